@@ -1,0 +1,1 @@
+"""The long-running process: HTTP, control socket, dispatcher, engines' supervision. Never imports torch. Read `main` first."""

@@ -1,0 +1,1 @@
+"""The OpenAI surface over aiohttp, one module per noun."""

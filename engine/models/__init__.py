@@ -1,0 +1,1 @@
+"""Model families, one plain file each; `registry` maps a checkpoint's architecture to its file."""

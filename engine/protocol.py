@@ -1,0 +1,189 @@
+"""Every message between the daemon and an engine: tagged msgspec Structs over a socketpair.
+
+Framing: 4-byte little-endian length, then one msgpack body (`encode` / `FrameReader`). Up to one `TokensOut` a step goes up,
+whatever the number of sequences, so what a token costs the host does not grow with the batch.
+Everything is flat arrays of ints; no object per token.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+PROTOCOL_VERSION = 1
+
+# How a sequence ended, as `TokensOut.finish` carries it. 0 is "goes on".
+FINISH_NONE, FINISH_STOP, FINISH_LENGTH, FINISH_ABORT = 0, 1, 2, 3
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Base of all messages; the tag is the class name."""
+
+
+class SamplingParams(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """How one request picks its tokens. Stop strings stay in the daemon, which sees text; ids are matched in the engine."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    seed: int = 0  # always set by the daemon (drawn when the client gave none) so that a resubmission repeats itself
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: list[int] = []  # the request's own; the model's end ids come with LoadModel
+    logprobs: int = -1  # -1: none; else number of alternatives beside the sampled token
+
+
+# ---- daemon -> engine -------------------------------------------------------------------------------------------------
+
+
+class LoadModel(Message):
+    """Brings a checkpoint into the device. `lease_chunks` is the engine's KV lease once this model is in: the engine gives
+    up blocks (prefix cache first, then preemption by recompute) down to it before it allocates."""
+
+    placement_id: int
+    model: str
+    path: str
+    dtype: str  # float32 | bfloat16 | float16
+    fingerprint: str
+    weights_chunks: int
+    kv_reserved_chunks: int  # this model may always hold that many chunks of KV
+    lease_chunks: int
+    max_model_len: int
+    max_sequences: int
+    eos_token_ids: list[int]
+
+
+class EvictModel(Message):
+    """Frees a model's weights and KV at once; requests still in it are answered FINISH_ABORT."""
+
+    placement_id: int
+    model: str
+    lease_chunks: int  # the lease after it
+
+
+class SetLease(Message):
+    lease_chunks: int
+
+
+class Submit(Message):
+    """A request, or a request again after its engine died: `output` is what the client already has."""
+
+    request_id: int
+    model: str
+    prompt: list[int]
+    params: SamplingParams
+    output: list[int] = []
+    cache_salt: str = ""  # tenants never share prefix blocks
+    priority: int = 0
+    task: str = "generate"
+    weight: float = 1.0  # share in the round robin between models
+
+
+class Abort(Message):
+    request_ids: list[int]
+
+
+class Shutdown(Message):
+    pass
+
+
+# ---- engine -> daemon -------------------------------------------------------------------------------------------------
+
+
+class EngineReady(Message):
+    pid: int
+    version: int
+    num_chunks: int
+
+
+class LoadProgress(Message):
+    placement_id: int
+    bytes_done: int
+    bytes_total: int
+
+
+class LoadDone(Message):
+    placement_id: int
+    model: str
+    seconds: float
+    bytes_read: int
+
+
+class LoadFailed(Message):
+    placement_id: int
+    model: str
+    error: str  # names file and tensor
+    permanent: bool  # True: the checkpoint is at fault, trying again is pointless until its files change
+
+
+class Evicted(Message):
+    placement_id: int
+    model: str
+
+
+class TokensOut(Message):
+    """One step of one model. `counts` is empty when every request got exactly one token, `finish` when none ended."""
+
+    model: str
+    step_id: int
+    seconds: float  # of this step on the device
+    request_ids: list[int]
+    ids: list[int]
+    counts: list[int] = []
+    finish: list[int] = []
+    # request id -> prompt tokens found in the prefix cache; only in the step in which a request got its first token
+    cached: dict[int, int] = {}
+
+
+class RequestFailed(Message):
+    request_id: int
+    code: str  # nan_logits | too_long | unknown_model | internal
+    error: str
+
+
+class Stats(Message):
+    """Sent when something changed, at most 4 times a second. `models`: name -> [kv_bytes, active, queued, cached_bytes]."""
+
+    kv_chunks_used: int
+    models: dict[str, list[int]]
+    steps: int
+    preemptions: int
+
+
+ToEngine = LoadModel | EvictModel | SetLease | Submit | Abort | Shutdown
+FromEngine = EngineReady | LoadProgress | LoadDone | LoadFailed | Evicted | TokensOut | RequestFailed | Stats
+
+_encoder = msgspec.msgpack.Encoder()
+_length = struct.Struct("<I")
+
+
+def encode(message: Message) -> bytes:
+    """One frame, length prefix included."""
+    body = _encoder.encode(message)
+    return _length.pack(len(body)) + body
+
+
+class FrameReader:
+    """Cuts a byte stream back into messages; `feed` may be given any split of it."""
+
+    def __init__(self, kinds: Any) -> None:
+        self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(kinds)
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Any]:
+        buffer = self._buffer
+        buffer += data
+        start, end = 0, len(buffer)
+        messages = []
+        while end - start >= 4:
+            (length,) = _length.unpack_from(buffer, start)
+            if end - start - 4 < length:
+                break
+            messages.append(self._decoder.decode(bytes(buffer[start + 4 : start + 4 + length])))
+            start += 4 + length
+        del buffer[:start]
+        return iter(messages)
