@@ -40,6 +40,22 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, omit_defaults
 # ---- daemon -> engine -------------------------------------------------------------------------------------------------
 
 
+class Configure(Message):
+    """Always the first message; answered by EngineReady. The device's budget is num_chunks * chunk_bytes + work_space_bytes."""
+
+    device: str  # cpu:0
+    num_chunks: int
+    chunk_bytes: int
+    work_space_bytes: int
+    max_num_batched_tokens: int
+    block_tokens: int
+    turn_budget_ms: float
+    threads: int  # 0: the engine's default
+    runner: str = "torch"  # torch | null
+    null_step_ms: float = 10.0
+    cache_dir: str = ""
+
+
 class LoadModel(Message):
     """Brings a checkpoint into the device. `lease_chunks` is the engine's KV lease once this model is in: the engine gives
     up blocks (prefix cache first, then preemption by recompute) down to it before it allocates."""
@@ -154,7 +170,7 @@ class Stats(Message):
     preemptions: int
 
 
-ToEngine = LoadModel | EvictModel | SetLease | Submit | Abort | Shutdown
+ToEngine = Configure | LoadModel | EvictModel | SetLease | Submit | Abort | Shutdown
 FromEngine = EngineReady | LoadProgress | LoadDone | LoadFailed | Evicted | TokensOut | RequestFailed | Stats
 
 _encoder = msgspec.msgpack.Encoder()
@@ -187,3 +203,25 @@ class FrameReader:
             start += 4 + length
         del buffer[:start]
         return iter(messages)
+
+
+# ---- the step journal: which requests were in the step that killed an engine -------------------------------------------
+
+JOURNAL_BYTES = 4 + 8 * 4096
+_count = struct.Struct("<I")
+
+
+def write_journal(journal: Any, request_ids: Any) -> None:
+    """Notes the step in flight in shared memory (a memfd the daemon made): no system call. `request_ids`: int64 array, or empty
+    after the step. The count is written last, so a reader never sees a half-written list."""
+    _count.pack_into(journal, 0, 0)
+    num = min(len(request_ids), 4096)
+    if num:
+        journal[4 : 4 + 8 * num] = request_ids[:num].tobytes()
+        _count.pack_into(journal, 0, num)
+
+
+def read_journal(journal: Any) -> tuple[int, ...]:
+    """The requests of the step in flight when the writer died; () if it died between steps."""
+    (num,) = _count.unpack_from(journal, 0)
+    return struct.unpack_from(f"<{num}q", journal, 4)

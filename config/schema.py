@@ -1,0 +1,103 @@
+"""Every setting of the node, with default, unit and whether a reload applies it. docs/reference/config.md is held to this file.
+
+One flat table of node keys plus one table per model (`[models."org/name"]`). A duration key ends in `_s` or `_ms`, a size in `_bytes`
+(written as a number or "512MiB").
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+LIVE, RESTART = "live", "restart"
+
+
+def key(description: str, unit: str = "", reload: str = RESTART) -> msgspec.Meta:
+    return msgspec.Meta(description=description, extra={"unit": unit, "reload": reload})
+
+
+class DeviceBudget(msgspec.Struct, frozen=True):
+    """One `--device NAME=BUDGET`. name: `cpu:0`; budget_bytes: weights, KV and work space together."""
+
+    name: str
+    budget_bytes: int
+
+
+class SamplingDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A model's defaults where a request names none; they go before the checkpoint's generation_config.json."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    max_tokens: int | None = None
+
+
+class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`[models."org/name"]`."""
+
+    aliases: Annotated[list[str], key("other names requests may use", reload=LIVE)] = []
+    max_model_len: Annotated[
+        int | None,
+        key(
+            "longest prompt + output; default: the checkpoint's, or what 25 % of the device holds as KV (at least 2048)",
+            "tokens",
+        ),
+    ] = None
+    max_sequences: Annotated[int, key("sequences in one batch", "sequences")] = 256
+    max_queued: Annotated[
+        int | None, key("requests that may wait; default: max_queued_per_model", "requests", LIVE)
+    ] = None
+    kv_floor_tokens: Annotated[
+        int | None, key("KV always kept for it; default: one request of max_model_len", "tokens")
+    ] = None
+    priority: Annotated[float, key("factor on its value when victims are chosen, and on its turn", reload=LIVE)] = 1.0
+    pinned: Annotated[bool, key("loaded at start, never evicted", reload=LIVE)] = False
+    devices: Annotated[list[str], key("devices it may live on; empty: any", reload=LIVE)] = []
+    isolate: Annotated[bool, key("an engine process of its own (not built yet: refused when true)")] = False
+    dtype: Annotated[str | None, key("auto, float32, bfloat16 or float16; default: the node's dtype")] = None
+    sampling: Annotated[
+        SamplingDefaults, key("temperature, top_p, top_k, max_tokens where a request names none", reload=LIVE)
+    ] = SamplingDefaults()
+    chat_template: Annotated[str | None, key("a Jinja file used instead of the checkpoint's template", reload=LIVE)] = (
+        None
+    )
+
+
+class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The whole node. Flags win over the TOML file."""
+
+    models_dir: Annotated[str, key("folder whose subfolders are models (flag --models)")] = ""
+    listen: Annotated[str, key("HTTP address, HOST:PORT; port 0 picks a free one")] = "127.0.0.1:8000"
+    control: Annotated[
+        str, key("control socket; default: /run/hearthd/control.sock as a service, else below $XDG_RUNTIME_DIR")
+    ] = ""
+    device: Annotated[list[str], key("NAME=BUDGET, one entry a device: cpu=512MiB, cpu:1=25%")] = []
+    dtype: Annotated[str, key("auto (the checkpoint's), float32, bfloat16 or float16")] = "auto"
+    state_dir: Annotated[str, key("where pins and switched-off models are kept; default: $XDG_STATE_HOME/hearthd")] = ""
+    cache_dir: Annotated[str, key("compiled kernels; default: $XDG_CACHE_HOME/hearthd")] = ""
+    log_level: Annotated[str, key("debug, info, warning or error", reload=LIVE)] = "info"
+
+    max_num_batched_tokens: Annotated[int, key("tokens in one step; sizes each device's work space", "tokens")] = 512
+    block_tokens: Annotated[int, key("tokens in one KV block", "tokens")] = 16
+    chunk_bytes: Annotated[int | str, key("unit of the device's memory pool", "bytes")] = "1MiB"
+    turn_budget_ms: Annotated[float, key("device time a model may take before another busy one has its turn", "ms")] = (
+        10.0
+    )
+    threads: Annotated[int, key("compute threads of one cpu engine; 0: the machine's cores", "threads")] = 0
+    runner: Annotated[
+        str, key("torch, or null: produces tokens without a model, to measure and test the serving path")
+    ] = "torch"
+    null_step_ms: Annotated[float, key("how long one step of the null runner takes", "ms")] = 10.0
+
+    load_deadline_s: Annotated[float | None, key("a load may take; default max(20, 4 x predicted)", "s", LIVE)] = None
+    overdue_after_s: Annotated[float, key("waiting requests older than this go first, by age", "s", LIVE)] = 10.0
+    max_wait_s: Annotated[float, key("longest wait before the first token's turn; then 503", "s", LIVE)] = 60.0
+    request_timeout_s: Annotated[float, key("longest life of one request", "s", LIVE)] = 600.0
+    body_read_timeout_s: Annotated[float, key("a request's body must be in by then", "s", LIVE)] = 10.0
+    max_body_bytes: Annotated[int | str, key("largest request body", "bytes")] = "16MiB"
+    max_queued_per_model: Annotated[int, key("requests that may wait for one model", "requests", LIVE)] = 256
+    drain_timeout_s: Annotated[float, key("SIGTERM: running requests may take that long", "s", LIVE)] = 30.0
+    sse_comment_every_s: Annotated[float, key("a comment keeps a silent stream open", "s", LIVE)] = 5.0
+
+    models: Annotated[dict[str, ModelConfig], key("per model, see below")] = {}

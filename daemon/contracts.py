@@ -1,0 +1,104 @@
+"""The seams inside the daemon: what the API hands the dispatcher, and how tokens come back.
+
+The hot path is `TokenSink.tokens`, called once per row and step straight from the engine's message: no await, no task, no queue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from daemon.errors import HearthError
+from engine.protocol import SamplingParams
+
+
+@dataclass(slots=True)
+class ModelEntry:
+    """A registered model as requests see it. One object per name; the registry replaces it when files or config change."""
+
+    name: str
+    path: str
+    aliases: tuple[str, ...]
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    created: int  # Unix seconds: mtime of config.json
+    fingerprint: str
+    generation_defaults: dict[str, float | int] = field(
+        default_factory=dict
+    )  # generation_config.json, then config `sampling`
+    chat_template: str | None = None  # config's own (a file path or text); None: the checkpoint's
+    max_sequences: int = 256
+
+
+class TokenSink(Protocol):
+    """Where a request's tokens go. Both methods are called on the event loop and never block."""
+
+    def tokens(self, ids: Sequence[int], finish: int) -> None:
+        """`finish`: protocol.FINISH_*. ids may be empty when only the end is told."""
+        ...
+
+    def failed(self, error: HearthError) -> None: ...
+
+    def comment(self) -> None:
+        """Asked for every sse_comment_every_s while nothing else was sent."""
+        ...
+
+
+@dataclass(slots=True)
+class Generation:
+    """One accepted sequence (a chat request is one; a batched completion is several). `output` grows with every token the sink
+    was given: after a crash prompt + output is submitted again."""
+
+    model: ModelEntry
+    prompt: list[int]
+    params: SamplingParams
+    sink: TokenSink
+    request_id: int = 0  # given by the dispatcher
+    public_id: str = ""  # X-Request-Id / cmpl-…, for logs and `hearth why`
+    tenant: str = ""
+    priority: int = 0
+    output: list[int] = field(default_factory=list)
+    num_cached: int = 0  # prompt tokens found in the prefix cache
+    arrived_s: float = 0.0  # monotonic
+    first_token_s: float = 0.0
+    submitted_device: str = ""
+
+
+class RequestPort(Protocol):
+    """The dispatcher as the API sees it."""
+
+    def submit(self, generation: Generation) -> None:
+        """Accepts (queued or running) or raises HearthError at once; what happens later is told to the sink."""
+        ...
+
+    def cancel(self, generation: Generation) -> None:
+        """The client is gone, or a stop string matched. Idempotent."""
+        ...
+
+
+class ModelPort(Protocol):
+    """The registry as the API sees it."""
+
+    def resolve(self, name: str) -> ModelEntry:
+        """Name or alias. Raises HearthError model_not_found (404) or, for an incomplete/refused model, its 400/503."""
+        ...
+
+    def entries(self) -> Sequence[ModelEntry]:
+        """All models a client may name (not incomplete ones), sorted by name."""
+        ...
+
+
+class TextPort(Protocol):
+    """Tokenising and templates, done in a helper process."""
+
+    def encode(self, model: ModelEntry, text: str, add_special_tokens: bool = True) -> Awaitable[list[int]]: ...
+
+    def encode_chat(
+        self, model: ModelEntry, messages: list[dict[str, object]], options: dict[str, object]
+    ) -> Awaitable[list[int]]:
+        """Renders the checkpoint's Jinja template (sandboxed) and encodes it. Raises HearthError invalid_request (400) with the
+        template's own message."""
+        ...

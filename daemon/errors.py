@@ -1,0 +1,105 @@
+"""All errors a client or operator can meet, in three families, and the one map to HTTP status, OpenAI body and exit code.
+
+HearthError
+├── BadRequest    the caller's fault: 4xx, names the field
+├── NotNow        429/503, with Retry-After where trying again makes sense
+└── ServerFault   ours: 500, the engine was restarted or the model is at fault
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from scheduler.node.actions import Refusal
+
+# CLI exit codes, also the `code` groups of the control API
+EXIT_OK, EXIT_USAGE, EXIT_NOT_FOUND, EXIT_NO_FIT, EXIT_BUSY, EXIT_DENIED = 0, 2, 3, 4, 5, 6
+
+
+class HearthError(Exception):
+    """code: machine-readable · param: the offending field or None · status: HTTP · type: OpenAI's error type."""
+
+    status = 500
+    type = "server_error"
+
+    def __init__(
+        self,
+        code: str,
+        message: str,
+        *,
+        param: str | None = None,
+        status: int | None = None,
+        retry_after_s: float | None = None,
+        details: dict[str, object] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.code, self.message, self.param = code, message, param
+        self.status = status or type(self).status
+        self.retry_after_s = retry_after_s
+        self.details = details or {}
+
+    def body(self) -> dict[str, Any]:
+        """OpenAI's error object."""
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    @property
+    def exit_code(self) -> int:
+        return _EXIT_CODES.get(
+            self.code, EXIT_BUSY if self.status in (429, 503) else EXIT_USAGE if self.status < 500 else 1
+        )
+
+
+class BadRequest(HearthError):
+    status = 400
+    type = "invalid_request_error"
+
+
+class NotNow(HearthError):
+    status = 503
+    type = "overloaded_error"
+
+
+class ServerFault(HearthError):
+    status = 500
+    type = "server_error"
+
+
+# refusal code -> (class, HTTP status)
+_REFUSALS: dict[str, tuple[type[HearthError], int]] = {
+    "model_not_found": (BadRequest, 404),
+    "model_removed": (BadRequest, 404),
+    "model_too_large": (BadRequest, 400),
+    "model_incomplete": (NotNow, 503),
+    "model_disabled": (NotNow, 503),
+    "model_failed": (NotNow, 503),
+    "model_draining": (NotNow, 503),
+    "node_draining": (NotNow, 503),
+    "queue_full": (NotNow, 429),
+    "would_not_fit": (NotNow, 503),
+    "wait_exceeded": (NotNow, 503),
+    "load_timeout": (NotNow, 503),
+    "crashed_twice": (ServerFault, 500),
+    "unloaded": (NotNow, 503),
+    "busy": (NotNow, 503),
+}
+_EXIT_CODES = {
+    "model_not_found": EXIT_NOT_FOUND,
+    "model_removed": EXIT_NOT_FOUND,
+    "request_not_found": EXIT_NOT_FOUND,
+    "not_found": EXIT_NOT_FOUND,
+    "model_too_large": EXIT_NO_FIT,
+    "would_not_fit": EXIT_NO_FIT,
+    "permission_denied": EXIT_DENIED,
+}
+
+
+def from_refusal(refusal: Refusal) -> HearthError:
+    kind, status = _REFUSALS[refusal.code]
+    return kind(
+        refusal.code,
+        refusal.message,
+        param="model" if status in (400, 404) else None,
+        status=status,
+        retry_after_s=refusal.retry_after_s,
+        details=refusal.details,
+    )

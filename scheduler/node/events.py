@@ -1,0 +1,180 @@
+"""What happened: the only input of the node scheduler.
+
+Every event carries `now` (monotonic seconds; the scheduler has no clock) and `cause` (a short id such as `req-42`, `cli-7`,
+`boot`), which is copied to each action and story line that follows from it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Event:
+    now: float
+    cause: str
+
+
+@dataclass(slots=True, frozen=True)
+class ModelFacts:
+    """What placing a model needs to know of it; from checkpoint headers and the config, never from a driver."""
+
+    name: str
+    weights_bytes: int
+    kv_bytes_per_token: int
+    work_space_bytes: int
+    max_model_len: int  # tokens; one request of that length is the reserved KV (or kv_floor_tokens, if larger)
+    kv_floor_tokens: int = 0
+    max_sequences: int = 256
+    max_queued: int = 256
+    priority: float = 1.0
+    pinned: bool = False
+    enabled: bool = True
+    devices: tuple[str, ...] = ()  # allowed devices; empty: any
+    fingerprint: str = ""
+    incomplete: str = ""  # why files are missing; empty: complete
+
+
+@dataclass(slots=True, frozen=True)
+class RequestFacts:
+    """What scheduling needs to know of a request; its tokens stay with the dispatcher."""
+
+    request_id: int
+    model: str
+    num_prompt_tokens: int
+    max_tokens: int
+    tenant: str = ""
+    priority: int = 0
+
+
+# ---- models and devices
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class ModelRegistered(Event):
+    """A folder appeared, or its config or files changed (same name again)."""
+
+    facts: ModelFacts
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class ModelRemoved(Event):
+    """The folder is gone: queued requests are refused, a loaded copy drains and is evicted."""
+
+    model: str
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class EngineUp(Event):
+    device: str
+    budget_bytes: int
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class EngineDown(Event):
+    """The engine process ended. `running` are the requests of the step that was in flight (from its step journal)."""
+
+    device: str
+    running: tuple[int, ...]
+    reason: str
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class LoadFinished(Event):
+    placement_id: int
+    seconds: float
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class LoadFailed(Event):
+    placement_id: int
+    reason: str
+    permanent: bool
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class LoadProgressed(Event):
+    placement_id: int
+    bytes_done: int
+    bytes_total: int
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class EvictFinished(Event):
+    placement_id: int
+
+
+# ---- requests
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class RequestArrived(Event):
+    request: RequestFacts
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class RequestCancelled(Event):
+    """The client went away or its time is up, wherever the request was."""
+
+    request_id: int
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class RequestFinished(Event):
+    """The engine is done with it, well or badly."""
+
+    request_id: int
+
+
+# ---- the operator
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class LoadRequested(Event):
+    """`hearth load`: answered by CommandDone with this event's cause."""
+
+    model: str
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class UnloadRequested(Event):
+    model: str
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class PinRequested(Event):
+    """Pins and loads."""
+
+    model: str
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class UnpinRequested(Event):
+    model: str
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class EnableRequested(Event):
+    model: str
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class DisableRequested(Event):
+    model: str
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class DrainRequested(Event):
+    """No new request for `model` (empty: for the node); what runs or waits goes on."""
+
+    model: str = ""
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class ResumeRequested(Event):
+    model: str = ""
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class TimePassed(Event):
+    """Posted when `NodeScheduler.next_deadline()` is reached: deadlines, overdue queues, quarantines, max waits."""
