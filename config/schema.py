@@ -1,6 +1,7 @@
 """Every setting of the node, with default, unit and whether a reload applies it. docs/reference/config.md is held to this file.
 
-One flat table of node keys plus one table per model (`[models."org/name"]`). A duration key ends in `_s` or `_ms`, a size in `_bytes`
+One flat table of node keys plus one table per model (`[models."org/name"]`). A duration key ends in `_s` or `_ms`, a size in
+`_bytes`
 (written as a number or "512MiB").
 """
 
@@ -45,23 +46,17 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = None
     max_sequences: Annotated[int, key("sequences in one batch", "sequences")] = 256
-    max_queued: Annotated[
-        int | None, key("requests that may wait; default: max_queued_per_model", "requests", LIVE)
-    ] = None
-    kv_floor_tokens: Annotated[
-        int | None, key("KV always kept for it; default: one request of max_model_len", "tokens")
-    ] = None
+    max_queued: Annotated[int | None, key("requests that may wait; default: max_queued_per_model", "requests", LIVE)] = None
+    kv_floor_tokens: Annotated[int | None, key("KV always kept for it; default: one request of max_model_len", "tokens")] = None
     priority: Annotated[float, key("factor on its value when victims are chosen, and on its turn", reload=LIVE)] = 1.0
     pinned: Annotated[bool, key("loaded at start, never evicted", reload=LIVE)] = False
     devices: Annotated[list[str], key("devices it may live on; empty: any", reload=LIVE)] = []
     isolate: Annotated[bool, key("an engine process of its own (not built yet: refused when true)")] = False
     dtype: Annotated[str | None, key("auto, float32, bfloat16 or float16; default: the node's dtype")] = None
-    sampling: Annotated[
-        SamplingDefaults, key("temperature, top_p, top_k, max_tokens where a request names none", reload=LIVE)
-    ] = SamplingDefaults()
-    chat_template: Annotated[str | None, key("a Jinja file used instead of the checkpoint's template", reload=LIVE)] = (
-        None
+    sampling: Annotated[SamplingDefaults, key("temperature, top_p, top_k, max_tokens where a request names none", reload=LIVE)] = (
+        SamplingDefaults()
     )
+    chat_template: Annotated[str | None, key("a Jinja file used instead of the checkpoint's template", reload=LIVE)] = None
 
 
 class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -69,9 +64,9 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     models_dir: Annotated[str, key("folder whose subfolders are models (flag --models)")] = ""
     listen: Annotated[str, key("HTTP address, HOST:PORT; port 0 picks a free one")] = "127.0.0.1:8000"
-    control: Annotated[
-        str, key("control socket; default: /run/hearthd/control.sock as a service, else below $XDG_RUNTIME_DIR")
-    ] = ""
+    control: Annotated[str, key("control socket; default: /run/hearthd/control.sock as a service, else below $XDG_RUNTIME_DIR")] = (
+        ""
+    )
     device: Annotated[list[str], key("NAME=BUDGET, one entry a device: cpu=512MiB, cpu:1=25%")] = []
     dtype: Annotated[str, key("auto (the checkpoint's), float32, bfloat16 or float16")] = "auto"
     state_dir: Annotated[str, key("where pins and switched-off models are kept; default: $XDG_STATE_HOME/hearthd")] = ""
@@ -80,14 +75,10 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     max_num_batched_tokens: Annotated[int, key("tokens in one step; sizes each device's work space", "tokens")] = 512
     block_tokens: Annotated[int, key("tokens in one KV block", "tokens")] = 16
-    chunk_bytes: Annotated[int | str, key("unit of the device's memory pool", "bytes")] = "1MiB"
-    turn_budget_ms: Annotated[float, key("device time a model may take before another busy one has its turn", "ms")] = (
-        10.0
-    )
+    chunk_bytes: Annotated[int | str, key("unit of the device's memory pool", "bytes")] = "2MiB"
+    turn_budget_ms: Annotated[float, key("device time a model may take before another busy one has its turn", "ms")] = 10.0
     threads: Annotated[int, key("compute threads of one cpu engine; 0: the machine's cores", "threads")] = 0
-    runner: Annotated[
-        str, key("torch, or null: produces tokens without a model, to measure and test the serving path")
-    ] = "torch"
+    runner: Annotated[str, key("torch, or null: produces tokens without a model, to measure and test the serving path")] = "torch"
     null_step_ms: Annotated[float, key("how long one step of the null runner takes", "ms")] = 10.0
 
     load_deadline_s: Annotated[float | None, key("a load may take; default max(20, 4 x predicted)", "s", LIVE)] = None

@@ -26,9 +26,7 @@ class ModelEntry:
     bos_token_id: int | None
     created: int  # Unix seconds: mtime of config.json
     fingerprint: str
-    generation_defaults: dict[str, float | int] = field(
-        default_factory=dict
-    )  # generation_config.json, then config `sampling`
+    generation_defaults: dict[str, float | int] = field(default_factory=dict)  # generation_config.json, then config `sampling`
     chat_template: str | None = None  # config's own (a file path or text); None: the checkpoint's
     max_sequences: int = 256
 
@@ -96,9 +94,7 @@ class TextPort(Protocol):
 
     def encode(self, model: ModelEntry, text: str, add_special_tokens: bool = True) -> Awaitable[list[int]]: ...
 
-    def encode_chat(
-        self, model: ModelEntry, messages: list[dict[str, object]], options: dict[str, object]
-    ) -> Awaitable[list[int]]:
+    def encode_chat(self, model: ModelEntry, messages: list[dict[str, object]], options: dict[str, object]) -> Awaitable[list[int]]:
         """Renders the checkpoint's Jinja template (sandboxed) and encodes it. Raises HearthError invalid_request (400) with the
         template's own message."""
         ...

@@ -44,9 +44,7 @@ class HearthError(Exception):
 
     @property
     def exit_code(self) -> int:
-        return _EXIT_CODES.get(
-            self.code, EXIT_BUSY if self.status in (429, 503) else EXIT_USAGE if self.status < 500 else 1
-        )
+        return _EXIT_CODES.get(self.code, EXIT_BUSY if self.status in (429, 503) else EXIT_USAGE if self.status < 500 else 1)
 
 
 class BadRequest(HearthError):

@@ -27,8 +27,8 @@ class SequenceTable:
     """One model's sequences as columns. A slot is a row index, free when its request id is 0.
 
     tokens [S, L] int32: prompt then output · num_tokens [S]: filled part · num_prompt [S] · num_computed [S]: tokens whose KV is
-    stored · block_table [S, B] int32: pool block ids · sampling columns as named. `stop_ids` holds a tuple only for rows whose request
-    gave its own; `min_tokens_until [S]` is the token count below which end ids are masked out.
+    stored · block_table [S, B] int32: pool block ids · sampling columns as named.
+    `min_tokens_until [S]` is the token count below which end ids are masked out.
     """
 
     request_id: LongArray

@@ -1,1 +1,1 @@
-"""Pure decisions: no torch, no asyncio, no clock, no I/O. `node` places models (daemon process); `batch` picks tokens (engine process)."""
+"""Pure decisions: no torch, asyncio, clock or I/O. `node` places models (daemon); `batch` picks tokens (engine)."""
