@@ -1,9 +1,4 @@
-"""The seams inside an engine: what the batch scheduler hands the runner, and what it gets back.
-
-Shapes: S slots of a model (its max_sequences), R rows of a step, B blocks a sequence may hold, L its maximum length.
-Token ids, block tables and sampling settings live in one `SequenceTable` per model, written in place: a step passes row
-numbers, never objects.
-"""
+"""The seams inside an engine: what the batch scheduler hands the runner (scheduler/batch/plan.py), and what it gets back."""
 
 from __future__ import annotations
 
@@ -11,54 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-
-from engine.protocol import LoadModel, SamplingParams
-
-IntArray = npt.NDArray[np.int32]
-LongArray = npt.NDArray[np.int64]
-FloatArray = npt.NDArray[np.float32]
-BoolArray = npt.NDArray[np.bool_]
-
-
-@dataclass(slots=True)
-class SequenceTable:
-    """One model's sequences as columns. A slot is a row index, free when its request id is 0.
-
-    tokens [S, L] int32: prompt then output · num_tokens [S]: filled part · num_prompt [S] · num_computed [S]: tokens whose KV is
-    stored · block_table [S, B] int32: pool block ids · sampling columns as named.
-    `min_tokens_until [S]` is the token count below which end ids are masked out.
-    """
-
-    request_id: LongArray
-    tokens: IntArray
-    num_tokens: IntArray
-    num_prompt: IntArray
-    num_computed: IntArray
-    block_table: IntArray
-    temperature: FloatArray
-    top_p: FloatArray
-    top_k: IntArray
-    seed: npt.NDArray[np.uint64]
-    num_logprobs: IntArray
-    min_tokens_until: IntArray
-    max_total_tokens: IntArray  # prompt + max_tokens, capped by max_model_len
-    ignore_eos: BoolArray
-    params: list[SamplingParams | None]
-
-
-@dataclass(slots=True)
-class BatchPlan:
-    """What one step computes: row i runs `num_new[i]` tokens of slot `slots[i]` from position `num_computed[i]` on, and
-    samples one token if `samples[i]` (its last token is in this step). Decode rows (num_new 1) come first."""
-
-    step_id: int
-    model: str
-    slots: IntArray  # [R]
-    num_computed: IntArray  # [R]
-    num_new: IntArray  # [R]
-    samples: BoolArray  # [R]
+from engine.protocol import LoadModel
+from scheduler.batch.plan import BatchPlan as BatchPlan
+from scheduler.batch.plan import BoolArray as BoolArray
+from scheduler.batch.plan import FloatArray as FloatArray
+from scheduler.batch.plan import IntArray as IntArray
+from scheduler.batch.plan import LongArray as LongArray
+from scheduler.batch.plan import SequenceTable as SequenceTable
 
 
 @dataclass(slots=True)

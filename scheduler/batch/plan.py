@@ -1,0 +1,106 @@
+"""What one step computes, and the columns it reads: the batch scheduler's output.
+
+Shapes: S slots of a model (its max_sequences), R rows of a step, B blocks a sequence may hold, L its maximum length.
+Token ids, block tables and sampling settings live in one `SequenceTable` per model, written in place: a step passes row
+numbers, never objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int32]
+LongArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float32]
+BoolArray = npt.NDArray[np.bool_]
+
+# How a sequence ended. The same numbers as in engine.protocol (a test holds them equal); 0 is "goes on".
+FINISH_NONE, FINISH_STOP, FINISH_LENGTH, FINISH_ABORT = 0, 1, 2, 3
+
+
+class Sampling(Protocol):
+    """What the batch scheduler reads of a request's sampling settings; engine.protocol.SamplingParams has it."""
+
+    @property
+    def max_tokens(self) -> int: ...
+    @property
+    def temperature(self) -> float: ...
+    @property
+    def top_p(self) -> float: ...
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def min_tokens(self) -> int: ...
+    @property
+    def ignore_eos(self) -> bool: ...
+    @property
+    def stop_token_ids(self) -> Sequence[int]: ...
+    @property
+    def logprobs(self) -> int: ...
+
+
+@dataclass(slots=True)
+class SequenceTable:
+    """One model's sequences as columns. A slot is a row index, free when its request id is 0.
+
+    tokens [S, L] int32: prompt then output · num_tokens [S]: filled part · num_prompt [S] · num_computed [S]: tokens whose KV is
+    stored · block_table [S, B] int32: pool block ids · sampling columns as named.
+    `min_tokens_until [S]` is the token count below which end ids are masked out.
+    """
+
+    request_id: LongArray
+    tokens: IntArray
+    num_tokens: IntArray
+    num_prompt: IntArray
+    num_computed: IntArray
+    block_table: IntArray
+    temperature: FloatArray
+    top_p: FloatArray
+    top_k: IntArray
+    seed: npt.NDArray[np.uint64]
+    num_logprobs: IntArray
+    min_tokens_until: IntArray
+    max_total_tokens: IntArray  # prompt + max_tokens, capped by max_model_len
+    ignore_eos: BoolArray
+    params: list[object | None]  # engine.protocol.SamplingParams of the row
+
+
+def make_sequence_table(num_slots: int, max_tokens: int, max_blocks: int) -> SequenceTable:
+    """An empty table of S = num_slots rows, L = max_tokens, B = max_blocks. Pages of `tokens` are touched only as rows fill."""
+    return SequenceTable(
+        request_id=np.zeros(num_slots, np.int64),
+        tokens=np.zeros((num_slots, max_tokens), np.int32),
+        num_tokens=np.zeros(num_slots, np.int32),
+        num_prompt=np.zeros(num_slots, np.int32),
+        num_computed=np.zeros(num_slots, np.int32),
+        block_table=np.zeros((num_slots, max_blocks), np.int32),
+        temperature=np.ones(num_slots, np.float32),
+        top_p=np.ones(num_slots, np.float32),
+        top_k=np.zeros(num_slots, np.int32),
+        seed=np.zeros(num_slots, np.uint64),
+        num_logprobs=np.full(num_slots, -1, np.int32),
+        min_tokens_until=np.zeros(num_slots, np.int32),
+        max_total_tokens=np.zeros(num_slots, np.int32),
+        ignore_eos=np.zeros(num_slots, np.bool_),
+        params=[None] * num_slots,
+    )
+
+
+@dataclass(slots=True)
+class BatchPlan:
+    """What one step computes: row i runs `num_new[i]` tokens of slot `slots[i]` from position `num_computed[i]` on, and
+    samples one token if `samples[i]` (its last token is in this step). Decode rows (num_new 1) come first."""
+
+    step_id: int
+    model: str
+    slots: IntArray  # [R]
+    num_computed: IntArray  # [R]
+    num_new: IntArray  # [R]
+    samples: BoolArray  # [R]
