@@ -1,8 +1,7 @@
 """Every setting of the node, with default, unit and whether a reload applies it. docs/reference/config.md is held to this file.
 
 One flat table of node keys plus one table per model (`[models."org/name"]`). A duration key ends in `_s` or `_ms`, a size in
-`_bytes`
-(written as a number or "512MiB").
+`_bytes` (written as a number or "512MiB").
 """
 
 from __future__ import annotations

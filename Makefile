@@ -1,0 +1,39 @@
+# One command per task; each makes the environment it needs.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: help demo test check bench clean
+
+help:
+	@echo "make demo    one daemon, three models, one memory budget: chats, evictions, a killed engine (about 3 minutes the first time)"
+	@echo "make test    the test suite"
+	@echo "make check   ruff, mypy, architecture and docs tests"
+	@echo "make bench   the figures of docs/performance.md, measured on this machine"
+
+# The demo needs only what runs the daemon; the tests need more. Each stamp depends on what it was made from.
+$(VENV)/.run: pyproject.toml constraints.txt demo/setup.sh
+	@sh demo/setup.sh "$(PYTHON)" "$(VENV)"
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.run pyproject.toml
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[test,cpu]'
+	@touch $@
+
+demo: $(VENV)/.run
+	@$(BIN)/python -m demo.run $(if $(MODEL),--model '$(MODEL)')
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_architecture.py tests/test_docs.py
+
+bench: $(VENV)/.test
+	$(BIN)/python -m benchmarks.run
+
+clean:
+	rm -rf $(VENV) .demo .cache

@@ -1,0 +1,161 @@
+"""The tree's rules, each with its reason. A rule that is in the way is changed here, with the new reason, not worked around."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+PACKAGES = ("config", "scheduler", "loader", "engine", "daemon")
+
+# package -> packages of ours it may import
+MAY_IMPORT = {
+    "config": set[str](),
+    "scheduler": {"config"},
+    "loader": {"config"},
+    "engine": {"config", "scheduler", "loader"},
+    "daemon": {"config", "scheduler", "loader", "engine"},
+}
+DAEMON_FROM_ENGINE = {"engine.protocol"}
+DAEMON_FROM_LOADER = {"loader.catalog", "loader.safetensors", "loader.hf_config", "loader.sizing", "loader.errors"}
+PURE = {"asyncio", "time", "datetime", "os", "socket", "threading", "subprocess", "random", "logging", "torch", "pathlib"}
+# inside engine: a module of the row may not import a module of the columns to its right
+ENGINE_ORDER = ["engine.kernels", "engine.ops", "engine.layers", "engine.models"]
+
+
+def modules() -> dict[str, pathlib.Path]:
+    found = {}
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            parts = list(path.relative_to(ROOT).with_suffix("").parts)
+            if parts[-1] == "__init__":
+                parts.pop()
+            found[".".join(parts)] = path
+    return found
+
+
+MODULES = modules()
+
+
+def imports_of(path: pathlib.Path, top_level_only: bool = False) -> set[str]:
+    """Dotted names a file imports; `from a import b` counts as a.b where that is a module of ours, else as a."""
+    tree = ast.parse(path.read_text())
+    nodes = list(tree.body) if top_level_only else list(ast.walk(tree))
+    names: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative imports hide where a thing lives"
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                names.add(full if full in MODULES else str(node.module))
+    return names
+
+
+IMPORTS = {name: imports_of(path) for name, path in MODULES.items()}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_go_down_only(module: str) -> None:
+    """config <- scheduler, loader <- engine <- daemon: the pure parts can be tested and reused without the rest."""
+    package = module.split(".")[0]
+    for name in IMPORTS[module]:
+        top = name.split(".")[0]
+        if top in PACKAGES and top != package:
+            assert top in MAY_IMPORT[package], f"{module} imports {name}: {package} may import {sorted(MAY_IMPORT[package])}"
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if m.startswith("daemon")])
+def test_daemon_takes_little_from_engine_and_loader(module: str) -> None:
+    """A CUDA fault cannot reach a process that never loads torch, and the daemon starts in well under a second."""
+    for name in IMPORTS[module]:
+        assert name.split(".")[0] not in {"torch", "triton", "numba", "transformers"}, f"{module} imports {name}"
+        if name.split(".")[0] == "engine":
+            assert name in DAEMON_FROM_ENGINE, f"{module} imports {name}"
+        if name.split(".")[0] == "loader":
+            assert name in DAEMON_FROM_LOADER, f"{module} imports {name}"
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if m.startswith("scheduler")])
+def test_scheduler_is_pure(module: str) -> None:
+    """Time comes in with the event, so every decision can be replayed and simulated faster than real time."""
+    for name in IMPORTS[module]:
+        assert name.split(".")[0] not in PURE, f"{module} imports {name}"
+
+
+def test_engine_layers_point_down() -> None:
+    """models -> layers -> ops -> kernels: a kernel never knows which model runs it."""
+    for module, names in IMPORTS.items():
+        rank = next((i for i, prefix in enumerate(ENGINE_ORDER) if module.startswith(prefix)), None)
+        if rank is None:
+            continue
+        for name in names:
+            for above in ENGINE_ORDER[rank + 1 :]:
+                assert not name.startswith(above), f"{module} imports {name} from above itself"
+
+
+def test_no_import_circles() -> None:
+    """A circle means two files are one idea cut in the wrong place."""
+    graph = {m: {n for n in imports_of(MODULES[m], top_level_only=True) if n in MODULES and n != m} for m in MODULES}
+    state: dict[str, int] = {}
+
+    def visit(module: str, trail: list[str]) -> None:
+        state[module] = 1
+        for name in graph[module]:
+            assert state.get(name) != 1, "circle: " + " -> ".join([*trail[trail.index(name) if name in trail else 0 :], name])
+            if name not in state:
+                visit(name, [*trail, name])
+        state[module] = 2
+
+    for module in graph:
+        if module not in state:
+            visit(module, [module])
+
+
+def test_init_files_hold_a_docstring_only() -> None:
+    """No re-exports: a name has one address."""
+    for path in ROOT.glob("*/**/__init__.py"):
+        if path.relative_to(ROOT).parts[0] in PACKAGES:
+            body = ast.parse(path.read_text()).body
+            assert len(body) == 1, path
+            assert isinstance(body[0], ast.Expr), path
+            assert isinstance(body[0].value, ast.Constant), path
+
+
+def test_no_systemd_import() -> None:
+    """systemd/ holds units, no Python; `import systemd` would be an empty namespace package."""
+    for module, names in IMPORTS.items():
+        assert "systemd" not in {n.split(".")[0] for n in names}, module
+
+
+def test_every_top_level_name_has_one_owner() -> None:
+    """Another distribution shipping `daemon` or `config` would silently replace ours."""
+    owners = importlib.metadata.packages_distributions()
+    for package in PACKAGES:
+        assert set(owners.get(package, ["hearthd"])) == {"hearthd"}, f"{package} is also shipped by {owners[package]}"
+
+
+@pytest.mark.parametrize("module", ["daemon.main", "daemon.text.__main__", "daemon.cli.__main__", "engine.protocol"])
+def test_light_processes_load_no_torch(module: str) -> None:
+    """Measured in a fresh process: what a static look misses."""
+    code = f"import sys, {module}; print([m for m in ('torch', 'numba', 'triton', 'transformers') if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert out.stdout.strip() == "[]"
+
+
+def test_files_stay_small() -> None:
+    """One idea a file; 400 lines is where one has become two."""
+    long = {str(p.relative_to(ROOT)): n for p in MODULES.values() if (n := len(p.read_text().splitlines())) > 400}
+    assert not long, long
+
+
+def test_tests_mirror_packages() -> None:
+    """`import daemon` must find the package, not the tests: every test folder is a package below `tests`."""
+    for folder in {p.parent for p in (ROOT / "tests").rglob("*.py")}:
+        assert (folder / "__init__.py").exists(), folder
