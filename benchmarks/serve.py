@@ -1,0 +1,90 @@
+"""CPU per output token of the whole process tree at 1 to 200 streams, and what the same forward pass costs bare.
+
+`feather`: a real but near-weightless model, so that serving is what is measured; `serving` = tree less bare forward, both in this run.
+`null`: the null runner paced at 10 ms a step; valid only if SSE events >= 0.99 x tokens (nothing coalesced).
+usage: python -m benchmarks.serve [--streams 1,16,64,200] [--only null|feather]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import subprocess
+import sys
+import time
+from typing import Any
+
+import psutil
+import uvloop
+
+from benchmarks.checkpoints import make
+from benchmarks.load import measure, tree_cpu_s
+from benchmarks.server import ROOT, Server
+
+STORE = ROOT / ".cache" / "checkpoints"
+
+
+def bare_forward(folder: pathlib.Path, rows: int, context: int) -> dict[str, Any]:
+    """The engine's own forward loop at that batch, with no daemon, scheduler or sockets: CPU us per token."""
+    command = [sys.executable, "-m", "benchmarks.forward", str(folder), "--rows", str(rows), "--context", str(context)]
+    out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=True).stdout
+    found: dict[str, Any] = json.loads(out.strip().splitlines()[-1])
+    return found
+
+
+def idle(server: Server, seconds: float = 10.0) -> dict[str, float]:
+    """Share of one core while nothing is asked, and resident memory per process kind."""
+    time.sleep(3)
+    before, start = tree_cpu_s(server.pid), time.perf_counter()
+    time.sleep(seconds)
+    share = (tree_cpu_s(server.pid) - before) / (time.perf_counter() - start)
+    engines = [p.memory_info().rss / 1e6 for p in server.engines()]
+    return {
+        "idle_core_percent": round(100 * share, 2),
+        "daemon_rss_mb": round(psutil.Process(server.pid).memory_info().rss / 1e6),
+        "engine_rss_mb": round(max(engines)),
+    }
+
+
+def run(kind: str, streams: list[int]) -> list[dict[str, Any]]:
+    feather = make(STORE, "feather")
+    flags = ["--runner", "null", "--null-step-ms", "10"] if kind == "null" else []
+    lines: list[dict[str, Any]] = []
+    with Server(feather.parent, ["cpu=2GiB"], flags) as server:
+        first = {"benchmark": "serve", "kind": kind, "ready_s": round(server.ready_s, 2)}
+        first["daemon_rss_mb_at_ready"] = round(psutil.Process(server.pid).memory_info().rss / 1e6)
+        server.cli("load", "feather")
+        # first requests parse the tokenizer and touch memory; they are not what is measured
+        uvloop.run(measure(server.url, ["feather"], server.pid, 8, 8, 128, 16))
+        for count in streams:
+            num = max(4, 2 * count) if count > 1 else 4
+            line = {"benchmark": "serve", "kind": kind, "streams": count}
+            line |= uvloop.run(measure(server.url, ["feather"], server.pid, num, count, 128, 128))
+            if kind == "null":
+                events = float(line["events_per_token"])
+                line["valid"] = events >= 0.99
+            lines.append(line)
+        status = server.cli("status", "--json")
+        first |= idle(server)
+        first["event_loop_stall_ms_max"] = round(1e3 * status["event_loop_stall_max_s"], 2)
+    if kind == "feather":
+        for line in lines:
+            bare = bare_forward(feather, line["streams"], 230)
+            line["bare_forward_cpu_us"] = bare["cpu_us_per_token"]
+            line["serving_cpu_us"] = round(line["cpu_us_per_out_token"] - bare["cpu_us_per_token"], 1)
+    return [first, *lines]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", default="1,16,64,200")
+    parser.add_argument("--only", choices=["null", "feather"])
+    args = parser.parse_args()
+    for kind in [args.only] if args.only else ["null", "feather"]:
+        for line in run(kind, [int(s) for s in args.streams.split(",")]):
+            print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""Starts a daemon to measure: free port, its own folders, stopped at the end whatever happens."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from types import TracebackType
+from typing import Any
+
+import psutil
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+class Server:
+    """`with Server(models, ["cpu=2GiB"]) as server:`; ready when the block begins. `ready_s` is process start to /readyz."""
+
+    def __init__(self, models: pathlib.Path, devices: list[str], flags: list[str] | None = None) -> None:
+        self._models, self._devices, self._flags = models, devices, flags or []
+
+    def __enter__(self) -> Server:
+        self._folder = tempfile.TemporaryDirectory(prefix="hearth-bench-")
+        folder = pathlib.Path(self._folder.name)
+        self.control = str(folder / "control.sock")
+        self.log = folder / "log"
+        command = [
+            sys.executable,
+            "-m",
+            "daemon",
+            "--models",
+            str(self._models),
+            "--listen",
+            "127.0.0.1:0",
+            "--control",
+            self.control,
+        ]
+        command += ["--state-dir", str(folder / "state"), "--cache-dir", str(ROOT / ".cache")]
+        for device in self._devices:
+            command += ["--device", device]
+        start = time.perf_counter()
+        self._process = subprocess.Popen(command + self._flags, cwd=ROOT, stderr=self.log.open("wb"), stdout=subprocess.DEVNULL)
+        self.pid = self._process.pid
+        try:
+            while True:
+                if self._process.poll() is not None:
+                    raise RuntimeError(f"hearthd ended with {self._process.returncode}:\n{self.log.read_text()[-2000:]}")
+                if pathlib.Path(self.control).exists():
+                    self.url = self.cli("status", "--json", check=False).get("url", "")
+                    if self.url and self._ready():
+                        break
+                if time.perf_counter() - start > 60:
+                    raise RuntimeError(f"hearthd is not ready after 60 s:\n{self.log.read_text()[-2000:]}")
+                time.sleep(0.01)
+        except BaseException:
+            self._process.kill()
+            raise
+        self.ready_s = time.perf_counter() - start
+        return self
+
+    def _ready(self) -> bool:
+        try:
+            with urllib.request.urlopen(self.url + "/readyz", timeout=5) as response:
+                return bool(response.status == 200)
+        except OSError:
+            return False
+
+    def cli(self, *args: str, check: bool = True) -> Any:
+        """`hearth …`; the JSON it prints, or {}."""
+        command = [sys.executable, "-m", "daemon.cli", "--control", self.control, *args]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+        if check and done.returncode:
+            raise RuntimeError(f"hearth {' '.join(args)}: exit {done.returncode}: {done.stderr[-500:]}")
+        try:
+            return json.loads(done.stdout)
+        except ValueError:
+            return {}
+
+    def engines(self) -> list[psutil.Process]:
+        """The engine processes, by command line."""
+        return [p for p in psutil.Process(self.pid).children(recursive=True) if "engine" in p.cmdline()]
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            self._process.wait(15)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._folder.cleanup()
