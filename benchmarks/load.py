@@ -18,26 +18,7 @@ from urllib.parse import urlsplit
 import psutil
 import uvloop
 
-WORDS = [
-    "stream",
-    "token",
-    "layer",
-    "block",
-    "weight",
-    "cache",
-    "page",
-    "model",
-    "queue",
-    "step",
-    "batch",
-    "device",
-    "memory",
-    "load",
-    "evict",
-    "chunk",
-    "kernel",
-    "node",
-]
+WORDS = ["stream", "token", "layer", "block", "weight", "cache", "page", "model", "queue", "step", "batch", "device", "memory"]
 
 
 def tree_cpu_s(pid: int) -> float:

@@ -1,6 +1,6 @@
 """CPU per output token of the whole process tree at 1 to 200 streams, and what the same forward pass costs bare.
 
-`feather`: a real but near-weightless model, so that serving is what is measured; `serving` = tree less bare forward, both in this run.
+`feather`: a real but near-weightless model, so that serving is what is measured; `serving` = tree less bare forward of this run.
 `null`: the null runner paced at 10 ms a step; valid only if SSE events >= 0.99 x tokens (nothing coalesced).
 usage: python -m benchmarks.serve [--streams 1,16,64,200] [--only null|feather]
 """

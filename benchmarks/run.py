@@ -1,0 +1,123 @@
+"""Runs the benchmarks of the serving node and writes docs/performance.md's tables and one result file.
+
+Each figure is taken on the machine at hand; what carries over between machines are ratios within a run.
+usage: python -m benchmarks.run [--only serve,stall,crash,scheduler]
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import pathlib
+import platform
+import subprocess
+import sys
+from typing import Any
+
+import psutil
+
+from benchmarks.server import ROOT
+
+SCRIPTS = ("serve", "stall", "crash", "scheduler")
+BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were taken on, without naming the machine."""
+    cpu = platform.processor() or "unknown"
+    info = pathlib.Path("/proc/cpuinfo")
+    if info.exists():
+        cpu = next((line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if "model name" in line), cpu)
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    return {
+        "machine": cpu,
+        "cores": psutil.cpu_count(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30),
+        "python": platform.python_version(),
+        "commit": commit.strip(),
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def table(rows: list[dict[str, Any]], columns: dict[str, str]) -> str:
+    """A Markdown table; columns: key -> heading."""
+    lines = ["| " + " | ".join(columns.values()) + " |", "|" + "---|" * len(columns)]
+    lines += ["| " + " | ".join(str(row.get(key, "")) for key in columns) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def report(lines: list[dict[str, Any]]) -> str:
+    """The Markdown between the markers of docs/performance.md."""
+    about = lines[0]
+    parts = [
+        f"Measured {about['date']} on {about['cores']} cores of {about['machine']}, {about['memory_gib']} GiB, "
+        f"Python {about['python']}; client on the same machine."
+    ]
+    serve = [line for line in lines if line.get("benchmark") == "serve" and "streams" in line]
+    for kind, title in (("null", "Null runner, 10 ms a step"), ("feather", "feather, 128 words in, 128 tokens out, temperature 0")):
+        rows = [line for line in serve if line["kind"] == kind]
+        columns = {"streams": "streams", "cpu_us_per_out_token": "CPU µs per output token"}
+        if kind == "feather":
+            columns |= {"bare_forward_cpu_us": "bare forward", "serving_cpu_us": "serving"}
+        columns |= {
+            "out_tok_s": "tokens/s",
+            "itl_p50_ms": "ITL p50 ms",
+            "itl_p99_ms": "ITL p99 ms",
+            "ttft_p50_ms": "TTFT p50 ms",
+            "events_per_token": "SSE events per token",
+            "failed": "failed",
+        }
+        if rows:
+            parts += [f"### {title}", table(rows, columns)]
+    still = [line for line in lines if line.get("benchmark") == "serve" and "ready_s" in line]
+    if still:
+        columns = {
+            "kind": "runner",
+            "ready_s": "start to ready s",
+            "daemon_rss_mb_at_ready": "daemon RSS MB at ready",
+            "daemon_rss_mb": "daemon RSS MB after load",
+            "engine_rss_mb": "engine RSS MB",
+            "idle_core_percent": "idle, % of a core",
+            "event_loop_stall_ms_max": "longest loop stall ms",
+        }
+        parts += ["### At rest", table(still, columns)]
+    for name, title in (
+        ("stall", "A 1 MB prompt and a 128,000-entry vocabulary arrive while 50 streams run"),
+        ("crash", "kill -9 of the engine under 50 streams"),
+        ("scheduler", "Node scheduler, cost of an event"),
+    ):
+        rows = [line for line in lines if line.get("benchmark") == name]
+        if rows:
+            parts += [f"### {title}", table(rows, {key: key.replace("_", " ") for key in rows[0] if key != "benchmark"})]
+    return "\n\n".join(parts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", help=f"some of {','.join(SCRIPTS)}")
+    args = parser.parse_args()
+    lines = [machine()]
+    for script in args.only.split(",") if args.only else SCRIPTS:
+        print(f"$ python -m benchmarks.{script}", flush=True)
+        done = subprocess.run(
+            [sys.executable, "-m", f"benchmarks.{script}"], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
+        )
+        for text in done.stdout.splitlines():
+            if text.startswith("{"):
+                print(text, flush=True)
+                lines.append(json.loads(text))
+    if args.only:
+        print(report(lines))
+        return
+    results = ROOT / "benchmarks" / "results" / f"{lines[0]['date']}-cpu.jsonl"
+    results.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = ROOT / "docs" / "performance.md"
+    text = page.read_text()
+    head, tail = text.split(BEGIN)[0], text.split(END)[1]
+    page.write_text(f"{head}{BEGIN}\n\n{report(lines)}\n\n{END}{tail}")
+    print(f"\n{report(lines)}\n\nwritten to {results.relative_to(ROOT)} and docs/performance.md")
+
+
+if __name__ == "__main__":
+    main()
