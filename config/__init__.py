@@ -1,1 +1,1 @@
-"""The node's settings: what may be set, its default and unit, and reading it from TOML and flags. Imports nothing of ours."""
+"""The node's settings: schema, TOML file and flags, reload. A leaf: it imports nothing of the other packages."""

@@ -1,0 +1,290 @@
+"""TOML file + flags -> NodeConfig. Every error names the file, the key, the value and what is allowed."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from config import paths, units
+from config.schema import DeviceBudget, ModelConfig, NodeConfig, SamplingDefaults
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+RUNNERS = ("torch", "null")
+DEFAULT_CPU_PERCENT = 50
+
+
+class ConfigError(Exception):
+    """key: dotted path as written in the file, e.g. `models."org/name".dtype`. source: file path or "flags"."""
+
+    def __init__(self, source: str, key: str, message: str) -> None:
+        super().__init__(f"{source}: {key}: {message}" if key else f"{source}: {message}")
+        self.source, self.key = source, key
+
+
+def load(path: str | None, flags: Mapping[str, Any] | None = None) -> NodeConfig:
+    """`flags`: key -> value as given on the command line (text or list of text), they win over the file. Sizes come out as bytes,
+    `control`, `state_dir` and `cache_dir` with their defaults filled in. Raises ConfigError."""
+    table: dict[str, Any] = {}
+    if path is not None:
+        table = _read(path)
+    config = _node(path or "flags", table)
+    if flags:
+        config = msgspec.structs.replace(config, **_from_flags(flags))
+    config = msgspec.structs.replace(
+        config,
+        control=config.control or paths.daemon_control_path(),
+        state_dir=config.state_dir or paths.state_dir(),
+        cache_dir=config.cache_dir or paths.cache_dir(),
+        chunk_bytes=units.parse_bytes(config.chunk_bytes),
+        max_body_bytes=units.parse_bytes(config.max_body_bytes),
+    )
+    _check_across(path or "flags", config)
+    return config
+
+
+def device_budgets(config: NodeConfig, memory_bytes: int, source: str = "flags") -> list[DeviceBudget]:
+    """The node's devices; one `cpu:0` with half of the machine's memory when none is named. Raises ConfigError for a device that
+    is named twice, that this build has no engine for, or whose budget is below 8 chunks or above the machine's memory."""
+    if not config.device:
+        return [DeviceBudget("cpu:0", memory_bytes * DEFAULT_CPU_PERCENT // 100)]
+    devices: dict[str, DeviceBudget] = {}
+    for text in config.device:
+        try:
+            name, amount = units.parse_device(text)
+        except ValueError as error:
+            raise ConfigError(source, "device", f"{text!r} {error}") from None
+        if name in devices:
+            raise ConfigError(source, "device", f"{name} is named twice")
+        if name.startswith("cuda"):
+            raise ConfigError(source, "device", f"{text!r}: this version has no CUDA engine; only cpu devices can be used")
+        try:
+            budget_bytes = units.parse_budget(amount, memory_bytes)
+        except ValueError as error:
+            raise ConfigError(source, "device", f"{text!r}: the budget {error}") from None
+        least = 8 * units.parse_bytes(config.chunk_bytes)
+        if budget_bytes < least:
+            raise ConfigError(
+                source, "device", f"{text!r}: the budget must be at least 8 chunks of chunk_bytes, {units.format_bytes(least)}"
+            )
+        devices[name] = DeviceBudget(name, budget_bytes)
+    total = sum(device.budget_bytes for device in devices.values())
+    if total > memory_bytes:
+        raise ConfigError(
+            source,
+            "device",
+            f"the budgets together are {units.format_bytes(total)}, the machine has {units.format_bytes(memory_bytes)}",
+        )
+    return list(devices.values())
+
+
+def _read(path: str) -> dict[str, Any]:
+    try:
+        with open(path, "rb") as file:
+            return tomllib.load(file)
+    except OSError as error:
+        raise ConfigError(path, "", f"cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(path, "", f"is not valid TOML: {error}") from None
+
+
+def _node(source: str, table: dict[str, Any]) -> NodeConfig:
+    plain = {key: value for key, value in table.items() if key != "models"}
+    values = _fields(source, "", NodeConfig, plain)
+    models = table.get("models", {})
+    if not isinstance(models, dict):
+        raise ConfigError(source, "models", 'must be tables, as in [models."org/name"]')
+    values["models"] = {}
+    for name, entry in models.items():
+        where = f'models."{name}"'
+        if not isinstance(entry, dict):
+            raise ConfigError(source, where, f'must be a table [{where}]; a name with "/" or "." goes in quotes')
+        fields = dict(entry)
+        sampling = fields.pop("sampling", None)
+        known = _fields(source, where + ".", ModelConfig, fields)
+        if sampling is not None:
+            if not isinstance(sampling, dict):
+                raise ConfigError(source, f"{where}.sampling", "must be a table")
+            known["sampling"] = SamplingDefaults(**_fields(source, f"{where}.sampling.", SamplingDefaults, sampling))
+        values["models"][name] = ModelConfig(**known)
+    return NodeConfig(**values)
+
+
+def _from_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Flags come as text; the field's type says what they are."""
+    types = key_types(NodeConfig)
+    values: dict[str, Any] = {}
+    for key, text in flags.items():
+        value = text
+        kinds = _plain_kinds(types[key])
+        if isinstance(text, str) and str not in kinds:
+            try:
+                value = int(text) if int in kinds and float not in kinds else float(text)
+            except ValueError:
+                raise ConfigError("flags", flag_name(key), f"{text!r} must be {_say(types[key])}") from None
+        values[key] = _convert("flags", flag_name(key), types[key], value, key)
+    return values
+
+
+def flag_name(key: str) -> str:
+    return "--models" if key == "models_dir" else "--" + key.replace("_", "-")
+
+
+def key_types(struct: type[msgspec.Struct]) -> dict[str, Any]:
+    """Field name -> type without its documentation."""
+    hints = get_type_hints(struct, include_extras=True)
+    return {name: get_args(hint)[0] if get_origin(hint) is Annotated else hint for name, hint in hints.items()}
+
+
+def _fields(source: str, prefix: str, struct: type[msgspec.Struct], table: dict[str, Any]) -> dict[str, Any]:
+    types = key_types(struct)
+    values = {}
+    for key, value in table.items():
+        if key not in types:
+            import difflib
+
+            near = difflib.get_close_matches(key, types, 1, 0.6)
+            hint = f"did you mean {near[0]}?" if near else "known keys: " + ", ".join(types)
+            raise ConfigError(source, prefix + key, f"unknown key; {hint}")
+        values[key] = _convert(source, prefix + key, types[key], value, key)
+    return values
+
+
+def _convert(source: str, where: str, kind: Any, value: Any, key: str) -> Any:
+    try:
+        converted = msgspec.convert(value, kind)
+    except msgspec.ValidationError:
+        raise ConfigError(source, where, f"{value!r} must be {_say(kind)}") from None
+    check = _CHECKS.get(key)
+    if check is not None and converted is not None:
+        try:
+            check(converted)
+        except ValueError as error:
+            raise ConfigError(source, where, f"{value!r} {error}") from None
+    return converted
+
+
+def _plain_kinds(kind: Any) -> set[Any]:
+    return {kind} if isinstance(kind, type) else {arg for arg in get_args(kind) if isinstance(arg, type)}
+
+
+def _say(kind: Any) -> str:
+    names = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
+    if get_origin(kind) is list:
+        return "a list of texts"
+    kinds = _plain_kinds(kind) - {type(None)}
+    if kinds == {int, str}:
+        return units.SIZE_FORM
+    return " or ".join(names.get(one, one.__name__) for one in kinds)
+
+
+# ---- what a value may be
+
+
+def _one_of(*allowed: str) -> Callable[[Any], None]:
+    def check(value: Any) -> None:
+        if value not in allowed:
+            raise ValueError("must be one of " + ", ".join(allowed))
+
+    return check
+
+
+def _between(least: float, most: float = math.inf) -> Callable[[Any], None]:
+    def check(value: Any) -> None:
+        if not least <= value <= most:
+            raise ValueError(f"must be at least {least:g}" + ("" if math.isinf(most) else f" and at most {most:g}"))
+
+    return check
+
+
+def _above_zero(value: Any) -> None:
+    if not (value > 0 and math.isfinite(value)):
+        raise ValueError("must be above 0")
+
+
+def _chunk(value: Any) -> None:
+    num_bytes = units.parse_bytes(value)
+    if num_bytes < 64 << 10 or num_bytes & (num_bytes - 1):
+        raise ValueError('must be a power of two of at least 64KiB, as in "2MiB"')
+
+
+def _size(value: Any) -> None:
+    units.parse_bytes(value)
+
+
+def _power_of_two(value: Any) -> None:
+    if value < 1 or value & (value - 1):
+        raise ValueError("must be a power of two, as in 16")
+
+
+def _listen(value: Any) -> None:
+    units.parse_listen(value)
+
+
+def _device_specs(value: Any) -> None:
+    """The node's `device` (NAME=BUDGET): the form only; amounts need the machine."""
+    for text in value:
+        _, amount = units.parse_device(text)
+        units.parse_budget(amount, 1 << 40)
+
+
+_CHECKS: dict[str, Callable[[Any], None]] = {
+    "dtype": _one_of(*DTYPES),
+    "log_level": _one_of(*LOG_LEVELS),
+    "runner": _one_of(*RUNNERS),
+    "listen": _listen,
+    "device": _device_specs,
+    "chunk_bytes": _chunk,
+    "max_body_bytes": _size,
+    "block_tokens": _power_of_two,
+    "max_num_batched_tokens": _between(16, 1 << 20),
+    "turn_budget_ms": _above_zero,
+    "threads": _between(0, 1024),
+    "null_step_ms": _between(0, 60_000),
+    "load_deadline_s": _above_zero,
+    "overdue_after_s": _between(0),
+    "max_wait_s": _above_zero,
+    "request_timeout_s": _above_zero,
+    "body_read_timeout_s": _above_zero,
+    "max_queued_per_model": _between(0),
+    "drain_timeout_s": _between(0),
+    "sse_comment_every_s": _above_zero,
+    "max_model_len": _between(1),
+    "max_sequences": _between(1, 4096),
+    "max_queued": _between(0),
+    "kv_floor_tokens": _between(0),
+    "priority": _above_zero,
+    "temperature": _between(0, 2),
+    "top_p": _between(0, 1),
+    "top_k": _between(0),
+    "max_tokens": _between(1),
+}
+
+
+def _check_across(source: str, config: NodeConfig) -> None:
+    """What one key alone cannot tell."""
+    owners: dict[str, str] = {}
+    for name, model in config.models.items():
+        where = f'models."{name}"'
+        if model.isolate:
+            raise ConfigError(source, f"{where}.isolate", "true: a process of its own is not built yet; leave it out or false")
+        for alias in model.aliases:
+            if alias in owners:
+                raise ConfigError(source, f"{where}.aliases", f'{alias!r} is already an alias of "{owners[alias]}"')
+            if alias in config.models and alias != name:
+                raise ConfigError(source, f"{where}.aliases", f'{alias!r} is the name of the model "{alias}"')
+            owners[alias] = name
+        for device in model.devices:
+            known = [units.parse_device(text)[0] for text in config.device] or ["cpu:0"]
+            if device not in known:
+                raise ConfigError(source, f"{where}.devices", f"{device!r} is no device of this node: {', '.join(known)}")
+        if model.kv_floor_tokens is not None and model.max_model_len is not None and model.kv_floor_tokens < model.max_model_len:
+            raise ConfigError(
+                source,
+                f"{where}.kv_floor_tokens",
+                f"{model.kv_floor_tokens} must be at least max_model_len ({model.max_model_len}): one such request must fit",
+            )

@@ -1,0 +1,117 @@
+"""`python -m config.reference` prints docs/reference/config.md, `python -m config.reference example` config/example.toml.
+
+Both are made from config/schema.py alone, and a test compares them with what is committed.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, get_args, get_type_hints
+
+import msgspec
+
+from config.load import flag_name
+from config.schema import ModelConfig, NodeConfig, SamplingDefaults
+
+_INTRO = """# Configuration
+
+Made from `config/schema.py` by `python -m config.reference`; do not edit by hand.
+
+`hearthd` reads one TOML file (`--config node.toml`); every flag wins over the file. A size is a number of bytes or text such as
+`"512MiB"`, `"1.5GiB"` or `"2GB"`; a key that ends in `_s` is in seconds. *live* keys apply at `hearth reload` (or SIGHUP), the
+others need a restart and `hearth reload` names them. A file with an error changes nothing: the running settings stay, and the
+error names the file, the key, the value and what is allowed. `hearthd --check-config --config node.toml` checks a file without
+starting.
+
+## The node
+"""
+
+
+def fields(struct: type[msgspec.Struct]) -> list[tuple[str, Any, str, str, str]]:
+    """(key, default, unit, reload, description) in the schema's order."""
+    hints = get_type_hints(struct, include_extras=True)
+    rows = []
+    for info in msgspec.structs.fields(struct):
+        meta = next((arg for arg in get_args(hints[info.name]) if isinstance(arg, msgspec.Meta)), None)
+        extra = (meta.extra or {}) if meta is not None else {}
+        default = info.default_factory() if info.default is msgspec.NODEFAULT else info.default
+        description = (meta.description or "") if meta is not None else ""
+        rows.append((info.name, default, str(extra.get("unit", "")), str(extra.get("reload", "live")), description))
+    return rows
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return f'"{value}"'
+    if isinstance(value, list):
+        return "[" + ", ".join(_toml(one) for one in value) + "]"
+    return str(value)
+
+
+def _default(value: Any) -> str:
+    if value is None or isinstance(value, msgspec.Struct | dict):
+        return ""
+    return f"`{_toml(value)}`"
+
+
+def reference() -> str:
+    lines = [_INTRO, "| key | flag | default | unit | reload | what it is |", "|---|---|---|---|---|---|"]
+    for name, default, unit, reload, description in fields(NodeConfig):
+        flag = f"`{flag_name(name)}`" if name != "models" else ""
+        lines.append(f"| `{name}` | {flag} | {_default(default)} | {unit} | {reload} | {description} |")
+    lines += ["", '## A model: `[models."org/name"]`', ""]
+    lines += ["| key | default | unit | reload | what it is |", "|---|---|---|---|---|"]
+    for name, default, unit, reload, description in fields(ModelConfig):
+        lines.append(f"| `{name}` | {_default(default)} | {unit} | {reload} | {description} |")
+    lines += ["", '## Sampling defaults: `[models."org/name".sampling]`', ""]
+    lines += ["Used where a request names none; without them the checkpoint's `generation_config.json` counts.", ""]
+    lines += ["| key |", "|---|"] + [f"| `{name}` |" for name, *_ in fields(SamplingDefaults)]
+    return "\n".join(lines) + "\n"
+
+
+_EXAMPLES = {
+    "models_dir": '"/srv/models"',
+    "control": '"/run/hearthd/control.sock"',
+    "device": '["cpu=50%"]',
+    "state_dir": '"/var/lib/hearthd"',
+    "cache_dir": '"/var/cache/hearthd"',
+    "load_deadline_s": "120.0",
+    "aliases": '["gpt-4o-mini", "default"]',
+    "max_model_len": "8192",
+    "max_queued": "64",
+    "kv_floor_tokens": "16384",
+    "devices": '["cpu:0"]',
+    "chat_template": '"/etc/hearthd/llama.jinja"',
+    "temperature": "0.7",
+    "top_p": "0.9",
+    "top_k": "40",
+    "max_tokens": "1024",
+}
+
+
+def example() -> str:
+    """Every key, commented out where the default is meant; the values are the defaults or an example."""
+    lines = ["# Every key of hearthd. What is commented out shows the default, or an example where the default is empty.", ""]
+    for name, default, unit, reload, description in fields(NodeConfig):
+        if name != "models":
+            lines += _entry(name, default, unit, reload, description)
+    lines += ["", '[models."org/name"]']
+    for name, default, unit, reload, description in fields(ModelConfig):
+        if name != "sampling":
+            lines += _entry(name, default, unit, reload, description)
+    lines += ["", '[models."org/name".sampling]  # live']
+    lines += [f"# {name} = {_EXAMPLES[name]}" for name, *_ in fields(SamplingDefaults)]
+    return "\n".join(lines) + "\n"
+
+
+def _entry(name: str, default: Any, unit: str, reload: str, description: str) -> list[str]:
+    notes = ", ".join(part for part in (unit, reload) if part)
+    unset = default is None or default == "" or default == []
+    value = _EXAMPLES.get(name, '"bfloat16"' if name == "dtype" else None) if unset else _toml(default)
+    return [f"# {description} ({notes})", f"{'' if name == 'models_dir' else '# '}{name} = {value}"]
+
+
+if __name__ == "__main__":
+    sys.stdout.write(example() if sys.argv[1:] == ["example"] else reference())

@@ -1,0 +1,60 @@
+"""What a changed file means for a running node: which keys apply now, which need a restart."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, get_args, get_type_hints
+
+import msgspec
+
+from config.schema import LIVE, ModelConfig, NodeConfig
+
+# set at start from flags or defaults and meaningless to compare as text
+_DEFAULT_MODEL = ModelConfig()
+
+
+@dataclass(slots=True)
+class ReloadPlan:
+    """effective: the running config with every live key of the new one. applied / needs_restart: dotted keys that differ."""
+
+    effective: NodeConfig
+    applied: list[str] = field(default_factory=list)
+    needs_restart: list[str] = field(default_factory=list)
+
+
+def plan(running: NodeConfig, new: NodeConfig) -> ReloadPlan:
+    """Both come from config.load, so `new` is valid already."""
+    result = ReloadPlan(running)
+    values = _merge(NodeConfig, running, new, "", result, skip=("models",))
+    models: dict[str, ModelConfig] = {}
+    for name in sorted({*running.models, *new.models}):
+        old_model = running.models.get(name, _DEFAULT_MODEL)
+        new_model = new.models.get(name, _DEFAULT_MODEL)
+        models[name] = msgspec.structs.replace(
+            old_model, **_merge(ModelConfig, old_model, new_model, f'models."{name}".', result, skip=())
+        )
+    result.effective = msgspec.structs.replace(running, models=models, **values)
+    return result
+
+
+def _merge(struct: Any, old: Any, new: Any, prefix: str, result: ReloadPlan, skip: tuple[str, ...]) -> dict[str, Any]:
+    live = live_keys(struct)
+    values = {}
+    for key in struct.__struct_fields__:
+        if key in skip or getattr(old, key) == getattr(new, key):
+            continue
+        if key in live:
+            values[key] = getattr(new, key)
+            result.applied.append(prefix + key)
+        else:
+            result.needs_restart.append(prefix + key)
+    return values
+
+
+def live_keys(struct: type[msgspec.Struct]) -> set[str]:
+    hints = get_type_hints(struct, include_extras=True)
+    return {name for name, hint in hints.items() if any((m.extra or {}).get("reload") == LIVE for m in _metas(hint))}
+
+
+def _metas(hint: Any) -> list[msgspec.Meta]:
+    return [arg for arg in get_args(hint) if isinstance(arg, msgspec.Meta)]

@@ -1,0 +1,103 @@
+"""Sizes, addresses and device budgets as people write them."""
+
+from __future__ import annotations
+
+import os
+import re
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "k": 1000,
+    "kb": 1000,
+    "kib": 1 << 10,
+    "m": 1000**2,
+    "mb": 1000**2,
+    "mib": 1 << 20,
+    "g": 1000**3,
+    "gb": 1000**3,
+    "gib": 1 << 30,
+    "t": 1000**4,
+    "tb": 1000**4,
+    "tib": 1 << 40,
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*\Z")
+_PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*\Z")
+_DEVICE = re.compile(r"(cpu|cuda)(?::([A-Za-z0-9-]+))?\Z")
+SIZE_FORM = 'a number of bytes or a size such as "512MiB", "1.5GiB" or "2GB"'
+
+
+def parse_bytes(value: int | str) -> int:
+    """512MiB -> 536870912, 1GB -> 10**9. Raises ValueError saying what is allowed."""
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ValueError(f"must be {SIZE_FORM}")
+    if isinstance(value, int):
+        num_bytes = value
+    else:
+        match = _SIZE.match(value)
+        if match is None or match[2].lower() not in _UNITS:
+            raise ValueError(f"must be {SIZE_FORM}")
+        num_bytes = int(float(match[1]) * _UNITS[match[2].lower()])
+    if num_bytes <= 0:
+        raise ValueError("must be more than 0 bytes")
+    return num_bytes
+
+
+def format_bytes(num_bytes: float) -> str:
+    """536870912 -> '512.0 MiB'."""
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024 or unit == "GiB":
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    raise AssertionError("unreachable")
+
+
+def parse_budget(text: str, memory_bytes: int) -> int:
+    """A size, or a percentage of `memory_bytes`. Raises ValueError."""
+    match = _PERCENT.match(text)
+    if match is None:
+        try:
+            return parse_bytes(text)
+        except ValueError as error:
+            raise ValueError(f'{error}, or a percentage such as "50%"') from None
+    percent = float(match[1])
+    if not 0 < percent <= 100:
+        raise ValueError("a percentage must be above 0 and at most 100")
+    return int(memory_bytes * percent / 100)
+
+
+def parse_device(text: str) -> tuple[str, str]:
+    """`cpu=512MiB` -> ("cpu:0", "512MiB"). Raises ValueError."""
+    name, equals, budget = text.partition("=")
+    match = _DEVICE.match(name.strip())
+    if not equals or match is None or (match[1] == "cpu" and match[2] is not None and not match[2].isdigit()):
+        raise ValueError('must be NAME=BUDGET, as in "cpu=512MiB", "cpu:1=25%" or "cuda:0=90%"')
+    index = match[2] if match[2] is not None else "0"
+    return f"{match[1]}:{int(index) if index.isdigit() else index}", budget.strip()
+
+
+def parse_listen(text: str) -> tuple[str, int]:
+    """`127.0.0.1:8000`, `[::1]:8000` or `:8000` -> (host, port); no host is every address. Raises ValueError."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise ValueError('must be HOST:PORT with a port from 0 to 65535, as in "127.0.0.1:8000"')
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        raise ValueError('an IPv6 address goes in brackets, as in "[::1]:8000"')
+    return host, int(port)
+
+
+def machine_memory_bytes() -> int:
+    """The machine's memory, or less where this process's control group is limited."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            with open(path, encoding="ascii") as file:
+                text = file.read().strip()
+        except OSError:
+            continue
+        if text.isdigit():
+            total = min(total, int(text))
+    return total

@@ -1,0 +1,127 @@
+"""config.load: what is accepted, and what an error tells."""
+
+from pathlib import Path
+
+import pytest
+
+from config import load as config_load
+from config.load import ConfigError, device_budgets, load
+from config.schema import NodeConfig
+
+GIB = 1 << 30
+
+
+def write(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "node.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_defaults_are_filled_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/7")
+    monkeypatch.setattr("config.paths.SERVICE_CONTROL", "/nowhere/hearthd/control.sock")
+    config = load(None)
+    assert config.control == "/run/user/7/hearthd/control.sock"
+    assert config.chunk_bytes == 2 << 20
+    assert config.max_body_bytes == 16 << 20
+
+
+def test_file_and_flags(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        """
+        models_dir = "/srv/models"
+        listen = "127.0.0.1:9"
+        max_body_bytes = "1MB"
+        [models."org/name"]
+        aliases = ["gpt"]
+        sampling = { temperature = 0.5 }
+        """,
+    )
+    config = load(path, {"listen": "[::1]:0", "max_wait_s": "3", "threads": "2", "device": ["cpu=64MiB", "cpu:1=64MiB"]})
+    assert config.models_dir == "/srv/models"
+    assert (config.listen, config.max_wait_s, config.threads) == ("[::1]:0", 3.0, 2)
+    assert config.max_body_bytes == 1_000_000
+    assert config.models["org/name"].sampling.temperature == 0.5
+    assert [d.name for d in device_budgets(config, GIB)] == ["cpu:0", "cpu:1"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("listn = 'x'", ["listn", "did you mean listen?"]),
+        ("zzzzz = 1", ["zzzzz", "known keys: models_dir"]),
+        ("threads = 'four'", ["threads", "'four'", "whole number"]),
+        ("threads = true", ["threads", "whole number"]),
+        ("max_body_bytes = '16MX'", ["max_body_bytes", "16MX", '"512MiB"']),
+        ("max_body_bytes = 0", ["max_body_bytes", "more than 0"]),
+        ("max_body_bytes = [1]", ["max_body_bytes", '"512MiB"']),
+        ("chunk_bytes = '3MiB'", ["chunk_bytes", "3MiB", "power of two"]),
+        ("device = ['cpu']", ["device", "NAME=BUDGET"]),
+        ("device = ['cpu=120%']", ["device", "percentage"]),
+        ("device = ['tpu=1GiB']", ["device", "cuda:0=90%"]),
+        ("device = 'cpu=1GiB'", ["device", "list"]),
+        ("listen = '8000'", ["listen", "HOST:PORT"]),
+        ("listen = '::1:8000'", ["listen", "brackets"]),
+        ("listen = 'a:70000'", ["listen", "65535"]),
+        ("dtype = 'fp8'", ["dtype", "'fp8'", "auto, float32, bfloat16, float16"]),
+        ("runner = 'vllm'", ["runner", "torch, null"]),
+        ("max_wait_s = 0", ["max_wait_s", "above 0"]),
+        ("max_wait_s = nan", ["max_wait_s", "above 0"]),
+        ("models = 1", ["models"]),
+        ("[models]\nx = 1", ['models."x"', "table"]),
+        ("[models.x]\nalias = ['a']", ['models."x".alias', "did you mean aliases?"]),
+        ("[models.x]\nisolate = true", ['models."x".isolate', "not built yet"]),
+        ("[models.x]\ndevices = ['cpu:3']", ['models."x".devices', "cpu:3", "cpu:0"]),
+        ("[models.x]\npriority = -1", ['models."x".priority', "above 0"]),
+        ("[models.x.sampling]\ntemperature = 9", ['models."x".sampling.temperature', "at most 2"]),
+        ("[models.x.sampling]\ntemprature = 1", ['models."x".sampling.temprature', "temperature"]),
+        ("[models.x]\naliases=['a']\n[models.y]\naliases=['a']", ['models."y".aliases', "'a'", '"x"']),
+        ("[models.x]\naliases=['y']\n[models.y]\n", ['models."x".aliases', "name of the model"]),
+        ("[models.x]\nmax_model_len=100\nkv_floor_tokens=5\n", ['models."x".kv_floor_tokens', "100"]),
+        ("listen = \nx=1", ["not valid TOML", "line 1"]),
+        ("a=1\na=2", ["not valid TOML"]),
+    ],
+)
+def test_errors_name_file_key_and_what_is_allowed(tmp_path: Path, text: str, words: list[str]) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(ConfigError) as caught:
+        load(path)
+    for word in [path, *words]:
+        assert word in str(caught.value)
+
+
+def test_missing_file_and_bad_flag() -> None:
+    with pytest.raises(ConfigError, match=r"/nowhere/x.toml: cannot be read: No such file"):
+        load("/nowhere/x.toml")
+    with pytest.raises(ConfigError, match=r"flags: --max-wait-s: 'soon' must be a number"):
+        load(None, {"max_wait_s": "soon"})
+
+
+@pytest.mark.parametrize(
+    ("devices", "message"),
+    [
+        (["cpu=64MiB", "cpu:0=64MiB"], "cpu:0 is named twice"),
+        (["cuda:0=50%"], "no CUDA engine"),
+        (["cpu=1MiB"], "at least 8 chunks"),
+        (["cpu=600MiB", "cpu:1=600MiB"], "together are 1.2 GiB, the machine has 1.0 GiB"),
+    ],
+)
+def test_device_errors(devices: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        device_budgets(load(None, {"device": devices}), GIB)
+
+
+def test_no_device_is_half_of_the_machine() -> None:
+    (device,) = device_budgets(NodeConfig(), GIB)
+    assert (device.name, device.budget_bytes) == ("cpu:0", GIB // 2)
+    (device,) = device_budgets(load(None, {"device": ["cpu:1=25 %"]}), GIB)
+    assert (device.name, device.budget_bytes) == ("cpu:1", GIB // 4)
+
+
+def test_every_checked_key_is_a_key() -> None:
+    """A check for a key that was renamed would silently never run."""
+    from config.schema import ModelConfig, SamplingDefaults
+
+    known = {*NodeConfig.__struct_fields__, *ModelConfig.__struct_fields__, *SamplingDefaults.__struct_fields__}
+    assert set(config_load._CHECKS) <= known

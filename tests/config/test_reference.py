@@ -1,0 +1,31 @@
+"""The committed reference and example are made from the schema."""
+
+import re
+from pathlib import Path
+
+from config import reference
+from config.load import load
+from config.schema import LIVE, RESTART, ModelConfig, NodeConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_committed_files_are_current() -> None:
+    assert (ROOT / "docs/reference/config.md").read_text() == reference.reference(), "run: python -m config.reference"
+    assert (ROOT / "config/example.toml").read_text() == reference.example(), "run: python -m config.reference example"
+
+
+def test_every_key_is_described_and_says_when_it_applies() -> None:
+    for struct in (NodeConfig, ModelConfig):
+        for name, _, unit, reload, description in reference.fields(struct):
+            assert description, name
+            assert reload in (LIVE, RESTART), name
+            assert unit or not re.search(r"_(s|ms|bytes|tokens)$", name), f"{name} has no unit"
+
+
+def test_the_example_is_valid_with_every_key_switched_on(tmp_path: Path) -> None:
+    text = re.sub(r"^# (\w+ = )", r"\1", reference.example(), flags=re.M)
+    path = tmp_path / "all.toml"
+    path.write_text(text)
+    config = load(str(path))
+    assert config.models["org/name"].sampling.top_k == 40
