@@ -1,0 +1,233 @@
+"""What models a folder holds: one cheap pass over names, sizes and headers; no tensor data is read and torch is not imported.
+
+A folder is a model when it has config.json and every file its index names at the length its header says; until then it is
+listed as incomplete, with the reason.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from loader import sizing
+from loader.errors import CheckpointError, FileTooShort
+from loader.hf_config import (
+    CONFIG_NAME,
+    DTYPES,
+    GENERATION_CONFIG_NAME,
+    GenerationDefaults,
+    ModelShape,
+    parse_config,
+    parse_generation,
+)
+from loader.safetensors import INDEX_NAME, SINGLE_NAME, Header, check_index, read_header, read_index
+
+MAX_DEPTH = 8  # folders below the models folder; also ends link cycles
+MAX_CONFIG_BYTES = 16 << 20
+TOKENIZER_NAMES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+
+@dataclass(slots=True, frozen=True)
+class FileInfo:
+    """One weight file as seen by the scan."""
+
+    name: str
+    size_bytes: int
+    mtime_ns: int
+
+
+@dataclass(slots=True)
+class Checkpoint:
+    """One model folder. `complete`: it may be loaded. Otherwise `reason` says what is missing (it may still come), or `error`
+    what is wrong with it (it stays wrong until its files change); shape is None where config.json can't be used.
+
+    weights_bytes: dtype name -> bytes the engine holds. fingerprint: of names, sizes, times, config texts and headers.
+    """
+
+    name: str
+    path: str
+    complete: bool = False
+    reason: str = ""
+    error: str = ""
+    files: tuple[FileInfo, ...] = ()
+    shape: ModelShape | None = None
+    generation: GenerationDefaults = field(default_factory=GenerationDefaults)
+    weights_bytes: dict[str, int] = field(default_factory=dict)
+    fingerprint: str = ""
+    created: int = 0  # Unix seconds: mtime of config.json
+    tokenizer_files: tuple[str, ...] = ()
+    signature: tuple[tuple[str, int, int], ...] = ()  # (name, size, mtime_ns) of every file that matters: rescans compare it
+
+
+def scan(models_dir: str | Path, previous: Mapping[str, Checkpoint] | None = None) -> dict[str, Checkpoint]:
+    """Every model below models_dir by name (its path below it), sorted. `previous`: the last result; folders whose names, sizes
+    and times have not changed are taken from it without opening a file. Raises OSError if models_dir itself can't be read."""
+    root = Path(models_dir)
+    found: dict[str, Checkpoint] = {}
+    folders = [(root, "", 0)]
+    while folders:
+        folder, name, depth = folders.pop()
+        try:
+            entries = list(os.scandir(folder))
+        except OSError:
+            if depth == 0:
+                raise
+            continue  # gone or unreadable meanwhile: not a model
+        files = [entry for entry in entries if not entry.name.startswith(".") and _is_file(entry)]
+        if depth and _looks_like_model({entry.name for entry in files}):
+            found[name] = _scan_folder(folder, name, files, (previous or {}).get(name))
+        elif depth < MAX_DEPTH:
+            folders += [
+                (folder / entry.name, f"{name}/{entry.name}" if name else entry.name, depth + 1)
+                for entry in entries
+                if not entry.name.startswith(".") and _is_dir(entry)
+            ]
+    return dict(sorted(found.items()))
+
+
+def scan_one(path: str | Path, name: str | None = None) -> Checkpoint:
+    """One folder, whatever it holds. name: default the folder's own. Raises OSError if it is not a readable folder."""
+    folder = Path(path)
+    files = [entry for entry in os.scandir(folder) if not entry.name.startswith(".") and _is_file(entry)]
+    return _scan_folder(folder, name or folder.name, files, None)
+
+
+def _looks_like_model(names: set[str]) -> bool:
+    return CONFIG_NAME in names or INDEX_NAME in names or any(name.endswith(".safetensors") for name in names)
+
+
+def _is_file(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_file()
+    except OSError:
+        return False
+
+
+def _is_dir(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
+
+
+def _scan_folder(folder: Path, name: str, entries: Iterable[os.DirEntry[str]], previous: Checkpoint | None) -> Checkpoint:
+    checkpoint = Checkpoint(name, str(folder))
+    try:
+        checkpoint.signature = _signature(entries)
+        if previous is not None and previous.path == checkpoint.path and previous.signature == checkpoint.signature:
+            return previous
+        _fill(checkpoint, folder)
+        checkpoint.complete = True
+    except FileTooShort as error:
+        checkpoint.reason = str(error)
+    except CheckpointError as error:
+        checkpoint.error = str(error)
+    except _Missing as error:
+        checkpoint.reason = str(error)
+    except OSError as error:
+        checkpoint.reason = f"{error.filename or folder}: {error.strerror}"
+    return checkpoint
+
+
+class _Missing(Exception):
+    pass
+
+
+def _signature(entries: Iterable[os.DirEntry[str]]) -> tuple[tuple[str, int, int], ...]:
+    seen = []
+    for entry in entries:
+        if entry.name.endswith((".safetensors", ".json", ".jinja")):
+            stat = entry.stat()
+            seen.append((entry.name, stat.st_size, stat.st_mtime_ns))
+    return tuple(sorted(seen))
+
+
+def _fill(checkpoint: Checkpoint, folder: Path) -> None:
+    stats = {name: (size, mtime) for name, size, mtime in checkpoint.signature}
+    checkpoint.tokenizer_files = tuple(name for name in TOKENIZER_NAMES if name in stats)
+    if CONFIG_NAME not in stats:
+        raise _Missing(f"{CONFIG_NAME} is missing")
+    checkpoint.created = stats[CONFIG_NAME][1] // 1_000_000_000
+    config_text = _read_text(folder, CONFIG_NAME, stats)
+    generation_text = _read_text(folder, GENERATION_CONFIG_NAME, stats) if GENERATION_CONFIG_NAME in stats else None
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(config_text + b"\0" + (generation_text or b"") + b"\0")
+    checkpoint.shape = parse_config(config_text)
+    checkpoint.generation = parse_generation(config_text, generation_text)
+    checkpoint.weights_bytes = {dtype: sizing.weights_bytes(checkpoint.shape, dtype) for dtype in DTYPES}
+
+    headers = read_headers(folder)
+    files = []
+    for file, header in headers.items():
+        size, mtime = stats[file] if file in stats else _stat(folder / file)
+        files.append(FileInfo(file, size, mtime))
+        digest.update(f"{file}\0{size}\0{mtime}\0".encode() + header.raw)
+    checkpoint.files = tuple(files)
+    checkpoint.fingerprint = digest.hexdigest()
+    check_parameters(checkpoint.shape, headers)
+
+
+def _read_text(folder: Path, name: str, stats: Mapping[str, tuple[int, int]]) -> bytes:
+    if stats[name][0] > MAX_CONFIG_BYTES:
+        raise CheckpointError(name, None, f"{stats[name][0]} bytes is too long for a configuration (at most {MAX_CONFIG_BYTES})")
+    return (folder / name).read_bytes()
+
+
+def _stat(path: Path) -> tuple[int, int]:
+    stat = path.stat()
+    return stat.st_size, stat.st_mtime_ns
+
+
+def weight_files(folder: Path) -> tuple[list[str], dict[str, str] | None]:
+    """The weight files of a folder, sorted, and the index that names them (None: one file). Raises CheckpointError, OSError."""
+    if (folder / INDEX_NAME).exists():
+        weight_map = read_index(folder)
+        return sorted(set(weight_map.values())), weight_map
+    return [SINGLE_NAME], None
+
+
+def read_headers(folder: Path) -> dict[str, Header]:
+    """Checked headers of all weight files, by file name."""
+    names, weight_map = weight_files(folder)
+    headers = {}
+    for file in names:
+        try:
+            fd = os.open(folder / file, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            wanted = next((tensor for tensor, at in (weight_map or {}).items() if at == file), None)
+            raise _Missing(
+                f"{file} is missing (it holds tensor {wanted})" if wanted else f"neither {SINGLE_NAME} nor {INDEX_NAME} is there"
+            ) from None
+        try:
+            headers[file] = read_header(fd, file)
+        finally:
+            os.close(fd)
+    if weight_map is not None:
+        check_index(weight_map, headers)
+    return headers
+
+
+def check_parameters(shape: ModelShape, headers: Mapping[str, Header]) -> None:
+    """Every parameter is there in its shape, and nothing else. Raises CheckpointError naming file and tensor."""
+    wanted = sizing.parameter_shapes(shape)
+    for file, header in headers.items():
+        for tensor in header.tensors:
+            dims = wanted.pop(tensor.name, None)
+            if dims is None:
+                if not sizing.is_ignored_tensor(shape, tensor.name):
+                    raise CheckpointError(file, tensor.name, f"{shape.architecture} with this config.json has no such parameter")
+            elif dims != tensor.shape:
+                raise CheckpointError(file, tensor.name, f"has shape {list(tensor.shape)}, config.json asks for {list(dims)}")
+            elif tensor.dtype not in ("F32", "BF16", "F16"):
+                raise CheckpointError(file, tensor.name, f"dtype {tensor.dtype} is not supported; supported: F32, BF16, F16")
+    for name in wanted:
+        raise CheckpointError(", ".join(headers), name, "missing: config.json asks for it")

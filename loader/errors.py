@@ -1,0 +1,31 @@
+"""What can be wrong with a checkpoint. Every error names the file and, where one is concerned, the tensor."""
+
+from __future__ import annotations
+
+
+class LoaderError(Exception):
+    """Base. `permanent`: trying again is pointless until the files change."""
+
+    permanent: bool = True
+
+
+class CheckpointError(LoaderError):
+    """The checkpoint is at fault. file: path or name of the file; tensor: its name in the file, or None."""
+
+    def __init__(self, file: str, tensor: str | None, message: str) -> None:
+        self.file, self.tensor, self.message = file, tensor, message
+        super().__init__(f"{file}: tensor {tensor}: {message}" if tensor else f"{file}: {message}")
+
+
+class FileTooShort(CheckpointError):
+    """The file ends before its header says: perhaps still being copied."""
+
+
+class UnsupportedModel(CheckpointError):
+    """A well-formed checkpoint of a kind this build can't run."""
+
+
+class CheckpointChanged(LoaderError):
+    """Files were replaced between registration and load; the next scan will see them."""
+
+    permanent = False

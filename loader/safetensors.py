@@ -1,0 +1,165 @@
+"""The safetensors file format, header only: 8-byte little-endian header length, JSON, then the tensors' bytes end to end.
+
+Format: https://github.com/huggingface/safetensors#format. Nothing here reads tensor data.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from loader.errors import CheckpointError, FileTooShort
+
+MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+
+# element sizes in bytes; sub-byte types are left out on purpose
+DTYPE_BYTES = {
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "F8_E8M0": 1,
+    "I16": 2,
+    "U16": 2,
+    "F16": 2,
+    "BF16": 2,
+    "I32": 4,
+    "U32": 4,
+    "F32": 4,
+    "I64": 8,
+    "U64": 8,
+    "F64": 8,
+}
+
+
+@dataclass(slots=True, frozen=True)
+class TensorRef:
+    """Where one tensor lies. file: name inside the checkpoint's folder; offset_bytes: from the start of the file."""
+
+    file: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset_bytes: int
+    num_bytes: int
+
+
+@dataclass(slots=True, frozen=True)
+class Header:
+    """tensors in file order; raw: the header's bytes (for fingerprints); file_bytes: exact length of a complete file."""
+
+    tensors: tuple[TensorRef, ...]
+    raw: bytes
+    file_bytes: int
+
+
+class _Entry(msgspec.Struct):
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+_header_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_entry_decoder = msgspec.json.Decoder(_Entry)
+_index_decoder = msgspec.json.Decoder(_Index)
+
+
+def parse_header(raw: bytes, file: str) -> Header:
+    """raw: the JSON part. Raises CheckpointError unless tensors follow each other without gap or overlap."""
+    try:
+        entries = _header_decoder.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(file, None, f"header is not valid JSON: {error}") from None
+    entries.pop("__metadata__", None)
+    data_start = 8 + len(raw)
+    found: list[tuple[int, int, str, _Entry]] = []
+    for name, body in entries.items():
+        try:
+            entry = _entry_decoder.decode(body)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise CheckpointError(file, name, f"bad header entry: {error}") from None
+        size = DTYPE_BYTES.get(entry.dtype)
+        if size is None:
+            raise CheckpointError(file, name, f"unknown dtype {entry.dtype!r}; known: {', '.join(DTYPE_BYTES)}")
+        if any(n < 0 for n in entry.shape):
+            raise CheckpointError(file, name, f"negative dimension in shape {entry.shape}")
+        begin, end = entry.data_offsets
+        expected = math.prod(entry.shape) * size
+        if begin < 0 or end - begin != expected:
+            raise CheckpointError(
+                file, name, f"data_offsets [{begin}, {end}] don't hold {entry.dtype} {entry.shape} ({expected} bytes)"
+            )
+        found.append((begin, end, name, entry))
+    found.sort(key=lambda item: item[:2])
+    tensors = []
+    position = 0
+    for begin, end, name, entry in found:
+        if begin != position:
+            what = "overlaps the tensor before it" if begin < position else "leaves a gap after the tensor before it"
+            raise CheckpointError(file, name, f"data starts at {begin}, {what} (expected {position})")
+        tensors.append(TensorRef(file, name, entry.dtype, tuple(entry.shape), data_start + begin, end - begin))
+        position = end
+    return Header(tuple(tensors), raw, data_start + position)
+
+
+def read_header(fd: int, file: str) -> Header:
+    """Reads and checks the header of an open file, and that the file's length is exactly what it says.
+
+    Raises FileTooShort naming the first tensor that is cut off, CheckpointError for anything else.
+    """
+    file_bytes = os.fstat(fd).st_size
+    prefix = os.pread(fd, 8, 0)
+    if len(prefix) < 8:
+        raise FileTooShort(file, None, f"{file_bytes} bytes, too short for a safetensors header")
+    header_bytes = int.from_bytes(prefix, "little")
+    if not 2 <= header_bytes <= MAX_HEADER_BYTES:
+        raise CheckpointError(file, None, f"header length {header_bytes} is out of range (2 to {MAX_HEADER_BYTES})")
+    if 8 + header_bytes > file_bytes:
+        raise FileTooShort(file, None, f"{file_bytes} bytes, but its header alone is {header_bytes} bytes")
+    header = parse_header(os.pread(fd, header_bytes, 8), file)
+    if header.file_bytes > file_bytes:
+        cut = next(t for t in header.tensors if t.offset_bytes + t.num_bytes > file_bytes)
+        raise FileTooShort(file, cut.name, f"cut off: the file has {file_bytes} bytes, its header says {header.file_bytes}")
+    if header.file_bytes < file_bytes:
+        last = header.tensors[-1].name if header.tensors else None
+        raise CheckpointError(
+            file, last, f"{file_bytes - header.file_bytes} bytes after the last tensor; its header says {header.file_bytes}"
+        )
+    return header
+
+
+def read_index(folder: Path) -> dict[str, str]:
+    """Tensor name -> file name from model.safetensors.index.json. Raises CheckpointError; file names stay inside the folder."""
+    try:
+        weight_map = _index_decoder.decode((folder / INDEX_NAME).read_bytes()).weight_map
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(INDEX_NAME, None, f"not a valid index: {error}") from None
+    for tensor, file in weight_map.items():
+        if "/" in file or "\\" in file or "\0" in file or file.startswith(".") or not file.endswith(".safetensors"):
+            raise CheckpointError(INDEX_NAME, tensor, f"file name {file!r} is not a plain .safetensors name")
+    return weight_map
+
+
+def check_index(weight_map: dict[str, str], headers: dict[str, Header]) -> None:
+    """The index and the files agree on where each tensor is. Raises CheckpointError naming file and tensor."""
+    where = {tensor.name: file for file, header in headers.items() for tensor in header.tensors}
+    for tensor, file in weight_map.items():
+        actual = where.get(tensor)
+        if actual is None:
+            raise CheckpointError(file, tensor, f"named by {INDEX_NAME} but not in the file")
+        if actual != file:
+            raise CheckpointError(file, tensor, f"{INDEX_NAME} names this file, but the tensor is in {actual}")
+    for tensor, file in where.items():
+        if tensor not in weight_map:
+            raise CheckpointError(file, tensor, f"in the file but not in {INDEX_NAME}")

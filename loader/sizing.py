@@ -1,0 +1,151 @@
+"""How many bytes a model takes, from its shape alone: weights, KV and work space. The ledger is built on these figures.
+
+The weight layout is the order and place of every parameter in the model's one memory range. Parameters that one matrix product
+reads together (q, k, v; gate, up) lie end to end, so the fused matrix is a view and nothing of the checkpoint is converted.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+from loader.hf_config import ModelShape
+
+ALIGN_BYTES = 64
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+# Logits held at a time; sampling rows beyond it are computed in turn, so a large vocabulary can't outgrow the work space.
+LOGITS_BYTES = 8 << 20
+# Float32 logits the sampler turns into tokens at a time (one row at least); it needs about six copies of them.
+SAMPLER_BYTES = 1 << 20
+SAMPLER_COPIES = 6
+# Queries of one row that attend to its context at a time where that needs a mask.
+PREFILL_TILE_TOKENS = 256
+MIN_MODEL_LEN = 2048
+
+
+@dataclass(slots=True, frozen=True)
+class WeightSlot:
+    """One parameter's place. name: as in the checkpoint; offset_bytes: in the model's weight range."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset_bytes: int
+    num_bytes: int
+
+
+# one entry: tensors that lie end to end, each (name, shape)
+_Group = tuple[tuple[str, tuple[int, ...]], ...]
+
+
+def _groups(shape: ModelShape) -> list[_Group]:
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+    query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    groups: list[_Group] = [(("model.embed_tokens.weight", (shape.vocab_size, hidden)),)]
+    for layer in range(shape.num_layers):
+        at = f"model.layers.{layer}."
+        attention, mlp = at + "self_attn.", at + "mlp."
+        widths = (("q_proj", query), ("k_proj", key), ("v_proj", key))
+        groups.append(((at + "input_layernorm.weight", (hidden,)),))
+        groups.append(tuple((f"{attention}{name}.weight", (width, hidden)) for name, width in widths))
+        if shape.attention_bias:
+            groups.append(tuple((f"{attention}{name}.bias", (width,)) for name, width in widths))
+        if shape.qk_norm:
+            groups.append(((attention + "q_norm.weight", (shape.head_dim,)),))
+            groups.append(((attention + "k_norm.weight", (shape.head_dim,)),))
+        groups.append(((attention + "o_proj.weight", (hidden, query)),))
+        if shape.attention_bias:
+            groups.append(((attention + "o_proj.bias", (hidden,)),))
+        groups.append(((at + "post_attention_layernorm.weight", (hidden,)),))
+        groups.append(tuple((f"{mlp}{name}.weight", (inner, hidden)) for name in ("gate_proj", "up_proj")))
+        if shape.mlp_bias:
+            groups.append(tuple((f"{mlp}{name}.bias", (inner,)) for name in ("gate_proj", "up_proj")))
+        groups.append(((mlp + "down_proj.weight", (hidden, inner)),))
+        if shape.mlp_bias:
+            groups.append(((mlp + "down_proj.bias", (hidden,)),))
+    groups.append((("model.norm.weight", (hidden,)),))
+    if not shape.tie_word_embeddings:
+        groups.append((("lm_head.weight", (shape.vocab_size, hidden)),))
+    return groups
+
+
+def parameter_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Every tensor the checkpoint must hold."""
+    return dict(item for group in _groups(shape) for item in group)
+
+
+def is_ignored_tensor(shape: ModelShape, name: str) -> bool:
+    """Tensors some checkpoints carry that follow from others: rotary frequencies, the head of a tied model."""
+    return name.endswith("rotary_emb.inv_freq") or (shape.tie_word_embeddings and name == "lm_head.weight")
+
+
+def weight_layout(shape: ModelShape, dtype: str) -> list[WeightSlot]:
+    """Places of all parameters in the weight range; each group starts on 64 bytes."""
+    item_bytes = ITEM_BYTES[dtype]
+    slots = []
+    offset = 0
+    for group in _groups(shape):
+        offset = _aligned(offset)
+        for name, dims in group:
+            num_bytes = math.prod(dims) * item_bytes
+            slots.append(WeightSlot(name, dims, offset, num_bytes))
+            offset += num_bytes
+    return slots
+
+
+@lru_cache(maxsize=4096)
+def weights_bytes(shape: ModelShape, dtype: str) -> int:
+    """Exactly what the engine maps for the weights held as `dtype`."""
+    last = weight_layout(shape, dtype)[-1]
+    return _aligned(last.offset_bytes + last.num_bytes)
+
+
+def kv_bytes_per_token(shape: ModelShape, dtype: str) -> int:
+    """Keys and values of one token over all layers."""
+    return shape.num_layers * 2 * shape.num_kv_heads * shape.head_dim * ITEM_BYTES[dtype]
+
+
+def block_bytes(shape: ModelShape, dtype: str, block_tokens: int) -> int:
+    """One KV block of a dense model's only KV cache group."""
+    return kv_bytes_per_token(shape, dtype) * block_tokens
+
+
+def logits_rows(shape: ModelShape, dtype: str, max_sequences: int) -> int:
+    """Sampling rows whose logits are computed at a time."""
+    return max(1, min(max_sequences, LOGITS_BYTES // (shape.vocab_size * ITEM_BYTES[dtype])))
+
+
+def sampler_rows(vocab_size: int) -> int:
+    """Rows that are sampled from at a time (greedy rows need no copies and are not counted)."""
+    return max(1, SAMPLER_BYTES // (vocab_size * 4))
+
+
+def work_space_bytes(
+    shape: ModelShape, dtype: str, max_num_batched_tokens: int, max_sequences: int, max_model_len: int | None = None
+) -> int:
+    """Upper bound of what one step allocates beside weights and KV: activations of one layer, or the logits being sampled.
+
+    max_model_len: longest context; one prefill row at a time gathers its keys and values (default: the checkpoint's length).
+    """
+    tokens = max_num_batched_tokens + max_sequences
+    item, hidden = ITEM_BYTES[dtype], shape.hidden_size
+    query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    context = min(max_model_len or shape.max_position_embeddings, shape.max_position_embeddings)
+    residual = tokens * hidden * (3 * item + 2 * 4)  # residual, normed, output; two float32 copies inside the norm
+    attention = tokens * (query + 2 * key) * (2 * item + 4) + tokens * query * (item + 4) + tokens * shape.head_dim * 2 * 4
+    tile = min(PREFILL_TILE_TOKENS, max_num_batched_tokens)
+    gathered = context * 2 * key * 2 * item + tile * context * 5  # one row's context and its causal mask
+    mlp = tokens * shape.intermediate_size * 4 * item
+    logits = logits_rows(shape, dtype, max_sequences) * (shape.vocab_size + hidden) * item
+    sampling = min(sampler_rows(shape.vocab_size), max_sequences) * shape.vocab_size * 4 * SAMPLER_COPIES
+    return residual + max(attention + gathered, mlp, logits + sampling) + tokens * 64
+
+
+def default_max_model_len(shape: ModelShape, dtype: str, device_budget_bytes: int) -> int:
+    """The checkpoint's length, or what a quarter of the device holds as KV if that is less (but 2,048 at least)."""
+    fits = device_budget_bytes // 4 // kv_bytes_per_token(shape, dtype)
+    return min(shape.max_position_embeddings, max(MIN_MODEL_LEN, fits))
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // ALIGN_BYTES) * ALIGN_BYTES
