@@ -1,0 +1,69 @@
+"""What the docs say is held to the code: commands exist, files linked exist, paths and figures are where they say."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("demo/**/*.md")])
+LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+
+
+def ids(page: pathlib.Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_links_lead_somewhere(page: pathlib.Path) -> None:
+    for target in LINK.findall(page.read_text()):
+        if not target.startswith(("http://", "https://", "mailto:")):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_make_targets_exist(page: pathlib.Path) -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
+    for target in re.findall(r"`make ([a-z]+)", page.read_text()):
+        assert target in targets, f"{page.name}: make {target}"
+
+
+def test_every_cli_command_named_in_the_readme_exists() -> None:
+    out = subprocess.run(
+        [sys.executable, "-m", "daemon.cli", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    ).stdout
+    named = set(re.findall(r"^\$? ?hearth ([a-z]+)", (ROOT / "README.md").read_text(), re.M))
+    assert named, "the README shows no command of hearth"
+    for command in named:
+        assert re.search(rf"\b{command}\b", out), command
+
+
+def test_every_flag_named_in_the_docs_exists() -> None:
+    out = subprocess.run(
+        [sys.executable, "-m", "daemon", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    ).stdout
+    for page in PAGES:
+        for line in re.findall(r"^\s*\$? ?(?:\.venv/bin/)?hearthd .*$", page.read_text(), re.M):
+            for flag in re.findall(r"(--[a-z-]+)", line):
+                assert flag in out, f"{page.name}: {flag}"
+
+
+def test_performance_page_is_the_newest_result_file() -> None:
+    """The page's tables are written by `make bench` together with the result file; a figure typed by hand would not be in it."""
+    from benchmarks.run import BEGIN, END, report
+
+    newest = max((ROOT / "benchmarks" / "results").glob("*-cpu.jsonl"))
+    lines = [json.loads(line) for line in newest.read_text().splitlines()]
+    text = (ROOT / "docs" / "performance.md").read_text()
+    assert text.split(BEGIN)[1].split(END)[0].strip() == report(lines)
+
+
+def test_changelog_names_the_version() -> None:
+    version = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.M)
+    assert version
+    assert f"## {version[1]}" in (ROOT / "CHANGELOG.md").read_text()
