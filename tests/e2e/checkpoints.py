@@ -1,0 +1,124 @@
+"""Tiny model folders as Hugging Face would lay them out: config, seeded weights, a byte-level tokenizer, a chat template.
+
+Good for both runners. Token ids 0-255 are the bytes of the text (each byte is one token), the special ones follow.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from loader import hf_config, sizing
+
+BEGIN, END, USER, ASSISTANT, SYSTEM = "<|begin|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"
+SPECIALS = (BEGIN, END, USER, ASSISTANT, SYSTEM)
+END_ID = 256 + SPECIALS.index(END)
+VOCAB_SIZE = 264
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def make_model(
+    folder: Path,
+    *,
+    seed: int = 0,
+    architecture: str = "LlamaForCausalLM",
+    dtype: str = "float32",
+    hidden_size: int = 32,
+    num_layers: int = 2,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    max_position_embeddings: int = 2048,
+    weights_bytes: int = 0,
+    **config: Any,
+) -> Path:
+    """Writes a complete model and returns its folder. `weights_bytes`: grow intermediate_size until the weights take at least
+    that much (to fill a device). `config`: further keys of config.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    settings: dict[str, Any] = {
+        "architectures": [architecture],
+        "model_type": "qwen3" if architecture.startswith("Qwen3") else "llama",
+        "hidden_size": hidden_size,
+        "intermediate_size": 2 * hidden_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "head_dim": hidden_size // num_heads,
+        "vocab_size": VOCAB_SIZE,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": max_position_embeddings,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+        "torch_dtype": dtype,
+        "bos_token_id": 256,
+        "eos_token_id": END_ID,
+        **config,
+    }
+    if weights_bytes:
+        row_bytes = 3 * num_layers * hidden_size * sizing.ITEM_BYTES[dtype]
+        settings["intermediate_size"] = max(settings["intermediate_size"], -(-weights_bytes // row_bytes))
+    text = json.dumps(settings, indent=1)
+    write_weights(folder / "model.safetensors", hf_config.parse_config(text.encode()), seed)
+    write_tokenizer(folder)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": END_ID, "bos_token_id": 256}))
+    (folder / "config.json").write_text(text)
+    return folder
+
+
+def write_weights(path: Path, shape: hf_config.ModelShape, seed: int) -> None:
+    """One safetensors file with every parameter the shape asks for, drawn with std 0.2 so that logits differ clearly."""
+    generator = np.random.default_rng(seed)
+    header: dict[str, Any] = {}
+    parts: list[bytes] = []
+    offset = 0
+    for name, dims in sizing.parameter_shapes(shape).items():
+        values = generator.standard_normal(math.prod(dims), dtype=np.float32) * np.float32(0.2)
+        if "norm" in name:
+            values += 1
+        data = _as_bytes(values, shape.dtype)
+        kind = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}[shape.dtype]
+        header[name] = {"dtype": kind, "shape": list(dims), "data_offsets": [offset, offset + len(data)]}
+        parts.append(data)
+        offset += len(data)
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.writelines(parts)
+
+
+def _as_bytes(values: np.ndarray[Any, np.dtype[np.float32]], dtype: str) -> bytes:
+    if dtype == "bfloat16":
+        return (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+    return values.astype(np.float16 if dtype == "float16" else np.float32).tobytes()
+
+
+def write_tokenizer(folder: Path) -> None:
+    """One token a byte, then the special tokens; ids follow the byte-level alphabet sorted by byte."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    vocab = {_byte_level_char(byte): byte for byte in range(256)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIALS])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"bos_token": BEGIN, "eos_token": END, "chat_template": CHAT_TEMPLATE, "tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
+
+
+def _byte_level_char(byte: int) -> str:
+    """GPT-2's printable stand-in for a byte: printable Latin-1 stands for itself, the rest is counted up from U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    if byte in printable:
+        return chr(byte)
+    return chr(0x100 + [b for b in range(256) if b not in printable].index(byte))

@@ -1,0 +1,224 @@
+"""A real daemon on free ports below a temporary folder, for tests.
+
+    with Node(tmp_path, devices=["cpu=64MiB"]) as node:
+        make_model(node.models / "org" / "name")      # or before the start
+        node.openai().chat.completions.create(model="org/name", ...)
+        assert node.ps() == []
+
+`runner="null"` needs no torch in the engine; nothing of the node outlives the `with`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+SAFETY_S = 60.0  # far above what anything here takes: a hang fails the test instead of the job
+
+
+class Node:
+    """url: http://127.0.0.1:PORT · control: socket path · models: the models folder · log: path of the daemon's stderr."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        models: Path | None = None,
+        devices: Sequence[str] = ("cpu=256MiB",),
+        runner: str = "null",
+        null_step_ms: float = 2.0,
+        config: str = "",
+        flags: Sequence[str] = (),
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self.devices, self.runner = folder, list(devices), runner
+        self.models = models or folder / "models"
+        self.models.mkdir(exist_ok=True)
+        self.control = str(folder / "c.sock")
+        self.log = folder / "hearthd.log"
+        self.config = folder / "node.toml"
+        self.config.write_text(config)
+        self.flags = ["--null-step-ms", str(null_step_ms), *flags]
+        self.url = ""
+        self.process: subprocess.Popen[str] | None = None
+
+    # ---- life
+
+    def command(self) -> list[str]:
+        return [
+            *[sys.executable, "-P", "-m", "daemon", "--models", str(self.models), "--listen", "127.0.0.1:0"],
+            *["--control", self.control, "--config", str(self.config), "--runner", self.runner],
+            *["--state-dir", str(self.folder / "state"), "--cache-dir", str(self.folder / "cache")],
+            *[part for device in self.devices for part in ("--device", device)],
+            *self.flags,
+        ]
+
+    def start(self, ready: bool = True) -> Node:
+        """Starts the daemon in its own session and waits for its address (and, with `ready`, for /readyz)."""
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                self.command(), stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True, env=environment()
+            )
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if "http://" in line:
+                self.url = next(word for word in line.split() if word.startswith("http://"))
+                break
+        else:
+            self.process.wait(SAFETY_S)
+            raise AssertionError(f"hearthd ended with {self.process.returncode}:\n{self.log_text()}")
+        if ready:
+            self.wait_for(self.is_ready, "readyz")
+        return self
+
+    def stop(self) -> int:
+        """SIGTERM, and SIGKILL where that does not help. Returns the exit code; asserts that no engine is left."""
+        process = self.process
+        assert process is not None
+        left = self.engine_pids()
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(SAFETY_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+        self.process = None
+        wait_gone(left)
+        return process.returncode
+
+    def kill(self) -> list[int]:
+        """kill -9 of the daemon alone. Returns the pids of the engines it had."""
+        assert self.process is not None
+        engines = self.engine_pids()
+        self.process.kill()
+        self.process.wait()
+        return engines
+
+    def signal(self, number: signal.Signals, group: bool = False) -> None:
+        assert self.process is not None
+        if group:
+            os.killpg(self.process.pid, number)
+        else:
+            self.process.send_signal(number)
+
+    def __enter__(self) -> Node:
+        return self.start() if self.process is None else self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process is not None:
+            self.stop()
+
+    # ---- seen from outside
+
+    def get(self, path: str) -> tuple[int, Any]:
+        """(status, JSON or text) of an HTTP path."""
+        request = urllib.request.Request(self.url + path)
+        try:
+            with urllib.request.urlopen(request, timeout=SAFETY_S) as response:
+                status, body = response.status, response.read().decode()
+        except urllib.error.HTTPError as error:
+            with error:
+                status, body = error.code, error.read().decode()
+        with contextlib.suppress(ValueError):
+            return status, json.loads(body)
+        return status, body
+
+    def is_ready(self) -> bool:
+        with contextlib.suppress(OSError):
+            return self.get("/readyz")[0] == 200
+        return False
+
+    def openai(self, **options: Any) -> Any:
+        """The official client; close it or use `with`."""
+        import openai
+
+        return openai.OpenAI(base_url=self.url + "/v1", api_key="unused", max_retries=0, timeout=SAFETY_S, **options)
+
+    def async_openai(self, **options: Any) -> Any:
+        import openai
+
+        return openai.AsyncOpenAI(base_url=self.url + "/v1", api_key="unused", max_retries=0, timeout=SAFETY_S, **options)
+
+    def cli(self, *args: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+        """`hearth --control SOCKET ARGS`."""
+        command = [sys.executable, "-P", "-m", "daemon.cli", "--control", self.control, *args]
+        return subprocess.run(command, capture_output=True, text=True, input=stdin, timeout=SAFETY_S, env=environment())
+
+    def json(self, *args: str) -> Any:
+        """A command's `--json`; asserts that it worked."""
+        result = self.cli(*args, "--json")
+        assert result.returncode == 0, f"{args}: {result.returncode} {result.stdout} {result.stderr}\n{self.log_text()}"
+        return json.loads(result.stdout)
+
+    def ps(self) -> Any:
+        return self.json("ps")
+
+    def state(self, model: str) -> str:
+        return next((row["state"] for row in self.json("models") if row["name"] == model), "absent")
+
+    def engine_pids(self) -> list[int]:
+        """Sorted pids of the engine processes that live."""
+        assert self.process is not None
+        try:
+            children = psutil.Process(self.process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
+        pids = []
+        for child in children:
+            with contextlib.suppress(psutil.Error):
+                words = child.cmdline()
+                if "-m" in words and words[words.index("-m") + 1] == "engine" and child.status() != psutil.STATUS_ZOMBIE:
+                    pids.append(child.pid)
+        return sorted(pids)
+
+    def log_text(self) -> str:
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+    def wait_for(self, condition: Callable[[], Any], what: str) -> Any:
+        """Polls until `condition()` is true and returns it."""
+        end = time.monotonic() + SAFETY_S
+        while time.monotonic() < end:
+            value = condition()
+            if value:
+                return value
+            if self.process is not None and self.process.poll() is not None:
+                raise AssertionError(f"hearthd ended with {self.process.returncode} before {what}:\n{self.log_text()}")
+            time.sleep(0.02)
+        raise AssertionError(f"no {what} within {SAFETY_S} s:\n{self.log_text()}")
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+def wait_gone(pids: Sequence[int]) -> None:
+    """Asserts that these processes end; a zombie that waits for its parent counts as ended."""
+    end = time.monotonic() + 20
+    while left := [pid for pid in pids if _alive(pid)]:
+        if time.monotonic() > end:
+            for pid in left:
+                os.kill(pid, signal.SIGKILL)
+            raise AssertionError(f"processes outlived the daemon: {left}")
+        time.sleep(0.02)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
