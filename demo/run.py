@@ -1,0 +1,267 @@
+"""`make demo`: one daemon, three language models that do not fit together, and what happens then.
+
+Every line that begins with `$` is a real command, run as printed. Writes only below .demo/; needs no sudo; leaves no process
+behind. usage: python -m demo.run [--model PATH]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pathlib
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+
+import psutil
+
+from demo.chat import ChatError, stream_chat
+from demo.node import DemoNode
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+QUESTIONS = {
+    "ember": "What does the json module do?",
+    "birch": "How do I open a file?",
+    "oak": "Tell me about threading.",
+}
+# Each device takes one of the three models at a time, with its KV and work space.
+DEVICES = ["cpu:0=48MiB", "cpu:1=48MiB"]
+BOLD, DIM, RESET = ("\x1b[1m", "\x1b[2m", "\x1b[0m") if sys.stdout.isatty() else ("", "", "")
+COLOURS = ("\x1b[33m", "\x1b[36m", "\x1b[35m") if sys.stdout.isatty() else ("", "", "")
+
+
+def title(text: str) -> None:
+    print(f"\n{BOLD}── {text}{RESET}", flush=True)
+
+
+def echo(*command: str) -> None:
+    print(f"{DIM}$ {shlex.join(command)}{RESET}", flush=True)
+
+
+@dataclass(slots=True)
+class Chat:
+    """One streamed answer, followed in a thread; gaps_s are the silences between pieces."""
+
+    url: str
+    model: str
+    question: str
+    max_tokens: int = 120
+    seed: int = 1
+    options: dict[str, object] = field(default_factory=dict)
+    label: str = ""
+    quiet: bool = False
+    text: str = ""
+    error: str = ""
+    num_pieces: int = 0
+    first_s: float = 0.0
+    gaps_s: list[float] = field(default_factory=list)
+    _thread: threading.Thread | None = None
+
+    def start(self) -> Chat:
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+        self._thread.start()
+        return self
+
+    def join(self) -> Chat:
+        assert self._thread is not None
+        self._thread.join()
+        return self
+
+    def run(self) -> Chat:
+        return self.start().join()
+
+    def _follow(self) -> None:
+        began = last = time.perf_counter()
+        line = ""
+        try:
+            for piece in stream_chat(self.url, self.model, self.question, self.max_tokens, self.seed, **self.options):
+                now = time.perf_counter()
+                self.first_s = self.first_s or now - began
+                if self.num_pieces:
+                    self.gaps_s.append(now - last)
+                last = now
+                self.num_pieces += 1
+                self.text += piece
+                if self.quiet:
+                    continue
+                if not self.label:
+                    print(piece, end="", flush=True)
+                else:
+                    line += piece
+                    if len(line) > 72 and " " in line:
+                        ready, line = line.rsplit(" ", 1)
+                        self._print(ready)
+            if not self.quiet:
+                if self.label:
+                    self._print(line)
+                else:
+                    print(flush=True)
+        except (ChatError, OSError) as error:
+            self.error = str(error)
+            print(f"\n{self.model}: {self.error}", flush=True)
+
+    def _print(self, line: str) -> None:
+        colour = COLOURS[list(QUESTIONS).index(self.model) % len(COLOURS)] if self.model in QUESTIONS else ""
+        print(f"{colour}{self.model:>6} │{RESET} {' '.join(line.split())}", flush=True)
+
+
+def ask(node: DemoNode, chats: list[Chat], model: str, question: str, **options: object) -> Chat:
+    """A chat as a new user would run it: the command is shown, the answer streams below it."""
+    echo("python", "-m", "demo.chat", node.url, model, question)
+    chat = Chat(node.url, model, question, **options).run()  # type: ignore[arg-type]
+    chats.append(chat)
+    return chat
+
+
+def side_by_side(node: DemoNode, chats: list[Chat], models: list[str]) -> None:
+    title("Both devices are taken. The third model is asked while one answers: the idle one makes room")
+    before = node.evictions()
+    long = Chat(node.url, models[1], "Tell me more about that.", 220, 2, {"ignore_eos": True}, label="on").start()
+    while long.num_pieces < 5 and not long.error:
+        time.sleep(0.01)
+    echo("python", "-m", "demo.chat", node.url, models[2], QUESTIONS[models[2]])
+    third = Chat(node.url, models[2], QUESTIONS[models[2]], label="on").run()
+    long.join()
+    chats += [long, third]
+    node.hearth("ps")
+    print(f"{models[2]} answered after {third.first_s:.2f} s, eviction and load included; {models[1]} never paused for longer")
+    print(f"than {1e3 * max(long.gaps_s):.0f} ms; evicted: {', '.join(node.evictions()[len(before) :])}.")
+
+
+def killed_in_mid_sentence(node: DemoNode, chats: list[Chat], model: str, neighbour: str) -> tuple[bool, float]:
+    title("An engine is killed in mid-sentence, and the sentence goes on")
+    options: dict[str, object] = {"ignore_eos": True}
+    other = Chat(node.url, neighbour, "Go on.", 400, 3, options, quiet=True).start()
+    echo("python", "-m", "demo.chat", node.url, model, QUESTIONS[model])
+    chat = Chat(node.url, model, QUESTIONS[model], 160, 5, options).start()
+    while chat.num_pieces < 60 and not chat.error:
+        time.sleep(0.002)
+    pid = node.engine_pid(model)
+    print(f"\n{DIM}$ kill -9 {pid}{RESET}", flush=True)
+    os.kill(pid, signal.SIGKILL)
+    chat.join()
+    other.join()
+    again = Chat(node.url, model, QUESTIONS[model], 160, 5, options, quiet=True).run()
+    chats += [chat, other, again]
+    same = chat.text == again.text
+    print(f"Longest silence {max(chat.gaps_s):.2f} s; the text is {'the same as' if same else 'NOT the same as'} without the kill;")
+    print(f"{neighbour}, on the other device, never paused for longer than {1e3 * max(other.gaps_s):.0f} ms.")
+    return same, max(chat.gaps_s)
+
+
+def burst(node: DemoNode, chats: list[Chat], models: list[str], num: int) -> None:
+    title(f"{num} chats at once for all three models")
+    flock = [Chat(node.url, models[i % len(models)], QUESTIONS[models[i % len(models)]], 60, i, quiet=True) for i in range(num)]
+    for chat in flock:
+        chat.start()
+    for chat in flock:
+        chat.join()
+    slowest = max(chat.first_s for chat in flock)
+    print(
+        f"{sum(not c.error for c in flock)} answered, {sum(bool(c.error) for c in flock)} failed; slowest first word {slowest:.2f} s."
+    )
+    chats += flock
+
+
+def table(node: DemoNode, chats: list[Chat], cpu_s: float) -> None:
+    title("Measured in this run")
+    failed = sum(bool(c.error) for c in chats)
+    loads = node.load_seconds()
+    tokens = node.output_tokens()
+    rows = [
+        ("requests", len(chats)),
+        ("failed", failed),
+        ("engines killed", 1),
+        ("loads", len(loads)),
+        ("evictions", len(node.evictions())),
+        ("load ms, median / longest", f"{1e3 * sorted(loads)[len(loads) // 2]:.0f} / {1e3 * max(loads):.0f}"),
+        ("output tokens", tokens),
+        ("CPU µs per output token, all processes, loads included", f"{1e6 * cpu_s / max(tokens, 1):.0f}"),
+        ("daemon memory", f"{psutil.Process(node.pid).memory_info().rss / 1e6:.0f} MB"),
+    ]
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        print(f"  {name:<{width}}  {value}")
+
+
+def own_model(path: str) -> int:
+    """`make demo MODEL=path`: one chat with the user's own checkpoint."""
+    source = pathlib.Path(path).resolve()
+    if not (source / "config.json").exists():
+        print(f"MODEL={path}: no config.json there; a Hugging Face folder is wanted", file=sys.stderr)
+        return 2
+    models = ROOT / ".demo" / "own"
+    shutil.rmtree(models, ignore_errors=True)
+    models.mkdir(parents=True)
+    (models / source.name).symlink_to(source)
+    with DemoNode(models, ["cpu:0=60%"], []) as node:
+        node.hearth("models")
+        node.hearth("load", source.name)
+        chats: list[Chat] = []
+        ask(node, chats, source.name, "Hello! What can you do?")
+        farewell(node, source.name)
+    return int(any(c.error for c in chats))
+
+
+def farewell(node: DemoNode, model: str) -> None:
+    print(f"\nServing on {BOLD}{node.url}{RESET}. Try, in another terminal:\n")
+    print(f"  .venv/bin/hearth --control {node.control_shown} ps")
+    print(f'  .venv/bin/python -m demo.chat {node.url} {model} "What is a list?"')
+    print(f"  curl -N {node.url}/v1/chat/completions -H 'Content-Type: application/json' \\")
+    print(f'    -d \'{{"model":"{model}","stream":true,"messages":[{{"role":"user","content":"What is a list?"}}]}}\'')
+    if not sys.stdout.isatty():
+        print("\nNo terminal: stopping here.")
+        return
+    print("\nCtrl-C stops it.", flush=True)
+    try:
+        while node.alive():
+            time.sleep(0.5)
+    except KeyboardInterrupt:
+        print("\nStopping.")
+
+
+def show() -> int:
+    models = list(QUESTIONS)
+    print(f"{BOLD}hearthd: one daemon, three language models, a memory budget that holds two of them.{RESET}")
+    print("It takes about a minute, uses 2 cores, a few hundred MB of memory and under 5 MB of disk (.demo/). Ctrl-C stops it.")
+    with DemoNode(ROOT / "demo" / "models", DEVICES, ["--dtype", "float32"]) as node:
+        cpu_before = node.cpu_s()
+        node.hearth("models")
+        chats: list[Chat] = []
+        title("Nothing is loaded. The first question brings its model in")
+        ask(node, chats, models[0], QUESTIONS[models[0]])
+        ask(node, chats, models[1], QUESTIONS[models[1]])
+        side_by_side(node, chats, models)
+        title("The evicted model is asked again: it comes back, with the same words")
+        first = chats[0].text
+        back = ask(node, chats, models[0], QUESTIONS[models[0]])
+        print(f"First word after {back.first_s:.2f} s; the same text as before: {'yes' if back.text == first else 'NO'}.")
+        same, _ = killed_in_mid_sentence(node, chats, models[2], node.resident_beside(models[2]))
+        burst(node, chats, models, 60)
+        title("Why did that happen?")
+        node.hearth("why", models[0])
+        table(node, chats, node.cpu_s() - cpu_before)
+        farewell(node, models[0])
+    return int(not same or back.text != first or any(c.error for c in chats))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="a Hugging Face folder of your own instead of the three tiny models")
+    args = parser.parse_args()
+    try:
+        sys.exit(own_model(args.model) if args.model else show())
+    except KeyboardInterrupt:
+        print("\nStopped.")
+        sys.exit(130)
+    except subprocess.TimeoutExpired as error:
+        sys.exit(f"{error}")
+
+
+if __name__ == "__main__":
+    main()
