@@ -40,7 +40,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, omit_defaults
 # ---- daemon -> engine -------------------------------------------------------------------------------------------------
 
 
-class Configure(Message):
+class Configure(Message, frozen=True):
     """Always the first message; answered by EngineReady. The device's budget is num_chunks * chunk_bytes + work_space_bytes."""
 
     device: str  # cpu:0
@@ -56,7 +56,7 @@ class Configure(Message):
     cache_dir: str = ""
 
 
-class LoadModel(Message):
+class LoadModel(Message, frozen=True):
     """Brings a checkpoint into the device. `lease_chunks` is the engine's KV lease once this model is in: the engine gives
     up blocks (prefix cache first, then preemption by recompute) down to it before it allocates."""
 
@@ -73,19 +73,20 @@ class LoadModel(Message):
     eos_token_ids: list[int]
 
 
-class EvictModel(Message):
-    """Frees a model's weights and KV at once; requests still in it are answered FINISH_ABORT."""
+class EvictModel(Message, frozen=True):
+    """Frees a model's weights and KV at once, or withdraws its load; answered by Evicted when the memory is back. Requests still
+    in it are dropped without a word: the daemon keeps them and submits them again."""
 
     placement_id: int
     model: str
     lease_chunks: int  # the lease after it
 
 
-class SetLease(Message):
+class SetLease(Message, frozen=True):
     lease_chunks: int
 
 
-class Submit(Message):
+class Submit(Message, frozen=True):
     """A request, or a request again after its engine died: `output` is what the client already has."""
 
     request_id: int
@@ -99,49 +100,51 @@ class Submit(Message):
     weight: float = 1.0  # share in the round robin between models
 
 
-class Abort(Message):
+class Abort(Message, frozen=True):
+    """Forgets these requests at once, wherever they are; unknown ids are passed over. Not answered."""
+
     request_ids: list[int]
 
 
-class Shutdown(Message):
+class Shutdown(Message, frozen=True):
     pass
 
 
 # ---- engine -> daemon -------------------------------------------------------------------------------------------------
 
 
-class EngineReady(Message):
+class EngineReady(Message, frozen=True):
     pid: int
     version: int
     num_chunks: int
 
 
-class LoadProgress(Message):
+class LoadProgress(Message, frozen=True):
     placement_id: int
     bytes_done: int
     bytes_total: int
 
 
-class LoadDone(Message):
+class LoadDone(Message, frozen=True):
     placement_id: int
     model: str
     seconds: float
     bytes_read: int
 
 
-class LoadFailed(Message):
+class LoadFailed(Message, frozen=True):
     placement_id: int
     model: str
     error: str  # names file and tensor
     permanent: bool  # True: the checkpoint is at fault, trying again is pointless until its files change
 
 
-class Evicted(Message):
+class Evicted(Message, frozen=True):
     placement_id: int
     model: str
 
 
-class TokensOut(Message):
+class TokensOut(Message, frozen=True):
     """One step of one model. `counts` is empty when every request got exactly one token, `finish` when none ended."""
 
     model: str
@@ -155,13 +158,13 @@ class TokensOut(Message):
     cached: dict[int, int] = {}
 
 
-class RequestFailed(Message):
+class RequestFailed(Message, frozen=True):
     request_id: int
     code: str  # nan_logits | too_long | unknown_model | internal
     error: str
 
 
-class Stats(Message):
+class Stats(Message, frozen=True):
     """Sent when something changed, at most 4 times a second. `models`: name -> [kv_bytes, active, queued, cached_bytes]."""
 
     kv_chunks_used: int

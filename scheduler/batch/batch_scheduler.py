@@ -1,0 +1,380 @@
+"""Which tokens of one model run in the next step: continuous batching with chunked prefill.
+
+A step is {sequence: tokens}. Sequences with one token to compute (decode) come first, then prefill chunks up to the token budget.
+A request is admitted when a slot is free and the KV of all its tokens fits; when a decoding sequence finds no block, the newest
+sequence of the lowest priority is put back to wait and computed again later.
+Row state lives in the columns of a `SequenceTable`; a decode step runs no Python per row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from scheduler.batch.kv_cache import KVCache
+from scheduler.batch.plan import FINISH_LENGTH, FINISH_STOP, BatchPlan, BoolArray, IntArray, make_sequence_table
+from scheduler.batch.prefix_cache import extend_keys, prefix_seed
+from scheduler.batch.request import BatchRequest, WaitingQueue
+
+SEED_MASK = (1 << 64) - 1
+
+
+@dataclass(slots=True, frozen=True)
+class BatchLimits:
+    """max_model_len: prompt + output, in tokens. fingerprint and kv_dtype name the KV's content for the prefix cache."""
+
+    max_sequences: int
+    max_model_len: int
+    max_num_batched_tokens: int
+    eos_token_ids: tuple[int, ...] = ()
+    fingerprint: str = ""
+    kv_dtype: str = ""
+
+
+@dataclass(slots=True)
+class StepOutcome:
+    """What a step gave: row k is one request and its token. `finish` is empty when none ended (plan.FINISH_*). `bad`: requests that
+    ended because their logits were not finite. `cached`: prompt tokens found in the prefix cache, with a request's first token."""
+
+    request_ids: list[int]
+    ids: list[int]
+    finish: list[int] = field(default_factory=list)
+    bad: list[int] = field(default_factory=list)
+    cached: dict[int, int] = field(default_factory=dict)
+
+
+class BatchScheduler:
+    """One model's sequences, waiting and running. Not thread-safe; `plan` and `finish_step` alternate."""
+
+    def __init__(self, model: str, kv: KVCache, limits: BatchLimits) -> None:
+        self.model = model
+        self.kv = kv
+        self.limits = limits
+        self.block_tokens = kv.block_tokens
+        slots = limits.max_sequences
+        self.table = make_sequence_table(slots, limits.max_model_len, -(-limits.max_model_len // kv.block_tokens))
+        self.waiting = WaitingQueue()
+        self.num_preemptions = 0
+        self.failed: list[tuple[int, str]] = []  # (request id, why): can never run; the engine takes them from here
+        self._running: IntArray = np.zeros(0, np.int32)  # slots in order of admission
+        self._free_slots = list(range(slots - 1, -1, -1))
+        self._requests: list[BatchRequest | None] = [None] * slots
+        self._slot_of: dict[int, int] = {}
+        self._capacity: IntArray = np.zeros(slots, np.int32)  # tokens its blocks can hold
+        self._num_learned: IntArray = np.zeros(slots, np.int32)  # leading blocks the prefix cache knows
+        self._priority: IntArray = np.zeros(slots, np.int32)
+        self._order = np.zeros(slots, np.int64)
+        self._has_stop_ids: BoolArray = np.zeros(slots, np.bool_)
+        self._wants_first: BoolArray = np.zeros(slots, np.bool_)
+        self._next_order = 0
+        self._blocked_version = -1  # chunk pool's version when the head of the queue last found no memory
+        self._rotation = 0
+
+    # ---- requests
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def runnable(self) -> bool:
+        """Whether `plan` may find something to do: sequences run, or memory moved since the head of the queue was tried."""
+        return len(self._running) > 0 or (len(self.waiting) > 0 and self._blocked_version != self.kv.pool.chunks.version)
+
+    def submit(self, request: BatchRequest) -> None:
+        """Queues it. The caller has checked that 0 < len(tokens) < max_model_len and that the id is not here yet."""
+        request.order = self._next_order
+        self._next_order += 1
+        request.has_first_token = len(request.tokens) > request.num_prompt
+        self.waiting.push(request)
+        self._blocked_version = -1
+
+    def __contains__(self, request_id: int) -> bool:
+        return request_id in self._slot_of or request_id in self.waiting
+
+    def abort(self, request_id: int) -> bool:
+        """Forgets a request; False if it is not here."""
+        if self.waiting.withdraw(request_id):
+            self._blocked_version = -1
+            return True
+        slot = self._slot_of.get(request_id)
+        if slot is None:
+            return False
+        self._leave(slot)
+        self._drop_from_running()
+        return True
+
+    def preempt_one(self) -> bool:
+        """Puts the newest sequence of the lowest priority back to wait; False if none runs. Between steps only."""
+        if not len(self._running):
+            return False
+        self._preempt(self._victim())
+        return True
+
+    def close(self) -> None:
+        """Forgets every request and gives all KV back."""
+        self.waiting = WaitingQueue()
+        for slot in self._running.tolist():
+            self.table.request_id[slot] = 0
+        self._running = np.zeros(0, np.int32)
+        self._slot_of.clear()
+        self.kv.close()
+
+    # ---- a step
+
+    def plan(self, step_id: int, token_budget: int | None = None) -> BatchPlan | None:
+        """The next step, with at most `token_budget` tokens (max_num_batched_tokens if None); None if nothing can run now."""
+        budget = self.limits.max_num_batched_tokens
+        if token_budget is not None:
+            budget = max(1, min(budget, token_budget))
+        table = self.table
+        running = self._running
+        prefill: IntArray = running[:0]
+        if len(running):
+            decode_rows = table.num_tokens[running] - table.num_computed[running] == 1
+            decode = running
+            if not decode_rows.all():
+                decode, prefill = running[decode_rows], running[~decode_rows]
+            if len(decode) > budget:  # each gets its turn
+                self._rotation = (self._rotation + budget) % len(decode)
+                decode = np.roll(decode, -self._rotation)[:budget]
+            decode = self._give_blocks(decode)
+            if len(prefill):  # a preemption may have taken some away
+                prefill = prefill[table.request_id[prefill] != 0]
+        else:
+            decode = running
+        budget -= len(decode)
+        slots, num_new = [decode], [np.ones(len(decode), np.int32)]
+        if len(prefill) or len(self.waiting):
+            chunk_slots, chunk_tokens = self._plan_prefill(prefill, budget)
+            # A chunk of one token that ends its sequence is a decode row like any other; the order of rows is free among those.
+            slots.append(chunk_slots)
+            num_new.append(chunk_tokens)
+            rows, new = np.concatenate(slots), np.concatenate(num_new)
+            order = np.argsort(new > 1, kind="stable")
+            rows, new = rows[order], new[order]
+        else:
+            rows, new = decode, num_new[0]
+        if not len(rows):
+            return None
+        computed = table.num_computed[rows]
+        return BatchPlan(step_id, self.model, rows, computed, new, computed + new == table.num_tokens[rows])
+
+    def finish_step(self, plan: BatchPlan, ids: IntArray, bad: BoolArray) -> StepOutcome:
+        """Takes the sampled ids in (`ids[k]`, `bad[k]`: k-th sampling row of the plan), ends what is finished."""
+        table = self.table
+        table.num_computed[plan.slots] += plan.num_new
+        chunked = plan.slots[plan.num_new > 1]
+        for slot in chunked.tolist():
+            self._learn(slot, int(min(table.num_computed[slot], table.num_prompt[slot])))
+        slots = plan.slots if plan.samples.all() else plan.slots[plan.samples]
+        failed: list[int] = []
+        if bad.any():
+            failed = table.request_id[slots[bad]].tolist()
+            for slot in slots[bad].tolist():
+                self._leave(slot, poisoned=True)
+            slots, ids = slots[~bad], ids[~bad]
+        position = table.num_tokens[slots]
+        table.tokens[slots, position] = ids
+        total = position + 1
+        table.num_tokens[slots] = total
+        outcome = StepOutcome(table.request_id[slots].tolist(), ids.tolist(), bad=failed)
+        stop = self._stopped(slots, ids, position)
+        ended = stop | (total >= table.max_total_tokens[slots])
+        first = self._wants_first[slots]
+        if first.any():
+            self._note_first_tokens(slots[first], outcome)
+        if ended.any():
+            outcome.finish = np.where(stop, FINISH_STOP, np.where(ended, FINISH_LENGTH, 0)).tolist()
+            for slot in slots[ended].tolist():
+                self._leave(slot)
+        if outcome.finish or failed:
+            self._drop_from_running()
+        return outcome
+
+    # ---- inside a step
+
+    def _stopped(self, slots: IntArray, ids: IntArray, position: IntArray) -> BoolArray:
+        """[len(slots)] whether the token just sampled is an end id that counts. position: the token's index."""
+        table = self.table
+        stop = np.zeros(len(ids), np.bool_)
+        for end in self.limits.eos_token_ids:
+            stop |= ids == end
+        if stop.any():
+            stop &= ~table.ignore_eos[slots]
+        own = self._has_stop_ids[slots]
+        if own.any():
+            for row in np.flatnonzero(own).tolist():
+                request = self._requests[int(slots[row])]
+                assert request is not None
+                stop[row] |= int(ids[row]) in request.params.stop_token_ids
+        if stop.any():
+            stop &= position >= table.min_tokens_until[slots]
+        return stop
+
+    def _note_first_tokens(self, slots: IntArray, outcome: StepOutcome) -> None:
+        self._wants_first[slots] = False
+        for slot in slots.tolist():
+            request = self._requests[slot]
+            assert request is not None
+            request.has_first_token = True
+            if request.num_cached:
+                outcome.cached[request.request_id] = request.num_cached
+
+    def _give_blocks(self, decode: IntArray) -> IntArray:
+        """A block for each decode row at a block boundary; preempts until they suffice. Returns the rows that are still there."""
+        table = self.table
+        while True:
+            wanting = decode[table.num_computed[decode] >= self._capacity[decode]]
+            if not len(wanting):
+                return decode
+            blocks = self.kv.allocate(len(wanting))
+            if blocks is not None:
+                table.block_table[wanting, self._capacity[wanting] // self.block_tokens] = blocks
+                self._capacity[wanting] += self.block_tokens
+                return decode
+            self._preempt(self._victim())
+            decode = decode[table.request_id[decode] != 0]
+
+    def _plan_prefill(self, prefill: IntArray, budget: int) -> tuple[IntArray, IntArray]:
+        """Chunks of sequences that have more than one token to compute, and of those admitted now: (slots, tokens)."""
+        table = self.table
+        slots: list[int] = []
+        tokens: list[int] = []
+        for slot in prefill.tolist():
+            if budget <= 0:
+                break
+            num = min(int(table.num_tokens[slot] - table.num_computed[slot]), budget)
+            slots.append(slot)
+            tokens.append(num)
+            budget -= num
+        if len(self.waiting) and self._blocked_version != self.kv.pool.chunks.version:
+            admitted = []
+            while budget > 0 and self._free_slots:
+                new_slot = self._admit()
+                if new_slot is None:
+                    break
+                admitted.append(new_slot)
+                num = min(int(table.num_tokens[new_slot] - table.num_computed[new_slot]), budget)
+                slots.append(new_slot)
+                tokens.append(num)
+                budget -= num
+            if admitted:
+                self._running = np.concatenate((self._running, np.array(admitted, np.int32)))
+        return np.array(slots, np.int32), np.array(tokens, np.int32)
+
+    # ---- joining and leaving
+
+    def _admit(self) -> int | None:
+        """Moves the head of the queue into a slot; None if none waits or its KV does not fit now."""
+        request = self.waiting.head()
+        while request is not None:
+            num_tokens = len(request.tokens)
+            num_blocks = -(-num_tokens // self.block_tokens)
+            # The last token is computed even if all are cached: its logits are what the request wants.
+            num_full = (num_tokens - 1) // self.block_tokens
+            seed = prefix_seed(request.cache_salt, self.limits.fingerprint, self.limits.kv_dtype)
+            extend_keys(request.keys, seed, request.tokens, self.block_tokens, num_full)
+            shared = self.kv.share(request.keys[:num_full])
+            # Sequences that run will grow: one block each for a quarter of them is left, or the newest would go at once.
+            headroom = self.num_running // 4
+            new = self.kv.allocate(num_blocks - len(shared) + headroom)
+            if new is not None:
+                self.kv.pool.release(new[num_blocks - len(shared) :])
+                self.kv.pool.put_free(new[num_blocks - len(shared) :])
+                self.waiting.pop()
+                return self._join(request, np.concatenate((shared, new[: num_blocks - len(shared)])), len(shared))
+            self.kv.release(shared)
+            chunks = self.kv.pool.chunks
+            if self.num_running or chunks.num_drawn > self.kv.pool.num_drawn_chunks:
+                self._blocked_version = chunks.version
+                return None
+            # Alone on the engine and still too large: no wait helps.
+            self.waiting.pop()
+            self.failed.append((request.request_id, self._why_too_long(request, num_blocks)))
+            request = self.waiting.head()
+        return None
+
+    def _why_too_long(self, request: BatchRequest, num_blocks: int) -> str:
+        pool = self.kv.pool
+        return (
+            f"{len(request.tokens)} tokens need {num_blocks} KV blocks of {pool.block_bytes} bytes; model {self.model} can hold "
+            f"{pool.num_usable} ({pool.num_owned_chunks} chunks of {pool.chunks.chunk_bytes} bytes owned)"
+        )
+
+    def _join(self, request: BatchRequest, blocks: IntArray, num_shared: int) -> int:
+        table, params = self.table, request.params
+        slot = self._free_slots.pop()
+        num_tokens = len(request.tokens)
+        table.request_id[slot] = request.request_id
+        table.tokens[slot, :num_tokens] = request.tokens
+        table.num_tokens[slot] = num_tokens
+        table.num_prompt[slot] = request.num_prompt
+        table.num_computed[slot] = num_shared * self.block_tokens
+        table.block_table[slot, : len(blocks)] = blocks
+        table.temperature[slot] = params.temperature
+        table.top_p[slot] = params.top_p
+        table.top_k[slot] = params.top_k
+        table.seed[slot] = params.seed & SEED_MASK
+        table.num_logprobs[slot] = params.logprobs
+        table.min_tokens_until[slot] = request.num_prompt + params.min_tokens
+        table.max_total_tokens[slot] = min(request.num_prompt + params.max_tokens, self.limits.max_model_len)
+        table.ignore_eos[slot] = params.ignore_eos
+        table.params[slot] = params
+        self._capacity[slot] = len(blocks) * self.block_tokens
+        self._num_learned[slot] = num_shared
+        self._priority[slot] = request.priority
+        self._order[slot] = request.order
+        self._has_stop_ids[slot] = bool(params.stop_token_ids)
+        self._wants_first[slot] = not request.has_first_token
+        if not request.has_first_token:
+            request.num_cached = min(num_shared * self.block_tokens, request.num_prompt)
+        self._requests[slot] = request
+        self._slot_of[request.request_id] = slot
+        return slot
+
+    def _learn(self, slot: int, num_tokens: int) -> None:
+        """Tells the prefix cache of the full blocks among the first `num_tokens` of a slot, all computed."""
+        request = self._requests[slot]
+        assert request is not None
+        known, full = int(self._num_learned[slot]), num_tokens // self.block_tokens
+        if full > known:
+            seed = prefix_seed(request.cache_salt, self.limits.fingerprint, self.limits.kv_dtype)
+            extend_keys(request.keys, seed, self.table.tokens[slot], self.block_tokens, full)
+            self.kv.learn(request.keys[known:full], self.table.block_table[slot, known:full])
+            self._num_learned[slot] = full
+
+    def _leave(self, slot: int, poisoned: bool = False) -> None:
+        """Frees a slot and its blocks; `_drop_from_running` must follow."""
+        blocks = self.table.block_table[slot, : self._capacity[slot] // self.block_tokens].copy()
+        if poisoned:
+            self.kv.discard(blocks)
+        else:
+            self._learn(slot, int(self.table.num_computed[slot]))
+            self.kv.release(blocks)
+        request = self._requests[slot]
+        assert request is not None
+        del self._slot_of[request.request_id]
+        self._requests[slot] = None
+        self.table.request_id[slot] = 0
+        self.table.params[slot] = None
+        self._free_slots.append(slot)
+        self._blocked_version = -1
+
+    def _drop_from_running(self) -> None:
+        self._running = self._running[self.table.request_id[self._running] != 0]
+
+    def _victim(self) -> int:
+        running = self._running
+        lowest = running[self._priority[running] == self._priority[running].min()]
+        return int(lowest[np.argmax(self._order[lowest])])
+
+    def _preempt(self, slot: int) -> None:
+        request = self._requests[slot]
+        assert request is not None
+        request.tokens = self.table.tokens[slot, : self.table.num_tokens[slot]].copy()
+        self._leave(slot)
+        self._drop_from_running()
+        self.waiting.push(request)
+        self.num_preemptions += 1

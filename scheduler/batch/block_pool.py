@@ -1,0 +1,230 @@
+"""Blocks of one model's KV group, cut out of the chunks it owns.
+
+Block b is bytes [b * block_bytes, (b + 1) * block_bytes) of the device's arena, for every model with its own block_bytes, so a
+block id is an address. A block is usable when every chunk it touches is owned; owned neighbours make the
+blocks between them usable. A usable block is free (on the stack), or in use (reference count > 0), or kept by the prefix cache
+(count 0, not on the stack).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from scheduler.batch.chunk_pool import ChunkPool, free_runs
+from scheduler.batch.plan import BoolArray, IntArray
+
+
+class BlockPool:
+    """`reserved_chunks` are taken at once and kept until `close`; more are drawn from the chunk pool's lease as needed.
+
+    Raises MemoryError if the reserved chunks are not there.
+    """
+
+    def __init__(self, chunks: ChunkPool, block_bytes: int, reserved_chunks: int) -> None:
+        if block_bytes <= 0:
+            raise ValueError(f"block_bytes {block_bytes} must be positive")
+        self.chunks = chunks
+        self.block_bytes = block_bytes
+        self.num_blocks = chunks.num_chunks * chunks.chunk_bytes // block_bytes
+        starts = np.arange(self.num_blocks, dtype=np.int64) * block_bytes
+        self._first_chunk: IntArray = (starts // chunks.chunk_bytes).astype(np.int32)
+        self._last_chunk: IntArray = ((starts + block_bytes - 1) // chunks.chunk_bytes).astype(np.int32)
+        self.refcount: IntArray = np.zeros(self.num_blocks, np.int32)
+        self._usable: BoolArray = np.zeros(self.num_blocks, np.bool_)
+        self._home: BoolArray = np.zeros(chunks.num_chunks, np.bool_)  # reserved chunks
+        self._drawn: BoolArray = np.zeros(chunks.num_chunks, np.bool_)
+        self._stack: IntArray = np.empty(self.num_blocks, np.int32)
+        self.num_free = 0
+        self.num_usable = 0
+        missing = reserved_chunks
+        while missing > 0:
+            got = self._acquire(missing, reserved=True)
+            if not got:
+                self.close()
+                raise MemoryError(f"KV: {reserved_chunks} reserved chunks asked, {missing} are not free")
+            missing -= got
+
+    # ---- blocks
+
+    def allocate(self, num: int) -> IntArray | None:
+        """[num] int32 blocks with a reference count of 1, drawing chunks if need be; None if that fails."""
+        if self.num_free < num and not self.grow(num):
+            return None
+        top = self.num_free
+        blocks = self._stack[top - num : top][::-1].copy()
+        self.num_free = top - num
+        self.refcount[blocks] = 1
+        return blocks
+
+    def release(self, blocks: IntArray) -> IntArray:
+        """Takes one reference off each (distinct) block and returns those that nobody holds now; `put_free` them or keep them."""
+        counts = self.refcount[blocks] - 1
+        if len(counts) and counts.min() < 0:
+            raise ValueError("a block was released more often than it was taken")
+        self.refcount[blocks] = counts
+        return blocks[counts == 0]
+
+    def put_free(self, blocks: IntArray) -> None:
+        num = len(blocks)
+        if not num:
+            return
+        self._stack[self.num_free : self.num_free + num] = blocks[::-1]
+        self.num_free += num
+        self.chunks.version += 1
+
+    # ---- chunks
+
+    @property
+    def num_drawn_chunks(self) -> int:
+        return int(np.count_nonzero(self._drawn))
+
+    @property
+    def num_owned_chunks(self) -> int:
+        return int(np.count_nonzero(self._home)) + self.num_drawn_chunks
+
+    def grow(self, num_free: int) -> bool:
+        """Draws chunks until `num_free` blocks are free; False if the lease does not allow it (what was drawn is kept)."""
+        while self.num_free < num_free:
+            room = self.chunks.room_chunks
+            if room <= 0:
+                return False
+            missing_bytes = (num_free - self.num_free) * self.block_bytes
+            if not self._acquire(min(room, -(-missing_bytes // self.chunks.chunk_bytes)), reserved=False):
+                return False
+        return True
+
+    def shrink(self, max_chunks: int | None = None) -> int:
+        """Gives drawn chunks that hold no block in use or kept back to the pool (at most `max_chunks`); returns how many.
+
+        Also sorts the free blocks: those of reserved chunks are used first, so that drawn chunks become wholly free.
+        """
+        idle = self._drawn & ~self._busy_chunks()
+        given = np.flatnonzero(idle)[::-1].astype(np.int32)
+        if max_chunks is not None:
+            given = given[:max_chunks]
+        if len(given):
+            self._drop_chunks(given)
+            self.chunks.give_back(given, reserved=False)
+        self._sort_stack()
+        return len(given)
+
+    def num_used_chunks(self) -> int:
+        """Chunks with a block in use or kept."""
+        return int(np.count_nonzero(self._busy_chunks()))
+
+    def chunk_of(self, block: int) -> int:
+        return int(self._first_chunk[block])
+
+    def close(self) -> None:
+        """Gives every chunk back, whatever is in it."""
+        drawn, home = np.flatnonzero(self._drawn).astype(np.int32), np.flatnonzero(self._home).astype(np.int32)
+        self._usable[:] = False
+        self.refcount[:] = 0
+        self.num_free = self.num_usable = 0
+        self._drawn[:] = False
+        self._home[:] = False
+        if len(drawn):
+            self.chunks.give_back(drawn, reserved=False)
+        if len(home):
+            self.chunks.give_back(home, reserved=True)
+
+    def check(self) -> None:
+        """Every invariant, for tests. Raises AssertionError."""
+        owned = self._home | self._drawn
+        assert not (self._home & self._drawn).any()
+        assert not (self.chunks.free & owned).any()
+        holes = np.concatenate(([0], np.cumsum(~owned)))
+        expected = holes[self._last_chunk + 1] == holes[self._first_chunk]
+        assert (expected == self._usable).all(), "usable blocks are exactly those inside owned chunks"
+        assert self.num_usable == np.count_nonzero(self._usable)
+        free = self._stack[: self.num_free]
+        assert len(np.unique(free)) == len(free), "a block is free twice"
+        assert self._usable[free].all()
+        assert (self.refcount[free] == 0).all()
+        assert (self.refcount >= 0).all()
+        assert (self.refcount[~self._usable] == 0).all()
+
+    # ---- inside
+
+    def _acquire(self, num_chunks: int, *, reserved: bool) -> int:
+        """Takes up to `num_chunks` adjacent chunks that make at least one more block usable; returns how many (0: none to be had).
+
+        Smallest run that holds them all, else the largest; inside it the position that yields most whole blocks.
+        """
+        size, block = self.chunks.chunk_bytes, self.block_bytes
+        limit = num_chunks if reserved else self.chunks.room_chunks
+        runs = free_runs(self.chunks.free)
+        fitting = runs[runs[:, 1] >= num_chunks]
+        order = fitting[np.argsort(fitting[:, 1], kind="stable")] if len(fitting) else runs[np.argsort(-runs[:, 1], kind="stable")]
+        owned = self._home | self._drawn
+        for first, length in order.tolist():
+            for width in range(min(num_chunks, length), min(length, limit, num_chunks + block // size + 1) + 1):
+                starts = np.arange(first, first + length - width + 1, dtype=np.int64)
+                # An owned neighbour lends its edge to the block that straddles it.
+                left = starts - owned[np.maximum(starts - 1, 0)] * (starts > 0)
+                ends = starts + width
+                right = ends + owned[np.minimum(ends, len(owned) - 1)] * (ends < len(owned))
+                gains = right * size // block - -(-left * size // block)
+                best = int(np.argmax(gains))
+                taken = np.arange(starts[best], ends[best], dtype=np.int32)
+                if reserved or self._gain(owned, taken) > 0:
+                    self.chunks.take(taken, reserved=reserved)
+                    (self._home if reserved else self._drawn)[taken] = True
+                    self._add_blocks(taken)
+                    return width
+        return 0
+
+    def _touching(self, taken: IntArray) -> slice:
+        """Blocks that touch a run of chunks."""
+        size, block = self.chunks.chunk_bytes, self.block_bytes
+        return slice(int(taken[0]) * size // block, min(-(-(int(taken[-1]) + 1) * size // block), self.num_blocks))
+
+    def _gain(self, owned: BoolArray, taken: IntArray) -> int:
+        """How many blocks would become usable."""
+        near = self._touching(taken)
+        after = owned.copy()
+        after[taken] = True
+        holes = np.concatenate(([0], np.cumsum(~after)))
+        whole = holes[self._last_chunk[near] + 1] == holes[self._first_chunk[near]]
+        return int(np.count_nonzero(whole & ~self._usable[near]))
+
+    def _add_blocks(self, taken: IntArray) -> None:
+        near = self._touching(taken)
+        holes = np.concatenate(([0], np.cumsum(~(self._home | self._drawn))))
+        whole = holes[self._last_chunk[near] + 1] == holes[self._first_chunk[near]]
+        new = (np.flatnonzero(whole & ~self._usable[near]) + near.start).astype(np.int32)
+        self._usable[new] = True
+        self.num_usable += len(new)
+        self.put_free(new)
+
+    def _drop_chunks(self, given: IntArray) -> None:
+        gone = np.zeros(self.chunks.num_chunks, np.bool_)
+        gone[given] = True
+        touched = np.concatenate(([0], np.cumsum(gone)))
+        lost = self._usable & (touched[self._last_chunk + 1] > touched[self._first_chunk])
+        self._usable &= ~lost
+        self.num_usable -= int(np.count_nonzero(lost))
+        free = self._stack[: self.num_free]
+        kept = free[~lost[free]]
+        self._stack[: len(kept)] = kept
+        self.num_free = len(kept)
+        self._drawn[given] = False
+
+    def _busy_chunks(self) -> BoolArray:
+        """[num_chunks] whether a chunk holds (a part of) a block in use or kept."""
+        busy = self._usable.copy()
+        busy[self._stack[: self.num_free]] = False
+        blocks = np.flatnonzero(busy)
+        edges = np.bincount(self._first_chunk[blocks], minlength=self.chunks.num_chunks + 1)
+        edges -= np.bincount(self._last_chunk[blocks] + 1, minlength=self.chunks.num_chunks + 1)
+        return np.cumsum(edges[: self.chunks.num_chunks]) > 0
+
+    def _sort_stack(self) -> None:
+        """Top of the stack: blocks of reserved chunks, then those of the fullest drawn chunks."""
+        free = self._stack[: self.num_free]
+        if not len(free):
+            return
+        num_in_chunk = np.bincount(self._first_chunk[free], minlength=self.chunks.num_chunks)
+        chunk = self._first_chunk[free]
+        order = np.lexsort((-free, -num_in_chunk[chunk], self._home[chunk] & self._home[self._last_chunk[free]]))
+        self._stack[: self.num_free] = free[order]

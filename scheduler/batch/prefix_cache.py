@@ -1,0 +1,99 @@
+"""Which full blocks hold the KV of which token prefix.
+
+A block's key is the hash of its parent's key and its own token ids; the chain starts from a seed of tenant salt, model fingerprint
+and KV dtype, so two tenants never meet in a key. Blocks that no sequence holds stay here, least recently used first out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+
+from scheduler.batch.plan import IntArray
+
+KEY_BYTES = 16
+
+
+def prefix_seed(cache_salt: str, fingerprint: str, kv_dtype: str) -> bytes:
+    """The key before the first block. Each part is length-prefixed: no two triples read the same."""
+    digest = hashlib.blake2b(digest_size=KEY_BYTES)
+    for part in (cache_salt, fingerprint, kv_dtype):
+        data = part.encode()
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.digest()
+
+
+def extend_keys(keys: list[bytes], seed: bytes, tokens: IntArray, block_tokens: int, num_blocks: int) -> None:
+    """Appends keys until `keys` covers `num_blocks` full blocks of `tokens` (int32, at least num_blocks * block_tokens long)."""
+    start = len(keys)
+    if start >= num_blocks:
+        return
+    data = tokens[start * block_tokens : num_blocks * block_tokens].tobytes()
+    size = block_tokens * tokens.itemsize
+    parent = keys[-1] if keys else seed
+    for offset in range(0, len(data), size):
+        parent = hashlib.blake2b(parent + data[offset : offset + size], digest_size=KEY_BYTES).digest()
+        keys.append(parent)
+
+
+class PrefixCache:
+    """Keys to blocks, and the order in which blocks that nobody holds are given up. Reference counts live in the block pool."""
+
+    def __init__(self) -> None:
+        self._block_of: dict[bytes, int] = {}
+        self._key_of: dict[int, bytes] = {}
+        self._unheld: dict[int, None] = {}  # insertion order: least recently used first
+
+    @property
+    def num_unheld(self) -> int:
+        """Blocks kept only for a later hit."""
+        return len(self._unheld)
+
+    def match(self, keys: Sequence[bytes]) -> list[int]:
+        """Blocks of the longest known prefix of `keys`."""
+        blocks = []
+        for key in keys:
+            block = self._block_of.get(key)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def add(self, key: bytes, block: int) -> None:
+        """`block`, held by a sequence, has this content. Keeps the older block where the content is known already."""
+        if key not in self._block_of and block not in self._key_of:
+            self._block_of[key] = block
+            self._key_of[block] = key
+
+    def hold(self, blocks: Iterable[int]) -> None:
+        """A sequence holds them (again)."""
+        for block in blocks:
+            self._unheld.pop(block, None)
+
+    def keep(self, blocks: Iterable[int]) -> list[int]:
+        """Blocks that nobody holds any more, the one to give up first in front; returns those with no known content."""
+        unknown = []
+        for block in blocks:
+            if block in self._key_of:
+                self._unheld[block] = None
+            else:
+                unknown.append(block)
+        return unknown
+
+    def give_up(self, num: int) -> list[int]:
+        """Forgets up to `num` unheld blocks, least recently used first."""
+        blocks: list[int] = []
+        for block in self._unheld:
+            if len(blocks) == num:
+                break
+            blocks.append(block)
+        self.forget(blocks)
+        return blocks
+
+    def forget(self, blocks: Iterable[int]) -> None:
+        """Their content is not to be found any more (it is not trusted, or the memory is wanted)."""
+        for block in blocks:
+            key = self._key_of.pop(block, None)
+            if key is not None:
+                del self._block_of[key]
+            self._unheld.pop(block, None)
