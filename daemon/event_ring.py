@@ -1,0 +1,40 @@
+"""The last happenings of the node, for `hearth events` and for commands that wait: bounded history plus followers."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+HISTORY = 2048
+Follower = Callable[[dict[str, Any]], None]
+
+
+class EventRing:
+    """An event is a flat dict: `time` (Unix seconds), `event` (state, load_progress, engine, registered, ...), what it is about."""
+
+    def __init__(self) -> None:
+        self._history: deque[dict[str, Any]] = deque(maxlen=HISTORY)
+        self._followers: list[Follower] = []
+
+    def add(self, event: str, keep: bool = True, **fields: Any) -> None:
+        """`keep=False`: told to followers only (progress, of which there is much)."""
+        entry = {"time": round(time.time(), 3), "event": event, **fields}
+        if keep:
+            self._history.append(entry)
+        for follower in list(self._followers):
+            follower(entry)
+
+    def history(self) -> list[dict[str, Any]]:
+        return list(self._history)
+
+    def follow(self, follower: Follower) -> Callable[[], None]:
+        """Calls `follower` on the event loop for every new event, until the returned function is called. It must not block."""
+        self._followers.append(follower)
+
+        def stop() -> None:
+            if follower in self._followers:
+                self._followers.remove(follower)
+
+        return stop

@@ -1,0 +1,247 @@
+"""Which models there are: scans the models folder, watches it, and tells the node scheduler what each one takes.
+
+Scanning runs in a thread; the loop only swaps the result in. A model that is running keeps the files it was loaded from: a change
+registers the name anew, with a new fingerprint, for the next load.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from config.schema import DeviceBudget, ModelConfig, NodeConfig
+from config.units import format_bytes
+from daemon.contracts import ModelEntry
+from daemon.dispatcher import LoadSource
+from daemon.errors import BadRequest, HearthError, NotNow
+from daemon.state import NodeState
+from loader import catalog, sizing
+from scheduler.node import events
+
+log = logging.getLogger("hearthd.models")
+DEBOUNCE_MS, STEP_MS = 300, 150
+
+
+@dataclass(slots=True, frozen=True)
+class Registered:
+    """One name. entry is None while the folder is not a usable model; `problem` says why."""
+
+    checkpoint: catalog.Checkpoint
+    facts: events.ModelFacts
+    entry: ModelEntry | None
+    dtype: str
+    problem: str
+
+
+class Registry:
+    """ModelPort for the API."""
+
+    def __init__(self, config: NodeConfig, devices: Sequence[DeviceBudget], state: NodeState) -> None:
+        self.config, self._devices, self._state = config, devices, state
+        self.models: dict[str, Registered] = {}
+        self.refused: Callable[[str], HearthError | None] = lambda name: None  # set by the node: why a model can never run
+        self._aliases: dict[str, str] = {}
+        self._entries: list[ModelEntry] = []
+        self._rescan_lock = asyncio.Lock()
+        self._stop_watching: threading.Event | None = None
+        self._watch_thread: threading.Thread | None = None
+
+    # ---- ModelPort
+
+    def resolve(self, name: str) -> ModelEntry:
+        found = self.models.get(name)
+        if found is None:
+            found = self.models.get(self._aliases.get(name, ""))
+        if found is None:
+            raise BadRequest("model_not_found", f"The model {name!r} does not exist.", param="model", status=404)
+        if found.entry is None:
+            raise NotNow(
+                "model_incomplete", f"The model {found.checkpoint.name!r} is not complete: {found.problem}", retry_after_s=10.0
+            )
+        refusal = self.refused(found.entry.name)
+        if refusal is not None:
+            raise refusal
+        return found.entry
+
+    def entries(self) -> Sequence[ModelEntry]:
+        return self._entries
+
+    # ---- for the dispatcher and the operator
+
+    def canonical(self, name: str) -> str:
+        """Name or alias -> name. Raises HearthError model_not_found."""
+        if name in self.models:
+            return name
+        alias = self._aliases.get(name)
+        if alias is None or alias not in self.models:
+            raise BadRequest("model_not_found", f"There is no model {name!r}.", status=404, details={"model": name})
+        return alias
+
+    def source(self, name: str) -> LoadSource | None:
+        found = self.models.get(name)
+        if found is None or found.entry is None:
+            return None
+        return LoadSource(path=found.checkpoint.path, dtype=found.dtype, entry=found.entry)
+
+    # ---- scanning
+
+    async def rescan(self, config: NodeConfig | None = None) -> list[events.Event]:
+        """Looks at the folder again (with new settings, if given) and returns what the scheduler is to be told. Raises OSError if
+        the models folder can't be read: nothing is changed then."""
+        async with self._rescan_lock:
+            config = config or self.config
+            before = self.models
+            found = await asyncio.to_thread(self._scan, config, before)
+            return self._swap(config, found)
+
+    def _scan(self, config: NodeConfig, before: dict[str, Registered]) -> dict[str, Registered]:
+        checkpoints = catalog.scan(config.models_dir, {name: known.checkpoint for name, known in before.items()})
+        result = {}
+        for name, checkpoint in checkpoints.items():
+            known = before.get(name)
+            same = known is not None and known.checkpoint is checkpoint and config is self.config
+            result[name] = known if same and known is not None else self.register(config, checkpoint)
+        return result
+
+    def register(self, config: NodeConfig, checkpoint: catalog.Checkpoint) -> Registered:
+        """What the checkpoint and the settings together say of one model."""
+        name = checkpoint.name
+        settings = config.models.get(name, ModelConfig())
+        pinned, enabled = self._state.pinned.get(name, settings.pinned), self._state.enabled.get(name, True)
+        dtype = settings.dtype or config.dtype
+        shape = checkpoint.shape
+        if not checkpoint.complete or shape is None:
+            problem = checkpoint.reason or checkpoint.error or "not a model"
+            facts = events.ModelFacts(
+                name=name,
+                weights_bytes=0,
+                kv_bytes_per_token=0,
+                work_space_bytes=0,
+                max_model_len=0,
+                pinned=pinned,
+                enabled=enabled,
+                fingerprint=checkpoint.fingerprint,
+                incomplete=problem,
+            )
+            return Registered(checkpoint, facts, None, dtype, problem)
+        dtype = shape.dtype if dtype == "auto" else dtype
+        max_model_len = self._max_model_len(settings, shape, dtype)
+        facts = events.ModelFacts(
+            name=name,
+            weights_bytes=checkpoint.weights_bytes[dtype],
+            kv_bytes_per_token=sizing.kv_bytes_per_token(shape, dtype),
+            work_space_bytes=sizing.work_space_bytes(
+                shape, dtype, config.max_num_batched_tokens, settings.max_sequences, max_model_len
+            ),
+            max_model_len=max_model_len,
+            kv_floor_tokens=settings.kv_floor_tokens or 0,
+            max_sequences=settings.max_sequences,
+            max_queued=config.max_queued_per_model if settings.max_queued is None else settings.max_queued,
+            priority=settings.priority,
+            pinned=pinned,
+            enabled=enabled,
+            devices=tuple(settings.devices),
+            fingerprint=checkpoint.fingerprint,
+        )
+        generation = checkpoint.generation
+        chosen = (generation.temperature, generation.top_p, generation.top_k, None)
+        given = settings.sampling
+        overrides = (given.temperature, given.top_p, given.top_k, given.max_tokens)
+        keys = ("temperature", "top_p", "top_k", "max_tokens")
+        defaults = {
+            key: override if override is not None else value
+            for key, value, override in zip(keys, chosen, overrides, strict=True)
+            if override is not None or value is not None
+        }
+        entry = ModelEntry(
+            name=name,
+            path=checkpoint.path,
+            aliases=tuple(settings.aliases),
+            max_model_len=max_model_len,
+            vocab_size=shape.vocab_size,
+            eos_token_ids=generation.eos_token_ids,
+            bos_token_id=generation.bos_token_id,
+            created=checkpoint.created,
+            fingerprint=checkpoint.fingerprint,
+            generation_defaults={key: value for key, value in defaults.items() if value is not None},
+            chat_template=settings.chat_template,
+            max_sequences=settings.max_sequences,
+        )
+        return Registered(checkpoint, facts, entry, dtype, "")
+
+    def _max_model_len(self, settings: ModelConfig, shape: sizing.ModelShape, dtype: str) -> int:
+        allowed = [d.budget_bytes for d in self._devices if not settings.devices or d.name in settings.devices]
+        if settings.max_model_len is not None:
+            return min(settings.max_model_len, shape.max_position_embeddings)
+        return sizing.default_max_model_len(shape, dtype, max(allowed, default=0))
+
+    def _swap(self, config: NodeConfig, found: dict[str, Registered]) -> list[events.Event]:
+        before, self.models, self.config = self.models, found, config
+        now = time.monotonic()
+        changes: list[events.Event] = [
+            events.ModelRemoved(now=now, cause="scan", model=name) for name in before if name not in found
+        ]
+        for name, registered in found.items():
+            known = before.get(name)
+            if known is not registered and (known is None or known.facts != registered.facts):
+                changes.append(events.ModelRegistered(now=now, cause="scan", facts=registered.facts))
+        self._aliases = {}
+        for name, settings in config.models.items():
+            for alias in settings.aliases:
+                if alias in found:
+                    log.warning('alias %r of "%s" is hidden by the model of that name', alias, name)
+                else:
+                    self._aliases[alias] = name
+        self._entries = [registered.entry for _, registered in sorted(found.items()) if registered.entry is not None]
+        return changes
+
+    def describe(self, name: str) -> str:
+        """The registration line of one model."""
+        found = self.models[name]
+        if found.entry is None:
+            return f"{name}: incomplete: {found.problem}"
+        facts = found.facts
+        reserved_tokens = max(facts.max_model_len, facts.kv_floor_tokens)
+        limit = found.checkpoint.shape.max_position_embeddings if found.checkpoint.shape is not None else 0
+        capped = f" of {limit}" if facts.max_model_len < limit else ""
+        return (
+            f"{name}: {found.dtype}, max_model_len {facts.max_model_len}{capped}, weights {format_bytes(facts.weights_bytes)}, "
+            f"reserved KV {format_bytes(reserved_tokens * facts.kv_bytes_per_token)}, work space {format_bytes(facts.work_space_bytes)}"
+        )
+
+    # ---- watching
+
+    def watch(self, changed: Callable[[], None]) -> None:
+        """Calls `changed` on the loop some 0.3 s after anything below the models folder changed."""
+        loop = asyncio.get_running_loop()
+        stop = self._stop_watching = threading.Event()
+        folder = self.config.models_dir
+
+        def run() -> None:
+            from watchfiles import watch
+
+            # step: also how often the thread wakes to look at `stop`
+            options = {"debounce": DEBOUNCE_MS, "step": STEP_MS, "rust_timeout": 0, "raise_interrupt": False}
+            for polling in (False, True):
+                try:
+                    for _ in watch(folder, watch_filter=None, stop_event=stop, force_polling=polling, **options):  # type: ignore[arg-type]
+                        if not stop.is_set():
+                            loop.call_soon_threadsafe(changed)
+                    return
+                except (OSError, RuntimeError) as error:
+                    if stop.is_set():
+                        return
+                    remedy = "it is polled from now on" if not polling else "`hearth reload` looks again"
+                    log.warning("%s cannot be watched (%s); %s", folder, error, remedy)
+
+        self._watch_thread = threading.Thread(target=run, name="watch models", daemon=True)
+        self._watch_thread.start()
+
+    def stop_watching(self) -> None:
+        if self._stop_watching is not None and self._watch_thread is not None:
+            self._stop_watching.set()
+            self._watch_thread.join(2.0)

@@ -1,0 +1,64 @@
+"""What the operator decided and a restart must not forget: pins and switched-off models, one JSON file in the state folder."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from pathlib import Path
+
+log = logging.getLogger("hearthd.state")
+VERSION = 1
+
+
+class NodeState:
+    """pinned / enabled: model -> what `hearth pin|unpin|enable|disable` said last; absent: as the config says."""
+
+    def __init__(self, folder: str) -> None:
+        self.path = Path(folder) / "state.json"
+        self.pinned: dict[str, bool] = {}
+        self.enabled: dict[str, bool] = {}
+
+    def load(self) -> None:
+        """A file that cannot be understood is kept beside as state.json.bad-TIME and said so. Raises OSError if the folder can't
+        be made or read."""
+        self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        try:
+            text = self.path.read_bytes()
+        except FileNotFoundError:
+            return
+        try:
+            values = json.loads(text)
+            if values["version"] != VERSION:
+                raise ValueError(f"version {values['version']} is not {VERSION}")
+            pinned, enabled = values["pinned"], values["enabled"]
+            if not all(isinstance(value, bool) for value in (*pinned.values(), *enabled.values())):
+                raise ValueError("a value is neither true nor false")
+            self.pinned, self.enabled = dict(pinned), dict(enabled)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            aside = self.path.with_name(f"{self.path.name}.bad-{int(time.time())}")
+            self.path.replace(aside)
+            log.warning(
+                "%s cannot be read (%s: %s); kept as %s, starting without pins", self.path, type(error).__name__, error, aside
+            )
+
+    def snapshot(self) -> bytes:
+        values = {"version": VERSION, "pinned": self.pinned, "enabled": self.enabled}
+        return json.dumps(values, indent=1, sort_keys=True).encode() + b"\n"
+
+    def write(self, data: bytes) -> None:
+        """Atomic: the old file or the new one, whenever the power goes. Blocks (fsync): for a thread."""
+        partial = self.path.with_name(self.path.name + ".new")
+        fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            os.write(fd, data)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        partial.replace(self.path)
+        folder = os.open(self.path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)

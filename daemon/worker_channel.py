@@ -1,0 +1,47 @@
+"""The daemon's end of the socketpair to one engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from engine import protocol
+
+
+class WorkerChannel(asyncio.Protocol):
+    """Hands each message to `on_message` as it is decoded, on the event loop. `closed` is set at the end of the stream, after
+    the last message was handed over: so nothing of a dead engine can arrive after its death was dealt with."""
+
+    def __init__(self, on_message: Callable[[Any], None], on_broken: Callable[[Exception], None]) -> None:
+        self._frames = protocol.FrameReader(protocol.FromEngine)
+        self._on_message, self._on_broken = on_message, on_broken
+        self._transport: asyncio.WriteTransport | None = None
+        self.closed = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.WriteTransport) or hasattr(transport, "write")
+        self._transport = transport  # type: ignore[assignment]
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            messages = self._frames.feed(data)
+        except Exception as error:  # not our protocol: the engine can't be trusted any more
+            self._on_broken(error)
+            return
+        for message in messages:
+            self._on_message(message)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        if not self.closed.done():
+            self.closed.set_result(None)
+
+    def send(self, message: protocol.Message) -> None:
+        """Never blocks. What is sent to an engine that is gone is dropped: its death is told to the scheduler anyway."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(protocol.encode(message))
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()

@@ -1,0 +1,259 @@
+"""One engine process per device: spawned, watched, started again with back-off; its end is told with the step it died in.
+
+An engine ends at the end of its socketpair, so it cannot outlive the daemon, whatever ends the daemon.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import mmap
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from config.schema import DeviceBudget, NodeConfig
+from daemon.worker_channel import WorkerChannel
+from engine import protocol
+
+PACKAGES = Path(__file__).resolve().parent.parent  # the folder that holds the five packages
+BACK_OFF_S, MAX_BACK_OFF_S, HEALTHY_AFTER_S = 0.2, 10.0, 60.0
+START_LIMIT_S = 120.0  # from spawn to EngineReady; importing torch from a cold disk takes a while
+STOP_LIMIT_S = 3.0
+
+log = logging.getLogger("hearthd.engine")
+
+
+class WorkerEvents(Protocol):
+    """What the dispatcher is told; all on the event loop."""
+
+    def engine_up(self, device: str, message: protocol.EngineReady) -> None: ...
+
+    def engine_down(self, device: str, running: tuple[int, ...], reason: str) -> None: ...
+
+    def engine_message(self, device: str, message: Any) -> None: ...
+
+
+@dataclass(slots=True, frozen=True)
+class EngineSpec:
+    """What one engine is configured with, the same at each start."""
+
+    device: DeviceBudget
+    work_space_bytes: int
+    config: NodeConfig
+    threads: int
+
+    def configure(self) -> protocol.Configure:
+        chunk_bytes = int(self.config.chunk_bytes)
+        return protocol.Configure(
+            device=self.device.name,
+            num_chunks=max(0, self.device.budget_bytes - self.work_space_bytes) // chunk_bytes,
+            chunk_bytes=chunk_bytes,
+            work_space_bytes=self.work_space_bytes,
+            max_num_batched_tokens=self.config.max_num_batched_tokens,
+            block_tokens=self.config.block_tokens,
+            turn_budget_ms=self.config.turn_budget_ms,
+            threads=self.threads,
+            runner=self.config.runner,
+            null_step_ms=self.config.null_step_ms,
+            cache_dir=self.config.cache_dir,
+        )
+
+
+def threads_per_engine(config: NodeConfig, devices: Sequence[DeviceBudget]) -> int:
+    """The configured number, else the cores this process may use shared out among the cpu engines."""
+    num_cpu = sum(device.name.startswith("cpu") for device in devices)
+    return config.threads or max(1, len(os.sched_getaffinity(0)) // max(1, num_cpu))
+
+
+class Worker:
+    """One device's engine through all its lives. `spec` may be asked for late: the process imports its libraries meanwhile."""
+
+    def __init__(self, device: str, threads: int, spec: Callable[[], EngineSpec], events: WorkerEvents) -> None:
+        self.device, self._threads, self._spec, self._events = device, threads, spec, events
+        self.pid = 0
+        self.restarts = 0
+        self.up = False
+        self._configurable = asyncio.Event()
+        self._channel: WorkerChannel | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stopping = False
+        self._task: asyncio.Task[None] | None = None
+        self._kill_reason = ""
+
+    def start(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._live(), name=f"engine {self.device}")
+
+    def configure(self) -> None:
+        """The work space is known now: engines that wait for Configure get it."""
+        self._configurable.set()
+
+    def send(self, message: protocol.Message) -> None:
+        if self._channel is not None:
+            self._channel.send(message)
+
+    def restart(self, reason: str) -> None:
+        """Kills the process; the usual road of a death follows."""
+        self._kill_reason = reason
+        self._kill()
+
+    async def stop(self) -> None:
+        """Shutdown, end of the socketpair, and SIGKILL if that was not heard."""
+        self._stopping = True
+        process, channel = self._process, self._channel
+        if channel is not None:
+            channel.send(protocol.Shutdown())
+            channel.close()
+        if self._task is not None:
+            if process is None:
+                self._task.cancel()
+            done, _ = await asyncio.wait([self._task], timeout=STOP_LIMIT_S)
+            if not done:
+                log.warning("engine %s did not end within %.0f s: killed", self.device, STOP_LIMIT_S)
+                self._kill()
+                await asyncio.wait([self._task], timeout=STOP_LIMIT_S)
+
+    def kill_now(self) -> None:
+        self._stopping = True
+        self._kill()
+
+    def _kill(self) -> None:
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(signal.SIGKILL)
+
+    async def _live(self) -> None:
+        back_off_s = BACK_OFF_S
+        while not self._stopping:
+            started = time.monotonic()
+            try:
+                reason, running = await self._one_life()
+            except OSError as error:
+                reason, running = f"could not be started: {error}", ()
+            if self._stopping:
+                return
+            if time.monotonic() - started > HEALTHY_AFTER_S:
+                back_off_s = BACK_OFF_S
+            log.warning("engine %s %s; starting again in %.1f s", self.device, reason, back_off_s)
+            self._events.engine_down(self.device, running, reason)
+            self.restarts += 1
+            await asyncio.sleep(back_off_s)
+            back_off_s = min(MAX_BACK_OFF_S, 2 * back_off_s)
+
+    async def _one_life(self) -> tuple[str, tuple[int, ...]]:
+        """From spawn to death: (why it ended, the requests of the step it died in). Raises OSError if it can't be spawned."""
+        loop = asyncio.get_running_loop()
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        journal_fd = os.memfd_create(f"journal-{self.device}")
+        try:
+            os.ftruncate(journal_fd, protocol.JOURNAL_BYTES)
+            journal = mmap.mmap(journal_fd, protocol.JOURNAL_BYTES)
+            # in a thread: fork and exec of a large parent may take longer than the loop may be held
+            process = await asyncio.to_thread(self._spawn, theirs.fileno(), journal_fd)
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+            os.close(journal_fd)
+        self._process, self.pid, self._kill_reason = process, process.pid, ""
+        exited = loop.create_future()
+        pidfd = os.pidfd_open(process.pid)
+        loop.add_reader(pidfd, lambda: exited.done() or exited.set_result(None))
+        channel = WorkerChannel(self._on_message, lambda error: self.restart(f"sent what is no message: {error}"))
+        stderr = None
+        try:
+            await loop.create_connection(lambda: channel, sock=ours)
+            assert process.stderr is not None
+            stderr, _ = await loop.connect_read_pipe(lambda: _Lines(self.device), process.stderr)
+            self._channel = channel
+            ready_timer = loop.call_later(START_LIMIT_S, self._too_slow)
+            await asyncio.wait([asyncio.create_task(self._configurable.wait()), exited], return_when=asyncio.FIRST_COMPLETED)
+            channel.send(self._spec().configure())
+            # the end of the stream comes with the process's, but one may be seen before the other
+            await asyncio.wait([exited, channel.closed], return_when=asyncio.FIRST_COMPLETED)
+            ready_timer.cancel()
+            if not exited.done():
+                await asyncio.wait([exited], timeout=1.0)
+                self._kill()
+                await exited
+            await asyncio.wait([channel.closed], timeout=1.0)
+        finally:
+            self._channel, self._process, self.pid, self.up = None, None, 0, False
+            loop.remove_reader(pidfd)
+            os.close(pidfd)
+            channel.close()
+            if process.poll() is None:
+                process.kill()
+            code = await asyncio.to_thread(process.wait)
+            if stderr is not None:
+                stderr.close()
+        running = protocol.read_journal(journal)
+        journal.close()
+        return self._kill_reason or _describe(code), running
+
+    def _spawn(self, channel_fd: int, journal_fd: int) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-P", "-m", "engine", "--channel-fd", str(channel_fd), "--journal-fd", str(journal_fd)]
+        threads = str(self._threads)
+        environment = {**os.environ, "PYTHONPATH": str(PACKAGES), "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+        # its own process group: a terminal's Ctrl-C is for the daemon, which drains first
+        return subprocess.Popen(
+            command,
+            cwd="/",
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            pass_fds=(channel_fd, journal_fd),
+            process_group=0,
+        )
+
+    def _on_message(self, message: Any) -> None:
+        if type(message) is protocol.EngineReady:
+            if message.version != protocol.PROTOCOL_VERSION:
+                self.restart(f"speaks protocol {message.version}, the daemon {protocol.PROTOCOL_VERSION}")
+                return
+            self.up = True
+            self._events.engine_up(self.device, message)
+        else:
+            self._events.engine_message(self.device, message)
+
+    def _too_slow(self) -> None:
+        if not self.up:
+            self.restart(f"was not ready within {START_LIMIT_S:.0f} s")
+
+
+def _describe(code: int) -> str:
+    if code < 0:
+        return f"was ended by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"
+
+
+class _Lines(asyncio.Protocol):
+    """An engine's stderr, line by line into the log."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._rest = b""
+
+    def data_received(self, data: bytes) -> None:
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            self._log(line)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._rest:
+            self._log(self._rest)
+
+    def _log(self, line: bytes) -> None:
+        if line.strip():
+            log.info("engine %s: %s", self._device, line.decode(errors="replace").rstrip())
