@@ -1,0 +1,73 @@
+"""`python -P -m engine --channel-fd N --journal-fd M`: one engine process. It lives as long as its socketpair.
+
+Signals are the daemon's business: SIGTERM and SIGINT, which reach a whole process group, are ignored here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import mmap
+import os
+import signal
+import socket
+import sys
+
+from engine.channel import Channel, ChannelClosed
+from engine.contracts import Runner
+from engine.protocol import JOURNAL_BYTES, Configure
+from engine.worker import Arena, Engine
+
+log = logging.getLogger("engine")
+
+
+def make_runner(configure: Configure) -> tuple[Runner, Arena | None]:
+    """torch is imported only for the runner that computes. Raises ValueError for an unknown runner."""
+    if configure.runner == "null":
+        from engine.null_runner import NullRunner
+
+        return NullRunner(configure), None
+    if configure.runner == "torch":
+        from engine.memory.arena import KVArena
+        from engine.model_runner import TorchRunner
+
+        arena = KVArena(configure.num_chunks, configure.chunk_bytes)
+        return TorchRunner(arena, configure), arena
+    raise ValueError(f"Configure.runner {configure.runner!r}: allowed are torch and null")
+
+
+def main() -> int:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parser = argparse.ArgumentParser(prog="engine")
+    parser.add_argument("--channel-fd", type=int, required=True, help="socketpair to the daemon")
+    parser.add_argument("--journal-fd", type=int, required=True, help="memfd for the step journal")
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="engine[%(process)d] %(levelname)s %(message)s", stream=sys.stderr)
+    channel = Channel(socket.socket(fileno=options.channel_fd))
+    journal = mmap.mmap(options.journal_fd, JOURNAL_BYTES)
+    try:
+        first, *rest = channel.wait_for_message()
+    except ChannelClosed:
+        return 0
+    if not isinstance(first, Configure):
+        log.error("the first message must be Configure; got %s", type(first).__name__)
+        return 2
+    runner, arena = make_runner(first)
+    Engine(channel, journal, first, runner, arena).run(rest)
+    return 0
+
+
+def _exit() -> None:
+    """Ends at once: loader threads may be in the middle of a read, and there is nothing to tidy up."""
+    try:
+        code = main()
+    except Exception:
+        log.exception("engine fault")
+        code = 70
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    _exit()

@@ -1,0 +1,82 @@
+"""The engine's end of the socketpair: frames in, frames out, never blocking."""
+
+from __future__ import annotations
+
+import select
+import socket
+from typing import Any
+
+from engine.protocol import FrameReader, Message, ToEngine, encode
+
+RECV_BYTES = 1 << 18
+
+
+class ChannelClosed(Exception):
+    """The daemon's end is gone."""
+
+
+class Channel:
+    """Sends go to the kernel at once and what it does not take waits in `out`; `backlog_bytes` says how much that is."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._sock.setblocking(False)
+        self._reader = FrameReader(ToEngine)
+        self._out = bytearray()
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    @property
+    def backlog_bytes(self) -> int:
+        return len(self._out)
+
+    def send(self, message: Message) -> None:
+        """Raises ChannelClosed."""
+        frame = encode(message)
+        if self._out:
+            self._out += frame
+            self.flush()
+            return
+        sent = self._send(frame)
+        if sent < len(frame):
+            self._out += frame[sent:]
+
+    def flush(self) -> None:
+        """Hands the backlog to the kernel as far as it takes it."""
+        if self._out:
+            del self._out[: self._send(bytes(memoryview(self._out)[: 1 << 20]))]
+
+    def receive(self) -> list[Any]:
+        """All messages that are there. Raises ChannelClosed at the end of the stream, after the last message."""
+        messages: list[Any] = []
+        while True:
+            try:
+                data = self._sock.recv(RECV_BYTES)
+            except BlockingIOError:
+                return messages
+            except ConnectionError:
+                data = b""
+            if not data:
+                if messages:
+                    return messages
+                raise ChannelClosed
+            messages.extend(self._reader.feed(data))
+            if len(data) < RECV_BYTES:
+                return messages
+
+    def wait_for_message(self) -> list[Any]:
+        """Blocks until at least one message is there."""
+        while True:
+            select.select([self._sock], [], [])
+            messages = self.receive()
+            if messages:
+                return messages
+
+    def _send(self, data: bytes) -> int:
+        try:
+            return self._sock.send(data)
+        except BlockingIOError:
+            return 0
+        except ConnectionError as error:
+            raise ChannelClosed from error

@@ -1,0 +1,88 @@
+"""Loads under way: one thread each, while the other models step."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from engine.contracts import HostedModel, LoadCancelled, Runner
+from engine.protocol import LoadModel, LoadProgress
+
+log = logging.getLogger("engine")
+
+PROGRESS_EVERY_S = 0.1
+
+
+@dataclass(slots=True)
+class Load:
+    """What became of one LoadModel. Exactly one of `hosted` and `error` is set when its thread is done."""
+
+    spec: LoadModel
+    started_s: float
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    withdrawn_by: list[int] = field(default_factory=list)  # placement ids of the EvictModel messages to answer
+    bytes_done: int = 0
+    hosted: HostedModel | None = None
+    error: Exception | None = None
+    seconds: float = 0.0
+
+
+class Loads:
+    """Starts loads and tells of them through an eventfd, so the engine's loop can sleep."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._told: deque[LoadProgress | Load] = deque()
+        self.running: dict[str, Load] = {}
+
+    def fileno(self) -> int:
+        return self._wake_fd
+
+    def start(self, spec: LoadModel) -> None:
+        load = Load(spec, time.monotonic())
+        self.running[spec.model] = load
+        threading.Thread(target=self._run, args=(load,), name=f"load {spec.model}", daemon=True).start()
+
+    def take(self) -> list[LoadProgress | Load]:
+        """What happened since the last call, in order; a finished Load is no longer in `running`."""
+        try:
+            os.eventfd_read(self._wake_fd)
+        except BlockingIOError:
+            return []
+        told: list[LoadProgress | Load] = []
+        while self._told:
+            item = self._told.popleft()
+            if isinstance(item, Load):
+                del self.running[item.spec.model]
+            told.append(item)
+        return told
+
+    def _run(self, load: Load) -> None:
+        last_s = 0.0
+
+        def progress(bytes_done: int, bytes_total: int) -> None:
+            nonlocal last_s
+            load.bytes_done = bytes_done
+            now = time.monotonic()
+            if now - last_s >= PROGRESS_EVERY_S:
+                last_s = now
+                self._tell(LoadProgress(load.spec.placement_id, bytes_done, bytes_total))
+
+        try:
+            load.hosted = self._runner.load(load.spec, progress, load.cancelled.is_set)
+        except LoadCancelled as error:
+            load.error = error
+        except Exception as error:
+            log.warning("load of %s failed: %s: %s", load.spec.model, type(error).__name__, error)
+            load.error = error
+        load.seconds = time.monotonic() - load.started_s
+        self._tell(load)
+
+    def _tell(self, item: LoadProgress | Load) -> None:
+        self._told.append(item)
+        os.eventfd_write(self._wake_fd, 1)

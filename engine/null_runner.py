@@ -1,0 +1,136 @@
+"""Tokens without a model: measures and tests everything around one.
+
+A null model reads its shape from the checkpoint's config.json, holds no weights and samples ids that follow from (seed, position)
+by `null_tokens`, so a test can foretell them. Steps are paced: over many of them each takes exactly `null_step_ms`.
+For tests of what goes wrong, config.json may hold an object `"hearthd_null"`: `load_s` (how long a load takes), `load_error` and
+`load_error_permanent`, `nan_token` and `crash_token` (a sequence that contains this id gives NaN, or raises).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.contracts import BatchPlan, IntArray, KVGroupSpec, LoadCancelled, SequenceTable, StepResult
+from engine.protocol import Configure, LoadModel
+from loader.errors import CheckpointError
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+PROGRESS_EVERY_S = 0.05
+
+
+class NullLoadError(CheckpointError):
+    """What `load_error` asks for."""
+
+
+def null_candidates(vocab_size: int, eos_token_ids: list[int]) -> IntArray:
+    """Ids a null model samples: past the single bytes of a usual vocabulary, at most 512 of them, and no end id."""
+    first = 256 if vocab_size >= 512 else vocab_size // 4
+    ids = np.setdiff1d(np.arange(first, min(vocab_size, first + 512), dtype=np.int32), np.array(eos_token_ids, np.int32))
+    if not len(ids):
+        raise ValueError(f"vocab_size {vocab_size}: no id is left beside the end ids {eos_token_ids}")
+    return ids
+
+
+def null_tokens(seeds: npt.NDArray[np.uint64], positions: IntArray, candidates: IntArray) -> IntArray:
+    """[N] int32 ids for tokens at `positions` (absolute index in prompt + output) of rows with `seeds`: SplitMix64 of both."""
+    with np.errstate(over="ignore"):
+        x = seeds + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        x ^= x >> np.uint64(31)
+    return candidates[(x % np.uint64(len(candidates))).astype(np.intp)]
+
+
+class Pacer:
+    """Sleeps so that consecutive steps are `step_s` apart on average; a pause between steps is not made up for."""
+
+    def __init__(self, step_s: float) -> None:
+        self.step_s = step_s
+        self._due = 0.0
+
+    def wait(self) -> None:
+        if self.step_s <= 0:
+            return
+        now = time.monotonic()
+        # Late by less than one step: the schedule stands, so sleeping too long does not add up.
+        self._due = self._due + self.step_s if now - self._due < self.step_s else now + self.step_s
+        if self._due > now:
+            time.sleep(self._due - now)
+
+
+class NullModel:
+    """A HostedModel with no weights."""
+
+    def __init__(self, spec: LoadModel, config: dict[str, Any], configure: Configure, pacer: Pacer) -> None:
+        layers = int(config.get("num_hidden_layers", 2))
+        heads = int(config.get("num_attention_heads", 2))
+        kv_heads = int(config.get("num_key_value_heads") or heads)
+        head_dim = int(config.get("head_dim") or int(config.get("hidden_size", 64)) // heads)
+        self.name = spec.model
+        self.vocab_size = int(config.get("vocab_size", 1024))
+        self.weights_bytes = spec.weights_chunks * configure.chunk_bytes
+        block_bytes = 2 * layers * kv_heads * head_dim * DTYPE_BYTES[spec.dtype] * configure.block_tokens
+        self.kv_groups: tuple[KVGroupSpec, ...] = (KVGroupSpec("full", configure.block_tokens, block_bytes, tuple(range(layers))),)
+        faults = config.get("hearthd_null", {})
+        self._nan_token: int | None = faults.get("nan_token")
+        self._crash_token: int | None = faults.get("crash_token")
+        self._candidates = null_candidates(self.vocab_size, spec.eos_token_ids)
+        self._pacer = pacer
+
+    def execute(self, plan: BatchPlan, table: SequenceTable) -> StepResult:
+        """Raises RuntimeError if a row holds `crash_token`."""
+        started = time.monotonic()
+        slots = plan.slots if plan.samples.all() else plan.slots[plan.samples]
+        ids = null_tokens(table.seed[slots], table.num_tokens[slots], self._candidates)
+        bad = np.zeros(len(slots), np.bool_)
+        if self._crash_token is not None and self._holding(self._crash_token, plan.slots, table).any():
+            raise RuntimeError(f"{self.name}: crash_token {self._crash_token} met")
+        if self._nan_token is not None:
+            bad = self._holding(self._nan_token, slots, table)
+        self._pacer.wait()
+        return StepResult(ids, bad, time.monotonic() - started)
+
+    def release(self) -> None:
+        """There is nothing to give back."""
+
+    @staticmethod
+    def _holding(token: int, slots: IntArray, table: SequenceTable) -> npt.NDArray[np.bool_]:
+        return np.array([(table.tokens[slot, : table.num_tokens[slot]] == token).any() for slot in slots], np.bool_)
+
+
+class NullRunner:
+    """Makes null models on one device."""
+
+    def __init__(self, configure: Configure) -> None:
+        self._configure = configure
+        self._pacer = Pacer(configure.null_step_ms / 1e3)
+
+    def load(self, spec: LoadModel, progress: Callable[[int, int], None], cancelled: Callable[[], bool]) -> NullModel:
+        """Raises NullLoadError if config.json is missing or asks for an error; LoadCancelled."""
+        path = Path(spec.path) / "config.json"
+        try:
+            config = json.loads(path.read_bytes())
+        except (OSError, ValueError) as error:
+            raise NullLoadError(str(path), None, str(error)) from error
+        faults = config.get("hearthd_null", {})
+        total_bytes = max(1, spec.weights_chunks * self._configure.chunk_bytes)
+        load_s = float(faults.get("load_s", 0.0))
+        started = time.monotonic()
+        while (elapsed := time.monotonic() - started) < load_s:
+            if cancelled():
+                raise LoadCancelled(spec.model)
+            progress(int(total_bytes * elapsed / load_s), total_bytes)
+            time.sleep(min(PROGRESS_EVERY_S, load_s - elapsed))
+        if "load_error" in faults:
+            failure = NullLoadError(str(path), None, str(faults["load_error"]))
+            failure.permanent = bool(faults.get("load_error_permanent", True))
+            raise failure
+        progress(total_bytes, total_bytes)
+        return NullModel(spec, config, self._configure, self._pacer)

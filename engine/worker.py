@@ -1,0 +1,396 @@
+"""The engine's loop: messages in, the next model's step, one message out.
+
+It blocks in epoll while nothing runs. A step is journalled in shared memory before it starts, so the daemon knows what was running
+should the process not come back from it. Whatever a step raises ends the process: the daemon starts a new one and submits again.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import mmap
+import os
+import select
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from engine.channel import Channel, ChannelClosed
+from engine.contracts import HostedModel, LoadCancelled, Runner
+from engine.loads import Load, Loads
+from engine.protocol import (
+    FINISH_LENGTH,
+    PROTOCOL_VERSION,
+    Abort,
+    Configure,
+    EngineReady,
+    Evicted,
+    EvictModel,
+    LoadDone,
+    LoadFailed,
+    LoadModel,
+    LoadProgress,
+    RequestFailed,
+    SetLease,
+    Shutdown,
+    Stats,
+    Submit,
+    TokensOut,
+    write_journal,
+)
+from scheduler.batch.batch_scheduler import BatchLimits, BatchScheduler
+from scheduler.batch.block_pool import BlockPool
+from scheduler.batch.chunk_pool import ChunkPool
+from scheduler.batch.kv_cache import KVCache
+from scheduler.batch.request import BatchRequest
+from scheduler.batch.turns import Turns
+
+log = logging.getLogger("engine")
+
+MAX_BACKLOG_BYTES = 8 << 20
+STATS_EVERY_S = 0.25
+COLLECT_AFTER_IDLE_S = 1.0
+COLLECT_EVERY_STEPS = 4096
+NO_REQUESTS = np.zeros(0, np.int64)
+
+
+class Arena(Protocol):
+    """The device memory behind the chunks."""
+
+    def discard(self, chunk: int, num_chunks: int, /) -> None:
+        """Gives the memory of a run of chunks back to the system; their content is gone."""
+        ...
+
+
+@dataclass(slots=True)
+class ServedModel:
+    """A loaded model and its sequences. seconds_per_token: of its prefill steps, smoothed; 0 until one was measured."""
+
+    spec: LoadModel
+    hosted: HostedModel
+    scheduler: BatchScheduler
+    seconds_per_token: float = 0.0
+
+
+class Engine:
+    """One device. `run` returns when the daemon's end of the channel is closed or it sends Shutdown."""
+
+    def __init__(self, channel: Channel, journal: mmap.mmap, configure: Configure, runner: Runner, arena: Arena | None) -> None:
+        self.channel = channel
+        self.journal = journal
+        self.configure = configure
+        self.arena = arena
+        self.chunks = ChunkPool(configure.num_chunks, configure.chunk_bytes)
+        self.turns = Turns(configure.turn_budget_ms / 1e3)
+        self.models: dict[str, ServedModel] = {}
+        self.loads = Loads(runner)
+        self.num_steps = 0
+        self._preempted_before = 0  # by models that are gone
+        self._model_of: dict[int, str] = {}
+        self._stats_dirty = True
+        self._stats_sent_s = 0.0
+        self._steps_at_collect = 0
+        self._shutdown = False
+
+    def run(self, first_messages: Iterable[Any] = ()) -> None:
+        """first_messages: those that came in together with Configure."""
+        gc.disable()
+        poller = select.epoll()
+        poller.register(self.channel.fileno(), select.EPOLLIN)
+        poller.register(self.loads.fileno(), select.EPOLLIN)
+        watching_out = False
+        try:
+            self.channel.send(EngineReady(os.getpid(), PROTOCOL_VERSION, self.configure.num_chunks))
+            for message in first_messages:
+                self._handle(message)
+            while not self._shutdown:
+                stalled = self.channel.backlog_bytes > MAX_BACKLOG_BYTES
+                busy = [] if stalled else [name for name, served in self.models.items() if served.scheduler.runnable]
+                if watching_out != (self.channel.backlog_bytes > 0):
+                    watching_out = not watching_out
+                    poller.modify(self.channel.fileno(), select.EPOLLIN | (select.EPOLLOUT if watching_out else 0))
+                ready = poller.poll(0 if busy else self._idle_timeout_s())
+                for fd, events in ready:
+                    if fd == self.loads.fileno():
+                        self._take_loads()
+                    else:
+                        if events & select.EPOLLOUT:
+                            self.channel.flush()
+                        if events & ~select.EPOLLOUT:
+                            for message in self.channel.receive():
+                                self._handle(message)
+                if busy:
+                    self._turn()
+                elif not ready:
+                    self._tidy()
+        except ChannelClosed:
+            log.info("the daemon is gone")
+        finally:
+            poller.close()
+
+    # ---- steps
+
+    def _turn(self) -> None:
+        """One step of the model whose turn it is. Messages may have changed who is busy since."""
+        busy = [name for name, served in self.models.items() if served.scheduler.runnable]
+        name = self.turns.next(busy)
+        if name is None:
+            return
+        served = self.models[name]
+        scheduler = served.scheduler
+        budget = None
+        if len(busy) > 1 and served.seconds_per_token > 0:
+            budget = max(self.configure.block_tokens, int(self.turns.budget_s / served.seconds_per_token))
+        plan = scheduler.plan(self.num_steps + 1, budget)
+        if scheduler.failed:
+            self._fail_hopeless(scheduler)
+        self._discard_returned()
+        if plan is None:
+            return
+        self.num_steps += 1
+        write_journal(self.journal, scheduler.table.request_id[plan.slots])
+        result = served.hosted.execute(plan, scheduler.table)
+        write_journal(self.journal, NO_REQUESTS)
+        self.turns.charge(name, result.seconds)
+        num_tokens = int(plan.num_new.sum())
+        if num_tokens > len(plan.slots):
+            per_token = result.seconds / num_tokens
+            served.seconds_per_token += (per_token - served.seconds_per_token) * (0.3 if served.seconds_per_token else 1.0)
+        outcome = scheduler.finish_step(plan, result.ids, result.bad)
+        if outcome.request_ids:
+            self.channel.send(
+                TokensOut(
+                    name,
+                    plan.step_id,
+                    result.seconds,
+                    outcome.request_ids,
+                    outcome.ids,
+                    finish=outcome.finish,
+                    cached=outcome.cached,
+                )
+            )
+            if outcome.finish:
+                for request_id, finish in zip(outcome.request_ids, outcome.finish, strict=True):
+                    if finish:
+                        del self._model_of[request_id]
+        for request_id in outcome.bad:
+            del self._model_of[request_id]
+            self.channel.send(RequestFailed(request_id, "nan_logits", f"model {name}: logits are not finite"))
+        self._stats_dirty = True
+        now = time.monotonic()
+        if now - self._stats_sent_s >= STATS_EVERY_S:
+            self._send_stats(now)
+        if self.num_steps - self._steps_at_collect >= COLLECT_EVERY_STEPS:
+            self._collect()
+
+    def _fail_hopeless(self, scheduler: BatchScheduler) -> None:
+        for request_id, why in scheduler.failed:
+            del self._model_of[request_id]
+            self.channel.send(RequestFailed(request_id, "too_long", why))
+        scheduler.failed.clear()
+
+    # ---- idle
+
+    def _idle_timeout_s(self) -> float | None:
+        """How long epoll may block; None: until something arrives."""
+        if self._stats_dirty:
+            return max(0.0, self._stats_sent_s + STATS_EVERY_S - time.monotonic())
+        return COLLECT_AFTER_IDLE_S if self.num_steps > self._steps_at_collect else None
+
+    def _tidy(self) -> None:
+        """Nothing runs and nothing came: tell how things stand, then, if it stays so, collect garbage."""
+        if self._stats_dirty:
+            self._send_stats(time.monotonic())
+        elif self.num_steps > self._steps_at_collect:
+            self._collect()
+
+    def _collect(self) -> None:
+        self._steps_at_collect = self.num_steps
+        gc.collect()
+
+    def _send_stats(self, now: float) -> None:
+        self._stats_dirty = False
+        self._stats_sent_s = now
+        models, num_chunks, preemptions = {}, 0, self._preempted_before
+        for name, served in self.models.items():
+            scheduler, kv = served.scheduler, served.scheduler.kv
+            models[name] = [
+                kv.num_held_blocks * kv.block_bytes,
+                scheduler.num_running,
+                len(scheduler.waiting),
+                kv.num_cached_blocks * kv.block_bytes,
+            ]
+            num_chunks += kv.pool.num_used_chunks()
+            preemptions += scheduler.num_preemptions
+        self.channel.send(Stats(num_chunks, models, self.num_steps, preemptions))
+
+    # ---- messages
+
+    def _handle(self, message: Any) -> None:
+        match message:
+            case Submit():
+                self._submit(message)
+            case Abort():
+                for request_id in message.request_ids:
+                    name = self._model_of.pop(request_id, None)
+                    if name is not None:
+                        self.models[name].scheduler.abort(request_id)
+            case LoadModel():
+                self._load(message)
+            case EvictModel():
+                self._evict(message)
+            case SetLease():
+                self._set_lease(message.lease_chunks)
+            case Shutdown():
+                self._shutdown = True
+            case _:
+                raise RuntimeError(f"unexpected message {type(message).__name__}")
+        self._stats_dirty = True
+
+    def _submit(self, message: Submit) -> None:
+        request_id, params = message.request_id, message.params
+        served = self.models.get(message.model)
+        if served is None:
+            self.channel.send(RequestFailed(request_id, "unknown_model", f"model {message.model} is not loaded"))
+            return
+        if request_id in self._model_of:
+            self.channel.send(RequestFailed(request_id, "internal", f"request {request_id} is here already"))
+            return
+        tokens = np.array(message.prompt + message.output, np.int64)
+        limit = served.spec.max_model_len
+        if not len(message.prompt):
+            self.channel.send(RequestFailed(request_id, "internal", "the prompt is empty"))
+        elif len(message.prompt) >= limit:
+            text = f"{len(message.prompt)} prompt tokens leave no room in max_model_len {limit} of {message.model}"
+            self.channel.send(RequestFailed(request_id, "too_long", text))
+        elif tokens.min() < 0 or tokens.max() >= served.hosted.vocab_size:
+            text = f"token ids must be below vocab_size {served.hosted.vocab_size} of {message.model}"
+            self.channel.send(RequestFailed(request_id, "internal", text))
+        elif len(message.output) >= params.max_tokens or len(tokens) >= limit:
+            # Again after a crash, and nothing is left to do.
+            self.channel.send(TokensOut(message.model, self.num_steps, 0.0, [request_id], [], [0], [FINISH_LENGTH]))
+        else:
+            self.turns.set_weight(message.model, message.weight if message.weight > 0 else 1.0)
+            self._model_of[request_id] = message.model
+            served.scheduler.submit(
+                BatchRequest(
+                    request_id,
+                    tokens.astype(np.int32),
+                    len(message.prompt),
+                    params,
+                    cache_salt=message.cache_salt,
+                    priority=message.priority,
+                )
+            )
+
+    def _load(self, spec: LoadModel) -> None:
+        if spec.model in self.models or spec.model in self.loads.running:
+            text = f"model {spec.model} is loaded or loading already"
+            self.channel.send(LoadFailed(spec.placement_id, spec.model, text, False))
+            return
+        self._set_lease(spec.lease_chunks)
+        self.loads.start(spec)
+
+    def _take_loads(self) -> None:
+        for item in self.loads.take():
+            if isinstance(item, LoadProgress):
+                self.channel.send(item)
+            else:
+                self._loaded(item)
+        self._stats_dirty = True
+
+    def _loaded(self, load: Load) -> None:
+        spec, error = load.spec, load.error
+        if load.cancelled.is_set():
+            if load.hosted is not None:
+                load.hosted.release()
+                load.hosted = None
+            for placement_id in load.withdrawn_by:
+                self.channel.send(Evicted(placement_id, spec.model))
+            return
+        if load.hosted is not None:
+            try:
+                self._serve(spec, load.hosted)
+            except (MemoryError, ValueError) as failure:
+                load.hosted.release()
+                error = failure
+            else:
+                gc.collect()
+                gc.freeze()
+                self.channel.send(LoadDone(spec.placement_id, spec.model, load.seconds, load.bytes_done))
+                return
+        if isinstance(error, LoadCancelled):
+            error = RuntimeError("the load was cancelled, though nobody asked for it")
+        permanent = bool(getattr(error, "permanent", False))
+        self.channel.send(LoadFailed(spec.placement_id, spec.model, f"{type(error).__name__}: {error}", permanent))
+
+    def _serve(self, spec: LoadModel, hosted: HostedModel) -> None:
+        """Raises MemoryError if the reserved chunks are not there, ValueError for KV this engine cannot hold."""
+        if len(hosted.kv_groups) != 1 or hosted.kv_groups[0].kind != "full":
+            kinds = [group.kind for group in hosted.kv_groups]
+            raise ValueError(f"model {spec.model}: KV groups {kinds}; one group of kind full is supported")
+        group = hosted.kv_groups[0]
+        pool = BlockPool(self.chunks, group.block_bytes, spec.kv_reserved_chunks)
+        kv = KVCache(pool, group.block_tokens, lambda num_chunks: self._reclaim(spec.model, num_chunks))
+        limits = BatchLimits(
+            max_sequences=spec.max_sequences,
+            max_model_len=spec.max_model_len,
+            max_num_batched_tokens=self.configure.max_num_batched_tokens,
+            eos_token_ids=tuple(spec.eos_token_ids),
+            fingerprint=spec.fingerprint,
+            kv_dtype=spec.dtype,
+        )
+        self.models[spec.model] = ServedModel(spec, hosted, BatchScheduler(spec.model, kv, limits))
+        self.turns.add(spec.model)
+
+    def _evict(self, message: EvictModel) -> None:
+        name = message.model
+        load = self.loads.running.get(name)
+        served = self.models.pop(name, None)
+        if served is not None:
+            self.turns.remove(name)
+            self._model_of = {request: model for request, model in self._model_of.items() if model != name}
+            self._preempted_before += served.scheduler.num_preemptions
+            served.scheduler.close()
+            served.hosted.release()
+            del served
+            gc.collect()
+        self._set_lease(message.lease_chunks)
+        if load is None:
+            self.channel.send(Evicted(message.placement_id, name))
+        else:
+            load.withdrawn_by.append(message.placement_id)
+            load.cancelled.set()
+
+    # ---- memory
+
+    def _set_lease(self, lease_chunks: int) -> None:
+        """Kept prefixes go first, then the newest sequences, until what is drawn fits the lease."""
+        self.chunks.set_lease(lease_chunks)
+        drawing = [served.scheduler for served in self.models.values() if served.scheduler.kv.pool.num_drawn_chunks]
+        for scheduler in drawing:
+            if self.chunks.room_chunks >= 0:
+                break
+            scheduler.kv.give_up_prefixes(-self.chunks.room_chunks)
+        while self.chunks.room_chunks < 0:
+            drawing = [scheduler for scheduler in drawing if scheduler.kv.pool.num_drawn_chunks]
+            most = max(drawing, key=lambda scheduler: scheduler.kv.pool.num_drawn_chunks)
+            most.preempt_one()
+            most.kv.give_up_prefixes(-self.chunks.room_chunks)
+        self._discard_returned()
+
+    def _reclaim(self, wanting: str, num_chunks: int) -> int:
+        """Other models' kept prefixes make room for `wanting`; returns how many chunks came back to the lease."""
+        given = 0
+        for name, served in self.models.items():
+            if name != wanting and given < num_chunks:
+                given += served.scheduler.kv.give_up_prefixes(num_chunks - given)
+        return given
+
+    def _discard_returned(self) -> None:
+        for first_chunk, num_chunks in self.chunks.take_discards():
+            if self.arena is not None:
+                self.arena.discard(first_chunk, num_chunks)

@@ -1,0 +1,68 @@
+"""Whose step is next: deficit round robin between the models of one device, on measured device time.
+
+A model's turn grants it `budget_s * weight` seconds; it keeps its turn, step after step, until they are used. A step that takes
+longer leaves a debt, which its next turns pay off before it runs again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+
+class Turns:
+    """Models by name. Times are device seconds, measured by the caller."""
+
+    def __init__(self, budget_s: float) -> None:
+        if budget_s <= 0:
+            raise ValueError(f"budget_s {budget_s} must be positive")
+        self.budget_s = budget_s
+        self._credit_s: dict[str, float] = {}  # in the order of turns; the first has its turn
+        self._weight: dict[str, float] = {}
+
+    def add(self, model: str) -> None:
+        self._credit_s[model] = 0.0
+        self._weight[model] = 1.0
+
+    def remove(self, model: str) -> None:
+        self._credit_s.pop(model, None)
+        self._weight.pop(model, None)
+
+    def set_weight(self, model: str, weight: float) -> None:
+        """Raises ValueError for a weight that is not positive."""
+        if not weight > 0:
+            raise ValueError(f"weight {weight} of model {model} must be positive")
+        self._weight[model] = weight
+
+    def charge(self, model: str, seconds: float) -> None:
+        """After a step."""
+        self._credit_s[model] -= seconds
+
+    def next(self, busy: Collection[str]) -> str | None:
+        """The busy model whose step is next; None if none is busy. A model that is not busy keeps neither credit nor debt."""
+        if len(busy) <= 1:
+            for model in busy:
+                self._credit_s[model] = 0.0
+                return model
+            return None
+        credit = self._credit_s
+        order = [model for model in credit if model in busy]
+        for model in credit:
+            if model not in busy:
+                credit[model] = 0.0
+        if credit[order[0]] > 0:
+            return order[0]
+        # The turn goes on. All are in debt or at zero: grant so many whole rounds at once that somebody can run.
+        self._to_back(order[0])
+        order = order[1:] + order[:1]
+        for model in order:
+            credit[model] += self.budget_s * self._weight[model]
+            if credit[model] > 0:
+                return model
+            self._to_back(model)
+        rounds = min(-credit[model] // (self.budget_s * self._weight[model]) for model in order)
+        for model in order:
+            credit[model] += rounds * self.budget_s * self._weight[model]
+        return self.next(busy)
+
+    def _to_back(self, model: str) -> None:
+        self._credit_s[model] = self._credit_s.pop(model)

@@ -1,0 +1,184 @@
+"""An engine process at the end of a socketpair, for tests."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from engine.protocol import (
+    JOURNAL_BYTES,
+    Configure,
+    EngineReady,
+    FrameReader,
+    FromEngine,
+    LoadModel,
+    Message,
+    RequestFailed,
+    SamplingParams,
+    Stats,
+    Submit,
+    TokensOut,
+    encode,
+    read_journal,
+)
+
+ROOT = Path(__file__).parents[2]
+SAFETY_TIMEOUT_S = 60.0
+
+
+def null_configure(**changes: Any) -> Configure:
+    values: dict[str, Any] = {
+        "device": "cpu:0",
+        "num_chunks": 64,
+        "chunk_bytes": 1 << 16,
+        "work_space_bytes": 0,
+        "max_num_batched_tokens": 256,
+        "block_tokens": 16,
+        "turn_budget_ms": 10.0,
+        "threads": 1,
+        "runner": "null",
+        "null_step_ms": 1.0,
+    }
+    return Configure(**{**values, **changes})
+
+
+def null_checkpoint(folder: Path, **faults: Any) -> str:
+    """A folder with the config.json a null model needs. `faults`: its hearthd_null object."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 1000,
+        "hearthd_null": faults,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def load_message(path: str, model: str = "m", placement_id: int = 1, **changes: Any) -> LoadModel:
+    values: dict[str, Any] = {
+        "placement_id": placement_id,
+        "model": model,
+        "path": path,
+        "dtype": "float32",
+        "fingerprint": f"print of {model}",
+        "weights_chunks": 4,
+        "kv_reserved_chunks": 4,
+        "lease_chunks": 16,
+        "max_model_len": 256,
+        "max_sequences": 32,
+        "eos_token_ids": [300, 301],
+    }
+    return LoadModel(**{**values, **changes})
+
+
+def submit_message(request_id: int, model: str = "m", prompt: list[int] | None = None, **changes: Any) -> Submit:
+    params = {"max_tokens": 8, "seed": request_id}
+    params.update({key: changes.pop(key) for key in list(changes) if key in SamplingParams.__struct_fields__})
+    return Submit(request_id, model, prompt or [5, 6, 7], SamplingParams(**params), **changes)  # type: ignore[arg-type]
+
+
+class EngineProcess:
+    """Spawned as the daemon does it. `messages` holds everything received so far."""
+
+    def __init__(self, configure: Configure, stderr: Path | None = None) -> None:
+        self.sock, theirs = socket.socketpair()
+        journal_fd = os.memfd_create("journal")
+        os.ftruncate(journal_fd, JOURNAL_BYTES)
+        self.journal = mmap.mmap(journal_fd, JOURNAL_BYTES)
+        command = [sys.executable, "-P", "-m", "engine", "--channel-fd", str(theirs.fileno()), "--journal-fd", str(journal_fd)]
+        self._stderr = open(stderr, "wb") if stderr else None  # noqa: SIM115
+        self.process = subprocess.Popen(
+            command,
+            cwd="/",
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            pass_fds=(theirs.fileno(), journal_fd),
+            stderr=self._stderr,
+        )
+        theirs.close()
+        os.close(journal_fd)
+        self._reader = FrameReader(FromEngine)
+        self.messages: list[Any] = []
+        self.send(configure)
+
+    def __enter__(self) -> EngineProcess:
+        self.wait_for(EngineReady)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.sock.close()
+        try:
+            self.process.wait(SAFETY_TIMEOUT_S)
+        finally:
+            self.process.kill()
+            self.process.wait()
+            self.journal.close()
+            if self._stderr:
+                self._stderr.close()
+
+    def send(self, *messages: Message) -> None:
+        self.sock.sendall(b"".join(encode(message) for message in messages))
+
+    def receive(self, timeout_s: float) -> bool:
+        """Takes in what is there; False after `timeout_s` of silence or at the end."""
+        if not select.select([self.sock], [], [], timeout_s)[0]:
+            return False
+        data = self.sock.recv(1 << 20)
+        self.messages.extend(self._reader.feed(data))
+        return bool(data)
+
+    def until(self, done: Callable[[], bool]) -> None:
+        deadline_s = time.monotonic() + SAFETY_TIMEOUT_S
+        while not done():
+            left_s = deadline_s - time.monotonic()
+            assert left_s > 0, f"nothing came of it; received {self.messages[-5:]}"
+            assert self.receive(left_s) or done(), f"the engine ended or fell silent; received {self.messages[-5:]}"
+
+    def wait_for(self, kind: type[Message], number: int = 1) -> Any:
+        self.until(lambda: len(self.of(kind)) >= number)
+        return self.of(kind)[number - 1]
+
+    def of(self, kind: type[Any]) -> list[Any]:
+        return [message for message in self.messages if isinstance(message, kind)]
+
+    def output(self) -> dict[int, list[int]]:
+        """Tokens of each request so far."""
+        out: dict[int, list[int]] = {}
+        for message in self.of(TokensOut):
+            counts = message.counts or [1] * len(message.request_ids)
+            start = 0
+            for request_id, count in zip(message.request_ids, counts, strict=True):
+                out.setdefault(request_id, []).extend(message.ids[start : start + count])
+                start += count
+        return out
+
+    def finished(self) -> dict[int, int]:
+        """How requests ended: protocol.FINISH_*, or -1 for RequestFailed."""
+        ends = {message.request_id: -1 for message in self.of(RequestFailed)}
+        for message in self.of(TokensOut):
+            for request_id, finish in zip(message.request_ids, message.finish, strict=False):
+                if finish:
+                    ends[request_id] = finish
+        return ends
+
+    def wait_finished(self, *request_ids: int) -> None:
+        self.until(lambda: set(request_ids) <= self.finished().keys())
+
+    def running(self) -> tuple[int, ...]:
+        return read_journal(self.journal)
+
+    def last_stats(self) -> Stats:
+        stats: Stats = self.of(Stats)[-1]
+        return stats
