@@ -5,12 +5,16 @@ The hot path is `TokenSink.tokens`, called once per row and step straight from t
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from daemon.errors import HearthError
 from engine.protocol import SamplingParams
+
+if TYPE_CHECKING:
+    from daemon.text.token_table import TokenTable
 
 
 @dataclass(slots=True)
@@ -90,11 +94,52 @@ class ModelPort(Protocol):
 
 
 class TextPort(Protocol):
-    """Tokenising and templates, done in a helper process."""
+    """Tokenising and templates, done in a helper process. Token ids come back packed (`array("i")`), so that counting them
+    against max_model_len costs nothing and only an accepted prompt becomes a list."""
 
-    def encode(self, model: ModelEntry, text: str, add_special_tokens: bool = True) -> Awaitable[list[int]]: ...
-
-    def encode_chat(self, model: ModelEntry, messages: list[dict[str, object]], options: dict[str, object]) -> Awaitable[list[int]]:
-        """Renders the checkpoint's Jinja template (sandboxed) and encodes it. Raises HearthError invalid_request (400) with the
-        template's own message."""
+    def encode(self, model: ModelEntry, text: str | bytes, add_special_tokens: bool = True) -> Awaitable[list[array[int]]]:
+        """`text`: one prompt, or a list of strings packed as msgpack; one array per prompt."""
         ...
+
+    def encode_chat(self, model: ModelEntry, messages: bytes, options: dict[str, object]) -> Awaitable[array[int]]:
+        """Renders the checkpoint's Jinja template (sandboxed) and encodes it. `messages`: a list of objects packed as msgpack.
+        Raises HearthError (400) with the template's own message."""
+        ...
+
+    def table(self, model: ModelEntry) -> Awaitable[TokenTable]:
+        """The text of every token id. Raises HearthError unsupported_tokenizer (400)."""
+        ...
+
+    def parse_body(self, endpoint: str, body: bytes) -> Awaitable[tuple[bytes, bytes]]:
+        """Decodes and checks a large request body ("chat" | "completions") off the event loop: see daemon/api/schema.py for
+        the two parts. Raises HearthError as the schema does."""
+        ...
+
+
+class HealthPort(Protocol):
+    """What the node says about itself over HTTP. Called on the event loop, never blocks."""
+
+    def health(self) -> tuple[bool, dict[str, object]]:
+        """/healthz: the loop turns and no roll-back is overdue. False answers 503 with the same body."""
+        ...
+
+    def ready(self) -> tuple[bool, dict[str, object]]:
+        """/readyz: not draining and at least one engine can place."""
+        ...
+
+    def metrics(self) -> bytes:
+        """/metrics in Prometheus' text format."""
+        ...
+
+
+class HttpSettings(Protocol):
+    """The part of NodeConfig the API reads. Read anew for each request, so a reload needs only replace the values."""
+
+    @property
+    def max_body_bytes(self) -> int | str: ...
+    @property
+    def body_read_timeout_s(self) -> float: ...
+    @property
+    def request_timeout_s(self) -> float: ...
+    @property
+    def sse_comment_every_s(self) -> float: ...

@@ -1,0 +1,207 @@
+"""CPU a streamed token costs in the daemon, from the sink to the socket: `python -m benchmarks.streams [--streams 200]`.
+
+A real aiohttp server on uvloop, real sockets read by a child process; the sinks are called as the dispatcher does, one step for all
+streams at a time. Prints one JSON line. `us_per_token` is this process's CPU time over all tokens; `us_per_token_write` the same
+for nothing but the transport's write of a frame of that size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import selectors
+import socket
+import time
+from array import array
+
+import msgspec
+import uvloop
+
+from daemon.api.app import make_app, make_runner
+from daemon.contracts import Generation, ModelEntry
+from daemon.text.token_table import BYTE_LEVEL, PackedTable, TokenTable
+from engine.protocol import FINISH_LENGTH, FINISH_NONE
+
+STEP_S = 0.01
+
+
+def read_all(address: tuple[str, int], num_streams: int, counted: object) -> None:
+    """The client: one process, blocking sockets, counts events without parsing them."""
+    body = json.dumps({"model": "m", "prompt": "x", "stream": True, "max_tokens": 4096}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
+    selector = selectors.DefaultSelector()
+    open_sockets = num_streams
+    for _ in range(num_streams):
+        client = socket.create_connection(address)
+        client.sendall(head + body)
+        client.setblocking(False)
+        selector.register(client, selectors.EVENT_READ)
+    events = 0
+    while open_sockets:
+        for key, _ in selector.select():
+            data = key.fileobj.recv(1 << 18)  # type: ignore[union-attr]
+            events += data.count(b"data: {")
+            if not data or b"[DONE]" in data:
+                selector.unregister(key.fileobj)
+                open_sockets -= 1
+    counted.send(events)  # type: ignore[attr-defined]
+
+
+class Words:
+    """1,000 tokens of five characters."""
+
+    def __init__(self) -> None:
+        blob = b"".join(b" w%03d" % at for at in range(1000))
+        packed = PackedTable(BYTE_LEVEL, blob, array("I", range(0, 5001, 5)).tobytes(), bytes(1000))
+        self._table = TokenTable(packed, 1000)
+
+    async def encode(self, model: ModelEntry, text: bytes, add_special_tokens: bool = True) -> list[array[int]]:
+        return [array("i", [1]) for _ in msgspec.msgpack.decode(text)]
+
+    async def encode_chat(self, model: ModelEntry, messages: bytes, options: dict[str, object]) -> array[int]:
+        return array("i", [1])
+
+    async def table(self, model: ModelEntry) -> TokenTable:
+        return self._table
+
+    async def parse_body(self, endpoint: str, body: bytes) -> tuple[bytes, bytes]:
+        raise NotImplementedError
+
+
+class Models:
+    entry = ModelEntry("m", "", (), 1 << 20, 1000, (), None, 0, "")
+
+    def resolve(self, name: str) -> ModelEntry:
+        return self.entry
+
+    def entries(self) -> list[ModelEntry]:
+        return [self.entry]
+
+
+class Steps:
+    """RequestPort that plays steps for all streams at once."""
+
+    def __init__(self) -> None:
+        self.running: list[Generation] = []
+
+    def submit(self, generation: Generation) -> None:
+        self.running.append(generation)
+
+    def cancel(self, generation: Generation) -> None:
+        pass
+
+
+class Settings:
+    max_body_bytes = 1 << 20
+    body_read_timeout_s = 10.0
+    request_timeout_s = 600.0
+    sse_comment_every_s = 5.0
+
+
+class Health:
+    def health(self) -> tuple[bool, dict[str, object]]:
+        return True, {}
+
+    ready = health
+
+    def metrics(self) -> bytes:
+        return b""
+
+
+async def measure(num_streams: int, num_tokens: int) -> dict[str, object]:
+    steps = Steps()
+    runner = make_runner(make_app(steps, Models(), Words(), Settings(), Health()), shutdown_timeout_s=1)
+    await runner.setup()
+    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    await __import__("aiohttp").web.SockSite(runner, listener).start()
+    ours, theirs = multiprocessing.Pipe()
+    client = multiprocessing.get_context("fork").Process(target=read_all, args=(listener.getsockname(), num_streams, theirs))
+    client.start()
+    while len(steps.running) < num_streams:
+        await asyncio.sleep(0.01)
+    sinks = [generation.sink for generation in steps.running]
+    for sink in sinks:  # the status lines go out
+        sink.tokens([0], FINISH_NONE)
+    await asyncio.sleep(0.5)
+    ids = [[at] for at in range(1000)]
+    for sink in sinks:  # all tokens rendered once
+        for each in ids:
+            sink._table.render(each[0])  # type: ignore[attr-defined]
+        break
+    start_s, sink_s = time.process_time(), 0.0
+    wall_s = time.perf_counter()
+    for step in range(num_tokens):
+        before_s = time.thread_time()
+        each = ids[step % 1000]
+        for sink in sinks:
+            sink.tokens(each, FINISH_NONE)
+        sink_s += time.thread_time() - before_s
+        await asyncio.sleep(max(0.0, wall_s + (step + 1) * STEP_S - time.perf_counter()))
+    cpu_s = time.process_time() - start_s
+    for sink in sinks:
+        sink.tokens([], FINISH_LENGTH)
+    events = await asyncio.to_thread(ours.recv)
+    client.join()
+    await runner.cleanup()
+    total = num_streams * num_tokens
+    return {
+        "bench": "streams",
+        "streams": num_streams,
+        "tokens": total,
+        "events_per_token": round(events / total, 4),
+        "us_per_token": round(cpu_s / total * 1e6, 2),
+        "us_per_token_sink": round(sink_s / total * 1e6, 2),
+        "cores": os.cpu_count(),
+    }
+
+
+async def measure_write(num_streams: int, num_tokens: int) -> float:
+    """The floor: the same frames through bare transports."""
+    body = b"f5\r\n" + b"x" * 245 + b"\r\n"
+    loop = asyncio.get_running_loop()
+    pairs = [socket.socketpair() for _ in range(0)]
+    del pairs
+    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    transports: list[asyncio.WriteTransport] = []
+
+    class Accept(asyncio.Protocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            assert isinstance(transport, asyncio.WriteTransport)
+            transports.append(transport)
+
+    server = await loop.create_server(Accept, sock=listener)
+    ours, theirs = multiprocessing.Pipe()
+    client = multiprocessing.get_context("fork").Process(target=read_all, args=(listener.getsockname(), num_streams, theirs))
+    client.start()
+    while len(transports) < num_streams:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.3)
+    start_s, wall_s = time.process_time(), time.perf_counter()
+    for step in range(num_tokens):
+        for transport in transports:
+            transport.write(body)
+        await asyncio.sleep(max(0.0, wall_s + (step + 1) * STEP_S - time.perf_counter()))
+    cpu_s = time.process_time() - start_s
+    for transport in transports:
+        transport.close()
+    await asyncio.to_thread(ours.recv)
+    client.join()
+    server.close()
+    return round(cpu_s / (num_streams * num_tokens) * 1e6, 2)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--streams", type=int, default=200)
+    parser.add_argument("--tokens", type=int, default=500)
+    arguments = parser.parse_args()
+    result = uvloop.run(measure(arguments.streams, arguments.tokens))
+    result["us_per_token_write"] = uvloop.run(measure_write(arguments.streams, arguments.tokens))
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""The HTTP application: paths to handlers, errors to OpenAI's shape, request ids."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from aiohttp import web
+
+from config.units import parse_bytes
+from daemon.api import paths
+from daemon.api.context import ApiContext
+from daemon.api.generate import generate
+from daemon.api.request_id import request_id
+from daemon.api.responses import error_response, json_response, model_object
+from daemon.api.schema import CHAT, COMPLETIONS
+from daemon.contracts import HealthPort, HttpSettings, ModelPort, RequestPort, TextPort
+from daemon.errors import BadRequest, HearthError, ServerFault
+from daemon.stream_clock import StreamClock
+
+log = logging.getLogger("hearthd.api")
+
+
+def make_app(
+    requests: RequestPort, models: ModelPort, text: TextPort, settings: HttpSettings, health: HealthPort
+) -> web.Application:
+    """Serve it through `make_runner`: without its settings a client's disconnect goes unnoticed."""
+    context = ApiContext(
+        requests=requests,
+        models=models,
+        text=text,
+        health=health,
+        settings=settings,
+        clock=StreamClock(lambda: settings.sse_comment_every_s, lambda: settings.request_timeout_s),
+        max_body_bytes=parse_bytes(settings.max_body_bytes),
+    )
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        return await _answer_errors(request, context)
+
+    app = web.Application()  # body.py limits the size
+    app.router.add_route("*", "/{path:(?s:.*)}", handle, expect_handler=_expect)
+    return app
+
+
+def make_runner(app: web.Application, shutdown_timeout_s: float = 30.0, **options: Any) -> web.AppRunner:
+    """handler_cancellation: a disconnect ends the handler, which cancels the request. auto_decompress off: compressed bodies are
+    refused, never inflated."""
+    return web.AppRunner(
+        app, handler_cancellation=True, auto_decompress=False, access_log=None, shutdown_timeout=shutdown_timeout_s, **options
+    )
+
+
+async def _expect(request: web.Request) -> None:
+    """`Expect: 100-continue`; any other expectation is ignored, as HTTP allows."""
+    if request.headers.get("Expect", "").lower() == "100-continue" and request.transport is not None:
+        request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+
+async def _answer_errors(request: web.Request, context: ApiContext) -> web.StreamResponse:
+    name = request_id(request.headers.get("X-Request-Id"))
+    try:
+        response = await _handle(request, context, name)
+    except HearthError as error:
+        response = error_response(error)
+        if error.status in (408, 413, 415):
+            response.force_close()  # the rest of the body is not waited for
+    except (ConnectionError, TimeoutError):
+        raise
+    except Exception:
+        log.exception("request %s: %s %s failed", name, request.method, request.rel_url.raw_path)
+        response = error_response(ServerFault("internal_error", f"the server failed on this request ({name})"))
+    if not response.prepared:
+        response.headers["X-Request-Id"] = name
+    return response
+
+
+async def _handle(request: web.Request, context: ApiContext, request_id: str) -> web.StreamResponse:
+    target = paths.target(request.rel_url.raw_path)
+    if target is None:
+        raise BadRequest("not_found", f"no such path: {request.rel_url.raw_path[:256]}", status=404)
+    allowed = paths.METHODS[target.endpoint]
+    if request.method not in allowed:
+        error = BadRequest("method_not_allowed", f"use {allowed[0]} for this path, not {request.method[:32]}", status=405)
+        response = error_response(error)
+        response.headers["Allow"] = ", ".join(allowed)
+        return response
+    if target.endpoint == paths.CHAT:
+        return await generate(request, context, CHAT, target.scope, request_id)
+    if target.endpoint == paths.COMPLETIONS:
+        return await generate(request, context, COMPLETIONS, target.scope, request_id)
+    if target.scope is not None:
+        context.models.resolve(target.scope)
+    if target.endpoint == paths.MODELS:
+        entries = context.models.entries() if target.scope is None else [context.models.resolve(target.scope)]
+        return json_response({"object": "list", "data": [model_object(entry) for entry in entries]})
+    if target.endpoint == paths.MODEL:
+        assert target.model_id is not None
+        return json_response(model_object(_find(context.models, target.model_id)))
+    if target.endpoint == paths.METRICS:
+        return web.Response(body=context.health.metrics(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+    good, body = context.health.health() if target.endpoint == paths.HEALTHZ else context.health.ready()
+    return json_response(body, 200 if good else 503)
+
+
+def _find(models: ModelPort, name: str) -> Any:
+    """A listed model, also one that a request would be refused for."""
+    for entry in models.entries():
+        if entry.name == name:
+            return entry
+    return models.resolve(name)

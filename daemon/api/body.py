@@ -1,0 +1,53 @@
+"""Reading a request's body within its limits of size and time."""
+
+from __future__ import annotations
+
+import asyncio
+
+from aiohttp import web
+
+from daemon.errors import BadRequest
+
+_JSON_TYPES = ("application/json", "text/json")
+
+
+async def read_body(request: web.Request, max_bytes: int, timeout_s: float) -> bytes:
+    """Raises BadRequest: 408, 411, 413, 415 or 400."""
+    content_type = request.content_type
+    # clients that name no type at all get the benefit of the doubt (aiohttp reports octet-stream)
+    if "Content-Type" in request.headers and content_type not in _JSON_TYPES and not content_type.endswith("+json"):
+        raise BadRequest(
+            "unsupported_media_type",
+            f"Content-Type must be application/json, not {content_type!r}",
+            status=415,
+            param="Content-Type",
+        )
+    charset = request.headers.get("Content-Type", "").lower().partition("charset=")[2].strip(' "')
+    if charset and charset.partition(";")[0].strip(' "') not in ("utf-8", "utf8", "us-ascii", "ascii"):
+        raise BadRequest("unsupported_media_type", "the request body must be UTF-8", status=415, param="Content-Type")
+    encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        raise BadRequest(
+            "unsupported_media_type", "compressed request bodies are not supported", status=415, param="Content-Encoding"
+        )
+    length = request.content_length
+    if length is not None and length > max_bytes:
+        raise _too_large(max_bytes)
+    body = bytearray()
+    try:
+        async with asyncio.timeout(timeout_s):
+            async for chunk in request.content.iter_any():
+                body += chunk
+                if len(body) > max_bytes:
+                    raise _too_large(max_bytes)
+    except TimeoutError:
+        raise BadRequest("body_timeout", f"the request body was not in within {timeout_s:g} s", status=408) from None
+    except web.RequestPayloadError as error:
+        raise BadRequest("invalid_body", f"the request body could not be read: {error}") from None
+    if not body:
+        raise BadRequest("invalid_json", "the request has no body")
+    return bytes(body)
+
+
+def _too_large(max_bytes: int) -> BadRequest:
+    return BadRequest("body_too_large", f"the request body is larger than max_body_bytes ({max_bytes})", status=413)

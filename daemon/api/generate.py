@@ -1,0 +1,222 @@
+"""POST /v1/chat/completions and /v1/completions: from a body to sequences, and from sequences to an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from array import array
+from collections.abc import Sequence
+
+import msgspec
+from aiohttp import HttpVersion11, hdrs, web
+
+from daemon.api.body import read_body
+from daemon.api.context import ApiContext
+from daemon.api.responses import answer, json_response
+from daemon.api.sampling import sampling_params
+from daemon.api.schema import CHAT, INLINE_BYTES, Head, parse
+from daemon.api.sse import StreamShape
+from daemon.contracts import Generation, ModelEntry
+from daemon.errors import BadRequest
+from daemon.streams import Collector, CollectorGroup, Stream, StreamGroup, Text
+from daemon.text.token_table import TokenTable
+
+HOLD_STATUS_S = 2.0  # a stream's status line waits that long for the first token or a refusal
+
+_head_decoder = msgspec.msgpack.Decoder(Head)
+_ids_decoder = msgspec.msgpack.Decoder(list[bytes])
+UNPACKED_AT_ONCE = 1 << 16  # token ids made Python objects in one go: about 1 ms
+
+
+async def generate(
+    request: web.Request, context: ApiContext, endpoint: str, model_name: str | None, request_id: str
+) -> web.StreamResponse:
+    """`model_name`: from the path, before the body's. Raises HearthError."""
+    settings = context.settings
+    body = await read_body(request, context.max_body_bytes, settings.body_read_timeout_s)
+    if len(body) <= INLINE_BYTES:
+        head, prompt = parse(endpoint, body)
+    else:
+        packed_head, prompt = await context.text.parse_body(endpoint, body)
+        head = _head_decoder.decode(packed_head)
+    del body
+    name = model_name or head.model
+    if not name:
+        raise BadRequest("invalid_request", "model is missing", param="model")
+    model = context.models.resolve(name)
+    prompts, table = await asyncio.gather(_prompt_ids(context, model, head, prompt), context.text.table(model))
+    public_id = f"{'chatcmpl' if endpoint == CHAT else 'cmpl'}-{request_id}"
+    generations = await _generations(endpoint, head, model, prompts, public_id)
+    if head.stream:
+        return await _stream(request, context, endpoint, head, model, table, generations, public_id, request_id)
+    return await _answer(context, endpoint, head, model, table, generations, public_id)
+
+
+async def _generations(
+    endpoint: str, head: Head, model: ModelEntry, prompts: Sequence[array[int]], public_id: str
+) -> list[Generation]:
+    generations: list[Generation] = []
+    arrived_s = asyncio.get_running_loop().time()
+    num_unpacked = 0
+    for at, ids in enumerate(prompts):
+        params = sampling_params(head, model, endpoint, len(ids))
+        prompt = ids.tolist()
+        if head.prompt_kind == "ids" and max(prompt) >= model.vocab_size:
+            field = "prompt" if len(prompts) == 1 else f"prompt[{at}]"
+            raise BadRequest(
+                "invalid_request",
+                f"{field}: token id {max(prompt)} is outside the vocabulary of {model.vocab_size} tokens",
+                param=field,
+            )
+        generations.append(
+            Generation(
+                model=model,
+                prompt=prompt,
+                params=params,
+                sink=_no_sink,
+                public_id=public_id,
+                priority=head.priority,
+                arrived_s=arrived_s,
+            )
+        )
+        num_unpacked += len(prompt)
+        if num_unpacked > UNPACKED_AT_ONCE:
+            num_unpacked = 0
+            await asyncio.sleep(0)
+    return generations
+
+
+async def _prompt_ids(context: ApiContext, model: ModelEntry, head: Head, prompt: bytes) -> list[array[int]]:
+    if head.prompt_kind == "ids":
+        unpacked = []
+        for packed in _ids_decoder.decode(prompt):
+            ids = array("i")
+            ids.frombytes(packed)
+            unpacked.append(ids)
+        return unpacked
+    if head.prompt_kind == "messages":
+        encoded = [await context.text.encode_chat(model, prompt, head.options)]
+    else:
+        encoded = await context.text.encode(model, prompt, bool(head.options["add_special_tokens"]))
+    field = "messages" if head.prompt_kind == "messages" else "prompt"
+    for at, each in enumerate(encoded):
+        if not each:
+            if model.bos_token_id is None:
+                raise BadRequest("invalid_request", f"{field} has no tokens and the model no token to begin with", param=field)
+            encoded[at] = array("i", [model.bos_token_id])
+    return encoded
+
+
+def _texts(head: Head, model: ModelEntry, table: TokenTable, num_sequences: int) -> list[Text]:
+    end_ids = frozenset(head.stop_token_ids) if head.ignore_eos else frozenset((*model.eos_token_ids, *head.stop_token_ids))
+    return [Text(table, end_ids, head.stop, head.min_tokens) for _ in range(num_sequences)]
+
+
+def _submit(context: ApiContext, generations: Sequence[Generation]) -> None:
+    """All or none."""
+    for at, generation in enumerate(generations):
+        try:
+            context.requests.submit(generation)
+        except BaseException:
+            for before in generations[:at]:
+                context.requests.cancel(before)
+            raise
+
+
+async def _answer(
+    context: ApiContext,
+    endpoint: str,
+    head: Head,
+    model: ModelEntry,
+    table: TokenTable,
+    generations: list[Generation],
+    public_id: str,
+) -> web.StreamResponse:
+    group = CollectorGroup(lambda index: context.requests.cancel(generations[index]))
+    for at, text in enumerate(_texts(head, model, table, len(generations))):
+        collector = Collector(group, at, text)
+        group.collectors.append(collector)
+        generations[at].sink = collector
+    _submit(context, generations)
+    try:
+        await group.done
+    except asyncio.CancelledError:  # the client is gone
+        for generation in generations:
+            context.requests.cancel(generation)
+        raise
+    if group.error is not None:
+        raise group.error
+    return json_response(answer(endpoint == CHAT, public_id, int(time.time()), model.name, generations, group.collectors))
+
+
+async def _stream(
+    request: web.Request,
+    context: ApiContext,
+    endpoint: str,
+    head: Head,
+    model: ModelEntry,
+    table: TokenTable,
+    generations: list[Generation],
+    public_id: str,
+    request_id: str,
+) -> web.StreamResponse:
+    shape = StreamShape(
+        chat=endpoint == CHAT,
+        public_id=public_id,
+        created=int(time.time()),
+        model=model.name,
+        include_usage=head.include_usage,
+        continuous_usage=head.continuous_usage,
+        generations=generations,
+    )
+    group = StreamGroup(shape, context.clock, lambda index: context.requests.cancel(generations[index]))
+    for at, text in enumerate(_texts(head, model, table, len(generations))):
+        stream = Stream(group, at, table, shape.frames(at), text)
+        group.streams.append(stream)
+        generations[at].sink = stream
+    _submit(context, generations)
+    response = web.StreamResponse(headers={hdrs.CONTENT_TYPE: "text/event-stream; charset=utf-8", hdrs.CACHE_CONTROL: "no-cache"})
+    response.headers["X-Request-Id"] = request_id
+    response.headers["X-Accel-Buffering"] = "no"
+    try:
+        await asyncio.wait((group.started,), timeout=HOLD_STATUS_S)
+        if group.error is not None:
+            raise group.error
+        await response.prepare(request)
+        transport = request.transport
+        if transport is None:
+            raise ConnectionResetError("the client is gone")
+        group.open(transport, request.protocol, request.version >= HttpVersion11)
+        if not group.started.done():
+            group.comment()
+        await group.done
+        if group.error is not None:
+            response.force_close()
+        # a client that stops reading right at the end must not keep this connection for ever
+        async with asyncio.timeout(context.settings.request_timeout_s):
+            await response.write_eof()
+    except TimeoutError:
+        group.stalled()
+        raise ConnectionResetError("the client stopped reading") from None
+    except BaseException:  # the client is gone, or the node refuses
+        group.cancel_all()
+        raise
+    finally:
+        group.close()
+    return response
+
+
+class _NoSink:
+    """Until the real one is made."""
+
+    def tokens(self, ids: Sequence[int], finish: int) -> None:
+        raise AssertionError("submitted without a sink")
+
+    def failed(self, error: BaseException) -> None:
+        raise AssertionError("submitted without a sink")
+
+    def comment(self) -> None:
+        raise AssertionError("submitted without a sink")
+
+
+_no_sink = _NoSink()

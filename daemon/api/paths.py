@@ -1,0 +1,58 @@
+"""Which endpoint a path names. Done here and not by aiohttp's router: model ids hold `/`, plain or as %2F."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+from urllib.parse import unquote_to_bytes
+
+MODELS, MODEL, CHAT, COMPLETIONS, HEALTHZ, READYZ, METRICS = (
+    "models", "model", "chat", "completions", "healthz", "readyz", "metrics",
+)  # fmt: skip
+METHODS = {
+    MODELS: ("GET", "HEAD"),
+    MODEL: ("GET", "HEAD"),
+    CHAT: ("POST",),
+    COMPLETIONS: ("POST",),
+    HEALTHZ: ("GET", "HEAD"),
+    READYZ: ("GET", "HEAD"),
+    METRICS: ("GET", "HEAD"),
+}
+_FIXED = {
+    "/v1/models": MODELS,
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": COMPLETIONS,
+    "/healthz": HEALTHZ,
+    "/readyz": READYZ,
+    "/metrics": METRICS,
+}
+_SCOPED = re.compile(r"/m/(?P<model>.+?)(?P<rest>/v1/models/.+|" + "|".join(map(re.escape, _FIXED)) + r")/?", re.DOTALL)
+
+
+class Target(NamedTuple):
+    endpoint: str
+    scope: str | None  # the model of /m/{model}/…
+    model_id: str | None  # of /v1/models/{id}
+
+
+def target(raw_path: str) -> Target | None:
+    """`raw_path` is still percent-encoded. None: no such path."""
+    scope = None
+    if match := _SCOPED.fullmatch(raw_path):
+        scope, raw_path = _unquote(match["model"]), match["rest"]
+        if scope is None:
+            return None
+    path = raw_path.rstrip("/")
+    if endpoint := _FIXED.get(path):
+        return Target(endpoint, scope, None)
+    if raw_path.startswith("/v1/models/") and len(raw_path) > len("/v1/models/"):
+        model_id = _unquote(raw_path.removeprefix("/v1/models/"))
+        return None if model_id is None else Target(MODEL, scope, model_id)
+    return None
+
+
+def _unquote(quoted: str) -> str | None:
+    try:
+        return unquote_to_bytes(quoted).decode()
+    except UnicodeDecodeError:
+        return None

@@ -1,0 +1,72 @@
+"""The JSON objects of answers that are not streamed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from daemon.contracts import Generation, ModelEntry
+from daemon.errors import HearthError
+from daemon.streams import Collector
+
+
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, object]:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }
+
+
+def answer(
+    chat: bool, public_id: str, created: int, model: str, generations: Sequence[Generation], collectors: Sequence[Collector]
+) -> dict[str, Any]:
+    """chat.completion or text_completion: one choice a sequence."""
+    choices: list[dict[str, Any]] = []
+    for collector in collectors:
+        choice: dict[str, Any] = {"index": collector.index, "logprobs": None, "finish_reason": collector.reason}
+        text = "".join(collector.parts)
+        if chat:
+            choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+        else:
+            choice["text"] = text
+        choices.append(choice)
+    return {
+        "id": public_id,
+        "object": "chat.completion" if chat else "text_completion",
+        "created": created,
+        "model": model,
+        "choices": choices,
+        "usage": usage(
+            sum(len(each.prompt) for each in generations),
+            sum(each.num_tokens for each in collectors),
+            sum(each.num_cached for each in generations),
+        ),
+    }
+
+
+def model_object(entry: ModelEntry) -> dict[str, object]:
+    return {
+        "id": entry.name,
+        "object": "model",
+        "created": entry.created,
+        "owned_by": "hearthd",
+        "max_model_len": entry.max_model_len,
+        "aliases": list(entry.aliases),
+    }
+
+
+def json_response(body: object, status: int = 200) -> web.Response:
+    return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
+
+
+def error_response(error: HearthError) -> web.Response:
+    response = json_response(error.body(), error.status)
+    if error.retry_after_s is not None:
+        response.headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+    return response

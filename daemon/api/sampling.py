@@ -1,0 +1,64 @@
+"""From a request's fields and a model's defaults to SamplingParams, with max_tokens settled against the context length."""
+
+from __future__ import annotations
+
+import secrets
+
+from daemon.api.schema import CHAT, Head
+from daemon.contracts import ModelEntry
+from daemon.errors import BadRequest
+from engine.protocol import SamplingParams
+
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
+
+
+def max_tokens_for(head: Head, model: ModelEntry, endpoint: str, prompt_tokens: int) -> int:
+    """Raises BadRequest context_length_exceeded with the arithmetic."""
+    left = model.max_model_len - prompt_tokens
+    prompt_field = "messages" if endpoint == CHAT else "prompt"
+    if left < 1:
+        raise BadRequest(
+            "context_length_exceeded",
+            f"{prompt_tokens} prompt tokens leave no room for an answer: max_model_len of {model.name} is {model.max_model_len}",
+            param=prompt_field,
+        )
+    if head.max_tokens is not None:
+        if head.max_tokens > left:
+            raise BadRequest(
+                "context_length_exceeded",
+                f"{prompt_tokens} prompt tokens + max_tokens {head.max_tokens} = {prompt_tokens + head.max_tokens}, more than "
+                f"max_model_len {model.max_model_len} of {model.name}",
+                param=prompt_field,
+            )
+        return head.max_tokens
+    default = model.generation_defaults.get("max_tokens")
+    if default is None:
+        default = left if endpoint == CHAT else COMPLETION_MAX_TOKENS
+    return max(1, min(int(default), left))
+
+
+def sampling_params(head: Head, model: ModelEntry, endpoint: str, prompt_tokens: int) -> SamplingParams:
+    max_tokens = max_tokens_for(head, model, endpoint, prompt_tokens)
+    if head.min_tokens > max_tokens:
+        raise BadRequest(
+            "invalid_request", f"min_tokens ({head.min_tokens}) is more than max_tokens ({max_tokens})", param="min_tokens"
+        )
+    for token_id in head.stop_token_ids:
+        if token_id >= model.vocab_size:
+            raise BadRequest(
+                "invalid_request",
+                f"stop_token_ids: {token_id} is outside the vocabulary of {model.vocab_size} tokens",
+                param="stop_token_ids",
+            )
+    defaults = model.generation_defaults
+    top_k = int(head.top_k if head.top_k is not None else defaults.get("top_k", 0))
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=float(head.temperature if head.temperature is not None else defaults.get("temperature", 1.0)),
+        top_p=float(head.top_p if head.top_p is not None else defaults.get("top_p", 1.0)),
+        top_k=max(0, top_k),  # clients write "off" as 0 or -1
+        seed=head.seed if head.seed is not None else secrets.randbits(63),
+        min_tokens=head.min_tokens,
+        ignore_eos=head.ignore_eos,
+        stop_token_ids=head.stop_token_ids,
+    )

@@ -1,0 +1,343 @@
+"""Request bodies: decoding, checking, and which fields are known but not built.
+
+`parse(endpoint, body)` gives two parts: the small one (a Struct, every scalar field) and the prompt as msgpack, which only the text
+helper looks into. It runs on the event loop for bodies up to INLINE_BYTES and in the text helper above (measured: the costliest
+256 KiB body, 9,000 tiny messages or 16,000 parts, takes 1.7 ms).
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Raw, Struct
+
+from daemon.errors import BadRequest
+
+INLINE_BYTES = 512 << 10
+MAX_PROMPTS = 1024
+MAX_STOPS = 16
+CHAT, COMPLETIONS = "chat", "completions"
+
+Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+
+
+class StreamOptions(Struct):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class Common(Struct):
+    """Fields of both endpoints. Ranges are part of the types, so that errors name the field."""
+
+    model: str | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    max_completion_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    min_tokens: Count | None = None
+    ignore_eos: bool | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=1024)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    # known, not built: anything but a neutral value is refused
+    n: Raw = Raw()
+    best_of: Raw = Raw()
+    logprobs: Raw = Raw()
+    top_logprobs: Raw = Raw()
+    prompt_logprobs: Raw = Raw()
+    logit_bias: Raw = Raw()
+    presence_penalty: Raw = Raw()
+    frequency_penalty: Raw = Raw()
+    repetition_penalty: Raw = Raw()
+    min_p: Raw = Raw()
+    response_format: Raw = Raw()
+    tools: Raw = Raw()
+    tool_choice: Raw = Raw()
+    functions: Raw = Raw()
+    function_call: Raw = Raw()
+    modalities: Raw = Raw()
+    audio: Raw = Raw()
+    prediction: Raw = Raw()
+    web_search_options: Raw = Raw()
+    echo: Raw = Raw()
+    suffix: Raw = Raw()
+    chat_template: Raw = Raw()
+    guided_json: Raw = Raw()
+    guided_regex: Raw = Raw()
+    guided_choice: Raw = Raw()
+    guided_grammar: Raw = Raw()
+    structured_outputs: Raw = Raw()
+    use_beam_search: Raw = Raw()
+    include_stop_str_in_output: Raw = Raw()
+    skip_special_tokens: Raw = Raw()
+    return_token_ids: Raw = Raw()
+
+
+class Part(Struct):
+    type: str
+    text: str | None = None
+
+
+class Message(Struct, omit_defaults=True):
+    role: str
+    content: str | list[Part] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+
+class ChatBody(Common, kw_only=True):
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    add_generation_prompt: bool | None = None
+    continue_final_message: Raw = Raw()
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class CompletionBody(Common, kw_only=True):
+    prompt: Raw
+    add_special_tokens: bool | None = None
+
+
+class Head(Struct, array_like=True):
+    """The small part: what the daemon itself needs of a body."""
+
+    model: str | None
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    seed: int | None
+    max_tokens: int | None
+    min_tokens: int
+    ignore_eos: bool
+    stop: list[str]
+    stop_token_ids: list[int]
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+    priority: int
+    prompt_kind: str  # messages | text | ids
+    num_prompts: int
+    options: dict[str, Any]  # chat: for the template · completions: add_special_tokens
+
+
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "repetition_penalty": (1,),
+    "tool_choice": ("none",),
+    "function_call": ("none",),
+    "skip_special_tokens": (True,),
+    "suffix": ("",),
+}
+_ZERO_IS_NEUTRAL = frozenset(
+    ["logprobs", "top_logprobs", "presence_penalty", "frequency_penalty", "min_p", "prompt_logprobs"]
+)  # nothing is asked for by 0
+_UNBUILT = tuple(name for name, kind in Common.__annotations__.items() if kind == "Raw")
+_ROLES = frozenset(["system", "developer", "user", "assistant", "tool", "function"])
+_PATH = re.compile(r" - at `(?:key in )?\$(.*)`$")
+_decoders: dict[str, msgspec.json.Decoder[Any]] = {
+    CHAT: msgspec.json.Decoder(ChatBody),
+    COMPLETIONS: msgspec.json.Decoder(CompletionBody),
+}
+_ids = msgspec.json.Decoder(list[TokenId])
+_ids_batch = msgspec.json.Decoder(list[list[TokenId]])
+_texts = msgspec.json.Decoder(list[str])
+_pack = msgspec.msgpack.encode
+
+
+def parse(endpoint: str, body: bytes) -> tuple[Head, bytes]:
+    """Raises BadRequest (400) naming the field."""
+    fields: ChatBody | CompletionBody = _decode(_decoders[endpoint], body, "")
+    _refuse_unbuilt(fields)
+    if isinstance(fields, ChatBody):
+        _refuse_raw("continue_final_message", fields.continue_final_message)
+        kind, prompt, num_prompts = "messages", _messages(fields.messages), 1
+        options: dict[str, Any] = {
+            "add_generation_prompt": fields.add_generation_prompt is not False,
+            "kwargs": fields.chat_template_kwargs or {},
+        }
+        max_tokens = fields.max_completion_tokens if fields.max_completion_tokens is not None else fields.max_tokens
+    else:
+        kind, prompt, num_prompts = _prompts(bytes(fields.prompt))
+        options = {"add_special_tokens": fields.add_special_tokens is not False}
+        max_tokens = fields.max_tokens if fields.max_tokens is not None else fields.max_completion_tokens
+    if fields.model is not None:
+        _check_text(fields.model, "model")
+    min_tokens = fields.min_tokens or 0
+    if max_tokens is not None and min_tokens > max_tokens:
+        raise _invalid("min_tokens", f"min_tokens ({min_tokens}) is more than max_tokens ({max_tokens})")
+    stream_options = fields.stream_options or StreamOptions()
+    if fields.stream_options is not None and not fields.stream:
+        raise _invalid("stream_options", "stream_options is only allowed with stream: true")
+    head = Head(
+        model=fields.model,
+        temperature=fields.temperature,
+        top_p=fields.top_p,
+        top_k=fields.top_k,
+        seed=fields.seed,
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        ignore_eos=bool(fields.ignore_eos),
+        stop=_stops(fields.stop),
+        stop_token_ids=fields.stop_token_ids or [],
+        stream=bool(fields.stream),
+        include_usage=bool(stream_options.include_usage),
+        continuous_usage=bool(stream_options.continuous_usage_stats),
+        priority=fields.priority or 0,
+        prompt_kind=kind,
+        num_prompts=num_prompts,
+        options=options,
+    )
+    return head, prompt
+
+
+def _decode(decoder: msgspec.json.Decoder[Any], data: bytes, base: str) -> Any:
+    try:
+        return decoder.decode(data)
+    except msgspec.ValidationError as error:
+        text = str(error)
+        match = _PATH.search(text)
+        path = base + (match[1] if match else "")
+        param = path.lstrip(".") or None
+        if missing := re.search(r"missing required field `(\w+)`", text):
+            param = f"{param}.{missing[1]}" if param else missing[1]
+        message = text[: match.start()] if match else text
+        raise _invalid(param, f"{param}: {message}" if param else f"the request body: {message}") from None
+    except RecursionError:
+        raise BadRequest("invalid_json", "the request body is nested too deeply") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BadRequest("invalid_json", f"the request body is not valid JSON: {error}") from None
+
+
+def _refuse_unbuilt(fields: Common) -> None:
+    for name in _UNBUILT:
+        _refuse_raw(name, getattr(fields, name))
+
+
+def _refuse_raw(name: str, raw: Raw) -> None:
+    data = bytes(raw)
+    if not data or data in (b"null", b"false", b"[]", b"{}", b'""'):
+        return
+    if len(data) <= 256:
+        try:
+            value = msgspec.json.decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise _invalid(name, f"{name}: {error}") from None
+        if value is None or value is False or value == [] or value == {}:
+            return
+        if name in _ZERO_IS_NEUTRAL and value == 0:
+            return
+        # compared with its type: 1 == True in Python, but `n: true` is no number
+        if any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in _NEUTRAL.get(name, ())):
+            return
+        if name == "response_format" and isinstance(value, dict) and value.get("type") == "text":
+            return
+        if name == "modalities" and value == ["text"]:
+            return
+    raise BadRequest("unsupported_parameter", f"{name} is not supported by this server", param=name)
+
+
+def _messages(messages: list[Message]) -> bytes:
+    """A list of objects as templates expect them: content is one string."""
+    plain: list[dict[str, Any]] = []
+    for at, message in enumerate(messages):
+        where = f"messages[{at}]"
+        if message.role not in _ROLES:
+            raise _invalid(f"{where}.role", f"{where}.role must be one of {', '.join(sorted(_ROLES))}")
+        content = message.content
+        if isinstance(content, list):
+            texts = []
+            for part_at, part in enumerate(content):
+                part_where = f"{where}.content[{part_at}]"
+                if part.type != "text":
+                    raise BadRequest(
+                        "unsupported_parameter", f"{part_where}.type: only text parts are supported", param=f"{part_where}.type"
+                    )
+                if part.text is None:
+                    raise _invalid(f"{part_where}.text", f"{part_where}.text is missing")
+                texts.append(part.text)
+            content = "\n".join(texts)
+        elif content is None and message.role != "assistant":
+            raise _invalid(f"{where}.content", f"{where}.content is missing")
+        if content is not None:
+            _check_text(content, f"{where}.content")
+        each: dict[str, Any] = {"role": message.role, "content": content}
+        for name in ("name", "tool_call_id", "reasoning_content"):
+            if (value := getattr(message, name)) is not None:
+                _check_text(value, f"{where}.{name}")
+                each[name] = value
+        if message.tool_calls:
+            each["tool_calls"] = message.tool_calls
+        plain.append(each)
+    try:
+        return _pack(plain)
+    except (RecursionError, OverflowError):
+        raise _invalid("messages", "messages: tool_calls are nested too deeply, or hold a number out of range") from None
+
+
+def _prompts(raw: bytes) -> tuple[str, bytes, int]:
+    """("text", list of strings) or ("ids", list of int32 arrays), as msgpack, and how many."""
+    data = raw.lstrip(b" \t\r\n")
+    if data[:1] == b'"':
+        texts: list[str] = [_decode(msgspec.json.Decoder(str), data, "prompt")]
+        _check_text(texts[0], "prompt")
+        return "text", _pack(texts), 1
+    inside = data[1:].lstrip(b" \t\r\n")[:1] if data[:1] == b"[" else b""
+    if inside == b'"':
+        texts = _decode(_texts, data, "prompt")
+        for at, text in enumerate(texts):
+            _check_text(text, f"prompt[{at}]")
+        return "text", _pack(texts), _check_num(len(texts))
+    if inside == b"[":
+        batch: list[list[int]] = _decode(_ids_batch, data, "prompt")
+        for at, ids in enumerate(batch):
+            if not ids:
+                raise _invalid(f"prompt[{at}]", f"prompt[{at}] is empty")
+        return "ids", _pack_ids(batch), _check_num(len(batch))
+    if inside and (inside.isdigit() or inside == b"-"):
+        return "ids", _pack_ids([_decode(_ids, data, "prompt")]), 1
+    if inside == b"]":
+        raise _invalid("prompt", "prompt is empty")
+    raise _invalid("prompt", "prompt must be a string, a list of strings, a list of token ids or a list of lists of token ids")
+
+
+def _pack_ids(batch: list[list[int]]) -> bytes:
+    """Each prompt as int32: the daemon counts them before it makes Python objects of them."""
+    return _pack([array("i", ids).tobytes() for ids in batch])
+
+
+def _check_num(num_prompts: int) -> int:
+    if num_prompts > MAX_PROMPTS:
+        raise _invalid("prompt", f"prompt: {num_prompts} prompts are more than the {MAX_PROMPTS} one request may hold")
+    return num_prompts
+
+
+def _stops(stop: str | list[str] | None) -> list[str]:
+    stops = [stop] if isinstance(stop, str) else stop or []
+    if len(stops) > MAX_STOPS:
+        raise _invalid("stop", f"stop: {len(stops)} strings are more than the {MAX_STOPS} one request may name")
+    for each in stops:
+        if not each:
+            raise _invalid("stop", "stop: a stop string is empty")
+        if len(each) > 1024:
+            raise _invalid("stop", "stop: a stop string is longer than 1024 characters")
+    return stops
+
+
+def _check_text(text: str, param: str) -> None:
+    if "\0" in text:
+        raise _invalid(param, f"{param} holds a NUL character")
+
+
+def _invalid(param: str | None, message: str) -> BadRequest:
+    return BadRequest("invalid_request", message, param=param)

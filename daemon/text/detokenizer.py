@@ -1,0 +1,105 @@
+"""Token ids to text, a few at a time. What comes out, joined, equals `tokenizer.decode(ids, skip_special_tokens=True)`."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from daemon.text.token_table import BYTE, BYTE_LEVEL, SKIPPED, TokenTable
+
+_utf8 = codecs.getincrementaldecoder("utf-8")
+
+
+class Detokenizer(Protocol):
+    """One sequence's state. `settled`: nothing is held back and the next token reads as the table says."""
+
+    settled: bool
+
+    def add(self, ids: Iterable[int]) -> str: ...
+
+    def end(self) -> str:
+        """What was held back, with U+FFFD for bytes that became no character."""
+        ...
+
+
+class ByteLevelDetokenizer:
+    """Tokens are bytes of UTF-8, cut anywhere: up to three bytes wait for the rest of their character."""
+
+    __slots__ = ("_decoder", "_table", "settled")
+
+    def __init__(self, table: TokenTable) -> None:
+        self._table = table
+        self._decoder = _utf8("replace")
+        self.settled = True
+
+    def add(self, ids: Iterable[int]) -> str:
+        raw = self._table.raw
+        text = self._decoder.decode(b"".join([raw(token_id) for token_id in ids]))
+        self.settled = not self._decoder.getstate()[0]
+        return text
+
+    def end(self) -> str:
+        return self._decoder.decode(b"", True)
+
+
+class PiecesDetokenizer:
+    """Tokens are strings; a run of byte-fallback tokens is text only as a whole (if it is no UTF-8, every byte of the run is
+    U+FFFD), so it waits for its end. The start of the text loses spaces, as the tokenizer's decoder says."""
+
+    __slots__ = ("_first", "_run", "_strip", "_table", "settled")
+
+    def __init__(self, table: TokenTable) -> None:
+        self._table = table
+        self._run = bytearray()
+        self._strip = table.strip_start
+        self._first = True
+        self.settled = False
+
+    def add(self, ids: Iterable[int]) -> str:
+        table, parts = self._table, []
+        for token_id in ids:
+            flag = table.flag(token_id)
+            if flag == SKIPPED:
+                continue
+            if flag == BYTE:
+                self._run += table.raw(token_id)
+                self._first = False
+                continue
+            if self._run:
+                parts.append(self._end_run())
+            parts.append((table.raw_first(token_id) if self._first else table.raw(token_id)).decode())
+            self._first = False
+        text = self._strip_start("".join(parts))
+        self.settled = not (self._run or self._first or self._strip)
+        return text
+
+    def end(self) -> str:
+        return self._strip_start(self._end_run()) if self._run else ""
+
+    def _end_run(self) -> str:
+        run = bytes(self._run)
+        self._run.clear()
+        try:
+            return run.decode()
+        except UnicodeDecodeError:
+            return "\ufffd" * len(run)
+
+    def _strip_start(self, text: str) -> str:
+        while self._strip and text:
+            if text[0] != " ":
+                self._strip = 0
+                break
+            text = text[1:]
+            self._strip -= 1
+        return text
+
+
+def detokenizer(table: TokenTable) -> Detokenizer:
+    return ByteLevelDetokenizer(table) if table.kind == BYTE_LEVEL else PiecesDetokenizer(table)
+
+
+def decode(table: TokenTable, ids: Sequence[int]) -> str:
+    """The text of a whole sequence."""
+    state = detokenizer(table)
+    return state.add(ids) + state.end()

@@ -1,0 +1,40 @@
+"""Finds stop strings in text that arrives in pieces, and keeps back what could still become one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StopStrings:
+    """`add` gives the text that may be sent and whether a stop string ended it. The stop string itself is never given."""
+
+    __slots__ = ("_held", "_longest", "_stops", "matched")
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._longest = max(map(len, self._stops))
+        self._held = ""
+        self.matched = False
+
+    def add(self, text: str) -> str:
+        text = self._held + text
+        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            self.matched, self._held = True, ""
+            return text[: min(found)]
+        keep = self._num_held(text)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def end(self) -> str:
+        """What was kept back, once it is known that nothing follows."""
+        held, self._held = self._held, ""
+        return held
+
+    def _num_held(self, text: str) -> int:
+        """Length of the longest end of `text` that begins a stop string."""
+        for length in range(min(self._longest - 1, len(text)), 0, -1):
+            tail = text[len(text) - length :]
+            if any(stop.startswith(tail) for stop in self._stops):
+                return length
+        return 0

@@ -1,0 +1,78 @@
+"""What every token id of a model reads as: one blob of bytes, offsets into it and a flag each, made by the text helper.
+
+Table lookups replace the tokenizer in the daemon: 128,256 tokens are about 1.5 MB here and over 50 MB parsed.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+import msgspec
+
+# flags, one byte a token
+NORMAL, SKIPPED, BYTE = 0, 1, 2  # SKIPPED: special, or an id without a token · BYTE: a byte-fallback token <0xNN>
+
+# how tokens join to text
+BYTE_LEVEL, PIECES = "byte_level", "pieces"
+
+
+class PackedTable(msgspec.Struct, frozen=True, array_like=True):
+    """The table as it crosses from the helper to the daemon."""
+
+    kind: str  # BYTE_LEVEL: bytes of UTF-8, cut anywhere · PIECES: whole strings, beside byte-fallback tokens
+    blob: bytes
+    offsets: bytes  # uint32[num_tokens + 1]
+    flags: bytes  # uint8[num_tokens]
+    strip_start: int = 0  # spaces taken off the start of the whole text
+    first: dict[int, bytes] = {}  # text of a token that comes first, where it differs
+    first_drops_spaces: bool = False  # a first token loses all its spaces (Metaspace)
+
+
+class TokenTable:
+    """`escaped[id]` is the token as the inside of a JSON string, or b"" for none, or None where the slow path must look: a token
+    not asked for yet, or bytes that are no UTF-8 on their own. Rendered on first use: 128k objects at once would hold the loop."""
+
+    __slots__ = ("_blob", "_first", "_flags", "_offsets", "escaped", "first_drops_spaces", "kind", "num_tokens", "strip_start")
+
+    def __init__(self, packed: PackedTable, vocab_size: int) -> None:
+        self.kind, self.strip_start, self.first_drops_spaces = packed.kind, packed.strip_start, packed.first_drops_spaces
+        self._blob, self._first, self._flags = packed.blob, packed.first, packed.flags
+        self._offsets = array("I")
+        self._offsets.frombytes(packed.offsets)
+        self.num_tokens = len(packed.flags)
+        # ids the model can sample but the tokenizer has no token for are silent
+        self.escaped: list[bytes | None] = [None] * max(self.num_tokens, vocab_size)
+
+    def flag(self, token_id: int) -> int:
+        return self._flags[token_id] if 0 <= token_id < self.num_tokens else SKIPPED
+
+    def raw(self, token_id: int) -> bytes:
+        """The token's bytes as they join others'; b"" for a skipped one."""
+        if self.flag(token_id) == SKIPPED:
+            return b""
+        return self._blob[self._offsets[token_id] : self._offsets[token_id + 1]]
+
+    def raw_first(self, token_id: int) -> bytes:
+        """The same for the first token that is not skipped."""
+        raw = self.raw(token_id)
+        if not self.first_drops_spaces:
+            return raw
+        special = self._first.get(token_id)
+        return raw.replace(b" ", b"") if special is None else special
+
+    def render(self, token_id: int) -> None:
+        """Fills `escaped[token_id]` if the token reads the same wherever it stands."""
+        if not 0 <= token_id < len(self.escaped) or self.flag(token_id) == BYTE:
+            return
+        try:
+            self.escaped[token_id] = escape(self.raw(token_id).decode())
+        except UnicodeDecodeError:
+            return
+
+
+def escape(text: str) -> bytes:
+    """The inside of a JSON string. Line separators are escaped as well: some clients cut an event stream with str.splitlines."""
+    escaped = msgspec.json.encode(text)[1:-1]
+    if text.isascii():
+        return escaped
+    return escaped.replace(b"\xe2\x80\xa8", b"\\u2028").replace(b"\xe2\x80\xa9", b"\\u2029").replace(b"\xc2\x85", b"\\u0085")

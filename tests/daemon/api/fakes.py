@@ -1,0 +1,204 @@
+"""A node without scheduler, engine or tokenizer: ids below 256 are bytes, so that texts can be written as bytes in tests."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from array import array
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+import msgspec
+from aiohttp import web
+
+from daemon.api.app import make_app, make_runner
+from daemon.api.schema import parse
+from daemon.contracts import Generation, ModelEntry
+from daemon.errors import BadRequest, HearthError
+from daemon.text.token_table import BYTE_LEVEL, NORMAL, SKIPPED, PackedTable, TokenTable
+from engine.protocol import FINISH_LENGTH, FINISH_NONE, FINISH_STOP
+
+EOS = 256
+WORDS = [b"Hello", b" world", b"\xc3\xa9", b'"quoted"\n', "\U0001f600".encode()]  # ids 257...
+VOCAB = 257 + len(WORDS)
+
+
+def byte_table() -> TokenTable:
+    pieces = [bytes([value]) for value in range(256)] + [b"<eos>", *WORDS]
+    offsets = array("I", [0])
+    for piece in pieces:
+        offsets.append(offsets[-1] + len(piece))
+    flags = bytes(SKIPPED if at == EOS else NORMAL for at in range(len(pieces)))
+    return TokenTable(PackedTable(kind=BYTE_LEVEL, blob=b"".join(pieces), offsets=offsets.tobytes(), flags=flags), VOCAB)
+
+
+def entry(name: str = "org/tiny", **changes: object) -> ModelEntry:
+    values: dict[str, object] = {
+        "name": name,
+        "path": "/nowhere",
+        "aliases": ("tiny",),
+        "max_model_len": 4096,
+        "vocab_size": VOCAB,
+        "eos_token_ids": (EOS,),
+        "bos_token_id": None,
+        "created": 1700000000,
+        "fingerprint": "f",
+    }
+    return ModelEntry(**(values | changes))  # type: ignore[arg-type]
+
+
+class FakeModels:
+    def __init__(self, *entries: ModelEntry) -> None:
+        self._entries = entries
+
+    def resolve(self, name: str) -> ModelEntry:
+        for each in self._entries:
+            if name == each.name or name in each.aliases:
+                return each
+        raise BadRequest("model_not_found", f"no model named {name[:100]!r}", param="model", status=404)
+
+    def entries(self) -> list[ModelEntry]:
+        return sorted(self._entries, key=lambda each: each.name)
+
+
+class FakeText:
+    """Encodes UTF-8 bytes as ids; a chat is its messages' contents, one after the other."""
+
+    def __init__(self) -> None:
+        self._table = byte_table()
+        self.num_parsed = 0
+
+    async def encode(self, model: ModelEntry, text: bytes, add_special_tokens: bool = True) -> list[array[int]]:
+        return [array("i", list(each.encode())) for each in msgspec.msgpack.decode(text, type=list[str])]
+
+    async def encode_chat(self, model: ModelEntry, messages: bytes, options: dict[str, object]) -> array[int]:
+        text = "".join(each["content"] or "" for each in msgspec.msgpack.decode(messages))
+        return array("i", list(text.encode()))
+
+    async def table(self, model: ModelEntry) -> TokenTable:
+        return self._table
+
+    async def parse_body(self, endpoint: str, body: bytes) -> tuple[bytes, bytes]:
+        self.num_parsed += 1
+        head, prompt = parse(endpoint, body)
+        return msgspec.msgpack.encode(head), prompt
+
+
+Script = list[tuple[list[int], int] | HearthError | float]
+
+
+def text_script(text: bytes, finish: int = FINISH_STOP, delay_s: float = 0.0) -> Script:
+    """One byte a step, then the end."""
+    script: Script = [delay_s] if delay_s else []
+    script += [([value], FINISH_NONE) for value in text]
+    return [*script, ([EOS], finish) if finish == FINISH_STOP else ([], finish)]
+
+
+class FakeRequests:
+    """Plays `script(generation)`: steps of (ids, finish), pauses in seconds, or an error at last."""
+
+    def __init__(self, script: Callable[[Generation], Script] | None = None) -> None:
+        self.script = script or self._echo
+        self.refusal: HearthError | None = None
+        self.submitted: list[Generation] = []
+        self.cancelled: list[Generation] = []
+        self.cancel_event = asyncio.Event()
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+
+    @staticmethod
+    def _echo(generation: Generation) -> Script:
+        """The prompt's bytes backwards, as many as asked for."""
+        ids = generation.prompt[::-1][: generation.params.max_tokens]
+        steps: Script = [([each], FINISH_NONE) for each in ids]
+        return [*steps, ([], FINISH_LENGTH)] if len(ids) == generation.params.max_tokens else [*steps, ([EOS], FINISH_STOP)]
+
+    def submit(self, generation: Generation) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+        self.submitted.append(generation)
+        generation.request_id = len(self.submitted)
+        self._tasks[generation.request_id] = asyncio.get_running_loop().create_task(self._play(generation))
+
+    def cancel(self, generation: Generation) -> None:
+        self.cancelled.append(generation)
+        self.cancel_event.set()
+        task = self._tasks.pop(generation.request_id, None)
+        if task is not None and task is not asyncio.current_task():
+            task.cancel()
+
+    async def _play(self, generation: Generation) -> None:
+        for step in self.script(generation):
+            if isinstance(step, float):
+                await asyncio.sleep(step)
+            elif isinstance(step, HearthError):
+                generation.sink.failed(step)
+            else:
+                ids, finish = step
+                generation.output += ids
+                generation.sink.tokens(ids, finish)
+                await asyncio.sleep(0)
+        self._tasks.pop(generation.request_id, None)
+
+    async def stop(self) -> None:
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class FakeHealth:
+    good = True
+
+    def health(self) -> tuple[bool, dict[str, object]]:
+        return self.good, {"status": "ok" if self.good else "overdue"}
+
+    def ready(self) -> tuple[bool, dict[str, object]]:
+        return self.good, {"status": "ready" if self.good else "draining"}
+
+    def metrics(self) -> bytes:
+        return b"hearth_up 1\n"
+
+
+@dataclass
+class Settings:
+    max_body_bytes: int | str = 16 << 20
+    body_read_timeout_s: float = 10.0
+    request_timeout_s: float = 600.0
+    sse_comment_every_s: float = 5.0
+
+
+@dataclass
+class Node:
+    requests: FakeRequests
+    text: FakeText
+    health: FakeHealth
+    settings: Settings
+    app: web.Application
+    port: int = 0
+    host: str = "127.0.0.1"
+    models: list[ModelEntry] = field(default_factory=list)
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+
+@contextlib.asynccontextmanager
+async def serve(
+    script: Callable[[Generation], Script] | None = None,
+    settings: Settings | None = None,
+    models: list[ModelEntry] | None = None,
+) -> AsyncIterator[Node]:
+    """A real server on a free port."""
+    requests, text, health, settings = FakeRequests(script), FakeText(), FakeHealth(), settings or Settings()
+    models = models or [entry()]
+    app = make_app(requests, FakeModels(*models), text, settings, health)
+    runner = make_runner(app, shutdown_timeout_s=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield Node(requests, text, health, settings, app, port=runner.addresses[0][1], models=models)
+    finally:
+        await requests.stop()
+        await runner.cleanup()
