@@ -1,0 +1,73 @@
+"""Whether a request is taken: refusals as values, each with a reason and, where trying again helps, when."""
+
+from __future__ import annotations
+
+from math import ceil
+
+from scheduler.node import pins, residency
+from scheduler.node.actions import Refusal
+from scheduler.node.node import Model, Node
+
+
+def refuse(node: Node, model: Model | None, name: str) -> Refusal | None:
+    """None: admit. O(devices)."""
+    if model is None:
+        return Refusal("model_not_found", f"no model {name!r} on this node")
+    if node.draining:
+        return Refusal("node_draining", "this node takes no new requests", node.settings.drain_retry_after_s)
+    if model.removed:
+        return removed(model)
+    refusal = closed(node, model)
+    if refusal is not None:
+        return refusal
+    if model.closed:
+        return Refusal("model_draining", f"{name} is being drained by the operator", node.settings.drain_retry_after_s)
+    if len(model.queue) - model.num_resubmissions >= max_queued(node, model):
+        message = f"{len(model.queue)} requests wait for {name}; max_queued is {max_queued(node, model)}"
+        return Refusal("queue_full", message, retry_after_s(node, model))
+    if model.copy is None and not pins.has_place(node, model):
+        return pins.would_not_fit(node, model)
+    return None
+
+
+def closed(node: Node, model: Model) -> Refusal | None:
+    """Why the model can't be had in the state it is in, whoever asks; None if it can."""
+    if not model.enabled:
+        return Refusal("model_disabled", f"{model.name} is disabled by the operator")
+    if model.state not in residency.CLOSED:
+        return None
+    if model.state == residency.INCOMPLETE:
+        return Refusal("model_incomplete", f"{model.name} is incomplete: {model.facts.incomplete}")
+    if model.state == residency.REFUSED:
+        return Refusal("model_too_large", f"{model.name} can never fit: {model.too_large}", details={"model": model.name})
+    until = model.quarantined_until
+    return Refusal("model_failed", f"{model.name} failed: {model.failure}", None if until is None else seconds(until - node.now))
+
+
+def removed(model: Model) -> Refusal:
+    return Refusal("model_removed", f"the folder of {model.name} is gone")
+
+
+def wait_exceeded(node: Node, model: Model) -> Refusal:
+    message = f"waited {node.settings.max_wait_s:g} s for {model.name} (max_wait_s); it is {model.state}: {model.reason}"
+    return Refusal("wait_exceeded", message, retry_after_s(node, model))
+
+
+def max_queued(node: Node, model: Model) -> int:
+    return model.facts.max_queued or node.settings.max_queued_per_model
+
+
+def retry_after_s(node: Node, model: Model) -> float:
+    """When a place in the queue should be free: the queue over the rate at which it is served, or a load first."""
+    wait = 1.0
+    rate = model.served.recent_per_s(node.now)
+    if rate > 0 and model.copy is not None:
+        wait = len(model.queue) / rate / 2
+    elif model.devices:
+        wait = node.reload_s(model, node.devices[model.devices[0]]) * 2
+    return seconds(min(wait, node.settings.max_wait_s))
+
+
+def seconds(wait_s: float) -> float:
+    """Whole seconds, at least one, as Retry-After wants them."""
+    return float(max(1, ceil(wait_s)))

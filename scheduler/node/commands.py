@@ -1,0 +1,145 @@
+"""What the operator asks for. Every command is answered exactly once, by CommandDone with its cause."""
+
+from __future__ import annotations
+
+from scheduler.node import admission, models, pins, placements, requests, residency
+from scheduler.node.actions import CommandDone, Refusal
+from scheduler.node.events import (
+    DisableRequested,
+    DrainRequested,
+    EnableRequested,
+    LoadRequested,
+    PinRequested,
+    ResumeRequested,
+    UnloadRequested,
+    UnpinRequested,
+)
+from scheduler.node.node import Model, Node
+
+
+def load(node: Node, event: LoadRequested) -> None:
+    """Answered when it is ready, or can't be."""
+    model = _find(node, event.model)
+    if model is None:
+        return
+    refusal = admission.removed(model) if model.removed else admission.closed(node, model)
+    if refusal is None and model.copy is None and not pins.has_place(node, model):
+        refusal = pins.would_not_fit(node, model)
+    if refusal is not None or model.state == residency.READY:
+        _done(node, event.model, refusal)
+        return
+    _wait_for_ready(node, model)
+
+
+def pin(node: Node, event: PinRequested) -> None:
+    """Pins at once and is answered like a load."""
+    model = _find(node, event.model)
+    if model is None:
+        return
+    refusal = admission.removed(model) if model.removed else admission.closed(node, model)
+    refusal = refusal or pins.pin(node, model)
+    if refusal is not None:
+        _done(node, event.model, refusal)
+        return
+    if model.victim_of and model.copy is not None and not model.copy.evict_sent:
+        placements.drop(node, node.placements[model.victim_of])  # pinned: never a victim; the other looks for room elsewhere
+    if model.state == residency.READY:
+        _done(node, event.model, None)
+        return
+    _wait_for_ready(node, model)
+
+
+def unpin(node: Node, event: UnpinRequested) -> None:
+    model = _find(node, event.model)
+    if model is None:
+        return
+    pins.unpin(node, model)
+    node.touch(model)
+    if model.copy is not None:
+        node.stir((model.copy.device,))
+    _done(node, event.model, None)
+
+
+def unload(node: Node, event: UnloadRequested) -> None:
+    """Evicts now, answered when that is done. What was running waits at the queue's front and may bring it back."""
+    model = _find(node, event.model)
+    if model is None:
+        return
+    if model.pinned:
+        _done(node, event.model, Refusal("busy", f"{model.name} is pinned; unpin it first"))
+        return
+    node.answer(model.load_causes, model.name, Refusal("unloaded", f"{model.name} was unloaded by the operator"))
+    node.touch(model)
+    if model.copy is None:
+        _done(node, event.model, None)
+        return
+    requests.take_back(node, model, model.running.values())
+    model.unload_causes.append(node.cause)
+    node.set_state(model, residency.DRAINING, "unloaded by the operator")
+    placements.evict(node, model)
+
+
+def enable(node: Node, event: EnableRequested) -> None:
+    model = _find(node, event.model)
+    if model is None:
+        return
+    model.enabled = True
+    if model.state == residency.DISABLED:
+        models.rest(node, model, "enabled by the operator")
+    node.touch(model)
+    _done(node, event.model, None)
+
+
+def disable(node: Node, event: DisableRequested) -> None:
+    """What waits is refused, what runs goes on to its end, then the copy is evicted."""
+    model = _find(node, event.model)
+    if model is None:
+        return
+    model.enabled = False
+    refusal = admission.closed(node, model)
+    assert refusal is not None
+    node.reject_queue(model, refusal)
+    node.answer(model.load_causes, model.name, refusal)
+    if model.copy is None:
+        models.rest(node, model, "disabled by the operator")
+    node.touch(model)
+    _done(node, event.model, None)
+
+
+def drain(node: Node, event: DrainRequested) -> None:
+    """No new request for the model, or the node; what runs or waits goes on."""
+    _close(node, event.model, True)
+
+
+def resume(node: Node, event: ResumeRequested) -> None:
+    _close(node, event.model, False)
+
+
+def _close(node: Node, name: str, closed: bool) -> None:
+    if not name:
+        node.draining = closed
+        _done(node, "", None)
+        return
+    model = _find(node, name)
+    if model is not None:
+        model.closed = closed
+        model.story.tell(node.now, node.cause, "takes no new requests" if closed else "takes requests again")
+        _done(node, name, None)
+
+
+def _wait_for_ready(node: Node, model: Model) -> None:
+    if not node.wanted(model):
+        model.asked_at = node.now
+    model.load_causes.append(node.cause)
+    node.touch(model)
+
+
+def _find(node: Node, name: str) -> Model | None:
+    model = node.models.get(name)
+    if model is None:
+        _done(node, name, Refusal("model_not_found", f"no model {name!r} on this node"))
+    return model
+
+
+def _done(node: Node, model: str, refusal: Refusal | None) -> None:
+    node.emit(CommandDone(cause=node.cause, model=model, refusal=refusal))

@@ -1,0 +1,81 @@
+"""Engines come up and die. A death empties the device's account; every request it had waits again, first in its queue."""
+
+from __future__ import annotations
+
+from scheduler.node import models, placements, requests, residency
+from scheduler.node.actions import GrantLease
+from scheduler.node.costs import LoadCosts
+from scheduler.node.events import EngineDown, EngineUp
+from scheduler.node.ledger import DeviceLedger
+from scheduler.node.node import LOADS, Device, Node
+
+
+def declare(node: Node, name: str, budget_bytes: int) -> Device:
+    """A device of this node, with or without an engine yet. Models are judged anew by the caller."""
+    settings = node.settings
+    device = Device(
+        name=name,
+        budget_bytes=budget_bytes,
+        ledger=DeviceLedger(budget_bytes // settings.chunk_bytes),
+        costs=LoadCosts(settings.bandwidth_bytes_per_s, settings.load_overhead_s),
+    )
+    node.devices[name] = device
+    return device
+
+
+def up(node: Node, event: EngineUp) -> None:
+    device = node.devices.get(event.device)
+    if device is not None and device.up:
+        end(node, device, (), "a new engine has come up")
+    if device is None:
+        device = declare(node, event.device, event.budget_bytes)
+        judge_all(node)
+    elif device.budget_bytes != event.budget_bytes:
+        device.budget_bytes = event.budget_bytes
+        device.ledger = DeviceLedger(event.budget_bytes // node.settings.chunk_bytes)
+        judge_all(node)
+    device.up, device.problem = True, ""
+    node.emit(GrantLease(cause=node.cause, device=device.name, lease_chunks=device.ledger.lease_chunks))
+    node.stir((device.name,))
+
+
+def judge_all(node: Node) -> None:
+    """The only pass over all models: a device is new, or its budget is."""
+    for model in node.models.values():
+        placements.unlist(node, model)
+        models.judge(node, model)
+        models.raise_work_space(node, model)
+        if model.copy is None and model.placement is None:
+            models.rest(node, model, "devices have changed")
+
+
+def down(node: Node, event: EngineDown) -> None:
+    device = node.devices.get(event.device)
+    if device is not None and device.up:
+        end(node, device, event.running, event.reason)
+
+
+def end(node: Node, device: Device, running: tuple[int, ...], reason: str) -> None:
+    """`running`: the requests of the step that was in flight. A load is at fault only when no step was."""
+    device.up = False
+    for placement in list(device.placements.values()):
+        if placement.stage != LOADS:
+            placements.undo(node, placement)
+            device.ledger.withdraw(placement.id)
+            for name in placement.victims:
+                node.models[name].victim_of = 0
+            node.touch(node.models[placement.model])
+    in_flight = set(running)
+    for model in list(device.resident.values()):
+        assert model.copy is not None
+        if model.state == residency.LOADING and not in_flight:
+            models.note_failed_load(node, model, f"the engine of {device.name} ended: {reason}", permanent=False)
+        for request in list(model.running.values()):
+            if request.facts.request_id in in_flight:
+                request.crashes += 1
+                if request.crashes >= node.settings.max_crashes:
+                    requests.crashed(node, model, request)
+                    models.note_crash(node, model)
+        requests.take_back(node, model, model.running.values())
+        placements.release(node, model, f"the engine of {device.name} ended: {reason}")
+    device.ledger.clear()

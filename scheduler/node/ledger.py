@@ -1,0 +1,142 @@
+"""Every byte of a device, in chunks. What the driver says is free is only ever compared with this, never decided on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from scheduler.node.events import ModelFacts
+
+MIB = 1024 * 1024
+
+
+@dataclass(slots=True, frozen=True)
+class Size:
+    """What one copy of a model takes, in chunks. The work space is shared by all models of the device: the largest counts."""
+
+    weights_chunks: int
+    kv_chunks: int
+    work_space_chunks: int
+
+    @property
+    def chunks(self) -> int:
+        """Held by this copy alone."""
+        return self.weights_chunks + self.kv_chunks
+
+
+NOTHING = Size(0, 0, 0)
+
+
+def size_of(facts: ModelFacts, chunk_bytes: int) -> Size:
+    """Weights and work space rounded up to chunks; reserved KV is one request of max_model_len (or kv_floor_tokens, if larger),
+    rounded up, and one chunk more because blocks don't end where chunks do."""
+    return Size(
+        weights_chunks=-(-facts.weights_bytes // chunk_bytes),
+        kv_chunks=-(-kv_reserved_bytes(facts) // chunk_bytes) + 1,
+        work_space_chunks=-(-facts.work_space_bytes // chunk_bytes),
+    )
+
+
+def kv_reserved_bytes(facts: ModelFacts) -> int:
+    return max(facts.kv_floor_tokens, facts.max_model_len) * facts.kv_bytes_per_token
+
+
+def amount(num_bytes: int) -> str:
+    """`12345678 bytes (11.8 MiB)`."""
+    return f"{num_bytes} bytes ({num_bytes / MIB:.1f} MiB)"
+
+
+def arithmetic(facts: ModelFacts, chunk_bytes: int, budgets: dict[str, int]) -> str:
+    """Why a model fits on none of the devices (name -> budget in bytes), each sum in full."""
+    size = size_of(facts, chunk_bytes)
+    weights, kv, work = (n * chunk_bytes for n in (size.weights_chunks, size.kv_chunks, size.work_space_chunks))
+    lines = [
+        f"weights {amount(weights)} + reserved KV {amount(kv)} for {max(facts.kv_floor_tokens, facts.max_model_len)} tokens"
+        f" of {facts.kv_bytes_per_token} bytes + work space {amount(work)} = {amount(weights + kv + work)}"
+        f", in chunks of {chunk_bytes} bytes"
+    ]
+    for device, budget in sorted(budgets.items()):
+        usable = budget // chunk_bytes * chunk_bytes
+        over = weights + kv + work - usable
+        lines.append(f"{device} has {amount(usable)}: {'fits' if over <= 0 else f'{amount(over)} too little'}")
+    return "; ".join(lines)
+
+
+class DeviceLedger:
+    """The account of one device. At all times
+
+        lease = total - work space - sum(weights + reserved KV of each copy) - what is promised to placements under way
+
+    where the lease is what the engine may use as KV for any of its models beyond their reserves.
+    """
+
+    __slots__ = ("_held", "held_chunks", "promised", "total_chunks", "work_space_chunks")
+
+    def __init__(self, total_chunks: int) -> None:
+        self.total_chunks = total_chunks
+        self.work_space_chunks = 0
+        self.held_chunks = 0
+        self._held: dict[str, Size] = {}
+        self.promised: dict[int, tuple[int, int]] = {}  # placement -> (chunks, its work space)
+
+    @property
+    def held(self) -> dict[str, Size]:
+        return self._held
+
+    @property
+    def lease_chunks(self) -> int:
+        """Never negative: a promise may count on chunks that its victims still hold."""
+        return max(0, self.total_chunks - self.work_space_chunks - self.held_chunks - self.promised_chunks)
+
+    @property
+    def promised_chunks(self) -> int:
+        return sum(chunks for chunks, _ in self.promised.values())
+
+    def room_for(self, placement_id: int) -> int:
+        """Chunks that copies and work space may take together, less what is promised to other placements."""
+        return self.total_chunks - sum(chunks for other, (chunks, _) in self.promised.items() if other != placement_id)
+
+    def promise(self, placement_id: int, chunks: int, work_space_chunks: int) -> None:
+        self.promised[placement_id] = (max(0, chunks), work_space_chunks)
+
+    def withdraw(self, placement_id: int) -> None:
+        self.promised.pop(placement_id, None)
+
+    def required_work_space(self) -> int:
+        """The largest of the copies held and of the promises."""
+        return max(
+            max((size.work_space_chunks for size in self._held.values()), default=0),
+            max((work for _, work in self.promised.values()), default=0),
+        )
+
+    def raise_work_space(self, chunks: int) -> bool:
+        """Out of the free lease, at registration. False: unchanged, either large enough already or no room now."""
+        extra = chunks - self.work_space_chunks
+        if extra <= 0 or extra > self.lease_chunks:
+            return False
+        self.work_space_chunks = chunks
+        return True
+
+    def hold(self, model: str, size: Size) -> None:
+        """Takes a copy's chunks. A work space larger than any copy needs gives way to a copy. Raises ValueError if it can't fit:
+        the caller has chosen too few victims."""
+        if model in self._held:
+            raise ValueError(f"{model} is held already")
+        self._held[model] = size
+        self.held_chunks += size.chunks
+        required = self.required_work_space()
+        room = self.total_chunks - self.held_chunks - self.promised_chunks
+        self.work_space_chunks = max(required, min(self.work_space_chunks, room))
+        if self.work_space_chunks > room:
+            raise ValueError(
+                f"{model} overdraws its device: {self.held_chunks} held + {self.promised_chunks} promised"
+                f" + {self.work_space_chunks} work space > {self.total_chunks} chunks"
+            )
+
+    def release(self, model: str) -> None:
+        self.held_chunks -= self._held.pop(model).chunks
+
+    def clear(self) -> None:
+        """The engine's memory is gone. The work space stays reserved for the next one."""
+        self._held.clear()
+        self.promised.clear()
+        self.held_chunks = 0

@@ -1,0 +1,117 @@
+"""What a model needs, and what state it is in when it has no copy: rule 2 and quarantines."""
+
+from __future__ import annotations
+
+from scheduler.node import admission, residency
+from scheduler.node.actions import GrantLease
+from scheduler.node.ledger import arithmetic, size_of
+from scheduler.node.node import Model, Node
+
+
+def judge(node: Node, model: Model) -> None:
+    """Rule 2: on which of its devices it fits when they are empty; on none, why, in full. O(devices)."""
+    facts, settings = model.facts, node.settings
+    model.size = size_of(facts, settings.chunk_bytes)
+    need = model.size.chunks + model.size.work_space_chunks
+    allowed = {name: device for name, device in node.devices.items() if not facts.devices or name in facts.devices}
+    model.devices = tuple(name for name, device in allowed.items() if need <= device.ledger.total_chunks)
+    model.too_large = ""
+    if node.devices and not allowed:
+        model.too_large = f"it may only live on {', '.join(facts.devices)}; this node has {', '.join(node.devices)}"
+    elif node.devices and not model.devices:
+        model.too_large = arithmetic(facts, settings.chunk_bytes, {name: device.budget_bytes for name, device in allowed.items()})
+
+
+def raise_work_space(node: Node, model: Model) -> None:
+    """Now, where the lease is free; else when it is placed."""
+    for name in model.devices:
+        device = node.devices[name]
+        if device.ledger.raise_work_space(model.size.work_space_chunks) and device.up:
+            node.emit(GrantLease(cause=node.cause, device=name, lease_chunks=device.ledger.lease_chunks))
+
+
+def rest(node: Node, model: Model, reason: str) -> None:
+    """The state of a model without a copy, from all that is known of it."""
+    if model.removed:
+        state, reason = residency.COLD, "its folder is gone"
+    elif not model.enabled:
+        state, reason = residency.DISABLED, "by the operator"
+    elif model.facts.incomplete:
+        state, reason = residency.INCOMPLETE, model.facts.incomplete
+    elif model.too_large:
+        state, reason = residency.REFUSED, model.too_large
+    elif model.failure:
+        state, reason = residency.FAILED, model.failure
+    else:
+        state = residency.COLD
+    node.set_state(model, state, reason)
+    refusal = admission.removed(model) if model.removed else admission.closed(node, model)
+    if refusal is not None:
+        node.reject_queue(model, refusal)
+        node.answer(model.load_causes, model.name, refusal)
+    if model.pinned or model.load_causes:
+        model.asked_at = node.now
+    node.touch(model)
+
+
+def forget(node: Node, model: Model) -> None:
+    """Its folder is gone and nothing of it runs or is loaded."""
+    for kind in ("retry", "quarantine", "load", "evict"):
+        node.deadlines.discard((kind, model.name))
+    for device in node.devices.values():
+        device.costs.forget(model.name, model.facts.weights_bytes)
+    node.answer(model.unload_causes, model.name, None)
+    node.set_state(model, "", "forgotten")
+    del node.models[model.name]
+    node.touched.pop(model.name, None)
+
+
+# ---- failures
+
+
+def note_failed_load(node: Node, model: Model, reason: str, permanent: bool) -> None:
+    """Counts before the model rests. Not permanent: tried again after 1, 2, 4 ... s; after failed_loads in a row quarantined."""
+    settings = node.settings
+    model.failed_loads += 1
+    if permanent:
+        model.failure, model.quarantined_until = reason, None
+    elif model.failed_loads >= settings.failed_loads:
+        quarantine(node, model, f"{model.failed_loads} loads failed in a row, the last because: {reason}")
+    else:
+        model.retry_at = node.now + settings.retry_load_s * 2 ** (model.failed_loads - 1)
+        node.deadlines.set(("retry", model.name), model.retry_at)
+        model.story.tell(node.now, node.cause, f"load failed ({reason}); again in {model.retry_at - node.now:g} s")
+
+
+def note_crash(node: Node, model: Model) -> None:
+    """One of its requests has crashed its engine too often."""
+    settings = node.settings
+    model.faults = [at for at in model.faults if at > node.now - settings.crash_window_s]
+    model.faults.append(node.now)
+    if len(model.faults) >= settings.crash_faults:
+        model.faults.clear()
+        quarantine(node, model, f"its requests crashed an engine repeatedly ({settings.crash_faults} faults)")
+
+
+def quarantine(node: Node, model: Model, reason: str) -> None:
+    settings = node.settings
+    pause_s = min(settings.quarantine_s * 2**model.num_quarantines, settings.max_quarantine_s)
+    model.num_quarantines += 1
+    model.failure, model.quarantined_until = reason, node.now + pause_s
+    node.deadlines.set(("quarantine", model.name), model.quarantined_until)
+
+
+def quarantine_over(node: Node, model: Model) -> None:
+    """One more try: the next failure quarantines it again, for twice as long."""
+    model.failure, model.quarantined_until = "", None
+    model.failed_loads = node.settings.failed_loads - 1
+    if model.copy is None and model.placement is None:
+        rest(node, model, "quarantine over")
+
+
+def clear_failure(node: Node, model: Model) -> None:
+    model.failure, model.quarantined_until, model.retry_at = "", None, 0.0
+    model.failed_loads = model.num_quarantines = 0
+    model.faults.clear()
+    for kind in ("retry", "quarantine"):
+        node.deadlines.discard((kind, model.name))

@@ -1,0 +1,230 @@
+"""The node as the scheduler knows it: models, devices, requests, copies and placements. Handlers change it; `settle` draws the
+consequences for what they touched, so that no event costs more than what it touches."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from scheduler.node import residency
+from scheduler.node.actions import Action, CommandDone, Refusal, Reject, StateChanged
+from scheduler.node.costs import LoadCosts, Rate
+from scheduler.node.events import ModelFacts, RequestFacts
+from scheduler.node.lazy_heap import LazyHeap
+from scheduler.node.ledger import NOTHING, DeviceLedger, Size
+from scheduler.node.settings import SchedulerSettings
+from scheduler.node.story import EndedRequests, Story
+
+# Stages of a placement, in order. Loading ends it: what is left then is the copy.
+VICTIMS_DRAIN, VICTIMS_LEAVE, WAITS_FOR_LOADER, LOADS = "victims drain", "victims leave", "waits for another load", "loads"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    facts: RequestFacts
+    arrived: float
+    device: str = ""  # where it was submitted; "" while queued
+    submitted_at: float = 0.0
+    resubmission: bool = False  # was submitted before: no wait limit, no queue bound
+    crashes: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Copy:
+    """A model's memory on a device, from Load until its eviction was answered. Its facts are those it was loaded with."""
+
+    placement_id: int
+    device: str
+    facts: ModelFacts
+    size: Size
+    evict_sent: bool = False
+    rolling_back: bool = False
+    overdue: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Placement:
+    """A model on its way to a device."""
+
+    id: int
+    model: str
+    device: str
+    size: Size
+    facts: ModelFacts
+    cause: str
+    forced: bool
+    victims: dict[str, None]  # models that still hold memory it needs
+    stage: str = VICTIMS_DRAIN
+
+
+@dataclass(slots=True, eq=False)
+class Model:
+    facts: ModelFacts
+    size: Size
+    devices: tuple[str, ...]  # allowed ones on which it fits when they are empty
+    too_large: str = ""  # the arithmetic, when there is none
+    state: str = ""
+    reason: str = ""
+    copy: Copy | None = None
+    placement: Placement | None = None
+    queue: OrderedDict[int, Request] = field(default_factory=OrderedDict)
+    num_resubmissions: int = 0  # of those queued
+    running: dict[int, Request] = field(default_factory=dict)
+    pinned: bool = False
+    home: str = ""  # the device that keeps room for a pinned model
+    enabled: bool = True
+    closed: bool = False  # the operator drains it
+    removed: bool = False
+    victim_of: int = 0  # placement; 0: none
+    load_causes: list[str] = field(default_factory=list)  # commands that wait for ready
+    unload_causes: list[str] = field(default_factory=list)
+    asked_at: float = 0.0  # since when a command or a pin wants it
+    arrivals: Rate = field(default_factory=Rate)
+    served: Rate = field(default_factory=Rate)
+    last_used: float | None = None
+    failure: str = ""  # why it is failed
+    failed_loads: int = 0  # in a row
+    num_quarantines: int = 0
+    quarantined_until: float | None = None
+    retry_at: float = 0.0
+    forced_at: float | None = None
+    faults: list[float] = field(default_factory=list)
+    progress: tuple[int, int] | None = None
+    story: Story = field(default_factory=Story)
+
+    @property
+    def name(self) -> str:
+        return self.facts.name
+
+    @property
+    def window(self) -> int:
+        """Most requests it may have in its engine, in sequences; times window_per_sequence."""
+        return (self.copy.facts if self.copy else self.facts).max_sequences
+
+    @property
+    def leaves(self) -> bool:
+        """Drains on its own account, whether or not somebody wants its room."""
+        return self.removed or not self.enabled
+
+    def enqueue(self, request: Request) -> None:
+        self.queue[request.facts.request_id] = request
+        self.num_resubmissions += request.resubmission
+
+    def dequeue(self, request_id: int) -> Request:
+        request = self.queue.pop(request_id)
+        self.num_resubmissions -= request.resubmission
+        return request
+
+
+@dataclass(slots=True, eq=False)
+class Device:
+    name: str
+    budget_bytes: int
+    ledger: DeviceLedger
+    costs: LoadCosts
+    up: bool = False
+    resident: dict[str, Model] = field(default_factory=dict)  # models with a copy here
+    placements: dict[int, Placement] = field(default_factory=dict)  # under way; at most one loads, at most one drains busy victims
+    loading: Placement | None = None
+    by_age: LazyHeap[str] = field(default_factory=LazyHeap)  # cold models that want to come here, by oldest waiting
+    by_work: LazyHeap[str] = field(default_factory=LazyHeap)  # the same, by waiting work per reload second
+    crowded_out: dict[str, None] = field(default_factory=dict)  # models kept off by pins
+    pinned: Size = NOTHING  # room kept for pinned models whose home this is
+    problem: str = ""
+
+    @property
+    def draining(self) -> Placement | None:
+        """The placement whose busy victims run to their end; others may pass it."""
+        for placement in self.placements.values():
+            if placement.stage == VICTIMS_DRAIN:
+                return placement
+        return None
+
+    @property
+    def available(self) -> bool:
+        """A placement may begin: nothing is under way but waiting for busy victims."""
+        return self.up and all(placement.stage == VICTIMS_DRAIN for placement in self.placements.values())
+
+
+class Node:
+    """All state, and the actions of the event being handled."""
+
+    def __init__(self, settings: SchedulerSettings) -> None:
+        self.settings = settings
+        self.now = 0.0
+        self.cause = "boot"
+        self.actions: list[Action] = []
+        self.models: dict[str, Model] = {}
+        self.devices: dict[str, Device] = {}
+        self.requests: dict[int, Request] = {}
+        self.copies: dict[int, str] = {}  # placement -> model
+        self.placements: dict[int, Placement] = {}
+        self.pinned: dict[str, Model] = {}
+        self.deadlines: LazyHeap[tuple[str, str]] = LazyHeap()  # (kind, model or device)
+        self.waits: LazyHeap[int] = LazyHeap()  # request -> when it has waited too long
+        self.touched: dict[str, None] = {}  # models to settle
+        self.stirred: dict[str, None] = {}  # devices on which something may fit now
+        self.ended = EndedRequests()
+        self.draining = False
+        self.num_placements = 0
+
+    # ---- telling
+
+    def emit(self, action: Action) -> None:
+        self.actions.append(action)
+
+    def set_state(self, model: Model, state: str, reason: str) -> None:
+        old, model.state, model.reason = model.state, state, reason
+        if old == state:
+            return
+        device = model.copy.device if model.copy else ""
+        model.story.tell(self.now, self.cause, f"{old or 'new'} -> {state}: {reason}")
+        self.emit(StateChanged(cause=self.cause, model=model.name, old=old, new=state, reason=reason, device=device))
+
+    def reject(self, request: Request, refusal: Refusal) -> None:
+        """Ends a request that is in no queue any more."""
+        request_id = request.facts.request_id
+        del self.requests[request_id]
+        self.waits.discard(request_id)
+        self.ended.note(request_id, self.now, request.facts.model, refusal.code)
+        self.emit(Reject(cause=self.cause, request_id=request_id, refusal=refusal))
+
+    def reject_queue(self, model: Model, refusal: Refusal) -> None:
+        while model.queue:
+            self.reject(model.dequeue(next(iter(model.queue))), refusal)
+
+    def answer(self, causes: list[str], model: str, refusal: Refusal | None) -> None:
+        """Answers commands and forgets them."""
+        for cause in causes:
+            self.emit(CommandDone(cause=cause, model=model, refusal=refusal))
+        causes.clear()
+
+    # ---- touching
+
+    def touch(self, model: Model) -> None:
+        self.touched[model.name] = None
+
+    def stir(self, names: Iterable[str]) -> None:
+        for name in names:
+            self.stirred[name] = None
+
+    # ---- asking
+
+    def window(self, model: Model) -> int:
+        return model.window * self.settings.window_per_sequence
+
+    def reload_s(self, model: Model, device: Device) -> float:
+        return device.costs.predict_s(model.name, model.facts.weights_bytes)
+
+    def force_every_s(self, model: Model, device: Device) -> float:
+        """Rule 9."""
+        return max(self.settings.force_every_s, self.settings.force_every_reloads * self.reload_s(model, device))
+
+    def wanted(self, model: Model) -> bool:
+        """Somebody waits for it to be loaded."""
+        return bool(model.queue or model.load_causes or model.pinned)
+
+    def resting(self, model: Model) -> bool:
+        """Cold, and free to be placed."""
+        return model.state in residency.PLACEABLE and model.placement is None

@@ -1,0 +1,176 @@
+"""Which model lives on which device, and which request goes there: a pure state machine.
+
+Start here. `handle` takes one event and returns the actions to carry out, in order; the caller posts back what came of them.
+Nothing here reads a clock, blocks or fails: a refusal is a value. See docs/design.md for the nine rules.
+
+    events -> handlers (requests, commands, registration, placements, engines) change the records of node.py and touch models
+           -> settle: touched models take the steps they can, stirred devices are looked at (look, eviction, placement)
+           -> actions
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from scheduler.node import commands, engines, events, explain, models, placements, registration, requests
+from scheduler.node.actions import Action
+from scheduler.node.events import Event
+from scheduler.node.ledger import kv_reserved_bytes
+from scheduler.node.node import Device, Model, Node
+from scheduler.node.settings import SchedulerSettings
+from scheduler.node.settle import settle
+from scheduler.node.validation import validate
+from scheduler.node.views import DeviceView, ModelView, QueuedView
+
+__all__ = ["NodeScheduler", "SchedulerSettings"]
+
+
+def _time_passed(node: Node, event: events.TimePassed) -> None:
+    """Deadlines are looked at after every event; this one is only that."""
+
+
+_HANDLERS: dict[type[Event], Callable[[Node, Any], None]] = {
+    events.ModelRegistered: registration.registered,
+    events.ModelRemoved: registration.removed,
+    events.EngineUp: engines.up,
+    events.EngineDown: engines.down,
+    events.LoadFinished: placements.load_finished,
+    events.LoadFailed: placements.load_failed,
+    events.LoadProgressed: placements.load_progressed,
+    events.EvictFinished: placements.evict_finished,
+    events.RequestArrived: requests.arrived,
+    events.RequestCancelled: requests.cancelled,
+    events.RequestFinished: requests.finished,
+    events.LoadRequested: commands.load,
+    events.UnloadRequested: commands.unload,
+    events.PinRequested: commands.pin,
+    events.UnpinRequested: commands.unpin,
+    events.EnableRequested: commands.enable,
+    events.DisableRequested: commands.disable,
+    events.DrainRequested: commands.drain,
+    events.ResumeRequested: commands.resume,
+    events.TimePassed: _time_passed,
+}
+
+
+class NodeScheduler:
+    """`devices`: name -> budget in bytes of the devices that will come up, so that models can be judged before engines are."""
+
+    def __init__(self, settings: SchedulerSettings, devices: Mapping[str, int] | None = None) -> None:
+        self._node = Node(settings)
+        for name, budget_bytes in (devices or {}).items():
+            engines.declare(self._node, name, budget_bytes)
+
+    def handle(self, event: Event) -> list[Action]:
+        """What shall be done now, in order. Time never goes back: an older `now` counts as the latest one."""
+        node = self._node
+        node.now = max(node.now, event.now)
+        node.cause = event.cause
+        node.actions = []
+        _HANDLERS[type(event)](node, event)
+        _deadlines(node)
+        settle(node)
+        return node.actions
+
+    def next_deadline(self) -> float | None:
+        """Monotonic seconds at which `TimePassed` shall be posted; None when nothing depends on time alone."""
+        first = [entry[0] for entry in (self._node.deadlines.peek(), self._node.waits.peek()) if entry is not None]
+        return min(first, default=None)
+
+    def reconfigure(self, settings: SchedulerSettings) -> None:
+        """New limits, from the next event on. Raises ValueError for another chunk_bytes: that needs a restart."""
+        if settings.chunk_bytes != self._node.settings.chunk_bytes:
+            raise ValueError(
+                f"chunk_bytes cannot change while running: {self._node.settings.chunk_bytes} -> {settings.chunk_bytes}"
+            )
+        self._node.settings = settings
+
+    def validate(self) -> None:
+        """Raises AssertionError naming the invariant that does not hold. O(everything): for tests."""
+        validate(self._node)
+
+    # ---- what the operator sees
+
+    def snapshot(self) -> list[ModelView]:
+        return [_model_view(model) for model in self._node.models.values()]
+
+    def model(self, name: str) -> ModelView | None:
+        model = self._node.models.get(name)
+        return None if model is None else _model_view(model)
+
+    def devices(self) -> list[DeviceView]:
+        return [_device_view(self._node, device) for device in self._node.devices.values()]
+
+    def queue(self) -> list[QueuedView]:
+        """By model, in the order in which they will be submitted."""
+        return [
+            QueuedView(request_id, model.name, request.facts.tenant, position, request.arrived, request.resubmission)
+            for model in self._node.models.values()
+            for position, (request_id, request) in enumerate(model.queue.items())
+        ]
+
+    def why(self, name_or_request: str) -> list[str]:
+        """The story of a model or request, oldest first, and what it waits for; [] when it is unknown."""
+        return explain.why(self._node, name_or_request)
+
+    def health(self) -> list[str]:
+        """Overdue roll-backs: what an operator must know and a restart of the engine has not yet cured. [] is healthy."""
+        return [device.problem for device in self._node.devices.values() if device.problem]
+
+    @property
+    def draining(self) -> bool:
+        return self._node.draining
+
+
+def _deadlines(node: Node) -> None:
+    requests.expire(node)
+    while (due := node.deadlines.pop_due(node.now)) is not None:
+        kind, name = due
+        if kind == "look":
+            node.stir((name,))
+        elif kind == "load":
+            placements.load_overdue(node, node.models[name])
+        elif kind == "evict":
+            placements.evict_overdue(node, node.models[name])
+        elif kind == "retry":
+            node.touch(node.models[name])
+        elif kind == "quarantine":
+            models.quarantine_over(node, node.models[name])
+
+
+def _model_view(model: Model) -> ModelView:
+    copy, placement = model.copy, model.placement
+    facts = copy.facts if copy else model.facts
+    return ModelView(
+        name=model.name,
+        state=model.state,
+        device=copy.device if copy else "",
+        weights_bytes=facts.weights_bytes,
+        kv_reserved_bytes=kv_reserved_bytes(facts),
+        active=len(model.running),
+        queued=len(model.queue),
+        pinned=model.pinned,
+        last_used=model.last_used,
+        reason=model.reason,
+        placement_id=copy.placement_id if copy else placement.id if placement else None,
+        progress=model.progress,
+    )
+
+
+def _device_view(node: Node, device: Device) -> DeviceView:
+    ledger = device.ledger
+    return DeviceView(
+        name=device.name,
+        up=device.up,
+        budget_bytes=device.budget_bytes,
+        chunk_bytes=node.settings.chunk_bytes,
+        total_chunks=ledger.total_chunks,
+        work_space_chunks=ledger.work_space_chunks,
+        held={name: size.chunks for name, size in ledger.held.items()},
+        promised_chunks=ledger.promised_chunks,
+        lease_chunks=ledger.lease_chunks,
+        loading=device.loading.model if device.loading else "",
+        num_waiting=len(device.by_age),
+        problem=device.problem,
+    )

@@ -1,0 +1,35 @@
+"""Which device a model goes to, out of those that could take it now."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from scheduler.node.eviction import Resident
+
+
+@dataclass(slots=True)
+class Option:
+    """One device and what would have to leave it."""
+
+    device: str
+    victims: list[Resident]
+    lease_chunks: int  # before it
+
+    @property
+    def forced(self) -> bool:
+        return any(victim.busy for victim in self.victims)
+
+    @property
+    def cost(self) -> float:
+        """Expected reload seconds per second caused by what leaves."""
+        return sum(victim.value * victim.chunks for victim in self.victims)
+
+
+def choose(options: Iterable[Option]) -> Option | None:
+    """No running request disturbed, then nothing evicted, then the least loss, then the most room (so models spread)."""
+    return min(
+        options,
+        key=lambda option: (option.forced, bool(option.victims), option.cost, -option.lease_chunks, option.device),
+        default=None,
+    )

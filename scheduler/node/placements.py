@@ -1,0 +1,313 @@
+"""The way of a model to a device and off it again.
+
+A placement: its victims drain, leave, then it waits for the device's loader and loads. From Load on its id names the copy, until
+the copy's eviction is answered. While it only waits for busy victims it can be dropped, and they are ready again: nothing has
+been taken from them yet. From the first Evict on they go, whatever becomes of the placement.
+"""
+
+from __future__ import annotations
+
+from scheduler.node import look, pins, residency
+from scheduler.node.actions import Evict, Load, Refusal, RestartEngine
+from scheduler.node.admission import retry_after_s
+from scheduler.node.events import EvictFinished, LoadFailed, LoadFinished, LoadProgressed
+from scheduler.node.models import note_failed_load, rest
+from scheduler.node.node import LOADS, VICTIMS_DRAIN, VICTIMS_LEAVE, WAITS_FOR_LOADER, Copy, Device, Model, Node, Placement
+from scheduler.node.placement import Option
+
+# ---- beginning
+
+
+def place_next(node: Node, device: Device) -> None:
+    """Begins whatever can begin on a device on which something changed."""
+    if not device.up:
+        return
+    for waiting in list(device.placements.values()):
+        if waiting.stage == WAITS_FOR_LOADER:
+            advance(node, waiting)
+    draining = device.draining
+    if draining is not None and device.available:
+        model = node.models[draining.model]
+        option = look.plan(node, model, device, may_force=False, instead=draining)
+        if option is not None:  # others have become idle: the busy ones need not leave after all
+            drop(node, draining)
+            begin(node, model, option)
+    while device.available:
+        found = look.next_option(node, device)
+        if found is None:
+            return
+        begin(node, *found)
+
+
+def begin(node: Node, model: Model, option: Option) -> None:
+    device = node.devices[option.device]
+    node.num_placements += 1
+    placement = Placement(
+        id=node.num_placements,
+        model=model.name,
+        device=device.name,
+        size=model.size,
+        facts=model.facts,
+        cause=node.cause,
+        forced=option.forced,
+        victims=dict.fromkeys(victim.name for victim in option.victims),
+    )
+    unlist(node, model)
+    model.placement = placement
+    node.placements[placement.id] = device.placements[placement.id] = placement
+    if model.pinned and model.home != device.name:
+        pins.move_home(node, model, device.name)
+    leaving = f", in place of {', '.join(placement.victims)}" if placement.victims else ""
+    model.story.tell(node.now, node.cause, f"placement {placement.id} on {device.name}{leaving}")
+    for resident in option.victims:
+        victim = node.models[resident.name]
+        victim.victim_of = placement.id
+        if resident.busy:
+            victim.forced_at = node.now
+        node.set_state(victim, residency.DRAINING, f"makes room for {model.name} (placement {placement.id})")
+    promise(node, placement)
+    advance(node, placement)
+
+
+def promise(node: Node, placement: Placement) -> None:
+    """What it needs beyond the chunks its victims still hold is kept from others."""
+    device = node.devices[placement.device]
+    held = sum(device.ledger.held[name].chunks for name in placement.victims)
+    device.ledger.promise(placement.id, placement.size.chunks - held, placement.size.work_space_chunks)
+
+
+def advance(node: Node, placement: Placement) -> None:
+    """Takes every step that nothing stands in the way of."""
+    device = node.devices[placement.device]
+    if placement.stage == VICTIMS_DRAIN:
+        if any(node.models[name].running for name in placement.victims):
+            return
+        placement.stage = VICTIMS_LEAVE
+        for name in list(placement.victims):
+            evict(node, node.models[name])
+    if placement.stage == VICTIMS_LEAVE and not placement.victims:
+        placement.stage = WAITS_FOR_LOADER
+    if placement.stage == WAITS_FOR_LOADER and device.loading is None:
+        load(node, placement)
+
+
+def load(node: Node, placement: Placement) -> None:
+    device, model = node.devices[placement.device], node.models[placement.model]
+    ledger = device.ledger
+    ledger.withdraw(placement.id)
+    ledger.hold(model.name, placement.size)
+    if model.size.work_space_chunks > ledger.work_space_chunks:
+        ledger.raise_work_space(model.size.work_space_chunks)
+    placement.stage, device.loading = LOADS, placement
+    model.copy = Copy(placement.id, device.name, placement.facts, placement.size)
+    model.progress = None
+    device.resident[model.name] = model
+    node.copies[placement.id] = model.name
+    if model.pinned:
+        pins.recount(node, device)
+    predicted_s = device.costs.predict_s(model.name, placement.facts.weights_bytes)
+    deadline_s = node.settings.load_deadline_s
+    deadline_s = max(20.0, 4 * predicted_s) if deadline_s is None else deadline_s
+    node.deadlines.set(("load", model.name), node.now + deadline_s)
+    node.set_state(model, residency.LOADING, f"placement {placement.id} on {device.name}, about {predicted_s:.1f} s")
+    node.emit(
+        Load(
+            cause=node.cause,
+            placement_id=placement.id,
+            model=model.name,
+            device=device.name,
+            weights_chunks=placement.size.weights_chunks,
+            kv_reserved_chunks=placement.size.kv_chunks,
+            lease_chunks=lease_to_tell(device),
+            deadline_s=deadline_s,
+        )
+    )
+
+
+def drop(node: Node, placement: Placement) -> None:
+    """Before it loads. Victims not yet told to leave are ready again; chunks already freed go back to the lease."""
+    device, model = node.devices[placement.device], node.models[placement.model]
+    undo(node, placement)
+    model.story.tell(node.now, node.cause, f"placement {placement.id} dropped ({placement.stage})")
+    for name in placement.victims:
+        victim = node.models[name]
+        victim.victim_of = 0
+        assert victim.copy is not None
+        if not victim.copy.evict_sent and not victim.leaves:
+            node.set_state(victim, residency.READY, f"{model.name} does not need its room any more")
+        node.touch(victim)
+    device.ledger.withdraw(placement.id)
+    node.touch(model)
+
+
+def undo(node: Node, placement: Placement) -> None:
+    """Takes a placement out of the books; what it holds or has promised is the caller's affair."""
+    device, model = node.devices[placement.device], node.models[placement.model]
+    del node.placements[placement.id]
+    del device.placements[placement.id]
+    if device.loading is placement:
+        device.loading = None
+    model.placement = None
+    node.deadlines.discard(("load", model.name))
+    node.stir((device.name,))
+
+
+def unlist(node: Node, model: Model) -> None:
+    """It wants to go nowhere (any more)."""
+    for name in model.devices:
+        device = node.devices[name]
+        device.by_age.discard(model.name)
+        device.by_work.discard(model.name)
+        device.crowded_out.pop(model.name, None)
+
+
+# ---- leaving
+
+
+def evict(node: Node, model: Model) -> None:
+    """Its requests have ended or were taken back. Also cancels a load under way."""
+    copy = model.copy
+    assert copy is not None
+    assert not model.running, f"{model.name} has running requests"
+    if copy.evict_sent:
+        return
+    copy.evict_sent = True
+    node.deadlines.discard(("load", model.name))
+    node.deadlines.set(("evict", model.name), node.now + node.settings.evict_deadline_s)
+    device = node.devices[copy.device]
+    node.emit(
+        Evict(
+            cause=node.cause,
+            placement_id=copy.placement_id,
+            model=model.name,
+            device=copy.device,
+            lease_chunks=lease_to_tell(device),
+        )
+    )
+
+
+def lease_to_tell(device: Device) -> int:
+    """The lease once all that was told to leave has left. What is freed for a placement is never lent to the engine between."""
+    ledger = device.ledger
+    held = 0
+    for model in device.resident.values():
+        assert model.copy is not None
+        if not model.copy.evict_sent:
+            held += model.copy.size.chunks
+    promised = 0
+    for placement in device.placements.values():
+        if placement.stage != LOADS:
+            staying = (node_size for name in placement.victims if (node_size := _held_still(device, name)))
+            promised += max(0, placement.size.chunks - sum(staying))
+    return max(0, ledger.total_chunks - ledger.work_space_chunks - held - promised)
+
+
+def _held_still(device: Device, name: str) -> int:
+    copy = device.resident[name].copy
+    return copy.size.chunks if copy is not None and not copy.evict_sent else 0
+
+
+def evict_finished(node: Node, event: EvictFinished) -> None:
+    """Unknown ids are answers to what an engine's death has settled already."""
+    name = node.copies.get(event.placement_id)
+    if name is None:
+        return
+    model = node.models[name]
+    if model.copy is not None and model.copy.evict_sent:
+        release(node, model, "evicted")
+
+
+def release(node: Node, model: Model, reason: str) -> None:
+    """The copy's memory is free. What it was freed for goes on; then the model rests."""
+    copy = model.copy
+    assert copy is not None
+    device = node.devices[copy.device]
+    device.ledger.release(model.name)
+    del device.resident[model.name]
+    del node.copies[copy.placement_id]
+    if model.placement is not None:
+        undo(node, model.placement)
+    node.deadlines.discard(("evict", model.name))
+    model.copy, model.progress = None, None
+    placement = node.placements.get(model.victim_of)
+    model.victim_of = 0
+    if placement is not None:
+        del placement.victims[model.name]
+        promise(node, placement)
+        node.touch(node.models[placement.model])
+    node.answer(model.unload_causes, model.name, None)
+    node.stir((device.name,))
+    rest(node, model, reason)
+
+
+# ---- what the engine says of a load
+
+
+def load_finished(node: Node, event: LoadFinished) -> None:
+    model = _loading(node, event.placement_id)
+    if model is None:
+        return
+    copy, placement = model.copy, model.placement
+    assert copy is not None
+    assert placement is not None
+    undo(node, placement)
+    node.devices[copy.device].costs.learn(model.name, copy.facts.weights_bytes, event.seconds)
+    model.failed_loads = model.num_quarantines = 0
+    model.progress = None
+    node.set_state(model, residency.READY, f"loaded in {event.seconds:.2f} s")
+    node.answer(model.load_causes, model.name, None)
+    node.touch(model)
+
+
+def load_progressed(node: Node, event: LoadProgressed) -> None:
+    model = _loading(node, event.placement_id)
+    if model is not None:
+        model.progress = (event.bytes_done, event.bytes_total)
+
+
+def load_failed(node: Node, event: LoadFailed) -> None:
+    """Also ends a roll-back: the engine has given up the load by itself."""
+    name = node.copies.get(event.placement_id)
+    model = node.models[name] if name else None
+    if model is None or model.state not in (residency.LOADING, residency.DRAINING) or model.placement is None:
+        return
+    assert model.copy is not None
+    if not model.copy.evict_sent:
+        note_failed_load(node, model, event.reason, event.permanent)
+    release(node, model, f"load failed: {event.reason}")
+
+
+def _loading(node: Node, placement_id: int) -> Model | None:
+    """None when the load is unknown or being rolled back."""
+    name = node.copies.get(placement_id)
+    if name is None or node.models[name].state != residency.LOADING:
+        return None
+    return node.models[name]
+
+
+def load_overdue(node: Node, model: Model) -> None:
+    """Rule 6: the load is rolled back, and those who waited for it are told."""
+    copy = model.copy
+    assert copy is not None
+    reason = f"placement {copy.placement_id} on {copy.device} missed its deadline"
+    copy.rolling_back = True
+    node.set_state(model, residency.DRAINING, f"{reason}; rolling back")
+    refusal = Refusal("load_timeout", f"the load of {model.name} missed its deadline", retry_after_s(node, model))
+    node.reject_queue(model, refusal)
+    node.answer(model.load_causes, model.name, refusal)
+    note_failed_load(node, model, reason, permanent=False)
+    evict(node, model)
+    node.touch(model)
+
+
+def evict_overdue(node: Node, model: Model) -> None:
+    """The engine does not answer: it is replaced. Only an overdue roll-back makes the node unhealthy."""
+    copy = model.copy
+    assert copy is not None
+    what = "roll-back" if copy.rolling_back else "eviction"
+    reason = f"{what} of {model.name} (placement {copy.placement_id}) overdue"
+    copy.overdue = True
+    model.story.tell(node.now, node.cause, f"{reason}; {copy.device} is restarted")
+    if copy.rolling_back:
+        node.devices[copy.device].problem = f"{copy.device}: {reason}"
+    node.emit(RestartEngine(cause=node.cause, device=copy.device, reason=reason))

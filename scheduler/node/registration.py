@@ -1,0 +1,71 @@
+"""Models come, change and go with their folders."""
+
+from __future__ import annotations
+
+from scheduler.node import admission, models, pins, residency
+from scheduler.node.events import ModelFacts, ModelRegistered, ModelRemoved
+from scheduler.node.ledger import size_of
+from scheduler.node.node import Model, Node
+from scheduler.node.placements import drop, unlist
+
+
+def registered(node: Node, event: ModelRegistered) -> None:
+    """New, or its files or settings changed: a copy stays as it is, the new facts count from the next load on."""
+    facts = event.facts
+    model = node.models.get(facts.name)
+    if model is None:
+        model = node.models[facts.name] = Model(facts=facts, size=size_of(facts, node.settings.chunk_bytes), devices=())
+        model.enabled = facts.enabled
+        models.judge(node, model)
+        old = None
+    else:
+        old, model.facts = model.facts, facts
+        withdraw(node, model)
+        models.judge(node, model)
+        model.removed = False
+        if old.enabled != facts.enabled:
+            model.enabled = facts.enabled
+        if old.fingerprint != facts.fingerprint:
+            models.clear_failure(node, model)
+            model.story.tell(node.now, node.cause, f"files changed: {old.fingerprint} -> {facts.fingerprint}")
+    models.raise_work_space(node, model)
+    if model.copy is None and model.placement is None:
+        models.rest(node, model, "registered" if old is None else "registered again")
+    pin_as_registered(node, model, old)
+    node.touch(model)
+
+
+def pin_as_registered(node: Node, model: Model, old: ModelFacts | None) -> None:
+    """The configured pin counts where it is new; else the operator's word stays."""
+    if old is not None and model.pinned and model.copy is None and model.home not in model.devices:
+        pins.unpin(node, model)
+        model.story.tell(node.now, node.cause, "no longer pinned: it does not fit its home any more")
+    if old is not None and old.pinned == model.facts.pinned:
+        return
+    if not model.facts.pinned:
+        pins.unpin(node, model)
+    elif model.state not in residency.CLOSED:
+        refusal = pins.pin(node, model)
+        if refusal is not None:
+            model.reason = f"not pinned: {refusal.message}"
+            model.story.tell(node.now, node.cause, model.reason)
+
+
+def removed(node: Node, event: ModelRemoved) -> None:
+    """What waits is refused for good, what runs goes on to its end; then nothing of it is left."""
+    model = node.models.get(event.model)
+    if model is None:
+        return
+    model.removed = True
+    pins.unpin(node, model)
+    refusal = admission.removed(model)
+    node.reject_queue(model, refusal)
+    node.answer(model.load_causes, model.name, refusal)
+    node.touch(model)
+
+
+def withdraw(node: Node, model: Model) -> None:
+    """Off every list and off the placement under way: both count on the old facts."""
+    unlist(node, model)
+    if model.placement is not None and model.copy is None:
+        drop(node, model.placement)

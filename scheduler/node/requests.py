@@ -1,0 +1,115 @@
+"""The life of a request: arrives, waits or is submitted, ends; goes back to the front of its queue when its copy is gone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from scheduler.node import admission, residency
+from scheduler.node.actions import AbortInEngine, Refusal, Reject, Submit
+from scheduler.node.events import RequestArrived, RequestCancelled, RequestFinished
+from scheduler.node.node import Model, Node, Request
+
+# An event has a bounded cost: what expires beyond this is due again at once.
+MAX_EXPIRED_PER_EVENT = 32
+
+
+def arrived(node: Node, event: RequestArrived) -> None:
+    """Rule 4: for a ready model it is submitted at once, whatever else is loading."""
+    facts = event.request
+    if facts.request_id in node.requests:
+        raise ValueError(f"request {facts.request_id} has arrived before")
+    model = node.models.get(facts.model)
+    refusal = admission.refuse(node, model, facts.model)
+    if model is None or refusal is not None:
+        assert refusal is not None
+        node.emit(Reject(cause=node.cause, request_id=facts.request_id, refusal=refusal))
+        node.ended.note(facts.request_id, node.now, facts.model, refusal.code)
+        return
+    request = Request(facts, node.now)
+    node.requests[facts.request_id] = request
+    model.arrivals.note(node.now)
+    model.last_used = node.now
+    if model.state == residency.READY and not model.queue and len(model.running) < node.window(model):
+        submit(node, model, request)
+        return
+    model.enqueue(request)
+    node.waits.set(facts.request_id, node.now + node.settings.max_wait_s)
+    node.touch(model)
+
+
+def submit(node: Node, model: Model, request: Request) -> None:
+    assert model.copy is not None
+    request.device, request.submitted_at = model.copy.device, node.now
+    request_id = request.facts.request_id
+    model.running[request_id] = request
+    node.actions.append(Submit(cause=node.cause, request_id=request_id, model=model.facts.name, device=request.device))
+
+
+def submit_queued(node: Node, model: Model) -> None:
+    """All that wait, together, up to the engine's window."""
+    queue, waits = model.queue, node.waits
+    for _ in range(min(len(queue), node.window(model) - len(model.running))):
+        request_id, request = queue.popitem(last=False)
+        model.num_resubmissions -= request.resubmission
+        waits.discard(request_id)
+        submit(node, model, request)
+
+
+def finished(node: Node, event: RequestFinished) -> None:
+    """Unknown ids are requests that were cancelled or rejected meanwhile."""
+    request = leave(node, event.request_id, "finished")
+    if request is not None:
+        model = node.models[request.facts.model]
+        model.served.note(node.now)
+        model.last_used = node.now
+
+
+def cancelled(node: Node, event: RequestCancelled) -> None:
+    request = leave(node, event.request_id, "cancelled")
+    if request is not None and request.device:
+        node.emit(AbortInEngine(cause=node.cause, request_id=event.request_id, device=request.device))
+
+
+def leave(node: Node, request_id: int, how: str) -> Request | None:
+    request = node.requests.pop(request_id, None)
+    if request is None:
+        return None
+    model = node.models[request.facts.model]
+    if request.device:
+        del model.running[request_id]
+    else:
+        model.dequeue(request_id)
+        node.waits.discard(request_id)
+    node.ended.note(request_id, node.now, model.facts.name, how)
+    node.touch(model)
+    return request
+
+
+def take_back(node: Node, model: Model, running: Iterable[Request]) -> None:
+    """Requests that lost their copy go to the front of the queue, in the order in which they arrived there. They wait without
+    limit: their clients have been promised an answer."""
+    for request in reversed(list(running)):
+        del model.running[request.facts.request_id]
+        request.device, request.resubmission = "", True
+        model.enqueue(request)
+        model.queue.move_to_end(request.facts.request_id, last=False)
+    node.touch(model)
+
+
+def crashed(node: Node, model: Model, request: Request) -> None:
+    """It was running in too many crashes: it ends, whichever way it was going."""
+    del model.running[request.facts.request_id]
+    message = f"the engine of {model.name} died {request.crashes} times while this request was running"
+    node.reject(request, Refusal("crashed_twice", message))
+
+
+def expire(node: Node) -> None:
+    """Ends those that have waited longer than max_wait_s and were never submitted."""
+    for _ in range(MAX_EXPIRED_PER_EVENT):
+        request_id = node.waits.pop_due(node.now)
+        if request_id is None:
+            return
+        model = node.models[node.requests[request_id].facts.model]
+        refusal = admission.wait_exceeded(node, model)
+        node.reject(model.dequeue(request_id), refusal)
+        node.touch(model)

@@ -1,0 +1,30 @@
+"""What an operator can set of the node scheduler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True, frozen=True)
+class SchedulerSettings:
+    """All but chunk_bytes may change while running (`NodeScheduler.reconfigure`)."""
+
+    chunk_bytes: int = 2 * 1024 * 1024
+    load_deadline_s: float | None = None  # None: max(20, 4 x predicted)
+    overdue_after_s: float = 10.0
+    max_wait_s: float = 60.0
+    max_queued_per_model: int = 256  # where a model's own max_queued is 0
+    window_per_sequence: int = 2  # a model has at most that many times max_sequences requests in its engine
+    force_every_s: float = 30.0  # a busy model is evicted at most once in max(force_every_s, force_every_reloads x reload)
+    force_every_reloads: float = 8.0
+    evict_deadline_s: float = 10.0  # for an eviction and for a roll-back; then the engine is restarted
+    retry_load_s: float = 1.0  # first wait after a failed load; doubles
+    failed_loads: int = 3  # in a row; then quarantine
+    quarantine_s: float = 60.0  # doubles
+    max_quarantine_s: float = 3600.0
+    max_crashes: int = 2  # a request that was running in so many engine crashes ends
+    crash_faults: int = 2  # so many such requests within crash_window_s quarantine the model
+    crash_window_s: float = 600.0
+    drain_retry_after_s: float = 5.0
+    bandwidth_bytes_per_s: float = 1e9  # until loads have been measured
+    load_overhead_s: float = 0.2

@@ -1,0 +1,79 @@
+"""What follows from a change: each touched model takes every step it can, then each stirred device is looked at."""
+
+from __future__ import annotations
+
+from scheduler.node import models, pins, placements, requests, residency
+from scheduler.node.node import Model, Node
+
+
+def settle(node: Node) -> None:
+    while node.touched or node.stirred:
+        while node.touched:
+            name, _ = node.touched.popitem()
+            model = node.models.get(name)
+            if model is not None:
+                settle_model(node, model)
+        if node.stirred:
+            name, _ = node.stirred.popitem()
+            placements.place_next(node, node.devices[name])
+
+
+def settle_model(node: Node, model: Model) -> None:
+    copy = model.copy
+    if copy is None:
+        settle_resting(node, model)
+        return
+    if model.state == residency.DRAINING and not (copy.evict_sent or model.victim_of or model.leaves):
+        node.set_state(model, residency.READY, "stays after all")
+    if model.state in (residency.READY, residency.LOADING) and model.leaves:
+        node.set_state(model, residency.DRAINING, "its folder is gone" if model.removed else "disabled by the operator")
+    if model.state == residency.READY:
+        if model.queue:
+            requests.submit_queued(node, model)
+        if not model.running:  # idle: somebody may want its room
+            node.stir((copy.device,))
+    elif model.state == residency.DRAINING and not copy.evict_sent and not model.running:
+        if model.victim_of:
+            placements.advance(node, node.placements[model.victim_of])
+        else:
+            placements.evict(node, model)
+
+
+def settle_resting(node: Node, model: Model) -> None:
+    if model.placement is not None:
+        if model.state in residency.PLACEABLE and node.wanted(model):
+            placements.advance(node, model.placement)
+        else:
+            placements.drop(node, model.placement)
+    elif model.removed:
+        models.forget(node, model)
+    else:
+        enlist(node, model)
+
+
+def enlist(node: Node, model: Model) -> None:
+    """Puts a model that is wanted on the lists of its devices, at its present rank (rule 8), or takes it off."""
+    if not node.wanted(model) or not node.resting(model) or model.retry_at > node.now:
+        placements.unlist(node, model)
+        return
+    since = next(iter(model.queue.values())).arrived if model.queue else node.now
+    if model.load_causes or model.pinned:
+        since = min(since, model.asked_at)
+    num_waiting = max(1, len(model.queue))
+    crowded = 0
+    for name in model.devices:
+        device = node.devices[name]
+        if pins.fits_beside_pins(model, device):
+            device.by_age.set(model.name, since)
+            device.by_work.set(model.name, -num_waiting / node.reload_s(model, device))
+            node.stirred[name] = None
+        else:
+            crowded += 1
+            device.by_age.discard(model.name)
+            device.by_work.discard(model.name)
+            device.crowded_out[model.name] = None
+    if crowded and crowded == len(model.devices):
+        refusal = pins.would_not_fit(node, model)
+        node.reject_queue(model, refusal)
+        node.answer(model.load_causes, model.name, refusal)
+        placements.unlist(node, model)

@@ -1,0 +1,41 @@
+"""What happened to each model and to the last requests: bounded, for `hearth why`."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+
+_LINES, _REQUESTS = 48, 1024
+
+
+class Story:
+    """Lines of one model, oldest dropped first."""
+
+    __slots__ = ("_lines",)
+
+    def __init__(self) -> None:
+        self._lines: deque[tuple[float, str, str]] = deque(maxlen=_LINES)
+
+    def tell(self, now: float, cause: str, text: str) -> None:
+        self._lines.append((now, cause, text))
+
+    def lines(self, now: float) -> list[str]:
+        """`-12.3 s  req-42  ready -> draining: makes room for b`, oldest first, times relative to `now`."""
+        return [f"{at - now:+.1f} s  {cause}  {text}" for at, cause, text in self._lines]
+
+
+class EndedRequests:
+    """How the last requests ended; those alive tell it themselves."""
+
+    __slots__ = ("_ends",)
+
+    def __init__(self) -> None:
+        self._ends: OrderedDict[int, tuple[float, str, str]] = OrderedDict()
+
+    def note(self, request_id: int, now: float, model: str, how: str) -> None:
+        self._ends[request_id] = (now, model, how)
+        if len(self._ends) > _REQUESTS:
+            self._ends.popitem(last=False)
+
+    def lines(self, request_id: int, now: float) -> list[str]:
+        end = self._ends.get(request_id)
+        return [] if end is None else [f"{end[0] - now:+.1f} s  request {request_id} of {end[1]}: {end[2]}"]

@@ -1,0 +1,110 @@
+"""The invariants of the node, each named in the error it raises. O(everything): tests call it after every event."""
+
+from __future__ import annotations
+
+from scheduler.node import look, pins, residency
+from scheduler.node.node import LOADS, VICTIMS_DRAIN, Device, Model, Node
+
+
+def validate(node: Node) -> None:
+    """Raises AssertionError. To be called between events, never within one."""
+    assert not node.touched, "settled: touched models are left"
+    assert not node.stirred, "settled: stirred devices are left"
+    for model in node.models.values():
+        check_model(node, model)
+    for device in node.devices.values():
+        check_device(node, device)
+    placed = {request_id for model in node.models.values() for request_id in (*model.queue, *model.running)}
+    assert placed == set(node.requests), "every request is in exactly one place: lost or forgotten ones"
+    total = sum(len(model.queue) + len(model.running) for model in node.models.values())
+    assert total == len(node.requests), "every request is in exactly one place: doubled ones"
+    copies = {model.copy.placement_id: model.name for model in node.models.values() if model.copy}
+    assert copies == node.copies, "every copy is known by its placement"
+    placements = {model.placement.id: model.placement for model in node.models.values() if model.placement}
+    assert placements == node.placements, "every placement belongs to one model"
+    for name in node.pinned:
+        assert node.models[name].pinned, f"pinned list: {name}"
+
+
+def check_model(node: Node, model: Model) -> None:
+    name, copy = model.name, model.copy
+    assert model.state in residency.ALL, f"state of {name}: {model.state!r}"
+    assert (copy is not None) == (model.state in residency.IN_MEMORY), f"memory of {name}: {model.state} with copy {copy}"
+    assert not model.running or model.state in residency.RUNNING, f"{name} is {model.state} with running requests"
+    assert len(model.running) <= node.window(model) or model.state != residency.READY, f"window of {name}"
+    if model.state == residency.READY:
+        full = len(model.running) >= node.window(model)
+        assert not model.queue or full, f"rule 4: {name} is ready and requests wait"
+        assert not model.load_causes, f"commands wait for {name}, which is ready"
+        assert not model.leaves, f"{name} is ready but shall leave"
+        assert model.victim_of == 0, f"rule 1: {name} is a ready victim"
+    if model.state in residency.CLOSED or model.leaves:
+        assert not model.queue or model.state == residency.DRAINING, f"{name} is {model.state} and requests wait"
+        assert not model.load_causes, f"{name} is {model.state} and commands wait"
+    assert model.num_resubmissions == sum(request.resubmission for request in model.queue.values()), f"resubmissions of {name}"
+    for request_id, request in model.queue.items():
+        assert not request.device, f"request {request_id} is queued and submitted"
+        assert request.resubmission or request_id in node.waits, f"request {request_id} waits without limit"
+    for request_id, request in model.running.items():
+        assert copy is not None, f"request {request_id} runs without a copy"
+        assert request.device == copy.device, f"request {request_id} runs elsewhere than {name}"
+        assert request_id not in node.waits, f"request {request_id} runs with a wait limit"
+    if copy is not None:
+        assert node.devices[copy.device].resident.get(name) is model, f"{name} is not among the copies of {copy.device}"
+        assert not (copy.evict_sent and model.running), f"rule 3: {name} is evicted with running requests"
+        assert not copy.evict_sent or copy.overdue or ("evict", name) in node.deadlines, f"the eviction of {name} has no deadline"
+    if model.state == residency.LOADING:
+        assert ("load", name) in node.deadlines, f"rule 6: the load of {name} has no deadline"
+    if model.victim_of:
+        placement = node.placements.get(model.victim_of)
+        assert placement is not None, f"rule 1: {name} drains for no placement"
+        assert name in placement.victims, f"rule 1: {name} is not a victim of {placement.id}"
+        assert not model.pinned or (copy is not None and copy.evict_sent), f"rule 7: {name} is pinned and a victim"
+    if model.placement is not None:
+        assert node.wanted(model) or model.placement.stage == LOADS, f"nobody waits for placement {model.placement.id} of {name}"
+    check_listed(node, model)
+
+
+def check_listed(node: Node, model: Model) -> None:
+    """A model that somebody waits for is in line everywhere it could go, and nobody else is."""
+    listed = [device for device in node.devices.values() if model.name in device.by_age]
+    assert all(model.name in device.by_work for device in listed), f"lists differ for {model.name}"
+    waits = node.wanted(model) and node.resting(model) and model.retry_at <= node.now
+    if not waits:
+        assert not listed, f"{model.name} is in line and nobody waits for it"
+        return
+    for name in model.devices:
+        device = node.devices[name]
+        in_line = device in listed or model.name in device.crowded_out
+        assert in_line, f"{model.name} is wanted and not in line for {name}"
+
+
+def check_device(node: Node, device: Device) -> None:
+    name, ledger = device.name, device.ledger
+    assert {model: size.chunks for model, size in ledger.held.items()} == {
+        model.name: model.copy.size.chunks for model in device.resident.values() if model.copy
+    }, f"rule 5: the ledger of {name} differs from its copies"
+    assert ledger.held_chunks == sum(size.chunks for size in ledger.held.values()), f"rule 5: sum of {name}"
+    assert ledger.held_chunks + ledger.work_space_chunks <= ledger.total_chunks, f"rule 5: {name} is overdrawn"
+    held_work = max((size.work_space_chunks for size in ledger.held.values()), default=0)
+    assert ledger.work_space_chunks >= held_work, f"rule 5: the work space of {name} is too small for its copies"
+    assert set(ledger.promised) == {p.id for p in device.placements.values() if p.stage != LOADS}, f"promises of {name}"
+    kept = device.pinned.chunks + device.pinned.work_space_chunks
+    assert kept <= ledger.total_chunks, f"pins overdraw {name}"
+    if not device.up:
+        assert not device.resident, f"{name} is down and has copies"
+        assert not device.placements, f"{name} is down and has placements"
+    loading = [placement for placement in device.placements.values() if placement.stage == LOADS]
+    assert len(loading) <= 1, f"{name} loads several at once"
+    assert (loading[0] if loading else None) is device.loading, f"loader of {name}"
+    draining = [placement for placement in device.placements.values() if placement.stage == VICTIMS_DRAIN]
+    assert len(draining) <= 1, f"{name} drains for several placements"
+    for placement in device.placements.values():
+        for victim in placement.victims:
+            assert node.models[victim].victim_of == placement.id, f"{victim} is no victim of placement {placement.id}"
+    for placement in draining:
+        assert any(node.models[victim].running for victim in placement.victims), f"placement {placement.id} waits for nothing"
+    for model in list(device.by_age.keys()):
+        if pins.fits_beside_pins(node.models[model], device):
+            option = look.plan(node, node.models[model], device, may_force=False)
+            assert option is None or len(device.by_age) > 8, f"{model} could be placed on {name} and is not"
