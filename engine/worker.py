@@ -93,11 +93,13 @@ class Engine:
         self._stats_dirty = True
         self._stats_sent_s = 0.0
         self._steps_at_collect = 0
+        self._must_unfreeze = False
         self._shutdown = False
 
     def run(self, first_messages: Iterable[Any] = ()) -> None:
         """first_messages: those that came in together with Configure."""
         gc.disable()
+        gc.freeze()
         poller = select.epoll()
         poller.register(self.channel.fileno(), select.EPOLLIN)
         poller.register(self.loads.fileno(), select.EPOLLIN)
@@ -108,7 +110,7 @@ class Engine:
                 self._handle(message)
             while not self._shutdown:
                 stalled = self.channel.backlog_bytes > MAX_BACKLOG_BYTES
-                busy = [] if stalled else [name for name, served in self.models.items() if served.scheduler.runnable]
+                busy = [] if stalled else self._busy()
                 if watching_out != (self.channel.backlog_bytes > 0):
                     watching_out = not watching_out
                     poller.modify(self.channel.fileno(), select.EPOLLIN | (select.EPOLLOUT if watching_out else 0))
@@ -123,7 +125,7 @@ class Engine:
                             for message in self.channel.receive():
                                 self._handle(message)
                 if busy:
-                    self._turn()
+                    self._turn(self._busy() if ready else busy)
                 elif not ready:
                     self._tidy()
         except ChannelClosed:
@@ -133,9 +135,11 @@ class Engine:
 
     # ---- steps
 
-    def _turn(self) -> None:
-        """One step of the model whose turn it is. Messages may have changed who is busy since."""
-        busy = [name for name, served in self.models.items() if served.scheduler.runnable]
+    def _busy(self) -> list[str]:
+        return [name for name, served in self.models.items() if served.scheduler.runnable]
+
+    def _turn(self, busy: list[str]) -> None:
+        """One step of the model whose turn it is among those that have something to do."""
         name = self.turns.next(busy)
         if name is None:
             return
@@ -198,18 +202,28 @@ class Engine:
         """How long epoll may block; None: until something arrives."""
         if self._stats_dirty:
             return max(0.0, self._stats_sent_s + STATS_EVERY_S - time.monotonic())
-        return COLLECT_AFTER_IDLE_S if self.num_steps > self._steps_at_collect else None
+        return COLLECT_AFTER_IDLE_S if self._wants_collect() else None
+
+    def _wants_collect(self) -> bool:
+        return self.num_steps > self._steps_at_collect or self._must_unfreeze
 
     def _tidy(self) -> None:
         """Nothing runs and nothing came: tell how things stand, then, if it stays so, collect garbage."""
         if self._stats_dirty:
             self._send_stats(time.monotonic())
-        elif self.num_steps > self._steps_at_collect:
+        elif self._wants_collect():
             self._collect()
 
     def _collect(self) -> None:
+        """Objects of evicted models are frozen: they are looked at only here, and only when nothing runs."""
         self._steps_at_collect = self.num_steps
+        thaw = self._must_unfreeze and not self._busy()
+        if thaw:
+            self._must_unfreeze = False
+            gc.unfreeze()
         gc.collect()
+        if thaw:
+            gc.freeze()
 
     def _send_stats(self, now: float) -> None:
         self._stats_dirty = False
@@ -356,8 +370,7 @@ class Engine:
             self._preempted_before += served.scheduler.num_preemptions
             served.scheduler.close()
             served.hosted.release()
-            del served
-            gc.collect()
+            self._must_unfreeze = True
         self._set_lease(message.lease_chunks)
         if load is None:
             self.channel.send(Evicted(message.placement_id, name))

@@ -65,12 +65,10 @@ class BlockPool:
         return blocks[counts == 0]
 
     def put_free(self, blocks: IntArray) -> None:
-        num = len(blocks)
-        if not num:
-            return
-        self._stack[self.num_free : self.num_free + num] = blocks[::-1]
-        self.num_free += num
-        self.chunks.version += 1
+        """blocks: usable, held by nobody, not free."""
+        if len(blocks):
+            self._push(blocks)
+            self.chunks.version += 1
 
     # ---- chunks
 
@@ -83,13 +81,17 @@ class BlockPool:
         return int(np.count_nonzero(self._home)) + self.num_drawn_chunks
 
     def grow(self, num_free: int) -> bool:
-        """Draws chunks until `num_free` blocks are free; False if the lease does not allow it (what was drawn is kept)."""
+        """Draws chunks until `num_free` blocks are free; False, and nothing is drawn, if the lease does not allow it."""
+        before = self._drawn.copy()
         while self.num_free < num_free:
-            room = self.chunks.room_chunks
-            if room <= 0:
-                return False
-            missing_bytes = (num_free - self.num_free) * self.block_bytes
-            if not self._acquire(min(room, -(-missing_bytes // self.chunks.chunk_bytes)), reserved=False):
+            missing_chunks = -(-(num_free - self.num_free) * self.block_bytes // self.chunks.chunk_bytes)
+            # What is drawn in vain would be missing elsewhere, and two models could wait for each other.
+            enough = missing_chunks - 2 <= self.chunks.room_chunks and self.chunks.room_chunks > 0
+            if not enough or not self._acquire(min(self.chunks.room_chunks, missing_chunks), reserved=False):
+                vain = np.flatnonzero(self._drawn & ~before).astype(np.int32)
+                if len(vain):
+                    self._drop_chunks(vain)
+                    self.chunks.give_back(vain, reserved=False, touched=False)
                 return False
         return True
 
@@ -195,7 +197,11 @@ class BlockPool:
         new = (np.flatnonzero(whole & ~self._usable[near]) + near.start).astype(np.int32)
         self._usable[new] = True
         self.num_usable += len(new)
-        self.put_free(new)
+        self._push(new)
+
+    def _push(self, blocks: IntArray) -> None:
+        self._stack[self.num_free : self.num_free + len(blocks)] = blocks[::-1]
+        self.num_free += len(blocks)
 
     def _drop_chunks(self, given: IntArray) -> None:
         gone = np.zeros(self.chunks.num_chunks, np.bool_)

@@ -53,17 +53,18 @@ class ChunkPool:
         else:
             self.num_drawn += len(chunks)
 
-    def give_back(self, chunks: IntArray, *, reserved: bool) -> None:
-        """Raises ValueError if one is free already."""
+    def give_back(self, chunks: IntArray, *, reserved: bool, touched: bool = True) -> None:
+        """touched: False for chunks taken a moment ago and not used. Raises ValueError if one is free already."""
         if self.free[chunks].any():
             raise ValueError("a chunk was given back twice")
         self.free[chunks] = True
-        self._dirty[chunks] = True
         if reserved:
             self.num_reserved -= len(chunks)
         else:
             self.num_drawn -= len(chunks)
-        self.version += 1
+        if touched:
+            self._dirty[chunks] = True
+            self.version += 1
 
     def take_discards(self) -> list[tuple[int, int]]:
         """Runs (first chunk, number) of free chunks whose memory shall go back to the system. Each run is told once.

@@ -168,9 +168,8 @@ class EngineProcess:
         """How requests ended: protocol.FINISH_*, or -1 for RequestFailed."""
         ends = {message.request_id: -1 for message in self.of(RequestFailed)}
         for message in self.of(TokensOut):
-            for request_id, finish in zip(message.request_ids, message.finish, strict=False):
-                if finish:
-                    ends[request_id] = finish
+            pairs = zip(message.request_ids, message.finish, strict=False)
+            ends.update({request_id: finish for request_id, finish in pairs if finish})
         return ends
 
     def wait_finished(self, *request_ids: int) -> None:
