@@ -1,0 +1,53 @@
+"""Streams followed in threads, for tests that disturb a node while it answers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import openai
+
+from tests.e2e.node import Node
+
+
+class Stream:
+    """One streamed completion. text, finish_reason, error are set when it has ended; num_chunks grows as it runs."""
+
+    def __init__(self, node: Node, model: str, prompt: str, max_tokens: int, **options: Any) -> None:
+        self.text, self.error, self.finish_reason, self.num_chunks = "", "", "", 0
+        self.stamps: list[float] = []
+        extra = {"ignore_eos": True, **options.pop("extra_body", {})}
+        options = {"temperature": 0, "seed": 1, **options}
+        self._thread = threading.Thread(target=self._run, args=(node, model, prompt, max_tokens, extra, options), daemon=True)
+        self._thread.start()
+
+    def _run(self, node: Node, model: str, prompt: str, max_tokens: int, extra: dict[str, Any], options: dict[str, Any]) -> None:
+        try:
+            with node.openai() as client:
+                stream = client.completions.create(
+                    model=model, prompt=prompt, max_tokens=max_tokens, stream=True, extra_body=extra, **options
+                )
+                for chunk in stream:
+                    for choice in chunk.choices:
+                        self.text += choice.text
+                        self.finish_reason = choice.finish_reason or self.finish_reason
+                    self.num_chunks += 1
+                    self.stamps.append(time.monotonic())
+        except openai.OpenAIError as error:
+            self.error = str(error) or type(error).__name__
+
+    def wait_for_chunks(self, number: int) -> None:
+        end = time.monotonic() + 60
+        while self.num_chunks < number and self._thread.is_alive():
+            assert time.monotonic() < end, "no tokens"
+            time.sleep(0.002)
+
+    def join(self) -> Stream:
+        self._thread.join(90)
+        assert not self._thread.is_alive(), "the stream hangs"
+        return self
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
