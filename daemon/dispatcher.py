@@ -311,7 +311,8 @@ class Dispatcher:
 
     def _state_changed(self, action: actions.StateChanged) -> None:
         where = f" on {action.device}" if action.device else ""
-        level = logging.WARNING if action.new in ("failed", "refused") else logging.INFO
+        # what a model is at first is told by its registration line
+        level = logging.DEBUG if not action.old else logging.WARNING if action.new in ("failed", "refused") else logging.INFO
         log.log(level, "%s: %s -> %s%s (%s; %s)", action.model, action.old, action.new, where, action.reason, action.cause)
         self.ring.add(
             "state",

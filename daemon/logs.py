@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import sys
 
+log = logging.getLogger("hearthd")
+
 
 class _Line(logging.Formatter):
     """`12:30:01.250 warning engine: text`; the date is left to the journal."""

@@ -76,7 +76,7 @@ def render(metrics: Metrics, gauges: Gauges) -> bytes:
         def collect(self) -> Iterator[Metric]:
             yield from _families(metrics, gauges)
 
-    registry.register(Collector())  # type: ignore[arg-type]
+    registry.register(Collector())
     return generate_latest(registry)
 
 

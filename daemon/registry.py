@@ -20,6 +20,7 @@ from daemon.dispatcher import LoadSource
 from daemon.errors import BadRequest, HearthError, NotNow
 from daemon.state import NodeState
 from loader import catalog, sizing
+from loader.hf_config import ModelShape
 from scheduler.node import events
 
 log = logging.getLogger("hearthd.models")
@@ -129,7 +130,7 @@ class Registry:
             )
             return Registered(checkpoint, facts, None, dtype, problem)
         dtype = shape.dtype if dtype == "auto" else dtype
-        max_model_len = self._max_model_len(settings, shape, dtype)
+        max_model_len = self._max_model_len(config, settings, shape, dtype)
         facts = events.ModelFacts(
             name=name,
             weights_bytes=checkpoint.weights_bytes[dtype],
@@ -173,11 +174,22 @@ class Registry:
         )
         return Registered(checkpoint, facts, entry, dtype, "")
 
-    def _max_model_len(self, settings: ModelConfig, shape: sizing.ModelShape, dtype: str) -> int:
-        allowed = [d.budget_bytes for d in self._devices if not settings.devices or d.name in settings.devices]
+    def _max_model_len(self, config: NodeConfig, settings: ModelConfig, shape: ModelShape, dtype: str) -> int:
+        """The configured length, or the default: the checkpoint's or what 25 % of the largest allowed device holds as KV; halved
+        (down to 2,048) while the model with the work space for such contexts would not fit at all."""
         if settings.max_model_len is not None:
             return min(settings.max_model_len, shape.max_position_embeddings)
-        return sizing.default_max_model_len(shape, dtype, max(allowed, default=0))
+        allowed = [d.budget_bytes for d in self._devices if not settings.devices or d.name in settings.devices]
+        budget_bytes = max(allowed, default=0)
+        length = sizing.default_max_model_len(shape, dtype, budget_bytes)
+        spare_bytes = budget_bytes - sizing.weights_bytes(shape, dtype) - 4 * int(config.chunk_bytes)
+        kv_bytes = sizing.kv_bytes_per_token(shape, dtype)
+        batch = (config.max_num_batched_tokens, settings.max_sequences)
+        while length > sizing.MIN_MODEL_LEN and (
+            length * kv_bytes + sizing.work_space_bytes(shape, dtype, *batch, length) > spare_bytes
+        ):
+            length = max(sizing.MIN_MODEL_LEN, length // 2)
+        return length
 
     def _swap(self, config: NodeConfig, found: dict[str, Registered]) -> list[events.Event]:
         before, self.models, self.config = self.models, found, config
@@ -210,7 +222,8 @@ class Registry:
         capped = f" of {limit}" if facts.max_model_len < limit else ""
         return (
             f"{name}: {found.dtype}, max_model_len {facts.max_model_len}{capped}, weights {format_bytes(facts.weights_bytes)}, "
-            f"reserved KV {format_bytes(reserved_tokens * facts.kv_bytes_per_token)}, work space {format_bytes(facts.work_space_bytes)}"
+            f"reserved KV {format_bytes(reserved_tokens * facts.kv_bytes_per_token)}, "
+            f"work space {format_bytes(facts.work_space_bytes)}"
         )
 
     # ---- watching

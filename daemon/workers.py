@@ -55,7 +55,8 @@ class EngineSpec:
         chunk_bytes = int(self.config.chunk_bytes)
         return protocol.Configure(
             device=self.device.name,
-            num_chunks=max(0, self.device.budget_bytes - self.work_space_bytes) // chunk_bytes,
+            # address space for the whole budget: how much of it may be used is what the ledger's leases leave beside the work space
+            num_chunks=self.device.budget_bytes // chunk_bytes,
             chunk_bytes=chunk_bytes,
             work_space_bytes=self.work_space_bytes,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
@@ -168,7 +169,13 @@ class Worker:
         self._process, self.pid, self._kill_reason = process, process.pid, ""
         exited = loop.create_future()
         pidfd = os.pidfd_open(process.pid)
-        loop.add_reader(pidfd, lambda: exited.done() or exited.set_result(None))
+
+        def on_exit() -> None:
+            loop.remove_reader(pidfd)
+            if not exited.done():
+                exited.set_result(None)
+
+        loop.add_reader(pidfd, on_exit)
         channel = WorkerChannel(self._on_message, lambda error: self.restart(f"sent what is no message: {error}"))
         stderr = None
         try:

@@ -41,7 +41,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, omit_defaults
 
 
 class Configure(Message, frozen=True):
-    """Always the first message; answered by EngineReady. The device's budget is num_chunks * chunk_bytes + work_space_bytes."""
+    """Always the first message; answered by EngineReady. num_chunks covers the device's whole budget; the leases keep room for
+    the weights and for the work space (work_space_bytes: the largest of the models known now)."""
 
     device: str  # cpu:0
     num_chunks: int

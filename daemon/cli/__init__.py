@@ -1,1 +1,1 @@
-"""`hearth`: the operator's commands, http.client over the control socket; imports neither aiohttp nor torch."""
+"""`hearth`: the operator's command line, one file per noun. Starts fast: http.client over the control socket, nothing heavier."""

@@ -1,0 +1,81 @@
+"""`hearth [--control SOCKET] COMMAND`. Exit codes: 0 ok, 1 hearthd failed, 2 usage, 3 not found, 4 would not fit, 5 busy, timed out
+or not running, 6 denied."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from config.paths import client_control_path
+from daemon.cli import models, node, queue, story
+from daemon.cli.client import Client, CommandError
+from daemon.errors import EXIT_OK
+
+Command = Callable[[Client, argparse.Namespace], None]
+
+
+def make_parser() -> argparse.ArgumentParser:
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print JSON")
+    common.add_argument("--control", metavar="SOCKET", default=argparse.SUPPRESS, help="the daemon's control socket")
+    parser = argparse.ArgumentParser(prog="hearth", description="Looks after a running hearthd.", parents=[common])
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def add(name: str, run: Command, text: str, argument: str = "", optional: bool = False) -> argparse.ArgumentParser:
+        one = commands.add_parser(name, help=text, description=text, parents=[common])
+        one.set_defaults(run=run)
+        if argument:
+            one.add_argument("name", metavar=argument, nargs="?" if optional else None, default="")
+        return one
+
+    add("ps", models.ps, "models that are not cold")
+    add("models", models.models, "all models")
+    add("status", node.status, "the daemon, its devices and engines")
+    load = add("load", models.command, "load a model and wait until it is ready", "NAME")
+    load.add_argument("--no-wait", action="store_true", help="return as soon as the load is accepted")
+    add("unload", models.command, "evict a model now; requests that wait for it may bring it back", "NAME")
+    add("pin", models.command, "load a model and never evict it", "NAME")
+    add("unpin", models.command, "let a model be evicted again", "NAME")
+    add("enable", models.command, "let requests use a model again", "NAME")
+    add("disable", models.command, "refuse requests for a model", "NAME")
+    add("why", story.why, "what happened to a model or request, and what it waits for", "MODEL|REQUEST")
+    add("queue", queue.queue, "requests that wait")
+    events = add("events", story.events, "what happened on the node")
+    events.add_argument("-f", "--follow", action="store_true", help="and what happens from now on")
+    add("drain", node.drain, "take no new requests, for one model or the node", "NAME", optional=True)
+    add("resume", node.resume, "take requests again", "NAME", optional=True)
+    add("reload", node.reload, "read the configuration file again")
+    add("version", node.version, "versions of this program and of the daemon")
+    return parser
+
+
+def run(argv: Sequence[str] | None = None) -> int:
+    options = make_parser().parse_args(argv)
+    options.json = getattr(options, "json", False)
+    client = Client(getattr(options, "control", None) or client_control_path())
+    try:
+        options.run(client, options)
+        sys.stdout.flush()
+    except CommandError as error:
+        if options.json:
+            print(json.dumps(error.error))
+        else:
+            print(f"hearth: {error}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:
+        # the reader (a pager, head) has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except KeyboardInterrupt:
+        return 130
+    return EXIT_OK
+
+
+def main() -> None:
+    sys.exit(run())
+
+
+if __name__ == "__main__":
+    main()

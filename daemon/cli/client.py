@@ -1,0 +1,102 @@
+"""HTTP over the control socket, and how its errors become exit codes."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+from daemon.control_status import EXIT_OF_STATUS
+from daemon.errors import EXIT_BUSY, EXIT_DENIED, EXIT_USAGE
+
+
+class CommandError(Exception):
+    """What ends the command. error: `{code, message, details}`."""
+
+    def __init__(self, exit_code: int, error: dict[str, Any]) -> None:
+        super().__init__(error["message"])
+        self.exit_code, self.error = exit_code, error
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    def __init__(self, path: str) -> None:
+        super().__init__("localhost")
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.connect(self._path)
+
+
+class Client:
+    """One command's connection. All methods raise CommandError."""
+
+    def __init__(self, control: str) -> None:
+        self.control = control
+
+    def get(self, path: str) -> Any:
+        return json.loads(self._request("GET", path).read())
+
+    def post(self, path: str) -> Any:
+        return json.loads(self._request("POST", path).read())
+
+    def lines(self, method: str, path: str) -> Iterator[dict[str, Any]]:
+        """NDJSON as it comes."""
+        response = self._request(method, path)
+        try:
+            for line in response:
+                if line.strip():
+                    yield json.loads(line)
+        except (OSError, http.client.HTTPException) as error:
+            raise self._gone(error) from None
+
+    def result(self, lines: Iterator[dict[str, Any]]) -> dict[str, Any]:
+        """The result line of a command, the last one."""
+        last = None
+        for last in lines:  # noqa: B007
+            pass
+        if last is None or last.get("event") != "result":
+            raise self._gone(None)
+        return check(last)
+
+    def _request(self, method: str, path: str) -> http.client.HTTPResponse:
+        connection = _UnixConnection(self.control)
+        try:
+            connection.request(method, path)
+            response = connection.getresponse()
+        except PermissionError:
+            message = f"no permission to open {self.control}; ask for membership of the group that owns it"
+            raise CommandError(EXIT_DENIED, _error("permission_denied", message)) from None
+        except (FileNotFoundError, ConnectionRefusedError):
+            message = f"hearthd is not running at {self.control}; start it, or name its socket with --control"
+            raise CommandError(EXIT_BUSY, _error("not_running", message)) from None
+        except (OSError, http.client.HTTPException) as error:
+            if isinstance(error, OSError) and "too long" in str(error):
+                message = f"{self.control}: the path is too long for a socket"
+                raise CommandError(EXIT_USAGE, _error("invalid_request", message)) from None
+            raise self._gone(error) from None
+        if response.status != 200:
+            try:
+                error_object = json.loads(response.read())
+                error_object["message"], error_object["code"]
+            except (ValueError, KeyError, TypeError):
+                error_object = _error("internal", f"{self.control} answered {response.status} without a reason: is it hearthd's?")
+            raise CommandError(EXIT_OF_STATUS.get(response.status, 1), error_object)
+        return response
+
+    def _gone(self, error: Exception | None) -> CommandError:
+        why = f": {error}" if error is not None and str(error) else ""
+        return CommandError(EXIT_BUSY, _error("connection_lost", f"hearthd ended before it answered{why}"))
+
+
+def check(result: dict[str, Any]) -> dict[str, Any]:
+    """The result line itself, or CommandError if the command failed."""
+    if not result["ok"]:
+        raise CommandError(EXIT_OF_STATUS.get(result["status"], 1), result["error"])
+    return result
+
+
+def _error(code: str, message: str) -> dict[str, Any]:
+    return {"code": code, "message": message, "details": {}}

@@ -1,0 +1,97 @@
+"""`hearth ps|models|load|unload|pin|unpin|enable|disable`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+from urllib.parse import quote
+
+from daemon.cli.client import Client
+from daemon.cli.table import ago, size, table
+
+ROW_KEYS = ("name", "state", "device", "weights_bytes", "kv_bytes", "active", "queued", "pinned", "last_used")
+DONE = {
+    "load": "is loaded",
+    "unload": "is evicted",
+    "pin": "is pinned",
+    "unpin": "is no longer pinned",
+    "enable": "is enabled",
+    "disable": "is disabled",
+}
+
+
+def ps(client: Client, options: argparse.Namespace) -> None:
+    """All but the cold models."""
+    rows = [row for row in client.get("/control/v1/models") if row["state"] != "cold"]
+    if options.json:
+        print(json.dumps([{key: row[key] for key in ROW_KEYS} for row in rows], indent=1))
+    elif not rows:
+        print("no model is loaded; `hearth models` lists all")
+    else:
+        print(_table(rows))
+
+
+def models(client: Client, options: argparse.Namespace) -> None:
+    """All models, and why those that can't run can't."""
+    rows = client.get("/control/v1/models")
+    if options.json:
+        print(json.dumps(rows, indent=1))
+    elif not rows:
+        print("there are no models below the models folder")
+    else:
+        print(_table(rows))
+        for row in rows:
+            if row["state"] in ("refused", "incomplete", "failed"):
+                print(f"\n{row['name']} is {row['state']}: {row['reason']}")
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    header = ("NAME", "STATE", "DEVICE", "WEIGHTS", "KV", "ACTIVE", "QUEUED", "PINNED", "LAST USED")
+    lines = [
+        (
+            row["name"],
+            _state(row),
+            row["device"] or "-",
+            size(row["weights_bytes"]),
+            size(row["kv_bytes"]),
+            str(row["active"]),
+            str(row["queued"]),
+            "yes" if row["pinned"] else "",
+            ago(row["last_used"]),
+        )
+        for row in rows
+    ]
+    return table(header, lines, frozenset({3, 4, 5, 6}))
+
+
+def _state(row: dict[str, Any]) -> str:
+    total = row.get("bytes_total")
+    if row["state"] == "loading" and total:
+        return f"loading {100 * row['bytes_done'] // total} %"
+    return str(row["state"])
+
+
+def command(client: Client, options: argparse.Namespace) -> None:
+    """load, unload, pin, unpin, enable and disable are the same request with another verb."""
+    verb, name = options.command, options.name
+    path = f"/control/v1/models/{quote(name)}/{verb}"
+    if getattr(options, "no_wait", False):
+        path += "?wait=0"
+    lines = client.lines("POST", path)
+    if verb in ("load", "pin") and not options.json and sys.stdout.isatty():
+        from daemon.cli.progress import show
+
+        lines = show(name, lines)
+    result = client.result(lines)
+    if options.json:
+        print(json.dumps(result))
+    elif result.get("waiting"):
+        print(f"{name} is being loaded")
+    else:
+        print(f"{name} {DONE[verb]}" + _extra(verb, result))
+
+
+def _extra(verb: str, result: dict[str, Any]) -> str:
+    return f" ({result['state']})" if verb in ("pin", "enable") else ""

@@ -1,0 +1,72 @@
+"""`hearth status|drain|resume|reload|version`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+from urllib.parse import quote
+
+from daemon.cli.client import Client
+from daemon.cli.table import duration, size, table
+from daemon.version import VERSION
+
+
+def status(client: Client, options: argparse.Namespace) -> None:
+    value = client.get("/control/v1/status")
+    if options.json:
+        print(json.dumps(value, indent=1))
+        return
+    state = "draining" if value["draining"] else "ready" if value["ready"] else f"not ready: {value['reason']}"
+    print(f"hearthd {value['version']}, {state}, up {duration(value['uptime_s'])}, pid {value['pid']}")
+    print(f"serves {value['url']}, {value['requests']} requests open")
+    print(f"longest stall of the event loop {1000 * value['hearth_event_loop_stall_seconds_max']:.1f} ms\n")
+    header = ("DEVICE", "ENGINE", "BUDGET", "MODELS", "WORK SPACE", "KV LEASE", "RESTARTS")
+    print(table(header, [_device(row) for row in value["devices"]], frozenset({2, 3, 4, 5, 6})))
+    for row in value["devices"]:
+        if row.get("problem"):
+            print(f"\n{row['name']}: {row['problem']}")
+
+
+def _device(row: dict[str, Any]) -> tuple[str, ...]:
+    engine = f"pid {row['pid']}" if row["up"] else "down"
+    parts = [size(row.get(key, 0)) for key in ("held_bytes", "work_space_bytes", "lease_bytes")]
+    return (row["name"], engine, size(row["budget_bytes"]), *parts, str(row["restarts"]))
+
+
+def drain(client: Client, options: argparse.Namespace) -> None:
+    _gate(client, options, "drain", "takes no new requests; what runs or waits goes on")
+
+
+def resume(client: Client, options: argparse.Namespace) -> None:
+    _gate(client, options, "resume", "takes requests again")
+
+
+def _gate(client: Client, options: argparse.Namespace, verb: str, text: str) -> None:
+    value = client.post(f"/control/v1/{verb}" + (f"?model={quote(options.name, safe='')}" if options.name else ""))
+    print(json.dumps(value) if options.json else f"{options.name or 'the node'} {text}")
+
+
+def reload(client: Client, options: argparse.Namespace) -> None:
+    value = client.post("/control/v1/reload")
+    if options.json:
+        print(json.dumps(value))
+        return
+    print("applied: " + (", ".join(value["applied"]) or "nothing changed"))
+    if value["needs_restart"]:
+        print("needs a restart: " + ", ".join(value["needs_restart"]))
+
+
+def version(client: Client, options: argparse.Namespace) -> None:
+    """Its own and the daemon's, if one runs."""
+    from daemon.cli.client import CommandError
+
+    value: dict[str, Any] = {"hearth": VERSION, "hearthd": None}
+    try:
+        value["hearthd"] = client.get("/control/v1/version")["version"]
+    except CommandError as error:
+        value["reason"] = str(error)
+    if options.json:
+        print(json.dumps(value))
+    else:
+        print(f"hearth {VERSION}, hearthd {value['hearthd'] or 'unknown: ' + value['reason']}")

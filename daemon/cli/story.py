@@ -1,0 +1,42 @@
+"""`hearth why` and `hearth events`: what happened."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from typing import Any
+from urllib.parse import quote
+
+from daemon.cli.client import Client
+
+
+def why(client: Client, options: argparse.Namespace) -> None:
+    """A model's or a request's story, and what it waits for."""
+    value = client.get(f"/control/v1/why/{quote(options.name)}")
+    if options.json:
+        print(json.dumps(value, indent=1))
+    else:
+        print("\n".join(value["lines"]))
+
+
+def events(client: Client, options: argparse.Namespace) -> None:
+    """History; with -f what follows, until Ctrl-C."""
+    try:
+        for event in client.lines("GET", "/control/v1/events" + ("?follow=1" if options.follow else "")):
+            print(json.dumps(event) if options.json else _line(event), flush=True)
+    except KeyboardInterrupt:
+        pass
+
+
+def _line(event: dict[str, Any]) -> str:
+    stamp = time.strftime("%H:%M:%S", time.localtime(event["time"]))
+    kind = event["event"]
+    if kind == "state":
+        where = f" on {event['device']}" if event["device"] else ""
+        change = f"{event['old'] or 'new'} -> {event['new'] or 'gone'}{where}"
+        return f"{stamp}  {event['model']}: {change} ({event['reason']}; {event['cause']})"
+    if kind == "registered":
+        return f"{stamp}  {event['text']}"
+    rest = ", ".join(f"{key} {value}" for key, value in event.items() if key not in ("time", "event"))
+    return f"{stamp}  {kind}: {rest}"

@@ -1,0 +1,218 @@
+"""The control API on the Unix socket: what `hearth` and scripts talk to. Who may open the socket may do everything.
+
+Commands answer with NDJSON: progress lines, then one line `{"event": "result", "ok": ..}`. An error that is known before the first
+line is an HTTP status; its body, and a failed result's `error`, is `{code, message, details}`. See daemon/control_status.py for how
+statuses and exit codes correspond.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from aiohttp import web
+
+from daemon.control_status import EXIT_FAULT, STATUS_OF_EXIT
+from daemon.errors import BadRequest, HearthError, ServerFault, from_refusal
+from daemon.node import Node
+from scheduler.node import events
+from scheduler.node.actions import Refusal
+
+log = logging.getLogger("hearthd.control")
+FOLLOW_LIMIT = 4096
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+_COMMANDS: dict[str, Callable[..., events.Event]] = {
+    "load": events.LoadRequested,
+    "unload": events.UnloadRequested,
+    "pin": events.PinRequested,
+    "unpin": events.UnpinRequested,
+    "enable": events.EnableRequested,
+    "disable": events.DisableRequested,
+}
+
+
+def make_control_app(node: Node) -> web.Application:
+    api = ControlApi(node)
+    app = web.Application(middlewares=[_errors])
+    app.router.add_get("/control/v1/status", api.status)
+    app.router.add_get("/control/v1/models", api.models)
+    app.router.add_get("/control/v1/queue", api.queue)
+    app.router.add_get("/control/v1/version", api.version)
+    app.router.add_get("/control/v1/events", api.events)
+    app.router.add_get("/control/v1/why/{name:.+}", api.why)
+    app.router.add_post("/control/v1/models/{name:.+}/{command:[a-z]+}", api.command)
+    app.router.add_post("/control/v1/drain", api.drain)
+    app.router.add_post("/control/v1/resume", api.resume)
+    app.router.add_post("/control/v1/reload", api.reload)
+    return app
+
+
+def error_object(error: HearthError) -> dict[str, Any]:
+    details: dict[str, object] = dict(error.details)
+    if error.retry_after_s is not None:
+        details["retry_after_s"] = error.retry_after_s
+    return {"code": error.code, "message": error.message, "details": details}
+
+
+def error_status(error: HearthError) -> int:
+    return STATUS_OF_EXIT.get(error.exit_code, STATUS_OF_EXIT[EXIT_FAULT])
+
+
+@web.middleware
+async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except HearthError as error:
+        return _json(error_object(error), error_status(error))
+    except web.HTTPException as error:
+        code = "not_found" if error.status == 404 else "invalid_request"
+        message = f"{request.method} {request.path}: {error.reason}"
+        return _json({"code": code, "message": message, "details": {}}, 404 if error.status == 404 else 400)
+    except (ConnectionError, asyncio.CancelledError):
+        raise
+    except Exception:
+        log.exception("%s %s failed", request.method, request.path)
+        return _json({"code": "internal", "message": "hearthd failed on this command; see its log", "details": {}}, 500)
+
+
+def _json(value: Any, status: int = 200) -> web.Response:
+    return web.Response(body=json.dumps(value).encode() + b"\n", status=status, content_type="application/json")
+
+
+def _line(value: dict[str, Any]) -> bytes:
+    return json.dumps(value).encode() + b"\n"
+
+
+class ControlApi:
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    async def status(self, request: web.Request) -> web.Response:
+        return _json(self._node.status())
+
+    async def models(self, request: web.Request) -> web.Response:
+        return _json(self._node.rows())
+
+    async def queue(self, request: web.Request) -> web.Response:
+        return _json(self._node.queue_rows())
+
+    async def version(self, request: web.Request) -> web.Response:
+        return _json(self._node.version())
+
+    async def why(self, request: web.Request) -> web.Response:
+        return _json(self._node.why(request.match_info["name"]))
+
+    async def events(self, request: web.Request) -> web.StreamResponse:
+        """History, then with `?follow=1` what happens until the client goes."""
+        response = await _start_lines(request)
+        queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue(FOLLOW_LIMIT)
+        follow = request.query.get("follow") in ("1", "true")
+        stop = self._node.ring.follow(lambda event: _offer(queue, event)) if follow else None
+        try:
+            for event in self._node.ring.history():
+                await response.write(_line(event))
+            while follow:
+                await response.write(_line(await queue.get()))
+        except ConnectionError:
+            pass  # the client has seen enough
+        finally:
+            if stop is not None:
+                stop()
+        return response
+
+    async def command(self, request: web.Request) -> web.StreamResponse:
+        """load, unload, pin, unpin, enable, disable. `?wait=0`: answers as soon as the scheduler has not refused."""
+        command = request.match_info["command"]
+        make = _COMMANDS.get(command)
+        if make is None:
+            raise BadRequest("not_found", f"no command {command!r}; known: {', '.join(_COMMANDS)}", status=404)
+        name = self._node.registry.canonical(request.match_info["name"])
+        node = self._node
+        queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue(FOLLOW_LIMIT)
+        stop = node.ring.follow(lambda event: _offer(queue, event) if event.get("model") == name else None)
+        try:
+            done = node.dispatcher.command(lambda now, cause: make(now=now, cause=cause, model=name))
+            if done.done():
+                await self._settle(done, command, name)  # raises the refusal as an HTTP status
+            response = await _start_lines(request)
+            if not done.done() and request.query.get("wait") == "0":
+                await response.write(_line({"event": "result", "ok": True, "model": name, "waiting": True}))
+                return response
+            try:
+                await self._pass_on(response, queue, done)
+                await self._settle(done, command, name)
+                result = {"event": "result", "ok": True, "model": name, "state": node.state_of(name)}
+            except HearthError as error:
+                result = {
+                    "event": "result",
+                    "ok": False,
+                    "model": name,
+                    "error": error_object(error),
+                    "status": error_status(error),
+                }
+            await response.write(_line(result))
+            return response
+        finally:
+            stop()
+
+    async def _pass_on(
+        self, response: web.StreamResponse, queue: asyncio.Queue[dict[str, Any]], done: asyncio.Future[Refusal | None]
+    ) -> None:
+        """Progress lines until the command is done."""
+        getter: asyncio.Task[dict[str, Any]] | None = None
+        try:
+            while not done.done():
+                getter = getter or asyncio.ensure_future(queue.get())
+                await asyncio.wait([getter, done], return_when=asyncio.FIRST_COMPLETED)
+                if getter.done():
+                    await response.write(_line(getter.result()))
+                    getter = None
+            while not queue.empty():
+                await response.write(_line(queue.get_nowait()))
+        finally:
+            if getter is not None:
+                getter.cancel()
+
+    async def _settle(self, done: asyncio.Future[Refusal | None], command: str, name: str) -> None:
+        """Raises the refusal; persists what was decided."""
+        refusal = done.result()
+        if refusal is not None:
+            raise from_refusal(refusal)
+        await self._node.remember(command, name)
+
+    async def drain(self, request: web.Request) -> web.Response:
+        return await self._gate(request, events.DrainRequested)
+
+    async def resume(self, request: web.Request) -> web.Response:
+        return await self._gate(request, events.ResumeRequested)
+
+    async def _gate(self, request: web.Request, make: Callable[..., events.Event]) -> web.Response:
+        """`?model=NAME`, or the whole node."""
+        name = request.query.get("model", "")
+        model = self._node.registry.canonical(name) if name else ""
+        refusal = await self._node.dispatcher.command(lambda now, cause: make(now=now, cause=cause, model=model))
+        if refusal is not None:
+            raise from_refusal(refusal)
+        return _json({"ok": True, "model": model, "draining": self._node.draining})
+
+    async def reload(self, request: web.Request) -> web.Response:
+        if self._node.reload is None:
+            raise ServerFault("internal", "this node cannot be reloaded")
+        return _json(await self._node.reload())
+
+
+async def _start_lines(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
+    await response.prepare(request)
+    return response
+
+
+def _offer(queue: asyncio.Queue[dict[str, Any]], event: dict[str, Any]) -> None:
+    """A follower that does not read loses events rather than holding them all in memory."""
+    with contextlib.suppress(asyncio.QueueFull):
+        queue.put_nowait(event)

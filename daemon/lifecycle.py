@@ -1,0 +1,214 @@
+"""From start to stop: the order in which things come up, signals, draining, reload."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from aiohttp import web
+
+from config import load as config_load
+from config import reload as config_reload
+from config.schema import DeviceBudget, NodeConfig
+from config.units import machine_memory_bytes
+from daemon import logs, sockets
+from daemon.api.app import make_app, make_runner
+from daemon.control import make_control_app
+from daemon.errors import BadRequest, NotNow
+from daemon.node import Node, scheduler_settings
+from daemon.state import NodeState
+from daemon.text.service import TextService
+from daemon.version import VERSION
+from scheduler.node import events
+
+log = logging.getLogger("hearthd")
+FLUSH_LIMIT_S = 2.0  # for handlers to write their last bytes
+
+
+class Lifecycle:
+    """One run of the daemon. flags: those of the command line, read again at each reload."""
+
+    def __init__(
+        self, config: NodeConfig, devices: Sequence[DeviceBudget], config_path: str | None, flags: Mapping[str, Any]
+    ) -> None:
+        self._config, self._devices, self._config_path, self._flags = config, devices, config_path, flags
+        self._stop = asyncio.Event()
+        self._stop_now = asyncio.Event()
+        self._rescan = asyncio.Event()
+        self._reload_lock = asyncio.Lock()
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def run(self) -> int:
+        """Serves until told to stop. Raises sockets.SocketError or OSError where it can't start."""
+        loop = asyncio.get_running_loop()
+        state = NodeState(self._config.state_dir)
+        state.load()
+        control_socket = sockets.bind_control(self._config.control)
+        try:
+            http_sockets = sockets.bind_http(self._config.listen)
+        except sockets.SocketError:
+            control_socket.close()
+            os.unlink(self._config.control)
+            raise
+        node = self._node = Node(self._config, self._devices, state)
+        node.reload = self.reload
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_stop_signal, number)
+        loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
+        for worker in node.workers.values():
+            worker.start()  # they import their libraries while the models folder is read
+        text = TextService()
+        api = make_runner(make_app(node.dispatcher, node.registry, text, node.settings, node), FLUSH_LIMIT_S)
+        control = web.AppRunner(make_control_app(node), access_log=None, handler_cancellation=True, shutdown_timeout=FLUSH_LIMIT_S)
+        try:
+            await node.rescan()
+            for worker in node.workers.values():
+                worker.configure()
+            node.registry.watch(self._rescan.set)
+            self._spawn(self._rescan_loop())
+            await control.setup()
+            await web.SockSite(control, control_socket, backlog=64).start()
+            await api.setup()
+            for sock in http_sockets:
+                await web.SockSite(api, sock, backlog=sockets.BACKLOG).start()
+            node.url, node.listening = sockets.url_of(http_sockets[0]), True
+            self._announce(node)
+            await self._stop.wait()
+            await self._drain(node)
+        finally:
+            node.listening = False
+            await self._tear_down(node, api, control, text)
+        log.info("stopped")
+        return 0
+
+    def _announce(self, node: Node) -> None:
+        for device in self._devices:
+            log.info("device %s: %.1f MiB for weights, KV and work space", device.name, device.budget_bytes / 2**20)
+        with contextlib.suppress(BrokenPipeError):
+            print(f"hearthd {VERSION} serves {node.url} control {self._config.control}", flush=True)
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # ---- the models folder
+
+    async def _rescan_loop(self) -> None:
+        while True:
+            await self._rescan.wait()
+            self._rescan.clear()
+            try:
+                await self._node.rescan()
+            except OSError as error:
+                log.error("models folder %s cannot be read (%s): the models stay as they are", self._config.models_dir, error)
+
+    # ---- reload
+
+    def _on_hangup(self) -> None:
+        self._spawn(self._reload_logged())
+
+    async def _reload_logged(self) -> None:
+        with contextlib.suppress(BadRequest):  # reload() has logged it
+            await self.reload()
+
+    async def reload(self) -> dict[str, Any]:
+        """Reads the file again; all of it is valid or nothing changes. Raises HearthError invalid_config naming file and key."""
+        async with self._reload_lock:
+            node = self._node
+            try:
+                new = config_load.load(self._config_path, self._flags)
+                config_load.device_budgets(new, machine_memory_bytes(), self._config_path or "flags")
+            except config_load.ConfigError as error:
+                log.error("reload refused, the running settings stay: %s", error)
+                raise BadRequest(
+                    "invalid_config", f"The running settings stay: {error}", details={"file": error.source, "key": error.key}
+                ) from None
+            plan = config_reload.plan(node.config, new)
+            try:
+                await node.rescan(plan.effective)
+            except OSError as error:
+                log.error("reload refused, models folder: %s", error)
+                raise BadRequest("invalid_config", f"The running settings stay: models folder: {error}") from None
+            node.settings.config = node.dispatcher.config = self._config = plan.effective
+            node.scheduler.reconfigure(scheduler_settings(plan.effective))
+            logs.set_up(plan.effective.log_level)
+            log.info("reloaded; applied: %s", ", ".join(plan.applied) or "nothing changed")
+            if plan.needs_restart:
+                log.warning("these keys need a restart: %s", ", ".join(plan.needs_restart))
+            node.ring.add("reload", applied=plan.applied, needs_restart=plan.needs_restart)
+            return {"ok": True, "applied": plan.applied, "needs_restart": plan.needs_restart}
+
+    # ---- stop
+
+    def _on_stop_signal(self, number: int) -> None:
+        name = signal.Signals(number).name
+        if self._stop.is_set():
+            log.warning("%s again: stopping at once", name)
+            self._stop_now.set()
+        else:
+            log.info("%s: draining for at most %g s", name, self._config.drain_timeout_s)
+            self._stop.set()
+
+    async def _drain(self, node: Node) -> None:
+        """No new requests; what is open may end within drain_timeout_s, the rest is told that the server restarts."""
+        node.dispatcher.post(events.DrainRequested(now=time.monotonic(), cause="shutdown"))
+        empty = node.dispatcher.when_empty()
+        now = asyncio.ensure_future(self._stop_now.wait())
+        either: list[asyncio.Future[Any]] = [empty, now]
+        await asyncio.wait(either, timeout=self._config.drain_timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        now.cancel()
+        error = NotNow("server_restarting", "The server is restarting; send the request again.", retry_after_s=5.0)
+        num_cut = node.dispatcher.fail_all(error)
+        if num_cut:
+            log.warning("%d requests did not end in time and were told server_restarting", num_cut)
+
+    async def _tear_down(self, node: Node, api: web.AppRunner, control: web.AppRunner, text: TextService) -> None:
+        """Every part is stopped even where another one fails to."""
+        steps = [
+            ("http", api.cleanup()),
+            ("engines", self._stop_engines(node)),
+            ("control", control.cleanup()),
+            ("text", text.close()),
+        ]
+        for name, step in steps:
+            try:
+                async with asyncio.timeout(2 * FLUSH_LIMIT_S + 4):
+                    await step
+            except Exception:
+                log.exception("stopping %s failed", name)
+        for worker in node.workers.values():
+            worker.kill_now()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.to_thread(node.registry.stop_watching)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._config.control)
+
+    async def _stop_engines(self, node: Node) -> None:
+        if self._stop_now.is_set():
+            for worker in node.workers.values():
+                worker.kill_now()
+        await asyncio.gather(*(worker.stop() for worker in node.workers.values()))
+
+
+def serve(config: NodeConfig, devices: Sequence[DeviceBudget], config_path: str | None, flags: Mapping[str, Any]) -> int:
+    """Runs a node to its end and returns the exit code: 0 stopped when told to, 1 could not start."""
+    import uvloop
+
+    async def main() -> int:
+        return await Lifecycle(config, devices, config_path, flags).run()
+
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(main())
+    except (sockets.SocketError, OSError) as error:
+        print(f"hearthd: {error}", file=sys.stderr)
+        return 1

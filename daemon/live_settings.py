@@ -1,0 +1,28 @@
+"""The running configuration, replaced as a whole by a reload; who reads it through here sees the new values at once."""
+
+from __future__ import annotations
+
+from config.schema import NodeConfig
+
+
+class LiveSettings:
+    """HttpSettings for the API."""
+
+    def __init__(self, config: NodeConfig) -> None:
+        self.config = config
+
+    @property
+    def max_body_bytes(self) -> int | str:
+        return self.config.max_body_bytes
+
+    @property
+    def body_read_timeout_s(self) -> float:
+        return self.config.body_read_timeout_s
+
+    @property
+    def request_timeout_s(self) -> float:
+        return self.config.request_timeout_s
+
+    @property
+    def sse_comment_every_s(self) -> float:
+        return self.config.sse_comment_every_s

@@ -1,0 +1,63 @@
+"""`hearthd`'s command line. Exit codes: 0 stopped when told to, 1 could not start, 2 wrong flags or configuration."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from config import load as config_load
+from config import reference
+from config.schema import NodeConfig
+from config.units import format_bytes, machine_memory_bytes
+from daemon.errors import EXIT_OK, EXIT_USAGE
+from daemon.version import VERSION
+
+_METAVARS = {"models_dir": "DIR", "listen": "HOST:PORT", "control": "SOCKET", "device": "NAME=BUDGET"}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """One flag for every key of the node; their values stay text until config.load has read the file too."""
+    parser = argparse.ArgumentParser(prog="hearthd", description="Serves the models of one folder over the OpenAI API.")
+    parser.add_argument("--config", metavar="FILE", help="TOML file; flags win over it")
+    parser.add_argument("--check-config", action="store_true", help="check flags and file, print what would run, and end")
+    parser.add_argument("--version", action="version", version=f"hearthd {VERSION}")
+    for name, default, unit, _, description in reference.fields(NodeConfig):
+        if name == "models":
+            continue
+        text = description.replace("%", "%%")
+        if default not in ("", None, []):
+            text += f" (default: {default}{' ' + unit if unit and not isinstance(default, str) else ''})"
+        action = "append" if name == "device" else "store"
+        metavar = _METAVARS.get(name, unit.upper() if unit else "VALUE")
+        parser.add_argument(config_load.flag_name(name), dest=name, action=action, metavar=metavar, help=text)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options: dict[str, Any] = vars(make_parser().parse_args(argv))
+    path, check = options.pop("config"), options.pop("check_config")
+    flags = {key: value for key, value in options.items() if value is not None}
+    source = path or "flags"
+    try:
+        config = config_load.load(path, flags)
+        devices = config_load.device_budgets(config, machine_memory_bytes(), source)
+        if not config.models_dir:
+            raise config_load.ConfigError(source, "models_dir", "missing; name the models folder with --models DIR")
+        if not os.path.isdir(config.models_dir):
+            raise config_load.ConfigError(source, "models_dir", f"{config.models_dir!r} is no folder")
+    except config_load.ConfigError as error:
+        print(f"hearthd: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    if check:
+        named = ", ".join(f"{device.name} {format_bytes(device.budget_bytes)}" for device in devices)
+        print(f"ok: models {config.models_dir}, listen {config.listen}, control {config.control}, devices {named}")
+        return EXIT_OK
+    from daemon import lifecycle, logs
+
+    logs.set_up(config.log_level)
+    if not config.device:
+        logs.log.info("no --device: cpu:0 gets %s, half of the machine's memory", format_bytes(devices[0].budget_bytes))
+    return lifecycle.serve(config, devices, path, flags)

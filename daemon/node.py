@@ -1,0 +1,271 @@
+"""The node's parts put together, and what it tells of itself: rows for `ps`, status, health, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import platform
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from config.schema import DeviceBudget, NodeConfig
+from daemon.dispatcher import Dispatcher
+from daemon.errors import BadRequest, HearthError
+from daemon.event_ring import EventRing
+from daemon.live_settings import LiveSettings
+from daemon.loop_watch import LoopWatch
+from daemon.metrics import Gauges, Metrics, render
+from daemon.registry import Registry
+from daemon.state import NodeState
+from daemon.version import VERSION
+from daemon.workers import EngineSpec, Worker, threads_per_engine
+from engine.protocol import PROTOCOL_VERSION
+from scheduler.node import events
+from scheduler.node.node_scheduler import NodeScheduler
+from scheduler.node.settings import SchedulerSettings
+from scheduler.node.views import ModelView
+
+log = logging.getLogger("hearthd")
+POST_AT_A_TIME = 25  # registrations between two turns of the loop
+
+
+def scheduler_settings(config: NodeConfig) -> SchedulerSettings:
+    return SchedulerSettings(
+        chunk_bytes=int(config.chunk_bytes),
+        load_deadline_s=config.load_deadline_s,
+        overdue_after_s=config.overdue_after_s,
+        max_wait_s=config.max_wait_s,
+        max_queued_per_model=config.max_queued_per_model,
+    )
+
+
+class Node:
+    """HealthPort for the API. Made on the event loop; `reload` is set by the lifecycle."""
+
+    def __init__(self, config: NodeConfig, devices: Sequence[DeviceBudget], state: NodeState) -> None:
+        loop = asyncio.get_running_loop()
+        self.devices = list(devices)
+        self.state = state
+        self.settings = LiveSettings(config)
+        self.ring, self.metric = EventRing(), Metrics()
+        self.watch = LoopWatch(loop)
+        budgets = {device.name: device.budget_bytes for device in devices}
+        self.scheduler = NodeScheduler(scheduler_settings(config), budgets)
+        self.registry = Registry(config, devices, state)
+        self.registry.refused = self._refused
+        self.dispatcher = Dispatcher(self.scheduler, config, budgets, self.registry.source, self.ring, self.metric, self.watch)
+        threads = threads_per_engine(config, devices)
+        self.workers = {
+            device.name: Worker(device.name, threads, self._spec_of(device, threads), self.dispatcher) for device in devices
+        }
+        self.dispatcher.engines = dict(self.workers)
+        self.reload: Callable[[], Awaitable[dict[str, Any]]] | None = None
+        self.url = ""
+        self.listening = False
+        self.started_unix_s = time.time()
+        self._unix_offset_s = time.time() - time.monotonic()
+        self._state_lock = asyncio.Lock()
+
+    @property
+    def config(self) -> NodeConfig:
+        return self.settings.config
+
+    def _spec_of(self, device: DeviceBudget, threads: int) -> Callable[[], EngineSpec]:
+        def spec() -> EngineSpec:
+            facts = [one.facts for one in self.registry.models.values() if one.entry is not None]
+            fitting = [one.work_space_bytes for one in facts if one.weights_bytes + one.work_space_bytes < device.budget_bytes]
+            return EngineSpec(device, max(fitting, default=0), self.config, threads)
+
+        return spec
+
+    # ---- models
+
+    async def rescan(self, config: NodeConfig | None = None) -> None:
+        """Raises OSError if the models folder can't be read."""
+        changes = await self.registry.rescan(config)
+        for at, change in enumerate(changes):
+            self.dispatcher.post(change)
+            self._tell(change)
+            if at % POST_AT_A_TIME == POST_AT_A_TIME - 1:
+                await asyncio.sleep(0)
+
+    def _tell(self, change: events.Event) -> None:
+        if isinstance(change, events.ModelRemoved):
+            log.info("%s: its folder is gone", change.model)
+            self.ring.add("removed", model=change.model)
+        elif isinstance(change, events.ModelRegistered):
+            name = change.facts.name
+            if name in self.registry.models:
+                line = self.registry.describe(name)
+                if (refusal := self._refused(name)) is not None:
+                    line = f"{name}: refused: {refusal.details['arithmetic']}"
+                log.info("%s", line)
+                self.ring.add("registered", model=name, text=line)
+
+    def _refused(self, name: str) -> HearthError | None:
+        view = self._view(name)
+        if view is None or view.state != "refused":
+            return None
+        message = f"The model {name!r} can never be loaded on this node: {view.reason}"
+        return BadRequest("model_too_large", message, param="model", details={"arithmetic": view.reason})
+
+    async def remember(self, command: str, name: str) -> None:
+        """Keeps what pin, unpin, enable and disable decided."""
+        if command in ("pin", "unpin"):
+            self.state.pinned[name] = command == "pin"
+        elif command in ("enable", "disable"):
+            self.state.enabled[name] = command == "enable"
+        else:
+            return
+        async with self._state_lock:
+            await asyncio.to_thread(self.state.write, self.state.snapshot())
+
+    # ---- views
+
+    def _view(self, name: str) -> ModelView | None:
+        return self.scheduler.model(name)
+
+    def state_of(self, name: str) -> str:
+        view = self._view(name)
+        return view.state if view is not None else "absent"
+
+    @property
+    def draining(self) -> bool:
+        return self.scheduler.draining
+
+    def rows(self) -> list[dict[str, Any]]:
+        """All models, sorted by name; `ps` leaves the cold ones out."""
+        kv_bytes = self._kv_bytes()
+        rows = []
+        for view in sorted(self.scheduler.snapshot(), key=lambda view: view.name):
+            row = {
+                "name": view.name,
+                "state": view.state,
+                "device": view.device,
+                "weights_bytes": view.weights_bytes,
+                "kv_bytes": kv_bytes.get(view.name, 0),
+                "active": view.active,
+                "queued": view.queued,
+                "pinned": view.pinned,
+                "last_used": None if view.last_used is None else round(view.last_used + self._unix_offset_s, 3),
+                "reason": view.reason,
+            }
+            if view.progress is not None:
+                row["bytes_done"], row["bytes_total"] = view.progress
+            rows.append(row)
+        return rows
+
+    def _kv_bytes(self) -> dict[str, int]:
+        return {name: counts[0] for stats in self.dispatcher.stats.values() for name, counts in stats.models.items()}
+
+    def queue_rows(self) -> list[dict[str, Any]]:
+        now = time.monotonic()
+        rows = []
+        for view in self.scheduler.queue():
+            generation = self.dispatcher.generation(view.request_id)
+            rows.append(
+                {
+                    "request": view.request_id,
+                    "id": generation.public_id if generation is not None else "",
+                    "model": view.model,
+                    "tenant": view.tenant,
+                    "position": view.position,
+                    "waiting_s": round(now - view.arrived, 3),
+                    "resubmission": view.resubmission,
+                }
+            )
+        return rows
+
+    def device_rows(self) -> list[dict[str, Any]]:
+        views = {view.name: view for view in self.scheduler.devices()}
+        rows = []
+        for device in self.devices:
+            worker, view = self.workers[device.name], views.get(device.name)
+            row: dict[str, Any] = {
+                "name": device.name,
+                "up": worker.up,
+                "pid": worker.pid,
+                "restarts": worker.restarts,
+                "budget_bytes": device.budget_bytes,
+            }
+            if view is not None:
+                row |= {
+                    "work_space_bytes": view.work_space_chunks * view.chunk_bytes,
+                    "held_bytes": sum(view.held.values()) * view.chunk_bytes,
+                    "lease_bytes": view.lease_chunks * view.chunk_bytes,
+                    "loading": view.loading,
+                    "problem": view.problem,
+                }
+            rows.append(row)
+        return rows
+
+    def version(self) -> dict[str, Any]:
+        return {"version": VERSION, "protocol": PROTOCOL_VERSION, "python": platform.python_version()}
+
+    def status(self) -> dict[str, Any]:
+        healthy, _ = self.health()
+        ready, body = self.ready()
+        return {
+            "version": VERSION,
+            "pid": os.getpid(),
+            "url": self.url,
+            "control": self.config.control,
+            "uptime_s": round(time.time() - self.started_unix_s, 1),
+            "healthy": healthy,
+            "ready": ready,
+            "reason": body.get("reason", ""),
+            "draining": self.draining,
+            "requests": self.dispatcher.num_open,
+            "devices": self.device_rows(),
+            "hearth_event_loop_stall_seconds_max": round(self.watch.stall_s, 6),
+        }
+
+    def why(self, name: str) -> dict[str, Any]:
+        """A model's or a request's story. Raises HearthError not_found."""
+        generation = self.dispatcher.find_generation(name)
+        asked = f"req-{generation.request_id}" if generation is not None else name
+        lines = self.scheduler.why(asked)
+        if not lines:
+            with contextlib.suppress(HearthError):
+                asked = self.registry.canonical(name)
+                lines = self.scheduler.why(asked)
+        if not lines:
+            raise BadRequest("not_found", f"There is no model and no request {name!r}.", status=404, details={"name": name})
+        return {"name": asked, "lines": lines}
+
+    # ---- HealthPort
+
+    def health(self) -> tuple[bool, dict[str, object]]:
+        problems = self.scheduler.health()
+        return not problems, {"status": "ok" if not problems else "failing", "problems": problems}
+
+    def ready(self) -> tuple[bool, dict[str, object]]:
+        engines = {name: "up" if worker.up else "down" for name, worker in self.workers.items()}
+        if not self.listening:
+            reason = "not listening"
+        elif self.draining:
+            reason = "draining"
+        elif not any(worker.up for worker in self.workers.values()):
+            reason = "no engine is up: " + ", ".join(engines)
+        else:
+            reason = ""
+        return not reason, {"status": "ready" if not reason else "not ready", "reason": reason, "engines": engines}
+
+    def metrics(self) -> bytes:
+        views = list(self.scheduler.snapshot())
+        kv_bytes = self._kv_bytes()
+        chunk_bytes = int(self.config.chunk_bytes)
+        gauges = Gauges(
+            model_states={view.name: view.state for view in views},
+            queued={view.name: view.queued for view in views},
+            active={view.name: view.active for view in views},
+            kv_bytes={view.name: kv_bytes.get(view.name, 0) for view in views},
+            device_budget_bytes={device.name: device.budget_bytes for device in self.devices},
+            device_kv_used_bytes={name: stats.kv_chunks_used * chunk_bytes for name, stats in self.dispatcher.stats.items()},
+            loop_stall_s=self.watch.stall_s,
+            draining=self.draining,
+        )
+        return render(self.metric, gauges)

@@ -1,0 +1,114 @@
+"""Listening sockets, with errors that say what to do."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+
+from config.paths import MAX_SOCKET_PATH_BYTES
+from config.units import parse_listen
+
+BACKLOG = 2048
+
+
+class SocketError(Exception):
+    """The daemon cannot listen; the message names the address and why."""
+
+
+def bind_http(listen: str) -> list[socket.socket]:
+    """One socket per address the host has; with port 0 only the first one. Raises SocketError."""
+    host, port = parse_listen(listen)
+    try:
+        infos = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except socket.gaierror as error:
+        raise SocketError(f"listen {listen}: {host!r} is no address of this machine: {error.strerror}") from None
+    bound: list[socket.socket] = []
+    for family, kind, protocol, _, address in dict.fromkeys(infos):
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            sock.bind(address)
+            sock.listen(BACKLOG)
+            sock.setblocking(False)
+        except OSError as error:
+            sock.close()
+            if error.errno in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL) and len(infos) > 1:
+                continue  # a host name may stand for an address family this machine has switched off
+            for other in bound:
+                other.close()
+            raise SocketError(f"listen {listen}: {_why(error)}") from None
+        bound.append(sock)
+        if port == 0:
+            break
+    if not bound:
+        raise SocketError(f"listen {listen}: no address of {host!r} can be used on this machine")
+    return bound
+
+
+def url_of(sock: socket.socket) -> str:
+    host, port = sock.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):
+        host = "127.0.0.1" if host == "0.0.0.0" else "::1"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def bind_control(path: str) -> socket.socket:
+    """Mode 0660 from the first moment. A socket nobody listens on is replaced; a live one is an error. Raises SocketError."""
+    length = len(os.fsencode(path))
+    if length > MAX_SOCKET_PATH_BYTES:
+        raise SocketError(f"control {path}: {length} bytes is too long for a socket path, at most {MAX_SOCKET_PATH_BYTES}")
+    _make_folder(os.path.dirname(os.path.abspath(path)), path)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    mask = os.umask(0o117)
+    try:
+        if os.path.lexists(path):
+            _remove_stale(path)
+        sock.bind(path)
+        sock.listen(64)
+        sock.setblocking(False)
+    except OSError as error:
+        sock.close()
+        raise SocketError(f"control {path}: {_why(error)}") from None
+    except SocketError:
+        sock.close()
+        raise
+    finally:
+        os.umask(mask)
+    return sock
+
+
+def _make_folder(folder: str, path: str) -> None:
+    try:
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        owner = os.stat(folder).st_uid
+    except OSError as error:
+        raise SocketError(f"control {path}: folder {folder}: {error.strerror}") from None
+    # the fallback below /tmp has a name anybody can foretell
+    if folder.startswith("/tmp/hearthd-") and owner != os.getuid():
+        raise SocketError(f"control {path}: folder {folder} belongs to another user (uid {owner}); name a socket with --control")
+
+
+def _remove_stale(path: str) -> None:
+    probe = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        probe.settimeout(1.0)
+        probe.connect(path)
+    except ConnectionRefusedError:
+        os.unlink(path)
+    except OSError as error:
+        raise SocketError(f"control {path}: something is there that is no free socket: {error.strerror or error}") from None
+    else:
+        raise SocketError(f"control {path}: another hearthd is running there; stop it or name another socket with --control")
+    finally:
+        probe.close()
+
+
+def _why(error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return "the port is in use by another program; choose another one with --listen (port 0 picks a free one)"
+    if error.errno == errno.EACCES:
+        return "permission denied"
+    return error.strerror or str(error)
