@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from itertools import repeat
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -111,6 +112,8 @@ class EngineProcess:
         os.close(journal_fd)
         self._reader = FrameReader(FromEngine)
         self.messages: list[Any] = []
+        self._output: dict[int, list[int]] = {}
+        self._finished: dict[int, int] = {}
         self.send(configure)
 
     def __enter__(self) -> EngineProcess:
@@ -136,7 +139,9 @@ class EngineProcess:
         if not select.select([self.sock], [], [], timeout_s)[0]:
             return False
         data = self.sock.recv(1 << 20)
-        self.messages.extend(self._reader.feed(data))
+        for message in self._reader.feed(data):
+            self.messages.append(message)
+            self._note(message)
         return bool(data)
 
     def until(self, done: Callable[[], bool]) -> None:
@@ -155,22 +160,22 @@ class EngineProcess:
 
     def output(self) -> dict[int, list[int]]:
         """Tokens of each request so far."""
-        out: dict[int, list[int]] = {}
-        for message in self.of(TokensOut):
-            counts = message.counts or [1] * len(message.request_ids)
-            start = 0
-            for request_id, count in zip(message.request_ids, counts, strict=True):
-                out.setdefault(request_id, []).extend(message.ids[start : start + count])
-                start += count
-        return out
+        return self._output
 
     def finished(self) -> dict[int, int]:
         """How requests ended: protocol.FINISH_*, or -1 for RequestFailed."""
-        ends = {message.request_id: -1 for message in self.of(RequestFailed)}
-        for message in self.of(TokensOut):
+        return self._finished
+
+    def _note(self, message: Any) -> None:
+        if isinstance(message, RequestFailed):
+            self._finished[message.request_id] = -1
+        elif isinstance(message, TokensOut):
+            start = 0
+            for request_id, count in zip(message.request_ids, message.counts or repeat(1), strict=False):
+                self._output.setdefault(request_id, []).extend(message.ids[start : start + count])
+                start += count
             pairs = zip(message.request_ids, message.finish, strict=False)
-            ends.update({request_id: finish for request_id, finish in pairs if finish})
-        return ends
+            self._finished.update({request_id: finish for request_id, finish in pairs if finish})
 
     def wait_finished(self, *request_ids: int) -> None:
         self.until(lambda: set(request_ids) <= self.finished().keys())
