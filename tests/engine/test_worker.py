@@ -162,7 +162,7 @@ def test_evict_drops_requests_and_gives_memory_back(loaded: EngineProcess, tmp_p
     assert loaded.of(RequestFailed)[0].code == "unknown_model"
     loaded.send(load_message(str(tmp_path / "m"), placement_id=2))
     loaded.wait_for(LoadDone, 2)
-    given = loaded.output()[1]
+    given = list(loaded.output()[1])
     loaded.send(submit_message(1, max_tokens=len(given) + 5, output=given))
     loaded.wait_finished(1)
     assert loaded.output()[1] == foretold(1, 3, len(given) + 5), "submitted again it goes on"
