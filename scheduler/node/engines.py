@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from scheduler.node import models, placements, requests, residency
-from scheduler.node.actions import GrantLease
 from scheduler.node.costs import LoadCosts
 from scheduler.node.events import EngineDown, EngineUp
 from scheduler.node.ledger import DeviceLedger
@@ -35,7 +34,7 @@ def up(node: Node, event: EngineUp) -> None:
         device.ledger = DeviceLedger(event.budget_bytes // node.settings.chunk_bytes)
         judge_all(node)
     device.up, device.problem = True, ""
-    node.emit(GrantLease(cause=node.cause, device=device.name, lease_chunks=device.ledger.lease_chunks))
+    node.grant(device)
     node.stir((device.name,))
 
 

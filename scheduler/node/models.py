@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from scheduler.node import admission, residency
-from scheduler.node.actions import GrantLease
 from scheduler.node.ledger import arithmetic, size_of
 from scheduler.node.node import Model, Node
 
@@ -27,7 +26,7 @@ def raise_work_space(node: Node, model: Model) -> None:
     for name in model.devices:
         device = node.devices[name]
         if device.ledger.raise_work_space(model.size.work_space_chunks) and device.up:
-            node.emit(GrantLease(cause=node.cause, device=name, lease_chunks=device.ledger.lease_chunks))
+            node.grant(device)
 
 
 def rest(node: Node, model: Model, reason: str) -> None:

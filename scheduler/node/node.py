@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from scheduler.node import residency
-from scheduler.node.actions import Action, CommandDone, Refusal, Reject, StateChanged
+from scheduler.node.actions import Action, CommandDone, GrantLease, Refusal, Reject, StateChanged
 from scheduler.node.costs import LoadCosts, Rate
 from scheduler.node.events import ModelFacts, RequestFacts
 from scheduler.node.lazy_heap import LazyHeap
@@ -131,6 +131,7 @@ class Device:
     by_work: LazyHeap[str] = field(default_factory=LazyHeap)  # the same, by waiting work per reload second
     crowded_out: dict[str, None] = field(default_factory=dict)  # models kept off by pins
     pinned: Size = NOTHING  # room kept for pinned models whose home this is
+    lease_told_chunks: int = 0  # what its engine was last told
     problem: str = ""
 
     @property
@@ -199,6 +200,11 @@ class Node:
         for cause in causes:
             self.emit(CommandDone(cause=cause, model=model, refusal=refusal))
         causes.clear()
+
+    def grant(self, device: Device) -> None:
+        """Tells the engine the lease there is now."""
+        device.lease_told_chunks = device.ledger.lease_chunks
+        self.emit(GrantLease(cause=self.cause, device=device.name, lease_chunks=device.lease_told_chunks))
 
     # ---- touching
 

@@ -32,11 +32,10 @@ def place_next(node: Node, device: Device) -> None:
         if option is not None:  # others have become idle: the busy ones need not leave after all
             drop(node, draining)
             begin(node, model, option)
-    while device.available:
-        found = look.next_option(node, device)
-        if found is None:
-            return
+    while device.available and (found := look.next_option(node, device)) is not None:
         begin(node, *found)
+    if device.ledger.lease_chunks > device.lease_told_chunks:  # something left, or was given up
+        node.grant(device)
 
 
 def begin(node: Node, model: Model, option: Option) -> None:
@@ -105,6 +104,7 @@ def load(node: Node, placement: Placement) -> None:
     node.copies[placement.id] = model.name
     if model.pinned:
         pins.recount(node, device)
+    device.lease_told_chunks = ledger.lease_chunks
     predicted_s = device.costs.predict_s(model.name, placement.facts.weights_bytes)
     deadline_s = node.settings.load_deadline_s
     deadline_s = max(20.0, 4 * predicted_s) if deadline_s is None else deadline_s
@@ -118,7 +118,7 @@ def load(node: Node, placement: Placement) -> None:
             device=device.name,
             weights_chunks=placement.size.weights_chunks,
             kv_reserved_chunks=placement.size.kv_chunks,
-            lease_chunks=lease_to_tell(device),
+            lease_chunks=device.lease_told_chunks,
             deadline_s=deadline_s,
         )
     )
@@ -175,18 +175,19 @@ def evict(node: Node, model: Model) -> None:
     node.deadlines.discard(("load", model.name))
     node.deadlines.set(("evict", model.name), node.now + node.settings.evict_deadline_s)
     device = node.devices[copy.device]
+    device.lease_told_chunks = lease_after_evictions(device)
     node.emit(
         Evict(
             cause=node.cause,
             placement_id=copy.placement_id,
             model=model.name,
             device=copy.device,
-            lease_chunks=lease_to_tell(device),
+            lease_chunks=device.lease_told_chunks,
         )
     )
 
 
-def lease_to_tell(device: Device) -> int:
+def lease_after_evictions(device: Device) -> int:
     """The lease once all that was told to leave has left. What is freed for a placement is never lent to the engine between."""
     ledger = device.ledger
     held = 0

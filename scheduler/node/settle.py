@@ -46,6 +46,7 @@ def settle_resting(node: Node, model: Model) -> None:
         else:
             placements.drop(node, model.placement)
     elif model.removed:
+        placements.unlist(node, model)
         models.forget(node, model)
     else:
         enlist(node, model)

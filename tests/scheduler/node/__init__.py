@@ -1,0 +1,1 @@
+"""The node scheduler against engines that are played: no process, no clock."""

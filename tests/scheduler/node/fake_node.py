@@ -1,0 +1,272 @@
+"""A node played for the scheduler: carries its actions out in its own time and checks, as engines would, that they make sense."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from scheduler.node import actions, events
+from scheduler.node.events import ModelFacts, RequestFacts
+from scheduler.node.node_scheduler import NodeScheduler, SchedulerSettings
+from scheduler.node.views import ModelView
+
+MIB = 1024 * 1024
+COMMANDS = {
+    "load": events.LoadRequested,
+    "unload": events.UnloadRequested,
+    "pin": events.PinRequested,
+    "unpin": events.UnpinRequested,
+    "enable": events.EnableRequested,
+    "disable": events.DisableRequested,
+    "drain": events.DrainRequested,
+    "resume": events.ResumeRequested,
+}
+
+
+def facts(name: str, weights_mib: int = 40, **others: Any) -> ModelFacts:
+    """Weights as given, 2 MiB of reserved KV (and a chunk), 4 MiB of work space."""
+    defaults: dict[str, Any] = {
+        "kv_bytes_per_token": 1024,
+        "work_space_bytes": 4 * MIB,
+        "max_model_len": 2048,
+        "max_sequences": 4,
+        "fingerprint": "1",
+    }
+    return ModelFacts(name, weights_mib * MIB, **{**defaults, **others})
+
+
+class FakeNode:
+    """`devices`: name -> MiB. Loads, evictions and requests stay pending until the test lets them go on."""
+
+    def __init__(self, devices: Mapping[str, int] | None = None, *, up: bool = True, **settings: Any) -> None:
+        self.budgets = {name: mib * MIB for name, mib in (devices or {"cpu:0": 100}).items()}
+        self.scheduler = NodeScheduler(SchedulerSettings(**settings), self.budgets)
+        self.now = 100.0
+        self.num_requests = 0
+        self.num_commands = 0
+        self.up: set[str] = set()
+        self.loads: dict[int, actions.Load] = {}  # under way
+        self.copies: dict[tuple[str, str], actions.Load] = {}  # (device, model) -> its load, done
+        self.evicts: dict[int, actions.Evict] = {}  # under way
+        self.memory: dict[int, tuple[str, int]] = {}  # placement -> device, chunks; until its eviction is answered
+        self.lease: dict[str, int] = {}
+        self.restarts: list[str] = []  # devices whose restart was ordered and not yet done
+        self.running: dict[int, actions.Submit] = {}
+        self.open: dict[int, str] = {}  # requests without an end -> model
+        self.ends: dict[int, str] = {}  # "finished", "cancelled" or a refusal's code
+        self.refusals: dict[int, actions.Refusal] = {}
+        self.asked: dict[str, str] = {}  # commands without an answer
+        self.answers: dict[str, actions.Refusal | None] = {}
+        self.states: list[tuple[str, str, str]] = []
+        self.log: list[actions.Action] = []
+        if up:
+            for name in self.budgets:
+                self.engine_up(name)
+
+    # ---- events
+
+    def post(self, kind: type[events.Event], cause: str = "test", **fields: Any) -> list[actions.Action]:
+        done = self.scheduler.handle(kind(now=self.now, cause=cause, **fields))
+        for action in done:
+            self.carry_out(action, kind, fields)
+        self.scheduler.validate()
+        return done
+
+    def register(self, *models: ModelFacts) -> None:
+        for model in models:
+            self.post(events.ModelRegistered, facts=model)
+
+    def remove(self, name: str) -> list[actions.Action]:
+        return self.post(events.ModelRemoved, model=name)
+
+    def arrive(self, model: str) -> int:
+        self.num_requests += 1
+        request_id = self.num_requests
+        self.open[request_id] = model
+        self.post(events.RequestArrived, f"req-{request_id}", request=RequestFacts(request_id, model, 10, 20))
+        return request_id
+
+    def finish(self, *request_ids: int) -> list[actions.Action]:
+        """All that run, when none is named."""
+        done = []
+        for request_id in request_ids or tuple(self.running):
+            del self.running[request_id]
+            self.end(request_id, "finished")
+            done += self.post(events.RequestFinished, request_id=request_id)
+        return done
+
+    def cancel(self, request_id: int) -> list[actions.Action]:
+        self.end(request_id, "cancelled")
+        done = self.post(events.RequestCancelled, request_id=request_id)
+        assert request_id not in self.running, "cancelled and still in the engine"
+        return done
+
+    def loaded(self, model: str | None = None, seconds: float = 0.5) -> list[actions.Action]:
+        """The load under way (of that model) is done."""
+        load = next(load for load in self.loads.values() if model in (None, load.model))
+        del self.loads[load.placement_id]
+        self.copies[load.device, load.model] = load
+        return self.post(events.LoadFinished, placement_id=load.placement_id, seconds=seconds)
+
+    def load_fails(self, reason: str = "read error", permanent: bool = False) -> list[actions.Action]:
+        placement_id = next(iter(self.loads))
+        del self.loads[placement_id], self.memory[placement_id]
+        return self.post(events.LoadFailed, placement_id=placement_id, reason=reason, permanent=permanent)
+
+    def evicted(self, model: str | None = None) -> list[actions.Action]:
+        """The evictions under way (of that model) are done."""
+        done = []
+        for evict in [evict for evict in self.evicts.values() if model in (None, evict.model)]:
+            del self.evicts[evict.placement_id], self.memory[evict.placement_id]
+            done += self.post(events.EvictFinished, placement_id=evict.placement_id)
+        return done
+
+    def command(self, verb: str, model: str = "") -> str:
+        """Returns its cause, to be looked up in `answers`."""
+        self.num_commands += 1
+        cause = f"cli-{self.num_commands}"
+        self.asked[cause] = verb
+        self.post(COMMANDS[verb], cause, model=model)
+        return cause
+
+    def engine_up(self, device: str) -> list[actions.Action]:
+        self.up.add(device)
+        return self.post(events.EngineUp, device=device, budget_bytes=self.budgets[device])
+
+    def engine_down(self, device: str, running: tuple[int, ...] = (), reason: str = "killed") -> list[actions.Action]:
+        self.up.discard(device)
+        self.restarts = [name for name in self.restarts if name != device]
+        self.memory = {placement: held for placement, held in self.memory.items() if held[0] != device}
+        self.loads = {placement: load for placement, load in self.loads.items() if load.device != device}
+        self.evicts = {placement: evict for placement, evict in self.evicts.items() if evict.device != device}
+        self.copies = {key: load for key, load in self.copies.items() if key[0] != device}
+        self.running = {request: submit for request, submit in self.running.items() if submit.device != device}
+        return self.post(events.EngineDown, device=device, running=running, reason=reason)
+
+    def sleep(self, seconds: float) -> list[actions.Action]:
+        """Time passes, with a TimePassed at each deadline on the way."""
+        done: list[actions.Action] = []
+        end = self.now + seconds
+        for _ in range(100_000):
+            deadline = self.scheduler.next_deadline()
+            if deadline is None or deadline > end:
+                self.now = end
+                return done
+            self.now = max(self.now, deadline)
+            done += self.post(events.TimePassed)
+        raise AssertionError(f"time stands still at {self.now}")
+
+    # ---- actions
+
+    def carry_out(self, action: actions.Action, kind: type[events.Event], fields: dict[str, Any]) -> None:
+        self.log.append(action)
+        match action:
+            case actions.Load():
+                self.check_load(action)
+                self.loads[action.placement_id] = action
+                self.memory[action.placement_id] = (action.device, action.weights_chunks + action.kv_reserved_chunks)
+                self.lease[action.device] = action.lease_chunks
+            case actions.Evict():
+                assert action.device in self.up, "evicts on a dead device"
+                assert action.placement_id in self.memory, f"evicts what is not there: {action}"
+                assert action.placement_id not in self.evicts, f"evicts twice: {action}"
+                runs = [request for request, submit in self.running.items() if submit.model == action.model]
+                unloaded = kind is events.UnloadRequested and fields["model"] == action.model
+                assert unloaded or not runs, f"rule 3: {action.model} evicted under requests {runs}"
+                for request in runs:
+                    del self.running[request]
+                self.loads.pop(action.placement_id, None)
+                self.copies.pop((action.device, action.model), None)
+                self.evicts[action.placement_id] = action
+                self.lease[action.device] = action.lease_chunks
+            case actions.GrantLease():
+                assert action.device in self.up
+                self.lease[action.device] = action.lease_chunks
+                self.check_memory(action.device)
+            case actions.Submit():
+                assert (action.device, action.model) in self.copies, f"submitted to a model that is not there: {action}"
+                assert self.open[action.request_id] == action.model
+                assert action.request_id not in self.running, f"submitted twice: {action}"
+                self.running[action.request_id] = action
+            case actions.Reject():
+                assert action.refusal.code in actions.REFUSAL_CODES
+                assert action.refusal.message
+                self.running.pop(action.request_id, None)
+                self.refusals[action.request_id] = action.refusal
+                self.end(action.request_id, action.refusal.code)
+            case actions.AbortInEngine():
+                assert self.running.pop(action.request_id).device == action.device
+            case actions.RestartEngine():
+                assert action.device in self.up
+                self.restarts.append(action.device)
+            case actions.CommandDone():
+                assert action.cause in self.asked, f"answered twice, or never asked: {action}"
+                del self.asked[action.cause]
+                self.answers[action.cause] = action.refusal
+            case actions.StateChanged():
+                self.states.append((action.model, action.old, action.new))
+            case _:
+                raise AssertionError(f"unknown action {action}")
+
+    def check_load(self, load: actions.Load) -> None:
+        assert load.device in self.up, f"loads on a dead device: {load}"
+        assert all(other.device != load.device for other in self.loads.values()), f"two loads on {load.device}"
+        assert (load.device, load.model) not in self.copies, f"loads twice: {load}"
+        assert all(evict.model != load.model for evict in self.evicts.values()), f"loads while its old copy leaves: {load}"
+        view = next(view for view in self.scheduler.devices() if view.name == load.device)
+        held = sum(chunks for device, chunks in self.memory.values() if device == load.device)
+        needed = held + load.weights_chunks + load.kv_reserved_chunks + view.work_space_chunks + load.lease_chunks
+        assert needed <= view.total_chunks, f"overdraws {load.device}: {needed} of {view.total_chunks} chunks"
+        assert load.deadline_s > 0
+
+    def check_memory(self, device: str) -> None:
+        view = next(view for view in self.scheduler.devices() if view.name == device)
+        held = sum(chunks for on, chunks in self.memory.values() if on == device)
+        assert held + view.work_space_chunks + self.lease[device] <= view.total_chunks, f"{device} is overdrawn"
+
+    def end(self, request_id: int, how: str) -> None:
+        assert request_id in self.open, f"request {request_id} ends twice: {self.ends.get(request_id)} and {how}"
+        del self.open[request_id]
+        self.ends[request_id] = how
+
+    # ---- looking
+
+    def view(self, name: str) -> ModelView:
+        view = self.scheduler.model(name)
+        assert view is not None, f"no model {name}"
+        return view
+
+    def state(self, name: str) -> str:
+        return self.view(name).state
+
+    def bring_up(self, *names: str) -> None:
+        """Loads models by command, all at rest afterwards."""
+        for name in names:
+            self.command("load", name)
+            self.evicted()
+            self.loaded(name)
+
+    def settle(self, max_steps: int = 20_000) -> None:
+        """The engines behave: everything asked for is done. Fails when something accepted never ends."""
+        for device in self.budgets:
+            if device not in self.up:
+                self.engine_up(device)
+        for _ in range(max_steps):
+            if self.restarts:
+                device = self.restarts[0]
+                self.engine_down(device)
+                self.engine_up(device)
+            elif self.evicts:
+                self.evicted()
+            elif self.loads:
+                self.loaded()
+            elif self.running:
+                self.finish(next(iter(self.running)))
+            elif not self.open and not self.asked:
+                return
+            else:
+                deadline = self.scheduler.next_deadline()
+                assert deadline is not None, f"stuck: requests {self.open}, commands {self.asked}"
+                self.now = max(self.now, deadline)
+                self.post(events.TimePassed)
+        raise AssertionError(f"no end: requests {self.open}, commands {self.asked}")

@@ -1,0 +1,155 @@
+"""Any order of events, from engines that are slow, fail and die: the invariants hold after each, and what was accepted ends."""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from scheduler.node import events
+from tests.scheduler.node.fake_node import FakeNode, facts
+
+NAMES = ["a", "b", "c", "d", "e", "huge"]
+# Together far more than both devices; "c" may live on one only, "e" brings a large work space.
+MODELS = {
+    "a": facts("a", 40),
+    "b": facts("b", 50, max_sequences=1, max_queued=3),
+    "c": facts("c", 60, devices=("cpu:1",), priority=5.0),
+    "d": facts("d", 10, max_sequences=2),
+    "e": facts("e", 30, work_space_bytes=30 * 1024 * 1024),
+    "huge": facts("huge", 200),
+}
+
+
+class Node(RuleBasedStateMachine):
+    @initialize(second=st.booleans(), pinned=st.booleans())
+    def start(self, second: bool, pinned: bool) -> None:
+        self.node = FakeNode({"cpu:0": 100, "cpu:1": 80} if second else {"cpu:0": 100}, max_wait_s=40.0)
+        self.node.register(*MODELS.values())
+        if pinned:
+            self.node.register(facts("d", 10, pinned=True, max_sequences=2))
+
+    # ---- clients
+
+    @rule(model=st.sampled_from(NAMES), num=st.integers(1, 4))
+    def arrive(self, model: str, num: int) -> None:
+        for _ in range(num):
+            self.node.arrive(model)
+
+    @precondition(lambda self: self.node.open)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        self.node.cancel(data.draw(st.sampled_from(sorted(self.node.open))))
+
+    # ---- engines
+
+    @precondition(lambda self: self.node.running)
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        self.node.finish(data.draw(st.sampled_from(sorted(self.node.running))))
+
+    @precondition(lambda self: self.node.running)
+    @rule()
+    def finish_all(self) -> None:
+        self.node.finish()
+
+    @precondition(lambda self: self.node.loads)
+    @rule(data=st.data())
+    def loaded(self, data: st.DataObject) -> None:
+        load = data.draw(st.sampled_from(sorted(self.node.loads)))
+        self.node.loaded(self.node.loads[load].model)
+
+    @precondition(lambda self: self.node.loads)
+    @rule(permanent=st.booleans())
+    def load_fails(self, permanent: bool) -> None:
+        self.node.load_fails(permanent=permanent)
+
+    @precondition(lambda self: self.node.evicts)
+    @rule(data=st.data())
+    def evicted(self, data: st.DataObject) -> None:
+        evict = data.draw(st.sampled_from(sorted(self.node.evicts)))
+        self.node.evicted(self.node.evicts[evict].model)
+
+    @precondition(lambda self: self.node.up)
+    @rule(data=st.data(), in_flight=st.booleans())
+    def crash(self, data: st.DataObject, in_flight: bool) -> None:
+        device = data.draw(st.sampled_from(sorted(self.node.up)))
+        running = tuple(request for request, submit in self.node.running.items() if submit.device == device)
+        self.node.engine_down(device, running if in_flight else ())
+
+    @precondition(lambda self: len(self.node.up) < len(self.node.budgets))
+    @rule()
+    def engine_up(self) -> None:
+        for device in self.node.budgets:
+            if device not in self.node.up:
+                self.node.engine_up(device)
+
+    @rule(seconds=st.sampled_from([0.1, 2.0, 11.0, 31.0]))
+    def sleep(self, seconds: float) -> None:
+        self.node.sleep(seconds)
+
+    @rule(placement=st.integers(1, 30))
+    def stale(self, placement: int) -> None:
+        """Answers that a death or a roll-back has overtaken."""
+        node = self.node
+        if placement not in node.memory:
+            node.post(events.EvictFinished, placement_id=placement)
+            node.post(events.LoadFailed, placement_id=placement, reason="stale", permanent=True)
+        if placement not in node.loads:
+            node.post(events.LoadFinished, placement_id=placement, seconds=1.0)
+        node.post(events.RequestFinished, request_id=10_000)
+
+    # ---- the operator
+
+    @rule(verb=st.sampled_from(["load", "unload", "pin", "unpin", "enable", "disable"]), model=st.sampled_from(NAMES))
+    def command(self, verb: str, model: str) -> None:
+        self.node.command(verb, model)
+
+    @rule(model=st.sampled_from(["", "a"]))
+    def drain_and_resume(self, model: str) -> None:
+        self.node.command("drain", model)
+        self.node.arrive("a")
+        self.node.command("resume", model)
+
+    @rule(model=st.sampled_from(NAMES))
+    def remove(self, model: str) -> None:
+        self.node.remove(model)
+
+    @rule(model=st.sampled_from(NAMES), fingerprint=st.sampled_from("123"), incomplete=st.sampled_from(["", "", "no config"]))
+    def change(self, model: str, fingerprint: str, incomplete: str) -> None:
+        old = MODELS[model]
+        weights = old.weights_bytes // 2**20 + int(fingerprint)
+        kv_floor = 4096 if fingerprint == "3" else 0
+        self.node.register(
+            facts(
+                model,
+                weights,
+                fingerprint=fingerprint,
+                incomplete=incomplete,
+                devices=old.devices,
+                max_sequences=old.max_sequences,
+                kv_floor_tokens=kv_floor,
+            )
+        )
+
+    @invariant()
+    def shows(self) -> None:
+        if not hasattr(self, "node"):
+            return
+        for name in NAMES:
+            self.node.scheduler.why(name)
+        for request in list(self.node.open)[:3]:
+            assert self.node.scheduler.why(str(request)), f"nothing to say of request {request}"
+
+    def teardown(self) -> None:
+        if hasattr(self, "node"):
+            self.node.settle()
+
+
+Node.TestCase.settings = settings(
+    max_examples=120,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+TestNode = Node.TestCase
