@@ -145,10 +145,10 @@ class Engine:
             return
         served = self.models[name]
         scheduler = served.scheduler
-        budget = None
+        max_prefill_tokens = None
         if len(busy) > 1 and served.seconds_per_token > 0:
-            budget = max(self.configure.block_tokens, int(self.turns.budget_s / served.seconds_per_token))
-        plan = scheduler.plan(self.num_steps + 1, budget)
+            max_prefill_tokens = max(self.configure.block_tokens, int(self.turns.budget_s / served.seconds_per_token))
+        plan = scheduler.plan(self.num_steps + 1, max_prefill_tokens)
         if scheduler.failed:
             self._fail_hopeless(scheduler)
         self._discard_returned()

@@ -123,11 +123,10 @@ class BatchScheduler:
 
     # ---- a step
 
-    def plan(self, step_id: int, token_budget: int | None = None) -> BatchPlan | None:
-        """The next step, with at most `token_budget` tokens (max_num_batched_tokens if None); None if nothing can run now."""
+    def plan(self, step_id: int, max_prefill_tokens: int | None = None) -> BatchPlan | None:
+        """The next step: at most max_num_batched_tokens, of them at most `max_prefill_tokens` of prompts (None: no such limit). None
+        if nothing can run now."""
         budget = self.limits.max_num_batched_tokens
-        if token_budget is not None:
-            budget = max(1, min(budget, token_budget))
         table = self.table
         running = self._running
         prefill: IntArray = running[:0]
@@ -145,6 +144,8 @@ class BatchScheduler:
         else:
             decode = running
         budget -= len(decode)
+        if max_prefill_tokens is not None:
+            budget = min(budget, max(1, max_prefill_tokens))
         slots, num_new = [decode], [np.ones(len(decode), np.int32)]
         if len(prefill) or len(self.waiting):
             chunk_slots, chunk_tokens = self._plan_prefill(prefill, budget)
