@@ -16,9 +16,11 @@ import selectors
 import socket
 import time
 from array import array
+from typing import cast
 
 import msgspec
 import uvloop
+from aiohttp import web
 
 from daemon.api.app import make_app, make_runner
 from daemon.contracts import Generation, ModelEntry
@@ -116,11 +118,11 @@ async def measure(num_streams: int, num_tokens: int) -> dict[str, object]:
     runner = make_runner(make_app(steps, Models(), Words(), Settings(), Health()), shutdown_timeout_s=1)
     await runner.setup()
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
-    await __import__("aiohttp").web.SockSite(runner, listener).start()
+    await web.SockSite(runner, listener).start()
     ours, theirs = multiprocessing.Pipe()
     client = multiprocessing.get_context("fork").Process(target=read_all, args=(listener.getsockname(), num_streams, theirs))
     client.start()
-    while len(steps.running) < num_streams:
+    while len(steps.running) < num_streams:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     sinks = [generation.sink for generation in steps.running]
     for sink in sinks:  # the status lines go out
@@ -162,21 +164,18 @@ async def measure_write(num_streams: int, num_tokens: int) -> float:
     """The floor: the same frames through bare transports."""
     body = b"f5\r\n" + b"x" * 245 + b"\r\n"
     loop = asyncio.get_running_loop()
-    pairs = [socket.socketpair() for _ in range(0)]
-    del pairs
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
-    transports: list[asyncio.WriteTransport] = []
+    transports: list[asyncio.Transport] = []
 
     class Accept(asyncio.Protocol):
         def connection_made(self, transport: asyncio.BaseTransport) -> None:
-            assert isinstance(transport, asyncio.WriteTransport)
-            transports.append(transport)
+            transports.append(cast(asyncio.Transport, transport))
 
     server = await loop.create_server(Accept, sock=listener)
     ours, theirs = multiprocessing.Pipe()
     client = multiprocessing.get_context("fork").Process(target=read_all, args=(listener.getsockname(), num_streams, theirs))
     client.start()
-    while len(transports) < num_streams:
+    while len(transports) < num_streams:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     await asyncio.sleep(0.3)
     start_s, wall_s = time.process_time(), time.perf_counter()

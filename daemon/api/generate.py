@@ -185,7 +185,7 @@ async def _stream(
         await response.prepare(request)
         transport = request.transport
         if transport is None:
-            raise ConnectionResetError("the client is gone")
+            raise ConnectionResetError
         group.open(transport, request.protocol, request.version >= HttpVersion11)
         if not group.started.done():
             group.comment()
@@ -195,10 +195,11 @@ async def _stream(
         # a client that stops reading right at the end must not keep this connection for ever
         async with asyncio.timeout(context.settings.request_timeout_s):
             await response.write_eof()
-    except TimeoutError:
+    except ConnectionError:  # the client is gone; aiohttp finds the same and closes
+        group.cancel_all()
+    except TimeoutError:  # it stopped reading
         group.stalled()
-        raise ConnectionResetError("the client stopped reading") from None
-    except BaseException:  # the client is gone, or the node refuses
+    except BaseException:  # cancelled because the client is gone, or refused
         group.cancel_all()
         raise
     finally:

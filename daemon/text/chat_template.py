@@ -1,0 +1,145 @@
+"""Chat templates: Jinja from a checkpoint, so from a stranger. Rendered in a sandbox, within limits of time, memory and size."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from typing import Any, TypeVar
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from daemon.errors import BadRequest
+
+T = TypeVar("T")
+
+RENDER_LIMIT_S = 2.0  # of CPU time: a busy machine is no reason to refuse
+KILL_AFTER_S = 6.0  # for what no exception can interrupt, such as 9**9**9
+MAX_CHARACTERS = 64 << 20
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks the assistant's words for training; here it is only its content."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _OutOfTime(BaseException):
+    """No Exception, so that nothing in a template's filters swallows it."""
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """Jinja's own escapes HTML characters, which models were not trained on."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+class ChatTemplate:
+    """`render` raises BadRequest with the template's own message."""
+
+    def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        self._special_tokens = special_tokens
+        self._knows_developer = "developer" in source
+        with _limited():
+            self._template = _guard(lambda: environment.from_string(source))
+
+    def render(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
+        plain = [self._plain(message) for message in messages]
+        variables = {
+            "tools": None,
+            "documents": None,
+            **self._special_tokens,
+            **options.get("kwargs", {}),
+            "messages": plain,
+            "add_generation_prompt": options.get("add_generation_prompt", True),
+        }
+
+        def run() -> str:
+            parts, size = [], 0
+            for part in self._template.generate(variables):
+                size += len(part)
+                if size > MAX_CHARACTERS:
+                    raise TemplateError(f"the template wrote more than {MAX_CHARACTERS} characters")
+                parts.append(part)
+            return "".join(parts)
+
+        with _limited():
+            return _guard(run)
+
+    def _plain(self, message: dict[str, Any]) -> dict[str, Any]:
+        plain = dict(message)
+        if plain["role"] == "developer" and not self._knows_developer:
+            plain["role"] = "system"
+        if plain.get("content") is None:
+            plain["content"] = ""
+        if calls := plain.get("tool_calls"):
+            plain["tool_calls"] = [_parsed_arguments(call) for call in calls]
+        return plain
+
+
+def _parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """The API carries a call's arguments as a JSON string, templates expect the object."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except ValueError:
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _guard(run: Callable[[], T]) -> T:
+    try:
+        return run()
+    except TemplateError as error:
+        raise _refused(str(error) or type(error).__name__) from None
+    except _OutOfTime:
+        raise _refused(f"took more than {RENDER_LIMIT_S:g} s of CPU time") from None
+    except RecursionError:
+        raise _refused("recursed too deeply") from None
+    except MemoryError:
+        raise _refused("used too much memory") from None
+    except Exception as error:  # whatever a stranger's template does wrong is the request's or the checkpoint's fault
+        raise _refused(f"{type(error).__name__}: {error}") from None
+
+
+def _refused(message: str) -> BadRequest:
+    return BadRequest("invalid_request", f"chat template: {message[:2000]}", param="messages")
+
+
+@contextmanager
+def _limited() -> Iterator[None]:
+    def out_of_time(number: int, frame: object) -> None:
+        raise _OutOfTime
+
+    before = signal.signal(signal.SIGVTALRM, out_of_time)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_PROF, KILL_AFTER_S)
+    signal.setitimer(signal.ITIMER_VIRTUAL, RENDER_LIMIT_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGVTALRM, before)

@@ -1,0 +1,105 @@
+"""The text side of one checkpoint folder: tokenizer.json, tokenizer_config.json and the chat template, read on first use."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from daemon.errors import BadRequest
+from daemon.text.chat_template import ChatTemplate
+from daemon.text.table_builder import build_table, read_tokenizer_file, unsupported
+from daemon.text.token_table import PackedTable
+
+
+class CheckpointText:
+    """`name` is the model's, for messages. Raises BadRequest naming the file that is missing or wrong."""
+
+    def __init__(self, name: str, path: str, chat_template: str | None) -> None:
+        self._name, self._folder, self._override = name, Path(path), chat_template
+        self._tokenizer: Tokenizer | None = None
+        self._template: ChatTemplate | None = None
+
+    def table(self) -> PackedTable:
+        file = self._folder / "tokenizer.json"
+        contents = read_tokenizer_file(self._read(file), str(file))
+        return build_table(contents, str(file), lambda ids: self.tokenizer().decode(ids))
+
+    def encode(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
+        encodings = self.tokenizer().encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in encodings]
+
+    def render(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
+        if self._template is None:
+            self._template = ChatTemplate(self._template_source(), self._special_tokens())
+        return self._template.render(messages, options)
+
+    def tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            file = self._folder / "tokenizer.json"
+            data = self._read(file)
+            try:
+                tokenizer = Tokenizer.from_buffer(data)
+            except Exception as error:  # the library raises bare Exception
+                raise unsupported(f"{file}: {error}") from None
+            tokenizer.no_truncation()
+            tokenizer.no_padding()
+            self._tokenizer = tokenizer
+        return self._tokenizer
+
+    def _read(self, file: Path) -> bytes:
+        try:
+            return file.read_bytes()
+        except OSError as error:
+            raise unsupported(f"model {self._name}: {file} cannot be read: {error.strerror}") from None
+
+    def _template_source(self) -> str:
+        if self._override is not None:
+            if "{" in self._override or "\n" in self._override:
+                return self._override
+            return self._read(Path(self._override)).decode()
+        plain = self._folder / "chat_template.jinja"
+        if plain.is_file():
+            return self._read(plain).decode()
+        for file in (self._folder / "chat_template.json", self._folder / "tokenizer_config.json"):
+            source = _default_template(self._json(file).get("chat_template"))
+            if source is not None:
+                return source
+        raise BadRequest(
+            "no_chat_template",
+            f"model {self._name} has no chat template; use /v1/completions with a plain prompt",
+            param="messages",
+        )
+
+    def _special_tokens(self) -> dict[str, str]:
+        """bos_token, eos_token …: templates name them."""
+        tokens = {}
+        for file in ("special_tokens_map.json", "tokenizer_config.json"):
+            for key, value in self._json(self._folder / file).items():
+                content = value.get("content") if isinstance(value, dict) else value
+                if key.endswith("_token") and isinstance(content, str):
+                    tokens[key] = content
+        return tokens
+
+    def _json(self, file: Path) -> dict[str, Any]:
+        """{} if there is no such file."""
+        if not file.is_file():
+            return {}
+        try:
+            value = json.loads(self._read(file))
+        except ValueError as error:
+            raise unsupported(f"{file}: {error}") from None
+        return value if isinstance(value, dict) else {}
+
+
+def _default_template(value: object) -> str | None:
+    """A string, or a list of named ones: the one named "default"."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        named = {each.get("name"): each.get("template") for each in value if isinstance(each, dict)}
+        source = named.get("default")
+        return source if isinstance(source, str) else None
+    return None

@@ -1,0 +1,143 @@
+"""The daemon's end of the text helper: the process that forks workers, and a connection to one worker."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from daemon.errors import BadRequest, HearthError, ServerFault
+from daemon.text.jobs import Done, Failed, FromWorker, Job, Open
+from engine.protocol import FrameReader, encode
+
+
+class WorkerDied(Exception):
+    """The worker's socket ended with the job unanswered."""
+
+
+class Helper:
+    """The forking process. `connect` starts it if it does not run (any more)."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._starting = asyncio.Lock()
+
+    async def start(self) -> None:
+        async with self._starting:
+            if self._process is None or self._process.poll() is not None:
+                await asyncio.to_thread(self._spawn)
+
+    def _spawn(self) -> None:
+        self.close()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            # the folder that holds the packages: found from this file, since cwd is /
+            packages = str(Path(__file__).resolve().parents[2])
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "daemon.text", str(theirs.fileno())],
+                cwd="/",
+                env={**os.environ, "PYTHONPATH": packages},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+        self._control = ours
+
+    async def connect(self, opening: Open) -> Worker:
+        for attempt in (1, 2):
+            await self.start()
+            assert self._control is not None
+            ours, theirs = socket.socketpair()
+            try:
+                with theirs:
+                    socket.send_fds(self._control, [b"w"], [theirs.fileno()])
+            except OSError:  # it has just died
+                ours.close()
+                if attempt == 2:
+                    raise ServerFault("internal_error", "the text helper does not start") from None
+                self.close()
+                continue
+            break
+        ours.setblocking(False)
+        _, worker = await asyncio.get_running_loop().create_unix_connection(Worker, sock=ours)
+        worker.open(opening)
+        return worker
+
+    def close(self) -> None:
+        """Workers end with their own connections."""
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+        if self._process is not None:
+            try:
+                self._process.wait(timeout=1.0)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+            self._process = None
+
+
+class Worker(asyncio.Protocol):
+    """A connection to one worker process."""
+
+    def __init__(self) -> None:
+        self._transport: asyncio.Transport | None = None
+        self._reader = FrameReader(FromWorker)
+        self._waiting: dict[int, asyncio.Future[list[bytes]]] = {}
+        self.alive = False
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport) or hasattr(transport, "write")
+        self._transport = transport  # type: ignore[assignment]
+        self.alive = True
+
+    def open(self, opening: Open) -> None:
+        assert self._transport is not None
+        self._transport.write(encode(opening))
+
+    async def call(self, job: Job) -> list[bytes]:
+        """Raises HearthError, or WorkerDied."""
+        if not self.alive or self._transport is None:
+            raise WorkerDied
+        future: asyncio.Future[list[bytes]] = asyncio.get_running_loop().create_future()
+        self._waiting[job.job_id] = future
+        try:
+            self._transport.write(encode(job))
+            return await future
+        finally:
+            self._waiting.pop(job.job_id, None)
+
+    def data_received(self, data: bytes) -> None:
+        for message in self._reader.feed(data):
+            future = self._waiting.get(message.job_id)
+            if future is None or future.done():  # the client is gone
+                continue
+            if isinstance(message, Done):
+                future.set_result(message.parts)
+            else:
+                future.set_exception(_error(message))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.alive = False
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(WorkerDied())
+
+    def close(self) -> None:
+        self.alive = False
+        if self._transport is not None:
+            self._transport.close()
+
+
+def _error(failed: Failed) -> HearthError:
+    kind = BadRequest if failed.family == "BadRequest" else ServerFault
+    return kind(failed.code, failed.message, param=failed.param, status=failed.status)

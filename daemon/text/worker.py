@@ -1,0 +1,84 @@
+"""A text worker: one process, one model, jobs in and answers out over a socket. Ends at the socket's end."""
+
+from __future__ import annotations
+
+import resource
+import socket
+import threading
+from array import array
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+
+from daemon.api.schema import parse
+from daemon.errors import BadRequest, HearthError, ServerFault
+from daemon.text.checkpoint_text import CheckpointText
+from daemon.text.jobs import BuildTable, Done, Encode, EncodeChat, Failed, Job, Open, ParseBody, ToWorker
+from engine.protocol import FrameReader, Message, encode
+
+LONG_TEXT = 64 << 10  # characters; longer ones are encoded beside the short ones, in a thread (encoding releases the GIL)
+MEMORY_BYTES = 8 << 30  # of address space: a runaway template ends here, not in the machine's memory
+
+
+class Worker:
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+        self._long = ThreadPoolExecutor(1)
+        self._text: CheckpointText | None = None
+
+    def run(self) -> None:
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        limit = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(hard, MEMORY_BYTES)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+        reader = FrameReader(ToWorker)
+        while data := self._connection.recv(1 << 20):
+            for message in reader.feed(data):
+                if isinstance(message, Open):
+                    self._text = CheckpointText(message.name, message.path, message.chat_template) if message.path else None
+                else:
+                    self._answer(message, lambda job=message: self._do(job))
+
+    def _answer(self, job: Job, work: object) -> None:
+        """Runs `work`, which returns the parts, or None if it left the answer to the thread."""
+        try:
+            parts = work()  # type: ignore[operator]
+        except HearthError as error:
+            family = "BadRequest" if isinstance(error, BadRequest) else "ServerFault"
+            self._send(Failed(job.job_id, family, error.code, error.message, error.param, error.status))
+        except MemoryError:
+            self._send(Failed(job.job_id, "BadRequest", "invalid_request", "the request needs too much memory", None, 400))
+        except Exception as error:
+            self._send(Failed(job.job_id, "ServerFault", "internal_error", f"text helper: {error!r}", None, 500))
+        else:
+            if parts is not None:
+                self._send(Done(job.job_id, parts))
+
+    def _do(self, job: Job) -> list[bytes] | None:
+        if isinstance(job, ParseBody):
+            head, prompt = parse(job.endpoint, job.body)
+            return [msgspec.msgpack.encode(head), prompt]
+        text = self._text
+        if text is None:
+            raise ServerFault("internal_error", "this text worker has no model")
+        if isinstance(job, BuildTable):
+            return [msgspec.msgpack.encode(text.table())]
+        if isinstance(job, Encode):
+            texts, special = msgspec.msgpack.decode(job.texts, type=list[str]), job.add_special_tokens
+        else:
+            assert isinstance(job, EncodeChat)
+            texts = [text.render(msgspec.msgpack.decode(job.messages), msgspec.msgpack.decode(job.options))]
+            special = False  # the template wrote them
+        text.tokenizer()
+        if sum(map(len, texts)) > LONG_TEXT:
+            self._long.submit(self._answer, job, lambda: _packed(text.encode(texts, special)))
+            return None
+        return _packed(text.encode(texts, special))
+
+    def _send(self, message: Message) -> None:
+        with self._lock:
+            self._connection.sendall(encode(message))
+
+
+def _packed(batch: list[list[int]]) -> list[bytes]:
+    return [array("i", ids).tobytes() for ids in batch]
