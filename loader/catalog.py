@@ -58,6 +58,7 @@ class Checkpoint:
     complete: bool = False
     reason: str = ""
     error: str = ""
+    failure: CheckpointError | None = None  # the error itself
     files: tuple[FileInfo, ...] = ()
     shape: ModelShape | None = None
     generation: GenerationDefaults = field(default_factory=GenerationDefaults)
@@ -130,7 +131,7 @@ def _scan_folder(folder: Path, name: str, entries: Iterable[os.DirEntry[str]], p
     except FileTooShort as error:
         checkpoint.reason = str(error)
     except CheckpointError as error:
-        checkpoint.error = str(error)
+        checkpoint.error, checkpoint.failure = str(error), error
     except _Missing as error:
         checkpoint.reason = str(error)
     except OSError as error:

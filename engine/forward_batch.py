@@ -1,0 +1,90 @@
+"""What one forward pass computes, as arrays. Built once a step and passed down; nothing about a step is global, because several
+models live in one process.
+
+Shapes: R rows, T tokens of all rows end to end, N tokens left to paged attention, B blocks of the longest row, D head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.contracts import BatchPlan, IntArray, LongArray, SequenceTable
+
+# Rows with more new tokens than this x their context gather it and use a matrix product; shorter ones read it block by block.
+LONG_ROW_TOKENS = 16
+
+
+@dataclass(slots=True)
+class ForwardBatch:
+    """kv [num_blocks, layers, 2, G, block_tokens, D] is the arena as this model sees it, kv_flat the same memory for kernels.
+
+    slots [T]: block * block_tokens + place of each token · starts, num_new, contexts [R]: first token, tokens of this step and
+    positions stored after it · paged_* [N]: token, row and context of each query that reads its blocks directly · long_rows: the
+    other rows · cos_sin [T, D] float32.
+    """
+
+    input_ids: Tensor  # [T] int64
+    positions: Tensor  # [T] int64
+    cos_sin: Tensor
+    kv: Tensor
+    kv_flat: Any
+    block_table: IntArray  # [R, B]
+    slots: LongArray
+    starts: IntArray
+    num_new: IntArray
+    contexts: IntArray
+    paged_tokens: IntArray
+    paged_rows: IntArray
+    paged_contexts: IntArray
+    long_rows: list[int]
+
+
+def build_batch(plan: BatchPlan, table: SequenceTable, kv: Tensor, kv_flat: Any, inv_freq: Tensor) -> ForwardBatch:
+    """inv_freq [D / 2] float32. Work is per array, never per row."""
+    block_tokens = kv.shape[4]
+    num_new, first = plan.num_new, plan.num_computed
+    num_rows = len(num_new)
+    contexts = (first + num_new).astype(np.int32)
+    num_blocks = -(-int(contexts.max()) // block_tokens)
+    block_table = np.ascontiguousarray(table.block_table[plan.slots, :num_blocks])
+    num_tokens = int(num_new.sum())
+    long_rows: list[int] = []
+    if num_tokens == num_rows:
+        starts = rows = np.arange(num_rows, dtype=np.int32)
+        positions = first.astype(np.int64)
+        paged_tokens, paged_rows, paged_contexts = rows, rows, contexts
+    else:
+        starts = np.zeros(num_rows, np.int32)
+        np.cumsum(num_new[:-1], out=starts[1:])
+        rows = np.repeat(np.arange(num_rows, dtype=np.int32), num_new)
+        positions = np.arange(num_tokens, dtype=np.int64) + (first - starts).astype(np.int64)[rows]
+        is_long = num_new > LONG_ROW_TOKENS
+        long_rows = np.flatnonzero(is_long).tolist()
+        paged_tokens = np.flatnonzero(~is_long[rows]).astype(np.int32)
+        paged_rows = rows[paged_tokens]
+        paged_contexts = (positions[paged_tokens] + 1).astype(np.int32)
+    input_ids = table.tokens[plan.slots[rows], positions].astype(np.int64)
+    slots = block_table[rows, positions // block_tokens].astype(np.int64) * block_tokens + positions % block_tokens
+    position_tensor = torch.from_numpy(positions)
+    angles = position_tensor.float().unsqueeze(1) * inv_freq
+    return ForwardBatch(
+        input_ids=torch.from_numpy(input_ids),
+        positions=position_tensor,
+        cos_sin=torch.cat((angles.cos(), angles.sin()), dim=1),
+        kv=kv,
+        kv_flat=kv_flat,
+        block_table=block_table,
+        slots=slots,
+        starts=starts,
+        num_new=num_new,
+        contexts=contexts,
+        paged_tokens=paged_tokens,
+        paged_rows=paged_rows,
+        paged_contexts=paged_contexts,
+        long_rows=long_rows,
+    )

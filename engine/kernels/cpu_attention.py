@@ -1,0 +1,94 @@
+"""Paged attention on the CPU (Numba): any set of query tokens against their sequences' KV blocks, in one call.
+
+Shapes: T tokens of the step, N query tokens served here, R rows, B blocks a row, H query heads, G KV heads, D head size.
+KV is the arena seen flat; block b starts at element b * layers * 2 * G * block_tokens * D and holds, for each layer,
+keys then values as [G, block_tokens, D]. Twin: reference.paged_attention.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import float32, float64, int32, int64, njit, prange, types, uint16, void
+
+from engine.kernels.cpu_bits import FASTMATH, exp, narrow, widen
+
+
+def _paged_attention(
+    qkv: Any,  # [T, (H + 2 G) * D]
+    kv: Any,  # [elements]
+    layers: int,
+    layer: int,
+    heads: int,
+    kv_heads: int,
+    block_tokens: int,
+    head_dim: int,
+    block_table: Any,  # [R, B] int32
+    tokens: Any,  # [N] int32: index into T
+    rows: Any,  # [N] int32: index into R
+    contexts: Any,  # [N] int32: positions attended to, the token's own included
+    scale: float,
+    out: Any,  # [T, H * D]; only the N tokens' rows are written
+) -> None:
+    group = heads // kv_heads
+    plane = block_tokens * head_dim
+    block_stride = layers * 2 * kv_heads * plane
+    # items of one KV head follow each other so that threads split tokens evenly whatever the number of heads
+    for item in prange(tokens.shape[0] * kv_heads):
+        n = item // kv_heads
+        kv_head = item % kv_heads
+        token, row, context = tokens[n], rows[n], contexts[n]
+        weights = np.empty((group, context), np.float32)
+        query = np.empty((group, head_dim), np.float32)
+        sums = np.zeros((group, head_dim), np.float32)
+        for g in range(group):
+            for d in range(head_dim):
+                query[g, d] = widen(qkv[token, (kv_head * group + g) * head_dim + d]) * float32(scale)
+        keys_at = (layer * 2 * kv_heads + kv_head) * plane
+        values_at = keys_at + kv_heads * plane
+        for start in range(0, context, block_tokens):
+            at = np.int64(block_table[row, start // block_tokens]) * block_stride + keys_at
+            for t in range(min(block_tokens, context - start)):
+                key = kv[at + t * head_dim : at + (t + 1) * head_dim]
+                for g in range(group):
+                    dot = float32(0.0)
+                    for d in range(head_dim):
+                        dot += query[g, d] * widen(key[d])
+                    weights[g, start + t] = dot
+        for g in range(group):
+            top = weights[g, 0]
+            for t in range(context):
+                top = max(top, weights[g, t])
+            total = float32(0.0)
+            for t in range(context):
+                weight = exp(weights[g, t] - top)
+                weights[g, t] = weight
+                total += weight
+            share = float32(1.0) / total
+            for t in range(context):
+                weights[g, t] *= share
+        for start in range(0, context, block_tokens):
+            at = np.int64(block_table[row, start // block_tokens]) * block_stride + values_at
+            for t in range(min(block_tokens, context - start)):
+                value = kv[at + t * head_dim : at + (t + 1) * head_dim]
+                for g in range(group):
+                    weight = weights[g, start + t]
+                    for d in range(head_dim):
+                        sums[g, d] += weight * widen(value[d])
+        for g in range(group):
+            for d in range(head_dim):
+                column = (kv_head * group + g) * head_dim + d
+                out[token, column] = narrow(sums[g, d], out[token, column])
+
+
+def _signature(element: types.Type) -> Any:
+    ints, table = int32[::1], int32[:, ::1]
+    sizes = (int64,) * 6
+    return void(element[:, ::1], element[::1], *sizes, table, ints, ints, ints, float64, element[:, ::1])
+
+
+_SIGNATURES = [_signature(float32), _signature(uint16)]
+
+paged_attention_serial = njit(_SIGNATURES, fastmath=FASTMATH, cache=True, nogil=True)(_paged_attention)
+paged_attention_parallel = njit(_SIGNATURES, fastmath=FASTMATH, cache=True, nogil=True, parallel=True)(_paged_attention)

@@ -1,0 +1,132 @@
+"""Row-wise work on the CPU (Numba): RMS norms, rotary embedding with the write into the KV cache, SwiGLU.
+
+Shapes: T tokens, W width, H query heads, G KV heads, D head size. Twins in reference.py under the same names.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import float32, float64, int64, njit, types, uint16, void
+
+from engine.kernels.cpu_bits import FASTMATH, exp, narrow, widen
+
+_OPTIONS: dict[str, Any] = {"fastmath": FASTMATH, "cache": True, "nogil": True}
+
+
+def _for_both(make: Any) -> list[Any]:
+    return [make(float32), make(uint16)]
+
+
+def _norm_signature(element: types.Type) -> Any:
+    return void(element[:, ::1], element[::1], float64, element[:, ::1])
+
+
+@njit(_for_both(_norm_signature), **_OPTIONS)
+def rms_norm(x: Any, weight: Any, eps: float, out: Any) -> None:
+    """x [T, W] -> out [T, W]; the mean in float32, rounded to the element type before the weight as transformers does it."""
+    width = x.shape[1]
+    for row in range(x.shape[0]):
+        total = float32(0.0)
+        for i in range(width):
+            value = widen(x[row, i])
+            total += value * value
+        factor = float32(1.0 / np.sqrt(float64(total) / width + eps))
+        for i in range(width):
+            normed = widen(narrow(widen(x[row, i]) * factor, weight[i]))
+            out[row, i] = narrow(normed * widen(weight[i]), weight[i])
+
+
+def _add_norm_signature(element: types.Type) -> Any:
+    return void(element[:, ::1], element[:, ::1], element[::1], float64, element[:, ::1])
+
+
+@njit(_for_both(_add_norm_signature), **_OPTIONS)
+def add_rms_norm(x: Any, residual: Any, weight: Any, eps: float, out: Any) -> None:
+    """residual += x in place, then out = rms_norm(residual)."""
+    width = x.shape[1]
+    for row in range(x.shape[0]):
+        total = float32(0.0)
+        for i in range(width):
+            rounded = narrow(widen(residual[row, i]) + widen(x[row, i]), weight[i])
+            residual[row, i] = rounded
+            value = widen(rounded)
+            total += value * value
+        factor = float32(1.0 / np.sqrt(float64(total) / width + eps))
+        for i in range(width):
+            normed = widen(narrow(widen(residual[row, i]) * factor, weight[i]))
+            out[row, i] = narrow(normed * widen(weight[i]), weight[i])
+
+
+def _rope_signature(element: types.Type) -> Any:
+    sizes = (int64,) * 6
+    return void(element[:, ::1], float32[:, ::1], element[::1], element[::1], float64, element[::1], *sizes, int64[::1])
+
+
+@njit(_for_both(_rope_signature), **_OPTIONS)
+def rope_and_store(
+    qkv: Any,  # [T, (H + 2 G) * D]; queries are rotated in place
+    cos_sin: Any,  # [T, D]: D/2 cosines, then D/2 sines
+    query_norm: Any,  # [D], or [0] for none
+    key_norm: Any,
+    eps: float,
+    kv: Any,  # the arena, flat
+    layers: int,
+    layer: int,
+    heads: int,
+    kv_heads: int,
+    block_tokens: int,
+    head_dim: int,
+    slots: Any,  # [T] int64: block * block_tokens + place in the block; below 0: store nothing
+) -> None:
+    half = head_dim // 2
+    plane = block_tokens * head_dim
+    block_stride = layers * 2 * kv_heads * plane
+    normed = query_norm.shape[0] > 0
+    for token in range(slots.shape[0]):
+        for head in range(heads + kv_heads):
+            first = head * head_dim
+            vector = qkv[token, first : first + head_dim]
+            if normed:
+                weight = query_norm if head < heads else key_norm
+                total = float32(0.0)
+                for d in range(head_dim):
+                    value = widen(vector[d])
+                    total += value * value
+                factor = float32(1.0 / np.sqrt(float64(total) / head_dim + eps))
+                for d in range(head_dim):
+                    scaled = widen(narrow(widen(vector[d]) * factor, vector[d]))
+                    vector[d] = narrow(scaled * widen(weight[d]), vector[d])
+            for d in range(half):
+                left, right = widen(vector[d]), widen(vector[half + d])
+                cosine, sine = cos_sin[token, d], cos_sin[token, half + d]
+                vector[d] = narrow(left * cosine - right * sine, vector[d])
+                vector[half + d] = narrow(right * cosine + left * sine, vector[half + d])
+        slot = slots[token]
+        if slot < 0:
+            continue
+        at = (slot // block_tokens) * block_stride + layer * 2 * kv_heads * plane + (slot % block_tokens) * head_dim
+        for head in range(kv_heads):
+            key = qkv[token, (heads + head) * head_dim : (heads + head + 1) * head_dim]
+            value = qkv[token, (heads + kv_heads + head) * head_dim : (heads + kv_heads + head + 1) * head_dim]
+            keys = kv[at + head * plane : at + head * plane + head_dim]
+            values = kv[at + (kv_heads + head) * plane : at + (kv_heads + head) * plane + head_dim]
+            for d in range(head_dim):
+                keys[d] = key[d]
+                values[d] = value[d]
+
+
+def _silu_signature(element: types.Type) -> Any:
+    return void(element[:, ::1], element[:, ::1])
+
+
+@njit(_for_both(_silu_signature), **_OPTIONS)
+def silu_and_mul(gate_up: Any, out: Any) -> None:
+    """gate_up [T, 2 W] -> out [T, W] = silu(gate) * up."""
+    width = out.shape[1]
+    for row in range(out.shape[0]):
+        for i in range(width):
+            gate = widen(gate_up[row, i])
+            activated = widen(narrow(gate / (float32(1.0) + exp(-gate)), out[row, i]))
+            out[row, i] = narrow(activated * widen(gate_up[row, width + i]), out[row, i])

@@ -1,0 +1,145 @@
+"""What every kernel must compute, in plain torch. The engine runs these where no kernel serves the device or the dtype; tests hold
+the kernels to them.
+
+Shapes: T tokens, W width, H query heads, G KV heads, D head size, N query tokens, R rows, B blocks a row.
+KV: [num_blocks, layers, 2, G, block_tokens, D], keys at index 0 and values at 1 of the third axis.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """[T, W]; mean of squares in float32, rounded to x's dtype before the weight."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """residual += x in place; returns its norm."""
+    residual += x
+    return rms_norm(residual, weight, eps)
+
+
+def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
+    """x [T, heads, D], cos_sin [T, D] float32 (cosines, then sines): rotary embedding of halves, in float32."""
+    cosine, sine = cos_sin.unsqueeze(1).chunk(2, dim=-1)
+    left, right = x.float().chunk(2, dim=-1)
+    return torch.cat((left * cosine - right * sine, right * cosine + left * sine), dim=-1).to(x.dtype)
+
+
+def rope_and_store(
+    qkv: Tensor,
+    cos_sin: Tensor,
+    query_norm: Tensor | None,
+    key_norm: Tensor | None,
+    eps: float,
+    kv: Tensor,
+    layer: int,
+    heads: int,
+    slots: Tensor,
+) -> None:
+    """qkv [T, (H + 2 G) D]: normalises (if norms are given) and rotates queries in place, and stores keys and values of the tokens at
+    slots [T] (block * block_tokens + place; below 0: not stored)."""
+    kv_heads, block_tokens, head_dim = kv.shape[3:]
+    heads_of = qkv.view(qkv.shape[0], heads + 2 * kv_heads, head_dim)
+    query, key = heads_of[:, :heads], heads_of[:, heads : heads + kv_heads]
+    if query_norm is not None and key_norm is not None:
+        query.copy_(rms_norm(query, query_norm, eps))
+        key.copy_(rms_norm(key, key_norm, eps))
+    query.copy_(rotate(query, cos_sin))
+    key.copy_(rotate(key, cos_sin))
+    stored = slots >= 0
+    blocks, places = slots[stored] // block_tokens, slots[stored] % block_tokens
+    kv[blocks, layer, 0, :, places] = key[stored]
+    kv[blocks, layer, 1, :, places] = heads_of[stored, heads + kv_heads :]
+
+
+def gather_context(kv: Tensor, layer: int, blocks: Tensor, context: int) -> tuple[Tensor, Tensor]:
+    """Keys and values [G, context, D] of one row; blocks [B]: its block table."""
+    kv_heads, block_tokens, head_dim = kv.shape[3:]
+    num_blocks = -(-context // block_tokens)
+    pages = kv[blocks[:num_blocks], layer].permute(1, 2, 0, 3, 4).reshape(2, kv_heads, num_blocks * block_tokens, head_dim)
+    return pages[0, :, :context], pages[1, :, :context]
+
+
+def paged_attention(
+    qkv: Tensor,
+    kv: Tensor,
+    layer: int,
+    heads: int,
+    block_table: Tensor,
+    tokens: Tensor,
+    rows: Tensor,
+    contexts: Tensor,
+    scale: float,
+    out: Tensor,
+) -> None:
+    """Query tokens [N] of qkv [T, (H + 2 G) D] attend to the first contexts[n] positions of row rows[n]; out [T, H D]. Softmax in
+    float32."""
+    kv_heads, _, head_dim = kv.shape[3:]
+    for token, row, context in zip(tokens.tolist(), rows.tolist(), contexts.tolist(), strict=True):
+        key, value = gather_context(kv, layer, block_table[row], context)
+        query = qkv[token, : heads * head_dim].view(kv_heads, heads // kv_heads, head_dim).float() * scale
+        weights = torch.softmax(query @ key.float().transpose(1, 2), dim=-1)
+        out[token] = (weights @ value.float()).reshape(-1).to(out.dtype)
+
+
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None) -> Tensor:
+    """query [H, N, D] against key and value [G, C, D]; mask [N, C] bool, or None for a square causal one."""
+    return functional.scaled_dot_product_attention(
+        query.unsqueeze(0),
+        key.unsqueeze(0),
+        value.unsqueeze(0),
+        attn_mask=mask,
+        is_causal=mask is None and query.shape[1] > 1,
+        scale=scale,
+        enable_gqa=True,
+    ).squeeze(0)
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """[T, 2 W] -> [T, W]: silu(gate) * up."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.silu(gate) * up
+
+
+def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """logits [N, V] -> (first index of the largest, whether the row holds NaN or an infinity)."""
+    return logits.argmax(-1), ~torch.isfinite(logits).all(-1)
+
+
+def hash32(index: Tensor, key0: Tensor, key1: Tensor) -> Tensor:
+    """32 well mixed bits of (index, key0, key1) in int64: the counter-based noise of `sample`."""
+    low = 0xFFFFFFFF
+    h = ((index * 0x9E3779B1) & low) ^ key0
+    h = ((h ^ (h >> 16)) * 0x85EBCA6B) & low
+    h = ((h ^ (h >> 13)) * 0xC2B2AE35) & low
+    h = ((h ^ (h >> 16)) + key1) & low
+    h = ((h ^ (h >> 15)) * 0x2C1B3C6D) & low
+    h = ((h ^ (h >> 12)) * 0x297A2D39) & low
+    return h ^ (h >> 15)
+
+
+def sample(logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, key0: Tensor, key1: Tensor) -> tuple[Tensor, Tensor]:
+    """logits [N, V], the rest [N] (keys int64 below 2**32) -> (ids, bad). Draws from softmax(logits / temperature) cut to the top_k
+    largest and then to the smallest set that holds top_p (0 and 1: off; ties stay in). An exponential race decides: token i's time is
+    an exponential draw keyed by (key0, key1, i) over its weight, and the first wins."""
+    bad = ~torch.isfinite(logits).all(-1)
+    wide = torch.nan_to_num(logits.float()).double()
+    weights = torch.exp((wide - wide.amax(-1, keepdim=True)) / temperature.unsqueeze(1))
+    ordered = weights.sort(-1, descending=True).values
+    vocab = logits.shape[1]
+    k = torch.where(top_k > 0, top_k.clamp(max=vocab), vocab).long().unsqueeze(1)
+    ordered = ordered * (ordered >= ordered.gather(1, k - 1))
+    before = ordered.cumsum(-1) - ordered
+    inside = (before < top_p.unsqueeze(1) * ordered.sum(-1, keepdim=True)) & (ordered > 0)
+    inside |= (top_p >= 1.0).unsqueeze(1) & (ordered > 0)
+    cutoff = ordered.gather(1, inside.sum(-1, keepdim=True).clamp(min=1) - 1)
+    uniform = hash32(torch.arange(vocab), key0.unsqueeze(1), key1.unsqueeze(1)).double() / 2**32
+    times = -torch.log1p(-uniform) / weights
+    return times.masked_fill(weights < cutoff, torch.inf).argmin(-1), bad

@@ -1,0 +1,36 @@
+"""A model's parameters as views of its weight range. Tensors that one matrix product reads together lie end to end there
+(loader/sizing.py), so the fused matrix is a view as well."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.memory.weight_range import WeightRange
+from loader.hf_config import ModelShape
+from loader.sizing import weight_layout
+
+
+class Weights:
+    """Looks parameters up by their checkpoint names. Raises KeyError for a name the model has not."""
+
+    def __init__(self, shape: ModelShape, dtype: str, memory: WeightRange) -> None:
+        self._slots = {slot.name: slot for slot in weight_layout(shape, dtype)}
+        self._dtype: torch.dtype = getattr(torch, dtype)
+        self._memory = memory
+
+    def get(self, name: str) -> Tensor:
+        slot = self._slots[name]
+        return self._memory.tensor(slot.offset_bytes, slot.shape, self._dtype)
+
+    def find(self, name: str) -> Tensor | None:
+        """None where the model has no such parameter (biases, norms of queries and keys)."""
+        return self.get(name) if name in self._slots else None
+
+    def fused(self, prefix: str, names: tuple[str, ...], suffix: str) -> Tensor | None:
+        """prefix + name + suffix of all names as one tensor, joined along the first axis."""
+        if f"{prefix}{names[0]}{suffix}" not in self._slots:
+            return None
+        slots = [self._slots[f"{prefix}{name}{suffix}"] for name in names]
+        shape = (sum(slot.shape[0] for slot in slots), *slots[0].shape[1:])
+        return self._memory.tensor(slots[0].offset_bytes, shape, self._dtype)

@@ -1,0 +1,158 @@
+"""Every logit against transformers in float32, on weights large enough that a wiring fault shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine import ops
+from engine.hosted_model import TorchModel
+from engine.memory.arena import KVArena
+from engine.model_runner import TorchRunner
+from tests.engine.model_bench import (
+    BLOCK_TOKENS,
+    CASES,
+    CHUNK_BYTES,
+    NUM_CHUNKS,
+    load,
+    make_checkpoint,
+    make_runner,
+    make_table,
+    plan,
+    put,
+)
+
+TOLERANCE = 2e-4  # noise is 2e-5, a wrong epsilon 3e-3
+PROMPT = np.random.default_rng(11).integers(0, 211, 60).tolist()
+OTHER = np.random.default_rng(12).integers(0, 211, 45).tolist()
+
+
+@pytest.fixture(scope="module", params=["kernels", "reference"])
+def backend(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Runs everything twice: with the CPU kernels and with their torch twins."""
+    name: str = request.param
+    if name == "kernels":
+        pytest.importorskip("numba")
+    yield name
+    ops.configure("")
+
+
+@pytest.fixture(scope="module", params=list(CASES))
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    folder = tmp_path_factory.mktemp(request.param)
+    return folder, make_checkpoint(folder, **CASES[request.param])
+
+
+@pytest.fixture
+def runner(backend: str) -> TorchRunner:
+    runner = make_runner(KVArena(NUM_CHUNKS, CHUNK_BYTES))
+    runner._kernels.join()
+    ops.configure("", use_kernels=backend == "kernels")
+    return runner
+
+
+@pytest.fixture
+def model(runner: TorchRunner, made: tuple[Path, Any]) -> Iterator[TorchModel]:
+    model = load(runner, made[0])
+    yield model
+    model.release()
+
+
+def expected(made: tuple[Path, Any], tokens: list[int]) -> np.ndarray:
+    with torch.inference_mode():
+        return made[1](torch.tensor([tokens])).logits[0].numpy()
+
+
+def close(actual: np.ndarray, wanted: np.ndarray) -> None:
+    assert actual.shape == wanted.shape
+    assert np.abs(wanted).max() > 1.0, "the checkpoint's logits are too small to tell anything"
+    assert np.abs(actual - wanted).max() < TOLERANCE
+
+
+def test_whole_prefill(model: TorchModel, made: tuple[Path, Any]) -> None:
+    table = make_table()
+    put(table, 2, PROMPT)
+    close(model.logits(plan((2, 0, len(PROMPT))), table, every_token=True), expected(made, PROMPT))
+
+
+def test_short_prefill(model: TorchModel, made: tuple[Path, Any]) -> None:
+    table = make_table()
+    put(table, 0, PROMPT[:7])
+    close(model.logits(plan((0, 0, 7)), table, every_token=True), expected(made, PROMPT[:7]))
+
+
+def test_step_by_step(model: TorchModel, made: tuple[Path, Any]) -> None:
+    table = make_table()
+    put(table, 1, PROMPT)
+    steps = [model.logits(plan((1, at, 1)), table)[0] for at in range(40)]
+    close(np.stack(steps), expected(made, PROMPT[:40]))
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 17, 32])
+def test_chunked_prefill(model: TorchModel, made: tuple[Path, Any], chunk: int) -> None:
+    table = make_table()
+    put(table, 3, PROMPT)
+    parts = [
+        model.logits(plan((3, at, min(chunk, len(PROMPT) - at))), table, every_token=True) for at in range(0, len(PROMPT), chunk)
+    ]
+    close(np.concatenate(parts), expected(made, PROMPT))
+
+
+def test_mixed_batch(model: TorchModel, made: tuple[Path, Any]) -> None:
+    """Two decode rows, a short and a long chunk with context, and a fresh long row in one step; only some of them sample."""
+    table = make_table()
+    for slot in range(5):
+        put(table, slot, PROMPT if slot % 2 == 0 else OTHER)
+    model.logits(plan((0, 0, 30), (1, 0, 20), (2, 0, 12), (3, 0, 9)), table)
+    mixed = plan((0, 30, 1), (1, 20, 1), (2, 12, 5), (3, 9, 30), (4, 0, 40))
+    first, second = expected(made, PROMPT), expected(made, OTHER)
+    wanted = np.concatenate((first[30:31], second[20:21], first[12:17], second[9:39], first[0:40]))
+    close(model.logits(mixed, table, every_token=True), wanted)
+    mixed.samples[:] = [True, False, True, False, True]
+    close(model.logits(mixed, table), np.stack((first[30], first[16], first[39])))
+
+
+def test_prefix_cache_hit(model: TorchModel, made: tuple[Path, Any]) -> None:
+    """A second sequence shares the first one's full blocks and computes only what follows them."""
+    table = make_table()
+    put(table, 0, PROMPT[:40])
+    model.logits(plan((0, 0, 40)), table)
+    shared = 36 // BLOCK_TOKENS
+    branch = PROMPT[:36] + OTHER[:20]
+    put(table, 1, branch)
+    table.block_table[1, :shared] = table.block_table[0, :shared]
+    close(model.logits(plan((1, 36, 20)), table, every_token=True), expected(made, branch)[36:])
+    close(model.logits(plan((0, 39, 1)), table), expected(made, PROMPT[:40])[39:])
+
+
+def test_reload_is_bit_equal(runner: TorchRunner, made: tuple[Path, Any]) -> None:
+    answers = []
+    for _ in range(2):
+        table = make_table()
+        put(table, 2, PROMPT)
+        model = load(runner, made[0])
+        answers.append(model.logits(plan((2, 0, len(PROMPT))), table, every_token=True))
+        model.release()
+        with pytest.raises(RuntimeError, match="released"):
+            model.execute(plan((2, 0, 1)), table)
+    assert np.array_equal(*answers)
+
+
+def test_greedy_text_equals_transformers(model: TorchModel, made: tuple[Path, Any]) -> None:
+    table = make_table()
+    tokens = PROMPT[:10]
+    put(table, 0, tokens)
+    with torch.inference_mode():
+        wanted = made[1].generate(torch.tensor([tokens]), max_new_tokens=20, do_sample=False, eos_token_id=None)[0].tolist()
+    computed = 0
+    while len(tokens) < 30:
+        result = model.execute(plan((0, computed, len(tokens) - computed)), table)
+        computed = len(tokens)
+        tokens = [*tokens, int(result.ids[0])]
+        put(table, 0, tokens)
+    assert tokens == wanted
