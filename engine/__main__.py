@@ -16,7 +16,8 @@ import sys
 from engine.channel import Channel, ChannelClosed
 from engine.contracts import Runner
 from engine.protocol import JOURNAL_BYTES, Configure
-from engine.worker import Arena, Engine
+from engine.served_models import Arena
+from engine.worker import Engine
 
 log = logging.getLogger("engine")
 

@@ -38,10 +38,14 @@ class KVGroupSpec:
 class HostedModel(Protocol):
     """A model in device memory, made by a Runner's load."""
 
-    name: str
-    kv_groups: tuple[KVGroupSpec, ...]
-    weights_bytes: int
-    vocab_size: int
+    @property
+    def name(self) -> str: ...
+    @property
+    def kv_groups(self) -> tuple[KVGroupSpec, ...]: ...
+    @property
+    def weights_bytes(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
 
     def execute(self, plan: BatchPlan, table: SequenceTable) -> StepResult:
         """Runs one step: writes KV of the new tokens into the arena's blocks, samples. Raises DeviceError only for a fault that

@@ -77,7 +77,7 @@ class NullModel:
         self.vocab_size = int(config.get("vocab_size", 1024))
         self.weights_bytes = spec.weights_chunks * configure.chunk_bytes
         block_bytes = 2 * layers * kv_heads * head_dim * DTYPE_BYTES[spec.dtype] * configure.block_tokens
-        self.kv_groups: tuple[KVGroupSpec, ...] = (KVGroupSpec("full", configure.block_tokens, block_bytes, tuple(range(layers))),)
+        self.kv_groups = (KVGroupSpec("full", configure.block_tokens, block_bytes, tuple(range(layers))),)
         faults = config.get("hearthd_null", {})
         self._nan_token: int | None = faults.get("nan_token")
         self._crash_token: int | None = faults.get("crash_token")

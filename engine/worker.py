@@ -13,13 +13,12 @@ import os
 import select
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from engine.channel import Channel, ChannelClosed
-from engine.contracts import HostedModel, LoadCancelled, Runner
+from engine.contracts import LoadCancelled, Runner
 from engine.loads import Load, Loads
 from engine.protocol import (
     FINISH_LENGTH,
@@ -36,17 +35,13 @@ from engine.protocol import (
     RequestFailed,
     SetLease,
     Shutdown,
-    Stats,
     Submit,
     TokensOut,
     write_journal,
 )
-from scheduler.batch.batch_scheduler import BatchLimits, BatchScheduler
-from scheduler.batch.block_pool import BlockPool
-from scheduler.batch.chunk_pool import ChunkPool
-from scheduler.batch.kv_cache import KVCache
+from engine.served_models import Arena, ServedModels
+from scheduler.batch.batch_scheduler import BatchScheduler
 from scheduler.batch.request import BatchRequest
-from scheduler.batch.turns import Turns
 
 log = logging.getLogger("engine")
 
@@ -57,24 +52,6 @@ COLLECT_EVERY_STEPS = 4096
 NO_REQUESTS = np.zeros(0, np.int64)
 
 
-class Arena(Protocol):
-    """The device memory behind the chunks."""
-
-    def discard(self, chunk: int, num_chunks: int, /) -> None:
-        """Gives the memory of a run of chunks back to the system; their content is gone."""
-        ...
-
-
-@dataclass(slots=True)
-class ServedModel:
-    """A loaded model and its sequences. seconds_per_token: of its prefill steps, smoothed; 0 until one was measured."""
-
-    spec: LoadModel
-    hosted: HostedModel
-    scheduler: BatchScheduler
-    seconds_per_token: float = 0.0
-
-
 class Engine:
     """One device. `run` returns when the daemon's end of the channel is closed or it sends Shutdown."""
 
@@ -82,13 +59,9 @@ class Engine:
         self.channel = channel
         self.journal = journal
         self.configure = configure
-        self.arena = arena
-        self.chunks = ChunkPool(configure.num_chunks, configure.chunk_bytes)
-        self.turns = Turns(configure.turn_budget_ms / 1e3)
-        self.models: dict[str, ServedModel] = {}
+        self.models = ServedModels(configure, arena)
         self.loads = Loads(runner)
         self.num_steps = 0
-        self._preempted_before = 0  # by models that are gone
         self._model_of: dict[int, str] = {}
         self._stats_dirty = True
         self._stats_sent_s = 0.0
@@ -110,7 +83,7 @@ class Engine:
                 self._handle(message)
             while not self._shutdown:
                 stalled = self.channel.backlog_bytes > MAX_BACKLOG_BYTES
-                busy = [] if stalled else self._busy()
+                busy = [] if stalled else self.models.busy()
                 if watching_out != (self.channel.backlog_bytes > 0):
                     watching_out = not watching_out
                     poller.modify(self.channel.fileno(), select.EPOLLIN | (select.EPOLLOUT if watching_out else 0))
@@ -125,7 +98,7 @@ class Engine:
                             for message in self.channel.receive():
                                 self._handle(message)
                 if busy:
-                    self._turn(self._busy() if ready else busy)
+                    self._turn(self.models.busy() if ready else busy)
                 elif not ready:
                     self._tidy()
         except ChannelClosed:
@@ -135,30 +108,27 @@ class Engine:
 
     # ---- steps
 
-    def _busy(self) -> list[str]:
-        return [name for name, served in self.models.items() if served.scheduler.runnable]
-
     def _turn(self, busy: list[str]) -> None:
         """One step of the model whose turn it is among those that have something to do."""
-        name = self.turns.next(busy)
+        name = self.models.turns.next(busy)
         if name is None:
             return
-        served = self.models[name]
+        served = self.models.by_name[name]
         scheduler = served.scheduler
         max_prefill_tokens = None
         if len(busy) > 1 and served.seconds_per_token > 0:
-            max_prefill_tokens = max(self.configure.block_tokens, int(self.turns.budget_s / served.seconds_per_token))
+            max_prefill_tokens = max(self.configure.block_tokens, int(self.models.turns.budget_s / served.seconds_per_token))
         plan = scheduler.plan(self.num_steps + 1, max_prefill_tokens)
         if scheduler.failed:
             self._fail_hopeless(scheduler)
-        self._discard_returned()
+        self.models.discard_returned()
         if plan is None:
             return
         self.num_steps += 1
         write_journal(self.journal, scheduler.table.request_id[plan.slots])
         result = served.hosted.execute(plan, scheduler.table)
         write_journal(self.journal, NO_REQUESTS)
-        self.turns.charge(name, result.seconds)
+        self.models.turns.charge(name, result.seconds)
         num_tokens = int(plan.num_new.sum())
         if num_tokens > len(plan.slots):
             per_token = result.seconds / num_tokens
@@ -195,6 +165,7 @@ class Engine:
             del self._model_of[request_id]
             self.channel.send(RequestFailed(request_id, "too_long", why))
         scheduler.failed.clear()
+        self._stats_dirty = True
 
     # ---- idle
 
@@ -217,7 +188,7 @@ class Engine:
     def _collect(self) -> None:
         """Objects of evicted models are frozen: they are looked at only here, and only when nothing runs."""
         self._steps_at_collect = self.num_steps
-        thaw = self._must_unfreeze and not self._busy()
+        thaw = self._must_unfreeze and not self.models.busy()
         if thaw:
             self._must_unfreeze = False
             gc.unfreeze()
@@ -228,18 +199,7 @@ class Engine:
     def _send_stats(self, now: float) -> None:
         self._stats_dirty = False
         self._stats_sent_s = now
-        models, num_chunks, preemptions = {}, 0, self._preempted_before
-        for name, served in self.models.items():
-            scheduler, kv = served.scheduler, served.scheduler.kv
-            models[name] = [
-                kv.num_held_blocks * kv.block_bytes,
-                scheduler.num_running,
-                len(scheduler.waiting),
-                kv.num_cached_blocks * kv.block_bytes,
-            ]
-            num_chunks += kv.pool.num_used_chunks()
-            preemptions += scheduler.num_preemptions
-        self.channel.send(Stats(num_chunks, models, self.num_steps, preemptions))
+        self.channel.send(self.models.stats(self.num_steps))
 
     # ---- messages
 
@@ -251,13 +211,13 @@ class Engine:
                 for request_id in message.request_ids:
                     name = self._model_of.pop(request_id, None)
                     if name is not None:
-                        self.models[name].scheduler.abort(request_id)
+                        self.models.by_name[name].scheduler.abort(request_id)
             case LoadModel():
                 self._load(message)
             case EvictModel():
                 self._evict(message)
             case SetLease():
-                self._set_lease(message.lease_chunks)
+                self.models.set_lease(message.lease_chunks)
             case Shutdown():
                 self._shutdown = True
             case _:
@@ -266,14 +226,17 @@ class Engine:
 
     def _submit(self, message: Submit) -> None:
         request_id, params = message.request_id, message.params
-        served = self.models.get(message.model)
+        served = self.models.by_name.get(message.model)
         if served is None:
             self.channel.send(RequestFailed(request_id, "unknown_model", f"model {message.model} is not loaded"))
             return
         if request_id in self._model_of:
             self.channel.send(RequestFailed(request_id, "internal", f"request {request_id} is here already"))
             return
-        tokens = np.array(message.prompt + message.output, np.int64)
+        try:
+            tokens = np.array(message.prompt + message.output, np.int64)
+        except OverflowError:
+            tokens = np.array([-1])
         limit = served.spec.max_model_len
         if not len(message.prompt):
             self.channel.send(RequestFailed(request_id, "internal", "the prompt is empty"))
@@ -281,13 +244,13 @@ class Engine:
             text = f"{len(message.prompt)} prompt tokens leave no room in max_model_len {limit} of {message.model}"
             self.channel.send(RequestFailed(request_id, "too_long", text))
         elif tokens.min() < 0 or tokens.max() >= served.hosted.vocab_size:
-            text = f"token ids must be below vocab_size {served.hosted.vocab_size} of {message.model}"
+            text = f"token ids must be from 0 to below vocab_size {served.hosted.vocab_size} of {message.model}"
             self.channel.send(RequestFailed(request_id, "internal", text))
         elif len(message.output) >= params.max_tokens or len(tokens) >= limit:
             # Again after a crash, and nothing is left to do.
             self.channel.send(TokensOut(message.model, self.num_steps, 0.0, [request_id], [], [0], [FINISH_LENGTH]))
         else:
-            self.turns.set_weight(message.model, message.weight if message.weight > 0 else 1.0)
+            self.models.turns.set_weight(message.model, message.weight if message.weight > 0 else 1.0)
             self._model_of[request_id] = message.model
             served.scheduler.submit(
                 BatchRequest(
@@ -301,11 +264,11 @@ class Engine:
             )
 
     def _load(self, spec: LoadModel) -> None:
-        if spec.model in self.models or spec.model in self.loads.running:
+        if spec.model in self.models.by_name or spec.model in self.loads.running:
             text = f"model {spec.model} is loaded or loading already"
             self.channel.send(LoadFailed(spec.placement_id, spec.model, text, False))
             return
-        self._set_lease(spec.lease_chunks)
+        self.models.set_lease(spec.lease_chunks)
         self.loads.start(spec)
 
     def _take_loads(self) -> None:
@@ -327,7 +290,7 @@ class Engine:
             return
         if load.hosted is not None:
             try:
-                self._serve(spec, load.hosted)
+                self.models.add(spec, load.hosted)
             except (MemoryError, ValueError) as failure:
                 load.hosted.release()
                 error = failure
@@ -341,69 +304,15 @@ class Engine:
         permanent = bool(getattr(error, "permanent", False))
         self.channel.send(LoadFailed(spec.placement_id, spec.model, f"{type(error).__name__}: {error}", permanent))
 
-    def _serve(self, spec: LoadModel, hosted: HostedModel) -> None:
-        """Raises MemoryError if the reserved chunks are not there, ValueError for KV this engine cannot hold."""
-        if len(hosted.kv_groups) != 1 or hosted.kv_groups[0].kind != "full":
-            kinds = [group.kind for group in hosted.kv_groups]
-            raise ValueError(f"model {spec.model}: KV groups {kinds}; one group of kind full is supported")
-        group = hosted.kv_groups[0]
-        pool = BlockPool(self.chunks, group.block_bytes, spec.kv_reserved_chunks)
-        kv = KVCache(pool, group.block_tokens, lambda num_chunks: self._reclaim(spec.model, num_chunks))
-        limits = BatchLimits(
-            max_sequences=spec.max_sequences,
-            max_model_len=spec.max_model_len,
-            max_num_batched_tokens=self.configure.max_num_batched_tokens,
-            eos_token_ids=tuple(spec.eos_token_ids),
-            fingerprint=spec.fingerprint,
-            kv_dtype=spec.dtype,
-        )
-        self.models[spec.model] = ServedModel(spec, hosted, BatchScheduler(spec.model, kv, limits))
-        self.turns.add(spec.model)
-
     def _evict(self, message: EvictModel) -> None:
         name = message.model
         load = self.loads.running.get(name)
-        served = self.models.pop(name, None)
-        if served is not None:
-            self.turns.remove(name)
+        if self.models.remove(name):
             self._model_of = {request: model for request, model in self._model_of.items() if model != name}
-            self._preempted_before += served.scheduler.num_preemptions
-            served.scheduler.close()
-            served.hosted.release()
             self._must_unfreeze = True
-        self._set_lease(message.lease_chunks)
+        self.models.set_lease(message.lease_chunks)
         if load is None:
             self.channel.send(Evicted(message.placement_id, name))
         else:
             load.withdrawn_by.append(message.placement_id)
             load.cancelled.set()
-
-    # ---- memory
-
-    def _set_lease(self, lease_chunks: int) -> None:
-        """Kept prefixes go first, then the newest sequences, until what is drawn fits the lease."""
-        self.chunks.set_lease(lease_chunks)
-        drawing = [served.scheduler for served in self.models.values() if served.scheduler.kv.pool.num_drawn_chunks]
-        for scheduler in drawing:
-            if self.chunks.room_chunks >= 0:
-                break
-            scheduler.kv.give_up_prefixes(-self.chunks.room_chunks)
-        while self.chunks.room_chunks < 0:
-            drawing = [scheduler for scheduler in drawing if scheduler.kv.pool.num_drawn_chunks]
-            most = max(drawing, key=lambda scheduler: scheduler.kv.pool.num_drawn_chunks)
-            most.preempt_one()
-            most.kv.give_up_prefixes(-self.chunks.room_chunks)
-        self._discard_returned()
-
-    def _reclaim(self, wanting: str, num_chunks: int) -> int:
-        """Other models' kept prefixes make room for `wanting`; returns how many chunks came back to the lease."""
-        given = 0
-        for name, served in self.models.items():
-            if name != wanting and given < num_chunks:
-                given += served.scheduler.kv.give_up_prefixes(num_chunks - given)
-        return given
-
-    def _discard_returned(self) -> None:
-        for first_chunk, num_chunks in self.chunks.take_discards():
-            if self.arena is not None:
-                self.arena.discard(first_chunk, num_chunks)

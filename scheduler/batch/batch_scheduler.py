@@ -18,6 +18,7 @@ from scheduler.batch.prefix_cache import extend_keys, prefix_seed
 from scheduler.batch.request import BatchRequest, WaitingQueue
 
 SEED_MASK = (1 << 64) - 1
+INT32_MAX = (1 << 31) - 1
 
 
 @dataclass(slots=True, frozen=True)
@@ -63,7 +64,7 @@ class BatchScheduler:
         self._slot_of: dict[int, int] = {}
         self._capacity: IntArray = np.zeros(slots, np.int32)  # tokens its blocks can hold
         self._num_learned: IntArray = np.zeros(slots, np.int32)  # leading blocks the prefix cache knows
-        self._priority: IntArray = np.zeros(slots, np.int32)
+        self._priority = np.zeros(slots, np.int64)
         self._order = np.zeros(slots, np.int64)
         self._has_stop_ids: BoolArray = np.zeros(slots, np.bool_)
         self._wants_first: BoolArray = np.zeros(slots, np.bool_)
@@ -124,8 +125,8 @@ class BatchScheduler:
     # ---- a step
 
     def plan(self, step_id: int, max_prefill_tokens: int | None = None) -> BatchPlan | None:
-        """The next step: at most max_num_batched_tokens, of them at most `max_prefill_tokens` of prompts (None: no such limit). None
-        if nothing can run now."""
+        """The next step: at most max_num_batched_tokens, of them at most `max_prefill_tokens` of prompts (None: no such limit).
+        None if nothing can run now."""
         budget = self.limits.max_num_batched_tokens
         table = self.table
         running = self._running
@@ -316,10 +317,10 @@ class BatchScheduler:
         table.block_table[slot, : len(blocks)] = blocks
         table.temperature[slot] = params.temperature
         table.top_p[slot] = params.top_p
-        table.top_k[slot] = params.top_k
+        table.top_k[slot] = min(params.top_k, INT32_MAX)
         table.seed[slot] = params.seed & SEED_MASK
-        table.num_logprobs[slot] = params.logprobs
-        table.min_tokens_until[slot] = request.num_prompt + params.min_tokens
+        table.num_logprobs[slot] = min(params.logprobs, INT32_MAX)
+        table.min_tokens_until[slot] = min(request.num_prompt + params.min_tokens, self.limits.max_model_len)
         table.max_total_tokens[slot] = min(request.num_prompt + params.max_tokens, self.limits.max_model_len)
         table.ignore_eos[slot] = params.ignore_eos
         table.params[slot] = params

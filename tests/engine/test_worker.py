@@ -129,6 +129,7 @@ def test_cached_tokens_are_told_once(loaded: EngineProcess) -> None:
         ([1], "other", "unknown_model"),
         ([1000], "m", "internal"),
         ([-1], "m", "internal"),
+        ([1 << 63], "m", "internal"),
     ],
 )
 def test_requests_that_cannot_run(loaded: EngineProcess, prompt: list[int], model: str, code: str) -> None:
@@ -137,6 +138,15 @@ def test_requests_that_cannot_run(loaded: EngineProcess, prompt: list[int], mode
     assert (failed.request_id, failed.code) == (1, code)
     loaded.send(submit_message(2))
     loaded.wait_finished(2)
+
+
+def test_settings_beyond_any_column_do_not_end_the_engine(loaded: EngineProcess) -> None:
+    huge = 1 << 62
+    loaded.send(
+        submit_message(1, max_tokens=huge, top_k=huge, min_tokens=huge, seed=-huge, logprobs=huge, temperature=1e300, priority=huge)
+    )
+    loaded.wait_finished(1)
+    assert len(loaded.output()[1]) == 256 - 3
 
 
 def test_abort(loaded: EngineProcess) -> None:

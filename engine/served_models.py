@@ -1,0 +1,122 @@
+"""The models of one engine, and the device memory they share: which chunks are whose is decided here and below."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.contracts import HostedModel
+from engine.protocol import Configure, LoadModel, Stats
+from scheduler.batch.batch_scheduler import BatchLimits, BatchScheduler
+from scheduler.batch.block_pool import BlockPool
+from scheduler.batch.chunk_pool import ChunkPool
+from scheduler.batch.kv_cache import KVCache
+from scheduler.batch.turns import Turns
+
+
+class Arena(Protocol):
+    """The device memory behind the chunks."""
+
+    def discard(self, chunk: int, num_chunks: int, /) -> None:
+        """Gives the memory of a run of chunks back to the system; their content is gone."""
+        ...
+
+
+@dataclass(slots=True)
+class ServedModel:
+    """A loaded model and its sequences. seconds_per_token: of its prefill steps, smoothed; 0 until one was measured."""
+
+    spec: LoadModel
+    hosted: HostedModel
+    scheduler: BatchScheduler
+    seconds_per_token: float = 0.0
+
+
+class ServedModels:
+    """Everything loaded on one device. Not called while a step runs."""
+
+    def __init__(self, configure: Configure, arena: Arena | None) -> None:
+        self.by_name: dict[str, ServedModel] = {}
+        self.turns = Turns(configure.turn_budget_ms / 1e3)
+        self._configure = configure
+        self._arena = arena
+        self._chunks = ChunkPool(configure.num_chunks, configure.chunk_bytes)
+        self._preempted_before = 0  # by models that are gone
+
+    def busy(self) -> list[str]:
+        """Models that may have a step to run."""
+        return [name for name, served in self.by_name.items() if served.scheduler.runnable]
+
+    def add(self, spec: LoadModel, hosted: HostedModel) -> None:
+        """Raises MemoryError if the reserved chunks are not there, ValueError for KV this engine cannot hold."""
+        if len(hosted.kv_groups) != 1 or hosted.kv_groups[0].kind != "full":
+            kinds = [group.kind for group in hosted.kv_groups]
+            raise ValueError(f"model {spec.model}: KV groups {kinds}; one group of kind full is supported")
+        group = hosted.kv_groups[0]
+        pool = BlockPool(self._chunks, group.block_bytes, spec.kv_reserved_chunks)
+        kv = KVCache(pool, group.block_tokens, lambda num_chunks: self._reclaim(spec.model, num_chunks))
+        limits = BatchLimits(
+            max_sequences=spec.max_sequences,
+            max_model_len=spec.max_model_len,
+            max_num_batched_tokens=self._configure.max_num_batched_tokens,
+            eos_token_ids=tuple(spec.eos_token_ids),
+            fingerprint=spec.fingerprint,
+            kv_dtype=spec.dtype,
+        )
+        self.by_name[spec.model] = ServedModel(spec, hosted, BatchScheduler(spec.model, kv, limits))
+        self.turns.add(spec.model)
+
+    def remove(self, name: str) -> bool:
+        """Frees the model's KV and weights, forgetting its requests; False if it is not loaded."""
+        served = self.by_name.pop(name, None)
+        if served is None:
+            return False
+        self.turns.remove(name)
+        self._preempted_before += served.scheduler.num_preemptions
+        served.scheduler.close()
+        served.hosted.release()
+        self.discard_returned()
+        return True
+
+    def set_lease(self, lease_chunks: int) -> None:
+        """Kept prefixes go first, then the newest sequences, until what is drawn fits the lease."""
+        self._chunks.set_lease(lease_chunks)
+        drawing = [served.scheduler for served in self.by_name.values() if served.scheduler.kv.pool.num_drawn_chunks]
+        for scheduler in drawing:
+            if self._chunks.room_chunks >= 0:
+                break
+            scheduler.kv.give_up_prefixes(-self._chunks.room_chunks)
+        while self._chunks.room_chunks < 0:
+            drawing = [scheduler for scheduler in drawing if scheduler.kv.pool.num_drawn_chunks]
+            most = max(drawing, key=lambda scheduler: scheduler.kv.pool.num_drawn_chunks)
+            most.preempt_one()
+            most.kv.give_up_prefixes(-self._chunks.room_chunks)
+        self.discard_returned()
+
+    def discard_returned(self) -> None:
+        """The memory of chunks that came back goes to the system."""
+        for first_chunk, num_chunks in self._chunks.take_discards():
+            if self._arena is not None:
+                self._arena.discard(first_chunk, num_chunks)
+
+    def stats(self, num_steps: int) -> Stats:
+        models, num_chunks, preemptions = {}, 0, self._preempted_before
+        for name, served in self.by_name.items():
+            scheduler, kv = served.scheduler, served.scheduler.kv
+            models[name] = [
+                kv.num_held_blocks * kv.block_bytes,
+                scheduler.num_running,
+                len(scheduler.waiting),
+                kv.num_cached_blocks * kv.block_bytes,
+            ]
+            num_chunks += kv.pool.num_used_chunks()
+            preemptions += scheduler.num_preemptions
+        return Stats(num_chunks, models, num_steps, preemptions)
+
+    def _reclaim(self, wanting: str, num_chunks: int) -> int:
+        """Other models' kept prefixes make room for `wanting`; returns how many chunks came back to the lease."""
+        given = 0
+        for name, served in self.by_name.items():
+            if name != wanting and given < num_chunks:
+                given += served.scheduler.kv.give_up_prefixes(num_chunks - given)
+        return given
