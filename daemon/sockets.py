@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import stat
 
 from config.paths import MAX_SOCKET_PATH_BYTES
 from config.units import parse_listen
@@ -92,6 +93,8 @@ def _make_folder(folder: str, path: str) -> None:
 
 
 def _remove_stale(path: str) -> None:
+    if not stat.S_ISSOCK(os.lstat(path).st_mode):
+        raise SocketError(f"control {path}: something is there that is no socket; it is left alone")
     probe = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         probe.settimeout(1.0)
@@ -99,7 +102,7 @@ def _remove_stale(path: str) -> None:
     except ConnectionRefusedError:
         os.unlink(path)
     except OSError as error:
-        raise SocketError(f"control {path}: something is there that is no free socket: {error.strerror or error}") from None
+        raise SocketError(f"control {path}: cannot tell whether somebody listens there: {error.strerror or error}") from None
     else:
         raise SocketError(f"control {path}: another hearthd is running there; stop it or name another socket with --control")
     finally:

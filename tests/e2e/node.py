@@ -107,6 +107,9 @@ class Node:
         engines = self.engine_pids()
         self.process.kill()
         self.process.wait()
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+        self.process = None
         return engines
 
     def signal(self, number: signal.Signals, group: bool = False) -> None:

@@ -1,0 +1,180 @@
+"""The daemon as a process: start, errors at start, signals, what it leaves behind. Null runner, no torch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from daemon.version import VERSION
+from tests.e2e.chat import Stream
+from tests.e2e.checkpoints import make_model
+from tests.e2e.node import ROOT, Node, environment, wait_gone
+
+
+def hearthd(*args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-P", "-m", "daemon", *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment())
+
+
+def test_version_is_the_projects() -> None:
+    import tomllib
+
+    assert hearthd("--version").stdout == f"hearthd {VERSION}\n"
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == VERSION
+
+
+def test_check_config(tmp_path: Path) -> None:
+    good = hearthd("--check-config", "--models", str(tmp_path), "--device", "cpu:1=64MiB")
+    assert (good.returncode, "cpu:1 64.0 MiB" in good.stdout) == (0, True)
+    path = tmp_path / "node.toml"
+    path.write_text("max_wait_s = 'soon'\n")
+    bad = hearthd("--check-config", "--models", str(tmp_path), "--config", str(path))
+    assert bad.returncode == 2
+    assert bad.stderr == f"hearthd: {path}: max_wait_s: 'soon' must be a number\n"
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "words"),
+    [
+        ([], 2, "--models DIR"),
+        (["--models", "/nowhere/models"], 2, "'/nowhere/models' is no folder"),
+        (["--models", "/tmp", "--device", "cuda:0=50%"], 2, "no CUDA engine"),
+        (["--models", "/tmp", "--max-wait-s", "soon"], 2, "--max-wait-s"),
+        (["--models", "/tmp", "--frobnicate"], 2, "--frobnicate"),
+        (["--models", "/tmp", "--control", "/tmp/" + 120 * "x"], 1, "too long for a socket path, at most 107"),
+        (["--models", "/tmp", "--control", "/proc/nowhere/c.sock"], 1, "/proc/nowhere"),
+        (["--models", "/tmp", "--listen", "no.such.host.invalid:0", "--control", "/tmp/hearthd-test-main.sock"], 1, "no address"),
+    ],
+)
+def test_errors_at_start(tmp_path: Path, args: list[str], code: int, words: str) -> None:
+    result = hearthd("--state-dir", str(tmp_path), *args)
+    assert result.returncode == code, result.stderr
+    assert words in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_port_and_socket_in_use(tmp_path: Path) -> None:
+    flags = ["--models", str(tmp_path), "--state-dir", str(tmp_path / "s"), "--device", "cpu=64MiB", "--runner", "null"]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        listen = f"127.0.0.1:{taken.getsockname()[1]}"
+        result = hearthd(*flags, "--listen", listen, "--control", str(tmp_path / "x.sock"))
+    assert result.returncode == 1
+    assert listen in result.stderr
+    assert "in use" in result.stderr
+    assert not (tmp_path / "x.sock").exists()
+    with Node(tmp_path / "n") as node:
+        result = hearthd(*flags, "--listen", "127.0.0.1:0", "--control", node.control)
+        assert result.returncode == 1
+        assert "another hearthd is running" in result.stderr
+        assert node.cli("status").returncode == 0
+
+
+def test_what_is_not_a_socket_is_not_removed(tmp_path: Path) -> None:
+    path = tmp_path / "precious"
+    path.write_text("x")
+    result = hearthd(
+        "--models", str(tmp_path), "--state-dir", str(tmp_path / "s"), "--control", str(path), "--listen", "127.0.0.1:0"
+    )
+    assert result.returncode == 1
+    assert path.read_text() == "x"
+
+
+def test_small_ready_and_clean(tmp_path: Path) -> None:
+    make_model(tmp_path / "models" / "a")
+    node = Node(tmp_path / "n", models=tmp_path / "models")
+    Path(node.control).touch()
+    Path(node.control).unlink()
+    with socket.socket(socket.AF_UNIX) as stale:
+        stale.bind(node.control)  # left behind by a daemon that was killed
+    with node:
+        assert node.process is not None
+        assert stat.S_IMODE(os.stat(node.control).st_mode) == 0o660
+        assert psutil.Process(node.process.pid).memory_info().rss <= 80 << 20
+        assert "torch" not in Path(f"/proc/{node.process.pid}/maps").read_text()
+        assert node.get("/v1/models")[1]["data"][0]["id"] == "a"
+        assert node.get("/healthz")[0] == 200
+        assert "hearth_event_loop_stall_seconds_max" in node.get("/metrics")[1]
+        assert node.stop() == 0
+    assert not os.path.exists(node.control)
+    assert "Traceback" not in node.log_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_drains(tmp_path: Path, number: signal.Signals) -> None:
+    """The whole process group gets it, engines included, as from systemd or a terminal."""
+    make_model(tmp_path / "n" / "models" / "a")
+    with Node(tmp_path / "n", devices=["cpu:0=64MiB", "cpu:1=64MiB"], null_step_ms=5) as node:
+        streams = [Stream(node, "a", f"{i}", 150) for i in range(8)]
+        for stream in streams:
+            stream.wait_for_chunks(3)
+        engines = node.engine_pids()
+        assert len(engines) == 2
+        node.signal(number, group=True)
+        for pid in engines:
+            os.kill(pid, number)
+        node.wait_for(lambda: node.json("status")["draining"], "draining")
+        assert node.get("/readyz")[0] == 503
+        assert "takes no new requests" in Stream(node, "a", "late", 3).join().error
+        for stream in streams:
+            assert (stream.join().error, stream.finish_reason) == ("", "length")
+        assert node.process is not None
+        assert node.process.wait(30) == 0
+        wait_gone(engines)
+
+
+def test_drain_timeout_tells_the_rest(tmp_path: Path) -> None:
+    make_model(tmp_path / "n" / "models" / "a")
+    with Node(tmp_path / "n", null_step_ms=20, flags=["--drain-timeout-s", "0.3"]) as node:
+        stream = Stream(node, "a", "x", 1900)
+        stream.wait_for_chunks(3)
+        assert node.stop() == 0
+        assert "restarting" in stream.join().error
+
+
+def test_second_signal_stops_at_once(tmp_path: Path) -> None:
+    make_model(tmp_path / "n" / "models" / "a")
+    with Node(tmp_path / "n", null_step_ms=20, flags=["--drain-timeout-s", "600"]) as node:
+        stream = Stream(node, "a", "x", 1900)
+        stream.wait_for_chunks(3)
+        node.signal(signal.SIGTERM)
+        node.wait_for(lambda: node.json("status")["draining"], "draining")
+        node.signal(signal.SIGTERM)
+        assert node.process is not None
+        assert node.process.wait(20) == 0
+        assert "restarting" in stream.join().error
+
+
+def test_killed_daemon_leaves_no_engine(tmp_path: Path) -> None:
+    make_model(tmp_path / "n" / "models" / "a")
+    with Node(tmp_path / "n", devices=["cpu:0=64MiB", "cpu:1=64MiB"]) as node:
+        stream = Stream(node, "a", "x", 1900)
+        stream.wait_for_chunks(3)
+        assert node.process is not None
+        children = [child.pid for child in psutil.Process(node.process.pid).children(recursive=True)]
+        assert len(node.kill()) == 2
+        wait_gone(children)
+        assert stream.join().error
+        node.start()  # the socket left behind is no obstacle
+        assert Stream(node, "a", "x", 3).join().finish_reason == "length"
+
+
+def test_idle_costs_next_to_nothing(tmp_path: Path) -> None:
+    make_model(tmp_path / "n" / "models" / "a")
+    with Node(tmp_path / "n") as node:
+        assert node.process is not None
+        Stream(node, "a", "x", 3).join()
+        processes = [psutil.Process(node.process.pid), *psutil.Process(node.process.pid).children(recursive=True)]
+        time.sleep(1.5)
+        before = sum(sum(process.cpu_times()[:2]) for process in processes)
+        time.sleep(3)
+        used = sum(sum(process.cpu_times()[:2]) for process in processes) - before
+        assert used <= 0.03 + 0.02, f"{used} CPU seconds in 3 s"  # 1 % of a core, and a clock tick's grain

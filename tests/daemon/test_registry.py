@@ -1,0 +1,139 @@
+"""What the scheduler and the API are told of a models folder."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+
+import pytest
+
+from config.schema import DeviceBudget, ModelConfig, NodeConfig, SamplingDefaults
+from daemon.errors import HearthError
+from daemon.registry import Registry
+from daemon.state import NodeState
+from scheduler.node import events
+from tests.e2e.checkpoints import END_ID, make_model
+
+MIB = 1 << 20
+
+
+def make_registry(folder: Path, budget_bytes: int = 256 * MIB, **models: ModelConfig) -> Registry:
+    config = NodeConfig(models_dir=str(folder), models=models, chunk_bytes=2 * MIB)
+    return Registry(config, [DeviceBudget("cpu:0", budget_bytes)], NodeState(str(folder / "state")))
+
+
+def registered(changes: list[events.Event]) -> dict[str, events.ModelFacts]:
+    return {change.facts.name: change.facts for change in changes if isinstance(change, events.ModelRegistered)}
+
+
+async def test_facts_and_entry(tmp_path: Path) -> None:
+    make_model(tmp_path / "org" / "a")
+    settings = ModelConfig(
+        aliases=["gpt"], max_model_len=128, pinned=True, priority=2.0, sampling=SamplingDefaults(temperature=0.3)
+    )
+    registry = make_registry(tmp_path, **{"org/a": settings})
+    facts = registered(await registry.rescan())["org/a"]
+    assert (facts.max_model_len, facts.pinned, facts.priority, facts.enabled, facts.incomplete) == (128, True, 2.0, True, "")
+    assert facts.weights_bytes > 100_000
+    entry = registry.resolve("gpt")
+    assert entry is registry.resolve("org/a")
+    assert (entry.eos_token_ids, entry.generation_defaults) == ((END_ID,), {"temperature": 0.3})
+    assert [one.name for one in registry.entries()] == ["org/a"]
+    assert await registry.rescan() == []
+
+
+async def test_state_wins_over_config(tmp_path: Path) -> None:
+    make_model(tmp_path / "a")
+    registry = make_registry(tmp_path, a=ModelConfig(pinned=True))
+    registry._state.pinned["a"] = False
+    registry._state.enabled["a"] = False
+    facts = registered(await registry.rescan())["a"]
+    assert (facts.pinned, facts.enabled) == (False, False)
+
+
+async def test_folders_come_change_and_go(tmp_path: Path) -> None:
+    registry = make_registry(tmp_path)
+    assert await registry.rescan() == []
+    make_model(tmp_path / "a", seed=1)
+    first = registered(await registry.rescan())["a"]
+    make_model(tmp_path / "a", seed=2)
+    second = registered(await registry.rescan())["a"]
+    assert first.fingerprint != second.fingerprint
+    shutil.rmtree(tmp_path / "a")
+    (gone,) = await registry.rescan()
+    assert isinstance(gone, events.ModelRemoved)
+    with pytest.raises(HearthError) as caught:
+        registry.resolve("a")
+    assert (caught.value.code, caught.value.status, caught.value.param) == ("model_not_found", 404, "model")
+
+
+async def test_incomplete_models_are_listed_with_the_reason(tmp_path: Path) -> None:
+    make_model(tmp_path / "a")
+    weights = tmp_path / "a" / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1])
+    registry = make_registry(tmp_path)
+    facts = registered(await registry.rescan())["a"]
+    assert "model.safetensors" in facts.incomplete
+    assert registry.entries() == []
+    with pytest.raises(HearthError) as caught:
+        registry.resolve("a")
+    assert (caught.value.code, caught.value.status) == ("model_incomplete", 503)
+    assert "model.safetensors" in caught.value.message
+    weights.write_bytes(whole)
+    assert registered(await registry.rescan())["a"].incomplete == ""
+    assert registry.resolve("a").name == "a"
+
+
+async def test_default_length_is_a_quarter_of_the_device_and_fits(tmp_path: Path) -> None:
+    make_model(tmp_path / "long", max_position_embeddings=1 << 20)
+    for budget_bytes in (32 * MIB, 128 * MIB):
+        registry = make_registry(tmp_path, budget_bytes)
+        facts = registered(await registry.rescan())["long"]
+        assert 2048 <= facts.max_model_len < 1 << 20
+        assert facts.max_model_len * facts.kv_bytes_per_token <= budget_bytes // 4
+        need = facts.weights_bytes + facts.work_space_bytes + facts.max_model_len * facts.kv_bytes_per_token
+        assert need < budget_bytes
+        assert "of 1048576" in registry.describe("long")
+
+
+async def test_a_reload_changes_settings_of_unchanged_folders(tmp_path: Path) -> None:
+    make_model(tmp_path / "a")
+    registry = make_registry(tmp_path)
+    await registry.rescan()
+    config = NodeConfig(models_dir=str(tmp_path), models={"a": ModelConfig(aliases=["x"], priority=5.0)}, chunk_bytes=2 * MIB)
+    assert registered(await registry.rescan(config))["a"].priority == 5.0
+    assert registry.resolve("x").aliases == ("x",)
+
+
+async def test_a_real_name_hides_an_alias(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make_model(tmp_path / "a")
+    make_model(tmp_path / "b")
+    registry = make_registry(tmp_path, a=ModelConfig(aliases=["b"]))
+    await registry.rescan()
+    assert registry.resolve("b").name == "b"
+    assert "hidden" in caplog.text
+
+
+async def test_a_missing_folder_changes_nothing(tmp_path: Path) -> None:
+    make_model(tmp_path / "m" / "a")
+    registry = make_registry(tmp_path / "m")
+    await registry.rescan()
+    (tmp_path / "m").rename(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="No such file"):
+        await registry.rescan()
+    assert registry.resolve("a").name == "a"
+
+
+async def test_watching(tmp_path: Path) -> None:
+    registry = make_registry(tmp_path)
+    changed = asyncio.Event()
+    registry.watch(changed.set)
+    try:
+        await asyncio.sleep(0.3)  # the notifier starts in its thread
+        make_model(tmp_path / "org" / "a")
+        async with asyncio.timeout(20):
+            await changed.wait()
+    finally:
+        await asyncio.to_thread(registry.stop_watching)

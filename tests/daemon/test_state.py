@@ -1,0 +1,58 @@
+from pathlib import Path
+
+import pytest
+
+from daemon.state import NodeState
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    state = NodeState(str(tmp_path / "deep" / "state"))
+    state.load()
+    state.pinned["org/a"], state.enabled["b"] = True, False
+    state.write(state.snapshot())
+    again = NodeState(str(tmp_path / "deep" / "state"))
+    again.load()
+    assert (again.pinned, again.enabled) == ({"org/a": True}, {"b": False})
+    assert [path.name for path in state.path.parent.iterdir()] == ["state.json"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "{}",
+        '{"version": 2, "pinned": {}, "enabled": {}}',
+        '{"version": 1, "pinned": {"a": 1}, "enabled": {}}',
+        "\xff",
+    ],
+)
+def test_an_unreadable_file_is_kept_aside(tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "state.json"
+    path.write_bytes(text.encode("latin-1"))
+    state = NodeState(str(tmp_path))
+    state.load()
+    assert (state.pinned, state.enabled) == ({}, {})
+    assert str(path) in caplog.text
+    (aside,) = tmp_path.glob("state.json.bad-*")
+    assert aside.read_bytes() == text.encode("latin-1")
+    assert not path.exists()
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = NodeState(str(tmp_path))
+    state.pinned["a"] = True
+    state.write(state.snapshot())
+    state.pinned["b"] = True
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        state.write(state.snapshot())
+    monkeypatch.undo()
+    again = NodeState(str(tmp_path))
+    again.load()
+    assert again.pinned == {"a": True}

@@ -1,0 +1,99 @@
+"""Engine processes: killed, stopped, broken. Null runner."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from config.schema import DeviceBudget, NodeConfig
+from daemon.workers import EngineSpec, threads_per_engine
+from tests.e2e.chat import Stream
+from tests.e2e.checkpoints import make_model
+from tests.e2e.node import Node
+
+
+def test_an_engine_killed_under_streams_costs_none_of_them(tmp_path: Path) -> None:
+    make_model(tmp_path / "n" / "models" / "a")
+    with Node(tmp_path / "n", null_step_ms=5) as node:
+        expected = [Stream(node, "a", f"{i}", 200, seed=i + 1).join().text for i in range(3)]
+        streams = [Stream(node, "a", f"{i % 3}", 200, seed=i % 3 + 1) for i in range(50)]
+        for stream in streams:
+            stream.wait_for_chunks(5)
+        (first,) = node.engine_pids()
+        os.kill(first, signal.SIGKILL)
+        for at, stream in enumerate(streams):
+            stream.join()
+            assert (stream.error, stream.finish_reason) == ("", "length")
+            assert stream.text == expected[at % 3]
+        (second,) = node.engine_pids()
+        assert first != second
+        device = node.json("status")["devices"][0]
+        assert (device["up"], device["pid"], device["restarts"]) == (True, second, 1)
+        engine_events = [
+            event for event in map(parse, node.cli("events", "--json").stdout.splitlines()) if event["event"] == "engine"
+        ]
+        assert [event["state"] for event in engine_events] == ["up", "down", "up"]
+        assert "SIGKILL" in engine_events[1]["reason"]
+        assert 'hearth_engine_restarts_total{device="cpu:0"} 1.0' in node.get("/metrics")[1]
+
+
+def parse(line: str) -> dict[str, str]:
+    import json
+
+    value: dict[str, str] = json.loads(line)
+    return value
+
+
+def test_the_other_devices_streams_do_not_notice(tmp_path: Path) -> None:
+    for name in "ab":
+        make_model(tmp_path / "n" / "models" / name)
+    config = '[models.a]\ndevices = ["cpu:0"]\n[models.b]\ndevices = ["cpu:1"]\n'
+    with Node(tmp_path / "n", devices=["cpu:0=64MiB", "cpu:1=64MiB"], null_step_ms=5, config=config) as node:
+        streams = {name: Stream(node, name, "x", 300) for name in "ab"}
+        for stream in streams.values():
+            stream.wait_for_chunks(5)
+        device = {row["name"]: row["device"] for row in node.ps()}
+        assert device == {"a": "cpu:0", "b": "cpu:1"}
+        pids = {row["name"]: row["pid"] for row in node.json("status")["devices"]}
+        os.kill(pids["cpu:0"], signal.SIGKILL)
+        for stream in streams.values():
+            assert (stream.join().error, stream.finish_reason) == ("", "length")
+        gaps = [after - before for before, after in zip(streams["b"].stamps, streams["b"].stamps[1:], strict=False)]
+        assert max(gaps) < 1.0, "the other engine's stream stood still"
+        assert {row["name"]: row["pid"] for row in node.json("status")["devices"]}["cpu:1"] == pids["cpu:1"]
+
+
+def test_an_engine_that_ignores_terminate_and_interrupt(tmp_path: Path) -> None:
+    with Node(tmp_path / "n") as node:
+        before = node.engine_pids()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            os.kill(before[0], number)
+        assert node.cli("status").returncode == 0
+        assert node.engine_pids() == before
+        assert os.getpgid(before[0]) == before[0]
+
+
+def test_not_ready_while_no_engine_is_up(tmp_path: Path) -> None:
+    make_model(tmp_path / "n" / "models" / "a")
+    with Node(tmp_path / "n") as node:
+        os.kill(node.engine_pids()[0], signal.SIGSTOP)
+        os.kill(node.engine_pids()[0], signal.SIGKILL)
+        node.wait_for(lambda: not node.is_ready(), "not ready")
+        assert node.get("/healthz")[0] == 200
+        node.wait_for(node.is_ready, "ready again")
+
+
+@pytest.mark.parametrize(("threads", "num_devices"), [(0, 1), (0, 64), (3, 2)])
+def test_threads(threads: int, num_devices: int) -> None:
+    devices = [DeviceBudget(f"cpu:{index}", 1 << 26) for index in range(num_devices)]
+    cores = len(os.sched_getaffinity(0))
+    assert threads_per_engine(NodeConfig(threads=threads), devices) == (threads or max(1, cores // num_devices))
+
+
+def test_configure_covers_the_budget() -> None:
+    spec = EngineSpec(DeviceBudget("cpu:0", (7 << 20) + 5), 1 << 20, NodeConfig(chunk_bytes=2 << 20), 2)
+    message = spec.configure()
+    assert (message.device, message.num_chunks, message.work_space_bytes, message.threads) == ("cpu:0", 3, 1 << 20, 2)
