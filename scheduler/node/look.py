@@ -20,12 +20,13 @@ def next_option(node: Node, device: Device) -> tuple[Model, placement.Option] | 
     names = device.by_work.smallest(_NUM_CANDIDATES)
     if overdue:
         names = [oldest[1], *(name for name in names if name != oldest[1])]
+    idle: dict[str, int] = {}
     for name in names:
         model = node.models[name]
         if not pins.fits_beside_pins(model, device):
             node.touch(model)  # pins have come since: settling takes it off this device's list
             continue
-        option = best_option(node, model, may_force=overdue and name == oldest[1])
+        option = best_option(node, model, overdue and name == oldest[1], idle)
         if option is not None:
             return model, option
     if not overdue:
@@ -37,15 +38,23 @@ def next_option(node: Node, device: Device) -> tuple[Model, placement.Option] | 
     return None
 
 
-def best_option(node: Node, model: Model, may_force: bool) -> placement.Option | None:
+def best_option(node: Node, model: Model, may_force: bool, idle: dict[str, int] | None = None) -> placement.Option | None:
+    """`idle`: device -> chunks of its idle models, kept over the candidates of one look."""
     devices = [node.devices[name] for name in model.devices]
-    options = [option for device in devices if (option := plan(node, model, device, False)) is not None]
+    options = [option for device in devices if (option := plan(node, model, device, False, idle=idle)) is not None]
     if not options and may_force:
         options = [option for device in devices if (option := plan(node, model, device, True)) is not None]
     return placement.choose(options)
 
 
-def plan(node: Node, model: Model, device: Device, may_force: bool, instead: Placement | None = None) -> placement.Option | None:
+def plan(
+    node: Node,
+    model: Model,
+    device: Device,
+    may_force: bool,
+    instead: Placement | None = None,
+    idle: dict[str, int] | None = None,
+) -> placement.Option | None:
     """What would have to leave the device now. `instead` of a placement under way: its room and idle victims count as free.
     Only one placement of a device forces at a time."""
     if not device.available or not pins.fits_beside_pins(model, device):
@@ -53,47 +62,55 @@ def plan(node: Node, model: Model, device: Device, may_force: bool, instead: Pla
     if may_force and device.draining is not None:
         return None
     ledger = device.ledger
-    promised = [work for other, (_, work) in ledger.promised.items() if instead is None or other != instead.id]
-    target = Target(
-        chunks=model.size.chunks,
-        work_space_chunks=max([model.size.work_space_chunks, *promised]),
-        room_chunks=ledger.room_for(instead.id if instead else 0),
-    )
-    chunk_bytes = node.settings.chunk_bytes
-    residents = []
-    evictable_chunks = 0
-    for other in device.resident.values():
-        copy = other.copy
-        assert copy is not None
-        busy = bool(other.running or other.queue)
-        if instead is not None and other.victim_of == instead.id:
-            evictable, busy = not (other.running or copy.evict_sent), False
-        else:
-            evictable = other.state == residency.READY and not other.pinned
-            if evictable and busy:
-                evictable = may_force and (
-                    other.forced_at is None or node.now >= other.forced_at + node.force_every_s(other, device)
-                )
-        if evictable:
-            evictable_chunks += copy.size.chunks
-        resident = Resident(other.facts.name, copy.size.chunks, copy.size.work_space_chunks, 0.0, 0.0, evictable, busy)
-        residents.append(resident)
-    if ledger.held_chunks - evictable_chunks + target.chunks + target.work_space_chunks > target.room_chunks:
+    work_space = model.size.work_space_chunks
+    for other, (_, promised) in ledger.promised.items():
+        if instead is None or other != instead.id:
+            work_space = max(work_space, promised)
+    room = ledger.room_for(instead.id if instead else 0)
+    movable = None if idle is None else idle.get(device.name)
+    if movable is None:
+        movable = 0
+        for resident in device.resident.values():
+            if evictable(node, device, resident, may_force, instead):
+                movable += resident.copy.size.chunks  # type: ignore[union-attr]
+        if idle is not None:
+            idle[device.name] = movable
+    if ledger.held_chunks - movable + model.size.chunks + work_space > room:
         return None
-    work_space = max([target.work_space_chunks, *(resident.work_space_chunks for resident in residents)])
-    if ledger.held_chunks + target.chunks + work_space > target.room_chunks:
-        for resident in residents:
-            if resident.evictable:
-                rate_victim(node, device, resident, chunk_bytes)
+    target = Target(model.size.chunks, work_space, room)
+    residents = [describe(node, device, resident, may_force, instead) for resident in device.resident.values()]
     chosen = eviction.victims(target, residents)
     return None if chosen is None else placement.Option(device.name, chosen, ledger.lease_chunks)
 
 
-def rate_victim(node: Node, device: Device, resident: Resident, chunk_bytes: int) -> None:
-    model = node.models[resident.name]
-    resident.last_used = model.last_used or 0.0
-    resident.value = eviction.value(
-        model.facts.priority, model.arrivals.per_s(node.now), node.reload_s(model, device), resident.chunks * chunk_bytes
+def evictable(node: Node, device: Device, model: Model, may_force: bool, instead: Placement | None) -> bool:
+    """Rules 1, 7 and 9: ready, not pinned, and idle; or busy, when the waiting work may force and its last time is long ago."""
+    if model.state != residency.READY:
+        copy = model.copy
+        chosen = instead is not None and model.victim_of == instead.id and copy is not None and not copy.evict_sent
+        return chosen and not model.running
+    if model.pinned:
+        return False
+    if not (model.running or model.queue):
+        return True
+    if not may_force:
+        return False
+    return model.forced_at is None or node.now >= model.forced_at + node.force_every_s(model, device)
+
+
+def describe(node: Node, device: Device, model: Model, may_force: bool, instead: Placement | None) -> Resident:
+    copy = model.copy
+    assert copy is not None
+    chunks = copy.size.chunks
+    may_leave = evictable(node, device, model, may_force, instead)
+    worth = 0.0
+    if may_leave:
+        reload_s = node.reload_s(model, device)
+        rate = model.arrivals.per_s(node.now)
+        worth = eviction.value(model.facts.priority, rate, reload_s, chunks * node.settings.chunk_bytes)
+    busy = model.state == residency.READY and bool(model.running or model.queue)
+    return Resident(
+        model.facts.name, chunks, copy.size.work_space_chunks, worth, model.last_used or 0.0, evictable=may_leave, busy=busy
     )
 
 
