@@ -252,18 +252,14 @@ class BatchScheduler:
             tokens.append(num)
             budget -= num
         if len(self.waiting) and self._blocked_version != self.kv.pool.chunks.version:
-            admitted = []
             while budget > 0 and self._free_slots:
                 new_slot = self._admit()
                 if new_slot is None:
                     break
-                admitted.append(new_slot)
                 num = min(int(table.num_tokens[new_slot] - table.num_computed[new_slot]), budget)
                 slots.append(new_slot)
                 tokens.append(num)
                 budget -= num
-            if admitted:
-                self._running = np.concatenate((self._running, np.array(admitted, np.int32)))
         return np.array(slots, np.int32), np.array(tokens, np.int32)
 
     # ---- joining and leaving
@@ -334,6 +330,7 @@ class BatchScheduler:
             request.num_cached = min(num_shared * self.block_tokens, request.num_prompt)
         self._requests[slot] = request
         self._slot_of[request.request_id] = slot
+        self._running = np.append(self._running, np.int32(slot))
         return slot
 
     def _learn(self, slot: int, num_tokens: int) -> None:
