@@ -146,7 +146,8 @@ class Evicted(Message, frozen=True):
 
 
 class TokensOut(Message, frozen=True):
-    """One step of one model. `counts` is empty when every request got exactly one token, `finish` when none ended."""
+    """One step of one model. `counts` is empty when every request got exactly one token, `finish` when none ended. The end id that
+    stopped a sequence is among `ids`."""
 
     model: str
     step_id: int
