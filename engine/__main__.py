@@ -15,6 +15,7 @@ import sys
 
 from engine.channel import Channel, ChannelClosed
 from engine.contracts import Runner
+from engine.device import prepare_process
 from engine.protocol import JOURNAL_BYTES, Configure
 from engine.served_models import Arena
 from engine.worker import Engine
@@ -29,6 +30,7 @@ def make_runner(configure: Configure) -> tuple[Runner, Arena | None]:
 
         return NullRunner(configure), None
     if configure.runner == "torch":
+        prepare_process()
         from engine.memory.arena import KVArena
         from engine.model_runner import TorchRunner
 

@@ -13,8 +13,9 @@ class DeviceError(RuntimeError):
 
 
 def prepare_process() -> None:
-    """Settings the OpenMP runtimes (torch's and Numba's) read once, when they are loaded: waiting threads sleep instead of spinning,
-    which on a shared machine is the difference between a step and a stall (measured: 5 to 20 times)."""
+    """Settings the OpenMP runtimes (torch's and Numba's) read once, when they are loaded: waiting threads sleep, not spin.
+
+    On a shared machine that is the difference between a step and a stall (measured: small matrix products 5 to 20 times slower)."""
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     os.environ["GOMP_SPINCOUNT"] = "0"
     os.environ["KMP_BLOCKTIME"] = "0"

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.contracts import BatchPlan, IntArray, LongArray, SequenceTable
 
-# Rows with more new tokens than this x their context gather it and use a matrix product; shorter ones read it block by block.
+# Rows with more new tokens than this gather their context and use matrix products; shorter ones read it block by block.
 LONG_ROW_TOKENS = 16
 
 
@@ -23,14 +23,15 @@ LONG_ROW_TOKENS = 16
 class ForwardBatch:
     """kv [num_blocks, layers, 2, G, block_tokens, D] is the arena as this model sees it, kv_flat the same memory for kernels.
 
-    slots [T]: block * block_tokens + place of each token · starts, num_new, contexts [R]: first token, tokens of this step and
-    positions stored after it · paged_* [N]: token, row and context of each query that reads its blocks directly · long_rows: the
-    other rows · cos_sin [T, D] float32.
+    num_tokens: T without padding · slots [T]: block * block_tokens + place of each token, -1 for padding · starts, num_new,
+    contexts [R]: first token, tokens of this step, and positions stored after it · paged_* [N]: token, row and context of each
+    query that reads its blocks directly · long_rows: the other rows · cos_sin [T, D] float32.
     """
 
     input_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64
     cos_sin: Tensor
+    num_tokens: int
     kv: Tensor
     kv_flat: Any
     block_table: IntArray  # [R, B]
@@ -44,8 +45,19 @@ class ForwardBatch:
     long_rows: list[int]
 
 
-def build_batch(plan: BatchPlan, table: SequenceTable, kv: Tensor, kv_flat: Any, inv_freq: Tensor) -> ForwardBatch:
-    """inv_freq [D / 2] float32. Work is per array, never per row."""
+def padded_rows(num_rows: int) -> int:
+    """The next of few row counts: oneDNN builds a matrix product anew (0.3 to 2 ms) for every count it has not seen."""
+    if num_rows <= 8:
+        return num_rows
+    step = 8 if num_rows <= 128 else 16 if num_rows <= 256 else 32
+    return -(-num_rows // step) * step
+
+
+def build_batch(
+    plan: BatchPlan, table: SequenceTable, kv: Tensor, kv_flat: Any, inv_freq: Tensor, padded: bool = False
+) -> ForwardBatch:
+    """inv_freq [D / 2] float32; padded: T is one of few counts (the last tokens are not stored and attend to nothing). Work is per
+    array, never per row."""
     block_tokens = kv.shape[4]
     num_new, first = plan.num_new, plan.num_computed
     num_rows = len(num_new)
@@ -70,12 +82,18 @@ def build_batch(plan: BatchPlan, table: SequenceTable, kv: Tensor, kv_flat: Any,
         paged_contexts = (positions[paged_tokens] + 1).astype(np.int32)
     input_ids = table.tokens[plan.slots[rows], positions].astype(np.int64)
     slots = block_table[rows, positions // block_tokens].astype(np.int64) * block_tokens + positions % block_tokens
+    if padded and (missing := padded_rows(num_tokens) - num_tokens):
+        nothing = np.zeros(missing, np.int64)
+        input_ids = np.concatenate((input_ids, nothing))
+        positions = np.concatenate((positions, nothing))
+        slots = np.concatenate((slots, nothing - 1))
     position_tensor = torch.from_numpy(positions)
     angles = position_tensor.float().unsqueeze(1) * inv_freq
     return ForwardBatch(
         input_ids=torch.from_numpy(input_ids),
         positions=position_tensor,
         cos_sin=torch.cat((angles.cos(), angles.sin()), dim=1),
+        num_tokens=num_tokens,
         kv=kv,
         kv_flat=kv_flat,
         block_table=block_table,

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from engine import ops
-from engine.contracts import BatchPlan, BoolArray, FloatArray, IntArray, KVGroupSpec, SequenceTable, StepResult
-from engine.forward_batch import build_batch
+from engine.contracts import BatchPlan, FloatArray, KVGroupSpec, SequenceTable, StepResult
+from engine.forward_batch import build_batch, padded_rows
 from engine.layers.rope import inverse_frequencies
 from engine.layers.weights import Weights
 from engine.memory.arena import KVArena
@@ -44,6 +44,7 @@ class TorchModel:
         self._model: CausalLM | None = build_model(shape, Weights(shape, spec.dtype, memory))
         self._inv_freq = inverse_frequencies(shape.rope, shape.head_dim)
         self._dtype: torch.dtype = getattr(torch, spec.dtype)
+        self._padded = spec.dtype != "float32"  # MKL, which serves float32, has no set-up per row count
         self._attach(arena.blocks(self._block_shape(block_tokens), self._dtype))
 
     def _block_shape(self, block_tokens: int) -> tuple[int, ...]:
@@ -58,47 +59,40 @@ class TorchModel:
     def execute(self, plan: BatchPlan, table: SequenceTable) -> StepResult:
         """One step: stores the new tokens' KV, samples one id for each sampling row."""
         begin = time.perf_counter()
-        hidden = self._forward(plan, table, every_token=False)
-        num_sampling = 0 if hidden is None else len(hidden)
+        hidden, num_sampling = self._forward(plan, table, every_token=False)
         ids, bad = np.empty(num_sampling, np.int32), np.empty(num_sampling, np.bool_)
-        if hidden is not None:
+        if num_sampling:
             rows = sampling_rows(plan, table, self._eos_token_ids, self.vocab_size)
             for first in range(0, num_sampling, self._logits_rows):
-                part = self._loaded().logits(hidden[first : first + self._logits_rows])
+                part = self._loaded().logits(hidden[first : first + self._logits_rows])[: num_sampling - first]
                 ids[first : first + len(part)], bad[first : first + len(part)] = sample_tokens(part, rows, first)
         return StepResult(ids, bad, time.perf_counter() - begin)
 
     @torch.inference_mode()
     def logits(self, plan: BatchPlan, table: SequenceTable, every_token: bool = False) -> FloatArray:
         """For tests: the same step without sampling. [N, V] float32 of the sampling rows, or [T, V] of all tokens."""
-        hidden = self._forward(plan, table, every_token)
-        if hidden is None:
-            return np.empty((0, self.vocab_size), np.float32)
-        return self._loaded().logits(hidden).float().numpy()
+        hidden, num = self._forward(plan, table, every_token)
+        return self._loaded().logits(hidden)[:num].float().numpy()
 
     def _loaded(self) -> CausalLM:
         if self._model is None:
             raise RuntimeError(f"model {self.name} was released")
         return self._model
 
-    def _forward(self, plan: BatchPlan, table: SequenceTable, every_token: bool) -> Tensor | None:
-        """Hidden states of the sampling rows' last tokens, or of all tokens; None if nothing samples."""
+    def _forward(self, plan: BatchPlan, table: SequenceTable, every_token: bool) -> tuple[Tensor, int]:
+        """Hidden states of the sampling rows' last tokens, or of all tokens, with padding; and their number without it."""
         model = self._loaded()
         ops.set_num_threads(self.num_threads)
-        batch = build_batch(plan, table, self._kv, self._kv_flat, self._inv_freq)
-        wanted = None if every_token else _sampling_tokens(plan, batch.starts)
-        hidden = model.forward(batch, wanted)
-        return hidden if len(hidden) else None
+        batch = build_batch(plan, table, self._kv, self._kv_flat, self._inv_freq, self._padded)
+        if every_token or (plan.samples.all() and batch.num_tokens == len(plan.slots)):
+            return model.forward(batch, None), batch.num_tokens
+        wanted = (batch.starts + plan.num_new - 1)[plan.samples].astype(np.int64)
+        num_wanted = len(wanted)
+        if self._padded:
+            wanted = np.concatenate((wanted, np.zeros(padded_rows(num_wanted) - num_wanted, np.int64)))
+        return model.forward(batch, torch.from_numpy(wanted)), num_wanted
 
     def release(self) -> None:
         """Unmaps the weights. Idempotent; any later step raises RuntimeError."""
         self._model = None
         self._memory.release()
-
-
-def _sampling_tokens(plan: BatchPlan, starts: IntArray) -> Tensor | None:
-    """Index of each sampling row's last token; None if that is every token of the step."""
-    samples: BoolArray = plan.samples
-    if samples.all() and int(plan.num_new.max()) == 1:
-        return None
-    return torch.from_numpy((starts + plan.num_new - 1)[samples].astype(np.int64))

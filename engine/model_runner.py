@@ -18,8 +18,8 @@ from loader.weight_stream import ReadCancelled, open_checkpoint, stream_weights
 
 
 class TorchRunner:
-    """engine.contracts.Runner on torch. Kernels are compiled (once per machine) in the background from the start; the first load
-    waits for them."""
+    """engine.contracts.Runner on torch. The usual kernels are compiled (once per machine) in the background from the start; loads
+    wait for them."""
 
     def __init__(self, arena: KVArena, options: Configure) -> None:
         self._arena, self._options = arena, options
@@ -30,6 +30,7 @@ class TorchRunner:
     def _prepare_kernels(self) -> None:
         try:
             ops.configure(self._options.cache_dir)
+            ops.prepare("bfloat16", 1)  # what most checkpoints need
         except BaseException as error:  # told to every load; silence would leave the engine on the slow path
             self._failure = error
 
@@ -44,6 +45,8 @@ class TorchRunner:
             granted = spec.weights_chunks * self._options.chunk_bytes
             if num_bytes > granted:
                 raise MemoryError(f"weights take {num_bytes} bytes, {spec.weights_chunks} chunks were granted ({granted} bytes)")
+            num_threads = threads_for(num_bytes, self._options.threads)
+            ops.prepare(spec.dtype, num_threads)
             memory = WeightRange(num_bytes)
             try:
                 with memory.buffer as buffer:
@@ -54,7 +57,7 @@ class TorchRunner:
                     memory,
                     self._arena,
                     self._options.block_tokens,
-                    threads_for(num_bytes, self._options.threads),
+                    num_threads,
                 )
             except ReadCancelled as error:
                 memory.release()

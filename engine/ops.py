@@ -17,15 +17,13 @@ from torch import Tensor
 
 from engine.forward_batch import ForwardBatch
 from engine.kernels import reference
-
-_MASK_TILE_TOKENS = 256
+from loader.sizing import PREFILL_TILE_TOKENS, sampler_rows
 
 _kernels: Any = None  # engine.kernels.cpu, once configured and if numba is there
-_num_threads = 1
 
 
 def configure(cache_dir: str, use_kernels: bool = True) -> bool:
-    """Loads (or compiles, the first time) the kernels and keeps them in cache_dir. Returns whether kernels are in use.
+    """Finds the kernels, to be kept compiled in cache_dir. Returns whether they are in use.
 
     The folder's name carries a digest of their sources, because Numba looks only at the file of the kernel itself.
     """
@@ -44,18 +42,21 @@ def configure(cache_dir: str, use_kernels: bool = True) -> bool:
     from engine.kernels import cpu
 
     _kernels = cpu
-    set_num_threads(_num_threads)
     return True
+
+
+def prepare(dtype: str, num_threads: int) -> None:
+    """Compiles what models of this dtype need, so that no step has to. Takes seconds once per machine, milliseconds later."""
+    if _kernels is not None and dtype in ("float32", "bfloat16"):
+        _kernels.prepare(dtype, num_threads > 1)
 
 
 def set_num_threads(num_threads: int) -> None:
     """Threads of the operations the calling thread starts from here on."""
-    global _num_threads
     if num_threads != torch.get_num_threads():
         torch.set_num_threads(num_threads)
     if _kernels is not None:
         _kernels.set_num_threads(num_threads)
-    _num_threads = num_threads
 
 
 def _served(x: Tensor) -> bool:
@@ -101,7 +102,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 def rope_and_store(
     qkv: Tensor, query_norm: Tensor | None, key_norm: Tensor | None, eps: float, layer: int, heads: int, batch: ForwardBatch
 ) -> None:
-    """Normalises (if norms are given) and rotates queries and keys of qkv [T, (H + 2 G) D] in place; keys and values go to the cache."""
+    """Normalises (if norms are given) and rotates queries and keys of qkv [T, (H + 2 G) D] in place; stores keys and values."""
     kv = batch.kv
     if not _served(qkv):
         reference.rope_and_store(qkv, batch.cos_sin, query_norm, key_norm, eps, kv, layer, heads, torch.from_numpy(batch.slots))
@@ -130,6 +131,7 @@ def attention(qkv: Tensor, layer: int, heads: int, scale: float, batch: ForwardB
     kv = batch.kv
     kv_heads, head_dim = kv.shape[3], kv.shape[5]
     out = qkv.new_empty(qkv.shape[0], heads * head_dim)
+    out[batch.num_tokens :] = 0
     if len(batch.paged_tokens):
         if _served(qkv):
             _kernels.paged_attention(
@@ -170,8 +172,8 @@ def attention(qkv: Tensor, layer: int, heads: int, scale: float, batch: ForwardB
         if num_new == context:
             target.copy_(reference.causal_attention(query, key, value, scale, None).transpose(0, 1))
             continue
-        for tile in range(0, num_new, _MASK_TILE_TOKENS):  # the mask is what takes memory
-            end = min(tile + _MASK_TILE_TOKENS, num_new)
+        for tile in range(0, num_new, PREFILL_TILE_TOKENS):  # the mask is what takes memory
+            end = min(tile + PREFILL_TILE_TOKENS, num_new)
             visible = context - num_new + end
             mask = torch.ones(end - tile, visible, dtype=torch.bool).tril_(visible - (end - tile))
             part = reference.causal_attention(query[:, tile:end], key[:, :visible], value[:, :visible], scale, mask)
@@ -182,8 +184,8 @@ def attention(qkv: Tensor, layer: int, heads: int, scale: float, batch: ForwardB
 def greedy(logits: Tensor) -> tuple[Any, Any]:
     """logits [N, V] -> (ids [N] int32, bad [N] bool) as numpy arrays; bad: the row holds NaN or an infinity."""
     if not _served(logits):
-        ids, bad = reference.greedy(logits)
-        return ids.to(torch.int32).numpy(), bad.numpy()
+        best, not_finite = reference.greedy(logits)
+        return best.to(torch.int32).numpy(), not_finite.numpy()
     ids, bad = np.empty(len(logits), np.int32), np.empty(len(logits), np.bool_)
     if logits.dtype is torch.bfloat16:
         _kernels.greedy_bfloat16(logits.view(torch.int16).numpy(), ids, bad)
@@ -195,15 +197,14 @@ def greedy(logits: Tensor) -> tuple[Any, Any]:
 def sample(logits: Tensor, temperature: Any, top_p: Any, top_k: Any, key0: Any, key1: Any) -> tuple[Any, Any]:
     """Draws one token for each row of logits [N, V]; the rest are numpy arrays [N] (keys uint32). Returns as `greedy` does."""
     if not _served(logits):
-        ids, bad = reference.sample(
-            logits,
-            torch.from_numpy(temperature),
-            torch.from_numpy(top_p),
-            torch.from_numpy(top_k),
-            torch.from_numpy(key0.astype(np.int64)),
-            torch.from_numpy(key1.astype(np.int64)),
-        )
-        return ids.to(torch.int32).numpy(), bad.numpy()
+        columns = [torch.from_numpy(x) for x in (temperature, top_p, top_k, key0.astype(np.int64), key1.astype(np.int64))]
+        step = sampler_rows(logits.shape[1])  # it needs several copies of the logits
+        parts = [
+            reference.sample(logits[at : at + step], *(column[at : at + step] for column in columns))
+            for at in range(0, len(logits), step)
+        ]
+        drawn, not_finite = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+        return drawn.to(torch.int32).numpy(), not_finite.numpy()
     ids, bad = np.empty(len(logits), np.int32), np.empty(len(logits), np.bool_)
     _kernels.sample(_array(logits), temperature, top_p, top_k, key0, key1, ids, bad)
     return ids, bad

@@ -69,7 +69,7 @@ def sampling_rows(plan: BatchPlan, table: SequenceTable, eos_token_ids: list[int
 
 
 def sample_tokens(logits: Tensor, rows: SamplingRows, first: int) -> tuple[IntArray, BoolArray]:
-    """logits [n, V] of rows first .. first + n (changed where ids are masked). Returns (ids, bad): bad rows hold NaN or an infinity."""
+    """logits [n, V] of rows first to first + n; ids that may not come are masked in place. Bad rows hold NaN or an infinity."""
     end = first + len(logits)
     for row, ids in rows.masks.items():
         if first <= row < end:

@@ -111,8 +111,9 @@ def block_bytes(shape: ModelShape, dtype: str, block_tokens: int) -> int:
 
 
 def logits_rows(shape: ModelShape, dtype: str, max_sequences: int) -> int:
-    """Sampling rows whose logits are computed at a time."""
-    return max(1, min(max_sequences, LOGITS_BYTES // (shape.vocab_size * ITEM_BYTES[dtype])))
+    """Sampling rows whose logits are computed at a time: a multiple of 8, or fewer than 8."""
+    rows = max(1, min(max_sequences, LOGITS_BYTES // (shape.vocab_size * ITEM_BYTES[dtype])))
+    return rows if rows < 8 else rows // 8 * 8
 
 
 def sampler_rows(vocab_size: int) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import float32, float64, int32, int64, njit, prange, types, uint16, void
+from numba import float32, float64, int32, int64, njit, prange, types, void
 
 from engine.kernels.cpu_bits import FASTMATH, exp, narrow, widen
 
@@ -82,13 +82,11 @@ def _paged_attention(
                 out[token, column] = narrow(sums[g, d], out[token, column])
 
 
-def _signature(element: types.Type) -> Any:
+def paged_attention_signature(element: types.Type) -> Any:
     ints, table = int32[::1], int32[:, ::1]
     sizes = (int64,) * 6
     return void(element[:, ::1], element[::1], *sizes, table, ints, ints, ints, float64, element[:, ::1])
 
 
-_SIGNATURES = [_signature(float32), _signature(uint16)]
-
-paged_attention_serial = njit(_SIGNATURES, fastmath=FASTMATH, cache=True, nogil=True)(_paged_attention)
-paged_attention_parallel = njit(_SIGNATURES, fastmath=FASTMATH, cache=True, nogil=True, parallel=True)(_paged_attention)
+paged_attention_serial = njit(fastmath=FASTMATH, cache=True, nogil=True)(_paged_attention)
+paged_attention_parallel = njit(fastmath=FASTMATH, cache=True, nogil=True, parallel=True)(_paged_attention)

@@ -8,22 +8,18 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import float32, float64, int64, njit, types, uint16, void
+from numba import float32, float64, int64, njit, types, void
 
 from engine.kernels.cpu_bits import FASTMATH, exp, narrow, widen
 
 _OPTIONS: dict[str, Any] = {"fastmath": FASTMATH, "cache": True, "nogil": True}
 
 
-def _for_both(make: Any) -> list[Any]:
-    return [make(float32), make(uint16)]
-
-
-def _norm_signature(element: types.Type) -> Any:
+def rms_norm_signature(element: types.Type) -> Any:
     return void(element[:, ::1], element[::1], float64, element[:, ::1])
 
 
-@njit(_for_both(_norm_signature), **_OPTIONS)
+@njit(**_OPTIONS)
 def rms_norm(x: Any, weight: Any, eps: float, out: Any) -> None:
     """x [T, W] -> out [T, W]; the mean in float32, rounded to the element type before the weight as transformers does it."""
     width = x.shape[1]
@@ -38,11 +34,11 @@ def rms_norm(x: Any, weight: Any, eps: float, out: Any) -> None:
             out[row, i] = narrow(normed * widen(weight[i]), weight[i])
 
 
-def _add_norm_signature(element: types.Type) -> Any:
+def add_rms_norm_signature(element: types.Type) -> Any:
     return void(element[:, ::1], element[:, ::1], element[::1], float64, element[:, ::1])
 
 
-@njit(_for_both(_add_norm_signature), **_OPTIONS)
+@njit(**_OPTIONS)
 def add_rms_norm(x: Any, residual: Any, weight: Any, eps: float, out: Any) -> None:
     """residual += x in place, then out = rms_norm(residual)."""
     width = x.shape[1]
@@ -59,12 +55,12 @@ def add_rms_norm(x: Any, residual: Any, weight: Any, eps: float, out: Any) -> No
             out[row, i] = narrow(normed * widen(weight[i]), weight[i])
 
 
-def _rope_signature(element: types.Type) -> Any:
+def rope_and_store_signature(element: types.Type) -> Any:
     sizes = (int64,) * 6
     return void(element[:, ::1], float32[:, ::1], element[::1], element[::1], float64, element[::1], *sizes, int64[::1])
 
 
-@njit(_for_both(_rope_signature), **_OPTIONS)
+@njit(**_OPTIONS)
 def rope_and_store(
     qkv: Any,  # [T, (H + 2 G) * D]; queries are rotated in place
     cos_sin: Any,  # [T, D]: D/2 cosines, then D/2 sines
@@ -117,11 +113,11 @@ def rope_and_store(
                 values[d] = value[d]
 
 
-def _silu_signature(element: types.Type) -> Any:
+def silu_and_mul_signature(element: types.Type) -> Any:
     return void(element[:, ::1], element[:, ::1])
 
 
-@njit(_for_both(_silu_signature), **_OPTIONS)
+@njit(**_OPTIONS)
 def silu_and_mul(gate_up: Any, out: Any) -> None:
     """gate_up [T, 2 W] -> out [T, W] = silu(gate) * up."""
     width = out.shape[1]

@@ -9,16 +9,18 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import boolean, float32, int16, int32, njit, types, uint16, uint32, void
+from numba import boolean, float32, int16, int32, njit, types, uint32, void
 
 from engine.kernels.cpu_bits import FASTMATH, bits_of_float, exp, exponential, float_of_bits, hash32, widen
 
 _OPTIONS: dict[str, Any] = {"fastmath": FASTMATH, "cache": True, "nogil": True}
+GREEDY_FLOAT32 = void(float32[:, ::1], int32[::1], boolean[::1])
+GREEDY_BFLOAT16 = void(int16[:, ::1], int32[::1], boolean[::1])
 _STRIPE = 1024  # logits between two comparisons of the running maximum; the winner's stripe is searched again for its index
 _ONE_BITS = 0x3F800000  # 1.0
 
 
-@njit(void(float32[:, ::1], int32[::1], boolean[::1]), **_OPTIONS)
+@njit(**_OPTIONS)
 def greedy_float32(logits: Any, ids: Any, bad: Any) -> None:
     vocab = logits.shape[1]
     for n in range(logits.shape[0]):
@@ -41,7 +43,7 @@ def greedy_float32(logits: Any, ids: Any, bad: Any) -> None:
                 break
 
 
-@njit(void(int16[:, ::1], int32[::1], boolean[::1]), **_OPTIONS)
+@njit(**_OPTIONS)
 def greedy_bfloat16(logits: Any, ids: Any, bad: Any) -> None:
     """logits: bfloat16 bits as int16."""
     vocab = logits.shape[1]
@@ -102,12 +104,12 @@ def _top_p_cutoff(weights: Any, floor: Any, top_p: Any) -> Any:
     return low
 
 
-def _sample_signature(element: types.Type) -> Any:
+def sample_signature(element: types.Type) -> Any:
     floats, keys = float32[::1], uint32[::1]
     return void(element[:, ::1], floats, floats, int32[::1], keys, keys, int32[::1], boolean[::1])
 
 
-@njit([_sample_signature(float32), _sample_signature(uint16)], **_OPTIONS)
+@njit(**_OPTIONS)
 def sample(logits: Any, temperature: Any, top_p: Any, top_k: Any, key0: Any, key1: Any, ids: Any, bad: Any) -> None:
     """Each of [N] rows draws from softmax(logits / temperature) cut to top_k, then to top_p (0 and 1: off); temperature > 0.
 

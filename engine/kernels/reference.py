@@ -43,8 +43,8 @@ def rope_and_store(
     heads: int,
     slots: Tensor,
 ) -> None:
-    """qkv [T, (H + 2 G) D]: normalises (if norms are given) and rotates queries in place, and stores keys and values of the tokens at
-    slots [T] (block * block_tokens + place; below 0: not stored)."""
+    """qkv [T, (H + 2 G) D]: normalises (if norms are given) and rotates queries in place, and stores keys and values of the tokens
+    at slots [T] (block * block_tokens + place; below 0: not stored)."""
     kv_heads, block_tokens, head_dim = kv.shape[3:]
     heads_of = qkv.view(qkv.shape[0], heads + 2 * kv_heads, head_dim)
     query, key = heads_of[:, :heads], heads_of[:, heads : heads + kv_heads]
@@ -126,9 +126,9 @@ def hash32(index: Tensor, key0: Tensor, key1: Tensor) -> Tensor:
 
 
 def sample(logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, key0: Tensor, key1: Tensor) -> tuple[Tensor, Tensor]:
-    """logits [N, V], the rest [N] (keys int64 below 2**32) -> (ids, bad). Draws from softmax(logits / temperature) cut to the top_k
-    largest and then to the smallest set that holds top_p (0 and 1: off; ties stay in). An exponential race decides: token i's time is
-    an exponential draw keyed by (key0, key1, i) over its weight, and the first wins."""
+    """logits [N, V], the rest [N] (keys int64 below 2**32) -> (ids, bad). Draws from softmax(logits / temperature) cut to the
+    top_k largest and then to the smallest set that holds top_p (0 and 1: off; ties stay in). An exponential race decides: token i's
+    time is an exponential draw keyed by (key0, key1, i) over its weight, and the first wins."""
     bad = ~torch.isfinite(logits).all(-1)
     wide = torch.nan_to_num(logits.float()).double()
     weights = torch.exp((wide - wide.amax(-1, keepdim=True)) / temperature.unsqueeze(1))

@@ -1,4 +1,4 @@
-"""Llama 3.x and its relatives: pre-norm decoder, grouped-query attention, SwiGLU; optional biases; head tied to the embedding or not.
+"""Llama 3.x and its relatives: pre-norm decoder, grouped-query attention, SwiGLU; optional biases and tied head.
 
 T tokens of all rows end to end; hidden: model width; V vocabulary. Weights are views of the model's one memory range.
 """
