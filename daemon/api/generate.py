@@ -190,8 +190,6 @@ async def _stream(
         if not group.started.done():
             group.comment()
         await group.done
-        if group.error is not None:
-            response.force_close()
         # a client that stops reading right at the end must not keep this connection for ever
         async with asyncio.timeout(context.settings.request_timeout_s):
             await response.write_eof()
