@@ -351,3 +351,16 @@ def test_a_daemon_that_does_not_read_stops_the_steps(tmp_path: Path) -> None:
         engine.wait_finished(kept)
         assert engine.output()[kept] == foretold(kept, 3, 10_000), "nothing was lost"
         assert all(2000 < len(engine.output()[request_id]) < 9000 for request_id in others)
+
+
+def test_stats_come_at_most_four_times_a_second(tmp_path: Path) -> None:
+    with EngineProcess(null_configure(null_step_ms=5.0)) as engine:
+        engine.send(load_message(null_checkpoint(tmp_path / "m")))
+        engine.wait_for(LoadDone)
+        num_before, started = len(engine.of(Stats)), time.monotonic()
+        for request_id in range(1, 6):
+            engine.send(submit_message(request_id, max_tokens=40))
+            engine.wait_finished(request_id)
+        engine.until(lambda: engine.last_stats().models == {"m": [0, 0, 0, engine.last_stats().models["m"][3]]})
+        assert 2 <= len(engine.of(Stats)) - num_before <= 4 * (time.monotonic() - started) + 2
+        assert engine.last_stats().steps == 5 * 40

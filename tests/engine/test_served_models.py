@@ -1,0 +1,152 @@
+"""How the models of one engine share its memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine.contracts import KVGroupSpec
+from engine.null_runner import NullModel, NullRunner
+from engine.protocol import SamplingParams
+from engine.served_models import ServedModels
+from scheduler.batch.request import BatchRequest
+from tests.engine.engine_process import load_message, null_checkpoint, null_configure
+
+CHUNK_BYTES = 1 << 16  # 8 blocks of the null model, 128 tokens
+
+
+class RecordingArena:
+    def __init__(self) -> None:
+        self.discarded: set[int] = set()
+
+    def discard(self, chunk: int, num_chunks: int, /) -> None:
+        self.discarded |= set(range(chunk, chunk + num_chunks))
+
+
+class Node:
+    """Null models stepped by hand, no process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.configure = null_configure(null_step_ms=0.0)
+        self.arena = RecordingArena()
+        self.models = ServedModels(self.configure, self.arena)
+        self.steps = 0
+
+    def load(self, name: str, reserved: int = 2, lease: int = 16) -> NullModel:
+        spec = load_message(null_checkpoint(self.folder / name), name, kv_reserved_chunks=reserved, lease_chunks=lease)
+        self.models.set_lease(lease)
+        hosted = NullRunner(self.configure).load(spec, lambda *_: None, lambda: False)
+        self.models.add(spec, hosted)
+        return hosted
+
+    def submit(self, name: str, request_id: int, num_prompt: int, max_tokens: int = 8) -> None:
+        tokens = np.full(num_prompt, request_id, np.int32)
+        params = SamplingParams(max_tokens, seed=request_id)
+        self.models.by_name[name].scheduler.submit(BatchRequest(request_id, tokens, num_prompt, params))
+
+    def step(self, name: str) -> bool:
+        served = self.models.by_name[name]
+        plan = served.scheduler.plan(self.steps)
+        if plan is None:
+            return False
+        self.steps += 1
+        result = served.hosted.execute(plan, served.scheduler.table)
+        served.scheduler.finish_step(plan, result.ids, result.bad)
+        return True
+
+    def run(self, name: str) -> None:
+        while self.step(name):
+            pass
+
+    def drawn(self, name: str) -> int:
+        return self.models.by_name[name].scheduler.kv.pool.num_drawn_chunks
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    return Node(tmp_path)
+
+
+def test_one_lease_for_all(node: Node) -> None:
+    node.load("a")
+    node.load("b", lease=4)
+    for request_id in range(1, 7):
+        node.submit("a" if request_id % 2 else "b", request_id, 200, 50)
+    for _ in range(20):
+        node.step("a")
+        node.step("b")
+        assert node.drawn("a") + node.drawn("b") <= 4
+    assert node.drawn("a") + node.drawn("b") >= 3
+
+
+def test_a_smaller_lease_takes_kept_prefixes_first(node: Node) -> None:
+    node.load("idle")
+    node.load("busy")
+    for request_id in range(1, 5):
+        node.submit("idle", request_id, 200)
+        node.run("idle")
+    assert node.drawn("idle") >= 4
+    node.submit("busy", 10, 200, 50)
+    node.submit("busy", 11, 200, 50)
+    node.step("busy")
+    busy_chunks = node.drawn("busy")
+    assert busy_chunks > 0
+    node.models.set_lease(busy_chunks)
+    assert node.drawn("idle") == 0
+    stats = node.models.stats(node.steps)
+    assert stats.preemptions == 0
+    assert stats.models["busy"][1] == 2
+    assert stats.models["busy"][0] > 0
+    node.models.set_lease(0)
+    assert node.drawn("busy") == 0
+    stats = node.models.stats(node.steps)
+    assert stats.preemptions > 0
+    assert stats.models["busy"][1] + stats.models["busy"][2] == 2
+
+
+def test_an_idle_models_prefixes_make_room_for_a_busy_one(node: Node) -> None:
+    node.load("idle")
+    node.load("busy", lease=4)
+    for request_id in range(1, 5):
+        node.submit("idle", request_id, 180)
+        node.run("idle")
+    assert node.drawn("idle") == 4
+    for request_id in range(10, 13):
+        node.submit("busy", request_id, 200, 50)
+    node.step("busy")
+    assert node.drawn("idle") < 4
+    assert node.drawn("busy") > 0
+    node.models.discard_returned()
+    assert node.models.stats(0).models["busy"][1] >= 2
+
+
+def test_removing_a_model_gives_all_its_memory_back(node: Node) -> None:
+    node.load("a", reserved=3)
+    for request_id in range(1, 5):
+        node.submit("a", request_id, 200, 50)
+    node.step("a")
+    owned = set(np.flatnonzero(~node.models._chunks.free).tolist())
+    assert len(owned) > 3
+    assert node.models.remove("a")
+    assert node.arena.discarded == owned
+    assert node.models._chunks.free.all()
+    assert not node.models.remove("a")
+    assert node.models.busy() == []
+    assert node.models.stats(0).models == {}
+
+
+def test_a_reservation_that_is_not_there(node: Node) -> None:
+    with pytest.raises(MemoryError, match="65 reserved chunks"):
+        node.load("a", reserved=65)
+    assert node.models.by_name == {}
+    node.load("b", reserved=64)
+
+
+def test_other_kv_groups_are_named(node: Node) -> None:
+    hosted = node.load("a")
+    hosted.kv_groups = (KVGroupSpec("window", 16, 8192, (0, 1)),)
+    with pytest.raises(ValueError, match="window"):
+        node.models.add(load_message("x", "other"), hosted)
