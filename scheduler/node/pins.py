@@ -62,6 +62,8 @@ def recount(node: Node, device: Device) -> None:
     for name in device.crowded_out:
         node.touched[name] = None
     device.crowded_out.clear()
+    for placement in device.placements.values():
+        node.touched[placement.model] = None
     node.stirred[device.name] = None
 
 

@@ -40,11 +40,13 @@ def settle_model(node: Node, model: Model) -> None:
 
 
 def settle_resting(node: Node, model: Model) -> None:
-    if model.placement is not None:
-        if model.state in residency.PLACEABLE and node.wanted(model):
-            placements.advance(node, model.placement)
+    placement = model.placement
+    if placement is not None:
+        room_kept = not pins.fits_beside_pins(model, node.devices[placement.device])  # a pin has come since
+        if model.state in residency.PLACEABLE and node.wanted(model) and not room_kept:
+            placements.advance(node, placement)
         else:
-            placements.drop(node, model.placement)
+            placements.drop(node, placement)
     elif model.removed:
         placements.unlist(node, model)
         models.forget(node, model)

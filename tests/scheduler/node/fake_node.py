@@ -69,6 +69,8 @@ class FakeNode:
         done = self.scheduler.handle(kind(now=self.now, cause=cause, **fields))
         for action in done:
             self.carry_out(action, kind, fields)
+        for device in self.up:
+            self.check_memory(device)
         self.scheduler.validate()
         return done
 
@@ -182,7 +184,6 @@ class FakeNode:
             case actions.GrantLease():
                 assert action.device in self.up
                 self.lease[action.device] = action.lease_chunks
-                self.check_memory(action.device)
             case actions.Submit():
                 assert (action.device, action.model) in self.copies, f"submitted to a model that is not there: {action}"
                 assert self.open[action.request_id] == action.model
@@ -220,8 +221,9 @@ class FakeNode:
         assert load.deadline_s > 0
 
     def check_memory(self, device: str) -> None:
+        """What the engine was last told is all it may use, once what it was told to evict is gone."""
         view = next(view for view in self.scheduler.devices() if view.name == device)
-        held = sum(chunks for on, chunks in self.memory.values() if on == device)
+        held = sum(chunks for id, (on, chunks) in self.memory.items() if on == device and id not in self.evicts)
         assert held + view.work_space_chunks + self.lease[device] <= view.total_chunks, f"{device} is overdrawn"
 
     def end(self, request_id: int, how: str) -> None:

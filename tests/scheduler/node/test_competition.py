@@ -1,0 +1,121 @@
+"""Long simulated runs: models that compete for one device all make progress, and how much is evicted stays within bounds."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+
+from scheduler.node import actions, events
+from scheduler.node.events import RequestFacts
+from scheduler.node.node_scheduler import NodeScheduler, SchedulerSettings
+from tests.scheduler.node.fake_node import MIB, facts
+
+
+class Simulation:
+    """Arrivals at given rates; loads, evictions and requests take given times."""
+
+    def __init__(self, models: dict[str, float], budget_mib: int = 100, weights_mib: int = 60, request_s: float = 2.0) -> None:
+        self.random = random.Random(7)
+        self.rates, self.request_s = models, request_s
+        self.now = 0.0
+        self.due: list[tuple[float, int, events.Event]] = []
+        self.order = 0
+        self.num_requests = 0
+        self.waits: dict[str, list[float]] = {name: [] for name in models}
+        self.arrived: dict[int, float] = {}
+        self.rejected: Counter[str] = Counter()
+        self.evicts: list[tuple[float, str]] = []
+        self.busy_evicts: dict[str, list[float]] = {name: [] for name in models}
+        self.scheduler = NodeScheduler(SchedulerSettings())
+        self.post(events.EngineUp(now=0, cause="sim", device="cpu:0", budget_bytes=budget_mib * MIB))
+        for name in models:
+            self.post(events.ModelRegistered(now=0, cause="sim", facts=facts(name, weights_mib, max_sequences=8)))
+            self.next_arrival(name)
+
+    def later(self, delay_s: float, event: events.Event) -> None:
+        self.order += 1
+        heapq.heappush(self.due, (self.now + delay_s, self.order, event))
+
+    def next_arrival(self, name: str) -> None:
+        self.num_requests += 1
+        request = RequestFacts(self.num_requests, name, 10, 10)
+        self.later(self.random.expovariate(self.rates[name]), events.RequestArrived(now=0, cause="sim", request=request))
+
+    def post(self, event: events.Event) -> None:
+        object.__setattr__(event, "now", self.now)
+        if isinstance(event, events.RequestArrived):
+            self.arrived[event.request.request_id] = self.now
+            self.next_arrival(event.request.model)
+        for action in self.scheduler.handle(event):
+            match action:
+                case actions.Load():
+                    self.later(1.0, events.LoadFinished(now=0, cause="sim", placement_id=action.placement_id, seconds=1.0))
+                case actions.Evict():
+                    self.evicts.append((self.now, action.model))
+                    self.later(0.1, events.EvictFinished(now=0, cause="sim", placement_id=action.placement_id))
+                case actions.Submit():
+                    self.waits[action.model].append(self.now - self.arrived[action.request_id])
+                    duration_s = self.random.expovariate(1 / self.request_s)
+                    self.later(duration_s, events.RequestFinished(now=0, cause="sim", request_id=action.request_id))
+                case actions.Reject():
+                    self.rejected[action.refusal.code] += 1
+                case actions.StateChanged(old="ready", new="draining"):
+                    view = self.scheduler.model(action.model)
+                    assert view is not None
+                    if view.active:
+                        self.busy_evicts[action.model].append(self.now)
+
+    def run(self, seconds: float) -> None:
+        while self.due:
+            at = self.due[0][0]
+            deadline = self.scheduler.next_deadline()
+            if deadline is not None and deadline < at:
+                self.now = max(self.now, deadline)
+                self.post(events.TimePassed(now=0, cause="sim"))
+                continue
+            self.now, _, event = heapq.heappop(self.due)
+            if self.now > seconds:
+                return
+            self.post(event)
+            if self.order % 50 == 0:
+                self.scheduler.validate()
+
+
+@pytest.mark.parametrize("num_models", [2, 3])
+def test_busy_models_that_exclude_each_other_all_make_progress(num_models: int) -> None:
+    simulation = Simulation({f"m{index}": 5.0 for index in range(num_models)})
+    simulation.run(1000)
+    for name, waits in simulation.waits.items():
+        assert len(waits) > 1000, f"{name} starves: {len(waits)} requests in 1000 s"
+    for name, times in simulation.busy_evicts.items():
+        gaps = [later - earlier for earlier, later in pairwise(times)]
+        assert min(gaps, default=30) > 29.99, f"rule 9: {name} forced out after {min(gaps)} s"
+    assert not simulation.rejected["load_timeout"]
+
+
+def test_a_rare_model_is_served_beside_a_busy_one() -> None:
+    simulation = Simulation({"busy": 3.0, "rare": 0.02})
+    simulation.run(2000)
+    assert len(simulation.waits["rare"]) >= 20
+    assert max(simulation.waits["rare"]) < 60
+    assert sum(simulation.rejected.values()) == 0
+
+
+def test_many_models_with_light_load_wait_little_and_fail_never() -> None:
+    simulation = Simulation({f"m{index}": 0.05 for index in range(6)}, weights_mib=40, request_s=1.0)
+    simulation.run(2000)
+    waits = [wait for some in simulation.waits.values() for wait in some]
+    assert sum(simulation.rejected.values()) == 0
+    assert sum(waits) / len(waits) < 4
+    assert max(waits) < 30
+
+
+def test_what_fits_together_is_never_evicted() -> None:
+    simulation = Simulation({f"m{index}": 1.0 for index in range(3)}, weights_mib=20)
+    simulation.run(500)
+    assert simulation.evicts == []
+    assert sum(simulation.rejected.values()) == 0
