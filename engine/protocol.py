@@ -218,7 +218,7 @@ _count = struct.Struct("<I")
 
 def write_journal(journal: Any, request_ids: Any) -> None:
     """Notes the step in flight in shared memory (a memfd the daemon made): no system call. `request_ids`: int64 array, or empty
-    after the step. The count is written last, so a reader never sees a half-written list."""
+    when nothing is left to run. The count is written last, so a reader never sees a half-written list."""
     _count.pack_into(journal, 0, 0)
     num = min(len(request_ids), 4096)
     if num:
@@ -227,6 +227,6 @@ def write_journal(journal: Any, request_ids: Any) -> None:
 
 
 def read_journal(journal: Any) -> tuple[int, ...]:
-    """The requests of the step in flight when the writer died; () if it died between steps."""
+    """The requests of the writer's last step; () if nothing was left to run when it died."""
     (num,) = _count.unpack_from(journal, 0)
     return struct.unpack_from(f"<{num}q", journal, 4)

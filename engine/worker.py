@@ -68,6 +68,7 @@ class Engine:
         self._steps_at_collect = 0
         self._must_unfreeze = False
         self._shutdown = False
+        self._journal_names_a_step = False
 
     def run(self, first_messages: Iterable[Any] = ()) -> None:
         """first_messages: those that came in together with Configure."""
@@ -84,6 +85,10 @@ class Engine:
             while not self._shutdown:
                 stalled = self.channel.backlog_bytes > MAX_BACKLOG_BYTES
                 busy = [] if stalled else self.models.busy()
+                if not busy and self._journal_names_a_step:
+                    # Not after every step: a fault in what follows a step is its requests' too.
+                    write_journal(self.journal, NO_REQUESTS)
+                    self._journal_names_a_step = False
                 if watching_out != (self.channel.backlog_bytes > 0):
                     watching_out = not watching_out
                     poller.modify(self.channel.fileno(), select.EPOLLIN | (select.EPOLLOUT if watching_out else 0))
@@ -126,8 +131,8 @@ class Engine:
             return
         self.num_steps += 1
         write_journal(self.journal, scheduler.table.request_id[plan.slots])
+        self._journal_names_a_step = True
         result = served.hosted.execute(plan, scheduler.table)
-        write_journal(self.journal, NO_REQUESTS)
         self.models.turns.charge(name, result.seconds)
         num_tokens = int(plan.num_new.sum())
         if num_tokens > len(plan.slots):

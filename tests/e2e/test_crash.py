@@ -17,7 +17,7 @@ from tests.e2e.node import Node
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     folder = tmp_path_factory.mktemp("crash")
-    make_model(folder / "models" / "oak", seed=1)
+    make_model(folder / "models" / "oak", seed=1, max_position_embeddings=16384)
     make_model(folder / "models" / "elm", seed=2, architecture="Qwen3ForCausalLM")
     # one model a device, by config, so that a test knows which engine it kills
     config = '[models.oak]\ndevices = ["cpu:0"]\n[models.elm]\ndevices = ["cpu:1"]\n'
@@ -28,7 +28,12 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
 
 
 def engine_of(node: Node, device: str) -> int:
-    return int(next(d["pid"] for d in node.json("status")["devices"] if d["name"] == device))
+    """Process id of a device's engine, waiting for it where it is being restarted."""
+
+    def pid() -> int:
+        return int(next(d["pid"] for d in node.json("status")["devices"] if d["name"] == device) or 0)
+
+    return int(node.wait_for(pid, f"an engine on {device}"))
 
 
 def kill(node: Node, device: str) -> None:
@@ -69,11 +74,13 @@ def test_killed_under_streams_all_go_on_with_the_same_text(node: Node) -> None:
 
 
 def test_a_request_running_in_two_crashes_ends_with_an_error_and_the_node_serves_on(node: Node) -> None:
-    stream = Stream(node, "oak", "it is always me", 1500)
-    for chunks in (10, 400):
-        stream.wait_for_chunks(chunks)
-        kill(node, "cpu:0")
-    assert "crash" in stream.join().error
+    stream = Stream(node, "oak", "it is always me", 15000)
+    for _ in range(2):
+        stream.wait_for_chunks(stream.num_chunks + 10)
+        before = engine_of(node, "cpu:0")
+        os.kill(before, signal.SIGKILL)
+        node.wait_for(lambda gone=before: engine_of(node, "cpu:0") != gone, "a new engine")
+    assert "died" in stream.join().error
     assert stream.text, "what was sent stays sent"
     after = Stream(node, "oak", "and now someone else", 20).join()
     assert after.error == ""
