@@ -127,7 +127,7 @@ class Head(Struct, array_like=True):
     priority: int
     prompt_kind: str  # messages | text | ids
     num_prompts: int
-    options: dict[str, Any]  # chat: for the template · completions: add_special_tokens
+    options: dict[str, Any]  # chat: add_generation_prompt, kwargs (msgpack) · completions: add_special_tokens
 
 
 _NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -136,9 +136,9 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "repetition_penalty": (1,),
     "tool_choice": ("none",),
     "function_call": ("none",),
-    "skip_special_tokens": (True,),
     "suffix": ("",),
 }
+_TRUE_IS_NEUTRAL = frozenset({"skip_special_tokens"})
 _ZERO_IS_NEUTRAL = frozenset(
     ["logprobs", "top_logprobs", "presence_penalty", "frequency_penalty", "min_p", "prompt_logprobs"]
 )  # nothing is asked for by 0
@@ -164,7 +164,7 @@ def parse(endpoint: str, body: bytes) -> tuple[Head, bytes]:
         kind, prompt, num_prompts = "messages", _messages(fields.messages), 1
         options: dict[str, Any] = {
             "add_generation_prompt": fields.add_generation_prompt is not False,
-            "kwargs": fields.chat_template_kwargs or {},
+            "kwargs": _packed(fields.chat_template_kwargs or {}, "chat_template_kwargs"),
         }
         max_tokens = fields.max_completion_tokens if fields.max_completion_tokens is not None else fields.max_tokens
     else:
@@ -226,16 +226,16 @@ def _refuse_unbuilt(fields: Common) -> None:
 
 def _refuse_raw(name: str, raw: Raw) -> None:
     data = bytes(raw)
-    if not data or data in (b"null", b"false", b"[]", b"{}", b'""'):
+    if not data or data == b"null":
         return
     if len(data) <= 256:
         try:
             value = msgspec.json.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise _invalid(name, f"{name}: {error}") from None
-        if value is None or value is False or value == [] or value == {}:
+        if value is None or value == [] or value == {} or (value is False and name not in _TRUE_IS_NEUTRAL):
             return
-        if name in _ZERO_IS_NEUTRAL and value == 0:
+        if (name in _ZERO_IS_NEUTRAL and value == 0) or (name in _TRUE_IS_NEUTRAL and value is True):
             return
         # compared with its type: 1 == True in Python, but `n: true` is no number
         if any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in _NEUTRAL.get(name, ())):
@@ -279,10 +279,14 @@ def _messages(messages: list[Message]) -> bytes:
         if message.tool_calls:
             each["tool_calls"] = message.tool_calls
         plain.append(each)
+    return _packed(plain, "messages")
+
+
+def _packed(value: object, param: str) -> bytes:
     try:
-        return _pack(plain)
+        return _pack(value)
     except (RecursionError, OverflowError):
-        raise _invalid("messages", "messages: tool_calls are nested too deeply, or hold a number out of range") from None
+        raise _invalid(param, f"{param} is nested too deeply, or holds a number out of range") from None
 
 
 def _prompts(raw: bytes) -> tuple[str, bytes, int]:

@@ -63,15 +63,15 @@ class ChatTemplate:
         with _limited():
             self._template = _guard(lambda: environment.from_string(source))
 
-    def render(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
+    def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool, kwargs: dict[str, Any]) -> str:
         plain = [self._plain(message) for message in messages]
         variables = {
             "tools": None,
             "documents": None,
             **self._special_tokens,
-            **options.get("kwargs", {}),
+            **kwargs,
             "messages": plain,
-            "add_generation_prompt": options.get("add_generation_prompt", True),
+            "add_generation_prompt": add_generation_prompt,
         }
 
         def run() -> str:

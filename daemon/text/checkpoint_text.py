@@ -31,10 +31,10 @@ class CheckpointText:
         encodings = self.tokenizer().encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
 
-    def render(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
+    def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool, kwargs: dict[str, Any]) -> str:
         if self._template is None:
             self._template = ChatTemplate(self._template_source(), self._special_tokens())
-        return self._template.render(messages, options)
+        return self._template.render(messages, add_generation_prompt, kwargs)
 
     def tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:

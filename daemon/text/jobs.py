@@ -25,7 +25,8 @@ class Encode(Message, frozen=True):
 
 
 class EncodeChat(Message, frozen=True):
-    """-> one int32 array. `messages`: list of objects, `options`: add_generation_prompt and kwargs, both as msgpack."""
+    """-> one int32 array. `messages`: list of objects, `options`: add_generation_prompt and kwargs
+    (msgpack again), as msgpack."""
 
     job_id: int
     messages: bytes

@@ -67,7 +67,7 @@ class Worker:
             texts, special = msgspec.msgpack.decode(job.texts, type=list[str]), job.add_special_tokens
         else:
             assert isinstance(job, EncodeChat)
-            texts = [text.render(msgspec.msgpack.decode(job.messages), msgspec.msgpack.decode(job.options))]
+            texts = [_render(text, job)]
             special = False  # the template wrote them
         text.tokenizer()
         if sum(map(len, texts)) > LONG_TEXT:
@@ -78,6 +78,16 @@ class Worker:
     def _send(self, message: Message) -> None:
         with self._lock:
             self._connection.sendall(encode(message))
+
+
+def _render(text: CheckpointText, job: EncodeChat) -> str:
+    options = msgspec.msgpack.decode(job.options)
+    try:
+        messages = msgspec.msgpack.decode(job.messages)
+        kwargs = msgspec.msgpack.decode(options["kwargs"]) if "kwargs" in options else {}
+    except RecursionError:
+        raise BadRequest("invalid_request", "messages: nested too deeply", param="messages") from None
+    return text.render(messages, bool(options.get("add_generation_prompt", True)), kwargs)
 
 
 def _packed(batch: list[list[int]]) -> list[bytes]:

@@ -179,7 +179,7 @@ async def test_templates_written_for_transformers_render(service, tmp_path):
     tiny = model(checkpoint(tmp_path / "m", byte_level(), chat_template=template))
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     messages = [{"role": "user", "content": " hi "}, {"role": "assistant", "content": None, "tool_calls": [call]}]
-    ids = await service.encode_chat(tiny, packed(messages), {"kwargs": {"enable_thinking": False}})
+    ids = await service.encode_chat(tiny, packed(messages), {"kwargs": packed({"enable_thinking": False})})
     assert decode(await service.table(tiny), ids) == 'hi{"x": 1}4False{"a": "<é>"}'
 
 

@@ -1,0 +1,423 @@
+"""Malformed bodies, headers and paths: always 4xx in OpenAI's shape naming the field, never 5xx, and the next request is served."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import string
+
+import aiohttp
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from daemon.api.request_id import request_id
+from daemon.api.schema import parse
+from daemon.errors import BadRequest
+from tests.daemon.api.fakes import Settings, serve
+
+GOOD_CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+GOOD_TEXT = {"model": "tiny", "prompt": "hi"}
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+
+# (path, body as JSON or bytes, param named)
+FIELDS: list[tuple[str, dict[str, object], str]] = [
+    *[(path, {"temperature": value}, "temperature") for path in (CHAT, TEXT) for value in (-0.1, 2.1, "1", [], {}, True)],
+    *[(path, {"top_p": value}, "top_p") for path in (CHAT, TEXT) for value in (0, -1, 1.01, "x", [1])],
+    *[(path, {"top_k": value}, "top_k") for path in (CHAT, TEXT) for value in (-2, 1.5, "1", 2**31)],
+    *[(path, {"seed": value}, "seed") for path in (CHAT, TEXT) for value in (2**63, -(2**63) - 1, 1.5, "1", 10**30)],
+    *[(path, {"max_tokens": value}, "max_tokens") for path in (CHAT, TEXT) for value in (0, -1, 1.5, "1", 2**31, [], True)],
+    *[(path, {"max_completion_tokens": value}, "max_completion_tokens") for path in (CHAT, TEXT) for value in (0, -1, "1")],
+    *[(path, {"min_tokens": value}, "min_tokens") for path in (CHAT, TEXT) for value in (-1, "1", 1.5)],
+    *[(path, {"min_tokens": 5, "max_tokens": 4}, "min_tokens") for path in (CHAT, TEXT)],
+    *[(path, {"ignore_eos": value}, "ignore_eos") for path in (CHAT, TEXT) for value in (1, "true", [])],
+    *[(path, {"stop": value}, "stop") for path in (CHAT, TEXT) for value in (1, "", [""], ["a"] * 17, {"a": 1}, "x" * 1025)],
+    *[(path, {"stop": ["a", 1]}, "stop[1]") for path in (CHAT, TEXT)],
+    *[(path, {"stop_token_ids": value}, param) for path in (CHAT, TEXT) for value, param in (
+        ("1", "stop_token_ids"), ([-1], "stop_token_ids[0]"), ([1, "a"], "stop_token_ids[1]"), ([99999], "stop_token_ids"),
+    )],
+    *[(path, {"stream": value}, "stream") for path in (CHAT, TEXT) for value in (1, "true", [], {})],
+    *[(path, {"stream_options": value}, "stream_options") for path in (CHAT, TEXT) for value in (1, [], {"include_usage": True})],
+    *[(path, {"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage") for path in (CHAT, TEXT)],
+    *[(path, {"model": value}, "model") for path in (CHAT, TEXT) for value in (1, [], "", None, "no/such", "a\0b", "\x01")],
+    *[(path, {"user": 1}, "user") for path in (CHAT, TEXT)],
+    *[(path, {"priority": value}, "priority") for path in (CHAT, TEXT) for value in ("high", 2**40, 0.5)],
+    *[(CHAT, {"messages": value}, "messages") for value in ([], None, "hi", 1, {"role": "user"})],
+    *[(CHAT, {"messages": [value]}, "messages[0]") for value in ("hi", 1, None, [])],
+    *[(CHAT, {"messages": [{"content": "x"}]}, "messages[0].role")],
+    *[(CHAT, {"messages": [{"role": value, "content": "x"}]}, "messages[0].role") for value in ("robot", "", 1, None)],
+    *[(CHAT, {"messages": [{"role": "user", "content": value}]}, "messages[0].content") for value in (1, {}, None, True, "a\0b")],
+    *[(CHAT, {"messages": [{"role": "user", "content": [value]}]}, param) for value, param in (
+        ("x", "messages[0].content[0]"),
+        ({}, "messages[0].content[0].type"),
+        ({"type": "text"}, "messages[0].content[0].text"),
+        ({"type": "text", "text": 1}, "messages[0].content[0].text"),
+        ({"type": "image_url", "image_url": {"url": "x"}}, "messages[0].content[0].type"),
+    )],
+    (CHAT, {"messages": [{"role": "user", "content": "x", "name": 1}]}, "messages[0].name"),
+    (CHAT, {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": "x"}]}, "messages[1].tool_calls"),
+    (CHAT, {"messages": [{"role": "user", "content": "x" * 5000}]}, "messages"),
+    (CHAT, {"max_tokens": 5000}, "messages"),
+    (CHAT, {"chat_template_kwargs": []}, "chat_template_kwargs"),
+    (CHAT, {"messages": [{"role": "user", "content": ""}]}, "messages"),
+    *[(TEXT, {"prompt": value}, "prompt") for value in (None, 1, {}, [], True, "", "a\0b", [None], [{}], [True], "x" * 5000)],
+    *[(TEXT, {"prompt": value}, param) for value, param in (
+        ([1, -1], "prompt[1]"), ([1, "a"], "prompt[1]"), (["a", 1], "prompt[1]"), ([[1], []], "prompt[1]"), ([1.5], "prompt[0]"),
+        ([[1, "a"]], "prompt[0][1]"), ([99999], "prompt"), ([[1], [99999]], "prompt[1]"), (["a", "b\0"], "prompt[1]"),
+        ([2**31], "prompt[0]"), ([1] * 5000, "prompt"), ([[1]] * 1025, "prompt"),
+    )],
+]  # fmt: skip
+UNBUILT: list[tuple[str, object]] = [
+    ("n", 2), ("n", 0), ("n", "1"), ("n", True), ("best_of", 2), ("logprobs", True), ("logprobs", 5), ("top_logprobs", 3),
+    ("logit_bias", {"1": 100}), ("presence_penalty", 0.5), ("frequency_penalty", -1), ("repetition_penalty", 1.1), ("min_p", 0.1),
+    ("response_format", {"type": "json_object"}), ("response_format", {"type": "json_schema", "json_schema": {"name": "x" * 500}}),
+    ("tools", [{"type": "function", "function": {"name": "f"}}]), ("tool_choice", "required"), ("tool_choice", {"type": "function"}),
+    ("functions", [{"name": "f"}]), ("function_call", "auto"), ("echo", True), ("suffix", "end"), ("prompt_logprobs", 1),
+    ("modalities", ["text", "audio"]), ("audio", {"voice": "x"}), ("prediction", {"type": "content", "content": "x"}),
+    ("guided_json", {"type": "object"}), ("chat_template", "{{ 1 }}"), ("skip_special_tokens", False), ("use_beam_search", True),
+]  # fmt: skip
+NEUTRAL: dict[str, object] = {
+    "n": 1, "best_of": None, "logprobs": False, "top_logprobs": 0, "logit_bias": {}, "presence_penalty": 0, "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0, "min_p": 0.0, "response_format": {"type": "text"}, "tools": [], "tool_choice": "none",
+    "functions": None, "echo": False, "suffix": None, "prompt_logprobs": None, "modalities": ["text"], "audio": None,
+    "prediction": None, "parallel_tool_calls": True, "user": "me", "priority": 3, "no_such_field": {"deep": [1, {"x": None}]},
+    "stream_options": None, "stop": [], "seed": -(2**63), "skip_special_tokens": True,
+}  # fmt: skip
+
+RAW_BODIES: list[bytes] = [
+    b"",
+    b" ",
+    b"{",
+    b"}",
+    b"[]",
+    b"null",
+    b"true",
+    b"1",
+    b'"x"',
+    b"NaN",
+    b"{]",
+    b'{"model"}',
+    b'{"model": tiny}',
+    b"\xff\xfe",
+    b'{"model": "\xff"}',
+    b'{"model": "\\ud800", "messages": []}',
+    b'{"model": "tiny", "messages": [{"role": "user", "content": "\\udc00"}]}',
+    b'{"model": "tiny", "messages": [{"role": "user", "content": "\\ud800x"}]}',
+    b'{"temperature": NaN}',
+    b'{"temperature": Infinity}',
+    b'{"temperature": -Infinity}',
+    b'{"model": "tiny", "temperature": 1e999}',
+    b"\x00",
+    b'{"a": "\x00"}',
+    b'{"model": "tiny",}',
+    b"{'model': 'tiny'}",
+    b"model=tiny&prompt=x",
+    b"<xml/>",
+    b"[" * 100_000,
+    b'{"a":' * 100_000,
+    b'{"messages": ' + b"[" * 50_000,
+    b'{"model": "tiny", "tools": ' + b"[" * 300 + b"]" * 300 + b"}",
+    b"\xef\xbb\xbf{}",
+    b'{"model": "tiny"} trailing',
+    b'{"model": "tiny", "messages": [{"role": "assistant", "tool_calls": [' + b'{"a":' * 900 + b"1" + b"}" * 900 + b"]}]} ",
+    b'{"model":"tiny","messages":[{"role":"user","content":"x"}],"chat_template_kwargs":'
+    + b'{"a":' * 900
+    + b"99999999999999999999999"
+    + b"}" * 901,
+    b"{" + b'"x":1,' * 1000,
+    b'{"model": "tiny", "n": ' + b"9" * 400 + b"}",
+]
+
+PATHS: list[tuple[str, str, int]] = [
+    *[("GET", path, 404) for path in ("/", "/v1", "/v1/", "/v2/models", "/v1/model", "/V1/models", "/v1//models", "//", "/v1/embeddings",
+      "/m/tiny", "/m/tiny/v1", "/m//v1/models", "/m/", "/v1/models/nope", "/v1/models/%FF", "/v1/models/%00", "/v1/models/..%2F..",
+      "/m/nope/v1/models", "/m/nope/healthz", "/%2e%2e/%2e%2e/etc/passwd", "/v1/models/" + "x" * 2000, "/m/%FF/v1/models", "/%0a", "/%",
+      "/v1/models/%zz", "/healthz/x", "/\u00e9", "/v1/chat/completions/x")],
+    *[("GET", path, 405) for path in (CHAT, TEXT, "/m/tiny" + CHAT)],
+    *[(method, "/v1/models", 405) for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE")],
+    *[(method, CHAT, 405) for method in ("PUT", "DELETE", "HEAD", "OPTIONS")],
+    *[("POST", path, 405) for path in ("/healthz", "/readyz", "/metrics", "/v1/models/tiny")],
+]  # fmt: skip
+
+HEADERS: list[tuple[dict[str, str], int]] = [
+    ({"Content-Type": "text/plain"}, 415), ({"Content-Type": "application/x-www-form-urlencoded"}, 415),
+    ({"Content-Type": "multipart/form-data; boundary=x"}, 415), ({"Content-Type": ";;;"}, 415), ({"Content-Type": "x"}, 415),
+    ({"Content-Type": "application/json; charset=utf-16"}, 415), ({"Content-Type": "application/json; charset=nope"}, 415),
+    ({"Content-Encoding": "gzip"}, 415), ({"Content-Encoding": "br"}, 415), ({"Content-Encoding": "deflate, gzip"}, 415),
+    ({"Content-Encoding": "\u00e9"}, 415), ({"Content-Type": "application/jsonp"}, 415),
+]  # fmt: skip
+
+
+@pytest.fixture
+async def node():
+    async with serve() as node:
+        yield node
+
+
+@pytest.fixture
+async def http(node):
+    async with aiohttp.ClientSession(node.url) as session:
+        yield session
+
+
+def check_error(status: int, body: str, param: str | None = None) -> dict[str, object]:
+    assert 400 <= status < 500, body
+    error = json.loads(body)["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    assert error["message"]
+    if param is not None:
+        assert error["param"] == param, error
+    return error
+
+
+async def test_every_bad_field_is_named(http):
+    for path, changes, param in FIELDS:
+        for stream in (False, True):
+            good = GOOD_CHAT if path == CHAT else GOOD_TEXT
+            if stream and ("stream" in changes or "stream_options" in changes):
+                continue
+            async with http.post(path, json=good | ({"stream": True} if stream else {}) | changes) as answer:
+                error = check_error(answer.status, await answer.text(), param)
+                assert answer.headers["X-Request-Id"]
+                assert param.split("[")[0].split(".")[0] in error["message"], error
+
+
+async def test_fields_that_are_not_built_are_refused_by_name(http):
+    for name, value in UNBUILT:
+        for path, good in ((CHAT, GOOD_CHAT), (TEXT, GOOD_TEXT)):
+            async with http.post(path, json=good | {name: value}) as answer:
+                error = check_error(answer.status, await answer.text(), name)
+                assert (answer.status, error["code"]) == (400, "unsupported_parameter")
+
+
+async def test_neutral_values_and_unknown_fields_are_accepted(http):
+    for path, good in ((CHAT, GOOD_CHAT), (TEXT, GOOD_TEXT)):
+        async with http.post(path, json=good | NEUTRAL) as answer:
+            assert answer.status == 200, await answer.text()
+        for name in NEUTRAL:
+            async with http.post(path, json=good | {name: None}) as answer:
+                assert answer.status == 200, (name, await answer.text())
+
+
+async def test_missing_fields_are_named(http):
+    for path, body, param in (
+        (CHAT, {"model": "tiny"}, "messages"),
+        (CHAT, {"messages": GOOD_CHAT["messages"]}, "model"),
+        (TEXT, {"model": "tiny"}, "prompt"),
+        (TEXT, {"prompt": "x"}, "model"),
+        (CHAT, {}, "messages"),
+    ):
+        async with http.post(path, json=body) as answer:
+            check_error(answer.status, await answer.text(), param)
+
+
+async def test_broken_bodies(http):
+    for body in RAW_BODIES:
+        for path in (CHAT, TEXT):
+            async with http.post(path, data=body, headers={"Content-Type": "application/json"}) as answer:
+                check_error(answer.status, await answer.text())
+
+
+async def test_broken_headers(http):
+    for headers, status in HEADERS:
+        for path, good in ((CHAT, GOOD_CHAT), (TEXT, GOOD_TEXT)):
+            async with http.post(path, data=json.dumps(good), headers={"Content-Type": "application/json"} | headers) as answer:
+                check_error(answer.status, await answer.text())
+                assert answer.status == status, headers
+
+
+async def raw(node, request: bytes, wait_s: float = 10) -> tuple[int, str, str]:
+    """(status, head, body) of a request written by hand; status 0: closed, or still waiting for more, without an answer."""
+    reader, writer = await asyncio.open_connection(node.host, node.port)
+    head, body = "", b""
+    try:
+        writer.write(request)
+        head = (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), wait_s)).decode("latin-1")
+        length = re.search(r"(?i)content-length: (\d+)", head)
+        if length and not request.startswith(b"HEAD"):
+            body = await asyncio.wait_for(reader.readexactly(int(length[1])), wait_s)
+    except (ConnectionError, TimeoutError, asyncio.IncompleteReadError):
+        return 0, "", ""
+    finally:
+        writer.close()
+    return int(head.split()[1]), head, body.decode()
+
+
+async def test_wrong_paths_and_methods(node):
+    for method, path, status in PATHS:
+        got, head, body = await raw(node, f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n".encode())
+        if not path.isascii() or path in ("/%",):
+            assert 400 <= got < 500, (method, path, head)
+            continue
+        assert got == status, (method, path, head)
+        if method != "HEAD":
+            error = check_error(got, body)
+            assert error["message"]
+        if status == 405:
+            assert "Allow: " in head
+
+
+def test_there_are_at_least_200_malformed_requests():
+    assert len(FIELDS) + len(UNBUILT) * 2 + len(RAW_BODIES) * 2 + len(PATHS) + len(HEADERS) * 2 >= 200
+
+
+BROKEN_HTTP = [
+    b"\r\n\r\n",
+    b"GET\r\n\r\n",
+    b"GET / HTTP/9.9\r\n\r\n",
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: abc\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nhello",
+    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\nhello",
+    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\nhello\r\n0\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: gzip\r\n\r\nhello",
+    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX: \x00\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHo st: x\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\n: x\r\n\r\n",
+    b"GET " + b"/" + b"a" * 20_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 20_000 + b"\r\n\r\n",
+    b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 1000 + b"\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999999999999999\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n{}",
+    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nExpect: nonsense\r\nContent-Length: 2\r\n\r\n{}",
+    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: upgrade\r\nContent-Length: 2\r\n\r\n{}",
+    b"OPTIONS * HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"CONNECT x:80 HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"GET http://[::1 HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"POST http://other/v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}",
+]
+
+
+@pytest.mark.parametrize("request_bytes", BROKEN_HTTP, ids=range(len(BROKEN_HTTP)))
+async def test_broken_http_never_is_the_servers_fault(node, request_bytes):
+    status, _, _ = await raw(node, request_bytes, wait_s=0.5)
+    assert status == 0 or 400 <= status < 500
+    assert (await raw(node, b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"))[0] == 200
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=4),
+    max_leaves=12,
+)
+KNOWN = st.sampled_from(
+    [
+        "model",
+        "messages",
+        "prompt",
+        "temperature",
+        "top_p",
+        "top_k",
+        "seed",
+        "max_tokens",
+        "min_tokens",
+        "stop",
+        "stop_token_ids",
+        "stream",
+        "stream_options",
+        "n",
+        "logprobs",
+        "tools",
+        "response_format",
+        "user",
+        "priority",
+        "chat_template_kwargs",
+        "suffix",
+        "echo",
+        "ignore_eos",
+    ]
+)
+
+
+@given(st.dictionaries(KNOWN, JSON, max_size=6), st.sampled_from(["chat", "completions"]))
+@settings(max_examples=500, deadline=None)
+def test_any_json_parses_or_names_what_is_wrong(fields, endpoint):
+    error = refusal(endpoint, json.dumps(fields).encode())
+    if error is not None and error.code != "invalid_json":
+        assert error.code in ("invalid_request", "unsupported_parameter")
+        assert error.param
+
+
+def refusal(endpoint: str, body: bytes) -> BadRequest | None:
+    try:
+        head, prompt = parse(endpoint, body)
+    except BadRequest as error:
+        return error
+    assert isinstance(prompt, bytes)
+    assert head.num_prompts >= 1
+    return None
+
+
+@given(st.binary(max_size=64) | st.text(string.printable, max_size=64).map(str.encode))
+@settings(max_examples=300, deadline=None)
+def test_any_bytes_are_refused_or_parsed(body):
+    error = refusal("chat", body)
+    assert error is not None
+    assert error.status == 400
+
+
+@given(st.binary(max_size=200))
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+async def test_any_bytes_on_the_wire(noise):
+    async with serve() as node:
+        for prefix in (b"", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n", b"GET /v1/models/"):
+            status, _, _ = await raw(node, prefix + noise + b"\r\n\r\n", wait_s=0.05)
+            assert status in (0, 200) or 400 <= status < 500
+
+
+async def test_a_body_over_the_limit_is_413(http, node):
+    async with serve(settings=Settings(max_body_bytes=1000)) as node, aiohttp.ClientSession(node.url) as small:
+        async with small.post(CHAT, json=GOOD_CHAT | {"user": "x" * 2000}) as answer:
+            assert answer.status == 413
+            check_error(answer.status, await answer.text())
+
+        async def chunks():
+            for _ in range(10):
+                yield b" " * 500
+
+        async with small.post(CHAT, data=chunks(), headers={"Content-Type": "application/json"}) as answer:
+            assert answer.status == 413
+        async with small.post(CHAT, json=GOOD_CHAT) as answer:
+            assert answer.status == 200
+
+
+async def test_a_body_that_does_not_come_is_408():
+    async with serve(settings=Settings(body_read_timeout_s=0.2)) as node:
+        reader, writer = await asyncio.open_connection(node.host, node.port)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        head = (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)).decode()
+        writer.close()
+    assert head.startswith("HTTP/1.1 408")
+
+
+async def test_expect_100_continue_is_answered(node):
+    body = json.dumps(GOOD_TEXT).encode()
+    reader, writer = await asyncio.open_connection(node.host, node.port)
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nExpect: 100-continue\r\n"
+        b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
+    )
+    assert await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10) == b"HTTP/1.1 100 Continue\r\n\r\n"
+    writer.write(body)
+    assert (await asyncio.wait_for(reader.read(), 10)).startswith(b"HTTP/1.1 200")
+    writer.close()
+
+
+@given(st.text(max_size=300))
+def test_request_ids_are_harmless(header):
+    name = request_id(header)
+    assert 1 <= len(name) <= 128
+    assert name.isascii()
+    assert not set(name) & set("\r\n\"'<>; ")
+
+
+async def test_request_ids_are_kept_or_given(http):
+    async with http.get("/v1/models", headers={"X-Request-Id": "my-id_1"}) as answer:
+        assert answer.headers["X-Request-Id"] == "my-id_1"
+    async with http.get("/v1/models", headers={"X-Request-Id": "<script>" + "x" * 500}) as answer:
+        assert answer.headers["X-Request-Id"] == "script" + "x" * 122
+    async with http.get("/nope") as answer:
+        assert len(answer.headers["X-Request-Id"]) == 24
