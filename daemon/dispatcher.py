@@ -81,6 +81,7 @@ class Dispatcher:
         self._refused: HearthError | None = None
         self._hold_aborts = False
         self._aborts: dict[str, list[int]] = {}
+        self._loading: dict[str, str] = {}  # device -> model it was last told to load
         self._deadline_s: float | None = None
         self._deadline_timer: asyncio.TimerHandle | None = None
         self._timeout_timer: asyncio.TimerHandle | None = None
@@ -240,6 +241,7 @@ class Dispatcher:
             )
             return
         entry = source.entry
+        self._loading[action.device] = action.model
         self._send(
             action.device,
             protocol.LoadModel(
@@ -398,6 +400,7 @@ class Dispatcher:
         self.ring.add(
             "load_progress",
             keep=False,
+            model=self._loading.get(device, ""),
             device=device,
             placement_id=message.placement_id,
             bytes_done=message.bytes_done,
@@ -430,14 +433,17 @@ class Dispatcher:
         metrics.step_seconds[model] += message.seconds
         metrics.generated_tokens[model] += len(ids)
         if message.cached:
-            self._first_tokens(message)
+            self._note_cached(message)
         self._hold_aborts = True
         try:
             if not message.counts and not finish:
                 for request_id, token in zip(message.request_ids, ids, strict=True):
                     generation = find(request_id)
                     if generation is not None:
-                        generation.output.append(token)
+                        output = generation.output
+                        if not output:
+                            self._first_token(generation)
+                        output.append(token)
                         generation.sink.tokens((token,), 0)
             else:
                 self._mixed_rows(message)
@@ -458,6 +464,8 @@ class Dispatcher:
             generation = self._generations.get(request_id)
             if generation is None:
                 continue
+            if row and not generation.output:
+                self._first_token(generation)
             generation.output += row
             if finish == protocol.FINISH_NONE:
                 generation.sink.tokens(row, 0)
@@ -473,14 +481,16 @@ class Dispatcher:
                 generation.sink.tokens(row, finish)
                 self._post_finished(request_id)
 
-    def _first_tokens(self, message: protocol.TokensOut) -> None:
-        now = time.monotonic()
+    def _note_cached(self, message: protocol.TokensOut) -> None:
         for request_id, num_cached in message.cached.items():
             generation = self._generations.get(request_id)
             if generation is not None and not generation.output:
-                generation.num_cached, generation.first_token_s = num_cached, now
+                generation.num_cached = num_cached
                 self.metrics.cached_tokens[message.model] += num_cached
-                self.metrics.ttft[message.model].add(now - generation.arrived_s)
+
+    def _first_token(self, generation: Generation) -> None:
+        generation.first_token_s = time.monotonic()
+        self.metrics.ttft[generation.model.name].add(generation.first_token_s - generation.arrived_s)
 
     # ---- ends
 

@@ -40,9 +40,16 @@ def make_model(
     weights_bytes: int = 0,
     **config: Any,
 ) -> Path:
-    """Writes a complete model and returns its folder. `weights_bytes`: grow intermediate_size until the weights take at least
-    that much (to fill a device). `config`: further keys of config.json."""
+    """Writes a complete model and returns its folder. `weights_bytes`: as many layers of moderate width as take at least that
+    much (to fill a device; sizes given beside it are ignored). `config`: further keys of config.json."""
     folder.mkdir(parents=True, exist_ok=True)
+    if weights_bytes:
+        # deep rather than wide: work space grows with the width, reserved KV with heads; both stay small this way
+        hidden_size, num_heads, num_kv_heads = 256, 16, 1
+        layer_bytes = sizing.ITEM_BYTES[dtype] * (
+            hidden_size * hidden_size * 2 + 2 * hidden_size * 16 + 3 * 2 * hidden_size * hidden_size
+        )
+        num_layers = -(-weights_bytes // layer_bytes)
     settings: dict[str, Any] = {
         "architectures": [architecture],
         "model_type": "qwen3" if architecture.startswith("Qwen3") else "llama",
@@ -63,9 +70,6 @@ def make_model(
         "eos_token_id": END_ID,
         **config,
     }
-    if weights_bytes:
-        row_bytes = 3 * num_layers * hidden_size * sizing.ITEM_BYTES[dtype]
-        settings["intermediate_size"] = max(settings["intermediate_size"], -(-weights_bytes // row_bytes))
     text = json.dumps(settings, indent=1)
     write_weights(folder / "model.safetensors", hf_config.parse_config(text.encode()), seed)
     write_tokenizer(folder)

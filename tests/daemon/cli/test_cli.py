@@ -1,0 +1,92 @@
+"""`hearth` without a daemon, and what it costs."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from daemon.cli import table
+from daemon.cli.__main__ import make_parser
+from tests.e2e.node import environment
+
+
+def hearth(*args: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-P", "-m", "daemon.cli", *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env={**environment(), **variables})
+
+
+def test_not_running(tmp_path: Path) -> None:
+    path = str(tmp_path / "c.sock")
+    result = hearth("--control", path, "ps")
+    assert result.returncode == 5
+    assert result.stderr == f"hearth: hearthd is not running at {path}; start it, or name its socket with --control\n"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(path)
+    assert hearth("--control", path, "status").returncode == 5
+
+
+def test_usage() -> None:
+    for args in ((), ("frob",), ("load",), ("ps", "extra"), ("ps", "--frob")):
+        assert hearth(*args).returncode == 2
+    assert hearth("--control", "/tmp/" + 200 * "x", "ps").returncode == 2
+
+
+def test_default_socket(tmp_path: Path) -> None:
+    if os.path.exists("/run/hearthd/control.sock"):
+        pytest.skip("a hearthd service runs on this machine")
+    assert f"{tmp_path}/hearthd/control.sock" in hearth("ps", XDG_RUNTIME_DIR=str(tmp_path)).stderr
+    assert f"/tmp/hearthd-{os.getuid()}/control.sock" in hearth("ps", XDG_RUNTIME_DIR="").stderr
+
+
+def test_version_without_a_daemon(tmp_path: Path) -> None:
+    result = hearth("--control", str(tmp_path / "c.sock"), "version", "--json")
+    assert result.returncode == 0
+    assert '"hearthd": null' in result.stdout
+
+
+def test_something_else_listens(tmp_path: Path) -> None:
+    path = str(tmp_path / "c.sock")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(path)
+        server.listen()
+
+        def hang_up() -> None:
+            connection, _ = server.accept()
+            connection.close()
+
+        thread = threading.Thread(target=hang_up)
+        thread.start()
+        result = hearth("--control", path, "ps")
+        thread.join()
+    assert result.returncode == 5
+    assert "Traceback" not in result.stderr
+
+
+def test_nothing_heavy_is_imported() -> None:
+    """`hearth ps` has 0.2 s for everything."""
+    code = "import sys, daemon.cli.__main__; print(*sorted(sys.modules))"
+    command = [sys.executable, "-P", "-c", code]
+    loaded = set(subprocess.run(command, capture_output=True, text=True, env=environment(), check=True).stdout.split())
+    heavy = {"torch", "aiohttp", "msgspec", "numpy", "rich", "asyncio", "tokenizers", "jinja2", "prometheus_client", "uvloop"}
+    assert not loaded & heavy
+
+
+def test_every_command_takes_json_and_control_on_both_sides() -> None:
+    parser = make_parser()
+    for argv in (["--json", "--control", "s", "ps"], ["ps", "--json", "--control", "s"]):
+        options = parser.parse_args(argv)
+        assert (options.json, options.control) == (True, "s")
+
+
+def test_tables() -> None:
+    text = table.table(("A", "BB"), [("xyz", "1"), ("", "22")], frozenset({1}))
+    assert text == "A    BB\nxyz   1\n     22"
+    assert [table.size(n) for n in (0, 1023, 1536, 5 << 20, 3 << 40)] == ["0 B", "1023 B", "1.5 KiB", "5.0 MiB", "3072.0 GiB"]
+    assert table.ago(None) == "never"
+    assert [table.duration(s) for s in (5, 600, 7200)] == ["5 s", "10 min", "2.0 h"]

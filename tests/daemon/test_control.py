@@ -1,0 +1,324 @@
+"""`hearth` and the control API against a real daemon with the null runner: what scripts rely on."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.chat import Stream
+from tests.e2e.checkpoints import make_model
+from tests.e2e.node import Node, environment
+
+PS_KEYS = {"name", "state", "device", "weights_bytes", "kv_bytes", "active", "queued", "pinned", "last_used"}
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+    folder = tmp_path_factory.mktemp("n")
+    # a, org/b and c take 28 MiB each beside 12 MiB of work space: two fit
+    for name in ("a", "org/b", "c"):
+        make_model(folder / "models" / name, weights_bytes=20 * MIB)
+    make_model(folder / "models" / "slow", hearthd_null={"load_s": 1.0})
+    make_model(folder / "models" / "bad", hearthd_null={"load_error": "model.safetensors: tensor x is damaged"})
+    make_model(folder / "models" / "huge", weights_bytes=80 * MIB)
+    (folder / "models" / "half").mkdir()
+    (folder / "models" / "half" / "config.json").write_text("{}")
+    with Node(folder, devices=["cpu=80MiB"], null_step_ms=2, config='[models."org/b"]\naliases = ["bee"]\n') as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def _empty(node: Node) -> Iterator[None]:
+    yield
+    for row in node.ps():
+        if row["pinned"]:
+            node.cli("unpin", row["name"])
+        if row["state"] == "ready":
+            node.cli("unload", row["name"])
+
+
+def control(node: Node, method: str, path: str) -> tuple[int, Any]:
+    connection = http.client.HTTPConnection("localhost")
+    connection.sock = socket.socket(socket.AF_UNIX)
+    connection.sock.connect(node.control)
+    try:
+        connection.request(method, path)
+        response = connection.getresponse()
+        lines = [json.loads(line) for line in response.read().splitlines()]
+        return response.status, lines if len(lines) > 1 else lines[0]
+    finally:
+        connection.close()
+
+
+def test_ps_contract(node: Node) -> None:
+    names = {row["name"] for row in node.ps()}
+    assert "a" not in names, "a cold model in ps"
+    before = time.time()
+    Stream(node, "a", "hello", 3).join()
+    (row,) = [row for row in node.ps() if row["name"] == "a"]
+    assert set(row) == PS_KEYS
+    assert (row["state"], row["device"], row["active"], row["queued"], row["pinned"]) == ("ready", "cpu:0", 0, 0, False)
+    assert 20 * MIB <= row["weights_bytes"] < 24 * MIB
+    assert before - 1 <= row["last_used"] <= time.time() + 1
+    rows = node.json("models")
+    assert [row["name"] for row in rows] == sorted(row["name"] for row in rows)
+    assert all(set(row) >= PS_KEYS for row in rows)
+    states = {row["name"]: row["state"] for row in rows}
+    assert (states["huge"], states["half"], states["c"]) == ("refused", "incomplete", "cold")
+
+
+def test_ps_shows_what_runs(node: Node) -> None:
+    streams = [Stream(node, "a", "hello", 400) for _ in range(3)]
+    for stream in streams:
+        stream.wait_for_chunks(20)
+
+    def busy() -> bool:
+        (row,) = [row for row in node.ps() if row["name"] == "a"]
+        return bool(row["active"] == 3 and row["kv_bytes"] > 0)
+
+    node.wait_for(busy, "three sequences and their KV")
+    for stream in streams:
+        stream.join()
+
+
+def test_load_and_unload(node: Node) -> None:
+    assert node.json("load", "org/b") == {"event": "result", "ok": True, "model": "org/b", "state": "ready"}
+    assert node.state("org/b") == "ready"
+    assert node.json("load", "bee")["model"] == "org/b"
+    assert node.cli("unload", "org/b").returncode == 0
+    assert node.state("org/b") == "cold"
+    assert node.cli("unload", "org/b").returncode == 0, "unloading what is not loaded is done already"
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "error"),
+    [
+        (("load", "nope"), 3, "model_not_found"),
+        (("unload", "nope"), 3, "model_not_found"),
+        (("why", "nope"), 3, "not_found"),
+        (("drain", "nope"), 3, "model_not_found"),
+        (("load", "huge"), 4, "model_too_large"),
+        (("pin", "huge"), 4, "model_too_large"),
+        (("load", "half"), 5, "model_incomplete"),
+    ],
+)
+def test_refused_commands(node: Node, args: tuple[str, ...], code: int, error: str) -> None:
+    result = node.cli(*args, "--json")
+    assert result.returncode == code
+    value = json.loads(result.stdout)
+    assert set(value) == {"code", "message", "details"}
+    assert value["code"] == error
+    plain = node.cli(*args)
+    assert (plain.returncode, plain.stdout) == (code, "")
+    assert plain.stderr == f"hearth: {value['message']}\n"
+
+
+def test_status_codes_of_the_api_match_the_exit_codes(node: Node) -> None:
+    for path, status in [("nope/load", 404), ("huge/load", 409), ("half/load", 503), ("a/frob", 404)]:
+        got, body = control(node, "POST", f"/control/v1/models/{path}")
+        assert got == status
+        assert set(body) == {"code", "message", "details"}
+    assert control(node, "GET", "/control/v1/frob")[0] == 404
+    assert control(node, "GET", "/control/v1/drain")[0] == 400
+    assert control(node, "GET", "/control/v1/version")[1]["version"]
+
+
+def test_load_tells_progress_and_no_wait_does_not(node: Node) -> None:
+    status, lines = control(node, "POST", "/control/v1/models/slow/load")
+    assert status == 200
+    assert lines[-1] == {"event": "result", "ok": True, "model": "slow", "state": "ready"}
+    progress = [line for line in lines if line["event"] == "load_progress"]
+    assert len(progress) >= 3
+    assert all(line["model"] == "slow" and 0 <= line["bytes_done"] <= line["bytes_total"] for line in progress)
+    assert [line["new"] for line in lines if line["event"] == "state"] == ["loading", "ready"]
+    node.cli("unload", "slow")
+    assert node.json("load", "slow", "--no-wait")["waiting"] is True
+    assert node.state("slow") == "loading"
+    node.wait_for(lambda: node.state("slow") == "ready", "slow loaded")
+
+
+def test_a_load_that_fails_says_why(node: Node) -> None:
+    result = node.cli("load", "bad", "--json")
+    assert result.returncode == 5
+    value = json.loads(result.stdout)
+    assert value["code"] == "model_failed"
+    assert "tensor x is damaged" in value["message"]
+    assert "tensor x is damaged" in node.cli("why", "bad").stdout
+
+
+def test_pins(node: Node) -> None:
+    assert node.json("pin", "a")["state"] == "ready"
+    assert node.json("pin", "c")["ok"] is True
+    result = node.cli("pin", "org/b", "--json")
+    assert result.returncode == 4, result.stdout
+    assert json.loads(result.stdout)["code"] == "would_not_fit"
+    assert {row["name"] for row in node.ps() if row["pinned"]} == {"a", "c"}
+    assert node.cli("unpin", "a").returncode == 0
+    assert {row["name"] for row in node.ps() if row["pinned"]} == {"c"}
+
+
+def test_enable_and_disable(node: Node) -> None:
+    assert node.json("disable", "a")["ok"] is True
+    assert node.state("a") == "disabled"
+    with node.openai() as client:
+        import openai
+
+        with pytest.raises(openai.InternalServerError) as caught:
+            client.completions.create(model="a", prompt="x", max_tokens=1)
+    assert caught.value.status_code == 503
+    assert caught.value.body["code"] == "model_disabled"  # type: ignore[index]
+    assert node.json("enable", "a")["ok"] is True
+    assert Stream(node, "a", "x", 2).join().finish_reason == "length"
+
+
+def test_drain_and_resume_one_model(node: Node) -> None:
+    assert node.cli("drain", "a").returncode == 0
+    assert "drain" in Stream(node, "a", "x", 2).join().error
+    assert node.is_ready()
+    assert node.cli("resume", "a").returncode == 0
+    assert Stream(node, "a", "x", 2).join().error == ""
+
+
+def test_drain_and_resume_the_node(node: Node) -> None:
+    assert node.json("drain") == {"ok": True, "model": "", "draining": True}
+    status, body = node.get("/readyz")
+    assert (status, body["reason"]) == (503, "draining")
+    assert node.get("/healthz")[0] == 200
+    assert node.json("resume")["draining"] is False
+    assert node.is_ready()
+
+
+def test_why_of_a_model_and_a_request(node: Node) -> None:
+    stream = Stream(node, "a", "x", 400)
+    stream.wait_for_chunks(2)
+    story = node.json("why", "a")
+    assert story["name"] == "a"
+    assert any("cold -> loading" in line for line in story["lines"])
+    request = next(
+        event["cause"]
+        for event in events(node)
+        if event["event"] == "state" and event["new"] == "loading" and event["model"] == "a"
+    )
+    last = [event["cause"] for event in events(node) if event.get("model") == "a" and event.get("cause", "").startswith("req-")][-1]
+    assert request.startswith("req-")
+    assert node.cli("why", last).returncode == 0
+    stream.join()
+
+
+def events(node: Node) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in node.cli("events", "--json").stdout.splitlines()]
+
+
+def test_queue_shows_who_waits(node: Node) -> None:
+    assert node.json("queue") == []
+    stream = Stream(node, "slow", "x", 2)
+    rows = node.wait_for(lambda: node.json("queue"), "a queued request")
+    assert rows[0]["model"] == "slow"
+    assert set(rows[0]) == {"request", "id", "model", "tenant", "position", "waiting_s", "resubmission"}
+    assert "slow" in node.cli("why", f"req-{rows[0]['request']}").stdout
+    assert stream.join().finish_reason == "length"
+    assert node.cli("queue").stdout == "nothing waits\n"
+
+
+def test_events_follow(node: Node) -> None:
+    command = [sys.executable, "-P", "-m", "daemon.cli", "--control", node.control, "events", "-f", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment()) as process:
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline())["event"]
+        node.cli("load", "c")
+        for line in process.stdout:
+            event = json.loads(line)
+            if event["event"] == "state" and event["model"] == "c" and event["new"] == "ready":
+                break
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0
+
+
+def test_folders_come_and_go(node: Node) -> None:
+    make_model(node.models / "new" / "one")
+    node.wait_for(lambda: node.state("new/one") == "cold", "the new model")
+    assert Stream(node, "new/one", "x", 2).join().finish_reason == "length"
+    shutil.rmtree(node.models / "new")
+    node.wait_for(lambda: node.state("new/one") == "absent", "its end")
+    assert "404" in Stream(node, "new/one", "x", 2).join().error
+
+
+def test_reload(node: Node) -> None:
+    good = node.config.read_text()
+    node.config.write_text(good + "\n[models.a]\naliases = ['ay']\nmax_sequences = 7\n")
+    assert node.json("reload")["applied"] == ['models."a".aliases']
+    assert node.json("reload")["needs_restart"] == ['models."a".max_sequences']
+    assert Stream(node, "ay", "x", 2).join().error == ""
+    node.config.write_text("max_wait_s = [1]\n")
+    result = node.cli("reload", "--json")
+    assert result.returncode == 2
+    value = json.loads(result.stdout)
+    assert (value["code"], value["details"]) == ("invalid_config", {"file": str(node.config), "key": "max_wait_s"})
+    assert Stream(node, "ay", "x", 2).join().error == "", "the old settings were lost"
+    node.signal(signal.SIGHUP)
+    node.wait_for(lambda: node.log_text().count("reload refused") == 2, "the log's word on SIGHUP")
+    node.config.write_text(good)
+    assert node.json("reload")["applied"] == ['models."a".aliases']
+    assert "404" in Stream(node, "ay", "x", 2).join().error
+
+
+def test_reload_applies_limits_at_once(node: Node) -> None:
+    good = node.config.read_text()
+    node.config.write_text("request_timeout_s = 0.2\n" + good)
+    try:
+        assert node.json("reload")["applied"] == ["request_timeout_s"]
+        assert "request_timeout_s (0.2 s)" in Stream(node, "a", "x", 1900).join().error
+    finally:
+        node.config.write_text(good)
+        node.cli("reload")
+
+
+def test_pins_and_switches_survive_a_restart(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        make_model(tmp_path / "n" / "models" / name)
+    node = Node(tmp_path / "n", config="[models.b]\npinned = true\n")
+    with node:
+        node.wait_for(lambda: node.state("b") == "ready", "b, which the file pins")
+        assert [node.cli(*args).returncode for args in (("pin", "a"), ("unpin", "b"), ("disable", "b"))] == [0, 0, 0]
+    with node:
+        node.wait_for(lambda: node.state("a") == "ready", "a, pinned before")
+        rows = {row["name"]: row for row in node.json("models")}
+        assert (rows["a"]["pinned"], rows["b"]["pinned"], rows["b"]["state"]) == (True, False, "disabled")
+
+
+def test_metrics(node: Node) -> None:
+    Stream(node, "a", "abc", 5).join()
+    text = node.get("/metrics")[1]
+    for line in (
+        'hearth_model_state{model="a",state="ready"} 1.0',
+        'hearth_model_state{model="huge",state="refused"} 1.0',
+        'hearth_device_budget_bytes{device="cpu:0"} 8.388608e+07',
+        "hearth_draining 0.0",
+    ):
+        assert line in text
+    assert 'hearth_time_to_first_token_seconds_count{model="a"}' in text
+    assert 'hearth_model_loads_total{model="a",outcome="done"}' in text
+
+
+def test_permission(node: Node) -> None:
+    if os.getuid() != 0:
+        pytest.skip("needs root to become somebody else")
+    # imports first: nobody may not even be able to read the virtual environment
+    code = "import os, sys; from daemon.cli.__main__ import run; os.setgroups([]); os.setgid(65534); os.setuid(65534)"
+    command = [sys.executable, "-P", "-c", code + "; sys.exit(run())", "--control", node.control, "ps"]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment())
+    assert result.returncode == 6, result.stderr
+    assert "permission" in result.stderr
