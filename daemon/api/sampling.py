@@ -19,15 +19,16 @@ def max_tokens_for(head: Head, model: ModelEntry, endpoint: str, prompt_tokens: 
     if left < 1:
         raise BadRequest(
             "context_length_exceeded",
-            f"{prompt_field}: {prompt_tokens} tokens leave no room for an answer: max_model_len of {model.name} is {model.max_model_len}",
+            f"{prompt_field}: {prompt_tokens} tokens leave no room for an answer, "
+            f"max_model_len of {model.name} is {model.max_model_len}",
             param=prompt_field,
         )
     if head.max_tokens is not None:
         if head.max_tokens > left:
             raise BadRequest(
                 "context_length_exceeded",
-                f"{prompt_field}: {prompt_tokens} prompt tokens + max_tokens {head.max_tokens} = {prompt_tokens + head.max_tokens}, more than "
-                f"max_model_len {model.max_model_len} of {model.name}",
+                f"{prompt_field}: {prompt_tokens} prompt tokens + max_tokens {head.max_tokens} = "
+                f"{prompt_tokens + head.max_tokens}, more than max_model_len {model.max_model_len} of {model.name}",
                 param=prompt_field,
             )
         return head.max_tokens

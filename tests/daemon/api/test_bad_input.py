@@ -22,6 +22,7 @@ GOOD_TEXT = {"model": "tiny", "prompt": "hi"}
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
 # (path, body as JSON or bytes, param named)
+# ruff: noqa: E501
 FIELDS: list[tuple[str, dict[str, object], str]] = [
     *[(path, {"temperature": value}, "temperature") for path in (CHAT, TEXT) for value in (-0.1, 2.1, "1", [], {}, True)],
     *[(path, {"top_p": value}, "top_p") for path in (CHAT, TEXT) for value in (0, -1, 1.01, "x", [1])],
