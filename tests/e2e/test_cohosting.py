@@ -27,13 +27,14 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
         make_model(folder / "models" / name, seed=seed, **SIZE)
     make_model(folder / "models" / "giant", **{**SIZE, "weights_bytes": 80 * MIB})
     flags = ["--dtype", "float32", "--overdue-after-s", "2", "--threads", "1", "--max-num-batched-tokens", "128"]
-    with Node(folder, devices=["cpu:0=48MiB", "cpu:1=48MiB"], runner="torch", flags=flags) as running:
+    with Node(folder, devices=["cpu:0=56MiB", "cpu:1=56MiB"], runner="torch", flags=flags) as running:
         yield running
 
 
-def events(node: Node, kind: str) -> list[dict[str, Any]]:
-    lines = node.cli("events", "--json").stdout.splitlines()
-    return [event for line in lines if (event := json.loads(line)).get("event") == kind]
+def count(node: Node, old: str, new: str) -> int:
+    """How often a model went from `old` to `new` so far."""
+    events = [json.loads(line) for line in node.cli("events", "--json").stdout.splitlines()]
+    return sum(event["event"] == "state" and event["old"] == old and event["new"] == new for event in events)
 
 
 def complete(node: Node, model: str, prompt: str = "once upon a time", max_tokens: int = 24, **options: Any) -> Any:
@@ -67,13 +68,14 @@ def test_the_third_model_evicts_the_idle_one_and_it_comes_back_with_the_same_tex
 
 
 def test_many_requests_for_one_cold_model_cause_one_load_and_one_eviction(node: Node) -> None:
+    node.cli("unload", "cedar")
     complete(node, "ash")
     complete(node, "birch")
-    loads, evictions = len(events(node, "loaded")), len(events(node, "evicted"))
+    loads, evictions = count(node, "loading", "ready"), count(node, "draining", "cold")
     streams = [Stream(node, "cedar", f"number {i}", 8) for i in range(20)]
     assert [stream.join().error for stream in streams] == [""] * 20
-    assert len(events(node, "loaded")) == loads + 1
-    assert len(events(node, "evicted")) == evictions + 1
+    assert count(node, "loading", "ready") == loads + 1
+    assert count(node, "draining", "cold") == evictions + 1
 
 
 def test_a_busy_model_gives_way_to_overdue_work_and_is_never_cut_off(node: Node) -> None:
