@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scheduler.node import admission, residency
+from scheduler.node import admission, pins, residency
 from scheduler.node.ledger import arithmetic, size_of
 from scheduler.node.node import Model, Node
 
@@ -44,6 +44,7 @@ def rest(node: Node, model: Model, reason: str) -> None:
     else:
         state = residency.COLD
     node.set_state(model, state, reason)
+    pins.check_home(node, model)
     refusal = admission.removed(model) if model.removed else admission.closed(node, model)
     if refusal is not None:
         node.reject_queue(model, refusal)

@@ -11,7 +11,7 @@ def fits_beside_pins(model: Model, device: Device) -> bool:
     """Whether the model could be on the device with all that is pinned there."""
     if model.home == device.name:
         return True
-    size, pinned = model.size, device.pinned
+    size, pinned = size_kept(model), device.pinned
     work_space = max(size.work_space_chunks, pinned.work_space_chunks)
     return size.chunks + pinned.chunks + work_space <= device.ledger.total_chunks
 
@@ -22,10 +22,11 @@ def has_place(node: Node, model: Model) -> bool:
 
 
 def pin(node: Node, model: Model) -> Refusal | None:
-    """Keeps room for the model on one of its devices (the one it is on, if any), or says why there is none."""
+    """Keeps room for the model on one of its devices (the one it is on or on its way to, if any), or says why there is none."""
     if model.pinned:
         return None
-    names = (model.copy.device,) if model.copy and model.copy.device in model.devices else model.devices
+    where = model.copy or model.placement
+    names = (where.device,) if where else model.devices
     homes = [node.devices[name] for name in names if fits_beside_pins(model, node.devices[name])]
     if not homes:
         return would_not_fit(node, model)
@@ -40,6 +41,21 @@ def unpin(node: Node, model: Model) -> None:
         model.pinned = False
         move_home(node, model, "")
         model.story.tell(node.now, node.cause, "unpinned")
+
+
+def check_home(node: Node, model: Model) -> None:
+    """The model has no copy now, and its needs may have changed: it keeps its home, finds another, or is pinned no more."""
+    if not model.pinned:
+        return
+    home = node.devices[model.home]
+    recount(node, home)
+    if home.name in model.devices and home.pinned.chunks + home.pinned.work_space_chunks <= home.ledger.total_chunks:
+        return
+    model.pinned = False
+    move_home(node, model, "")
+    refusal = pin(node, model)
+    if refusal is not None:
+        model.story.tell(node.now, node.cause, f"pinned no longer: {refusal.message}")
 
 
 def move_home(node: Node, model: Model, home: str) -> None:

@@ -256,7 +256,6 @@ def load_finished(node: Node, event: LoadFinished) -> None:
     model.failed_loads = model.num_quarantines = 0
     model.progress = None
     node.set_state(model, residency.READY, f"loaded in {event.seconds:.2f} s")
-    node.answer(model.load_causes, model.name, None)
     node.touch(model)
 
 

@@ -37,9 +37,6 @@ def registered(node: Node, event: ModelRegistered) -> None:
 
 def pin_as_registered(node: Node, model: Model, old: ModelFacts | None) -> None:
     """The configured pin counts where it is new; else the operator's word stays."""
-    if old is not None and model.pinned and model.copy is None and model.home not in model.devices:
-        pins.unpin(node, model)
-        model.story.tell(node.now, node.cause, "no longer pinned: it does not fit its home any more")
     if old is not None and old.pinned == model.facts.pinned:
         return
     if not model.facts.pinned:

@@ -28,11 +28,12 @@ def settle_model(node: Node, model: Model) -> None:
     if model.state in (residency.READY, residency.LOADING) and model.leaves:
         node.set_state(model, residency.DRAINING, "its folder is gone" if model.removed else "disabled by the operator")
     if model.state == residency.READY:
+        node.answer(model.load_causes, model.name, None)
         if model.queue:
             requests.submit_queued(node, model)
         if not model.running:  # idle: somebody may want its room
             node.stir((copy.device,))
-    elif model.state == residency.DRAINING and not copy.evict_sent and not model.running:
+    elif model.state == residency.DRAINING and not model.running:
         if model.victim_of:
             placements.advance(node, node.placements[model.victim_of])
         else:

@@ -22,8 +22,7 @@ def validate(node: Node) -> None:
     assert copies == node.copies, "every copy is known by its placement"
     placements = {model.placement.id: model.placement for model in node.models.values() if model.placement}
     assert placements == node.placements, "every placement belongs to one model"
-    for name in node.pinned:
-        assert node.models[name].pinned, f"pinned list: {name}"
+    assert node.pinned.keys() <= node.models.keys(), "pinned list: models that are forgotten"
 
 
 def check_model(node: Node, model: Model) -> None:
@@ -62,6 +61,10 @@ def check_model(node: Node, model: Model) -> None:
         assert not model.pinned or (copy is not None and copy.evict_sent), f"rule 7: {name} is pinned and a victim"
     if model.placement is not None:
         assert node.wanted(model) or model.placement.stage == LOADS, f"nobody waits for placement {model.placement.id} of {name}"
+    assert model.pinned == (name in node.pinned), f"pinned list: {name}"
+    if model.pinned:
+        where = copy or model.placement
+        assert where is None or where.device == model.home, f"{name} is pinned to {model.home} and lives on {where.device}"
     check_listed(node, model)
 
 

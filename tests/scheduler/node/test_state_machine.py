@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from scheduler.node import events
-from tests.scheduler.node.fake_node import FakeNode, facts
+from scheduler.node.events import ModelFacts
+from tests.scheduler.node.fake_node import MIB, FakeNode, facts
 
 NAMES = ["a", "b", "c", "d", "e", "huge"]
 # Together far more than both devices; "c" may live on one only, "e" brings a large work space.
@@ -16,9 +19,21 @@ MODELS = {
     "b": facts("b", 50, max_sequences=1, max_queued=3),
     "c": facts("c", 60, devices=("cpu:1",), priority=5.0),
     "d": facts("d", 10, max_sequences=2),
-    "e": facts("e", 30, work_space_bytes=30 * 1024 * 1024),
+    "e": facts("e", 30, work_space_bytes=30 * MIB),
     "huge": facts("huge", 200),
 }
+
+
+def change(model: str, fingerprint: str, incomplete: str) -> ModelFacts:
+    """The model with other files: a little larger, and now and then with more KV kept."""
+    old = MODELS[model]
+    return replace(
+        old,
+        weights_bytes=old.weights_bytes + int(fingerprint) * MIB,
+        kv_floor_tokens=4096 if fingerprint == "3" else 0,
+        fingerprint=fingerprint,
+        incomplete=incomplete,
+    )
 
 
 class Node(RuleBasedStateMachine):
@@ -47,6 +62,14 @@ class Node(RuleBasedStateMachine):
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
         self.node.finish(data.draw(st.sampled_from(sorted(self.node.running))))
+
+    @rule()
+    def quick(self) -> None:
+        """Engines catch up with all they were told."""
+        for _ in range(5):
+            self.node.evicted()
+            for load in list(self.node.loads.values()):
+                self.node.loaded(load.model)
 
     @precondition(lambda self: self.node.running)
     @rule()
@@ -111,26 +134,16 @@ class Node(RuleBasedStateMachine):
         self.node.arrive("a")
         self.node.command("resume", model)
 
-    @rule(model=st.sampled_from(NAMES))
-    def remove(self, model: str) -> None:
-        self.node.remove(model)
-
-    @rule(model=st.sampled_from(NAMES), fingerprint=st.sampled_from("123"), incomplete=st.sampled_from(["", "", "no config"]))
-    def change(self, model: str, fingerprint: str, incomplete: str) -> None:
-        old = MODELS[model]
-        weights = old.weights_bytes // 2**20 + int(fingerprint)
-        kv_floor = 4096 if fingerprint == "3" else 0
-        self.node.register(
-            facts(
-                model,
-                weights,
-                fingerprint=fingerprint,
-                incomplete=incomplete,
-                devices=old.devices,
-                max_sequences=old.max_sequences,
-                kv_floor_tokens=kv_floor,
-            )
-        )
+    @rule(
+        model=st.sampled_from(NAMES),
+        fingerprint=st.sampled_from("123"),
+        incomplete=st.sampled_from(["", "", "no config"]),
+        removed=st.booleans(),
+    )
+    def folder(self, model: str, fingerprint: str, incomplete: str, removed: bool) -> None:
+        if removed:
+            self.node.remove(model)
+        self.node.register(change(model, fingerprint, incomplete))
 
     @invariant()
     def shows(self) -> None:

@@ -1,0 +1,89 @@
+"""Long runs of a busy node with everything in them, most often what happens most often: deeper than test_state_machine goes."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+from scheduler.node import actions
+from scheduler.node.node import VICTIMS_DRAIN
+from tests.scheduler.node.fake_node import FakeNode
+from tests.scheduler.node.test_state_machine import MODELS, change
+
+WEIGHTS = {
+    "arrive": 40,
+    "finish": 30,
+    "loaded": 20,
+    "evicted": 15,
+    "sleep": 12,
+    "sleep long": 4,
+    "cancel": 4,
+    "command": 4,
+    "engine up": 4,
+    "crash": 2,
+    "load fails": 2,
+    "folder": 1,
+}
+NUM_RUNS, NUM_STEPS = 80, 250
+
+
+def step(node: FakeNode, rng: random.Random) -> None:
+    name = rng.choice(list(MODELS))
+    match rng.choices(list(WEIGHTS), WEIGHTS.values())[0]:
+        case "arrive":
+            for _ in range(rng.randrange(1, 4)):
+                node.arrive(name)
+        case "finish" if node.running:
+            node.finish(rng.choice(sorted(node.running)))
+        case "loaded" if node.loads:
+            node.loaded(node.loads[rng.choice(sorted(node.loads))].model, seconds=rng.choice([0.1, 1.0, 5.0]))
+        case "evicted" if node.evicts:
+            node.evicted(node.evicts[rng.choice(sorted(node.evicts))].model)
+        case "sleep":
+            node.sleep(rng.random())
+        case "sleep long":
+            node.sleep(rng.choice([5.0, 11.0, 11.0, 25.0]))
+        case "cancel" if node.open:
+            node.cancel(rng.choice(sorted(node.open)))
+        case "command":
+            node.command(rng.choice(["load", "unload", "pin", "unpin", "unpin", "enable", "enable", "disable"]), name)
+        case "engine up":
+            for device in node.budgets.keys() - node.up:
+                node.engine_up(device)
+        case "crash":
+            if node.up:
+                device = rng.choice(sorted(node.up))
+                running = [request for request, submit in node.running.items() if submit.device == device]
+                node.engine_down(device, tuple(rng.choice([running, running[:2], []])))
+        case "load fails" if node.loads:
+            node.load_fails(permanent=rng.random() < 0.2)
+        case "folder":
+            if rng.random() < 0.3:
+                node.remove(name)
+            node.register(change(name, rng.choice("123"), "no config" if rng.random() < 0.1 else ""))
+
+
+def test_what_is_accepted_ends_whatever_happens() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(NUM_RUNS):
+        rng = random.Random(seed)
+        devices = {"cpu:0": 100, "cpu:1": 80} if seed % 2 else {"cpu:0": 100}
+        node = FakeNode(devices, max_wait_s=40.0, failed_loads=2, quarantine_s=15.0)
+        node.register(*MODELS.values())
+        for _ in range(NUM_STEPS):
+            step(node, rng)
+            seen["waits for busy victims"] += any(
+                placement.stage == VICTIMS_DRAIN for placement in node.scheduler._node.placements.values()
+            )
+        node.settle()
+        seen.update(type(action).__name__ for action in node.log)
+        seen.update(node.ends.values())
+        seen.update(f"{old} -> {new}" for _, old, new in node.states)
+    # The runs are worth nothing if they don't go where it is difficult.
+    expected = {
+        *(kind.__name__ for kind in actions.Action.__subclasses__()),
+        *("finished", "cancelled", "queue_full", "wait_exceeded", "load_timeout", "crashed_twice", "would_not_fit", "model_failed"),
+        *("cold -> loading", "loading -> ready", "ready -> draining", "draining -> ready", "draining -> cold", "ready -> cold"),
+        *("draining -> disabled", "loading -> failed", "failed -> cold", "waits for busy victims"),
+    }
+    assert {what for what in expected if seen[what] < 5} == set()
