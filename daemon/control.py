@@ -43,7 +43,7 @@ def make_control_app(node: Node) -> web.Application:
     app.router.add_get("/control/v1/models", api.models)
     app.router.add_get("/control/v1/queue", api.queue)
     app.router.add_get("/control/v1/version", api.version)
-    app.router.add_get("/control/v1/events", api.events)
+    app.router.add_get("/control/v1/events", api.event_lines)
     app.router.add_get("/control/v1/why/{name:.+}", api.why)
     app.router.add_post("/control/v1/models/{name:.+}/{command:[a-z]+}", api.command)
     app.router.add_post("/control/v1/drain", api.drain)
@@ -107,7 +107,7 @@ class ControlApi:
     async def why(self, request: web.Request) -> web.Response:
         return _json(self._node.why(request.match_info["name"]))
 
-    async def events(self, request: web.Request) -> web.StreamResponse:
+    async def event_lines(self, request: web.Request) -> web.StreamResponse:
         """History, then with `?follow=1` what happens until the client goes."""
         response = await _start_lines(request)
         queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue(FOLLOW_LIMIT)
@@ -164,11 +164,12 @@ class ControlApi:
         self, response: web.StreamResponse, queue: asyncio.Queue[dict[str, Any]], done: asyncio.Future[Refusal | None]
     ) -> None:
         """Progress lines until the command is done."""
-        getter: asyncio.Task[dict[str, Any]] | None = None
+        getter: asyncio.Future[Any] | None = None
         try:
             while not done.done():
                 getter = getter or asyncio.ensure_future(queue.get())
-                await asyncio.wait([getter, done], return_when=asyncio.FIRST_COMPLETED)
+                either: list[asyncio.Future[Any]] = [getter, done]
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
                 if getter.done():
                     await response.write(_line(getter.result()))
                     getter = None

@@ -369,6 +369,8 @@ class Dispatcher:
         elif kind is protocol.LoadDone:
             self.metrics.loads[message.model, "done"] += 1
             self.metrics.load_seconds[message.model] += message.seconds
+            seconds = round(message.seconds, 6)
+            self.ring.add("loaded", model=message.model, device=device, seconds=seconds, bytes_read=message.bytes_read)
             self.post(
                 events.LoadFinished(
                     now=time.monotonic(),
@@ -390,6 +392,7 @@ class Dispatcher:
                 )
             )
         elif kind is protocol.Evicted:
+            self.ring.add("evicted", model=message.model, device=device)
             self.post(
                 events.EvictFinished(now=time.monotonic(), cause=f"evict-{message.placement_id}", placement_id=message.placement_id)
             )

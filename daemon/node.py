@@ -219,8 +219,10 @@ class Node:
             "reason": body.get("reason", ""),
             "draining": self.draining,
             "requests": self.dispatcher.num_open,
+            "output_tokens": sum(self.metric.generated_tokens.values()),
+            "engine_restarts": sum(self.metric.engine_restarts.values()),
             "devices": self.device_rows(),
-            "hearth_event_loop_stall_seconds_max": round(self.watch.stall_s, 6),
+            "event_loop_stall_max_s": round(self.watch.stall_s, 6),
         }
 
     def why(self, name: str) -> dict[str, Any]:

@@ -20,7 +20,7 @@ def status(client: Client, options: argparse.Namespace) -> None:
     state = "draining" if value["draining"] else "ready" if value["ready"] else f"not ready: {value['reason']}"
     print(f"hearthd {value['version']}, {state}, up {duration(value['uptime_s'])}, pid {value['pid']}")
     print(f"serves {value['url']}, {value['requests']} requests open")
-    print(f"longest stall of the event loop {1000 * value['hearth_event_loop_stall_seconds_max']:.1f} ms\n")
+    print(f"longest stall of the event loop {1000 * value['event_loop_stall_max_s']:.1f} ms\n")
     header = ("DEVICE", "ENGINE", "BUDGET", "MODELS", "WORK SPACE", "KV LEASE", "RESTARTS")
     print(table(header, [_device(row) for row in value["devices"]], frozenset({2, 3, 4, 5, 6})))
     for row in value["devices"]:
