@@ -33,18 +33,21 @@ _parallel = False
 def prepare(dtype: str, parallel: bool) -> None:
     """Compiles all kernels for float32 or bfloat16 (about 2 s, 5 s with the parallel ones), or loads them from the cache."""
     element = numba.float32 if dtype == "float32" else numba.uint16
-    paged_attention_serial.compile(cpu_attention.paged_attention_signature(element))
+    wanted = [
+        (paged_attention_serial, cpu_attention.paged_attention_signature(element)),
+        (rms_norm, cpu_rows.rms_norm_signature(element)),
+        (add_rms_norm, cpu_rows.add_rms_norm_signature(element)),
+        (rope_and_store, cpu_rows.rope_and_store_signature(element)),
+        (silu_and_mul, cpu_rows.silu_and_mul_signature(element)),
+        (sample, cpu_sampling.sample_signature(element)),
+        (greedy_float32, cpu_sampling.GREEDY_FLOAT32) if dtype == "float32" else (greedy_bfloat16, cpu_sampling.GREEDY_BFLOAT16),
+    ]
     if parallel:
-        paged_attention_parallel.compile(cpu_attention.paged_attention_signature(element))
-    rms_norm.compile(cpu_rows.rms_norm_signature(element))
-    add_rms_norm.compile(cpu_rows.add_rms_norm_signature(element))
-    rope_and_store.compile(cpu_rows.rope_and_store_signature(element))
-    silu_and_mul.compile(cpu_rows.silu_and_mul_signature(element))
-    sample.compile(cpu_sampling.sample_signature(element))
-    if dtype == "float32":
-        greedy_float32.compile(cpu_sampling.GREEDY_FLOAT32)
-    else:
-        greedy_bfloat16.compile(cpu_sampling.GREEDY_BFLOAT16)
+        wanted.append((paged_attention_parallel, cpu_attention.paged_attention_signature(element)))
+    for kernel, signature in wanted:
+        kernel.disable_compile(False)
+        kernel.compile(signature)
+        kernel.disable_compile()  # arguments of other types are an error, not seconds of compiling inside a step
 
 
 def set_num_threads(num_threads: int) -> None:

@@ -1,0 +1,208 @@
+"""The CPU kernels against their torch twins, through ops.py: the same call with and without them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from engine import ops
+from engine.contracts import BatchPlan
+from engine.forward_batch import ForwardBatch, build_batch, padded_rows
+from engine.kernels import reference
+from tests.engine.model_bench import make_table
+
+pytest.importorskip("numba")
+
+HEADS, KV_HEADS, HEAD_DIM, LAYERS, BLOCK_TOKENS = 6, 2, 16, 2, 4
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels() -> Iterator[None]:
+    ops.configure("")
+    for dtype in ("float32", "bfloat16"):
+        ops.prepare(dtype, 2)
+    yield
+    ops.configure("")
+    ops.set_num_threads(1)
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    kind: torch.dtype = request.param
+    return kind
+
+
+def both(monkeypatch: pytest.MonkeyPatch, call: Callable[[], Any]) -> tuple[Any, Any]:
+    """(with kernels, with the reference)."""
+    with_kernels = call()
+    with monkeypatch.context() as patch:
+        patch.setattr(ops, "_kernels", None)
+        return with_kernels, call()
+
+
+def same(left: Tensor, right: Tensor) -> None:
+    assert left.dtype == right.dtype
+    assert left.shape == right.shape
+    tolerance = TOLERANCE[left.dtype]
+    torch.testing.assert_close(left.float(), right.float(), rtol=tolerance, atol=tolerance)
+
+
+def random(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))) * scale).to(dtype)
+
+
+def make_batch(dtype: torch.dtype, rows: list[tuple[int, int, int]], padded: bool = False) -> ForwardBatch:
+    columns = np.array(rows, np.int32)
+    plan = BatchPlan(0, "m", columns[:, 0].copy(), columns[:, 1].copy(), columns[:, 2].copy(), np.ones(len(rows), np.bool_))
+    kv = random(256, LAYERS, 2, KV_HEADS, BLOCK_TOKENS, HEAD_DIM, dtype=dtype)
+    flat = kv.view(-1).view(torch.uint16).numpy() if dtype is torch.bfloat16 else kv.view(-1).numpy()
+    inv_freq = 1.0 / (10000.0 ** (torch.arange(0, HEAD_DIM, 2).float() / HEAD_DIM))
+    return build_batch(plan, make_table(), kv, flat, inv_freq, padded)
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 100.0])
+def test_rms_norms(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, scale: float) -> None:
+    x, weight = random(7, 48, dtype=dtype, scale=scale), random(48, dtype=dtype)
+    same(*both(monkeypatch, lambda: ops.rms_norm(x, weight, 1e-5)))
+
+    def add() -> Tensor:
+        residual = random(7, 48, dtype=dtype, scale=3.0).clone()
+        return torch.cat((ops.add_rms_norm(x, residual, weight, 1e-5), residual))
+
+    same(*both(monkeypatch, add))
+
+
+@pytest.mark.parametrize("scale", [0.1, 3.0, 60.0])
+def test_silu_and_mul(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, scale: float) -> None:
+    gate_up = random(5, 160, dtype=dtype, scale=scale)
+    same(*both(monkeypatch, lambda: ops.silu_and_mul(gate_up)))
+
+
+@pytest.mark.parametrize("norms", [False, True])
+def test_rope_and_store(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, norms: bool) -> None:
+    query_norm, key_norm = (random(HEAD_DIM, dtype=dtype), random(HEAD_DIM, dtype=dtype) + 1) if norms else (None, None)
+
+    def call() -> Tensor:
+        batch = make_batch(dtype, [(0, 17, 1), (1, 5, 4), (3, 0, 9)], padded=True)
+        qkv = random(len(batch.slots), (HEADS + 2 * KV_HEADS) * HEAD_DIM, dtype=dtype).clone()
+        ops.rope_and_store(qkv, query_norm, key_norm, 1e-5, 1, HEADS, batch)
+        return torch.cat((qkv[: batch.num_tokens].flatten(), batch.kv.flatten()))
+
+    same(*both(monkeypatch, call))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [(0, 0, 1)],
+        [(0, 99, 1), (1, 3, 1), (2, 4, 1), (3, 15, 1)],
+        [(0, 99, 1), (1, 3, 5), (2, 20, 40), (4, 0, 30)],
+    ],
+    ids=["first-token", "decode", "mixed"],
+)
+def test_attention(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rows: list[tuple[int, int, int]], threads: int) -> None:
+    ops.set_num_threads(threads)
+    batch = make_batch(dtype, rows, padded=True)
+    qkv = random(len(batch.slots), (HEADS + 2 * KV_HEADS) * HEAD_DIM, dtype=dtype, scale=2.0)
+    same(*both(monkeypatch, lambda: ops.attention(qkv, 1, HEADS, HEAD_DIM**-0.5, batch)))
+
+
+def test_attention_reads_nothing_beyond_the_context(dtype: torch.dtype) -> None:
+    """NaN in blocks and places that don't belong to the rows stays where it is."""
+    batch = make_batch(dtype, [(0, 5, 1), (1, 2, 3)])
+    owned = torch.zeros(batch.kv.shape[0], BLOCK_TOKENS, dtype=torch.bool)
+    for row, context in enumerate(batch.contexts.tolist()):
+        for position in range(context):
+            owned[int(batch.block_table[row, position // BLOCK_TOKENS]), position % BLOCK_TOKENS] = True
+    batch.kv.permute(0, 4, 1, 2, 3, 5)[~owned] = torch.nan
+    qkv = random(len(batch.slots), (HEADS + 2 * KV_HEADS) * HEAD_DIM, dtype=dtype)
+    assert torch.isfinite(ops.attention(qkv, 0, HEADS, 0.25, batch)).all()
+
+
+@pytest.mark.parametrize("vocab", [1, 31, 1024, 5000])
+def test_greedy_takes_the_first_largest(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, vocab: int) -> None:
+    logits = random(9, vocab, dtype=dtype)
+    logits[0] = -3.0  # all equal
+    logits[1, vocab // 2 :] = 50.0
+    logits[2] = torch.finfo(dtype).min
+    logits[3] = -logits[3].abs() - 1
+    (ids, bad), (wanted, wanted_bad) = both(monkeypatch, lambda: ops.greedy(logits))
+    assert ids.tolist() == wanted.tolist() == logits.float().argmax(-1).tolist()
+    assert not bad.any()
+    assert not wanted_bad.any()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_rows_that_are_not_finite_are_bad_and_no_others(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, value: float, temperature: float
+) -> None:
+    logits = random(4, 300, dtype=dtype)
+    logits[1, 7] = value
+    logits[3, 299] = value
+    ones = np.ones(4, np.float32)
+    keys = np.arange(4, dtype=np.uint32)
+
+    def call() -> Any:
+        if temperature == 0.0:
+            return ops.greedy(logits)
+        return ops.sample(logits, ones, ones, np.zeros(4, np.int32), keys, keys)
+
+    for _, bad in both(monkeypatch, call):
+        assert bad.tolist() == [False, True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_p", "top_k"), [(1.0, 1.0, 0), (0.7, 0.9, 0), (1.5, 1.0, 20), (0.8, 0.5, 40), (1e-4, 1.0, 0)]
+)
+def test_sample_draws_what_the_twin_draws(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, temperature: float, top_p: float, top_k: int
+) -> None:
+    rows = 200
+    logits = random(rows, 700, dtype=dtype, scale=2.0)
+    generator = np.random.default_rng(1)
+    keys = [generator.integers(0, 2**32, rows, dtype=np.uint32) for _ in range(2)]
+    settings = (np.full(rows, temperature, np.float32), np.full(rows, top_p, np.float32), np.full(rows, top_k, np.int32))
+    (ids, _), (wanted, _) = both(monkeypatch, lambda: ops.sample(logits, *settings, *keys))
+    assert (ids != wanted).sum() <= 1  # rounding at a cutoff or a dead heat
+
+
+def test_hash_is_the_twins(kernels: None) -> None:
+    from numba import njit, uint32
+
+    from engine.kernels.cpu_bits import hash32
+
+    @njit
+    def run(num: int, key0: int, key1: int) -> Any:
+        out = np.empty(num, np.uint32)
+        for i in range(num):
+            out[i] = hash32(uint32(i), key0, key1)
+        return out
+
+    for key0, key1 in ((0, 0), (2**32 - 1, 2**32 - 1), (123456789, 3987654321)):
+        wanted = reference.hash32(torch.arange(5000), torch.tensor(key0), torch.tensor(key1))
+        assert run(5000, np.uint32(key0), np.uint32(key1)).astype(np.int64).tolist() == wanted.tolist()
+
+
+def test_kernels_refuse_to_compile_inside_a_step() -> None:
+    with pytest.raises(TypeError, match="No matching definition"):
+        ops._kernels.silu_and_mul(np.zeros((2, 8), np.float64), np.zeros((2, 4), np.float64))
+
+
+def test_padded_row_counts_are_few_and_not_much_larger() -> None:
+    sizes = [padded_rows(n) for n in range(1, 1025)]
+    assert all(n <= size <= n * 1.5 for n, size in enumerate(sizes, start=1))
+    assert len(set(sizes)) < 64
+    assert padded_rows(0) == 0
+
+
+def test_float16_runs_on_the_reference() -> None:
+    x = random(3, 16, dtype=torch.float16)
+    assert torch.equal(ops.rms_norm(x, x[0], 1e-5), reference.rms_norm(x, x[0], 1e-5))

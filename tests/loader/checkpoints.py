@@ -1,0 +1,71 @@
+"""Small checkpoints written by hand, so that loader tests need neither torch nor transformers."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from loader.hf_config import parse_config
+from loader.safetensors import DTYPE_BYTES
+from loader.sizing import parameter_shapes
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 32,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+    "dtype": "float32",
+    "eos_token_id": 2,
+    "bos_token_id": 1,
+}
+
+
+def safetensors_bytes(tensors: dict[str, tuple[str, tuple[int, ...], bytes]]) -> bytes:
+    """name -> (dtype, shape, data), as one file."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    body = b""
+    for name, (dtype, shape, data) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [len(body), len(body) + len(data)]}
+        body += data
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + body
+
+
+def tensors_for(config: dict[str, Any], dtype: str = "F32") -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """Every parameter the config asks for, with bytes that differ from tensor to tensor."""
+    shapes = parameter_shapes(parse_config(json.dumps(config).encode()))
+    return {
+        name: (dtype, shape, bytes([i % 60 + 1]) * (math.prod(shape) * DTYPE_BYTES[dtype]))
+        for i, (name, shape) in enumerate(shapes.items())
+    }
+
+
+def write_checkpoint(folder: Path, config: dict[str, Any] | None = None, shards: int = 1, dtype: str = "F32") -> Path:
+    """A complete checkpoint; with shards > 1 as an index and that many files."""
+    config = CONFIG if config is None else config
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = tensors_for(config, dtype)
+    if shards == 1:
+        (folder / "model.safetensors").write_bytes(safetensors_bytes(tensors))
+        return folder
+    weight_map = {}
+    for shard in range(shards):
+        file = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
+        part = {name: tensors[name] for name in list(tensors)[shard::shards]}
+        (folder / file).write_bytes(safetensors_bytes(part))
+        weight_map |= dict.fromkeys(part, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return folder
