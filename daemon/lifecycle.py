@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -29,6 +30,7 @@ from daemon.version import VERSION
 from scheduler.node import events
 
 log = logging.getLogger("hearthd")
+GC_AFTER_OBJECTS = 20_000  # young objects between two collections; each walks only those
 FLUSH_LIMIT_S = 2.0  # for handlers to write their last bytes
 
 
@@ -80,6 +82,10 @@ class Lifecycle:
                 await web.SockSite(api, sock, backlog=sockets.BACKLOG).start()
             node.url, node.listening = sockets.url_of(http_sockets[0]), True
             self._announce(node)
+            # what exists now lives to the end: the collector needs not walk it under streams
+            gc.collect()
+            gc.freeze()
+            gc.set_threshold(GC_AFTER_OBJECTS, 20, 20)
             await self._stop.wait()
             await self._drain(node)
         finally:
@@ -186,6 +192,7 @@ class Lifecycle:
                 log.exception("stopping %s failed", name)
         for worker in node.workers.values():
             worker.kill_now()
+        node.watch.close()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.to_thread(node.registry.stop_watching)
