@@ -18,7 +18,9 @@ from tests.scheduler.node.fake_node import MIB, facts
 class Simulation:
     """Arrivals at given rates; loads, evictions and requests take given times."""
 
-    def __init__(self, models: dict[str, float], budget_mib: int = 100, weights_mib: int = 60, request_s: float = 2.0) -> None:
+    def __init__(
+        self, models: dict[str, float], budget_mib: int = 100, weights_mib: int | dict[str, int] = 60, request_s: float = 2.0
+    ) -> None:
         self.random = random.Random(7)
         self.rates, self.request_s = models, request_s
         self.now = 0.0
@@ -33,7 +35,8 @@ class Simulation:
         self.scheduler = NodeScheduler(SchedulerSettings())
         self.post(events.EngineUp(now=0, cause="sim", device="cpu:0", budget_bytes=budget_mib * MIB))
         for name in models:
-            self.post(events.ModelRegistered(now=0, cause="sim", facts=facts(name, weights_mib, max_sequences=8)))
+            size = weights_mib if isinstance(weights_mib, int) else weights_mib[name]
+            self.post(events.ModelRegistered(now=0, cause="sim", facts=facts(name, size, max_sequences=8)))
             self.next_arrival(name)
 
     def later(self, delay_s: float, event: events.Event) -> None:
@@ -119,3 +122,11 @@ def test_what_fits_together_is_never_evicted() -> None:
     simulation.run(500)
     assert simulation.evicts == []
     assert sum(simulation.rejected.values()) == 0
+
+
+def test_a_large_model_gets_its_turn_among_many_small_busy_ones() -> None:
+    rates = {"large": 0.2, **{f"s{index}": 2.0 for index in range(5)}}
+    simulation = Simulation(rates, weights_mib={"large": 85, **{f"s{index}": 15 for index in range(5)}})
+    simulation.run(1000)
+    for name, waits in simulation.waits.items():
+        assert len(waits) > 0.7 * 1000 * rates[name], f"{name}: {len(waits)} requests served; {simulation.rejected}"
