@@ -109,7 +109,7 @@ class Stream:
     """TokenSink of one streamed sequence."""
 
     __slots__ = (
-        "_ended", "_escaped", "_fast", "_first", "_frames", "_group", "_overhead", "_pending", "_prefix", "_protocol",
+        "_ended", "_escaped", "_fast", "_first", "_frames", "_group", "_overhead", "_pending", "_prefix", "_connection",
         "_reason", "_suffix", "_table", "_text", "_write", "index", "num_tokens",
     )  # fmt: skip
 
@@ -126,13 +126,16 @@ class Stream:
 
     def tokens(self, ids: Sequence[int], finish: int) -> None:
         if self._fast and not finish and len(ids) == 1:
-            text = self._escaped[ids[0]]
-            if text and not self._protocol.writing_paused:
-                self.num_tokens += 1
-                try:
+            try:
+                text = self._escaped[ids[0]]
+                if text and not self._connection.writing_paused:
+                    self.num_tokens += 1
                     self._write(b"%x\r\n%b%b%b\r\n" % (self._overhead + len(text), self._prefix, text, self._suffix))
-                except RuntimeError:  # the transport is closed; the handler is about to be told
-                    self._group.lost()
+                    return
+            except IndexError:  # an id beyond the vocabulary reads as nothing
+                pass
+            except RuntimeError:  # the transport is closed; the handler is about to be told
+                self._group.lost()
                 return
         self._tokens(ids, finish)
 
@@ -181,8 +184,8 @@ class Stream:
             group.write(out)
         self._fast = self._text.settled and self._frames.usage is None and group.chunked and not self._first
 
-    def opened(self, protocol: Connection, write: Callable[[bytes], None]) -> None:
-        self._protocol, self._write = protocol, write
+    def opened(self, connection: Connection, write: Callable[[bytes], None]) -> None:
+        self._connection, self._write = connection, write
         self.flush()
 
     def failed(self, error: HearthError) -> None:
@@ -214,28 +217,28 @@ class StreamGroup:
         self.behind_since_s: float | None = None
         self._num_ended = 0
         self._transport: asyncio.Transport | None = None
-        self._protocol: Connection | None = None
+        self._connection: Connection | None = None
 
     @property
     def num_tokens(self) -> int:
         return sum(stream.num_tokens for stream in self.streams)
 
-    def open(self, transport: asyncio.Transport, protocol: Connection, chunked: bool) -> None:
+    def open(self, transport: asyncio.Transport, connection: Connection, chunked: bool) -> None:
         """The headers are out: from now on the sequences write for themselves."""
-        self._transport, self._protocol, self.chunked = transport, protocol, chunked
+        self._transport, self._connection, self.chunked = transport, connection, chunked
         self._clock.add(self)
         if self.error is not None:
             self._end(self.end.error(self.error))
             return
         for stream in self.streams:
-            stream.opened(protocol, transport.write)
+            stream.opened(connection, transport.write)
 
     def may_write(self, waiting: bool) -> bool:
-        if self._protocol is None:
+        if self._connection is None:
             if waiting:
                 _resolve(self.started)
             return False
-        if self._protocol.writing_paused:
+        if self._connection.writing_paused:
             if self.behind_since_s is None:
                 self.behind_since_s = self._clock.behind(self)
             return False
@@ -268,12 +271,12 @@ class StreamGroup:
             self._end(self.end.error(error))
 
     def comment(self) -> None:
-        if self._protocol is not None and not self.done.done() and not self._protocol.writing_paused:
+        if self._connection is not None and not self.done.done() and not self._connection.writing_paused:
             self.write(b": waiting\n\n")
 
     def poll(self) -> None:
         """The clock's: is the client that was behind ready again?"""
-        if self._protocol is None or self._protocol.writing_paused:
+        if self._connection is None or self._connection.writing_paused:
             return
         self.behind_since_s = None
         for stream in self.streams:

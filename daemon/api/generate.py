@@ -25,7 +25,7 @@ HOLD_STATUS_S = 2.0  # a stream's status line waits that long for the first toke
 
 _head_decoder = msgspec.msgpack.Decoder(Head)
 _ids_decoder = msgspec.msgpack.Decoder(list[bytes])
-UNPACKED_AT_ONCE = 1 << 16  # token ids made Python objects in one go: about 1 ms
+UNPACKED_AT_ONCE = 1 << 15  # token ids made Python objects in one go: about 1 ms
 
 
 async def generate(
@@ -57,17 +57,10 @@ async def _generations(
 ) -> list[Generation]:
     generations: list[Generation] = []
     arrived_s = asyncio.get_running_loop().time()
-    num_unpacked = 0
     for at, ids in enumerate(prompts):
         params = sampling_params(head, model, endpoint, len(ids))
-        prompt = ids.tolist()
-        if head.prompt_kind == "ids" and max(prompt) >= model.vocab_size:
-            field = "prompt" if len(prompts) == 1 else f"prompt[{at}]"
-            raise BadRequest(
-                "invalid_request",
-                f"{field}: token id {max(prompt)} is outside the vocabulary of {model.vocab_size} tokens",
-                param=field,
-            )
+        field = "prompt" if len(prompts) == 1 else f"prompt[{at}]"
+        prompt = await _unpack(ids, model.vocab_size if head.prompt_kind == "ids" else None, field)
         generations.append(
             Generation(
                 model=model,
@@ -79,11 +72,24 @@ async def _generations(
                 arrived_s=arrived_s,
             )
         )
-        num_unpacked += len(prompt)
-        if num_unpacked > UNPACKED_AT_ONCE:
-            num_unpacked = 0
-            await asyncio.sleep(0)
     return generations
+
+
+async def _unpack(ids: array[int], vocab_size: int | None, field: str) -> list[int]:
+    """Python objects of an accepted prompt's ids, a piece at a time. `vocab_size`: also checks them (None: our own tokenizer's)."""
+    prompt: list[int] = []
+    for start in range(0, len(ids), UNPACKED_AT_ONCE):
+        piece = ids[start : start + UNPACKED_AT_ONCE].tolist()
+        if vocab_size is not None and max(piece) >= vocab_size:
+            raise BadRequest(
+                "invalid_request",
+                f"{field}: token id {max(piece)} is outside the vocabulary of {vocab_size} tokens",
+                param=field,
+            )
+        prompt += piece
+        if len(piece) == UNPACKED_AT_ONCE:
+            await asyncio.sleep(0)
+    return prompt
 
 
 async def _prompt_ids(context: ApiContext, model: ModelEntry, head: Head, prompt: bytes) -> list[array[int]]:

@@ -1,0 +1,239 @@
+"""The sinks by themselves: what a token costs in writes, and what happens when the client is behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from daemon.api.sse import StreamShape
+from daemon.contracts import Generation
+from daemon.errors import HearthError, NotNow
+from daemon.stream_clock import StreamClock
+from daemon.streams import Collector, CollectorGroup, Stream, StreamGroup, Text
+from engine.protocol import FINISH_ABORT, FINISH_LENGTH, FINISH_NONE, FINISH_STOP, SamplingParams
+from tests.daemon.api.fakes import EOS, VOCAB, byte_table, entry
+from tests.daemon.api.sse_events import events, text_of
+
+
+class Connection:
+    """Transport and aiohttp protocol in one."""
+
+    def __init__(self) -> None:
+        self.writing_paused = False
+        self.writes: list[bytes] = []
+        self.aborted = False
+        self.closed = False
+
+    def write(self, data: bytes) -> None:
+        if self.closed:
+            raise RuntimeError("the handler is closed")
+        self.writes.append(bytes(data))
+
+    def abort(self) -> None:
+        self.aborted = True
+
+    def body(self) -> str:
+        """Checks the chunked encoding: every write is whole chunks."""
+        out = b""
+        for data in self.writes:
+            while data:
+                size, _, rest = data.partition(b"\r\n")
+                length = int(size, 16)
+                assert rest[length : length + 2] == b"\r\n"
+                out += rest[:length]
+                data = rest[length + 2 :]
+        return out.decode()
+
+
+class Rig:
+    """One streamed chat."""
+
+    def __init__(self, stops: tuple[str, ...] = (), num_sequences: int = 1, **clock: float) -> None:
+        self.cancelled: list[int] = []
+        self.table = byte_table()
+        self.clock = StreamClock(lambda: clock.get("comment_every_s", 5.0), lambda: clock.get("stall_timeout_s", 600.0))
+        generations = [Generation(entry(), [1, 2], SamplingParams(9), sink=None) for _ in range(num_sequences)]
+        shape = StreamShape(True, "chatcmpl-x", 1, "m", False, False, generations)
+        self.group = StreamGroup(shape, self.clock, self.cancelled.append)
+        for at in range(num_sequences):
+            text = Text(self.table, frozenset({EOS}), stops, 0)
+            self.group.streams.append(Stream(self.group, at, self.table, shape.frames(at), text))
+        self.stream = self.group.streams[0]
+        self.connection = Connection()
+
+    def open(self) -> None:
+        self.group.open(self.connection, self.connection, True)
+
+
+async def test_a_token_is_one_write_and_nothing_else():
+    rig = Rig()
+    rig.stream.tokens([257], FINISH_NONE)
+    assert rig.group.started.done()
+    rig.open()
+    assert len(rig.connection.writes) == 1  # the role and the first token
+    for token_id in (258, 259, 260, 261, 97) * 2:
+        rig.stream.tokens([token_id], FINISH_NONE)
+    assert len(rig.connection.writes) == 11
+    rig.stream.tokens([EOS], FINISH_STOP)
+    assert len(rig.connection.writes) == 12
+    assert rig.group.done.done()
+    data, _, done = events(rig.connection.body())
+    assert text_of(data) == "Hello" + (' worldé"quoted"\n😀a' * 2)
+    assert done
+    assert rig.stream.num_tokens == 12
+
+
+async def test_tokens_before_the_headers_wait_and_come_together():
+    rig = Rig()
+    for token_id in (257, 258):
+        rig.stream.tokens([token_id], FINISH_NONE)
+    rig.stream.tokens([], FINISH_LENGTH)
+    rig.open()
+    assert len(rig.connection.writes) == 1
+    data, _, done = events(rig.connection.body())
+    assert text_of(data) == "Hello world"
+    assert done
+
+
+async def test_a_client_that_is_behind_gets_its_text_in_one_event_later():
+    rig = Rig()
+    rig.stream.tokens([257], FINISH_NONE)
+    rig.open()
+    rig.connection.writing_paused = True
+    for _ in range(1000):
+        rig.stream.tokens([97], FINISH_NONE)
+    assert len(rig.connection.writes) == 1
+    rig.connection.writing_paused = False
+    rig.stream.tokens([98], FINISH_NONE)
+    assert len(rig.connection.writes) == 2
+    rig.stream.tokens([99], FINISH_NONE)  # and is back on the fast path
+    assert len(rig.connection.writes) == 3
+    rig.connection.writing_paused = True
+    rig.stream.tokens([100], FINISH_NONE)
+    rig.stream.tokens([], FINISH_LENGTH)
+    assert not rig.group.done.done()
+    rig.connection.writing_paused = False
+    await asyncio.wait_for(rig.group.done, 5)  # the clock looks after it
+    data, _, done = events(rig.connection.body())
+    assert text_of(data) == "Hello" + "a" * 1000 + "bcd"
+    assert done
+    assert rig.clock._timer is None  # nothing is open: nothing wakes
+
+
+async def test_a_stop_string_cancels_even_while_the_client_is_behind():
+    rig = Rig(stops=("END",))
+    rig.stream.tokens([97], FINISH_NONE)
+    rig.open()
+    rig.connection.writing_paused = True
+    for value in b"xxENDyy":
+        rig.stream.tokens([value], FINISH_NONE)
+    assert rig.cancelled == [0]
+    rig.connection.writing_paused = False
+    await asyncio.wait_for(rig.group.done, 5)
+    assert text_of(events(rig.connection.body())[0]) == "axx"
+
+
+async def test_a_stalled_client_is_dropped():
+    rig = Rig(stall_timeout_s=0.05)
+    rig.stream.tokens([97], FINISH_NONE)
+    rig.open()
+    rig.connection.writing_paused = True
+    rig.stream.tokens([98], FINISH_NONE)
+    await asyncio.wait_for(rig.group.done, 5)
+    assert rig.connection.aborted
+    assert rig.cancelled
+
+
+async def test_a_closed_transport_ends_the_stream_quietly():
+    rig = Rig()
+    rig.stream.tokens([97], FINISH_NONE)
+    rig.open()
+    rig.stream.tokens([97], FINISH_NONE)
+    rig.connection.closed = True
+    rig.stream.tokens([97], FINISH_NONE)
+    assert rig.group.done.done()
+    assert rig.cancelled == [0]
+    rig.stream.tokens([97], FINISH_NONE)
+    rig.stream.failed(NotNow("busy", "x"))
+    rig.stream.comment()
+
+
+async def test_ids_beyond_the_vocabulary_read_as_nothing():
+    rig = Rig()
+    rig.stream.tokens([97], FINISH_NONE)
+    rig.open()
+    rig.stream.tokens([VOCAB + 1000], FINISH_NONE)
+    rig.stream.tokens([98], FINISH_NONE)
+    rig.stream.tokens([VOCAB + 5, 99], FINISH_LENGTH)
+    assert text_of(events(rig.connection.body())[0]) == "abc"
+    assert rig.stream.num_tokens == 5
+
+
+@pytest.mark.parametrize("at_start", [True, False])
+async def test_a_failure_ends_all_sequences_of_a_response(at_start):
+    rig = Rig(num_sequences=2)
+    error = NotNow("load_timeout", "late")
+    if not at_start:
+        rig.stream.tokens([97], FINISH_NONE)
+        rig.open()
+    rig.group.streams[1].failed(error)
+    assert rig.group.error is error
+    assert sorted(rig.cancelled) == [0, 1]
+    rig.stream.tokens([98], FINISH_NONE)
+    if at_start:
+        assert rig.group.started.done()
+        assert not rig.connection.writes
+    else:
+        data, _, done = events(rig.connection.body())
+        assert data[-1]["error"]["code"] == "load_timeout"
+        assert not done
+
+
+async def test_an_abort_is_never_a_silent_end():
+    rig = Rig()
+    rig.stream.tokens([97], FINISH_NONE)
+    rig.open()
+    rig.stream.tokens([], FINISH_ABORT)
+    data, _, done = events(rig.connection.body())
+    assert data[-1]["error"]["code"] == "aborted"
+    assert not done
+
+
+async def test_a_silent_stream_is_commented_on_a_busy_one_is_not():
+    rig = Rig(comment_every_s=0.15)
+    rig.stream.tokens([97], FINISH_NONE)
+    rig.open()
+    for _ in range(20):
+        rig.stream.tokens([97], FINISH_NONE)
+        await asyncio.sleep(0.02)
+    assert ": waiting" not in rig.connection.body()
+    await asyncio.sleep(0.5)
+    assert rig.connection.body().count(": waiting\n\n") >= 2
+    rig.group.close()
+    assert rig.clock._timer is None
+
+
+async def test_a_collector_answers_when_all_are_done():
+    cancelled: list[int] = []
+    group = CollectorGroup(cancelled.append)
+    for at, stops in enumerate([(), ("b",)]):
+        group.collectors.append(Collector(group, at, Text(byte_table(), frozenset({EOS}), stops, 0)))
+    first, second = group.collectors
+    first.tokens([97, 0xC3], FINISH_NONE)
+    second.tokens([97, 98, 99], FINISH_NONE)
+    assert cancelled == [1]
+    assert not group.done.done()
+    first.tokens([0xA9, EOS], FINISH_STOP)
+    assert group.done.done()
+    assert ("".join(first.parts), first.reason, first.num_tokens) == ("aé", "stop", 4)
+    assert ("".join(second.parts), second.reason, second.num_tokens) == ("a", "stop", 2)
+
+
+def test_an_error_event_is_one_line():
+    shape = StreamShape(True, "x", 1, "m", False, False, [])
+    event = shape.error(HearthError("x", "two\nlines"))
+    assert event.endswith(b"\n\n")
+    assert json.loads(event[6:])["error"]["message"] == "two\nlines"
+    assert event.count(b"\n") == 2
