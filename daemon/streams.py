@@ -109,8 +109,23 @@ class Stream:
     """TokenSink of one streamed sequence."""
 
     __slots__ = (
-        "_ended", "_escaped", "_fast", "_first", "_frames", "_group", "_overhead", "_pending", "_prefix", "_connection",
-        "_reason", "_suffix", "_table", "_text", "_write", "index", "num_tokens",
+        "_connection",
+        "_ended",
+        "_escaped",
+        "_fast",
+        "_first",
+        "_frames",
+        "_group",
+        "_overhead",
+        "_pending",
+        "_prefix",
+        "_reason",
+        "_suffix",
+        "_table",
+        "_text",
+        "_write",
+        "index",
+        "num_tokens",
     )  # fmt: skip
 
     def __init__(self, group: StreamGroup, index: int, table: TokenTable, frames: Frames, text: Text) -> None:
