@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 
 from daemon.errors import BadRequest
 from daemon.text.chat_template import ChatTemplate
+from daemon.text.jobs import is_template_text
 from daemon.text.table_builder import build_table, read_tokenizer_file, unsupported
 from daemon.text.token_table import PackedTable
 
@@ -57,7 +58,7 @@ class CheckpointText:
 
     def _template_source(self) -> str:
         if self._override is not None:
-            if "{" in self._override or "\n" in self._override:
+            if is_template_text(self._override):
                 return self._override
             return self._read(Path(self._override)).decode()
         plain = self._folder / "chat_template.jinja"

@@ -66,3 +66,8 @@ class Failed(Message, frozen=True):
 Job = Encode | EncodeChat | BuildTable | ParseBody
 ToWorker = Open | Encode | EncodeChat | BuildTable | ParseBody
 FromWorker = Done | Failed
+
+
+def is_template_text(chat_template: str) -> bool:
+    """A configured chat template is a file's path unless it can only be Jinja."""
+    return "{" in chat_template or "\n" in chat_template

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import msgspec
 from daemon.contracts import ModelEntry
 from daemon.errors import BadRequest
 from daemon.text.helper import Helper, Worker, WorkerDied
-from daemon.text.jobs import BuildTable, Encode, EncodeChat, Job, Open, ParseBody
+from daemon.text.jobs import BuildTable, Encode, EncodeChat, Job, Open, ParseBody, is_template_text
 from daemon.text.token_table import PackedTable, TokenTable
 
 MAX_WORKERS = 4  # models whose tokenizers stay parsed: 33-109 MB each for vocabularies of 128k and more
@@ -120,8 +121,11 @@ class TextService:
 
 
 def _open(model: ModelEntry) -> tuple[_Key, Open]:
-    key = (model.path, model.fingerprint, model.chat_template)
-    return key, Open(model.name, model.path, model.chat_template)
+    # the helper's working folder is /
+    path, template = os.path.abspath(model.path), model.chat_template
+    if template is not None and not is_template_text(template):
+        template = os.path.abspath(template)
+    return (path, model.fingerprint, template), Open(model.name, path, template)
 
 
 def _unpacked(part: bytes) -> array[int]:

@@ -50,6 +50,15 @@ async def test_encodes_as_the_tokenizer_does(service, tmp_path):
     assert decode(table, expected[2]) == texts[2]
 
 
+async def test_a_models_folder_may_be_named_from_here(service, tmp_path, monkeypatch):
+    checkpoint(tmp_path / "here", byte_level())
+    (tmp_path / "own.jinja").write_text("{{ messages[0].content }}!")
+    monkeypatch.chdir(tmp_path)
+    tiny = entry("here", path="here", aliases=(), chat_template="own.jinja")
+    ids = await service.encode_chat(tiny, packed([{"role": "user", "content": "hi"}]), {})
+    assert decode(await service.table(tiny), ids) == "hi!"
+
+
 async def test_truncation_and_padding_of_the_file_are_ignored(service, tmp_path):
     tokenizer = byte_level()
     tokenizer.enable_truncation(4)
