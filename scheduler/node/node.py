@@ -166,6 +166,7 @@ class Node:
         self.waits: LazyHeap[int] = LazyHeap()  # request -> when it has waited too long
         self.touched: dict[str, None] = {}  # models to settle
         self.stirred: dict[str, None] = {}  # devices on which something may fit now
+        self.newcomers: dict[str, None] = {}  # models whose demand has changed, on devices that have not
         self.ended = EndedRequests()
         self.draining = False
         self.num_placements = 0

@@ -38,6 +38,25 @@ def place_next(node: Node, device: Device) -> None:
         node.grant(device)
 
 
+def place_newcomer(node: Node, model: Model) -> None:
+    """Only its demand has changed: the others could not be placed when their devices last changed, so it alone is looked at."""
+    if not node.resting(model) or not any(model.name in node.devices[name].by_age for name in model.devices):
+        return
+    option = look.best_option(node, model, may_force=False)
+    if option is not None:
+        begin(node, model, option)
+        return
+    for name in model.devices:
+        first = node.devices[name].by_age.peek()
+        if first is not None:
+            overdue_at = first[0] + node.settings.overdue_after_s
+            if overdue_at > node.now:
+                if ("look", name) not in node.deadlines:
+                    node.deadlines.set(("look", name), overdue_at)
+            elif first[1] == model.name:
+                node.stirred[name] = None
+
+
 def begin(node: Node, model: Model, option: Option) -> None:
     device = node.devices[option.device]
     node.num_placements += 1
@@ -156,8 +175,12 @@ def unlist(node: Node, model: Model) -> None:
     """It wants to go nowhere (any more)."""
     for name in model.devices:
         device = node.devices[name]
-        device.by_age.discard(model.name)
-        device.by_work.discard(model.name)
+        if model.name in device.by_age:
+            first = device.by_age.peek()
+            if first is not None and first[1] == model.name:
+                node.stirred[name] = None  # the next in line may do what this one could not
+            device.by_age.discard(model.name)
+            device.by_work.discard(model.name)
         device.crowded_out.pop(model.name, None)
 
 

@@ -7,7 +7,7 @@ from scheduler.node.node import Model, Node
 
 
 def settle(node: Node) -> None:
-    while node.touched or node.stirred:
+    while node.touched or node.stirred or node.newcomers:
         while node.touched:
             name, _ = node.touched.popitem()
             model = node.models.get(name)
@@ -16,6 +16,10 @@ def settle(node: Node) -> None:
         if node.stirred:
             name, _ = node.stirred.popitem()
             placements.place_next(node, node.devices[name])
+        elif node.newcomers:
+            name, _ = node.newcomers.popitem()
+            if name in node.models:
+                placements.place_newcomer(node, node.models[name])
 
 
 def settle_model(node: Node, model: Model) -> None:
@@ -70,11 +74,13 @@ def enlist(node: Node, model: Model) -> None:
         if pins.fits_beside_pins(model, device):
             device.by_age.set(model.name, since)
             device.by_work.set(model.name, -num_waiting / node.reload_s(model, device))
-            node.stirred[name] = None
+            node.newcomers[model.name] = None
         else:
             crowded += 1
-            device.by_age.discard(model.name)
-            device.by_work.discard(model.name)
+            if model.name in device.by_age:
+                device.by_age.discard(model.name)
+                device.by_work.discard(model.name)
+                node.stirred[name] = None
             device.crowded_out[model.name] = None
     if crowded and crowded == len(model.devices):
         refusal = pins.would_not_fit(node, model)
