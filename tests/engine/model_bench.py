@@ -15,6 +15,7 @@ from engine.model_runner import TorchRunner
 from engine.protocol import Configure, LoadModel
 from loader.catalog import scan_one
 
+CACHE_DIR = str(Path(__file__).parents[2] / ".pytest_cache" / "kernels")
 BLOCK_TOKENS = 4
 MAX_LEN = 128
 NUM_CHUNKS, CHUNK_BYTES = 32, 64 << 10
@@ -77,7 +78,7 @@ def make_checkpoint(folder: Path, kind: str = "llama", dtype: torch.dtype = torc
     return model
 
 
-def make_runner(arena: KVArena, cache_dir: str = "", **options: Any) -> TorchRunner:
+def make_runner(arena: KVArena, cache_dir: str = CACHE_DIR, **options: Any) -> TorchRunner:
     return TorchRunner(
         arena, Configure("cpu:0", NUM_CHUNKS, CHUNK_BYTES, 64 << 20, 512, BLOCK_TOKENS, 10.0, 1, cache_dir=cache_dir, **options)
     )

@@ -16,6 +16,7 @@ from engine.memory.arena import KVArena
 from engine.model_runner import TorchRunner
 from tests.engine.model_bench import (
     BLOCK_TOKENS,
+    CACHE_DIR,
     CASES,
     CHUNK_BYTES,
     NUM_CHUNKS,
@@ -39,7 +40,7 @@ def backend(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     if name == "kernels":
         pytest.importorskip("numba")
     yield name
-    ops.configure("")
+    ops.configure(CACHE_DIR)
 
 
 @pytest.fixture(scope="module", params=list(CASES))
@@ -52,7 +53,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def runner(backend: str) -> TorchRunner:
     runner = make_runner(KVArena(NUM_CHUNKS, CHUNK_BYTES))
     runner._kernels.join()
-    ops.configure("", use_kernels=backend == "kernels")
+    ops.configure(CACHE_DIR, use_kernels=backend == "kernels")
     return runner
 
 

@@ -14,7 +14,7 @@ from engine import ops
 from engine.contracts import BatchPlan
 from engine.forward_batch import ForwardBatch, build_batch, padded_rows
 from engine.kernels import reference
-from tests.engine.model_bench import make_table
+from tests.engine.model_bench import CACHE_DIR, make_table
 
 pytest.importorskip("numba")
 
@@ -24,11 +24,11 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels() -> Iterator[None]:
-    ops.configure("")
+    ops.configure(CACHE_DIR)
     for dtype in ("float32", "bfloat16"):
         ops.prepare(dtype, 2)
     yield
-    ops.configure("")
+    ops.configure(CACHE_DIR)
     ops.set_num_threads(1)
 
 
@@ -198,7 +198,7 @@ def test_kernels_refuse_to_compile_inside_a_step() -> None:
 
 def test_padded_row_counts_are_few_and_not_much_larger() -> None:
     sizes = [padded_rows(n) for n in range(1, 1025)]
-    assert all(n <= size <= n * 1.5 for n, size in enumerate(sizes, start=1))
+    assert all(n <= size <= n * 1.8 for n, size in enumerate(sizes, start=1))
     assert len(set(sizes)) < 64
     assert padded_rows(0) == 0
 

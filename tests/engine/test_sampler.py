@@ -10,7 +10,7 @@ from engine import ops
 from engine.contracts import SequenceTable
 from engine.protocol import SamplingParams
 from engine.sampler import noise_keys, sample_tokens, sampling_rows
-from tests.engine.model_bench import make_table, plan
+from tests.engine.model_bench import CACHE_DIR, make_table, plan
 
 VOCAB = 50
 EOS = [1]
@@ -20,11 +20,11 @@ EOS = [1]
 def backend(request: pytest.FixtureRequest) -> Any:
     if request.param == "kernels":
         pytest.importorskip("numba")
-    ops.configure("", use_kernels=request.param == "kernels")
+    ops.configure(CACHE_DIR, use_kernels=request.param == "kernels")
     ops.prepare("float32", 1)
     ops.prepare("bfloat16", 1)
     yield
-    ops.configure("")
+    ops.configure(CACHE_DIR)
 
 
 def table_with(num: int, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0, seed: int = 7) -> SequenceTable:
