@@ -24,6 +24,7 @@ from engine import protocol
 from scheduler.node import actions, events
 
 log = logging.getLogger("hearthd")
+PUBLIC_IDS = 4096
 
 
 class EnginePort(Protocol):
@@ -68,10 +69,10 @@ class Dispatcher:
         self.scheduler, self.config, self.ring, self.metrics = scheduler, config, ring, metrics
         self.engines: dict[str, EnginePort] = {}
         self.stats: dict[str, protocol.Stats] = {}
-        self.last_used: dict[str, float] = {}  # model -> Unix seconds
         self._budgets, self._source, self._watch = budgets, source, watch
         self._loop = asyncio.get_running_loop()
         self._generations: dict[int, Generation] = {}
+        self._public_ids: dict[str, int] = {}  # the last ones, oldest first
         self._ids = itertools.count(1)
         self._causes = itertools.count(1)
         self._waiting: dict[str, asyncio.Future[actions.Refusal | None]] = {}  # cause -> command
@@ -106,6 +107,10 @@ class Dispatcher:
         generation.request_id, generation.arrived_s = request_id, now
         model = generation.model.name
         self._generations[request_id] = generation
+        if generation.public_id:
+            self._public_ids[generation.public_id] = request_id
+            if len(self._public_ids) > PUBLIC_IDS:
+                del self._public_ids[next(iter(self._public_ids))]
         self._submitting, self._refused = request_id, None
         facts = events.RequestFacts(
             request_id=request_id,
@@ -121,7 +126,6 @@ class Dispatcher:
             self._submitting = 0
         if self._refused is not None:
             raise self._refused
-        self.last_used[model] = time.time()
         self.metrics.prompt_tokens[model] += len(generation.prompt)
         self._watch.start()
         if self._timeout_timer is None:
@@ -130,7 +134,8 @@ class Dispatcher:
     def cancel(self, generation: Generation) -> None:
         if self._generations.get(generation.request_id) is not generation:
             return
-        self._end(generation, "cancelled")
+        # inside a step it is the sink that has seen a stop string; else the client is gone
+        self._end(generation, "stop" if self._hold_aborts else "cancelled")
         self._post_cancelled(generation.request_id)
 
     @property
@@ -140,9 +145,9 @@ class Dispatcher:
     def generation(self, request_id: int) -> Generation | None:
         return self._generations.get(request_id)
 
-    def find_generation(self, public_id: str) -> Generation | None:
-        """By X-Request-Id; slow, for `hearth why`."""
-        return next((g for g in self._generations.values() if g.public_id == public_id), None)
+    def request_id(self, public_id: str) -> int | None:
+        """Of an X-Request-Id, also some time after the request ended; for `hearth why`."""
+        return self._public_ids.get(public_id)
 
     # ---- commands
 
@@ -381,7 +386,6 @@ class Dispatcher:
             )
         elif kind is protocol.LoadFailed:
             self.metrics.loads[message.model, "failed"] += 1
-            log.error("%s: load failed: %s", message.model, message.error)
             self.post(
                 events.LoadFailed(
                     now=time.monotonic(),
@@ -501,7 +505,6 @@ class Dispatcher:
         model = generation.model.name
         self._generations.pop(generation.request_id, None)
         self.metrics.requests[model, outcome] += 1
-        self.last_used[model] = time.time()
         if not self._generations:
             self._watch.stop()
             if self._timeout_timer is not None:

@@ -31,6 +31,7 @@ from scheduler.node import events
 
 log = logging.getLogger("hearthd")
 GC_AFTER_OBJECTS = 20_000  # young objects between two collections; each walks only those
+SWITCH_INTERVAL_S = 0.0005  # a thread that reads headers may not keep the loop waiting for Python's usual 5 ms
 FLUSH_LIMIT_S = 2.0  # for handlers to write their last bytes
 
 
@@ -209,6 +210,8 @@ class Lifecycle:
 def serve(config: NodeConfig, devices: Sequence[DeviceBudget], config_path: str | None, flags: Mapping[str, Any]) -> int:
     """Runs a node to its end and returns the exit code: 0 stopped when told to, 1 could not start."""
     import uvloop
+
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
 
     async def main() -> int:
         return await Lifecycle(config, devices, config_path, flags).run()

@@ -227,8 +227,8 @@ class Node:
 
     def why(self, name: str) -> dict[str, Any]:
         """A model's or a request's story. Raises HearthError not_found."""
-        generation = self.dispatcher.find_generation(name)
-        asked = f"req-{generation.request_id}" if generation is not None else name
+        request_id = self.dispatcher.request_id(name)
+        asked = f"req-{request_id}" if request_id is not None else name
         lines = self.scheduler.why(asked)
         if not lines:
             with contextlib.suppress(HearthError):

@@ -220,6 +220,9 @@ class Registry:
         reserved_tokens = max(facts.max_model_len, facts.kv_floor_tokens)
         limit = found.checkpoint.shape.max_position_embeddings if found.checkpoint.shape is not None else 0
         capped = f" of {limit}" if facts.max_model_len < limit else ""
+        asked = self.config.models.get(name, ModelConfig()).max_model_len
+        if asked is not None and asked > facts.max_model_len:
+            capped = f" (configured {asked} is more than the checkpoint has)"
         return (
             f"{name}: {found.dtype}, max_model_len {facts.max_model_len}{capped}, weights {format_bytes(facts.weights_bytes)}, "
             f"reserved KV {format_bytes(reserved_tokens * facts.kv_bytes_per_token)}, "

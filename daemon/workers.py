@@ -139,6 +139,9 @@ class Worker:
                 reason, running = await self._one_life()
             except OSError as error:
                 reason, running = f"could not be started: {error}", ()
+            except Exception as error:  # a fault of this file must not leave the device without an engine for good
+                log.exception("looking after engine %s failed", self.device)
+                reason, running = f"could not be looked after: {error}", ()
             if self._stopping:
                 return
             if time.monotonic() - started > HEALTHY_AFTER_S:
@@ -184,7 +187,7 @@ class Worker:
             stderr, _ = await loop.connect_read_pipe(lambda: _Lines(self.device), process.stderr)
             self._channel = channel
             ready_timer = loop.call_later(START_LIMIT_S, self._too_slow)
-            await asyncio.wait([asyncio.create_task(self._configurable.wait()), exited], return_when=asyncio.FIRST_COMPLETED)
+            await self._configurable.wait()
             channel.send(self._spec().configure())
             # the end of the stream comes with the process's, but one may be seen before the other
             await asyncio.wait([exited, channel.closed], return_when=asyncio.FIRST_COMPLETED)

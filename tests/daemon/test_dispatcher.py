@@ -324,3 +324,24 @@ async def test_priority_becomes_weight() -> None:
     node.request()
     node.loaded()
     assert node.engine.take(protocol.Submit)[0].weight == 3.0
+
+
+async def test_a_stop_string_counts_as_stop_and_a_lost_client_as_cancelled() -> None:
+    node = Harness()
+    (one, sink), (two, _) = node.request(), node.request()
+    node.loaded()
+    sink.on_tokens = lambda: node.dispatcher.cancel(one)
+    node.step({one.request_id: [5], two.request_id: [5]})
+    node.dispatcher.cancel(two)
+    assert node.metrics.requests == {("a", "stop"): 1, ("a", "cancelled"): 1}
+
+
+async def test_request_ids_are_remembered_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("daemon.dispatcher.PUBLIC_IDS", 2)
+    node = Harness()
+    made = []
+    for name in ("x", "y", "z"):
+        made.append(Generation(node.entries["a"], [1], SamplingParams(max_tokens=1), Sink(), public_id=name))
+        node.dispatcher.submit(made[-1])
+        node.dispatcher.cancel(made[-1])
+    assert [node.dispatcher.request_id(name) for name in ("x", "y", "z")] == [None, made[1].request_id, made[2].request_id]
