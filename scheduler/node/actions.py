@@ -53,7 +53,9 @@ class Load(Action):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Evict(Action):
-    """The victim has no running request any more (drained), or the operator said now."""
+    """The victim has no running request any more (drained), or the operator said now, or its load is rolled back. `placement_id`
+    names the copy that goes (that of its Load); `EvictFinished` answers with it. Requests of the model that the engine aborts
+    for it are queued again already: they are not to be reported as finished."""
 
     placement_id: int
     model: str
@@ -63,6 +65,8 @@ class Evict(Action):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class GrantLease(Action):
+    """The lease has changed without a load or an eviction, or an engine has come up."""
+
     device: str
     lease_chunks: int
 

@@ -121,7 +121,8 @@ class RequestCancelled(Event):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class RequestFinished(Event):
-    """The engine is done with it, well or badly."""
+    """The engine is done with it, well or badly. Not for what it aborted because of an Evict or AbortInEngine. Unknown ids are
+    ignored."""
 
     request_id: int
 
