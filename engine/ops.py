@@ -7,6 +7,7 @@ serves everything else. Shapes: T tokens, W width, H query heads, G KV heads, D 
 from __future__ import annotations
 
 import hashlib
+import importlib
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -38,11 +39,20 @@ def configure(cache_dir: str, use_kernels: bool = True) -> bool:
         digest.update(source.read_bytes())
     base = Path(cache_dir) if cache_dir else Path.home() / ".cache" / "hearthd"
     numba.config.CACHE_DIR = str(base / f"numba-{digest.hexdigest()}")
-    numba.config.THREADING_LAYER = "omp" if importlib.util.find_spec("numba.np.ufunc.omppool") else "workqueue"
+    numba.config.THREADING_LAYER = _threading_layer()
     from engine.kernels import cpu
 
     _kernels = cpu
     return True
+
+
+def _threading_layer() -> str:
+    """OpenMP's where the system has libgomp: it shares the machine best with torch's own threads. Numba's queue otherwise."""
+    try:
+        importlib.import_module("numba.np.ufunc.omppool")
+    except ImportError:
+        return "workqueue"
+    return "omp"
 
 
 def prepare(dtype: str, num_threads: int) -> None:

@@ -88,5 +88,7 @@ def paged_attention_signature(element: types.Type) -> Any:
     return void(element[:, ::1], element[::1], *sizes, table, ints, ints, ints, float64, element[:, ::1])
 
 
-paged_attention_serial = njit(fastmath=FASTMATH, cache=True, nogil=True)(_paged_attention)
-paged_attention_parallel = njit(fastmath=FASTMATH, cache=True, nogil=True, parallel=True)(_paged_attention)
+_OPTIONS: dict[str, Any] = {"fastmath": FASTMATH, "error_model": "numpy", "cache": True, "nogil": True}
+
+paged_attention_serial = njit(**_OPTIONS)(_paged_attention)
+paged_attention_parallel = njit(**_OPTIONS, parallel=True)(_paged_attention)

@@ -12,7 +12,8 @@ from numba import float32, float64, int64, njit, types, void
 
 from engine.kernels.cpu_bits import FASTMATH, exp, narrow, widen
 
-_OPTIONS: dict[str, Any] = {"fastmath": FASTMATH, "cache": True, "nogil": True}
+# Python's error model puts a branch for zero before each division, which keeps loops from being vectorised.
+_OPTIONS: dict[str, Any] = {"fastmath": FASTMATH, "error_model": "numpy", "cache": True, "nogil": True}
 
 
 def rms_norm_signature(element: types.Type) -> Any:

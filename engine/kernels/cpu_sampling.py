@@ -13,7 +13,8 @@ from numba import boolean, float32, int16, int32, njit, types, uint32, void
 
 from engine.kernels.cpu_bits import FASTMATH, bits_of_float, exp, exponential, float_of_bits, hash32, widen
 
-_OPTIONS: dict[str, Any] = {"fastmath": FASTMATH, "cache": True, "nogil": True}
+# Python's error model puts a branch for zero before each division, which keeps loops from being vectorised.
+_OPTIONS: dict[str, Any] = {"fastmath": FASTMATH, "error_model": "numpy", "cache": True, "nogil": True}
 GREEDY_FLOAT32 = void(float32[:, ::1], int32[::1], boolean[::1])
 GREEDY_BFLOAT16 = void(int16[:, ::1], int32[::1], boolean[::1])
 _STRIPE = 1024  # logits between two comparisons of the running maximum; the winner's stripe is searched again for its index
@@ -144,8 +145,14 @@ def sample(logits: Any, temperature: Any, top_p: Any, top_k: Any, key0: Any, key
             weight = weights[i]
             time = exponential(hash32(uint32(i), first, second)) / weight
             weights[i] = time if bits_of_float(weight) >= cutoff else float32(np.inf)
-        best, winner = float32(np.inf), 0
-        for i in range(vocab):
-            if weights[i] < best:
-                best, winner = weights[i], i
+        best, start = float32(np.inf), 0
+        for stripe in range(0, vocab, _STRIPE):
+            stripe_best = float32(np.inf)
+            for i in range(stripe, min(stripe + _STRIPE, vocab)):
+                stripe_best = min(stripe_best, weights[i])
+            if stripe_best < best:
+                best, start = stripe_best, stripe
+        winner = start
+        while weights[winner] != best:
+            winner += 1
         ids[n] = winner

@@ -19,7 +19,7 @@ class WeightRange:
     @property
     def buffer(self) -> memoryview:
         """For reads into it. Seen through torch, so that a view left in some traceback can't keep `release` from unmapping."""
-        return memoryview(self._memory.numpy())
+        return self._memory.numpy().data
 
     def tensor(self, offset_bytes: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         num_bytes = dtype.itemsize
