@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import tomllib
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
@@ -28,13 +29,17 @@ class ConfigError(Exception):
 
 def load(path: str | None, flags: Mapping[str, Any] | None = None) -> NodeConfig:
     """`flags`: key -> value as given on the command line (text or list of text), they win over the file. Sizes come out as bytes,
-    `control`, `state_dir` and `cache_dir` with their defaults filled in. Raises ConfigError."""
+    paths as absolute ones (a flag's is relative to the current folder, a file's to the file's own: engines run elsewhere), `control`, `state_dir` and `cache_dir` with their defaults filled in. Raises ConfigError."""
     table: dict[str, Any] = {}
     if path is not None:
         table = _read(path)
     config = _node(path or "flags", table)
+    if path is not None:
+        folder = os.path.dirname(os.path.abspath(path))
+        config = msgspec.structs.replace(config, **_absolute(config, folder), models=_with_templates(config.models, folder))
     if flags:
         config = msgspec.structs.replace(config, **_from_flags(flags))
+        config = msgspec.structs.replace(config, **_absolute(config, os.getcwd()))
     config = msgspec.structs.replace(
         config,
         control=config.control or paths.daemon_control_path(),
@@ -112,6 +117,20 @@ def _node(source: str, table: dict[str, Any]) -> NodeConfig:
             known["sampling"] = SamplingDefaults(**_fields(source, f"{where}.sampling.", SamplingDefaults, sampling))
         values["models"][name] = ModelConfig(**known)
     return NodeConfig(**values)
+
+
+def _absolute(config: NodeConfig, folder: str) -> dict[str, str]:
+    paths_of = {key: str(getattr(config, key)) for key in ("models_dir", "control", "state_dir", "cache_dir")}
+    return {key: os.path.join(folder, value) for key, value in paths_of.items() if value}
+
+
+def _with_templates(models: dict[str, ModelConfig], folder: str) -> dict[str, ModelConfig]:
+    return {
+        name: msgspec.structs.replace(model, chat_template=os.path.join(folder, model.chat_template))
+        if model.chat_template
+        else model
+        for name, model in models.items()
+    }
 
 
 def _from_flags(flags: Mapping[str, Any]) -> dict[str, Any]:

@@ -125,3 +125,16 @@ def test_every_checked_key_is_a_key() -> None:
 
     known = {*NodeConfig.__struct_fields__, *ModelConfig.__struct_fields__, *SamplingDefaults.__struct_fields__}
     assert set(config_load._CHECKS) <= known
+
+
+def test_paths_come_out_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's working directory is another one."""
+    (tmp_path / "etc").mkdir()
+    file = tmp_path / "etc" / "node.toml"
+    file.write_text('models_dir = "models"\nstate_dir = "/var/state"\n')
+    monkeypatch.chdir(tmp_path)
+    loaded = load(str(file), {"control": "run/c.sock"})
+    assert loaded.models_dir == str(tmp_path / "etc" / "models")
+    assert loaded.state_dir == "/var/state"
+    assert loaded.control == str(tmp_path / "run" / "c.sock")
+    assert load(None, {"models_dir": "here"}).models_dir == str(tmp_path / "here")
