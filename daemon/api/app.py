@@ -12,7 +12,7 @@ from daemon.api import paths
 from daemon.api.context import ApiContext
 from daemon.api.generate import generate
 from daemon.api.request_id import request_id
-from daemon.api.responses import error_response, json_response, model_object
+from daemon.api.responses import SERVER, error_response, json_response, model_object
 from daemon.api.schema import CHAT, COMPLETIONS
 from daemon.contracts import HealthPort, HttpSettings, ModelPort, RequestPort, TextPort
 from daemon.errors import BadRequest, HearthError, ServerFault
@@ -65,13 +65,14 @@ async def _answer_errors(request: web.Request, context: ApiContext) -> web.Strea
         response = error_response(error)
         if error.status in (408, 413, 415):
             response.force_close()  # the rest of the body is not waited for
-    except (ConnectionError, TimeoutError):
-        raise
-    except Exception:
+    except Exception as error:
+        if isinstance(error, ConnectionError) and request.transport is None:
+            raise  # the client is gone
         log.exception("request %s: %s %s failed", name, request.method, request.rel_url.raw_path)
         response = error_response(ServerFault("internal_error", f"the server failed on this request ({name})"))
     if not response.prepared:
         response.headers["X-Request-Id"] = name
+        response.headers["Server"] = SERVER
     return response
 
 

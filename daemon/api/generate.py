@@ -12,7 +12,7 @@ from aiohttp import HttpVersion11, hdrs, web
 
 from daemon.api.body import read_body
 from daemon.api.context import ApiContext
-from daemon.api.responses import answer, json_response
+from daemon.api.responses import SERVER, answer, json_response
 from daemon.api.sampling import sampling_params
 from daemon.api.schema import CHAT, INLINE_BYTES, Head, parse
 from daemon.api.sse import StreamShape
@@ -184,6 +184,7 @@ async def _stream(
     response = web.StreamResponse(headers={hdrs.CONTENT_TYPE: "text/event-stream; charset=utf-8", hdrs.CACHE_CONTROL: "no-cache"})
     response.headers["X-Request-Id"] = request_id
     response.headers["X-Accel-Buffering"] = "no"
+    response.headers["Server"] = SERVER
     try:
         await asyncio.wait((group.started,), timeout=HOLD_STATUS_S)
         if group.error is not None:

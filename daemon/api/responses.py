@@ -13,6 +13,8 @@ from daemon.contracts import Generation, ModelEntry
 from daemon.errors import HearthError
 from daemon.streams import Collector
 
+SERVER = "hearthd"  # the Server header: versions of Python and aiohttp are nobody's business
+
 
 def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, object]:
     return {
