@@ -28,8 +28,9 @@ class ConfigError(Exception):
 
 
 def load(path: str | None, flags: Mapping[str, Any] | None = None) -> NodeConfig:
-    """`flags`: key -> value as given on the command line (text or list of text), they win over the file. Sizes come out as bytes,
-    paths as absolute ones (a flag's is relative to the current folder, a file's to the file's own: engines run elsewhere), `control`, `state_dir` and `cache_dir` with their defaults filled in. Raises ConfigError."""
+    """`flags`: key -> value as given on the command line (text or list of text), they win over the file. Sizes come out as bytes;
+    paths as absolute ones, because engines run in another folder (a flag's is relative to the current folder, a file's to the
+    file's own); `control`, `state_dir` and `cache_dir` with their defaults filled in. Raises ConfigError."""
     table: dict[str, Any] = {}
     if path is not None:
         table = _read(path)
@@ -125,12 +126,11 @@ def _absolute(config: NodeConfig, folder: str) -> dict[str, str]:
 
 
 def _with_templates(models: dict[str, ModelConfig], folder: str) -> dict[str, ModelConfig]:
-    return {
-        name: msgspec.structs.replace(model, chat_template=os.path.join(folder, model.chat_template))
-        if model.chat_template
-        else model
-        for name, model in models.items()
-    }
+    absolute = dict(models)
+    for name, model in models.items():
+        if model.chat_template:
+            absolute[name] = msgspec.structs.replace(model, chat_template=os.path.join(folder, model.chat_template))
+    return absolute
 
 
 def _from_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
