@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http import HttpProcessingError
 
 from config.units import parse_bytes
 from daemon.api import paths
@@ -19,6 +20,7 @@ from daemon.errors import BadRequest, HearthError, ServerFault
 from daemon.stream_clock import StreamClock
 
 log = logging.getLogger("hearthd.api")
+http_log = logging.getLogger("hearthd.http")
 
 
 def make_app(
@@ -47,8 +49,26 @@ def make_runner(app: web.Application, shutdown_timeout_s: float = 30.0, **option
     """handler_cancellation: a disconnect ends the handler, which cancels the request. auto_decompress off: compressed bodies are
     refused, never inflated."""
     return web.AppRunner(
-        app, handler_cancellation=True, auto_decompress=False, access_log=None, shutdown_timeout=shutdown_timeout_s, **options
+        app,
+        handler_cancellation=True,
+        auto_decompress=False,
+        access_log=None,
+        logger=http_log,
+        shutdown_timeout=shutdown_timeout_s,
+        **options,
     )
+
+
+def _not_malformed_http(record: logging.LogRecord) -> bool:
+    """aiohttp logs a traceback for every request that is no HTTP; anybody could fill the log with them."""
+    error = record.exc_info[1] if record.exc_info else None
+    if not isinstance(error, HttpProcessingError):
+        return True
+    log.debug("malformed HTTP: %s", error.message)
+    return False
+
+
+http_log.addFilter(_not_malformed_http)
 
 
 async def _expect(request: web.Request) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
 
 import aiohttp
@@ -148,9 +149,10 @@ BROKEN_HTTP = [
 
 
 @pytest.mark.parametrize("request_bytes", BROKEN_HTTP, ids=range(len(BROKEN_HTTP)))
-async def test_broken_http_never_is_the_servers_fault(node, request_bytes):
+async def test_broken_http_never_is_the_servers_fault(node, request_bytes, caplog):
     status, _, _ = await raw(node, request_bytes, wait_s=0.5)
     assert status == 0 or 400 <= status < 500
+    assert not [record for record in caplog.records if record.levelno > logging.DEBUG and "asyncio" not in record.name]
     assert (await raw(node, b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"))[0] == 200
 
 
