@@ -6,12 +6,15 @@ import asyncio
 import json
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from daemon.api.sse import StreamShape
 from daemon.contracts import Generation
 from daemon.errors import HearthError, NotNow
 from daemon.stream_clock import StreamClock
 from daemon.streams import Collector, CollectorGroup, Stream, StreamGroup, Text
+from daemon.text.detokenizer import decode
 from engine.protocol import FINISH_ABORT, FINISH_LENGTH, FINISH_NONE, FINISH_STOP, SamplingParams
 from tests.daemon.api.fakes import EOS, VOCAB, byte_table, entry
 from tests.daemon.api.sse_events import events, text_of
@@ -213,6 +216,33 @@ async def test_a_silent_stream_is_commented_on_a_busy_one_is_not():
     assert rig.connection.body().count(": waiting\n\n") >= 2
     rig.group.close()
     assert rig.clock._timer is None
+
+
+STEPS = st.lists(st.tuples(st.lists(st.integers(0, VOCAB + 1), max_size=3), st.booleans()), max_size=25)
+
+
+@given(STEPS, st.lists(st.sampled_from(["Hello", " w", "é", "ab", '"', "a\ufffd"]), max_size=2), st.integers(0, 25))
+@settings(max_examples=300, deadline=None)
+async def test_whatever_the_steps_pauses_and_stops_the_text_is_the_same(steps, stops, open_at):
+    """Against the plain way: decode everything, then cut at the first stop string."""
+    rig = Rig(stops=tuple(stops))
+    for at, (ids, paused) in enumerate(steps):
+        if at == open_at:
+            rig.open()
+        rig.connection.writing_paused = paused
+        rig.stream.tokens(ids, FINISH_NONE)
+    rig.connection.writing_paused = False
+    if open_at >= len(steps):
+        rig.open()
+    rig.stream.tokens([], FINISH_LENGTH)
+    rig.group.poll()  # what the clock does for a client that was behind when its stop string came
+    text = decode(rig.table, [token_id for ids, _ in steps for token_id in ids])
+    cut = min((text.find(stop) for stop in stops if stop in text), default=len(text))
+    data, _, done = events(rig.connection.body())
+    assert done
+    assert text_of(data) == text[:cut]
+    assert data[-1]["choices"][0]["finish_reason"] == ("length" if cut == len(text) else "stop")
+    rig.group.close()
 
 
 async def test_a_collector_answers_when_all_are_done():
