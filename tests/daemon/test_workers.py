@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from config.schema import DeviceBudget, NodeConfig
-from daemon.workers import EngineSpec, threads_per_engine
+from daemon import workers
+from daemon.workers import EngineSpec, Worker, threads_per_engine
+from engine import protocol
 from tests.e2e.chat import Stream
 from tests.e2e.checkpoints import make_model
 from tests.e2e.node import Node
@@ -97,3 +102,93 @@ def test_configure_covers_the_budget() -> None:
     spec = EngineSpec(DeviceBudget("cpu:0", (7 << 20) + 5), 1 << 20, NodeConfig(chunk_bytes=2 << 20), 2)
     message = spec.configure()
     assert (message.device, message.num_chunks, message.work_space_bytes, message.threads) == ("cpu:0", 3, 1 << 20, 2)
+
+
+class Told:
+    """What a worker tells; each kind can be waited for."""
+
+    def __init__(self) -> None:
+        self.ups: asyncio.Queue[protocol.EngineReady] = asyncio.Queue()
+        self.downs: asyncio.Queue[tuple[tuple[int, ...], str]] = asyncio.Queue()
+        self.messages: asyncio.Queue[Any] = asyncio.Queue()
+
+    def engine_up(self, device: str, message: protocol.EngineReady) -> None:
+        self.ups.put_nowait(message)
+
+    def engine_down(self, device: str, running: tuple[int, ...], reason: str) -> None:
+        self.downs.put_nowait((running, reason))
+
+    def engine_message(self, device: str, message: Any) -> None:
+        self.messages.put_nowait(message)
+
+
+@pytest.fixture
+async def pair() -> AsyncIterator[tuple[Worker, Told]]:
+    told = Told()
+    config = NodeConfig(runner="null", chunk_bytes=2 << 20, null_step_ms=1.0)
+    spec = EngineSpec(DeviceBudget("cpu:0", 64 << 20), 0, config, 1)
+    worker = Worker("cpu:0", 1, lambda: spec, told)
+    worker.start()
+    worker.configure()
+    async with asyncio.timeout(60):
+        yield worker, told
+    await worker.stop()
+
+
+async def test_a_death_is_told_with_the_step_it_happened_in(pair: tuple[Worker, Told], tmp_path: Path) -> None:
+    worker, told = pair
+    ready = await told.ups.get()
+    assert (ready.pid, worker.up) == (worker.pid, True)
+    make_model(tmp_path / "a", hearthd_null={"crash_token": 77})
+    eos = [1]
+    worker.send(protocol.LoadModel(1, "a", str(tmp_path / "a"), "float32", "f", 1, 1, 8, 512, 4, eos))
+    while type(await told.messages.get()) is not protocol.LoadDone:
+        pass
+    worker.send(protocol.Submit(41, "a", [77], protocol.SamplingParams(max_tokens=4)))
+    running, reason = await told.downs.get()
+    assert running == (41,)
+    assert "exit code" in reason
+    assert (await told.ups.get()).pid != ready.pid
+    assert worker.restarts == 1
+
+
+async def test_restart_is_a_death_with_that_reason(pair: tuple[Worker, Told]) -> None:
+    worker, told = pair
+    await told.ups.get()
+    worker.restart("a load is stuck")
+    assert await told.downs.get() == ((), "a load is stuck")
+    await told.ups.get()
+
+
+async def test_stop_ends_an_engine_that_does_not_listen(pair: tuple[Worker, Told], monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, told = pair
+    pid = (await told.ups.get()).pid
+    monkeypatch.setattr(workers, "STOP_LIMIT_S", 0.3)
+    os.kill(pid, signal.SIGSTOP)
+    await worker.stop()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    assert told.downs.empty()
+
+
+async def test_back_off_grows_while_an_engine_cannot_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(workers, "PACKAGES", tmp_path)  # no engine to import there
+    monkeypatch.setattr(workers, "BACK_OFF_S", 0.01)
+    pauses: list[float] = []
+    sleep = asyncio.sleep
+
+    async def noted(delay: float, result: Any = None) -> Any:
+        pauses.append(delay)
+        return await sleep(0, result)
+
+    monkeypatch.setattr(workers.asyncio, "sleep", noted)
+    told = Told()
+    spec = EngineSpec(DeviceBudget("cpu:0", 64 << 20), 0, NodeConfig(runner="null", chunk_bytes=2 << 20), 1)
+    worker = Worker("cpu:0", 1, lambda: spec, told)
+    worker.start()
+    worker.configure()
+    async with asyncio.timeout(60):
+        reasons = [(await told.downs.get())[1] for _ in range(4)]
+    await worker.stop()
+    assert reasons == ["ended with exit code 1"] * 4
+    assert pauses[:3] == [0.01, 0.02, 0.04]
