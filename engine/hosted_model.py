@@ -66,6 +66,7 @@ class TorchModel:
             for first in range(0, num_sampling, self._logits_rows):
                 part = self._loaded().logits(hidden[first : first + self._logits_rows])[: num_sampling - first]
                 ids[first : first + len(part)], bad[first : first + len(part)] = sample_tokens(part, rows, first)
+                del part  # before the next part is made: the work space has room for one
         return StepResult(ids, bad, time.perf_counter() - begin)
 
     @torch.inference_mode()

@@ -135,11 +135,13 @@ def work_space_bytes(
     residual = tokens * hidden * (3 * item + 2 * 4)  # residual, normed, output; two float32 copies inside the norm
     attention = tokens * (query + 2 * key) * (2 * item + 4) + tokens * query * (item + 4) + tokens * shape.head_dim * 2 * 4
     tile = min(PREFILL_TILE_TOKENS, max_num_batched_tokens)
-    gathered = context * 2 * key * 2 * item + tile * context * 5  # one row's context and its causal mask
+    # one row's context as gathered and as scaled_dot_product_attention repeats it for each query head; its causal mask
+    gathered = context * 2 * (2 * key + query) * item + tile * context * 5
     mlp = tokens * shape.intermediate_size * 4 * item
     logits = logits_rows(shape, dtype, max_sequences) * (shape.vocab_size + hidden) * item
     sampling = min(sampler_rows(shape.vocab_size), max_sequences) * shape.vocab_size * 4 * SAMPLER_COPIES
-    return residual + max(attention + gathered, mlp, logits + sampling) + tokens * 64
+    # measured: a quarter more than the arrays, for oneDNN's scratch and what malloc keeps
+    return (residual + max(attention + gathered, mlp, logits + sampling) + tokens * 64) * 5 // 4
 
 
 def default_max_model_len(shape: ModelShape, dtype: str, device_budget_bytes: int) -> int:
