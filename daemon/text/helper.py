@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -25,14 +26,17 @@ class Helper:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._starting = asyncio.Lock()
+        self._ended = False
 
     async def start(self) -> None:
         async with self._starting:
+            if self._ended:
+                raise ServerFault("internal_error", "the text helper has been ended")
             if self._process is None or self._process.poll() is not None:
                 await asyncio.to_thread(self._spawn)
 
     def _spawn(self) -> None:
-        self.close()
+        self._close()
         ours, theirs = socket.socketpair()
         with theirs:
             # the folder that holds the packages: found from this file, since cwd is /
@@ -60,7 +64,7 @@ class Helper:
                 ours.close()
                 if attempt == 2:
                     raise ServerFault("internal_error", "the text helper does not start") from None
-                self.close()
+                self._close()
                 continue
             break
         ours.setblocking(False)
@@ -68,16 +72,20 @@ class Helper:
         worker.open(opening)
         return worker
 
-    def close(self) -> None:
-        """Workers end with their own connections."""
+    def end(self) -> None:
+        """Ends the helper, and it its workers, also one in the middle of a job. It is not started again."""
+        self._ended = True
+        self._close()
+
+    def _close(self) -> None:
         if self._control is not None:
             self._control.close()
             self._control = None
         if self._process is not None:
             try:
-                self._process.wait(timeout=1.0)
+                self._process.wait(timeout=2.0)
             except subprocess.TimeoutExpired:
-                self._process.kill()
+                os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.wait()
             self._process = None
 

@@ -47,7 +47,7 @@ class TextService:
                 worker.close()
         self._workers.clear()
         self._tables.clear()
-        await asyncio.to_thread(self._helper.close)
+        await asyncio.to_thread(self._helper.end)
 
     async def encode(self, model: ModelEntry, text: str | bytes, add_special_tokens: bool = True) -> list[array[int]]:
         texts = msgspec.msgpack.encode([text]) if isinstance(text, str) else text

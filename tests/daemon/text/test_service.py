@@ -15,7 +15,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from daemon.contracts import ModelEntry
-from daemon.errors import BadRequest
+from daemon.errors import BadRequest, HearthError
 from daemon.text.detokenizer import decode
 from daemon.text.service import TextService
 from tests.daemon.api.fakes import entry
@@ -239,6 +239,24 @@ async def test_the_helper_ignores_the_daemons_signals_and_ends_with_it(tmp_path)
     await service.close()
     _, alive = await asyncio.to_thread(psutil.wait_procs, family, 10)
     assert not alive
+
+
+async def test_closing_waits_for_no_job(tmp_path):
+    service = TextService()
+    spin = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    evil = model(checkpoint(tmp_path / "evil", byte_level(), chat_template=spin))
+    asking = asyncio.create_task(service.encode_chat(evil, packed(MESSAGES), {}))
+    await asyncio.sleep(0.5)
+    helper = psutil.Process(service._helper._process.pid)
+    family = [helper, *helper.children()]
+    assert len(family) == 2
+    await service.close()
+    _, alive = await asyncio.to_thread(psutil.wait_procs, family, 1)
+    assert not alive
+    with pytest.raises(HearthError):
+        await asyncio.wait_for(asking, 5)
+    with pytest.raises(HearthError):
+        await service.encode(evil, "x")
 
 
 async def test_large_bodies_are_parsed_in_the_helper(service):
