@@ -29,7 +29,6 @@ class ForwardBatch:
     """
 
     input_ids: Tensor  # [T] int64
-    positions: Tensor  # [T] int64
     cos_sin: Tensor
     num_tokens: int
     kv: Tensor
@@ -87,11 +86,9 @@ def build_batch(
         input_ids = np.concatenate((input_ids, nothing))
         positions = np.concatenate((positions, nothing))
         slots = np.concatenate((slots, nothing - 1))
-    position_tensor = torch.from_numpy(positions)
-    angles = position_tensor.float().unsqueeze(1) * inv_freq
+    angles = torch.from_numpy(positions).float().unsqueeze(1) * inv_freq
     return ForwardBatch(
         input_ids=torch.from_numpy(input_ids),
-        positions=position_tensor,
         cos_sin=torch.cat((angles.cos(), angles.sin()), dim=1),
         num_tokens=num_tokens,
         kv=kv,

@@ -5,6 +5,7 @@ Set the cache folder and the threading layer before this is imported. After `pre
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numba
@@ -28,6 +29,7 @@ __all__ = [
 ]
 
 _parallel = False
+_preparing = threading.Lock()  # loads of two models may ask at the same time
 
 
 def prepare(dtype: str, parallel: bool) -> None:
@@ -44,10 +46,11 @@ def prepare(dtype: str, parallel: bool) -> None:
     ]
     if parallel:
         wanted.append((paged_attention_parallel, cpu_attention.paged_attention_signature(element)))
-    for kernel, signature in wanted:
-        kernel.disable_compile(False)
-        kernel.compile(signature)
-        kernel.disable_compile()  # arguments of other types are an error, not seconds of compiling inside a step
+    with _preparing:
+        for kernel, signature in wanted:
+            kernel.disable_compile(False)
+            kernel.compile(signature)
+            kernel.disable_compile()  # arguments of other types are an error, not seconds of compiling inside a step
 
 
 def set_num_threads(num_threads: int) -> None:
