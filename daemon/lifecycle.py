@@ -167,7 +167,7 @@ class Lifecycle:
     async def _drain(self, node: Node) -> None:
         """No new requests; what is open may end within drain_timeout_s, the rest is told that the server restarts."""
         node.dispatcher.post(events.DrainRequested(now=time.monotonic(), cause="shutdown"))
-        empty = node.dispatcher.when_empty()
+        empty = node.dispatcher.open.when_empty()
         now = asyncio.ensure_future(self._stop_now.wait())
         either: list[asyncio.Future[Any]] = [empty, now]
         await asyncio.wait(either, timeout=self._config.drain_timeout_s, return_when=asyncio.FIRST_COMPLETED)

@@ -8,11 +8,13 @@ import logging
 import os
 import platform
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from config.schema import DeviceBudget, NodeConfig
 from daemon.dispatcher import Dispatcher
+from daemon.engine_events import EngineEvents
 from daemon.errors import BadRequest, HearthError
 from daemon.event_ring import EventRing
 from daemon.live_settings import LiveSettings
@@ -56,10 +58,11 @@ class Node:
         self.scheduler = NodeScheduler(scheduler_settings(config), budgets)
         self.registry = Registry(config, devices, state)
         self.registry.refused = self._refused
-        self.dispatcher = Dispatcher(self.scheduler, config, budgets, self.registry.source, self.ring, self.metric, self.watch)
+        self.dispatcher = Dispatcher(self.scheduler, config, self.registry.source, self.ring, self.metric, self.watch)
+        self.engine_events = EngineEvents(self.dispatcher, budgets)
         threads = threads_per_engine(config, devices)
         self.workers = {
-            device.name: Worker(device.name, threads, self._spec_of(device, threads), self.dispatcher) for device in devices
+            device.name: Worker(device.name, threads, self._spec_of(device, threads), self.engine_events) for device in devices
         }
         self.dispatcher.engines = dict(self.workers)
         self.reload: Callable[[], Awaitable[dict[str, Any]]] | None = None
@@ -75,9 +78,11 @@ class Node:
 
     def _spec_of(self, device: DeviceBudget, threads: int) -> Callable[[], EngineSpec]:
         def spec() -> EngineSpec:
-            facts = [one.facts for one in self.registry.models.values() if one.entry is not None]
+            usable = [one for one in self.registry.models.values() if one.entry is not None]
+            facts = [one.facts for one in usable]
             fitting = [one.work_space_bytes for one in facts if one.weights_bytes + one.work_space_bytes < device.budget_bytes]
-            return EngineSpec(device, max(fitting, default=0), self.config, threads)
+            dtypes = tuple(dtype for dtype, _ in Counter(one.dtype for one in usable).most_common())
+            return EngineSpec(device, max(fitting, default=0), self.config, threads, dtypes)
 
         return spec
 
@@ -159,13 +164,13 @@ class Node:
         return rows
 
     def _kv_bytes(self) -> dict[str, int]:
-        return {name: counts[0] for stats in self.dispatcher.stats.values() for name, counts in stats.models.items()}
+        return {name: counts[0] for stats in self.engine_events.stats.values() for name, counts in stats.models.items()}
 
     def queue_rows(self) -> list[dict[str, Any]]:
         now = time.monotonic()
         rows = []
         for view in self.scheduler.queue():
-            generation = self.dispatcher.generation(view.request_id)
+            generation = self.dispatcher.open.by_id.get(view.request_id)
             rows.append(
                 {
                     "request": view.request_id,
@@ -218,7 +223,7 @@ class Node:
             "ready": ready,
             "reason": body.get("reason", ""),
             "draining": self.draining,
-            "requests": self.dispatcher.num_open,
+            "requests": len(self.dispatcher.open.by_id),
             "output_tokens": sum(self.metric.generated_tokens.values()),
             "engine_restarts": sum(self.metric.engine_restarts.values()),
             "devices": self.device_rows(),
@@ -227,7 +232,7 @@ class Node:
 
     def why(self, name: str) -> dict[str, Any]:
         """A model's or a request's story. Raises HearthError not_found."""
-        request_id = self.dispatcher.request_id(name)
+        request_id = self.dispatcher.open.request_id(name)
         asked = f"req-{request_id}" if request_id is not None else name
         lines = self.scheduler.why(asked)
         if not lines:
@@ -266,7 +271,7 @@ class Node:
             active={view.name: view.active for view in views},
             kv_bytes={view.name: kv_bytes.get(view.name, 0) for view in views},
             device_budget_bytes={device.name: device.budget_bytes for device in self.devices},
-            device_kv_used_bytes={name: stats.kv_chunks_used * chunk_bytes for name, stats in self.dispatcher.stats.items()},
+            device_kv_used_bytes={name: stats.kv_chunks_used * chunk_bytes for name, stats in self.engine_events.stats.items()},
             loop_stall_s=self.watch.stall_s,
             draining=self.draining,
         )

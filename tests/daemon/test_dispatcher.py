@@ -11,6 +11,7 @@ import pytest
 from config.schema import ModelConfig, NodeConfig
 from daemon.contracts import Generation, ModelEntry
 from daemon.dispatcher import Dispatcher, LoadSource
+from daemon.engine_events import EngineEvents
 from daemon.errors import HearthError, NotNow
 from daemon.event_ring import EventRing
 from daemon.loop_watch import LoopWatch
@@ -74,12 +75,12 @@ class Harness:
         self.dispatcher = Dispatcher(
             self.scheduler,
             config,
-            {"cpu:0": budget_bytes},
             lambda name: LoadSource("/models/" + name, "float32", self.entries[name]) if name in self.entries else None,
             self.ring,
             self.metrics,
             LoopWatch(asyncio.get_running_loop()),
         )
+        self.told = EngineEvents(self.dispatcher, {"cpu:0": budget_bytes})
         self.engine = Engine()
         self.dispatcher.engines = {"cpu:0": self.engine}
         for name in self.entries:
@@ -90,10 +91,10 @@ class Harness:
         self.up()
 
     def up(self) -> None:
-        self.dispatcher.engine_up("cpu:0", protocol.EngineReady(pid=1, version=1, num_chunks=64))
+        self.told.engine_up("cpu:0", protocol.EngineReady(pid=1, version=1, num_chunks=64))
 
     def message(self, message: protocol.Message) -> None:
-        self.dispatcher.engine_message("cpu:0", message)
+        self.told.engine_message("cpu:0", message)
 
     def loaded(self) -> protocol.LoadModel:
         (load,) = self.engine.take(protocol.LoadModel)
@@ -135,9 +136,9 @@ async def test_a_request_loads_its_model_and_streams() -> None:
     assert (one.output, sink.ids, one.num_cached) == ([10, 12, 13], [10, 12, 13], 2)
     node.step({one.request_id: [15], two.request_id: [16]}, finish={one.request_id: FINISH_STOP})
     assert sink.finish == FINISH_STOP
-    assert node.dispatcher.num_open == 1
+    assert len(node.dispatcher.open.by_id) == 1
     node.step({two.request_id: [17]}, finish={two.request_id: FINISH_LENGTH})
-    assert node.dispatcher.num_open == 0
+    assert len(node.dispatcher.open.by_id) == 0
     view = node.scheduler.model("a")
     assert view is not None
     assert (view.active, view.queued, view.state) == (0, 0, "ready")
@@ -152,7 +153,7 @@ async def test_refused_at_once_raises_and_tells_the_sink_nothing() -> None:
     with pytest.raises(HearthError) as caught:
         node.request()
     assert (caught.value.code, caught.value.status) == ("model_too_large", 400)
-    assert node.dispatcher.num_open == 0
+    assert len(node.dispatcher.open.by_id) == 0
 
 
 async def test_refused_later_tells_the_sink() -> None:
@@ -196,8 +197,8 @@ async def test_after_a_crash_the_request_goes_on_with_what_it_has() -> None:
     node.engine.sent.clear()
     node.step({generation.request_id: [10]})
     node.step({generation.request_id: [11]})
-    node.dispatcher.engine_down("cpu:0", (generation.request_id,), "was ended by SIGKILL")
-    assert node.dispatcher.num_open == 1
+    node.told.engine_down("cpu:0", (generation.request_id,), "was ended by SIGKILL")
+    assert len(node.dispatcher.open.by_id) == 1
     assert node.engine.sent == []
     node.up()
     node.loaded()
@@ -214,12 +215,12 @@ async def test_two_crashes_in_its_steps_end_a_request() -> None:
     _, other_sink = node.request()
     for _ in range(2):
         node.loaded()
-        node.dispatcher.engine_down("cpu:0", (generation.request_id,), "died")
+        node.told.engine_down("cpu:0", (generation.request_id,), "died")
         node.up()
     assert sink.error is not None
     assert sink.error.code == "crashed_twice"
     assert other_sink.error is None
-    assert node.dispatcher.num_open == 1
+    assert len(node.dispatcher.open.by_id) == 1
 
 
 async def test_a_fault_of_one_request_is_its_own() -> None:
@@ -241,7 +242,7 @@ async def test_an_abort_nobody_asked_for_is_an_error_and_never_silence() -> None
     node.step({generation.request_id: []}, finish={generation.request_id: FINISH_ABORT})
     assert sink.error is not None
     assert sink.error.code == "unloaded"
-    assert node.dispatcher.num_open == 0
+    assert len(node.dispatcher.open.by_id) == 0
 
 
 async def test_request_timeout() -> None:
@@ -291,7 +292,7 @@ async def test_a_scheduler_fault_fails_that_request_only(monkeypatch: pytest.Mon
         node.request()
     assert (caught.value.status, caught.value.code) == (500, "internal")
     node.request()
-    assert node.dispatcher.num_open == 1
+    assert len(node.dispatcher.open.by_id) == 1
     assert node.metrics.scheduler_errors == 1
 
 
@@ -303,7 +304,7 @@ async def test_drain_and_fail_all() -> None:
     with pytest.raises(HearthError) as caught:
         node.request()
     assert caught.value.code == "node_draining"
-    empty = node.dispatcher.when_empty()
+    empty = node.dispatcher.open.when_empty()
     assert not empty.done()
     assert node.dispatcher.fail_all(NotNow("server_restarting", "again")) == 1
     assert empty.done()
@@ -337,11 +338,32 @@ async def test_a_stop_string_counts_as_stop_and_a_lost_client_as_cancelled() -> 
 
 
 async def test_request_ids_are_remembered_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("daemon.dispatcher.PUBLIC_IDS", 2)
+    monkeypatch.setattr("daemon.open_requests.PUBLIC_IDS", 2)
     node = Harness()
     made = []
     for name in ("x", "y", "z"):
         made.append(Generation(node.entries["a"], [1], SamplingParams(max_tokens=1), Sink(), public_id=name))
         node.dispatcher.submit(made[-1])
         node.dispatcher.cancel(made[-1])
-    assert [node.dispatcher.request_id(name) for name in ("x", "y", "z")] == [None, made[1].request_id, made[2].request_id]
+    assert [node.dispatcher.open.request_id(name) for name in ("x", "y", "z")] == [None, made[1].request_id, made[2].request_id]
+
+
+@pytest.mark.parametrize("finish", [{}, {1: FINISH_STOP}, {2: FINISH_LENGTH}])
+async def test_a_broken_sink_costs_no_other_stream_a_token(finish: dict[int, int]) -> None:
+    node = Harness()
+    (one, broken), (two, sink) = node.request(), node.request()
+    node.loaded()
+
+    def fault() -> None:
+        raise ZeroDivisionError
+
+    broken.on_tokens = fault
+    node.step({one.request_id: [5], two.request_id: [6]}, finish=finish)
+    assert broken.error is not None
+    assert broken.error.status == 500
+    assert sink.ids == [6]
+    assert one.request_id not in node.dispatcher.open.by_id
+    view = node.scheduler.model("a")
+    assert view is not None
+    assert view.active == (0 if finish.get(2) else 1)
+    node.scheduler.validate()

@@ -1,0 +1,200 @@
+"""What engines tell, turned into the scheduler's events and the sinks' tokens.
+
+The hot path is `_tokens_out`: one call a step, one list append and one sink call a token.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from daemon.contracts import Generation
+from daemon.dispatcher import Dispatcher
+from daemon.errors import NotNow, ServerFault
+from engine import protocol
+from scheduler.node import events
+
+log = logging.getLogger("hearthd")
+
+
+class EngineEvents:
+    """WorkerEvents for the engines; on the event loop. `stats`: device -> the last its engine sent."""
+
+    def __init__(self, dispatcher: Dispatcher, budgets: Mapping[str, int]) -> None:
+        """budgets: device -> budget_bytes."""
+        self.stats: dict[str, protocol.Stats] = {}
+        self._dispatcher, self._budgets = dispatcher, budgets
+        self._ring, self._metrics, self._open = dispatcher.ring, dispatcher.metrics, dispatcher.open
+        self._post, self._find = dispatcher.post, dispatcher.open.by_id.get
+
+    def engine_up(self, device: str, message: protocol.EngineReady) -> None:
+        log.info("engine %s is up (pid %d, %d chunks)", device, message.pid, message.num_chunks)
+        self._ring.add("engine", device=device, state="up", pid=message.pid)
+        self._post(
+            events.EngineUp(
+                now=time.monotonic(),
+                cause=self._dispatcher.next_cause(f"engine-{device}"),
+                device=device,
+                budget_bytes=self._budgets[device],
+            )
+        )
+
+    def engine_down(self, device: str, running: tuple[int, ...], reason: str) -> None:
+        self.stats.pop(device, None)
+        self._dispatcher.forget_aborts(device)
+        self._metrics.engine_restarts[device] += 1
+        self._ring.add("engine", device=device, state="down", reason=reason, running=len(running))
+        self._post(
+            events.EngineDown(
+                now=time.monotonic(),
+                cause=self._dispatcher.next_cause(f"engine-{device}"),
+                device=device,
+                running=running,
+                reason=reason,
+            )
+        )
+
+    def engine_message(self, device: str, message: Any) -> None:
+        kind = type(message)
+        if kind is protocol.TokensOut:
+            self._tokens_out(message)
+        elif kind is protocol.Stats:
+            self.stats[device] = message
+        elif kind is protocol.LoadProgress:
+            self._load_progress(device, message)
+        elif kind is protocol.LoadDone:
+            self._metrics.loads[message.model, "done"] += 1
+            self._metrics.load_seconds[message.model] += message.seconds
+            seconds = round(message.seconds, 6)
+            self._ring.add("loaded", model=message.model, device=device, seconds=seconds, bytes_read=message.bytes_read)
+            self._post(
+                events.LoadFinished(
+                    now=time.monotonic(),
+                    cause=f"load-{message.placement_id}",
+                    placement_id=message.placement_id,
+                    seconds=message.seconds,
+                )
+            )
+        elif kind is protocol.LoadFailed:
+            self._metrics.loads[message.model, "failed"] += 1
+            self._post(
+                events.LoadFailed(
+                    now=time.monotonic(),
+                    cause=f"load-{message.placement_id}",
+                    placement_id=message.placement_id,
+                    reason=message.error,
+                    permanent=message.permanent,
+                )
+            )
+        elif kind is protocol.Evicted:
+            self._ring.add("evicted", model=message.model, device=device)
+            self._post(
+                events.EvictFinished(now=time.monotonic(), cause=f"evict-{message.placement_id}", placement_id=message.placement_id)
+            )
+        elif kind is protocol.RequestFailed:
+            self._request_failed(message)
+
+    def _load_progress(self, device: str, message: protocol.LoadProgress) -> None:
+        self._ring.add(
+            "load_progress",
+            keep=False,
+            model=self._dispatcher.loading.get(device, ""),
+            device=device,
+            placement_id=message.placement_id,
+            bytes_done=message.bytes_done,
+            bytes_total=message.bytes_total,
+        )
+        self._post(
+            events.LoadProgressed(
+                now=time.monotonic(),
+                cause=f"load-{message.placement_id}",
+                placement_id=message.placement_id,
+                bytes_done=message.bytes_done,
+                bytes_total=message.bytes_total,
+            )
+        )
+
+    def _request_failed(self, message: protocol.RequestFailed) -> None:
+        generation = self._find(message.request_id)
+        log.warning("request %d failed in the engine: %s: %s", message.request_id, message.code, message.error)
+        if generation is not None:
+            self._dispatcher.fail(generation, ServerFault(message.code, message.error), "failed")
+            self._dispatcher.finished(message.request_id)
+
+    # ---- the hot path
+
+    def _tokens_out(self, message: protocol.TokensOut) -> None:
+        find = self._find
+        ids, finish = message.ids, message.finish
+        metrics, model = self._metrics, message.model
+        metrics.steps[model] += 1
+        metrics.step_seconds[model] += message.seconds
+        metrics.generated_tokens[model] += len(ids)
+        if message.cached:
+            self._note_cached(message)
+        self._dispatcher.hold_aborts()
+        try:
+            if not message.counts and not finish:
+                for request_id, token in zip(message.request_ids, ids, strict=True):
+                    generation = find(request_id)
+                    if generation is not None:
+                        output = generation.output
+                        if not output:
+                            self._first_token(generation)
+                        output.append(token)
+                        try:
+                            generation.sink.tokens((token,), 0)
+                        except Exception:  # the other rows of the step must get theirs
+                            self._dispatcher.sink_broke(generation)
+            else:
+                self._mixed_rows(message)
+        finally:
+            self._dispatcher.release_aborts()
+
+    def _mixed_rows(self, message: protocol.TokensOut) -> None:
+        """Rows of several tokens, or ends among them."""
+        start = 0
+        num_rows = len(message.request_ids)
+        counts = message.counts or (1,) * num_rows
+        finishes = message.finish or (0,) * num_rows
+        for request_id, count, finish in zip(message.request_ids, counts, finishes, strict=True):
+            row = message.ids[start : start + count]
+            start += count
+            generation = self._find(request_id)
+            if generation is None:
+                continue
+            if row and not generation.output:
+                self._first_token(generation)
+            generation.output += row
+            if finish == protocol.FINISH_NONE:
+                try:
+                    generation.sink.tokens(row, 0)
+                except Exception:
+                    self._dispatcher.sink_broke(generation)
+            elif finish == protocol.FINISH_ABORT:
+                # the model went away under it and the scheduler had not said so before: never silent
+                error = NotNow(
+                    "unloaded", f"Model {generation.model.name!r} was evicted while this request ran.", retry_after_s=1.0
+                )
+                self._dispatcher.fail(generation, error, "failed")
+                self._dispatcher.finished(request_id)
+            else:
+                self._open.end(generation, "stop" if finish == protocol.FINISH_STOP else "length")
+                try:
+                    generation.sink.tokens(row, finish)
+                except Exception:
+                    self._dispatcher.sink_broke(generation)
+                self._dispatcher.finished(request_id)
+
+    def _note_cached(self, message: protocol.TokensOut) -> None:
+        for request_id, num_cached in message.cached.items():
+            generation = self._find(request_id)
+            if generation is not None and not generation.output:
+                generation.num_cached = num_cached
+                self._metrics.cached_tokens[message.model] += num_cached
+
+    def _first_token(self, generation: Generation) -> None:
+        generation.first_token_s = time.monotonic()
+        self._metrics.ttft[generation.model.name].add(generation.first_token_s - generation.arrived_s)
