@@ -50,6 +50,7 @@ class EngineSpec:
     work_space_bytes: int
     config: NodeConfig
     threads: int
+    dtypes: tuple[str, ...] = ()
 
     def configure(self) -> protocol.Configure:
         chunk_bytes = int(self.config.chunk_bytes)
@@ -66,6 +67,7 @@ class EngineSpec:
             runner=self.config.runner,
             null_step_ms=self.config.null_step_ms,
             cache_dir=self.config.cache_dir,
+            dtypes=list(self.dtypes),
         )
 
 

@@ -30,7 +30,7 @@ QUESTIONS = {
     "oak": "Tell me about threading.",
 }
 # Each device takes one of the three models at a time, with its KV and work space.
-DEVICES = ["cpu:0=48MiB", "cpu:1=48MiB"]
+DEVICES = ["cpu:0=28MiB", "cpu:1=28MiB"]
 BOLD, DIM, RESET = ("\x1b[1m", "\x1b[2m", "\x1b[0m") if sys.stdout.isatty() else ("", "", "")
 COLOURS = ("\x1b[33m", "\x1b[36m", "\x1b[35m") if sys.stdout.isatty() else ("", "", "")
 
@@ -90,7 +90,8 @@ class Chat:
                 if self.quiet:
                     continue
                 if not self.label:
-                    print(piece, end="", flush=True)
+                    shown = piece if not self.text.endswith("\n" + piece) else piece.lstrip("\n")
+                    print(shown, end="", flush=True)
                 else:
                     line += piece
                     if len(line) > 72 and " " in line:
@@ -136,17 +137,17 @@ def side_by_side(node: DemoNode, chats: list[Chat], models: list[str]) -> None:
 def killed_in_mid_sentence(node: DemoNode, chats: list[Chat], model: str, neighbour: str) -> tuple[bool, float]:
     title("An engine is killed in mid-sentence, and the sentence goes on")
     options: dict[str, object] = {"ignore_eos": True}
-    other = Chat(node.url, neighbour, "Go on.", 400, 3, options, quiet=True).start()
     echo("python", "-m", "demo.chat", node.url, model, QUESTIONS[model])
-    chat = Chat(node.url, model, QUESTIONS[model], 160, 5, options).start()
+    chat = Chat(node.url, model, QUESTIONS[model], 400, 5, options).start()
+    pid = node.engine_pid(model)
+    other = Chat(node.url, neighbour, "Go on.", 900, 3, options, quiet=True).start()
     while chat.num_pieces < 60 and not chat.error:
         time.sleep(0.002)
-    pid = node.engine_pid(model)
     print(f"\n{DIM}$ kill -9 {pid}{RESET}", flush=True)
     os.kill(pid, signal.SIGKILL)
     chat.join()
     other.join()
-    again = Chat(node.url, model, QUESTIONS[model], 160, 5, options, quiet=True).run()
+    again = Chat(node.url, model, QUESTIONS[model], 400, 5, options, quiet=True).run()
     chats += [chat, other, again]
     same = chat.text == again.text
     print(f"Longest silence {max(chat.gaps_s):.2f} s; the text is {'the same as' if same else 'NOT the same as'} without the kill;")
@@ -154,25 +155,26 @@ def killed_in_mid_sentence(node: DemoNode, chats: list[Chat], model: str, neighb
     return same, max(chat.gaps_s)
 
 
-def burst(node: DemoNode, chats: list[Chat], models: list[str], num: int) -> None:
+def burst(node: DemoNode, chats: list[Chat], models: list[str], num: int) -> float:
+    """Returns CPU seconds per output token of all of hearthd's processes."""
     title(f"{num} chats at once for all three models")
     flock = [Chat(node.url, models[i % len(models)], QUESTIONS[models[i % len(models)]], 60, i, quiet=True) for i in range(num)]
+    cpu_s, num_tokens = node.cpu_s(), node.output_tokens()
     for chat in flock:
         chat.start()
     for chat in flock:
         chat.join()
     slowest = max(chat.first_s for chat in flock)
-    print(
-        f"{sum(not c.error for c in flock)} answered, {sum(bool(c.error) for c in flock)} failed; slowest first word {slowest:.2f} s."
-    )
+    failed = sum(bool(chat.error) for chat in flock)
+    print(f"{num - failed} answered, {failed} failed; slowest first word {slowest:.2f} s.")
     chats += flock
+    return (node.cpu_s() - cpu_s) / (node.output_tokens() - num_tokens)
 
 
-def table(node: DemoNode, chats: list[Chat], cpu_s: float) -> None:
+def table(node: DemoNode, chats: list[Chat], cpu_s_per_token: float) -> None:
     title("Measured in this run")
     failed = sum(bool(c.error) for c in chats)
     loads = node.load_seconds()
-    tokens = node.output_tokens()
     rows = [
         ("requests", len(chats)),
         ("failed", failed),
@@ -180,8 +182,8 @@ def table(node: DemoNode, chats: list[Chat], cpu_s: float) -> None:
         ("loads", len(loads)),
         ("evictions", len(node.evictions())),
         ("load ms, median / longest", f"{1e3 * sorted(loads)[len(loads) // 2]:.0f} / {1e3 * max(loads):.0f}"),
-        ("output tokens", tokens),
-        ("CPU µs per output token, all processes, loads included", f"{1e6 * cpu_s / max(tokens, 1):.0f}"),
+        ("output tokens", node.output_tokens()),
+        ("CPU µs per output token, all processes, in the burst", f"{1e6 * cpu_s_per_token:.0f}"),
         ("daemon memory", f"{psutil.Process(node.pid).memory_info().rss / 1e6:.0f} MB"),
     ]
     width = max(len(name) for name, _ in rows)
@@ -230,7 +232,6 @@ def show() -> int:
     print(f"{BOLD}hearthd: one daemon, three language models, a memory budget that holds two of them.{RESET}")
     print("It takes about a minute, uses 2 cores, a few hundred MB of memory and under 5 MB of disk (.demo/). Ctrl-C stops it.")
     with DemoNode(ROOT / "demo" / "models", DEVICES, ["--dtype", "float32"]) as node:
-        cpu_before = node.cpu_s()
         node.hearth("models")
         chats: list[Chat] = []
         title("Nothing is loaded. The first question brings its model in")
@@ -241,11 +242,11 @@ def show() -> int:
         first = chats[0].text
         back = ask(node, chats, models[0], QUESTIONS[models[0]])
         print(f"First word after {back.first_s:.2f} s; the same text as before: {'yes' if back.text == first else 'NO'}.")
-        same, _ = killed_in_mid_sentence(node, chats, models[2], node.resident_beside(models[2]))
-        burst(node, chats, models, 60)
+        same, _ = killed_in_mid_sentence(node, chats, models[0], node.resident_beside(models[0]))
+        cpu_s_per_token = burst(node, chats, models, 60)
         title("Why did that happen?")
         node.hearth("why", models[0])
-        table(node, chats, node.cpu_s() - cpu_before)
+        table(node, chats, cpu_s_per_token)
         farewell(node, models[0])
     return int(not same or back.text != first or any(c.error for c in chats))
 

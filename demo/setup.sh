@@ -27,3 +27,5 @@ if [ -n "$site" ]; then
     "$python" -c 'import torch; print("torch==" + torch.__version__)' >"$constraints"
 fi
 "$venv/bin/python" -m pip install -q --disable-pip-version-check -c "$constraints" -e '.[cpu]'
+echo "\$ $venv/bin/python -m engine.warm .demo/cache float32   # compiles the CPU kernels, once"
+"$venv/bin/python" -m engine.warm .demo/cache float32

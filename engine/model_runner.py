@@ -18,8 +18,8 @@ from loader.weight_stream import ReadCancelled, open_checkpoint, stream_weights
 
 
 class TorchRunner:
-    """engine.contracts.Runner on torch. The usual kernels are compiled (once per machine) in the background from the start; loads
-    wait for them."""
+    """engine.contracts.Runner on torch. The kernels of Configure.dtypes are compiled (once per machine) in the background from the
+    start; loads wait for them."""
 
     def __init__(self, arena: KVArena, options: Configure) -> None:
         self._arena, self._options = arena, options
@@ -30,7 +30,8 @@ class TorchRunner:
     def _prepare_kernels(self) -> None:
         try:
             ops.configure(self._options.cache_dir)
-            ops.prepare("bfloat16", 1)  # what most checkpoints need
+            for dtype in self._options.dtypes:
+                ops.prepare(dtype, 1)
         except BaseException as error:  # told to every load; silence would leave the engine on the slow path
             self._failure = error
 

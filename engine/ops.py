@@ -6,6 +6,7 @@ serves everything else. Shapes: T tokens, W width, H query heads, G KV heads, D 
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import importlib
 import importlib.util
@@ -58,7 +59,14 @@ def _threading_layer() -> str:
 def prepare(dtype: str, num_threads: int) -> None:
     """Compiles what models of this dtype need, so that no step has to. Takes seconds once per machine, milliseconds later."""
     if _kernels is not None and dtype in ("float32", "bfloat16"):
-        _kernels.prepare(dtype, num_threads > 1)
+        import numba
+
+        folder = Path(numba.config.CACHE_DIR)
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "lock").open("w") as lock:
+            # several engines start at once: the first compiles, the others read what it wrote
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            _kernels.prepare(dtype, num_threads > 1)
 
 
 def set_num_threads(num_threads: int) -> None:

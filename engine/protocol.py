@@ -55,6 +55,7 @@ class Configure(Message, frozen=True):
     runner: str = "torch"  # torch | null
     null_step_ms: float = 10.0
     cache_dir: str = ""
+    dtypes: list[str] = []  # of the registered models, the commonest first: their kernels are compiled before the first load
 
 
 class LoadModel(Message, frozen=True):
