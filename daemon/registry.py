@@ -22,6 +22,7 @@ from daemon.state import NodeState
 from loader import catalog, sizing
 from loader.hf_config import ModelShape
 from scheduler.node import events
+from scheduler.node.ledger import size_of
 
 log = logging.getLogger("hearthd.models")
 DEBOUNCE_MS, STEP_MS = 300, 150
@@ -182,12 +183,18 @@ class Registry:
         allowed = [d.budget_bytes for d in self._devices if not settings.devices or d.name in settings.devices]
         budget_bytes = max(allowed, default=0)
         length = sizing.default_max_model_len(shape, dtype, budget_bytes)
-        spare_bytes = budget_bytes - sizing.weights_bytes(shape, dtype) - 4 * int(config.chunk_bytes)
-        kv_bytes = sizing.kv_bytes_per_token(shape, dtype)
-        batch = (config.max_num_batched_tokens, settings.max_sequences)
-        while length > sizing.MIN_MODEL_LEN and (
-            length * kv_bytes + sizing.work_space_bytes(shape, dtype, *batch, length) > spare_bytes
-        ):
+        chunk_bytes, batch = int(config.chunk_bytes), (config.max_num_batched_tokens, settings.max_sequences)
+        while length > sizing.MIN_MODEL_LEN:
+            facts = events.ModelFacts(
+                name="",
+                weights_bytes=sizing.weights_bytes(shape, dtype),
+                kv_bytes_per_token=sizing.kv_bytes_per_token(shape, dtype),
+                work_space_bytes=sizing.work_space_bytes(shape, dtype, *batch, length),
+                max_model_len=length,
+            )
+            size = size_of(facts, chunk_bytes)
+            if size.chunks + size.work_space_chunks <= budget_bytes // chunk_bytes:
+                break
             length = max(sizing.MIN_MODEL_LEN, length // 2)
         return length
 
