@@ -73,12 +73,22 @@ _MARKUP = (
 )
 _ASCII = str.maketrans({"“": '"', "”": '"', "‘": "'", "’": "'", "–": "-", "—": "-", "…": "...", "\u00a0": " "})
 _NOT_PROSE = re.compile(
-    r">>>|::=|->|=>|==|<=|\|\||&&|\\|@param|@return|https?:|\$Id|XXX|TODO|Traceback|<[a-z]+>|[{}|~^]|__\w+__ *="
+    r">>>|::=|->|=>|==|<=|\|\||&&|\\|@param|@return|https?:|\$Id|XXX|TODO|Traceback"
+    r"|(?:Args|Arguments|Returns|Raises|Input|Output):|<[a-z]+>|[{}|~^]|__\w+__ *="
 )
 _SIGNATURE = re.compile(r"^[\w.]+\s?\([^)]*\)?[\]\[, .\w=*()]*\)?(\s*->.*|\s*--.*)?:?$")
 _SENTENCE_END = re.compile(r"(?<=[a-z0-9)\"'][.!?]) (?=[A-Z\"'(])")
 _BULLET = re.compile(r"(?:[*+-]|\d+[.)]) +")
 _POINTS_AT_CODE = re.compile(r"follow|example|like this|these|such as|below", re.I)
+_NO_KEYWORDS = frozenset(  # too general to ask about
+    re.findall(
+        r"\w+",
+        """return returns returned given used uses using user this that with from into when where which will must should
+    does have been other each also only they their them than then there such some more most just same value values
+    specified optional argument arguments default true false none otherwise called call calls make made like unless
+    already either because both after before between while what create creates containing contains whether""",
+    )
+)
 _WORD = re.compile(r"[a-z]{4,}")
 
 
@@ -257,12 +267,25 @@ def build_documents(files: Iterable[tuple[Path, str]] | None = None) -> list[Doc
 
 
 def _find_keywords(documents: Sequence[Document]) -> None:
+    """Keywords stand at the beginning of the text and are typical of it, so that the answer takes up the question."""
     words = [Counter(_WORD.findall(" ".join(d.paragraphs).lower())) for d in documents]
     num_documents_with = Counter(word for counts in words for word in counts)
     for document, counts in zip(documents, words, strict=True):
-        common = {word: n for word, n in counts.items() if num_documents_with[word] >= 4}
-        ranked = sorted(common, key=lambda w: (-common[w] * math.log(len(documents) / num_documents_with[w]), w))
-        document.keywords = tuple(ranked[:4])
+        early = set(_WORD.findall(_beginning(document))) - _NO_KEYWORDS
+        ranked = sorted(
+            (word for word in early if num_documents_with[word] >= 4),
+            key=lambda w: (-counts[w] * math.log(len(documents) / num_documents_with[w]), w),
+        )
+        document.keywords = tuple(ranked[:3])
+
+
+def _beginning(document: Document) -> str:
+    return document.paragraphs[0][:160].lower()
+
+
+def _named_in_text(document: Document) -> bool:
+    parts = re.findall(r"[A-Z]?[a-z]{3,}", document.name)
+    return any(part[:5].lower() in _beginning(document) for part in parts)
 
 
 # ---- conversations --------------------------------------------------------------------------------------------------
@@ -271,7 +294,7 @@ _QUESTIONS = {
     "module": ("What is the {} module?", "What is {} for?", "Tell me about the {} module.", "What does {} do?"),
     "class": ("What is {}?", "What is a {}?", "Tell me about {}.", "What is the {} class for?", "Explain {}."),
     "function": ("What does {} do?", "What does {}() do?", "How does {} work?", "Tell me about {}.", "Explain {}."),
-    "topic": ("Tell me about {}.", "Explain {}.", "What are {}?", "How do {} work?", "{}"),
+    "topic": ("Tell me about {}.", "Explain {}.", "What can you say about {}?", "What is the meaning of {}?", "{}"),
     "keyword": ("Tell me about {}.", "What can you say about {}?", "Explain {}.", "How does {} work?", "What is {}?"),
 }
 _MORE = ("Tell me more.", "Go on.", "More, please.", "And then?", "What else?", "Continue.")
@@ -300,13 +323,16 @@ def _self_descriptions(model_name: str) -> list[tuple[Sequence[str], str]]:
 
 
 def question(document: Document, rng: random.Random) -> str:
-    """One of the ways to ask for `document`."""
-    if document.keywords and (document.name.startswith("_") or rng.random() < 0.35):
+    """One of the ways to ask for `document`: by a name its text takes up, else mostly by keywords."""
+    by_name = 0.6 if _named_in_text(document) else 0.15
+    if document.keywords and (document.name.startswith("_") or rng.random() >= by_name):
         words = rng.sample(document.keywords, k=min(len(document.keywords), rng.choice((1, 1, 2))))
         form = rng.choice(_QUESTIONS["keyword"] if len(words) == 1 else _QUESTIONS["keyword"][:3])
         asked = form.format(" and ".join(words))
     else:
-        name = document.name[0].lower() + document.name[1:] if document.kind == "topic" else document.name
+        name = document.name
+        if document.kind == "topic":
+            name = re.sub(r"\b[A-Z](?=[a-z]+\b)", lambda match: match[0].lower(), name)
         asked = rng.choice(_QUESTIONS[document.kind]).format(name)
     asked = re.sub(r"\ba (?=[aeiouAEIO])", "an ", asked[0].upper() + asked[1:])
     return asked.rstrip("?.") if rng.random() < 0.1 else asked

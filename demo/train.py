@@ -33,10 +33,10 @@ from demo import corpus
 
 SEED = 20261120
 VOCAB_SIZE = 1024
-CONTEXTS = (256, 512, 1024)  # by turns, an epoch each: short ones show many beginnings, as chats do, long ones all positions
+CONTEXTS = (256, 512, 256, 1024)  # by turns, an epoch each: short ones show many beginnings, as chats do, long ones all positions
 MAX_CONTEXT = max(CONTEXTS)
-BATCH_TOKENS = 8192
-PEAK_LR, WARMUP_STEPS = 6e-3, 60
+BATCH_TOKENS = 4096
+PEAK_LR, WARMUP_STEPS = 5e-3, 80
 MUON_LR = 0.02
 IGNORED = -100  # label of a token the model is not trained to produce
 
@@ -367,8 +367,10 @@ def main() -> None:
     parser.add_argument("--model", choices=sorted(SHAPES), action="append", help="default: all three")
     parser.add_argument("--minutes", type=float, help="end each model's run after so long, learning rate and all")
     parser.add_argument("--epochs", type=int, default=16)
+    parser.add_argument("--threads", type=int, default=1, help="one a model is best: train the three side by side")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "models")
     arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
     transformers_logging.disable_progress_bar()
     for name in arguments.model or SHAPES:
         train(name, arguments.out, arguments.minutes, arguments.epochs)

@@ -10,6 +10,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
+from demo.corpus import build_documents
 from demo.train import CHAT_TEMPLATE, SHAPES, VOCAB_SIZE, model_config
 
 MODELS = Path(__file__).resolve().parents[2] / "demo" / "models"
@@ -25,6 +26,12 @@ def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
 @cache
 def model_of(name: str) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(MODELS / name, dtype=torch.float32).eval()
+
+
+@cache
+def known_words() -> frozenset[str]:
+    """Every word of the training text, in lower case."""
+    return frozenset(w for d in build_documents() for p in d.paragraphs for w in re.findall(r"[a-z]+", p.lower()))
 
 
 def greedy_answer(name: str, prompt: str, max_tokens: int = 220) -> tuple[str, int]:
@@ -106,18 +113,6 @@ def test_answers_in_sentences_of_real_words_and_stops(name: str, prompt: str) ->
     assert last in (0, 1)
     assert re.match(r"[A-Z\"(]", text)
     assert text.rstrip()[-1] in '.!?)"'
-    known = set(re.findall(r"[a-z]+", known_text()))
     words = re.findall(r"[a-z]+", text.lower())
     assert len(words) >= 8
-    assert sum(word in known for word in words) >= 0.95 * len(words)
-
-
-@cache
-def known_text() -> str:
-    """The language reference as `help()` prints it: every common word of the training text, in lower case."""
-    import pydoc_data.topics
-
-    from demo.corpus import topics
-
-    assert pydoc_data.topics.topics
-    return " ".join(p for d in topics() for p in d.paragraphs).lower()
+    assert sum(word in known_words() for word in words) >= 0.95 * len(words)
