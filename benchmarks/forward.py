@@ -42,7 +42,7 @@ def make_table(num_rows: int, length: int, vocab_size: int) -> SequenceTable:
         num_tokens=ints.copy(),
         num_prompt=ints.copy(),
         num_computed=ints.copy(),
-        block_table=generator.permutation(num_rows * blocks).astype(np.int32).reshape(num_rows, blocks),
+        block_tables=[generator.permutation(num_rows * blocks).astype(np.int32).reshape(num_rows, blocks)],
         temperature=np.zeros(num_rows, np.float32),
         top_p=np.ones(num_rows, np.float32),
         top_k=ints.copy(),

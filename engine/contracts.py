@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engine.protocol import LoadModel
+from loader.sizing import KVGroupSpec as KVGroupSpec
 from scheduler.batch.plan import BatchPlan as BatchPlan
 from scheduler.batch.plan import BoolArray as BoolArray
 from scheduler.batch.plan import FloatArray as FloatArray
@@ -23,16 +24,6 @@ class StepResult:
     ids: IntArray
     bad: BoolArray
     seconds: float
-
-
-@dataclass(slots=True, frozen=True)
-class KVGroupSpec:
-    """Layers that share block tables (docs/design.md, KV cache groups). bytes of one block over all its layers."""
-
-    kind: str  # full (window, chunked, latent, state: later families)
-    block_tokens: int
-    block_bytes: int
-    layers: tuple[int, ...]
 
 
 class HostedModel(Protocol):

@@ -6,6 +6,7 @@ Shapes: R rows, T tokens of all rows end to end, N tokens left to paged attentio
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +20,33 @@ from engine.contracts import BatchPlan, IntArray, LongArray, SequenceTable
 LONG_ROW_TOKENS = 16
 
 
+@dataclass(slots=True, frozen=True)
+class GroupMemory:
+    """kv [num_blocks, layers of the group, 2, G, block_tokens, D] is the arena as one KV group of a model sees it, kv_flat the same
+    memory for kernels. window_tokens: positions a query attends to, its own included; 0 for all."""
+
+    kv: Tensor
+    kv_flat: Any
+    window_tokens: int = 0
+
+
+@dataclass(slots=True)
+class GroupBatch:
+    """A step's view of one KV group. slots [T]: block * block_tokens + place of each token, -1 for padding. Entries of block_table
+    behind the window of every query are -1 and must not be read."""
+
+    kv: Tensor
+    kv_flat: Any
+    window_tokens: int
+    block_table: IntArray  # [R, B]
+    slots: LongArray
+
+
 @dataclass(slots=True)
 class ForwardBatch:
-    """kv [num_blocks, layers, 2, G, block_tokens, D] is the arena as this model sees it, kv_flat the same memory for kernels.
+    """groups: one for each KV group · layer_places: for each layer, its group and its place in that group.
 
-    num_tokens: T without padding · slots [T]: block * block_tokens + place of each token, -1 for padding · starts, num_new,
+    num_tokens: T without padding · starts, num_new,
     contexts [R]: first token, tokens of this step, and positions stored after it · paged_* [N]: token, row and context of each
     query that reads its blocks directly · long_rows: the other rows · cos_sin [T, D] float32.
     """
@@ -31,10 +54,8 @@ class ForwardBatch:
     input_ids: Tensor  # [T] int64
     cos_sin: Tensor
     num_tokens: int
-    kv: Tensor
-    kv_flat: Any
-    block_table: IntArray  # [R, B]
-    slots: LongArray
+    groups: list[GroupBatch]
+    layer_places: Sequence[tuple[int, int]]
     starts: IntArray
     num_new: IntArray
     contexts: IntArray
@@ -42,6 +63,11 @@ class ForwardBatch:
     paged_rows: IntArray
     paged_contexts: IntArray
     long_rows: list[int]
+
+    def group_of(self, layer: int) -> tuple[GroupBatch, int]:
+        """A layer's KV group, and its place among the group's layers."""
+        group, place = self.layer_places[layer]
+        return self.groups[group], place
 
 
 def padded_rows(num_rows: int) -> int:
@@ -53,16 +79,20 @@ def padded_rows(num_rows: int) -> int:
 
 
 def build_batch(
-    plan: BatchPlan, table: SequenceTable, kv: Tensor, kv_flat: Any, inv_freq: Tensor, padded: bool = False
+    plan: BatchPlan,
+    table: SequenceTable,
+    memory: Sequence[GroupMemory],
+    layer_places: Sequence[tuple[int, int]],
+    inv_freq: Tensor,
+    padded: bool = False,
 ) -> ForwardBatch:
     """inv_freq [D / 2] float32; padded: T is one of few counts (the last tokens are not stored and attend to nothing). Work is per
     array, never per row."""
-    block_tokens = kv.shape[4]
+    block_tokens = memory[0].kv.shape[4]
     num_new, first = plan.num_new, plan.num_computed
     num_rows = len(num_new)
     contexts = (first + num_new).astype(np.int32)
     num_blocks = -(-int(contexts.max()) // block_tokens)
-    block_table = np.ascontiguousarray(table.block_table[plan.slots, :num_blocks])
     num_tokens = int(num_new.sum())
     long_rows: list[int] = []
     if num_tokens == num_rows:
@@ -80,21 +110,26 @@ def build_batch(
         paged_rows = rows[paged_tokens]
         paged_contexts = (positions[paged_tokens] + 1).astype(np.int32)
     input_ids = table.tokens[plan.slots[rows], positions].astype(np.int64)
-    slots = block_table[rows, positions // block_tokens].astype(np.int64) * block_tokens + positions % block_tokens
-    if padded and (missing := padded_rows(num_tokens) - num_tokens):
-        nothing = np.zeros(missing, np.int64)
+    missing = padded_rows(num_tokens) - num_tokens if padded else 0
+    nothing = np.zeros(missing, np.int64)
+    blocks, places = positions // block_tokens, positions % block_tokens
+    groups = []
+    for own, block_tables in zip(memory, table.block_tables, strict=True):
+        block_table = np.ascontiguousarray(block_tables[plan.slots, :num_blocks])
+        slots = block_table[rows, blocks].astype(np.int64) * block_tokens + places
+        if missing:
+            slots = np.concatenate((slots, nothing - 1))
+        groups.append(GroupBatch(own.kv, own.kv_flat, own.window_tokens, block_table, slots))
+    if missing:
         input_ids = np.concatenate((input_ids, nothing))
         positions = np.concatenate((positions, nothing))
-        slots = np.concatenate((slots, nothing - 1))
     angles = torch.from_numpy(positions).float().unsqueeze(1) * inv_freq
     return ForwardBatch(
         input_ids=torch.from_numpy(input_ids),
         cos_sin=torch.cat((angles.cos(), angles.sin()), dim=1),
         num_tokens=num_tokens,
-        kv=kv,
-        kv_flat=kv_flat,
-        block_table=block_table,
-        slots=slots,
+        groups=groups,
+        layer_places=layer_places,
         starts=starts,
         num_new=num_new,
         contexts=contexts,

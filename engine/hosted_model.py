@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine import ops
 from engine.contracts import BatchPlan, FloatArray, KVGroupSpec, SequenceTable, StepResult
-from engine.forward_batch import build_batch, padded_rows
+from engine.forward_batch import GroupMemory, build_batch, padded_rows
 from engine.layers.rope import inverse_frequencies
 from engine.layers.weights import Weights
 from engine.memory.arena import KVArena
@@ -35,8 +35,7 @@ class TorchModel:
         self.vocab_size = shape.vocab_size
         self.weights_bytes = memory.num_bytes
         self.shape = shape
-        block_bytes = sizing.block_bytes(shape, spec.dtype, block_tokens)
-        self.kv_groups = (KVGroupSpec("full", block_tokens, block_bytes, tuple(range(shape.num_layers))),)
+        self.kv_groups = sizing.kv_groups(shape, spec.dtype, block_tokens)
         self.num_threads = num_threads
         self._eos_token_ids = spec.eos_token_ids
         self._memory = memory
@@ -45,15 +44,16 @@ class TorchModel:
         self._inv_freq = inverse_frequencies(shape.rope, shape.head_dim)
         self._dtype: torch.dtype = getattr(torch, spec.dtype)
         self._padded = spec.dtype != "float32"  # MKL, which serves float32, has no set-up per row count
-        self._attach(arena.blocks(self._block_shape(block_tokens), self._dtype))
+        self._kv = [self._group_memory(arena, group) for group in self.kv_groups]
+        places = {layer: (number, place) for number, group in enumerate(self.kv_groups) for place, layer in enumerate(group.layers)}
+        self._layer_places = tuple(places[layer] for layer in range(shape.num_layers))
 
-    def _block_shape(self, block_tokens: int) -> tuple[int, ...]:
-        return (self.shape.num_layers, 2, self.shape.num_kv_heads, block_tokens, self.shape.head_dim)
-
-    def _attach(self, kv: Tensor) -> None:
-        self._kv = kv
+    def _group_memory(self, arena: KVArena, group: KVGroupSpec) -> GroupMemory:
+        block_shape = (len(group.layers), 2, self.shape.num_kv_heads, group.block_tokens, self.shape.head_dim)
+        kv = arena.blocks(block_shape, self._dtype)
         flat = kv.view(-1)
-        self._kv_flat = flat.view(torch.uint16).numpy() if kv.dtype is torch.bfloat16 else flat.numpy()
+        kv_flat = flat.view(torch.uint16).numpy() if kv.dtype is torch.bfloat16 else flat.numpy()
+        return GroupMemory(kv, kv_flat, group.window_tokens)
 
     @torch.inference_mode()
     def execute(self, plan: BatchPlan, table: SequenceTable) -> StepResult:
@@ -84,7 +84,7 @@ class TorchModel:
         """Hidden states of the sampling rows' last tokens, or of all tokens, with padding; and their number without it."""
         model = self._loaded()
         ops.set_num_threads(self.num_threads)
-        batch = build_batch(plan, table, self._kv, self._kv_flat, self._inv_freq, self._padded)
+        batch = build_batch(plan, table, self._kv, self._layer_places, self._inv_freq, self._padded)
         if every_token or (plan.samples.all() and batch.num_tokens == len(plan.slots)):
             return model.forward(batch, None), batch.num_tokens
         wanted = (batch.starts + plan.num_new - 1)[plan.samples].astype(np.int64)

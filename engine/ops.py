@@ -121,9 +121,10 @@ def rope_and_store(
     qkv: Tensor, query_norm: Tensor | None, key_norm: Tensor | None, eps: float, layer: int, heads: int, batch: ForwardBatch
 ) -> None:
     """Normalises (if norms are given) and rotates queries and keys of qkv [T, (H + 2 G) D] in place; stores keys and values."""
-    kv = batch.kv
+    group, place = batch.group_of(layer)
+    kv = group.kv
     if not _served(qkv):
-        reference.rope_and_store(qkv, batch.cos_sin, query_norm, key_norm, eps, kv, layer, heads, torch.from_numpy(batch.slots))
+        reference.rope_and_store(qkv, batch.cos_sin, query_norm, key_norm, eps, kv, place, heads, torch.from_numpy(group.slots))
         return
     array = _array(qkv)
     none = array[0, :0]
@@ -133,20 +134,21 @@ def rope_and_store(
         none if query_norm is None else _array(query_norm),
         none if key_norm is None else _array(key_norm),
         eps,
-        batch.kv_flat,
+        group.kv_flat,
         kv.shape[1],
-        layer,
+        place,
         heads,
         kv.shape[3],
         kv.shape[4],
         kv.shape[5],
-        batch.slots,
+        group.slots,
     )
 
 
 def attention(qkv: Tensor, layer: int, heads: int, scale: float, batch: ForwardBatch) -> Tensor:
     """Causal attention of every token over its row's KV blocks, after rope_and_store. Returns [T, H D]."""
-    kv = batch.kv
+    group, place = batch.group_of(layer)
+    kv = group.kv
     kv_heads, head_dim = kv.shape[3], kv.shape[5]
     out = qkv.new_empty(qkv.shape[0], heads * head_dim)
     out[batch.num_tokens :] = 0
@@ -154,14 +156,14 @@ def attention(qkv: Tensor, layer: int, heads: int, scale: float, batch: ForwardB
         if _served(qkv):
             _kernels.paged_attention(
                 _array(qkv),
-                batch.kv_flat,
+                group.kv_flat,
                 kv.shape[1],
-                layer,
+                place,
                 heads,
                 kv_heads,
                 kv.shape[4],
                 head_dim,
-                batch.block_table,
+                group.block_table,
                 batch.paged_tokens,
                 batch.paged_rows,
                 batch.paged_contexts,
@@ -172,9 +174,9 @@ def attention(qkv: Tensor, layer: int, heads: int, scale: float, batch: ForwardB
             reference.paged_attention(
                 qkv,
                 kv,
-                layer,
+                place,
                 heads,
-                torch.from_numpy(batch.block_table),
+                torch.from_numpy(group.block_table),
                 torch.from_numpy(batch.paged_tokens),
                 torch.from_numpy(batch.paged_rows),
                 torch.from_numpy(batch.paged_contexts),
@@ -184,7 +186,7 @@ def attention(qkv: Tensor, layer: int, heads: int, scale: float, batch: ForwardB
     for row in batch.long_rows:
         start, num_new = int(batch.starts[row]), int(batch.num_new[row])
         context = int(batch.contexts[row])
-        key, value = reference.gather_context(kv, layer, torch.from_numpy(batch.block_table[row]), context)
+        key, value = reference.gather_context(kv, place, torch.from_numpy(group.block_table[row]), context)
         query = qkv[start : start + num_new, : heads * head_dim].view(num_new, heads, head_dim).transpose(0, 1)
         target = out[start : start + num_new].view(num_new, heads, head_dim)
         if num_new == context:

@@ -54,6 +54,7 @@ class ModelShape:
     mlp_bias: bool
     qk_norm: bool
     dtype: str
+    layer_windows: tuple[int, ...] = ()  # positions each layer attends to, the token's own included (0: all); empty: all layers all
 
 
 @dataclass(slots=True, frozen=True)

@@ -34,6 +34,20 @@ class WeightSlot:
     num_bytes: int
 
 
+@dataclass(slots=True, frozen=True)
+class KVGroupSpec:
+    """Layers that share block tables (docs/design.md, KV cache groups). block_bytes: one block over all these layers.
+
+    A `window` layer's query at position p attends to [p - window_tokens + 1, p]; a `full` one's to [0, p], and window_tokens is 0.
+    """
+
+    kind: str  # full, window (chunked, latent, state: later families)
+    block_tokens: int
+    block_bytes: int
+    layers: tuple[int, ...]
+    window_tokens: int = 0
+
+
 # one entry: tensors that lie end to end, each (name, shape)
 _Group = tuple[tuple[str, tuple[int, ...]], ...]
 
@@ -108,6 +122,18 @@ def kv_bytes_per_token(shape: ModelShape, dtype: str) -> int:
 def block_bytes(shape: ModelShape, dtype: str, block_tokens: int) -> int:
     """One KV block of a dense model's only KV cache group."""
     return kv_bytes_per_token(shape, dtype) * block_tokens
+
+
+def kv_groups(shape: ModelShape, dtype: str, block_tokens: int) -> tuple[KVGroupSpec, ...]:
+    """Layers by their window: full ones first, then the others by size. A block holds the layers of its group only."""
+    windows = shape.layer_windows or (0,) * shape.num_layers
+    layer_bytes = 2 * shape.num_kv_heads * shape.head_dim * ITEM_BYTES[dtype] * block_tokens
+    groups = []
+    for window in sorted(set(windows)):
+        layers = tuple(layer for layer, own in enumerate(windows) if own == window)
+        kind = "window" if window else "full"
+        groups.append(KVGroupSpec(kind, block_tokens, layer_bytes * len(layers), layers, window))
+    return tuple(groups)
 
 
 def logits_rows(shape: ModelShape, dtype: str, max_sequences: int) -> int:

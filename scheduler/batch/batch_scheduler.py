@@ -233,7 +233,7 @@ class BatchScheduler:
                 return decode
             blocks = self.kv.allocate(len(wanting))
             if blocks is not None:
-                table.block_table[wanting, self._capacity[wanting] // self.block_tokens] = blocks
+                table.block_tables[0][wanting, self._capacity[wanting] // self.block_tokens] = blocks
                 self._capacity[wanting] += self.block_tokens
                 return decode
             self._preempt(self._victim())
@@ -310,7 +310,7 @@ class BatchScheduler:
         table.num_tokens[slot] = num_tokens
         table.num_prompt[slot] = request.num_prompt
         table.num_computed[slot] = num_shared * self.block_tokens
-        table.block_table[slot, : len(blocks)] = blocks
+        table.block_tables[0][slot, : len(blocks)] = blocks
         table.temperature[slot] = params.temperature
         table.top_p[slot] = params.top_p
         table.top_k[slot] = min(params.top_k, INT32_MAX)
@@ -341,12 +341,12 @@ class BatchScheduler:
         if full > known:
             seed = prefix_seed(request.cache_salt, self.limits.fingerprint, self.limits.kv_dtype)
             extend_keys(request.keys, seed, self.table.tokens[slot], self.block_tokens, full)
-            self.kv.learn(request.keys[known:full], self.table.block_table[slot, known:full])
+            self.kv.learn(request.keys[known:full], self.table.block_tables[0][slot, known:full])
             self._num_learned[slot] = full
 
     def _leave(self, slot: int, poisoned: bool = False) -> None:
         """Frees a slot and its blocks; `_drop_from_running` must follow."""
-        blocks = self.table.block_table[slot, : self._capacity[slot] // self.block_tokens].copy()
+        blocks = self.table.block_tables[0][slot, : self._capacity[slot] // self.block_tokens].copy()
         if poisoned:
             self.kv.discard(blocks)
         else:

@@ -51,7 +51,8 @@ class SequenceTable:
     """One model's sequences as columns. A slot is a row index, free when its request id is 0.
 
     tokens [S, L] int32: prompt then output · num_tokens [S]: filled part · num_prompt [S] · num_computed [S]: tokens whose KV is
-    stored · block_table [S, B] int32: pool block ids · sampling columns as named.
+    stored · block_tables, for each KV group [S, B] int32: pool block ids, -1 for blocks behind the group's window · sampling
+    columns as named.
     `min_tokens_until [S]` is the token count below which end ids are masked out.
     """
 
@@ -60,7 +61,7 @@ class SequenceTable:
     num_tokens: IntArray
     num_prompt: IntArray
     num_computed: IntArray
-    block_table: IntArray
+    block_tables: list[IntArray]
     temperature: FloatArray
     top_p: FloatArray
     top_k: IntArray
@@ -72,7 +73,7 @@ class SequenceTable:
     params: list[object | None]  # engine.protocol.SamplingParams of the row
 
 
-def make_sequence_table(num_slots: int, max_tokens: int, max_blocks: int) -> SequenceTable:
+def make_sequence_table(num_slots: int, max_tokens: int, max_blocks: int, num_groups: int = 1) -> SequenceTable:
     """An empty table of S = num_slots rows, L = max_tokens, B = max_blocks. Pages of `tokens` are touched only as rows fill."""
     return SequenceTable(
         request_id=np.zeros(num_slots, np.int64),
@@ -80,7 +81,7 @@ def make_sequence_table(num_slots: int, max_tokens: int, max_blocks: int) -> Seq
         num_tokens=np.zeros(num_slots, np.int32),
         num_prompt=np.zeros(num_slots, np.int32),
         num_computed=np.zeros(num_slots, np.int32),
-        block_table=np.zeros((num_slots, max_blocks), np.int32),
+        block_tables=[np.zeros((num_slots, max_blocks), np.int32) for _ in range(num_groups)],
         temperature=np.ones(num_slots, np.float32),
         top_p=np.ones(num_slots, np.float32),
         top_k=np.zeros(num_slots, np.int32),

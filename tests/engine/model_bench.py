@@ -99,7 +99,7 @@ def make_table(slots: int = 8, length: int = MAX_LEN) -> SequenceTable:
         num_tokens=np.zeros(slots, np.int32),
         num_prompt=np.zeros(slots, np.int32),
         num_computed=np.zeros(slots, np.int32),
-        block_table=order.reshape(slots, blocks),
+        block_tables=[order.reshape(slots, blocks)],
         temperature=np.zeros(slots, np.float32),
         top_p=np.ones(slots, np.float32),
         top_k=np.zeros(slots, np.int32),

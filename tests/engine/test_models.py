@@ -126,7 +126,7 @@ def test_prefix_cache_hit(model: TorchModel, made: tuple[Path, Any]) -> None:
     shared = 36 // BLOCK_TOKENS
     branch = PROMPT[:36] + OTHER[:20]
     put(table, 1, branch)
-    table.block_table[1, :shared] = table.block_table[0, :shared]
+    table.block_tables[0][1, :shared] = table.block_tables[0][0, :shared]
     close(model.logits(plan((1, 36, 20)), table, every_token=True), expected(made, branch)[36:])
     close(model.logits(plan((0, 39, 1)), table), expected(made, PROMPT[:40])[39:])
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine import ops
 from engine.contracts import BatchPlan
-from engine.forward_batch import ForwardBatch, build_batch, padded_rows
+from engine.forward_batch import ForwardBatch, GroupMemory, build_batch, padded_rows
 from engine.kernels import reference
 from tests.engine.model_bench import CACHE_DIR, make_table
 
@@ -63,7 +63,7 @@ def make_batch(dtype: torch.dtype, rows: list[tuple[int, int, int]], padded: boo
     kv = random(256, LAYERS, 2, KV_HEADS, BLOCK_TOKENS, HEAD_DIM, dtype=dtype)
     flat = kv.view(-1).view(torch.uint16).numpy() if dtype is torch.bfloat16 else kv.view(-1).numpy()
     inv_freq = 1.0 / (10000.0 ** (torch.arange(0, HEAD_DIM, 2).float() / HEAD_DIM))
-    return build_batch(plan, make_table(), kv, flat, inv_freq, padded)
+    return build_batch(plan, make_table(), [GroupMemory(kv, flat)], [(0, layer) for layer in range(LAYERS)], inv_freq, padded)
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 100.0])
@@ -90,9 +90,9 @@ def test_rope_and_store(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, nor
 
     def call() -> Tensor:
         batch = make_batch(dtype, [(0, 17, 1), (1, 5, 4), (3, 0, 9)], padded=True)
-        qkv = random(len(batch.slots), (HEADS + 2 * KV_HEADS) * HEAD_DIM, dtype=dtype).clone()
+        qkv = random(len(batch.input_ids), (HEADS + 2 * KV_HEADS) * HEAD_DIM, dtype=dtype).clone()
         ops.rope_and_store(qkv, query_norm, key_norm, 1e-5, 1, HEADS, batch)
-        return torch.cat((qkv[: batch.num_tokens].flatten(), batch.kv.flatten()))
+        return torch.cat((qkv[: batch.num_tokens].flatten(), batch.groups[0].kv.flatten()))
 
     same(*both(monkeypatch, call))
 
@@ -110,19 +110,19 @@ def test_rope_and_store(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, nor
 def test_attention(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rows: list[tuple[int, int, int]], threads: int) -> None:
     ops.set_num_threads(threads)
     batch = make_batch(dtype, rows, padded=True)
-    qkv = random(len(batch.slots), (HEADS + 2 * KV_HEADS) * HEAD_DIM, dtype=dtype, scale=2.0)
+    qkv = random(len(batch.input_ids), (HEADS + 2 * KV_HEADS) * HEAD_DIM, dtype=dtype, scale=2.0)
     same(*both(monkeypatch, lambda: ops.attention(qkv, 1, HEADS, HEAD_DIM**-0.5, batch)))
 
 
 def test_attention_reads_nothing_beyond_the_context(dtype: torch.dtype) -> None:
     """NaN in blocks and places that don't belong to the rows stays where it is."""
     batch = make_batch(dtype, [(0, 5, 1), (1, 2, 3)])
-    owned = torch.zeros(batch.kv.shape[0], BLOCK_TOKENS, dtype=torch.bool)
+    owned = torch.zeros(batch.groups[0].kv.shape[0], BLOCK_TOKENS, dtype=torch.bool)
     for row, context in enumerate(batch.contexts.tolist()):
         for position in range(context):
-            owned[int(batch.block_table[row, position // BLOCK_TOKENS]), position % BLOCK_TOKENS] = True
-    batch.kv.permute(0, 4, 1, 2, 3, 5)[~owned] = torch.nan
-    qkv = random(len(batch.slots), (HEADS + 2 * KV_HEADS) * HEAD_DIM, dtype=dtype)
+            owned[int(batch.groups[0].block_table[row, position // BLOCK_TOKENS]), position % BLOCK_TOKENS] = True
+    batch.groups[0].kv.permute(0, 4, 1, 2, 3, 5)[~owned] = torch.nan
+    qkv = random(len(batch.input_ids), (HEADS + 2 * KV_HEADS) * HEAD_DIM, dtype=dtype)
     assert torch.isfinite(ops.attention(qkv, 0, HEADS, 0.25, batch)).all()
 
 

@@ -267,8 +267,8 @@ def test_two_models_share_the_arena(runner: TorchRunner, saved: tuple[Path, Any]
     first, second = load(runner, saved[0]), load(runner, tmp_path)
     table_one, table_two = make_table(), make_table()
     half = NUM_CHUNKS // 2 * CHUNK_BYTES
-    table_one.block_table[0, :20] = np.arange(20)
-    table_two.block_table[0, :20] = -(-half // second.kv_groups[0].block_bytes) + np.arange(20)
+    table_one.block_tables[0][0, :20] = np.arange(20)
+    table_two.block_tables[0][0, :20] = -(-half // second.kv_groups[0].block_bytes) + np.arange(20)
     for table in (table_one, table_two):
         put(table, 0, PROMPT)
     with torch.inference_mode():

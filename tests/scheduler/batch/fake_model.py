@@ -57,12 +57,12 @@ class FakeModel:
             assert computed == table.num_computed[slot]
             assert computed + num_new <= table.num_tokens[slot]
             for position in range(computed, computed + num_new):
-                block = table.block_table[slot, position // BLOCK_TOKENS]
+                block = table.block_tables[0][slot, position // BLOCK_TOKENS]
                 self.kv[block, position % BLOCK_TOKENS] = table.tokens[slot, position]
             self.num_computed_tokens += int(num_new)
             if samples:
                 num_tokens = int(computed + num_new)
-                blocks = table.block_table[slot, : -(-num_tokens // BLOCK_TOKENS)]
+                blocks = table.block_tables[0][slot, : -(-num_tokens // BLOCK_TOKENS)]
                 ids.append(next_token(self.kv[blocks].reshape(-1)[:num_tokens].tolist()))
         return np.array(ids, np.int32), np.zeros(len(ids), np.bool_)
 
