@@ -10,7 +10,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from config import paths, units
+from config import locate, paths, units
 from config.schema import DeviceBudget, ModelConfig, NodeConfig, SamplingDefaults
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -20,11 +20,22 @@ DEFAULT_CPU_PERCENT = 50
 
 
 class ConfigError(Exception):
-    """key: dotted path as written in the file, e.g. `models."org/name".dtype`. source: file path or "flags"."""
+    """key: dotted path as written in the file, e.g. `models."org/name".dtype`. source: file path or "flags". line: from 1; 0 where
+    none is known (flags, a file that can't be read)."""
 
-    def __init__(self, source: str, key: str, message: str) -> None:
-        super().__init__(f"{source}: {key}: {message}" if key else f"{source}: {message}")
-        self.source, self.key = source, key
+    def __init__(self, source: str, key: str, message: str, line: int = 0) -> None:
+        where = f"{source}:{line}" if line else source
+        super().__init__(f"{where}: {key}: {message}" if key else f"{where}: {message}")
+        self.source, self.key, self.message, self.line = source, key, message, line
+
+
+def located(error: ConfigError) -> ConfigError:
+    """The same error with the line of its key, looked up in the file it names."""
+    if error.line or not error.key or not os.path.isfile(error.source):
+        return error
+    with open(error.source, encoding="utf-8") as file:
+        line = locate.line_of(file.read(), error.key)
+    return ConfigError(error.source, error.key, error.message, line)
 
 
 def load(path: str | None, flags: Mapping[str, Any] | None = None) -> NodeConfig:
@@ -32,6 +43,13 @@ def load(path: str | None, flags: Mapping[str, Any] | None = None) -> NodeConfig
     paths as absolute ones, because engines run in another folder (a flag's is relative to the current folder, a file's to the
     file's own); `control`, `state_dir` and `cache_dir` with their defaults filled in. Raises ConfigError."""
     table: dict[str, Any] = {}
+    try:
+        return _load(path, flags)
+    except ConfigError as error:
+        raise located(error) from None
+
+
+def _load(path: str | None, flags: Mapping[str, Any] | None) -> NodeConfig:
     if path is not None:
         table = _read(path)
     config = _node(path or "flags", table)
@@ -57,6 +75,13 @@ def device_budgets(config: NodeConfig, memory_bytes: int, source: str = "flags")
     """The node's devices; one `cpu:0` with half of the machine's memory when none is named. Raises ConfigError for a device that
     is named twice, that this build has no engine for, or whose budget is below 8 chunks or above the machine's memory."""
     if not config.device:
+    try:
+        return _device_budgets(config, memory_bytes, source)
+    except ConfigError as error:
+        raise located(error) from None
+
+
+def _device_budgets(config: NodeConfig, memory_bytes: int, source: str) -> list[DeviceBudget]:
         return [DeviceBudget("cpu:0", memory_bytes * DEFAULT_CPU_PERCENT // 100)]
     devices: dict[str, DeviceBudget] = {}
     for text in config.device:
@@ -95,7 +120,7 @@ def _read(path: str) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(path, "", f"cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(path, "", f"is not valid TOML: {error}") from None
+        raise ConfigError(path, "", f"is not valid TOML: {error}", locate.line_of_syntax_error(str(error))) from None
 
 
 def _node(source: str, table: dict[str, Any]) -> NodeConfig:

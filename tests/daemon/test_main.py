@@ -39,7 +39,7 @@ def test_check_config(tmp_path: Path) -> None:
     path.write_text("max_wait_s = 'soon'\n")
     bad = hearthd("--check-config", "--models", str(tmp_path), "--config", str(path))
     assert bad.returncode == 2
-    assert bad.stderr == f"hearthd: {path}: max_wait_s: 'soon' must be a number\n"
+    assert bad.stderr == f"hearthd: {path}:1: max_wait_s: 'soon' must be a number\n"
 
 
 @pytest.mark.parametrize(
