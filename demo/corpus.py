@@ -21,6 +21,7 @@ import sys
 import sysconfig
 import types
 import warnings
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -66,6 +67,7 @@ _MARKUP = (
     (re.compile(r"``([^`]+)``"), r"\1"),
     (re.compile(r"(?<![\w*`'])[`*]([^\s`*'](?:[^`*']*[^\s`*'])?)[`*'](?![\w*])"), r"\1"),  # *emphasis*, `name', `name`
     (re.compile(r"\*\*([A-Za-z][^*]*)\*\*"), r"\1"),
+    (re.compile(r"(?<![\w\"'])[\"']([\w.]+(?:\(\))?)[\"'](?![\w\"'])"), r"\1"),  # 'name', "name"
     (re.compile(r"\s*\[\d+\]"), ""),  # footnote marks
     (re.compile(r"\s*\((?:bpo-|issue ?#?)\d+\)", re.I), ""),
     (re.compile(r"(?<=[a-z])- (?!and |or |to )(?=[a-z])"), "-"),  # "comma-" at the end of a line, "separated" on the next
@@ -116,7 +118,7 @@ def clean_sentence(text: str) -> str:
         text = pattern.sub(replacement, text)
     text = text.strip()
     sentences = _SENTENCE_END.split(text)
-    if text.endswith(":") and not _POINTS_AT_CODE.search(sentences[-1]):
+    if text.endswith(":") and len(sentences[-1].split()) > 5 and not _POINTS_AT_CODE.search(sentences[-1]):
         text = text[:-1] + "."
     elif text.endswith(":") or (len(sentences) > 1 and text[-1:].isalnum()):  # it introduced code that is not kept
         text = " ".join(sentences[:-1])
@@ -124,7 +126,9 @@ def clean_sentence(text: str) -> str:
         return ""
     if text[-1].isalnum() and len(text) < 100:  # a one-line docstring without its full stop
         text += "."
-    if text[-1] not in ".!?)" or text.count("(") != text.count(")") or text.count('"') % 2:
+    if text[-1] not in ".!?)" or text.count("(") != text.count(")") or text.count('"') not in (0, 2):
+        return ""
+    if text.count("__") > 4 or text.count("()") > 4 or text.count("'") > 6:
         return ""
     words = text.split()
     plain = sum(1 for word in words if re.fullmatch(r"[\"'(]?[A-Za-z][a-z]*(?:[-'][a-z]+)*[\"')]?[.,;:!?]?\)?", word))
@@ -393,7 +397,10 @@ def conversations(documents: Sequence[Document], model_name: str, rng: random.Ra
     return result
 
 
-def hold_out(documents: Sequence[Document], every: int = 40) -> tuple[list[Document], list[Document]]:
-    """(training, held out): one document in `every`, whole, is never trained on."""
-    held_out = [d for i, d in enumerate(documents) if i % every == every // 2]
-    return [d for i, d in enumerate(documents) if i % every != every // 2], held_out
+def hold_out(documents: Sequence[Document], one_in: int = 40) -> tuple[list[Document], list[Document]]:
+    """(training, held out): about one document in `one_in`, whole, is never trained on; which ones, its name decides."""
+
+    def is_held_out(document: Document) -> bool:
+        return zlib.crc32(f"{document.source}/{document.name}".encode()) % one_in == 0
+
+    return [d for d in documents if not is_held_out(d)], [d for d in documents if is_held_out(d)]

@@ -1,6 +1,6 @@
 """Train the demo's three small language models on this Python's own documentation.
 
-    python demo/train.py [--model ember] [--minutes 15] [--epochs 24] [--out demo/models]
+    python demo/train.py [--model ember] [--minutes 15] [--epochs 16] [--resume] [--out demo/models]
 
 Needs the `test` extra (transformers). Each model becomes a folder in the Hugging Face layout with bf16 weights. The
 order of the data and the first weights come from a fixed seed; floating-point sums differ between machines, and a run
@@ -38,6 +38,7 @@ MAX_CONTEXT = max(CONTEXTS)
 BATCH_TOKENS = 4096
 PEAK_LR, WARMUP_STEPS = 5e-3, 80
 MUON_LR = 0.02
+RESUMED_LR = 0.5  # of those peaks, when a run goes on from trained weights
 IGNORED = -100  # label of a token the model is not trained to produce
 
 CHAT_TEMPLATE = (
@@ -141,7 +142,7 @@ def write_settings(folder: Path, shape: Shape, tokenizer: Tokenizer) -> None:
         "clean_up_tokenization_spaces": False,
         "chat_template": CHAT_TEMPLATE,
     }
-    generation = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "eos_token_id": [1, 0], "pad_token_id": 0}
+    generation = {"do_sample": True, "temperature": 0.5, "top_p": 0.9, "eos_token_id": [1, 0], "pad_token_id": 0}
     contents = (
         ("config.json", model_config(shape)),
         ("tokenizer_config.json", tokenizer_config),
@@ -271,17 +272,23 @@ class Schedule:
         return min(1.0, (self.step + 1) / WARMUP_STEPS, max(0.0, 1 - self.progress()) / 0.85)
 
 
-def train(name: str, out: Path, minutes: float | None, epochs: int) -> None:
+def train(name: str, out: Path, minutes: float | None, epochs: int, resume: bool) -> None:
     """Train one model, write its folder, print its held-out loss and samples."""
     torch.manual_seed(SEED)
     shape = SHAPES[name]
     documents, held_out = corpus.hold_out(corpus.build_documents())
     first_epoch = corpus.conversations(documents, name, random.Random(SEED))
-    tokenizer = train_tokenizer([segment.text for c in first_epoch for segment in c])
-    num_tokens = sum(len(ids) for ids, _ in encode(tokenizer, first_epoch))
     folder = out / name
+    if resume:
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    else:
+        tokenizer = train_tokenizer([segment.text for c in first_epoch for segment in c])
+    num_tokens = sum(len(ids) for ids, _ in encode(tokenizer, first_epoch))
     write_settings(folder, shape, tokenizer)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+    if resume:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    else:
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
     num_parameters = sum(p.numel() for p in model.parameters())
     schedule = Schedule(num_steps=epochs * num_tokens // BATCH_TOKENS, minutes=minutes)
     print(f"{name}: {num_parameters:,} parameters, {len(documents):,} documents, {num_tokens:,} tokens an epoch", flush=True)
@@ -291,7 +298,7 @@ def train(name: str, out: Path, minutes: float | None, epochs: int) -> None:
 
     signal.signal(signal.SIGINT, stop)
     optimizers = optimizers_of(model)
-    peaks = [o.param_groups[0]["lr"] for o in optimizers]
+    peaks = [o.param_groups[0]["lr"] * (RESUMED_LR if resume else 1.0) for o in optimizers]
     mean, reported = 0.0, 0.0
     model.train()
     for ids, labels in batches(documents, tokenizer, name, schedule):
@@ -325,7 +332,7 @@ def train(name: str, out: Path, minutes: float | None, epochs: int) -> None:
 
 
 @torch.no_grad()
-def answer(model: PreTrainedModel, tokenizer: Tokenizer, prompt: str, temperature: float = 0.6) -> tuple[str, int, bool]:
+def answer(model: PreTrainedModel, tokenizer: Tokenizer, prompt: str, temperature: float = 0.5) -> tuple[str, int, bool]:
     """(text, number of tokens, whether it ended by itself) of one chat turn."""
     text = f"{corpus.BEGIN_USER}{prompt}{corpus.END_OF_TURN}{corpus.BEGIN_ASSISTANT}"
     ids = torch.tensor([tokenizer.encode(text, add_special_tokens=False).ids])
@@ -367,13 +374,14 @@ def main() -> None:
     parser.add_argument("--model", choices=sorted(SHAPES), action="append", help="default: all three")
     parser.add_argument("--minutes", type=float, help="end each model's run after so long, learning rate and all")
     parser.add_argument("--epochs", type=int, default=16)
+    parser.add_argument("--resume", action="store_true", help="go on from the weights in the model's folder")
     parser.add_argument("--threads", type=int, default=1, help="one a model is best: train the three side by side")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "models")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     transformers_logging.disable_progress_bar()
     for name in arguments.model or SHAPES:
-        train(name, arguments.out, arguments.minutes, arguments.epochs)
+        train(name, arguments.out, arguments.minutes, arguments.epochs, arguments.resume)
 
 
 if __name__ == "__main__":
