@@ -67,6 +67,7 @@ class BatchScheduler:
         self._priority = np.zeros(slots, np.int64)
         self._order = np.zeros(slots, np.int64)
         self._has_stop_ids: BoolArray = np.zeros(slots, np.bool_)
+        self._held: BoolArray = np.zeros(slots, np.bool_)  # constrained rows that wait to be resumed
         self._wants_first: BoolArray = np.zeros(slots, np.bool_)
         self._next_order = 0
         self._blocked_version = -1  # chunk pool's version when the head of the queue last found no memory
@@ -81,7 +82,7 @@ class BatchScheduler:
     @property
     def runnable(self) -> bool:
         """Whether `plan` may find something to do: sequences run, or memory moved since the head of the queue was tried."""
-        return len(self._running) > 0 or (len(self.waiting) > 0 and self._blocked_version != self.kv.pool.chunks.version)
+        return len(self._running) > np.count_nonzero(self._held) or (len(self.waiting) > 0 and self._blocked_version != self.kv.pool.chunks.version)
 
     def submit(self, request: BatchRequest) -> None:
         """Queues it. The caller has checked that 0 < len(tokens) < max_model_len and that the id is not here yet."""
@@ -105,6 +106,14 @@ class BatchScheduler:
         self._leave(slot)
         self._drop_from_running()
         return True
+
+    def resume(self, request_id: int) -> None:
+        """A constrained request may have its next token."""
+        request = self.waiting.get(request_id)
+        if request is not None:
+            request.held = False
+        elif (slot := self._slot_of.get(request_id)) is not None:
+            self._held[slot] = False
 
     def preempt_one(self) -> bool:
         """Puts the newest sequence of the lowest priority back to wait; False if none runs. Between steps only."""
@@ -130,6 +139,8 @@ class BatchScheduler:
         budget = self.limits.max_num_batched_tokens
         table = self.table
         running = self._running
+        if self._held.any():
+            running = running[~self._held[running]]
         prefill: IntArray = running[:0]
         if len(running):
             decode_rows = table.num_tokens[running] - table.num_computed[running] == 1
@@ -182,6 +193,7 @@ class BatchScheduler:
         total = position + 1
         table.num_tokens[slots] = total
         outcome = StepOutcome(table.request_id[slots].tolist(), ids.tolist(), bad=failed)
+        self._held[slots] = table.constrained[slots]
         stop = self._stopped(slots, ids, position)
         ended = stop | (total >= table.max_total_tokens[slots])
         first = self._wants_first[slots]
@@ -256,6 +268,8 @@ class BatchScheduler:
                 new_slot = self._admit()
                 if new_slot is None:
                     break
+                if self._held[new_slot]:
+                    continue
                 num = min(int(table.num_tokens[new_slot] - table.num_computed[new_slot]), budget)
                 slots.append(new_slot)
                 tokens.append(num)
@@ -320,6 +334,8 @@ class BatchScheduler:
         table.max_total_tokens[slot] = min(request.num_prompt + params.max_tokens, self.limits.max_model_len)
         table.ignore_eos[slot] = params.ignore_eos
         table.params[slot] = params
+        table.constrained[slot] = request.constrained
+        self._held[slot] = request.held
         self._capacity[slot] = len(blocks) * self.block_tokens
         self._num_learned[slot] = num_shared
         self._priority[slot] = request.priority
@@ -358,6 +374,7 @@ class BatchScheduler:
         self._requests[slot] = None
         self.table.request_id[slot] = 0
         self.table.params[slot] = None
+        self._held[slot] = False
         self._free_slots.append(slot)
         self._blocked_version = -1
 
@@ -372,6 +389,7 @@ class BatchScheduler:
     def _preempt(self, slot: int) -> None:
         request = self._requests[slot]
         assert request is not None
+        request.held = bool(self._held[slot])
         request.tokens = self.table.tokens[slot, : self.table.num_tokens[slot]].copy()
         self._leave(slot)
         self._drop_from_running()

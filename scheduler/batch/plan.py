@@ -7,7 +7,7 @@ numbers, never objects.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -44,6 +44,18 @@ class Sampling(Protocol):
     def stop_token_ids(self) -> Sequence[int]: ...
     @property
     def logprobs(self) -> int: ...
+    @property
+    def prompt_logprobs(self) -> bool: ...
+    @property
+    def min_p(self) -> float: ...
+    @property
+    def presence_penalty(self) -> float: ...
+    @property
+    def frequency_penalty(self) -> float: ...
+    @property
+    def repetition_penalty(self) -> float: ...
+    @property
+    def logit_bias(self) -> Mapping[int, float]: ...
 
 
 @dataclass(slots=True)
@@ -70,6 +82,7 @@ class SequenceTable:
     min_tokens_until: IntArray
     max_total_tokens: IntArray  # prompt + max_tokens, capped by max_model_len
     ignore_eos: BoolArray
+    constrained: BoolArray  # after each of its tokens the row waits until it is resumed: what may follow is worked out elsewhere
     params: list[object | None]  # engine.protocol.SamplingParams of the row
 
 
@@ -90,6 +103,7 @@ def make_sequence_table(num_slots: int, max_tokens: int, max_blocks: int, num_gr
         min_tokens_until=np.zeros(num_slots, np.int32),
         max_total_tokens=np.zeros(num_slots, np.int32),
         ignore_eos=np.zeros(num_slots, np.bool_),
+        constrained=np.zeros(num_slots, np.bool_),
         params=[None] * num_slots,
     )
 

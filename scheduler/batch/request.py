@@ -25,6 +25,8 @@ class BatchRequest:
     keys: list[bytes] = field(default_factory=list)  # of the full blocks of `tokens`, as far as they are known
     num_cached: int = 0
     has_first_token: bool = False
+    constrained: bool = False  # SequenceTable.constrained
+    held: bool = False  # constrained, and not resumed since its last token
 
 
 class WaitingQueue:
@@ -39,6 +41,9 @@ class WaitingQueue:
 
     def __contains__(self, request_id: int) -> bool:
         return request_id in self._requests
+
+    def get(self, request_id: int) -> BatchRequest | None:
+        return self._requests.get(request_id)
 
     def push(self, request: BatchRequest) -> None:
         self._requests[request.request_id] = request
