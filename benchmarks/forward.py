@@ -51,6 +51,10 @@ def make_table(num_rows: int, length: int, vocab_size: int) -> SequenceTable:
         min_tokens_until=ints.copy(),
         max_total_tokens=ints + length,
         ignore_eos=np.zeros(num_rows, np.bool_),
+        min_p=np.zeros(num_rows, np.float32),
+        edits_logits=np.zeros(num_rows, np.bool_),
+        prompt_logprobs=np.zeros(num_rows, np.bool_),
+        constrained=np.zeros(num_rows, np.bool_),
         params=[None] * num_rows,
     )
 

@@ -35,6 +35,12 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, omit_defaults
     ignore_eos: bool = False
     stop_token_ids: list[int] = []  # the request's own; the model's end ids come with LoadModel
     logprobs: int = -1  # -1: none; else number of alternatives beside the sampled token
+    prompt_logprobs: bool = False  # of the prompt's tokens too, with as many alternatives
+    min_p: float = 0.0  # tokens below this share of the likeliest one's probability are cut; 0: off
+    presence_penalty: float = 0.0  # over the output, as frequency_penalty
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0  # over prompt and output
+    logit_bias: dict[int, float] = {}  # token id -> added to its logit
 
 
 # ---- daemon -> engine -------------------------------------------------------------------------------------------------
@@ -146,6 +152,17 @@ class Evicted(Message, frozen=True):
     model: str
 
 
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities of some of a step's tokens, by the softmax of the model's own logits (before bias, penalties and
+    temperature). Flat: token i belongs to request_ids[i], and counts[i] of the alternatives, likeliest first, are its."""
+
+    request_ids: list[int]
+    chosen: list[float]
+    counts: list[int]
+    top_ids: list[int]
+    top: list[float]
+
+
 class TokensOut(Message, frozen=True):
     """One step of one model. `counts` is empty when every request got exactly one token, `finish` when none ended. The end id that
     stopped a sequence is among `ids`."""
@@ -159,6 +176,19 @@ class TokensOut(Message, frozen=True):
     finish: list[int] = []
     # request id -> prompt tokens found in the prefix cache; only in the step in which a request got its first token
     cached: dict[int, int] = {}
+    logprobs: TokenLogprobs | None = None  # of the rows that asked
+
+
+class PromptLogprobs(Message, frozen=True):
+    """Of the prompt's tokens from index `first` (>= 1) on, as many as `chosen` has; each has `num_top` alternatives. All of them
+    come before the request's first token, in order; again from the start if the request is computed again before that."""
+
+    request_id: int
+    first: int
+    num_top: int
+    chosen: list[float]
+    top_ids: list[int]
+    top: list[float]
 
 
 class RequestFailed(Message, frozen=True):
@@ -177,7 +207,7 @@ class Stats(Message, frozen=True):
 
 
 ToEngine = Configure | LoadModel | EvictModel | SetLease | Submit | Abort | Shutdown
-FromEngine = EngineReady | LoadProgress | LoadDone | LoadFailed | Evicted | TokensOut | RequestFailed | Stats
+FromEngine = EngineReady | LoadProgress | LoadDone | LoadFailed | Evicted | TokensOut | PromptLogprobs | RequestFailed | Stats
 
 _encoder = msgspec.msgpack.Encoder()
 _length = struct.Struct("<I")

@@ -13,12 +13,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from scheduler.batch.kv_cache import KVCache
-from scheduler.batch.plan import FINISH_LENGTH, FINISH_STOP, BatchPlan, BoolArray, IntArray, make_sequence_table
+from scheduler.batch.plan import FINISH_LENGTH, FINISH_STOP, BatchPlan, BoolArray, IntArray, make_sequence_table, write_sampling
 from scheduler.batch.prefix_cache import extend_keys, prefix_seed
 from scheduler.batch.request import BatchRequest, WaitingQueue
-
-SEED_MASK = (1 << 64) - 1
-INT32_MAX = (1 << 31) - 1
 
 
 @dataclass(slots=True, frozen=True)
@@ -82,7 +79,9 @@ class BatchScheduler:
     @property
     def runnable(self) -> bool:
         """Whether `plan` may find something to do: sequences run, or memory moved since the head of the queue was tried."""
-        return len(self._running) > np.count_nonzero(self._held) or (len(self.waiting) > 0 and self._blocked_version != self.kv.pool.chunks.version)
+        return len(self._running) > np.count_nonzero(self._held) or (
+            len(self.waiting) > 0 and self._blocked_version != self.kv.pool.chunks.version
+        )
 
     def submit(self, request: BatchRequest) -> None:
         """Queues it. The caller has checked that 0 < len(tokens) < max_model_len and that the id is not here yet."""
@@ -325,15 +324,8 @@ class BatchScheduler:
         table.num_prompt[slot] = request.num_prompt
         table.num_computed[slot] = num_shared * self.block_tokens
         table.block_tables[0][slot, : len(blocks)] = blocks
-        table.temperature[slot] = params.temperature
-        table.top_p[slot] = params.top_p
-        table.top_k[slot] = min(params.top_k, INT32_MAX)
-        table.seed[slot] = params.seed & SEED_MASK
-        table.num_logprobs[slot] = min(params.logprobs, INT32_MAX)
-        table.min_tokens_until[slot] = min(request.num_prompt + params.min_tokens, self.limits.max_model_len)
-        table.max_total_tokens[slot] = min(request.num_prompt + params.max_tokens, self.limits.max_model_len)
-        table.ignore_eos[slot] = params.ignore_eos
-        table.params[slot] = params
+        write_sampling(table, slot, params, request.num_prompt, self.limits.max_model_len)
+        table.prompt_logprobs[slot] = params.prompt_logprobs and not request.has_first_token
         table.constrained[slot] = request.constrained
         self._held[slot] = request.held
         self._capacity[slot] = len(blocks) * self.block_tokens

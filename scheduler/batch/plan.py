@@ -19,6 +19,9 @@ LongArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
 
+SEED_MASK = (1 << 64) - 1
+INT32_MAX = (1 << 31) - 1
+
 # How a sequence ended. The same numbers as in engine.protocol (a test holds them equal); 0 is "goes on".
 FINISH_NONE, FINISH_STOP, FINISH_LENGTH, FINISH_ABORT = 0, 1, 2, 3
 
@@ -82,6 +85,9 @@ class SequenceTable:
     min_tokens_until: IntArray
     max_total_tokens: IntArray  # prompt + max_tokens, capped by max_model_len
     ignore_eos: BoolArray
+    min_p: FloatArray
+    edits_logits: BoolArray  # has penalties or a logit bias
+    prompt_logprobs: BoolArray  # those of its prompt are owed
     constrained: BoolArray  # after each of its tokens the row waits until it is resumed: what may follow is worked out elsewhere
     params: list[object | None]  # engine.protocol.SamplingParams of the row
 
@@ -103,9 +109,32 @@ def make_sequence_table(num_slots: int, max_tokens: int, max_blocks: int, num_gr
         min_tokens_until=np.zeros(num_slots, np.int32),
         max_total_tokens=np.zeros(num_slots, np.int32),
         ignore_eos=np.zeros(num_slots, np.bool_),
+        min_p=np.zeros(num_slots, np.float32),
+        edits_logits=np.zeros(num_slots, np.bool_),
+        prompt_logprobs=np.zeros(num_slots, np.bool_),
         constrained=np.zeros(num_slots, np.bool_),
         params=[None] * num_slots,
     )
+
+
+def write_sampling(table: SequenceTable, slot: int, params: Sampling, num_prompt: int, max_model_len: int) -> None:
+    """Fills a row's sampling columns but `prompt_logprobs`, which may be owed no more."""
+    table.temperature[slot] = params.temperature
+    table.top_p[slot] = params.top_p
+    table.top_k[slot] = min(params.top_k, INT32_MAX)
+    table.seed[slot] = params.seed & SEED_MASK
+    table.num_logprobs[slot] = min(params.logprobs, INT32_MAX)
+    table.min_tokens_until[slot] = min(num_prompt + params.min_tokens, max_model_len)
+    table.max_total_tokens[slot] = min(num_prompt + params.max_tokens, max_model_len)
+    table.ignore_eos[slot] = params.ignore_eos
+    table.min_p[slot] = params.min_p
+    table.edits_logits[slot] = (
+        params.presence_penalty != 0.0
+        or params.frequency_penalty != 0.0
+        or params.repetition_penalty != 1.0
+        or len(params.logit_bias) > 0
+    )
+    table.params[slot] = params
 
 
 @dataclass(slots=True)

@@ -108,6 +108,10 @@ def make_table(slots: int = 8, length: int = MAX_LEN) -> SequenceTable:
         min_tokens_until=np.zeros(slots, np.int32),
         max_total_tokens=np.full(slots, length, np.int32),
         ignore_eos=np.zeros(slots, np.bool_),
+        min_p=np.zeros(slots, np.float32),
+        edits_logits=np.zeros(slots, np.bool_),
+        prompt_logprobs=np.zeros(slots, np.bool_),
+        constrained=np.zeros(slots, np.bool_),
         params=[None] * slots,
     )
 
