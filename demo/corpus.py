@@ -34,7 +34,6 @@ SPECIAL_TOKENS = (END_OF_TEXT, END_OF_TURN, BEGIN_USER, BEGIN_ASSISTANT, BEGIN_S
 ANSWER_CHARS = 480  # where an answer ends and "Tell me more." takes over: about 150 tokens
 SHORTEST_ANSWER_CHARS = 110  # a shorter docstring is learned as plain text, so that chats are worth watching
 SKIPPED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "__pycache__", "turtledemo", "_pyrepl"})
-MODULES_WITH_SIDE_EFFECTS = frozenset({"antigravity", "this", "idlelib"})
 
 
 @dataclass(slots=True)
@@ -208,7 +207,7 @@ def compiled_docstrings() -> Iterator[Document]:
     """Docstrings of the types and functions written in C. Modules this build of Python lacks are left out."""
     dynload = {p.name.split(".")[0] for p in Path(sysconfig.get_path("stdlib"), "lib-dynload").glob("*.so")}
     seen: set[int] = set()
-    for module_name in sorted((set(sys.builtin_module_names) | dynload) - MODULES_WITH_SIDE_EFFECTS):
+    for module_name in sorted({*sys.builtin_module_names, *dynload}):
         if module_name.startswith(("_test", "_xx", "xx", "_tkinter")):
             continue
         try:
