@@ -41,6 +41,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, omit_defaults
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0  # over prompt and output
     logit_bias: dict[int, float] = {}  # token id -> added to its logit
+    grammar: str = ""  # the text must follow it: "json_schema:…", "regex:…" or "lark:…" (engine/grammar)
 
 
 # ---- daemon -> engine -------------------------------------------------------------------------------------------------

@@ -64,7 +64,7 @@ class BatchScheduler:
         self._priority = np.zeros(slots, np.int64)
         self._order = np.zeros(slots, np.int64)
         self._has_stop_ids: BoolArray = np.zeros(slots, np.bool_)
-        self._held: BoolArray = np.zeros(slots, np.bool_)  # constrained rows that wait to be resumed
+        self._held: BoolArray = np.zeros(slots, np.bool_)  # constrained rows that may not have their next token yet
         self._wants_first: BoolArray = np.zeros(slots, np.bool_)
         self._next_order = 0
         self._blocked_version = -1  # chunk pool's version when the head of the queue last found no memory
@@ -106,13 +106,13 @@ class BatchScheduler:
         self._drop_from_running()
         return True
 
-    def resume(self, request_id: int) -> None:
-        """A constrained request may have its next token."""
+    def hold(self, request_id: int, held: bool) -> None:
+        """Whether a constrained request must wait before its next token."""
         request = self.waiting.get(request_id)
         if request is not None:
-            request.held = False
+            request.held = held
         elif (slot := self._slot_of.get(request_id)) is not None:
-            self._held[slot] = False
+            self._held[slot] = held
 
     def preempt_one(self) -> bool:
         """Puts the newest sequence of the lowest priority back to wait; False if none runs. Between steps only."""

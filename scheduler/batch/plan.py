@@ -88,7 +88,7 @@ class SequenceTable:
     min_p: FloatArray
     edits_logits: BoolArray  # has penalties or a logit bias
     prompt_logprobs: BoolArray  # those of its prompt are owed
-    constrained: BoolArray  # after each of its tokens the row waits until it is resumed: what may follow is worked out elsewhere
+    constrained: BoolArray  # after each of its tokens the row is held until what may follow is known
     params: list[object | None]  # engine.protocol.SamplingParams of the row
 
 

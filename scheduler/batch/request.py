@@ -26,7 +26,7 @@ class BatchRequest:
     num_cached: int = 0
     has_first_token: bool = False
     constrained: bool = False  # SequenceTable.constrained
-    held: bool = False  # constrained, and not resumed since its last token
+    held: bool = False  # constrained, and what may follow its last token is not known yet
 
 
 class WaitingQueue:

@@ -1,4 +1,4 @@
-"""A constrained request waits after each of its tokens until it is resumed; the others do not."""
+"""A constrained request waits after each of its tokens until that is lifted; the others do not."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_a_held_row_is_left_out_and_the_others_go_on() -> None:
         outcome = harness.step()
         assert outcome is not None
         assert outcome.request_ids == [2]
-    harness.scheduler.resume(1)
+    harness.scheduler.hold(1, False)
     outcome = harness.step()
     assert outcome is not None
     assert sorted(outcome.request_ids) == [1, 2]
@@ -34,7 +34,7 @@ def test_nothing_is_runnable_while_all_are_held() -> None:
     harness.step()
     assert not harness.scheduler.runnable
     assert harness.step() is None
-    harness.scheduler.resume(1)
+    harness.scheduler.hold(1, False)
     assert harness.scheduler.runnable
 
 
@@ -45,19 +45,19 @@ def test_a_preempted_row_is_still_held_when_it_is_back() -> None:
     assert harness.scheduler.preempt_one()
     for _ in range(3):
         assert harness.step() is None
-    harness.scheduler.resume(1)
+    harness.scheduler.hold(1, False)
     assert harness.step() is not None
 
 
-def test_resumed_while_it_waits() -> None:
+def test_let_go_while_it_waits() -> None:
     harness = Harness()
     harness.submit(1, [5, 6, 7], PARAMS, constrained=True)
     harness.step()
     assert harness.scheduler.preempt_one()
-    harness.scheduler.resume(1)
+    harness.scheduler.hold(1, False)
     for _ in range(30):
         harness.step()
-        harness.scheduler.resume(1)
+        harness.scheduler.hold(1, False)
     assert harness.output[1] == expected_output([5, 6, 7], PARAMS, 64)
     harness.check_no_leak()
 
