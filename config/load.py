@@ -15,6 +15,7 @@ from config.schema import DeviceBudget, ModelConfig, NodeConfig, SamplingDefault
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMATS = ("auto", "text", "json", "journal")
 RUNNERS = ("torch", "null")
 DEFAULT_CPU_PERCENT = 50
 
@@ -42,7 +43,6 @@ def load(path: str | None, flags: Mapping[str, Any] | None = None) -> NodeConfig
     """`flags`: key -> value as given on the command line (text or list of text), they win over the file. Sizes come out as bytes;
     paths as absolute ones, because engines run in another folder (a flag's is relative to the current folder, a file's to the
     file's own); `control`, `state_dir` and `cache_dir` with their defaults filled in. Raises ConfigError."""
-    table: dict[str, Any] = {}
     try:
         return _load(path, flags)
     except ConfigError as error:
@@ -50,6 +50,7 @@ def load(path: str | None, flags: Mapping[str, Any] | None = None) -> NodeConfig
 
 
 def _load(path: str | None, flags: Mapping[str, Any] | None) -> NodeConfig:
+    table: dict[str, Any] = {}
     if path is not None:
         table = _read(path)
     config = _node(path or "flags", table)
@@ -59,9 +60,11 @@ def _load(path: str | None, flags: Mapping[str, Any] | None) -> NodeConfig:
     if flags:
         config = msgspec.structs.replace(config, **_from_flags(flags))
         config = msgspec.structs.replace(config, **_absolute(config, os.getcwd()))
+    control = config.control or paths.daemon_control_path()
     config = msgspec.structs.replace(
         config,
-        control=config.control or paths.daemon_control_path(),
+        control=control,
+        status_socket=config.status_socket or paths.daemon_status_path(control),
         state_dir=config.state_dir or paths.state_dir(),
         cache_dir=config.cache_dir or paths.cache_dir(),
         chunk_bytes=units.parse_bytes(config.chunk_bytes),
@@ -74,7 +77,6 @@ def _load(path: str | None, flags: Mapping[str, Any] | None) -> NodeConfig:
 def device_budgets(config: NodeConfig, memory_bytes: int, source: str = "flags") -> list[DeviceBudget]:
     """The node's devices; one `cpu:0` with half of the machine's memory when none is named. Raises ConfigError for a device that
     is named twice, that this build has no engine for, or whose budget is below 8 chunks or above the machine's memory."""
-    if not config.device:
     try:
         return _device_budgets(config, memory_bytes, source)
     except ConfigError as error:
@@ -82,6 +84,7 @@ def device_budgets(config: NodeConfig, memory_bytes: int, source: str = "flags")
 
 
 def _device_budgets(config: NodeConfig, memory_bytes: int, source: str) -> list[DeviceBudget]:
+    if not config.device:
         return [DeviceBudget("cpu:0", memory_bytes * DEFAULT_CPU_PERCENT // 100)]
     devices: dict[str, DeviceBudget] = {}
     for text in config.device:
@@ -146,7 +149,11 @@ def _node(source: str, table: dict[str, Any]) -> NodeConfig:
 
 
 def _absolute(config: NodeConfig, folder: str) -> dict[str, str]:
-    paths_of = {key: str(getattr(config, key)) for key in ("models_dir", "control", "state_dir", "cache_dir")}
+    paths_of = {
+        key: str(getattr(config, key)) for key in ("models_dir", "control", "status_socket", "state_dir", "cache_dir", "keys_file")
+    }
+    if paths_of["keys_file"].startswith("credential:"):
+        del paths_of["keys_file"]
     return {key: os.path.join(folder, value) for key, value in paths_of.items() if value}
 
 
@@ -269,6 +276,17 @@ def _listen(value: Any) -> None:
     units.parse_listen(value)
 
 
+def _listen_or_none(value: Any) -> None:
+    if value:
+        units.parse_listen(value)
+
+
+def _host_names(value: Any) -> None:
+    for name in value:
+        if not name or any(char in name for char in "/:@ *"):
+            raise ValueError('must hold host names without scheme and port, as in "gpu1.example.org"')
+
+
 def _device_specs(value: Any) -> None:
     """The node's `device` (NAME=BUDGET): the form only; amounts need the machine."""
     for text in value:
@@ -279,6 +297,9 @@ def _device_specs(value: Any) -> None:
 _CHECKS: dict[str, Callable[[Any], None]] = {
     "dtype": _one_of(*DTYPES),
     "log_level": _one_of(*LOG_LEVELS),
+    "log_format": _one_of(*LOG_FORMATS),
+    "admin_listen": _listen_or_none,
+    "allowed_hosts": _host_names,
     "runner": _one_of(*RUNNERS),
     "listen": _listen,
     "device": _device_specs,
@@ -295,6 +316,7 @@ _CHECKS: dict[str, Callable[[Any], None]] = {
     "request_timeout_s": _above_zero,
     "body_read_timeout_s": _above_zero,
     "max_queued_per_model": _between(0),
+    "max_queued_per_tenant": _between(0),
     "drain_timeout_s": _between(0),
     "sse_comment_every_s": _above_zero,
     "max_model_len": _between(1),

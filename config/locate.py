@@ -11,7 +11,7 @@ def line_of(text: str, key: str) -> int:
     """The line (from 1) on which `key`, a dotted path as in `models."org/name".dtype`, is set, or else the table that should hold
     it; 0 where neither is there. `text` is valid TOML."""
     try:
-        wanted = _path(tomllib.loads(f"{key} = 0"))
+        wanted = _path(tomllib.loads(re.sub(r"\[\d+\]\Z", "", key) + " = 0"))  # of a list the whole
     except tomllib.TOMLDecodeError:
         return 0  # a key that would have to be quoted
     best, best_length = 0, 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 SERVICE_CONTROL = "/run/hearthd/control.sock"
+SERVICE_STATUS = "/run/hearthd/status.sock"
 # sun_path of sockaddr_un holds 108 bytes with the closing zero
 MAX_SOCKET_PATH_BYTES = 107
 
@@ -15,6 +16,11 @@ def daemon_control_path() -> str:
     if os.path.isdir(service) and os.access(service, os.W_OK):
         return SERVICE_CONTROL
     return user_control_path()
+
+
+def daemon_status_path(control: str) -> str:
+    """Where a daemon without `status_socket` puts its socket for everybody: beside the service's control socket, else nowhere."""
+    return SERVICE_STATUS if control == SERVICE_CONTROL else ""
 
 
 def client_control_path() -> str:
@@ -28,8 +34,11 @@ def user_control_path() -> str:
 
 
 def state_dir() -> str:
-    return os.path.join(os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state"), "hearthd")
+    """systemd names the folder of StateDirectory=; several are separated by colons, ours comes first."""
+    service = os.environ.get("STATE_DIRECTORY", "").split(":")[0]
+    return service or os.path.join(os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state"), "hearthd")
 
 
 def cache_dir() -> str:
-    return os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "hearthd")
+    service = os.environ.get("CACHE_DIRECTORY", "").split(":")[0]
+    return service or os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "hearthd")

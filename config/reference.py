@@ -72,8 +72,12 @@ def reference() -> str:
 
 
 _EXAMPLES = {
-    "models_dir": '"/srv/models"',
+    "models_dir": '"/var/lib/hearthd/models"',
     "control": '"/run/hearthd/control.sock"',
+    "status_socket": '"/run/hearthd/status.sock"',
+    "keys_file": '"/etc/hearthd/keys.toml"',
+    "admin_listen": '"127.0.0.1:8001"',
+    "allowed_hosts": '["gpu1.example.org"]',
     "device": '["cpu=50%"]',
     "state_dir": '"/var/lib/hearthd"',
     "cache_dir": '"/var/cache/hearthd"',

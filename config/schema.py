@@ -66,11 +66,26 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     control: Annotated[str, key("control socket; default: /run/hearthd/control.sock as a service, else below $XDG_RUNTIME_DIR")] = (
         ""
     )
+    status_socket: Annotated[
+        str, key("a second control socket, open to everybody, for reading only; default: /run/hearthd/status.sock as a service")
+    ] = ""
+    keys_file: Annotated[
+        str,
+        key("who may use the node: a TOML file, or credential:NAME given by systemd; its content is read again at each reload"),
+    ] = ""
+    insecure: Annotated[bool, key("listen beyond this machine though no keys_file is set: anybody there may use the node")] = False
+    admin_listen: Annotated[str, key("HOST:PORT of a second listener for /metrics and health, which leave the first one")] = ""
+    allowed_hosts: Annotated[
+        list[str], key("names in the Host header, beside listen's own, that are served while no keys are set", reload=LIVE)
+    ] = []
     device: Annotated[list[str], key("NAME=BUDGET, one entry a device: cpu=512MiB, cpu:1=25%")] = []
     dtype: Annotated[str, key("auto (the checkpoint's), float32, bfloat16 or float16")] = "auto"
     state_dir: Annotated[str, key("where pins and switched-off models are kept; default: $XDG_STATE_HOME/hearthd")] = ""
     cache_dir: Annotated[str, key("compiled kernels; default: $XDG_CACHE_HOME/hearthd")] = ""
     log_level: Annotated[str, key("debug, info, warning or error", reload=LIVE)] = "info"
+    log_format: Annotated[str, key("text, json, journal (text with a priority), or auto: journal where stderr is the journal")] = (
+        "auto"
+    )
 
     max_num_batched_tokens: Annotated[int, key("tokens in one step; sizes each device's work space", "tokens")] = 512
     block_tokens: Annotated[int, key("tokens in one KV block", "tokens")] = 16
@@ -87,6 +102,9 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     body_read_timeout_s: Annotated[float, key("a request's body must be in by then", "s", LIVE)] = 10.0
     max_body_bytes: Annotated[int | str, key("largest request body", "bytes")] = "16MiB"
     max_queued_per_model: Annotated[int, key("requests that may wait for one model", "requests", LIVE)] = 256
+    max_queued_per_tenant: Annotated[
+        int, key("of them, requests of one tenant; 0: half of them while a keys_file is set", "requests", LIVE)
+    ] = 0
     drain_timeout_s: Annotated[float, key("SIGTERM: running requests may take that long", "s", LIVE)] = 30.0
     sse_comment_every_s: Annotated[float, key("a comment keeps a silent stream open", "s", LIVE)] = 5.0
 

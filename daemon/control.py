@@ -1,4 +1,5 @@
-"""The control API on the Unix socket: what `hearth` and scripts talk to. Who may open the socket may do everything.
+"""The control API on the Unix sockets: what `hearth` and scripts talk to. Who may open the control socket may do everything, who
+may open the status socket may look.
 
 Commands answer with NDJSON: progress lines, then one line `{"event": "result", "ok": ..}`. An error that is known before the first
 line is an HTTP status; its body, and a failed result's `error`, is `{code, message, details}`. See daemon/control_status.py for how
@@ -36,7 +37,8 @@ _COMMANDS: dict[str, Callable[..., events.Event]] = {
 }
 
 
-def make_control_app(node: Node) -> web.Application:
+def make_control_app(node: Node, read_only: bool = False) -> web.Application:
+    """read_only: the status socket's, which anybody on the machine may open."""
     api = ControlApi(node)
     app = web.Application(middlewares=[_errors])
     app.router.add_get("/control/v1/status", api.status)
@@ -45,11 +47,18 @@ def make_control_app(node: Node) -> web.Application:
     app.router.add_get("/control/v1/version", api.version)
     app.router.add_get("/control/v1/events", api.event_lines)
     app.router.add_get("/control/v1/why/{name:.+}", api.why)
+    if read_only:
+        app.router.add_post("/{path:.*}", _denied)
+        return app
     app.router.add_post("/control/v1/models/{name:.+}/{command:[a-z]+}", api.command)
     app.router.add_post("/control/v1/drain", api.drain)
     app.router.add_post("/control/v1/resume", api.resume)
     app.router.add_post("/control/v1/reload", api.reload)
     return app
+
+
+async def _denied(request: web.Request) -> web.StreamResponse:
+    raise BadRequest("permission_denied", "This socket is for reading only; commands go to the control socket.", status=403)
 
 
 def error_object(error: HearthError) -> dict[str, Any]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import gc
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -23,8 +25,10 @@ from daemon import logs, sockets
 from daemon.api.app import make_app, make_runner
 from daemon.control import make_control_app
 from daemon.errors import BadRequest, NotNow
+from daemon.file_watch import FileWatch, signature
 from daemon.node import Node, scheduler_settings
 from daemon.state import NodeState
+from daemon.systemd_notify import Notifier
 from daemon.text.service import TextService
 from daemon.version import VERSION
 from scheduler.node import events
@@ -33,6 +37,7 @@ log = logging.getLogger("hearthd")
 GC_AFTER_OBJECTS = 20_000  # young objects between two collections; each walks only those
 SWITCH_INTERVAL_S = 0.0005  # a thread that reads headers may not keep the loop waiting for Python's usual 5 ms
 FLUSH_LIMIT_S = 2.0  # for handlers to write their last bytes
+TEAR_DOWN_S = 10.0  # what the stop may take beyond drain_timeout_s
 
 
 class Lifecycle:
@@ -47,18 +52,22 @@ class Lifecycle:
         self._rescan = asyncio.Event()
         self._reload_lock = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._notify = Notifier()
+        self._watch: FileWatch | None = None
+        self._own_sockets: list[str] = []  # paths to remove at the end; those systemd made are systemd's
+        self._read = signature(self._files())  # as of the last reading
 
     async def run(self) -> int:
         """Serves until told to stop. Raises sockets.SocketError or OSError where it can't start."""
         loop = asyncio.get_running_loop()
         state = NodeState(self._config.state_dir)
         state.load()
-        control_socket = sockets.bind_control(self._config.control)
+        passed = sockets.inherited()
         try:
-            http_sockets = sockets.bind_http(self._config.listen)
+            control_sockets = self._control_sockets(passed)
+            http_sockets = passed.get(sockets.HTTP) or sockets.bind_http(self._config.listen)
         except sockets.SocketError:
-            control_socket.close()
-            os.unlink(self._config.control)
+            self._remove_sockets()
             raise
         node = self._node = Node(self._config, self._devices, state)
         node.reload = self.reload
@@ -69,18 +78,19 @@ class Lifecycle:
             worker.start()  # they import their libraries while the models folder is read
         text = TextService()
         api = make_runner(make_app(node.dispatcher, node.registry, text, node.settings, node), FLUSH_LIMIT_S)
-        control = web.AppRunner(make_control_app(node), access_log=None, handler_cancellation=True, shutdown_timeout=FLUSH_LIMIT_S)
+        control = _control_runner(make_control_app(node))
+        status = _control_runner(make_control_app(node, read_only=True))
+        self._spawn(self._notify.watchdog(node.problem))
         try:
             await node.rescan()
             for worker in node.workers.values():
                 worker.configure()
             node.registry.watch(self._rescan.set)
             self._spawn(self._rescan_loop())
-            await control.setup()
-            await web.SockSite(control, control_socket, backlog=64).start()
-            await api.setup()
-            for sock in http_sockets:
-                await web.SockSite(api, sock, backlog=sockets.BACKLOG).start()
+            self._watch = FileWatch(self._files(), self._on_file_changed)
+            await _listen(control, control_sockets[sockets.CONTROL], 64)
+            await _listen(status, control_sockets[sockets.STATUS], 64)
+            sites = await _listen(api, http_sockets, sockets.BACKLOG)
             node.url, node.listening = sockets.url_of(http_sockets[0]), True
             self._announce(node)
             # what exists now lives to the end: the collector needs not walk it under streams
@@ -88,10 +98,14 @@ class Lifecycle:
             gc.freeze()
             gc.set_threshold(GC_AFTER_OBJECTS, 20, 20)
             await self._stop.wait()
+            self._notify.stopping(self._config.drain_timeout_s + TEAR_DOWN_S)
+            if sockets.HTTP in passed:
+                for site in sites:  # systemd holds the listeners: new connections wait there for the next hearthd
+                    await site.stop()
             await self._drain(node)
         finally:
             node.listening = False
-            await self._tear_down(node, api, control, text)
+            await self._tear_down(node, {"http": api, "control": control, "status": status}, text)
         log.info("stopped")
         return 0
 
@@ -100,6 +114,25 @@ class Lifecycle:
             log.info("device %s: %.1f MiB for weights, KV and work space", device.name, device.budget_bytes / 2**20)
         with contextlib.suppress(BrokenPipeError):
             print(f"hearthd {VERSION} serves {node.url} control {self._config.control}", flush=True)
+        self._notify.ready(f"serves {node.url}")
+
+    def _control_sockets(self, passed: Mapping[str, list[socket.socket]]) -> dict[str, list[socket.socket]]:
+        """By name; what systemd did not pass is made. Raises SocketError."""
+        found = {}
+        for name, path, mode in (
+            (sockets.CONTROL, self._config.control, 0o660),
+            (sockets.STATUS, self._config.status_socket, 0o666),
+        ):
+            found[name] = passed.get(name, [])
+            if not found[name] and path:
+                found[name] = [sockets.bind_control(path, mode)]
+                self._own_sockets.append(path)
+        return found
+
+    def _remove_sockets(self) -> None:
+        for path in self._own_sockets:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -119,6 +152,15 @@ class Lifecycle:
 
     # ---- reload
 
+    def _files(self) -> list[str]:
+        """What a reload reads."""
+        return [self._config_path] if self._config_path else []
+
+    def _on_file_changed(self) -> None:
+        # a reload that was asked for may have read it already
+        if signature(self._files()) != self._read and not self._stop.is_set():
+            self._spawn(self._reload_logged())
+
     def _on_hangup(self) -> None:
         self._spawn(self._reload_logged())
 
@@ -130,28 +172,38 @@ class Lifecycle:
         """Reads the file again; all of it is valid or nothing changes. Raises HearthError invalid_config naming file and key."""
         async with self._reload_lock:
             node = self._node
+            if node.listening:
+                self._notify.reloading()
             try:
-                new = config_load.load(self._config_path, self._flags)
-                config_load.device_budgets(new, machine_memory_bytes(), self._config_path or "flags")
-            except config_load.ConfigError as error:
-                log.error("reload refused, the running settings stay: %s", error)
-                raise BadRequest(
-                    "invalid_config", f"The running settings stay: {error}", details={"file": error.source, "key": error.key}
-                ) from None
-            plan = config_reload.plan(node.config, new)
-            try:
-                await node.rescan(plan.effective)
-            except OSError as error:
-                log.error("reload refused, models folder: %s", error)
-                raise BadRequest("invalid_config", f"The running settings stay: models folder: {error}") from None
-            node.settings.config = node.dispatcher.config = self._config = plan.effective
-            node.scheduler.reconfigure(scheduler_settings(plan.effective))
-            logs.set_up(plan.effective.log_level)
-            log.info("reloaded; applied: %s", ", ".join(plan.applied) or "nothing changed")
-            if plan.needs_restart:
-                log.warning("these keys need a restart: %s", ", ".join(plan.needs_restart))
-            node.ring.add("reload", applied=plan.applied, needs_restart=plan.needs_restart)
-            return {"ok": True, "applied": plan.applied, "needs_restart": plan.needs_restart}
+                return await self._reload(node)
+            finally:
+                if node.listening and not self._stop.is_set():
+                    self._notify.ready(f"serves {node.url}")
+
+    async def _reload(self, node: Node) -> dict[str, Any]:
+        self._read = signature(self._files())
+        source = self._config_path if self._config_path and "device" not in self._flags else "flags"
+        try:
+            new = config_load.load(self._config_path, self._flags)
+            config_load.device_budgets(new, machine_memory_bytes(), source)
+        except config_load.ConfigError as error:
+            log.error("reload refused, the running settings stay: %s", error)
+            details: dict[str, object] = {"file": error.source, "line": error.line, "key": error.key}
+            raise BadRequest("invalid_config", f"The running settings stay: {error}", details=details) from None
+        plan = config_reload.plan(node.config, new)
+        try:
+            await node.rescan(plan.effective)
+        except OSError as error:
+            log.error("reload refused, models folder: %s", error)
+            raise BadRequest("invalid_config", f"The running settings stay: models folder: {error}") from None
+        node.settings.config = node.dispatcher.config = self._config = plan.effective
+        node.scheduler.reconfigure(scheduler_settings(plan.effective))
+        logs.set_up(plan.effective.log_level)
+        log.info("reloaded; applied: %s", ", ".join(plan.applied) or "nothing changed")
+        if plan.needs_restart:
+            log.warning("these keys need a restart: %s", ", ".join(plan.needs_restart))
+        node.ring.add("reload", applied=plan.applied, needs_restart=plan.needs_restart)
+        return {"ok": True, "applied": plan.applied, "needs_restart": plan.needs_restart}
 
     # ---- stop
 
@@ -177,14 +229,11 @@ class Lifecycle:
         if num_cut:
             log.warning("%d requests did not end in time and were told server_restarting", num_cut)
 
-    async def _tear_down(self, node: Node, api: web.AppRunner, control: web.AppRunner, text: TextService) -> None:
-        """Every part is stopped even where another one fails to."""
-        steps = [
-            ("http", api.cleanup()),
-            ("engines", self._stop_engines(node)),
-            ("control", control.cleanup()),
-            ("text", text.close()),
-        ]
+    async def _tear_down(self, node: Node, servers: Mapping[str, web.AppRunner], text: TextService) -> None:
+        """Every part is stopped even where another one fails to; HTTP first."""
+        steps = [(name, server.cleanup()) for name, server in servers.items()]
+        steps[1:1] = [("engines", self._stop_engines(node))]
+        steps.append(("text", text.close()))
         for name, step in steps:
             try:
                 async with asyncio.timeout(2 * FLUSH_LIMIT_S + 4):
@@ -197,8 +246,9 @@ class Lifecycle:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.to_thread(node.registry.stop_watching)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._config.control)
+        if self._watch is not None:
+            await asyncio.to_thread(self._watch.stop)
+        self._remove_sockets()
 
     async def _stop_engines(self, node: Node) -> None:
         if self._stop_now.is_set():
@@ -207,11 +257,24 @@ class Lifecycle:
         await asyncio.gather(*(worker.stop() for worker in node.workers.values()))
 
 
+def _control_runner(app: web.Application) -> web.AppRunner:
+    return web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=FLUSH_LIMIT_S)
+
+
+async def _listen(runner: web.AppRunner, listeners: Sequence[socket.socket], backlog: int) -> list[web.SockSite]:
+    await runner.setup()
+    sites = [web.SockSite(runner, sock, backlog=backlog) for sock in listeners]
+    for site in sites:
+        await site.start()
+    return sites
+
+
 def serve(config: NodeConfig, devices: Sequence[DeviceBudget], config_path: str | None, flags: Mapping[str, Any]) -> int:
     """Runs a node to its end and returns the exit code: 0 stopped when told to, 1 could not start."""
     import uvloop
 
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    faulthandler.enable()  # a watchdog's SIGABRT: the log says where each thread was
 
     async def main() -> int:
         return await Lifecycle(config, devices, config_path, flags).run()

@@ -15,7 +15,15 @@ from config.units import format_bytes, machine_memory_bytes
 from daemon.errors import EXIT_OK, EXIT_USAGE
 from daemon.version import VERSION
 
-_METAVARS = {"models_dir": "DIR", "listen": "HOST:PORT", "control": "SOCKET", "device": "NAME=BUDGET"}
+_METAVARS = {
+    "models_dir": "DIR",
+    "listen": "HOST:PORT",
+    "control": "SOCKET",
+    "keys_file": "FILE",
+    "admin_listen": "HOST:PORT",
+    "allowed_hosts": "NAME",
+    "device": "NAME=BUDGET",
+}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -28,9 +36,12 @@ def make_parser() -> argparse.ArgumentParser:
         if name == "models":
             continue
         text = description.replace("%", "%%")
+        if isinstance(default, bool):
+            parser.add_argument(config_load.flag_name(name), dest=name, action="store_true", default=None, help=text)
+            continue
         if default not in ("", None, []):
             text += f" (default: {default}{' ' + unit if unit and not isinstance(default, str) else ''})"
-        action = "append" if name == "device" else "store"
+        action = "append" if isinstance(default, list) else "store"
         metavar = _METAVARS.get(name, unit.upper() if unit else "VALUE")
         parser.add_argument(config_load.flag_name(name), dest=name, action=action, metavar=metavar, help=text)
     return parser

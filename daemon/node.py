@@ -249,6 +249,10 @@ class Node:
         problems = self.scheduler.health()
         return not problems, {"status": "ok" if not problems else "failing", "problems": problems}
 
+    def problem(self) -> str:
+        """What withholds the watchdog, "" for nothing."""
+        return "; ".join(map(str, self.scheduler.health()))
+
     def ready(self) -> tuple[bool, dict[str, object]]:
         engines = {name: "up" if worker.up else "down" for name, worker in self.workers.items()}
         if not self.listening:

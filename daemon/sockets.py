@@ -6,15 +6,50 @@ import errno
 import os
 import socket
 import stat
+from collections.abc import MutableMapping
 
 from config.paths import MAX_SOCKET_PATH_BYTES
 from config.units import parse_listen
 
 BACKLOG = 2048
+FIRST_FD = 3  # SD_LISTEN_FDS_START
+HTTP, ADMIN, CONTROL, STATUS = "http", "admin", "control", "status"  # FileDescriptorName= in a socket unit
 
 
 class SocketError(Exception):
     """The daemon cannot listen; the message names the address and why."""
+
+
+def inherited(environment: MutableMapping[str, str] | None = None) -> dict[str, list[socket.socket]]:
+    """The listening sockets systemd passed (sd_listen_fds(3)), by name; the names are those of FileDescriptorName=. Takes LISTEN_*
+    out of the environment. What the FD store kept and nobody asks for is closed. Raises SocketError for a name or kind of socket
+    that means nothing here."""
+    variables = os.environ if environment is None else environment
+    pid, count, names_text = (variables.pop(name, "") for name in ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"))
+    if pid != str(os.getpid()) or not count.isdigit():
+        return {}
+    names = names_text.split(":") if names_text else []
+    found: dict[str, list[socket.socket]] = {}
+    for at in range(int(count)):
+        name, fd = names[at] if at < len(names) else "unknown", FIRST_FD + at
+        if name == "stored":
+            os.close(fd)
+            continue
+        if name not in (HTTP, ADMIN, CONTROL, STATUS):
+            raise SocketError(f"LISTEN_FDNAMES: {name!r} is none of {HTTP}, {ADMIN}, {CONTROL}, {STATUS}; set FileDescriptorName=")
+        os.set_inheritable(fd, False)  # engines hold no listener: their death or life must not keep a port
+        try:
+            sock = socket.socket(fileno=fd)
+            listening = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        except OSError as error:
+            raise SocketError(f"LISTEN_FDS: {name} (descriptor {fd}) cannot be used: {error.strerror}") from None
+        families = (socket.AF_UNIX,) if name in (CONTROL, STATUS) else (socket.AF_INET, socket.AF_INET6)
+        if not listening or sock.type != socket.SOCK_STREAM or sock.family not in families:
+            kind = "Unix stream" if name in (CONTROL, STATUS) else "TCP"
+            raise SocketError(f"LISTEN_FDS: {name} (descriptor {fd}) must be a listening {kind} socket, with Accept=no")
+        sock.setblocking(False)
+        found.setdefault(name, []).append(sock)
+    return found
 
 
 def bind_http(listen: str) -> list[socket.socket]:
@@ -56,14 +91,14 @@ def url_of(sock: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def bind_control(path: str) -> socket.socket:
-    """Mode 0660 from the first moment. A socket nobody listens on is replaced; a live one is an error. Raises SocketError."""
+def bind_control(path: str, mode: int = 0o660) -> socket.socket:
+    """`mode` from the first moment. A socket nobody listens on is replaced; a live one is an error. Raises SocketError."""
     length = len(os.fsencode(path))
     if length > MAX_SOCKET_PATH_BYTES:
         raise SocketError(f"control {path}: {length} bytes is too long for a socket path, at most {MAX_SOCKET_PATH_BYTES}")
     _make_folder(os.path.dirname(os.path.abspath(path)), path)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    mask = os.umask(0o117)
+    mask = os.umask(0o777 & ~mode)
     try:
         if os.path.lexists(path):
             _remove_stale(path)
