@@ -1,0 +1,91 @@
+"""What the dialects share: content up to a marker, a call, what follows it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from daemon.text.tool_parsers.call import Call
+from daemon.text.tool_parsers.pieces import CONTENT, Piece, find_marker
+
+# reads from text[at] on and returns the index of the first character that was not read; may set `held` and return len(text)
+Mode = Callable[[str, int, list[Piece]], int]
+
+
+class DialectParser:
+    """A reply in one dialect; a ToolParser. `opened` is told when `marker` was read, `after` reads on behind a complete call."""
+
+    marker: str
+
+    def __init__(self) -> None:
+        self.mode: Mode = self.content
+        self.held = ""  # the part of a marker at the end of what was given
+        self.lead = ""  # what was read and is no content as long as a call follows
+        self.num_calls = 0  # announced ones
+        self._call: Call | None = None
+
+    def add(self, text: str) -> list[Piece]:
+        out: list[Piece] = []
+        text, self.held = self.held + text, ""
+        at = 0
+        while at < len(text):
+            at = self.mode(text, at, out)
+        return out
+
+    def end(self, cut: bool) -> list[Piece]:
+        out: list[Piece] = []
+        if self._call is not None:
+            if not (cut and self._call.announced):
+                self._call.give_up(out)
+        elif (rest := self.lead + self.held) and not (cut and self.mode == self.after):
+            out.append(Piece(CONTENT, rest))
+        self._call, self.lead, self.held = None, "", ""
+        return out
+
+    def opened(self) -> None:
+        raise NotImplementedError
+
+    def after(self, text: str, at: int, out: list[Piece]) -> int:
+        raise NotImplementedError
+
+    def content(self, text: str, at: int, out: list[Piece]) -> int:
+        found, whole = find_marker(text, at, self.marker)
+        if self.lead or found > at:
+            out.append(Piece(CONTENT, self.lead + text[at:found]))
+            self.lead = ""
+        if not whole:
+            self.held = text[found:]
+            return len(text)
+        self.lead = self.marker
+        self.opened()
+        return found + len(self.marker)
+
+    def begin(self, call: Call) -> None:
+        """`call` was given `lead`."""
+        self._call, self.lead, self.mode = call, "", self._in_call
+
+    def no_call(self) -> None:
+        """`lead` and what follows is content."""
+        self.mode = self.content
+
+    def skip_spaces(self, text: str, at: int) -> int:
+        start = at
+        while at < len(text) and text[at] in " \t\r\n":
+            at += 1
+        self.lead += text[start:at]
+        return at
+
+    def _in_call(self, text: str, at: int, out: list[Piece]) -> int:
+        call = self._call
+        assert call is not None
+        at = call.feed(text, at, out)
+        if call.bad or call.done:
+            self._call = None
+            self.num_calls += call.announced
+            self.mode = self.after if call.done else self.content
+            if call.bad:
+                call.give_up(out)
+                self.gave_up()
+        return at
+
+    def gave_up(self) -> None:
+        """A call was malformed."""

@@ -1,0 +1,30 @@
+"""Hermes and Qwen: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, any number of them, text between them."""
+
+from __future__ import annotations
+
+from daemon.text.tool_parsers.call import CallObject
+from daemon.text.tool_parsers.dialect import DialectParser
+from daemon.text.tool_parsers.pieces import Piece
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+
+class HermesParser(DialectParser):
+    marker = OPEN
+
+    def opened(self) -> None:
+        self.begin(CallObject(self.num_calls, self.lead))
+
+    def after(self, text: str, at: int, out: list[Piece]) -> int:
+        """The closing marker; models that forget it lose nothing."""
+        at = self.skip_spaces(text, at)
+        rest = text[at : at + len(CLOSE)]
+        if rest and not CLOSE.startswith(rest):
+            self.no_call()
+        elif rest == CLOSE:
+            self.lead, self.mode = "", self.content
+            return at + len(CLOSE)
+        else:
+            self.held = rest
+            return len(text)
+        return at
