@@ -51,7 +51,7 @@ def run() -> list[dict[str, Any]]:
     source = make(STORE, "feather")
     shutil.copytree(source, folder / "feather")
     make_large_tokenizer(folder / "large-vocabulary", source)
-    with Server(folder, ["cpu=2GiB"], ["--runner", "null", "--null-step-ms", "10"]) as server:
+    with Server(folder, ["cpu=2GiB"], ["--runner", "null", "--null-step-ms", "10", "--loop-watch-ms", "0.5"]) as server:
         server.cli("load", "feather")
         uvloop.run(drive(server.url, ["feather"], 4, 4, 16, 8))
         quiet_gap, _ = uvloop.run(streams_with(server, disturbed=False))

@@ -17,6 +17,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("auto", "text", "json", "journal")
 RUNNERS = ("torch", "null")
+TOOL_PARSERS = ("hermes", "llama3", "mistral", "none")
+REASONING_PARSERS = ("think", "none")
 DEFAULT_CPU_PERCENT = 50
 
 
@@ -301,6 +303,8 @@ _CHECKS: dict[str, Callable[[Any], None]] = {
     "admin_listen": _listen_or_none,
     "allowed_hosts": _host_names,
     "runner": _one_of(*RUNNERS),
+    "tool_parser": _one_of(*TOOL_PARSERS),
+    "reasoning_parser": _one_of(*REASONING_PARSERS),
     "listen": _listen,
     "device": _device_specs,
     "chunk_bytes": _chunk,
@@ -309,6 +313,7 @@ _CHECKS: dict[str, Callable[[Any], None]] = {
     "max_num_batched_tokens": _between(16, 1 << 20),
     "turn_budget_ms": _above_zero,
     "threads": _between(0, 1024),
+    "loop_watch_ms": _between(0.1, 1000),
     "null_step_ms": _between(0, 60_000),
     "load_deadline_s": _above_zero,
     "overdue_after_s": _between(0),

@@ -56,6 +56,12 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         SamplingDefaults()
     )
     chat_template: Annotated[str | None, key("a Jinja file used instead of the checkpoint's template", reload=LIVE)] = None
+    tool_parser: Annotated[
+        str | None, key("how it writes tool calls: hermes, llama3, mistral or none; default: told by the template", reload=LIVE)
+    ] = None
+    reasoning_parser: Annotated[
+        str | None, key("think: `<think>…</think>` becomes reasoning_content; or none; default: told by the template", reload=LIVE)
+    ] = None
 
 
 class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -93,6 +99,7 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     turn_budget_ms: Annotated[float, key("device time a model may take before another busy one has its turn", "ms")] = 10.0
     threads: Annotated[int, key("compute threads of one cpu engine; 0: the machine's cores", "threads")] = 0
     runner: Annotated[str, key("torch, or null: produces tokens without a model, to measure and test the serving path")] = "torch"
+    loop_watch_ms: Annotated[float, key("how often the event loop's watch looks while requests are open", "ms")] = 5.0
     null_step_ms: Annotated[float, key("how long one step of the null runner takes", "ms")] = 10.0
 
     load_deadline_s: Annotated[float | None, key("a load may take; default max(20, 4 x predicted)", "s", LIVE)] = None

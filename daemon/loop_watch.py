@@ -1,6 +1,6 @@
 """How long the event loop was held at most: a timer that notes how late it runs, on only while requests are open.
 
-A timer every 5 ms costs some 15 us a tick while tokens flow (measured; every 2 ms was 2 % of a core on one slow stream) and nothing
+A timer every 5 ms (the default of `loop_watch_ms`) costs some 15 us a tick while tokens flow (measured; every 2 ms was 2 % of a core on one slow stream) and nothing
 when the node is idle. A single hold is seen less up to one period, one that repeats is seen in full. What the thread waited for a
 core, because other programs had them all, is no hold of ours and is taken off where the kernel tells it.
 """
@@ -12,14 +12,12 @@ import os
 import threading
 import time
 
-PERIOD_S = 0.005
-
 
 class LoopWatch:
-    """`stall_s`: the longest hold seen so far, to within PERIOD_S. Made in the loop's thread."""
+    """`stall_s`: the longest hold seen so far, to within `period_s`. Made in the loop's thread."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+    def __init__(self, loop: asyncio.AbstractEventLoop, period_s: float = 0.005) -> None:
+        self._loop, self._period_s = loop, period_s
         self._due_s = 0.0
         self._waited_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
@@ -50,8 +48,8 @@ class LoopWatch:
 
     def _arm(self) -> None:
         self._waited_s = self._waited_for_core_s()
-        self._due_s = time.monotonic() + PERIOD_S
-        self._timer = self._loop.call_later(PERIOD_S, self._tick)
+        self._due_s = time.monotonic() + self._period_s
+        self._timer = self._loop.call_later(self._period_s, self._tick)
 
     def _tick(self) -> None:
         late_s = time.monotonic() - self._due_s

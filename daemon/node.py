@@ -53,7 +53,7 @@ class Node:
         self.state = state
         self.settings = LiveSettings(config)
         self.ring, self.metric = EventRing(), Metrics()
-        self.watch = LoopWatch(loop)
+        self.watch = LoopWatch(loop, config.loop_watch_ms / 1e3)
         budgets = {device.name: device.budget_bytes for device in devices}
         self.scheduler = NodeScheduler(scheduler_settings(config), budgets)
         self.registry = Registry(config, devices, state)
