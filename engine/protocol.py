@@ -107,6 +107,7 @@ class Submit(Message, frozen=True):
     priority: int = 0
     task: str = "generate"
     weight: float = 1.0  # share in the round robin between models
+    tenant_weight: float = 1.0  # share of cache_salt's tenant among those that want this model
 
 
 class Abort(Message, frozen=True):

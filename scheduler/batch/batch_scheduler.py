@@ -302,7 +302,7 @@ class BatchScheduler:
                 self._blocked_version = chunks.version
                 return None
             # Alone on the engine and still too large: no wait helps.
-            self.waiting.pop()
+            self.waiting.ended(self.waiting.pop())
             self.failed.append((request.request_id, self._why_too_long(request, num_blocks)))
             request = self.waiting.head()
         return None
@@ -363,6 +363,7 @@ class BatchScheduler:
         request = self._requests[slot]
         assert request is not None
         del self._slot_of[request.request_id]
+        self.waiting.ended(request)
         self._requests[slot] = None
         self.table.request_id[slot] = 0
         self.table.params[slot] = None
@@ -375,6 +376,9 @@ class BatchScheduler:
 
     def _victim(self) -> int:
         running = self._running
+        tenant = self.waiting.shares.crowding()
+        if tenant is not None:  # its own excess makes room, whatever priority it gives itself
+            running = running[[r is not None and r.cache_salt == tenant for r in map(self._requests.__getitem__, running)]]
         lowest = running[self._priority[running] == self._priority[running].min()]
         return int(lowest[np.argmax(self._order[lowest])])
 

@@ -6,6 +6,7 @@ import heapq
 from dataclasses import dataclass, field
 
 from scheduler.batch.plan import IntArray, Sampling
+from scheduler.shares import Shares
 
 
 @dataclass(slots=True)
@@ -19,8 +20,9 @@ class BatchRequest:
     tokens: IntArray
     num_prompt: int
     params: Sampling
-    cache_salt: str = ""
-    priority: int = 0
+    cache_salt: str = ""  # the tenant
+    weight: float = 1.0  # the tenant's share
+    priority: int = 0  # against others of its tenant
     order: int = 0
     keys: list[bytes] = field(default_factory=list)  # of the full blocks of `tokens`, as far as they are known
     num_cached: int = 0
@@ -30,11 +32,13 @@ class BatchRequest:
 
 
 class WaitingQueue:
-    """Highest priority first, then first come first served. Withdrawn requests are skipped when their turn comes."""
+    """Tenants by their shares; of one tenant the highest priority first, then first come first served. Withdrawn requests are
+    skipped when their turn comes."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, int, int]] = []
+        self._heaps: dict[str, list[tuple[int, int, int]]] = {}  # tenant -> (-priority, order, request id)
         self._requests: dict[int, BatchRequest] = {}
+        self.shares = Shares()
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -47,26 +51,41 @@ class WaitingQueue:
 
     def push(self, request: BatchRequest) -> None:
         self._requests[request.request_id] = request
-        heapq.heappush(self._heap, (-request.priority, request.order, request.request_id))
+        heap = self._heaps.setdefault(request.cache_salt, [])
+        heapq.heappush(heap, (-request.priority, request.order, request.request_id))
 
     def head(self) -> BatchRequest | None:
-        heap = self._heap
+        firsts = [first for tenant in list(self._heaps) if (first := self._first(tenant)) is not None]
+        if len(firsts) <= 1:
+            return firsts[0] if firsts else None
+        tenant = self.shares.least((first.cache_salt, first.weight, first.order) for first in firsts)
+        return self._first(tenant)
+
+    def pop(self) -> BatchRequest:
+        """It is in service from now on, until `ended`. Raises IndexError when empty."""
+        request = self.head()
+        if request is None:
+            raise IndexError("no request waits")
+        heapq.heappop(self._heaps[request.cache_salt])
+        del self._requests[request.request_id]
+        self.shares.start(request.cache_salt, request.weight)
+        return request
+
+    def ended(self, request: BatchRequest) -> None:
+        """What was popped is in service no more."""
+        self.shares.stop(request.cache_salt)
+
+    def withdraw(self, request_id: int) -> bool:
+        return self._requests.pop(request_id, None) is not None
+
+    def _first(self, tenant: str) -> BatchRequest | None:
+        """The tenant's next; forgets a tenant that has none."""
+        heap = self._heaps[tenant]
         while heap:
             _, order, request_id = heap[0]
             request = self._requests.get(request_id)
             if request is not None and request.order == order:
                 return request
             heapq.heappop(heap)
+        del self._heaps[tenant]
         return None
-
-    def pop(self) -> BatchRequest:
-        """Raises IndexError when empty."""
-        request = self.head()
-        if request is None:
-            raise IndexError("no request waits")
-        heapq.heappop(self._heap)
-        del self._requests[request.request_id]
-        return request
-
-    def withdraw(self, request_id: int) -> bool:
-        return self._requests.pop(request_id, None) is not None
