@@ -89,6 +89,8 @@ _EXAMPLES = {
     "devices": '["cpu:0"]',
     "chat_template": '"/etc/hearthd/llama.jinja"',
     "temperature": "0.7",
+    "tool_parser": '"hermes"',
+    "reasoning_parser": '"think"',
     "top_p": "0.9",
     "top_k": "40",
     "max_tokens": "1024",

@@ -14,6 +14,7 @@ from daemon.errors import HearthError
 from engine.protocol import SamplingParams
 
 if TYPE_CHECKING:
+    from daemon.text.jobs import TextFacts
     from daemon.text.token_table import TokenTable
 
 
@@ -33,6 +34,8 @@ class ModelEntry:
     generation_defaults: dict[str, float | int] = field(default_factory=dict)  # generation_config.json, then config `sampling`
     chat_template: str | None = None  # config's own (a file path or text); None: the checkpoint's
     max_sequences: int = 256
+    tool_parser: str | None = None  # daemon/text/tool_parsers/registry.py; None: told by the chat template
+    reasoning_parser: str | None = None
 
 
 class TokenSink(Protocol):
@@ -108,6 +111,19 @@ class TextPort(Protocol):
 
     def table(self, model: ModelEntry) -> Awaitable[TokenTable]:
         """The text of every token id. Raises HearthError unsupported_tokenizer (400)."""
+        ...
+
+    def facts(self, model: ModelEntry) -> Awaitable[TextFacts]:
+        """What the model's template and tokenizer say of its replies. Never raises for a template or tokenizer that is missing."""
+        ...
+
+    def tokenize(self, model: ModelEntry, kind: str, prompt: bytes, options: dict[str, object]) -> Awaitable[list[bytes]]:
+        """`kind`, `prompt`, `options`: "text" and what `encode` takes, or "messages" and what `encode_chat` takes; options also
+        hold token_strings. Three parts: how many tokens, and as JSON their ids and (or null) how the vocabulary writes them."""
+        ...
+
+    def detokenize(self, model: ModelEntry, ids: bytes) -> Awaitable[bytes]:
+        """`ids`: packed int32. The text as a JSON string, special tokens included."""
         ...
 
     def parse_body(self, endpoint: str, body: bytes) -> Awaitable[tuple[bytes, bytes]]:

@@ -172,6 +172,8 @@ class Registry:
             generation_defaults={key: value for key, value in defaults.items() if value is not None},
             chat_template=settings.chat_template,
             max_sequences=settings.max_sequences,
+            tool_parser=settings.tool_parser,
+            reasoning_parser=settings.reasoning_parser,
         )
         return Registered(checkpoint, facts, entry, dtype, "")
 

@@ -63,11 +63,18 @@ class ChatTemplate:
         with _limited():
             self._template = _guard(lambda: environment.from_string(source))
 
-    def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool, kwargs: dict[str, Any]) -> str:
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        add_generation_prompt: bool,
+        kwargs: dict[str, Any],
+        tools: list[dict[str, Any]] | None = None,
+        documents: list[dict[str, Any]] | None = None,
+    ) -> str:
         plain = [self._plain(message) for message in messages]
         variables = {
-            "tools": None,
-            "documents": None,
+            "tools": tools,
+            "documents": documents,
             **self._special_tokens,
             **kwargs,
             "messages": plain,
@@ -103,8 +110,8 @@ def _parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
     try:
-        arguments = json.loads(function["arguments"])
-    except ValueError:
+        arguments = json.loads(function["arguments"] or "{}")
+    except (ValueError, RecursionError):
         return call
     return {**call, "function": {**function, "arguments": arguments}}
 

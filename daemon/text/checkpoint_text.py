@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,10 @@ from tokenizers import Tokenizer
 
 from daemon.errors import BadRequest
 from daemon.text.chat_template import ChatTemplate
-from daemon.text.jobs import is_template_text
+from daemon.text.jobs import TextFacts, is_template_text
 from daemon.text.table_builder import build_table, read_tokenizer_file, unsupported
 from daemon.text.token_table import PackedTable
+from daemon.text.tool_parsers.registry import MARKERS, detect_reasoning, detect_tools
 
 
 class CheckpointText:
@@ -32,10 +34,29 @@ class CheckpointText:
         encodings = self.tokenizer().encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
 
-    def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool, kwargs: dict[str, Any]) -> str:
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        add_generation_prompt: bool,
+        kwargs: dict[str, Any],
+        tools: list[dict[str, Any]] | None = None,
+        documents: list[dict[str, Any]] | None = None,
+    ) -> str:
         if self._template is None:
             self._template = ChatTemplate(self._template_source(), self._special_tokens())
-        return self._template.render(messages, add_generation_prompt, kwargs)
+        return self._template.render(messages, add_generation_prompt, kwargs, tools, documents)
+
+    def facts(self) -> TextFacts:
+        """What can't be read says nothing here; it is told by the request that needs it."""
+        template, model_type, markers = "", "", {}
+        with contextlib.suppress(BadRequest, UnicodeDecodeError):
+            template = self._template_source()
+        with contextlib.suppress(BadRequest):
+            model_type = str(self._json(self._folder / "config.json").get("model_type", ""))
+        with contextlib.suppress(BadRequest):
+            added = self.tokenizer().get_added_tokens_decoder()
+            markers = {token_id: token.content for token_id, token in added.items() if token.special and token.content in MARKERS}
+        return TextFacts(detect_tools(template, model_type), detect_reasoning(template), markers)
 
     def tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:

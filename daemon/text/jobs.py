@@ -5,6 +5,8 @@ A worker serves one model and answers each job with one `Done` or `Failed`, in a
 
 from __future__ import annotations
 
+from msgspec import Struct
+
 from engine.protocol import Message
 
 
@@ -25,12 +27,36 @@ class Encode(Message, frozen=True):
 
 
 class EncodeChat(Message, frozen=True):
-    """-> one int32 array. `messages`: list of objects, `options`: add_generation_prompt and kwargs
-    (msgpack again), as msgpack."""
+    """-> one int32 array. `messages`: list of objects, as msgpack. `options`: add_generation_prompt, kwargs (msgpack again), tools
+    and documents (JSON, as they came), as msgpack."""
 
     job_id: int
     messages: bytes
     options: bytes
+
+
+class Tokenize(Message, frozen=True):
+    """-> how many tokens, then as JSON their ids and (null unless asked for) the vocabulary's strings. `kind` "text": `prompt` as
+    Encode's texts, of which there is one · "messages": as EncodeChat's. `options`: both jobs' and token_strings."""
+
+    job_id: int
+    kind: str
+    prompt: bytes
+    options: bytes
+
+
+class Detokenize(Message, frozen=True):
+    """-> the text of these ids (int32), special tokens included, as a JSON string."""
+
+    job_id: int
+    ids: bytes
+    vocab_size: int
+
+
+class Describe(Message, frozen=True):
+    """-> TextFacts as msgpack."""
+
+    job_id: int
 
 
 class BuildTable(Message, frozen=True):
@@ -63,9 +89,17 @@ class Failed(Message, frozen=True):
     status: int
 
 
-Job = Encode | EncodeChat | BuildTable | ParseBody
-ToWorker = Open | Encode | EncodeChat | BuildTable | ParseBody
+Job = Encode | EncodeChat | Tokenize | Detokenize | Describe | BuildTable | ParseBody
+ToWorker = Open | Encode | EncodeChat | Tokenize | Detokenize | Describe | BuildTable | ParseBody
 FromWorker = Done | Failed
+
+
+class TextFacts(Struct, frozen=True, array_like=True):
+    """What template and tokenizer say of a model's replies; see daemon/text/tool_parsers/registry.py."""
+
+    tool_parser: str = "none"
+    reasoning_parser: str = "none"
+    markers: dict[int, str] = {}  # the parsers' markers that the tokenizer calls special, which are else left out of texts
 
 
 def is_template_text(chat_template: str) -> bool:

@@ -14,14 +14,28 @@ import msgspec
 from daemon.contracts import ModelEntry
 from daemon.errors import BadRequest
 from daemon.text.helper import Helper, Worker, WorkerDied
-from daemon.text.jobs import BuildTable, Encode, EncodeChat, Job, Open, ParseBody, is_template_text
+from daemon.text.jobs import (
+    BuildTable,
+    Describe,
+    Detokenize,
+    Encode,
+    EncodeChat,
+    Job,
+    Open,
+    ParseBody,
+    TextFacts,
+    Tokenize,
+    is_template_text,
+)
 from daemon.text.token_table import PackedTable, TokenTable
 
 MAX_WORKERS = 4  # models whose tokenizers stay parsed: 33-109 MB each for vocabularies of 128k and more
 MAX_TABLES = 64  # 1.5-3 MB each
+MAX_FACTS = 1024
 
 _Key = tuple[str, str, str | None]  # path, fingerprint, chat template: changed files are another model
 _NO_MODEL: _Key = ("", "", None)
+_facts_decoder = msgspec.msgpack.Decoder(TextFacts)
 _table_decoder = msgspec.msgpack.Decoder(PackedTable)
 
 
@@ -33,6 +47,7 @@ class TextService:
         self._helper = Helper()
         self._workers: OrderedDict[_Key, asyncio.Task[Worker]] = OrderedDict()
         self._tables: OrderedDict[_Key, asyncio.Task[TokenTable]] = OrderedDict()
+        self._facts: dict[_Key, TextFacts] = {}
         self._job_ids = itertools.count(1)
 
     async def start(self) -> None:
@@ -62,6 +77,24 @@ class TextService:
     async def parse_body(self, endpoint: str, body: bytes) -> tuple[bytes, bytes]:
         head, prompt = await self._run((_NO_MODEL, Open("", "", None)), lambda job_id: ParseBody(job_id, endpoint, body), None)
         return head, prompt
+
+    async def tokenize(self, model: ModelEntry, kind: str, prompt: bytes, options: dict[str, object]) -> list[bytes]:
+        packed, param = msgspec.msgpack.encode(options), "messages" if kind == "messages" else "prompt"
+        return await self._run(_open(model), lambda job_id: Tokenize(job_id, kind, prompt, packed), param)
+
+    async def detokenize(self, model: ModelEntry, ids: bytes) -> bytes:
+        (text,) = await self._run(_open(model), lambda job_id: Detokenize(job_id, ids, model.vocab_size), "tokens")
+        return text
+
+    async def facts(self, model: ModelEntry) -> TextFacts:
+        key, _ = _open(model)
+        known = self._facts.get(key)
+        if known is None:
+            (part,) = await self._run(_open(model), Describe, "model")
+            known = self._facts[key] = _facts_decoder.decode(part)
+            while len(self._facts) > MAX_FACTS:
+                del self._facts[next(iter(self._facts))]
+        return known
 
     async def table(self, model: ModelEntry) -> TokenTable:
         key, _ = _open(model)

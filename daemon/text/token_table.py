@@ -70,6 +70,24 @@ class TokenTable:
             return
 
 
+class MarkedTable(TokenTable):
+    """A table that also shows some special tokens: `markers`, id -> text. `escaped` does not know of them."""
+
+    __slots__ = ("_markers",)
+
+    def __init__(self, table: TokenTable, markers: dict[int, str]) -> None:
+        for name in TokenTable.__slots__:
+            setattr(self, name, getattr(table, name))
+        self._markers = {token_id: text.encode() for token_id, text in markers.items()}
+
+    def flag(self, token_id: int) -> int:
+        return NORMAL if token_id in self._markers else super().flag(token_id)
+
+    def raw(self, token_id: int) -> bytes:
+        marker = self._markers.get(token_id)
+        return super().raw(token_id) if marker is None else marker
+
+
 def escape(text: str) -> bytes:
     """The inside of a JSON string. Line separators are escaped as well: some clients cut an event stream with str.splitlines."""
     escaped = msgspec.json.encode(text)[1:-1]

@@ -13,7 +13,21 @@ import msgspec
 from daemon.api.schema import parse
 from daemon.errors import BadRequest, HearthError, ServerFault
 from daemon.text.checkpoint_text import CheckpointText
-from daemon.text.jobs import BuildTable, Done, Encode, EncodeChat, Failed, Job, Open, ParseBody, ToWorker
+from daemon.text.job_parts import detokenized, rendered, tokenized
+from daemon.text.jobs import (
+    BuildTable,
+    Describe,
+    Detokenize,
+    Done,
+    Encode,
+    EncodeChat,
+    Failed,
+    Job,
+    Open,
+    ParseBody,
+    Tokenize,
+    ToWorker,
+)
 from engine.protocol import FrameReader, Message, encode
 
 LONG_TEXT = 64 << 10  # characters; longer ones are encoded beside the short ones, in a thread (encoding releases the GIL)
@@ -63,32 +77,32 @@ class Worker:
             raise ServerFault("internal_error", "this text worker has no model")
         if isinstance(job, BuildTable):
             return [msgspec.msgpack.encode(text.table())]
+        if isinstance(job, Describe):
+            return [msgspec.msgpack.encode(text.facts())]
+        if isinstance(job, Detokenize):
+            return [detokenized(text.tokenizer(), job)]
         if isinstance(job, Encode):
             texts, special = msgspec.msgpack.decode(job.texts, type=list[str]), job.add_special_tokens
+        elif isinstance(job, EncodeChat):
+            texts, special = [rendered(text, job.messages, msgspec.msgpack.decode(job.options))], False  # the template wrote them
         else:
-            assert isinstance(job, EncodeChat)
-            texts = [_render(text, job)]
-            special = False  # the template wrote them
-        text.tokenizer()
+            options = msgspec.msgpack.decode(job.options)
+            chat = job.kind == "messages"
+            texts = [rendered(text, job.prompt, options)] if chat else msgspec.msgpack.decode(job.prompt, type=list[str])
+            special = bool(options["add_special_tokens"])
+        tokenizer = text.tokenizer()
+
+        def encoded() -> list[bytes]:
+            batch = text.encode(texts, special)
+            if isinstance(job, Tokenize):
+                return tokenized(tokenizer, batch[0], bool(options["token_strings"]))
+            return [array("i", ids).tobytes() for ids in batch]
+
         if sum(map(len, texts)) > LONG_TEXT:
-            self._long.submit(self._answer, job, lambda: _packed(text.encode(texts, special)))
+            self._long.submit(self._answer, job, encoded)
             return None
-        return _packed(text.encode(texts, special))
+        return encoded()
 
     def _send(self, message: Message) -> None:
         with self._lock:
             self._connection.sendall(encode(message))
-
-
-def _render(text: CheckpointText, job: EncodeChat) -> str:
-    options = msgspec.msgpack.decode(job.options)
-    try:
-        messages = msgspec.msgpack.decode(job.messages)
-        kwargs = msgspec.msgpack.decode(options["kwargs"]) if "kwargs" in options else {}
-    except RecursionError:
-        raise BadRequest("invalid_request", "messages: nested too deeply", param="messages") from None
-    return text.render(messages, bool(options.get("add_generation_prompt", True)), kwargs)
-
-
-def _packed(batch: list[list[int]]) -> list[bytes]:
-    return [array("i", ids).tobytes() for ids in batch]

@@ -11,8 +11,6 @@ from daemon.text.tool_parsers.pieces import ToolParser
 
 HERMES, LLAMA3, MISTRAL, NONE = "hermes", "llama3", "mistral", "none"
 THINK = "think"
-DIALECTS = (HERMES, LLAMA3, MISTRAL, NONE)
-REASONING_PARSERS = (THINK, NONE)
 # shown in the text also where the tokenizer calls them special: the parsers look for them
 MARKERS = frozenset(
     [hermes.OPEN, hermes.CLOSE, llama3.PYTHON_TAG, mistral.MARKER, named_call.ARGS, named_call.CALL_ID, "<think>", "</think>"]
@@ -23,7 +21,7 @@ _ID_CHARACTERS = string.ascii_letters + string.digits
 
 
 def detect_tools(template: str, model_type: str) -> str:
-    """One of DIALECTS. none: the template shows the model no tools, or in a dialect that is not known here."""
+    """none: the template shows the model no tools, or in a dialect that is not known here."""
     if "tools" not in template or "<function=" in template:
         return NONE
     if mistral.MARKER in template:
