@@ -26,7 +26,7 @@ STORE = ROOT / ".cache" / "checkpoints"
 
 
 def bare_forward(folder: pathlib.Path, rows: int, context: int) -> dict[str, Any]:
-    """The engine's own forward loop at that batch, with no daemon, scheduler or sockets: CPU us per token."""
+    """The engine's own forward loop at that batch, with no daemon, scheduler or sockets: CPU us per decoded and per prompt token."""
     command = [sys.executable, "-m", "benchmarks.forward", "--model", str(folder), "--rows", str(rows), "--context", str(context)]
     out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=True).stdout
     found: dict[str, Any] = json.loads(out.strip().splitlines()[-1])
@@ -34,8 +34,8 @@ def bare_forward(folder: pathlib.Path, rows: int, context: int) -> dict[str, Any
 
 
 def idle(server: Server, seconds: float = 10.0) -> dict[str, float]:
-    """Share of one core while nothing is asked, and resident memory per process kind."""
-    time.sleep(3)
+    """Share of one core while nothing is asked, and resident memory: a model is loaded, its KV and prefix cache hardly used."""
+    time.sleep(2)
     before, start = tree_cpu_s(server.pid), time.perf_counter()
     time.sleep(seconds)
     share = (tree_cpu_s(server.pid) - before) / (time.perf_counter() - start)
@@ -57,6 +57,7 @@ def run(kind: str, streams: list[int]) -> list[dict[str, Any]]:
         server.cli("load", "feather")
         # first requests parse the tokenizer and touch memory; they are not what is measured
         uvloop.run(measure(server.url, ["feather"], server.pid, 8, 8, 128, 16))
+        first |= idle(server)
         for count in streams:
             num = max(4, 2 * count) if count > 1 else 4
             line = {"benchmark": "serve", "kind": kind, "streams": count}
@@ -66,13 +67,14 @@ def run(kind: str, streams: list[int]) -> list[dict[str, Any]]:
                 line["valid"] = events >= 0.99
             lines.append(line)
         status = server.cli("status", "--json")
-        first |= idle(server)
         first["event_loop_stall_ms_max"] = round(1e3 * status["event_loop_stall_max_s"], 2)
     if kind == "feather":
         for line in lines:
             bare = bare_forward(feather, line["streams"], 230)
-            line["bare_forward_cpu_us"] = bare["cpu_us_per_token"]
-            line["serving_cpu_us"] = round(line["cpu_us_per_out_token"] - bare["cpu_us_per_token"], 1)
+            # the same passes: one decode step a token, and the prompt's share
+            prompt_us = bare["prefill_cpu_us_per_token"] * line["input_tokens"] / line["output_tokens"]
+            line["bare_forward_cpu_us"] = round(bare["cpu_us_per_token"] + prompt_us, 1)
+            line["serving_cpu_us"] = round(line["cpu_us_per_out_token"] - line["bare_forward_cpu_us"], 1)
     return [first, *lines]
 
 
