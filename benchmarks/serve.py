@@ -26,7 +26,7 @@ STORE = ROOT / ".cache" / "checkpoints"
 
 
 def bare_forward(folder: pathlib.Path, rows: int, context: int) -> dict[str, Any]:
-    """The engine's own forward loop at that batch, with no daemon, scheduler or sockets: CPU us per decoded and per prompt token."""
+    """The engine's own forward loop at that batch, without daemon, scheduler or sockets: CPU us per decoded and prompt token."""
     command = [sys.executable, "-m", "benchmarks.forward", "--model", str(folder), "--rows", str(rows), "--context", str(context)]
     out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=True).stdout
     found: dict[str, Any] = json.loads(out.strip().splitlines()[-1])
