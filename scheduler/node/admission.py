@@ -6,11 +6,13 @@ from math import ceil
 
 from scheduler.node import pins, residency
 from scheduler.node.actions import Refusal
+from scheduler.node.events import RequestFacts
 from scheduler.node.node import Model, Node
 
 
-def refuse(node: Node, model: Model | None, name: str) -> Refusal | None:
+def refuse(node: Node, model: Model | None, facts: RequestFacts) -> Refusal | None:
     """None: admit. O(devices)."""
+    name = facts.model
     if model is None:
         return Refusal("model_not_found", f"no model {name!r} on this node")
     if node.draining:
@@ -24,6 +26,10 @@ def refuse(node: Node, model: Model | None, name: str) -> Refusal | None:
         return Refusal("model_draining", f"{name} is being drained by the operator", node.settings.drain_retry_after_s)
     if len(model.queue) - model.num_resubmissions >= max_queued(node, model):
         message = f"{len(model.queue)} requests wait for {name}; max_queued is {max_queued(node, model)}"
+        return Refusal("queue_full", message, retry_after_s(node, model))
+    own = model.queue_of.get(facts.tenant)
+    if facts.tenant and own is not None and len(own.requests) - own.num_resubmissions >= max_queued_per_tenant(node, model):
+        message = f"{len(own.requests)} requests of {facts.tenant} wait for {name}; {max_queued_per_tenant(node, model)} may"
         return Refusal("queue_full", message, retry_after_s(node, model))
     if model.copy is None and not pins.has_place(node, model):
         return pins.would_not_fit(node, model)
@@ -55,6 +61,12 @@ def wait_exceeded(node: Node, model: Model) -> Refusal:
 
 def max_queued(node: Node, model: Model) -> int:
     return model.facts.max_queued or node.settings.max_queued_per_model
+
+
+def max_queued_per_tenant(node: Node, model: Model) -> int:
+    """One tenant alone cannot fill the queue."""
+    most = max_queued(node, model)
+    return min(most, node.settings.max_queued_per_tenant or ceil(most / 2))
 
 
 def retry_after_s(node: Node, model: Model) -> float:

@@ -44,6 +44,7 @@ class RequestFacts:
     num_prompt_tokens: int
     max_tokens: int
     tenant: str = ""
+    weight: float = 1.0  # the tenant's share
     priority: int = 0
 
 

@@ -15,6 +15,7 @@ from scheduler.node.lazy_heap import LazyHeap
 from scheduler.node.ledger import NOTHING, DeviceLedger, Size
 from scheduler.node.settings import SchedulerSettings
 from scheduler.node.story import EndedRequests, Story
+from scheduler.shares import Shares
 
 # Stages of a placement, in order. Loading ends it: what is left then is the copy.
 VICTIMS_DRAIN, VICTIMS_LEAVE, WAITS_FOR_LOADER, LOADS = "victims drain", "victims leave", "waits for another load", "loads"
@@ -28,6 +29,14 @@ class Request:
     submitted_at: float = 0.0
     resubmission: bool = False  # was submitted before: no wait limit, no queue bound
     crashes: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class TenantQueue:
+    """One tenant's part of a model's queue, in the same order."""
+
+    requests: OrderedDict[int, Request] = field(default_factory=OrderedDict)
+    num_resubmissions: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -68,8 +77,10 @@ class Model:
     reason: str = ""
     copy: Copy | None = None
     placement: Placement | None = None
-    queue: OrderedDict[int, Request] = field(default_factory=OrderedDict)
+    queue: OrderedDict[int, Request] = field(default_factory=OrderedDict)  # by age
     num_resubmissions: int = 0  # of those queued
+    queue_of: dict[str, TenantQueue] = field(default_factory=dict)  # tenants with any queued
+    shares: Shares = field(default_factory=Shares)  # of those running
     running: dict[int, Request] = field(default_factory=dict)
     pinned: bool = False
     home: str = ""  # the device that keeps room for a pinned model
@@ -107,13 +118,43 @@ class Model:
         """Drains on its own account, whether or not somebody wants its room."""
         return self.removed or not self.enabled
 
-    def enqueue(self, request: Request) -> None:
-        self.queue[request.facts.request_id] = request
+    def enqueue(self, request: Request, first: bool = False) -> None:
+        request_id, tenant = request.facts.request_id, request.facts.tenant
+        if tenant not in self.queue_of:
+            self.queue_of[tenant] = TenantQueue()
+        own = self.queue_of[tenant]
+        self.queue[request_id] = own.requests[request_id] = request
         self.num_resubmissions += request.resubmission
+        own.num_resubmissions += request.resubmission
+        if first:
+            self.queue.move_to_end(request_id, last=False)
+            own.requests.move_to_end(request_id, last=False)
 
     def dequeue(self, request_id: int) -> Request:
         request = self.queue.pop(request_id)
+        own = self.queue_of[request.facts.tenant]
+        del own.requests[request_id]
         self.num_resubmissions -= request.resubmission
+        own.num_resubmissions -= request.resubmission
+        if not own.requests:
+            del self.queue_of[request.facts.tenant]
+        return request
+
+    def dequeue_next(self) -> Request:
+        """Whose turn it is: of the tenant that has least running for its weight, the oldest. O(tenants)."""
+        if len(self.queue_of) == 1:
+            return self.dequeue(next(iter(self.queue)))
+        firsts = {tenant: next(iter(own.requests.values())) for tenant, own in self.queue_of.items()}
+        tenant = self.shares.least((tenant, each.facts.weight, each.facts.request_id) for tenant, each in firsts.items())
+        return self.dequeue(firsts[tenant].facts.request_id)
+
+    def start(self, request: Request) -> None:
+        self.running[request.facts.request_id] = request
+        self.shares.start(request.facts.tenant, request.facts.weight)
+
+    def stop(self, request_id: int) -> Request:
+        request = self.running.pop(request_id)
+        self.shares.stop(request.facts.tenant)
         return request
 
 

@@ -103,7 +103,7 @@ class NodeScheduler:
         return [_device_view(self._node, device) for device in self._node.devices.values()]
 
     def queue(self) -> list[QueuedView]:
-        """By model, in the order in which they will be submitted."""
+        """By model, in the order in which they will be submitted; among several tenants their shares decide."""
         return [
             QueuedView(request_id, model.name, request.facts.tenant, position, request.arrived, request.resubmission)
             for model in self._node.models.values()

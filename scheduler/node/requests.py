@@ -19,7 +19,7 @@ def arrived(node: Node, event: RequestArrived) -> None:
     if facts.request_id in node.requests:
         raise ValueError(f"request {facts.request_id} has arrived before")
     model = node.models.get(facts.model)
-    refusal = admission.refuse(node, model, facts.model)
+    refusal = admission.refuse(node, model, facts)
     if model is None or refusal is not None:
         assert refusal is not None
         node.emit(Reject(cause=node.cause, request_id=facts.request_id, refusal=refusal))
@@ -41,17 +41,15 @@ def submit(node: Node, model: Model, request: Request) -> None:
     assert model.copy is not None
     request.device, request.submitted_at = model.copy.device, node.now
     request_id = request.facts.request_id
-    model.running[request_id] = request
+    model.start(request)
     node.actions.append(Submit(cause=node.cause, request_id=request_id, model=model.facts.name, device=request.device))
 
 
 def submit_queued(node: Node, model: Model) -> None:
-    """All that wait, together, up to the engine's window."""
-    queue, waits = model.queue, node.waits
-    for _ in range(min(len(queue), node.window(model) - len(model.running))):
-        request_id, request = queue.popitem(last=False)
-        model.num_resubmissions -= request.resubmission
-        waits.discard(request_id)
+    """All that wait, together, up to the engine's window; tenants by their shares."""
+    for _ in range(min(len(model.queue), node.window(model) - len(model.running))):
+        request = model.dequeue_next()
+        node.waits.discard(request.facts.request_id)
         submit(node, model, request)
 
 
@@ -76,7 +74,7 @@ def leave(node: Node, request_id: int, how: str) -> Request | None:
         return None
     model = node.models[request.facts.model]
     if request.device:
-        del model.running[request_id]
+        model.stop(request_id)
     else:
         model.dequeue(request_id)
         node.waits.discard(request_id)
@@ -89,16 +87,15 @@ def take_back(node: Node, model: Model, running: Iterable[Request]) -> None:
     """Requests that lost their copy go to the front of the queue, in the order in which they arrived there. They wait without
     limit: their clients have been promised an answer."""
     for request in reversed(list(running)):
-        del model.running[request.facts.request_id]
+        model.stop(request.facts.request_id)
         request.device, request.resubmission = "", True
-        model.enqueue(request)
-        model.queue.move_to_end(request.facts.request_id, last=False)
+        model.enqueue(request, first=True)
     node.touch(model)
 
 
 def crashed(node: Node, model: Model, request: Request) -> None:
     """It was running in too many crashes: it ends, whichever way it was going."""
-    del model.running[request.facts.request_id]
+    model.stop(request.facts.request_id)
     message = f"the engine of {model.name} died {request.crashes} times while this request was running"
     node.reject(request, Refusal("crashed_twice", message))
 

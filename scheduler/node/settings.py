@@ -14,6 +14,7 @@ class SchedulerSettings:
     overdue_after_s: float = 10.0
     max_wait_s: float = 60.0
     max_queued_per_model: int = 256  # where a model's own max_queued is 0
+    max_queued_per_tenant: int = 0  # of them, of one tenant that has a name; 0: half of them
     window_per_sequence: int = 2  # a model has at most that many times max_sequences requests in its engine
     force_every_s: float = 30.0  # a busy model is evicted at most once in max(force_every_s, force_every_reloads x reload)
     force_every_reloads: float = 8.0

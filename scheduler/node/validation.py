@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from scheduler.node import look, pins, residency
 from scheduler.node.node import LOADS, VICTIMS_DRAIN, Device, Model, Node
 
@@ -41,6 +43,14 @@ def check_model(node: Node, model: Model) -> None:
         assert not model.queue or model.state == residency.DRAINING, f"{name} is {model.state} and requests wait"
         assert not model.load_causes, f"{name} is {model.state} and commands wait"
     assert model.num_resubmissions == sum(request.resubmission for request in model.queue.values()), f"resubmissions of {name}"
+    own = {tenant: list(line.requests) for tenant, line in model.queue_of.items()}
+    by_tenant: dict[str, list[int]] = {}
+    for request_id, request in model.queue.items():
+        by_tenant.setdefault(request.facts.tenant, []).append(request_id)
+    assert own == by_tenant, f"the tenants' parts of the queue of {name}"
+    assert model.num_resubmissions == sum(line.num_resubmissions for line in model.queue_of.values()), f"parts of {name}"
+    shares = Counter(request.facts.tenant for request in model.running.values())
+    assert shares == model.shares.active, f"shares of {name}"
     for request_id, request in model.queue.items():
         assert not request.device, f"request {request_id} is queued and submitted"
         assert request.resubmission or request_id in node.waits, f"request {request_id} waits without limit"

@@ -81,11 +81,12 @@ class FakeNode:
     def remove(self, name: str) -> list[actions.Action]:
         return self.post(events.ModelRemoved, model=name)
 
-    def arrive(self, model: str) -> int:
+    def arrive(self, model: str, tenant: str = "", weight: float = 1.0) -> int:
         self.num_requests += 1
         request_id = self.num_requests
         self.open[request_id] = model
-        self.post(events.RequestArrived, f"req-{request_id}", request=RequestFacts(request_id, model, 10, 20))
+        request = RequestFacts(request_id, model, 10, 20, tenant=tenant, weight=weight)
+        self.post(events.RequestArrived, f"req-{request_id}", request=request)
         return request_id
 
     def finish(self, *request_ids: int) -> list[actions.Action]:

@@ -32,7 +32,7 @@ def step(node: FakeNode, rng: random.Random) -> None:
     match rng.choices(list(WEIGHTS), WEIGHTS.values())[0]:
         case "arrive":
             for _ in range(rng.randrange(1, 4)):
-                node.arrive(name)
+                node.arrive(name, rng.choice(["", "t1", "t2"]), rng.choice([1.0, 3.0]))
         case "finish" if node.running:
             node.finish(rng.choice(sorted(node.running)))
         case "loaded" if node.loads:

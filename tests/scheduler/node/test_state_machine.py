@@ -46,10 +46,10 @@ class Node(RuleBasedStateMachine):
 
     # ---- clients
 
-    @rule(model=st.sampled_from(NAMES), num=st.integers(1, 4))
-    def arrive(self, model: str, num: int) -> None:
+    @rule(model=st.sampled_from(NAMES), num=st.integers(1, 4), tenant=st.sampled_from(["", "t"]))
+    def arrive(self, model: str, num: int, tenant: str) -> None:
         for _ in range(num):
-            self.node.arrive(model)
+            self.node.arrive(model, tenant)
 
     @precondition(lambda self: self.node.open)
     @rule(data=st.data())
