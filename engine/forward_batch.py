@@ -1,7 +1,8 @@
 """What one forward pass computes, as arrays. Built once a step and passed down; nothing about a step is global, because several
 models live in one process.
 
-Shapes: R rows, T tokens of all rows end to end, N tokens left to paged attention, B blocks of the longest row, D head size.
+Shapes: R rows, T tokens of all rows end to end, N tokens left to paged attention, B blocks of the longest row, D head size,
+P pairs of a head's dimensions that turn.
 """
 
 from __future__ import annotations
@@ -20,26 +21,42 @@ from engine.contracts import BatchPlan, IntArray, LongArray, SequenceTable
 LONG_ROW_TOKENS = 16
 
 
+@dataclass(slots=True, frozen=True, eq=False)
+class Rotary:
+    """Rotary embedding of 2 P dimensions of each head. inv_freq [P] float32: angle per position; scale: of cosines and sines."""
+
+    inv_freq: Tensor
+    scale: float = 1.0
+
+    def cos_sin(self, positions: Tensor) -> Tensor:
+        """positions [T] -> [T, 2 P] float32: cosines, then sines."""
+        angles = positions.float().unsqueeze(1) * self.inv_freq
+        turns = torch.cat((angles.cos(), angles.sin()), dim=1)
+        return turns if self.scale == 1.0 else turns.mul_(self.scale)
+
+
 @dataclass(slots=True, frozen=True)
 class GroupMemory:
     """kv [num_blocks, layers of the group, 2, G, block_tokens, D] is the arena as one KV group of a model sees it, kv_flat the same
-    memory for kernels. window_tokens: positions a query attends to, its own included; 0 for all."""
+    memory for kernels. rotary: of the group's layers. window_tokens: positions a query attends to, its own included; 0 for all."""
 
     kv: Tensor
     kv_flat: Any
+    rotary: Rotary
     window_tokens: int = 0
 
 
 @dataclass(slots=True)
 class GroupBatch:
     """A step's view of one KV group. slots [T]: block * block_tokens + place of each token, -1 for padding. Entries of block_table
-    behind the window of every query are -1 and must not be read."""
+    behind the window of every query are -1 and must not be read. cos_sin [T, 2 P] float32."""
 
     kv: Tensor
     kv_flat: Any
     window_tokens: int
     block_table: IntArray  # [R, B]
     slots: LongArray
+    cos_sin: Tensor
 
 
 @dataclass(slots=True)
@@ -48,11 +65,10 @@ class ForwardBatch:
 
     num_tokens: T without padding · starts, num_new,
     contexts [R]: first token, tokens of this step, and positions stored after it · paged_* [N]: token, row and context of each
-    query that reads its blocks directly · long_rows: the other rows · cos_sin [T, D] float32.
+    query that reads its blocks directly · long_rows: the other rows.
     """
 
     input_ids: Tensor  # [T] int64
-    cos_sin: Tensor
     num_tokens: int
     groups: list[GroupBatch]
     layer_places: Sequence[tuple[int, int]]
@@ -83,10 +99,9 @@ def build_batch(
     table: SequenceTable,
     memory: Sequence[GroupMemory],
     layer_places: Sequence[tuple[int, int]],
-    inv_freq: Tensor,
     padded: bool = False,
 ) -> ForwardBatch:
-    """inv_freq [D / 2] float32; padded: T is one of few counts (the last tokens are not stored and attend to nothing). Work is per
+    """padded: T is one of few counts (the last tokens are not stored and attend to nothing). Work is per
     array, never per row."""
     block_tokens = memory[0].kv.shape[4]
     num_new, first = plan.num_new, plan.num_computed
@@ -113,20 +128,19 @@ def build_batch(
     missing = padded_rows(num_tokens) - num_tokens if padded else 0
     nothing = np.zeros(missing, np.int64)
     blocks, places = positions // block_tokens, positions % block_tokens
+    padded_positions = torch.from_numpy(np.concatenate((positions, nothing)) if missing else positions)
+    turns = {rotary: rotary.cos_sin(padded_positions) for rotary in {own.rotary for own in memory}}  # most groups share theirs
     groups = []
     for own, block_tables in zip(memory, table.block_tables, strict=True):
         block_table = np.ascontiguousarray(block_tables[plan.slots, :num_blocks])
         slots = block_table[rows, blocks].astype(np.int64) * block_tokens + places
         if missing:
             slots = np.concatenate((slots, nothing - 1))
-        groups.append(GroupBatch(own.kv, own.kv_flat, own.window_tokens, block_table, slots))
+        groups.append(GroupBatch(own.kv, own.kv_flat, own.window_tokens, block_table, slots, turns[own.rotary]))
     if missing:
         input_ids = np.concatenate((input_ids, nothing))
-        positions = np.concatenate((positions, nothing))
-    angles = torch.from_numpy(positions).float().unsqueeze(1) * inv_freq
     return ForwardBatch(
         input_ids=torch.from_numpy(input_ids),
-        cos_sin=torch.cat((angles.cos(), angles.sin()), dim=1),
         num_tokens=num_tokens,
         groups=groups,
         layer_places=layer_places,

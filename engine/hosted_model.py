@@ -13,8 +13,8 @@ from torch import Tensor
 
 from engine import ops
 from engine.contracts import BatchPlan, FloatArray, KVGroupSpec, SequenceTable, StepResult
-from engine.forward_batch import GroupMemory, build_batch, padded_rows
-from engine.layers.rope import inverse_frequencies
+from engine.forward_batch import GroupMemory, Rotary, build_batch, padded_rows
+from engine.layers.rope import rotary_of
 from engine.layers.weights import Weights
 from engine.memory.arena import KVArena
 from engine.memory.weight_range import WeightRange
@@ -41,19 +41,20 @@ class TorchModel:
         self._memory = memory
         self._logits_rows = sizing.logits_rows(shape, spec.dtype, spec.max_sequences)
         self._model: CausalLM | None = build_model(shape, Weights(shape, spec.dtype, memory))
-        self._inv_freq = inverse_frequencies(shape.rope, shape.head_dim)
+        rotary = rotary_of(shape.rope, shape.head_dim, spec.max_model_len)
+        local = rotary if shape.local_rope is None else rotary_of(shape.local_rope, shape.head_dim, spec.max_model_len)
         self._dtype: torch.dtype = getattr(torch, spec.dtype)
         self._padded = spec.dtype != "float32"  # MKL, which serves float32, has no set-up per row count
-        self._kv = [self._group_memory(arena, group) for group in self.kv_groups]
+        self._kv = [self._group_memory(arena, group, local if group.window_tokens else rotary) for group in self.kv_groups]
         places = {layer: (number, place) for number, group in enumerate(self.kv_groups) for place, layer in enumerate(group.layers)}
         self._layer_places = tuple(places[layer] for layer in range(shape.num_layers))
 
-    def _group_memory(self, arena: KVArena, group: KVGroupSpec) -> GroupMemory:
+    def _group_memory(self, arena: KVArena, group: KVGroupSpec, rotary: Rotary) -> GroupMemory:
         block_shape = (len(group.layers), 2, self.shape.num_kv_heads, group.block_tokens, self.shape.head_dim)
         kv = arena.blocks(block_shape, self._dtype)
         flat = kv.view(-1)
         kv_flat = flat.view(torch.uint16).numpy() if kv.dtype is torch.bfloat16 else flat.numpy()
-        return GroupMemory(kv, kv_flat, group.window_tokens)
+        return GroupMemory(kv, kv_flat, rotary, group.window_tokens)
 
     @torch.inference_mode()
     def execute(self, plan: BatchPlan, table: SequenceTable) -> StepResult:
@@ -84,7 +85,7 @@ class TorchModel:
         """Hidden states of the sampling rows' last tokens, or of all tokens, with padding; and their number without it."""
         model = self._loaded()
         ops.set_num_threads(self.num_threads)
-        batch = build_batch(plan, table, self._kv, self._layer_places, self._inv_freq, self._padded)
+        batch = build_batch(plan, table, self._kv, self._layer_places, self._padded)
         if every_token or (plan.samples.all() and batch.num_tokens == len(plan.slots)):
             return model.forward(batch, None), batch.num_tokens
         wanted = (batch.starts + plan.num_new - 1)[plan.samples].astype(np.int64)

@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import importlib
 import importlib.util
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.forward_batch import ForwardBatch
+from engine.forward_batch import ForwardBatch, GroupBatch
 from engine.kernels import reference
 from loader.sizing import PREFILL_TILE_TOKENS, sampler_rows
 
@@ -91,20 +92,21 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return torch.nn.functional.linear(x, weight, bias)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, around_one: bool = False) -> Tensor:
+    """x [T, W], each row normalised, times weight [W] (around_one: times 1 + weight)."""
     if not _served(x):
-        return reference.rms_norm(x, weight, eps)
+        return reference.rms_norm(x, weight, eps, around_one)
     out = torch.empty_like(x)
-    _kernels.rms_norm(_array(x), _array(weight), eps, _array(out))
+    _kernels.rms_norm(_array(x), _array(weight), around_one, eps, _array(out))
     return out
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, around_one: bool = False) -> Tensor:
     """residual += x in place; returns its norm."""
     if not _served(x):
-        return reference.add_rms_norm(x, residual, weight, eps)
+        return reference.add_rms_norm(x, residual, weight, eps, around_one)
     out = torch.empty_like(x)
-    _kernels.add_rms_norm(_array(x), _array(residual), _array(weight), eps, _array(out))
+    _kernels.add_rms_norm(_array(x), _array(residual), _array(weight), around_one, eps, _array(out))
     return out
 
 
@@ -117,22 +119,43 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     return out
 
 
-def rope_and_store(
-    qkv: Tensor, query_norm: Tensor | None, key_norm: Tensor | None, eps: float, layer: int, heads: int, batch: ForwardBatch
-) -> None:
+def gelu_and_mul(gate_up: Tensor) -> Tensor:
+    """[T, 2 W] -> [T, W]: gelu(gate) * up, gelu in its form with tanh."""
+    if not _served(gate_up):
+        return reference.gelu_and_mul(gate_up)
+    out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+    _kernels.gelu_and_mul(_array(gate_up), _array(out))
+    return out
+
+
+@dataclass(slots=True, frozen=True)
+class HeadNorms:
+    """RMS norms of each head's queries and keys: weights [D]. around_one: the factors are 1 + weight."""
+
+    query: Tensor
+    key: Tensor
+    eps: float
+    around_one: bool = False
+
+
+def rope_and_store(qkv: Tensor, norms: HeadNorms | None, layer: int, heads: int, batch: ForwardBatch) -> None:
     """Normalises (if norms are given) and rotates queries and keys of qkv [T, (H + 2 G) D] in place; stores keys and values."""
     group, place = batch.group_of(layer)
     kv = group.kv
+    eps, around_one = (0.0, False) if norms is None else (norms.eps, norms.around_one)
     if not _served(qkv):
-        reference.rope_and_store(qkv, batch.cos_sin, query_norm, key_norm, eps, kv, place, heads, torch.from_numpy(group.slots))
+        query_norm, key_norm = (None, None) if norms is None else (norms.query, norms.key)
+        slots = torch.from_numpy(group.slots)
+        reference.rope_and_store(qkv, group.cos_sin, query_norm, key_norm, around_one, eps, kv, place, heads, slots)
         return
     array = _array(qkv)
     none = array[0, :0]
     _kernels.rope_and_store(
         array,
-        batch.cos_sin.numpy(),
-        none if query_norm is None else _array(query_norm),
-        none if key_norm is None else _array(key_norm),
+        group.cos_sin.numpy(),
+        none if norms is None else _array(norms.query),
+        none if norms is None else _array(norms.key),
+        around_one,
         eps,
         group.kv_flat,
         kv.shape[1],
@@ -145,8 +168,11 @@ def rope_and_store(
     )
 
 
-def attention(qkv: Tensor, layer: int, heads: int, scale: float, batch: ForwardBatch) -> Tensor:
-    """Causal attention of every token over its row's KV blocks, after rope_and_store. Returns [T, H D]."""
+def attention(qkv: Tensor, layer: int, heads: int, scale: float, softcap: float, batch: ForwardBatch) -> Tensor:
+    """Causal attention of every token over its row's KV blocks, within the layer's window, after rope_and_store. Returns [T, H D].
+
+    softcap: scores become softcap * tanh(score / softcap); 0: they stay.
+    """
     group, place = batch.group_of(layer)
     kv = group.kv
     kv_heads, head_dim = kv.shape[3], kv.shape[5]
@@ -167,7 +193,9 @@ def attention(qkv: Tensor, layer: int, heads: int, scale: float, batch: ForwardB
                 batch.paged_tokens,
                 batch.paged_rows,
                 batch.paged_contexts,
+                group.window_tokens,
                 scale,
+                softcap,
                 _array(out),
             )
         else:
@@ -180,25 +208,51 @@ def attention(qkv: Tensor, layer: int, heads: int, scale: float, batch: ForwardB
                 torch.from_numpy(batch.paged_tokens),
                 torch.from_numpy(batch.paged_rows),
                 torch.from_numpy(batch.paged_contexts),
+                group.window_tokens,
                 scale,
+                softcap,
                 out,
             )
     for row in batch.long_rows:
         start, num_new = int(batch.starts[row]), int(batch.num_new[row])
-        context = int(batch.contexts[row])
-        key, value = reference.gather_context(kv, place, torch.from_numpy(group.block_table[row]), context)
-        query = qkv[start : start + num_new, : heads * head_dim].view(num_new, heads, head_dim).transpose(0, 1)
-        target = out[start : start + num_new].view(num_new, heads, head_dim)
-        if num_new == context:
-            target.copy_(reference.causal_attention(query, key, value, scale, None).transpose(0, 1))
-            continue
-        for tile in range(0, num_new, PREFILL_TILE_TOKENS):  # the mask is what takes memory
-            end = min(tile + PREFILL_TILE_TOKENS, num_new)
-            visible = context - num_new + end
-            mask = torch.ones(end - tile, visible, dtype=torch.bool).tril_(visible - (end - tile))
-            part = reference.causal_attention(query[:, tile:end], key[:, :visible], value[:, :visible], scale, mask)
-            target[tile:end] = part.transpose(0, 1)
+        _attend_long_row(
+            qkv[start : start + num_new, : heads * head_dim].view(num_new, heads, head_dim).transpose(0, 1),
+            group,
+            place,
+            row,
+            int(batch.contexts[row]),
+            scale,
+            softcap,
+            out[start : start + num_new].view(num_new, heads, head_dim),
+        )
     return out
+
+
+def _attend_long_row(
+    query: Tensor, group: GroupBatch, place: int, row: int, context: int, scale: float, softcap: float, out: Tensor
+) -> None:
+    """query [H, N, D] are the last N of the row's `context` positions; out [N, H, D]."""
+    num_new, window = query.shape[1], group.window_tokens
+    before = context - num_new
+    first = max(0, before - window + 1) if window else 0  # what the first query sees first
+    key, value = reference.gather_context(group.kv, place, torch.from_numpy(group.block_table[row]), first, context)
+    if before == 0 and not 0 < window < context and softcap == 0:
+        out.copy_(reference.causal_attention(query, key, value, scale, 0.0, None).transpose(0, 1))
+        return
+    for tile in range(0, num_new, PREFILL_TILE_TOKENS):  # the mask is what takes memory
+        end = min(tile + PREFILL_TILE_TOKENS, num_new)
+        low, high = max(0, before + tile - window + 1) if window else 0, before + end
+        mask = torch.ones(end - tile, high - low, dtype=torch.bool).tril_(before + tile - low)
+        if window:
+            mask.triu_(before + tile - low - window + 1)
+        keys = slice(low - first, high - first)
+        part = reference.causal_attention(query[:, tile:end], key[:, keys], value[:, keys], scale, softcap, mask)
+        out[tile:end] = part.transpose(0, 1)
+
+
+def softcap(x: Tensor, cap: float) -> Tensor:
+    """cap * tanh(x / cap), in place; cap 0: x as it is."""
+    return reference.capped(x, cap)
 
 
 def greedy(logits: Tensor) -> tuple[Any, Any]:

@@ -50,33 +50,41 @@ class KVGroupSpec:
 
 # one entry: tensors that lie end to end, each (name, shape)
 _Group = tuple[tuple[str, tuple[int, ...]], ...]
+_Widths = tuple[tuple[str, int], ...]
 
 
 def _groups(shape: ModelShape) -> list[_Group]:
     hidden, inner = shape.hidden_size, shape.intermediate_size
     query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     groups: list[_Group] = [(("model.embed_tokens.weight", (shape.vocab_size, hidden)),)]
+    query_key_value: _Widths = (("q_proj", query), ("k_proj", key), ("v_proj", key))
+    gate_up: _Widths = (("gate_proj", inner), ("up_proj", inner))
+    if shape.fused_projections:
+        query_key_value, gate_up = (("qkv_proj", query + 2 * key),), (("gate_up_proj", 2 * inner),)
     for layer in range(shape.num_layers):
         at = f"model.layers.{layer}."
         attention, mlp = at + "self_attn.", at + "mlp."
-        widths = (("q_proj", query), ("k_proj", key), ("v_proj", key))
         groups.append(((at + "input_layernorm.weight", (hidden,)),))
-        groups.append(tuple((f"{attention}{name}.weight", (width, hidden)) for name, width in widths))
+        groups.append(tuple((f"{attention}{name}.weight", (width, hidden)) for name, width in query_key_value))
         if shape.attention_bias:
-            groups.append(tuple((f"{attention}{name}.bias", (width,)) for name, width in widths))
+            groups.append(tuple((f"{attention}{name}.bias", (width,)) for name, width in query_key_value))
         if shape.qk_norm:
             groups.append(((attention + "q_norm.weight", (shape.head_dim,)),))
             groups.append(((attention + "k_norm.weight", (shape.head_dim,)),))
         groups.append(((attention + "o_proj.weight", (hidden, query)),))
-        if shape.attention_bias:
+        if shape.output_bias:
             groups.append(((attention + "o_proj.bias", (hidden,)),))
         groups.append(((at + "post_attention_layernorm.weight", (hidden,)),))
-        groups.append(tuple((f"{mlp}{name}.weight", (inner, hidden)) for name in ("gate_proj", "up_proj")))
+        if shape.branch_norms:
+            groups.append(((at + "pre_feedforward_layernorm.weight", (hidden,)),))
+        groups.append(tuple((f"{mlp}{name}.weight", (width, hidden)) for name, width in gate_up))
         if shape.mlp_bias:
-            groups.append(tuple((f"{mlp}{name}.bias", (inner,)) for name in ("gate_proj", "up_proj")))
+            groups.append(tuple((f"{mlp}{name}.bias", (width,)) for name, width in gate_up))
         groups.append(((mlp + "down_proj.weight", (hidden, inner)),))
         if shape.mlp_bias:
             groups.append(((mlp + "down_proj.bias", (hidden,)),))
+        if shape.branch_norms:
+            groups.append(((at + "post_feedforward_layernorm.weight", (hidden,)),))
     groups.append((("model.norm.weight", (hidden,)),))
     if not shape.tie_word_embeddings:
         groups.append((("lm_head.weight", (shape.vocab_size, hidden)),))
@@ -158,11 +166,15 @@ def work_space_bytes(
     item, hidden = ITEM_BYTES[dtype], shape.hidden_size
     query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     context = min(max_model_len or shape.max_position_embeddings, shape.max_position_embeddings)
+    if all(shape.layer_windows):
+        context = min(context, max(shape.layer_windows, default=context) + max_num_batched_tokens)
     residual = tokens * hidden * (3 * item + 2 * 4)  # residual, normed, output; two float32 copies inside the norm
     attention = tokens * (query + 2 * key) * (2 * item + 4) + tokens * query * (item + 4) + tokens * shape.head_dim * 2 * 4
     tile = min(PREFILL_TILE_TOKENS, max_num_batched_tokens)
     # one row's context as gathered and as scaled_dot_product_attention repeats it for each query head; its causal mask
     gathered = context * 2 * (2 * key + query) * item + tile * context * 5
+    if shape.attention_softcap:  # scores of one KV head's queries as products, in float32 and as weights
+        gathered += shape.num_heads // shape.num_kv_heads * tile * context * (2 * item + 2 * 4)
     mlp = tokens * shape.intermediate_size * 4 * item
     logits = logits_rows(shape, dtype, max_sequences) * (shape.vocab_size + hidden) * item
     sampling = min(sampler_rows(shape.vocab_size), max_sequences) * shape.vocab_size * 4 * SAMPLER_COPIES

@@ -12,11 +12,12 @@ import numba
 
 from engine.kernels import cpu_attention, cpu_rows, cpu_sampling
 from engine.kernels.cpu_attention import paged_attention_parallel, paged_attention_serial
-from engine.kernels.cpu_rows import add_rms_norm, rms_norm, rope_and_store, silu_and_mul
+from engine.kernels.cpu_rows import add_rms_norm, gelu_and_mul, rms_norm, rope_and_store, silu_and_mul
 from engine.kernels.cpu_sampling import greedy_bfloat16, greedy_float32, sample
 
 __all__ = [
     "add_rms_norm",
+    "gelu_and_mul",
     "greedy_bfloat16",
     "greedy_float32",
     "paged_attention",
@@ -40,7 +41,8 @@ def prepare(dtype: str, parallel: bool) -> None:
         (rms_norm, cpu_rows.rms_norm_signature(element)),
         (add_rms_norm, cpu_rows.add_rms_norm_signature(element)),
         (rope_and_store, cpu_rows.rope_and_store_signature(element)),
-        (silu_and_mul, cpu_rows.silu_and_mul_signature(element)),
+        (silu_and_mul, cpu_rows.gate_signature(element)),
+        (gelu_and_mul, cpu_rows.gate_signature(element)),
         (sample, cpu_sampling.sample_signature(element)),
         (greedy_float32, cpu_sampling.GREEDY_FLOAT32) if dtype == "float32" else (greedy_bfloat16, cpu_sampling.GREEDY_BFLOAT16),
     ]

@@ -28,7 +28,9 @@ def _paged_attention(
     tokens: Any,  # [N] int32: index into T
     rows: Any,  # [N] int32: index into R
     contexts: Any,  # [N] int32: positions attended to, the token's own included
+    window: int,  # of these, the last `window` only; 0: all
     scale: float,
+    softcap: float,  # scores become softcap * tanh(score / softcap); 0: as they are
     out: Any,  # [T, H * D]; only the N tokens' rows are written
 ) -> None:
     group = heads // kv_heads
@@ -39,7 +41,11 @@ def _paged_attention(
         n = item // kv_heads
         kv_head = item % kv_heads
         token, row, context = tokens[n], rows[n], contexts[n]
-        weights = np.empty((group, context), np.float32)
+        # weights[g, t - first] belongs to position t; blocks before first_block are not read
+        first = max(0, context - window) if window > 0 else 0
+        visible = context - first
+        first_block = first // block_tokens * block_tokens
+        weights = np.empty((group, visible), np.float32)
         query = np.empty((group, head_dim), np.float32)
         sums = np.zeros((group, head_dim), np.float32)
         for g in range(group):
@@ -47,33 +53,39 @@ def _paged_attention(
                 query[g, d] = widen(qkv[token, (kv_head * group + g) * head_dim + d]) * float32(scale)
         keys_at = (layer * 2 * kv_heads + kv_head) * plane
         values_at = keys_at + kv_heads * plane
-        for start in range(0, context, block_tokens):
+        for start in range(first_block, context, block_tokens):
             at = np.int64(block_table[row, start // block_tokens]) * block_stride + keys_at
-            for t in range(min(block_tokens, context - start)):
+            for t in range(max(0, first - start), min(block_tokens, context - start)):
                 key = kv[at + t * head_dim : at + (t + 1) * head_dim]
                 for g in range(group):
                     dot = float32(0.0)
                     for d in range(head_dim):
                         dot += query[g, d] * widen(key[d])
-                    weights[g, start + t] = dot
+                    weights[g, start + t - first] = dot
+        if softcap > 0.0:
+            cap, twice = float32(softcap), float32(2.0 / softcap)
+            for g in range(group):
+                for t in range(visible):
+                    # tanh(x) = 1 - 2 / (e**2x + 1)
+                    weights[g, t] = cap - (cap + cap) / (exp(weights[g, t] * twice) + float32(1.0))
         for g in range(group):
             top = weights[g, 0]
-            for t in range(context):
+            for t in range(visible):
                 top = max(top, weights[g, t])
             total = float32(0.0)
-            for t in range(context):
+            for t in range(visible):
                 weight = exp(weights[g, t] - top)
                 weights[g, t] = weight
                 total += weight
             share = float32(1.0) / total
-            for t in range(context):
+            for t in range(visible):
                 weights[g, t] *= share
-        for start in range(0, context, block_tokens):
+        for start in range(first_block, context, block_tokens):
             at = np.int64(block_table[row, start // block_tokens]) * block_stride + values_at
-            for t in range(min(block_tokens, context - start)):
+            for t in range(max(0, first - start), min(block_tokens, context - start)):
                 value = kv[at + t * head_dim : at + (t + 1) * head_dim]
                 for g in range(group):
-                    weight = weights[g, start + t]
+                    weight = weights[g, start + t - first]
                     for d in range(head_dim):
                         sums[g, d] += weight * widen(value[d])
         for g in range(group):
@@ -85,7 +97,7 @@ def _paged_attention(
 def paged_attention_signature(element: types.Type) -> Any:
     ints, table = int32[::1], int32[:, ::1]
     sizes = (int64,) * 6
-    return void(element[:, ::1], element[::1], *sizes, table, ints, ints, ints, float64, element[:, ::1])
+    return void(element[:, ::1], element[::1], *sizes, table, ints, ints, ints, int64, float64, float64, element[:, ::1])
 
 
 _OPTIONS: dict[str, Any] = {"fastmath": FASTMATH, "error_model": "numpy", "cache": True, "nogil": True}

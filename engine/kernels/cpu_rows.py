@@ -1,4 +1,4 @@
-"""Row-wise work on the CPU (Numba): RMS norms, rotary embedding with the write into the KV cache, SwiGLU.
+"""Row-wise work on the CPU (Numba): RMS norms, rotary embedding with the write into the KV cache, gated activations.
 
 Shapes: T tokens, W width, H query heads, G KV heads, D head size. Twins in reference.py under the same names.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import float32, float64, int64, njit, types, void
+from numba import boolean, float32, float64, int64, njit, types, void
 
 from engine.kernels.cpu_bits import FASTMATH, exp, narrow, widen
 
@@ -17,30 +17,40 @@ _OPTIONS: dict[str, Any] = {"fastmath": FASTMATH, "error_model": "numpy", "cache
 
 
 def rms_norm_signature(element: types.Type) -> Any:
-    return void(element[:, ::1], element[::1], float64, element[:, ::1])
+    return void(element[:, ::1], element[::1], boolean, float64, element[:, ::1])
+
+
+@njit(inline="always", fastmath=FASTMATH)
+def _scale(vector: Any, factor: Any, weight: Any, around_one: bool, out: Any) -> None:
+    """out = vector * factor * weight, rounded to the element type before the weight as transformers does it; around_one (Gemma):
+    times 1 + weight instead, rounded once."""
+    if around_one:
+        for i in range(out.shape[0]):
+            out[i] = narrow(widen(vector[i]) * factor * (float32(1.0) + widen(weight[i])), weight[i])
+    else:
+        for i in range(out.shape[0]):
+            normed = widen(narrow(widen(vector[i]) * factor, weight[i]))
+            out[i] = narrow(normed * widen(weight[i]), weight[i])
 
 
 @njit(**_OPTIONS)
-def rms_norm(x: Any, weight: Any, eps: float, out: Any) -> None:
-    """x [T, W] -> out [T, W]; the mean in float32, rounded to the element type before the weight as transformers does it."""
+def rms_norm(x: Any, weight: Any, around_one: bool, eps: float, out: Any) -> None:
+    """x [T, W] -> out [T, W]; the mean in float32."""
     width = x.shape[1]
     for row in range(x.shape[0]):
         total = float32(0.0)
         for i in range(width):
             value = widen(x[row, i])
             total += value * value
-        factor = float32(1.0 / np.sqrt(float64(total) / width + eps))
-        for i in range(width):
-            normed = widen(narrow(widen(x[row, i]) * factor, weight[i]))
-            out[row, i] = narrow(normed * widen(weight[i]), weight[i])
+        _scale(x[row], float32(1.0 / np.sqrt(float64(total) / width + eps)), weight, around_one, out[row])
 
 
 def add_rms_norm_signature(element: types.Type) -> Any:
-    return void(element[:, ::1], element[:, ::1], element[::1], float64, element[:, ::1])
+    return void(element[:, ::1], element[:, ::1], element[::1], boolean, float64, element[:, ::1])
 
 
 @njit(**_OPTIONS)
-def add_rms_norm(x: Any, residual: Any, weight: Any, eps: float, out: Any) -> None:
+def add_rms_norm(x: Any, residual: Any, weight: Any, around_one: bool, eps: float, out: Any) -> None:
     """residual += x in place, then out = rms_norm(residual)."""
     width = x.shape[1]
     for row in range(x.shape[0]):
@@ -50,23 +60,22 @@ def add_rms_norm(x: Any, residual: Any, weight: Any, eps: float, out: Any) -> No
             residual[row, i] = rounded
             value = widen(rounded)
             total += value * value
-        factor = float32(1.0 / np.sqrt(float64(total) / width + eps))
-        for i in range(width):
-            normed = widen(narrow(widen(residual[row, i]) * factor, weight[i]))
-            out[row, i] = narrow(normed * widen(weight[i]), weight[i])
+        _scale(residual[row], float32(1.0 / np.sqrt(float64(total) / width + eps)), weight, around_one, out[row])
 
 
 def rope_and_store_signature(element: types.Type) -> Any:
     sizes = (int64,) * 6
-    return void(element[:, ::1], float32[:, ::1], element[::1], element[::1], float64, element[::1], *sizes, int64[::1])
+    norms = (element[::1], element[::1], boolean, float64)
+    return void(element[:, ::1], float32[:, ::1], *norms, element[::1], *sizes, int64[::1])
 
 
 @njit(**_OPTIONS)
 def rope_and_store(
     qkv: Any,  # [T, (H + 2 G) * D]; queries are rotated in place
-    cos_sin: Any,  # [T, D]: D/2 cosines, then D/2 sines
+    cos_sin: Any,  # [T, 2 P]: P cosines, then P sines; the first 2 P dimensions of a head turn, the others stay
     query_norm: Any,  # [D], or [0] for none
     key_norm: Any,
+    around_one: bool,
     eps: float,
     kv: Any,  # the arena, flat
     layers: int,
@@ -77,7 +86,7 @@ def rope_and_store(
     head_dim: int,
     slots: Any,  # [T] int64: block * block_tokens + place in the block; below 0: store nothing
 ) -> None:
-    half = head_dim // 2
+    half = cos_sin.shape[1] // 2
     plane = block_tokens * head_dim
     block_stride = layers * 2 * kv_heads * plane
     normed = query_norm.shape[0] > 0
@@ -91,10 +100,7 @@ def rope_and_store(
                 for d in range(head_dim):
                     value = widen(vector[d])
                     total += value * value
-                factor = float32(1.0 / np.sqrt(float64(total) / head_dim + eps))
-                for d in range(head_dim):
-                    scaled = widen(narrow(widen(vector[d]) * factor, vector[d]))
-                    vector[d] = narrow(scaled * widen(weight[d]), vector[d])
+                _scale(vector, float32(1.0 / np.sqrt(float64(total) / head_dim + eps)), weight, around_one, vector)
             for d in range(half):
                 left, right = widen(vector[d]), widen(vector[half + d])
                 cosine, sine = cos_sin[token, d], cos_sin[token, half + d]
@@ -114,7 +120,7 @@ def rope_and_store(
                 values[d] = value[d]
 
 
-def silu_and_mul_signature(element: types.Type) -> Any:
+def gate_signature(element: types.Type) -> Any:
     return void(element[:, ::1], element[:, ::1])
 
 
@@ -126,4 +132,16 @@ def silu_and_mul(gate_up: Any, out: Any) -> None:
         for i in range(width):
             gate = widen(gate_up[row, i])
             activated = widen(narrow(gate / (float32(1.0) + exp(-gate)), out[row, i]))
+            out[row, i] = narrow(activated * widen(gate_up[row, width + i]), out[row, i])
+
+
+@njit(**_OPTIONS)
+def gelu_and_mul(gate_up: Any, out: Any) -> None:
+    """gate_up [T, 2 W] -> out [T, W] = gelu(gate) * up, in the form with tanh: g * sigmoid(2 sqrt(2 / pi) (g + 0.044715 g**3))."""
+    width = out.shape[1]
+    for row in range(out.shape[0]):
+        for i in range(width):
+            gate = widen(gate_up[row, i])
+            twice = float32(1.5957691216057308) * (gate + float32(0.044715) * gate * gate * gate)
+            activated = widen(narrow(gate / (float32(1.0) + exp(-twice)), out[row, i]))
             out[row, i] = narrow(activated * widen(gate_up[row, width + i]), out[row, i])

@@ -12,24 +12,30 @@ from torch import Tensor
 from torch.nn import functional
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """[T, W]; mean of squares in float32, rounded to x's dtype before the weight."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float, around_one: bool = False) -> Tensor:
+    """[T, W]; mean of squares in float32, rounded to x's dtype before the weight. around_one (Gemma): the factor is 1 + weight, and
+    the product is rounded once."""
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    if around_one:
+        return (wide * (1.0 + weight.float())).to(x.dtype)
     return weight * wide.to(x.dtype)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, around_one: bool = False) -> Tensor:
     """residual += x in place; returns its norm."""
     residual += x
-    return rms_norm(residual, weight, eps)
+    return rms_norm(residual, weight, eps, around_one)
 
 
 def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
-    """x [T, heads, D], cos_sin [T, D] float32 (cosines, then sines): rotary embedding of halves, in float32."""
+    """x [T, heads, D], cos_sin [T, 2 P] float32 (cosines, then sines): rotary embedding of halves of the first 2 P dimensions,
+    in float32."""
     cosine, sine = cos_sin.unsqueeze(1).chunk(2, dim=-1)
-    left, right = x.float().chunk(2, dim=-1)
-    return torch.cat((left * cosine - right * sine, right * cosine + left * sine), dim=-1).to(x.dtype)
+    turning = cos_sin.shape[1]
+    left, right = x[..., :turning].float().chunk(2, dim=-1)
+    turned = torch.cat((left * cosine - right * sine, right * cosine + left * sine), dim=-1).to(x.dtype)
+    return torch.cat((turned, x[..., turning:]), dim=-1)
 
 
 def rope_and_store(
@@ -37,6 +43,7 @@ def rope_and_store(
     cos_sin: Tensor,
     query_norm: Tensor | None,
     key_norm: Tensor | None,
+    around_one: bool,
     eps: float,
     kv: Tensor,
     layer: int,
@@ -49,8 +56,8 @@ def rope_and_store(
     heads_of = qkv.view(qkv.shape[0], heads + 2 * kv_heads, head_dim)
     query, key = heads_of[:, :heads], heads_of[:, heads : heads + kv_heads]
     if query_norm is not None and key_norm is not None:
-        query.copy_(rms_norm(query, query_norm, eps))
-        key.copy_(rms_norm(key, key_norm, eps))
+        query.copy_(rms_norm(query, query_norm, eps, around_one))
+        key.copy_(rms_norm(key, key_norm, eps, around_one))
     query.copy_(rotate(query, cos_sin))
     key.copy_(rotate(key, cos_sin))
     stored = slots >= 0
@@ -59,12 +66,20 @@ def rope_and_store(
     kv[blocks, layer, 1, :, places] = heads_of[stored, heads + kv_heads :]
 
 
-def gather_context(kv: Tensor, layer: int, blocks: Tensor, context: int) -> tuple[Tensor, Tensor]:
-    """Keys and values [G, context, D] of one row; blocks [B]: its block table."""
+def gather_context(kv: Tensor, layer: int, blocks: Tensor, first: int, context: int) -> tuple[Tensor, Tensor]:
+    """Keys and values [G, context - first, D] of positions first to below context of one row; blocks [B]: its block table, of which
+    only the entries of these positions are read."""
     kv_heads, block_tokens, head_dim = kv.shape[3:]
-    num_blocks = -(-context // block_tokens)
-    pages = kv[blocks[:num_blocks], layer].permute(1, 2, 0, 3, 4).reshape(2, kv_heads, num_blocks * block_tokens, head_dim)
-    return pages[0, :, :context], pages[1, :, :context]
+    first_block, end_block = first // block_tokens, -(-context // block_tokens)
+    pages = kv[blocks[first_block:end_block], layer].permute(1, 2, 0, 3, 4)
+    pages = pages.reshape(2, kv_heads, (end_block - first_block) * block_tokens, head_dim)
+    begin = first_block * block_tokens
+    return pages[0, :, first - begin : context - begin], pages[1, :, first - begin : context - begin]
+
+
+def capped(scores: Tensor, softcap: float) -> Tensor:
+    """softcap * tanh(scores / softcap), in place; 0: as they are."""
+    return scores.div_(softcap).tanh_().mul_(softcap) if softcap > 0 else scores
 
 
 def paged_attention(
@@ -76,21 +91,28 @@ def paged_attention(
     tokens: Tensor,
     rows: Tensor,
     contexts: Tensor,
+    window: int,
     scale: float,
+    softcap: float,
     out: Tensor,
 ) -> None:
-    """Query tokens [N] of qkv [T, (H + 2 G) D] attend to the first contexts[n] positions of row rows[n]; out [T, H D]. Softmax in
-    float32."""
+    """Query tokens [N] of qkv [T, (H + 2 G) D] attend to the first contexts[n] positions of row rows[n], of these to the last
+    `window` (0: all); out [T, H D]. Softmax in float32."""
     kv_heads, _, head_dim = kv.shape[3:]
     for token, row, context in zip(tokens.tolist(), rows.tolist(), contexts.tolist(), strict=True):
-        key, value = gather_context(kv, layer, block_table[row], context)
+        first = max(0, context - window) if window else 0
+        key, value = gather_context(kv, layer, block_table[row], first, context)
         query = qkv[token, : heads * head_dim].view(kv_heads, heads // kv_heads, head_dim).float() * scale
-        weights = torch.softmax(query @ key.float().transpose(1, 2), dim=-1)
+        weights = torch.softmax(capped(query @ key.float().transpose(1, 2), softcap), dim=-1)
         out[token] = (weights @ value.float()).reshape(-1).to(out.dtype)
 
 
-def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None) -> Tensor:
-    """query [H, N, D] against key and value [G, C, D]; mask [N, C] bool, or None for a square causal one."""
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float, mask: Tensor | None) -> Tensor:
+    """query [H, N, D] against key and value [G, C, D] -> [H, N, D]; mask [N, C] bool, or None for a square causal one
+    (without softcap)."""
+    if softcap > 0:
+        assert mask is not None
+        return _capped_attention(query, key, value, scale, softcap, mask)
     return functional.scaled_dot_product_attention(
         query.unsqueeze(0),
         key.unsqueeze(0),
@@ -102,10 +124,28 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, ma
     ).squeeze(0)
 
 
+def _capped_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float, mask: Tensor) -> Tensor:
+    """As causal_attention, one KV head at a time: scores are held in full."""
+    group = query.shape[0] // key.shape[0]
+    out = torch.empty_like(query)
+    hidden = ~mask
+    for head in range(key.shape[0]):
+        own = slice(head * group, (head + 1) * group)
+        scores = capped((query[own] @ key[head].T).float().mul_(scale), softcap).masked_fill_(hidden, -torch.inf)
+        out[own] = torch.softmax(scores, dim=-1).to(value.dtype) @ value[head]
+    return out
+
+
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """[T, 2 W] -> [T, W]: silu(gate) * up."""
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.silu(gate) * up
+
+
+def gelu_and_mul(gate_up: Tensor) -> Tensor:
+    """[T, 2 W] -> [T, W]: gelu(gate) * up, gelu in its form with tanh."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.gelu(gate, approximate="tanh") * up
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,8 @@
-"""The gated feed-forward layer (SwiGLU)."""
+"""The gated feed-forward layer: SwiGLU, or with GELU in SiLU's place."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from torch import Tensor
 
@@ -9,17 +11,24 @@ from engine.layers.weights import Weights
 
 
 class GatedMLP:
-    """x [T, hidden] -> [T, hidden]."""
+    """x [T, hidden] -> [T, hidden].
 
-    def __init__(self, weights: Weights, layer: int) -> None:
+    projections: names of those that give gate and up. activate: [T, 2 W] -> [T, W], gate applied to up.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        layer: int,
+        projections: tuple[str, ...] = ("gate_proj", "up_proj"),
+        activate: Callable[[Tensor], Tensor] = ops.silu_and_mul,
+    ) -> None:
         prefix = f"model.layers.{layer}.mlp."
-        names = ("gate_proj", "up_proj")
-        gate_up_weight = weights.fused(prefix, names, ".weight")
-        assert gate_up_weight is not None
-        self.gate_up_weight = gate_up_weight
-        self.gate_up_bias = weights.fused(prefix, names, ".bias")
+        self.gate_up_weight = weights.fused(prefix, projections, ".weight")
+        self.gate_up_bias = weights.find_fused(prefix, projections, ".bias")
         self.down_weight = weights.get(prefix + "down_proj.weight")
         self.down_bias = weights.find(prefix + "down_proj.bias")
+        self.activate = activate
 
     def __call__(self, x: Tensor) -> Tensor:
-        return ops.linear(ops.silu_and_mul(ops.linear(x, self.gate_up_weight, self.gate_up_bias)), self.down_weight, self.down_bias)
+        return ops.linear(self.activate(ops.linear(x, self.gate_up_weight, self.gate_up_bias)), self.down_weight, self.down_bias)

@@ -2,6 +2,8 @@
 
 llama3: wavelengths longer than original / low_freq_factor are stretched by `factor`, those shorter than original / high_freq_factor
 stay, those between are blended (Llama 3.1's model card; https://arxiv.org/abs/2407.21783).
+longrope: each frequency is divided by a factor of its own, of one list up to the original length and of another beyond it
+(https://arxiv.org/abs/2402.13753). Stored keys can't change lists, so the model's longest context decides for all its sequences.
 """
 
 from __future__ import annotations
@@ -11,12 +13,23 @@ import math
 import torch
 from torch import Tensor
 
+from engine.forward_batch import Rotary
 from loader.hf_config import RopeParameters
 
 
-def inverse_frequencies(rope: RopeParameters, head_dim: int) -> Tensor:
-    """[head_dim / 2] float32: the angle each pair of dimensions turns by per position."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+def rotary_of(rope: RopeParameters, head_dim: int, max_model_len: int) -> Rotary:
+    """max_model_len: the longest context this model is served with."""
+    return Rotary(inverse_frequencies(rope, head_dim, max_model_len), rope.attention_factor)
+
+
+def inverse_frequencies(rope: RopeParameters, head_dim: int, max_model_len: int) -> Tensor:
+    """[rotary dimensions / 2] float32: the angle each pair of dimensions turns by per position."""
+    turning = rope.rotary_dim(head_dim)
+    exponents = torch.arange(0, turning, 2, dtype=torch.int64).float() / turning
+    if rope.kind == "longrope":
+        is_long = max_model_len > rope.original_max_position_embeddings
+        factors = torch.tensor(rope.long_factors if is_long else rope.short_factors, dtype=torch.float32)
+        return 1.0 / (factors * rope.theta**exponents)
     inv_freq = 1.0 / (rope.theta**exponents)
     if rope.kind == "linear":
         return inv_freq / rope.factor

@@ -27,10 +27,12 @@ class Weights:
         """None where the model has no such parameter (biases, norms of queries and keys)."""
         return self.get(name) if name in self._slots else None
 
-    def fused(self, prefix: str, names: tuple[str, ...], suffix: str) -> Tensor | None:
+    def fused(self, prefix: str, names: tuple[str, ...], suffix: str) -> Tensor:
         """prefix + name + suffix of all names as one tensor, joined along the first axis."""
-        if f"{prefix}{names[0]}{suffix}" not in self._slots:
-            return None
         slots = [self._slots[f"{prefix}{name}{suffix}"] for name in names]
         shape = (sum(slot.shape[0] for slot in slots), *slots[0].shape[1:])
         return self._memory.tensor(slots[0].offset_bytes, shape, self._dtype)
+
+    def find_fused(self, prefix: str, names: tuple[str, ...], suffix: str) -> Tensor | None:
+        """None where the model has no such parameters."""
+        return self.fused(prefix, names, suffix) if f"{prefix}{names[0]}{suffix}" in self._slots else None

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from torch import Tensor
 
 from engine.forward_batch import ForwardBatch
 from engine.layers.weights import Weights
+from engine.models.gemma2 import Gemma2ForCausalLM
+from engine.models.gemma3 import Gemma3ForCausalLM
 from engine.models.llama import LlamaForCausalLM
+from engine.models.mistral import MistralForCausalLM
+from engine.models.phi3 import Phi3ForCausalLM
+from engine.models.qwen2 import Qwen2ForCausalLM
 from engine.models.qwen3 import Qwen3ForCausalLM
 from loader.hf_config import ModelShape
 
@@ -19,11 +25,17 @@ class CausalLM(Protocol):
     def logits(self, hidden: Tensor) -> Tensor: ...
 
 
+MODELS: dict[str, Callable[[ModelShape, Weights], CausalLM]] = {
+    "Gemma2ForCausalLM": Gemma2ForCausalLM,
+    "Gemma3ForCausalLM": Gemma3ForCausalLM,
+    "LlamaForCausalLM": LlamaForCausalLM,
+    "MistralForCausalLM": MistralForCausalLM,
+    "Phi3ForCausalLM": Phi3ForCausalLM,
+    "Qwen2ForCausalLM": Qwen2ForCausalLM,
+    "Qwen3ForCausalLM": Qwen3ForCausalLM,
+}
+
+
 def build_model(shape: ModelShape, weights: Weights) -> CausalLM:
-    """loader.hf_config.ARCHITECTURES has refused all others before."""
-    match shape.architecture:
-        case "LlamaForCausalLM":
-            return LlamaForCausalLM(shape, weights)
-        case "Qwen3ForCausalLM":
-            return Qwen3ForCausalLM(shape, weights)
-    raise KeyError(f"architecture {shape.architecture}")
+    """loader.hf_config has refused all other architectures before."""
+    return MODELS[shape.architecture](shape, weights)

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from engine.contracts import BatchPlan, SequenceTable
+from engine.contracts import BatchPlan, KVGroupSpec, SequenceTable
 from engine.hosted_model import TorchModel
 from engine.memory.arena import KVArena
 from engine.model_runner import TorchRunner
 from engine.protocol import Configure, LoadModel
 from loader.catalog import scan_one
+from scheduler.batch.plan import make_sequence_table
 
 CACHE_DIR = str(Path(__file__).parents[2] / ".pytest_cache" / "kernels")
 BLOCK_TOKENS = 4
 MAX_LEN = 128
-NUM_CHUNKS, CHUNK_BYTES = 32, 64 << 10
+NUM_CHUNKS, CHUNK_BYTES = 64, 64 << 10
 COMMON: dict[str, Any] = {
     "vocab_size": 211,
     "hidden_size": 48,
@@ -54,6 +56,37 @@ CASES: dict[str, dict[str, Any]] = {
     "llama-no-gqa": {"kind": "llama", "tie_word_embeddings": False, "num_key_value_heads": 6, "head_dim": 8},
     "qwen3": {"kind": "qwen3", "tie_word_embeddings": False},
     "qwen3-tied-biases": {"kind": "qwen3", "tie_word_embeddings": True, "attention_bias": True},
+    "qwen3-windows": {"kind": "qwen3", "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2},
+    "mistral": {"kind": "mistral", "sliding_window": None},
+    "mistral-window": {"kind": "mistral", "sliding_window": 7},
+    "qwen2": {"kind": "qwen2", "tie_word_embeddings": True},
+    "qwen2-windows": {"kind": "qwen2", "use_sliding_window": True, "sliding_window": 13, "max_window_layers": 1},
+    "phi3": {"kind": "phi3", "head_dim": 8, "pad_token_id": 0},
+    "phi3-partial-window": {
+        "kind": "phi3",
+        "pad_token_id": 0,
+        "head_dim": 8,
+        "sliding_window": 11,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75},
+    },
+    "gemma2": {
+        "kind": "gemma2",
+        "num_hidden_layers": 4,
+        "sliding_window": 6,
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 9.0,
+        "query_pre_attn_scalar": 24,
+    },
+    "gemma3": {
+        "kind": "gemma3",
+        "num_hidden_layers": 7,
+        "sliding_window": 6,
+        "query_pre_attn_scalar": 24,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 50000.0, "factor": 4.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    },
 }
 
 
@@ -64,13 +97,22 @@ def make_checkpoint(folder: Path, kind: str = "llama", dtype: torch.dtype = torc
     config_class, model_class = {
         "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
         "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+        "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
+        "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+        "phi3": (transformers.Phi3Config, transformers.Phi3ForCausalLM),
+        "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM),
+        "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
     }[kind]
     torch.manual_seed(seed)
-    model = model_class(config_class(**(COMMON | changes)))
+    config = config_class(**(COMMON | changes))
+    config._attn_implementation = "eager"  # the only one of theirs that caps scores
+    model = model_class(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5)
+                if kind.startswith("gemma"):  # factors are 1 + weight
+                    parameter -= 1.0
             elif name.endswith("bias"):
                 parameter.normal_(0.0, 0.3)
     model = model.to(dtype).eval()
@@ -84,36 +126,39 @@ def make_runner(arena: KVArena, cache_dir: str = CACHE_DIR, **options: Any) -> T
     )
 
 
-def load(runner: TorchRunner, folder: Path, dtype: str = "float32", eos: tuple[int, ...] = (1,)) -> TorchModel:
-    spec = LoadModel(1, "tiny", str(folder), dtype, scan_one(folder).fingerprint, 1 << 20, 0, 0, MAX_LEN, 8, list(eos))
+def load(
+    runner: TorchRunner, folder: Path, dtype: str = "float32", eos: tuple[int, ...] = (1,), max_len: int = MAX_LEN
+) -> TorchModel:
+    spec = LoadModel(1, "tiny", str(folder), dtype, scan_one(folder).fingerprint, 1 << 20, 0, 0, max_len, 8, list(eos))
     return runner.load(spec, lambda done, total: None, lambda: False)
 
 
-def make_table(slots: int = 8, length: int = MAX_LEN) -> SequenceTable:
-    """Slot s starts with blocks of its own, scattered over the arena."""
+def make_table(slots: int = 8, length: int = MAX_LEN, groups: Sequence[KVGroupSpec] = ()) -> SequenceTable:
+    """Slot s starts with blocks of its own, scattered over the arena; each group's blocks lie behind those of the group before."""
     blocks = -(-length // BLOCK_TOKENS)
-    order = np.random.default_rng(5).permutation(slots * blocks).astype(np.int32)
-    return SequenceTable(
-        request_id=np.zeros(slots, np.int64),
-        tokens=np.zeros((slots, length), np.int32),
-        num_tokens=np.zeros(slots, np.int32),
-        num_prompt=np.zeros(slots, np.int32),
-        num_computed=np.zeros(slots, np.int32),
-        block_tables=[order.reshape(slots, blocks)],
-        temperature=np.zeros(slots, np.float32),
-        top_p=np.ones(slots, np.float32),
-        top_k=np.zeros(slots, np.int32),
-        seed=np.zeros(slots, np.uint64),
-        num_logprobs=np.full(slots, -1, np.int32),
-        min_tokens_until=np.zeros(slots, np.int32),
-        max_total_tokens=np.full(slots, length, np.int32),
-        ignore_eos=np.zeros(slots, np.bool_),
-        min_p=np.zeros(slots, np.float32),
-        edits_logits=np.zeros(slots, np.bool_),
-        prompt_logprobs=np.zeros(slots, np.bool_),
-        constrained=np.zeros(slots, np.bool_),
-        params=[None] * slots,
-    )
+    table = make_sequence_table(slots, length, blocks, max(1, len(groups)))
+    table.temperature[:] = 0
+    table.max_total_tokens[:] = length
+    begin_bytes = 0
+    for number, block_table in enumerate(table.block_tables):
+        order = np.random.default_rng(5 + number).permutation(slots * blocks).astype(np.int32)
+        block_table[:] = order.reshape(slots, blocks)
+        if groups:
+            first = -(-begin_bytes // groups[number].block_bytes)
+            block_table += first
+            begin_bytes = (first + slots * blocks) * groups[number].block_bytes
+    assert begin_bytes <= NUM_CHUNKS * CHUNK_BYTES
+    return table
+
+
+def forget_behind_windows(model: TorchModel, table: SequenceTable, slot: int, num_computed: int) -> None:
+    """What the batch scheduler does to blocks that no query from position num_computed on sees, and worse: they hold NaN."""
+    for memory, block_table in zip(model._kv, table.block_tables, strict=True):
+        if memory.window_tokens:
+            num_blocks = max(0, num_computed - memory.window_tokens + 1) // BLOCK_TOKENS
+            memory.kv[block_table[slot, :num_blocks]] = torch.nan
+            memory.kv[-1] = torch.nan  # where an index of -1 leads
+            block_table[slot, :num_blocks] = -1
 
 
 def put(table: SequenceTable, slot: int, tokens: list[int]) -> None:

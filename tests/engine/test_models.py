@@ -20,6 +20,7 @@ from tests.engine.model_bench import (
     CASES,
     CHUNK_BYTES,
     NUM_CHUNKS,
+    forget_behind_windows,
     load,
     make_checkpoint,
     make_runner,
@@ -76,40 +77,46 @@ def close(actual: np.ndarray, wanted: np.ndarray) -> None:
 
 
 def test_whole_prefill(model: TorchModel, made: tuple[Path, Any]) -> None:
-    table = make_table()
+    table = make_table(groups=model.kv_groups)
     put(table, 2, PROMPT)
     close(model.logits(plan((2, 0, len(PROMPT))), table, every_token=True), expected(made, PROMPT))
 
 
 def test_short_prefill(model: TorchModel, made: tuple[Path, Any]) -> None:
-    table = make_table()
+    table = make_table(groups=model.kv_groups)
     put(table, 0, PROMPT[:7])
     close(model.logits(plan((0, 0, 7)), table, every_token=True), expected(made, PROMPT[:7]))
 
 
 def test_step_by_step(model: TorchModel, made: tuple[Path, Any]) -> None:
-    table = make_table()
+    table = make_table(groups=model.kv_groups)
     put(table, 1, PROMPT)
-    steps = [model.logits(plan((1, at, 1)), table)[0] for at in range(40)]
+    steps = []
+    for at in range(40):
+        forget_behind_windows(model, table, 1, at)
+        steps.append(model.logits(plan((1, at, 1)), table)[0])
     close(np.stack(steps), expected(made, PROMPT[:40]))
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 17, 32])
 def test_chunked_prefill(model: TorchModel, made: tuple[Path, Any], chunk: int) -> None:
-    table = make_table()
+    table = make_table(groups=model.kv_groups)
     put(table, 3, PROMPT)
-    parts = [
-        model.logits(plan((3, at, min(chunk, len(PROMPT) - at))), table, every_token=True) for at in range(0, len(PROMPT), chunk)
-    ]
+    parts = []
+    for at in range(0, len(PROMPT), chunk):
+        forget_behind_windows(model, table, 3, at)
+        parts.append(model.logits(plan((3, at, min(chunk, len(PROMPT) - at))), table, every_token=True))
     close(np.concatenate(parts), expected(made, PROMPT))
 
 
 def test_mixed_batch(model: TorchModel, made: tuple[Path, Any]) -> None:
     """Two decode rows, a short and a long chunk with context, and a fresh long row in one step; only some of them sample."""
-    table = make_table()
+    table = make_table(groups=model.kv_groups)
     for slot in range(5):
         put(table, slot, PROMPT if slot % 2 == 0 else OTHER)
     model.logits(plan((0, 0, 30), (1, 0, 20), (2, 0, 12), (3, 0, 9)), table)
+    for slot, num_computed in enumerate((30, 20, 12, 9)):
+        forget_behind_windows(model, table, slot, num_computed)
     mixed = plan((0, 30, 1), (1, 20, 1), (2, 12, 5), (3, 9, 30), (4, 0, 40))
     first, second = expected(made, PROMPT), expected(made, OTHER)
     wanted = np.concatenate((first[30:31], second[20:21], first[12:17], second[9:39], first[0:40]))
@@ -120,13 +127,14 @@ def test_mixed_batch(model: TorchModel, made: tuple[Path, Any]) -> None:
 
 def test_prefix_cache_hit(model: TorchModel, made: tuple[Path, Any]) -> None:
     """A second sequence shares the first one's full blocks and computes only what follows them."""
-    table = make_table()
+    table = make_table(groups=model.kv_groups)
     put(table, 0, PROMPT[:40])
     model.logits(plan((0, 0, 40)), table)
     shared = 36 // BLOCK_TOKENS
     branch = PROMPT[:36] + OTHER[:20]
     put(table, 1, branch)
-    table.block_tables[0][1, :shared] = table.block_tables[0][0, :shared]
+    for block_table in table.block_tables:
+        block_table[1, :shared] = block_table[0, :shared]
     close(model.logits(plan((1, 36, 20)), table, every_token=True), expected(made, branch)[36:])
     close(model.logits(plan((0, 39, 1)), table), expected(made, PROMPT[:40])[39:])
 
@@ -134,9 +142,9 @@ def test_prefix_cache_hit(model: TorchModel, made: tuple[Path, Any]) -> None:
 def test_reload_is_bit_equal(runner: TorchRunner, made: tuple[Path, Any]) -> None:
     answers = []
     for _ in range(2):
-        table = make_table()
-        put(table, 2, PROMPT)
         model = load(runner, made[0])
+        table = make_table(groups=model.kv_groups)
+        put(table, 2, PROMPT)
         answers.append(model.logits(plan((2, 0, len(PROMPT))), table, every_token=True))
         model.release()
         with pytest.raises(RuntimeError, match="released"):
@@ -145,7 +153,7 @@ def test_reload_is_bit_equal(runner: TorchRunner, made: tuple[Path, Any]) -> Non
 
 
 def test_greedy_text_equals_transformers(model: TorchModel, made: tuple[Path, Any]) -> None:
-    table = make_table()
+    table = make_table(groups=model.kv_groups)
     tokens = PROMPT[:10]
     put(table, 0, tokens)
     with torch.inference_mode():

@@ -113,7 +113,7 @@ def test_unsupported_architecture_is_listed_with_its_error(tmp_path: Path) -> No
     (folder / "config.json").write_text(json.dumps(CONFIG | {"architectures": ["GPT2LMHeadModel"]}))
     found = scan(tmp_path)["m"]
     assert not found.complete
-    assert "'GPT2LMHeadModel' is not supported; supported: LlamaForCausalLM, Qwen3ForCausalLM" in found.error
+    assert "'GPT2LMHeadModel' is not supported; supported: LlamaForCausalLM, Mistral" in found.error
 
 
 def test_fingerprint_follows_files_and_config(tmp_path: Path) -> None:

@@ -56,11 +56,11 @@ def test_qwen3() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM.*LlamaForCausalLM, Qwen3ForCausalLM"),
+        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM.*LlamaForCausalLM, .*Qwen3ForCausalLM"),
         ({"architectures": "absent", "model_type": "gpt2"}, "gpt2"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2}}, r"rope_parameters\.rope_type: 'yarn'.*default, linear, llama3"),
-        ({"use_sliding_window": True}, "layer_types"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
         ({"layer_types": ["sliding_attention", "full_attention"]}, "layer_types"),
         ({"dtype": "int8"}, "dtype.*int8"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),

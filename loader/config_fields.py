@@ -1,0 +1,105 @@
+"""Typed look-ups in the JSON objects of a checkpoint's configuration files; every error names file and key."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from loader.errors import CheckpointError, UnsupportedModel
+
+
+class Fields:
+    """One JSON object. prefix: how errors name what encloses it, with its dot."""
+
+    def __init__(self, values: dict[str, Any], file: str, prefix: str = "") -> None:
+        self.values, self.file, self.prefix = values, file, prefix
+
+    def fail(self, key: str, message: str) -> CheckpointError:
+        return CheckpointError(self.file, None, f"key {self.prefix}{key}: {message}")
+
+    def unsupported(self, key: str, message: str) -> UnsupportedModel:
+        return UnsupportedModel(self.file, None, f"key {self.prefix}{key}: {message}")
+
+    def has(self, key: str) -> bool:
+        return self.values.get(key) is not None
+
+    def is_null(self, key: str) -> bool:
+        """The key is there and says null, which some keys tell apart from being absent."""
+        return key in self.values and self.values[key] is None
+
+    def integer(self, key: str, default: int | None = None, at_least: int = 1) -> int:
+        value = self.values.get(key)
+        if value is None:
+            value = default
+        if value is None:
+            raise self.fail(key, "missing")
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self.fail(key, f"{value!r} is not a whole number")
+        if not at_least <= value <= 1 << 40:
+            raise self.fail(key, f"{value} is out of range (at least {at_least})")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self.values.get(key)
+        if value is None:
+            value = default
+        if value is None:
+            raise self.fail(key, "missing")
+        return self._number(key, value)
+
+    def positive(self, key: str, default: float | None = None) -> float:
+        value = self.number(key, default)
+        if not 0 < value < float("inf"):
+            raise self.fail(key, f"{value} is not positive")
+        return value
+
+    def numbers(self, key: str, length: int) -> tuple[float, ...]:
+        """A list of that many positive numbers."""
+        values = self.values.get(key)
+        if not isinstance(values, list) or len(values) != length:
+            raise self.fail(key, f"not a list of {length} numbers")
+        numbers = tuple(self._number(key, value) for value in values)
+        if not all(0 < number < float("inf") for number in numbers):
+            raise self.fail(key, "holds a number that is not positive")
+        return numbers
+
+    def _number(self, key: str, value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.fail(key, f"{value!r} is not a number")
+        return float(value)
+
+    def boolean(self, key: str, default: bool = False) -> bool:
+        value = self.values.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.fail(key, f"{value!r} is not true or false")
+        return value
+
+    def ids(self, key: str) -> tuple[int, ...]:
+        """A token id, a list of them, or null."""
+        value = self.values.get(key)
+        values = [] if value is None else value if isinstance(value, list) else [value]
+        if any(isinstance(v, bool) or not isinstance(v, int) or v < 0 for v in values):
+            raise self.fail(key, f"{value!r} is neither a token id nor a list of token ids")
+        return tuple(dict.fromkeys(values))
+
+    def mapping(self, key: str) -> Fields | None:
+        value = self.values.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise self.fail(key, f"{value!r} is not an object")
+        return Fields(value, self.file, f"{self.prefix}{key}.")
+
+
+def json_fields(text: bytes, file: str) -> Fields:
+    """Raises CheckpointError where `text` is not a JSON object."""
+    try:
+        value = msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(file, None, f"not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(file, None, "not a JSON object")
+    return Fields(value, file)

@@ -1,0 +1,90 @@
+"""What the cases of test_models leave out: both lists of LongRoPE, half precision of the families that round in other places, and
+every family's file against transformers' own reading of it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from engine import ops
+from engine.memory.arena import KVArena
+from engine.model_runner import TorchRunner
+from engine.models.registry import MODELS
+from loader.families import FAMILIES
+from tests.engine.model_bench import (
+    CACHE_DIR,
+    CASES,
+    CHUNK_BYTES,
+    NUM_CHUNKS,
+    load,
+    make_checkpoint,
+    make_runner,
+    make_table,
+    plan,
+    put,
+)
+
+PROMPT = np.random.default_rng(11).integers(0, 211, 60).tolist()
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "original_max_position_embeddings": 32,
+    "short_factor": [1.0, 1.1, 1.3],
+    "long_factor": [1.5, 3.0, 9.0],
+}
+
+
+@pytest.fixture(params=["kernels", "reference"])
+def runner(request: pytest.FixtureRequest) -> Iterator[TorchRunner]:
+    if request.param == "kernels":
+        pytest.importorskip("numba")
+    runner = make_runner(KVArena(NUM_CHUNKS, CHUNK_BYTES))
+    runner._kernels.join()
+    ops.configure(CACHE_DIR, use_kernels=request.param == "kernels")
+    yield runner
+    ops.configure(CACHE_DIR)
+
+
+@pytest.mark.parametrize(("max_len", "num_tokens"), [(32, 32), (128, 60)], ids=["short", "long"])
+def test_longrope(runner: TorchRunner, tmp_path: Path, max_len: int, num_tokens: int) -> None:
+    """The longest context a model is served with picks the list; transformers goes by the sequence at hand."""
+    changes = {"head_dim": 8, "pad_token_id": 0, "original_max_position_embeddings": 32, "rope_parameters": LONGROPE}
+    made = make_checkpoint(tmp_path, kind="phi3", **changes)
+    model = load(runner, tmp_path, max_len=max_len)
+    table = make_table(groups=model.kv_groups)
+    put(table, 0, PROMPT)
+    half = num_tokens // 2
+    parts = [model.logits(plan((0, at, num)), table, every_token=True) for at, num in ((0, half), (half, num_tokens - half))]
+    with torch.inference_mode():
+        wanted = made(torch.tensor([PROMPT[:num_tokens]])).logits[0].numpy()
+    assert np.abs(wanted).max() > 1.0
+    assert np.abs(np.concatenate(parts) - wanted).max() < 2e-4
+    model.release()
+
+
+@pytest.mark.parametrize("case", ["mistral-window", "phi3-partial-window", "gemma2", "gemma3"])
+def test_bfloat16_follows_transformers(runner: TorchRunner, tmp_path: Path, case: str) -> None:
+    """On the mean no further from float32 than transformers in bfloat16 is (and a fifth)."""
+    whole = make_checkpoint(tmp_path, **CASES[case])
+    model = load(runner, tmp_path, "bfloat16")
+    table = make_table(groups=model.kv_groups)
+    put(table, 0, PROMPT)
+    model.logits(plan((0, 0, 50)), table)
+    put(table, 1, PROMPT)
+    actual = np.concatenate((model.logits(plan((1, 0, 59)), table, True), model.logits(plan((0, 50, 9)), table, True)))
+    with torch.inference_mode():
+        exact = whole(torch.tensor([PROMPT])).logits[0].numpy()
+        half = copy.deepcopy(whole).to(torch.bfloat16)(torch.tensor([PROMPT])).logits[0].float().numpy()
+    wanted, exact = np.concatenate((half[:59], half[50:59])), np.concatenate((exact[:59], exact[50:59]))
+    assert np.abs(actual - exact).mean() < 1.2 * np.abs(wanted - exact).mean()
+    model.release()
+
+
+def test_every_family_has_its_class() -> None:
+    assert set(MODELS) == set(FAMILIES)

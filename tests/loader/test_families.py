@@ -1,0 +1,290 @@
+"""Each family's config.json in both dialects, with the published files' own settings, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+
+from loader.errors import CheckpointError, UnsupportedModel
+from loader.families import FAMILIES
+from loader.hf_config import ModelShape, RopeParameters, parse_config
+from loader.sizing import kv_bytes_per_token, kv_groups, parameter_shapes, weights_bytes, work_space_bytes
+
+# As published (rope_theta, torch_dtype: the older dialect); figures: the published numbers of parameters.
+MISTRAL_7B: dict[str, Any] = {
+    "architectures": ["MistralForCausalLM"],
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 32000,
+}
+QWEN25_7B: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_act": "silu",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 28,
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 131072,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vocab_size": 152064,
+}
+PHI3_MINI_4K: dict[str, Any] = {
+    "architectures": ["Phi3ForCausalLM"],
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 4096,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "original_max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "sliding_window": 2047,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 32064,
+}
+PHI4_MINI: dict[str, Any] = PHI3_MINI_4K | {
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 8,
+    "partial_rotary_factor": 0.75,
+    "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [1.0 + i for i in range(48)]},
+    "sliding_window": 262144,
+    "tie_word_embeddings": True,
+    "vocab_size": 200064,
+}
+GEMMA2_2B: dict[str, Any] = {
+    "architectures": ["Gemma2ForCausalLM"],
+    "attention_bias": False,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "max_position_embeddings": 8192,
+    "num_attention_heads": 8,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 4,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "torch_dtype": "float32",
+    "vocab_size": 256000,
+}
+GEMMA3_1B: dict[str, Any] = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "attention_bias": False,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 1,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_local_base_freq": 10000,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 262144,
+}
+PUBLISHED = {
+    "Mistral 7B": (MISTRAL_7B, 7_241_732_096),
+    "Qwen2.5 7B": (QWEN25_7B, 7_615_616_512),
+    "Phi-3 mini": (PHI3_MINI_4K, 3_821_079_552),
+    "Phi-4 mini": (PHI4_MINI, 3_836_021_760),
+    "Gemma 2 2B": (GEMMA2_2B, 2_614_341_888),
+    "Gemma 3 1B": (GEMMA3_1B, 999_885_952),
+}
+
+
+def parse(config: dict[str, Any], **changes: Any) -> ModelShape:
+    return parse_config(json.dumps({key: value for key, value in (config | changes).items() if value != "absent"}).encode())
+
+
+def newer(config: dict[str, Any]) -> dict[str, Any]:
+    """The same settings as transformers 5 writes them."""
+    moved = ("rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor", "torch_dtype", "sliding_window_pattern")
+    given = {key: value for key, value in config.items() if key not in moved}
+    scaling = {("rope_type" if key == "type" else key): value for key, value in (config.get("rope_scaling") or {}).items()}
+    rope = {"rope_type": "default", "rope_theta": config["rope_theta"]} | scaling
+    if "partial_rotary_factor" in config:
+        rope["partial_rotary_factor"] = config["partial_rotary_factor"]
+    if "rope_local_base_freq" in config:
+        local = {"rope_type": "default", "rope_theta": config["rope_local_base_freq"]}
+        rope = {"full_attention": rope, "sliding_attention": local}
+        given["layer_types"] = ["full_attention" if (i + 1) % 6 == 0 else "sliding_attention" for i in range(26)]
+    return given | {"rope_parameters": rope, "dtype": config["torch_dtype"]}
+
+
+@pytest.mark.parametrize("name", list(PUBLISHED))
+def test_figures_and_dialects_of_published_models(name: str) -> None:
+    config, num_parameters = PUBLISHED[name]
+    shape = parse(config)
+    assert parse(newer(config)) == shape
+    assert sum(math.prod(dims) for dims in parameter_shapes(shape).values()) == num_parameters
+    assert 0 <= weights_bytes(shape, "bfloat16") - 2 * num_parameters < 64 * len(parameter_shapes(shape))
+    groups = kv_groups(shape, "bfloat16", 16)
+    assert sum(group.block_bytes for group in groups) == kv_bytes_per_token(shape, "bfloat16") * 16
+    assert sorted(layer for group in groups for layer in group.layers) == list(range(shape.num_layers))
+
+
+def test_model_type_stands_in_for_architectures() -> None:
+    for family in FAMILIES.values():
+        assert parse(QWEN25_7B, architectures="absent", model_type=family.model_type).architecture == family.architecture
+
+
+def test_mistral_windows() -> None:
+    assert parse(MISTRAL_7B).layer_windows == (4096,) * 32
+    assert parse(MISTRAL_7B, sliding_window="absent").layer_windows == (4096,) * 32  # the configuration class's own default
+    assert parse(MISTRAL_7B, sliding_window=None).layer_windows == (0,) * 32
+    assert parse(MISTRAL_7B, sliding_window=32768).layer_windows == (0,) * 32  # no sequence outgrows it
+    assert not parse(MISTRAL_7B, attention_bias=True).attention_bias  # not a key of theirs
+    (group,) = kv_groups(parse(MISTRAL_7B), "bfloat16", 16)
+    assert (group.kind, group.window_tokens) == ("window", 4096)
+
+
+@pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Qwen3ForCausalLM"])
+def test_qwen_windows(architecture: str) -> None:
+    config = QWEN25_7B | {"architectures": [architecture], "sliding_window": 1024, "num_hidden_layers": 4}
+    assert parse(config).layer_windows == (0,) * 4
+    assert parse(config, use_sliding_window=True).layer_windows == (0,) * 4  # max_window_layers 28
+    assert parse(config, use_sliding_window=True, max_window_layers=1).layer_windows == (0, 1024, 1024, 1024)
+    kinds = ["sliding_attention", "full_attention"] * 2
+    mixed = parse(config, use_sliding_window=True, max_window_layers=1, layer_types=kinds)
+    assert mixed.layer_windows == (1024, 0, 1024, 0)
+    full, window = kv_groups(mixed, "bfloat16", 16)
+    assert (full.kind, full.layers, full.window_tokens) == ("full", (1, 3), 0)
+    assert (window.kind, window.layers, window.window_tokens) == ("window", (0, 2), 1024)
+    with pytest.raises(CheckpointError, match=r"key layer_types.*use_sliding_window"):
+        parse(config, layer_types=kinds)
+
+
+def test_qwen2_biases() -> None:
+    shape = parse(QWEN25_7B)
+    assert (shape.attention_bias, shape.output_bias, shape.mlp_bias) == (True, False, False)
+
+
+def test_phi() -> None:
+    mini, small = parse(PHI3_MINI_4K), parse(PHI4_MINI)
+    assert mini.fused_projections
+    assert mini.layer_windows == (2047,) * 32
+    assert mini.rope == RopeParameters()
+    assert parse(PHI3_MINI_4K, sliding_window="absent").layer_windows == (0,) * 32
+    assert small.layer_windows == (0,) * 32
+    assert small.rope.kind == "longrope"
+    assert small.rope.rotary_dim(small.head_dim) == 96
+    assert small.rope.long_factors == tuple(range(1, 49))
+    assert small.rope.attention_factor == pytest.approx(math.sqrt(1 + math.log(32) / math.log(4096)))
+    assert parse(PHI4_MINI, rope_scaling=PHI4_MINI["rope_scaling"] | {"type": "su"}) == small
+
+
+def test_gemma2() -> None:
+    shape = parse(GEMMA2_2B, query_pre_attn_scalar=144)
+    assert shape.layer_windows == (4096, 0) * 13
+    assert shape.query_scale == pytest.approx(1 / 12)
+    assert (shape.attention_softcap, shape.logit_softcap) == (50.0, 30.0)
+    assert shape.tie_word_embeddings
+    assert shape.branch_norms
+    left_out = ("attn_logit_softcapping", "final_logit_softcapping", "sliding_window", "head_dim", "hidden_activation")
+    assert parse(GEMMA2_2B, query_pre_attn_scalar=144, **dict.fromkeys(left_out, "absent")) == shape
+    plain = parse(GEMMA2_2B, attn_logit_softcapping=None, final_logit_softcapping=None)
+    assert (plain.attention_softcap, plain.logit_softcap) == (0.0, 0.0)
+
+
+def test_gemma3() -> None:
+    shape = parse(GEMMA3_1B, rope_scaling={"rope_type": "linear", "factor": 8.0})
+    assert shape.layer_windows == (512, 512, 512, 512, 512, 0) * 4 + (512, 512)
+    assert shape.rope == RopeParameters("linear", 1e6, 8.0)
+    assert shape.local_rope == RopeParameters(theta=1e4)
+    assert shape.qk_norm
+    assert parse(GEMMA3_1B, sliding_window_pattern=2).layer_windows == (512, 0) * 13
+    # a window no sequence outgrows still has its own frequencies, so it stays a group of its own
+    assert len(kv_groups(parse(GEMMA3_1B, sliding_window=32768), "bfloat16", 16)) == 2
+    assert parse(GEMMA3_1B, rope_theta="absent", rope_local_base_freq="absent") == parse(GEMMA3_1B)
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "message"),
+    [
+        (MISTRAL_7B, {"architectures": ["MixtralForCausalLM"]}, "architectures: 'MixtralForCausalLM'"),
+        (QWEN25_7B, {"architectures": ["Qwen2MoeForCausalLM"]}, "architectures: 'Qwen2MoeForCausalLM'"),
+        (GEMMA3_1B, {"architectures": ["Gemma3ForConditionalGeneration"]}, "architectures: 'Gemma3ForConditionalGeneration'"),
+        (MISTRAL_7B, {"layer_types": ["full_attention"] * 32}, "layer_types"),
+        (QWEN25_7B, {"layer_types": ["chunked_attention"] * 28}, "layer_types: 'chunked_attention'"),
+        (QWEN25_7B, {"rope_scaling": {"type": "yarn", "factor": 4.0}}, r"rope_scaling\.rope_type: 'yarn'"),
+        (QWEN25_7B, {"rope_scaling": PHI4_MINI["rope_scaling"]}, r"rope_scaling\.rope_type: 'longrope'"),
+        (QWEN25_7B, {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        (QWEN25_7B, {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, r"rope_parameters\.full_attention"),
+        (PHI3_MINI_4K, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, r"rope_scaling\.rope_type: 'dynamic'"),
+        (GEMMA2_2B, {"hidden_activation": "gelu"}, "hidden_activation: 'gelu'"),
+        (GEMMA3_1B, {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    ],
+)
+def test_unsupported_variants_name_the_key(config: dict[str, Any], changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModel, match=f"key {message}"):
+        parse(config, **changes)
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "message"),
+    [
+        (QWEN25_7B, {"layer_types": ["full_attention"]}, "layer_types: not a list of num_hidden_layers 28"),
+        (QWEN25_7B, {"layer_types": "full_attention"}, "layer_types"),
+        (MISTRAL_7B, {"sliding_window": 0}, "sliding_window"),
+        (GEMMA2_2B, {"sliding_window": None}, "sliding_window: missing"),
+        (GEMMA2_2B, {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
+        (GEMMA2_2B, {"attn_logit_softcapping": -1}, "attn_logit_softcapping"),
+        (GEMMA3_1B, {"sliding_window_pattern": 0}, "sliding_window_pattern"),
+        (PHI4_MINI, {"partial_rotary_factor": 0.01}, "partial_rotary_factor"),
+        (PHI4_MINI, {"partial_rotary_factor": 1.0}, r"rope_scaling\.short_factor: not a list of 64"),
+        (PHI4_MINI, {"original_max_position_embeddings": "absent"}, "original_max_position_embeddings: missing"),
+        (PHI4_MINI, {"rope_scaling": PHI4_MINI["rope_scaling"] | {"long_factor": [0.0] * 48}}, r"rope_scaling\.long_factor"),
+    ],
+)
+def test_bad_values_name_the_key(config: dict[str, Any], changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=f"key {message}"):
+        parse(config, **changes)
+
+
+def test_work_space_counts_what_families_add() -> None:
+    """Scores that are capped are held in full; all-window models never gather more than window and chunk."""
+    gemma = parse(GEMMA2_2B)
+    plain = parse(GEMMA2_2B, attn_logit_softcapping=None)
+    assert work_space_bytes(gemma, "float32", 256, 1, 8192) > work_space_bytes(plain, "float32", 256, 1, 8192)
+    windowed, full = parse(MISTRAL_7B), parse(MISTRAL_7B, sliding_window=None)
+    assert work_space_bytes(windowed, "bfloat16", 256, 1) < work_space_bytes(full, "bfloat16", 256, 1)
+    assert work_space_bytes(windowed, "bfloat16", 256, 1, 2048) == work_space_bytes(full, "bfloat16", 256, 1, 2048)
