@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from engine.grammar.row_masks import RowMasks
 from engine.protocol import LoadModel
 from loader.sizing import KVGroupSpec as KVGroupSpec
 from scheduler.batch.plan import BatchPlan as BatchPlan
@@ -38,9 +39,9 @@ class HostedModel(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
-    def execute(self, plan: BatchPlan, table: SequenceTable) -> StepResult:
-        """Runs one step: writes KV of the new tokens into the arena's blocks, samples. Raises DeviceError only for a fault that
-        needs a new process."""
+    def execute(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> StepResult:
+        """Runs one step: writes KV of the new tokens into the arena's blocks, samples; rows in `masks` only what it allows. Raises
+        DeviceError only for a fault that needs a new process."""
         ...
 
     def release(self) -> None:

@@ -14,13 +14,14 @@ from torch import Tensor
 from engine import ops
 from engine.contracts import BatchPlan, FloatArray, KVGroupSpec, SequenceTable, StepResult
 from engine.forward_batch import GroupMemory, Rotary, build_batch, padded_rows
+from engine.grammar.row_masks import RowMasks
 from engine.layers.rope import rotary_of
 from engine.layers.weights import Weights
 from engine.memory.arena import KVArena
 from engine.memory.weight_range import WeightRange
 from engine.models.registry import CausalLM, build_model
 from engine.protocol import LoadModel
-from engine.sampler import sample_tokens, sampling_rows
+from engine.sampler import constrain, sample_tokens, sampling_rows
 from loader import sizing
 from loader.hf_config import ModelShape
 
@@ -57,13 +58,15 @@ class TorchModel:
         return GroupMemory(kv, kv_flat, rotary, group.window_tokens)
 
     @torch.inference_mode()
-    def execute(self, plan: BatchPlan, table: SequenceTable) -> StepResult:
+    def execute(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> StepResult:
         """One step: stores the new tokens' KV, samples one id for each sampling row."""
         begin = time.perf_counter()
         hidden, num_sampling = self._forward(plan, table, every_token=False)
         ids, bad = np.empty(num_sampling, np.int32), np.empty(num_sampling, np.bool_)
         if num_sampling:
             rows = sampling_rows(plan, table, self._eos_token_ids, self.vocab_size)
+            if masks is not None:
+                constrain(rows, masks)
             for first in range(0, num_sampling, self._logits_rows):
                 part = self._loaded().logits(hidden[first : first + self._logits_rows])[: num_sampling - first]
                 ids[first : first + len(part)], bad[first : first + len(part)] = sample_tokens(part, rows, first)

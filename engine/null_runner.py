@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.contracts import BatchPlan, IntArray, KVGroupSpec, LoadCancelled, SequenceTable, StepResult
+from engine.grammar.row_masks import RowMasks
 from engine.protocol import Configure, LoadModel
 from loader.errors import CheckpointError
 
@@ -84,11 +85,14 @@ class NullModel:
         self._candidates = null_candidates(self.vocab_size, spec.eos_token_ids)
         self._pacer = pacer
 
-    def execute(self, plan: BatchPlan, table: SequenceTable) -> StepResult:
+    def execute(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> StepResult:
         """Raises RuntimeError if a row holds `crash_token`."""
         started = time.monotonic()
         slots = plan.slots if plan.samples.all() else plan.slots[plan.samples]
         ids = null_tokens(table.seed[slots], table.num_tokens[slots], self._candidates)
+        for at, row in enumerate(masks.rows.tolist() if masks is not None else ()):
+            allowed = np.flatnonzero(masks.allowed(slice(at, at + 1), self.vocab_size)[0]).astype(np.int32)
+            ids[row] = null_tokens(table.seed[slots[row : row + 1]], table.num_tokens[slots[row : row + 1]], allowed)[0]
         bad = np.zeros(len(slots), np.bool_)
         if self._crash_token is not None and self._holding(self._crash_token, plan.slots, table).any():
             raise RuntimeError(f"{self.name}: crash_token {self._crash_token} met")

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from engine import ops
 from engine.contracts import BatchPlan, BoolArray, FloatArray, IntArray, SequenceTable
+from engine.grammar.row_masks import RowMasks
+from engine.token_mask import apply_row_masks
 
 KeyArray = npt.NDArray[np.uint32]
 
@@ -32,6 +34,7 @@ class SamplingRows:
     key0: KeyArray
     key1: KeyArray
     masks: dict[int, Tensor]
+    allowed: RowMasks | None = None  # of the rows that follow a grammar; what may not come early is left out of it already
 
 
 def noise_keys(seed: npt.NDArray[np.uint64], position: npt.NDArray[Any]) -> tuple[KeyArray, KeyArray]:
@@ -68,6 +71,13 @@ def sampling_rows(plan: BatchPlan, table: SequenceTable, eos_token_ids: list[int
     return SamplingRows(greedy, False, temperature, table.top_p[slots], table.top_k[slots], key0, key1, masks)
 
 
+def constrain(rows: SamplingRows, allowed: RowMasks) -> None:
+    """From here on the rows of `allowed` draw only what it allows."""
+    rows.allowed = allowed
+    for row in allowed.rows.tolist():
+        rows.masks.pop(row, None)
+
+
 def sample_tokens(logits: Tensor, rows: SamplingRows, first: int) -> tuple[IntArray, BoolArray]:
     """logits [n, V] of rows first to first + n; ids that may not come are masked in place. Bad rows hold NaN or an infinity."""
     end = first + len(logits)
@@ -76,6 +86,8 @@ def sample_tokens(logits: Tensor, rows: SamplingRows, first: int) -> tuple[IntAr
             # finite, so that the check for infinities keeps its meaning; an infinity already there must not be hidden
             masked = logits[row - first, ids]
             logits[row - first, ids] = torch.where(torch.isfinite(masked), torch.finfo(logits.dtype).min, masked)
+    if rows.allowed is not None:
+        apply_row_masks(logits, rows.allowed, first)
     if rows.all_greedy:
         return ops.greedy(logits)
     drawn = np.flatnonzero(~rows.greedy[first:end])

@@ -19,9 +19,11 @@ import numpy as np
 
 from engine.channel import Channel, ChannelClosed
 from engine.contracts import LoadCancelled, Runner
+from engine.grammar.constraints import Constraints, End
 from engine.loads import Load, Loads
 from engine.protocol import (
     FINISH_LENGTH,
+    FINISH_STOP,
     PROTOCOL_VERSION,
     Abort,
     Configure,
@@ -61,6 +63,7 @@ class Engine:
         self.configure = configure
         self.models = ServedModels(configure, arena)
         self.loads = Loads(runner)
+        self.constraints = Constraints()
         self.num_steps = 0
         self._model_of: dict[int, str] = {}
         self._stats_dirty = True
@@ -77,6 +80,7 @@ class Engine:
         poller = select.epoll()
         poller.register(self.channel.fileno(), select.EPOLLIN)
         poller.register(self.loads.fileno(), select.EPOLLIN)
+        poller.register(self.constraints.fileno(), select.EPOLLIN)
         watching_out = False
         try:
             self.channel.send(EngineReady(os.getpid(), PROTOCOL_VERSION, self.configure.num_chunks))
@@ -85,10 +89,8 @@ class Engine:
             while not self._shutdown:
                 stalled = self.channel.backlog_bytes > MAX_BACKLOG_BYTES
                 busy = [] if stalled else self.models.busy()
-                if not busy and self._journal_names_a_step:
-                    # Not after every step: a fault in what follows a step is its requests' too.
-                    write_journal(self.journal, NO_REQUESTS)
-                    self._journal_names_a_step = False
+                if not busy:
+                    self._journal_no_step()
                 if watching_out != (self.channel.backlog_bytes > 0):
                     watching_out = not watching_out
                     poller.modify(self.channel.fileno(), select.EPOLLIN | (select.EPOLLOUT if watching_out else 0))
@@ -96,6 +98,8 @@ class Engine:
                 for fd, events in ready:
                     if fd == self.loads.fileno():
                         self._take_loads()
+                    elif fd == self.constraints.fileno():
+                        self._end_constrained(self.constraints.receive())
                     else:
                         if events & select.EPOLLOUT:
                             self.channel.flush()
@@ -120,6 +124,7 @@ class Engine:
             return
         served = self.models.by_name[name]
         scheduler = served.scheduler
+        self._end_constrained(self.constraints.settle(name))
         max_prefill_tokens = None
         if len(busy) > 1 and served.seconds_per_token > 0:
             max_prefill_tokens = max(self.configure.block_tokens, int(self.models.turns.budget_s / served.seconds_per_token))
@@ -132,13 +137,16 @@ class Engine:
         self.num_steps += 1
         write_journal(self.journal, scheduler.table.request_id[plan.slots])
         self._journal_names_a_step = True
-        result = served.hosted.execute(plan, scheduler.table)
+        masks = self.constraints.masks(served, plan)
+        result = served.hosted.execute(plan, scheduler.table, masks)
         self.models.turns.charge(name, result.seconds)
         num_tokens = int(plan.num_new.sum())
         if num_tokens > len(plan.slots):
             per_token = result.seconds / num_tokens
             served.seconds_per_token += (per_token - served.seconds_per_token) * (0.3 if served.seconds_per_token else 1.0)
         outcome = scheduler.finish_step(plan, result.ids, result.bad)
+        if masks is not None:
+            self.constraints.sampled(served, masks, result.ids, result.bad)
         if outcome.request_ids:
             self.channel.send(
                 TokensOut(
@@ -165,14 +173,29 @@ class Engine:
         if self.num_steps - self._steps_at_collect >= COLLECT_EVERY_STEPS:
             self._collect()
 
+    def _end_constrained(self, ends: list[End]) -> None:
+        for end in ends:
+            del self._model_of[end.request_id]
+            if end.error:
+                self.channel.send(RequestFailed(end.request_id, "unsupported_grammar", f"model {end.model}: {end.error}"))
+            else:
+                self.channel.send(TokensOut(end.model, self.num_steps, 0.0, [end.request_id], [], [0], [FINISH_STOP]))
+            self._stats_dirty = True
+
     def _fail_hopeless(self, scheduler: BatchScheduler) -> None:
         for request_id, why in scheduler.failed:
-            del self._model_of[request_id]
+            self.constraints.drop(self._model_of.pop(request_id), request_id)
             self.channel.send(RequestFailed(request_id, "too_long", why))
         scheduler.failed.clear()
         self._stats_dirty = True
 
     # ---- idle
+
+    def _journal_no_step(self) -> None:
+        """Not after every step: a fault in what follows a step is its requests' too."""
+        if self._journal_names_a_step:
+            write_journal(self.journal, NO_REQUESTS)
+            self._journal_names_a_step = False
 
     def _idle_timeout_s(self) -> float | None:
         """How long epoll may block; None: until something arrives."""
@@ -217,6 +240,7 @@ class Engine:
                     name = self._model_of.pop(request_id, None)
                     if name is not None:
                         self.models.by_name[name].scheduler.abort(request_id)
+                        self.constraints.drop(name, request_id)
             case LoadModel():
                 self._load(message)
             case EvictModel():
@@ -257,16 +281,19 @@ class Engine:
         else:
             self.models.turns.set_weight(message.model, message.weight if message.weight > 0 else 1.0)
             self._model_of[request_id] = message.model
-            served.scheduler.submit(
-                BatchRequest(
-                    request_id,
-                    tokens.astype(np.int32),
-                    len(message.prompt),
-                    params,
-                    cache_salt=message.cache_salt,
-                    priority=message.priority,
-                )
+            request = BatchRequest(
+                request_id,
+                tokens.astype(np.int32),
+                len(message.prompt),
+                params,
+                cache_salt=message.cache_salt,
+                weight=message.tenant_weight if message.tenant_weight > 0 else 1.0,
+                priority=message.priority,
             )
+            if params.grammar:
+                self.constraints.submit(served, request, params, message.output)
+            else:
+                served.scheduler.submit(request)
 
     def _load(self, spec: LoadModel) -> None:
         if spec.model in self.models.by_name or spec.model in self.loads.running:
@@ -314,6 +341,7 @@ class Engine:
         load = self.loads.running.get(name)
         if self.models.remove(name):
             self._model_of = {request: model for request, model in self._model_of.items() if model != name}
+            self.constraints.close(name)
             self._must_unfreeze = True
         self.models.set_lease(message.lease_chunks)
         if load is None:

@@ -1,0 +1,130 @@
+"""`python -P -m engine.grammar --channel-fd N --masks-fd M`: follows the grammars of one model. Lives as long as its socketpair.
+
+A process, because building a tokenizer's trie holds the interpreter lock for up to a second, which the engine's steps must not
+wait for; and because its end gives all memory back when the model is evicted. A grammar is built in a thread (that releases the
+lock), so the masks of running sequences do not wait for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import logging
+import mmap
+import os
+import signal
+import socket
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+from engine.grammar.matchers import GrammarError, Matchers
+from engine.grammar.messages import Advance, Broken, Ended, Forget, Open, Opened, Ready, Start, ToGrammar, row_bytes
+from engine.protocol import FrameReader, Message, encode
+
+log = logging.getLogger("grammar")
+
+
+class GrammarProcess:
+    """One connection to an engine."""
+
+    def __init__(self, connection: socket.socket, masks_fd: int) -> None:
+        self._connection, self._masks_fd = connection, masks_fd
+        self._sending = threading.Lock()
+        self._starting: set[int] = set()  # keys whose matcher the thread has not handed over yet
+        self._builder = ThreadPoolExecutor(1, "build")
+        self._matchers: Matchers | None = None
+
+    def run(self) -> None:
+        reader = FrameReader(ToGrammar)
+        while data := self._connection.recv(1 << 18):
+            for message in reader.feed(data):
+                match message:
+                    case Open():
+                        self._open(message)
+                    case Start():
+                        self._starting.add(message.key)
+                        self._builder.submit(self._start, message)
+                    case Advance():
+                        self._advance(message)
+                    case Forget():
+                        for key in message.keys:
+                            self._starting.discard(key)
+                            self._loaded().forget(key)
+
+    def _open(self, message: Open) -> None:
+        memory = mmap.mmap(self._masks_fd, message.num_rows * row_bytes(message.vocab_size))
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        try:
+            self._matchers = Matchers(message.folder, message.vocab_size, message.eos_token_ids, memoryview(memory), address)
+        except GrammarError as error:
+            self._send(Opened(str(error)))
+        else:
+            self._send(Opened(""))
+
+    def _start(self, message: Start) -> None:
+        key = message.key
+        if key not in self._starting:
+            return
+        try:
+            matcher, ended = self._loaded().start(message.row, message.grammar, message.output)
+        except GrammarError as error:
+            self._starting.discard(key)
+            self._send(Broken(key, str(error)))
+        except BaseException as error:  # nobody looks at the future
+            log.exception("grammar fault")
+            self._send(Broken(key, repr(error)))
+        else:
+            self._loaded().add(key, matcher)
+            if key in self._starting:
+                self._starting.discard(key)
+                self._send(Ended([key]) if ended else Ready([key]))
+            else:
+                self._loaded().forget(key)
+
+    def _advance(self, message: Advance) -> None:
+        ready: list[int] = []
+        ended: list[int] = []
+        for key, token in zip(message.keys, message.tokens, strict=True):
+            try:
+                complete = self._loaded().advance(key, token)
+            except GrammarError as error:
+                self._send(Broken(key, str(error)))
+                continue
+            if complete is not None:
+                (ended if complete else ready).append(key)
+        if ready:
+            self._send(Ready(ready))
+        if ended:
+            self._send(Ended(ended))
+
+    def _loaded(self) -> Matchers:
+        if self._matchers is None:
+            raise RuntimeError("the first message must be Open")
+        return self._matchers
+
+    def _send(self, message: Message) -> None:
+        with self._sending:
+            self._connection.sendall(encode(message))
+
+
+def main() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parser = argparse.ArgumentParser(prog="engine.grammar")
+    parser.add_argument("--channel-fd", type=int, required=True, help="socketpair to the engine")
+    parser.add_argument("--masks-fd", type=int, required=True, help="memfd for the masks")
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="grammar[%(process)d] %(levelname)s %(message)s", stream=sys.stderr)
+    try:
+        GrammarProcess(socket.socket(fileno=options.channel_fd), options.masks_fd).run()
+    except (BrokenPipeError, ConnectionResetError):
+        pass
+    except BaseException:
+        log.exception("grammar fault")
+        os._exit(70)
+    os._exit(0)  # a grammar may be being built
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""From `SamplingParams.grammar` to llguidance's form: `KIND:TEXT`, where KIND is json_schema, regex or lark.
+
+Shared by the engine's grammar processes and by the daemon's check before admission, so that both mean the same.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from llguidance import LLMatcher, LLParserLimits
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
+KINDS = ("json_schema", "regex", "lark")
+
+# Runs of blanks between JSON's tokens are bounded: a model that has nothing to say would write blanks for ever.
+JSON_OPTIONS: JsonCompileOptions = {
+    "item_separator": ",",
+    "key_separator": ":",
+    "whitespace_flexible": True,
+    "whitespace_pattern": r"[ \n\r\t]{1,40}",
+    "coerce_one_of": False,
+    "lenient": False,
+}
+
+
+def compile_grammar(grammar: str) -> str:
+    """Raises ValueError if the kind is unknown or the text is no JSON object; llguidance tells of the rest when it is used."""
+    kind, _, text = grammar.partition(":")
+    if kind == "json_schema":
+        compiled: str = LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS)
+    elif kind == "regex":
+        compiled = LLMatcher.grammar_from_regex(text)
+    elif kind == "lark":
+        compiled = LLMatcher.grammar_from_lark(text)
+    else:
+        raise ValueError(f"grammar of kind {kind!r}: allowed are {', '.join(KINDS)}")
+    return compiled
+
+
+def parser_limits() -> LLParserLimits:
+    """llguidance's own, without the grammar's text in its errors. One mask takes at most about 15 ms with them."""
+    return LLParserLimits(verbose_errors=False)

@@ -1,0 +1,285 @@
+"""The constrained requests of an engine: where each is on its way between the batch scheduler and its model's grammar process.
+
+A request comes to the batch scheduler only when its first mask is there. After each of its tokens it is held (the scheduler does
+that) until the next mask is there; rows without a grammar go on meanwhile. A model's process is started by its first constrained
+request and ends with the model. Should it die, it is started again and follows all outputs anew; a request it was working on in
+two deaths fails.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import select
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from engine.contracts import BatchPlan, BoolArray, IntArray
+from engine.grammar.messages import Advance, Broken, Ended, Forget, Open, Opened, Ready, Start
+from engine.grammar.process_port import GrammarPort, ProcessDied, folder_of
+from engine.grammar.row_masks import RowMasks, constrained_rows, hold_ends_back
+from engine.protocol import SamplingParams
+from engine.served_models import ServedModel
+from scheduler.batch.request import BatchRequest
+
+log = logging.getLogger("engine")
+
+GRACE_S = 0.0005  # a step waits that long for masks that are nearly there: they usually take a tenth of it
+MAX_DEATHS = 2
+
+
+@dataclass(slots=True, eq=False)
+class Constrained:
+    """started: the process has it (else it is parked). working: the process has been asked and has not answered. deaths: of the
+    process while it worked on this."""
+
+    key: int
+    request: BatchRequest
+    params: SamplingParams
+    output: list[int]
+    row: int = -1  # of its masks; -1 while it waits for one
+    started: bool = False
+    working: bool = False
+    scheduled: bool = False  # the batch scheduler has it
+    deaths: int = 0
+
+
+@dataclass(slots=True)
+class ModelGrammars:
+    """num_awaited: working ones that are in the batch scheduler."""
+
+    served: ServedModel
+    port: GrammarPort
+    free_rows: list[int]
+    opened: bool = False
+    parked: deque[Constrained] = field(default_factory=deque)  # wait for the process to open, or for a row
+    by_id: dict[int, Constrained] = field(default_factory=dict)
+    by_key: dict[int, Constrained] = field(default_factory=dict)
+    num_awaited: int = 0
+
+
+@dataclass(slots=True, frozen=True)
+class End:
+    """A constrained request that the engine is to tell the end of. error "": its text is complete."""
+
+    model: str
+    request_id: int
+    error: str
+
+
+class Constraints:
+    """Not called while a step runs."""
+
+    def __init__(self) -> None:
+        self._models: dict[str, ModelGrammars] = {}
+        self._poller = select.epoll()
+        self._keys = itertools.count(1)
+
+    def fileno(self) -> int:
+        """Readable when `receive` has something to do."""
+        return self._poller.fileno()
+
+    # ---- requests
+
+    def submit(self, served: ServedModel, request: BatchRequest, params: SamplingParams, output: list[int]) -> None:
+        """Takes a request that is not in the batch scheduler yet. `output`: what it has put out before."""
+        name = served.spec.model
+        grammars = self._models.get(name)
+        if grammars is None:
+            num_rows = served.spec.max_sequences
+            grammars = self._models[name] = ModelGrammars(served, self._open(served, num_rows), list(range(num_rows)))
+        request.constrained = True
+        each = Constrained(next(self._keys), request, params, list(output))
+        grammars.by_id[request.request_id] = grammars.by_key[each.key] = each
+        grammars.parked.append(each)
+        self._start_parked(grammars)
+
+    def drop(self, model: str, request_id: int) -> None:
+        """Forgets a request that has ended or was aborted; unknown ones are passed over."""
+        grammars = self._models.get(model)
+        each = grammars.by_id.pop(request_id, None) if grammars is not None else None
+        if grammars is None or each is None:
+            return
+        del grammars.by_key[each.key]
+        self._set_working(grammars, each, False)
+        if each.row >= 0:
+            grammars.free_rows.append(each.row)
+        if not each.started:
+            grammars.parked.remove(each)
+            return
+        self._send(grammars, Forget([each.key]))
+        self._start_parked(grammars)
+
+    def close(self, model: str) -> None:
+        """The model is gone, and its requests."""
+        grammars = self._models.pop(model, None)
+        if grammars is not None:
+            self._poller.unregister(grammars.port.fileno())
+            grammars.port.close()
+
+    # ---- steps
+
+    def masks(self, served: ServedModel, plan: BatchPlan) -> RowMasks | None:
+        """Of the plan's constrained rows that sample; None if there is none."""
+        grammars = self._models.get(served.spec.model)
+        if grammars is None:
+            return None
+        table = served.scheduler.table
+        rows = constrained_rows(plan, table)
+        if not len(rows):
+            return None
+        request_ids = table.request_id[plan.slots[plan.samples][rows]].tolist()
+        constrained = [grammars.by_id[request_id] for request_id in request_ids]
+        bits = grammars.port.masks[[each.row for each in constrained]]
+        end_ids = served.spec.eos_token_ids
+        for at, each in enumerate(constrained):
+            early = len(each.output) < each.params.min_tokens
+            if early or each.params.ignore_eos:
+                hold_ends_back(bits[at], [*end_ids, *each.params.stop_token_ids] if early else end_ids)
+        return RowMasks(request_ids, rows, bits)
+
+    def sampled(self, served: ServedModel, masks: RowMasks, ids: IntArray, bad: BoolArray) -> None:
+        """After the scheduler took the step in: `ids`, `bad` of all its sampling rows. Asks for the masks after these tokens."""
+        model = served.spec.model
+        grammars = self._models[model]
+        keys, tokens = [], []
+        rows = masks.rows
+        for request_id, token, failed in zip(masks.request_ids, ids[rows].tolist(), bad[rows].tolist(), strict=True):
+            if failed or request_id not in served.scheduler:
+                self.drop(model, request_id)
+                continue
+            each = grammars.by_id[request_id]
+            each.output.append(token)
+            self._set_working(grammars, each, True)
+            keys.append(each.key)
+            tokens.append(token)
+        if keys:
+            self._send(grammars, Advance(keys, tokens))
+
+    def settle(self, model: str) -> list[End]:
+        """Before a step: takes in what is nearly done, as `receive` does."""
+        grammars = self._models.get(model)
+        ends: list[End] = []
+        if grammars is None or not grammars.opened:
+            return ends
+        until_s = time.monotonic() + GRACE_S
+        while grammars.num_awaited and (left_s := until_s - time.monotonic()) > 0:
+            if grammars.port.wait(left_s):
+                self._receive(model, grammars, ends)
+        return ends
+
+    def receive(self) -> list[End]:
+        """Requests whose mask is there go (back) to the scheduler; those that ended leave it."""
+        ends: list[End] = []
+        ready = {fd for fd, _ in self._poller.poll(0)}
+        for model, grammars in list(self._models.items()):
+            if grammars.port.fileno() in ready:
+                self._receive(model, grammars, ends)
+        return ends
+
+    # ---- the process
+
+    def _open(self, served: ServedModel, num_rows: int) -> GrammarPort:
+        port = GrammarPort(served.hosted.vocab_size, num_rows)
+        self._poller.register(port.fileno(), select.EPOLLIN)
+        port.send(Open(folder_of(served.spec), served.hosted.vocab_size, served.spec.eos_token_ids, num_rows))
+        return port
+
+    def _start_parked(self, grammars: ModelGrammars) -> None:
+        while grammars.opened and grammars.parked:
+            each = grammars.parked[0]
+            if each.row < 0:
+                if not grammars.free_rows:
+                    return
+                each.row = grammars.free_rows.pop()
+            grammars.parked.popleft()
+            each.started = True
+            self._set_working(grammars, each, True)
+            self._send(grammars, Start(each.key, each.row, each.params.grammar, each.output))
+
+    def _receive(self, model: str, grammars: ModelGrammars, ends: list[End]) -> None:
+        try:
+            messages = grammars.port.receive()
+        except ProcessDied as died:
+            ends += self._restart(model, grammars, str(died))
+            return
+        for message in messages:
+            match message:
+                case Opened():
+                    if message.error:
+                        ends += self._fail(model, grammars, list(grammars.by_id.values()), message.error)
+                        self.close(model)  # the next request tries again: the files may be others by then
+                        return
+                    grammars.opened = True
+                    self._start_parked(grammars)
+                case Ready():
+                    for each in self._answered(grammars, message.keys):
+                        self._ready(grammars, each)
+                case Ended():
+                    ends += self._fail(model, grammars, list(self._answered(grammars, message.keys)), "")
+                case Broken():
+                    ends += self._fail(model, grammars, list(self._answered(grammars, [message.key])), message.error)
+
+    def _answered(self, grammars: ModelGrammars, keys: Iterable[int]) -> Iterable[Constrained]:
+        for key in keys:
+            each = grammars.by_key.get(key)
+            if each is not None:
+                self._set_working(grammars, each, False)
+                yield each
+
+    @staticmethod
+    def _ready(grammars: ModelGrammars, each: Constrained) -> None:
+        scheduler = grammars.served.scheduler
+        if each.scheduled:
+            scheduler.hold(each.request.request_id, False)
+        else:
+            each.scheduled = True
+            scheduler.submit(each.request)
+
+    def _fail(self, model: str, grammars: ModelGrammars, those: list[Constrained], error: str) -> list[End]:
+        """Takes them out of the scheduler and forgets them; error "": they are complete."""
+        ends = []
+        for each in those:
+            request_id = each.request.request_id
+            grammars.served.scheduler.abort(request_id)
+            ends.append(End(model, request_id, error))
+            self.drop(model, request_id)
+        return ends
+
+    def _restart(self, model: str, grammars: ModelGrammars, reason: str) -> list[End]:
+        suspects = [each for each in grammars.by_id.values() if each.working or not grammars.opened]
+        for each in suspects:
+            each.deaths += 1
+        hopeless = [each for each in suspects if each.deaths >= MAX_DEATHS]
+        grammars.opened = False
+        ends = self._fail(model, grammars, hopeless, "following this grammar ended the grammar process twice")
+        if not grammars.by_id:
+            self.close(model)
+            return ends
+        log.warning("grammar process of %s: %s; it is started again", model, reason)
+        self._poller.unregister(grammars.port.fileno())
+        grammars.port.close()
+        grammars.port = self._open(grammars.served, len(grammars.port.masks))
+        for each in [each for each in grammars.by_id.values() if each.started]:
+            self._set_working(grammars, each, False)
+            each.started = False
+            grammars.parked.appendleft(each)
+            if each.scheduled:
+                grammars.served.scheduler.hold(each.request.request_id, True)
+        return ends
+
+    @staticmethod
+    def _set_working(grammars: ModelGrammars, each: Constrained, working: bool) -> None:
+        change = working - each.working
+        each.working = working
+        if each.scheduled:
+            grammars.num_awaited += change
+
+    @staticmethod
+    def _send(grammars: ModelGrammars, message: Start | Advance | Forget) -> None:
+        try:
+            grammars.port.send(message)
+        except ProcessDied:
+            log.debug("a grammar process is gone; `receive` will find that")

@@ -1,0 +1,90 @@
+"""The engine's end of one model's grammar process: its start, its socket, the memory its masks come in."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.grammar.messages import FromGrammar, row_bytes
+from engine.protocol import FrameReader, LoadModel, Message, encode
+
+
+class ProcessDied(Exception):
+    """The grammar process is gone; `close` this and start another."""
+
+
+class GrammarPort:
+    """masks [num_rows, W] uint32 are written by the process; they stay readable after its death, until `close`."""
+
+    def __init__(self, vocab_size: int, num_rows: int) -> None:
+        num_bytes = num_rows * row_bytes(vocab_size)
+        fd = os.memfd_create("grammar masks", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, num_bytes)
+            memory = mmap.mmap(fd, num_bytes)
+            self.masks: npt.NDArray[np.uint32] = np.frombuffer(memory, np.uint32).reshape(num_rows, -1)
+            self._socket, self._process = _spawn(fd)
+        finally:
+            os.close(fd)
+        self._reader = FrameReader(FromGrammar)
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def send(self, message: Message) -> None:
+        """Blocks until the process has read most of it; it always reads, except while it opens its model. Raises ProcessDied."""
+        try:
+            self._socket.sendall(encode(message))
+        except OSError as error:
+            raise ProcessDied(str(error)) from None
+
+    def wait(self, seconds: float) -> bool:
+        """Whether there is something to receive."""
+        return bool(select.select([self._socket], [], [], seconds)[0])
+
+    def receive(self) -> list[object]:
+        """At least one message if the socket is readable. Raises ProcessDied."""
+        try:
+            data = self._socket.recv(1 << 18)
+        except OSError:
+            data = b""
+        if not data:
+            raise ProcessDied(f"process {self._process.pid} ended")
+        return list(self._reader.feed(data))
+
+    def close(self) -> None:
+        """Ends the process at once, also one that is busy, and gives its memory back."""
+        self._socket.close()
+        self._process.kill()
+        self._process.wait()
+
+
+def _spawn(masks_fd: int) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        packages = str(Path(__file__).resolve().parents[2])  # found from this file, since cwd is /
+        fds = (theirs.fileno(), masks_fd)
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "engine.grammar", "--channel-fd", str(fds[0]), "--masks-fd", str(fds[1])],
+            cwd="/",
+            env={**os.environ, "PYTHONPATH": packages},
+            stdin=subprocess.DEVNULL,
+            pass_fds=fds,
+        )
+    return ours, process
+
+
+def folder_of(spec: LoadModel) -> str:
+    return os.path.abspath(spec.path)

@@ -1,0 +1,24 @@
+"""Tokens that may not come: their logits become the least finite number of their type.
+
+Shapes: N rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.grammar.row_masks import RowMasks
+
+ROWS_AT_ONCE = 16  # bounds the work space: each row needs a copy of its logits, and a byte a token
+
+
+def apply_row_masks(logits: Tensor, masks: RowMasks, first: int) -> None:
+    """logits [N, V], in place, of the sampling rows first to first + N. NaN and infinities stay, so that they are found."""
+    inside = [at for at, row in enumerate(masks.rows.tolist()) if first <= row < first + len(logits)]
+    for start in range(0, len(inside), ROWS_AT_ONCE):
+        part = slice(inside[start], inside[min(start + ROWS_AT_ONCE, len(inside)) - 1] + 1)  # rows ascend: one run
+        rows = torch.from_numpy(masks.rows[part] - first)
+        values = logits[rows]
+        keep = torch.from_numpy(masks.allowed(part, logits.shape[1])) | ~torch.isfinite(values)
+        logits[rows] = torch.where(keep, values, torch.finfo(logits.dtype).min)
