@@ -1,6 +1,6 @@
 """Asks one question and prints the answer as it streams. Standard library only.
 
-usage: python -m demo.chat URL MODEL "QUESTION" [--max-tokens 120] [--seed 1]
+usage: python -m demo.chat URL MODEL "QUESTION" [--max-tokens 120] [--temperature 0] [--seed 1] [--ignore-eos]
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ class ChatError(Exception):
     """The server's own message."""
 
 
-def stream_chat(url: str, model: str, question: str, max_tokens: int = 120, seed: int = 1, **extra: object) -> Iterator[str]:
+def stream_chat(
+    url: str, model: str, question: str, max_tokens: int, temperature: float, seed: int, ignore_eos: bool
+) -> Iterator[str]:
     """Pieces of the answer as they arrive. Raises ChatError with the server's message, also when it comes in mid-stream."""
     where = urlsplit(url)
     connection = http.client.HTTPConnection(str(where.hostname), where.port, timeout=120)
@@ -25,9 +27,10 @@ def stream_chat(url: str, model: str, question: str, max_tokens: int = 120, seed
         "model": model,
         "messages": [{"role": "user", "content": question}],
         "max_tokens": max_tokens,
+        "temperature": temperature,
         "seed": seed,
+        "ignore_eos": ignore_eos,
         "stream": True,
-        **extra,
     }
     try:
         connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
@@ -54,10 +57,14 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("question")
     parser.add_argument("--max-tokens", type=int, default=120)
+    parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--ignore-eos", action="store_true", help="go on after the model would stop")
     args = parser.parse_args()
     try:
-        for piece in stream_chat(args.url, args.model, args.question, args.max_tokens, args.seed):
+        for piece in stream_chat(
+            args.url, args.model, args.question, args.max_tokens, args.temperature, args.seed, args.ignore_eos
+        ):
             print(piece, end="", flush=True)
         print()
     except (ChatError, OSError) as error:

@@ -25,9 +25,9 @@ from demo.node import DemoNode
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 QUESTIONS = {
-    "ember": "What does the json module do?",
-    "birch": "How do I open a file?",
-    "oak": "Tell me about threading.",
+    "ember": "What does write do?",
+    "birch": "What does open do?",
+    "oak": "Tell me about the event loop.",
 }
 # Each device takes one of the three models at a time, with its KV and work space.
 DEVICES = ["cpu:0=28MiB", "cpu:1=28MiB"]
@@ -36,6 +36,8 @@ COLOURS = ("\x1b[33m", "\x1b[36m", "\x1b[35m") if sys.stdout.isatty() else ("", 
 
 
 def title(text: str) -> None:
+    if sys.stdout.isatty():
+        time.sleep(1)  # time to read what the last act showed
     print(f"\n{BOLD}── {text}{RESET}", flush=True)
 
 
@@ -51,8 +53,9 @@ class Chat:
     model: str
     question: str
     max_tokens: int = 120
+    temperature: float = 0.0
     seed: int = 1
-    options: dict[str, object] = field(default_factory=dict)
+    ignore_eos: bool = False
     label: str = ""
     quiet: bool = False
     text: str = ""
@@ -61,6 +64,15 @@ class Chat:
     first_s: float = 0.0
     gaps_s: list[float] = field(default_factory=list)
     _thread: threading.Thread | None = None
+
+    def echo(self) -> Chat:
+        """Shows the command that does the same."""
+        words = ["python", "-m", "demo.chat", self.url, self.model, self.question]
+        for name, default in (("max_tokens", 120), ("temperature", 0.0), ("seed", 1)):
+            if getattr(self, name) != default:
+                words += ["--" + name.replace("_", "-"), str(getattr(self, name))]
+        echo(*words, *(["--ignore-eos"] if self.ignore_eos else []))
+        return self
 
     def start(self) -> Chat:
         self._thread = threading.Thread(target=self._follow, daemon=True)
@@ -79,7 +91,9 @@ class Chat:
         began = last = time.perf_counter()
         line = ""
         try:
-            for piece in stream_chat(self.url, self.model, self.question, self.max_tokens, self.seed, **self.options):
+            for piece in stream_chat(
+                self.url, self.model, self.question, self.max_tokens, self.temperature, self.seed, self.ignore_eos
+            ):
                 now = time.perf_counter()
                 self.first_s = self.first_s or now - began
                 if self.num_pieces:
@@ -111,10 +125,9 @@ class Chat:
         print(f"{colour}{self.model:>6} │{RESET} {' '.join(line.split())}", flush=True)
 
 
-def ask(node: DemoNode, chats: list[Chat], model: str, question: str, **options: object) -> Chat:
+def ask(node: DemoNode, chats: list[Chat], model: str, question: str) -> Chat:
     """A chat as a new user would run it: the command is shown, the answer streams below it."""
-    echo("python", "-m", "demo.chat", node.url, model, question)
-    chat = Chat(node.url, model, question, **options).run()  # type: ignore[arg-type]
+    chat = Chat(node.url, model, question).echo().run()
     chats.append(chat)
     return chat
 
@@ -122,11 +135,10 @@ def ask(node: DemoNode, chats: list[Chat], model: str, question: str, **options:
 def side_by_side(node: DemoNode, chats: list[Chat], models: list[str]) -> None:
     title("Both devices are taken. The third model is asked while one answers: the idle one makes room")
     before = node.evictions()
-    long = Chat(node.url, models[1], "Tell me more about that.", 220, 2, {"ignore_eos": True}, label="on").start()
+    long = Chat(node.url, models[1], "Tell me about objects.", 220, 0.4, 7, True, label="on").echo().start()
     while long.num_pieces < 5 and not long.error:
         time.sleep(0.01)
-    echo("python", "-m", "demo.chat", node.url, models[2], QUESTIONS[models[2]])
-    third = Chat(node.url, models[2], QUESTIONS[models[2]], label="on").run()
+    third = Chat(node.url, models[2], QUESTIONS[models[2]], label="on").echo().run()
     long.join()
     chats += [long, third]
     node.hearth("ps")
@@ -136,18 +148,17 @@ def side_by_side(node: DemoNode, chats: list[Chat], models: list[str]) -> None:
 
 def killed_in_mid_sentence(node: DemoNode, chats: list[Chat], model: str, neighbour: str) -> tuple[bool, float]:
     title("An engine is killed in mid-sentence, and the sentence goes on")
-    options: dict[str, object] = {"ignore_eos": True}
-    echo("python", "-m", "demo.chat", node.url, model, QUESTIONS[model])
-    chat = Chat(node.url, model, QUESTIONS[model], 400, 5, options).start()
+    chat = Chat(node.url, model, "Tell me about threads.", 220, 0.4, 1, True).echo()
     pid = node.engine_pid(model)
-    other = Chat(node.url, neighbour, "Go on.", 900, 3, options, quiet=True).start()
+    other = Chat(node.url, neighbour, "Go on.", 900, 0.5, 3, True, quiet=True).start()
+    chat.start()
     while chat.num_pieces < 60 and not chat.error:
         time.sleep(0.002)
     print(f"\n{DIM}$ kill -9 {pid}{RESET}", flush=True)
     os.kill(pid, signal.SIGKILL)
     chat.join()
     other.join()
-    again = Chat(node.url, model, QUESTIONS[model], 400, 5, options, quiet=True).run()
+    again = Chat(node.url, model, chat.question, 220, 0.4, 1, True, quiet=True).run()
     chats += [chat, other, again]
     same = chat.text == again.text
     print(f"Longest silence {max(chat.gaps_s):.2f} s; the text is {'the same as' if same else 'NOT the same as'} without the kill;")
@@ -158,7 +169,9 @@ def killed_in_mid_sentence(node: DemoNode, chats: list[Chat], model: str, neighb
 def burst(node: DemoNode, chats: list[Chat], models: list[str], num: int) -> float:
     """Returns CPU seconds per output token of all of hearthd's processes."""
     title(f"{num} chats at once for all three models")
-    flock = [Chat(node.url, models[i % len(models)], QUESTIONS[models[i % len(models)]], 60, i, quiet=True) for i in range(num)]
+    flock = [
+        Chat(node.url, models[i % len(models)], QUESTIONS[models[i % len(models)]], 60, 0.5, i, quiet=True) for i in range(num)
+    ]
     cpu_s, num_tokens = node.cpu_s(), node.output_tokens()
     for chat in flock:
         chat.start()
@@ -230,7 +243,8 @@ def farewell(node: DemoNode, model: str) -> None:
 def show() -> int:
     models = list(QUESTIONS)
     print(f"{BOLD}hearthd: one daemon, three language models, a memory budget that holds two of them.{RESET}")
-    print("It takes about a minute, uses 2 cores, a few hundred MB of memory and under 5 MB of disk (.demo/). Ctrl-C stops it.")
+    print("Takes about 15 seconds, 2 cores, 1 GB of memory and 5 MB of disk, all below .demo/.")
+    print("Lines with $ are real commands. Ctrl-C ends it.")
     with DemoNode(ROOT / "demo" / "models", DEVICES, ["--dtype", "float32"]) as node:
         node.hearth("models")
         chats: list[Chat] = []

@@ -14,7 +14,7 @@ if "$python" -c 'import sys, torch; sys.exit(tuple(int(x) for x in torch.__versi
     echo "Setting up $venv with the torch that $python already has (about 150 MB of disk, half a minute)."
     site=--system-site-packages
 else
-    echo "Setting up $venv: torch and a dozen smaller packages (about 1.2 GB of disk with a CPU build of torch; a minute at 20 MB/s)."
+    echo "Setting up $venv: torch and a dozen smaller packages (about 1.2 GB of disk with a CPU build of torch; about a minute where packages arrive at 20 MB/s)."
     site=
 fi
 
