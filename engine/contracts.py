@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from engine.grammar.row_masks import RowMasks
-from engine.protocol import LoadModel
+from engine.protocol import LoadModel, PromptLogprobs, TokenLogprobs
 from loader.sizing import KVGroupSpec as KVGroupSpec
 from scheduler.batch.plan import BatchPlan as BatchPlan
 from scheduler.batch.plan import BoolArray as BoolArray
@@ -25,6 +25,8 @@ class StepResult:
     ids: IntArray
     bad: BoolArray
     seconds: float
+    logprobs: TokenLogprobs | None = None  # of the rows that want them and are not bad
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)  # of the prompt tokens this step computed, where owed
 
 
 class HostedModel(Protocol):

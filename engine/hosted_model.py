@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from engine import ops
-from engine.contracts import BatchPlan, FloatArray, KVGroupSpec, SequenceTable, StepResult
+from engine.contracts import BatchPlan, FloatArray, KVGroupSpec, LongArray, SequenceTable, StepResult
 from engine.forward_batch import GroupMemory, Rotary, build_batch, padded_rows
 from engine.grammar.row_masks import RowMasks
 from engine.layers.rope import rotary_of
 from engine.layers.weights import Weights
+from engine.logprobs import LogprobCollector, owed_prompt_rows
 from engine.memory.arena import KVArena
 from engine.memory.weight_range import WeightRange
 from engine.models.registry import CausalLM, build_model
@@ -61,17 +62,30 @@ class TorchModel:
     def execute(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> StepResult:
         """One step: stores the new tokens' KV, samples one id for each sampling row."""
         begin = time.perf_counter()
-        hidden, num_sampling = self._forward(plan, table, every_token=False)
+        owed = owed_prompt_rows(plan, table)
+        hidden, num_sampling = self._forward(plan, table, every_token=False, also=None if owed is None else owed.tokens)
         ids, bad = np.empty(num_sampling, np.int32), np.empty(num_sampling, np.bool_)
+        wanted: LogprobCollector | None = None
         if num_sampling:
             rows = sampling_rows(plan, table, self._eos_token_ids, self.vocab_size)
             if masks is not None:
                 constrain(rows, masks)
+            if rows.num_top is not None:
+                wanted = LogprobCollector(rows.num_top, table.request_id[plan.slots[plan.samples]])
             for first in range(0, num_sampling, self._logits_rows):
                 part = self._loaded().logits(hidden[first : first + self._logits_rows])[: num_sampling - first]
+                raw = part.clone() if wanted is not None and masks is not None else part  # masks are written into it
                 ids[first : first + len(part)], bad[first : first + len(part)] = sample_tokens(part, rows, first)
-                del part  # before the next part is made: the work space has room for one
-        return StepResult(ids, bad, time.perf_counter() - begin)
+                if wanted is not None:
+                    wanted.add(raw, first, ids, bad)
+                del part, raw  # before the next part is made: the work space has room for one
+        result = StepResult(ids, bad, time.perf_counter() - begin)
+        if wanted is not None:
+            result.logprobs = wanted.result()
+        if owed is not None:
+            result.prompt_logprobs = owed.logprobs(hidden[num_sampling:], self._loaded().logits, self._logits_rows)
+            result.seconds = time.perf_counter() - begin
+        return result
 
     @torch.inference_mode()
     def logits(self, plan: BatchPlan, table: SequenceTable, every_token: bool = False) -> FloatArray:
@@ -84,18 +98,23 @@ class TorchModel:
             raise RuntimeError(f"model {self.name} was released")
         return self._model
 
-    def _forward(self, plan: BatchPlan, table: SequenceTable, every_token: bool) -> tuple[Tensor, int]:
-        """Hidden states of the sampling rows' last tokens, or of all tokens, with padding; and their number without it."""
+    def _forward(
+        self, plan: BatchPlan, table: SequenceTable, every_token: bool, also: LongArray | None = None
+    ) -> tuple[Tensor, int]:
+        """Hidden states of the sampling rows' last tokens, or of all tokens, and their number; behind them those of `also` (indices
+        into T), and padding."""
         model = self._loaded()
         ops.set_num_threads(self.num_threads)
         batch = build_batch(plan, table, self._kv, self._layer_places, self._padded)
-        if every_token or (plan.samples.all() and batch.num_tokens == len(plan.slots)):
+        if every_token or (also is None and plan.samples.all() and batch.num_tokens == len(plan.slots)):
             return model.forward(batch, None), batch.num_tokens
         wanted = (batch.starts + plan.num_new - 1)[plan.samples].astype(np.int64)
-        num_wanted = len(wanted)
+        num_sampling = len(wanted)
+        if also is not None:
+            wanted = np.concatenate((wanted, also))
         if self._padded:
-            wanted = np.concatenate((wanted, np.zeros(padded_rows(num_wanted) - num_wanted, np.int64)))
-        return model.forward(batch, torch.from_numpy(wanted)), num_wanted
+            wanted = np.concatenate((wanted, np.zeros(padded_rows(len(wanted)) - len(wanted), np.int64)))
+        return model.forward(batch, torch.from_numpy(wanted)), num_sampling
 
     def release(self) -> None:
         """Unmaps the weights. Idempotent; any later step raises RuntimeError."""

@@ -59,8 +59,11 @@ def _threading_layer() -> str:
 
 def prepare(dtype: str, num_threads: int) -> None:
     """Compiles what models of this dtype need, so that no step has to. Takes seconds once per machine, milliseconds later."""
-    if _kernels is not None and dtype in ("float32", "bfloat16"):
+    if _kernels is not None:
         import numba
+
+        if dtype == "float16":  # no kernels of its own; rows whose logits are edited are sampled in float32
+            dtype = "float32"
 
         folder = Path(numba.config.CACHE_DIR)
         folder.mkdir(parents=True, exist_ok=True)
@@ -268,10 +271,11 @@ def greedy(logits: Tensor) -> tuple[Any, Any]:
     return ids, bad
 
 
-def sample(logits: Tensor, temperature: Any, top_p: Any, top_k: Any, key0: Any, key1: Any) -> tuple[Any, Any]:
+def sample(logits: Tensor, temperature: Any, top_p: Any, top_k: Any, min_p: Any, key0: Any, key1: Any) -> tuple[Any, Any]:
     """Draws one token for each row of logits [N, V]; the rest are numpy arrays [N] (keys uint32). Returns as `greedy` does."""
     if not _served(logits):
-        columns = [torch.from_numpy(x) for x in (temperature, top_p, top_k, key0.astype(np.int64), key1.astype(np.int64))]
+        arrays = (temperature, top_p, top_k, min_p, key0.astype(np.int64), key1.astype(np.int64))
+        columns = [torch.from_numpy(x) for x in arrays]
         step = sampler_rows(logits.shape[1])  # it needs several copies of the logits
         parts = [
             reference.sample(logits[at : at + step], *(column[at : at + step] for column in columns))
@@ -280,5 +284,31 @@ def sample(logits: Tensor, temperature: Any, top_p: Any, top_k: Any, key0: Any, 
         drawn, not_finite = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
         return drawn.to(torch.int32).numpy(), not_finite.numpy()
     ids, bad = np.empty(len(logits), np.int32), np.empty(len(logits), np.bool_)
-    _kernels.sample(_array(logits), temperature, top_p, top_k, key0, key1, ids, bad)
+    _kernels.sample(_array(logits), temperature, top_p, top_k, min_p, key0, key1, ids, bad)
     return ids, bad
+
+
+def top_logprobs(logits: Tensor, rows: Any, chosen: Any, num_top: int) -> tuple[Any, Any, Any]:
+    """Log-softmax of rows [M] (int32 array) of logits [N, V]: at chosen [M] int32 -> [M] float32; ids and values [M, num_top] of
+    the likeliest. Numpy arrays; the rows are finite."""
+    num_top = min(num_top, logits.shape[1])
+    picked, top_ids = np.empty(len(rows), np.float32), np.empty((len(rows), num_top), np.int32)
+    top = np.empty((len(rows), num_top), np.float32)
+    if _served(logits):
+        _kernels.top_logprobs(_array(logits), rows, chosen, picked, top_ids, top)
+        return picked, top_ids, top
+    step = sampler_rows(logits.shape[1])
+    for at in range(0, len(rows), step):
+        part = slice(at, at + step)
+        told = reference.top_logprobs(logits[torch.from_numpy(rows[part])], torch.from_numpy(chosen[part]).long(), num_top)
+        picked[part], top_ids[part], top[part] = (each.numpy() for each in told)
+    return picked, top_ids, top
+
+
+def penalise(row: Tensor, tokens: Any, num_prompt: int, presence: float, frequency: float, repetition: float) -> None:
+    """Penalties on one row's logits [V] float32, in place; tokens: int32 array, prompt then output."""
+    if not _served(row):
+        reference.penalise(row, torch.from_numpy(tokens), num_prompt, presence, frequency, repetition)
+        return
+    counts = np.zeros(len(row), np.int32)
+    _kernels.penalise(row.numpy(), tokens, num_prompt, presence, frequency, repetition, counts)

@@ -17,23 +17,53 @@ from torch import Tensor
 from engine import ops
 from engine.contracts import BatchPlan, BoolArray, FloatArray, IntArray, SequenceTable
 from engine.grammar.row_masks import RowMasks
+from engine.protocol import SamplingParams
 from engine.token_mask import apply_row_masks
+from loader.sizing import sampler_rows
 
 KeyArray = npt.NDArray[np.uint32]
 
 
 @dataclass(slots=True)
+class LogitEdit:
+    """What happens to one row's logits before a token is picked, in this order: bias added, penalties, ids that may not come yet
+    (min_tokens) taken out. tokens: the row's so far, prompt then output."""
+
+    params: SamplingParams | None
+    tokens: IntArray
+    num_prompt: int
+    banned: Tensor | None  # [.] int64
+
+    def apply(self, row: Tensor) -> None:
+        """row [V] float32, in place. What was not finite stays so: it marks a bad row."""
+        params = self.params
+        if params is not None:
+            if params.logit_bias:
+                ids = torch.tensor(list(params.logit_bias), dtype=torch.int64)
+                row[ids] += torch.tensor(list(params.logit_bias.values()), dtype=torch.float32)
+            presence, frequency, repetition = params.presence_penalty, params.frequency_penalty, params.repetition_penalty
+            if presence != 0.0 or frequency != 0.0 or repetition != 1.0:
+                ops.penalise(row, self.tokens, self.num_prompt, presence, frequency, repetition)
+        if self.banned is not None:
+            before = row[self.banned]
+            row[self.banned] = torch.where(torch.isfinite(before), torch.finfo(row.dtype).min, before)
+
+
+@dataclass(slots=True)
 class SamplingRows:
-    """Settings of the rows that sample, in plan order, each [N]. masks: row -> ids that may not come yet (min_tokens)."""
+    """Settings of the rows that sample, in plan order, each [N]. edits: of the rows that have any. num_top: alternatives whose
+    log-probabilities are wanted beside the token's, -1 for none at all; None if no row wants any."""
 
     greedy: BoolArray
     all_greedy: bool
     temperature: FloatArray
     top_p: FloatArray
     top_k: IntArray
+    min_p: FloatArray
     key0: KeyArray
     key1: KeyArray
-    masks: dict[int, Tensor]
+    edits: dict[int, LogitEdit]
+    num_top: IntArray | None
     allowed: RowMasks | None = None  # of the rows that follow a grammar; what may not come early is left out of it already
 
 
@@ -57,47 +87,82 @@ def sampling_rows(plan: BatchPlan, table: SequenceTable, eos_token_ids: list[int
     position = (plan.num_computed + plan.num_new)[plan.samples]  # index of the token about to be sampled
     temperature = table.temperature[slots]
     greedy = temperature <= 0.0
-    masks = {}
+    edits = {}
     early = position < table.min_tokens_until[slots]
-    if early.any():
-        for row in np.flatnonzero(early).tolist():
-            params = table.params[slots[row]]
-            ids = set(eos_token_ids) | set(params.stop_token_ids if params is not None else ())
-            masks[row] = torch.tensor(sorted(i for i in ids if 0 <= i < vocab_size), dtype=torch.int64)
-    empty = np.empty(0, np.uint32)
-    if greedy.all():
-        return SamplingRows(greedy, True, temperature, table.top_p[slots], table.top_k[slots], empty, empty, masks)
-    key0, key1 = noise_keys(table.seed[slots], position)
-    return SamplingRows(greedy, False, temperature, table.top_p[slots], table.top_k[slots], key0, key1, masks)
+    edited = early | table.edits_logits[slots]
+    if edited.any():
+        for row in np.flatnonzero(edited).tolist():
+            edits[row] = _edit(table, int(slots[row]), int(position[row]), bool(early[row]), eos_token_ids, vocab_size)
+    num_top: IntArray | None = table.num_logprobs[slots]
+    if num_top is not None and num_top.max() < 0:
+        num_top = None
+    key0 = key1 = np.empty(0, np.uint32)
+    all_greedy = bool(greedy.all())
+    if not all_greedy:
+        key0, key1 = noise_keys(table.seed[slots], position)
+    return SamplingRows(
+        greedy, all_greedy, temperature, table.top_p[slots], table.top_k[slots], table.min_p[slots], key0, key1, edits, num_top
+    )
+
+
+def _edit(table: SequenceTable, slot: int, position: int, early: bool, eos_token_ids: list[int], vocab_size: int) -> LogitEdit:
+    params = table.params[slot]
+    assert params is None or isinstance(params, SamplingParams)
+    banned = None
+    if early:
+        ids = set(eos_token_ids) | set(params.stop_token_ids if params is not None else ())
+        banned = torch.tensor(sorted(i for i in ids if 0 <= i < vocab_size), dtype=torch.int64)
+    return LogitEdit(params, table.tokens[slot, :position], int(table.num_prompt[slot]), banned)
 
 
 def constrain(rows: SamplingRows, allowed: RowMasks) -> None:
     """From here on the rows of `allowed` draw only what it allows."""
     rows.allowed = allowed
     for row in allowed.rows.tolist():
-        rows.masks.pop(row, None)
+        if (edit := rows.edits.get(row)) is not None:
+            edit.banned = None
 
 
 def sample_tokens(logits: Tensor, rows: SamplingRows, first: int) -> tuple[IntArray, BoolArray]:
-    """logits [n, V] of rows first to first + n; ids that may not come are masked in place. Bad rows hold NaN or an infinity."""
+    """logits [n, V] of rows first to first + n; those that follow a grammar are masked in place. Bad rows hold NaN or an
+    infinity."""
     end = first + len(logits)
-    for row, ids in rows.masks.items():
-        if first <= row < end:
-            # finite, so that the check for infinities keeps its meaning; an infinity already there must not be hidden
-            masked = logits[row - first, ids]
-            logits[row - first, ids] = torch.where(torch.isfinite(masked), torch.finfo(logits.dtype).min, masked)
     if rows.allowed is not None:
         apply_row_masks(logits, rows.allowed, first)
+    edited = [row for row in rows.edits if first <= row < end] if rows.edits else []
     if rows.all_greedy:
-        return ops.greedy(logits)
-    drawn = np.flatnonzero(~rows.greedy[first:end])
-    if len(drawn) == len(logits):
-        return _draw(logits, rows, drawn + first)
-    ids, bad = ops.greedy(logits)
-    if len(drawn):
-        ids[drawn], bad[drawn] = _draw(logits[torch.from_numpy(drawn)], rows, drawn + first)
+        ids, bad = ops.greedy(logits)
+    else:
+        wanted = ~rows.greedy[first:end]
+        if edited:
+            wanted[np.array(edited) - first] = False
+        drawn = np.flatnonzero(wanted)
+        if len(drawn) == len(logits):
+            return _draw(logits, rows, drawn + first)
+        ids, bad = ops.greedy(logits)
+        if len(drawn):
+            ids[drawn], bad[drawn] = _draw(logits[torch.from_numpy(drawn)], rows, drawn + first)
+    step = sampler_rows(logits.shape[1])
+    for at in range(0, len(edited), step):
+        _sample_edited(logits, rows, np.array(edited[at : at + step]), first, ids, bad)
     return ids, bad
 
 
+def _sample_edited(
+    logits: Tensor, rows: SamplingRows, edited: npt.NDArray[np.intp], first: int, ids: IntArray, bad: BoolArray
+) -> None:
+    """Picks tokens for these rows from a float32 copy: in half precision a small penalty would be lost."""
+    copy = logits[torch.from_numpy(edited - first)].float()
+    for row, number in zip(copy, edited.tolist(), strict=True):
+        rows.edits[number].apply(row)
+    greedy = rows.greedy[edited]
+    if greedy.any():
+        ids[edited - first], bad[edited - first] = ops.greedy(copy)
+    drawn = np.flatnonzero(~greedy)
+    if len(drawn):
+        at = edited[drawn]
+        ids[at - first], bad[at - first] = _draw(copy if len(drawn) == len(copy) else copy[torch.from_numpy(drawn)], rows, at)
+
+
 def _draw(logits: Tensor, rows: SamplingRows, at: npt.NDArray[np.intp]) -> tuple[IntArray, BoolArray]:
-    return ops.sample(logits, rows.temperature[at], rows.top_p[at], rows.top_k[at], rows.key0[at], rows.key1[at])
+    return ops.sample(logits, rows.temperature[at], rows.top_p[at], rows.top_k[at], rows.min_p[at], rows.key0[at], rows.key1[at])

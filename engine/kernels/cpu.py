@@ -10,8 +10,9 @@ from typing import Any
 
 import numba
 
-from engine.kernels import cpu_attention, cpu_rows, cpu_sampling
+from engine.kernels import cpu_attention, cpu_logprobs, cpu_rows, cpu_sampling
 from engine.kernels.cpu_attention import paged_attention_parallel, paged_attention_serial
+from engine.kernels.cpu_logprobs import penalise, top_logprobs
 from engine.kernels.cpu_rows import add_rms_norm, gelu_and_mul, rms_norm, rope_and_store, silu_and_mul
 from engine.kernels.cpu_sampling import greedy_bfloat16, greedy_float32, sample
 
@@ -21,12 +22,14 @@ __all__ = [
     "greedy_bfloat16",
     "greedy_float32",
     "paged_attention",
+    "penalise",
     "prepare",
     "rms_norm",
     "rope_and_store",
     "sample",
     "set_num_threads",
     "silu_and_mul",
+    "top_logprobs",
 ]
 
 _parallel = False
@@ -44,8 +47,13 @@ def prepare(dtype: str, parallel: bool) -> None:
         (silu_and_mul, cpu_rows.gate_signature(element)),
         (gelu_and_mul, cpu_rows.gate_signature(element)),
         (sample, cpu_sampling.sample_signature(element)),
-        (greedy_float32, cpu_sampling.GREEDY_FLOAT32) if dtype == "float32" else (greedy_bfloat16, cpu_sampling.GREEDY_BFLOAT16),
+        (top_logprobs, cpu_logprobs.top_logprobs_signature(element)),
+        (greedy_float32, cpu_sampling.GREEDY_FLOAT32),
+        (penalise, cpu_logprobs.PENALISE),
     ]
+    if dtype == "bfloat16":  # rows whose logits are edited are sampled in float32
+        wanted.append((greedy_bfloat16, cpu_sampling.GREEDY_BFLOAT16))
+        wanted.append((sample, cpu_sampling.sample_signature(numba.float32)))
     if parallel:
         wanted.append((paged_attention_parallel, cpu_attention.paged_attention_signature(element)))
     with _preparing:

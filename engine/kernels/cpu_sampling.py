@@ -107,12 +107,13 @@ def _top_p_cutoff(weights: Any, floor: Any, top_p: Any) -> Any:
 
 def sample_signature(element: types.Type) -> Any:
     floats, keys = float32[::1], uint32[::1]
-    return void(element[:, ::1], floats, floats, int32[::1], keys, keys, int32[::1], boolean[::1])
+    return void(element[:, ::1], floats, floats, int32[::1], floats, keys, keys, int32[::1], boolean[::1])
 
 
 @njit(**_OPTIONS)
-def sample(logits: Any, temperature: Any, top_p: Any, top_k: Any, key0: Any, key1: Any, ids: Any, bad: Any) -> None:
-    """Each of [N] rows draws from softmax(logits / temperature) cut to top_k, then to top_p (0 and 1: off); temperature > 0.
+def sample(logits: Any, temperature: Any, top_p: Any, top_k: Any, min_p: Any, key0: Any, key1: Any, ids: Any, bad: Any) -> None:
+    """Each of [N] rows draws from softmax(logits / temperature) cut to top_k and to min_p of the likeliest, then to top_p (0, 0
+    and 1: off); temperature > 0.
 
     An exponential race: token i's time is an exponential draw keyed by (key0, key1, i) over its weight; the first wins. Which
     token that is depends on the row alone, and hardly ever on the last bits of the logits.
@@ -138,6 +139,8 @@ def sample(logits: Any, temperature: Any, top_p: Any, top_k: Any, key0: Any, key
         cutoff = int32(0)
         if 0 < top_k[n] < vocab:
             cutoff = _top_k_cutoff(weights, top_k[n])
+        if min_p[n] > float32(0.0):
+            cutoff = max(cutoff, min(bits_of_float(min_p[n]), int32(_ONE_BITS)))
         if top_p[n] < float32(1.0):
             cutoff = _top_p_cutoff(weights, cutoff, top_p[n])
         first, second = key0[n], key1[n]

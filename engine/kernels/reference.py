@@ -165,17 +165,19 @@ def hash32(index: Tensor, key0: Tensor, key1: Tensor) -> Tensor:
     return h ^ (h >> 15)
 
 
-def sample(logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, key0: Tensor, key1: Tensor) -> tuple[Tensor, Tensor]:
+def sample(
+    logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor, key0: Tensor, key1: Tensor
+) -> tuple[Tensor, Tensor]:
     """logits [N, V], the rest [N] (keys int64 below 2**32) -> (ids, bad). Draws from softmax(logits / temperature) cut to the
-    top_k largest and then to the smallest set that holds top_p (0 and 1: off; ties stay in). An exponential race decides: token i's
-    time is an exponential draw keyed by (key0, key1, i) over its weight, and the first wins."""
+    top_k largest and to min_p of the likeliest, then to the smallest set that holds top_p (0, 0 and 1: off; ties stay in). An
+    exponential race decides: token i's time is an exponential draw keyed by (key0, key1, i) over its weight, the first wins."""
     bad = ~torch.isfinite(logits).all(-1)
     wide = torch.nan_to_num(logits.float()).double()
     weights = torch.exp((wide - wide.amax(-1, keepdim=True)) / temperature.unsqueeze(1))
     ordered = weights.sort(-1, descending=True).values
     vocab = logits.shape[1]
     k = torch.where(top_k > 0, top_k.clamp(max=vocab), vocab).long().unsqueeze(1)
-    ordered = ordered * (ordered >= ordered.gather(1, k - 1))
+    ordered = ordered * (ordered >= ordered.gather(1, k - 1)) * (ordered >= min_p.unsqueeze(1))
     before = ordered.cumsum(-1) - ordered
     inside = (before < top_p.unsqueeze(1) * ordered.sum(-1, keepdim=True)) & (ordered > 0)
     inside |= (top_p >= 1.0).unsqueeze(1) & (ordered > 0)
@@ -183,3 +185,22 @@ def sample(logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, ke
     uniform = hash32(torch.arange(vocab), key0.unsqueeze(1), key1.unsqueeze(1)).double() / 2**32
     times = -torch.log1p(-uniform) / weights
     return times.masked_fill(weights < cutoff, torch.inf).argmin(-1), bad
+
+
+def top_logprobs(logits: Tensor, chosen: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """logits [N, V], chosen [N] -> (log-softmax at chosen [N], ids and log-softmax [N, num_top] of the likeliest, likeliest first,
+    the lower id first among equals)."""
+    logprobs = torch.log_softmax(logits.double(), dim=-1).float()
+    ordered = torch.sort(logits, dim=-1, descending=True, stable=True).indices[:, :num_top]
+    return logprobs.gather(1, chosen.unsqueeze(1)).squeeze(1), ordered, logprobs.gather(1, ordered)
+
+
+def penalise(row: Tensor, tokens: Tensor, num_prompt: int, presence: float, frequency: float, repetition: float) -> None:
+    """row [V] float32 in place; tokens: prompt, then output. Logits of all tokens seen are divided by `repetition` where positive
+    and multiplied where not; `frequency` times their count in the output, and `presence` if there is one, are taken off. What is
+    not finite stays."""
+    seen = tokens.unique().long()
+    counts = torch.bincount(tokens[num_prompt:].long(), minlength=len(row))[seen]
+    old = row[seen].double()
+    new = torch.where(old > 0, old / repetition, old * repetition) - frequency * counts - presence * (counts > 0)
+    row[seen] = torch.where(torch.isfinite(old), new.clamp(-1e30, 1e30), old).float()

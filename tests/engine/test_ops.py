@@ -173,25 +173,69 @@ def test_rows_that_are_not_finite_are_bad_and_no_others(
     def call() -> Any:
         if temperature == 0.0:
             return ops.greedy(logits)
-        return ops.sample(logits, ones, ones, np.zeros(4, np.int32), keys, keys)
+        return ops.sample(logits, ones, ones, np.zeros(4, np.int32), np.zeros(4, np.float32), keys, keys)
 
     for _, bad in both(monkeypatch, call):
         assert bad.tolist() == [False, True, False, True]
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_p", "top_k"), [(1.0, 1.0, 0), (0.7, 0.9, 0), (1.5, 1.0, 20), (0.8, 0.5, 40), (1e-4, 1.0, 0)]
+    ("temperature", "top_p", "top_k", "min_p"),
+    [
+        (1.0, 1.0, 0, 0.0),
+        (0.7, 0.9, 0, 0.0),
+        (1.5, 1.0, 20, 0.0),
+        (0.8, 0.5, 40, 0.0),
+        (1e-4, 1.0, 0, 0.0),
+        (1.0, 1.0, 0, 0.05),
+        (1.2, 0.8, 30, 0.01),
+    ],
 )
 def test_sample_draws_what_the_twin_draws(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, temperature: float, top_p: float, top_k: int
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, temperature: float, top_p: float, top_k: int, min_p: float
 ) -> None:
     rows = 200
     logits = random(rows, 700, dtype=dtype, scale=2.0)
     generator = np.random.default_rng(1)
     keys = [generator.integers(0, 2**32, rows, dtype=np.uint32) for _ in range(2)]
     settings = (np.full(rows, temperature, np.float32), np.full(rows, top_p, np.float32), np.full(rows, top_k, np.int32))
+    settings += (np.full(rows, min_p, np.float32),)
     (ids, _), (wanted, _) = both(monkeypatch, lambda: ops.sample(logits, *settings, *keys))
     assert (ids != wanted).sum() <= 1  # rounding at a cutoff or a dead heat
+
+
+@pytest.mark.parametrize(("vocab", "num_top"), [(5000, 20), (5000, 0), (1025, 5), (7, 20), (1, 1)])
+def test_log_probabilities_are_the_twins(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, vocab: int, num_top: int) -> None:
+    """Of some rows, in any order; ties go to the lower id."""
+    logits = random(6, vocab, dtype=dtype, scale=3.0)
+    logits[2] = -1.5
+    rows, chosen = np.array([4, 2, 0], np.int32), np.array([vocab - 1, vocab // 2, 0], np.int32)
+    (picked, top_ids, top), wanted = both(monkeypatch, lambda: ops.top_logprobs(logits, rows, chosen, num_top))
+    assert top_ids.shape == (3, min(num_top, vocab))
+    assert np.abs(picked - wanted[0]).max() < 2e-6
+    assert top_ids.tolist() == wanted[1].tolist()
+    if num_top:
+        assert np.abs(top - wanted[2]).max() < 2e-6
+        exact = torch.log_softmax(logits[rows].double(), -1).numpy()
+        assert np.abs(np.take_along_axis(exact, top_ids.astype(np.int64), 1) - top).max() < 2e-6
+        assert top_ids[1].tolist() == list(range(min(num_top, vocab)))
+
+
+def test_penalties_are_the_twins(monkeypatch: pytest.MonkeyPatch, kernels: None) -> None:
+    generator = np.random.default_rng(2)
+    tokens = generator.integers(0, 300, 200).astype(np.int32)
+    row = torch.from_numpy(generator.normal(0, 4, 300).astype(np.float32))
+    row[tokens[3]], row[tokens[5]] = torch.nan, torch.inf
+
+    def call() -> Any:
+        out = row.clone()
+        ops.penalise(out, tokens, 150, 0.4, 0.7, 1.3)
+        ops.penalise(out, tokens[:9], 4, -0.4, -0.7, 1e-36)  # twice: nothing is left behind in between
+        return out.numpy()
+
+    ours, wanted = both(monkeypatch, call)
+    assert np.allclose(ours, wanted, rtol=1e-6, equal_nan=True)
+    assert (~np.isfinite(ours)).sum() == 2
 
 
 def test_hash_is_the_twins(kernels: None) -> None:

@@ -1,0 +1,95 @@
+"""Log-probabilities and penalties on the CPU (Numba), for the rows that ask for them. Shapes: N rows, M of them asked for, V
+vocabulary, K alternatives. Twins: reference.top_logprobs, reference.penalise.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numba import float32, float64, int32, int64, njit, types, void
+
+from engine.kernels.cpu_bits import FASTMATH, bits_of_float, exp, float_of_bits, widen
+
+_OPTIONS: dict[str, Any] = {"fastmath": FASTMATH, "error_model": "numpy", "cache": True, "nogil": True}
+_STRIPE = 1024  # logits between two looks at the worst alternative so far
+
+
+def top_logprobs_signature(element: types.Type) -> Any:
+    ints = int32[::1]
+    return void(element[:, ::1], ints, ints, float32[::1], int32[:, ::1], float32[:, ::1])
+
+
+@njit(fastmath=FASTMATH, inline="always")
+def _ordered(value: Any) -> Any:
+    """Bits of a float32 as an integer that sorts as the float does."""
+    bits = bits_of_float(value)
+    return bits ^ ((bits >> int32(31)) & int32(0x7FFFFFFF))
+
+
+@njit(**_OPTIONS)
+def top_logprobs(logits: Any, rows: Any, chosen: Any, picked: Any, top_ids: Any, top: Any) -> None:
+    """For each of rows [M] of logits [N, V]: picked [M] is the log-softmax at chosen [M]; top_ids and top [M, K] are those of the K
+    likeliest, likeliest first, the lower id first among equals."""
+    vocab, num_top = logits.shape[1], top.shape[1]
+    for m in range(rows.shape[0]):
+        row = logits[rows[m]]
+        most = int32(-0x80000000)
+        for i in range(vocab):
+            most = max(most, _ordered(widen(row[i])))
+        largest = float_of_bits(most ^ ((most >> int32(31)) & int32(0x7FFFFFFF)))
+        total = float64(0.0)
+        held = 0
+        for start in range(0, vocab, _STRIPE):
+            end = min(start + _STRIPE, vocab)
+            mass, stripe_most = float32(0.0), int32(-0x80000000)
+            for i in range(start, end):
+                value = widen(row[i])
+                mass += exp(value - largest)
+                stripe_most = max(stripe_most, _ordered(value))
+            total += float64(mass)
+            if num_top == 0 or (held == num_top and stripe_most <= _ordered(top[m, num_top - 1])):
+                continue
+            for i in range(start, end):
+                value = widen(row[i])
+                if held == num_top and value <= top[m, num_top - 1]:
+                    continue
+                if held < num_top:
+                    held += 1
+                at = held - 1
+                while at > 0 and top[m, at - 1] < value:
+                    top[m, at], top_ids[m, at] = top[m, at - 1], top_ids[m, at - 1]
+                    at -= 1
+                top[m, at], top_ids[m, at] = value, i
+        log_total = float64(largest) + math.log(total)
+        picked[m] = float32(float64(widen(row[chosen[m]])) - log_total)
+        for k in range(num_top):
+            top[m, k] = float32(float64(top[m, k]) - log_total)
+
+
+PENALISE = void(float32[::1], int32[::1], int64, float64, float64, float64, int32[::1])
+
+
+@njit(**_OPTIONS)
+def penalise(row: Any, tokens: Any, num_prompt: int, presence: float, frequency: float, repetition: float, counts: Any) -> None:
+    """row [V] float32 in place; tokens: prompt, then output; counts [V]: zeros, and zeros again afterwards. Work is per token of
+    the sequence, not of the vocabulary."""
+    limit = float32(1e30)  # a strong penalty must not make an infinity: those mark a row whose logits are bad
+    for i in range(num_prompt, tokens.shape[0]):
+        counts[tokens[i]] += 1
+    for i in range(tokens.shape[0]):
+        token = tokens[i]
+        count = counts[token]
+        if count < 0:
+            continue
+        counts[token] = -1
+        value = row[token]
+        if not np.isfinite(value):
+            continue
+        wide = float64(value) / repetition if value > 0.0 else float64(value) * repetition
+        if count > 0:
+            wide -= frequency * count + presence
+        row[token] = max(-limit, min(limit, float32(wide)))
+    for i in range(tokens.shape[0]):
+        counts[tokens[i]] = 0

@@ -1,0 +1,127 @@
+"""Log-probabilities of tokens and prompts, by the softmax of the model's own logits: before bias, penalties, temperature and cuts.
+
+Only rows that ask for them are looked at. Shapes: N sampling rows, T tokens of a step, V vocabulary, K alternatives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from engine import ops
+from engine.contracts import BatchPlan, BoolArray, FloatArray, IntArray, LongArray, SequenceTable
+from engine.protocol import PromptLogprobs, TokenLogprobs
+
+DECIMALS = 6  # of a log-probability as it leaves the engine
+
+
+class LogprobCollector:
+    """Of one step's sampled tokens. num_top [N]: as SamplingRows has it; request_ids [N]."""
+
+    def __init__(self, num_top: IntArray, request_ids: LongArray) -> None:
+        self._num_top, self._request_ids = num_top, request_ids
+        self._rows: list[IntArray] = []
+        self._chosen: list[FloatArray] = []
+        self._top_ids: list[list[int]] = []
+        self._top: list[list[float]] = []
+
+    def add(self, logits: Tensor, first: int, ids: IntArray, bad: BoolArray) -> None:
+        """logits [n, V] of the rows from `first` on, whose tokens are ids[first : first + n]."""
+        end = first + len(logits)
+        num_top = self._num_top[first:end]
+        rows = np.flatnonzero((num_top >= 0) & ~bad[first:end]).astype(np.int32)
+        if not len(rows):
+            return
+        chosen, top_ids, top = ops.top_logprobs(logits, rows, ids[first:end][rows], int(num_top[rows].max()))
+        self._rows.append(rows + np.int32(first))
+        self._chosen.append(chosen)
+        rounded = _rounded(top)
+        for k, count in enumerate(num_top[rows].tolist()):
+            self._top_ids.append(top_ids[k, :count].tolist())
+            self._top.append(rounded[k, :count].tolist())
+
+    def result(self) -> TokenLogprobs | None:
+        if not self._rows:
+            return None
+        return TokenLogprobs(
+            request_ids=self._request_ids[np.concatenate(self._rows)].tolist(),
+            chosen=_rounded(np.concatenate(self._chosen)).tolist(),
+            counts=[len(each) for each in self._top_ids],
+            top_ids=[token_id for each in self._top_ids for token_id in each],
+            top=[value for each in self._top for value in each],
+        )
+
+
+@dataclass(slots=True)
+class OwedRow:
+    """`count` prompt tokens from index `first` on: the hidden states before them are in this step."""
+
+    request_id: int
+    first: int
+    count: int
+    num_top: int
+
+
+@dataclass(slots=True)
+class OwedPrompts:
+    """Prompt tokens whose log-probabilities a step can tell. tokens [P]: index into T of the token before; chosen [P]: the ids."""
+
+    rows: list[OwedRow]
+    tokens: LongArray
+    chosen: IntArray
+
+    def logprobs(self, hidden: Tensor, logits_of: Callable[[Tensor], Tensor], max_rows: int) -> list[PromptLogprobs]:
+        """hidden [>= P, width] of `tokens`; logits are made max_rows at a time, as many as the work space has room for."""
+        num_top = max(row.num_top for row in self.rows)
+        parts: list[tuple[Any, Any, Any]] = []
+        for at in range(0, len(self.tokens), max_rows):
+            chosen = self.chosen[at : at + max_rows]
+            logits = logits_of(hidden[at : at + max_rows])
+            parts.append(ops.top_logprobs(logits, np.arange(len(chosen), dtype=np.int32), chosen, num_top))
+            del logits
+        picked, top_ids, top = (np.concatenate([part[k] for part in parts]) for k in range(3))
+        messages, at = [], 0
+        for row in self.rows:
+            own = slice(at, at + row.count)
+            k = min(row.num_top, top.shape[1])
+            at += row.count
+            messages.append(
+                PromptLogprobs(
+                    request_id=row.request_id,
+                    first=row.first,
+                    num_top=k,
+                    chosen=_rounded(picked[own]).tolist(),
+                    top_ids=top_ids[own, :k].reshape(-1).tolist(),
+                    top=_rounded(top[own, :k]).reshape(-1).tolist(),
+                )
+            )
+        return messages
+
+
+def owed_prompt_rows(plan: BatchPlan, table: SequenceTable) -> OwedPrompts | None:
+    """None if no row of this step owes any: nearly always."""
+    owing = table.prompt_logprobs[plan.slots]
+    if not owing.any():
+        return None
+    starts = np.cumsum(plan.num_new) - plan.num_new
+    rows: list[OwedRow] = []
+    tokens, chosen = [], []
+    for row in np.flatnonzero(owing).tolist():
+        slot, computed = int(plan.slots[row]), int(plan.num_computed[row])
+        count = min(int(plan.num_new[row]), int(table.num_prompt[slot]) - 1 - computed)
+        if count > 0:
+            rows.append(OwedRow(int(table.request_id[slot]), computed + 1, count, max(0, int(table.num_logprobs[slot]))))
+            tokens.append(np.arange(starts[row], starts[row] + count, dtype=np.int64))
+            chosen.append(table.tokens[slot, computed + 1 : computed + 1 + count])
+    if not rows:
+        return None
+    return OwedPrompts(rows, np.concatenate(tokens), np.concatenate(chosen))
+
+
+def _rounded(values: FloatArray) -> Any:
+    """float64, so that what is printed has no more digits than it was rounded to."""
+    return np.round(values.astype(np.float64), DECIMALS)
