@@ -16,6 +16,7 @@ from engine.protocol import JOURNAL_BYTES, SamplingParams, TokensOut, encode, wr
 from scheduler.batch.batch_scheduler import BatchLimits, BatchScheduler
 from scheduler.batch.block_pool import BlockPool
 from scheduler.batch.chunk_pool import ChunkPool
+from scheduler.batch.group_cache import GroupCache
 from scheduler.batch.kv_cache import KVCache
 from scheduler.batch.request import BatchRequest
 
@@ -26,7 +27,7 @@ def us_per_row_step(num_rows: int, num_steps: int) -> float:
     """Prompts of 32 tokens; a row gets a new block every BLOCK_TOKENS steps."""
     max_model_len = 64 + num_steps
     chunks = ChunkPool(num_rows * max_model_len // 256 + 64, 1 << 20, lease_chunks=num_rows * max_model_len // 256 + 60)
-    kv = KVCache(BlockPool(chunks, 1 << 14, 4), BLOCK_TOKENS)
+    kv = KVCache([GroupCache(BlockPool(chunks, 1 << 14, 4), BLOCK_TOKENS)])
     scheduler = BatchScheduler("m", kv, BatchLimits(256, max_model_len, 8192, (1, 2, 3), "f", "bfloat16"))
     for row in range(num_rows):
         prompt = np.arange(row, row + 32, dtype=np.int32)

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engine.contracts import HostedModel
+from engine.kv_caches import make_kv_cache
 from engine.protocol import Configure, LoadModel, Stats
 from scheduler.batch.batch_scheduler import BatchLimits, BatchScheduler
-from scheduler.batch.block_pool import BlockPool
 from scheduler.batch.chunk_pool import ChunkPool
-from scheduler.batch.kv_cache import KVCache
 from scheduler.batch.turns import Turns
 
 
@@ -49,12 +48,8 @@ class ServedModels:
 
     def add(self, spec: LoadModel, hosted: HostedModel) -> None:
         """Raises MemoryError if the reserved chunks are not there, ValueError for KV this engine cannot hold."""
-        if len(hosted.kv_groups) != 1 or hosted.kv_groups[0].kind != "full":
-            kinds = [group.kind for group in hosted.kv_groups]
-            raise ValueError(f"model {spec.model}: KV groups {kinds}; one group of kind full is supported")
-        group = hosted.kv_groups[0]
-        pool = BlockPool(self._chunks, group.block_bytes, spec.kv_reserved_chunks)
-        kv = KVCache(pool, group.block_tokens, lambda num_chunks: self._reclaim(spec.model, num_chunks))
+        kv = make_kv_cache(spec, hosted.kv_groups, self._chunks, self._configure.max_num_batched_tokens)
+        kv.reclaim = lambda num_chunks: self._reclaim(spec.model, num_chunks)
         limits = BatchLimits(
             max_sequences=spec.max_sequences,
             max_model_len=spec.max_model_len,
@@ -81,14 +76,14 @@ class ServedModels:
     def set_lease(self, lease_chunks: int) -> None:
         """Kept prefixes go first, then the newest sequences, until what is drawn fits the lease."""
         self._chunks.set_lease(lease_chunks)
-        drawing = [served.scheduler for served in self.by_name.values() if served.scheduler.kv.pool.num_drawn_chunks]
+        drawing = [served.scheduler for served in self.by_name.values() if served.scheduler.kv.num_drawn_chunks]
         for scheduler in drawing:
             if self._chunks.room_chunks >= 0:
                 break
             scheduler.kv.give_up_prefixes(-self._chunks.room_chunks)
         while self._chunks.room_chunks < 0:
-            drawing = [scheduler for scheduler in drawing if scheduler.kv.pool.num_drawn_chunks]
-            most = max(drawing, key=lambda scheduler: scheduler.kv.pool.num_drawn_chunks)
+            drawing = [scheduler for scheduler in drawing if scheduler.kv.num_drawn_chunks]
+            most = max(drawing, key=lambda scheduler: scheduler.kv.num_drawn_chunks)
             most.preempt_one()
             most.kv.give_up_prefixes(-self._chunks.room_chunks)
         self.discard_returned()
@@ -104,12 +99,12 @@ class ServedModels:
         for name, served in self.by_name.items():
             scheduler, kv = served.scheduler, served.scheduler.kv
             models[name] = [
-                kv.num_held_blocks * kv.block_bytes,
+                kv.held_bytes,
                 scheduler.num_running,
                 len(scheduler.waiting),
-                kv.num_cached_blocks * kv.block_bytes,
+                kv.cached_bytes,
             ]
-            num_chunks += kv.pool.num_used_chunks()
+            num_chunks += kv.num_used_chunks
             preemptions += scheduler.num_preemptions
         return Stats(num_chunks, models, num_steps, preemptions)
 

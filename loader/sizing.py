@@ -144,6 +144,24 @@ def kv_groups(shape: ModelShape, dtype: str, block_tokens: int) -> tuple[KVGroup
     return tuple(groups)
 
 
+def group_chunks(group: KVGroupSpec, max_model_len: int, max_num_batched_tokens: int, chunk_bytes: int) -> int:
+    """Chunks that hold all blocks of one sequence of max_model_len in one group, and one more because blocks don't end where chunks
+    do. A window group keeps the window and the chunk of a prompt being computed."""
+    blocks = -(-max_model_len // group.block_tokens)
+    if group.window_tokens:
+        blocks = min(blocks, -(-(group.window_tokens + max_num_batched_tokens) // group.block_tokens) + 1)
+    return -(-blocks * group.block_bytes // chunk_bytes) + 1
+
+
+def kv_reserved_bytes(
+    shape: ModelShape, dtype: str, max_model_len: int, block_tokens: int, max_num_batched_tokens: int, chunk_bytes: int
+) -> int:
+    """KV of one sequence of max_model_len over all groups, each in chunks of its own; without the one chunk that the ledger adds
+    for every model."""
+    groups = kv_groups(shape, dtype, block_tokens)
+    return (sum(group_chunks(group, max_model_len, max_num_batched_tokens, chunk_bytes) for group in groups) - 1) * chunk_bytes
+
+
 def logits_rows(shape: ModelShape, dtype: str, max_sequences: int) -> int:
     """Sampling rows whose logits are computed at a time: a multiple of 8, or fewer than 8."""
     rows = max(1, min(max_sequences, LOGITS_BYTES // (shape.vocab_size * ITEM_BYTES[dtype])))

@@ -16,6 +16,7 @@ from scheduler.batch.kv_cache import KVCache
 from scheduler.batch.plan import FINISH_LENGTH, FINISH_STOP, BatchPlan, BoolArray, IntArray, make_sequence_table, write_sampling
 from scheduler.batch.prefix_cache import extend_keys, prefix_seed
 from scheduler.batch.request import BatchRequest, WaitingQueue
+from scheduler.batch.sequence_blocks import Admission, SequenceBlocks
 
 
 @dataclass(slots=True, frozen=True)
@@ -51,7 +52,9 @@ class BatchScheduler:
         self.limits = limits
         self.block_tokens = kv.block_tokens
         slots = limits.max_sequences
-        self.table = make_sequence_table(slots, limits.max_model_len, -(-limits.max_model_len // kv.block_tokens))
+        max_blocks = -(-limits.max_model_len // kv.block_tokens)
+        self.table = make_sequence_table(slots, limits.max_model_len, max_blocks, len(kv.groups))
+        self.blocks = SequenceBlocks(kv, self.table.block_tables, limits.max_num_batched_tokens)
         self.waiting = WaitingQueue()
         self.num_preemptions = 0
         self.failed: list[tuple[int, str]] = []  # (request id, why): can never run; the engine takes them from here
@@ -59,8 +62,6 @@ class BatchScheduler:
         self._free_slots = list(range(slots - 1, -1, -1))
         self._requests: list[BatchRequest | None] = [None] * slots
         self._slot_of: dict[int, int] = {}
-        self._capacity: IntArray = np.zeros(slots, np.int32)  # tokens its blocks can hold
-        self._num_learned: IntArray = np.zeros(slots, np.int32)  # leading blocks the prefix cache knows
         self._priority = np.zeros(slots, np.int64)
         self._order = np.zeros(slots, np.int64)
         self._has_stop_ids: BoolArray = np.zeros(slots, np.bool_)
@@ -79,8 +80,8 @@ class BatchScheduler:
     @property
     def runnable(self) -> bool:
         """Whether `plan` may find something to do: sequences run, or memory moved since the head of the queue was tried."""
-        return len(self._running) > np.count_nonzero(self._held) or (
-            len(self.waiting) > 0 and self._blocked_version != self.kv.pool.chunks.version
+        return len(self._running) > int(np.count_nonzero(self._held)) or (
+            len(self.waiting) > 0 and self._blocked_version != self.kv.chunks.version
         )
 
     def submit(self, request: BatchRequest) -> None:
@@ -157,17 +158,14 @@ class BatchScheduler:
         budget -= len(decode)
         if max_prefill_tokens is not None:
             budget = min(budget, max(1, max_prefill_tokens))
-        slots, num_new = [decode], [np.ones(len(decode), np.int32)]
         if len(prefill) or len(self.waiting):
-            chunk_slots, chunk_tokens = self._plan_prefill(prefill, budget)
+            decode, chunk_slots, chunk_tokens = self._plan_prefill(decode, prefill, budget)
             # A chunk of one token that ends its sequence is a decode row like any other; the order of rows is free among those.
-            slots.append(chunk_slots)
-            num_new.append(chunk_tokens)
-            rows, new = np.concatenate(slots), np.concatenate(num_new)
+            rows, new = np.concatenate((decode, chunk_slots)), np.concatenate((np.ones(len(decode), np.int32), chunk_tokens))
             order = np.argsort(new > 1, kind="stable")
             rows, new = rows[order], new[order]
         else:
-            rows, new = decode, num_new[0]
+            rows, new = decode, np.ones(len(decode), np.int32)
         if not len(rows):
             return None
         computed = table.num_computed[rows]
@@ -180,6 +178,8 @@ class BatchScheduler:
         chunked = plan.slots[plan.num_new > 1]
         for slot in chunked.tolist():
             self._learn(slot, int(min(table.num_computed[slot], table.num_prompt[slot])))
+            if self.blocks.windowed:
+                self.blocks.free_behind(slot, int(table.num_computed[slot]))
         slots = plan.slots if plan.samples.all() else plan.slots[plan.samples]
         failed: list[int] = []
         if bad.any():
@@ -239,41 +239,58 @@ class BatchScheduler:
         """A block for each decode row at a block boundary; preempts until they suffice. Returns the rows that are still there."""
         table = self.table
         while True:
-            wanting = decode[table.num_computed[decode] >= self._capacity[decode]]
-            if not len(wanting):
-                return decode
-            blocks = self.kv.allocate(len(wanting))
-            if blocks is not None:
-                table.block_tables[0][wanting, self._capacity[wanting] // self.block_tokens] = blocks
-                self._capacity[wanting] += self.block_tokens
+            wanting = decode[table.num_computed[decode] >= self.blocks.capacity[decode]]
+            if not len(wanting) or self.blocks.extend(wanting, table.num_computed[wanting]):
                 return decode
             self._preempt(self._victim())
             decode = decode[table.request_id[decode] != 0]
 
-    def _plan_prefill(self, prefill: IntArray, budget: int) -> tuple[IntArray, IntArray]:
-        """Chunks of sequences that have more than one token to compute, and of those admitted now: (slots, tokens)."""
+    def _cover(self, slot: int, num_tokens: int) -> bool:
+        """Window groups' blocks for a slot's first num_tokens; preempts until they suffice. False if the slot itself had to go."""
+        self.blocks.free_behind(slot, int(self.table.num_computed[slot]))
+        while not self.blocks.cover(slot, num_tokens):
+            victim = self._victim()
+            self._preempt(victim)
+            if victim == slot:
+                return False
+        return True
+
+    def _plan_prefill(self, decode: IntArray, prefill: IntArray, budget: int) -> tuple[IntArray, IntArray, IntArray]:
+        """Chunks of sequences that have more than one token to compute, and of those admitted now: the decode rows that are still
+        there, slots, tokens."""
         table = self.table
         slots: list[int] = []
         tokens: list[int] = []
+        windowed = self.blocks.windowed
         for slot in prefill.tolist():
             if budget <= 0:
                 break
-            num = min(int(table.num_tokens[slot] - table.num_computed[slot]), budget)
+            computed = int(table.num_computed[slot])
+            num = min(int(table.num_tokens[slot]) - computed, budget)
+            if windowed and (not table.request_id[slot] or not self._cover(slot, computed + num)):
+                continue
             slots.append(slot)
             tokens.append(num)
             budget -= num
-        if len(self.waiting) and self._blocked_version != self.kv.pool.chunks.version:
+        if windowed:  # some may have gone for the sake of others
+            decode = decode[table.request_id[decode] != 0]
+            left = [(slot, num) for slot, num in zip(slots, tokens, strict=True) if table.request_id[slot]]
+            slots, tokens = [slot for slot, _ in left], [num for _, num in left]
+        if len(self.waiting) and self._blocked_version != self.kv.chunks.version:
             while budget > 0 and self._free_slots:
                 new_slot = self._admit()
                 if new_slot is None:
                     break
                 if self._held[new_slot]:
                     continue
-                num = min(int(table.num_tokens[new_slot] - table.num_computed[new_slot]), budget)
+                computed = int(table.num_computed[new_slot])
+                num = min(int(table.num_tokens[new_slot]) - computed, budget)
+                if windowed and not self.blocks.cover(new_slot, computed + num):
+                    raise RuntimeError(f"model {self.model}: KV blocks seen at admission are gone")
                 slots.append(new_slot)
                 tokens.append(num)
                 budget -= num
-        return np.array(slots, np.int32), np.array(tokens, np.int32)
+        return decode, np.array(slots, np.int32), np.array(tokens, np.int32)
 
     # ---- joining and leaving
 
@@ -282,39 +299,27 @@ class BatchScheduler:
         request = self.waiting.head()
         while request is not None:
             num_tokens = len(request.tokens)
-            num_blocks = -(-num_tokens // self.block_tokens)
             # The last token is computed even if all are cached: its logits are what the request wants.
             num_full = (num_tokens - 1) // self.block_tokens
             seed = prefix_seed(request.cache_salt, self.limits.fingerprint, self.limits.kv_dtype)
             extend_keys(request.keys, seed, request.tokens, self.block_tokens, num_full)
-            shared = self.kv.share(request.keys[:num_full])
             # Sequences that run will grow: one block each for a quarter of them is left, or the newest would go at once.
-            headroom = self.num_running // 4
-            new = self.kv.allocate(num_blocks - len(shared) + headroom)
-            if new is not None:
-                self.kv.pool.release(new[num_blocks - len(shared) :])
-                self.kv.pool.put_free(new[num_blocks - len(shared) :])
+            headroom = self.blocks.owed(self._running, self.table.num_tokens[self._running], self.num_running // 4)
+            admission = self.blocks.admit(request.keys[:num_full], num_tokens, headroom)
+            if admission is not None:
                 self.waiting.pop()
-                return self._join(request, np.concatenate((shared, new[: num_blocks - len(shared)])), len(shared))
-            self.kv.release(shared)
-            chunks = self.kv.pool.chunks
-            if self.num_running or chunks.num_drawn > self.kv.pool.num_drawn_chunks:
+                return self._join(request, admission)
+            chunks = self.kv.chunks
+            if self.num_running or chunks.num_drawn > self.kv.num_drawn_chunks:
                 self._blocked_version = chunks.version
                 return None
             # Alone on the engine and still too large: no wait helps.
             self.waiting.ended(self.waiting.pop())
-            self.failed.append((request.request_id, self._why_too_long(request, num_blocks)))
+            self.failed.append((request.request_id, f"model {self.model}: {self.blocks.why_too_long(num_tokens)}"))
             request = self.waiting.head()
         return None
 
-    def _why_too_long(self, request: BatchRequest, num_blocks: int) -> str:
-        pool = self.kv.pool
-        return (
-            f"{len(request.tokens)} tokens need {num_blocks} KV blocks of {pool.block_bytes} bytes; model {self.model} can hold "
-            f"{pool.num_usable} ({pool.num_owned_chunks} chunks of {pool.chunks.chunk_bytes} bytes owned)"
-        )
-
-    def _join(self, request: BatchRequest, blocks: IntArray, num_shared: int) -> int:
+    def _join(self, request: BatchRequest, admission: Admission) -> int:
         table, params = self.table, request.params
         slot = self._free_slots.pop()
         num_tokens = len(request.tokens)
@@ -322,20 +327,18 @@ class BatchScheduler:
         table.tokens[slot, :num_tokens] = request.tokens
         table.num_tokens[slot] = num_tokens
         table.num_prompt[slot] = request.num_prompt
-        table.num_computed[slot] = num_shared * self.block_tokens
-        table.block_tables[0][slot, : len(blocks)] = blocks
+        num_cached = table.num_computed[slot] = admission.num_shared * self.block_tokens
+        self.blocks.join(slot, admission)
         write_sampling(table, slot, params, request.num_prompt, self.limits.max_model_len)
         table.prompt_logprobs[slot] = params.prompt_logprobs and not request.has_first_token
         table.constrained[slot] = request.constrained
         self._held[slot] = request.held
-        self._capacity[slot] = len(blocks) * self.block_tokens
-        self._num_learned[slot] = num_shared
         self._priority[slot] = request.priority
         self._order[slot] = request.order
         self._has_stop_ids[slot] = bool(params.stop_token_ids)
         self._wants_first[slot] = not request.has_first_token
         if not request.has_first_token:
-            request.num_cached = min(num_shared * self.block_tokens, request.num_prompt)
+            request.num_cached = min(num_cached, request.num_prompt)
         self._requests[slot] = request
         self._slot_of[request.request_id] = slot
         self._running = np.append(self._running, np.int32(slot))
@@ -345,23 +348,21 @@ class BatchScheduler:
         """Tells the prefix cache of the full blocks among the first `num_tokens` of a slot, all computed."""
         request = self._requests[slot]
         assert request is not None
-        known, full = int(self._num_learned[slot]), num_tokens // self.block_tokens
-        if full > known:
+        full = num_tokens // self.block_tokens
+        if full > self.blocks.num_learned[slot]:
             seed = prefix_seed(request.cache_salt, self.limits.fingerprint, self.limits.kv_dtype)
             extend_keys(request.keys, seed, self.table.tokens[slot], self.block_tokens, full)
-            self.kv.learn(request.keys[known:full], self.table.block_tables[0][slot, known:full])
-            self._num_learned[slot] = full
+            self.blocks.learn(slot, request.keys[:full])
 
     def _leave(self, slot: int, poisoned: bool = False) -> None:
         """Frees a slot and its blocks; `_drop_from_running` must follow."""
-        blocks = self.table.block_tables[0][slot, : self._capacity[slot] // self.block_tokens].copy()
-        if poisoned:
-            self.kv.discard(blocks)
-        else:
-            self._learn(slot, int(self.table.num_computed[slot]))
-            self.kv.release(blocks)
         request = self._requests[slot]
         assert request is not None
+        if poisoned:
+            self.blocks.leave_poisoned(slot, request.keys)
+        else:
+            self._learn(slot, int(self.table.num_computed[slot]))
+            self.blocks.leave(slot)
         del self._slot_of[request.request_id]
         self.waiting.ended(request)
         self._requests[slot] = None

@@ -70,7 +70,21 @@ class BlockPool:
             self._push(blocks)
             self.chunks.version += 1
 
+    def undo(self, blocks: IntArray, drawn_before: BoolArray) -> None:
+        """Blocks just allocated and not written to, and the chunks drawn for them since `drawn_chunks`, go back as if never taken:
+        whoever waits for memory is not woken."""
+        self.refcount[blocks] = 0
+        self._push(blocks)
+        vain = np.flatnonzero(self._drawn & ~drawn_before & ~self._busy_chunks()).astype(np.int32)
+        if len(vain):
+            self._drop_chunks(vain)
+            self.chunks.give_back(vain, reserved=False, touched=False)
+
     # ---- chunks
+
+    def drawn_chunks(self) -> BoolArray:
+        """[num_chunks] those drawn from the lease now."""
+        return self._drawn.copy()
 
     @property
     def num_drawn_chunks(self) -> int:

@@ -1,93 +1,111 @@
-"""One model's KV: blocks for its sequences, and prefixes kept as long as nothing else wants their memory."""
+"""One model's KV: its groups, each with blocks of its own size, and what holds for all of them together."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
-import numpy as np
-
-from scheduler.batch.block_pool import BlockPool
+from scheduler.batch.group_cache import GroupCache
 from scheduler.batch.plan import IntArray
-from scheduler.batch.prefix_cache import PrefixCache
 
 
 class KVCache:
-    """Allocation in the order of what it costs: free blocks, chunks of the lease, own kept prefixes, other models' kept prefixes.
+    """groups: all cut their blocks out of one chunk pool and have the same block_tokens, so one chain of keys names the blocks of
+    every group.
 
     `reclaim(num_chunks)` asks the engine to have other models give up kept prefixes; returns how many chunks came back.
+    Raises ValueError for groups that do not fit each other.
     """
 
-    def __init__(self, pool: BlockPool, block_tokens: int, reclaim: Callable[[int], int] | None = None) -> None:
-        self.pool = pool
-        self.prefixes = PrefixCache()
-        self.block_tokens = block_tokens
-        self._reclaim = reclaim
+    def __init__(self, groups: Sequence[GroupCache], reclaim: Callable[[int], int] | None = None) -> None:
+        if not groups:
+            raise ValueError("KV groups: none given")
+        if any(group.block_tokens != groups[0].block_tokens for group in groups):
+            raise ValueError(f"block_tokens of KV groups differ: {[group.block_tokens for group in groups]}")
+        self.groups = tuple(groups)
+        self.block_tokens = groups[0].block_tokens
+        self.chunks = groups[0].pool.chunks
+        self.reclaim = reclaim
+        self._full = [group for group in groups if not group.window_tokens]
+        self._windows = [group for group in groups if group.window_tokens]
+        for group in groups:
+            group.reclaim = partial(self._make_room, group)
 
     @property
-    def block_bytes(self) -> int:
-        return self.pool.block_bytes
+    def held_bytes(self) -> int:
+        """Of blocks that sequences hold."""
+        return sum(group.num_held_blocks * group.block_bytes for group in self.groups)
 
     @property
-    def num_cached_blocks(self) -> int:
-        return self.prefixes.num_unheld
+    def cached_bytes(self) -> int:
+        """Of blocks kept only for a later hit."""
+        return sum(group.num_cached_blocks * group.block_bytes for group in self.groups)
 
     @property
-    def num_held_blocks(self) -> int:
-        return self.pool.num_usable - self.pool.num_free - self.prefixes.num_unheld
+    def num_drawn_chunks(self) -> int:
+        return sum(group.pool.num_drawn_chunks for group in self.groups)
 
-    def allocate(self, num: int) -> IntArray | None:
-        """[num] int32 blocks held once each; None if even with every kept prefix given up there are not that many."""
-        blocks = self.pool.allocate(num)
-        if blocks is not None:
-            return blocks
-        missing = num - self.pool.num_free
-        if self.prefixes.num_unheld >= missing:
-            self.pool.put_free(np.array(self.prefixes.give_up(missing), np.int32))
-            return self.pool.allocate(num)
-        if self._reclaim is not None:
-            missing -= self.prefixes.num_unheld
-            if self._reclaim(-(-missing * self.pool.block_bytes // self.pool.chunks.chunk_bytes)):
-                blocks = self.pool.allocate(num)
-                if blocks is None and self.prefixes.num_unheld >= num - self.pool.num_free:
-                    return self.allocate(num)
-                return blocks
-        return None
+    @property
+    def num_used_chunks(self) -> int:
+        """Chunks with a block in use or kept."""
+        return sum(group.pool.num_used_chunks() for group in self.groups)
 
-    def share(self, keys: Sequence[bytes]) -> IntArray:
-        """Holds the blocks of the longest known prefix of `keys` once more and returns them."""
-        blocks = self.prefixes.match(keys)
-        self.prefixes.hold(blocks)
-        held = np.array(blocks, np.int32)
-        self.pool.refcount[held] += 1
-        return held
+    def allocate(self, nums: Sequence[int]) -> list[IntArray] | None:
+        """nums[g] blocks of each group, held once each; None, and nothing is held, if one group has not that many."""
+        if len(nums) == 1:
+            blocks = self.groups[0].allocate(nums[0])
+            return None if blocks is None else [blocks]
+        drawn = [group.pool.drawn_chunks() for group in self.groups]
+        taken: list[IntArray] = []
+        for group, num in zip(self.groups, nums, strict=True):
+            blocks = group.allocate(num)
+            if blocks is None:
+                for other, back, before in zip(self.groups, taken, drawn, strict=False):
+                    other.pool.undo(back, before)
+                return None
+            taken.append(blocks)
+        return taken
 
-    def release(self, blocks: IntArray) -> None:
-        """Blocks of one sequence in order. Known contents are kept, the end of a sequence being given up before its beginning."""
-        unheld = self.pool.release(blocks)
-        if len(unheld):
-            self.pool.put_free(np.array(self.prefixes.keep(unheld[::-1].tolist())[::-1], np.int32))
-            self.pool.chunks.version += 1
+    # ---- prefixes
 
-    def discard(self, blocks: IntArray) -> None:
-        """As `release`, but contents that only this sequence holds are not to be found again (they may be poisoned)."""
-        self.prefixes.forget(blocks[self.pool.refcount[blocks] == 1].tolist())
-        self.release(blocks)
+    def share(self, keys: Sequence[bytes]) -> tuple[int, list[IntArray]]:
+        """Length in blocks of the longest prefix that every group can go on from, and of each group the blocks of it that are still
+        in sight, held once more: all of a full group's, the last window's of the others."""
+        if not self._windows and len(self.groups) == 1:
+            held = self.groups[0].share(keys)
+            return len(held), [held]
+        num = min((len(group.prefixes.match(keys)) for group in self._full), default=len(keys))
+        while num:
+            gaps = [gap for group in self._windows if (gap := group.last_gap(keys, num)) >= 0]
+            if not gaps:
+                break
+            num = min(gaps)  # whatever is longer needs that block too
+        return num, [group.share(keys[group.first_needed(num * self.block_tokens) : num]) for group in self.groups]
 
-    def learn(self, keys: Sequence[bytes], blocks: IntArray) -> None:
-        """block i holds the KV that `keys[i]` names."""
-        for key, block in zip(keys, blocks.tolist(), strict=True):
-            self.prefixes.add(key, block)
+    def release(self, blocks: Sequence[IntArray]) -> None:
+        """blocks[g]: of one sequence, in order."""
+        for group, own in zip(self.groups, blocks, strict=True):
+            group.release(own)
 
     def give_up_prefixes(self, num_chunks: int) -> int:
-        """Drops kept prefixes, oldest first, until that many drawn chunks went back or none is left; returns how many did."""
-        given = self.pool.shrink(num_chunks)
-        step = max(1, self.pool.chunks.chunk_bytes // self.pool.block_bytes)
-        while given < num_chunks and self.prefixes.num_unheld and self.pool.num_drawn_chunks:
-            self.pool.put_free(np.array(self.prefixes.give_up(step), np.int32))
-            given += self.pool.shrink(num_chunks - given)
+        """Drops kept prefixes until that many drawn chunks went back or none is left; returns how many did."""
+        given = 0
+        for group in self.groups:
+            if given < num_chunks:
+                given += group.give_up_prefixes(num_chunks - given)
         return given
 
     def close(self) -> None:
         """Gives every chunk back; the cache is not to be used afterwards."""
-        self.prefixes = PrefixCache()
-        self.pool.close()
+        for group in self.groups:
+            group.close()
+
+    def _make_room(self, wanting: GroupCache, num_chunks: int) -> int:
+        """For one group; its siblings first, then other models."""
+        given = 0
+        for group in self.groups:
+            if group is not wanting and given < num_chunks:
+                given += group.give_up_prefixes(num_chunks - given)
+        if given < num_chunks and self.reclaim is not None:
+            given += self.reclaim(num_chunks - given)
+        return given

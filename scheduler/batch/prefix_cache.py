@@ -49,6 +49,13 @@ class PrefixCache:
         """Blocks kept only for a later hit."""
         return len(self._unheld)
 
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._block_of
+
+    def known(self, keys: Iterable[bytes]) -> list[int]:
+        """Blocks of those among `keys` that are known."""
+        return [self._block_of[key] for key in keys if key in self._block_of]
+
     def match(self, keys: Sequence[bytes]) -> list[int]:
         """Blocks of the longest known prefix of `keys`."""
         blocks = []

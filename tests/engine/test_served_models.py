@@ -62,7 +62,7 @@ class Node:
             pass
 
     def drawn(self, name: str) -> int:
-        return self.models.by_name[name].scheduler.kv.pool.num_drawn_chunks
+        return self.models.by_name[name].scheduler.kv.num_drawn_chunks
 
 
 @pytest.fixture
@@ -147,6 +147,6 @@ def test_a_reservation_that_is_not_there(node: Node) -> None:
 
 def test_other_kv_groups_are_named(node: Node) -> None:
     hosted = node.load("a")
-    hosted.kv_groups = (KVGroupSpec("window", 16, 8192, (0, 1)),)
-    with pytest.raises(ValueError, match="window"):
+    hosted.kv_groups = (KVGroupSpec("latent", 16, 8192, (0, 1)),)
+    with pytest.raises(ValueError, match=r"kind latent.*supported: full, window"):
         node.models.add(load_message("x", "other"), hosted)

@@ -1,18 +1,22 @@
 """A model whose next token is a hash of every token before it, read back through the KV blocks.
 
-It stores each new token's id in `kv[block, offset]`, as a real model stores keys and values, and looks at nothing else when it
-samples. A wrong block table, a reused block or a wrong prefix hit changes the text.
+It stores each new token's id, with a check sum of all tokens up to it, in the token's block of each KV group, as a real model
+stores keys and values, and looks at nothing else when it samples. A window group shows it the last tokens only. A wrong block
+table, a block freed too early or a wrong prefix hit fails a check or changes the text.
 """
 
 from __future__ import annotations
 
 import hashlib
+import zlib
+from collections.abc import Sequence
 
 import numpy as np
 
 from scheduler.batch.batch_scheduler import BatchLimits, BatchScheduler, StepOutcome
 from scheduler.batch.block_pool import BlockPool
 from scheduler.batch.chunk_pool import ChunkPool
+from scheduler.batch.group_cache import GroupCache
 from scheduler.batch.kv_cache import KVCache
 from scheduler.batch.plan import BatchPlan, IntArray, SequenceTable
 from scheduler.batch.request import BatchRequest
@@ -28,11 +32,18 @@ def next_token(tokens: list[int], vocab: int = VOCAB) -> int:
     return int.from_bytes(digest[:4], "little") % vocab
 
 
-def expected_output(prompt: list[int], params: Params, max_model_len: int, eos: tuple[int, ...] = (EOS,)) -> list[int]:
+def in_sight(tokens: list[int], windows: tuple[int, ...]) -> list[int]:
+    """What the last token attends to, group by group."""
+    return [token for window in windows for token in tokens[-window:]]
+
+
+def expected_output(
+    prompt: list[int], params: Params, max_model_len: int, eos: tuple[int, ...] = (EOS,), windows: tuple[int, ...] = (0,)
+) -> list[int]:
     """What a request must give, however it is scheduled."""
     tokens = list(prompt)
     while len(tokens) < min(len(prompt) + params.max_tokens, max_model_len):
-        token = next_token(tokens)
+        token = next_token(in_sight(tokens, windows))
         num_before = len(tokens) - len(prompt)
         tokens.append(token)
         ends = (token in eos and not params.ignore_eos) or token in params.stop_token_ids
@@ -41,12 +52,25 @@ def expected_output(prompt: list[int], params: Params, max_model_len: int, eos: 
     return tokens[len(prompt) :]
 
 
-class FakeModel:
-    """kv [num_blocks, BLOCK_TOKENS] is this model's view of the arena."""
+def stored(tokens: IntArray, position: int) -> int:
+    """What a block holds for a token."""
+    return int(tokens[position]) + VOCAB * (zlib.crc32(tokens[: position + 1].tobytes()) % (1 << 23))
 
-    def __init__(self, num_blocks: int) -> None:
-        self.kv: IntArray = np.full((num_blocks, BLOCK_TOKENS), -1, np.int32)
+
+class FakeModel:
+    """arena [bytes / 4]: all groups and models see the same one. A block of n bytes holds as many copies of its tokens as fit."""
+
+    def __init__(self, arena: IntArray, groups: list[tuple[int, int]]) -> None:
+        self.arena = arena
+        self.groups = groups  # (block_bytes, window)
         self.num_computed_tokens = 0
+
+    def _at(self, group: int, block: int, position: int) -> slice:
+        """Where the copies of a token are."""
+        assert block >= 0, f"group {group}: the block of position {position} is gone"
+        block_bytes = self.groups[group][0]
+        first, end = block * block_bytes // 4, (block + 1) * block_bytes // 4
+        return slice(first + position % BLOCK_TOKENS, end - (end - first) % BLOCK_TOKENS, BLOCK_TOKENS)
 
     def execute(self, plan: BatchPlan, table: SequenceTable) -> tuple[IntArray, np.ndarray]:
         assert (np.diff(plan.num_new > 1) >= 0).all() if len(plan.slots) > 1 else True, "rows of one token come first"
@@ -57,14 +81,26 @@ class FakeModel:
             assert computed == table.num_computed[slot]
             assert computed + num_new <= table.num_tokens[slot]
             for position in range(computed, computed + num_new):
-                block = table.block_tables[0][slot, position // BLOCK_TOKENS]
-                self.kv[block, position % BLOCK_TOKENS] = table.tokens[slot, position]
+                for group, tables in enumerate(table.block_tables):
+                    block = tables[slot, position // BLOCK_TOKENS]
+                    self.arena[self._at(group, block, position)] = stored(table.tokens[slot], position)
             self.num_computed_tokens += int(num_new)
+            seen = self._read(table, slot, int(computed), int(computed + num_new))
             if samples:
-                num_tokens = int(computed + num_new)
-                blocks = table.block_tables[0][slot, : -(-num_tokens // BLOCK_TOKENS)]
-                ids.append(next_token(self.kv[blocks].reshape(-1)[:num_tokens].tolist()))
+                ids.append(next_token(seen))
         return np.array(ids, np.int32), np.zeros(len(ids), np.bool_)
+
+    def _read(self, table: SequenceTable, slot: int, computed: int, num_tokens: int) -> list[int]:
+        """Checks what the queries of a chunk attend to; what the last of them does."""
+        tokens = []
+        for group, (_, window) in enumerate(self.groups):
+            for position in range(max(0, computed + 1 - window) if window else 0, num_tokens):
+                block = table.block_tables[group][slot, position // BLOCK_TOKENS]
+                copies = self.arena[self._at(group, block, position)]
+                assert (copies == stored(table.tokens[slot], position)).all(), f"group {group}, position {position}"
+                if position >= (num_tokens - window if window else 0):
+                    tokens.append(int(copies[0]) % VOCAB)
+        return tokens
 
 
 class Harness:
@@ -82,13 +118,23 @@ class Harness:
         max_model_len: int = 64,
         max_num_batched_tokens: int = 32,
         fingerprint: str = "f",
+        window: int = 0,
+        more_groups: Sequence[tuple[int, int, int]] = (),
+        arena: IntArray | None = None,
     ) -> None:
-        self.chunks = chunks or ChunkPool(reserved_chunks + lease_chunks, chunk_bytes, lease_chunks)
-        pool = BlockPool(self.chunks, block_bytes, reserved_chunks)
-        self.kv = KVCache(pool, BLOCK_TOKENS)
+        """more_groups: (window, block_bytes, reserved_chunks) of each KV group after the first."""
+        groups = [(window, block_bytes, reserved_chunks), *more_groups]
+        num_chunks = lease_chunks + sum(reserved for _, _, reserved in groups)
+        self.chunks = chunks or ChunkPool(num_chunks, chunk_bytes, lease_chunks)
+        self.windows = tuple(window for window, _, _ in groups)
+        self.kv = KVCache(
+            [GroupCache(BlockPool(self.chunks, size, reserved), BLOCK_TOKENS, window) for window, size, reserved in groups]
+        )
         limits = BatchLimits(max_sequences, max_model_len, max_num_batched_tokens, (EOS,), fingerprint, "float32")
         self.scheduler = BatchScheduler("m", self.kv, limits)
-        self.model = FakeModel(pool.num_blocks)
+        if arena is None:
+            arena = np.full(self.chunks.num_chunks * self.chunks.chunk_bytes // 4, -1, np.int32)
+        self.model = FakeModel(arena, [(size, window) for window, size, _ in groups])
         self.output: dict[int, list[int]] = {}
         self.finish: dict[int, int] = {}
         self.cached: dict[int, int] = {}
@@ -122,9 +168,10 @@ class Harness:
 
     def check_no_leak(self) -> None:
         """Nothing runs or waits: every block is free or kept, and held by nobody."""
-        self.kv.pool.check()
+        for group in self.kv.groups:
+            group.pool.check()
+            assert not group.pool.refcount.any()
         assert self.scheduler.num_running == 0
-        assert not self.kv.pool.refcount.any()
-        assert self.kv.num_held_blocks == 0
+        assert self.kv.held_bytes == 0
         assert (self.scheduler.table.request_id == 0).all()
         assert len(self.scheduler._free_slots) == self.scheduler.limits.max_sequences

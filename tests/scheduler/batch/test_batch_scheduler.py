@@ -325,7 +325,7 @@ def test_any_schedule_gives_the_same_text(script: list[tuple[str, int, int]], bu
             harness.kv.give_up_prefixes(kind)
         else:
             harness.step(budget)
-        harness.kv.pool.check()
+        harness.kv.groups[0].pool.check()
     harness.run(budget)
     failed = {request_id for request_id, _ in harness.scheduler.failed}
     for request_id, (prompt, params) in requests.items():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from scheduler.batch.block_pool import BlockPool
 from scheduler.batch.chunk_pool import ChunkPool, free_runs
-from scheduler.batch.kv_cache import KVCache
+from scheduler.batch.group_cache import GroupCache
 from scheduler.batch.plan import IntArray
 
 CHUNK_BYTES = 64
@@ -127,14 +127,14 @@ def test_released_too_often() -> None:
 
 def test_kept_prefixes_of_others_make_room() -> None:
     chunks = ChunkPool(8, CHUNK_BYTES, lease_chunks=4)
-    idle = KVCache(BlockPool(chunks, 16, 1), 4)
+    idle = GroupCache(BlockPool(chunks, 16, 1), 4)
     asked = []
 
     def reclaim(num_chunks: int) -> int:
         asked.append(num_chunks)
         return idle.give_up_prefixes(num_chunks)
 
-    busy = KVCache(BlockPool(chunks, 16, 1), 4, reclaim)
+    busy = GroupCache(BlockPool(chunks, 16, 1), 4, reclaim=reclaim)
     blocks = idle.allocate(20)
     assert blocks is not None
     idle.learn([bytes([i]) * 16 for i in range(20)], blocks)

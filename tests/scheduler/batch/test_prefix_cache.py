@@ -6,7 +6,7 @@ import numpy as np
 
 from scheduler.batch.block_pool import BlockPool
 from scheduler.batch.chunk_pool import ChunkPool
-from scheduler.batch.kv_cache import KVCache
+from scheduler.batch.group_cache import GroupCache
 from scheduler.batch.prefix_cache import PrefixCache, extend_keys, prefix_seed
 
 
@@ -68,8 +68,8 @@ def test_least_recently_used_goes_first() -> None:
     assert cache.match([bytes([1])]) == [1]
 
 
-def make_cache(num_chunks: int = 2) -> KVCache:
-    return KVCache(BlockPool(ChunkPool(num_chunks, 64), 16, num_chunks), 4)
+def make_cache(num_chunks: int = 2) -> GroupCache:
+    return GroupCache(BlockPool(ChunkPool(num_chunks, 64), 16, num_chunks), 4)
 
 
 def test_the_end_of_a_sequence_is_given_up_before_its_beginning() -> None:

@@ -1,0 +1,184 @@
+"""Which blocks each running sequence holds, in every KV group.
+
+A full group's blocks are taken for all of a sequence's tokens when it is admitted. A window group's are taken as the sequence moves
+on and given back once they are wholly behind the window of every later query; their table entries become -1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from scheduler.batch.kv_cache import KVCache
+from scheduler.batch.plan import IntArray
+
+
+@dataclass(slots=True)
+class Admission:
+    """num_shared: leading blocks whose KV was found. blocks[g]: held already; those in sight, and in a full group the rest."""
+
+    num_shared: int
+    blocks: list[IntArray]
+
+
+class SequenceBlocks:
+    """Columns beside the sequence table. block_tables[g] [S, B]: the table's own. chunk_tokens: most of a row in one step."""
+
+    def __init__(self, kv: KVCache, block_tables: list[IntArray], chunk_tokens: int) -> None:
+        num_slots = len(block_tables[0])
+        self.kv = kv
+        self.block_tokens = kv.block_tokens
+        self.windowed = any(group.window_tokens for group in kv.groups)
+        self.capacity: IntArray = np.zeros(num_slots, np.int32)  # tokens that the blocks of every group can hold
+        self.num_learned: IntArray = np.zeros(num_slots, np.int32)  # leading blocks the prefix cache knows
+        self._tables = block_tables
+        self._chunk_tokens = chunk_tokens
+        # Of group g, slot s holds blocks [starts[g][s], ends[g][s]) of its table.
+        self._starts: list[IntArray] = [np.zeros(num_slots, np.int32) for _ in kv.groups]
+        self._ends: list[IntArray] = [np.zeros(num_slots, np.int32) for _ in kv.groups]
+
+    # ---- joining and leaving
+
+    def owed(self, slots: IntArray, num_tokens: IntArray, headroom: int) -> list[int]:
+        """`headroom` blocks of each group, and those that the sequences in `slots` still lack to compute their num_tokens."""
+        sums = []
+        for group, starts, ends in zip(self.kv.groups, self._starts, self._ends, strict=True):
+            sums.append(headroom)
+            if group.window_tokens:
+                blocks = -(-num_tokens // self.block_tokens)
+                lacking = np.minimum(blocks, group.most_blocks(1 << 30, self._chunk_tokens)) - (ends[slots] - starts[slots])
+                sums[-1] += int(lacking[ends[slots] < blocks].clip(min=0).sum())
+        return sums
+
+    def admit(self, keys: Sequence[bytes], num_tokens: int, headroom: Sequence[int]) -> Admission | None:
+        """Blocks for a sequence of num_tokens that may begin with `keys`; None, and nothing is held, unless all it will hold at a
+        time is there, and headroom[g] blocks of each group more."""
+        num_shared, shared = self.kv.share(keys)
+        missing = -(-num_tokens // self.block_tokens) - num_shared
+        most = [min(missing, group.most_blocks(num_tokens, self._chunk_tokens)) for group in self.kv.groups]
+        new = self.kv.allocate([num + spare for num, spare in zip(most, headroom, strict=True)])
+        if new is None:
+            self.kv.release(shared)
+            return None
+        blocks = []
+        for group, own, fresh in zip(self.kv.groups, shared, new, strict=True):
+            kept = 0 if group.window_tokens else missing
+            group.put_back(fresh[kept:])
+            blocks.append(np.concatenate((own, fresh[:kept])))
+        return Admission(num_shared, blocks)
+
+    def why_too_long(self, num_tokens: int) -> str:
+        """For a sequence that does not fit though it is alone: the sum, for the group in which it is worst."""
+        num, group = max(
+            ((group.most_blocks(num_tokens, self._chunk_tokens), group) for group in self.kv.groups),
+            key=lambda pair: pair[0] / max(1, pair[1].pool.num_usable),
+        )
+        pool = group.pool
+        window = f" of a window of {group.window_tokens} tokens" if group.window_tokens else ""
+        return (
+            f"{num_tokens} tokens need {num} KV blocks of {pool.block_bytes} bytes{window}; it can hold {pool.num_usable} "
+            f"({pool.num_owned_chunks} chunks of {pool.chunks.chunk_bytes} bytes owned)"
+        )
+
+    def join(self, slot: int, admission: Admission) -> None:
+        num_computed = admission.num_shared * self.block_tokens
+        for g, (group, blocks) in enumerate(zip(self.kv.groups, admission.blocks, strict=True)):
+            start = group.first_needed(num_computed)
+            end = start + len(blocks)
+            if group.window_tokens:
+                self._tables[g][slot] = -1
+            self._tables[g][slot, start:end] = blocks
+            self._starts[g][slot], self._ends[g][slot] = start, end
+        self.num_learned[slot] = admission.num_shared
+        self._note_capacity(slot)
+
+    def leave(self, slot: int) -> None:
+        """Gives every block of the slot back; known contents are kept."""
+        self.kv.release(self._held(slot))
+
+    def leave_poisoned(self, slot: int, keys: Sequence[bytes]) -> None:
+        """As `leave`, but nothing of this sequence, whose blocks have `keys`, is to be found again."""
+        for group, blocks in zip(self.kv.groups, self._held(slot), strict=True):
+            group.discard(blocks, keys if group.window_tokens else ())
+
+    def learn(self, slot: int, keys: Sequence[bytes]) -> None:
+        """The first len(keys) blocks of the slot are computed in full and named by `keys`."""
+        known, full = int(self.num_learned[slot]), len(keys)
+        if full > known:
+            for group, table, starts in zip(self.kv.groups, self._tables, self._starts, strict=True):
+                first = max(known, int(starts[slot]))
+                group.learn(keys[first:full], table[slot, first:full])
+            self.num_learned[slot] = full
+
+    # ---- moving on
+
+    def extend(self, slots: IntArray, positions: IntArray) -> bool:
+        """Makes room for the token at positions[i] of slots[i], all beyond `capacity`, one block at most in each group. False if
+        blocks are lacking: no slot has got one then."""
+        if len(self._ends) == 1:
+            lacking = [slots]
+        else:
+            index = positions // self.block_tokens
+            lacking = [slots[ends[slots] <= index] for ends in self._ends]
+        if self.windowed:
+            self._free_behind(slots, positions)
+        new = self.kv.allocate([len(rows) for rows in lacking])
+        if new is None:
+            return False
+        for table, ends, rows, blocks in zip(self._tables, self._ends, lacking, new, strict=True):
+            table[rows, ends[rows]] = blocks
+            ends[rows] += 1
+        self._note_capacity(slots)
+        return True
+
+    def cover(self, slot: int, num_tokens: int) -> bool:
+        """Makes room for the first num_tokens of a slot in window groups. False, and nothing changes, if blocks are lacking."""
+        end = -(-num_tokens // self.block_tokens)
+        lacking = [max(0, end - int(ends[slot])) for ends in self._ends]
+        new = self.kv.allocate(lacking)
+        if new is None:
+            return False
+        for table, ends, num, blocks in zip(self._tables, self._ends, lacking, new, strict=True):
+            first = int(ends[slot])
+            table[slot, first : first + num] = blocks
+            ends[slot] += num
+        self._note_capacity(slot)
+        return True
+
+    def free_behind(self, slot: int, num_computed: int) -> None:
+        """Gives back what queries from position num_computed on do not attend to."""
+        for group, table, starts, ends in zip(self.kv.groups, self._tables, self._starts, self._ends, strict=True):
+            start, first = int(starts[slot]), min(group.first_needed(num_computed), int(ends[slot]))
+            if first > start:
+                group.release(table[slot, start:first].copy())
+                table[slot, start:first] = -1
+                starts[slot] = first
+
+    # ---- inside
+
+    def _free_behind(self, slots: IntArray, positions: IntArray) -> None:
+        """As `free_behind`, for decode rows at a block boundary: usually one block each."""
+        for group, table, starts in zip(self.kv.groups, self._tables, self._starts, strict=True):
+            if not group.window_tokens:
+                continue
+            first = np.maximum(positions + 1 - group.window_tokens, 0) // self.block_tokens
+            while (due := starts[slots] < first).any():
+                behind = slots[due]
+                at = starts[behind]
+                group.replace(table[behind, at])
+                table[behind, at] = -1
+                starts[behind] += 1
+
+    def _held(self, slot: int) -> list[IntArray]:
+        return [
+            table[slot, starts[slot] : ends[slot]].copy()
+            for table, starts, ends in zip(self._tables, self._starts, self._ends, strict=True)
+        ]
+
+    def _note_capacity(self, slots: IntArray | int) -> None:
+        fewest = self._ends[0][slots]
+        for ends in self._ends[1:]:
+            fewest = np.minimum(fewest, ends[slots])
+        self.capacity[slots] = fewest * self.block_tokens

@@ -1,0 +1,323 @@
+"""KV groups with sliding windows: the same text however it is scheduled, and never more blocks than the window needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler.batch.block_pool import BlockPool
+from scheduler.batch.chunk_pool import ChunkPool
+from scheduler.batch.group_cache import GroupCache
+from scheduler.batch.kv_cache import KVCache
+from tests.scheduler.batch.fake_model import BLOCK_TOKENS, VOCAB, Harness, expected_output
+from tests.scheduler.batch.params import Params
+
+LONG = Params(ignore_eos=True, max_tokens=100)
+
+
+def prompt_of(num: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, VOCAB - 1, num).tolist()
+
+
+def make(window: int = 8, *, full: bool = True, **options: object) -> Harness:
+    """A window group beside a full one, or alone."""
+    fields: dict[str, object] = {"max_model_len": 128, "max_num_batched_tokens": 16, "reserved_chunks": 10} | options
+    if full:
+        return Harness(more_groups=[(window, 24, 13)], **fields)  # type: ignore[arg-type]
+    return Harness(window=window, **fields)  # type: ignore[arg-type]
+
+
+def held(harness: Harness, group: int) -> int:
+    return harness.kv.groups[group].num_held_blocks
+
+
+@pytest.mark.parametrize("full", [True, False])
+@pytest.mark.parametrize("window", [1, 3, 4, 5, 8, 30, 200])
+def test_a_long_sequence_holds_its_window_only(window: int, full: bool) -> None:
+    harness = make(window, full=full)
+    prompt = prompt_of(60)
+    harness.submit(1, prompt, LONG)
+    group, counts = harness.kv.groups[-1], []
+    execute = harness.model.execute
+
+    def counted(*args: Any) -> Any:
+        counts.append(group.num_held_blocks)
+        assert counts[-1] == np.count_nonzero(group.pool.refcount)
+        return execute(*args)
+
+    harness.model.execute = counted  # type: ignore[method-assign]
+    harness.run()
+    assert max(counts) <= min(-(-(window + 16) // BLOCK_TOKENS) + 1, 128 // BLOCK_TOKENS) == group.most_blocks(128, 16)
+    assert counts[-1] <= -(-window // BLOCK_TOKENS) + 1
+    assert harness.output[1] == expected_output(prompt, LONG, 128, windows=harness.windows)
+    harness.check_no_leak()
+
+
+def test_blocks_behind_the_window_leave_the_table() -> None:
+    harness = make(8)
+    harness.submit(1, prompt_of(50), LONG)
+    while harness.scheduler.table.num_computed[0] < 100:
+        harness.step()
+        position = int(harness.scheduler.table.num_computed[0])
+        table = harness.scheduler.table.block_tables[1][0]
+        needed = (position + 1 - 8) // BLOCK_TOKENS
+        assert (table[: max(0, needed - 1)] == -1).all()
+        assert (table[max(0, needed) : position // BLOCK_TOKENS] >= 0).all()
+        assert (harness.scheduler.table.block_tables[0][0, : -(-position // BLOCK_TOKENS)] >= 0).all()
+    assert harness.kv.held_bytes == held(harness, 0) * 16 + held(harness, 1) * 24
+
+
+@pytest.mark.parametrize("full", [True, False])
+@pytest.mark.parametrize("budget", [1, 3, 16])
+def test_chunks_of_any_size(budget: int, full: bool) -> None:
+    harness = make(6, full=full, reserved_chunks=60)
+    for request_id in range(1, 5):
+        harness.submit(request_id, prompt_of(10 + 13 * request_id, request_id), Params(max_tokens=30))
+    harness.run(budget)
+    for request_id in range(1, 5):
+        wanted = expected_output(prompt_of(10 + 13 * request_id, request_id), Params(max_tokens=30), 128, windows=harness.windows)
+        assert harness.output[request_id] == wanted
+    harness.check_no_leak()
+
+
+# ---- prefixes
+
+
+def hit(harness: Harness, request_id: int, prompt: list[int], **options: object) -> int:
+    """Runs a request to its end; prompt tokens it found."""
+    harness.submit(request_id, prompt, Params(max_tokens=3, ignore_eos=True), **options)
+    harness.run()
+    assert harness.output[request_id] == expected_output(
+        prompt, Params(max_tokens=3, ignore_eos=True), 128, windows=harness.windows
+    )
+    return harness.cached.get(request_id, 0)
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_a_hit_needs_only_the_last_window(full: bool) -> None:
+    harness = make(8, full=full)
+    prompt = prompt_of(60)
+    assert hit(harness, 1, prompt) == 0
+    group = harness.kv.groups[-1]
+    # Blocks 0 to 11 are long behind the window of a hit of 56 tokens.
+    keys = group.prefixes.known(list(group.prefixes._block_of))
+    behind = [block for block in keys if block not in set(keys[-4:])]
+    group.prefixes.forget(behind)
+    group.pool.put_free(np.array(behind, np.int32))
+    assert hit(harness, 2, prompt + prompt_of(20, 7)) == 60
+    assert harness.model.num_computed_tokens < 60 + 30 + 6
+    harness.check_no_leak()
+
+
+def test_a_hit_is_as_long_as_all_groups_allow() -> None:
+    harness = make(8)
+    prompt = prompt_of(60)
+    assert hit(harness, 1, prompt) == 0
+    full, window = harness.kv.groups
+    keys = list(full.prefixes._block_of)
+
+    def forget(group: GroupCache, index: int) -> None:
+        blocks = group.prefixes.known([keys[index]])
+        group.prefixes.forget(blocks)
+        group.pool.put_free(np.array(blocks, np.int32))
+
+    forget(window, 14)
+    num, blocks = harness.kv.share(keys[:15])
+    assert (num, [len(own) for own in blocks]) == (14, [14, 2])
+    harness.kv.release(blocks)
+    forget(window, 12)
+    assert harness.kv.share(keys[:15])[0] == 12, "13 and 14 blocks need the one that is gone"
+    forget(full, 9)
+    num, blocks = harness.kv.share(keys[:15])
+    assert (num, [len(own) for own in blocks]) == (9, [9, 2])
+    assert harness.kv.share(keys[:1])[0] == 1
+
+
+def test_a_prompt_in_common_is_found_while_the_first_is_far_beyond_it() -> None:
+    harness = make(8, reserved_chunks=60)
+    common = prompt_of(24)
+    harness.submit(1, common + prompt_of(40, 1), LONG)
+    for _ in range(20):
+        harness.step()
+    assert harness.scheduler.table.block_tables[1][0, 5] == -1
+    harness.submit(2, common + prompt_of(20, 2), Params(max_tokens=20))
+    harness.run()
+    assert harness.cached[2] == 24
+    for request_id, params in ((1, LONG), (2, Params(max_tokens=20))):
+        rest = prompt_of(40, 1) if request_id == 1 else prompt_of(20, 2)
+        assert harness.output[request_id] == expected_output(common + rest, params, 128, windows=harness.windows)
+    harness.check_no_leak()
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_poisoned_windows_are_not_found(full: bool) -> None:
+    """Also not those that were behind the window already."""
+    harness = make(8, full=full)
+    prompt = prompt_of(60)
+    harness.submit(1, prompt, LONG)
+    while True:
+        plan = harness.scheduler.plan(0)
+        assert plan is not None
+        ids, bad = harness.model.execute(plan, harness.scheduler.table)
+        bad[:] = True
+        if harness.scheduler.finish_step(plan, ids, bad).bad:
+            break
+    harness.check_no_leak()
+    assert harness.kv.cached_bytes == 0
+    for length in (20, 40, 60):
+        assert hit(harness, length, [*prompt[:length], 5]) <= length - 20
+
+
+def test_tenants_do_not_meet_in_a_window() -> None:
+    harness = make(8, full=False)
+    prompt = prompt_of(60)
+    assert hit(harness, 1, prompt, cache_salt="a") == 0
+    assert hit(harness, 2, prompt, cache_salt="b") == 0
+    assert hit(harness, 3, prompt, cache_salt="a") > 40
+
+
+# ---- memory
+
+
+def test_an_allocation_that_one_group_fails_leaves_no_trace() -> None:
+    chunks = ChunkPool(10, 64, lease_chunks=4)
+    groups = [GroupCache(BlockPool(chunks, 16, 1), 4), GroupCache(BlockPool(chunks, 24, 1), 4, 8)]
+    kv = KVCache(groups)
+    version = chunks.version
+    assert kv.allocate([8, 40]) is None
+    assert (kv.held_bytes, chunks.num_drawn, chunks.version) == (0, 0, version)
+    blocks = kv.allocate([8, 6])
+    assert blocks is not None
+    assert [len(own) for own in blocks] == [8, 6]
+    for group in groups:
+        group.pool.check()
+    kv.release(blocks)
+    assert kv.held_bytes == 0
+
+
+def test_a_group_takes_what_its_sibling_keeps() -> None:
+    chunks = ChunkPool(8, 64, lease_chunks=6)
+    groups = [GroupCache(BlockPool(chunks, 16, 1), 4), GroupCache(BlockPool(chunks, 32, 1), 4, 8)]
+    kv = KVCache(groups)
+    blocks = groups[0].allocate(28)
+    assert blocks is not None
+    groups[0].learn([bytes([i]) * 16 for i in range(28)], blocks)
+    groups[0].release(blocks)
+    assert kv.num_drawn_chunks == 6
+    assert kv.allocate([0, 6]) is not None
+    assert groups[1].pool.num_drawn_chunks == 2
+    assert groups[0].num_cached_blocks > 8
+
+
+def test_prompts_admitted_together_leave_each_other_room() -> None:
+    """Each takes blocks of its window group chunk by chunk, but what it will need is counted when the next is let in."""
+    harness = make(40, reserved_chunks=40, max_num_batched_tokens=64)
+    for request_id in range(1, 6):
+        harness.submit(request_id, prompt_of(100, request_id), Params(max_tokens=4))
+    harness.run(16)
+    assert harness.scheduler.num_preemptions == 0
+    for request_id in range(1, 6):
+        assert harness.output[request_id] == expected_output(
+            prompt_of(100, request_id), Params(max_tokens=4), 128, windows=harness.windows
+        )
+
+
+def test_too_long_for_a_window_group_is_named() -> None:
+    harness = Harness(reserved_chunks=10, more_groups=[(30, 64, 3)], max_model_len=128, max_num_batched_tokens=16)
+    harness.submit(1, prompt_of(60), Params())
+    assert harness.step() is None
+    ((request_id, why),) = harness.scheduler.failed
+    assert request_id == 1
+    assert "13 KV blocks of 64 bytes of a window of 30 tokens" in why
+
+
+def test_groups_of_unequal_blocks_are_refused() -> None:
+    chunks = ChunkPool(10, 64)
+    with pytest.raises(ValueError, match=r"block_tokens.*\[4, 8\]"):
+        KVCache([GroupCache(BlockPool(chunks, 16, 1), 4), GroupCache(BlockPool(chunks, 16, 1), 8, 8)])
+    with pytest.raises(ValueError, match="none given"):
+        KVCache([])
+
+
+@st.composite
+def scripts(draw: st.DrawFn) -> list[tuple[str, int, int]]:
+    action = st.sampled_from(["submit", "submit", "step", "step", "step", "abort", "preempt", "lease", "prefixes"])
+    return draw(st.lists(st.tuples(action, st.integers(0, 60), st.integers(0, 5)), max_size=60))
+
+
+WINDOWS = st.one_of(st.integers(1, 12), st.integers(13, 70))
+GROUPS = st.lists(st.tuples(WINDOWS, st.sampled_from([16, 24, 40, 100])), min_size=0, max_size=2)
+
+
+@settings(max_examples=150, deadline=None)
+@given(scripts(), st.integers(1, 33), st.one_of(st.just(0), WINDOWS), st.sampled_from([16, 24, 40]), GROUPS, st.booleans())
+def test_any_schedule_gives_the_same_text(
+    script: list[tuple[str, int, int]], budget: int, window: int, block_bytes: int, others: list[tuple[int, int]], tight: bool
+) -> None:
+    def reserve(window: int, block_bytes: int) -> int:
+        blocks = min(16, -(-(window + 32) // BLOCK_TOKENS) + 1) if window else 16
+        return -(-blocks * block_bytes // 64) + 1 if tight else 20
+
+    harness = Harness(
+        reserved_chunks=reserve(window, block_bytes),
+        lease_chunks=12,
+        max_sequences=5,
+        window=window,
+        block_bytes=block_bytes,
+        more_groups=[(other, size, reserve(other, size)) for other, size in others],
+    )
+    requests: dict[int, tuple[list[int], Params]] = {}
+    aborted = set()
+    for action, number, kind in script:
+        if action == "submit":
+            request_id = len(requests) + 1
+            # few different prompts, so that prefixes meet
+            prompt = prompt_of(40, kind % 2)[: 1 + number % 40]
+            params = Params(max_tokens=1 + number % 17, min_tokens=kind % 4, ignore_eos=kind == 1)
+            whole = expected_output(prompt, params, 64, windows=harness.windows)
+            done = number % len(whole) if kind == 5 else 0
+            requests[request_id] = (prompt, params)
+            harness.submit(request_id, prompt, params, output=whole[:done], cache_salt="ab"[kind == 4], priority=kind % 2)
+        elif action == "abort" and requests:
+            request_id = 1 + number % len(requests)
+            if harness.scheduler.abort(request_id):
+                aborted.add(request_id)
+        elif action == "preempt":
+            harness.scheduler.preempt_one()
+        elif action == "lease":
+            harness.chunks.set_lease(max(number % 13, harness.chunks.num_drawn))
+        elif action == "prefixes":
+            harness.kv.give_up_prefixes(kind)
+        else:
+            harness.step(budget)
+        check_pools(harness)
+    harness.run(budget)
+    assert not harness.scheduler.failed, "the reserved chunks hold one request of full length"
+    for request_id, (prompt, params) in requests.items():
+        whole = expected_output(prompt, params, 64, windows=harness.windows)
+        if request_id in aborted:
+            assert harness.output[request_id] == whole[: len(harness.output[request_id])]
+        else:
+            assert harness.output[request_id] == whole
+    harness.check_no_leak()
+
+
+def check_pools(harness: Harness) -> None:
+    """Counts of each pool are those of the tables' entries; no two groups share a chunk."""
+    table, blocks = harness.scheduler.table, harness.scheduler.blocks
+    owned = np.zeros(harness.chunks.num_chunks, np.int32)
+    for g, group in enumerate(harness.kv.groups):
+        group.pool.check()
+        owned += (group.pool._home | group.pool._drawn).astype(np.int32)
+        count = np.zeros(group.pool.num_blocks, np.int32)
+        for slot in np.flatnonzero(table.request_id).tolist():
+            start, end = blocks._starts[g][slot], blocks._ends[g][slot]
+            np.add.at(count, table.block_tables[g][slot, start:end], 1)
+            if group.window_tokens:
+                assert end - start <= -(-(group.window_tokens + 32) // BLOCK_TOKENS) + 1
+        assert (count == group.pool.refcount).all()
+    assert owned.max() <= 1
