@@ -11,48 +11,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 from daemon.errors import HearthError, ServerFault
 from daemon.stream_clock import StreamClock
+from daemon.stream_parts import Connection, Frames, GroupEnd, Member
 from daemon.text.detokenizer import Detokenizer, detokenizer
 from daemon.text.stop_strings import StopStrings
 from daemon.text.token_table import TokenTable, escape
 from engine.protocol import FINISH_ABORT, FINISH_LENGTH, FINISH_NONE, FINISH_STOP
 
 REASONS = {FINISH_STOP: "stop", FINISH_LENGTH: "length"}
-
-
-@dataclass(slots=True, frozen=True)
-class Frames:
-    """The parts of one sequence's SSE frames that never change; daemon/api/sse.py renders them."""
-
-    prefix: bytes  # up to the text of a chunk
-    suffix: bytes  # after it
-    first: bytes  # whole frames before the first text (chat: the role)
-    usage: Callable[[int], bytes] | None = None  # continuous usage: (tokens so far) -> suffix instead of `suffix`
-
-
-class GroupEnd(Protocol):
-    """Renders what follows the sequences' own text."""
-
-    def finish(self, index: int, reason: str, num_tokens: int) -> bytes:
-        """The chunk with the finish_reason."""
-        ...
-
-    def tail(self, num_tokens: int) -> bytes:
-        """The usage chunk if asked for, and [DONE]."""
-        ...
-
-    def error(self, error: HearthError) -> bytes: ...
-
-
-class Connection(Protocol):
-    """What is needed of aiohttp's connection."""
-
-    @property
-    def writing_paused(self) -> bool: ...
 
 
 class Text:
@@ -223,7 +191,7 @@ class StreamGroup:
     def __init__(self, end: GroupEnd, clock: StreamClock, cancel: Callable[[int], None]) -> None:
         loop = asyncio.get_running_loop()
         self.end, self._clock, self._cancel = end, clock, cancel
-        self.streams: list[Stream] = []
+        self.streams: list[Member] = []
         self.error: HearthError | None = None
         self.started: asyncio.Future[None] = loop.create_future()
         self.done: asyncio.Future[None] = loop.create_future()

@@ -12,6 +12,8 @@ from aiohttp import HttpVersion11, hdrs, web
 
 from daemon.api.body import read_body
 from daemon.api.context import ApiContext
+from daemon.api.piece_frames import PieceFrames
+from daemon.api.reply_format import ReplyFormat, reply_format
 from daemon.api.responses import SERVER, answer, json_response
 from daemon.api.sampling import sampling_params
 from daemon.api.schema import CHAT, INLINE_BYTES, Head, parse
@@ -20,6 +22,7 @@ from daemon.contracts import Generation, ModelEntry
 from daemon.errors import BadRequest
 from daemon.streams import Collector, CollectorGroup, Stream, StreamGroup, Text
 from daemon.text.token_table import TokenTable
+from daemon.tool_stream import ToolStream
 
 HOLD_STATUS_S = 2.0  # a stream's status line waits that long for the first token or a refusal
 
@@ -45,11 +48,12 @@ async def generate(
         raise BadRequest("invalid_request", "model is missing", param="model")
     model = context.models.resolve(name)
     prompts, table = await asyncio.gather(_prompt_ids(context, model, head, prompt), context.text.table(model))
+    form = await reply_format(context, head, model, table) if endpoint == CHAT else None
     public_id = f"{'chatcmpl' if endpoint == CHAT else 'cmpl'}-{request_id}"
     generations = await _generations(endpoint, head, model, prompts, public_id)
     if head.stream:
-        return await _stream(request, context, endpoint, head, model, table, generations, public_id, request_id)
-    return await _answer(context, endpoint, head, model, table, generations, public_id)
+        return await _stream(request, context, endpoint, head, model, table, form, generations, public_id, request_id)
+    return await _answer(context, endpoint, head, model, table, form, generations, public_id)
 
 
 async def _generations(
@@ -135,11 +139,12 @@ async def _answer(
     head: Head,
     model: ModelEntry,
     table: TokenTable,
+    form: ReplyFormat | None,
     generations: list[Generation],
     public_id: str,
 ) -> web.StreamResponse:
     group = CollectorGroup(lambda index: context.requests.cancel(generations[index]))
-    for at, text in enumerate(_texts(head, model, table, len(generations))):
+    for at, text in enumerate(_texts(head, model, table if form is None else form.table, len(generations))):
         collector = Collector(group, at, text)
         group.collectors.append(collector)
         generations[at].sink = collector
@@ -152,7 +157,7 @@ async def _answer(
         raise
     if group.error is not None:
         raise group.error
-    return json_response(answer(endpoint == CHAT, public_id, int(time.time()), model.name, generations, group.collectors))
+    return json_response(answer(endpoint == CHAT, public_id, int(time.time()), model.name, generations, group.collectors, form))
 
 
 async def _stream(
@@ -162,6 +167,7 @@ async def _stream(
     head: Head,
     model: ModelEntry,
     table: TokenTable,
+    form: ReplyFormat | None,
     generations: list[Generation],
     public_id: str,
     request_id: str,
@@ -176,10 +182,16 @@ async def _stream(
         generations=generations,
     )
     group = StreamGroup(shape, context.clock, lambda index: context.requests.cancel(generations[index]))
-    for at, text in enumerate(_texts(head, model, table, len(generations))):
-        stream = Stream(group, at, table, shape.frames(at), text)
-        group.streams.append(stream)
-        generations[at].sink = stream
+    for at, text in enumerate(_texts(head, model, table if form is None else form.table, len(generations))):
+        if form is None:
+            stream = Stream(group, at, table, shape.frames(at), text)
+            group.streams.append(stream)
+            generations[at].sink = stream
+        else:
+            frames = PieceFrames(shape, at, form.new_call_id)
+            parsed = ToolStream(group, at, frames, text, form.parser(generations[at]))
+            group.streams.append(parsed)
+            generations[at].sink = parsed
     _submit(context, generations)
     response = web.StreamResponse(headers={hdrs.CONTENT_TYPE: "text/event-stream; charset=utf-8", hdrs.CACHE_CONTROL: "no-cache"})
     response.headers["X-Request-Id"] = request_id

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from daemon.api.reply_format import ReplyFormat
 from daemon.contracts import Generation, ModelEntry
 from daemon.errors import HearthError
 from daemon.streams import Collector
@@ -26,14 +27,22 @@ def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dic
 
 
 def answer(
-    chat: bool, public_id: str, created: int, model: str, generations: Sequence[Generation], collectors: Sequence[Collector]
+    chat: bool,
+    public_id: str,
+    created: int,
+    model: str,
+    generations: Sequence[Generation],
+    collectors: Sequence[Collector],
+    form: ReplyFormat | None = None,
 ) -> dict[str, Any]:
-    """chat.completion or text_completion: one choice a sequence."""
+    """chat.completion or text_completion: one choice a sequence. form: how replies are taken apart; None: the text is the reply."""
     choices: list[dict[str, Any]] = []
     for collector in collectors:
         choice: dict[str, Any] = {"index": collector.index, "logprobs": None, "finish_reason": collector.reason}
         text = "".join(collector.parts)
-        if chat:
+        if form is not None:
+            choice["message"], choice["finish_reason"] = form.message(generations[collector.index], text, collector.reason)
+        elif chat:
             choice["message"] = {"role": "assistant", "content": text, "refusal": None}
         else:
             choice["text"] = text

@@ -7,13 +7,14 @@ helper looks into. It runs on the event loop for bodies up to INLINE_BYTES and i
 
 from __future__ import annotations
 
-import re
 from array import array
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Raw, Struct
 
+from daemon.api.decode import decode, invalid
+from daemon.api.tools import ToolRequest, tool_request
 from daemon.errors import BadRequest
 
 INLINE_BYTES = 128 << 10
@@ -60,8 +61,6 @@ class Common(Struct):
     repetition_penalty: Raw = Raw()
     min_p: Raw = Raw()
     response_format: Raw = Raw()
-    tools: Raw = Raw()
-    tool_choice: Raw = Raw()
     functions: Raw = Raw()
     function_call: Raw = Raw()
     modalities: Raw = Raw()
@@ -87,11 +86,24 @@ class Part(Struct):
     text: str | None = None
 
 
+class CalledFunction(Struct):
+    name: str
+    arguments: str | dict[str, Any] = ""
+
+
+class Called(Struct):
+    """A call the model made before."""
+
+    function: CalledFunction
+    id: str = ""
+    type: Literal["function"] = "function"
+
+
 class Message(Struct, omit_defaults=True):
     role: str
     content: str | list[Part] | None = None
     name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: list[Called] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
 
@@ -101,11 +113,17 @@ class ChatBody(Common, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: Raw = Raw()
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: Raw = Raw()
+    tools: Raw = Raw()
+    tool_choice: Raw = Raw()
+    parallel_tool_calls: bool | None = None
 
 
 class CompletionBody(Common, kw_only=True):
     prompt: Raw
     add_special_tokens: bool | None = None
+    tools: Raw = Raw()
+    tool_choice: Raw = Raw()
 
 
 class Head(Struct, array_like=True):
@@ -127,7 +145,9 @@ class Head(Struct, array_like=True):
     priority: int
     prompt_kind: str  # messages | text | ids
     num_prompts: int
-    options: dict[str, Any]  # chat: add_generation_prompt, kwargs (msgpack) · completions: add_special_tokens
+    # chat: add_generation_prompt, kwargs (msgpack), tools and documents (JSON) · completions: add_special_tokens
+    options: dict[str, Any]
+    tools: ToolRequest | None = None
 
 
 _NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -144,30 +164,36 @@ _ZERO_IS_NEUTRAL = frozenset(
 )  # nothing is asked for by 0
 _UNBUILT = tuple(name for name, kind in Common.__annotations__.items() if kind == "Raw")
 _ROLES = frozenset(["system", "developer", "user", "assistant", "tool", "function"])
-_PATH = re.compile(r" - at `(?:key in )?\$(.*)`$")
 _decoders: dict[str, msgspec.json.Decoder[Any]] = {
     CHAT: msgspec.json.Decoder(ChatBody),
     COMPLETIONS: msgspec.json.Decoder(CompletionBody),
 }
 _ids = msgspec.json.Decoder(list[TokenId])
 _ids_batch = msgspec.json.Decoder(list[list[TokenId]])
+_documents_decoder = msgspec.json.Decoder(list[dict[str, Any]])
 _texts = msgspec.json.Decoder(list[str])
 _pack = msgspec.msgpack.encode
 
 
 def parse(endpoint: str, body: bytes) -> tuple[Head, bytes]:
     """Raises BadRequest (400) naming the field."""
-    fields: ChatBody | CompletionBody = _decode(_decoders[endpoint], body, "")
+    fields: ChatBody | CompletionBody = decode(_decoders[endpoint], body, "")
     _refuse_unbuilt(fields)
     if isinstance(fields, ChatBody):
         _refuse_raw("continue_final_message", fields.continue_final_message)
+        tools, shown = tool_request(fields.tools, fields.tool_choice, fields.parallel_tool_calls)
         kind, prompt, num_prompts = "messages", _messages(fields.messages), 1
         options: dict[str, Any] = {
             "add_generation_prompt": fields.add_generation_prompt is not False,
             "kwargs": _packed(fields.chat_template_kwargs or {}, "chat_template_kwargs"),
+            "tools": shown,
+            "documents": _documents(bytes(fields.documents)),
         }
         max_tokens = fields.max_completion_tokens if fields.max_completion_tokens is not None else fields.max_tokens
     else:
+        _refuse_raw("tools", fields.tools)
+        _refuse_raw("tool_choice", fields.tool_choice)
+        tools = None
         kind, prompt, num_prompts = _prompts(bytes(fields.prompt))
         options = {"add_special_tokens": fields.add_special_tokens is not False}
         max_tokens = fields.max_tokens if fields.max_tokens is not None else fields.max_completion_tokens
@@ -175,10 +201,10 @@ def parse(endpoint: str, body: bytes) -> tuple[Head, bytes]:
         _check_text(fields.model, "model")
     min_tokens = fields.min_tokens or 0
     if max_tokens is not None and min_tokens > max_tokens:
-        raise _invalid("min_tokens", f"min_tokens ({min_tokens}) is more than max_tokens ({max_tokens})")
+        raise invalid("min_tokens", f"min_tokens ({min_tokens}) is more than max_tokens ({max_tokens})")
     stream_options = fields.stream_options or StreamOptions()
     if fields.stream_options is not None and not fields.stream:
-        raise _invalid("stream_options", "stream_options is only allowed with stream: true")
+        raise invalid("stream_options", "stream_options is only allowed with stream: true")
     head = Head(
         model=fields.model,
         temperature=fields.temperature,
@@ -197,26 +223,9 @@ def parse(endpoint: str, body: bytes) -> tuple[Head, bytes]:
         prompt_kind=kind,
         num_prompts=num_prompts,
         options=options,
+        tools=tools,
     )
     return head, prompt
-
-
-def _decode(decoder: msgspec.json.Decoder[Any], data: bytes, base: str) -> Any:
-    try:
-        return decoder.decode(data)
-    except msgspec.ValidationError as error:
-        text = str(error)
-        match = _PATH.search(text)
-        path = base + (match[1] if match else "")
-        param = path.lstrip(".") or None
-        if missing := re.search(r"missing required field `(\w+)`", text):
-            param = f"{param}.{missing[1]}" if param else missing[1]
-        message = text[: match.start()] if match else text
-        raise _invalid(param, f"{param}: {message}" if param else f"the request body: {message}") from None
-    except RecursionError:
-        raise BadRequest("invalid_json", "the request body is nested too deeply") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BadRequest("invalid_json", f"the request body is not valid JSON: {error}") from None
 
 
 def _refuse_unbuilt(fields: Common) -> None:
@@ -232,7 +241,7 @@ def _refuse_raw(name: str, raw: Raw) -> None:
         try:
             value = msgspec.json.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise _invalid(name, f"{name}: {error}") from None
+            raise invalid(name, f"{name}: {error}") from None
         if value is None or value == [] or value == {} or (value is False and name not in _TRUE_IS_NEUTRAL):
             return
         if (name in _ZERO_IS_NEUTRAL and value == 0) or (name in _TRUE_IS_NEUTRAL and value is True):
@@ -253,7 +262,7 @@ def _messages(messages: list[Message]) -> bytes:
     for at, message in enumerate(messages):
         where = f"messages[{at}]"
         if message.role not in _ROLES:
-            raise _invalid(f"{where}.role", f"{where}.role must be one of {', '.join(sorted(_ROLES))}")
+            raise invalid(f"{where}.role", f"{where}.role must be one of {', '.join(sorted(_ROLES))}")
         content = message.content
         if isinstance(content, list):
             texts = []
@@ -264,11 +273,11 @@ def _messages(messages: list[Message]) -> bytes:
                         "unsupported_parameter", f"{part_where}.type: only text parts are supported", param=f"{part_where}.type"
                     )
                 if part.text is None:
-                    raise _invalid(f"{part_where}.text", f"{part_where}.text is missing")
+                    raise invalid(f"{part_where}.text", f"{part_where}.text is missing")
                 texts.append(part.text)
             content = "\n".join(texts)
         elif content is None and message.role != "assistant":
-            raise _invalid(f"{where}.content", f"{where}.content is missing")
+            raise invalid(f"{where}.content", f"{where}.content is missing")
         if content is not None:
             _check_text(content, f"{where}.content")
         each: dict[str, Any] = {"role": message.role, "content": content}
@@ -277,42 +286,55 @@ def _messages(messages: list[Message]) -> bytes:
                 _check_text(value, f"{where}.{name}")
                 each[name] = value
         if message.tool_calls:
-            each["tool_calls"] = message.tool_calls
+            each["tool_calls"] = [_called(call, f"{where}.tool_calls[{at}]") for at, call in enumerate(message.tool_calls)]
         plain.append(each)
     return _packed(plain, "messages")
+
+
+def _called(call: Called, where: str) -> dict[str, Any]:
+    _check_text(call.function.name, f"{where}.function.name")
+    function = {"name": call.function.name, "arguments": call.function.arguments}
+    return {"id": call.id, "type": call.type, "function": function}
+
+
+def _documents(data: bytes) -> bytes:
+    if data in (b"", b"null", b"[]"):
+        return b""
+    decode(_documents_decoder, data, "documents")
+    return data
 
 
 def _packed(value: object, param: str) -> bytes:
     try:
         return _pack(value)
     except (RecursionError, OverflowError):
-        raise _invalid(param, f"{param} is nested too deeply, or holds a number out of range") from None
+        raise invalid(param, f"{param} is nested too deeply, or holds a number out of range") from None
 
 
 def _prompts(raw: bytes) -> tuple[str, bytes, int]:
     """("text", list of strings) or ("ids", list of int32 arrays), as msgpack, and how many."""
     data = raw.lstrip(b" \t\r\n")
     if data[:1] == b'"':
-        texts: list[str] = [_decode(msgspec.json.Decoder(str), data, "prompt")]
+        texts: list[str] = [decode(msgspec.json.Decoder(str), data, "prompt")]
         _check_text(texts[0], "prompt")
         return "text", _pack(texts), 1
     inside = data[1:].lstrip(b" \t\r\n")[:1] if data[:1] == b"[" else b""
     if inside == b'"':
-        texts = _decode(_texts, data, "prompt")
+        texts = decode(_texts, data, "prompt")
         for at, text in enumerate(texts):
             _check_text(text, f"prompt[{at}]")
         return "text", _pack(texts), _check_num(len(texts))
     if inside == b"[":
-        batch: list[list[int]] = _decode(_ids_batch, data, "prompt")
+        batch: list[list[int]] = decode(_ids_batch, data, "prompt")
         for at, ids in enumerate(batch):
             if not ids:
-                raise _invalid(f"prompt[{at}]", f"prompt[{at}] is empty")
+                raise invalid(f"prompt[{at}]", f"prompt[{at}] is empty")
         return "ids", _pack_ids(batch), _check_num(len(batch))
     if inside and (inside.isdigit() or inside == b"-"):
-        return "ids", _pack_ids([_decode(_ids, data, "prompt")]), 1
+        return "ids", _pack_ids([decode(_ids, data, "prompt")]), 1
     if inside == b"]":
-        raise _invalid("prompt", "prompt is empty")
-    raise _invalid("prompt", "prompt must be a string, a list of strings, a list of token ids or a list of lists of token ids")
+        raise invalid("prompt", "prompt is empty")
+    raise invalid("prompt", "prompt must be a string, a list of strings, a list of token ids or a list of lists of token ids")
 
 
 def _pack_ids(batch: list[list[int]]) -> bytes:
@@ -322,26 +344,22 @@ def _pack_ids(batch: list[list[int]]) -> bytes:
 
 def _check_num(num_prompts: int) -> int:
     if num_prompts > MAX_PROMPTS:
-        raise _invalid("prompt", f"prompt: {num_prompts} prompts are more than the {MAX_PROMPTS} one request may hold")
+        raise invalid("prompt", f"prompt: {num_prompts} prompts are more than the {MAX_PROMPTS} one request may hold")
     return num_prompts
 
 
 def _stops(stop: str | list[str] | None) -> list[str]:
     stops = [stop] if isinstance(stop, str) else stop or []
     if len(stops) > MAX_STOPS:
-        raise _invalid("stop", f"stop: {len(stops)} strings are more than the {MAX_STOPS} one request may name")
+        raise invalid("stop", f"stop: {len(stops)} strings are more than the {MAX_STOPS} one request may name")
     for each in stops:
         if not each:
-            raise _invalid("stop", "stop: a stop string is empty")
+            raise invalid("stop", "stop: a stop string is empty")
         if len(each) > 1024:
-            raise _invalid("stop", "stop: a stop string is longer than 1024 characters")
+            raise invalid("stop", "stop: a stop string is longer than 1024 characters")
     return stops
 
 
 def _check_text(text: str, param: str) -> None:
     if "\0" in text:
-        raise _invalid(param, f"{param} holds a NUL character")
-
-
-def _invalid(param: str | None, message: str) -> BadRequest:
-    return BadRequest("invalid_request", message, param=param)
+        raise invalid(param, f"{param} holds a NUL character")

@@ -10,7 +10,7 @@ import msgspec
 from daemon.api.responses import usage
 from daemon.contracts import Generation
 from daemon.errors import HearthError
-from daemon.streams import Frames
+from daemon.stream_parts import Frames
 
 _json = msgspec.json.encode
 DONE = b"data: [DONE]\n\n"
@@ -28,7 +28,8 @@ class StreamShape:
     continuous_usage: bool
     generations: Sequence[Generation]
 
-    def _head(self) -> bytes:
+    def head(self) -> bytes:
+        """Up to the choice."""
         kind = "chat.completion.chunk" if self.chat else "text_completion"
         return b'data: {"id":%b,"object":"%b","created":%d,"model":%b,"choices":[' % (
             _json(self.public_id),
@@ -37,7 +38,7 @@ class StreamShape:
             _json(self.model),
         )
 
-    def _tail(self, num_tokens: int | None = None) -> bytes:
+    def tail_of_chunk(self, num_tokens: int | None = None) -> bytes:
         """After the choice. OpenAI sends `"usage": null` on every chunk before the one that has it."""
         if num_tokens is not None and self.continuous_usage:
             return b'],"usage":%b}\n\n' % _json(self._usage(num_tokens))
@@ -49,30 +50,30 @@ class StreamShape:
 
     def frames(self, index: int) -> Frames:
         rest = b'},"logprobs":null,"finish_reason":null}' if self.chat else b',"logprobs":null,"finish_reason":null}'
-        prefix = self._head() + b'{"index":%d,%b"' % (index, b'"delta":{"content":' if self.chat else b'"text":')
+        prefix = self.head() + b'{"index":%d,%b"' % (index, b'"delta":{"content":' if self.chat else b'"text":')
         first = b""
         if self.chat:
-            first = self._head() + b'{"index":%d,"delta":{"role":"assistant","content":""' % index + rest + self._tail(0)
+            first = self.head() + b'{"index":%d,"delta":{"role":"assistant","content":""' % index + rest + self.tail_of_chunk(0)
         continuous: Callable[[int], bytes] | None = None
         if self.continuous_usage:
 
             def continuous(num_tokens: int) -> bytes:
-                return b'"' + rest + self._tail(num_tokens)
+                return b'"' + rest + self.tail_of_chunk(num_tokens)
 
-        return Frames(prefix=prefix, suffix=b'"' + rest + self._tail(), first=first, usage=continuous)
+        return Frames(prefix=prefix, suffix=b'"' + rest + self.tail_of_chunk(), first=first, usage=continuous)
 
     def finish(self, index: int, reason: str, num_tokens: int) -> bytes:
         body = b'"delta":{}' if self.chat else b'"text":""'
         return (
-            self._head()
+            self.head()
             + b'{"index":%d,%b,"logprobs":null,"finish_reason":"%b"}' % (index, body, reason.encode())
-            + self._tail(num_tokens)
+            + self.tail_of_chunk(num_tokens)
         )
 
     def tail(self, num_tokens: int) -> bytes:
         if not self.include_usage:
             return DONE
-        return self._head() + b'],"usage":%b}\n\n' % _json(self._usage(num_tokens)) + DONE
+        return self.head() + b'],"usage":%b}\n\n' % _json(self._usage(num_tokens)) + DONE
 
     def error(self, error: HearthError) -> bytes:
         return b"data: %b\n\n" % _json(error.body())

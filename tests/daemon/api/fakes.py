@@ -15,6 +15,7 @@ from daemon.api.app import make_app, make_runner
 from daemon.api.schema import parse
 from daemon.contracts import Generation, ModelEntry
 from daemon.errors import BadRequest, HearthError
+from daemon.text.jobs import TextFacts
 from daemon.text.token_table import BYTE_LEVEL, NORMAL, SKIPPED, PackedTable, TokenTable
 from engine.protocol import FINISH_LENGTH, FINISH_NONE, FINISH_STOP
 
@@ -66,6 +67,7 @@ class FakeText:
 
     def __init__(self) -> None:
         self._table = byte_table()
+        self.known_facts = TextFacts()
         self.num_parsed = 0
 
     async def encode(self, model: ModelEntry, text: bytes, add_special_tokens: bool = True) -> list[array[int]]:
@@ -77,6 +79,9 @@ class FakeText:
 
     async def table(self, model: ModelEntry) -> TokenTable:
         return self._table
+
+    async def facts(self, model: ModelEntry) -> TextFacts:
+        return self.known_facts
 
     async def parse_body(self, endpoint: str, body: bytes) -> tuple[bytes, bytes]:
         self.num_parsed += 1

@@ -21,6 +21,7 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
 # (path, body as JSON or bytes, param named)
 # ruff: noqa: E501
+TOOL = {"type": "function", "function": {"name": "f"}}
 FIELDS: list[tuple[str, dict[str, object], str]] = [
     *[(path, {"temperature": value}, "temperature") for path in (CHAT, TEXT) for value in (-0.1, 2.1, "1", [], {}, True)],
     *[(path, {"top_p": value}, "top_p") for path in (CHAT, TEXT) for value in (0, -1, 1.01, "x", [1])],
@@ -56,6 +57,27 @@ FIELDS: list[tuple[str, dict[str, object], str]] = [
     )],
     (CHAT, {"messages": [{"role": "user", "content": "x", "name": 1}]}, "messages[0].name"),
     (CHAT, {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": "x"}]}, "messages[1].tool_calls"),
+    (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}, "messages[0].tool_calls[0].function.name"),
+    (CHAT, {"tools": "x"}, "tools"),
+    (CHAT, {"tools": [1]}, "tools[0]"),
+    (CHAT, {"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
+    (CHAT, {"tools": [{"type": "function"}]}, "tools[0].function"),
+    (CHAT, {"tools": [TOOL, {"type": "function", "function": {}}]}, "tools[1].function.name"),
+    (CHAT, {"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+    (CHAT, {"tools": [{"type": "function", "function": {"name": "f\n"}}]}, "tools[0].function.name"),
+    (CHAT, {"tools": [TOOL, TOOL]}, "tools[1].function.name"),
+    (CHAT, {"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]}, "tools[0].function.parameters"),
+    (CHAT, {"tools": [{"type": "function", "function": {"name": "f", "strict": 1}}]}, "tools[0].function.strict"),
+    (CHAT, {"tools": [TOOL], "tool_choice": "always"}, "tool_choice"),
+    (CHAT, {"tools": [TOOL], "tool_choice": 1}, "tool_choice"),
+    (CHAT, {"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice.function"),
+    (CHAT, {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice.function.name"),
+    (CHAT, {"tool_choice": "required"}, "tool_choice"),
+    (CHAT, {"tools": [TOOL]}, "tools"),
+    (CHAT, {"parallel_tool_calls": 1}, "parallel_tool_calls"),
+    (CHAT, {"documents": ["x"]}, "documents[0]"),
+    (TEXT, {"tools": [TOOL]}, "tools"),
+    (TEXT, {"tool_choice": "auto"}, "tool_choice"),
     (CHAT, {"messages": [{"role": "user", "content": "x" * 5000}]}, "messages"),
     (CHAT, {"max_tokens": 5000}, "messages"),
     (CHAT, {"chat_template_kwargs": []}, "chat_template_kwargs"),
@@ -71,7 +93,6 @@ UNBUILT: list[tuple[str, object]] = [
     ("n", 2), ("n", 0), ("n", "1"), ("n", True), ("best_of", 2), ("logprobs", True), ("logprobs", 5), ("top_logprobs", 3),
     ("logit_bias", {"1": 100}), ("presence_penalty", 0.5), ("frequency_penalty", -1), ("repetition_penalty", 1.1), ("min_p", 0.1),
     ("response_format", {"type": "json_object"}), ("response_format", {"type": "json_schema", "json_schema": {"name": "x" * 500}}),
-    ("tools", [{"type": "function", "function": {"name": "f"}}]), ("tool_choice", "required"), ("tool_choice", {"type": "function"}),
     ("functions", [{"name": "f"}]), ("function_call", "auto"), ("echo", True), ("suffix", "end"), ("prompt_logprobs", 1),
     ("modalities", ["text", "audio"]), ("audio", {"voice": "x"}), ("prediction", {"type": "content", "content": "x"}),
     ("guided_json", {"type": "object"}), ("chat_template", "{{ 1 }}"), ("skip_special_tokens", False), ("use_beam_search", True),

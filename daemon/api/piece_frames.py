@@ -1,0 +1,34 @@
+"""The deltas of a chat with tools or reasoning, as SSE frames. Everything but their text is rendered once a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from daemon.api.sse import StreamShape
+from daemon.text.token_table import escape
+from daemon.text.tool_parsers.pieces import ARGUMENTS, CALL, REASONING, Piece
+
+_REST = b'},"logprobs":null,"finish_reason":null}'
+
+
+class PieceFrames:
+    """`new_call_id`: asked once for each call."""
+
+    __slots__ = ("_head", "_new_call_id", "_shape", "first")
+
+    def __init__(self, shape: StreamShape, index: int, new_call_id: Callable[[], str]) -> None:
+        self._shape, self._new_call_id = shape, new_call_id
+        self._head = shape.head() + b'{"index":%d,"delta":{' % index
+        self.first = shape.frames(index).first
+
+    def render(self, piece: Piece, num_tokens: int) -> bytes:
+        if piece.kind == CALL:
+            call = b'"tool_calls":[{"index":%d,"id":"%b","type":"function","function":{"name":%b,"arguments":""}}]'
+            delta = call % (piece.call, self._new_call_id().encode(), msgspec.json.encode(piece.text))
+        elif piece.kind == ARGUMENTS:
+            delta = b'"tool_calls":[{"index":%d,"function":{"arguments":"%b"}}]' % (piece.call, escape(piece.text))
+        else:
+            delta = b'"%b":"%b"' % (b"reasoning_content" if piece.kind == REASONING else b"content", escape(piece.text))
+        return self._head + delta + _REST + self._shape.tail_of_chunk(num_tokens)

@@ -1,0 +1,261 @@
+"""Tools and reasoning through the official client, with replies written by hand."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import aiohttp
+import msgspec
+import openai
+import pytest
+
+from daemon.text.jobs import TextFacts
+from engine.protocol import FINISH_LENGTH, FINISH_NONE, FINISH_STOP
+from tests.daemon.api.fakes import EOS, entry, serve, text_script
+from tests.daemon.api.sse_events import events
+
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "get_weather", "description": "Weather", "parameters": PARAMETERS}},
+    {"type": "function", "function": {"name": "search"}},
+]
+MESSAGES: list[Any] = [{"role": "user", "content": "hi"}]
+KOELN = '{"city": "Köln \U0001f600 \\"x\\""}'
+CALL = f'<tool_call>\n{{"name": "get_weather", "arguments": {KOELN}}}\n</tool_call>'
+SEARCH = '<tool_call>{"name": "search", "arguments": {}}</tool_call>'
+# tool_parser, reply, (content, calls, finish_reason)
+REPLIES = {
+    "text": ("hermes", "Hello.", ("Hello.", [], "stop")),
+    "one": ("hermes", CALL, (None, [("get_weather", KOELN)], "tool_calls")),
+    "text and two": ("hermes", f"Wait.\n{CALL}\n{SEARCH}", ("Wait.", [("get_weather", KOELN), ("search", "{}")], "tool_calls")),
+    "malformed": ("hermes", "<tool_call>{oops}</tool_call>", ("<tool_call>{oops}</tool_call>", [], "stop")),
+    "llama3": ("llama3", f'{{"name": "get_weather", "parameters": {KOELN}}}', (None, [("get_weather", KOELN)], "tool_calls")),
+    "mistral": ("mistral", f"[TOOL_CALLS]get_weather[ARGS]{KOELN}", (None, [("get_weather", KOELN)], "tool_calls")),
+    "mistral list": (
+        "mistral",
+        f'[TOOL_CALLS] [{{"name": "get_weather", "arguments": {KOELN}}}]',
+        (None, [("get_weather", KOELN)], "tool_calls"),
+    ),
+}
+
+
+def client(node: Any) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=node.url + "/v1", api_key="unused", max_retries=0)
+
+
+async def ask(node: Any, **options: Any) -> Any:
+    async with client(node) as opened:
+        return (
+            await opened.chat.completions.create(**({"model": "tiny", "messages": MESSAGES, "tools": TOOLS} | options))
+        ).choices[0]
+
+
+async def stream(node: Any, **options: Any) -> list[Any]:
+    """The choices of all chunks."""
+    async with client(node) as opened:
+        options = {"model": "tiny", "messages": MESSAGES, "tools": TOOLS, "stream": True} | options
+        chunks = [chunk async for chunk in await opened.chat.completions.create(**options)]
+    return [chunk.choices[0] for chunk in chunks if chunk.choices]
+
+
+def put_together(choices: list[Any]) -> tuple[str | None, str, list[tuple[str, str]], str]:
+    """(content, reasoning, calls, finish_reason) of a stream; checks the shape of each delta of a call."""
+    calls: list[tuple[str, list[str]]] = []
+    ids = set()
+    for choice in choices:
+        for call in choice.delta.tool_calls or ():
+            if call.index == len(calls):
+                assert (call.type, call.function.arguments) == ("function", "")
+                assert call.id
+                ids.add(call.id)
+                calls.append((call.function.name, []))
+            else:
+                assert call.index == len(calls) - 1
+                assert (call.id, call.type, call.function.name) == (None, None, None)
+                assert call.function.arguments
+                calls[call.index][1].append(call.function.arguments)
+        assert (choice.finish_reason is not None) == (choice is choices[-1])
+    assert len(ids) == len(calls)
+    assert choices[0].delta.role == "assistant"
+    content = "".join(choice.delta.content or "" for choice in choices)
+    reasoning = "".join(getattr(choice.delta, "reasoning_content", None) or "" for choice in choices)
+    return content or None, reasoning, [(name, "".join(parts)) for name, parts in calls], choices[-1].finish_reason
+
+
+def calls_of(message: Any) -> list[tuple[str, str]]:
+    for call in message.tool_calls or ():
+        assert call.type == "function"
+        assert call.id
+    return [(call.function.name, call.function.arguments) for call in message.tool_calls or ()]
+
+
+@pytest.mark.parametrize("name", REPLIES)
+async def test_the_official_client_reads_replies_streamed_and_not(name):
+    dialect, reply, (content, calls, reason) = REPLIES[name]
+    async with serve(lambda _: text_script(reply.encode()), models=[entry(tool_parser=dialect)]) as node:
+        whole = await ask(node)
+        assert (whole.message.content, calls_of(whole.message), whole.finish_reason) == (content, calls, reason)
+        choices = await stream(node)
+        assert put_together(choices) == (content, "", calls, reason)
+    if calls == [("get_weather", KOELN)]:
+        fragments = [c.delta.tool_calls[0].function.arguments for c in choices if c.delta.tool_calls][1:]
+        assert len(fragments) > len(KOELN) // 2, "arguments come as they are generated"
+
+
+async def test_special_tokens_are_markers():
+    """A tokenizer that calls [TOOL_CALLS] special leaves it out of texts."""
+    arguments = '{"city": "x"}'
+    script = [([258], FINISH_NONE), *(([value], FINISH_NONE) for value in b"search"), ([259], FINISH_NONE)]
+    script += [(list(arguments.encode()), FINISH_NONE), ([EOS], FINISH_STOP)]
+    async with serve(lambda _: script) as node:
+        node.text.known_facts = TextFacts(tool_parser="mistral", markers={258: "[TOOL_CALLS]", 259: "[ARGS]"})
+        whole = await ask(node)
+        assert calls_of(whole.message) == [("search", arguments)]
+        assert len(whole.message.tool_calls[0].id) == 9
+        assert put_together(await stream(node))[2] == [("search", arguments)]
+
+
+async def test_the_config_goes_before_the_template():
+    async with serve(lambda _: text_script(CALL.encode()), models=[entry(tool_parser="none")]) as node:
+        node.text.known_facts = TextFacts(tool_parser="hermes")
+        with pytest.raises(openai.BadRequestError, match="tool_parser") as error:
+            await ask(node)
+        assert (error.value.param, error.value.code) == ("tools", "unsupported_parameter")
+
+
+async def test_parallel_tool_calls_false_keeps_the_first():
+    reply = f"{CALL}\n{SEARCH}"
+    async with serve(lambda _: text_script(reply.encode()), models=[entry(tool_parser="hermes")]) as node:
+        whole = await ask(node, parallel_tool_calls=False)
+        assert calls_of(whole.message) == [("get_weather", KOELN)]
+        assert put_together(await stream(node, parallel_tool_calls=False))[2:] == ([("get_weather", KOELN)], "tool_calls")
+
+
+@pytest.mark.parametrize("choice", ["none", None])
+async def test_what_the_template_is_shown(choice):
+    shown = []
+    async with serve(lambda _: text_script(CALL.encode()), models=[entry(tool_parser="hermes")]) as node:
+        encode = node.text.encode_chat
+
+        async def look(model: Any, messages: bytes, options: dict[str, Any]) -> Any:
+            shown.append(options)
+            return await encode(model, messages, options)
+
+        node.text.encode_chat = look
+        whole = await ask(node, extra_body={"documents": [{"text": "d"}]} | ({"tool_choice": choice} if choice else {}))
+    if choice == "none":
+        assert shown[0]["tools"] == b""
+        assert (whole.message.content, whole.message.tool_calls) == (CALL, None)
+    else:
+        assert json.loads(shown[0]["tools"]) == TOOLS
+    assert json.loads(shown[0]["documents"]) == [{"text": "d"}]
+
+
+async def test_tool_choice_none_needs_no_dialect_and_its_stream_is_the_plain_one():
+    async with serve(lambda _: text_script(CALL.encode())) as node:
+        assert put_together(await stream(node, tool_choice="none")) == (CALL, "", [], "stop")
+        assert type(node.requests.submitted[0].sink).__name__ == "Stream"
+
+
+async def test_a_call_cut_off_by_max_tokens():
+    cut = CALL[:50].encode()
+    async with serve(lambda _: text_script(cut, FINISH_LENGTH), models=[entry(tool_parser="hermes")]) as node:
+        whole = await ask(node)
+        assert whole.finish_reason == "length"
+        ((name, arguments),) = calls_of(whole.message)
+        assert name == "get_weather"
+        assert KOELN.startswith(arguments)
+        assert put_together(await stream(node)) == (None, "", [(name, arguments)], "length")
+
+
+async def test_a_stop_string_ends_a_call_in_the_middle():
+    async with serve(lambda _: text_script(CALL.encode()), models=[entry(tool_parser="hermes")]) as node:
+        whole = await ask(node, stop="</tool_call>")
+        assert (calls_of(whole.message), whole.finish_reason) == ([("get_weather", KOELN)], "tool_calls")
+        whole = await ask(node, stop="Köln")
+        assert (whole.message.content, whole.finish_reason) == (CALL.partition("Köln")[0], "stop")
+        assert put_together(await stream(node, stop="Köln"))[3] == "stop"
+
+
+REASONED = "<think>\nLet me <think>.\n</think>\n\nYes."
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reply", "reasoning", "content"),
+    [
+        ("hi", REASONED, "Let me <think>.", "Yes."),
+        ("hi<think>\n", REASONED.removeprefix("<think>"), "Let me <think>.", "Yes."),
+        ("hi", "Yes.", None, "Yes."),
+        ("hi<think>", "never done", "never done", None),
+    ],
+)
+@pytest.mark.parametrize("place", ["template", "config"])
+async def test_reasoning_is_split_off(prompt, reply, reasoning, content, place):
+    models = [entry(reasoning_parser="think")] if place == "config" else None
+    messages = [{"role": "user", "content": prompt}]
+    async with serve(lambda _: text_script(reply.encode()), models=models) as node:
+        node.text.known_facts = TextFacts(reasoning_parser="think" if place == "template" else "none")
+        whole = await ask(node, tools=openai.NOT_GIVEN, messages=messages)
+        assert (whole.message.content, whole.message.reasoning_content) == (content, reasoning)
+        choices = await stream(node, tools=openai.NOT_GIVEN, messages=messages)
+        assert put_together(choices) == (content, reasoning or "", [], "stop")
+        node.models[0].reasoning_parser = "none"
+        plain = await ask(node, tools=openai.NOT_GIVEN, messages=messages)
+        assert plain.message.content == reply
+
+
+async def test_reasoning_then_a_call():
+    async with serve(lambda _: text_script(f"<think>hm</think>\n{CALL}".encode())) as node:
+        node.text.known_facts = TextFacts("hermes", "think")
+        whole = await ask(node)
+        assert (whole.message.content, whole.message.reasoning_content) == (None, "hm")
+        assert put_together(await stream(node)) == (None, "hm", [("get_weather", KOELN)], "tool_calls")
+
+
+@pytest.mark.parametrize("options", [{"include_usage": True}, {"include_usage": True, "continuous_usage_stats": True}])
+async def test_usage_and_frames(options):
+    async with serve(lambda _: text_script(CALL.encode()), models=[entry(tool_parser="hermes")]) as node:
+        body = {"model": "tiny", "messages": MESSAGES, "tools": TOOLS, "stream": True, "stream_options": options}
+        async with aiohttp.ClientSession() as session, session.post(f"{node.url}/v1/chat/completions", json=body) as answer:
+            data, _, done = events(await answer.text())
+    assert done
+    assert data[-1]["usage"]["completion_tokens"] == len(CALL.encode()) + 1
+    usages = [chunk["usage"] and chunk["usage"]["completion_tokens"] for chunk in data[:-1]]
+    assert usages == sorted(usages) if "continuous_usage_stats" in options else set(usages) == {None}
+    assert all(chunk["choices"][0]["logprobs"] is None for chunk in data[:-1])
+
+
+async def test_a_slow_client_loses_nothing():
+    arguments = json.dumps({"city": "x" * 300_000}).encode()
+    reply = b'<tool_call>{"name": "search", "arguments": ' + arguments + b"}</tool_call>"
+    script = [(list(reply[at : at + 100]), FINISH_NONE) for at in range(0, len(reply), 100)]
+    async with serve(lambda _: [*script, ([EOS], FINISH_STOP)], models=[entry(tool_parser="hermes")]) as node:
+        _, _, calls, reason = put_together(await stream(node))
+    assert calls == [("search", arguments.decode())]
+    assert reason == "tool_calls"
+
+
+async def test_a_large_body_with_tools_is_read_in_the_helper():
+    async with serve(lambda _: text_script(CALL.encode()), models=[entry(tool_parser="hermes", max_model_len=1 << 20)]) as node:
+        whole = await ask(node, messages=[{"role": "user", "content": "x" * 200_000}])
+        assert node.text.num_parsed == 1
+        assert calls_of(whole.message) == [("get_weather", KOELN)]
+
+
+async def test_calls_go_back_to_the_template():
+    shown = []
+    async with serve(lambda _: text_script(b"ok"), models=[entry(tool_parser="hermes")]) as node:
+        encode = node.text.encode_chat
+
+        async def look(model: Any, messages: bytes, options: dict[str, Any]) -> Any:
+            shown.extend(msgspec.msgpack.decode(messages))
+            return await encode(model, messages, options)
+
+        node.text.encode_chat = look
+        function = {"name": "search", "arguments": '{"q": 1}'}
+        call = {"id": "call_1", "type": "function", "function": function}
+        replies = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "call_1", "content": "42"}]
+        await ask(node, messages=[*MESSAGES, *replies])
+    assert shown[1]["tool_calls"] == [call]
+    assert shown[2] == {"role": "tool", "content": "42", "tool_call_id": "call_1"}
