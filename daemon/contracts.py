@@ -126,6 +126,10 @@ class TextPort(Protocol):
         """`ids`: packed int32. The text as a JSON string, special tokens included."""
         ...
 
+    def check_grammar(self, field: str, grammar: str) -> Awaitable[None]:
+        """Raises HearthError (400) naming `field`, with the reason why `grammar` (SamplingParams.grammar) cannot be followed."""
+        ...
+
     def parse_body(self, endpoint: str, body: bytes) -> Awaitable[tuple[bytes, bytes]]:
         """Decodes and checks a large request body ("chat" | "completions") off the event loop: see daemon/api/schema.py for
         the two parts. Raises HearthError as the schema does."""

@@ -55,7 +55,8 @@ class Helper:
     async def connect(self, opening: Open) -> Worker:
         for attempt in (1, 2):
             await self.start()
-            assert self._control is not None
+            if self._control is None:  # ended this very moment
+                raise ServerFault("internal_error", "the text helper has been ended")
             ours, theirs = socket.socketpair()
             try:
                 with theirs:

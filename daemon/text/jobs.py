@@ -11,7 +11,7 @@ from engine.protocol import Message
 
 
 class Open(Message, frozen=True):
-    """Always the first. `path` "": a worker for request bodies, without a model."""
+    """Always the first. `path` "": a worker for request bodies or grammars, without a model."""
 
     name: str
     path: str
@@ -73,6 +73,14 @@ class ParseBody(Message, frozen=True):
     body: bytes
 
 
+class CheckGrammar(Message, frozen=True):
+    """-> nothing, or the reason why it cannot be followed. `field`: the request's, for the message."""
+
+    job_id: int
+    field: str
+    grammar: str
+
+
 class Done(Message, frozen=True):
     job_id: int
     parts: list[bytes]
@@ -89,8 +97,8 @@ class Failed(Message, frozen=True):
     status: int
 
 
-Job = Encode | EncodeChat | Tokenize | Detokenize | Describe | BuildTable | ParseBody
-ToWorker = Open | Encode | EncodeChat | Tokenize | Detokenize | Describe | BuildTable | ParseBody
+Job = Encode | EncodeChat | Tokenize | Detokenize | Describe | BuildTable | ParseBody | CheckGrammar
+ToWorker = Open | Encode | EncodeChat | Tokenize | Detokenize | Describe | BuildTable | ParseBody | CheckGrammar
 FromWorker = Done | Failed
 
 

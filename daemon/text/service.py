@@ -16,6 +16,7 @@ from daemon.errors import BadRequest
 from daemon.text.helper import Helper, Worker, WorkerDied
 from daemon.text.jobs import (
     BuildTable,
+    CheckGrammar,
     Describe,
     Detokenize,
     Encode,
@@ -35,6 +36,7 @@ MAX_FACTS = 1024
 
 _Key = tuple[str, str, str | None]  # path, fingerprint, chat template: changed files are another model
 _NO_MODEL: _Key = ("", "", None)
+_GRAMMARS: _Key = ("", "grammars", None)
 _facts_decoder = msgspec.msgpack.Decoder(TextFacts)
 _table_decoder = msgspec.msgpack.Decoder(PackedTable)
 
@@ -96,6 +98,9 @@ class TextService:
                 del self._facts[next(iter(self._facts))]
         return known
 
+    async def check_grammar(self, field: str, grammar: str) -> None:
+        await self._run((_GRAMMARS, Open("", "", None)), lambda job_id: CheckGrammar(job_id, field, grammar), field)
+
     async def table(self, model: ModelEntry) -> TokenTable:
         key, _ = _open(model)
         task = self._tables.get(key)
@@ -140,11 +145,11 @@ class TextService:
         return await asyncio.shield(task)
 
     def _end_idle(self, but: _Key) -> None:
-        """The least recently used workers without a job, down to the limit. The one for bodies does not count."""
+        """The least recently used workers without a job, down to the limit. Those without a model do not count."""
         for key, task in list(self._workers.items()):
-            if len(self._workers) - (_NO_MODEL in self._workers) <= self._max_workers:
+            if len(self._workers.keys() - {_NO_MODEL, _GRAMMARS}) <= self._max_workers:
                 return
-            if key in (but, _NO_MODEL) or not task.done():
+            if key in (but, _NO_MODEL, _GRAMMARS) or not task.done():
                 continue
             if task.cancelled() or task.exception() is not None:
                 del self._workers[key]

@@ -13,9 +13,11 @@ import msgspec
 from daemon.api.schema import parse
 from daemon.errors import BadRequest, HearthError, ServerFault
 from daemon.text.checkpoint_text import CheckpointText
+from daemon.text.grammar_check import check_grammar
 from daemon.text.job_parts import detokenized, rendered, tokenized
 from daemon.text.jobs import (
     BuildTable,
+    CheckGrammar,
     Describe,
     Detokenize,
     Done,
@@ -72,6 +74,9 @@ class Worker:
         if isinstance(job, ParseBody):
             head, prompt = parse(job.endpoint, job.body)
             return [msgspec.msgpack.encode(head), prompt]
+        if isinstance(job, CheckGrammar):
+            check_grammar(job.field, job.grammar)
+            return []
         text = self._text
         if text is None:
             raise ServerFault("internal_error", "this text worker has no model")

@@ -1,0 +1,58 @@
+"""Whether llguidance can follow a grammar. Runs in a text worker of its own: a hostile grammar costs that process its life, only.
+
+The limits are on CPU time and address space. A worker that passes one is killed by the kernel; the job is tried once more alone,
+and then the request is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import resource
+import signal
+
+from llguidance import LLMatcher, LLTokenizer
+
+from daemon.errors import BadRequest
+from engine.grammar.compile import compile_grammar, parser_limits
+
+CPU_S = 2.0  # everyday schemas take 1 ms
+MEMORY_BYTES = 2 << 30
+
+
+def check_grammar(field: str, grammar: str) -> None:
+    """Raises BadRequest with llguidance's reason. A Lark grammar that names special tokens is checked by the engine alone, which
+    knows the vocabulary."""
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(hard, MEMORY_BYTES), hard))
+    signal.setitimer(signal.ITIMER_PROF, CPU_S)  # its signal ends the process
+    try:
+        reason = _why_not(grammar)
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+    if reason:
+        raise BadRequest("unsupported_grammar", f"{field}: {reason[:500].strip()}", param=field)
+
+
+@functools.cache
+def _bytes_tokenizer() -> LLTokenizer:
+    return LLTokenizer("byte")
+
+
+def _why_not(grammar: str) -> str:
+    """ "" if it can be followed."""
+    try:
+        compiled = compile_grammar(grammar)
+    except ValueError as error:
+        return str(error)
+    failed, messages = LLMatcher.validate_grammar_with_warnings(compiled, None, limits=parser_limits())
+    if failed:
+        return messages[0]
+    if messages:
+        return ""
+    # the first mask builds what is left to build; single bytes are every vocabulary's common part
+    matcher = LLMatcher(_bytes_tokenizer(), compiled, log_level=0, limits=parser_limits())
+    if not matcher.is_error():
+        mask = matcher.compute_bitmask()
+        if not matcher.is_error() and not matcher.is_accepting() and mask.count(0) == len(mask):
+            return "no text follows it"
+    return matcher.get_error()
