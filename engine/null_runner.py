@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from engine.contracts import BatchPlan, IntArray, KVGroupSpec, LoadCancelled, SequenceTable, StepResult
 from engine.grammar.row_masks import RowMasks
-from engine.protocol import Configure, LoadModel
+from engine.protocol import Configure, LoadModel, PromptLogprobs, TokenLogprobs
 from loader.errors import CheckpointError
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -99,7 +99,31 @@ class NullModel:
         if self._nan_token is not None:
             bad = self._holding(self._nan_token, slots, table)
         self._pacer.wait()
-        return StepResult(ids, bad, time.monotonic() - started)
+        result = StepResult(ids, bad, time.monotonic() - started)
+        self._tell_logprobs(result, plan, slots, table)
+        return result
+
+    @staticmethod
+    def _tell_logprobs(result: StepResult, plan: BatchPlan, slots: IntArray, table: SequenceTable) -> None:
+        """Every token was certain: the only alternative is the token itself."""
+        asking = np.flatnonzero((table.num_logprobs[slots] >= 0) & ~result.bad)
+        if len(asking):
+            counts = np.minimum(table.num_logprobs[slots[asking]], 1)
+            nothing = [0.0] * len(asking)
+            result.logprobs = TokenLogprobs(
+                table.request_id[slots[asking]].tolist(),
+                nothing,
+                counts.tolist(),
+                result.ids[asking][counts > 0].tolist(),
+                [0.0] * int(counts.sum()),
+            )
+        for row in np.flatnonzero(table.prompt_logprobs[plan.slots]).tolist():
+            slot, first = plan.slots[row], int(plan.num_computed[row]) + 1
+            told = table.tokens[slot, first : min(first + int(plan.num_new[row]), int(table.num_prompt[slot]))]
+            num_top = min(1, int(table.num_logprobs[slot]))
+            nothing = [0.0] * len(told)
+            top_ids, top = (told.tolist(), nothing) if num_top else ([], [])
+            result.prompt_logprobs.append(PromptLogprobs(int(table.request_id[slot]), first, num_top, nothing, top_ids, top))
 
     def release(self) -> None:
         """There is nothing to give back."""

@@ -144,6 +144,8 @@ class Engine:
         if num_tokens > len(plan.slots):
             per_token = result.seconds / num_tokens
             served.seconds_per_token += (per_token - served.seconds_per_token) * (0.3 if served.seconds_per_token else 1.0)
+        for told in result.prompt_logprobs:
+            self.channel.send(told)
         outcome = scheduler.finish_step(plan, result.ids, result.bad)
         if masks is not None:
             self.constraints.sampled(served, masks, result.ids, result.bad)
@@ -157,6 +159,7 @@ class Engine:
                     outcome.ids,
                     finish=outcome.finish,
                     cached=outcome.cached,
+                    logprobs=result.logprobs,
                 )
             )
             if outcome.finish:

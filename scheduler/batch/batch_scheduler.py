@@ -16,6 +16,7 @@ from scheduler.batch.kv_cache import KVCache
 from scheduler.batch.plan import FINISH_LENGTH, FINISH_STOP, BatchPlan, BoolArray, IntArray, make_sequence_table, write_sampling
 from scheduler.batch.prefix_cache import extend_keys, prefix_seed
 from scheduler.batch.request import BatchRequest, WaitingQueue
+from scheduler.batch.same_prompts import SamePrompts
 from scheduler.batch.sequence_blocks import Admission, SequenceBlocks
 
 
@@ -67,6 +68,7 @@ class BatchScheduler:
         self._has_stop_ids: BoolArray = np.zeros(slots, np.bool_)
         self._held: BoolArray = np.zeros(slots, np.bool_)  # constrained rows that may not have their next token yet
         self._wants_first: BoolArray = np.zeros(slots, np.bool_)
+        self._same_prompts = SamePrompts(self._slot_of, self.table.num_computed, self._held, kv.block_tokens)
         self._next_order = 0
         self._blocked_version = -1  # chunk pool's version when the head of the queue last found no memory
         self._rotation = 0
@@ -227,7 +229,7 @@ class BatchScheduler:
         return stop
 
     def _note_first_tokens(self, slots: IntArray, outcome: StepOutcome) -> None:
-        self._wants_first[slots] = False
+        self._wants_first[slots] = self.table.prompt_logprobs[slots] = False
         for slot in slots.tolist():
             request = self._requests[slot]
             assert request is not None
@@ -299,10 +301,11 @@ class BatchScheduler:
         request = self.waiting.head()
         while request is not None:
             num_tokens = len(request.tokens)
-            # The last token is computed even if all are cached: its logits are what the request wants.
-            num_full = (num_tokens - 1) // self.block_tokens
+            num_full = request.num_shareable_blocks(self.block_tokens)
             seed = prefix_seed(request.cache_salt, self.limits.fingerprint, self.limits.kv_dtype)
             extend_keys(request.keys, seed, request.tokens, self.block_tokens, num_full)
+            if self._same_prompts.must_wait(request, num_full):
+                return None
             # Sequences that run will grow: one block each for a quarter of them is left, or the newest would go at once.
             headroom = self.blocks.owed(self._running, self.table.num_tokens[self._running], self.num_running // 4)
             admission = self.blocks.admit(request.keys[:num_full], num_tokens, headroom)

@@ -9,7 +9,7 @@ from scheduler.batch.plan import IntArray, Sampling
 from scheduler.shares import Shares
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class BatchRequest:
     """tokens: prompt, then the output so far (a resubmission or a preemption has some); both are computed again.
 
@@ -29,6 +29,13 @@ class BatchRequest:
     has_first_token: bool = False
     constrained: bool = False  # SequenceTable.constrained
     held: bool = False  # constrained, and what may follow its last token is not known yet
+
+    def num_shareable_blocks(self, block_tokens: int) -> int:
+        """Leading blocks it may take from the prefix cache. The last token is computed even if all are cached: its logits are what
+        the request wants. Log-probabilities of the prompt need every token's."""
+        if self.params.prompt_logprobs and not self.has_first_token:
+            return 0
+        return (len(self.tokens) - 1) // block_tokens
 
 
 class WaitingQueue:

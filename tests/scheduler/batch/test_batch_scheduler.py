@@ -346,3 +346,52 @@ def ends(whole: list[int], params: Params) -> bool:
 
 def test_fake_model_depends_on_every_token() -> None:
     assert len({next_token([1, 2, 3]), next_token([1, 3, 2]), next_token([0, 2, 3]), next_token([1, 2])}) > 1
+
+
+def test_sequences_of_one_prompt_compute_it_once() -> None:
+    """n of one request: the first computes the prompt in chunks, the others wait and share its blocks; a different one does not."""
+    harness = Harness(max_num_batched_tokens=16)
+    prompt = list(range(1, 31))
+    for request_id in range(1, 5):
+        harness.submit(request_id, prompt, Params(seed=request_id))
+    harness.submit(9, [50, 51], Params())
+    harness.run()
+    outputs = [harness.output[request_id] for request_id in range(1, 5)]
+    assert outputs == [expected_output(prompt, Params(), 64)] * 4
+    assert [harness.cached.get(request_id, 0) for request_id in range(1, 5)] == [0, 28, 28, 28]
+    num_generated = sum(len(output) for output in harness.output.values())
+    assert harness.model.num_computed_tokens < 30 + 3 * 2 + 2 + num_generated
+    harness.check_no_leak()
+
+
+def test_the_first_of_several_may_leave() -> None:
+    harness = Harness(max_num_batched_tokens=16)
+    prompt = list(range(1, 31))
+    for request_id in (1, 2, 3):
+        harness.submit(request_id, prompt)
+    harness.step()
+    harness.scheduler.abort(1)
+    harness.run()
+    assert harness.output[2] == harness.output[3] == expected_output(prompt, Params(), 64)
+    harness.check_no_leak()
+
+
+def test_a_prompt_whose_log_probabilities_are_owed_shares_nothing() -> None:
+    harness = Harness(max_num_batched_tokens=16)
+    prompt = list(range(1, 31))
+    harness.submit(1, prompt)
+    harness.run()
+    harness.submit(2, prompt, Params(prompt_logprobs=True, logprobs=0))
+    harness.submit(3, prompt, Params(prompt_logprobs=True, logprobs=0))
+    harness.step()
+    assert harness.scheduler.table.prompt_logprobs.sum() >= 1
+    harness.run()
+    assert not harness.scheduler.table.prompt_logprobs[harness.scheduler.table.request_id != 0].any()
+    assert 2 not in harness.cached
+    assert 3 not in harness.cached
+    # again after a crash: the client has them all
+    before = harness.model.num_computed_tokens
+    harness.submit(4, prompt, Params(prompt_logprobs=True, logprobs=0), output=harness.output[2][:3])
+    harness.run()
+    assert harness.output[4] == harness.output[2]
+    assert harness.model.num_computed_tokens - before < 30

@@ -1,0 +1,29 @@
+"""Several sequences of one prompt that come together (n of one request): the first computes it, the others wait and share it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from weakref import WeakValueDictionary
+
+from scheduler.batch.plan import BoolArray, IntArray
+from scheduler.batch.request import BatchRequest
+
+
+class SamePrompts:
+    """Which running sequence computes which prompt. The columns are the batch scheduler's own, [S]; held rows do not move on."""
+
+    def __init__(self, slot_of: Mapping[int, int], num_computed: IntArray, held: BoolArray, block_tokens: int) -> None:
+        self._slot_of, self._num_computed, self._held, self._block_tokens = slot_of, num_computed, held, block_tokens
+        self._first: WeakValueDictionary[bytes, BatchRequest] = WeakValueDictionary()  # by the key of the last full block
+
+    def must_wait(self, request: BatchRequest, num_full: int) -> bool:
+        """Whether another sequence is about to compute the same num_full blocks. If none is, this request will be the one."""
+        if not num_full:
+            return False
+        key = request.keys[num_full - 1]
+        first = self._first.get(key)
+        slot = None if first is None else self._slot_of.get(first.request_id)
+        if slot is not None and not self._held[slot] and int(self._num_computed[slot]) < num_full * self._block_tokens:
+            return True
+        self._first[key] = request
+        return False
