@@ -22,7 +22,7 @@ from daemon.state import NodeState
 from loader import catalog, sizing
 from loader.hf_config import ModelShape
 from scheduler.node import events
-from scheduler.node.ledger import size_of
+from scheduler.node.ledger import kv_reserved_bytes, size_of
 
 log = logging.getLogger("hearthd.models")
 DEBOUNCE_MS, STEP_MS = 300, 150
@@ -141,6 +141,7 @@ class Registry:
             ),
             max_model_len=max_model_len,
             kv_floor_tokens=settings.kv_floor_tokens or 0,
+            kv_reserved_bytes=_kv_reserved_bytes(config, shape, dtype, max(max_model_len, settings.kv_floor_tokens or 0)),
             max_sequences=settings.max_sequences,
             max_queued=config.max_queued_per_model if settings.max_queued is None else settings.max_queued,
             priority=settings.priority,
@@ -193,6 +194,7 @@ class Registry:
                 kv_bytes_per_token=sizing.kv_bytes_per_token(shape, dtype),
                 work_space_bytes=sizing.work_space_bytes(shape, dtype, *batch, length),
                 max_model_len=length,
+                kv_reserved_bytes=_kv_reserved_bytes(config, shape, dtype, length),
             )
             size = size_of(facts, chunk_bytes)
             if size.chunks + size.work_space_chunks <= budget_bytes // chunk_bytes:
@@ -234,7 +236,7 @@ class Registry:
             capped = f" (configured {asked} is more than the checkpoint has)"
         return (
             f"{name}: {found.dtype}, max_model_len {facts.max_model_len}{capped}, weights {format_bytes(facts.weights_bytes)}, "
-            f"reserved KV {format_bytes(reserved_tokens * facts.kv_bytes_per_token)}, "
+            f"reserved KV {format_bytes(kv_reserved_bytes(facts))}, "
             f"work space {format_bytes(facts.work_space_bytes)}"
         )
 
@@ -270,3 +272,12 @@ class Registry:
         if self._stop_watching is not None and self._watch_thread is not None:
             self._stop_watching.set()
             self._watch_thread.join(2.0)
+
+
+def _kv_reserved_bytes(config: NodeConfig, shape: ModelShape, dtype: str, num_tokens: int) -> int:
+    """For ModelFacts: of a model with windows."""
+    if not any(shape.layer_windows):
+        return 0
+    return sizing.kv_reserved_bytes(
+        shape, dtype, num_tokens, config.block_tokens, config.max_num_batched_tokens, int(config.chunk_bytes)
+    )

@@ -201,8 +201,15 @@ def work_space_bytes(
 
 
 def default_max_model_len(shape: ModelShape, dtype: str, device_budget_bytes: int) -> int:
-    """The checkpoint's length, or what a quarter of the device holds as KV if that is less (but 2,048 at least)."""
-    fits = device_budget_bytes // 4 // kv_bytes_per_token(shape, dtype)
+    """The checkpoint's length, or what a quarter of the device holds as KV if that is less (but 2,048 at least). A layer with a
+    window takes no more than that."""
+    layer_bytes = kv_bytes_per_token(shape, dtype) // shape.num_layers
+    windows = [window for window in shape.layer_windows if window]
+    left_bytes = max(0, device_budget_bytes // 4 - sum(windows) * layer_bytes)
+    fits = device_budget_bytes // 4 // kv_bytes_per_token(shape, dtype)  # shorter than every window
+    if windows and fits > max(windows):
+        num_full = shape.num_layers - len(windows)
+        fits = left_bytes // (num_full * layer_bytes) if num_full else shape.max_position_embeddings
     return min(shape.max_position_embeddings, max(MIN_MODEL_LEN, fits))
 
 

@@ -37,7 +37,7 @@ def size_of(facts: ModelFacts, chunk_bytes: int) -> Size:
 
 
 def kv_reserved_bytes(facts: ModelFacts) -> int:
-    return max(facts.kv_floor_tokens, facts.max_model_len) * facts.kv_bytes_per_token
+    return facts.kv_reserved_bytes or max(facts.kv_floor_tokens, facts.max_model_len) * facts.kv_bytes_per_token
 
 
 def amount(num_bytes: int) -> str:
@@ -48,10 +48,11 @@ def amount(num_bytes: int) -> str:
 def arithmetic(facts: ModelFacts, chunk_bytes: int, budgets: dict[str, int]) -> str:
     """Why a model fits on none of the devices (name -> budget in bytes), each sum in full."""
     size = size_of(facts, chunk_bytes)
+    each = f"{'at most ' if facts.kv_reserved_bytes else ''}{facts.kv_bytes_per_token} bytes"
     weights, kv, work = (n * chunk_bytes for n in (size.weights_chunks, size.kv_chunks, size.work_space_chunks))
     lines = [
         f"weights {amount(weights)} + reserved KV {amount(kv)} for {max(facts.kv_floor_tokens, facts.max_model_len)} tokens"
-        f" of {facts.kv_bytes_per_token} bytes + work space {amount(work)} = {amount(weights + kv + work)}"
+        f" of {each} + work space {amount(work)} = {amount(weights + kv + work)}"
         f", in chunks of {chunk_bytes} bytes"
     ]
     for device, budget in sorted(budgets.items()):

@@ -98,6 +98,19 @@ async def test_default_length_is_a_quarter_of_the_device_and_fits(tmp_path: Path
         assert "of 1048576" in registry.describe("long")
 
 
+async def test_windows_reserve_less_and_allow_more(tmp_path: Path) -> None:
+    for name, architecture in (("full", "LlamaForCausalLM"), ("windows", "MistralForCausalLM")):
+        make_model(tmp_path / name, architecture=architecture, max_position_embeddings=1 << 16, sliding_window=256)
+    found = registered(await make_registry(tmp_path, 64 * MIB).rescan())
+    full, windows = found["full"], found["windows"]
+    assert full.kv_reserved_bytes == 0
+    assert 0 < windows.kv_reserved_bytes < windows.max_model_len * windows.kv_bytes_per_token // 4
+    assert windows.max_model_len > full.max_model_len
+    text = make_registry(tmp_path, 64 * MIB, windows=ModelConfig(max_model_len=4096))
+    await text.rescan()
+    assert f"reserved KV {windows.kv_reserved_bytes / MIB:.1f} MiB" in text.describe("windows")
+
+
 async def test_a_reload_changes_settings_of_unchanged_folders(tmp_path: Path) -> None:
     make_model(tmp_path / "a")
     registry = make_registry(tmp_path)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -9,7 +10,10 @@ from loader.hf_config import ModelShape, parse_config
 from loader.sizing import (
     block_bytes,
     default_max_model_len,
+    group_chunks,
     kv_bytes_per_token,
+    kv_groups,
+    kv_reserved_bytes,
     logits_rows,
     parameter_shapes,
     weight_layout,
@@ -70,3 +74,41 @@ def test_work_space_grows_with_what_it_depends_on() -> None:
     assert base < work_space_bytes(model, "float32", 512, 256, 1024)
     assert work_space_bytes(model, "bfloat16", 512, 64) == work_space_bytes(model, "bfloat16", 512, 64, 4096)
     assert base < 64 << 20
+
+
+MIB = 1 << 20
+
+
+def windowed(*windows: int) -> ModelShape:
+    return replace(shape(num_hidden_layers=len(windows), max_position_embeddings=1 << 17), layer_windows=windows)
+
+
+def test_layers_with_one_window_are_one_group() -> None:
+    model = windowed(512, 0, 512, 1024, 0)
+    groups = kv_groups(model, "float32", 16)
+    assert [(group.kind, group.window_tokens, group.layers) for group in groups] == [
+        ("full", 0, (1, 4)),
+        ("window", 512, (0, 2)),
+        ("window", 1024, (3,)),
+    ]
+    assert sum(group.block_bytes for group in groups) == block_bytes(model, "float32", 16)
+
+
+def test_a_window_group_reserves_its_window_and_a_chunk() -> None:
+    model = windowed(0, 1024, 1024, 1024)
+    full, window = kv_groups(model, "float32", 16)
+    assert group_chunks(full, 65536, 512, MIB) == 65536 // 16 * full.block_bytes // MIB + 1
+    assert group_chunks(window, 65536, 512, MIB) == -(-97 * window.block_bytes // MIB) + 1
+    assert group_chunks(window, 64, 512, MIB) == group_chunks(window, 49, 512, MIB) <= 2
+    reserved = kv_reserved_bytes(model, "float32", 65536, 16, 512, MIB)
+    assert reserved == (group_chunks(full, 65536, 512, MIB) + group_chunks(window, 65536, 512, MIB) - 1) * MIB
+    assert reserved < 65536 * kv_bytes_per_token(model, "float32") // 2
+
+
+def test_windows_make_the_default_length_longer() -> None:
+    layer_bytes = kv_bytes_per_token(windowed(0), "float32")
+    budget = 4 * 4 * 10_000 * layer_bytes  # 10,000 tokens of four full layers in a quarter
+    assert default_max_model_len(windowed(0, 0, 0, 0), "float32", budget) == 10_000
+    assert default_max_model_len(windowed(0, 4000, 4000, 4000), "float32", budget) == 40_000 - 3 * 4000
+    assert default_max_model_len(windowed(4000, 4000, 4000, 4000), "float32", budget) == 1 << 17
+    assert default_max_model_len(windowed(0, 20_000, 20_000, 20_000), "float32", budget) == 10_000

@@ -104,6 +104,10 @@ def test_sizes_are_rounded_up_to_chunks() -> None:
     assert size.chunks == 5
     floor = size_of(facts("a", kv_floor_tokens=10 * 1024), 2 * MIB)
     assert floor.kv_chunks == 6
+    windows = facts("a", max_model_len=1 << 20, kv_reserved_bytes=6 * MIB)
+    assert size_of(windows, 2 * MIB).kv_chunks == 4
+    assert "of at most 1024 bytes" in arithmetic(windows, 2 * MIB, {"cpu:0": 4 * MIB})
+    assert "of 1024 bytes" in arithmetic(facts("a"), 2 * MIB, {"cpu:0": 4 * MIB})
 
 
 def test_the_lease_is_everything_left_over() -> None:
