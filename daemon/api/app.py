@@ -15,6 +15,7 @@ from daemon.api.generate import generate
 from daemon.api.request_id import request_id
 from daemon.api.responses import SERVER, error_response, json_response, model_object
 from daemon.api.schema import CHAT, COMPLETIONS
+from daemon.api.tokenize import tokenize
 from daemon.contracts import HealthPort, HttpSettings, ModelPort, RequestPort, TextPort
 from daemon.errors import BadRequest, HearthError, ServerFault
 from daemon.stream_clock import StreamClock
@@ -110,6 +111,8 @@ async def _handle(request: web.Request, context: ApiContext, request_id: str) ->
         return await generate(request, context, CHAT, target.scope, request_id)
     if target.endpoint == paths.COMPLETIONS:
         return await generate(request, context, COMPLETIONS, target.scope, request_id)
+    if target.endpoint in (paths.TOKENIZE, paths.DETOKENIZE):
+        return await tokenize(request, context, target.endpoint, target.scope)
     if target.scope is not None:
         context.models.resolve(target.scope)
     if target.endpoint == paths.MODELS:

@@ -6,14 +6,16 @@ import re
 from typing import NamedTuple
 from urllib.parse import unquote_to_bytes
 
-MODELS, MODEL, CHAT, COMPLETIONS, HEALTHZ, READYZ, METRICS = (
-    "models", "model", "chat", "completions", "healthz", "readyz", "metrics",
+MODELS, MODEL, CHAT, COMPLETIONS, TOKENIZE, DETOKENIZE, HEALTHZ, READYZ, METRICS = (
+    "models", "model", "chat", "completions", "tokenize", "detokenize", "healthz", "readyz", "metrics",
 )  # fmt: skip
 METHODS = {
     MODELS: ("GET", "HEAD"),
     MODEL: ("GET", "HEAD"),
     CHAT: ("POST",),
     COMPLETIONS: ("POST",),
+    TOKENIZE: ("POST",),
+    DETOKENIZE: ("POST",),
     HEALTHZ: ("GET", "HEAD"),
     READYZ: ("GET", "HEAD"),
     METRICS: ("GET", "HEAD"),
@@ -22,6 +24,8 @@ _FIXED = {
     "/v1/models": MODELS,
     "/v1/chat/completions": CHAT,
     "/v1/completions": COMPLETIONS,
+    "/tokenize": TOKENIZE,
+    "/detokenize": DETOKENIZE,
     "/healthz": HEALTHZ,
     "/readyz": READYZ,
     "/metrics": METRICS,

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from daemon.api.schema import parse
+from daemon.api.text_bodies import read
 from daemon.errors import BadRequest, HearthError, ServerFault
 from daemon.text.checkpoint_text import CheckpointText
 from daemon.text.grammar_check import check_grammar
@@ -72,7 +72,7 @@ class Worker:
 
     def _do(self, job: Job) -> list[bytes] | None:
         if isinstance(job, ParseBody):
-            head, prompt = parse(job.endpoint, job.body)
+            head, prompt = read(job.endpoint, job.body)
             return [msgspec.msgpack.encode(head), prompt]
         if isinstance(job, CheckGrammar):
             check_grammar(job.field, job.grammar)

@@ -12,7 +12,7 @@ import msgspec
 from aiohttp import web
 
 from daemon.api.app import make_app, make_runner
-from daemon.api.schema import parse
+from daemon.api.text_bodies import read
 from daemon.contracts import Generation, ModelEntry
 from daemon.errors import BadRequest, HearthError
 from daemon.text.jobs import TextFacts
@@ -77,6 +77,16 @@ class FakeText:
         text = "".join(each["content"] or "" for each in msgspec.msgpack.decode(messages))
         return array("i", list(text.encode()))
 
+    async def tokenize(self, model: ModelEntry, kind: str, prompt: bytes, options: dict[str, object]) -> list[bytes]:
+        ids = await self.encode_chat(model, prompt, options) if kind == "messages" else (await self.encode(model, prompt))[0]
+        strings = [chr(token_id) for token_id in ids] if options["token_strings"] else None
+        return [b"%d" % len(ids), msgspec.json.encode(ids.tolist()), msgspec.json.encode(strings)]
+
+    async def detokenize(self, model: ModelEntry, ids: bytes) -> bytes:
+        unpacked = array("i")
+        unpacked.frombytes(ids)
+        return msgspec.json.encode(bytes(unpacked.tolist()).decode())
+
     async def table(self, model: ModelEntry) -> TokenTable:
         return self._table
 
@@ -85,7 +95,7 @@ class FakeText:
 
     async def parse_body(self, endpoint: str, body: bytes) -> tuple[bytes, bytes]:
         self.num_parsed += 1
-        head, prompt = parse(endpoint, body)
+        head, prompt = read(endpoint, body)
         return msgspec.msgpack.encode(head), prompt
 
 
