@@ -64,12 +64,15 @@ class Generation:
     request_id: int = 0  # given by the dispatcher
     public_id: str = ""  # X-Request-Id / cmpl-…, for logs and `hearth why`
     tenant: str = ""
+    weight: float = 1.0  # the tenant's share
     priority: int = 0
     output: list[int] = field(default_factory=list)
     num_cached: int = 0  # prompt tokens found in the prefix cache
     arrived_s: float = 0.0  # monotonic
+    submitted_s: float = 0.0  # monotonic; 0: not yet in an engine
     first_token_s: float = 0.0
     submitted_device: str = ""
+    outcome: str = ""  # once it has ended: stop, length, cancelled, refused, failed or timeout
 
 
 class RequestPort(Protocol):
@@ -89,6 +92,10 @@ class ModelPort(Protocol):
 
     def resolve(self, name: str) -> ModelEntry:
         """Name or alias. Raises HearthError model_not_found (404) or, for an incomplete/refused model, its 400/503."""
+        ...
+
+    def canonical(self, name: str) -> str:
+        """Name or alias -> name, also of a model that resolve() refuses. Raises HearthError (404) for an unknown one."""
         ...
 
     def entries(self) -> Sequence[ModelEntry]:
@@ -147,8 +154,8 @@ class HealthPort(Protocol):
         """/readyz: not draining and at least one engine can place."""
         ...
 
-    def metrics(self) -> bytes:
-        """/metrics in Prometheus' text format."""
+    def metrics(self, model: str | None = None) -> bytes:
+        """/metrics in Prometheus' text format. model: only what is told of it."""
         ...
 
 

@@ -15,6 +15,7 @@ from config.schema import NodeConfig
 from daemon.contracts import Generation, ModelEntry
 from daemon.errors import HearthError, NotNow, ServerFault, from_refusal
 from daemon.event_ring import EventRing
+from daemon.logs import fields
 from daemon.loop_watch import LoopWatch
 from daemon.metrics import Metrics
 from daemon.open_requests import OpenRequests
@@ -106,6 +107,7 @@ class Dispatcher:
             num_prompt_tokens=len(generation.prompt),
             max_tokens=generation.params.max_tokens,
             tenant=generation.tenant,
+            weight=generation.weight,
             priority=generation.priority,
         )
         try:
@@ -244,6 +246,9 @@ class Dispatcher:
             return  # ended meanwhile; its RequestCancelled or RequestFinished is on its way
         if generation.submitted_device:
             self.metrics.resubmitted += 1
+        else:
+            generation.submitted_s = time.monotonic()
+            self.metrics.submitted(generation)
         generation.submitted_device = action.device
         self._send(
             action.device,
@@ -256,6 +261,7 @@ class Dispatcher:
                 cache_salt=generation.tenant,
                 priority=generation.priority,
                 weight=self._weight(action.model),
+                tenant_weight=generation.weight,
             ),
         )
 
@@ -290,16 +296,16 @@ class Dispatcher:
             self._send(device, protocol.Abort(request_ids=request_ids))
 
     def _restart_engine(self, action: actions.RestartEngine) -> None:
-        log.error("engine %s is restarted: %s", action.device, action.reason)
+        log.error("engine is restarted: %s", action.reason, extra=fields(device=action.device, cause=action.cause))
         engine = self.engines.get(action.device)
         if engine is not None:
             engine.restart(action.reason)
 
     def _state_changed(self, action: actions.StateChanged) -> None:
-        where = f" on {action.device}" if action.device else ""
         # what a model is at first is told by its registration line
         level = logging.DEBUG if not action.old else logging.WARNING if action.new in ("failed", "refused") else logging.INFO
-        log.log(level, "%s: %s -> %s%s (%s; %s)", action.model, action.old, action.new, where, action.reason, action.cause)
+        about = fields(model=action.model, device=action.device, cause=action.cause)
+        log.log(level, "%s -> %s: %s", action.old, action.new, action.reason, extra=about)
         self.ring.add(
             "state",
             model=action.model,
@@ -332,7 +338,8 @@ class Dispatcher:
 
     def sink_broke(self, generation: Generation) -> None:
         """Called from an `except`: a fault in one stream's own code ends that stream."""
-        log.exception("the stream of request %d failed", generation.request_id)
+        about = fields(cause=f"req-{generation.request_id}", model=generation.model.name, device=generation.submitted_device)
+        log.exception("the stream of a request failed", extra=about)
         open_still = generation.request_id in self.open.by_id
         try:
             if open_still:

@@ -1,7 +1,9 @@
-"""All errors a client or operator can meet, in three families, and the one map to HTTP status, OpenAI body and exit code.
+"""All errors a client or operator can meet, in a few families, and the one map to HTTP status, OpenAI body and exit code.
 
 HearthError
 ├── BadRequest    the caller's fault: 4xx, names the field
+├── NoKey         401: a key is missing or not known
+├── NotAllowed    403: who asks may not, or a browser asks for another site
 ├── NotNow        429/503, with Retry-After where trying again makes sense
 └── ServerFault   ours: 500, the engine was restarted or the model is at fault
 """
@@ -52,6 +54,16 @@ class BadRequest(HearthError):
     type = "invalid_request_error"
 
 
+class NoKey(HearthError):
+    status = 401
+    type = "authentication_error"
+
+
+class NotAllowed(HearthError):
+    status = 403
+    type = "permission_error"
+
+
 class NotNow(HearthError):
     status = 503
     type = "overloaded_error"
@@ -89,6 +101,11 @@ _EXIT_CODES = {
     "would_not_fit": EXIT_NO_FIT,
     "permission_denied": EXIT_DENIED,
 }
+
+
+def no_model(name: str) -> HearthError:
+    """Also for one that a tenant may not use: who must not have it learns nothing of it."""
+    return BadRequest("model_not_found", f"The model {name[:256]!r} does not exist.", param="model", status=404)
 
 
 def from_refusal(refusal: Refusal) -> HearthError:

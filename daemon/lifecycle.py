@@ -21,7 +21,9 @@ from config import load as config_load
 from config import reload as config_reload
 from config.schema import DeviceBudget, NodeConfig
 from config.units import machine_memory_bytes
-from daemon import logs, sockets
+from daemon import keys, listeners, logs, sockets
+from daemon.access import Access
+from daemon.api import paths
 from daemon.api.app import make_app, make_runner
 from daemon.control import make_control_app
 from daemon.errors import BadRequest, NotNow
@@ -37,16 +39,25 @@ log = logging.getLogger("hearthd")
 GC_AFTER_OBJECTS = 20_000  # young objects between two collections; each walks only those
 SWITCH_INTERVAL_S = 0.0005  # a thread that reads headers may not keep the loop waiting for Python's usual 5 ms
 FLUSH_LIMIT_S = 2.0  # for handlers to write their last bytes
+ADMIN = paths.WATCHING  # leaves the main listener where there is one for it
 TEAR_DOWN_S = 10.0  # what the stop may take beyond drain_timeout_s
 
 
 class Lifecycle:
-    """One run of the daemon. flags: those of the command line, read again at each reload."""
+    """One run of the daemon. flags: those of the command line, read again at each reload. known: the keys, None where none are
+    asked for."""
 
     def __init__(
-        self, config: NodeConfig, devices: Sequence[DeviceBudget], config_path: str | None, flags: Mapping[str, Any]
+        self,
+        config: NodeConfig,
+        devices: Sequence[DeviceBudget],
+        config_path: str | None,
+        flags: Mapping[str, Any],
+        known: keys.Keys | None = None,
     ) -> None:
         self._config, self._devices, self._config_path, self._flags = config, devices, config_path, flags
+        self._keys = known
+        self._accesses: list[Access] = []  # of listeners that ask for keys
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
         self._rescan = asyncio.Event()
@@ -65,7 +76,7 @@ class Lifecycle:
         passed = sockets.inherited()
         try:
             control_sockets = self._control_sockets(passed)
-            http_sockets = passed.get(sockets.HTTP) or sockets.bind_http(self._config.listen)
+            http = listeners.bind(self._config, passed, self._keys is not None)
         except sockets.SocketError:
             self._remove_sockets()
             raise
@@ -77,7 +88,8 @@ class Lifecycle:
         for worker in node.workers.values():
             worker.start()  # they import their libraries while the models folder is read
         text = TextService()
-        api = make_runner(make_app(node.dispatcher, node.registry, text, node.settings, node), FLUSH_LIMIT_S)
+        api = self._http(node, text, self._config.listen, without=ADMIN if http.admin else frozenset())
+        admin = self._http(node, text, self._config.admin_listen, only=ADMIN | paths.OPEN, ask=http.admin_asks_key)
         control = _control_runner(make_control_app(node))
         status = _control_runner(make_control_app(node, read_only=True))
         self._spawn(self._notify.watchdog(node.problem))
@@ -90,8 +102,9 @@ class Lifecycle:
             self._watch = FileWatch(self._files(), self._on_file_changed)
             await _listen(control, control_sockets[sockets.CONTROL], 64)
             await _listen(status, control_sockets[sockets.STATUS], 64)
-            sites = await _listen(api, http_sockets, sockets.BACKLOG)
-            node.url, node.listening = sockets.url_of(http_sockets[0]), True
+            await _listen(admin, http.admin, 64)
+            sites = await _listen(api, http.main, sockets.BACKLOG)
+            node.url, node.listening = sockets.url_of(http.main[0]), True
             self._announce(node)
             # what exists now lives to the end: the collector needs not walk it under streams
             gc.collect()
@@ -105,7 +118,7 @@ class Lifecycle:
             await self._drain(node)
         finally:
             node.listening = False
-            await self._tear_down(node, {"http": api, "control": control, "status": status}, text)
+            await self._tear_down(node, {"http": api, "admin": admin, "control": control, "status": status}, text)
         log.info("stopped")
         return 0
 
@@ -115,6 +128,23 @@ class Lifecycle:
         with contextlib.suppress(BrokenPipeError):
             print(f"hearthd {VERSION} serves {node.url} control {self._config.control}", flush=True)
         self._notify.ready(f"serves {node.url}")
+
+    def _http(
+        self,
+        node: Node,
+        text: TextService,
+        listen: str,
+        *,
+        only: frozenset[str] | None = None,
+        without: frozenset[str] = frozenset(),
+        ask: bool = True,
+    ) -> web.AppRunner:
+        access = Access(self._keys if ask else None, node.settings, listen, node.metric.count_refused)
+        if access.keys is not None:
+            self._accesses.append(access)
+        return make_runner(
+            make_app(node.dispatcher, node.registry, text, node.settings, node, access, only, without), FLUSH_LIMIT_S
+        )
 
     def _control_sockets(self, passed: Mapping[str, list[socket.socket]]) -> dict[str, list[socket.socket]]:
         """By name; what systemd did not pass is made. Raises SocketError."""
@@ -154,7 +184,8 @@ class Lifecycle:
 
     def _files(self) -> list[str]:
         """What a reload reads."""
-        return [self._config_path] if self._config_path else []
+        keys_file = [keys.file_path(self._config.keys_file)] if self._config.keys_file else []
+        return [*([self._config_path] if self._config_path else []), *keys_file]
 
     def _on_file_changed(self) -> None:
         # a reload that was asked for may have read it already
@@ -186,18 +217,27 @@ class Lifecycle:
         try:
             new = config_load.load(self._config_path, self._flags)
             config_load.device_budgets(new, machine_memory_bytes(), source)
+            plan = config_reload.plan(node.config, new)
+            known = keys.load(plan.effective.keys_file) if plan.effective.keys_file else None
         except config_load.ConfigError as error:
+            node.metric.reloads["refused"] += 1
             log.error("reload refused, the running settings stay: %s", error)
             details: dict[str, object] = {"file": error.source, "line": error.line, "key": error.key}
             raise BadRequest("invalid_config", f"The running settings stay: {error}", details=details) from None
-        plan = config_reload.plan(node.config, new)
         try:
             await node.rescan(plan.effective)
         except OSError as error:
+            node.metric.reloads["refused"] += 1
             log.error("reload refused, models folder: %s", error)
             raise BadRequest("invalid_config", f"The running settings stay: models folder: {error}") from None
         node.settings.config = node.dispatcher.config = self._config = plan.effective
         node.scheduler.reconfigure(scheduler_settings(plan.effective))
+        if known is not None and self._keys is not None and not known.same_as(self._keys):
+            plan.applied.append("the content of keys_file")
+        self._keys = known
+        for access in self._accesses:
+            access.keys = known
+        node.metric.reloads["applied"] += 1
         logs.set_up(plan.effective.log_level)
         log.info("reloaded; applied: %s", ", ".join(plan.applied) or "nothing changed")
         if plan.needs_restart:
@@ -269,7 +309,13 @@ async def _listen(runner: web.AppRunner, listeners: Sequence[socket.socket], bac
     return sites
 
 
-def serve(config: NodeConfig, devices: Sequence[DeviceBudget], config_path: str | None, flags: Mapping[str, Any]) -> int:
+def serve(
+    config: NodeConfig,
+    devices: Sequence[DeviceBudget],
+    config_path: str | None,
+    flags: Mapping[str, Any],
+    known: keys.Keys | None = None,
+) -> int:
     """Runs a node to its end and returns the exit code: 0 stopped when told to, 1 could not start."""
     import uvloop
 
@@ -277,7 +323,7 @@ def serve(config: NodeConfig, devices: Sequence[DeviceBudget], config_path: str 
     faulthandler.enable()  # a watchdog's SIGABRT: the log says where each thread was
 
     async def main() -> int:
-        return await Lifecycle(config, devices, config_path, flags).run()
+        return await Lifecycle(config, devices, config_path, flags, known).run()
 
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

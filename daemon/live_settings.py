@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from config.schema import NodeConfig
 
 
 class LiveSettings:
-    """HttpSettings for the API."""
+    """HttpSettings and AccessSettings for the API."""
 
     def __init__(self, config: NodeConfig) -> None:
         self.config = config
@@ -26,3 +28,7 @@ class LiveSettings:
     @property
     def sse_comment_every_s(self) -> float:
         return self.config.sse_comment_every_s
+
+    @property
+    def allowed_hosts(self) -> Sequence[str]:
+        return self.config.allowed_hosts

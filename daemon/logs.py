@@ -1,31 +1,105 @@
-"""One line an event on stderr. Prompts, outputs and keys are never logged."""
+"""One line an event on stderr: what happened, then `name=value` of what it is about. Prompts, outputs and keys are never logged.
+
+Formats: `text` for people, `journal` the same without the time but with the priority (`<6>`) that journald takes off, `json` one
+object a line. A call site gives values with `extra=fields(model=..., device=...)`.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import re
 import sys
+import time
+from typing import Any
 
 log = logging.getLogger("hearthd")
+_PRIORITIES = ((logging.CRITICAL, 2), (logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6), (0, 7))  # of syslog(3)
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+_PLAIN = re.compile(r"[^\s\"=\\]+\Z")
 
 
-class _Line(logging.Formatter):
-    """`12:30:01.250 warning engine: text`; the date is left to the journal."""
+def fields(**values: object) -> dict[str, dict[str, object]]:
+    """For `extra=`: request_id, cause, model, device and what else a reader may search for; empty ones are left out."""
+    return {"fields": {name: value for name, value in values.items() if value not in ("", None)}}
+
+
+def _message(record: logging.LogRecord) -> str:
+    """On one line, whatever a file or a client has put into it."""
+    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], record.getMessage())
+
+
+def _logger(record: logging.LogRecord) -> str:
+    return record.name.removeprefix("hearthd").lstrip(".")
+
+
+class TextLines(logging.Formatter):
+    """`12:30:01.250 warning api: text model=a`; the date is left to who keeps the log."""
 
     def format(self, record: logging.LogRecord) -> str:
-        stamp = self.formatTime(record, "%H:%M:%S")
-        name = record.name.removeprefix("hearthd").lstrip(".")
-        line = f"{stamp}.{int(record.msecs):03d} {record.levelname.lower()} {name + ': ' if name else ''}{record.getMessage()}"
+        stamp = time.strftime("%H:%M:%S", time.localtime(record.created))
+        return f"{stamp}.{int(record.msecs):03d} {record.levelname.lower()} {self.text(record)}"
+
+    def text(self, record: logging.LogRecord) -> str:
+        name = _logger(record)
+        line = f"{name}: {_message(record)}" if name else _message(record)
+        for key, value in getattr(record, "fields", {}).items():
+            text = str(value)
+            line += f" {key}={text if _PLAIN.match(text) else json.dumps(text)}"
         if record.exc_info:
             line += "\n" + self.formatException(record.exc_info)
         return line
 
 
-def set_up(level: str) -> None:
-    """`level`: debug, info, warning or error; may be called again."""
+class JournalLines(TextLines):
+    """`<4>api: text model=a`; a traceback's lines carry the priority of theirs."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        priority = next(number for level, number in _PRIORITIES if record.levelno >= level)
+        return "\n".join(f"<{priority}>{line}" for line in self.text(record).split("\n"))
+
+
+class JsonLines(logging.Formatter):
+    """`{"time": "2026-01-31T12:30:01.250Z", "level": "warning", "logger": "api", "message": "text", "model": "a"}`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        line: dict[str, Any] = {
+            "time": f"{stamp}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": _logger(record),
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+_FORMATS: dict[str, type[logging.Formatter]] = {"text": TextLines, "journal": JournalLines, "json": JsonLines}
+_handler: logging.StreamHandler[Any] | None = None
+
+
+def set_up(level: str, log_format: str = "") -> None:
+    """level: debug, info, warning or error. log_format: auto, text, json or journal; "" leaves it as it is. May be called again."""
+    global _handler
     root = logging.getLogger()
-    if not any(isinstance(handler.formatter, _Line) for handler in root.handlers):
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(_Line())
-        root.addHandler(handler)
+    if _handler is None or _handler not in root.handlers:
+        _handler = logging.StreamHandler(sys.stderr)
+        root.addHandler(_handler)
+        log_format = log_format or "auto"
+    if log_format:
+        name = ("journal" if stderr_is_journal() else "text") if log_format == "auto" else log_format
+        _handler.setFormatter(_FORMATS[name]())
     root.setLevel(logging.WARNING)
     logging.getLogger("hearthd").setLevel(level.upper())
+
+
+def stderr_is_journal() -> bool:
+    """systemd says in JOURNAL_STREAM which device and inode the journal's stream has."""
+    try:
+        status = os.fstat(2)
+    except OSError:
+        return False
+    return os.environ.get("JOURNAL_STREAM") == f"{status.st_dev}:{status.st_ino}"

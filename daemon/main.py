@@ -12,6 +12,7 @@ from config import load as config_load
 from config import reference
 from config.schema import NodeConfig
 from config.units import format_bytes, machine_memory_bytes
+from daemon import keys, listeners
 from daemon.errors import EXIT_OK, EXIT_USAGE
 from daemon.version import VERSION
 
@@ -59,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise config_load.ConfigError(source, "models_dir", "missing; name the models folder with --models DIR")
         if not os.path.isdir(config.models_dir):
             raise config_load.ConfigError(source, "models_dir", f"{config.models_dir!r} is no folder")
+        known = keys.load(config.keys_file) if config.keys_file else None
+        listeners.check(config, known is not None, source)
     except config_load.ConfigError as error:
         print(f"hearthd: {error}", file=sys.stderr)
         return EXIT_USAGE
@@ -68,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_OK
     from daemon import lifecycle, logs
 
-    logs.set_up(config.log_level)
+    logs.set_up(config.log_level, config.log_format)
     if not config.device:
         logs.log.info("no --device: cpu:0 gets %s, half of the machine's memory", format_bytes(devices[0].budget_bytes))
-    return lifecycle.serve(config, devices, path, flags)
+    return lifecycle.serve(config, devices, path, flags, known)

@@ -13,13 +13,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from config.schema import DeviceBudget, NodeConfig
+from daemon import metrics_page, node_metrics
 from daemon.dispatcher import Dispatcher
 from daemon.engine_events import EngineEvents
 from daemon.errors import BadRequest, HearthError
 from daemon.event_ring import EventRing
 from daemon.live_settings import LiveSettings
 from daemon.loop_watch import LoopWatch
-from daemon.metrics import Gauges, Metrics, render
+from daemon.metrics import Metrics
 from daemon.registry import Registry
 from daemon.state import NodeState
 from daemon.version import VERSION
@@ -41,6 +42,7 @@ def scheduler_settings(config: NodeConfig) -> SchedulerSettings:
         overdue_after_s=config.overdue_after_s,
         max_wait_s=config.max_wait_s,
         max_queued_per_model=config.max_queued_per_model,
+        max_queued_per_tenant=config.max_queued_per_tenant,
     )
 
 
@@ -265,18 +267,5 @@ class Node:
             reason = ""
         return not reason, {"status": "ready" if not reason else "not ready", "reason": reason, "engines": engines}
 
-    def metrics(self) -> bytes:
-        views = list(self.scheduler.snapshot())
-        kv_bytes = self._kv_bytes()
-        chunk_bytes = int(self.config.chunk_bytes)
-        gauges = Gauges(
-            model_states={view.name: view.state for view in views},
-            queued={view.name: view.queued for view in views},
-            active={view.name: view.active for view in views},
-            kv_bytes={view.name: kv_bytes.get(view.name, 0) for view in views},
-            device_budget_bytes={device.name: device.budget_bytes for device in self.devices},
-            device_kv_used_bytes={name: stats.kv_chunks_used * chunk_bytes for name, stats in self.engine_events.stats.items()},
-            loop_stall_s=self.watch.stall_s,
-            draining=self.draining,
-        )
-        return render(self.metric, gauges)
+    def metrics(self, model: str | None = None) -> bytes:
+        return metrics_page.render(self.metric, node_metrics.now(self, model), model)

@@ -44,7 +44,8 @@ class OpenRequests:
     def end(self, generation: Generation, outcome: str) -> None:
         """outcome: stop, length, cancelled, refused, failed or timeout."""
         self.by_id.pop(generation.request_id, None)
-        self._metrics.requests[generation.model.name, outcome] += 1
+        generation.outcome = outcome
+        self._metrics.ended(generation)
         if not self.by_id:
             self._watch.stop()
             if self._timer is not None:

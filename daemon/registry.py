@@ -17,7 +17,7 @@ from config.schema import DeviceBudget, ModelConfig, NodeConfig
 from config.units import format_bytes
 from daemon.contracts import ModelEntry
 from daemon.dispatcher import LoadSource
-from daemon.errors import BadRequest, HearthError, NotNow
+from daemon.errors import BadRequest, HearthError, NotNow, no_model
 from daemon.state import NodeState
 from loader import catalog, sizing
 from loader.hf_config import ModelShape
@@ -59,7 +59,7 @@ class Registry:
         if found is None:
             found = self.models.get(self._aliases.get(name, ""))
         if found is None:
-            raise BadRequest("model_not_found", f"The model {name!r} does not exist.", param="model", status=404)
+            raise no_model(name)
         if found.entry is None:
             raise NotNow(
                 "model_incomplete", f"The model {found.checkpoint.name!r} is not complete: {found.problem}", retry_after_s=10.0
@@ -228,7 +228,6 @@ class Registry:
         if found.entry is None:
             return f"{name}: incomplete: {found.problem}"
         facts = found.facts
-        reserved_tokens = max(facts.max_model_len, facts.kv_floor_tokens)
         limit = found.checkpoint.shape.max_position_embeddings if found.checkpoint.shape is not None else 0
         capped = f" of {limit}" if facts.max_model_len < limit else ""
         asked = self.config.models.get(name, ModelConfig()).max_model_len

@@ -3,31 +3,44 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 from aiohttp import web
 from aiohttp.http import HttpProcessingError
 
 from config.units import parse_bytes
+from daemon.access import Access
 from daemon.api import paths
 from daemon.api.context import ApiContext
 from daemon.api.generate import generate
 from daemon.api.request_id import request_id
+from daemon.api.request_scope import RequestScope
 from daemon.api.responses import SERVER, error_response, json_response, model_object
 from daemon.api.schema import CHAT, COMPLETIONS
 from daemon.api.tokenize import tokenize
 from daemon.contracts import HealthPort, HttpSettings, ModelPort, RequestPort, TextPort
 from daemon.errors import BadRequest, HearthError, ServerFault
+from daemon.logs import fields
 from daemon.stream_clock import StreamClock
 
 log = logging.getLogger("hearthd.api")
 http_log = logging.getLogger("hearthd.http")
+CLIENT_GONE = 499  # what the log says of a request nobody waited for
 
 
 def make_app(
-    requests: RequestPort, models: ModelPort, text: TextPort, settings: HttpSettings, health: HealthPort
+    requests: RequestPort,
+    models: ModelPort,
+    text: TextPort,
+    settings: HttpSettings,
+    health: HealthPort,
+    access: Access | None = None,
+    only: frozenset[str] | None = None,
+    without: frozenset[str] = frozenset(),
 ) -> web.Application:
-    """Serve it through `make_runner`: without its settings a client's disconnect goes unnoticed."""
+    """Serve it through `make_runner`: without its settings a client's disconnect goes unnoticed. access: default: no keys, this
+    machine's names only. only, without: the endpoints (daemon/api/paths.py) that are served or not."""
     context = ApiContext(
         requests=requests,
         models=models,
@@ -36,6 +49,9 @@ def make_app(
         settings=settings,
         clock=StreamClock(lambda: settings.sse_comment_every_s, lambda: settings.request_timeout_s),
         max_body_bytes=parse_bytes(settings.max_body_bytes),
+        access=access or Access(),
+        only=only,
+        without=without,
     )
 
     async def handle(request: web.Request) -> web.StreamResponse:
@@ -80,26 +96,43 @@ async def _expect(request: web.Request) -> None:
 
 async def _answer_errors(request: web.Request, context: ApiContext) -> web.StreamResponse:
     name = request_id(request.headers.get("X-Request-Id"))
+    target = paths.target(request.rel_url.raw_path)
+    scope: RequestScope | None = None
+    status = CLIENT_GONE
     try:
-        response = await _handle(request, context, name)
+        tenant = context.access.admit(request, target)
+        if tenant is not None:
+            scope = RequestScope(tenant, context.models, context.requests)
+            response = await _handle(request, replace(context, models=scope, requests=scope), target, name)
+        else:
+            response = _tell_stranger(context, target)
+        status = response.status
     except HearthError as error:
         response = error_response(error)
+        status = error.status
+        if status == 401:
+            response.headers.add("WWW-Authenticate", 'Bearer realm="hearthd"')
+            if request.method in ("GET", "HEAD"):
+                response.headers.add("WWW-Authenticate", 'Basic realm="hearthd", charset="UTF-8"')
         if error.status in (408, 413, 415):
             response.force_close()  # the rest of the body is not waited for
     except Exception as error:
         if isinstance(error, ConnectionError) and request.transport is None:
             raise  # the client is gone
-        log.exception("request %s: %s %s failed", name, request.method, request.rel_url.raw_path)
+        log.exception("%s %s failed", request.method, target.endpoint if target else "?", extra=fields(request_id=name))
         response = error_response(ServerFault("internal_error", f"the server failed on this request ({name})"))
+        status = response.status
+    finally:
+        if scope is not None and target is not None and request.method == "POST":
+            scope.ended(name, target.endpoint, status)
     if not response.prepared:
         response.headers["X-Request-Id"] = name
         response.headers["Server"] = SERVER
     return response
 
 
-async def _handle(request: web.Request, context: ApiContext, request_id: str) -> web.StreamResponse:
-    target = paths.target(request.rel_url.raw_path)
-    if target is None:
+async def _handle(request: web.Request, context: ApiContext, target: paths.Target | None, request_id: str) -> web.StreamResponse:
+    if target is None or target.endpoint in context.without or (context.only is not None and target.endpoint not in context.only):
         raise BadRequest("not_found", f"no such path: {request.rel_url.raw_path[:256]}", status=404)
     allowed = paths.METHODS[target.endpoint]
     if request.method not in allowed:
@@ -113,6 +146,11 @@ async def _handle(request: web.Request, context: ApiContext, request_id: str) ->
         return await generate(request, context, COMPLETIONS, target.scope, request_id)
     if target.endpoint in (paths.TOKENIZE, paths.DETOKENIZE):
         return await tokenize(request, context, target.endpoint, target.scope)
+    if target.endpoint == paths.METRICS:
+        model = None if target.scope is None else context.models.canonical(target.scope)
+        return web.Response(
+            body=context.health.metrics(model), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
+        )
     if target.scope is not None:
         context.models.resolve(target.scope)
     if target.endpoint == paths.MODELS:
@@ -121,10 +159,19 @@ async def _handle(request: web.Request, context: ApiContext, request_id: str) ->
     if target.endpoint == paths.MODEL:
         assert target.model_id is not None
         return json_response(model_object(_find(context.models, target.model_id)))
-    if target.endpoint == paths.METRICS:
-        return web.Response(body=context.health.metrics(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
-    good, body = context.health.health() if target.endpoint == paths.HEALTHZ else context.health.ready()
+    good, body = _health(context, target)
     return json_response(body, 200 if good else 503)
+
+
+def _health(context: ApiContext, target: paths.Target) -> tuple[bool, dict[str, object]]:
+    return context.health.health() if target.endpoint == paths.HEALTHZ else context.health.ready()
+
+
+def _tell_stranger(context: ApiContext, target: paths.Target | None) -> web.StreamResponse:
+    """Health for load balancers without a key: yes or no, and nothing of the node's inside."""
+    assert target is not None
+    good, body = _health(context, target)
+    return json_response({"status": body["status"]}, 200 if good else 503)
 
 
 def _find(models: ModelPort, name: str) -> Any:

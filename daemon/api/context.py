@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from daemon.access import Access
 from daemon.contracts import HealthPort, HttpSettings, ModelPort, RequestPort, TextPort
 from daemon.stream_clock import StreamClock
 
@@ -17,3 +18,6 @@ class ApiContext:
     settings: HttpSettings
     clock: StreamClock
     max_body_bytes: int
+    access: Access = field(default_factory=Access)
+    only: frozenset[str] | None = None  # the endpoints this listener serves; None: all
+    without: frozenset[str] = frozenset()  # and those it does not

@@ -20,6 +20,8 @@ METHODS = {
     READYZ: ("GET", "HEAD"),
     METRICS: ("GET", "HEAD"),
 }
+OPEN = frozenset({HEALTHZ, READYZ})  # also without a key, where keys are set
+WATCHING = frozenset({METRICS})  # for those who look after the node: they tell of all tenants
 _FIXED = {
     "/v1/models": MODELS,
     "/v1/chat/completions": CHAT,

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from config.paths import client_control_path
-from daemon.cli import models, node, queue, story
+from daemon.cli import keys, models, node, queue, story
 from daemon.cli.client import Client, CommandError
 from daemon.errors import EXIT_OK
 
@@ -48,6 +48,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("drain", node.drain, "take no new requests, for one model or the node", "NAME", optional=True)
     add("resume", node.resume, "take requests again", "NAME", optional=True)
     add("reload", node.reload, "read the configuration file again")
+    hash_key = add("hash-key", keys.hash_key, "the line a keys file needs for a key, read from the terminal or standard input")
+    hash_key.add_argument("--generate", action="store_true", help="make a new key and print both")
     add("version", node.version, "versions of this program and of the daemon")
     return parser
 

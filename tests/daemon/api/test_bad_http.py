@@ -108,7 +108,7 @@ async def raw(node, request: bytes, wait_s: float = 10) -> tuple[int, str, str]:
 
 async def test_wrong_paths_and_methods(node):
     for method, path, status in PATHS:
-        got, head, body = await raw(node, f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n".encode())
+        got, head, body = await raw(node, f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n".encode())
         if not path.isascii() or path in ("/%",):
             assert 400 <= got < 500, (method, path, head)
             continue
@@ -125,26 +125,26 @@ BROKEN_HTTP = [
     b"GET\r\n\r\n",
     b"GET / HTTP/9.9\r\n\r\n",
     b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
-    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n",
-    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: abc\r\n\r\n",
-    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nhello",
-    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\nhello",
-    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\nhello\r\n0\r\n\r\n",
-    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: gzip\r\n\r\nhello",
-    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX: \x00\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: abc\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nhello",
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\nhello",
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\nhello\r\n0\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: gzip\r\n\r\nhello",
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX: \x00\r\n\r\n",
     b"POST /v1/completions HTTP/1.1\r\nHo st: x\r\n\r\n",
     b"POST /v1/completions HTTP/1.1\r\n: x\r\n\r\n",
-    b"GET " + b"/" + b"a" * 20_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
-    b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 20_000 + b"\r\n\r\n",
+    b"GET " + b"/" + b"a" * 20_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 20_000 + b"\r\n\r\n",
     b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 1000 + b"\r\n",
-    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999999999999999\r\n\r\n",
-    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n{}",
-    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nExpect: nonsense\r\nContent-Length: 2\r\n\r\n{}",
-    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: upgrade\r\nContent-Length: 2\r\n\r\n{}",
-    b"OPTIONS * HTTP/1.1\r\nHost: x\r\n\r\n",
-    b"CONNECT x:80 HTTP/1.1\r\nHost: x\r\n\r\n",
-    b"GET http://[::1 HTTP/1.1\r\nHost: x\r\n\r\n",
-    b"POST http://other/v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}",
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999999999999999999\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999999\r\n\r\n{}",
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nExpect: nonsense\r\nContent-Length: 2\r\n\r\n{}",
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: upgrade\r\nContent-Length: 2\r\n\r\n{}",
+    b"OPTIONS * HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"CONNECT x:80 HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"GET http://[::1 HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"POST http://other/v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{}",
 ]
 
 
@@ -153,14 +153,14 @@ async def test_broken_http_never_is_the_servers_fault(node, request_bytes, caplo
     status, _, _ = await raw(node, request_bytes, wait_s=0.5)
     assert status == 0 or 400 <= status < 500
     assert not [record for record in caplog.records if record.levelno > logging.DEBUG and "asyncio" not in record.name]
-    assert (await raw(node, b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"))[0] == 200
+    assert (await raw(node, b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"))[0] == 200
 
 
 @given(st.binary(max_size=200))
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 async def test_any_bytes_on_the_wire(noise):
     async with serve() as node:
-        for prefix in (b"", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n", b"GET /v1/models/"):
+        for prefix in (b"", b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n", b"GET /v1/models/"):
             status, _, _ = await raw(node, prefix + noise + b"\r\n\r\n", wait_s=0.05)
             assert status in (0, 200) or 400 <= status < 500
 
@@ -184,7 +184,7 @@ async def test_a_body_over_the_limit_is_413(http, node):
 async def test_a_body_that_does_not_come_is_408():
     async with serve(settings=Settings(body_read_timeout_s=0.2)) as node:
         reader, writer = await asyncio.open_connection(node.host, node.port)
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
         head = (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)).decode()
         writer.close()
     assert head.startswith("HTTP/1.1 408")
@@ -194,7 +194,7 @@ async def test_expect_100_continue_is_answered(node):
     body = json.dumps(GOOD_TEXT).encode()
     reader, writer = await asyncio.open_connection(node.host, node.port)
     writer.write(
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nExpect: 100-continue\r\n"
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nExpect: 100-continue\r\n"
         b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
     )
     assert await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10) == b"HTTP/1.1 100 Continue\r\n\r\n"

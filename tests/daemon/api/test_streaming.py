@@ -242,7 +242,7 @@ async def raw_stream(node, version="1.1", limit=2**16, **body):
     reader, writer = await asyncio.open_connection(node.host, node.port, limit=limit)
     payload = json.dumps(CHAT | body).encode()
     writer.write(
-        f"POST /v1/chat/completions HTTP/{version}\r\nHost: x\r\nContent-Type: application/json\r\n"
+        f"POST /v1/chat/completions HTTP/{version}\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(payload)}\r\n\r\n".encode()
         + payload
     )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import socket
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -66,6 +69,20 @@ def test_something_else_listens(tmp_path: Path) -> None:
         thread.join()
     assert result.returncode == 5
     assert "Traceback" not in result.stderr
+
+
+def test_hash_key() -> None:
+    known = "sk-0123456789abcdef0123456789"
+    command = [sys.executable, "-P", "-m", "daemon.cli", "hash-key"]
+    run = partial(subprocess.run, capture_output=True, text=True, env=environment(), timeout=60)
+    printed = run(command, input=known + "\n").stdout
+    assert printed == f"sha256:{hashlib.sha256(known.encode()).hexdigest()}\n"
+    made = json.loads(run([*command, "--generate", "--json"]).stdout)
+    assert run(command, input=made["key"]).stdout.strip() == made["hash"]
+    short = run(command, input="hunter2\n")
+    assert short.returncode == 2
+    assert "20 printable ASCII characters" in short.stderr
+    assert "hunter2" not in short.stderr + short.stdout
 
 
 def test_nothing_heavy_is_imported() -> None:

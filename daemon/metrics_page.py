@@ -1,0 +1,168 @@
+"""/metrics as text: the counters of daemon/metrics.py and what is true now, in the families of daemon/metric_families.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+
+from daemon.metric_families import BY_NAME, COUNTER, HISTOGRAM
+from daemon.metrics import Histogram, Metrics
+
+STATES = ("cold", "warm", "loading", "ready", "paused", "draining", "failed", "refused", "disabled", "incomplete")
+Key = str | tuple[str, ...]
+
+
+@dataclass(slots=True)
+class ModelNow:
+    """running: in the engine's batch; active: handed to the engine. kv_share: of what it could have, 0 to 1."""
+
+    state: str
+    device: str = ""
+    weights_bytes: int = 0
+    kv_bytes: int = 0
+    kv_cached_bytes: int = 0
+    kv_share: float = 0.0
+    queued: int = 0
+    active: int = 0
+    running: int = 0
+
+
+@dataclass(slots=True)
+class DeviceNow:
+    up: bool
+    budget_bytes: int
+    work_space_bytes: int = 0
+    held_bytes: int = 0
+    lease_bytes: int = 0
+    kv_used_bytes: int = 0
+    preemptions: int = 0
+
+
+@dataclass(slots=True)
+class Now:
+    """What the node looks like; gathered when somebody asks."""
+
+    version: str
+    models: dict[str, ModelNow]
+    devices: dict[str, DeviceNow] = field(default_factory=dict)
+    tenants_open: dict[str, int] = field(default_factory=dict)
+    started_unix_s: float = 0.0
+    cpu_s: float = 0.0
+    loop_stall_s: float = 0.0
+    draining: bool = False
+
+
+def render(metrics: Metrics, now: Now, model: str | None = None) -> bytes:
+    """Prometheus text, version 0.0.4. model: only the families that tell of models, and of them only its rows."""
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    registry = CollectorRegistry(auto_describe=False)
+
+    class Collector:
+        def collect(self) -> Iterator[Metric]:
+            for name, rows in _all(metrics, now):
+                if model is None:
+                    yield _family(name, rows)
+                elif BY_NAME[name].labels[:1] in (("model",), ("model_name",)):
+                    yield _family(name, ((key, value) for key, value in rows if _first(key) == model))
+
+    registry.register(Collector())
+    return generate_latest(registry)
+
+
+Rows = Iterable[tuple[Key, float | Histogram]]
+
+
+def _all(metrics: Metrics, now: Now) -> Iterator[tuple[str, Rows]]:
+    tenants = metrics.tenants
+    tenants.rank()
+    yield "hearth_requests_total", metrics.requests.items()
+    yield "hearth_prompt_tokens_total", metrics.prompt_tokens.items()
+    yield "hearth_cached_tokens_total", metrics.cached_tokens.items()
+    yield "hearth_generated_tokens_total", metrics.generated_tokens.items()
+    yield "hearth_queue_seconds", metrics.queue.items()
+    yield "hearth_time_to_first_token_seconds", metrics.ttft.items()
+    yield "hearth_time_per_output_token_seconds", metrics.per_token.items()
+    yield "hearth_request_seconds", metrics.request_time.items()
+    yield "hearth_requests_queued", ((name, one.queued) for name, one in now.models.items())
+    yield "hearth_requests_active", ((name, one.active) for name, one in now.models.items())
+    yield "hearth_model_state", (((name, state), one.state == state) for name, one in now.models.items() for state in STATES)
+    placed = {(name, one.device): one for name, one in now.models.items() if one.device}
+    yield "hearth_model_weights_bytes", ((key, one.weights_bytes) for key, one in placed.items())
+    yield "hearth_kv_bytes", ((key, one.kv_bytes) for key, one in placed.items())
+    yield "hearth_kv_cached_bytes", ((key, one.kv_cached_bytes) for key, one in placed.items())
+    yield "hearth_model_loads_total", metrics.loads.items()
+    yield "hearth_model_load_seconds_total", metrics.load_seconds.items()
+    yield "hearth_model_evictions_total", metrics.evictions.items()
+    yield "hearth_steps_total", metrics.steps.items()
+    yield "hearth_step_seconds_total", metrics.step_seconds.items()
+    devices = now.devices.items()
+    yield "hearth_device_up", ((name, one.up) for name, one in devices)
+    yield "hearth_device_budget_bytes", ((name, one.budget_bytes) for name, one in devices)
+    yield "hearth_device_work_space_bytes", ((name, one.work_space_bytes) for name, one in devices)
+    yield "hearth_device_held_bytes", ((name, one.held_bytes) for name, one in devices)
+    yield "hearth_device_lease_bytes", ((name, one.lease_bytes) for name, one in devices)
+    yield "hearth_device_kv_used_bytes", ((name, one.kv_used_bytes) for name, one in devices)
+    yield "hearth_device_preemptions_total", ((name, one.preemptions) for name, one in devices)
+    yield "hearth_engine_restarts_total", metrics.engine_restarts.items()
+    shown = {*tenants.named, "other"}
+    yield "hearth_tenant_requests_total", ((key, value) for key, value in tenants.requests.items() if key[0] in shown)
+    yield "hearth_tenant_prompt_tokens_total", _of(shown, tenants.prompt_tokens)
+    yield "hearth_tenant_cached_tokens_total", _of(shown, tenants.cached_tokens)
+    yield "hearth_tenant_generated_tokens_total", _of(shown, tenants.generated_tokens)
+    open_by_label: dict[str, int] = {}
+    for tenant, number in now.tenants_open.items():
+        label = tenants.label(tenant)
+        open_by_label[label] = open_by_label.get(label, 0) + number
+    yield "hearth_tenant_requests_open", open_by_label.items()
+    yield "hearth_requests_resubmitted_total", [((), metrics.resubmitted)]
+    yield "hearth_access_refused_total", metrics.access_refused.items()
+    yield "hearth_reloads_total", metrics.reloads.items()
+    yield "hearth_scheduler_errors_total", [((), metrics.scheduler_errors)]
+    yield "hearth_cpu_seconds_total", [((), now.cpu_s)]
+    yield "hearth_event_loop_stall_seconds_max", [((), now.loop_stall_s)]
+    yield "hearth_draining", [((), now.draining)]
+    yield "hearth_start_time_seconds", [((), now.started_unix_s)]
+    yield "hearth_info", [(now.version, 1)]
+    yield "vllm:num_requests_running", ((name, one.running) for name, one in now.models.items())
+    yield "vllm:num_requests_waiting", ((name, one.queued + one.active - one.running) for name, one in now.models.items())
+    yield "vllm:kv_cache_usage_perc", ((name, one.kv_share) for name, one in now.models.items())
+
+
+def _of(shown: set[str], counts: Mapping[str, int]) -> Rows:
+    return ((key, value) for key, value in counts.items() if key in shown)
+
+
+def _first(key: Key) -> str:
+    return key if isinstance(key, str) else key[0]
+
+
+def _family(name: str, rows: Rows) -> Metric:
+    kind, labels, meaning = BY_NAME[name].kind, BY_NAME[name].labels, BY_NAME[name].meaning
+    if kind == HISTOGRAM:
+        histograms = HistogramMetricFamily(name, meaning, labels=labels)
+        for key, value in rows:
+            assert isinstance(value, Histogram)
+            histograms.add_metric(_values(key), _buckets(value), value.total_s)
+        return histograms
+    family = CounterMetricFamily(name.removesuffix("_total"), meaning, labels=labels) if kind == COUNTER else None
+    one: CounterMetricFamily | GaugeMetricFamily = family or GaugeMetricFamily(name, meaning, labels=labels)
+    for key, value in rows:
+        assert not isinstance(value, Histogram)
+        one.add_metric(_values(key), float(value))
+    return one
+
+
+def _values(key: Key) -> tuple[str, ...]:
+    return (key,) if isinstance(key, str) else key
+
+
+def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
+    """Cumulative, as Prometheus wants them."""
+    total, buckets = 0, []
+    for edge, count in zip((*histogram.edges_s, "+Inf"), histogram.counts, strict=True):
+        total += count
+        buckets.append((str(edge), float(total)))
+    return buckets

@@ -1,0 +1,111 @@
+"""The keys file: what it lets in, and what it says of its own mistakes."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from config.load import ConfigError
+from daemon import keys
+
+
+def write(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "keys.toml"
+    path.write_text(text)
+    return str(path)
+
+
+GOOD = f"""
+[tenants.search]
+keys = ["{keys.hash_key("one")}", "{keys.hash_key("two").upper().replace("SHA256", "sha256")}"]
+weight = 2
+models = ["meta/*", "qwen?"]
+
+[tenants.ops]
+keys = ["{keys.hash_key("three")}"]
+"""
+
+
+def test_keys_and_tenants(tmp_path: Path) -> None:
+    found = keys.load(write(tmp_path, GOOD))
+    for key, name in (("one", "search"), ("two", "search"), ("three", "ops")):
+        tenant = found.find(key)
+        assert tenant is not None
+        assert tenant.name == name
+    for wrong in ("", "four", "ONE", "one ", keys.hash_key("one"), "\udcff"):
+        assert found.find(wrong) is None
+    search, ops = found.tenants["search"], found.tenants["ops"]
+    assert (search.weight, ops.weight) == (2.0, 1.0)
+    allowed = [name for name in ("meta/a", "meta/a/b", "qwen3", "qwen", "qwen33", "xmeta/a", "Meta/a") if search.may_use(name)]
+    assert allowed == ["meta/a", "meta/a/b", "qwen3"]
+    assert ops.may_use("anything/at/all")
+
+
+def test_no_models_is_none_at_all(tmp_path: Path) -> None:
+    found = keys.load(write(tmp_path, f'[tenants.a]\nkeys = ["{keys.hash_key("k")}"]\nmodels = []\n'))
+    assert not found.tenants["a"].may_use("")
+    assert not found.tenants["a"].may_use("m")
+
+
+def test_any_key_watches_until_there_is_an_admin(tmp_path: Path) -> None:
+    found = keys.load(write(tmp_path, GOOD))
+    assert all(found.may_watch(tenant) for tenant in found.tenants.values())
+    found = keys.load(write(tmp_path, GOOD + "admin = true\n"))
+    assert [tenant.name for tenant in found.tenants.values() if found.may_watch(tenant)] == ["ops"]
+
+
+SUM = keys.hash_key("k")
+WRONG = [
+    ("[tenants.a\n", 1, "is not valid TOML"),
+    ("", 0, "tenants: there is none: at least one table [tenants.NAME] with keys is needed"),
+    ("keys = []\n", 1, "keys: unknown key; the file holds tables [tenants.NAME] only"),
+    ("[tenants.a]\nweight = 1\n", 1, "tenants.a.keys: missing or empty; a list of \"sha256:\""),
+    (f'[tenants.a]\nkeys = "{SUM}"\n', 2, "must be a list of"),
+    (f'[tenants.a]\nkeys = ["{SUM}", "sk-secret-in-the-clear"]\n', 2, "tenants.a.keys: number 2, 'sk-secre…, must be \"sha256:\" and 64"),
+    (f'[tenants.a]\nkeys = ["{SUM}"]\n[tenants.b]\nkeys = ["{SUM}"]\n', 4, "tenants.b.keys: number 1 is also a key of tenant 'a'"),
+    (f'[tenants.a]\nkeys = ["{SUM}"]\nweight = 0\n', 3, "tenants.a.weight: 0 must be a number above 0 and at most 1000"),
+    (f'[tenants.a]\nkeys = ["{SUM}"]\nweight = nan\n', 3, "tenants.a.weight: nan must be"),
+    (f'[tenants.a]\nkeys = ["{SUM}"]\nmodles = []\n', 3, "tenants.a.modles: unknown key; did you mean models?"),
+    (f'[tenants.a]\nkeys = ["{SUM}"]\nmodels = [""]\n', 3, "tenants.a.models: number 1, '', must be a model's name"),
+    (f'[tenants.a]\nkeys = ["{SUM}"]\nadmin = 1\n', 3, "tenants.a.admin: 1 must be true or false"),
+    (f'[tenants."a b"]\nkeys = ["{SUM}"]\n', 1, 'tenants."a b": a name is 1 to 64 letters'),
+    (f'[tenants.other]\nkeys = ["{SUM}"]\n', 1, "not the word other"),
+    ("tenants.a = 1\n", 1, "tenants.a: must be a table [tenants.a]"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "line", "words"), WRONG)
+def test_mistakes_are_named(tmp_path: Path, text: str, line: int, words: str) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(ConfigError) as caught:
+        keys.load(path)
+    message = str(caught.value)
+    assert message.startswith(f"{path}:{line}: " if line else f"{path}: ")
+    assert words in message
+    assert "in-the-clear" not in message
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.toml: keys cannot be read: No such file"):
+        keys.load(str(tmp_path / "none.toml"))
+
+
+def test_a_systemd_credential(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, GOOD)
+    monkeypatch.delenv("CREDENTIALS_DIRECTORY", raising=False)
+    with pytest.raises(ConfigError, match="LoadCredential="):
+        keys.load("credential:keys.toml")
+    monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(tmp_path))
+    assert set(keys.load("credential:keys.toml").tenants) == {"search", "ops"}
+    for bad in ("credential:", "credential:../keys.toml", "credential:.."):
+        with pytest.raises(ConfigError, match="must be credential:NAME"):
+            keys.load(bad)
+
+
+def test_new_keys_are_long_and_differ() -> None:
+    one, two = keys.new_key(), keys.new_key()
+    assert one != two
+    assert len(one) >= 43
+    assert keys.hash_key(one) == "sha256:" + hashlib.sha256(one.encode()).hexdigest()
