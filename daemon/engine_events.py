@@ -12,8 +12,7 @@ from typing import Any
 
 from daemon.contracts import Generation
 from daemon.dispatcher import Dispatcher
-from daemon.errors import NotNow, ServerFault
-from daemon.logs import fields
+from daemon.errors import BadRequest, HearthError, NotNow, ServerFault
 from engine import protocol
 from scheduler.node import events
 
@@ -31,7 +30,7 @@ class EngineEvents:
         self._post, self._find = dispatcher.post, dispatcher.open.by_id.get
 
     def engine_up(self, device: str, message: protocol.EngineReady) -> None:
-        log.info("engine is up (pid %d, %d chunks)", message.pid, message.num_chunks, extra=fields(device=device))
+        log.info("engine %s is up (pid %d, %d chunks)", device, message.pid, message.num_chunks)
         self._ring.add("engine", device=device, state="up", pid=message.pid)
         self._post(
             events.EngineUp(
@@ -119,11 +118,9 @@ class EngineEvents:
 
     def _request_failed(self, message: protocol.RequestFailed) -> None:
         generation = self._find(message.request_id)
-        about = {"model": generation.model.name, "device": generation.submitted_device} if generation is not None else {}
-        cause = f"req-{message.request_id}"
-        log.warning("a request failed in the engine: %s: %s", message.code, message.error, extra=fields(cause=cause, **about))
+        log.warning("request %d failed in the engine: %s: %s", message.request_id, message.code, message.error)
         if generation is not None:
-            self._dispatcher.fail(generation, ServerFault(message.code, message.error), "failed")
+            self._dispatcher.fail(generation, _error(message, generation), "failed")
             self._dispatcher.finished(message.request_id)
 
     # ---- the hot path
@@ -201,3 +198,11 @@ class EngineEvents:
     def _first_token(self, generation: Generation) -> None:
         generation.first_token_s = time.monotonic()
         self._metrics.ttft[generation.model.name].add(generation.first_token_s - generation.arrived_s)
+
+
+def _error(failed: protocol.RequestFailed, generation: Generation) -> HearthError:
+    """Only the engine knows the vocabulary a grammar must be written in; the rest of its refusals are faults."""
+    if failed.code == "unsupported_grammar":
+        kind = generation.params.grammar.partition(":")[0]
+        return BadRequest(failed.code, failed.error, param={"regex": "regex", "lark": "grammar"}.get(kind, "response_format"))
+    return ServerFault(failed.code, failed.error)

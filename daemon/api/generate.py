@@ -47,8 +47,11 @@ async def generate(
     if not name:
         raise BadRequest("invalid_request", "model is missing", param="model")
     model = context.models.resolve(name)
+    if head.grammar:
+        await context.text.check_grammar(head.grammar_field, head.grammar)
     prompts, table = await asyncio.gather(_prompt_ids(context, model, head, prompt), context.text.table(model))
-    form = await reply_format(context, head, model, table) if endpoint == CHAT else None
+    # a reply that follows a grammar is that text: no calls and no reasoning in it
+    form = await reply_format(context, head, model, table) if endpoint == CHAT and not head.grammar else None
     public_id = f"{'chatcmpl' if endpoint == CHAT else 'cmpl'}-{request_id}"
     generations = await _generations(endpoint, head, model, prompts, public_id)
     if head.stream:

@@ -62,4 +62,5 @@ def sampling_params(head: Head, model: ModelEntry, endpoint: str, prompt_tokens:
         min_tokens=head.min_tokens,
         ignore_eos=head.ignore_eos,
         stop_token_ids=head.stop_token_ids,
+        grammar=head.grammar,
     )

@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from daemon.api.decode import decode, invalid
+from daemon.api.response_format import GRAMMAR_FIELDS, grammar_of
 from daemon.api.tools import ToolRequest, tool_request
 from daemon.errors import BadRequest
 
@@ -49,6 +50,15 @@ class Common(Struct):
     stream_options: StreamOptions | None = None
     user: str | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    # daemon/api/response_format.py
+    response_format: Raw = Raw()
+    regex: Raw = Raw()
+    grammar: Raw = Raw()
+    guided_json: Raw = Raw()
+    guided_regex: Raw = Raw()
+    guided_grammar: Raw = Raw()
+    guided_choice: Raw = Raw()
+    structured_outputs: Raw = Raw()
     # known, not built: anything but a neutral value is refused
     n: Raw = Raw()
     best_of: Raw = Raw()
@@ -60,7 +70,6 @@ class Common(Struct):
     frequency_penalty: Raw = Raw()
     repetition_penalty: Raw = Raw()
     min_p: Raw = Raw()
-    response_format: Raw = Raw()
     functions: Raw = Raw()
     function_call: Raw = Raw()
     modalities: Raw = Raw()
@@ -70,11 +79,6 @@ class Common(Struct):
     echo: Raw = Raw()
     suffix: Raw = Raw()
     chat_template: Raw = Raw()
-    guided_json: Raw = Raw()
-    guided_regex: Raw = Raw()
-    guided_choice: Raw = Raw()
-    guided_grammar: Raw = Raw()
-    structured_outputs: Raw = Raw()
     use_beam_search: Raw = Raw()
     include_stop_str_in_output: Raw = Raw()
     skip_special_tokens: Raw = Raw()
@@ -148,6 +152,8 @@ class Head(Struct, array_like=True):
     # chat: add_generation_prompt, kwargs (msgpack), tools and documents (JSON) · completions: add_special_tokens
     options: dict[str, Any]
     tools: ToolRequest | None = None
+    grammar_field: str = ""
+    grammar: str = ""  # as SamplingParams.grammar
 
 
 _NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -162,7 +168,7 @@ _TRUE_IS_NEUTRAL = frozenset({"skip_special_tokens"})
 _ZERO_IS_NEUTRAL = frozenset(
     ["logprobs", "top_logprobs", "presence_penalty", "frequency_penalty", "min_p", "prompt_logprobs"]
 )  # nothing is asked for by 0
-_UNBUILT = tuple(name for name, kind in Common.__annotations__.items() if kind == "Raw")
+_UNBUILT = tuple(name for name, kind in Common.__annotations__.items() if kind == "Raw" and name not in GRAMMAR_FIELDS)
 _ROLES = frozenset(["system", "developer", "user", "assistant", "tool", "function"])
 _decoders: dict[str, msgspec.json.Decoder[Any]] = {
     CHAT: msgspec.json.Decoder(ChatBody),
@@ -202,6 +208,7 @@ def parse(endpoint: str, body: bytes) -> tuple[Head, bytes]:
     min_tokens = fields.min_tokens or 0
     if max_tokens is not None and min_tokens > max_tokens:
         raise invalid("min_tokens", f"min_tokens ({min_tokens}) is more than max_tokens ({max_tokens})")
+    grammar_field, grammar = grammar_of(fields)
     stream_options = fields.stream_options or StreamOptions()
     if fields.stream_options is not None and not fields.stream:
         raise invalid("stream_options", "stream_options is only allowed with stream: true")
@@ -224,6 +231,8 @@ def parse(endpoint: str, body: bytes) -> tuple[Head, bytes]:
         num_prompts=num_prompts,
         options=options,
         tools=tools,
+        grammar_field=grammar_field,
+        grammar=grammar,
     )
     return head, prompt
 
@@ -248,8 +257,6 @@ def _refuse_raw(name: str, raw: Raw) -> None:
             return
         # compared with its type: 1 == True in Python, but `n: true` is no number
         if any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in _NEUTRAL.get(name, ())):
-            return
-        if name == "response_format" and isinstance(value, dict) and value.get("type") == "text":
             return
         if name == "modalities" and value == ["text"]:
             return

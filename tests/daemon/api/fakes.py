@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 import msgspec
 from aiohttp import web
 
-from daemon.access import Access
 from daemon.api.app import make_app, make_runner
 from daemon.api.text_bodies import read
 from daemon.contracts import Generation, ModelEntry
@@ -59,9 +58,6 @@ class FakeModels:
                 return each
         raise BadRequest("model_not_found", f"no model named {name[:100]!r}", param="model", status=404)
 
-    def canonical(self, name: str) -> str:
-        return self.resolve(name).name
-
     def entries(self) -> list[ModelEntry]:
         return sorted(self._entries, key=lambda each: each.name)
 
@@ -96,6 +92,10 @@ class FakeText:
 
     async def facts(self, model: ModelEntry) -> TextFacts:
         return self.known_facts
+
+    async def check_grammar(self, field: str, grammar: str) -> None:
+        if grammar == "regex:(":
+            raise BadRequest("unsupported_grammar", f"{field}: unclosed group", param=field)
 
     async def parse_body(self, endpoint: str, body: bytes) -> tuple[bytes, bytes]:
         self.num_parsed += 1
@@ -174,8 +174,8 @@ class FakeHealth:
     def ready(self) -> tuple[bool, dict[str, object]]:
         return self.good, {"status": "ready" if self.good else "draining"}
 
-    def metrics(self, model: str | None = None) -> bytes:
-        return b"hearth_up 1\n" if model is None else f'hearth_up{{model="{model}"}} 1\n'.encode()
+    def metrics(self) -> bytes:
+        return b"hearth_up 1\n"
 
 
 @dataclass
@@ -207,12 +207,11 @@ async def serve(
     script: Callable[[Generation], Script] | None = None,
     settings: Settings | None = None,
     models: list[ModelEntry] | None = None,
-    access: Access | None = None,
 ) -> AsyncIterator[Node]:
     """A real server on a free port."""
     requests, text, health, settings = FakeRequests(script), FakeText(), FakeHealth(), settings or Settings()
     models = models or [entry()]
-    app = make_app(requests, FakeModels(*models), text, settings, health, access)
+    app = make_app(requests, FakeModels(*models), text, settings, health)
     runner = make_runner(app, shutdown_timeout_s=0.1)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)

@@ -92,10 +92,9 @@ FIELDS: list[tuple[str, dict[str, object], str]] = [
 UNBUILT: list[tuple[str, object]] = [
     ("n", 2), ("n", 0), ("n", "1"), ("n", True), ("best_of", 2), ("logprobs", True), ("logprobs", 5), ("top_logprobs", 3),
     ("logit_bias", {"1": 100}), ("presence_penalty", 0.5), ("frequency_penalty", -1), ("repetition_penalty", 1.1), ("min_p", 0.1),
-    ("response_format", {"type": "json_object"}), ("response_format", {"type": "json_schema", "json_schema": {"name": "x" * 500}}),
     ("functions", [{"name": "f"}]), ("function_call", "auto"), ("echo", True), ("suffix", "end"), ("prompt_logprobs", 1),
     ("modalities", ["text", "audio"]), ("audio", {"voice": "x"}), ("prediction", {"type": "content", "content": "x"}),
-    ("guided_json", {"type": "object"}), ("chat_template", "{{ 1 }}"), ("skip_special_tokens", False), ("use_beam_search", True),
+    ("chat_template", "{{ 1 }}"), ("skip_special_tokens", False), ("use_beam_search", True),
 ]  # fmt: skip
 NEUTRAL: dict[str, object] = {
     "n": 1, "best_of": None, "logprobs": False, "top_logprobs": 0, "logit_bias": {}, "presence_penalty": 0, "frequency_penalty": 0.0,
@@ -238,6 +237,8 @@ KNOWN = st.sampled_from(
         "logprobs",
         "tools",
         "response_format",
+        "regex",
+        "structured_outputs",
         "user",
         "priority",
         "chat_template_kwargs",
