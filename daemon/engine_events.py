@@ -13,6 +13,7 @@ from typing import Any
 from daemon.contracts import Generation
 from daemon.dispatcher import Dispatcher
 from daemon.errors import BadRequest, HearthError, NotNow, ServerFault
+from daemon.logs import fields
 from engine import protocol
 from scheduler.node import events
 
@@ -30,7 +31,7 @@ class EngineEvents:
         self._post, self._find = dispatcher.post, dispatcher.open.by_id.get
 
     def engine_up(self, device: str, message: protocol.EngineReady) -> None:
-        log.info("engine %s is up (pid %d, %d chunks)", device, message.pid, message.num_chunks)
+        log.info("engine is up (pid %d, %d chunks)", message.pid, message.num_chunks, extra=fields(device=device))
         self._ring.add("engine", device=device, state="up", pid=message.pid)
         self._post(
             events.EngineUp(
@@ -118,7 +119,9 @@ class EngineEvents:
 
     def _request_failed(self, message: protocol.RequestFailed) -> None:
         generation = self._find(message.request_id)
-        log.warning("request %d failed in the engine: %s: %s", message.request_id, message.code, message.error)
+        about = {"model": generation.model.name, "device": generation.submitted_device} if generation is not None else {}
+        cause = f"req-{message.request_id}"
+        log.warning("a request failed in the engine: %s: %s", message.code, message.error, extra=fields(cause=cause, **about))
         if generation is not None:
             self._dispatcher.fail(generation, _error(message, generation), "failed")
             self._dispatcher.finished(message.request_id)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import msgspec
 from aiohttp import web
 
+from daemon.access import Access
 from daemon.api.app import make_app, make_runner
 from daemon.api.text_bodies import read
 from daemon.contracts import Generation, ModelEntry
@@ -57,6 +58,9 @@ class FakeModels:
             if name == each.name or name in each.aliases:
                 return each
         raise BadRequest("model_not_found", f"no model named {name[:100]!r}", param="model", status=404)
+
+    def canonical(self, name: str) -> str:
+        return self.resolve(name).name
 
     def entries(self) -> list[ModelEntry]:
         return sorted(self._entries, key=lambda each: each.name)
@@ -174,8 +178,8 @@ class FakeHealth:
     def ready(self) -> tuple[bool, dict[str, object]]:
         return self.good, {"status": "ready" if self.good else "draining"}
 
-    def metrics(self) -> bytes:
-        return b"hearth_up 1\n"
+    def metrics(self, model: str | None = None) -> bytes:
+        return b"hearth_up 1\n" if model is None else f'hearth_up{{model="{model}"}} 1\n'.encode()
 
 
 @dataclass
@@ -207,11 +211,12 @@ async def serve(
     script: Callable[[Generation], Script] | None = None,
     settings: Settings | None = None,
     models: list[ModelEntry] | None = None,
+    access: Access | None = None,
 ) -> AsyncIterator[Node]:
     """A real server on a free port."""
     requests, text, health, settings = FakeRequests(script), FakeText(), FakeHealth(), settings or Settings()
     models = models or [entry()]
-    app = make_app(requests, FakeModels(*models), text, settings, health)
+    app = make_app(requests, FakeModels(*models), text, settings, health, access)
     runner = make_runner(app, shutdown_timeout_s=0.1)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
