@@ -22,6 +22,8 @@ from engine.forward_batch import ForwardBatch, GroupBatch
 from engine.kernels import reference
 from loader.sizing import PREFILL_TILE_TOKENS, sampler_rows
 
+# What few_rows_linear is worth: so few rows, and more than one only if all their inputs stay in the first-level cache.
+FEW_ROWS, FEW_ROWS_INPUTS = 4, 8192
 _kernels: Any = None  # engine.kernels.cpu, once configured and if numba is there
 
 
@@ -92,6 +94,13 @@ def _array(x: Tensor) -> Any:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [T, K] @ weight [N, K] transposed, in their dtype."""
+    num_rows, num_inputs = x.shape
+    few = 0 < num_rows <= FEW_ROWS and (num_rows == 1 or num_rows * num_inputs <= FEW_ROWS_INPUTS)
+    if few and _kernels is not None and x.dtype is torch.bfloat16:
+        out = x.new_empty(num_rows, weight.shape[0])
+        array = _array(x)
+        _kernels.few_rows_linear(array, _array(weight), array[0, :0] if bias is None else _array(bias), _array(out))
+        return out
     return torch.nn.functional.linear(x, weight, bias)
 
 

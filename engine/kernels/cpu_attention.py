@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numba import float32, float64, int32, int64, njit, prange, types, void
 
-from engine.kernels.cpu_bits import FASTMATH, exp, narrow, widen
+from engine.kernels.cpu_bits import FASTMATH, exp, named, narrow, widen
 
 
 def _paged_attention(
@@ -103,4 +103,4 @@ def paged_attention_signature(element: types.Type) -> Any:
 _OPTIONS: dict[str, Any] = {"fastmath": FASTMATH, "error_model": "numpy", "cache": True, "nogil": True}
 
 paged_attention_serial = njit(**_OPTIONS)(_paged_attention)
-paged_attention_parallel = njit(**_OPTIONS, parallel=True)(_paged_attention)
+paged_attention_parallel = njit(**_OPTIONS, parallel=True)(named("_paged_attention_parallel", _paged_attention))

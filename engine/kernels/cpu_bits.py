@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,14 @@ from numba.extending import intrinsic
 
 # Sums may be reordered, but NaN and infinity keep their meaning: rows with such logits are found, not hidden.
 FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
+
+
+def named(name: str, function: Any) -> Any:
+    """A copy of a Python function under another name. Numba's cache tells kernels apart by name, not by options, so that of two
+    compilations of one function the second would be given what the first left there."""
+    copy = FunctionType(function.__code__, function.__globals__, name)
+    copy.__qualname__ = name
+    return copy
 
 
 @intrinsic

@@ -46,6 +46,12 @@ def both(monkeypatch: pytest.MonkeyPatch, call: Callable[[], Any]) -> tuple[Any,
         return with_kernels, call()
 
 
+def share_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even what is too little to be worth it, if there are threads to share with."""
+    monkeypatch.setattr(ops._kernels, "_SHARED_ATTENTION", 0)
+    monkeypatch.setattr(ops._kernels, "_SHARED_WEIGHTS", 0)
+
+
 def same(left: Tensor, right: Tensor) -> None:
     assert left.dtype == right.dtype
     assert left.shape == right.shape
@@ -125,6 +131,7 @@ def test_attention(
     softcap: float,
 ) -> None:
     ops.set_num_threads(threads)
+    share_everything(monkeypatch)
     batch = make_batch(dtype, rows, padded=True, window=window)
     qkv = random(len(batch.input_ids), (HEADS + 2 * KV_HEADS) * HEAD_DIM, dtype=dtype, scale=2.0)
     same(*both(monkeypatch, lambda: ops.attention(qkv, 1, HEADS, HEAD_DIM**-0.5, softcap, batch)))
@@ -144,6 +151,26 @@ def test_attention_reads_nothing_beyond_context_and_window(dtype: torch.dtype, w
     qkv = random(len(batch.input_ids), (HEADS + 2 * KV_HEADS) * HEAD_DIM, dtype=dtype)
     for softcap in (0.0, 5.0):
         assert torch.isfinite(ops.attention(qkv, 0, HEADS, 0.25, softcap, batch)).all()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize(("num_inputs", "num_outputs"), [(48, 80), (51, 65), (2000, 130), (9000, 3)])
+def test_linear(
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    num_rows: int,
+    num_inputs: int,
+    num_outputs: int,
+    bias: bool,
+    threads: int,
+) -> None:
+    ops.set_num_threads(threads)
+    share_everything(monkeypatch)
+    x, weight = random(num_rows, num_inputs, dtype=dtype), random(num_outputs, num_inputs, dtype=dtype, scale=num_inputs**-0.5)
+    added = random(num_outputs, dtype=dtype) if bias else None
+    same(*both(monkeypatch, lambda: ops.linear(x, weight, added)))
 
 
 @pytest.mark.parametrize("vocab", [1, 31, 1024, 5000])
@@ -253,6 +280,18 @@ def test_hash_is_the_twins(kernels: None) -> None:
     for key0, key1 in ((0, 0), (2**32 - 1, 2**32 - 1), (123456789, 3987654321)):
         wanted = reference.hash32(torch.arange(5000), torch.tensor(key0), torch.tensor(key1))
         assert run(5000, np.uint32(key0), np.uint32(key1)).astype(np.int64).tolist() == wanted.tolist()
+
+
+def test_threads_have_a_compilation_of_their_own() -> None:
+    """Numba's cache must not hand the serial one out under both names."""
+    from engine.kernels import cpu_attention, cpu_linear
+
+    for serial, parallel in (
+        (cpu_attention.paged_attention_serial, cpu_attention.paged_attention_parallel),
+        (cpu_linear.few_rows_linear_serial, cpu_linear.few_rows_linear_parallel),
+    ):
+        code = [next(iter(kernel.inspect_asm().values())) for kernel in (serial, parallel)]
+        assert ["numba_parallel_for" in text for text in code] == [False, True]
 
 
 def test_kernels_refuse_to_compile_inside_a_step() -> None:
