@@ -307,8 +307,7 @@ class BatchScheduler:
             if self._same_prompts.must_wait(request, num_full):
                 return None
             # Sequences that run will grow: one block each for a quarter of them is left, or the newest would go at once.
-            headroom = self.blocks.owed(self._running, self.table.num_tokens[self._running], self.num_running // 4)
-            admission = self.blocks.admit(request.keys[:num_full], num_tokens, headroom)
+            admission = self.blocks.admit(request.keys[:num_full], num_tokens, self.num_running // 4)
             if admission is not None:
                 self.waiting.pop()
                 return self._join(request, admission)

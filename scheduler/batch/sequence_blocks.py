@@ -41,24 +41,13 @@ class SequenceBlocks:
 
     # ---- joining and leaving
 
-    def owed(self, slots: IntArray, num_tokens: IntArray, headroom: int) -> list[int]:
-        """`headroom` blocks of each group, and those that the sequences in `slots` still lack to compute their num_tokens."""
-        sums = []
-        for group, starts, ends in zip(self.kv.groups, self._starts, self._ends, strict=True):
-            sums.append(headroom)
-            if group.window_tokens:
-                blocks = -(-num_tokens // self.block_tokens)
-                lacking = np.minimum(blocks, group.most_blocks(1 << 30, self._chunk_tokens)) - (ends[slots] - starts[slots])
-                sums[-1] += int(lacking[ends[slots] < blocks].clip(min=0).sum())
-        return sums
-
-    def admit(self, keys: Sequence[bytes], num_tokens: int, headroom: Sequence[int]) -> Admission | None:
+    def admit(self, keys: Sequence[bytes], num_tokens: int, headroom: int) -> Admission | None:
         """Blocks for a sequence of num_tokens that may begin with `keys`; None, and nothing is held, unless all it will hold at a
-        time is there, and headroom[g] blocks of each group more."""
+        time is there, and `headroom` blocks of each group more."""
         num_shared, shared = self.kv.share(keys)
         missing = -(-num_tokens // self.block_tokens) - num_shared
         most = [min(missing, group.most_blocks(num_tokens, self._chunk_tokens)) for group in self.kv.groups]
-        new = self.kv.allocate([num + spare for num, spare in zip(most, headroom, strict=True)])
+        new = self.kv.allocate([num + headroom for num in most])
         if new is None:
             self.kv.release(shared)
             return None

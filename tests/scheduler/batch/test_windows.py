@@ -23,11 +23,11 @@ def prompt_of(num: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(0, VOCAB - 1, num).tolist()
 
 
-def make(window: int = 8, *, full: bool = True, **options: object) -> Harness:
-    """A window group beside a full one, or alone."""
+def make(window: int = 8, *, full: bool = True, more: int = 13, **options: object) -> Harness:
+    """A window group of `more` reserved chunks beside a full one, or alone."""
     fields: dict[str, object] = {"max_model_len": 128, "max_num_batched_tokens": 16, "reserved_chunks": 10} | options
     if full:
-        return Harness(more_groups=[(window, 24, 13)], **fields)  # type: ignore[arg-type]
+        return Harness(more_groups=[(window, 24, more)], **fields)  # type: ignore[arg-type]
     return Harness(window=window, **fields)  # type: ignore[arg-type]
 
 
@@ -213,17 +213,45 @@ def test_a_group_takes_what_its_sibling_keeps() -> None:
     assert groups[0].num_cached_blocks > 8
 
 
-def test_prompts_admitted_together_leave_each_other_room() -> None:
-    """Each takes blocks of its window group chunk by chunk, but what it will need is counted when the next is let in."""
-    harness = make(40, reserved_chunks=40, max_num_batched_tokens=64)
-    for request_id in range(1, 6):
-        harness.submit(request_id, prompt_of(100, request_id), Params(max_tokens=4))
-    harness.run(16)
-    assert harness.scheduler.num_preemptions == 0
-    for request_id in range(1, 6):
-        assert harness.output[request_id] == expected_output(
-            prompt_of(100, request_id), Params(max_tokens=4), 128, windows=harness.windows
-        )
+@pytest.mark.parametrize(("priority", "preempted"), [(1, 1), (0, 2)])
+def test_a_chunk_without_blocks_takes_the_place_of_the_least(priority: int, preempted: int) -> None:
+    """A sequence grows while a prompt is computed for whose window there was room before."""
+    harness = make(100, reserved_chunks=60, more=9)
+    first, second = Params(max_tokens=60, ignore_eos=True), Params(max_tokens=4, ignore_eos=True)
+    harness.submit(1, prompt_of(4, 1), first)
+    harness.step()
+    harness.submit(2, prompt_of(80, 2), second, priority=priority)
+    while not harness.scheduler.num_preemptions:
+        plan_rows = harness.step(4)
+        assert plan_rows is not None
+    assert harness.scheduler.waiting.get(preempted) is not None
+    harness.run(4)
+    assert harness.output[1] == expected_output(prompt_of(4, 1), first, 128, windows=harness.windows)
+    assert harness.output[2] == expected_output(prompt_of(80, 2), second, 128, windows=harness.windows)
+    harness.check_no_leak()
+
+
+def test_a_shared_block_that_two_leave_behind_in_one_step() -> None:
+    harness = make(30, reserved_chunks=60, more=40)
+    prompt, params = prompt_of(25), Params(max_tokens=80, ignore_eos=True)
+    hit(harness, 1, prompt)
+    for request_id in (2, 3):
+        harness.submit(request_id, prompt, params)
+    harness.run()
+    assert harness.cached[2] == harness.cached[3] == 24
+    assert harness.output[2] == harness.output[3] == expected_output(prompt, params, 128, windows=harness.windows)
+    harness.check_no_leak()
+
+
+def test_what_fell_behind_unlearned_is_not_found() -> None:
+    """Blocks that an output filled and left behind are free; those of the prompt, and of the last window, are known."""
+    harness = make(8, reserved_chunks=60, more=60)
+    prompt, params = prompt_of(40), Params(max_tokens=60, ignore_eos=True)
+    harness.submit(1, prompt, params)
+    harness.run()
+    text = prompt + harness.output[1]
+    assert hit(harness, 2, text[:70]) == 40
+    assert hit(harness, 3, [*text, 5, 6]) >= 96
 
 
 def test_too_long_for_a_window_group_is_named() -> None:
