@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -288,3 +290,8 @@ def test_work_space_counts_what_families_add() -> None:
     windowed, full = parse(MISTRAL_7B), parse(MISTRAL_7B, sliding_window=None)
     assert work_space_bytes(windowed, "bfloat16", 256, 1) < work_space_bytes(full, "bfloat16", 256, 1)
     assert work_space_bytes(windowed, "bfloat16", 256, 1, 2048) == work_space_bytes(full, "bfloat16", 256, 1, 2048)
+
+
+def test_the_reference_lists_every_family() -> None:
+    text = (Path(__file__).parents[2] / "docs/reference/models.md").read_text()
+    assert re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE) == list(FAMILIES)
