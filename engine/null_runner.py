@@ -1,7 +1,7 @@
 """Tokens without a model: measures and tests everything around one.
 
-A null model reads its shape from the checkpoint's config.json, holds no weights and samples ids that follow from (seed, position)
-by `null_tokens`, so a test can foretell them. Steps are paced: over many of them each takes exactly `null_step_ms`.
+A null model reads its shape and its windows from the checkpoint's config.json, holds no weights and samples ids that follow from
+(seed, position) by `null_tokens`, so a test can foretell them. Steps are paced: over many of them each takes exactly `null_step_ms`.
 For tests of what goes wrong, config.json may hold an object `"hearthd_null"`: `load_s` (how long a load takes), `load_error` and
 `load_error_permanent`, `nan_token` and `crash_token` (a sequence that contains this id gives NaN, or raises).
 """
@@ -20,7 +20,9 @@ import numpy.typing as npt
 from engine.contracts import BatchPlan, IntArray, KVGroupSpec, LoadCancelled, SequenceTable, StepResult
 from engine.grammar.row_masks import RowMasks
 from engine.protocol import Configure, LoadModel, PromptLogprobs, TokenLogprobs
+from loader import sizing
 from loader.errors import CheckpointError
+from loader.hf_config import parse_config
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 PROGRESS_EVERY_S = 0.05
@@ -78,7 +80,10 @@ class NullModel:
         self.vocab_size = int(config.get("vocab_size", 1024))
         self.weights_bytes = spec.weights_chunks * configure.chunk_bytes
         block_bytes = 2 * layers * kv_heads * head_dim * DTYPE_BYTES[spec.dtype] * configure.block_tokens
-        self.kv_groups = (KVGroupSpec("full", configure.block_tokens, block_bytes, tuple(range(layers))),)
+        self.kv_groups: tuple[KVGroupSpec, ...] = (KVGroupSpec("full", configure.block_tokens, block_bytes, tuple(range(layers))),)
+        if config.get("sliding_window"):
+            shape = parse_config(json.dumps(config).encode(), f"{spec.path}/config.json")
+            self.kv_groups = sizing.kv_groups(shape, spec.dtype, configure.block_tokens)
         faults = config.get("hearthd_null", {})
         self._nan_token: int | None = faults.get("nan_token")
         self._crash_token: int | None = faults.get("crash_token")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -143,6 +144,42 @@ def test_a_reservation_that_is_not_there(node: Node) -> None:
         node.load("a", reserved=65)
     assert node.models.by_name == {}
     node.load("b", reserved=64)
+
+
+GEMMA = {
+    "architectures": ["Gemma2ForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 1000,
+    "max_position_embeddings": 4096,
+    "sliding_window": 64,
+}
+
+
+def test_windows_bound_what_a_sequence_holds(node: Node, tmp_path: Path) -> None:
+    """Two of four layers see 64 tokens: of 1,000 tokens they keep no more than those and a block at either end."""
+    folder = tmp_path / "gemma"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(GEMMA))
+    spec = load_message(str(folder), "w", kv_reserved_chunks=30, lease_chunks=8, max_model_len=1100)
+    node.models.set_lease(8)
+    hosted = NullRunner(node.configure).load(spec, lambda *_: None, lambda: False)
+    assert [(group.window_tokens, group.layers) for group in hosted.kv_groups] == [(0, (1, 3)), (64, (0, 2))]
+    node.models.add(spec, hosted)
+    node.submit("w", 1, 700, 390)
+    held = []
+    while node.step("w"):
+        held.append(node.models.stats(node.steps).models["w"][0])
+    block_bytes = hosted.kv_groups[0].block_bytes
+    assert held[-2] == (1088 // 16 + 64 // 16 + 1) * block_bytes  # both groups' blocks are as large
+    assert max(held) == held[-2]
+    assert node.models.stats(node.steps).models["w"][0] == 0
+    assert node.models.remove("w")
+    assert node.models._chunks.free.all()
 
 
 def test_other_kv_groups_are_named(node: Node) -> None:
