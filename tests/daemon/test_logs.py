@@ -1,0 +1,168 @@
+"""The lines of the log: formats, fields, one line for each request, and nothing of what clients write."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from daemon import logs
+from tests.daemon.test_main import hearthd
+from tests.e2e.chat import Stream
+from tests.e2e.checkpoints import make_model
+from tests.e2e.node import SAFETY_S, Node, environment
+
+MARKER = "purple-elephant-4711"
+
+
+def record(
+    message: str, *args: object, level: int = logging.INFO, name: str = "hearthd.api", **values: object
+) -> logging.LogRecord:
+    made = logging.LogRecord(name, level, "file.py", 1, message, args, None)
+    made.__dict__ |= logs.fields(**values)
+    return made
+
+
+def test_text() -> None:
+    line = logs.TextLines().format(record("loaded in %d s", 3, model="org/a", device="", cause=None, note="two words", n=0))
+    assert re.fullmatch(r'\d\d:\d\d:\d\d\.\d{3} info api: loaded in 3 s model=org/a note="two words" n=0', line)
+    assert logs.TextLines().format(record("x", name="hearthd")).endswith(" info x")
+
+
+@pytest.mark.parametrize(
+    ("level", "priority"),
+    [(logging.DEBUG, 7), (logging.INFO, 6), (logging.WARNING, 4), (logging.ERROR, 3), (logging.CRITICAL, 2)],
+)
+def test_journal(level: int, priority: int) -> None:
+    assert logs.JournalLines().format(record("x", level=level, model="a")) == f"<{priority}>api: x model=a"
+
+
+def test_a_traceback_keeps_its_priority() -> None:
+    failed = record("failed", level=logging.ERROR)
+    try:
+        raise ValueError("why\nso")
+    except ValueError:
+        failed.exc_info = sys.exc_info()
+    assert all(line.startswith("<3>") for line in logs.JournalLines().format(failed).splitlines())
+    line = logs.JsonLines().format(failed)
+    assert "\n" not in line
+    assert json.loads(line)["exception"].endswith("ValueError: why\nso")
+
+
+def test_json() -> None:
+    value = json.loads(logs.JsonLines().format(record('say "%s"', "a\nb", model="a", status=200)))
+    time = value.pop("time")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", time)
+    assert value == {"level": "info", "logger": "api", "message": 'say "a\nb"', "model": "a", "status": 200}
+
+
+def test_nobody_writes_lines_of_their_own() -> None:
+    for formatter in (logs.TextLines(), logs.JournalLines(), logs.JsonLines()):
+        line = formatter.format(record("model %s", "a\n<0>kernel: all is lost\r\x1b[2J\u2028x", model="b\n<0>c"))
+        assert len(line.splitlines()) == 1, line
+        assert "\x1b" not in line
+
+
+def test_the_journal_is_known_by_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    status = os.fstat(2)
+    monkeypatch.setenv("JOURNAL_STREAM", f"{status.st_dev}:{status.st_ino}")
+    assert logs.stderr_is_journal()
+    monkeypatch.setenv("JOURNAL_STREAM", f"{status.st_dev}:{status.st_ino + 1}")
+    assert not logs.stderr_is_journal(), "inherited from a service whose child has another stderr"
+
+
+def test_auto_in_a_real_process(tmp_path: Path) -> None:
+    """A file stands for the journal's stream; hearthd ends at once because its port is taken away."""
+    code = "from daemon import logs; logs.set_up('info', 'auto'); logs.log.warning('here')"
+    for journal in (True, False):
+        with (tmp_path / "log").open("w") as log:
+            status = os.fstat(log.fileno())
+            stream = {"JOURNAL_STREAM": f"{status.st_dev}:{status.st_ino}"} if journal else {}
+            subprocess.run([sys.executable, "-c", code], stderr=log, env={**environment(), **stream}, timeout=SAFETY_S, check=True)
+        assert (tmp_path / "log").read_text().startswith("<4>here\n") == journal
+
+
+def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
+    result = hearthd("--models", str(tmp_path), "--log-format", "xml")
+    assert result.returncode == 2
+    assert "must be one of auto, text, json, journal" in result.stderr
+
+
+# ---- a real daemon
+
+
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What a daemon at level debug says of good and bad requests that all hold the marker."""
+    folder = tmp_path_factory.mktemp("logs")
+    make_model(folder / "models" / "a")
+    with Node(folder, null_step_ms=1, flags=["--log-level", "debug", "--log-format", "json"]) as node:
+        headers = {"X-Request-Id": "stream-1"}
+        stream = Stream(node, "a", MARKER, 20)
+        assert stream.join().finish_reason == "length"
+        with node.openai() as client:
+            chat = {"model": "a", "max_tokens": 5, "messages": [{"role": "user", "content": f"{MARKER} again"}]}
+            client.chat.completions.create(**chat, extra_headers=headers)
+            client.completions.create(model="a", prompt=[MARKER, MARKER], max_tokens=3, extra_headers={"X-Request-Id": "two"})
+            for wrong in (
+                chat | {"model": "nothing"},
+                chat | {"stop": 7, "user": MARKER},
+                chat | {"messages": [{"role": MARKER, "content": MARKER}]},
+                chat | {"max_tokens": MARKER},
+                chat | {"model": "a", "n": 0},
+            ):
+                with pytest.raises(Exception, match=r"Error code: 4"):
+                    client.post("/chat/completions", body=wrong, cast_to=object, options={"headers": {"X-Request-Id": "wrong"}})
+            gone = client.completions.create(
+                model="a", prompt=MARKER, max_tokens=1900, stream=True, extra_body={"ignore_eos": True}
+            )
+            next(iter(gone))
+            gone.close()
+        node.wait_for(lambda: '"status": 499' in node.log_text(), "the line of a request whose client went")
+        assert MARKER not in node.cli("events", "--json").stdout
+    text = node.log_text()
+    assert MARKER not in text
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def requests(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [line for line in lines if line["logger"] == "request"]
+
+
+def test_every_line_is_json(lines: list[dict[str, Any]]) -> None:
+    assert all({"time", "level", "logger", "message"} <= line.keys() for line in lines)
+
+
+def test_one_line_a_request(lines: list[dict[str, Any]]) -> None:
+    one = [line for line in requests(lines) if line["request_id"] == "stream-1"]
+    assert len(one) == 1
+    line = one[0]
+    assert (line["message"], line["status"], line["model"], line["device"]) == ("chat", 200, "a", "cpu:0")
+    assert (line["output_tokens"], line["cached_tokens"], line["finish"]) == (5, 0, "length")
+    assert line["prompt_tokens"] > 0
+    assert 0 <= line["queue_ms"] <= line["first_token_ms"] <= line["total_ms"]
+    assert re.fullmatch(r"req-\d+", line["cause"])
+    (two,) = (line for line in requests(lines) if line["request_id"] == "two")
+    assert (two["message"], two["output_tokens"]) == ("completions", 6)
+
+
+def test_refused_and_cancelled_requests_have_theirs(lines: list[dict[str, Any]]) -> None:
+    wrong = [line for line in requests(lines) if line["request_id"] == "wrong"]
+    assert sorted(line["status"] for line in wrong) == [400, 400, 400, 400, 404]
+    assert not any("finish" in line for line in wrong)
+    (gone,) = (line for line in requests(lines) if line["status"] == 499)
+    assert 0 < gone["output_tokens"] < 1900
+
+
+def test_states_name_model_device_and_cause(lines: list[dict[str, Any]]) -> None:
+    (ready,) = (line for line in lines if line["message"].startswith("loading -> ready"))
+    assert (ready["model"], ready["device"]) == ("a", "cpu:0")
+    assert ready["cause"]
+    assert any(line["message"].startswith("engine is up") and line["device"] == "cpu:0" for line in lines)
