@@ -14,6 +14,7 @@ from daemon.errors import HearthError
 from engine.protocol import SamplingParams
 
 if TYPE_CHECKING:
+    from daemon.annotated_text import LogprobTrail
     from daemon.text.jobs import TextFacts
     from daemon.text.token_table import TokenTable
 
@@ -73,6 +74,8 @@ class Generation:
     first_token_s: float = 0.0
     submitted_device: str = ""
     outcome: str = ""  # once it has ended: stop, length, cancelled, refused, failed or timeout
+    logprobs: LogprobTrail | None = None  # of a sequence that asked for them: fed just before the tokens they belong to
+    is_copy: bool = False  # another sequence of the same prompt (n > 1): usage counts the prompt once
 
 
 class RequestPort(Protocol):

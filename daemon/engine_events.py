@@ -94,6 +94,8 @@ class EngineEvents:
             self._post(
                 events.EvictFinished(now=time.monotonic(), cause=f"evict-{message.placement_id}", placement_id=message.placement_id)
             )
+        elif kind is protocol.PromptLogprobs:
+            self._prompt_logprobs(message)
         elif kind is protocol.RequestFailed:
             self._request_failed(message)
 
@@ -126,6 +128,19 @@ class EngineEvents:
             self._dispatcher.fail(generation, _error(message, generation), "failed")
             self._dispatcher.finished(message.request_id)
 
+    def _logprobs(self, told: protocol.TokenLogprobs) -> None:
+        start = 0
+        for request_id, chosen, count in zip(told.request_ids, told.chosen, told.counts, strict=True):
+            generation = self._find(request_id)
+            if generation is not None and generation.logprobs is not None:
+                generation.logprobs.feed(chosen, told.top_ids[start : start + count], told.top[start : start + count])
+            start += count
+
+    def _prompt_logprobs(self, told: protocol.PromptLogprobs) -> None:
+        generation = self._find(told.request_id)
+        if generation is not None and generation.logprobs is not None:
+            generation.logprobs.feed_prompt(told)
+
     # ---- the hot path
 
     def _tokens_out(self, message: protocol.TokensOut) -> None:
@@ -137,6 +152,8 @@ class EngineEvents:
         metrics.generated_tokens[model] += len(ids)
         if message.cached:
             self._note_cached(message)
+        if message.logprobs is not None:
+            self._logprobs(message.logprobs)
         self._dispatcher.hold_aborts()
         try:
             if not message.counts and not finish:

@@ -16,7 +16,7 @@ class Frames:
     prefix: bytes  # up to the text of a chunk
     suffix: bytes  # after it
     first: bytes  # whole frames before the first text (chat: the role)
-    usage: Callable[[int], bytes] | None = None  # continuous usage: (tokens so far) -> suffix instead of `suffix`
+    usage: Callable[[int], bytes] | None = None  # continuous usage or logprobs: (tokens so far) -> suffix instead of `suffix`
 
 
 class GroupEnd(Protocol):

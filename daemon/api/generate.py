@@ -12,12 +12,14 @@ from aiohttp import HttpVersion11, hdrs, web
 
 from daemon.api.body import read_body
 from daemon.api.context import ApiContext
+from daemon.api.outputs import check_n, nth
 from daemon.api.piece_frames import PieceFrames
 from daemon.api.reply_format import ReplyFormat, reply_format
 from daemon.api.responses import SERVER, answer, json_response
 from daemon.api.sampling import sampling_params
 from daemon.api.schema import CHAT, INLINE_BYTES, Head, parse
 from daemon.api.sse import StreamShape
+from daemon.api.texts import texts_of, written_prompts
 from daemon.contracts import Generation, ModelEntry
 from daemon.errors import BadRequest
 from daemon.streams import Collector, CollectorGroup, Stream, StreamGroup, Text
@@ -54,31 +56,36 @@ async def generate(
     form = await reply_format(context, head, model, table) if endpoint == CHAT and not head.grammar else None
     public_id = f"{'chatcmpl' if endpoint == CHAT else 'cmpl'}-{request_id}"
     generations = await _generations(endpoint, head, model, prompts, public_id)
+    texts = texts_of(endpoint, head, model, table if form is None else form.table, generations, written_prompts(head, prompt))
     if head.stream:
-        return await _stream(request, context, endpoint, head, model, table, form, generations, public_id, request_id)
-    return await _answer(context, endpoint, head, model, table, form, generations, public_id)
+        return await _stream(request, context, endpoint, head, model, table, texts, form, generations, public_id, request_id)
+    return await _answer(context, endpoint, model, texts, form, generations, public_id)
 
 
 async def _generations(
     endpoint: str, head: Head, model: ModelEntry, prompts: Sequence[array[int]], public_id: str
 ) -> list[Generation]:
+    num_each = head.outputs.n
+    check_n(num_each, len(prompts), model)
     generations: list[Generation] = []
     arrived_s = asyncio.get_running_loop().time()
     for at, ids in enumerate(prompts):
         params = sampling_params(head, model, endpoint, len(ids))
         field = "prompt" if len(prompts) == 1 else f"prompt[{at}]"
         prompt = await _unpack(ids, model.vocab_size if head.prompt_kind == "ids" else None, field)
-        generations.append(
+        generations += [
             Generation(
                 model=model,
                 prompt=prompt,
-                params=params,
+                params=nth(params, number),
                 sink=_no_sink,
                 public_id=public_id,
                 priority=head.priority,
                 arrived_s=arrived_s,
+                is_copy=number > 0,
             )
-        )
+            for number in range(num_each)
+        ]
     return generations
 
 
@@ -120,11 +127,6 @@ async def _prompt_ids(context: ApiContext, model: ModelEntry, head: Head, prompt
     return encoded
 
 
-def _texts(head: Head, model: ModelEntry, table: TokenTable, num_sequences: int) -> list[Text]:
-    end_ids = frozenset(head.stop_token_ids) if head.ignore_eos else frozenset((*model.eos_token_ids, *head.stop_token_ids))
-    return [Text(table, end_ids, head.stop, head.min_tokens) for _ in range(num_sequences)]
-
-
 def _submit(context: ApiContext, generations: Sequence[Generation]) -> None:
     """All or none."""
     for at, generation in enumerate(generations):
@@ -139,15 +141,14 @@ def _submit(context: ApiContext, generations: Sequence[Generation]) -> None:
 async def _answer(
     context: ApiContext,
     endpoint: str,
-    head: Head,
     model: ModelEntry,
-    table: TokenTable,
+    texts: Sequence[Text],
     form: ReplyFormat | None,
     generations: list[Generation],
     public_id: str,
 ) -> web.StreamResponse:
     group = CollectorGroup(lambda index: context.requests.cancel(generations[index]))
-    for at, text in enumerate(_texts(head, model, table if form is None else form.table, len(generations))):
+    for at, text in enumerate(texts):
         collector = Collector(group, at, text)
         group.collectors.append(collector)
         generations[at].sink = collector
@@ -170,6 +171,7 @@ async def _stream(
     head: Head,
     model: ModelEntry,
     table: TokenTable,
+    texts: Sequence[Text],
     form: ReplyFormat | None,
     generations: list[Generation],
     public_id: str,
@@ -185,7 +187,7 @@ async def _stream(
         generations=generations,
     )
     group = StreamGroup(shape, context.clock, lambda index: context.requests.cancel(generations[index]))
-    for at, text in enumerate(_texts(head, model, table if form is None else form.table, len(generations))):
+    for at, text in enumerate(texts):
         if form is None:
             stream = Stream(group, at, table, shape.frames(at), text)
             group.streams.append(stream)

@@ -10,16 +10,14 @@ from daemon.api.sse import StreamShape
 from daemon.text.token_table import escape
 from daemon.text.tool_parsers.pieces import ARGUMENTS, CALL, REASONING, Piece
 
-_REST = b'},"logprobs":null,"finish_reason":null}'
-
 
 class PieceFrames:
     """`new_call_id`: asked once for each call."""
 
-    __slots__ = ("_head", "_new_call_id", "_shape", "first")
+    __slots__ = ("_head", "_index", "_new_call_id", "_shape", "first")
 
     def __init__(self, shape: StreamShape, index: int, new_call_id: Callable[[], str]) -> None:
-        self._shape, self._new_call_id = shape, new_call_id
+        self._shape, self._index, self._new_call_id = shape, index, new_call_id
         self._head = shape.head() + b'{"index":%d,"delta":{' % index
         self.first = shape.frames(index).first
 
@@ -31,4 +29,4 @@ class PieceFrames:
             delta = b'"tool_calls":[{"index":%d,"function":{"arguments":"%b"}}]' % (piece.call, escape(piece.text))
         else:
             delta = b'"%b":"%b"' % (b"reasoning_content" if piece.kind == REASONING else b"content", escape(piece.text))
-        return self._head + delta + _REST + self._shape.tail_of_chunk(num_tokens)
+        return self._head + delta + b"}" + self._shape.rest_of_choice(self._index) + self._shape.tail_of_chunk(num_tokens)

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from daemon.api.logprobs import logprobs_json
 from daemon.api.reply_format import ReplyFormat
 from daemon.contracts import Generation, ModelEntry
 from daemon.errors import HearthError
@@ -26,6 +27,12 @@ def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dic
     }
 
 
+def usage_of(generations: Sequence[Generation], completion_tokens: int) -> dict[str, object]:
+    """Of one request: n sequences of a prompt were sent it once, and what they share among themselves is no hit."""
+    prompts = [each for each in generations if not each.is_copy]
+    return usage(sum(len(each.prompt) for each in prompts), completion_tokens, sum(each.num_cached for each in prompts))
+
+
 def answer(
     chat: bool,
     public_id: str,
@@ -38,7 +45,8 @@ def answer(
     """chat.completion or text_completion: one choice a sequence. form: how replies are taken apart; None: the text is the reply."""
     choices: list[dict[str, Any]] = []
     for collector in collectors:
-        choice: dict[str, Any] = {"index": collector.index, "logprobs": None, "finish_reason": collector.reason}
+        logprobs = msgspec.Raw(logprobs_json(generations[collector.index].logprobs, chat))
+        choice: dict[str, Any] = {"index": collector.index, "logprobs": logprobs, "finish_reason": collector.reason}
         text = "".join(collector.parts)
         if form is not None:
             choice["message"], choice["finish_reason"] = form.message(generations[collector.index], text, collector.reason)
@@ -53,11 +61,7 @@ def answer(
         "created": created,
         "model": model,
         "choices": choices,
-        "usage": usage(
-            sum(len(each.prompt) for each in generations),
-            sum(each.num_tokens for each in collectors),
-            sum(each.num_cached for each in generations),
-        ),
+        "usage": usage_of(generations, sum(each.num_tokens for each in collectors)),
     }
 
 

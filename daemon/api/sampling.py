@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 
+from daemon.api.outputs import check_bias
 from daemon.api.schema import CHAT, Head
 from daemon.contracts import ModelEntry
 from daemon.errors import BadRequest
@@ -51,16 +52,27 @@ def sampling_params(head: Head, model: ModelEntry, endpoint: str, prompt_tokens:
                 f"stop_token_ids: {token_id} is outside the vocabulary of {model.vocab_size} tokens",
                 param="stop_token_ids",
             )
+    outputs = head.outputs
+    check_bias(outputs.logit_bias, model)
     defaults = model.generation_defaults
     top_k = int(head.top_k if head.top_k is not None else defaults.get("top_k", 0))
+    repetition = outputs.repetition_penalty if outputs.repetition_penalty is not None else defaults.get("repetition_penalty", 1.0)
+    nothing = max_tokens == 0  # only the prompt is wanted; the engine makes a token all the same, so nothing may hinder it
     return SamplingParams(
-        max_tokens=max_tokens,
+        max_tokens=max(1, max_tokens),
         temperature=float(head.temperature if head.temperature is not None else defaults.get("temperature", 1.0)),
         top_p=float(head.top_p if head.top_p is not None else defaults.get("top_p", 1.0)),
         top_k=max(0, top_k),  # clients write "off" as 0 or -1
         seed=head.seed if head.seed is not None else secrets.randbits(63),
         min_tokens=head.min_tokens,
-        ignore_eos=head.ignore_eos,
-        stop_token_ids=head.stop_token_ids,
-        grammar=head.grammar,
+        ignore_eos=head.ignore_eos or nothing,
+        stop_token_ids=[] if nothing else head.stop_token_ids,
+        grammar="" if nothing else head.grammar,
+        logprobs=outputs.logprobs,
+        prompt_logprobs=outputs.echo and outputs.logprobs >= 0,
+        min_p=float(outputs.min_p if outputs.min_p is not None else defaults.get("min_p", 0.0)),
+        presence_penalty=outputs.presence_penalty,
+        frequency_penalty=outputs.frequency_penalty,
+        repetition_penalty=float(repetition),
+        logit_bias=outputs.logit_bias,
     )

@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from daemon.api.decode import decode, invalid
+from daemon.api.outputs import MAX_BIASED_TOKENS, MAX_N, MAX_TOP_LOGPROBS, Outputs, outputs_of
 from daemon.api.response_format import GRAMMAR_FIELDS, grammar_of
 from daemon.api.tools import ToolRequest, tool_request
 from daemon.errors import BadRequest
@@ -25,6 +26,12 @@ CHAT, COMPLETIONS = "chat", "completions"
 
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+
+
+NumSequences = Annotated[int, Meta(ge=1, le=MAX_N)]
+NumTop = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
 
 
 class StreamOptions(Struct):
@@ -50,6 +57,13 @@ class Common(Struct):
     stream_options: StreamOptions | None = None
     user: str | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    n: NumSequences | None = None
+    best_of: NumSequences | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    logit_bias: Annotated[dict[str, Bias], Meta(max_length=MAX_BIASED_TOKENS)] | None = None
     # daemon/api/response_format.py
     response_format: Raw = Raw()
     regex: Raw = Raw()
@@ -60,23 +74,13 @@ class Common(Struct):
     guided_choice: Raw = Raw()
     structured_outputs: Raw = Raw()
     # known, not built: anything but a neutral value is refused
-    n: Raw = Raw()
-    best_of: Raw = Raw()
-    logprobs: Raw = Raw()
-    top_logprobs: Raw = Raw()
     prompt_logprobs: Raw = Raw()
-    logit_bias: Raw = Raw()
-    presence_penalty: Raw = Raw()
-    frequency_penalty: Raw = Raw()
-    repetition_penalty: Raw = Raw()
-    min_p: Raw = Raw()
     functions: Raw = Raw()
     function_call: Raw = Raw()
     modalities: Raw = Raw()
     audio: Raw = Raw()
     prediction: Raw = Raw()
     web_search_options: Raw = Raw()
-    echo: Raw = Raw()
     suffix: Raw = Raw()
     chat_template: Raw = Raw()
     use_beam_search: Raw = Raw()
@@ -118,6 +122,9 @@ class ChatBody(Common, kw_only=True):
     continue_final_message: Raw = Raw()
     chat_template_kwargs: dict[str, Any] | None = None
     documents: Raw = Raw()
+    logprobs: bool | None = None
+    top_logprobs: NumTop | None = None
+    echo: Raw = Raw()
     tools: Raw = Raw()
     tool_choice: Raw = Raw()
     parallel_tool_calls: bool | None = None
@@ -126,6 +133,10 @@ class ChatBody(Common, kw_only=True):
 class CompletionBody(Common, kw_only=True):
     prompt: Raw
     add_special_tokens: bool | None = None
+    max_tokens: Count | None = None  # 0: only the prompt, with echo
+    logprobs: NumTop | bool | None = None
+    top_logprobs: Raw = Raw()
+    echo: bool | None = None
     tools: Raw = Raw()
     tool_choice: Raw = Raw()
 
@@ -154,20 +165,16 @@ class Head(Struct, array_like=True):
     tools: ToolRequest | None = None
     grammar_field: str = ""
     grammar: str = ""  # as SamplingParams.grammar
+    outputs: Outputs = Outputs()
 
 
 _NEUTRAL: dict[str, tuple[object, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "repetition_penalty": (1,),
     "tool_choice": ("none",),
     "function_call": ("none",),
     "suffix": ("",),
 }
 _TRUE_IS_NEUTRAL = frozenset({"skip_special_tokens"})
-_ZERO_IS_NEUTRAL = frozenset(
-    ["logprobs", "top_logprobs", "presence_penalty", "frequency_penalty", "min_p", "prompt_logprobs"]
-)  # nothing is asked for by 0
+_ZERO_IS_NEUTRAL = frozenset({"top_logprobs", "prompt_logprobs"})  # nothing is asked for by 0
 _UNBUILT = tuple(name for name, kind in Common.__annotations__.items() if kind == "Raw" and name not in GRAMMAR_FIELDS)
 _ROLES = frozenset(["system", "developer", "user", "assistant", "tool", "function"])
 _decoders: dict[str, msgspec.json.Decoder[Any]] = {
@@ -187,6 +194,7 @@ def parse(endpoint: str, body: bytes) -> tuple[Head, bytes]:
     _refuse_unbuilt(fields)
     if isinstance(fields, ChatBody):
         _refuse_raw("continue_final_message", fields.continue_final_message)
+        _refuse_raw("echo", fields.echo)
         tools, shown = tool_request(fields.tools, fields.tool_choice, fields.parallel_tool_calls)
         kind, prompt, num_prompts = "messages", _messages(fields.messages), 1
         options: dict[str, Any] = {
@@ -197,6 +205,7 @@ def parse(endpoint: str, body: bytes) -> tuple[Head, bytes]:
         }
         max_tokens = fields.max_completion_tokens if fields.max_completion_tokens is not None else fields.max_tokens
     else:
+        _refuse_raw("top_logprobs", fields.top_logprobs)
         _refuse_raw("tools", fields.tools)
         _refuse_raw("tool_choice", fields.tool_choice)
         tools = None
@@ -209,6 +218,9 @@ def parse(endpoint: str, body: bytes) -> tuple[Head, bytes]:
     if max_tokens is not None and min_tokens > max_tokens:
         raise invalid("min_tokens", f"min_tokens ({min_tokens}) is more than max_tokens ({max_tokens})")
     grammar_field, grammar = grammar_of(fields)
+    outputs = outputs_of(fields, endpoint == CHAT)
+    if max_tokens == 0 and not outputs.echo:
+        raise invalid("max_tokens", "max_tokens: 0 is only allowed with echo: true")
     stream_options = fields.stream_options or StreamOptions()
     if fields.stream_options is not None and not fields.stream:
         raise invalid("stream_options", "stream_options is only allowed with stream: true")
@@ -233,6 +245,7 @@ def parse(endpoint: str, body: bytes) -> tuple[Head, bytes]:
         tools=tools,
         grammar_field=grammar_field,
         grammar=grammar,
+        outputs=outputs,
     )
     return head, prompt
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from daemon.api.responses import usage
+from daemon.api.logprobs import NULL, logprobs_json
+from daemon.api.responses import usage_of
 from daemon.contracts import Generation
 from daemon.errors import HearthError
 from daemon.stream_parts import Frames
@@ -45,20 +46,24 @@ class StreamShape:
         return b'],"usage":null}\n\n' if self.include_usage else b"]}\n\n"
 
     def _usage(self, num_tokens: int) -> dict[str, object]:
-        prompts = self.generations
-        return usage(sum(len(each.prompt) for each in prompts), num_tokens, sum(each.num_cached for each in prompts))
+        return usage_of(self.generations, num_tokens)
+
+    def rest_of_choice(self, index: int, reason: bytes = NULL) -> bytes:
+        """After the delta or the text, with the log-probabilities of what was sent since the last time."""
+        return b',"logprobs":%b,"finish_reason":%b}' % (logprobs_json(self.generations[index].logprobs, self.chat), reason)
 
     def frames(self, index: int) -> Frames:
-        rest = b'},"logprobs":null,"finish_reason":null}' if self.chat else b',"logprobs":null,"finish_reason":null}'
+        end = b"}" if self.chat else b""
+        rest = end + b',"logprobs":null,"finish_reason":null}'
         prefix = self.head() + b'{"index":%d,%b"' % (index, b'"delta":{"content":' if self.chat else b'"text":')
         first = b""
         if self.chat:
             first = self.head() + b'{"index":%d,"delta":{"role":"assistant","content":""' % index + rest + self.tail_of_chunk(0)
         continuous: Callable[[int], bytes] | None = None
-        if self.continuous_usage:
+        if self.continuous_usage or self.generations[index].logprobs is not None:
 
             def continuous(num_tokens: int) -> bytes:
-                return b'"' + rest + self.tail_of_chunk(num_tokens)
+                return b'"' + end + self.rest_of_choice(index) + self.tail_of_chunk(num_tokens)
 
         return Frames(prefix=prefix, suffix=b'"' + rest + self.tail_of_chunk(), first=first, usage=continuous)
 
@@ -66,7 +71,8 @@ class StreamShape:
         body = b'"delta":{}' if self.chat else b'"text":""'
         return (
             self.head()
-            + b'{"index":%d,%b,"logprobs":null,"finish_reason":"%b"}' % (index, body, reason.encode())
+            + b'{"index":%d,%b' % (index, body)
+            + self.rest_of_choice(index, b'"%b"' % reason.encode())
             + self.tail_of_chunk(num_tokens)
         )
 

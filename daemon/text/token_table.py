@@ -52,6 +52,10 @@ class TokenTable:
             return b""
         return self._blob[self._offsets[token_id] : self._offsets[token_id + 1]]
 
+    def shown(self, token_id: int) -> bytes:
+        """As `raw`, special tokens by their names."""
+        return self._blob[self._offsets[token_id] : self._offsets[token_id + 1]] if 0 <= token_id < self.num_tokens else b""
+
     def raw_first(self, token_id: int) -> bytes:
         """The same for the first token that is not skipped."""
         raw = self.raw(token_id)

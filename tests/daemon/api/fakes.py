@@ -18,7 +18,7 @@ from daemon.contracts import Generation, ModelEntry
 from daemon.errors import BadRequest, HearthError
 from daemon.text.jobs import TextFacts
 from daemon.text.token_table import BYTE_LEVEL, NORMAL, SKIPPED, PackedTable, TokenTable
-from engine.protocol import FINISH_LENGTH, FINISH_NONE, FINISH_STOP
+from engine.protocol import FINISH_LENGTH, FINISH_NONE, FINISH_STOP, PromptLogprobs
 
 EOS = 256
 WORDS = [b"Hello", b" world", b"\xc3\xa9", b'"quoted"\n', "\U0001f600".encode()]  # ids 257...
@@ -150,6 +150,8 @@ class FakeRequests:
             task.cancel()
 
     async def _play(self, generation: Generation) -> None:
+        if generation.logprobs is not None and generation.params.prompt_logprobs:
+            generation.logprobs.feed_prompt(prompt_logprobs(generation))
         for step in self.script(generation):
             if isinstance(step, float):
                 await asyncio.sleep(step)
@@ -158,6 +160,9 @@ class FakeRequests:
             else:
                 ids, finish = step
                 generation.output += ids
+                if generation.logprobs is not None:
+                    for token_id in ids:
+                        generation.logprobs.feed(*logprobs_of(token_id, generation.params.logprobs))
                 generation.sink.tokens(ids, finish)
                 await asyncio.sleep(0)
         self._tasks.pop(generation.request_id, None)
@@ -167,6 +172,18 @@ class FakeRequests:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def logprobs_of(token_id: int, num_top: int) -> tuple[float, list[int], list[float]]:
+    """The fake's own: the token itself is always likeliest."""
+    chosen = -0.25 - token_id / 1024
+    return chosen, [(token_id + at) % VOCAB for at in range(num_top)], [chosen - at for at in range(num_top)]
+
+
+def prompt_logprobs(generation: Generation) -> PromptLogprobs:
+    told = [logprobs_of(token_id, generation.params.logprobs) for token_id in generation.prompt[1:]]
+    chosen, top_ids, top = [each[0] for each in told], [i for each in told for i in each[1]], [i for each in told for i in each[2]]
+    return PromptLogprobs(generation.request_id, 1, generation.params.logprobs, chosen, top_ids, top)
 
 
 class FakeHealth:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from daemon.api.schema import parse
 from daemon.errors import BadRequest
-from tests.daemon.api.fakes import serve
+from tests.daemon.api.fakes import entry, serve
 from tests.daemon.api.openai_error import check_error
 
 GOOD_CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
@@ -27,6 +27,7 @@ FIELDS: list[tuple[str, dict[str, object], str]] = [
     *[(path, {"top_p": value}, "top_p") for path in (CHAT, TEXT) for value in (0, -1, 1.01, "x", [1])],
     *[(path, {"top_k": value}, "top_k") for path in (CHAT, TEXT) for value in (-2, 1.5, "1", 2**31)],
     *[(path, {"seed": value}, "seed") for path in (CHAT, TEXT) for value in (2**63, -(2**63) - 1, 1.5, "1", 10**30)],
+    (TEXT, {"max_tokens": 0, "echo": False}, "max_tokens"),
     *[(path, {"max_tokens": value}, "max_tokens") for path in (CHAT, TEXT) for value in (0, -1, 1.5, "1", 2**31, [], True)],
     *[(path, {"max_completion_tokens": value}, "max_completion_tokens") for path in (CHAT, TEXT) for value in (0, -1, "1")],
     *[(path, {"min_tokens": value}, "min_tokens") for path in (CHAT, TEXT) for value in (-1, "1", 1.5)],
@@ -41,6 +42,23 @@ FIELDS: list[tuple[str, dict[str, object], str]] = [
     *[(path, {"stream_options": value}, "stream_options") for path in (CHAT, TEXT) for value in (1, [], {"include_usage": True})],
     *[(path, {"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage") for path in (CHAT, TEXT)],
     *[(path, {"model": value}, "model") for path in (CHAT, TEXT) for value in (1, [], "", None, "no/such", "a\0b", "\x01")],
+    *[(path, {name: value}, name) for path in (CHAT, TEXT) for name in ("n", "best_of") for value in (0, -1, 129, "1", 1.5, True, [])],
+    *[(path, {"n": 257 // 2, "model": "small"}, "n") for path in (CHAT, TEXT)],
+    (TEXT, {"n": 3, "prompt": ["a", "b", "c", "d"], "model": "small"}, "n"),
+    *[(path, {name: value}, name) for path in (CHAT, TEXT) for name in ("presence_penalty", "frequency_penalty")
+      for value in (-2.1, 2.1, "1", True, [])],
+    *[(path, {"repetition_penalty": value}, "repetition_penalty") for path in (CHAT, TEXT) for value in (0, -1, 101, "1")],
+    *[(path, {"min_p": value}, "min_p") for path in (CHAT, TEXT) for value in (-0.1, 1.1, "0", True)],
+    *[(path, {"logit_bias": value}, param) for path in (CHAT, TEXT) for value, param in (
+        ([], "logit_bias"), ({"a": 1}, "logit_bias"), ({"-1": 1}, "logit_bias"), ({"1.5": 1}, "logit_bias"), ({"": 1}, "logit_bias"),
+        ({"99999": 1}, "logit_bias"), ({"1": 101}, "logit_bias[...]"), ({"1": -100.5}, "logit_bias[...]"),
+        ({"1": "a"}, "logit_bias[...]"), ({"²": 1}, "logit_bias"), ({str(i): 0 for i in range(1025)}, "logit_bias"),
+    )],
+    *[(CHAT, {"logprobs": value}, "logprobs") for value in (5, 0, "true", [])],
+    *[(CHAT, {"logprobs": True, "top_logprobs": value}, "top_logprobs") for value in (21, -1, "1", 1.5, True)],
+    *[(CHAT, {"top_logprobs": 3, **more}, "top_logprobs") for more in ({}, {"logprobs": False})],
+    *[(TEXT, {"logprobs": value}, "logprobs") for value in (21, -1, "1", 1.5, True, [])],
+    *[(TEXT, {"echo": value}, "echo") for value in (1, "true", [])],
     *[(path, {"user": 1}, "user") for path in (CHAT, TEXT)],
     *[(path, {"priority": value}, "priority") for path in (CHAT, TEXT) for value in ("high", 2**40, 0.5)],
     *[(CHAT, {"messages": value}, "messages") for value in ([], None, "hi", 1, {"role": "user"})],
@@ -90,12 +108,13 @@ FIELDS: list[tuple[str, dict[str, object], str]] = [
     )],
 ]  # fmt: skip
 UNBUILT: list[tuple[str, object]] = [
-    ("n", 2), ("n", 0), ("n", "1"), ("n", True), ("best_of", 2), ("logprobs", True), ("logprobs", 5), ("top_logprobs", 3),
-    ("logit_bias", {"1": 100}), ("presence_penalty", 0.5), ("frequency_penalty", -1), ("repetition_penalty", 1.1), ("min_p", 0.1),
-    ("functions", [{"name": "f"}]), ("function_call", "auto"), ("echo", True), ("suffix", "end"), ("prompt_logprobs", 1),
+    ("best_of", 2),
+    ("functions", [{"name": "f"}]), ("function_call", "auto"), ("suffix", "end"), ("prompt_logprobs", 1),
     ("modalities", ["text", "audio"]), ("audio", {"voice": "x"}), ("prediction", {"type": "content", "content": "x"}),
     ("chat_template", "{{ 1 }}"), ("skip_special_tokens", False), ("use_beam_search", True),
 ]  # fmt: skip
+UNBUILT_CHAT: list[tuple[str, object]] = [("echo", True)]
+UNBUILT_TEXT: list[tuple[str, object]] = [("top_logprobs", 3)]
 NEUTRAL: dict[str, object] = {
     "n": 1, "best_of": None, "logprobs": False, "top_logprobs": 0, "logit_bias": {}, "presence_penalty": 0, "frequency_penalty": 0.0,
     "repetition_penalty": 1.0, "min_p": 0.0, "response_format": {"type": "text"}, "tools": [], "tool_choice": "none",
@@ -155,7 +174,7 @@ def test_there_are_at_least_200_malformed_requests():
 
 @pytest.fixture
 async def node():
-    async with serve() as node:
+    async with serve(models=[entry(), entry("small", aliases=(), max_sequences=8)]) as node:
         yield node
 
 
@@ -178,8 +197,8 @@ async def test_every_bad_field_is_named(http):
 
 
 async def test_fields_that_are_not_built_are_refused_by_name(http):
-    for name, value in UNBUILT:
-        for path, good in ((CHAT, GOOD_CHAT), (TEXT, GOOD_TEXT)):
+    for path, good, own in ((CHAT, GOOD_CHAT, UNBUILT_CHAT), (TEXT, GOOD_TEXT, UNBUILT_TEXT)):
+        for name, value in UNBUILT + own:
             async with http.post(path, json=good | {name: value}) as answer:
                 error = check_error(answer.status, await answer.text(), name)
                 assert (answer.status, error["code"]) == (400, "unsupported_parameter")

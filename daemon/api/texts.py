@@ -1,0 +1,43 @@
+"""The text of each sequence of a request: plain, or with the prompt in front and log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from daemon.annotated_text import AnnotatedText, LogprobTrail
+from daemon.api.schema import CHAT, Head
+from daemon.contracts import Generation, ModelEntry
+from daemon.streams import Text
+from daemon.text.token_table import TokenTable
+
+_strings = msgspec.msgpack.Decoder(list[str])
+
+
+def written_prompts(head: Head, prompt: bytes) -> list[str] | None:
+    """The prompts as the client wrote them, where they are to be shown and were text. `prompt`: as schema.parse packed it."""
+    return _strings.decode(prompt) if head.outputs.echo and head.prompt_kind == "text" else None
+
+
+def texts_of(
+    endpoint: str,
+    head: Head,
+    model: ModelEntry,
+    table: TokenTable,
+    generations: Sequence[Generation],
+    written: Sequence[str] | None,
+) -> list[Text]:
+    """One for each generation, in order; those with log-probabilities also listen to the generation's."""
+    end_ids = frozenset(head.stop_token_ids) if head.ignore_eos else frozenset((*model.eos_token_ids, *head.stop_token_ids))
+    outputs = head.outputs
+    if outputs.logprobs < 0 and not outputs.echo:
+        return [Text(table, end_ids, head.stop, head.min_tokens) for _ in generations]
+    texts: list[Text] = []
+    for at, generation in enumerate(generations):
+        # /v1/completions tells the end id's as well: evaluation tools count one entry a token
+        trail = LogprobTrail(table, end_ids, keep_end=endpoint != CHAT) if outputs.logprobs >= 0 else None
+        generation.logprobs = trail
+        echo = (generation.prompt, written[at // outputs.n] if written is not None else None) if outputs.echo else None
+        texts.append(AnnotatedText(table, end_ids, head.stop, head.min_tokens, trail, echo, drop_tokens=head.max_tokens == 0))
+    return texts
