@@ -3,12 +3,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo test check bench clean
+.PHONY: help demo test check bench install uninstall clean
 
 help:
 	@echo "make demo    one daemon, three models, one memory budget: chats, evictions, a killed engine (about 3 minutes the first time)"
 	@echo "make test    the test suite"
 	@echo "make check   ruff, mypy, architecture and docs tests"
+	@echo "sudo make install     the service: /opt/hearthd, systemd units, /etc/hearthd; see docs/operations.md"
+	@echo "sudo make uninstall   takes it away; settings and models stay"
 	@echo "make bench   the figures of docs/performance.md, measured on this machine"
 
 # The demo needs only what runs the daemon; the tests need more. Each stamp depends on what it was made from.
@@ -34,6 +36,12 @@ check: $(VENV)/.test
 
 bench: $(VENV)/.test
 	$(BIN)/python -m benchmarks.run
+
+install:
+	@PYTHON="$(PYTHON)" PREFIX="$(PREFIX)" DESTDIR="$(DESTDIR)" sh systemd/install.sh install
+
+uninstall:
+	@PREFIX="$(PREFIX)" DESTDIR="$(DESTDIR)" sh systemd/install.sh uninstall
 
 clean:
 	rm -rf $(VENV) .demo .cache

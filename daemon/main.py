@@ -20,6 +20,7 @@ _METAVARS = {
     "models_dir": "DIR",
     "listen": "HOST:PORT",
     "control": "SOCKET",
+    "status_socket": "SOCKET",
     "keys_file": "FILE",
     "admin_listen": "HOST:PORT",
     "allowed_hosts": "NAME",

@@ -9,8 +9,8 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from config.paths import client_control_path
-from daemon.cli import keys, models, node, queue, story
+from config.paths import client_control_path, daemon_status_path
+from daemon.cli import completion, keys, models, node, queue, story
 from daemon.cli.client import Client, CommandError
 from daemon.errors import EXIT_OK
 
@@ -50,6 +50,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("reload", node.reload, "read the configuration file again")
     hash_key = add("hash-key", keys.hash_key, "the line a keys file needs for a key, read from the terminal or standard input")
     hash_key.add_argument("--generate", action="store_true", help="make a new key and print both")
+    shell = add("completion", completion.completion, "what makes a shell complete this program's commands and models")
+    shell.add_argument("shell", metavar="SHELL", choices=completion.SHELLS, help="bash, zsh or fish")
     add("version", node.version, "versions of this program and of the daemon")
     return parser
 
@@ -57,7 +59,8 @@ def make_parser() -> argparse.ArgumentParser:
 def run(argv: Sequence[str] | None = None) -> int:
     options = make_parser().parse_args(argv)
     options.json = getattr(options, "json", False)
-    client = Client(getattr(options, "control", None) or client_control_path())
+    control = getattr(options, "control", None) or client_control_path()
+    client = Client(control, daemon_status_path(control))
     try:
         options.run(client, options)
         sys.stdout.flush()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -31,10 +32,11 @@ class _UnixConnection(http.client.HTTPConnection):
 
 
 class Client:
-    """One command's connection. All methods raise CommandError."""
+    """One command's connection. All methods raise CommandError. status: the socket to read from where `control` may not be opened;
+    "" for none."""
 
-    def __init__(self, control: str) -> None:
-        self.control = control
+    def __init__(self, control: str, status: str = "") -> None:
+        self.control, self._status = control, status
 
     def get(self, path: str) -> Any:
         return json.loads(self._request("GET", path).read())
@@ -61,13 +63,17 @@ class Client:
             raise self._gone(None)
         return check(last)
 
-    def _request(self, method: str, path: str) -> http.client.HTTPResponse:
-        connection = _UnixConnection(self.control)
+    def _request(self, method: str, path: str, socket_path: str = "") -> http.client.HTTPResponse:
+        connection = _UnixConnection(socket_path or self.control)
         try:
             connection.request(method, path)
             response = connection.getresponse()
         except PermissionError:
-            message = f"no permission to open {self.control}; ask for membership of the group that owns it"
+            if method == "GET" and not socket_path and os.path.exists(self._status):
+                return self._request(method, path, self._status)
+            message = (
+                f"no permission to open {self.control}; ask for membership of the group that owns it (the service's is hearthd)"
+            )
             raise CommandError(EXIT_DENIED, _error("permission_denied", message)) from None
         except (FileNotFoundError, ConnectionRefusedError):
             message = f"hearthd is not running at {self.control}; start it, or name its socket with --control"

@@ -1,0 +1,83 @@
+"""The status socket: everybody may look, nobody may touch."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from config import paths
+from daemon.cli.__main__ import make_parser
+from daemon.cli.completion import commands_of
+from daemon.cli.manual import _READING
+from tests.e2e.checkpoints import make_model
+from tests.e2e.node import Node, environment
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[Node]:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o755)  # pytest's own folders are closed to others
+        make_model(folder / "models" / "a")
+        with Node(folder, flags=["--status-socket", str(folder / "s.sock")]) as running:
+            yield running
+
+
+def over_status(node: Node, *args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-P", "-m", "daemon.cli", "--control", str(node.folder / "s.sock"), *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment())
+
+
+def test_modes(node: Node) -> None:
+    modes = [stat.S_IMODE(os.stat(path).st_mode) for path in (node.control, node.folder / "s.sock")]
+    assert modes == [0o660, 0o666]
+
+
+def test_reading_commands_work_and_the_others_are_denied(node: Node) -> None:
+    arguments = {"NAME": ["a"], "MODEL|REQUEST": ["a"], "": []}
+    for command in commands_of(make_parser()):
+        if command.argument not in arguments or command.name == "hash-key":
+            continue  # talk to no daemon
+        result = over_status(node, command.name, *arguments[command.argument], "--json")
+        if command.name in _READING:
+            assert result.returncode == 0, (command.name, result.stderr)
+        else:
+            assert (result.returncode, json.loads(result.stdout)["code"]) == (6, "permission_denied"), command.name
+    assert node.state("a") == "cold", "a denied command did something"
+    assert node.json("status")["draining"] is False
+
+
+def test_hearth_falls_back_to_it(node: Node) -> None:
+    """A user outside the group sees the service without naming a socket; commands say what is missing."""
+    if os.getuid() != 0:
+        pytest.skip("needs root to become somebody else")
+    code = (
+        "import encodings.idna, os, sys, shutil; from daemon.cli import __main__ as cli; from config import paths; "
+        "paths.SERVICE_CONTROL, paths.SERVICE_STATUS = sys.argv[1:3]; "
+        "os.setgroups([]); os.setgid(65534); os.setuid(65534); sys.exit(cli.run(['--control', *sys.argv[1:2], *sys.argv[3:]]))"
+    )
+    for args, exit_code, words in ((["models"], 0, "cold"), (["load", "a"], 6, "no permission to open")):
+        command = [sys.executable, "-P", "-c", code, node.control, str(node.folder / "s.sock"), *args]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment())
+        assert (result.returncode, words in result.stdout + result.stderr) == (exit_code, True), result.stderr
+
+
+def test_where_it_is_by_default() -> None:
+    assert paths.daemon_status_path(paths.SERVICE_CONTROL) == paths.SERVICE_STATUS
+    assert paths.daemon_status_path("/tmp/c.sock") == "", "only the service has one unasked"
+
+
+def test_both_sockets_go_with_the_daemon(tmp_path: Path) -> None:
+    with Node(tmp_path / "n", flags=["--status-socket", str(tmp_path / "s.sock")]) as node:
+        assert (tmp_path / "s.sock").exists()
+        assert node.stop() == 0
+    assert not (tmp_path / "s.sock").exists()
+    assert not os.path.exists(node.control)
