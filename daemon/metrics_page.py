@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from daemon.keys import OTHER
 from daemon.metric_families import BY_NAME, COUNTER, HISTOGRAM
 from daemon.metrics import Histogram, Metrics
 
@@ -107,12 +108,12 @@ def _all(metrics: Metrics, now: Now) -> Iterator[tuple[str, Rows]]:
     yield "hearth_device_kv_used_bytes", ((name, one.kv_used_bytes) for name, one in devices)
     yield "hearth_device_preemptions_total", ((name, one.preemptions) for name, one in devices)
     yield "hearth_engine_restarts_total", metrics.engine_restarts.items()
-    shown = {*tenants.named, "other"}
+    shown = {*tenants.named, OTHER}
     yield "hearth_tenant_requests_total", ((key, value) for key, value in tenants.requests.items() if key[0] in shown)
     yield "hearth_tenant_prompt_tokens_total", _of(shown, tenants.prompt_tokens)
     yield "hearth_tenant_cached_tokens_total", _of(shown, tenants.cached_tokens)
     yield "hearth_tenant_generated_tokens_total", _of(shown, tenants.generated_tokens)
-    open_by_label: dict[str, int] = {}
+    open_by_label = dict.fromkeys(tenants.named, 0)
     for tenant, number in now.tenants_open.items():
         label = tenants.label(tenant)
         open_by_label[label] = open_by_label.get(label, 0) + number

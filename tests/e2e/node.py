@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -128,9 +128,9 @@ class Node:
 
     # ---- seen from outside
 
-    def get(self, path: str) -> tuple[int, Any]:
+    def get(self, path: str, headers: Mapping[str, str] | None = None) -> tuple[int, Any]:
         """(status, JSON or text) of an HTTP path."""
-        request = urllib.request.Request(self.url + path)
+        request = urllib.request.Request(self.url + path, headers=dict(headers or {}))
         try:
             with urllib.request.urlopen(request, timeout=SAFETY_S) as response:
                 status, body = response.status, response.read().decode()
@@ -146,11 +146,11 @@ class Node:
             return self.get("/readyz")[0] == 200
         return False
 
-    def openai(self, **options: Any) -> Any:
+    def openai(self, key: str = "unused", **options: Any) -> Any:
         """The official client; close it or use `with`."""
         import openai
 
-        return openai.OpenAI(base_url=self.url + "/v1", api_key="unused", max_retries=0, timeout=SAFETY_S, **options)
+        return openai.OpenAI(base_url=self.url + "/v1", api_key=key, max_retries=0, timeout=SAFETY_S, **options)
 
     def async_openai(self, **options: Any) -> Any:
         import openai
