@@ -10,7 +10,8 @@ from engine import ops
 from engine.contracts import SequenceTable
 from engine.protocol import SamplingParams
 from engine.sampler import noise_keys, sample_tokens, sampling_rows
-from tests.engine.model_bench import CACHE_DIR, make_table, plan
+from scheduler.batch.plan import write_sampling
+from tests.engine.model_bench import CACHE_DIR, make_table, plan, put
 
 VOCAB = 50
 EOS = [1]
@@ -155,3 +156,121 @@ def test_rows_sampled_in_parts_are_the_same() -> None:
     parts = [sample_tokens(logits[at : at + 16].clone(), rows, at)[0].tolist() for at in range(0, 40, 16)]
     assert [i for part in parts for i in part] == whole
     assert whole[30] != 1
+
+
+# ---- what bends the choice of tokens
+
+
+def bent(num: int, temperature: float, tokens: list[int], num_prompt: int, **settings: Any) -> SequenceTable:
+    """num equal rows whose sequence is `tokens`."""
+    table = make_table(slots=num, length=32)
+    for slot in range(num):
+        put(table, slot, tokens)
+        table.num_prompt[slot] = num_prompt
+        write_sampling(table, slot, SamplingParams(9, temperature=temperature, seed=slot, **settings), num_prompt, 32)
+    return table
+
+
+def textbook(logits: np.ndarray, tokens: list[int], num_prompt: int, **settings: Any) -> np.ndarray:
+    """Bias, then penalties, as their definitions read."""
+    out = logits.astype(np.float64).copy()
+    for token, value in settings.get("logit_bias", {}).items():
+        out[token] += value
+    repetition = settings.get("repetition_penalty", 1.0)
+    for token in set(tokens):
+        out[token] = out[token] / repetition if out[token] > 0 else out[token] * repetition
+    for token in set(tokens[num_prompt:]):
+        out[token] -= settings.get("presence_penalty", 0.0)
+        out[token] -= settings.get("frequency_penalty", 0.0) * tokens[num_prompt:].count(token)
+    return out
+
+
+SEQUENCE = [4, 4, 9, 3, 9, 9, 12, 30]  # the first four are the prompt
+BENT: list[dict[str, Any]] = [
+    {"presence_penalty": 1.5},
+    {"frequency_penalty": 0.8},
+    {"frequency_penalty": -0.5, "presence_penalty": -1.0},
+    {"repetition_penalty": 1.7},
+    {"repetition_penalty": 0.6, "logit_bias": {4: 1.0, 9: -100.0, 20: 2.0}},
+    {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.5, "logit_bias": {4: -1.5, 12: 2.5}},
+]
+
+
+@pytest.mark.parametrize("settings", BENT)
+def test_bent_frequencies_are_the_textbooks(settings: dict[str, Any]) -> None:
+    num = 20000
+    logits = np.random.default_rng(6).normal(0, 1.5, VOCAB).astype(np.float32)
+    table = bent(num, 0.9, SEQUENCE, 4, **settings)
+    ids = draw(torch.from_numpy(logits).repeat(num, 1), table, list(range(num)), position=len(SEQUENCE))
+    wanted = exact(textbook(logits, SEQUENCE, 4, **settings).astype(np.float32), 0.9, 1.0, 0)
+    counts = np.bincount(ids, minlength=VOCAB)
+    kept = wanted > 2e-4
+    chi2 = ((counts[kept] - wanted[kept] * num) ** 2 / (wanted[kept] * num)).sum()
+    assert chi2 / max(1, kept.sum() - 1) < 2.0
+    assert counts[~kept].sum() < num * wanted[~kept].sum() + 50
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("settings", BENT)
+def test_greedy_rows_are_bent_too(settings: dict[str, Any], dtype: torch.dtype) -> None:
+    logits = torch.from_numpy(np.random.default_rng(7).normal(0, 1, (60, VOCAB)).astype(np.float32)).to(dtype)
+    table = bent(60, 0.0, SEQUENCE, 4, **settings)
+    wanted = [int(textbook(row.float().numpy(), SEQUENCE, 4, **settings).argmax()) for row in logits]
+    assert draw(logits, table, list(range(60)), position=len(SEQUENCE)) == wanted
+    assert wanted != logits.float().argmax(-1).tolist()
+
+
+def test_a_small_penalty_is_not_lost_in_half_precision() -> None:
+    table = bent(1, 0.0, SEQUENCE, 4, frequency_penalty=0.01)
+    logits = torch.zeros(1, VOCAB, dtype=torch.bfloat16)
+    logits[0, 9], logits[0, 40] = 20.0, 20.0  # next to each other there are 19.875 and 20.125
+    assert draw(logits, table, [0], position=len(SEQUENCE)) == [40]
+
+
+def test_bent_rows_alone_and_in_any_batch_and_their_neighbours() -> None:
+    """The neighbours draw what they draw without them; a sequence computed again from its tokens goes on as it would have."""
+    logits = torch.from_numpy(np.random.default_rng(8).normal(0, 1, (48, VOCAB)).astype(np.float32))
+    table = bent(48, 1.0, SEQUENCE, 4)
+    plain = draw(logits, table, list(range(48)), position=len(SEQUENCE))
+    for slot in range(0, 48, 3):
+        params = SamplingParams(9, temperature=float(slot % 2), seed=slot, **BENT[slot // 3 % len(BENT)])
+        write_sampling(table, slot, params, 4, 32)
+    table.min_p[5::7] = 0.2
+    together = draw(logits, table, list(range(48)), position=len(SEQUENCE))
+    alone = [draw(logits[slot : slot + 1], table, [slot], position=len(SEQUENCE))[0] for slot in range(48)]
+    assert together == alone
+    untouched = [slot for slot in range(48) if slot % 3 and slot % 7 != 5]
+    assert [together[slot] for slot in untouched] == [plain[slot] for slot in untouched]
+    assert [together[slot] for slot in range(0, 48, 3)] != [plain[slot] for slot in range(0, 48, 3)]
+    rows = sampling_rows(plan(*((slot, len(SEQUENCE) - 1, 1) for slot in range(48))), table, EOS, VOCAB)
+    parts = [sample_tokens(logits[at : at + 10].clone(), rows, at)[0].tolist() for at in range(0, 48, 10)]
+    assert [token for part in parts for token in part] == together
+
+
+@pytest.mark.parametrize(("min_p", "top_p"), [(0.3, 1.0), (0.05, 1.0), (1.0, 1.0), (0.1, 0.8)])
+def test_min_p_cuts_what_is_far_below_the_likeliest(min_p: float, top_p: float) -> None:
+    num = 20000
+    logits = np.random.default_rng(3).normal(0, 1.5, VOCAB).astype(np.float32)
+    table = table_with(num, 1.1, top_p)
+    table.min_p[:] = min_p
+    table.seed[:] = np.arange(num)
+    ids = draw(torch.from_numpy(logits).repeat(num, 1), table, list(range(num)))
+    p = np.exp((logits - logits.max()).astype(np.float64) / 1.1)
+    kept_logits = np.where(p >= min_p * (1 - 1e-6), logits, -1e9).astype(np.float32)
+    wanted = exact(kept_logits, 1.1, top_p, 0)
+    counts = np.bincount(ids, minlength=VOCAB)
+    assert counts[wanted < 1e-9].sum() == 0
+    kept = wanted >= 1e-9
+    if kept.sum() > 1:
+        assert ((counts[kept] - wanted[kept] * num) ** 2 / (wanted[kept] * num)).sum() / (kept.sum() - 1) < 2.0
+
+
+def test_extreme_settings_leave_rows_good_and_bad_rows_bad() -> None:
+    table = bent(2, 0.0, SEQUENCE, 4, repetition_penalty=1e-30, frequency_penalty=2.0, logit_bias={9: 100.0, 4: -100.0})
+    table.min_tokens_until[:] = 20
+    logits = torch.full((2, VOCAB), 60.0)
+    logits[1, 12] = -torch.inf
+    step = plan((0, 7, 1), (1, 7, 1))
+    ids, bad = sample_tokens(logits.clone(), sampling_rows(step, table, EOS, VOCAB), 0)
+    assert bad.tolist() == [False, True]
+    assert ids[0] in SEQUENCE
