@@ -1,7 +1,8 @@
 """Tokens without a model: measures and tests everything around one.
 
 A null model reads its shape and its windows from the checkpoint's config.json, holds no weights and samples ids that follow from
-(seed, position) by `null_tokens`, so a test can foretell them. Steps are paced: over many of them each takes exactly `null_step_ms`.
+(seed, position) by `null_tokens`, so a test can foretell them. Steps are paced: over many of them each
+takes exactly `null_step_ms`.
 For tests of what goes wrong, config.json may hold an object `"hearthd_null"`: `load_s` (how long a load takes), `load_error` and
 `load_error_permanent`, `nan_token` and `crash_token` (a sequence that contains this id gives NaN, or raises).
 """

@@ -145,12 +145,12 @@ def kv_groups(shape: ModelShape, dtype: str, block_tokens: int) -> tuple[KVGroup
 
 
 def group_chunks(group: KVGroupSpec, max_model_len: int, max_num_batched_tokens: int, chunk_bytes: int) -> int:
-    """Chunks that hold all blocks of one sequence of max_model_len in one group, and one more because blocks don't end where chunks
-    do. A window group keeps the window and the chunk of a prompt being computed."""
+    """Chunks that hold all blocks of one sequence of max_model_len in one group, and as many as one block takes, because blocks
+    don't begin and end where chunks do. A window group keeps the window and the chunk of a prompt being computed."""
     blocks = -(-max_model_len // group.block_tokens)
     if group.window_tokens:
         blocks = min(blocks, -(-(group.window_tokens + max_num_batched_tokens) // group.block_tokens) + 1)
-    return -(-blocks * group.block_bytes // chunk_bytes) + 1
+    return -(-blocks * group.block_bytes // chunk_bytes) - (-group.block_bytes // chunk_bytes)
 
 
 def kv_reserved_bytes(

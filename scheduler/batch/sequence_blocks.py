@@ -46,7 +46,11 @@ class SequenceBlocks:
         time is there, and `headroom` blocks of each group more."""
         num_shared, shared = self.kv.share(keys)
         missing = -(-num_tokens // self.block_tokens) - num_shared
-        most = [min(missing, group.most_blocks(num_tokens, self._chunk_tokens)) for group in self.kv.groups]
+        most = []
+        for group, own in zip(self.kv.groups, shared, strict=True):
+            # What only this sequence holds comes back as it falls behind.
+            comes_back = int(np.count_nonzero(group.pool.refcount[own] == 1)) if group.window_tokens else 0
+            most.append(min(missing, group.most_blocks(num_tokens, self._chunk_tokens) - comes_back))
         new = self.kv.allocate([num + headroom for num in most])
         if new is None:
             self.kv.release(shared)
