@@ -52,8 +52,9 @@ async def generate(
     if head.grammar:
         await context.text.check_grammar(head.grammar_field, head.grammar)
     prompts, table = await asyncio.gather(_prompt_ids(context, model, head, prompt), context.text.table(model))
-    # a reply that follows a grammar is that text: no calls and no reasoning in it
-    form = await reply_format(context, head, model, table) if endpoint == CHAT and not head.grammar else None
+    form = await reply_format(context, head, model, table) if endpoint == CHAT else None
+    if form is not None and form.grammar:
+        head.grammar = form.grammar
     public_id = f"{'chatcmpl' if endpoint == CHAT else 'cmpl'}-{request_id}"
     generations = await _generations(endpoint, head, model, prompts, public_id)
     texts = texts_of(endpoint, head, model, table if form is None else form.table, generations, written_prompts(head, prompt))

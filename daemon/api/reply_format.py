@@ -6,8 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from daemon.api.context import ApiContext
+from daemon.api.decode import invalid
+from daemon.api.response_format import MAX_GRAMMAR_BYTES
 from daemon.api.schema import Head
-from daemon.api.tools import AUTO
+from daemon.api.tool_grammar import JSON_SCHEMA, argument_schemas, tool_grammar
+from daemon.api.tools import AUTO, NAMED, REQUIRED, ToolRequest
 from daemon.contracts import Generation, ModelEntry
 from daemon.errors import BadRequest
 from daemon.text.detokenizer import decode
@@ -15,7 +18,7 @@ from daemon.text.jobs import TextFacts
 from daemon.text.reasoning import OPEN, ReasoningSplitter
 from daemon.text.reply_parser import ReplyParser, parse_whole
 from daemon.text.token_table import MarkedTable, TokenTable
-from daemon.text.tool_parsers.registry import NONE, new_call_id, tool_parser
+from daemon.text.tool_parsers.registry import LLAMA3, NONE, new_call_id, tool_parser
 from daemon.tool_stream import finish_reason
 
 PROMPT_END_TOKENS = 16  # enough for <think> and new lines, also where they are no single tokens
@@ -28,6 +31,7 @@ class ReplyFormat:
     names: tuple[str, ...]
     one_call: bool
     reasoning: bool
+    grammar: str  # as SamplingParams.grammar; "" for none
 
     def parser(self, generation: Generation) -> ReplyParser:
         """For one reply."""
@@ -58,13 +62,13 @@ class ReplyFormat:
 
 
 async def reply_format(context: ApiContext, head: Head, model: ModelEntry, table: TokenTable) -> ReplyFormat | None:
-    """None: the text is the reply. Raises BadRequest if tools are offered to a model whose calls nobody can read."""
-    facts = TextFacts()
-    if model.reasoning_parser != NONE or head.tools is not None:
-        facts = await context.text.facts(model)
-    reasoning = (model.reasoning_parser or facts.reasoning_parser) != NONE
-    dialect = NONE
-    if head.tools is not None:
+    """None: the text is the reply. Raises BadRequest if the model's calls cannot be read, or the tools not be followed."""
+    tools = head.tools
+    if tools is None and (head.grammar or model.reasoning_parser == NONE):
+        return None  # a reply that follows a grammar is that text
+    facts = await context.text.facts(model)
+    dialect, grammar = NONE, ""
+    if tools is not None:
         dialect = model.tool_parser or facts.tool_parser
         if dialect == NONE:
             raise BadRequest(
@@ -73,21 +77,33 @@ async def reply_format(context: ApiContext, head: Head, model: ModelEntry, table
                 f'If it speaks one, set tool_parser in [models."{model.name}"]; tool_choice "none" ignores the tools',
                 param="tools",
             )
-        if head.tools.choice != AUTO:
-            raise BadRequest(
-                "unsupported_parameter",
-                f"tool_choice: {head.tools.choice} is not supported by this server; auto and none are",
-                param="tool_choice",
-            )
-        if True in head.tools.strict:
-            where = f"tools[{head.tools.strict.index(True)}].function.strict"
-            raise BadRequest("unsupported_parameter", f"{where}: strict tools are not supported by this server", param=where)
-    if not reasoning and dialect == NONE:
+        grammar = await _grammar(context, head, tools, dialect, facts)
+    forced = bool(head.grammar) or (tools is not None and tools.choice != AUTO)
+    reasoning = (model.reasoning_parser or facts.reasoning_parser) != NONE and not forced
+    if not reasoning and tools is None:
         return None
     return ReplyFormat(
         table=MarkedTable(table, facts.markers),
         dialect=dialect,
-        names=tuple(head.tools.names) if head.tools is not None else (),
-        one_call=head.tools is not None and not head.tools.parallel,
+        names=tuple(tools.names) if tools is not None else (),
+        one_call=tools is not None and not tools.parallel,
         reasoning=reasoning,
+        grammar=grammar,
     )
+
+
+async def _grammar(context: ApiContext, head: Head, tools: ToolRequest, dialect: str, facts: TextFacts) -> str:
+    """What the reply must follow; "" if the tools ask for nothing of the kind."""
+    answer = head.grammar
+    if tools.choice == AUTO and True not in tools.strict and not answer:
+        return ""
+    if answer and (tools.choice != AUTO or dialect == LLAMA3 or not answer.startswith(JSON_SCHEMA)):
+        raise invalid("tools", f"tools: {head.grammar_field} is there already, and one reply cannot follow both")
+    schemas = argument_schemas(tools)
+    grammar = tool_grammar(tools, schemas, dialect, facts.markers, answer.removeprefix(JSON_SCHEMA))
+    if len(grammar) > MAX_GRAMMAR_BYTES:
+        raise invalid("tools", f"tools: {len(grammar)} characters are more than the {MAX_GRAMMAR_BYTES} a grammar may have")
+    for at, schema in enumerate(schemas):
+        if tools.strict[at] or tools.choice in (REQUIRED, NAMED):
+            await context.text.check_grammar(f"tools[{at}].function.parameters", JSON_SCHEMA + schema)
+    return grammar

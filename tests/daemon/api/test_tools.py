@@ -259,3 +259,65 @@ async def test_calls_go_back_to_the_template():
         await ask(node, messages=[*MESSAGES, *replies])
     assert shown[1]["tool_calls"] == [call]
     assert shown[2] == {"role": "tool", "content": "42", "tool_call_id": "call_1"}
+
+
+FORCED = {
+    "required": {"tool_choice": "required"},
+    "named": {"tool_choice": {"type": "function", "function": {"name": "get_weather"}}},
+    "strict": {"tools": [{"type": "function", "function": {"name": "get_weather", "parameters": PARAMETERS, "strict": True}}]},
+}
+
+
+@pytest.mark.parametrize("name", FORCED)
+async def test_forced_and_strict_tools_follow_a_grammar(name):
+    async with serve(lambda _: text_script(CALL.encode()), models=[entry(tool_parser="hermes", reasoning_parser="think")]) as node:
+        whole = await ask(node, **FORCED[name])
+        assert (calls_of(whole.message), whole.finish_reason) == ([("get_weather", KOELN)], "tool_calls")
+        grammar = node.requests.submitted[0].params.grammar
+        assert grammar.startswith("lark:")
+        assert '"city"' in grammar
+        assert ("tool_1" in grammar) == (name == "required")
+        assert hasattr(whole.message, "reasoning_content") == (name == "strict"), "a forced reply has no room for reasoning"
+        assert put_together(await stream(node, **FORCED[name]))[2] == [("get_weather", KOELN)]
+        await ask(node)
+        assert not node.requests.submitted[-1].params.grammar
+
+
+SCHEMA_FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}}
+
+
+async def test_tools_beside_a_response_format():
+    for reply, content, calls in ((CALL, None, [("get_weather", KOELN)]), ('{"a": 1}', '{"a": 1}', [])):
+        async with serve(lambda _, reply=reply: text_script(reply.encode()), models=[entry(tool_parser="hermes")]) as node:
+            whole = await ask(node, response_format=SCHEMA_FORMAT)
+            assert (whole.message.content, calls_of(whole.message)) == (content, calls)
+            assert "answer: %json" in node.requests.submitted[0].params.grammar
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"tool_choice": "required", "response_format": SCHEMA_FORMAT}, "tools"),
+        ({"extra_body": {"regex": "a+"}}, "tools"),
+        (
+            {
+                "tool_choice": "required",
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}],
+            },
+            "tools[0].function.parameters.type",
+        ),
+        (
+            {
+                "tool_choice": "required",
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"description": "x" * 70_000}}}],
+            },
+            "tools",
+        ),
+    ],
+)
+async def test_what_no_grammar_can_be_made_of(options, param):
+    async with serve(models=[entry(tool_parser="hermes")]) as node:
+        with pytest.raises(openai.BadRequestError) as error:
+            await ask(node, **options)
+        assert error.value.param == param
+        assert not node.requests.submitted

@@ -1,0 +1,110 @@
+"""The grammar (Lark, as llguidance reads it) that a reply with forced or strict tools follows, in the model's dialect.
+
+required, named: the reply is calls only. auto with a strict tool: text may come before, between and behind calls, and a call, once
+it has begun, follows its tool's schema.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from daemon.api.decode import invalid
+from daemon.api.tools import AUTO, NAMED, ToolRequest
+from daemon.text import reasoning
+from daemon.text.tool_parsers import hermes, llama3, mistral, named_call
+from daemon.text.tool_parsers.registry import HERMES, LLAMA3
+
+JSON_SCHEMA = "json_schema:"
+# blanks between JSON's tokens are bounded: a model that has nothing to say would write them for ever
+_JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\r\t]{1,40}", "item_separator": ",", "key_separator": ":"}
+
+
+def argument_schemas(tools: ToolRequest) -> list[str]:
+    """What each tool's arguments follow: its schema where calls are forced or the tool is strict, else any object. Raises
+    BadRequest."""
+    schemas = []
+    for at, (data, strict) in enumerate(zip(tools.schemas, tools.strict, strict=True)):
+        try:
+            schema = json.loads(data) if strict or tools.choice != AUTO else {}
+        except RecursionError:
+            raise invalid(f"tools[{at}].function.parameters", f"tools[{at}].function.parameters: nested too deeply") from None
+        if schema.setdefault("type", "object") != "object":
+            where = f"tools[{at}].function.parameters.type"
+            raise invalid(where, f"{where}: must be object")
+        schemas.append(_with_options(schema))
+    return schemas
+
+
+def tool_grammar(tools: ToolRequest, schemas: Sequence[str], dialect: str, markers: Mapping[int, str], answer: str = "") -> str:
+    """As SamplingParams.grammar. `schemas`: argument_schemas' · `markers`: those the tokenizer calls special, id -> text ·
+    `answer`: a JSON schema that the reply follows if it is no call (not Llama 3's: both begin with a brace)."""
+    special = {text: f"<[{token_id}]>" for token_id, text in markers.items()}  # no text to llguidance
+    chosen = [at for at, name in enumerate(tools.names) if tools.choice != NAMED or name == tools.name]
+    many = tools.parallel and tools.choice != NAMED
+    newer = named_call.ARGS in special
+    marker = ""
+    if dialect == HERMES:
+        marker = hermes.OPEN
+        body, calls = f'"\\n" tool "\\n" {_marker(hermes.CLOSE, special)}', 'call ("\\n" call)*'
+    elif dialect == LLAMA3:
+        body, calls = "tool", 'call ("; " call)*'
+    elif newer:
+        marker, body, calls = mistral.MARKER, "tool", "call+"
+    else:
+        marker, body, calls = mistral.MARKER, f'" [" tool {_some(", ", many)} "]"', "call"
+    rules = [f"body: {body}", f"call: {_marker(marker, special)} body" if marker else "call: body"]
+    if answer:
+        rules += [f"start: {calls if many else 'call'} | answer", f"answer: %json {_with_options(json.loads(answer))}"]
+    elif tools.choice == AUTO:
+        rules += _with_text(marker, calls if many else "call", many, special)
+    else:
+        rules.append(f"start: {calls if many else 'call'}")
+    rules.append("tool: " + " | ".join(f"tool_{at}" for at in chosen))
+    for at in chosen:
+        if marker == mistral.MARKER and newer:
+            written = f"{json.dumps(tools.names[at])} {special[named_call.ARGS]} args_{at}"
+        else:
+            start = f'{{"name": "{tools.names[at]}", "{"parameters" if dialect == LLAMA3 else "arguments"}": '
+            written = f'{json.dumps(start)} args_{at} "}}"'
+        rules += [f"tool_{at}: {written}", f"args_{at}: %json {schemas[at]}"]
+    return "lark:" + "\n".join(rules)
+
+
+def _with_options(schema: dict[str, Any]) -> str:
+    return json.dumps({"x-guidance": _JSON_OPTIONS, **schema}, ensure_ascii=False)
+
+
+def _marker(text: str, special: Mapping[str, str]) -> str:
+    return special.get(text) or json.dumps(text)
+
+
+def _some(separator: str, many: bool) -> str:
+    return f"({json.dumps(separator)} tool)*" if many else ""
+
+
+def _with_text(marker: str, calls: str, many: bool, special: Mapping[str, str]) -> list[str]:
+    """The rules of replies that need not call. Reasoning may come first, also where its markers are special tokens."""
+    think = ""
+    rules = []
+    if reasoning.OPEN in special and reasoning.CLOSE in special:
+        think = "think? "
+        # the prompt may have opened it. TEXT as in the answer: the lexer takes the longest piece, whatever may follow
+        rules.append(f"think: (TEXT? {special[reasoning.OPEN]})? TEXT? {special[reasoning.CLOSE]}")
+    if not marker:
+        # a reply that begins with a brace is a call; behind the tag, which is a token, whatever came before it
+        tagged = f" | TEXT? {special[llama3.PYTHON_TAG]} {calls}" if llama3.PYTHON_TAG in special else ""
+        return [*rules, r"TEXT: /\s*[^{\s](?s:.*)/", f"start: {think}(TEXT? | {calls}{tagged})"]
+    if marker in special:
+        return [*rules, "TEXT: /(?s:.+)/", f"start: {think}TEXT? (call TEXT?){'*' if many else '?'}"]
+    return [
+        *rules,
+        f"head[suffix={json.dumps(marker)}]: /(?s:.*)/",
+        f"TEXT: /(?s:.+)/ & ~/(?s:.*){_escaped(marker)}(?s:.*)/",
+        f"start: {think}(TEXT? | (head body){'+' if many else ''} TEXT?)",
+    ]
+
+
+def _escaped(marker: str) -> str:
+    return "".join(f"\\{char}" if char in "[]|" else char for char in marker)
