@@ -9,7 +9,7 @@ import re
 import sys
 
 from config import reference
-from config.schema import NodeConfig
+from config.schema import ModelConfig, NodeConfig
 from daemon.cli.__main__ import make_parser as make_hearth_parser
 from daemon.cli.completion import Command, Option, commands_of, options_of
 from daemon.main import make_parser as make_hearthd_parser
@@ -118,7 +118,7 @@ def hearthd_8() -> str:
     lines += [".SH OPTIONS", *_entries(_flags(options_of(make_hearthd_parser())))]
     lines += [".SH SETTINGS", _roff("The same names as the flags, with _ for -. Besides, per model, in a table:")]
     lines += [".PP", _roff('[models."org/name"]')]
-    lines += _entries({name: description for name, _, _, _, description in reference.fields(reference.ModelConfig)})
+    lines += _entries({name: description for name, _, _, _, description in reference.fields(ModelConfig)})
     live = [name for name, _, _, reload, _ in reference.fields(NodeConfig) if reload == "live"]
     lines += [".PP", _roff("Of the node's keys a reload applies " + ", ".join(live) + "; the others need a restart.")]
     lines += [".SH SIGNALS", *_entries(SIGNALS)]

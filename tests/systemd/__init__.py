@@ -1,0 +1,1 @@
+"""The service: units, and installing it."""
