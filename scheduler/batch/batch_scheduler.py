@@ -242,7 +242,7 @@ class BatchScheduler:
         table = self.table
         while True:
             wanting = decode[table.num_computed[decode] >= self.blocks.capacity[decode]]
-            if not len(wanting) or self.blocks.extend(wanting, table.num_computed[wanting]):
+            if not len(wanting) or self.blocks.extend(wanting, table.num_computed):
                 return decode
             self._preempt(self._victim())
             decode = decode[table.request_id[decode] != 0]

@@ -33,6 +33,7 @@ class SequenceBlocks:
         self.windowed = any(group.window_tokens for group in kv.groups)
         self.capacity: IntArray = np.zeros(num_slots, np.int32)  # tokens that the blocks of every group can hold
         self.num_learned: IntArray = np.zeros(num_slots, np.int32)  # leading blocks the prefix cache knows
+        self._is_simple = len(kv.groups) == 1 and not self.windowed
         self._tables = block_tables
         self._chunk_tokens = chunk_tokens
         # Of group g, slot s holds blocks [starts[g][s], ends[g][s]) of its table.
@@ -107,16 +108,22 @@ class SequenceBlocks:
 
     # ---- moving on
 
-    def extend(self, slots: IntArray, positions: IntArray) -> bool:
-        """Makes room for the token at positions[i] of slots[i], all beyond `capacity`, one block at most in each group. False if
-        blocks are lacking: no slot has got one then."""
-        if len(self._ends) == 1:
-            lacking = [slots]
-        else:
-            index = positions // self.block_tokens
-            lacking = [slots[ends[slots] <= index] for ends in self._ends]
-        if self.windowed:
-            self._free_behind(slots, positions)
+    def extend(self, slots: IntArray, num_computed: IntArray) -> bool:
+        """Makes room for the next token of each of `slots`, at position num_computed[slot] beyond its `capacity`: one block at most
+        in each group. False if blocks are lacking: no slot has got one then."""
+        if self._is_simple:
+            got = self.kv.groups[0].allocate(len(slots))
+            if got is not None:
+                end = self._ends[0][slots]
+                self._tables[0][slots, end] = got
+                end += 1
+                self._ends[0][slots] = end
+                self.capacity[slots] = end * self.block_tokens
+            return got is not None
+        positions = num_computed[slots]
+        index = positions // self.block_tokens
+        lacking = [slots[ends[slots] <= index] for ends in self._ends]
+        self._free_behind(slots, positions)
         new = self.kv.allocate([len(rows) for rows in lacking])
         if new is None:
             return False
