@@ -17,14 +17,17 @@ class Stream:
     def __init__(self, node: Node, model: str, prompt: str, max_tokens: int, **options: Any) -> None:
         self.text, self.error, self.finish_reason, self.num_chunks = "", "", "", 0
         self.stamps: list[float] = []
+        key = options.pop("key", "unused")
         extra = {"ignore_eos": True, **options.pop("extra_body", {})}
         options = {"temperature": 0, "seed": 1, **options}
-        self._thread = threading.Thread(target=self._run, args=(node, model, prompt, max_tokens, extra, options), daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(node, model, prompt, max_tokens, extra, options, key), daemon=True)
         self._thread.start()
 
-    def _run(self, node: Node, model: str, prompt: str, max_tokens: int, extra: dict[str, Any], options: dict[str, Any]) -> None:
+    def _run(
+        self, node: Node, model: str, prompt: str, max_tokens: int, extra: dict[str, Any], options: dict[str, Any], key: str
+    ) -> None:
         try:
-            with node.openai() as client:
+            with node.openai(key) as client:
                 stream = client.completions.create(
                     model=model, prompt=prompt, max_tokens=max_tokens, stream=True, extra_body=extra, **options
                 )

@@ -1,0 +1,196 @@
+"""Tenants on a real node: what one does is not seen by another, nor does it keep the other waiting; keys and listeners as processes
+see them."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import statistics
+import string
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from daemon.keys import hash_key
+from tests.daemon.test_main import hearthd
+from tests.e2e.chat import Stream
+from tests.e2e.checkpoints import make_model
+from tests.e2e.node import Node
+
+KEYS = {name: f"sk-{name}-0123456789abcdefghij" for name in ("ann", "bob")}
+PROMPT_TOKENS = 1200
+
+
+def keys_text(**extra: str) -> str:
+    return "".join(f'[tenants.{name}]\nkeys = ["{hash_key(key)}"]\n{extra.get(name, "")}\n' for name, key in KEYS.items())
+
+
+def bearer(name: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {KEYS[name]}"}
+
+
+def text(rng: random.Random) -> str:
+    return "".join(rng.choices(string.ascii_letters, k=PROMPT_TOKENS))
+
+
+# ---- the prefix cache
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+    folder = tmp_path_factory.mktemp("tenants")
+    make_model(folder / "models" / "m", weights_bytes=8 << 20)
+    (folder / "keys.toml").write_text(keys_text())
+    flags = ["--dtype", "float32", "--threads", "1", "--keys-file", str(folder / "keys.toml")]
+    with Node(folder, devices=["cpu=192MiB"], runner="torch", flags=flags) as running:
+        first(running, "ann", "warm up")
+        yield running
+
+
+def first(node: Node, name: str, prompt: str) -> tuple[float, int]:
+    """(seconds to the first token, prompt tokens said to be cached)."""
+    body = {"model": "m", "prompt": prompt, "max_tokens": 1, "stream": True, "stream_options": {"include_usage": True}}
+    headers = {"Content-Type": "application/json", **bearer(name)}
+    request = urllib.request.Request(node.url + "/v1/completions", json.dumps(body | {"ignore_eos": True}).encode(), headers)
+    start = time.perf_counter()
+    with urllib.request.urlopen(request, timeout=60) as response:
+        lines = [response.readline()]
+        seconds = time.perf_counter() - start
+        lines += response.readlines()
+    usage = next(value["usage"] for line in lines if line.startswith(b"data: {") and (value := json.loads(line[6:])).get("usage"))
+    assert usage["prompt_tokens"] >= len(prompt)
+    return seconds, usage["prompt_tokens_details"]["cached_tokens"]
+
+
+def test_no_tenant_sees_anothers_cache(node: Node) -> None:
+    """Neither by the count in the answer nor by the clock: a prompt that another tenant has just sent takes as long as a new one.
+    The same clock does tell a tenant's own second sending, so it would tell the other's."""
+    rng = random.Random(1)
+    own, probes, fresh = [], [], []
+    for _ in range(7):
+        secret = text(rng)
+        assert first(node, "ann", secret)[1] == 0
+        seconds, cached = first(node, "ann", secret)
+        assert cached >= PROMPT_TOKENS - 16
+        own.append(seconds)
+        seconds, cached = first(node, "bob", secret)
+        assert cached == 0
+        probes.append(seconds)
+        seconds, cached = first(node, "bob", text(rng))
+        assert cached == 0
+        fresh.append(seconds)
+    hit, probe, miss = (statistics.median(times) for times in (own, probes, fresh))
+    assert hit < 0.5 * miss, "the clock must be able to tell a hit"
+    assert probe > hit + 0.6 * (miss - hit), f"another tenant's prompt: {probe:.3f} s, a new one {miss:.3f} s, a hit {hit:.3f} s"
+
+
+def test_a_tenant_has_its_own_cache(node: Node) -> None:
+    prompt = text(random.Random(2))
+    for name in KEYS:
+        assert [first(node, name, prompt)[1] > 0 for _ in range(2)] == [False, True]
+
+
+# ---- shares and limits
+
+
+def test_a_flood_keeps_nobody_waiting(tmp_path: Path) -> None:
+    make_model(tmp_path / "n" / "models" / "m")
+    config = "[models.m]\nmax_sequences = 2\nmax_queued = 20\n"
+    (tmp_path / "keys.toml").write_text(keys_text())
+    flags = ["--keys-file", str(tmp_path / "keys.toml")]
+    with Node(tmp_path / "n", config=config, null_step_ms=20, flags=flags) as node, ThreadPoolExecutor(40) as pool:
+        assert Stream(node, "m", "x", 2, key=KEYS["ann"]).join().error == ""
+        done: list[str] = []
+
+        def run(name: str) -> str:
+            stream = Stream(node, "m", "x", 40, key=KEYS[name]).join()
+            done.append("refused" if stream.error else name)
+            return stream.error
+
+        flood = [pool.submit(run, "ann") for _ in range(30)]
+        node.wait_for(lambda: len(node.json("queue")) == 10, "a queue full of ann's")
+        assert {row["tenant"] for row in node.json("queue")} == {"ann"}
+        late = [pool.submit(run, "bob") for _ in range(2)]
+        assert [each.result() for each in late] == ["", ""]
+        errors = [error for each in flood if (error := each.result())]
+    # 4 places in the engine and 10 in the queue are ann's; bob's two are next, whenever a place is free
+    assert len(errors) >= 5
+    assert all("requests of ann wait for m; 10 may" in error for error in errors)
+    served = [name for name in done if name != "refused"]
+    assert served.index("bob") <= 6, served
+    assert len(served) - served[::-1].index("bob") <= 9, served
+
+
+# ---- keys as the process sees them
+
+
+def test_keys_are_read_again_and_a_broken_file_changes_nothing(tmp_path: Path) -> None:
+    make_model(tmp_path / "n" / "models" / "m")
+    path = tmp_path / "keys.toml"
+    path.write_text(keys_text(bob='models = ["other/*"]'))
+    with Node(tmp_path / "n", flags=["--keys-file", str(path)]) as node:
+        names = {name: [each["id"] for each in node.get("/v1/models", bearer(name))[1]["data"]] for name in KEYS}
+        assert names == {"ann": ["m"], "bob": []}
+        assert node.get("/v1/models")[0] == 401
+        path.write_text(keys_text(bob='weight = "high"'))
+        refused = node.cli("reload")
+        assert refused.returncode == 2
+        where = f"{path}:6: tenants.bob.weight: 'high' must be a number above 0 and at most 1000"
+        assert where in refused.stderr
+        node.wait_for(lambda: where in node.log_text(), "the log's word")
+        assert node.get("/v1/models", bearer("bob"))[1]["data"] == [], "the old keys stay"
+        path.write_text(keys_text())  # the file is watched
+        node.wait_for(lambda: len(node.get("/v1/models", bearer("bob"))[1]["data"]) == 1, "bob's new models")
+        path.write_text(keys_text().partition("[tenants.bob]")[0])
+        assert node.json("reload")["ok"] is True
+        assert node.get("/v1/models", bearer("bob"))[0] == 401
+        for key in KEYS.values():
+            assert key not in node.log_text()
+
+
+def test_an_admin_listener_takes_the_metrics_over(tmp_path: Path) -> None:
+    make_model(tmp_path / "n" / "models" / "m")
+    (tmp_path / "keys.toml").write_text(keys_text())
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        admin = f"127.0.0.1:{free.getsockname()[1]}"
+    flags = ["--keys-file", str(tmp_path / "keys.toml"), "--admin-listen", admin]
+    with Node(tmp_path / "n", flags=flags) as node:
+        assert node.get("/metrics", bearer("ann"))[0] == 404
+        assert node.get("/readyz")[0] == 200
+        own, node.url = node.url, f"http://{admin}"
+        assert node.get("/metrics")[0] == 200
+        assert node.get("/m/m/metrics")[0] == 200
+        assert node.get("/readyz")[1]["engines"] == {"cpu:0": "up"}
+        assert node.get("/v1/models")[0] == 404
+        assert node.get("/metrics", {"Host": "evil.example"})[0] == 403
+        node.url = own
+
+
+def test_beyond_this_machine_only_with_keys(tmp_path: Path) -> None:
+    for flags, code in (
+        (["--listen", "0.0.0.0:0"], 2),
+        (["--admin-listen", "[::]:0"], 2),
+        (["--listen", "0.0.0.0:0", "--insecure"], 0),
+    ):
+        result = hearthd("--models", str(tmp_path), "--check-config", *flags)
+        assert result.returncode == code, result.stderr
+        if code:
+            assert "--keys-file FILE, or --insecure" in result.stderr
+            assert flags[1] in result.stderr
+    make_model(tmp_path / "n" / "models" / "m")
+    (tmp_path / "keys.toml").write_text(keys_text())
+    with Node(tmp_path / "n", flags=["--listen", "0.0.0.0:0", "--keys-file", str(tmp_path / "keys.toml")]) as node:
+        assert node.get("/v1/models")[0] == 401
+        assert node.get("/v1/models", bearer("ann") | {"Host": "gpu1.example.org"})[0] == 200
+
+
+def test_a_broken_keys_file_stops_the_start(tmp_path: Path) -> None:
+    (tmp_path / "keys.toml").write_text("[tenants.a]\nkeys = [1]\n")
+    result = hearthd("--models", str(tmp_path), "--keys-file", str(tmp_path / "keys.toml"))
+    assert result.returncode == 2
+    assert result.stderr.startswith(f"hearthd: {tmp_path}/keys.toml:2: tenants.a.keys: number 1, 1, must be")
