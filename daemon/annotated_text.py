@@ -32,8 +32,9 @@ class TokenEntry:
 class LogprobTrail:
     """Tokens with their log-probabilities, given out together with the text they make. keep_end: so is the end id, with no text."""
 
-    def __init__(self, table: TokenTable, end_ids: frozenset[int], keep_end: bool) -> None:
-        self.table = table
+    def __init__(self, table: TokenTable, end_ids: frozenset[int], num_top: int, keep_end: bool) -> None:
+        """num_top: alternatives asked for."""
+        self.table, self.num_top = table, num_top
         self._end_ids, self._keep_end = end_ids, keep_end
         self._detokenizer: Detokenizer = detokenizer(table)
         self._fed: deque[tuple[float, Sequence[int], Sequence[float]]] = deque()

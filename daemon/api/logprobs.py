@@ -18,7 +18,7 @@ def logprobs_json(trail: LogprobTrail | None, chat: bool) -> bytes:
     entries = trail.take() if trail is not None else []
     if trail is None or not entries:
         return NULL
-    return chat_logprobs(entries, trail.table) if chat else completion_logprobs(entries, trail.table)
+    return chat_logprobs(entries, trail.table) if chat else completion_logprobs(entries, trail)
 
 
 def chat_logprobs(entries: Sequence[TokenEntry], table: TokenTable) -> bytes:
@@ -36,9 +36,10 @@ def chat_logprobs(entries: Sequence[TokenEntry], table: TokenTable) -> bytes:
     return b'{"content":[%b],"refusal":null}' % b",".join(content)
 
 
-def completion_logprobs(entries: Sequence[TokenEntry], table: TokenTable) -> bytes:
+def completion_logprobs(entries: Sequence[TokenEntry], trail: LogprobTrail) -> bytes:
     """top_logprobs is null where no alternatives were asked for; else each position names the chosen token, too. Tokens that are no
     text by themselves are named `bytes:\\xNN`."""
+    table = trail.table
     alternatives: list[dict[str, float] | None] = []
     for entry in entries:
         if entry.logprob is None or not entry.top_ids:
@@ -55,7 +56,7 @@ def completion_logprobs(entries: Sequence[TokenEntry], table: TokenTable) -> byt
             "text_offset": [entry.offset for entry in entries],
             "token_logprobs": [entry.logprob for entry in entries],
             "tokens": [entry.text for entry in entries],
-            "top_logprobs": alternatives if any(each is not None for each in alternatives) else None,
+            "top_logprobs": alternatives if trail.num_top else None,
         }
     )
 

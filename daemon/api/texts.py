@@ -36,7 +36,7 @@ def texts_of(
     texts: list[Text] = []
     for at, generation in enumerate(generations):
         # /v1/completions tells the end id's as well: evaluation tools count one entry a token
-        trail = LogprobTrail(table, end_ids, keep_end=endpoint != CHAT) if outputs.logprobs >= 0 else None
+        trail = LogprobTrail(table, end_ids, outputs.logprobs, keep_end=endpoint != CHAT) if outputs.logprobs >= 0 else None
         generation.logprobs = trail
         echo = (generation.prompt, written[at // outputs.n] if written is not None else None) if outputs.echo else None
         texts.append(AnnotatedText(table, end_ids, head.stop, head.min_tokens, trail, echo, drop_tokens=head.max_tokens == 0))
