@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numba import float32, float64, int32, int64, njit, prange, types, void
 
-from engine.kernels.cpu_bits import FASTMATH, exp, named, narrow, widen
+from engine.kernels.cpu_bits import FASTMATH, exp, named, narrow, prefetch, widen
 
 
 def _paged_attention(
@@ -36,6 +36,7 @@ def _paged_attention(
     group = heads // kv_heads
     plane = block_tokens * head_dim
     block_stride = layers * 2 * kv_heads * plane
+    line = 64 // kv.itemsize  # elements of a cache line
     # items of one KV head follow each other so that threads split tokens evenly whatever the number of heads
     for item in prange(tokens.shape[0] * kv_heads):
         n = item // kv_heads
@@ -53,9 +54,16 @@ def _paged_attention(
                 query[g, d] = widen(qkv[token, (kv_head * group + g) * head_dim + d]) * float32(scale)
         keys_at = (layer * 2 * kv_heads + kv_head) * plane
         values_at = keys_at + kv_heads * plane
+        # Blocks lie far apart, so the processor can't guess what is read next: it is told, a token's keys at a time.
+        values_begin = np.int64(block_table[row, first_block // block_tokens]) * block_stride + values_at
         for start in range(first_block, context, block_tokens):
             at = np.int64(block_table[row, start // block_tokens]) * block_stride + keys_at
+            next_at = values_begin
+            if start + block_tokens < context:
+                next_at = np.int64(block_table[row, start // block_tokens + 1]) * block_stride + keys_at
             for t in range(max(0, first - start), min(block_tokens, context - start)):
+                for d in range(t * head_dim, (t + 1) * head_dim, line):
+                    prefetch(kv, next_at + d)
                 key = kv[at + t * head_dim : at + (t + 1) * head_dim]
                 for g in range(group):
                     dot = float32(0.0)
@@ -82,7 +90,12 @@ def _paged_attention(
                 weights[g, t] *= share
         for start in range(first_block, context, block_tokens):
             at = np.int64(block_table[row, start // block_tokens]) * block_stride + values_at
+            next_at = values_begin - values_at + keys_at + plane  # the next head's first keys
+            if start + block_tokens < context:
+                next_at = np.int64(block_table[row, start // block_tokens + 1]) * block_stride + values_at
             for t in range(max(0, first - start), min(block_tokens, context - start)):
+                for d in range(t * head_dim, (t + 1) * head_dim, line):
+                    prefetch(kv, next_at + d)
                 value = kv[at + t * head_dim : at + (t + 1) * head_dim]
                 for g in range(group):
                     weight = weights[g, start + t - first]

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import float32, int32, njit, types, uint32
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 # Sums may be reordered, but NaN and infinity keep their meaning: rows with such logits are found, not hidden.
@@ -55,6 +56,22 @@ def narrow(typing_context: Any, value: Any, like: Any) -> Any:
         return builder.trunc(builder.select(is_nan, ir.Constant(i32, 0x7FC0), rounded), ir.IntType(16))
 
     return like(types.float32, like), identity if like == types.float32 else round_to_even
+
+
+@intrinsic
+def prefetch(typing_context: Any, array: Any, index: Any) -> Any:
+    """Has the cache line of array[index] fetched while other work goes on. The index may be any number: nothing is read."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        address = builder.bitcast(builder.gep(data, [args[1]]), ir.IntType(8).as_pointer())
+        i32 = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [address.type, i32, i32, i32])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+        builder.call(function, [address, ir.Constant(i32, 0), ir.Constant(i32, 3), ir.Constant(i32, 1)])  # read, keep, data
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64), generate
 
 
 @intrinsic
@@ -113,11 +130,13 @@ def hash32(index: int, key0: int, key1: int) -> int:
 
 @njit(inline="always", fastmath=FASTMATH)
 def exponential(bits: int) -> float:
-    """-log(1 - bits / 2**32) in float32: 32 uniform bits (uint32) as a draw from the unit exponential distribution.
+    """-log(1 - (bits + 1/2) / 2**32) in float32: 32 uniform bits (uint32) as a draw from the unit exponential distribution.
+
+    Never 0: a token with a draw of 0 would win whatever its weight, once in 2**32 / V tokens.
 
     Small draws decide races, so they keep their relative precision: a series below 1/64, else the logarithm of (1 - u).
     """
-    u = float32(bits) * float32(2.3283064365386963e-10)
+    u = (float32(bits) + float32(0.5)) * float32(2.3283064365386963e-10)
     series = u * (float32(1.0) + u * (float32(0.5) + u * (float32(0.33333334) + u * float32(0.25))))
     rest = max(float32(1.0) - u, float32(2.9802322e-8))
     # rest = 2**e * m with m in [sqrt(1/2), sqrt(2)); log m by Cephes' polynomial

@@ -182,7 +182,8 @@ def sample(
     inside = (before < top_p.unsqueeze(1) * ordered.sum(-1, keepdim=True)) & (ordered > 0)
     inside |= (top_p >= 1.0).unsqueeze(1) & (ordered > 0)
     cutoff = ordered.gather(1, inside.sum(-1, keepdim=True).clamp(min=1) - 1)
-    uniform = hash32(torch.arange(vocab), key0.unsqueeze(1), key1.unsqueeze(1)).double() / 2**32
+    # one half: a draw of 0 would win whatever its weight
+    uniform = (hash32(torch.arange(vocab), key0.unsqueeze(1), key1.unsqueeze(1)).double() + 0.5) / 2**32
     times = -torch.log1p(-uniform) / weights
     return times.masked_fill(weights < cutoff, torch.inf).argmin(-1), bad
 
