@@ -231,6 +231,17 @@ def test_sample_draws_what_the_twin_draws(
     assert (ids != wanted).sum() <= 1  # rounding at a cutoff or a dead heat
 
 
+def test_the_least_noise_does_not_pick_a_token_that_may_not_come(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """With key1 0 and this key0 the hash of `token` is 0, as it is once in 2**32 draws."""
+    vocab, token = 300, 7
+    logits = random(1, vocab, dtype=dtype)
+    logits[0, token] = torch.finfo(dtype).min
+    key0 = np.array([token * 0x9E3779B1 & 0xFFFFFFFF], np.uint32)
+    settings = (np.ones(1, np.float32), np.ones(1, np.float32), np.zeros(1, np.int32), np.zeros(1, np.float32))
+    for ids, _ in both(monkeypatch, lambda: ops.sample(logits, *settings, key0, np.zeros(1, np.uint32))):
+        assert ids[0] != token
+
+
 @pytest.mark.parametrize(("vocab", "num_top"), [(5000, 20), (5000, 0), (1025, 5), (7, 20), (1, 1)])
 def test_log_probabilities_are_the_twins(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, vocab: int, num_top: int) -> None:
     """Of some rows, in any order; ties go to the lower id."""
