@@ -1,0 +1,27 @@
+"""A model with windows behind the daemon: what it holds stays bounded while its text grows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.e2e.chat import Stream
+from tests.e2e.checkpoints import make_model
+from tests.e2e.node import Node
+
+WINDOW, BATCHED_TOKENS, BLOCK_TOKENS = 256, 128, 16
+BLOCK_BYTES = 2 * 2 * 2 * 8 * 4 * BLOCK_TOKENS  # two layers' keys and values of two heads of 8, in float32
+
+
+def test_kv_of_a_long_text_is_its_window(tmp_path: Path) -> None:
+    make_model(tmp_path / "models" / "m", architecture="MistralForCausalLM", max_position_embeddings=4096, sliding_window=WINDOW)
+    flags = ["--dtype", "float32", "--threads", "1", "--max-num-batched-tokens", str(BATCHED_TOKENS)]
+    with Node(tmp_path, devices=["cpu=64MiB"], runner="torch", flags=flags) as node:
+        stream = Stream(node, "m", "word " * 300, 2000)
+        held = []
+        for number in range(200, 2001, 200):
+            stream.wait_for_chunks(number)
+            held += [row["kv_bytes"] for row in node.ps() if row["kv_bytes"]]
+        assert not stream.join().error
+        assert len(held) > 2
+        assert max(held) <= (-(-(WINDOW + BATCHED_TOKENS) // BLOCK_TOKENS) + 1) * BLOCK_BYTES
+        assert max(held) >= WINDOW // BLOCK_TOKENS * BLOCK_BYTES
