@@ -32,7 +32,7 @@ MAX_WEIGHT = 1000
 KEY_FORM = '"sha256:" and 64 hexadecimal digits, as `hearth hash-key` prints them'
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})\Z", re.IGNORECASE)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
-_FIELDS = ("keys", "weight", "models", "admin")
+FIELDS = ("keys", "weight", "models", "admin")
 
 
 @dataclass(slots=True, frozen=True)
@@ -147,9 +147,9 @@ def _tenant(path: str, name: str, entry: Any) -> Tenant:
     if not isinstance(entry, dict):
         raise ConfigError(path, where, f"must be a table [{where}]")
     for key in entry:
-        if key not in _FIELDS:
-            near = difflib.get_close_matches(key, _FIELDS, 1, 0.6)
-            hint = f"did you mean {near[0]}?" if near else "known keys: " + ", ".join(_FIELDS)
+        if key not in FIELDS:
+            near = difflib.get_close_matches(key, FIELDS, 1, 0.6)
+            hint = f"did you mean {near[0]}?" if near else "known keys: " + ", ".join(FIELDS)
             raise ConfigError(path, f"{where}.{_quoted(key)}", f"unknown key; {hint}")
     if not entry.get("keys"):
         raise ConfigError(path, f"{where}.keys", f"missing or empty; a list of {KEY_FORM}")

@@ -17,7 +17,7 @@ from daemon import logs
 from tests.daemon.test_main import hearthd
 from tests.e2e.chat import Stream
 from tests.e2e.checkpoints import make_model
-from tests.e2e.node import SAFETY_S, Node, environment
+from tests.e2e.node import ROOT, SAFETY_S, Node, environment
 
 MARKER = "purple-elephant-4711"
 
@@ -166,3 +166,10 @@ def test_states_name_model_device_and_cause(lines: list[dict[str, Any]]) -> None
     assert (ready["model"], ready["device"]) == ("a", "cpu:0")
     assert ready["cause"]
     assert any(line["message"].startswith("engine is up") and line["device"] == "cpu:0" for line in lines)
+
+
+def test_the_reference_lists_the_fields(lines: list[dict[str, Any]]) -> None:
+    page = (ROOT / "docs/reference/logs.md").read_text()
+    listed = {name for row in re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", page, re.M) for name in re.findall(r"\w+", row)}
+    written = {name for line in lines for name in line.keys() - {"time", "level", "logger", "message", "exception"}}
+    assert written | {"tenant"} == listed
