@@ -7,7 +7,7 @@ from typing import Protocol
 
 from daemon.errors import HearthError, ServerFault
 from daemon.stream_parts import Connection
-from daemon.streams import REASONS, StreamGroup, Text
+from daemon.streams import REASONS, Stream, StreamGroup, Text
 from daemon.text.reply_parser import ReplyParser
 from daemon.text.tool_parsers.pieces import ARGUMENTS, CALL, CONTENT, REASONING, Piece
 from engine.protocol import FINISH_ABORT, FINISH_LENGTH
@@ -26,12 +26,19 @@ class PieceFrames(Protocol):
 
 class ToolStream:
     """TokenSink of one streamed sequence; a member of a StreamGroup. A client that falls behind gets neighbouring pieces of a kind
-    as one."""
+    as one. `plain`: makes the Stream that goes on once the reasoning is over and nothing is left to look for."""
 
-    __slots__ = ("_ended", "_first", "_frames", "_group", "_parser", "_pending", "_reason", "_text", "index", "num_tokens")
+    __slots__ = (
+        "_connection", "_ended", "_first", "_frames", "_group", "_heir", "_parser", "_pending", "_plain", "_reason", "_text",
+        "_write", "index", "num_tokens",
+    )  # fmt: skip
 
-    def __init__(self, group: StreamGroup, index: int, frames: PieceFrames, text: Text, parser: ReplyParser) -> None:
+    def __init__(
+        self, group: StreamGroup, index: int, frames: PieceFrames, text: Text, parser: ReplyParser, plain: Callable[[], Stream]
+    ) -> None:
         self._group, self.index, self._frames, self._text, self._parser = group, index, frames, text, parser
+        self._plain = plain
+        self._heir: Stream | None = None
         self._pending: list[Piece] = []
         self._first = frames.first
         self._ended = False
@@ -39,6 +46,9 @@ class ToolStream:
         self.num_tokens = 0
 
     def tokens(self, ids: Sequence[int], finish: int) -> None:
+        if self._heir is not None:
+            self._heir.tokens(ids, finish)
+            return
         if self._ended or self._reason:
             return
         if finish == FINISH_ABORT:
@@ -55,6 +65,14 @@ class ToolStream:
             if not finish:
                 self._group.cancel_one(self.index)
         self.flush()
+        if self._parser.is_through and not (self._pending or self._first or self._ended):
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        heir = self._heir = self._plain()
+        heir.num_tokens = self.num_tokens
+        self._group.streams[self.index] = heir
+        heir.opened(self._connection, self._write)
 
     def flush(self) -> None:
         group = self._group
@@ -63,7 +81,7 @@ class ToolStream:
         out = b""
         if self._pending or self._reason:
             out, self._first = self._first, b""
-        for piece in _joined(self._pending):
+        for piece in self._pending if len(self._pending) < 2 else _joined(self._pending):
             out += self._frames.render(piece, self.num_tokens)
         self._pending.clear()
         if self._reason:
@@ -73,14 +91,19 @@ class ToolStream:
             group.write(out)
 
     def opened(self, connection: Connection, write: Callable[[bytes], None]) -> None:
+        self._connection, self._write = connection, write
         self.flush()
 
     def failed(self, error: HearthError) -> None:
-        if not self._ended:
+        if self._heir is not None:
+            self._heir.failed(error)
+        elif not self._ended:
             self._group.fail(error)
 
     def comment(self) -> None:
-        if not self._ended:
+        if self._heir is not None:
+            self._heir.comment()
+        elif not self._ended:
             self._group.comment()
 
     def close(self) -> None:

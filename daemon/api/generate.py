@@ -6,6 +6,8 @@ import asyncio
 import time
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 
 import msgspec
 from aiohttp import HttpVersion11, hdrs, web
@@ -195,7 +197,9 @@ async def _stream(
             generations[at].sink = stream
         else:
             frames = PieceFrames(shape, at, form.new_call_id)
-            parsed = ToolStream(group, at, frames, text, form.parser(generations[at]))
+            later = replace(shape.frames(at), first=b"")
+            plain = partial(Stream, group, at, table, later, text)
+            parsed = ToolStream(group, at, frames, text, form.parser(generations[at]), plain)
             group.streams.append(parsed)
             generations[at].sink = parsed
     _submit(context, generations)

@@ -14,12 +14,15 @@ from daemon.text.tool_parsers.pieces import ARGUMENTS, CALL, REASONING, Piece
 class PieceFrames:
     """`new_call_id`: asked once for each call."""
 
-    __slots__ = ("_head", "_index", "_new_call_id", "_shape", "first")
+    __slots__ = ("_end", "_head", "_index", "_new_call_id", "_shape", "first")
 
     def __init__(self, shape: StreamShape, index: int, new_call_id: Callable[[], str]) -> None:
         self._shape, self._index, self._new_call_id = shape, index, new_call_id
         self._head = shape.head() + b'{"index":%d,"delta":{' % index
-        self.first = shape.frames(index).first
+        plain = shape.frames(index)
+        self.first = plain.first
+        # of a frame that holds neither log-probabilities nor usage
+        self._end = plain.suffix[1:] if plain.usage is None else None
 
     def render(self, piece: Piece, num_tokens: int) -> bytes:
         if piece.kind == CALL:
@@ -29,4 +32,6 @@ class PieceFrames:
             delta = b'"tool_calls":[{"index":%d,"function":{"arguments":"%b"}}]' % (piece.call, escape(piece.text))
         else:
             delta = b'"%b":"%b"' % (b"reasoning_content" if piece.kind == REASONING else b"content", escape(piece.text))
+        if self._end is not None:
+            return self._head + delta + self._end
         return self._head + delta + b"}" + self._shape.rest_of_choice(self._index) + self._shape.tail_of_chunk(num_tokens)

@@ -20,6 +20,11 @@ class ReasoningSplitter:
         self._held = ""  # the part of a marker at the end of what was given
         self._spaces: list[str] = []  # before a reply's first word, or perhaps at the end of the reasoning
 
+    @property
+    def is_through(self) -> bool:
+        """All that follows is the answer."""
+        return self._state == _ANSWER
+
     def add(self, text: str) -> tuple[str, str]:
         """(reasoning, answer) that may be sent now."""
         if self._state == _ANSWER:

@@ -20,6 +20,11 @@ class ReplyParser:
         self._dropped = ""  # the white space before the latest call
         self.num_calls = 0  # complete ones
 
+    @property
+    def is_through(self) -> bool:
+        """All that follows is content as it stands."""
+        return self._tools is None and (self._reasoning is None or self._reasoning.is_through)
+
     def add(self, text: str) -> list[Piece]:
         out: list[Piece] = []
         if self._reasoning is not None:

@@ -321,3 +321,44 @@ async def test_what_no_grammar_can_be_made_of(options, param):
             await ask(node, **options)
         assert error.value.param == param
         assert not node.requests.submitted
+
+
+async def test_behind_the_reasoning_a_stream_is_a_plain_one():
+    """An answer costs no more than one without reasoning."""
+    answer = "Yes, « 😀 ».\n" * 50
+    sinks = []
+    script = [*((list(each.encode()), FINISH_NONE) for each in ("<think>hm", "</think>\n\n")), 0.1]
+    script += [([value], FINISH_NONE) for value in answer.encode()]
+    async with serve(lambda _: [*script, ([EOS], FINISH_STOP)], models=[entry(reasoning_parser="think")]) as node:
+        for options in ({}, {"logprobs": True}, {"stop": "never there"}, {"stream_options": {"include_usage": True}}):
+            choices = await stream(node, tools=openai.NOT_GIVEN, **options)
+            assert put_together(choices) == (answer, "hm", [], "stop")
+            sinks.append(node.requests.submitted[-1].sink)
+    assert all(type(sink._heir).__name__ == "Stream" for sink in sinks)
+    assert all(sink._heir.num_tokens == len(f"<think>hm</think>\n\n{answer}".encode()) + 1 for sink in sinks)
+
+
+async def test_every_token_has_its_log_probability():
+    async with serve(lambda _: text_script(CALL.encode()), models=[entry(tool_parser="hermes")]) as node:
+        choices = await stream(node, logprobs=True)
+        tokens = b"".join(
+            bytes(each.bytes or ()) for choice in choices if choice.logprobs for each in choice.logprobs.content or ()
+        )
+        assert tokens.startswith(CALL.encode())
+        whole = await ask(node, logprobs=True)
+        assert len(whole.logprobs.content) == sum(len(c.logprobs.content) for c in choices if c.logprobs)
+
+
+async def test_several_choices():
+    replies = [CALL, "Hello."]
+    async with serve(
+        lambda generation: text_script(replies[generation.request_id % 2].encode()), models=[entry(tool_parser="hermes")]
+    ) as node:
+        async with client(node) as opened:
+            options: Any = {"model": "tiny", "messages": MESSAGES, "tools": TOOLS, "n": 2}
+            whole = await opened.chat.completions.create(**options)
+            assert [choice.finish_reason for choice in whole.choices] == ["stop", "tool_calls"]
+            chunks = [chunk async for chunk in await opened.chat.completions.create(**options, stream=True)]
+        for index, expected in enumerate([("Hello.", [], "stop"), (None, [("get_weather", KOELN)], "tool_calls")]):
+            content, _, calls, reason = put_together([c.choices[0] for c in chunks if c.choices[0].index == index])
+            assert (content, calls, reason) == expected
