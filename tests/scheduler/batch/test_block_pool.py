@@ -146,7 +146,7 @@ def test_kept_prefixes_of_others_make_room() -> None:
     check_ledger(chunks, [idle.pool, busy.pool], [1, 1])
 
 
-OPERATIONS = st.tuples(st.sampled_from(["take", "share", "drop", "shrink", "lease"]), st.integers(0, 1), st.integers(0, 20))
+OPERATIONS = st.tuples(st.sampled_from(["take", "share", "drop", "shrink", "lease", "undo"]), st.integers(0, 1), st.integers(0, 20))
 
 
 @settings(max_examples=120, deadline=None)
@@ -177,6 +177,13 @@ def test_ledger_after_any_operations(
         elif action == "drop" and held:
             owner, blocks = held.pop(number % len(held))
             pools[owner].put_free(pools[owner].release(blocks))
+        elif action == "undo":
+            state, before = (pool.num_free, chunks.num_drawn, chunks.version), pool.drawn_chunks()
+            blocks = pool.allocate(number)
+            if blocks is not None:
+                pool.undo(blocks, before)
+            assert (pool.num_free, chunks.num_drawn, chunks.version) == state
+            assert (pool.drawn_chunks() == before).all()
         elif action == "shrink":
             pool.shrink(number)
         elif action == "lease":
