@@ -172,7 +172,11 @@ async def test_stop_ends_an_engine_that_does_not_listen(pair: tuple[Worker, Told
 
 
 async def test_back_off_grows_while_an_engine_cannot_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(workers, "PACKAGES", tmp_path)  # no engine to import there
+    # an engine that cannot start; it comes before the one that may be installed
+    (tmp_path / "engine").mkdir()
+    (tmp_path / "engine" / "__init__.py").write_text("")
+    (tmp_path / "engine" / "__main__.py").write_text("raise SystemExit(1)\n")
+    monkeypatch.setattr(workers, "PACKAGES", tmp_path)
     monkeypatch.setattr(workers, "BACK_OFF_S", 0.01)
     pauses: list[float] = []
     sleep = asyncio.sleep
