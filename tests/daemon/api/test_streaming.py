@@ -115,7 +115,7 @@ async def test_a_late_failure_after_the_status_line_is_an_event(http, monkeypatc
 
 
 async def test_a_silence_in_mid_stream_is_filled_with_comments(http):
-    script = [([97], FINISH_NONE), 0.5, ([98], FINISH_NONE), ([EOS], FINISH_STOP)]
+    script = [([97], FINISH_NONE), 2.0, ([98], FINISH_NONE), ([EOS], FINISH_STOP)]
     async with serve(lambda _: script, Settings(sse_comment_every_s=0.1)) as node:
         _, body = await post(http, node)
     data, comments, _ = events(body)
