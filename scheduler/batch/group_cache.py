@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from scheduler.batch.block_pool import BlockPool
-from scheduler.batch.plan import IntArray
+from scheduler.batch.plan import BoolArray, IntArray
 from scheduler.batch.prefix_cache import PrefixCache
 
 
@@ -72,12 +72,14 @@ class GroupCache:
 
     # ---- prefixes
 
-    def last_gap(self, keys: Sequence[bytes], num_blocks: int) -> int:
-        """Index of the last unknown block among those that queries after `num_blocks` blocks attend to; -1 if all are known."""
-        for index in range(num_blocks - 1, self.first_needed(num_blocks * self.block_tokens) - 1, -1):
-            if keys[index] not in self.prefixes:
-                return index
-        return -1
+    def reachable(self, keys: Sequence[bytes]) -> BoolArray:
+        """[len(keys) + 1]: whether a sequence can go on after n blocks, all that its later queries see of them being known."""
+        num_blocks = np.arange(len(keys) + 1)
+        gaps = np.full(len(keys) + 1, -1)
+        gaps[1:] = np.where(self.prefixes.are_known(keys), -1, num_blocks[:-1])
+        last_gap = np.maximum.accumulate(gaps)  # before n
+        first_needed = np.maximum(num_blocks * self.block_tokens + 1 - self.window_tokens, 0) // self.block_tokens
+        return np.asarray(last_gap < first_needed) if self.window_tokens else last_gap < 0
 
     def share(self, keys: Sequence[bytes]) -> IntArray:
         """Holds the blocks of the longest known prefix of `keys` once more and returns them."""

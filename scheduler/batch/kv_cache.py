@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import numpy as np
+
 from scheduler.batch.group_cache import GroupCache
 from scheduler.batch.plan import IntArray
 
@@ -71,15 +73,15 @@ class KVCache:
     def share(self, keys: Sequence[bytes]) -> tuple[int, list[IntArray]]:
         """Length in blocks of the longest prefix that every group can go on from, and of each group the blocks of it that are still
         in sight, held once more: all of a full group's, the last window's of the others."""
-        if not self._windows and len(self.groups) == 1:
+        if len(self.groups) == 1 and self._full:
             held = self.groups[0].share(keys)
             return len(held), [held]
-        num = min((len(group.prefixes.match(keys)) for group in self._full), default=len(keys))
-        while num:
-            gaps = [gap for group in self._windows if (gap := group.last_gap(keys, num)) >= 0]
-            if not gaps:
-                break
-            num = min(gaps)  # whatever is longer needs that block too
+        if self._full:
+            keys = keys[: min(len(group.prefixes.match(keys)) for group in self._full)]
+        num = len(keys)
+        if self._windows:
+            reachable = np.logical_and.reduce([group.reachable(keys) for group in self._windows])
+            num = int(np.flatnonzero(reachable)[-1])  # no block at all always is
         return num, [group.share(keys[group.first_needed(num * self.block_tokens) : num]) for group in self.groups]
 
     def release(self, blocks: Sequence[IntArray]) -> None:

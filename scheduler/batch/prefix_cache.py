@@ -9,7 +9,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 
-from scheduler.batch.plan import IntArray
+import numpy as np
+
+from scheduler.batch.plan import BoolArray, IntArray
 
 KEY_BYTES = 16
 
@@ -49,8 +51,10 @@ class PrefixCache:
         """Blocks kept only for a later hit."""
         return len(self._unheld)
 
-    def __contains__(self, key: bytes) -> bool:
-        return key in self._block_of
+    def are_known(self, keys: Sequence[bytes]) -> BoolArray:
+        """[len(keys)]"""
+        block_of = self._block_of
+        return np.array([key in block_of for key in keys], np.bool_)
 
     def known(self, keys: Iterable[bytes]) -> list[int]:
         """Blocks of those among `keys` that are known."""
