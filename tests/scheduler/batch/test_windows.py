@@ -154,6 +154,19 @@ def test_a_prompt_in_common_is_found_while_the_first_is_far_beyond_it() -> None:
 
 
 @pytest.mark.parametrize("full", [True, False])
+def test_one_prompt_several_times_is_computed_once(full: bool) -> None:
+    harness = make(6, full=full, more=60, reserved_chunks=60)
+    prompt, params = prompt_of(61), Params(max_tokens=30)
+    for request_id in (1, 2, 3):
+        harness.submit(request_id, prompt, params)
+    harness.run()
+    assert harness.cached == {2: 60, 3: 60}
+    for request_id in (1, 2, 3):
+        assert harness.output[request_id] == expected_output(prompt, params, 128, windows=harness.windows)
+    harness.check_no_leak()
+
+
+@pytest.mark.parametrize("full", [True, False])
 def test_poisoned_windows_are_not_found(full: bool) -> None:
     """Also not those that were behind the window already."""
     harness = make(8, full=full)
