@@ -164,7 +164,12 @@ async def _answer(
         raise
     if group.error is not None:
         raise group.error
-    return json_response(answer(endpoint == CHAT, public_id, int(time.time()), model.name, generations, group.collectors, form))
+    messages = []
+    if form is not None:
+        for generation, collector in zip(generations, group.collectors, strict=True):
+            messages.append(await form.message(generation, "".join(collector.parts), collector.reason))
+    created = int(time.time())
+    return json_response(answer(endpoint == CHAT, public_id, created, model.name, generations, group.collectors, messages))
 
 
 async def _stream(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +17,12 @@ from daemon.errors import BadRequest
 from daemon.text.detokenizer import decode
 from daemon.text.jobs import TextFacts
 from daemon.text.reasoning import OPEN, ReasoningSplitter
-from daemon.text.reply_parser import ReplyParser, parse_whole
+from daemon.text.reply_parser import ReplyParser, assemble
 from daemon.text.token_table import MarkedTable, TokenTable
 from daemon.text.tool_parsers.registry import LLAMA3, NONE, new_call_id, tool_parser
 from daemon.tool_stream import finish_reason
 
+READ_AT_ONCE = 4 << 10  # characters between two turns of the loop: at most 3 ms
 PROMPT_END_TOKENS = 16  # enough for <think> and new lines, also where they are no single tokens
 
 
@@ -42,10 +44,14 @@ class ReplyFormat:
             splitter = ReasoningSplitter(opened=end.rstrip().endswith(OPEN))
         return ReplyParser(tools, splitter, self.one_call)
 
-    def message(self, generation: Generation, text: str, reason: str) -> tuple[dict[str, Any], str]:
+    async def message(self, generation: Generation, text: str, reason: str) -> tuple[dict[str, Any], str]:
         """The message of a reply that is not streamed, and its finish_reason. `text`, `reason`: as the engine ended it."""
-        parser = self.parser(generation)
-        reply = parse_whole(parser, text, cut=reason == "length")
+        parser, pieces = self.parser(generation), []
+        for start in range(0, len(text), READ_AT_ONCE):
+            pieces += parser.add(text[start : start + READ_AT_ONCE])
+            if start + READ_AT_ONCE < len(text):
+                await asyncio.sleep(0)
+        reply = assemble([*pieces, *parser.end(cut=reason == "length")])
         content = reply.content or (None if reply.calls or reply.reasoning else "")
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if self.reasoning:

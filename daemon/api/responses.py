@@ -10,7 +10,6 @@ import msgspec
 from aiohttp import web
 
 from daemon.api.logprobs import logprobs_json
-from daemon.api.reply_format import ReplyFormat
 from daemon.contracts import Generation, ModelEntry
 from daemon.errors import HearthError
 from daemon.streams import Collector
@@ -40,16 +39,17 @@ def answer(
     model: str,
     generations: Sequence[Generation],
     collectors: Sequence[Collector],
-    form: ReplyFormat | None = None,
+    messages: Sequence[tuple[dict[str, Any], str]] = (),
 ) -> dict[str, Any]:
-    """chat.completion or text_completion: one choice a sequence. form: how replies are taken apart; None: the text is the reply."""
+    """chat.completion or text_completion: one choice a sequence. messages: the replies taken apart, and their finish_reasons;
+    none: the text is the reply."""
     choices: list[dict[str, Any]] = []
     for collector in collectors:
         logprobs = msgspec.Raw(logprobs_json(generations[collector.index].logprobs, chat))
         choice: dict[str, Any] = {"index": collector.index, "logprobs": logprobs, "finish_reason": collector.reason}
         text = "".join(collector.parts)
-        if form is not None:
-            choice["message"], choice["finish_reason"] = form.message(generations[collector.index], text, collector.reason)
+        if messages:
+            choice["message"], choice["finish_reason"] = messages[collector.index]
         elif chat:
             choice["message"] = {"role": "assistant", "content": text, "refusal": None}
         else:

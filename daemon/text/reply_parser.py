@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from daemon.text.reasoning import ReasoningSplitter
@@ -85,10 +86,15 @@ class Reply:
 
 
 def parse_whole(parser: ReplyParser, text: str, cut: bool) -> Reply:
+    return assemble([*parser.add(text), *parser.end(cut)])
+
+
+def assemble(pieces: Iterable[Piece]) -> Reply:
+    """All pieces of a reply; broken calls are content in their place."""
     content: list[str] = []
     reasoning: list[str] = []
     calls: dict[int, tuple[str, list[str]]] = {}
-    for piece in [*parser.add(text), *parser.end(cut)]:
+    for piece in pieces:
         if piece.kind == CONTENT:
             content.append(piece.text)
         elif piece.kind == REASONING:
