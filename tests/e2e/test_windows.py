@@ -16,12 +16,11 @@ def test_kv_of_a_long_text_is_its_window(tmp_path: Path) -> None:
     make_model(tmp_path / "models" / "m", architecture="MistralForCausalLM", max_position_embeddings=4096, sliding_window=WINDOW)
     flags = ["--dtype", "float32", "--threads", "1", "--max-num-batched-tokens", str(BATCHED_TOKENS)]
     with Node(tmp_path, devices=["cpu=64MiB"], runner="torch", flags=flags) as node:
-        stream = Stream(node, "m", "word " * 300, 2000)
+        stream = Stream(node, "m", "word " * 300, 2500)
         held = []
-        for number in range(200, 2001, 200):
-            stream.wait_for_chunks(number)
+        while stream.alive:
             held += [row["kv_bytes"] for row in node.ps() if row["kv_bytes"]]
         assert not stream.join().error
-        assert len(held) > 2
+        assert held
         assert max(held) <= (-(-(WINDOW + BATCHED_TOKENS) // BLOCK_TOKENS) + 1) * BLOCK_BYTES
         assert max(held) >= WINDOW // BLOCK_TOKENS * BLOCK_BYTES
