@@ -11,7 +11,7 @@ from daemon.api.decode import invalid
 from daemon.api.response_format import MAX_GRAMMAR_BYTES
 from daemon.api.schema import Head
 from daemon.api.tool_grammar import JSON_SCHEMA, argument_schemas, tool_grammar
-from daemon.api.tools import AUTO, NAMED, REQUIRED, ToolRequest
+from daemon.api.tools import AUTO, ToolRequest
 from daemon.contracts import Generation, ModelEntry
 from daemon.errors import BadRequest
 from daemon.text.detokenizer import decode
@@ -109,7 +109,11 @@ async def _grammar(context: ApiContext, head: Head, tools: ToolRequest, dialect:
     grammar = tool_grammar(tools, schemas, dialect, facts.markers, answer.removeprefix(JSON_SCHEMA))
     if len(grammar) > MAX_GRAMMAR_BYTES:
         raise invalid("tools", f"tools: {len(grammar)} characters are more than the {MAX_GRAMMAR_BYTES} a grammar may have")
-    for at, schema in enumerate(schemas):
-        if tools.strict[at] or tools.choice in (REQUIRED, NAMED):
+    try:
+        # without the special tokens, which only the engine knows
+        await context.text.check_grammar("tools", tool_grammar(tools, schemas, dialect, {}, answer.removeprefix(JSON_SCHEMA)))
+    except BadRequest:
+        for at, schema in enumerate(schemas):
             await context.text.check_grammar(f"tools[{at}].function.parameters", JSON_SCHEMA + schema)
+        raise
     return grammar

@@ -16,6 +16,8 @@ from daemon.text import reasoning
 from daemon.text.tool_parsers import hermes, llama3, mistral, named_call
 from daemon.text.tool_parsers.registry import HERMES, LLAMA3
 
+_NOTES = frozenset({"description", "title", "$comment"})
+_VALUES = frozenset({"const", "enum", "default", "examples"})
 JSON_SCHEMA = "json_schema:"
 # blanks between JSON's tokens are bounded: a model that has nothing to say would write them for ever
 _JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\r\t]{1,40}", "item_separator": ",", "key_separator": ":"}
@@ -27,7 +29,7 @@ def argument_schemas(tools: ToolRequest) -> list[str]:
     schemas = []
     for at, (data, strict) in enumerate(zip(tools.schemas, tools.strict, strict=True)):
         try:
-            schema = json.loads(data) if strict or tools.choice != AUTO else {}
+            schema = _bare(json.loads(data)) if strict or tools.choice != AUTO else {}
         except RecursionError:
             raise invalid(f"tools[{at}].function.parameters", f"tools[{at}].function.parameters: nested too deeply") from None
         if schema.setdefault("type", "object") != "object":
@@ -70,6 +72,19 @@ def tool_grammar(tools: ToolRequest, schemas: Sequence[str], dialect: str, marke
             written = f'{json.dumps(start)} args_{at} "}}"'
         rules += [f"tool_{at}: {written}", f"args_{at}: %json {schemas[at]}"]
     return "lark:" + "\n".join(rules)
+
+
+def _bare(schema: Any) -> Any:
+    """Without what is for the model's eyes: it would only make the grammar long. Values that a text must equal stay whole."""
+    if isinstance(schema, list):
+        return [_bare(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: value if key in _VALUES else _bare(value)
+        for key, value in schema.items()
+        if not (key in _NOTES and isinstance(value, str))  # else it is a property of that name
+    }
 
 
 def _with_options(schema: dict[str, Any]) -> str:

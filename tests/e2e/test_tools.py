@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import openai
+import pydantic
 import pytest
 
 from tests.e2e.checkpoints import make_model
@@ -72,6 +73,23 @@ def test_forced(client: openai.OpenAI, dialect: str, choice: Any) -> None:
         for chunk in client.chat.completions.create(**options, seed=seed, parallel_tool_calls=False, stream=True):
             parts += [each.function.arguments for each in chunk.choices[0].delta.tool_calls or ()]
         assert "".join(parts) == call.function.arguments
+
+
+class Weather(pydantic.BaseModel):
+    """Asks for the weather."""
+
+    city: Literal["Köln", "Bonn"]
+    days: int
+
+
+def test_the_clients_own_classes(client: openai.OpenAI) -> None:
+    tools: Any = [openai.pydantic_function_tool(Weather)]
+    assert tools[0]["function"]["strict"]
+    answer = client.chat.completions.parse(
+        model="mistral", messages=MESSAGES, tools=tools, tool_choice="required", parallel_tool_calls=False, max_tokens=1500
+    )
+    (call,) = answer.choices[0].message.tool_calls or ()
+    assert isinstance(call.function.parsed_arguments, Weather)
 
 
 def test_an_unsupported_schema_is_refused_by_name(client: openai.OpenAI) -> None:

@@ -164,6 +164,32 @@ def test_whatever_a_model_draws_reads_as_calls(dialect: str, words: Vocabulary, 
     assert num_ended >= (12 if choice == NAMED else 2)
 
 
+def test_notes_are_left_out_of_the_grammar_and_nothing_else() -> None:
+    schema = {
+        "title": "T",
+        "description": "D",
+        "type": "object",
+        "properties": {
+            "title": {"type": "string", "description": "d"},
+            "enum": {"enum": [{"title": "kept"}, "description"]},
+            "list": {"anyOf": [{"type": "array", "items": {"title": "x", "const": {"title": "kept"}}}]},
+        },
+        "required": ["title", "description"],
+    }
+    (bare,) = argument_schemas(ToolRequest(REQUIRED, True, ["f"], [json.dumps(schema).encode()], [False]))
+    told = json.loads(bare)
+    del told["x-guidance"]
+    assert told == {
+        "type": "object",
+        "properties": {
+            "title": {"type": "string"},
+            "enum": {"enum": [{"title": "kept"}, "description"]},
+            "list": {"anyOf": [{"type": "array", "items": {"const": {"title": "kept"}}}]},
+        },
+        "required": ["title", "description"],
+    }
+
+
 def test_a_schema_must_be_of_an_object() -> None:
     tools = ToolRequest(REQUIRED, True, ["f", "g"], [b"{}", b'{"type": "array"}'], [False, False])
     with pytest.raises(BadRequest) as error:

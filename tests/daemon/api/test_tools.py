@@ -309,7 +309,7 @@ async def test_tools_beside_a_response_format():
         (
             {
                 "tool_choice": "required",
-                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"description": "x" * 70_000}}}],
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"pattern": "x" * 70_000}}}],
             },
             "tools",
         ),
