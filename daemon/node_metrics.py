@@ -43,14 +43,14 @@ def _model(node: Node, view: ModelView) -> ModelNow:
         weights_bytes=view.weights_bytes,
         kv_bytes=kv_bytes,
         kv_cached_bytes=cached_bytes,
-        kv_share=_kv_share(node, view, kv_bytes) if kv_bytes else 0.0,
+        kv_share=kv_share(node, view, kv_bytes) if kv_bytes else 0.0,
         queued=view.queued,
         active=view.active,
         running=min(running, view.active),  # the engine's figure is up to 0.25 s old
     )
 
 
-def _kv_share(node: Node, view: ModelView, kv_bytes: int) -> float:
+def kv_share(node: Node, view: ModelView, kv_bytes: int) -> float:
     """Of its reserved KV and what the others leave of the lease."""
     device = next((one for one in node.scheduler.devices() if one.name == view.device), None)
     if device is None:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from config.schema import DeviceBudget, NodeConfig
+from daemon.logs import fields
 from daemon.worker_channel import WorkerChannel
 from engine import protocol
 
@@ -120,7 +121,7 @@ class Worker:
                 self._task.cancel()
             done, _ = await asyncio.wait([self._task], timeout=STOP_LIMIT_S)
             if not done:
-                log.warning("engine %s did not end within %.0f s: killed", self.device, STOP_LIMIT_S)
+                log.warning("engine did not end within %.0f s: killed", STOP_LIMIT_S, extra=fields(device=self.device))
                 self._kill()
                 await asyncio.wait([self._task], timeout=STOP_LIMIT_S)
 
@@ -142,13 +143,13 @@ class Worker:
             except OSError as error:
                 reason, running = f"could not be started: {error}", ()
             except Exception as error:  # a fault of this file must not leave the device without an engine for good
-                log.exception("looking after engine %s failed", self.device)
+                log.exception("looking after an engine failed", extra=fields(device=self.device))
                 reason, running = f"could not be looked after: {error}", ()
             if self._stopping:
                 return
             if time.monotonic() - started > HEALTHY_AFTER_S:
                 back_off_s = BACK_OFF_S
-            log.warning("engine %s %s; starting again in %.1f s", self.device, reason, back_off_s)
+            log.warning("engine %s; starting again in %.1f s", reason, back_off_s, extra=fields(device=self.device))
             self._events.engine_down(self.device, running, reason)
             self.restarts += 1
             await asyncio.sleep(back_off_s)
@@ -268,4 +269,4 @@ class _Lines(asyncio.Protocol):
 
     def _log(self, line: bytes) -> None:
         if line.strip():
-            log.info("engine %s: %s", self._device, line.decode(errors="replace").rstrip())
+            log.info("engine: %s", line.decode(errors="replace").rstrip(), extra=fields(device=self._device))

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from daemon import keys, metric_families, metrics_page
+from daemon import keys, metric_families, metrics_page, node_metrics
 from daemon.contracts import Generation
 from daemon.metric_families import BY_NAME, FAMILIES, NUM_TENANTS
 from daemon.metrics import Histogram, Metrics
 from daemon.metrics_page import ModelNow, Now
 from engine.protocol import SamplingParams
 from tests.daemon.api.fakes import entry
+from tests.e2e.chat import Stream
 from tests.e2e.checkpoints import make_model
 from tests.e2e.node import ROOT, Node
 
@@ -208,3 +210,35 @@ def test_the_dashboards_ids_and_places_are_sound() -> None:
         cells = {(x, y) for x in range(place["x"], place["x"] + place["w"]) for y in range(place["y"], place["y"] + place["h"])}
         assert not cells & taken, panel["title"]
         taken |= cells
+
+
+def test_what_routers_read(tmp_path: Path) -> None:
+    """Two requests for a model with one place: one runs, one waits; the KV of the running one shows, and goes."""
+    make_model(tmp_path / "models" / "m")
+    config = "[models.m]\nmax_sequences = 1\n"
+    with Node(tmp_path, config=config, null_step_ms=3) as node:
+        streams = [Stream(node, "m", "x" * 200, 400) for _ in range(2)]
+
+        def read(path: str = "/m/m/metrics") -> tuple[float, float, float]:
+            told = samples(node.get(path)[1])
+            names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+            return tuple(told[f"vllm:{name}", (("model_name", "m"),)] for name in names)  # type: ignore[return-value]
+
+        node.wait_for(lambda: read()[:2] == (1, 1) and 0 < read("/metrics")[2] <= 1, "one that runs and one that waits")
+        for stream in streams:
+            assert stream.join().error == ""
+        node.wait_for(lambda: read() == (0, 0, 0), "nothing running")
+
+
+def test_kv_use_is_of_what_a_model_could_have() -> None:
+    """Its reserved KV and what the others leave of the lease: 100 reserved + 300 lease - 50 that a neighbour has drawn."""
+    views = {name: SimpleNamespace(name=name, device="cpu:0", kv_reserved_bytes=100) for name in ("a", "b", "c")}
+    stats = SimpleNamespace(models={"a": [70, 1, 0, 0], "b": [150, 1, 0, 0], "c": [20, 0, 0, 0]})
+    node = SimpleNamespace(
+        scheduler=SimpleNamespace(
+            model=views.get, devices=lambda: [SimpleNamespace(name="cpu:0", lease_chunks=30, chunk_bytes=10)]
+        ),
+        engine_events=SimpleNamespace(stats={"cpu:0": stats}),
+    )
+    assert node_metrics.kv_share(node, views["a"], 70) == 70 / 350  # type: ignore[arg-type]
+    assert node_metrics.kv_share(node, views["a"], 900) == 1.0  # type: ignore[arg-type]

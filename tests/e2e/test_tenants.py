@@ -103,7 +103,7 @@ def test_a_flood_keeps_nobody_waiting(tmp_path: Path) -> None:
     config = "[models.m]\nmax_sequences = 2\nmax_queued = 20\n"
     (tmp_path / "keys.toml").write_text(keys_text())
     flags = ["--keys-file", str(tmp_path / "keys.toml")]
-    with Node(tmp_path / "n", config=config, null_step_ms=20, flags=flags) as node, ThreadPoolExecutor(40) as pool:
+    with Node(tmp_path / "n", config=config, null_step_ms=25, flags=flags) as node, ThreadPoolExecutor(40) as pool:
         assert Stream(node, "m", "x", 2, key=KEYS["ann"]).join().error == ""
         done: list[str] = []
 
@@ -113,17 +113,17 @@ def test_a_flood_keeps_nobody_waiting(tmp_path: Path) -> None:
             return stream.error
 
         flood = [pool.submit(run, "ann") for _ in range(30)]
-        node.wait_for(lambda: len(node.json("queue")) == 10, "a queue full of ann's")
+        node.wait_for(lambda: "refused" in done, "a queue full of ann's")
         assert {row["tenant"] for row in node.json("queue")} == {"ann"}
+        num_before = len([name for name in done if name == "ann"])
         late = [pool.submit(run, "bob") for _ in range(2)]
         assert [each.result() for each in late] == ["", ""]
         errors = [error for each in flood if (error := each.result())]
     # 4 places in the engine and 10 in the queue are ann's; bob's two are next, whenever a place is free
-    assert len(errors) >= 5
+    assert errors
     assert all("requests of ann wait for m; 10 may" in error for error in errors)
-    served = [name for name in done if name != "refused"]
-    assert served.index("bob") <= 6, served
-    assert len(served) - served[::-1].index("bob") <= 9, served
+    served = [name for name in done if name != "refused"][num_before:]
+    assert served[:9].count("bob") == 2, served
 
 
 # ---- keys as the process sees them
