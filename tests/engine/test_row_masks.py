@@ -1,0 +1,70 @@
+"""Masks of single rows: what stays of the logits, and ends that are held back."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from engine.grammar.compile import compile_grammar
+from engine.grammar.row_masks import RowMasks, hold_ends_back
+from engine.token_mask import ROWS_AT_ONCE, apply_row_masks
+
+
+def bits_of(*ids: int, words: int = 3) -> np.ndarray:
+    bits = np.zeros(words, np.uint32)
+    for each in ids:
+        bits[each >> 5] |= np.uint32(1 << (each & 31))
+    return bits
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_only_what_is_allowed_stays(dtype: torch.dtype) -> None:
+    vocab = 70
+    logits = torch.randn(4, vocab, generator=torch.Generator().manual_seed(1)).to(dtype)
+    logits[1, 5] = torch.nan
+    logits[1, 6] = torch.inf
+    before = logits.clone()
+    masks = RowMasks([7, 8, 9], np.array([2, 11, 13]), np.stack([bits_of(1), bits_of(3, 69), bits_of(0, 31, 32)]))
+    apply_row_masks(logits, masks, 10)  # sampling rows 10 to 13
+    assert torch.equal(logits[0], before[0])
+    assert torch.equal(logits[2], before[2])
+    least = torch.finfo(dtype).min
+    kept = [i for i in range(vocab) if logits[3, i] != least]
+    assert kept == [0, 31, 32]
+    assert torch.equal(logits[3, kept], before[3, kept])
+    assert [i for i in range(vocab) if logits[1, i] != least] == [3, 5, 6, 69]
+    assert logits[1, 5].isnan()
+    assert logits[1, 6].isinf()
+
+
+def test_more_rows_than_are_done_at_once() -> None:
+    num = 2 * ROWS_AT_ONCE + 3
+    logits = torch.zeros(num, 70)
+    masks = RowMasks(list(range(num)), np.arange(num), np.stack([bits_of(i) for i in range(num)]))
+    apply_row_masks(logits, masks, 0)
+    assert logits.argmax(-1).tolist() == list(range(num))
+
+
+def test_ends_are_held_back_unless_nothing_else_is_left() -> None:
+    bits = bits_of(3, 40, 64)
+    hold_ends_back(bits, [40, 64, 5000])
+    assert bits.tolist() == bits_of(3).tolist()
+    bits = bits_of(40)
+    hold_ends_back(bits, [40])
+    assert bits.tolist() == bits_of(40).tolist()
+
+
+def test_times_have_no_leap_second() -> None:
+    schema = '{"properties":{"at":{"type":"string","format":"date-time"},"x":{"const":{"format":"time"}}}}'
+    compiled = compile_grammar("json_schema:" + schema)
+    assert len(re.findall(r"\[0-5\]", compiled)) == 1, "constants are no schemas"
+    assert compile_grammar('json_schema:{"title":"1.50"}').count("1.50") == 1
+
+
+def test_a_schema_nested_too_deeply_is_a_value_error() -> None:
+    deep = '{"items":' * 20000 + '{"format":"time"}' + "}" * 20000
+    with pytest.raises(ValueError, match="nested"):
+        compile_grammar("json_schema:" + deep)
