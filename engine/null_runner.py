@@ -97,6 +97,7 @@ class NullModel:
         slots = plan.slots if plan.samples.all() else plan.slots[plan.samples]
         ids = null_tokens(table.seed[slots], table.num_tokens[slots], self._candidates)
         for at, row in enumerate(masks.rows.tolist() if masks is not None else ()):
+            assert masks is not None
             allowed = np.flatnonzero(masks.allowed(slice(at, at + 1), self.vocab_size)[0]).astype(np.int32)
             ids[row] = null_tokens(table.seed[slots[row : row + 1]], table.num_tokens[slots[row : row + 1]], allowed)[0]
         bad = np.zeros(len(slots), np.bool_)
