@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numba import float32, float64, int32, int64, njit, prange, types, void
 
-from engine.kernels.cpu_bits import FASTMATH, exp, named, narrow, prefetch, widen
+from engine.kernels.cpu_bits import FASTMATH, bits_of_float, exp, float_of_bits, named, narrow, prefetch, widen
 
 
 def _paged_attention(
@@ -77,9 +77,11 @@ def _paged_attention(
                     # tanh(x) = 1 - 2 / (e**2x + 1)
                     weights[g, t] = cap - (cap + cap) / (exp(weights[g, t] * twice) + float32(1.0))
         for g in range(group):
-            top = weights[g, 0]
+            ordered = int32(-0x80000000)  # floats as integers of the same order: their maximum vectorises
             for t in range(visible):
-                top = max(top, weights[g, t])
+                bits = bits_of_float(weights[g, t])
+                ordered = max(ordered, bits ^ ((bits >> int32(31)) & int32(0x7FFFFFFF)))
+            top = float_of_bits(ordered ^ ((ordered >> int32(31)) & int32(0x7FFFFFFF)))
             total = float32(0.0)
             for t in range(visible):
                 weight = exp(weights[g, t] - top)
