@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import logging
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from config.load import ConfigError
 from config.schema import NodeConfig
 from config.units import parse_listen
 from daemon import sockets
+
+log = logging.getLogger("hearthd")
 
 
 @dataclass(slots=True)
@@ -36,6 +39,12 @@ def bind(config: NodeConfig, passed: Mapping[str, Sequence[socket.socket]], has_
     try:
         if not found.main:
             found.main = sockets.bind_http(config.listen)
+        elif config.listen != NodeConfig().listen:
+            log.warning(
+                "listen = %s is not used: systemd passed %s; change ListenStream= with `systemctl edit hearthd.socket`",
+                config.listen,
+                ", ".join(sockets.url_of(sock) for sock in found.main),
+            )
         if not found.admin and config.admin_listen:
             found.admin = sockets.bind_http(config.admin_listen)
         for name, listening in (("listen", found.main), ("admin_listen", found.admin)):

@@ -164,6 +164,7 @@ def test_passed_listeners_queue_connections_during_a_restart(tmp_path: Path) -> 
         address = f"http://127.0.0.1:{http.getsockname()[1]}"
         with node:
             assert node.url == address
+            assert "listen = 127.0.0.1:0 is not used: systemd passed " + address in node.log_text()
             assert not (tmp_path / "n" / "c.sock").exists()
             stream = Stream(node, "a", "x", 60)
             stream.wait_for_chunks(3)

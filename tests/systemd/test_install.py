@@ -180,6 +180,16 @@ def test_what_lies_where(destdir: Path) -> None:
             assert str(destdir).encode() not in path.read_bytes(), f"{path.name} names the folder it was made in"
 
 
+def test_no_file_of_the_packages_is_left_behind(destdir: Path) -> None:
+    """What is not Python must be named in pyproject.toml's package-data; an example of settings is no part of the program."""
+    (site,) = (destdir / "opt/hearthd" / VERSION / "lib").glob("python*/site-packages")
+    for package in ("config", "daemon", "engine", "loader", "scheduler"):
+        for path in (ROOT / package).rglob("*"):
+            name = path.relative_to(ROOT)
+            if path.is_file() and "__pycache__" not in name.parts and str(name) != "config/example.toml":
+                assert (site / name).exists(), name
+
+
 def test_the_installed_settings_are_valid_and_name_no_model(destdir: Path) -> None:
     config = load(str(destdir / "etc/hearthd/node.toml"))
     assert (config.models_dir, config.models) == ("/var/lib/hearthd/models", {})
