@@ -14,6 +14,7 @@ from aiohttp import HttpVersion11, hdrs, web
 
 from daemon.api.body import read_body
 from daemon.api.context import ApiContext
+from daemon.api.logprobs import whole_logprobs_json
 from daemon.api.outputs import check_n, nth
 from daemon.api.piece_frames import PieceFrames
 from daemon.api.reply_format import ReplyFormat, reply_format
@@ -168,8 +169,9 @@ async def _answer(
     if form is not None:
         for generation, collector in zip(generations, group.collectors, strict=True):
             messages.append(await form.message(generation, "".join(collector.parts), collector.reason))
-    created = int(time.time())
-    return json_response(answer(endpoint == CHAT, public_id, created, model.name, generations, group.collectors, messages))
+    chat, created = endpoint == CHAT, int(time.time())
+    logprobs = [await whole_logprobs_json(generation.logprobs, chat) for generation in generations]
+    return json_response(answer(chat, public_id, created, model.name, generations, group.collectors, logprobs, messages))
 
 
 async def _stream(

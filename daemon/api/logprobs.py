@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
 from daemon.annotated_text import LogprobTrail, TokenEntry
-from daemon.text.token_table import TokenTable, escape
+from daemon.text.token_table import escape
 
 _json = msgspec.json.encode
 NULL = b"null"
+RENDERED_AT_ONCE = 2048  # numbers between two turns of the event loop: a few milliseconds
 
 
 def logprobs_json(trail: LogprobTrail | None, chat: bool) -> bytes:
@@ -18,47 +20,105 @@ def logprobs_json(trail: LogprobTrail | None, chat: bool) -> bytes:
     entries = trail.take() if trail is not None else []
     if trail is None or not entries:
         return NULL
-    return chat_logprobs(entries, trail.table) if chat else completion_logprobs(entries, trail)
+    rendering = ChatLogprobs(trail) if chat else CompletionLogprobs(trail)
+    rendering.add(entries)
+    return rendering.json()
 
 
-def chat_logprobs(entries: Sequence[TokenEntry], table: TokenTable) -> bytes:
-    names: dict[int, bytes] = {}
-    content = []
-    for entry in entries:
-        top = []
-        for token_id, logprob in zip(entry.top_ids, entry.top, strict=True):
-            name = names.get(token_id)
-            if name is None:
-                raw = table.shown(token_id)
-                name = names[token_id] = _named(raw.decode(errors="replace"), raw)
-            top.append(b"{%b,%b}" % (name, _logprob(logprob)))
-        content.append(b'{%b,%b,"top_logprobs":[%b]}' % (_named(entry.text, entry.raw), _logprob(entry.logprob), b",".join(top)))
-    return b'{"content":[%b],"refusal":null}' % b",".join(content)
+async def whole_logprobs_json(trail: LogprobTrail | None, chat: bool) -> bytes:
+    """The same for a whole answer, which may hold a long prompt's: the loop has its turn in between."""
+    if trail is None:
+        return NULL
+    rendering = ChatLogprobs(trail) if chat else CompletionLogprobs(trail)
+    for entries in _pieces(trail.take(), 1 + RENDERED_AT_ONCE // (1 + trail.num_top)):
+        rendering.add(entries)
+        if len(rendering) > len(entries):
+            await asyncio.sleep(0)
+    return rendering.json()
 
 
-def completion_logprobs(entries: Sequence[TokenEntry], trail: LogprobTrail) -> bytes:
+def _pieces(entries: Sequence[TokenEntry], size: int) -> Iterator[Sequence[TokenEntry]]:
+    for start in range(0, len(entries), size):
+        yield entries[start : start + size]
+
+
+class ChatLogprobs:
+    def __init__(self, trail: LogprobTrail) -> None:
+        self._table = trail.table
+        self._content: list[bytes] = []
+        self._names: dict[int, bytes] = {}
+
+    def __len__(self) -> int:
+        return len(self._content)
+
+    def add(self, entries: Sequence[TokenEntry]) -> None:
+        for entry in entries:
+            top = [
+                b"{%b,%b}" % (self._name(token_id), _logprob(logprob))
+                for token_id, logprob in zip(entry.top_ids, entry.top, strict=True)
+            ]
+            token = (_named(entry.text, entry.raw), _logprob(entry.logprob), b",".join(top))
+            self._content.append(b'{%b,%b,"top_logprobs":[%b]}' % token)
+
+    def json(self) -> bytes:
+        return b'{"content":[%b],"refusal":null}' % b",".join(self._content)
+
+    def _name(self, token_id: int) -> bytes:
+        name = self._names.get(token_id)
+        if name is None:
+            raw = self._table.shown(token_id)
+            name = self._names[token_id] = _named(raw.decode(errors="replace"), raw)
+        return name
+
+
+class CompletionLogprobs:
     """top_logprobs is null where no alternatives were asked for; else each position names the chosen token, too. Tokens that are no
     text by themselves are named `bytes:\\xNN`."""
-    table = trail.table
-    alternatives: list[dict[str, float] | None] = []
-    for entry in entries:
-        if entry.logprob is None or not entry.top_ids:
-            alternatives.append(None)
-            continue
+
+    def __init__(self, trail: LogprobTrail) -> None:
+        self._table, self._num_top = trail.table, trail.num_top
+        self._offsets: list[int] = []
+        self._logprobs: list[float | None] = []
+        self._tokens: list[str] = []
+        self._top: list[dict[str, float] | None] = []
+        self._keys: dict[int, str] = {}
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def add(self, entries: Sequence[TokenEntry]) -> None:
+        for entry in entries:
+            self._offsets.append(entry.offset)
+            self._logprobs.append(entry.logprob)
+            self._tokens.append(entry.text)
+            if self._num_top:
+                self._top.append(None if entry.logprob is None else self._alternatives(entry, entry.logprob))
+
+    def json(self) -> bytes:
+        if not self._tokens:
+            return NULL
+        return _json(
+            {
+                "text_offset": self._offsets,
+                "token_logprobs": self._logprobs,
+                "tokens": self._tokens,
+                "top_logprobs": self._top if self._num_top else None,
+            }
+        )
+
+    def _alternatives(self, entry: TokenEntry, logprob: float) -> dict[str, float]:
         named: dict[str, float] = {}
-        for token_id, logprob in zip(entry.top_ids, entry.top, strict=True):
-            named.setdefault(_key(table.shown(token_id)), logprob)
+        for token_id, value in zip(entry.top_ids, entry.top, strict=True):
+            named.setdefault(self._key(token_id), value)
         if entry.token_id not in entry.top_ids:
-            named[_key(table.shown(entry.token_id))] = entry.logprob
-        alternatives.append(named)
-    return _json(
-        {
-            "text_offset": [entry.offset for entry in entries],
-            "token_logprobs": [entry.logprob for entry in entries],
-            "tokens": [entry.text for entry in entries],
-            "top_logprobs": alternatives if trail.num_top else None,
-        }
-    )
+            named[self._key(entry.token_id)] = logprob
+        return named
+
+    def _key(self, token_id: int) -> str:
+        key = self._keys.get(token_id)
+        if key is None:
+            key = self._keys[token_id] = _key(self._table.shown(token_id))
+        return key
 
 
 def _named(text: str, raw: bytes) -> bytes:

@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from daemon.api.logprobs import logprobs_json
 from daemon.contracts import Generation, ModelEntry
 from daemon.errors import HearthError
 from daemon.streams import Collector
@@ -39,14 +38,15 @@ def answer(
     model: str,
     generations: Sequence[Generation],
     collectors: Sequence[Collector],
+    logprobs: Sequence[bytes],
     messages: Sequence[tuple[dict[str, Any], str]] = (),
 ) -> dict[str, Any]:
-    """chat.completion or text_completion: one choice a sequence. messages: the replies taken apart, and their finish_reasons;
-    none: the text is the reply."""
+    """chat.completion or text_completion: one choice a sequence. logprobs: JSON, of each. messages: the replies taken apart, and
+    their finish_reasons; none: the text is the reply."""
     choices: list[dict[str, Any]] = []
     for collector in collectors:
-        logprobs = msgspec.Raw(logprobs_json(generations[collector.index].logprobs, chat))
-        choice: dict[str, Any] = {"index": collector.index, "logprobs": logprobs, "finish_reason": collector.reason}
+        told = msgspec.Raw(logprobs[collector.index])
+        choice: dict[str, Any] = {"index": collector.index, "logprobs": told, "finish_reason": collector.reason}
         text = "".join(collector.parts)
         if messages:
             choice["message"], choice["finish_reason"] = messages[collector.index]
