@@ -39,7 +39,6 @@ log = logging.getLogger("hearthd")
 GC_AFTER_OBJECTS = 20_000  # young objects between two collections; each walks only those
 SWITCH_INTERVAL_S = 0.0005  # a thread that reads headers may not keep the loop waiting for Python's usual 5 ms
 FLUSH_LIMIT_S = 2.0  # for handlers to write their last bytes
-ADMIN = paths.WATCHING  # leaves the main listener where there is one for it
 TEAR_DOWN_S = 10.0  # what the stop may take beyond drain_timeout_s
 
 
@@ -88,8 +87,8 @@ class Lifecycle:
         for worker in node.workers.values():
             worker.start()  # they import their libraries while the models folder is read
         text = TextService()
-        api = self._http(node, text, self._config.listen, without=ADMIN if http.admin else frozenset())
-        admin = self._http(node, text, self._config.admin_listen, only=ADMIN | paths.OPEN, ask=http.admin_asks_key)
+        api = self._http(node, text, self._config.listen, without=paths.ADMIN if http.admin else frozenset())
+        admin = self._http(node, text, self._config.admin_listen, only=paths.ADMIN | paths.OPEN, ask=http.admin_asks_key)
         control = _control_runner(make_control_app(node))
         status = _control_runner(make_control_app(node, read_only=True))
         self._spawn(self._notify.watchdog(node.problem))
@@ -118,6 +117,7 @@ class Lifecycle:
             await self._drain(node)
         finally:
             node.listening = False
+            node.feed.close()
             await self._tear_down(node, {"http": api, "admin": admin, "control": control, "status": status}, text)
         log.info("stopped")
         return 0
@@ -143,7 +143,7 @@ class Lifecycle:
         if access.keys is not None:
             self._accesses.append(access)
         return make_runner(
-            make_app(node.dispatcher, node.registry, text, node.settings, node, access, only, without), FLUSH_LIMIT_S
+            make_app(node.dispatcher, node.registry, text, node.settings, node, access, only, without, node.feed), FLUSH_LIMIT_S
         )
 
     def _control_sockets(self, passed: Mapping[str, list[socket.socket]]) -> dict[str, list[socket.socket]]:

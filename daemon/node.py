@@ -21,6 +21,8 @@ from daemon.event_ring import EventRing
 from daemon.live_settings import LiveSettings
 from daemon.loop_watch import LoopWatch
 from daemon.metrics import Metrics
+from daemon.page.feed import PageFeed
+from daemon.page.snapshot import snapshot
 from daemon.registry import Registry
 from daemon.state import NodeState
 from daemon.version import VERSION
@@ -67,6 +69,7 @@ class Node:
             device.name: Worker(device.name, threads, self._spec_of(device, threads), self.engine_events) for device in devices
         }
         self.dispatcher.engines = dict(self.workers)
+        self.feed = PageFeed(lambda: snapshot(self), self.ring)
         self.reload: Callable[[], Awaitable[dict[str, Any]]] | None = None
         self.url = ""
         self.listening = False

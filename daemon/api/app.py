@@ -14,6 +14,7 @@ from daemon.access import Access
 from daemon.api import paths
 from daemon.api.context import ApiContext
 from daemon.api.generate import generate
+from daemon.api.page import page, page_events
 from daemon.api.request_id import request_id
 from daemon.api.request_scope import RequestScope
 from daemon.api.responses import SERVER, error_response, json_response, model_object
@@ -22,6 +23,7 @@ from daemon.api.tokenize import tokenize
 from daemon.contracts import HealthPort, HttpSettings, ModelPort, RequestPort, TextPort
 from daemon.errors import BadRequest, HearthError, ServerFault
 from daemon.logs import fields
+from daemon.page.feed import PageFeed
 from daemon.stream_clock import StreamClock
 
 log = logging.getLogger("hearthd.api")
@@ -38,9 +40,11 @@ def make_app(
     access: Access | None = None,
     only: frozenset[str] | None = None,
     without: frozenset[str] = frozenset(),
+    feed: PageFeed | None = None,
 ) -> web.Application:
     """Serve it through `make_runner`: without its settings a client's disconnect goes unnoticed. access: default: no keys, this
-    machine's names only. only, without: the endpoints (daemon/api/paths.py) that are served or not."""
+    machine's names only. only, without: the endpoints (daemon/api/paths.py) that are served or not.
+    feed: what the status page shows; None: there is none."""
     context = ApiContext(
         requests=requests,
         models=models,
@@ -52,6 +56,7 @@ def make_app(
         access=access or Access(),
         only=only,
         without=without,
+        page=feed,
     )
 
     async def handle(request: web.Request) -> web.StreamResponse:
@@ -104,6 +109,8 @@ async def _answer_errors(request: web.Request, context: ApiContext) -> web.Strea
         if tenant is not None:
             scope = RequestScope(tenant, context.models, context.requests)
             response = await _handle(request, replace(context, models=scope, requests=scope), target, name)
+        elif target is not None and target.endpoint == paths.PAGE:
+            response = await _handle(request, context, target, name)
         else:
             response = _tell_stranger(context, target)
         status = response.status
@@ -151,6 +158,10 @@ async def _handle(request: web.Request, context: ApiContext, target: paths.Targe
         return web.Response(
             body=context.health.metrics(model), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
         )
+    if target.endpoint in (paths.PAGE, paths.PAGE_EVENTS):
+        if context.page is None:
+            raise BadRequest("not_found", "this server has no status page", status=404)
+        return page(request) if target.endpoint == paths.PAGE else await page_events(request, context.page, request_id)
     if target.scope is not None:
         context.models.resolve(target.scope)
     if target.endpoint == paths.MODELS:

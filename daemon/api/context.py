@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from daemon.access import Access
 from daemon.contracts import HealthPort, HttpSettings, ModelPort, RequestPort, TextPort
+from daemon.page.feed import PageFeed
 from daemon.stream_clock import StreamClock
 
 
@@ -21,3 +22,4 @@ class ApiContext:
     access: Access = field(default_factory=Access)
     only: frozenset[str] | None = None  # the endpoints this listener serves; None: all
     without: frozenset[str] = frozenset()  # and those it does not
+    page: PageFeed | None = None  # None: there is no status page

@@ -6,8 +6,8 @@ import re
 from typing import NamedTuple
 from urllib.parse import unquote_to_bytes
 
-MODELS, MODEL, CHAT, COMPLETIONS, TOKENIZE, DETOKENIZE, HEALTHZ, READYZ, METRICS = (
-    "models", "model", "chat", "completions", "tokenize", "detokenize", "healthz", "readyz", "metrics",
+MODELS, MODEL, CHAT, COMPLETIONS, TOKENIZE, DETOKENIZE, HEALTHZ, READYZ, METRICS, PAGE, PAGE_EVENTS = (
+    "models", "model", "chat", "completions", "tokenize", "detokenize", "healthz", "readyz", "metrics", "page", "page_events",
 )  # fmt: skip
 METHODS = {
     MODELS: ("GET", "HEAD"),
@@ -19,9 +19,12 @@ METHODS = {
     HEALTHZ: ("GET", "HEAD"),
     READYZ: ("GET", "HEAD"),
     METRICS: ("GET", "HEAD"),
+    PAGE: ("GET", "HEAD"),
+    PAGE_EVENTS: ("GET",),
 }
-OPEN = frozenset({HEALTHZ, READYZ})  # also without a key, where keys are set
-WATCHING = frozenset({METRICS})  # for those who look after the node: they tell of all tenants
+OPEN = frozenset({HEALTHZ, READYZ, PAGE})  # also without a key, where keys are set; the page is empty until it has one
+WATCHING = frozenset({METRICS, PAGE_EVENTS})  # for those who look after the node: they tell of all tenants
+ADMIN = WATCHING | {PAGE}  # leaves the main listener where there is one for it
 _FIXED = {
     "/v1/models": MODELS,
     "/v1/chat/completions": CHAT,
@@ -32,6 +35,7 @@ _FIXED = {
     "/readyz": READYZ,
     "/metrics": METRICS,
 }
+_PAGES = {"": PAGE, "/status": PAGE, "/status/events": PAGE_EVENTS}  # of the node; no model has its own
 _SCOPED = re.compile(r"/m/(?P<model>.+?)(?P<rest>/v1/models/.+|" + "|".join(map(re.escape, _FIXED)) + r")/?", re.DOTALL)
 
 
@@ -51,6 +55,8 @@ def target(raw_path: str) -> Target | None:
     path = raw_path.rstrip("/")
     if endpoint := _FIXED.get(path):
         return Target(endpoint, scope, None)
+    if scope is None and (endpoint := _PAGES.get(path)):
+        return Target(endpoint, None, None)
     if raw_path.startswith("/v1/models/") and len(raw_path) > len("/v1/models/"):
         model_id = _unquote(raw_path.removeprefix("/v1/models/"))
         return None if model_id is None else Target(MODEL, scope, model_id)

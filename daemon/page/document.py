@@ -1,0 +1,67 @@
+"""The page as the browser gets it: one document with its style and its script in it, and the policy that allows nothing else.
+
+The three parts are files of their own so that each can be read; they are put together once, when this module is imported.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from pathlib import Path
+
+_FOLDER = Path(__file__).parent
+_STYLE, _SCRIPT = "/*{style}*/", "/*{script}*/"
+
+
+def _source(csp_text: str) -> str:
+    """A CSP source that names this inline text and no other."""
+    return "'sha256-" + base64.b64encode(hashlib.sha256(csp_text.encode()).digest()).decode() + "'"
+
+
+def _read(name: str) -> str:
+    return (_FOLDER / name).read_text(encoding="utf-8")
+
+
+def _assemble(style: str, script: str) -> bytes:
+    """Raises ValueError where a part would end its own element or the document has no place for it."""
+    text = _read("index.html")
+    for mark, part in ((_STYLE, style), (_SCRIPT, script)):
+        if text.count(mark) != 1 or "</" + ("style" if mark == _STYLE else "script") in part.lower():
+            raise ValueError(f"daemon/page/index.html: {mark}")
+        text = text.replace(mark, part)
+    return text.encode()
+
+
+def _policy(style: str, script: str) -> str:
+    """Only the page's own style and script, requests to this server alone, and no sink that takes markup from strings: a model's
+    name can't become an element even where the script were wrong."""
+    return "; ".join(
+        (
+            "default-src 'none'",
+            f"script-src {_source(script)}",
+            f"style-src {_source(style)}",
+            "connect-src 'self'",
+            "img-src data:",
+            "base-uri 'none'",
+            "form-action 'none'",
+            "frame-ancestors 'none'",
+            "require-trusted-types-for 'script'",
+            "trusted-types 'none'",
+        )
+    )
+
+
+_style, _script = _read("style.css"), _read("page.js")
+BODY = _assemble(_style, _script)
+ID = hashlib.sha256(BODY).hexdigest()[:16]  # a page that is open when the daemon is upgraded sees another one and reloads itself
+HEADERS = {
+    "Content-Type": "text/html; charset=utf-8",
+    "Content-Security-Policy": _policy(_style, _script),
+    "Cache-Control": "no-cache",
+    "ETag": f'"{ID}"',
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
