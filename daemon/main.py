@@ -73,6 +73,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     from daemon import lifecycle, logs
 
     logs.set_up(config.log_level, config.log_format)
+    if known is not None:
+        logs.log.info("%s: keys of %d tenants", config.keys_file, len(known.tenants))
+    elif config.insecure:
+        logs.log.warning("no keys and --insecure: anybody who reaches %s may use the models", config.listen)
     if not config.device:
         logs.log.info("no --device: cpu:0 gets %s, half of the machine's memory", format_bytes(devices[0].budget_bytes))
     return lifecycle.serve(config, devices, path, flags, known)

@@ -276,7 +276,8 @@ class StreamGroup:
         for stream in self.streams:
             stream.close()
         self.close()
-        self.cancel_all()
+        # after the step that found it out, or it would pass for a stop string's end
+        asyncio.get_running_loop().call_soon(self.cancel_all)
 
     def cancel_one(self, index: int) -> None:
         self._cancel(index)

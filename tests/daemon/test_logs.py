@@ -125,7 +125,7 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
             )
             next(iter(gone))
             gone.close()
-        node.wait_for(lambda: '"status": 499' in node.log_text(), "the line of a request whose client went")
+        node.wait_for(lambda: '"finish": "cancelled"' in node.log_text(), "the line of a request whose client went")
         assert MARKER not in node.cli("events", "--json").stdout
     text = node.log_text()
     assert MARKER not in text
@@ -157,7 +157,7 @@ def test_refused_and_cancelled_requests_have_theirs(lines: list[dict[str, Any]])
     wrong = [line for line in requests(lines) if line["request_id"] == "wrong"]
     assert sorted(line["status"] for line in wrong) == [400, 400, 400, 400, 404]
     assert not any("finish" in line for line in wrong)
-    (gone,) = (line for line in requests(lines) if line["status"] == 499)
+    (gone,) = (line for line in requests(lines) if line.get("finish") == "cancelled")
     assert 0 < gone["output_tokens"] < 1900
 
 
