@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -54,7 +55,12 @@ def runner(request: pytest.FixtureRequest) -> Iterator[TorchRunner]:
 @pytest.mark.parametrize(("max_len", "num_tokens"), [(32, 32), (128, 60)], ids=["short", "long"])
 def test_longrope(runner: TorchRunner, tmp_path: Path, max_len: int, num_tokens: int) -> None:
     """The longest context a model is served with picks the list; transformers goes by the sequence at hand."""
-    changes = {"head_dim": 8, "pad_token_id": 0, "original_max_position_embeddings": 32, "rope_parameters": LONGROPE}
+    changes: dict[str, Any] = {
+        "head_dim": 8,
+        "pad_token_id": 0,
+        "original_max_position_embeddings": 32,
+        "rope_parameters": LONGROPE,
+    }
     made = make_checkpoint(tmp_path, kind="phi3", **changes)
     model = load(runner, tmp_path, max_len=max_len)
     table = make_table(groups=model.kv_groups)
