@@ -143,7 +143,19 @@ class Lifecycle:
         if access.keys is not None:
             self._accesses.append(access)
         return make_runner(
-            make_app(node.dispatcher, node.registry, text, node.settings, node, access, only, without, node.feed), FLUSH_LIMIT_S
+            make_app(
+                node.dispatcher,
+                node.registry,
+                text,
+                node.settings,
+                node,
+                access,
+                only,
+                without,
+                node.feed,
+                node.metric.count_answer,
+            ),
+            FLUSH_LIMIT_S,
         )
 
     def _control_sockets(self, passed: Mapping[str, list[socket.socket]]) -> dict[str, list[socket.socket]]:

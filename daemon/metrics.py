@@ -96,11 +96,15 @@ class Metrics:
     load_seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     evictions: defaultdict[str, int] = field(default_factory=_counts)
     engine_restarts: defaultdict[str, int] = field(default_factory=_counts)
+    answers: defaultdict[tuple[str, str], int] = field(default_factory=_pairs)  # (endpoint, status)
     access_refused: defaultdict[str, int] = field(default_factory=_counts)
     reloads: defaultdict[str, int] = field(default_factory=_counts)
     tenants: TenantCounts = field(default_factory=TenantCounts)
     resubmitted: int = 0
     scheduler_errors: int = 0
+
+    def count_answer(self, endpoint: str, status: int) -> None:
+        self.answers[endpoint or "unknown", str(status)] += 1
 
     def count_refused(self, reason: str) -> None:
         self.access_refused[reason] += 1

@@ -118,6 +118,7 @@ def _all(metrics: Metrics, now: Now) -> Iterator[tuple[str, Rows]]:
         label = tenants.label(tenant)
         open_by_label[label] = open_by_label.get(label, 0) + number
     yield "hearth_tenant_requests_open", open_by_label.items()
+    yield "hearth_http_answers_total", metrics.answers.items()
     yield "hearth_requests_resubmitted_total", [((), metrics.resubmitted)]
     yield "hearth_access_refused_total", metrics.access_refused.items()
     yield "hearth_reloads_total", metrics.reloads.items()

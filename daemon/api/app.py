@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -41,10 +42,12 @@ def make_app(
     only: frozenset[str] | None = None,
     without: frozenset[str] = frozenset(),
     feed: PageFeed | None = None,
+    answered: Callable[[str, int], None] = lambda endpoint, status: None,
 ) -> web.Application:
     """Serve it through `make_runner`: without its settings a client's disconnect goes unnoticed. access: default: no keys, this
     machine's names only. only, without: the endpoints (daemon/api/paths.py) that are served or not.
-    feed: what the status page shows; None: there is none."""
+    feed: what the status page shows; None: there is none. answered: told the endpoint ("" for an unknown path) and the status of
+    each answer."""
     context = ApiContext(
         requests=requests,
         models=models,
@@ -57,6 +60,7 @@ def make_app(
         only=only,
         without=without,
         page=feed,
+        answered=answered,
     )
 
     async def handle(request: web.Request) -> web.StreamResponse:
@@ -130,6 +134,7 @@ async def _answer_errors(request: web.Request, context: ApiContext) -> web.Strea
         response = error_response(ServerFault("internal_error", f"the server failed on this request ({name})"))
         status = response.status
     finally:
+        context.answered(target.endpoint if target is not None else "", status)
         if scope is not None and target is not None and request.method == "POST":
             scope.ended(name, target.endpoint, status)
     if not response.prepared:

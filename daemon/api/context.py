@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from daemon.access import Access
@@ -23,3 +24,4 @@ class ApiContext:
     only: frozenset[str] | None = None  # the endpoints this listener serves; None: all
     without: frozenset[str] = frozenset()  # and those it does not
     page: PageFeed | None = None  # None: there is no status page
+    answered: Callable[[str, int], None] = lambda endpoint, status: None  # counts an answer: endpoint, HTTP status

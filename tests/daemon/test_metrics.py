@@ -105,6 +105,8 @@ def test_what_a_request_counts(pages: tuple[str, str]) -> None:
     assert told["hearth_tenant_generated_tokens_total", tenant] == told["hearth_generated_tokens_total", two] + 8
     assert told["hearth_tenant_cached_tokens_total", tenant] == 32
     assert told["hearth_access_refused_total", (("reason", "no_key"),)] == 1
+    assert told["hearth_http_answers_total", (("endpoint", "metrics"), ("status", "401"))] == 1
+    assert told["hearth_http_answers_total", (("endpoint", "completions"), ("status", "200"))] == 3
     assert told["hearth_reloads_total", (("outcome", "applied"),)] == 1
     states = {labels: value for (name, labels), value in told.items() if name == "hearth_model_state" and ("model", "a") in labels}
     assert sum(states.values()) == 1
