@@ -332,6 +332,8 @@ _CHECKS: dict[str, Callable[[Any], None]] = {
     "temperature": _between(0, 2),
     "top_p": _between(0, 1),
     "top_k": _between(0),
+    "min_p": _between(0, 1),
+    "repetition_penalty": _above_zero,
     "max_tokens": _between(1),
 }
 

@@ -93,6 +93,8 @@ _EXAMPLES = {
     "reasoning_parser": '"think"',
     "top_p": "0.9",
     "top_k": "40",
+    "min_p": "0.05",
+    "repetition_penalty": "1.1",
     "max_tokens": "1024",
 }
 

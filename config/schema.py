@@ -30,6 +30,8 @@ class SamplingDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
     max_tokens: int | None = None
 
 
@@ -52,9 +54,7 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     devices: Annotated[list[str], key("devices it may live on; empty: any", reload=LIVE)] = []
     isolate: Annotated[bool, key("an engine process of its own (not built yet: refused when true)")] = False
     dtype: Annotated[str | None, key("auto, float32, bfloat16 or float16; default: the node's dtype")] = None
-    sampling: Annotated[SamplingDefaults, key("temperature, top_p, top_k, max_tokens where a request names none", reload=LIVE)] = (
-        SamplingDefaults()
-    )
+    sampling: Annotated[SamplingDefaults, key("defaults where a request names none", reload=LIVE)] = SamplingDefaults()
     chat_template: Annotated[str | None, key("a Jinja file used instead of the checkpoint's template", reload=LIVE)] = None
     tool_parser: Annotated[
         str | None, key("how it writes tool calls: hermes, llama3, mistral or none; default: told by the template", reload=LIVE)

@@ -151,15 +151,11 @@ class Registry:
             fingerprint=checkpoint.fingerprint,
         )
         generation = checkpoint.generation
-        chosen = (generation.temperature, generation.top_p, generation.top_k, None)
         given = settings.sampling
-        overrides = (given.temperature, given.top_p, given.top_k, given.max_tokens)
-        keys = ("temperature", "top_p", "top_k", "max_tokens")
-        defaults = {
-            key: override if override is not None else value
-            for key, value, override in zip(keys, chosen, overrides, strict=True)
-            if override is not None or value is not None
-        }
+        defaults: dict[str, float | int | None] = {"max_tokens": given.max_tokens}
+        for key in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
+            override = getattr(given, key)
+            defaults[key] = override if override is not None else getattr(generation, key)
         entry = ModelEntry(
             name=name,
             path=checkpoint.path,

@@ -57,6 +57,8 @@ class GenerationDefaults:
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
 
 
 def parse_config(text: bytes, file: str = CONFIG_NAME) -> ModelShape:
@@ -139,6 +141,9 @@ def parse_generation(config_text: bytes, generation_text: bytes | None) -> Gener
     temperature = given.number("temperature") if given.has("temperature") else None
     top_p = given.number("top_p") if given.has("top_p") else None
     top_k = given.integer("top_k", at_least=0) if given.has("top_k") else None
+    min_p = given.number("min_p") if given.has("min_p") else None
+    if min_p is not None and not 0 <= min_p <= 1:
+        raise given.fail("min_p", f"{min_p} is not from 0 to 1")
     if temperature is not None and temperature < 0:
         raise given.fail("temperature", f"{temperature} is negative")
     if top_p is not None and not 0 < top_p <= 1:
@@ -149,6 +154,8 @@ def parse_generation(config_text: bytes, generation_text: bytes | None) -> Gener
         temperature=temperature,
         top_p=top_p,
         top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=given.positive("repetition_penalty") if given.has("repetition_penalty") else None,
     )
 
 

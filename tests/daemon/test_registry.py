@@ -30,7 +30,11 @@ def registered(changes: list[events.Event]) -> dict[str, events.ModelFacts]:
 async def test_facts_and_entry(tmp_path: Path) -> None:
     make_model(tmp_path / "org" / "a")
     settings = ModelConfig(
-        aliases=["gpt"], max_model_len=128, pinned=True, priority=2.0, sampling=SamplingDefaults(temperature=0.3)
+        aliases=["gpt"],
+        max_model_len=128,
+        pinned=True,
+        priority=2.0,
+        sampling=SamplingDefaults(temperature=0.3, repetition_penalty=1.2),
     )
     registry = make_registry(tmp_path, **{"org/a": settings})
     facts = registered(await registry.rescan())["org/a"]
@@ -38,7 +42,7 @@ async def test_facts_and_entry(tmp_path: Path) -> None:
     assert facts.weights_bytes > 100_000
     entry = registry.resolve("gpt")
     assert entry is registry.resolve("org/a")
-    assert (entry.eos_token_ids, entry.generation_defaults) == ((END_ID,), {"temperature": 0.3})
+    assert (entry.eos_token_ids, entry.generation_defaults) == ((END_ID,), {"temperature": 0.3, "repetition_penalty": 1.2})
     assert [one.name for one in registry.entries()] == ["org/a"]
     assert await registry.rescan() == []
 

@@ -24,6 +24,7 @@ from engine.protocol import (
     LoadDone,
     LoadFailed,
     LoadProgress,
+    PromptLogprobs,
     RequestFailed,
     SamplingParams,
     SetLease,
@@ -240,6 +241,33 @@ def test_smaller_lease_preempts_and_the_text_goes_on(tmp_path: Path) -> None:
         engine.until(lambda: engine.last_stats().models["m"][1:3] == [0, 0])
         assert engine.last_stats().preemptions > 0
         assert engine.last_stats().kv_chunks_used <= 4
+
+
+def test_log_probabilities_come_with_their_tokens_and_the_prompts_before_the_first(tmp_path: Path) -> None:
+    """Chunks of 16 tokens; the null model is certain of each token. """
+    with EngineProcess(null_configure(null_step_ms=3.0, max_num_batched_tokens=16)) as engine:
+        engine.send(load_message(null_checkpoint(tmp_path / "m"), lease_chunks=16))
+        engine.wait_for(LoadDone)
+        prompt = list(range(10, 50))
+        engine.send(
+            submit_message(1, prompt=prompt, max_tokens=5, logprobs=2, prompt_logprobs=True), submit_message(2, max_tokens=5)
+        )
+        engine.wait_finished(1, 2)
+        told = [message for message in engine.messages if isinstance(message, PromptLogprobs)]
+        steps = [message for message in engine.messages if isinstance(message, TokensOut) and 1 in message.request_ids]
+        assert engine.messages.index(told[-1]) < engine.messages.index(steps[0])
+        assert len(told) == 3
+        assert [token for message in told for token in message.top_ids] == prompt[1:]
+        assert [message.first for message in told] == [1 + sum(len(m.chosen) for m in told[:at]) for at in range(3)]
+        for step in steps:
+            assert step.logprobs is not None
+            assert step.logprobs.request_ids == [1]
+            assert step.logprobs.top_ids == [step.ids[step.request_ids.index(1)]]
+        # again after a crash: the daemon has the prompt's
+        num_before = len(told)
+        engine.send(submit_message(3, prompt=prompt, max_tokens=5, logprobs=0, prompt_logprobs=True, output=[300, 301]))
+        engine.wait_finished(3)
+        assert sum(isinstance(message, PromptLogprobs) for message in engine.messages) == num_before
 
 
 def test_nan_fails_that_request_only(engine: EngineProcess, tmp_path: Path) -> None:

@@ -106,10 +106,23 @@ def test_generation_config_goes_before_config() -> None:
     given = json.dumps({"eos_token_id": [7, 8, 7], "temperature": 0.6, "top_p": 0.9, "top_k": 20}).encode()
     assert parse_generation(config, given) == GenerationDefaults((7, 8), 1, 0.6, 0.9, 20)
     assert parse_generation(config, b'{"eos_token_id": null}').eos_token_ids == (2,)
+    bent = parse_generation(config, b'{"repetition_penalty": 1.05, "min_p": 0.1}')
+    assert (bent.repetition_penalty, bent.min_p) == (1.05, 0.1)
 
 
 @pytest.mark.parametrize(
-    "given", [{"eos_token_id": "x"}, {"eos_token_id": [-1]}, {"temperature": -1}, {"top_p": 0}, {"top_p": 2}, {"top_k": 0.5}]
+    "given",
+    [
+        {"eos_token_id": "x"},
+        {"eos_token_id": [-1]},
+        {"temperature": -1},
+        {"top_p": 0},
+        {"top_p": 2},
+        {"top_k": 0.5},
+        {"min_p": 2},
+        {"repetition_penalty": 0},
+        {"repetition_penalty": "1"},
+    ],
 )
 def test_bad_generation_values_name_file_and_key(given: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match=rf"generation_config\.json: key {next(iter(given))}"):
