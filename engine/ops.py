@@ -22,8 +22,9 @@ from engine.forward_batch import ForwardBatch, GroupBatch
 from engine.kernels import reference
 from loader.sizing import PREFILL_TILE_TOKENS, sampler_rows
 
-# What few_rows_linear is worth: so few rows, and more than one only if all their inputs stay in the first-level cache.
-FEW_ROWS, FEW_ROWS_INPUTS = 4, 8192
+# What few_rows_linear is worth: so few rows, and more than one only if their sums are long (else adding up takes the time) and all
+# their inputs stay in the first-level cache.
+FEW_ROWS, FEW_ROWS_MIN_INPUTS, FEW_ROWS_MAX_INPUTS = 4, 512, 8192
 _kernels: Any = None  # engine.kernels.cpu, once configured and if numba is there
 
 
@@ -95,7 +96,8 @@ def _array(x: Tensor) -> Any:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [T, K] @ weight [N, K] transposed, in their dtype."""
     num_rows, num_inputs = x.shape
-    few = 0 < num_rows <= FEW_ROWS and (num_rows == 1 or num_rows * num_inputs <= FEW_ROWS_INPUTS)
+    several = num_inputs >= FEW_ROWS_MIN_INPUTS and num_rows * num_inputs <= FEW_ROWS_MAX_INPUTS
+    few = num_rows == 1 or (1 < num_rows <= FEW_ROWS and several)
     if few and _kernels is not None and x.dtype is torch.bfloat16:
         out = x.new_empty(num_rows, weight.shape[0])
         array = _array(x)
