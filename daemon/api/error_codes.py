@@ -1,0 +1,55 @@
+"""Every `code` a client or `hearth` may meet: what it means and what to do. docs/reference/http.md and docs/operations.md are held
+to this table, and this table to the code by a test."""
+
+from __future__ import annotations
+
+# code -> (HTTP status, what it means, what to do)
+CODES: dict[str, tuple[int, str, str]] = {
+    # the caller's fault
+    "invalid_json": (400, "the body is no JSON, or nested too deeply", "correct the body"),
+    "invalid_body": (400, "the body ended early or is encoded in a way that is not read", "send it whole and uncompressed"),
+    "invalid_request": (400, "a field has a value it may not have; `param` names it", "correct the field"),
+    "unsupported_parameter": (400, "a field is known and not built, or not for this model; `param` names it", "leave it out"),
+    "unsupported_grammar": (400, "a schema, regex or grammar cannot be followed; the message says which part", "simplify it"),
+    "context_length_exceeded": (400, "prompt and output are longer than the model's max_model_len", "shorten; or raise it"),
+    "no_chat_template": (400, "the checkpoint has no chat template", "use completions, or set `chat_template` for the model"),
+    "unsupported_tokenizer": (400, "the checkpoint's tokenizer is of a kind that is not served", "choose another checkpoint"),
+    "model_too_large": (
+        400,
+        "the model can never be loaded here; the message has the arithmetic",
+        "raise the device's budget, lower `max_model_len` or `kv_floor_tokens`, or choose a smaller one",
+    ),
+    "invalid_api_key": (401, "no key, or one that is in no keys file", "send `Authorization: Bearer KEY`"),
+    "host_not_allowed": (403, "without keys: the Host header names no address of this machine", "use it, or set `allowed_hosts`"),
+    "origin_not_allowed": (403, "a page of another site asked, in somebody's browser", "serve the page from the same origin"),
+    "not_admin": (403, "this tells of all tenants and the key's tenant is no `admin`", "use an admin's key"),
+    "permission_denied": (403, "a command over the status socket, or a socket one may not open", "join the group hearthd"),
+    "not_found": (404, "no such path; `hearth why`: no such model or request", "see the paths above"),
+    "model_not_found": (404, "no model of that name that this key may use", "see `GET /v1/models`, `hearth models`"),
+    "model_removed": (404, "the model's folder went while the request waited", "put it back"),
+    "method_not_allowed": (405, "the path is there for another method; `Allow` names it", "use that"),
+    "body_timeout": (408, "the body was not in within body_read_timeout_s", "send it faster, or raise the limit"),
+    "body_too_large": (413, "the body is larger than max_body_bytes", "send less, or raise the limit"),
+    "unsupported_media_type": (415, "the body is compressed or not declared as JSON", "send plain application/json"),
+    "invalid_config": (400, "`hearth reload`: a file has an error, the old settings stay", "correct file, line and key it names"),
+    # not now
+    "queue_full": (429, "as many requests wait as may, for the model or of the tenant", "retry after Retry-After"),
+    "wait_exceeded": (503, "the request waited max_wait_s and its model's turn did not come", "retry; `hearth why MODEL`"),
+    "request_timeout": (503, "the request was not done within request_timeout_s", "ask for fewer tokens, or raise it"),
+    "load_timeout": (503, "the model's load took longer than its deadline", "`hearth why MODEL`; set load_deadline_s"),
+    "would_not_fit": (503, "room cannot be made: what is loaded is pinned or busy", "unpin something, or retry"),
+    "model_incomplete": (503, "files of the model are missing; the message names one", "finish copying them"),
+    "model_failed": (503, "the last load failed; the message says why", "correct the files, then `hearth load MODEL`"),
+    "model_disabled": (503, "an operator switched the model off", "`hearth enable MODEL`"),
+    "model_draining": (503, "an operator drains the model", "`hearth resume MODEL`"),
+    "node_draining": (503, "an operator drains the node, or it is stopping", "retry; `hearth resume`"),
+    "server_restarting": (503, "hearthd stops and the request did not end in time", "send it again"),
+    "unloaded": (503, "an operator unloaded the model while the request ran", "send it again"),
+    "busy": (503, "the same command for the same model is under way", "wait for it"),
+    "too_many_viewers": (503, "as many status pages are open as may", "close one"),
+    # ours
+    "crashed_twice": (500, "the engine died twice with this request in it", "do not resend; tell the developers"),
+    "aborted": (500, "the engine ended this request", "see the log for the request's id"),
+    "internal": (500, "a fault of hearthd", "see the log for the request's id"),
+    "internal_error": (500, "a fault of hearthd", "see the log for the request's id"),
+}
