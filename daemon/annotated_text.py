@@ -92,6 +92,9 @@ class LogprobTrail:
             rest = self._detokenizer.end()
             if self._open:
                 self._open[-1].text += rest
+            elif rest and self._out:  # the prompt ended within a character
+                self._out[-1].text += rest
+                self._offset += len(rest)
             self._open.clear()
 
     def skip(self, num_tokens: int) -> None:
