@@ -1,8 +1,9 @@
 """How long the event loop was held at most: a timer that notes how late it runs, on only while requests are open.
 
-A timer every 5 ms (the default of `loop_watch_ms`) costs some 15 us a tick while tokens flow (measured; every 2 ms was 2 % of a core on one slow stream) and nothing
-when the node is idle. A single hold is seen less up to one period, one that repeats is seen in full. What the thread waited for a
-core, because other programs had them all, is no hold of ours and is taken off where the kernel tells it.
+A timer every 5 ms (the default of `loop_watch_ms`) costs some 15 us a tick while tokens flow (measured; every 2 ms was 2 % of a
+core on one slow stream) and nothing when the node is idle. A single hold is seen less up to one period, one that repeats is seen in
+full. What the thread waited for a core, because other programs had them all, is no hold of ours and is taken off where the kernel
+tells it.
 """
 
 from __future__ import annotations
