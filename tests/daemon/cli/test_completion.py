@@ -63,3 +63,15 @@ def test_other_shells_read_their_scripts(shell: str, tmp_path: Path) -> None:
     path.write_text(script(shell, make_parser()))
     result = subprocess.run([shell, "-n", str(path)], capture_output=True, text=True, timeout=30)
     assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_fish(tmp_path: Path) -> None:
+    if shutil.which("fish") is None:
+        pytest.skip("fish is not installed here")
+    (tmp_path / "script").write_text(script("fish", make_parser()))
+    (tmp_path / "answers").write_text(json.dumps([{"name": name, "state": "cold"} for name in NAMES], indent=1))
+    code = f"function hearth; cat {tmp_path}/answers; end; source {tmp_path}/script; complete -C 'hearth load '; complete -C 'hearth unl'"
+    result = subprocess.run(
+        ["fish", "-c", code], capture_output=True, text=True, timeout=30, env={"HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
+    )
+    assert [line.split("\t")[0] for line in result.stdout.splitlines()] == [*NAMES, "unload"]
