@@ -70,7 +70,8 @@ def test_fish(tmp_path: Path) -> None:
         pytest.skip("fish is not installed here")
     (tmp_path / "script").write_text(script("fish", make_parser()))
     (tmp_path / "answers").write_text(json.dumps([{"name": name, "state": "cold"} for name in NAMES], indent=1))
-    code = f"function hearth; cat {tmp_path}/answers; end; source {tmp_path}/script; complete -C 'hearth load '; complete -C 'hearth unl'"
+    code = f"function hearth; cat {tmp_path}/answers; end; source {tmp_path}/script; "
+    code += "complete -C 'hearth load '; complete -C 'hearth unl'"
     result = subprocess.run(
         ["fish", "-c", code], capture_output=True, text=True, timeout=30, env={"HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
     )
