@@ -152,7 +152,7 @@ function drawModel(row) {
   if (row.bytes_total) state.append(h("progress", { max: row.bytes_total, value: row.bytes_done, "aria-label": `loading ${row.name}` }));
   const name = h("th", { scope: "row" }, h("div", { class: "name" }, loaded ? h("i", { class: "dot", style: colour(row.name), "aria-hidden": "true" }) : null, row.name, row.pinned ? h("span", { class: "badge" }, "pinned") : null));
   const telling = kind === "bad" || row.state === "loading" || row.state === "draining" || row.state === "disabled";
-  if (telling && row.reason) name.append(h("div", { class: "reason" }, row.reason.replace(/\d+ bytes \(([\d.]+ [KMGT]iB)\)/g, "$1")));
+  if (telling && row.reason) name.append(h("div", { class: `reason ${kind}` }, row.reason.replace(/\d+ bytes \(([\d.]+ [KMGT]iB)\)/g, "$1")));
   return h("tr", { class: loaded || row.queued ? null : "away" }, name, state, cell("Device", row.device || "–", false), cell("Weights", row.weights_bytes ? bytes(row.weights_bytes) : "–"), cell("KV in use", loaded ? bytes(row.kv_bytes) : "–"),
     cell("Active", String(row.active)), cell("Queued", String(row.queued)), cell("Last used", row.last_used === null ? "never" : row.ago));
 }
@@ -324,9 +324,15 @@ async function follow(abort) {
       for (const part of parts) {
         const lines = part.split("\n"), field = (name) => lines.filter((line) => line.startsWith(`${name}: `)).map((line) => line.slice(name.length + 2)).join("\n");
         const kind = field("event");
-        if (kind === "hello") onHello(JSON.parse(field("data")));
-        else if (kind === "snapshot") onSnapshot(JSON.parse(field("data")));
-        else if (kind === "bye") return "hearthd has stopped.";
+        if (kind === "bye") return "hearthd has stopped.";
+        try {
+          if (kind === "hello") onHello(JSON.parse(field("data")));
+          else if (kind === "snapshot") onSnapshot(JSON.parse(field("data")));
+        } catch (error) {
+          console.error(error);
+          abort.abort();
+          return "This page cannot show what the node tells; the browser's console says why.";
+        }
       }
     }
   } finally {

@@ -98,6 +98,29 @@ async def test_the_page_allows_nothing_but_itself() -> None:
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|\sstyle=|\son[a-z]+=", text)
 
 
+def test_text_can_be_read_in_light_and_dark() -> None:
+    """WCAG AA for small text: 4.5 to 1, each ink on each ground it is written on, and colours of models on their card."""
+    blocks = re.findall(r":root \{(.*?)\}", document.BODY.decode(), re.DOTALL)
+    assert len(blocks) == 2
+    models = [f"c{number}" for number in range(8)]
+    pairs = [*[("ink", ground) for ground in ("card", "bg")], *[("dim", ground) for ground in ("card", "bg", "calm-bg")]]
+    pairs += [(kind, f"{kind}-bg") for kind in ("good", "bad", "busy")] + [("bad", "card"), ("accent", "card")]
+    pairs += [("on", colour) for colour in models] + [(colour, "card") for colour in models]
+    for block in blocks:
+        colours = dict(re.findall(r"--([\w-]+): #(\w+)", block))
+        for ink, ground in pairs:
+            darker, lighter = sorted(_luminance(colours[name]) for name in (ink, ground))
+            assert (lighter + 0.05) / (darker + 0.05) >= 4.5, (ink, ground)
+
+
+def _luminance(colour: str) -> float:
+    parts = [
+        int(colour[at : at + len(colour) // 3] * (6 // len(colour)), 16) / 255 for at in range(0, len(colour), len(colour) // 3)
+    ]
+    red, green, blue = (part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
 async def test_snapshots_come_while_somebody_looks_and_only_then() -> None:
     node = FakeNode()
     async with serve(node) as url, ClientSession(url) as http:
