@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from engine.contracts import SequenceTable, StepResult
+from engine.grammar.row_masks import RowMasks
 from engine.hosted_model import TorchModel
 from engine.memory.arena import KVArena
 from engine.protocol import SamplingParams, TokenLogprobs
@@ -178,3 +179,19 @@ def test_a_bad_row_has_no_log_probabilities(checkpoint: tuple[Path, Any]) -> Non
     result = model.execute(plan((0, 0, 3), (1, 0, 3)), table)
     assert list(told(result)) == [101]
     model.release()
+
+
+def test_a_grammar_does_not_change_them(model: TorchModel) -> None:
+    """Masks and penalties together: the token is the best of what is left, the numbers are the model's own."""
+    wanted = own(model, PROMPT)[-1]
+    allowed = np.argsort(wanted)[5:8]
+    bits = np.zeros((1, -(-VOCAB // 32)), np.uint32)
+    for token in allowed.tolist():
+        bits[0, token >> 5] |= np.uint32(1 << (token & 31))
+    table = make_table()
+    ask(table, 0, PROMPT[:20], 20, logprobs=4)
+    ask(table, 1, PROMPT, 40, logprobs=20, logit_bias={int(allowed[0]): 100.0}, frequency_penalty=1.0)
+    result = model.execute(plan((0, 0, 20), (1, 0, 40)), table, RowMasks([101], np.array([1]), bits))
+    assert int(result.ids[1]) == int(allowed[0])
+    check(model, wanted, int(result.ids[1]), *told(result)[101], 20)
+    check(model, own(model, PROMPT[:20])[-1], int(result.ids[0]), *told(result)[100], 4)

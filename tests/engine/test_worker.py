@@ -244,7 +244,7 @@ def test_smaller_lease_preempts_and_the_text_goes_on(tmp_path: Path) -> None:
 
 
 def test_log_probabilities_come_with_their_tokens_and_the_prompts_before_the_first(tmp_path: Path) -> None:
-    """Chunks of 16 tokens; the null model is certain of each token. """
+    """Chunks of 16 tokens; the null model is certain of each token."""
     with EngineProcess(null_configure(null_step_ms=3.0, max_num_batched_tokens=16)) as engine:
         engine.send(load_message(null_checkpoint(tmp_path / "m"), lease_chunks=16))
         engine.wait_for(LoadDone)
