@@ -1,4 +1,4 @@
-"""Runs the benchmarks of the serving node and writes docs/performance.md's tables and one result file.
+"""Runs the benchmarks of the serving node and writes the tables of docs/performance.md and the README, and one result file.
 
 Each figure is taken on the machine at hand; what carries over between machines are ratios within a run.
 usage: python -m benchmarks.run [--only serve,stall,crash,scheduler]
@@ -94,6 +94,35 @@ def report(lines: list[dict[str, Any]]) -> str:
     return "\n\n".join(parts)
 
 
+def highlights(lines: list[dict[str, Any]]) -> str:
+    """The README's table: a few of the same figures."""
+
+    def one(name: str, **wanted: Any) -> dict[str, Any]:
+        return next(r for r in lines if r.get("benchmark") == name and all(r.get(k) == v for k, v in wanted.items()))
+
+    feather, null = one("serve", kind="feather", streams=200), one("serve", kind="null", streams=200)
+    rest = next(r for r in lines if r.get("kind") == "feather" and "ready_s" in r)
+    stall, crash = one("stall"), one("crash")
+    rows = {
+        "CPU per streamed token, whole process tree, 200 streams, near-weightless model": f"{feather['cpu_us_per_out_token']} µs",
+        "the same with no model at all": f"{null['cpu_us_per_out_token']} µs",
+        "start to ready": f"{rest['ready_s']} s",
+        "idle with a model loaded": f"{rest['idle_core_percent']} % of a core",
+        "daemon's memory": f"{rest['daemon_rss_mb']} MB",
+        "longest hold of the event loop, a 1 MB prompt and a new 128,000-entry tokenizer among 50 streams": f"{stall['stall_max_ms']} ms",
+        "engine killed under 50 streams: failed, tokens flow again after": f"{crash['failed']}, {crash['serving_again_s']} s",
+    }
+    about = lines[0]
+    where = f"{about['cores']} cores of {about['machine']}, {about['date']}, client on the same machine"
+    return "\n".join([f"| {where} | |", "|---|---|", *[f"| {name} | {value} |" for name, value in rows.items()]])
+
+
+def write_between_markers(page: pathlib.Path, body: str) -> None:
+    text = page.read_text()
+    head, tail = text.split(BEGIN)[0], text.split(END)[1]
+    page.write_text(f"{head}{BEGIN}\n\n{body}\n\n{END}{tail}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help=f"some of {','.join(SCRIPTS)}")
@@ -113,11 +142,9 @@ def main() -> None:
         return
     results = ROOT / "benchmarks" / "results" / f"{lines[0]['date']}-cpu.jsonl"
     results.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    page = ROOT / "docs" / "performance.md"
-    text = page.read_text()
-    head, tail = text.split(BEGIN)[0], text.split(END)[1]
-    page.write_text(f"{head}{BEGIN}\n\n{report(lines)}\n\n{END}{tail}")
-    print(f"\n{report(lines)}\n\nwritten to {results.relative_to(ROOT)} and docs/performance.md")
+    write_between_markers(ROOT / "docs" / "performance.md", report(lines))
+    write_between_markers(ROOT / "README.md", highlights(lines))
+    print(f"\n{report(lines)}\n\nwritten to {results.relative_to(ROOT)}, docs/performance.md and README.md")
 
 
 if __name__ == "__main__":

@@ -53,14 +53,15 @@ def test_every_flag_named_in_the_docs_exists() -> None:
                 assert flag in out, f"{page.name}: {flag}"
 
 
-def test_performance_page_is_the_newest_result_file() -> None:
-    """The page's tables are written by `make bench` together with the result file; a figure typed by hand would not be in it."""
-    from benchmarks.run import BEGIN, END, report
+def test_figures_are_those_of_the_newest_result_file() -> None:
+    """The tables are written by `make bench` together with the result file; a figure typed by hand would not be in it."""
+    from benchmarks.run import BEGIN, END, highlights, report
 
     newest = max((ROOT / "benchmarks" / "results").glob("*-cpu.jsonl"))
     lines = [json.loads(line) for line in newest.read_text().splitlines()]
-    text = (ROOT / "docs" / "performance.md").read_text()
-    assert text.split(BEGIN)[1].split(END)[0].strip() == report(lines)
+    for page, made in (("docs/performance.md", report), ("README.md", highlights)):
+        text = (ROOT / page).read_text()
+        assert text.split(BEGIN)[1].split(END)[0].strip() == made(lines), page
 
 
 def test_changelog_names_the_version() -> None:
