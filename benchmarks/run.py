@@ -109,7 +109,7 @@ def highlights(lines: list[dict[str, Any]]) -> str:
         "start to ready": f"{rest['ready_s']} s",
         "idle with a model loaded": f"{rest['idle_core_percent']} % of a core",
         "daemon's memory": f"{rest['daemon_rss_mb']} MB",
-        "longest hold of the event loop, a 1 MB prompt and a new 128,000-entry tokenizer among 50 streams": f"{stall['stall_max_ms']} ms",
+        "longest hold of the event loop: 1 MB prompt, new 128,000-entry tokenizer, 50 streams": f"{stall['stall_max_ms']} ms",
         "engine killed under 50 streams: failed, tokens flow again after": f"{crash['failed']}, {crash['serving_again_s']} s",
     }
     about = lines[0]
