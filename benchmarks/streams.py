@@ -33,7 +33,8 @@ STEP_S = 0.01
 def read_all(address: tuple[str, int], num_streams: int, counted: object) -> None:
     """The client: one process, blocking sockets, counts events without parsing them."""
     body = json.dumps({"model": "m", "prompt": "x", "stream": True, "max_tokens": 4096}).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += b"Content-Length: %d\r\n\r\n" % len(body)
     selector = selectors.DefaultSelector()
     open_sockets = num_streams
     for _ in range(num_streams):
