@@ -33,7 +33,7 @@ class Outputs(Struct, array_like=True, frozen=True):
 def outputs_of(fields: Any, chat: bool) -> Outputs:
     """fields: a ChatBody or CompletionBody. Raises BadRequest naming the field."""
     n = fields.n or 1
-    if fields.best_of is not None and fields.best_of != n:
+    if fields.best_of and fields.best_of != n:
         raise BadRequest(
             "unsupported_parameter", f"best_of: only the value of n ({n}) is supported by this server", param="best_of"
         )

@@ -57,11 +57,15 @@ def sampling_params(head: Head, model: ModelEntry, endpoint: str, prompt_tokens:
     defaults = model.generation_defaults
     top_k = int(head.top_k if head.top_k is not None else defaults.get("top_k", 0))
     repetition = outputs.repetition_penalty if outputs.repetition_penalty is not None else defaults.get("repetition_penalty", 1.0)
+    temperature = float(head.temperature if head.temperature is not None else defaults.get("temperature", 1.0))
+    top_p = float(head.top_p if head.top_p is not None else defaults.get("top_p", 1.0))
+    if top_p == 0:  # within OpenAI's range: the smallest nucleus is the likeliest token
+        temperature, top_p = 0.0, 1.0
     nothing = max_tokens == 0  # only the prompt is wanted; the engine makes a token all the same, so nothing may hinder it
     return SamplingParams(
         max_tokens=max(1, max_tokens),
-        temperature=float(head.temperature if head.temperature is not None else defaults.get("temperature", 1.0)),
-        top_p=float(head.top_p if head.top_p is not None else defaults.get("top_p", 1.0)),
+        temperature=temperature,
+        top_p=top_p,
         top_k=max(0, top_k),  # clients write "off" as 0 or -1
         seed=head.seed if head.seed is not None else secrets.randbits(63),
         min_tokens=head.min_tokens,

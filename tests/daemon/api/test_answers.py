@@ -167,6 +167,8 @@ async def test_the_models_defaults_apply_where_a_request_names_none(http, node):
     assert (params.temperature, params.top_p, params.top_k, params.max_tokens) == (0.6, 0.9, 20, 100)
     params = await params_of(http, node, temperature=0, top_p=1, top_k=-1, max_tokens=7)
     assert (params.temperature, params.top_p, params.top_k, params.max_tokens) == (0, 1, 0, 7)
+    params = await params_of(http, node, temperature=0.7, top_p=0)  # in OpenAI's range: the likeliest token
+    assert (params.temperature, params.top_p) == (0, 1)
     params = await params_of(http, node, max_tokens=7, max_completion_tokens=8)
     assert params.max_tokens == 8
 

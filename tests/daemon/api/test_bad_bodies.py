@@ -24,7 +24,7 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 TOOL = {"type": "function", "function": {"name": "f"}}
 FIELDS: list[tuple[str, dict[str, object], str]] = [
     *[(path, {"temperature": value}, "temperature") for path in (CHAT, TEXT) for value in (-0.1, 2.1, "1", [], {}, True)],
-    *[(path, {"top_p": value}, "top_p") for path in (CHAT, TEXT) for value in (0, -1, 1.01, "x", [1])],
+    *[(path, {"top_p": value}, "top_p") for path in (CHAT, TEXT) for value in (-0.1, -1, 1.01, "x", [1])],
     *[(path, {"top_k": value}, "top_k") for path in (CHAT, TEXT) for value in (-2, 1.5, "1", 2**31)],
     *[(path, {"seed": value}, "seed") for path in (CHAT, TEXT) for value in (2**63, -(2**63) - 1, 1.5, "1", 10**30)],
     (TEXT, {"max_tokens": 0, "echo": False}, "max_tokens"),
@@ -42,7 +42,8 @@ FIELDS: list[tuple[str, dict[str, object], str]] = [
     *[(path, {"stream_options": value}, "stream_options") for path in (CHAT, TEXT) for value in (1, [], {"include_usage": True})],
     *[(path, {"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage") for path in (CHAT, TEXT)],
     *[(path, {"model": value}, "model") for path in (CHAT, TEXT) for value in (1, [], "", None, "no/such", "a\0b", "\x01")],
-    *[(path, {name: value}, name) for path in (CHAT, TEXT) for name in ("n", "best_of") for value in (0, -1, 129, "1", 1.5, True, [])],
+    *[(path, {name: value}, name) for path in (CHAT, TEXT) for name in ("n", "best_of") for value in (-1, 129, "1", 1.5, True, [])],
+    *[(path, {"n": 0}, "n") for path in (CHAT, TEXT)],
     *[(path, {"n": 257 // 2, "model": "small"}, "n") for path in (CHAT, TEXT)],
     (TEXT, {"n": 3, "prompt": ["a", "b", "c", "d"], "model": "small"}, "n"),
     *[(path, {name: value}, name) for path in (CHAT, TEXT) for name in ("presence_penalty", "frequency_penalty")
@@ -116,7 +117,7 @@ UNBUILT: list[tuple[str, object]] = [
 UNBUILT_CHAT: list[tuple[str, object]] = [("echo", True)]
 UNBUILT_TEXT: list[tuple[str, object]] = [("top_logprobs", 3)]
 NEUTRAL: dict[str, object] = {
-    "n": 1, "best_of": None, "logprobs": False, "top_logprobs": 0, "logit_bias": {}, "presence_penalty": 0, "frequency_penalty": 0.0,
+    "n": 1, "best_of": 0, "logprobs": False, "top_logprobs": 0, "logit_bias": {}, "presence_penalty": 0, "frequency_penalty": 0.0,
     "repetition_penalty": 1.0, "min_p": 0.0, "response_format": {"type": "text"}, "tools": [], "tool_choice": "none",
     "functions": None, "echo": False, "suffix": None, "prompt_logprobs": None, "modalities": ["text"], "audio": None,
     "prediction": None, "parallel_tool_calls": True, "user": "me", "priority": 3, "no_such_field": {"deep": [1, {"x": None}]},
