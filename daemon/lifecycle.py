@@ -24,7 +24,7 @@ from config.units import machine_memory_bytes
 from daemon import keys, listeners, logs, sockets
 from daemon.access import Access
 from daemon.api import paths
-from daemon.api.app import make_app, make_runner
+from daemon.api.app import http_log, make_app, make_runner
 from daemon.control import make_control_app
 from daemon.errors import BadRequest, NotNow
 from daemon.file_watch import FileWatch, signature
@@ -310,7 +310,7 @@ class Lifecycle:
 
 
 def _control_runner(app: web.Application) -> web.AppRunner:
-    return web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=FLUSH_LIMIT_S)
+    return web.AppRunner(app, access_log=None, logger=http_log, handler_cancellation=True, shutdown_timeout=FLUSH_LIMIT_S)
 
 
 async def _listen(runner: web.AppRunner, listeners: Sequence[socket.socket], backlog: int) -> list[web.SockSite]:
