@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 .PHONY: help demo test check bench install uninstall clean
 
 help:
-	@echo "make demo    one daemon, three models, one memory budget: chats, evictions, a killed engine (about 3 minutes the first time)"
+	@echo "make demo    one daemon, three models, one memory budget: chats, evictions, a killed engine (a minute or two the first time)"
 	@echo "make test    the test suite"
 	@echo "make check   ruff, mypy, architecture and docs tests"
 	@echo "sudo make install     the service: /opt/hearthd, systemd units, /etc/hearthd; see docs/operations.md"
@@ -19,7 +19,7 @@ $(VENV)/.run: pyproject.toml constraints.txt demo/setup.sh
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.run pyproject.toml
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[test,cpu]'
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c $(firstword $(wildcard $(VENV)/constraints.txt) constraints.txt) -e '.[test,cpu]'
 	@touch $@
 
 demo: $(VENV)/.run
