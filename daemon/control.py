@@ -82,9 +82,11 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         code = "not_found" if error.status == 404 else "invalid_request"
         message = f"{request.method} {request.path}: {error.reason}"
         return _json({"code": code, "message": message, "details": {}}, 404 if error.status == 404 else 400)
-    except (ConnectionError, asyncio.CancelledError):
+    except asyncio.CancelledError:
         raise
-    except Exception:
+    except Exception as error:
+        if isinstance(error, ConnectionError) and (request.transport is None or request.transport.is_closing()):
+            return web.Response()  # the client is gone; raised, it would be a traceback in the log
         log.exception("%s %s failed", request.method, request.path)
         return _json({"code": "internal", "message": "hearthd failed on this command; see its log", "details": {}}, 500)
 
@@ -147,14 +149,15 @@ class ControlApi:
         try:
             done = node.dispatcher.command(lambda now, cause: make(now=now, cause=cause, model=name))
             if done.done():
-                await self._settle(done, command, name)  # raises the refusal as an HTTP status
+                _settle(done)  # raises the refusal as an HTTP status
+            await node.remember(command, name)  # it is decided, whether or not anybody waits for the load
             response = await _start_lines(request)
             if not done.done() and request.query.get("wait") == "0":
                 await response.write(_line({"event": "result", "ok": True, "model": name, "waiting": True}))
                 return response
             try:
                 await self._pass_on(response, queue, done)
-                await self._settle(done, command, name)
+                _settle(done)
                 result = {"event": "result", "ok": True, "model": name, "state": node.state_of(name)}
             except HearthError as error:
                 result = {
@@ -188,13 +191,6 @@ class ControlApi:
             if getter is not None:
                 getter.cancel()
 
-    async def _settle(self, done: asyncio.Future[Refusal | None], command: str, name: str) -> None:
-        """Raises the refusal; persists what was decided."""
-        refusal = done.result()
-        if refusal is not None:
-            raise from_refusal(refusal)
-        await self._node.remember(command, name)
-
     async def drain(self, request: web.Request) -> web.Response:
         return await self._gate(request, events.DrainRequested)
 
@@ -214,6 +210,13 @@ class ControlApi:
         if self._node.reload is None:
             raise ServerFault("internal", "this node cannot be reloaded")
         return _json(await self._node.reload())
+
+
+def _settle(done: asyncio.Future[Refusal | None]) -> None:
+    """Raises the refusal, if it is one."""
+    refusal = done.result()
+    if refusal is not None:
+        raise from_refusal(refusal)
 
 
 async def _start_lines(request: web.Request) -> web.StreamResponse:

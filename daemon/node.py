@@ -123,13 +123,16 @@ class Node:
         return BadRequest("model_too_large", message, param="model", details={"arithmetic": view.reason})
 
     async def remember(self, command: str, name: str) -> None:
-        """Keeps what pin, unpin, enable and disable decided."""
+        """Keeps what pin, unpin, enable and disable decided; once called it is done, also if the caller is cancelled."""
         if command in ("pin", "unpin"):
             self.state.pinned[name] = command == "pin"
         elif command in ("enable", "disable"):
             self.state.enabled[name] = command == "enable"
         else:
             return
+        await asyncio.shield(self._write_state())
+
+    async def _write_state(self) -> None:
         async with self._state_lock:
             await asyncio.to_thread(self.state.write, self.state.snapshot())
 

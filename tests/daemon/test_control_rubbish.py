@@ -79,6 +79,38 @@ def test_anybodys_rubbish_does_not_fill_the_log(node: Node) -> None:
     assert "Traceback" not in node.log_text()
 
 
+def test_clients_that_go_at_once_do_not_fill_the_log(node: Node) -> None:
+    for at in range(60):
+        command = COMMANDS[at % 4]
+        send_and_go(node.control, f"POST /control/v1/models/b/{command} HTTP/1.1\r\nContent-Length: 0\r\n".encode() + END)
+        send_and_go(node.folder / "s.sock", b"GET /control/v1/events?follow=1 HTTP/1.1\r\n" + END)
+    for command in ("unpin", "unload"):
+        assert node.cli(command, "b").returncode == 0
+    assert "Traceback" not in node.log_text()
+
+
+@pytest.mark.parametrize("wait", ["", "?wait=0"])
+def test_a_pin_is_kept_though_nobody_waits_for_its_load(tmp_path: Path, wait: str) -> None:
+    make_model(tmp_path / "models" / "slow", hearthd_null={"load_s": 30.0})
+    node = Node(tmp_path)
+    with node, socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(node.control)
+        connection.sendall(f"POST /control/v1/models/slow/pin{wait} HTTP/1.1\r\nContent-Length: 0\r\n".encode() + END)
+        node.wait_for(lambda: is_pinned(node), "the pin")
+    with node:
+        assert is_pinned(node)
+
+
+def is_pinned(node: Node) -> bool:
+    return any(row["pinned"] for row in node.json("models"))
+
+
+def send_and_go(path: str | Path, data: bytes) -> None:
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(str(path))
+        connection.sendall(data)
+
+
 def test_twenty_clients_command_the_same_models(node: Node) -> None:
     def client(seed: int) -> list[str]:
         chosen, wrong = random.Random(seed), []
