@@ -37,6 +37,7 @@ class ModelEntry:
     max_sequences: int = 256
     tool_parser: str | None = None  # daemon/text/tool_parsers/registry.py; None: told by the chat template
     reasoning_parser: str | None = None
+    embedding_size: int = 0  # of an encoder, which does nothing but embeddings; 0: it generates text
 
 
 class TokenSink(Protocol):
@@ -75,6 +76,8 @@ class Generation:
     submitted_device: str = ""
     outcome: str = ""  # once it has ended: stop, length, cancelled, refused, failed or timeout
     logprobs: LogprobTrail | None = None  # of a sequence that asked for them: fed just before the tokens they belong to
+    task: str = "generate"  # or embed
+    vector: bytes = b""  # what an embedding came to: float32, little-endian
     is_copy: bool = False  # another sequence of the same prompt (n > 1): usage counts the prompt once
 
 

@@ -260,6 +260,7 @@ class Dispatcher:
                 output=generation.output,
                 cache_salt=generation.tenant,
                 priority=generation.priority,
+                task=generation.task,
                 weight=self._weight(action.model),
                 tenant_weight=generation.weight,
             ),

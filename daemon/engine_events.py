@@ -94,6 +94,8 @@ class EngineEvents:
             self._post(
                 events.EvictFinished(now=time.monotonic(), cause=f"evict-{message.placement_id}", placement_id=message.placement_id)
             )
+        elif kind is protocol.Embedding:
+            self._embedding(message)
         elif kind is protocol.PromptLogprobs:
             self._prompt_logprobs(message)
         elif kind is protocol.RequestFailed:
@@ -118,6 +120,18 @@ class EngineEvents:
                 bytes_total=message.bytes_total,
             )
         )
+
+    def _embedding(self, message: protocol.Embedding) -> None:
+        generation = self._find(message.request_id)
+        if generation is None:
+            return
+        generation.vector = message.values
+        self._open.end(generation, "stop")
+        try:
+            generation.sink.tokens((), protocol.FINISH_STOP)
+        except Exception:
+            self._dispatcher.sink_broke(generation)
+        self._dispatcher.finished(message.request_id)
 
     def _request_failed(self, message: protocol.RequestFailed) -> None:
         generation = self._find(message.request_id)

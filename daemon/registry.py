@@ -171,6 +171,7 @@ class Registry:
             max_sequences=settings.max_sequences,
             tool_parser=settings.tool_parser,
             reasoning_parser=settings.reasoning_parser,
+            embedding_size=shape.hidden_size if shape.pooling else 0,
         )
         return Registered(checkpoint, facts, entry, dtype, "")
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from engine.grammar.row_masks import RowMasks
 from engine.protocol import LoadModel, PromptLogprobs, TokenLogprobs
@@ -51,10 +51,30 @@ class HostedModel(Protocol):
         ...
 
 
+@runtime_checkable
+class HostedEncoder(Protocol):
+    """As HostedModel, of a model that turns texts into vectors."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def weights_bytes(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+
+    def embed(self, texts: Sequence[IntArray]) -> tuple[FloatArray, float]:
+        """Token ids of R texts -> float32 [R, hidden], each of length 1, and the device seconds it took."""
+        ...
+
+    def release(self) -> None: ...
+
+
 class Runner(Protocol):
     """Makes hosted models on one device. TorchRunner and NullRunner are the two implementations."""
 
-    def load(self, spec: LoadModel, progress: Callable[[int, int], None], cancelled: Callable[[], bool]) -> HostedModel:
+    def load(
+        self, spec: LoadModel, progress: Callable[[int, int], None], cancelled: Callable[[], bool]
+    ) -> HostedModel | HostedEncoder:
         """Runs in a loader thread while other models step; `progress(bytes_done, bytes_total)`. Raises
         loader.errors.CheckpointError (permanent, names file and tensor) or MemoryError."""
         ...

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
-from engine.contracts import HostedModel, LoadCancelled, Runner
+from engine.contracts import HostedEncoder, HostedModel, LoadCancelled, Runner
 from engine.protocol import LoadModel, LoadProgress
 
 log = logging.getLogger("engine")
@@ -26,7 +26,7 @@ class Load:
     cancelled: threading.Event = field(default_factory=threading.Event)
     withdrawn_by: list[int] = field(default_factory=list)  # placement ids of the EvictModel messages to answer
     bytes_done: int = 0
-    hosted: HostedModel | None = None
+    hosted: HostedModel | HostedEncoder | None = None
     error: Exception | None = None
     seconds: float = 0.0
 

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from engine import ops
 from engine.contracts import LoadCancelled
 from engine.device import threads_for
+from engine.hosted_encoder import TorchEncoder
 from engine.hosted_model import TorchModel
 from engine.memory.arena import KVArena
 from engine.memory.weight_range import WeightRange
@@ -35,7 +36,9 @@ class TorchRunner:
         except BaseException as error:  # told to every load; silence would leave the engine on the slow path
             self._failure = error
 
-    def load(self, spec: LoadModel, progress: Callable[[int, int], None], cancelled: Callable[[], bool]) -> TorchModel:
+    def load(
+        self, spec: LoadModel, progress: Callable[[int, int], None], cancelled: Callable[[], bool]
+    ) -> TorchModel | TorchEncoder:
         """Runs beside steps of other models. Raises CheckpointError (permanent), CheckpointChanged, MemoryError, LoadCancelled."""
         self._kernels.join()
         if self._failure is not None:
@@ -52,6 +55,8 @@ class TorchRunner:
             try:
                 with memory.buffer as buffer:
                     stream_weights(source, spec.dtype, buffer, progress, cancelled)
+                if source.shape.pooling:
+                    return TorchEncoder(spec, source.shape, memory, num_threads)
                 return TorchModel(
                     spec,
                     source.shape,

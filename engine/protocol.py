@@ -105,7 +105,7 @@ class Submit(Message, frozen=True):
     output: list[int] = []
     cache_salt: str = ""  # tenants never share prefix blocks
     priority: int = 0
-    task: str = "generate"
+    task: str = "generate"  # | embed: of encoders, answered by Embedding; params are not looked at
     weight: float = 1.0  # share in the round robin between models
     tenant_weight: float = 1.0  # share of cache_salt's tenant among those that want this model
 
@@ -181,6 +181,13 @@ class TokensOut(Message, frozen=True):
     logprobs: TokenLogprobs | None = None  # of the rows that asked
 
 
+class Embedding(Message, frozen=True):
+    """The answer to a Submit of task "embed"; the request has ended with it."""
+
+    request_id: int
+    values: bytes  # float32, little-endian, of length 1
+
+
 class PromptLogprobs(Message, frozen=True):
     """Of the prompt's tokens from index `first` (>= 1) on, as many as `chosen` has; each has `num_top` alternatives. All of them
     come before the request's first token, in order; again from the start if the request is computed again before that."""
@@ -209,7 +216,9 @@ class Stats(Message, frozen=True):
 
 
 ToEngine = Configure | LoadModel | EvictModel | SetLease | Submit | Abort | Shutdown
-FromEngine = EngineReady | LoadProgress | LoadDone | LoadFailed | Evicted | TokensOut | PromptLogprobs | RequestFailed | Stats
+FromEngine = (
+    EngineReady | LoadProgress | LoadDone | LoadFailed | Evicted | TokensOut | Embedding | PromptLogprobs | RequestFailed | Stats
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _length = struct.Struct("<I")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.contracts import HostedModel
+from engine.contracts import HostedEncoder, HostedModel
+from engine.embedder import Embedder
 from engine.kv_caches import make_kv_cache
 from engine.protocol import Configure, LoadModel, Stats
 from scheduler.batch.batch_scheduler import BatchLimits, BatchScheduler
@@ -36,6 +37,7 @@ class ServedModels:
 
     def __init__(self, configure: Configure, arena: Arena | None) -> None:
         self.by_name: dict[str, ServedModel] = {}
+        self.embedders: dict[str, Embedder] = {}
         self.turns = Turns(configure.turn_budget_ms / 1e3)
         self._configure = configure
         self._arena = arena
@@ -44,7 +46,8 @@ class ServedModels:
 
     def busy(self) -> list[str]:
         """Models that may have a step to run."""
-        return [name for name, served in self.by_name.items() if served.scheduler.runnable]
+        busy = [name for name, served in self.by_name.items() if served.scheduler.runnable]
+        return busy + [name for name, embedder in self.embedders.items() if embedder.waiting]
 
     def add(self, spec: LoadModel, hosted: HostedModel) -> None:
         """Raises MemoryError if the reserved chunks are not there, ValueError for KV this engine cannot hold."""
@@ -61,8 +64,17 @@ class ServedModels:
         self.by_name[spec.model] = ServedModel(spec, hosted, BatchScheduler(spec.model, kv, limits))
         self.turns.add(spec.model)
 
+    def add_encoder(self, spec: LoadModel, hosted: HostedEncoder) -> None:
+        self.embedders[spec.model] = Embedder(spec, hosted, self._configure.max_num_batched_tokens)
+        self.turns.add(spec.model)
+
     def remove(self, name: str) -> bool:
         """Frees the model's KV and weights, forgetting its requests; False if it is not loaded."""
+        embedder = self.embedders.pop(name, None)
+        if embedder is not None:
+            self.turns.remove(name)
+            embedder.hosted.release()
+            return True
         served = self.by_name.pop(name, None)
         if served is None:
             return False
@@ -95,7 +107,8 @@ class ServedModels:
                 self._arena.discard(first_chunk, num_chunks)
 
     def stats(self, num_steps: int) -> Stats:
-        models, num_chunks, preemptions = {}, 0, self._preempted_before
+        models = {name: [0, 0, len(embedder.waiting), 0] for name, embedder in self.embedders.items()}
+        num_chunks, preemptions = 0, self._preempted_before
         for name, served in self.by_name.items():
             scheduler, kv = served.scheduler, served.scheduler.kv
             models[name] = [

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from engine.channel import Channel, ChannelClosed
-from engine.contracts import LoadCancelled, Runner
+from engine.contracts import HostedEncoder, LoadCancelled, Runner
+from engine.embedder import Embedder
 from engine.grammar.constraints import Constraints, End
 from engine.loads import Load, Loads
 from engine.protocol import (
@@ -122,6 +123,10 @@ class Engine:
         name = self.models.turns.next(busy)
         if name is None:
             return
+        embedder = self.models.embedders.get(name)
+        if embedder is not None:
+            self._embed(name, embedder)
+            return
         served = self.models.by_name[name]
         scheduler = served.scheduler
         self._end_constrained(self.constraints.settle(name))
@@ -169,6 +174,21 @@ class Engine:
         for request_id in outcome.bad:
             del self._model_of[request_id]
             self.channel.send(RequestFailed(request_id, "nan_logits", f"model {name}: logits are not finite"))
+        self._stepped()
+
+    def _embed(self, name: str, embedder: Embedder) -> None:
+        request_ids = embedder.next_texts()
+        self.num_steps += 1
+        write_journal(self.journal, np.array(request_ids, np.int64))
+        self._journal_names_a_step = True
+        answers, seconds = embedder.step(request_ids)
+        self.models.turns.charge(name, seconds)
+        for answer in answers:
+            del self._model_of[answer.request_id]
+            self.channel.send(answer)
+        self._stepped()
+
+    def _stepped(self) -> None:
         self._stats_dirty = True
         now = time.monotonic()
         if now - self._stats_sent_s >= STATS_EVERY_S:
@@ -241,7 +261,9 @@ class Engine:
             case Abort():
                 for request_id in message.request_ids:
                     name = self._model_of.pop(request_id, None)
-                    if name is not None:
+                    if name in self.models.embedders:
+                        self.models.embedders[name].waiting.pop(request_id, None)
+                    elif name is not None:
                         self.models.by_name[name].scheduler.abort(request_id)
                         self.constraints.drop(name, request_id)
             case LoadModel():
@@ -258,7 +280,20 @@ class Engine:
 
     def _submit(self, message: Submit) -> None:
         request_id, params = message.request_id, message.params
+        embedder = self.models.embedders.get(message.model)
+        if embedder is not None and message.task == "embed" and request_id not in self._model_of:
+            why_not = embedder.submit(message)
+            if why_not:
+                self.channel.send(RequestFailed(request_id, "internal", why_not))
+                return
+            self.models.turns.set_weight(message.model, message.weight if message.weight > 0 else 1.0)
+            self._model_of[request_id] = message.model
+            return
         served = self.models.by_name.get(message.model)
+        if (embedder is None) == (message.task == "embed") and (embedder is not None or served is not None):
+            text = f"model {message.model} does not do task {message.task}"
+            self.channel.send(RequestFailed(request_id, "internal", text))
+            return
         if served is None:
             self.channel.send(RequestFailed(request_id, "unknown_model", f"model {message.model} is not loaded"))
             return
@@ -299,7 +334,7 @@ class Engine:
                 served.scheduler.submit(request)
 
     def _load(self, spec: LoadModel) -> None:
-        if spec.model in self.models.by_name or spec.model in self.loads.running:
+        if spec.model in self.models.by_name or spec.model in self.models.embedders or spec.model in self.loads.running:
             text = f"model {spec.model} is loaded or loading already"
             self.channel.send(LoadFailed(spec.placement_id, spec.model, text, False))
             return
@@ -325,7 +360,10 @@ class Engine:
             return
         if load.hosted is not None:
             try:
-                self.models.add(spec, load.hosted)
+                if isinstance(load.hosted, HostedEncoder):
+                    self.models.add_encoder(spec, load.hosted)
+                else:
+                    self.models.add(spec, load.hosted)
             except (MemoryError, ValueError) as failure:
                 load.hosted.release()
                 error = failure

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from loader import sizing
@@ -23,6 +23,7 @@ from loader.hf_config import (
     parse_config,
     parse_generation,
 )
+from loader.pooling import MODULES_NAME, POOLING_NAME, check_modules, parse_pooling
 from loader.safetensors import INDEX_NAME, SINGLE_NAME, Header, check_index, read_header, read_index
 
 MAX_DEPTH = 8  # folders below the models folder; also ends link cycles
@@ -123,7 +124,7 @@ def _is_dir(entry: os.DirEntry[str]) -> bool:
 def _scan_folder(folder: Path, name: str, entries: Iterable[os.DirEntry[str]], previous: Checkpoint | None) -> Checkpoint:
     checkpoint = Checkpoint(name, str(folder))
     try:
-        checkpoint.signature = _signature(entries)
+        checkpoint.signature = _signature(entries) + _pooling_file(folder)
         if previous is not None and previous.path == checkpoint.path and previous.signature == checkpoint.signature:
             return previous
         _fill(checkpoint, folder)
@@ -152,6 +153,15 @@ def _signature(entries: Iterable[os.DirEntry[str]]) -> tuple[tuple[str, int, int
     return tuple(sorted(seen))
 
 
+def _pooling_file(folder: Path) -> tuple[tuple[str, int, int], ...]:
+    """An encoder's one file that is not in the folder itself."""
+    try:
+        stat = (folder / POOLING_NAME).stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return ()
+    return ((POOLING_NAME, stat.st_size, stat.st_mtime_ns),)
+
+
 def _fill(checkpoint: Checkpoint, folder: Path) -> None:
     stats = {name: (size, mtime) for name, size, mtime in checkpoint.signature}
     checkpoint.tokenizer_files = tuple(name for name in TOKENIZER_NAMES if name in stats)
@@ -164,9 +174,16 @@ def _fill(checkpoint: Checkpoint, folder: Path) -> None:
     digest.update(config_text + b"\0" + (generation_text or b"") + b"\0")
     checkpoint.shape = parse_config(config_text)
     checkpoint.generation = parse_generation(config_text, generation_text)
-    checkpoint.weights_bytes = {dtype: sizing.weights_bytes(checkpoint.shape, dtype) for dtype in DTYPES}
-
+    if checkpoint.shape.pooling:
+        pooling_text = _read_text(folder, POOLING_NAME, stats) if POOLING_NAME in stats else None
+        digest.update((pooling_text or b"") + b"\0")
+        if MODULES_NAME in stats:
+            check_modules(_read_text(folder, MODULES_NAME, stats))
+        checkpoint.shape = replace(checkpoint.shape, pooling=parse_pooling(pooling_text))
     headers = read_headers(folder)
+    if checkpoint.shape.pooling and any(t.name.startswith("bert.") for header in headers.values() for t in header.tensors):
+        checkpoint.shape = replace(checkpoint.shape, tensor_prefix="bert.")
+    checkpoint.weights_bytes = {dtype: sizing.weights_bytes(checkpoint.shape, dtype) for dtype in DTYPES}
     files = []
     for file, header in headers.items():
         size, mtime = stats[file] if file in stats else _stat(folder / file)

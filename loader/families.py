@@ -46,6 +46,7 @@ class Family:
     gemma: bool = False  # norms around both branches, weights that start at 0, scaled embeddings, GELU
     attention_softcap: float | None = None
     logit_softcap: float | None = None
+    encoder: bool = False  # texts to vectors; no KV, no sampling
 
 
 FAMILIES = {
@@ -97,6 +98,7 @@ FAMILIES = {
             rope_theta=1e6,
             gemma=True,
         ),
+        Family("BertModel", "bert", encoder=True),
     )
 }
 

@@ -46,6 +46,9 @@ class ModelShape:
     attention_softcap: float = 0.0  # scores become cap * tanh(score / cap); 0: as they are
     logit_softcap: float = 0.0
     local_rope: RopeParameters | None = None  # of windowed layers, where theirs differs from `rope`
+    pooling: str = ""  # of an encoder: mean or cls; "": it generates text
+    type_vocab_size: int = 0  # of an encoder: kinds of segments
+    tensor_prefix: str = ""  # of an encoder: what its parameters' names begin with
 
 
 @dataclass(slots=True, frozen=True)
@@ -65,6 +68,8 @@ def parse_config(text: bytes, file: str = CONFIG_NAME) -> ModelShape:
     """Raises UnsupportedModel (architecture, activation, rope kind, kinds of layers) or CheckpointError naming the key."""
     fields = json_fields(text, file)
     family = family_of(fields)
+    if family.encoder:
+        return encoder_shape(fields, family)
     _refuse_variants(fields, family)
     hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     num_kv_heads = fields.integer("num_key_value_heads", num_heads)
@@ -114,6 +119,47 @@ def _refuse_variants(fields: Fields, family: Family) -> None:
         raise fields.unsupported("use_bidirectional_attention", "only causal attention is supported")
     if fields.has("quantization_config"):
         raise fields.unsupported("quantization_config", "quantised checkpoints are not supported")
+
+
+def encoder_shape(fields: Fields, family: Family) -> ModelShape:
+    """As parse_config, of a BERT. Its pooling stands in a file of its own (loader/pooling.py)."""
+    hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    if hidden_size % num_heads:
+        raise fields.fail("num_attention_heads", f"{num_heads} does not divide hidden_size {hidden_size}")
+    for key, supported in (("hidden_act", "gelu"), ("position_embedding_type", "absolute")):
+        if (value := fields.values.get(key) or supported) != supported:
+            raise fields.unsupported(key, f"{value!r} is not supported; supported: {supported}")
+    for key in ("is_decoder", "add_cross_attention"):
+        if fields.boolean(key):
+            raise fields.unsupported(key, "only encoders are supported")
+    if fields.has("quantization_config"):
+        raise fields.unsupported("quantization_config", "quantised checkpoints are not supported")
+    num_layers = fields.integer("num_hidden_layers")
+    return ModelShape(
+        architecture=family.architecture,
+        hidden_size=hidden_size,
+        intermediate_size=fields.integer("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=hidden_size // num_heads,
+        vocab_size=fields.integer("vocab_size"),
+        rms_norm_eps=fields.number("layer_norm_eps", 1e-12),
+        max_position_embeddings=fields.integer("max_position_embeddings"),
+        rope=RopeParameters(),
+        tie_word_embeddings=True,
+        attention_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        qk_norm=False,
+        dtype=_dtype(fields),
+        layer_windows=(0,) * num_layers,
+        query_scale=(hidden_size // num_heads) ** -0.5,
+        fused_projections=False,
+        branch_norms=False,
+        pooling="mean",
+        type_vocab_size=fields.integer("type_vocab_size", 2),
+    )
 
 
 def _softcap(fields: Fields, key: str, default: float | None) -> float:

@@ -54,6 +54,8 @@ _Widths = tuple[tuple[str, int], ...]
 
 
 def _groups(shape: ModelShape) -> list[_Group]:
+    if shape.pooling:
+        return _encoder_groups(shape)
     hidden, inner = shape.hidden_size, shape.intermediate_size
     query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     groups: list[_Group] = [(("model.embed_tokens.weight", (shape.vocab_size, hidden)),)]
@@ -91,13 +93,37 @@ def _groups(shape: ModelShape) -> list[_Group]:
     return groups
 
 
+def _encoder_groups(shape: ModelShape) -> list[_Group]:
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+
+    def one(name: str, *dims: int) -> list[_Group]:
+        return [((f"{name}.weight", dims),), ((f"{name}.bias", dims[:1]),)]
+
+    at = shape.tensor_prefix + "embeddings."
+    tables = (("word", shape.vocab_size), ("position", shape.max_position_embeddings), ("token_type", shape.type_vocab_size))
+    groups: list[_Group] = [((f"{at}{name}_embeddings.weight", (rows, hidden)),) for name, rows in tables]
+    groups += one(at + "LayerNorm", hidden)
+    for layer in range(shape.num_layers):
+        at = f"{shape.tensor_prefix}encoder.layer.{layer}."
+        names = [f"{at}attention.self.{name}" for name in ("query", "key", "value")]
+        groups.append(tuple((name + ".weight", (hidden, hidden)) for name in names))
+        groups.append(tuple((name + ".bias", (hidden,)) for name in names))
+        groups += one(at + "attention.output.dense", hidden, hidden) + one(at + "attention.output.LayerNorm", hidden)
+        groups += one(at + "intermediate.dense", inner, hidden)
+        groups += one(at + "output.dense", hidden, inner) + one(at + "output.LayerNorm", hidden)
+    return groups
+
+
 def parameter_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Every tensor the checkpoint must hold."""
     return dict(item for group in _groups(shape) for item in group)
 
 
 def is_ignored_tensor(shape: ModelShape, name: str) -> bool:
-    """Tensors some checkpoints carry that follow from others: rotary frequencies, the head of a tied model."""
+    """Tensors some checkpoints carry that follow from others, or that nothing reads: rotary frequencies, the head of a
+    tied model, an encoder's pooler."""
+    if shape.pooling:
+        return name.removeprefix(shape.tensor_prefix).startswith(("pooler.", "embeddings.position_ids"))
     return name.endswith("rotary_emb.inv_freq") or (shape.tie_word_embeddings and name == "lm_head.weight")
 
 
@@ -123,7 +149,9 @@ def weights_bytes(shape: ModelShape, dtype: str) -> int:
 
 
 def kv_bytes_per_token(shape: ModelShape, dtype: str) -> int:
-    """Keys and values of one token over all layers."""
+    """Keys and values of one token over all layers; an encoder keeps none."""
+    if shape.pooling:
+        return 0
     return shape.num_layers * 2 * shape.num_kv_heads * shape.head_dim * ITEM_BYTES[dtype]
 
 
@@ -180,6 +208,8 @@ def work_space_bytes(
 
     max_model_len: longest context; one prefill row at a time gathers its keys and values (default: the checkpoint's length).
     """
+    if shape.pooling:
+        return _encoder_work_space_bytes(shape, dtype, max_num_batched_tokens)
     tokens = max_num_batched_tokens + max_sequences
     item, hidden = ITEM_BYTES[dtype], shape.hidden_size
     query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
@@ -200,9 +230,20 @@ def work_space_bytes(
     return (residual + max(attention + gathered, mlp, logits + sampling) + tokens * 64) * 5 // 4
 
 
+def _encoder_work_space_bytes(shape: ModelShape, dtype: str, max_num_batched_tokens: int) -> int:
+    tokens, item = max(max_num_batched_tokens, shape.max_position_embeddings), ITEM_BYTES[dtype]
+    context = min(tokens, shape.max_position_embeddings)
+    # hidden, sum, normed, mixed, qkv; or hidden and the MLP's two; scores of the longest text, should they be written out
+    widths = shape.hidden_size * (6 * item + 4) + max(3 * shape.hidden_size, 2 * shape.intermediate_size) * item
+    scores = shape.num_heads * context * context * 4
+    return (tokens * (widths + 64) + scores) * 5 // 4
+
+
 def default_max_model_len(shape: ModelShape, dtype: str, device_budget_bytes: int) -> int:
     """The checkpoint's length, or what a quarter of the device holds as KV if that is less (but 2,048 at least). A layer with a
     window takes no more than that."""
+    if shape.pooling:
+        return shape.max_position_embeddings
     layer_bytes = kv_bytes_per_token(shape, dtype) // shape.num_layers
     windows = [window for window in shape.layer_windows if window]
     left_bytes = max(0, device_budget_bytes // 4 - sum(windows) * layer_bytes)

@@ -14,6 +14,7 @@ from config.units import parse_bytes
 from daemon.access import Access
 from daemon.api import paths
 from daemon.api.context import ApiContext
+from daemon.api.embeddings import embeddings
 from daemon.api.generate import generate
 from daemon.api.page import page, page_events
 from daemon.api.request_id import request_id
@@ -156,6 +157,8 @@ async def _handle(request: web.Request, context: ApiContext, target: paths.Targe
         return await generate(request, context, CHAT, target.scope, request_id)
     if target.endpoint == paths.COMPLETIONS:
         return await generate(request, context, COMPLETIONS, target.scope, request_id)
+    if target.endpoint == paths.EMBEDDINGS:
+        return await embeddings(request, context, target.scope, request_id)
     if target.endpoint in (paths.TOKENIZE, paths.DETOKENIZE):
         return await tokenize(request, context, target.endpoint, target.scope)
     if target.endpoint == paths.METRICS:

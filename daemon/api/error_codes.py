@@ -12,6 +12,7 @@ CODES: dict[str, tuple[int, str, str]] = {
     "unsupported_parameter": (400, "a field is known and not built, or not for this model; `param` names it", "leave it out"),
     "unsupported_grammar": (400, "a schema, regex or grammar cannot be followed; the message says which part", "simplify it"),
     "context_length_exceeded": (400, "prompt and output are longer than the model's max_model_len", "shorten; or raise it"),
+    "wrong_task": (400, "embeddings of a model that generates text, or the other way round", "name another model"),
     "no_chat_template": (400, "the checkpoint has no chat template", "use completions, or set `chat_template` for the model"),
     "unsupported_tokenizer": (400, "the checkpoint's tokenizer is of a kind that is not served", "choose another checkpoint"),
     "model_too_large": (

@@ -52,6 +52,8 @@ async def generate(
     if not name:
         raise BadRequest("invalid_request", "model is missing", param="model")
     model = context.models.resolve(name)
+    if model.embedding_size:
+        raise BadRequest("wrong_task", f"{model.name} is an encoder: it makes embeddings and generates no text", param="model")
     if head.grammar:
         await context.text.check_grammar(head.grammar_field, head.grammar)
     prompts, table = await asyncio.gather(_prompt_ids(context, model, head, prompt), context.text.table(model))

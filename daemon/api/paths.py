@@ -6,14 +6,16 @@ import re
 from typing import NamedTuple
 from urllib.parse import unquote_to_bytes
 
-MODELS, MODEL, CHAT, COMPLETIONS, TOKENIZE, DETOKENIZE, HEALTHZ, READYZ, METRICS, PAGE, PAGE_EVENTS = (
-    "models", "model", "chat", "completions", "tokenize", "detokenize", "healthz", "readyz", "metrics", "page", "page_events",
+MODELS, MODEL, CHAT, COMPLETIONS, EMBEDDINGS, TOKENIZE, DETOKENIZE, HEALTHZ, READYZ, METRICS, PAGE, PAGE_EVENTS = (
+    "models", "model", "chat", "completions", "embeddings", "tokenize", "detokenize",
+    "healthz", "readyz", "metrics", "page", "page_events",
 )  # fmt: skip
 METHODS = {
     MODELS: ("GET", "HEAD"),
     MODEL: ("GET", "HEAD"),
     CHAT: ("POST",),
     COMPLETIONS: ("POST",),
+    EMBEDDINGS: ("POST",),
     TOKENIZE: ("POST",),
     DETOKENIZE: ("POST",),
     HEALTHZ: ("GET", "HEAD"),
@@ -29,6 +31,7 @@ _FIXED = {
     "/v1/models": MODELS,
     "/v1/chat/completions": CHAT,
     "/v1/completions": COMPLETIONS,
+    "/v1/embeddings": EMBEDDINGS,
     "/tokenize": TOKENIZE,
     "/detokenize": DETOKENIZE,
     "/healthz": HEALTHZ,

@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Struct
 
 from daemon.api import paths, schema
+from daemon.api.embeddings_body import EmbeddingsBody
 from daemon.api.error_codes import CODES
 from daemon.api.response_format import GRAMMAR_FIELDS
 from daemon.api.text_bodies import DetokenizeBody, TokenizeBody
@@ -34,6 +35,9 @@ ENDPOINTS = {
 FIELDS = {
     "model": "name or alias; below `/m/MODEL` it may be left out",
     "messages": "role and content (text, or text parts), tool calls and their results",
+    "input": "text, a list of texts, token ids, or a list of those",
+    "encoding_format": "float, or base64 of little-endian float32; default float",
+    "dimensions": "only the model's own",
     "prompt": "what is completed, or tokenised",
     "temperature": "0 is greedy; default: the model's settings, then the checkpoint's, then 1",
     "top_p": "nucleus; 0: the likeliest token",
@@ -100,6 +104,7 @@ _BODIES: tuple[tuple[str, type[Struct]], ...] = (
     ("Chat and completions", schema.Common),
     ("Chat only", schema.ChatBody),
     ("Completions only", schema.CompletionBody),
+    ("Embeddings", EmbeddingsBody),
     ("`/tokenize`, beside the fields of a chat", TokenizeBody),
     ("`/detokenize`", DetokenizeBody),
 )

@@ -209,7 +209,7 @@ def parse(endpoint: str, body: bytes) -> tuple[Head, bytes]:
         _refuse_raw("tools", fields.tools)
         _refuse_raw("tool_choice", fields.tool_choice)
         tools = None
-        kind, prompt, num_prompts = _prompts(bytes(fields.prompt))
+        kind, prompt, num_prompts = prompts(bytes(fields.prompt))
         options = {"add_special_tokens": fields.add_special_tokens is not False}
         max_tokens = fields.max_tokens if fields.max_tokens is not None else fields.max_completion_tokens
     if fields.model is not None:
@@ -331,30 +331,30 @@ def _packed(value: object, param: str) -> bytes:
         raise invalid(param, f"{param} is nested too deeply, or holds a number out of range") from None
 
 
-def _prompts(raw: bytes) -> tuple[str, bytes, int]:
+def prompts(raw: bytes, field: str = "prompt") -> tuple[str, bytes, int]:
     """("text", list of strings) or ("ids", list of int32 arrays), as msgpack, and how many."""
     data = raw.lstrip(b" \t\r\n")
     if data[:1] == b'"':
-        texts: list[str] = [decode(msgspec.json.Decoder(str), data, "prompt")]
-        _check_text(texts[0], "prompt")
+        texts: list[str] = [decode(msgspec.json.Decoder(str), data, field)]
+        _check_text(texts[0], field)
         return "text", _pack(texts), 1
     inside = data[1:].lstrip(b" \t\r\n")[:1] if data[:1] == b"[" else b""
     if inside == b'"':
-        texts = decode(_texts, data, "prompt")
+        texts = decode(_texts, data, field)
         for at, text in enumerate(texts):
-            _check_text(text, f"prompt[{at}]")
-        return "text", _pack(texts), _check_num(len(texts))
+            _check_text(text, f"{field}[{at}]")
+        return "text", _pack(texts), _check_num(len(texts), field)
     if inside == b"[":
-        batch: list[list[int]] = decode(_ids_batch, data, "prompt")
+        batch: list[list[int]] = decode(_ids_batch, data, field)
         for at, ids in enumerate(batch):
             if not ids:
-                raise invalid(f"prompt[{at}]", f"prompt[{at}] is empty")
-        return "ids", _pack_ids(batch), _check_num(len(batch))
+                raise invalid(f"{field}[{at}]", f"{field}[{at}] is empty")
+        return "ids", _pack_ids(batch), _check_num(len(batch), field)
     if inside and (inside.isdigit() or inside == b"-"):
-        return "ids", _pack_ids([decode(_ids, data, "prompt")]), 1
+        return "ids", _pack_ids([decode(_ids, data, field)]), 1
     if inside == b"]":
-        raise invalid("prompt", "prompt is empty")
-    raise invalid("prompt", "prompt must be a string, a list of strings, a list of token ids or a list of lists of token ids")
+        raise invalid(field, f"{field} is empty")
+    raise invalid(field, f"{field} must be a string, a list of strings, a list of token ids or a list of lists of token ids")
 
 
 def _pack_ids(batch: list[list[int]]) -> bytes:
@@ -362,9 +362,9 @@ def _pack_ids(batch: list[list[int]]) -> bytes:
     return _pack([array("i", ids).tobytes() for ids in batch])
 
 
-def _check_num(num_prompts: int) -> int:
+def _check_num(num_prompts: int, field: str) -> int:
     if num_prompts > MAX_PROMPTS:
-        raise invalid("prompt", f"prompt: {num_prompts} prompts are more than the {MAX_PROMPTS} one request may hold")
+        raise invalid(field, f"{field}: {num_prompts} prompts are more than the {MAX_PROMPTS} one request may hold")
     return num_prompts
 
 

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from daemon.api.decode import decode, invalid
+from daemon.api.embeddings_body import EMBEDDINGS, parse_embeddings
 from daemon.api.schema import CHAT, COMPLETIONS, TokenId, parse
 from daemon.errors import BadRequest
 
@@ -68,6 +69,7 @@ def parse_text(endpoint: str, body: bytes) -> tuple[TextHead, bytes]:
 _READERS: dict[str, Callable[[str, bytes], tuple[Any, bytes]]] = {
     CHAT: parse,
     COMPLETIONS: parse,
+    EMBEDDINGS: parse_embeddings,
     TOKENIZE: parse_text,
     DETOKENIZE: parse_text,
 }

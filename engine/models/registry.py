@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch import Tensor
 
 from engine.forward_batch import ForwardBatch
 from engine.layers.weights import Weights
+from engine.models.bert import BertModel
 from engine.models.gemma2 import Gemma2ForCausalLM
 from engine.models.gemma3 import Gemma3ForCausalLM
 from engine.models.llama import LlamaForCausalLM
@@ -25,6 +26,10 @@ class CausalLM(Protocol):
     def logits(self, hidden: Tensor) -> Tensor: ...
 
 
+class Encoder(Protocol):
+    def forward(self, input_ids: Tensor, lengths: Sequence[int]) -> Tensor: ...
+
+
 MODELS: dict[str, Callable[[ModelShape, Weights], CausalLM]] = {
     "Gemma2ForCausalLM": Gemma2ForCausalLM,
     "Gemma3ForCausalLM": Gemma3ForCausalLM,
@@ -34,8 +39,13 @@ MODELS: dict[str, Callable[[ModelShape, Weights], CausalLM]] = {
     "Qwen2ForCausalLM": Qwen2ForCausalLM,
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
 }
+ENCODERS: dict[str, Callable[[ModelShape, Weights], Encoder]] = {"BertModel": BertModel}
 
 
 def build_model(shape: ModelShape, weights: Weights) -> CausalLM:
     """loader.hf_config has refused all other architectures before."""
     return MODELS[shape.architecture](shape, weights)
+
+
+def build_encoder(shape: ModelShape, weights: Weights) -> Encoder:
+    return ENCODERS[shape.architecture](shape, weights)

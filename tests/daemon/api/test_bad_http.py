@@ -32,7 +32,7 @@ PATHS: list[tuple[str, str, int]] = [
             "/V1/models",
             "/v1//models",
             "//",
-            "/v1/embeddings",
+            "/v1/moderations",
             "/m/tiny",
             "/m/tiny/v1",
             "/m//v1/models",

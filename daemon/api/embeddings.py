@@ -1,0 +1,116 @@
+"""POST /v1/embeddings: texts or token ids in, one vector each out, of encoder models."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from array import array
+from collections.abc import Sequence
+
+import msgspec
+from aiohttp import web
+
+from daemon.api.body import read_body
+from daemon.api.context import ApiContext
+from daemon.api.decode import invalid
+from daemon.api.embeddings_body import EMBEDDINGS, EmbeddingsHead, parse_embeddings
+from daemon.api.responses import json_response
+from daemon.api.schema import INLINE_BYTES
+from daemon.contracts import Generation, ModelEntry
+from daemon.errors import BadRequest, HearthError
+from engine.protocol import SamplingParams
+
+AT_ONCE = 64  # texts of one request in the queue, so that many of them do not fill it
+
+_head_decoder = msgspec.msgpack.Decoder(EmbeddingsHead)
+_packed_ids = msgspec.msgpack.Decoder(list[bytes])
+
+
+async def embeddings(request: web.Request, context: ApiContext, model_name: str | None, request_id: str) -> web.Response:
+    """`model_name`: from the path, before the body's. Raises HearthError."""
+    body = await read_body(request, context.max_body_bytes, context.settings.body_read_timeout_s)
+    if len(body) <= INLINE_BYTES:
+        head, packed = parse_embeddings(EMBEDDINGS, body)
+    else:
+        packed_head, packed = await context.text.parse_body(EMBEDDINGS, body)
+        head = _head_decoder.decode(packed_head)
+    del body
+    name = model_name or head.model
+    if not name:
+        raise BadRequest("invalid_request", "model is missing", param="model")
+    model = context.models.resolve(name)
+    size = model.embedding_size
+    if not size:
+        raise BadRequest("wrong_task", f"{model.name} generates text; it has no embeddings", param="model")
+    if head.dimensions is not None and head.dimensions != size:
+        raise invalid("dimensions", f"dimensions: {head.dimensions} was asked for, {model.name} has {size} and they cannot be cut")
+    if head.kind == "ids":
+        texts = [array("i", ids) for ids in _packed_ids.decode(packed)]
+    else:
+        texts = await context.text.encode(model, packed, True)
+    _check(texts, model)
+    generations: list[Generation] = []
+    try:
+        for start in range(0, len(texts), AT_ONCE):
+            part = texts[start : start + AT_ONCE]
+            waiting = _Waiting(len(part))
+            for ids in part:
+                generation = Generation(
+                    model=model,
+                    prompt=ids.tolist(),
+                    params=SamplingParams(max_tokens=0),
+                    sink=waiting,
+                    task="embed",
+                    public_id=f"embd-{request_id}",
+                    priority=head.priority,
+                )
+                generations.append(generation)
+                context.requests.submit(generation)
+            await waiting.done
+    except BaseException:  # one was refused or failed, or the client is gone
+        for generation in generations:
+            context.requests.cancel(generation)
+        raise
+    num_tokens = sum(map(len, texts))
+    data = [
+        {"object": "embedding", "index": at, "embedding": _shown(each.vector, head.base64)} for at, each in enumerate(generations)
+    ]
+    usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    return json_response({"object": "list", "data": data, "model": model.name, "usage": usage})
+
+
+def _check(texts: Sequence[array[int]], model: ModelEntry) -> None:
+    for at, ids in enumerate(texts):
+        field = "input" if len(texts) == 1 else f"input[{at}]"
+        if not ids:
+            raise invalid(field, f"{field} has no tokens")
+        if len(ids) > model.max_model_len:
+            over = len(ids) - model.max_model_len
+            message = f"{field} has {len(ids)} tokens, {over} more than the {model.max_model_len} that {model.name} takes"
+            raise BadRequest("context_length_exceeded", message, param=field)
+        if max(ids) >= model.vocab_size:
+            raise invalid(field, f"{field}: token id {max(ids)} is outside the vocabulary of {model.vocab_size} tokens")
+
+
+def _shown(vector: bytes, as_base64: bool) -> str | list[float]:
+    return base64.b64encode(vector).decode() if as_base64 else array("f", vector).tolist()
+
+
+class _Waiting:
+    """TokenSink of several texts of one request: done when the last one is, or with the first error."""
+
+    def __init__(self, num_texts: int) -> None:
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._left = num_texts
+
+    def tokens(self, ids: Sequence[int], finish: int) -> None:
+        self._left -= 1
+        if not self._left and not self.done.done():
+            self.done.set_result(None)
+
+    def failed(self, error: HearthError) -> None:
+        if not self.done.done():
+            self.done.set_exception(error)
+
+    def comment(self) -> None:
+        pass

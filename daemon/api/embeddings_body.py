@@ -1,0 +1,42 @@
+"""The body of /v1/embeddings."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta, Raw, Struct
+
+from daemon.api.decode import decode
+from daemon.api.schema import prompts
+
+EMBEDDINGS = "embeddings"
+
+
+class EmbeddingsBody(Struct):
+    input: Raw
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    user: str | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+
+
+class EmbeddingsHead(Struct, array_like=True):
+    """The small part; kind: text or ids."""
+
+    model: str | None
+    kind: str
+    base64: bool
+    dimensions: int | None
+    priority: int
+
+
+_decoder = msgspec.json.Decoder(EmbeddingsBody)
+
+
+def parse_embeddings(endpoint: str, body: bytes) -> tuple[EmbeddingsHead, bytes]:
+    """The input as `prompts` packs it. Raises BadRequest (400) naming the field."""
+    fields: EmbeddingsBody = decode(_decoder, body, "")
+    kind, packed, _ = prompts(bytes(fields.input), "input")
+    return EmbeddingsHead(fields.model, kind, fields.encoding_format == "base64", fields.dimensions, fields.priority or 0), packed

@@ -1,0 +1,50 @@
+"""An encoder in device memory: texts in, one pooled and normalised vector each out. It has no KV and samples nothing.
+
+Shapes: R texts, T tokens of all of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from engine import ops
+from engine.contracts import FloatArray, IntArray
+from engine.layers.weights import Weights
+from engine.memory.weight_range import WeightRange
+from engine.models.registry import Encoder, build_encoder
+from engine.protocol import LoadModel
+from loader.hf_config import ModelShape
+
+
+class TorchEncoder:
+    """engine.contracts.HostedEncoder on torch. Not for two threads at a time."""
+
+    def __init__(self, spec: LoadModel, shape: ModelShape, memory: WeightRange, num_threads: int) -> None:
+        self.name = spec.model
+        self.vocab_size = shape.vocab_size
+        self.weights_bytes = memory.num_bytes
+        self._pooling, self._num_threads, self._memory = shape.pooling, num_threads, memory
+        self._model: Encoder | None = build_encoder(shape, Weights(shape, spec.dtype, memory))
+
+    @torch.inference_mode()
+    def embed(self, texts: Sequence[IntArray]) -> tuple[FloatArray, float]:
+        """Token ids of each text, none empty -> float32 [R, hidden] of length 1 each, and the seconds it took."""
+        begin = time.perf_counter()
+        if self._model is None:
+            raise RuntimeError(f"model {self.name} was released")
+        ops.set_num_threads(self._num_threads)
+        lengths = [len(text) for text in texts]
+        hidden = self._model.forward(torch.from_numpy(np.concatenate(texts).astype(np.int64)), lengths).float()
+        rows = hidden.split(lengths)
+        pooled = torch.stack([row[0] if self._pooling == "cls" else row.mean(0) for row in rows])
+        return functional.normalize(pooled, dim=1).numpy(), time.perf_counter() - begin
+
+    def release(self) -> None:
+        """Unmaps the weights. Idempotent; any later `embed` raises RuntimeError."""
+        self._model = None
+        self._memory.release()

@@ -1,0 +1,163 @@
+"""Encoders through the daemon: the official client, refusals, co-hosting, an engine's death."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+
+from loader import hf_config
+from tests.e2e.checkpoints import make_model, write_weights
+from tests.e2e.node import Node
+
+WORDS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "sky", "is", "blue", "why", "##s")
+HIDDEN, MAX_TOKENS = 32, 32
+
+
+def make_encoder(folder: Path, num_layers: int = 2, hidden: int = HIDDEN) -> Path:
+    """A seeded BERT with a WordPiece tokenizer that cuts and pads, as sentence-transformers' do."""
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+
+    folder.mkdir(parents=True)
+    text = json.dumps(
+        {
+            "architectures": ["BertModel"],
+            "model_type": "bert",
+            "hidden_size": hidden,
+            "intermediate_size": 4 * hidden,
+            "num_hidden_layers": num_layers,
+            "num_attention_heads": 4,
+            "vocab_size": len(WORDS),
+            "max_position_embeddings": MAX_TOKENS,
+            "hidden_act": "gelu",
+        }
+    )
+    write_weights(folder / "model.safetensors", hf_config.parse_config(text.encode()), 1)
+    tokenizer = Tokenizer(models.WordPiece({word: at for at, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    tokenizer.enable_truncation(8)
+    tokenizer.enable_padding(length=8)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text(text)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+    folder = tmp_path_factory.mktemp("embeddings")
+    make_encoder(folder / "models" / "enc")
+    make_model(folder / "models" / "gen")
+    with Node(folder, runner="torch") as node:
+        yield node
+
+
+def vectors(answer: Any) -> np.ndarray:
+    return np.array([each.embedding for each in answer.data], np.float32)
+
+
+def test_official_client(node: Node) -> None:
+    texts = ["the sky", "why is the sky blue", "blues"]
+    with node.openai() as client:
+        plain = client.embeddings.create(model="enc", input=texts, encoding_format="float")
+        default = client.embeddings.create(model="enc", input=texts, dimensions=HIDDEN)  # the client asks for base64
+        ids = client.embeddings.create(model="enc", input=[[2, 5, 6, 3], [2, 9, 7, 5, 6, 8, 3]], encoding_format="float")
+        alone = client.embeddings.create(model="enc", input=[2, 5, 6, 3], encoding_format="float")
+        raw = client.embeddings.with_raw_response.create(model="enc", input="the sky", encoding_format="base64")
+        assert "enc" in [model.id for model in client.models.list()]
+    assert [each.index for each in plain.data] == [0, 1, 2]
+    assert vectors(plain).shape == (3, HIDDEN)
+    assert plain.usage.prompt_tokens == plain.usage.total_tokens == 4 + 7 + 4
+    assert np.allclose(np.linalg.norm(vectors(plain), axis=1), 1, atol=1e-5)
+    assert np.allclose(vectors(default), vectors(plain), atol=1e-5)
+    assert np.allclose(vectors(ids), vectors(plain)[:2], atol=1e-5)
+    assert np.allclose(vectors(alone)[0], vectors(plain)[0], atol=1e-5)
+    encoded = json.loads(raw.text)["data"][0]["embedding"]
+    assert np.allclose(np.frombuffer(base64.b64decode(encoded), "<f4"), vectors(plain)[0], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "told"),
+    [
+        ({"input": "the " * 40}, "input", "42 tokens, 10 more than the 32"),
+        ({"input": ["the", [1]]}, "input", ""),
+        ({"input": []}, "input", "empty"),
+        ({"input": [[2], [99]]}, "input[1]", "vocabulary of 11"),
+        ({"input": "the", "dimensions": 16}, "dimensions", "16 was asked for, enc has 32"),
+        ({"input": "the", "encoding_format": "int8"}, "encoding_format", ""),
+        ({"input": "the", "model": "gen"}, "model", "gen generates text"),
+        ({}, "input", ""),
+    ],
+)
+def test_refusals_name_the_field(node: Node, body: dict[str, Any], param: str, told: str) -> None:
+    with node.openai() as client, pytest.raises(openai.BadRequestError) as raised:
+        client.post("/embeddings", body={"model": "enc", **body}, cast_to=object)
+    assert raised.value.param is not None
+    assert raised.value.param.startswith(param)
+    assert told in raised.value.message
+
+
+def test_an_encoder_generates_no_text(node: Node) -> None:
+    with node.openai() as client:
+        for path, body in (
+            ("/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+            ("/completions", {"prompt": "x"}),
+        ):
+            with pytest.raises(openai.BadRequestError, match="enc is an encoder") as raised:
+                client.post(path, body={"model": "enc", **body}, cast_to=object)
+            assert raised.value.param == "model"
+        scoped = client.with_options(base_url=f"{node.url}/m/enc/v1")
+        assert len(scoped.post("/embeddings", body={"input": "the"}, cast_to=object)["data"]) == 1  # type: ignore[index]
+        tokens: Any = client.with_options(base_url=node.url).post(
+            "/tokenize", body={"model": "enc", "prompt": "the sky"}, cast_to=object
+        )
+        assert tokens["tokens"] == [2, 5, 6, 3]
+
+
+def test_encoders_and_others_make_room_for_each_other(tmp_path: Path) -> None:
+    make_encoder(tmp_path / "models" / "enc", num_layers=14, hidden=256)
+    make_model(tmp_path / "models" / "gen", weights_bytes=40 << 20, max_position_embeddings=256)
+    flags = ["--max-num-batched-tokens", "256"]
+    with Node(tmp_path, runner="torch", devices=["cpu=76MiB"], flags=flags) as node, node.openai() as client:
+        first = vectors(client.embeddings.create(model="enc", input="the sky", encoding_format="float"))
+        assert [row["name"] for row in node.ps()] == ["enc"]
+        client.completions.create(model="gen", prompt="x", max_tokens=3)
+        assert [row["name"] for row in node.ps()] == ["gen"]
+        again = vectors(client.embeddings.create(model="enc", input="the sky", encoding_format="float"))
+        assert np.array_equal(first, again)
+
+
+def test_a_killed_engine_costs_no_embedding(tmp_path: Path) -> None:
+    make_encoder(tmp_path / "models" / "enc", num_layers=6, hidden=256)
+    with Node(tmp_path, runner="torch") as node, node.openai() as client:
+        one = vectors(client.embeddings.create(model="enc", input="the sky " * 15, encoding_format="float"))[0]
+
+        def ask(number: int) -> np.ndarray:
+            return vectors(client.embeddings.create(model="enc", input=["the sky " * 15] * 10, encoding_format="float"))
+
+        with ThreadPoolExecutor(20) as pool:
+            asked = [pool.submit(ask, number) for number in range(20)]
+            node.wait_for(
+                lambda: any(row["queued"] or row["active"] for row in node.ps()) or all(each.done() for each in asked), "work"
+            )
+            for pid in node.engine_pids():
+                os.kill(pid, signal.SIGKILL)
+            answers = [each.result() for each in asked]
+        many = vectors(client.embeddings.create(model="enc", input=["the sky"] * 600, encoding_format="float"))
+        resubmitted = [line for line in node.get("/metrics")[1].splitlines() if "resubmi" in line and line[0] != "#"]
+    assert many.shape == (600, 256)
+    assert resubmitted
+    assert float(resubmitted[0].split()[-1]) > 0, resubmitted
+    for answer in answers:
+        assert answer.shape == (10, 256)
+        assert np.allclose(answer, one, atol=1e-4)

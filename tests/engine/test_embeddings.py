@@ -1,0 +1,149 @@
+"""Pooled, normalised vectors against transformers in float32, and the requests of an encoder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.embedder import Embedder
+from engine.hosted_encoder import TorchEncoder
+from engine.memory.arena import KVArena
+from engine.protocol import Embedding, LoadModel, RequestFailed, SamplingParams, Submit
+from loader.catalog import scan_one
+from tests.engine.model_bench import CHUNK_BYTES, NUM_CHUNKS, make_runner
+
+TOLERANCE = 1e-4
+LENGTHS = (1, 2, 17, 64, 33, 5)
+TEXTS = [np.random.default_rng(at).integers(0, 211, length).astype(np.int32) for at, length in enumerate(LENGTHS)]
+
+
+def make_bert(folder: Path, prefix: str = "", pooling: dict[str, Any] | None = None) -> Any:
+    import transformers
+    from safetensors.torch import save_file
+
+    torch.manual_seed(5)
+    config = transformers.BertConfig(
+        vocab_size=211,
+        hidden_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        intermediate_size=80,
+        max_position_embeddings=64,
+        initializer_range=0.2,
+    )
+    model = transformers.BertModel(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("LayerNorm.weight"):
+                parameter.uniform_(0.5, 1.5)
+            elif name.endswith("bias"):
+                parameter.normal_(0.0, 0.3)
+    model.save_pretrained(folder)
+    save_file({prefix + name: tensor.contiguous() for name, tensor in model.state_dict().items()}, folder / "model.safetensors")
+    if pooling is not None:
+        (folder / "1_Pooling").mkdir()
+        (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    return model
+
+
+def spec_of(folder: Path) -> LoadModel:
+    return LoadModel(1, "m", str(folder), "float32", scan_one(folder).fingerprint, 16, 1, 8, 64, 8, [])
+
+
+def load(folder: Path) -> TorchEncoder:
+    model = make_runner(KVArena(NUM_CHUNKS, CHUNK_BYTES)).load(spec_of(folder), lambda done, total: None, lambda: False)
+    assert isinstance(model, TorchEncoder)
+    return model
+
+
+def expected(model: Any, pooling: str) -> np.ndarray:
+    """Padded and masked, as sentence-transformers does it."""
+    longest = max(LENGTHS)
+    ids = torch.zeros(len(TEXTS), longest, dtype=torch.long)
+    mask = torch.zeros(len(TEXTS), longest, dtype=torch.long)
+    for row, text in enumerate(TEXTS):
+        ids[row, : len(text)], mask[row, : len(text)] = torch.from_numpy(text), 1
+    with torch.inference_mode():
+        hidden = model(input_ids=ids, attention_mask=mask).last_hidden_state
+    weights = mask[..., None].float()
+    pooled = hidden[:, 0] if pooling == "cls" else (hidden * weights).sum(1) / weights.sum(1)
+    return torch.nn.functional.normalize(pooled, dim=1).numpy()
+
+
+@pytest.mark.parametrize("prefix", ["", "bert."])
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+def test_vectors_equal_transformers(tmp_path: Path, prefix: str, pooling: str) -> None:
+    modes = {"pooling_mode_cls_token": pooling == "cls", "pooling_mode_mean_tokens": pooling == "mean"}
+    wanted = expected(make_bert(tmp_path, prefix, modes), pooling)
+    model = load(tmp_path)
+    together, seconds = model.embed(TEXTS)
+    assert seconds > 0
+    assert together.dtype == np.float32
+    assert np.abs(together - wanted).max() < TOLERANCE
+    alone = np.concatenate([model.embed([text])[0] for text in TEXTS])
+    assert np.abs(alone - together).max() < TOLERANCE
+    assert np.abs(together[0] - together[1]).max() > 0.05, "the vectors are too alike to tell anything"
+    model.release()
+    with pytest.raises(RuntimeError, match="released"):
+        model.embed(TEXTS)
+
+
+def test_other_pooling_is_refused_by_its_key(tmp_path: Path) -> None:
+    make_bert(tmp_path, pooling={"pooling_mode_max_tokens": True})
+    checkpoint = scan_one(tmp_path)
+    assert not checkpoint.complete
+    assert "pooling_mode_max_tokens" in checkpoint.error
+
+
+def test_a_module_after_the_pooling_is_refused(tmp_path: Path) -> None:
+    make_bert(tmp_path)
+    known = ["sentence_transformers.models.Transformer", "sentence_transformers.models.Pooling"]
+    (tmp_path / "modules.json").write_text(json.dumps([{"type": kind} for kind in known]))
+    assert scan_one(tmp_path).complete
+    (tmp_path / "modules.json").write_text(json.dumps([{"type": kind} for kind in [*known, "sentence_transformers.models.Dense"]]))
+    checkpoint = scan_one(tmp_path)
+    assert not checkpoint.complete
+    assert "models.Dense" in checkpoint.error
+
+
+class FakeEncoder:
+    name, weights_bytes, vocab_size = "m", 0, 211
+
+    def embed(self, texts: Any) -> Any:
+        return np.array([[float(len(text)), 0.0] if text[0] else [np.nan, 0.0] for text in texts], np.float32), 0.5
+
+    def release(self) -> None:
+        pass
+
+
+def submit(request_id: int, prompt: list[int], priority: int = 0) -> Submit:
+    return Submit(request_id, "m", prompt, SamplingParams(0), task="embed", priority=priority)
+
+
+def test_steps_are_bounded_and_each_request_is_answered_once(tmp_path: Path) -> None:
+    embedder = Embedder(LoadModel(1, "m", "", "float32", "", 1, 1, 1, 64, 8, []), FakeEncoder(), max_tokens=10)
+    for request_id, length in enumerate((6, 4, 1, 20, 3)):
+        assert embedder.submit(submit(request_id, [1] * length)) == ""
+    assert embedder.submit(submit(9, [0, 1], priority=1)) == ""
+    steps = []
+    while embedder.waiting:
+        chosen = embedder.next_texts()
+        answers, seconds = embedder.step(chosen)
+        assert seconds == 0.5
+        assert [answer.request_id for answer in answers] == chosen
+        steps.append(chosen)
+        for answer in answers:
+            assert isinstance(answer, RequestFailed if answer.request_id == 9 else Embedding)
+    assert steps == [[9, 0], [1, 2], [3], [4]], "a text longer than a step goes alone; priority goes first"
+
+
+@pytest.mark.parametrize("prompt", [[], [1] * 65, [211], [-1]])
+def test_what_cannot_be_embedded_is_refused(prompt: list[int]) -> None:
+    embedder = Embedder(LoadModel(1, "m", "", "float32", "", 1, 1, 1, 64, 8, []), FakeEncoder(), max_tokens=10)
+    assert embedder.submit(submit(1, prompt))
+    assert not embedder.waiting
