@@ -310,7 +310,14 @@ class Lifecycle:
 
 
 def _control_runner(app: web.Application) -> web.AppRunner:
-    return web.AppRunner(app, access_log=None, logger=http_log, handler_cancellation=True, shutdown_timeout=FLUSH_LIMIT_S)
+    return web.AppRunner(
+        app,
+        access_log=None,
+        logger=http_log,
+        handler_cancellation=True,
+        auto_decompress=False,  # nobody's body is wanted, least of all inflated
+        shutdown_timeout=FLUSH_LIMIT_S,
+    )
 
 
 async def _listen(runner: web.AppRunner, listeners: Sequence[socket.socket], backlog: int) -> list[web.SockSite]:

@@ -89,9 +89,9 @@ def make_runner(app: web.Application, shutdown_timeout_s: float = 30.0, **option
 def _not_malformed_http(record: logging.LogRecord) -> bool:
     """aiohttp logs a traceback for every request that is no HTTP; anybody could fill the log with them."""
     error = record.exc_info[1] if record.exc_info else None
-    if not isinstance(error, HttpProcessingError):
+    if not isinstance(error, (HttpProcessingError, web.RequestPayloadError)):
         return True
-    log.debug("malformed HTTP: %s", error.message)
+    log.debug("malformed HTTP: %s", error)
     return False
 
 
