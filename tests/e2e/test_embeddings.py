@@ -161,3 +161,14 @@ def test_a_killed_engine_costs_no_embedding(tmp_path: Path) -> None:
     for answer in answers:
         assert answer.shape == (10, 256)
         assert np.allclose(answer, one, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_is_close_to_float32(node: Node, tmp_path: Path, dtype: str) -> None:
+    make_encoder(tmp_path / "models" / "enc")
+    texts = ["the sky is blue", "why", "the sky"]
+    with node.openai() as client:
+        exact = vectors(client.embeddings.create(model="enc", input=texts, encoding_format="float"))
+    with Node(tmp_path, runner="torch", flags=["--dtype", dtype]) as half, half.openai() as client:
+        close = vectors(client.embeddings.create(model="enc", input=texts, encoding_format="float"))
+    assert np.abs((exact * close).sum(axis=1) - 1).max() < 1e-3
