@@ -27,11 +27,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from demo.prose import PLAIN_QUOTES, paragraphs_of, split_answer
+
 BEGIN_USER, BEGIN_ASSISTANT, BEGIN_SYSTEM = "<|user|>", "<|assistant|>", "<|system|>"
 END_OF_TURN, END_OF_TEXT = "<|end|>", "<|endoftext|>"
 SPECIAL_TOKENS = (END_OF_TEXT, END_OF_TURN, BEGIN_USER, BEGIN_ASSISTANT, BEGIN_SYSTEM)
 
-ANSWER_CHARS = 480  # where an answer ends and "Tell me more." takes over: about 150 tokens
 SHORTEST_ANSWER_CHARS = 110  # a shorter docstring is learned as plain text, so that chats are worth watching
 SKIPPED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "__pycache__", "turtledemo", "_pyrepl"})
 
@@ -59,28 +60,6 @@ class Segment:
     learned: bool
 
 
-# ---- prose ----------------------------------------------------------------------------------------------------------
-
-_MARKUP = (
-    (re.compile(r":[a-z:]+:`~?([^`<]+)(?: <[^`]*>)?`"), r"\1"),  # :class:`list`
-    (re.compile(r"``([^`]+)``"), r"\1"),
-    (re.compile(r"(?<![\w*`'])[`*]([^\s`*'](?:[^`*']*[^\s`*'])?)[`*'](?![\w*])"), r"\1"),  # *emphasis*, `name', `name`
-    (re.compile(r"\*\*([A-Za-z][^*]*)\*\*"), r"\1"),
-    (re.compile(r"(?<![\w\"'])[\"']([\w.]+(?:\(\))?)[\"'](?![\w\"'])"), r"\1"),  # 'name', "name"
-    (re.compile(r"\s*\[\d+\]"), ""),  # footnote marks
-    (re.compile(r"\s*\((?:bpo-|issue ?#?)\d+\)", re.I), ""),
-    (re.compile(r"(?<=[a-z])- (?!and |or |to )(?=[a-z])"), "-"),  # "comma-" at the end of a line, "separated" on the next
-    (re.compile(r"\s+"), " "),
-)
-_ASCII = str.maketrans({"“": '"', "”": '"', "‘": "'", "’": "'", "–": "-", "—": "-", "…": "...", "\u00a0": " "})
-_NOT_PROSE = re.compile(
-    r">>>|::=|->|=>|==|<=|\|\||&&|\\|@param|@return|https?:|\$Id|XXX|TODO|Traceback"
-    r"|(?:Args|Arguments|Returns|Raises|Input|Output):|<[a-z]+>|[{}|~^]|__\w+__ *="
-)
-_SIGNATURE = re.compile(r"^[\w.]+\s?\([^)]*\)?[\]\[, .\w=*()]*\)?(\s*->.*|\s*--.*)?:?$")
-_SENTENCE_END = re.compile(r"(?<=[a-z0-9)\"'][.!?]) (?=[A-Z\"'(])")
-_BULLET = re.compile(r"(?:[*+-]|\d+[.)]) +")
-_POINTS_AT_CODE = re.compile(r"follow|example|like this|these|such as|below", re.I)
 _NO_KEYWORDS = frozenset(  # too general to ask about
     re.findall(
         r"\w+",
@@ -91,67 +70,6 @@ _NO_KEYWORDS = frozenset(  # too general to ask about
     )
 )
 _WORD = re.compile(r"[a-z]{4,}")
-
-
-def paragraphs_of(text: str) -> list[str]:
-    """The paragraphs of `text` (a docstring, a topic, a comment) that are prose, unwrapped, markup removed."""
-    kept = []
-    for block in re.split(r"\n[ \t]*\n", inspect.cleandoc(text.translate(_ASCII))):
-        lines = [line.strip() for line in block.splitlines() if line.strip()]
-        while lines and (_SIGNATURE.match(lines[0]) or not any(c.isalpha() for c in lines[0])):
-            lines.pop(0)
-        bullets = [i for i, line in enumerate(lines) if _BULLET.match(line)]
-        if bullets == [0]:
-            lines[0] = _BULLET.sub("", lines[0])  # one item of a list, a paragraph by itself
-        elif bullets:
-            lines = lines[: bullets[0]]  # a whole list: keep what introduces it, if that is a sentence
-        prose = clean_sentence(" ".join(lines))
-        if prose:
-            kept.append(prose)
-    return kept
-
-
-def clean_sentence(text: str) -> str:
-    """`text` on one line without markup, or "" when it is not prose."""
-    for pattern, replacement in _MARKUP:
-        text = pattern.sub(replacement, text)
-    text = text.strip()
-    sentences = _SENTENCE_END.split(text)
-    if text.endswith(":") and len(sentences[-1].split()) > 5 and not _POINTS_AT_CODE.search(sentences[-1]):
-        text = text[:-1] + "."
-    elif text.endswith(":") or (len(sentences) > 1 and text[-1:].isalnum()):  # it introduced code that is not kept
-        text = " ".join(sentences[:-1])
-    if len(text) < 25 or not text.isascii() or not (text[0].isupper() or text[0] == '"') or _NOT_PROSE.search(text):
-        return ""
-    if text[-1].isalnum() and len(text) < 100:  # a one-line docstring without its full stop
-        text += "."
-    if text[-1] not in ".!?)" or text.count("(") != text.count(")") or text.count('"') not in (0, 2):
-        return ""
-    if text.count("__") > 4 or text.count("()") > 4 or text.count("'") > 6:
-        return ""
-    words = text.split()
-    plain = sum(1 for word in words if re.fullmatch(r"[\"'(]?[A-Za-z][a-z]*(?:[-'][a-z]+)*[\"')]?[.,;:!?]?\)?", word))
-    return text if len(words) >= 5 and plain >= 0.78 * len(words) and text.count("=") <= 1 else ""
-
-
-def split_answer(paragraphs: Sequence[str], limit_chars: int = ANSWER_CHARS) -> list[str]:
-    """Answers of about `limit_chars`, cut between sentences, paragraphs kept apart by a blank line."""
-    answers: list[str] = []
-    current = ""
-    for paragraph in paragraphs:
-        separator = "\n\n"
-        for sentence in _SENTENCE_END.split(paragraph):
-            if current and len(current) + len(sentence) > limit_chars:
-                answers.append(current)
-                current = ""
-            current += (separator if current else "") + sentence
-            separator = " "
-    if current:
-        if answers and len(current) < 90:
-            answers[-1] += " " + current
-        else:
-            answers.append(current)
-    return answers
 
 
 # ---- sources --------------------------------------------------------------------------------------------------------
@@ -241,7 +159,7 @@ def topics() -> Iterator[Document]:
     for key, text in sorted(pydoc_data.topics.topics.items()):
         parts = re.split(r"(?m)^(\S.*)\n([*=~-])\2{3,}\n", text)
         for heading, body in zip(parts[1::3], parts[3::3], strict=True):
-            name = heading.translate(_ASCII).replace('"', "").strip()
+            name = heading.translate(PLAIN_QUOTES).replace('"', "").strip()
             yield Document(f"topic {key}", "topic", name, tuple(paragraphs_of(body)))
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from demo import corpus
+from demo import corpus, prose
 
 SUBSET = ("argparse", "queue", "threading", "tempfile")
 FILES = [(Path(os.__file__).parent / f"{name}.py", name) for name in SUBSET]
@@ -66,21 +66,21 @@ def test_only_prose_is_kept(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_not_prose_is_dropped(text: str) -> None:
-    assert corpus.paragraphs_of(text) == []
+    assert prose.paragraphs_of(text) == []
 
 
 def test_lines_are_joined_and_hyphens_healed() -> None:
-    assert corpus.paragraphs_of("When a comma-\nseparated list of values is\ngiven, its elements are used.") == [
+    assert prose.paragraphs_of("When a comma-\nseparated list of values is\ngiven, its elements are used.") == [
         "When a comma-separated list of values is given, its elements are used."
     ]
 
 
 def test_answers_are_cut_between_sentences_and_nothing_is_lost() -> None:
     paragraph = " ".join(f"This is the sentence with the number {i} in it." for i in range(40))
-    answers = corpus.split_answer([paragraph])
+    answers = prose.split_answer([paragraph])
     assert " ".join(answers) == paragraph
     assert len(answers) > 1
-    assert all(answer.endswith("in it.") and len(answer) <= corpus.ANSWER_CHARS + 100 for answer in answers)
+    assert all(answer.endswith("in it.") and len(answer) <= prose.ANSWER_CHARS + 100 for answer in answers)
 
 
 def test_the_standard_library_yields_conversations_that_end() -> None:
