@@ -15,7 +15,7 @@ import torch
 from engine import ops
 from engine.memory.arena import KVArena
 from engine.model_runner import TorchRunner
-from engine.models.registry import MODELS
+from engine.models.registry import ENCODERS, MODELS
 from loader.families import FAMILIES
 from tests.engine.model_bench import (
     CACHE_DIR,
@@ -93,4 +93,5 @@ def test_bfloat16_follows_transformers(runner: TorchRunner, tmp_path: Path, case
 
 
 def test_every_family_has_its_class() -> None:
-    assert set(MODELS) == set(FAMILIES)
+    assert set(MODELS) == {name for name, family in FAMILIES.items() if not family.encoder}
+    assert set(ENCODERS) == {name for name, family in FAMILIES.items() if family.encoder}
