@@ -36,6 +36,7 @@ from daemon.version import VERSION
 from scheduler.node import events
 
 log = logging.getLogger("hearthd")
+LOOK_AGAIN_S = (1.0, 3.0, 10.0)
 GC_AFTER_OBJECTS = 20_000  # young objects between two collections; each walks only those
 SWITCH_INTERVAL_S = 0.0005  # a thread that reads headers may not keep the loop waiting for Python's usual 5 ms
 FLUSH_LIMIT_S = 2.0  # for handlers to write their last bytes
@@ -184,8 +185,15 @@ class Lifecycle:
     # ---- the models folder
 
     async def _rescan_loop(self) -> None:
+        """After a change, looks again some seconds later: a folder made and filled at once can get its watch too late for what is
+        written into it, and then no further event comes."""
+        again: list[float] = []
         while True:
-            await self._rescan.wait()
+            try:
+                await asyncio.wait_for(self._rescan.wait(), again.pop(0) if again else None)
+                again = list(LOOK_AGAIN_S)
+            except TimeoutError:
+                pass
             self._rescan.clear()
             try:
                 await self._node.rescan()
