@@ -235,7 +235,12 @@ def test_queue_shows_who_waits(node: Node) -> None:
 
 def test_events_follow(node: Node) -> None:
     command = [sys.executable, "-P", "-m", "daemon.cli", "--control", node.control, "events", "-f", "--json"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment()) as process:
+
+    def as_in_a_terminal() -> None:
+        """A shell starts background jobs with SIGINT ignored, and what a job starts inherits that."""
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment(), preexec_fn=as_in_a_terminal) as process:
         assert process.stdout is not None
         assert json.loads(process.stdout.readline())["event"]
         node.cli("load", "c")
