@@ -1,4 +1,4 @@
-"""`python -P -m engine --channel-fd N --journal-fd M`: one engine process. It lives as long as its socketpair.
+"""`python -P -m engine --channel-fd N --journal-fd M [--host-tier-fd L]`: one engine process. It lives as long as its socketpair.
 
 Signals are the daemon's business: SIGTERM and SIGINT, which reach a whole process group, are ignored here.
 """
@@ -45,6 +45,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="engine")
     parser.add_argument("--channel-fd", type=int, required=True, help="socketpair to the daemon")
     parser.add_argument("--journal-fd", type=int, required=True, help="memfd for the step journal")
+    parser.add_argument("--host-tier-fd", type=int, default=-1, help="memfd of Configure.host_tier_slots slots")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="engine[%(process)d] %(levelname)s %(message)s", stream=sys.stderr)
     channel = Channel(socket.socket(fileno=options.channel_fd))

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 # How a sequence ended, as `TokensOut.finish` carries it. 0 is "goes on".
 FINISH_NONE, FINISH_STOP, FINISH_LENGTH, FINISH_ABORT = 0, 1, 2, 3
@@ -63,11 +63,15 @@ class Configure(Message, frozen=True):
     null_step_ms: float = 10.0
     cache_dir: str = ""
     dtypes: list[str] = []  # of the registered models, the commonest first: their kernels are compiled before the first load
+    # The host tier: a memfd of so many slots of chunk_bytes, which the daemon made and hands over as --host-tier-fd; 0: there is none
+    host_tier_slots: int = 0
 
 
 class LoadModel(Message, frozen=True):
     """Brings a checkpoint into the device. `lease_chunks` is the engine's KV lease once this model is in: the engine gives
-    up blocks (prefix cache first, then preemption by recompute) down to it before it allocates."""
+    up blocks (prefix cache first, then preemption by recompute) down to it before it allocates.
+
+    Slots are indices into the host tier; the daemon says which, and writes none while an engine uses them."""
 
     placement_id: int
     model: str
@@ -80,15 +84,23 @@ class LoadModel(Message, frozen=True):
     max_model_len: int
     max_sequences: int
     eos_token_ids: list[int]
+    source_slots: list[int] = []  # hold this model's weights, in order; empty: they come from disk
+    checksum: int = 0  # of the weights in source_slots, as LoadDone told it; a copy that differs is not used
+    keep_slots: list[int] = []  # to fill with the weights while they come from disk; empty: no copy is kept
+    kv_slots: list[int] = []  # hold KV that an eviction saved (Evicted.kv_slots_used)
+    kv_index: bytes = b""  # what is in them (Evicted.kv_index); empty: nothing is taken back
 
 
 class EvictModel(Message, frozen=True):
     """Frees a model's weights and KV at once, or withdraws its load; answered by Evicted when the memory is back. Requests still
-    in it are dropped without a word: the daemon keeps them and submits them again."""
+    in it are dropped without a word, between two steps: the daemon keeps them and submits them again, which makes this preemption, too.
+    Their KV (the newest first, the last block's tokens included), then kept prefixes, the most recently used first, are copied to
+    save_slots as far as those reach; a request submitted after the load that takes them back finds it by the prefix cache's keys."""
 
     placement_id: int
     model: str
     lease_chunks: int  # the lease after it
+    save_slots: list[int] = []  # of the host tier
 
 
 class SetLease(Message, frozen=True):
@@ -139,7 +151,13 @@ class LoadDone(Message, frozen=True):
     placement_id: int
     model: str
     seconds: float
-    bytes_read: int
+    bytes_read: int  # from disk; 0 where the weights came from the host tier
+    kept: bool = False  # keep_slots, or source_slots that were used, hold a whole copy of the weights
+    checksum: int = 0  # of the kept copy
+    copy_seconds: float = 0.0  # between the host tier and the device, weights and KV
+    map_seconds: float = 0.0  # spent in mapping calls
+    restored_kv_tokens: int = 0  # tokens whose KV was taken back from kv_slots
+    source_rejected: str = ""  # why source_slots were given but not used (the weights came from disk instead)
 
 
 class LoadFailed(Message, frozen=True):
@@ -152,6 +170,11 @@ class LoadFailed(Message, frozen=True):
 class Evicted(Message, frozen=True):
     placement_id: int
     model: str
+    kv_index: bytes = b""  # for LoadModel: opaque to the daemon
+    kv_slots_used: list[int] = []  # of save_slots, in order; the others are free again
+    saved_kv_tokens: int = 0
+    recompute_kv_tokens: int = 0  # of requests that were dropped: computed, but not saved
+    copy_seconds: float = 0.0  # between the device and the host tier
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -179,6 +202,9 @@ class TokensOut(Message, frozen=True):
     # request id -> prompt tokens found in the prefix cache; only in the step in which a request got its first token
     cached: dict[int, int] = {}
     logprobs: TokenLogprobs | None = None  # of the rows that asked
+    # request id -> [tokens whose KV was found, tokens that were computed again], of requests submitted with `output`; in the step in
+    # which they got their next token
+    resumed: dict[int, tuple[int, int]] = {}
 
 
 class Embedding(Message, frozen=True):
