@@ -63,8 +63,7 @@ class Configure(Message, frozen=True):
     null_step_ms: float = 10.0
     cache_dir: str = ""
     dtypes: list[str] = []  # of the registered models, the commonest first: their kernels are compiled before the first load
-    # The host tier: a memfd of so many slots of chunk_bytes, which the daemon made and hands over as --host-tier-fd; 0: there is none
-    host_tier_slots: int = 0
+    host_tier_slots: int = 0  # of chunk_bytes each, in a memfd that the daemon made and hands over as --host-tier-fd; 0: none
 
 
 class LoadModel(Message, frozen=True):
@@ -93,9 +92,9 @@ class LoadModel(Message, frozen=True):
 
 class EvictModel(Message, frozen=True):
     """Frees a model's weights and KV at once, or withdraws its load; answered by Evicted when the memory is back. Requests still
-    in it are dropped without a word, between two steps: the daemon keeps them and submits them again, which makes this preemption, too.
-    Their KV (the newest first, the last block's tokens included), then kept prefixes, the most recently used first, are copied to
-    save_slots as far as those reach; a request submitted after the load that takes them back finds it by the prefix cache's keys."""
+    in it are dropped without a word, between two steps: the daemon keeps them and submits them again. Their KV (the last, partial
+    block included), then kept prefixes, the most recently used first, are copied to save_slots as far as those reach. A request
+    submitted after the load that takes them back finds it by the prefix cache's keys."""
 
     placement_id: int
     model: str
@@ -202,7 +201,7 @@ class TokensOut(Message, frozen=True):
     # request id -> prompt tokens found in the prefix cache; only in the step in which a request got its first token
     cached: dict[int, int] = {}
     logprobs: TokenLogprobs | None = None  # of the rows that asked
-    # request id -> [tokens whose KV was found, tokens that were computed again], of requests submitted with `output`; in the step in
+    # request id -> [tokens whose KV was found, tokens computed again], of requests submitted with `output`; only in the step in
     # which they got their next token
     resumed: dict[int, tuple[int, int]] = {}
 
