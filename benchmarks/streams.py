@@ -23,6 +23,7 @@ import uvloop
 from aiohttp import web
 
 from daemon.api.app import make_app, make_runner
+from daemon.api.text_bodies import read
 from daemon.contracts import Generation, ModelEntry
 from daemon.text.token_table import BYTE_LEVEL, PackedTable, TokenTable
 from engine.protocol import FINISH_LENGTH, FINISH_NONE
@@ -71,7 +72,8 @@ class Words:
         return self._table
 
     async def parse_body(self, endpoint: str, body: bytes) -> tuple[bytes, bytes]:
-        raise NotImplementedError
+        head, prompt = read(endpoint, body)
+        return msgspec.msgpack.encode(head), prompt
 
 
 class Models:

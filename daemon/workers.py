@@ -17,15 +17,14 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
+from config.child_process import child_environment
 from config.schema import DeviceBudget, NodeConfig
 from daemon.logs import fields
 from daemon.worker_channel import WorkerChannel
 from engine import protocol
 
-PACKAGES = Path(__file__).resolve().parent.parent  # the folder that holds the five packages
 BACK_OFF_S, MAX_BACK_OFF_S, HEALTHY_AFTER_S = 0.2, 10.0, 60.0
 START_LIMIT_S = 120.0  # from spawn to EngineReady; importing torch from a cold disk takes a while
 STOP_LIMIT_S = 3.0
@@ -217,12 +216,11 @@ class Worker:
     def _spawn(self, channel_fd: int, journal_fd: int) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-P", "-m", "engine", "--channel-fd", str(channel_fd), "--journal-fd", str(journal_fd)]
         threads = str(self._threads)
-        environment = {**os.environ, "PYTHONPATH": str(PACKAGES), "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
         # its own process group: a terminal's Ctrl-C is for the daemon, which drains first
         return subprocess.Popen(
             command,
             cwd="/",
-            env=environment,
+            env=child_environment(OMP_NUM_THREADS=threads, MKL_NUM_THREADS=threads),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,

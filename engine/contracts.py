@@ -42,8 +42,8 @@ class HostedModel(Protocol):
     def vocab_size(self) -> int: ...
 
     def execute(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> StepResult:
-        """Runs one step: writes KV of the new tokens into the arena's blocks, samples; rows in `masks` only what it allows. Raises
-        DeviceError only for a fault that needs a new process."""
+        """Runs one step: writes KV of the new tokens into the arena's blocks, samples; rows in `masks` only what it allows.
+        Whatever it raises ends the process: only a new one has a device whose state is known."""
         ...
 
     def release(self) -> None:

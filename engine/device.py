@@ -8,10 +8,6 @@ import os
 SINGLE_THREAD_WEIGHTS_BYTES = 32 << 20
 
 
-class DeviceError(RuntimeError):
-    """A fault that only a new process cures."""
-
-
 def prepare_process() -> None:
     """Settings the OpenMP runtimes (torch's and Numba's) read once, when they are loaded: waiting threads sleep, not spin.
 

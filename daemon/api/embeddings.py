@@ -10,12 +10,11 @@ from collections.abc import Sequence
 import msgspec
 from aiohttp import web
 
-from daemon.api.body import read_body
+from daemon.api.body_parts import read_parts
 from daemon.api.context import ApiContext
 from daemon.api.decode import invalid
-from daemon.api.embeddings_body import EMBEDDINGS, EmbeddingsHead, parse_embeddings
+from daemon.api.embeddings_body import EMBEDDINGS, EmbeddingsHead
 from daemon.api.responses import json_response
-from daemon.api.schema import INLINE_BYTES
 from daemon.contracts import Generation, ModelEntry
 from daemon.errors import BadRequest, HearthError
 from engine.protocol import SamplingParams
@@ -28,17 +27,7 @@ _packed_ids = msgspec.msgpack.Decoder(list[bytes])
 
 async def embeddings(request: web.Request, context: ApiContext, model_name: str | None, request_id: str) -> web.Response:
     """`model_name`: from the path, before the body's. Raises HearthError."""
-    body = await read_body(request, context.max_body_bytes, context.settings.body_read_timeout_s)
-    if len(body) <= INLINE_BYTES:
-        head, packed = parse_embeddings(EMBEDDINGS, body)
-    else:
-        packed_head, packed = await context.text.parse_body(EMBEDDINGS, body)
-        head = _head_decoder.decode(packed_head)
-    del body
-    name = model_name or head.model
-    if not name:
-        raise BadRequest("invalid_request", "model is missing", param="model")
-    model = context.models.resolve(name)
+    head, packed, model = await read_parts(request, context, EMBEDDINGS, _head_decoder, model_name)
     size = model.embedding_size
     if not size:
         raise BadRequest("wrong_task", f"{model.name} generates text; it has no embeddings", param="model")

@@ -12,7 +12,7 @@ from functools import partial
 import msgspec
 from aiohttp import HttpVersion11, hdrs, web
 
-from daemon.api.body import read_body
+from daemon.api.body_parts import read_parts
 from daemon.api.context import ApiContext
 from daemon.api.logprobs import whole_logprobs_json
 from daemon.api.outputs import check_n, nth
@@ -20,7 +20,7 @@ from daemon.api.piece_frames import PieceFrames
 from daemon.api.reply_format import ReplyFormat, reply_format
 from daemon.api.responses import SERVER, answer, json_response
 from daemon.api.sampling import sampling_params
-from daemon.api.schema import CHAT, INLINE_BYTES, Head, parse
+from daemon.api.schema import CHAT, Head
 from daemon.api.sse import StreamShape
 from daemon.api.texts import texts_of, written_prompts
 from daemon.contracts import Generation, ModelEntry
@@ -40,18 +40,7 @@ async def generate(
     request: web.Request, context: ApiContext, endpoint: str, model_name: str | None, request_id: str
 ) -> web.StreamResponse:
     """`model_name`: from the path, before the body's. Raises HearthError."""
-    settings = context.settings
-    body = await read_body(request, context.max_body_bytes, settings.body_read_timeout_s)
-    if len(body) <= INLINE_BYTES:
-        head, prompt = parse(endpoint, body)
-    else:
-        packed_head, prompt = await context.text.parse_body(endpoint, body)
-        head = _head_decoder.decode(packed_head)
-    del body
-    name = model_name or head.model
-    if not name:
-        raise BadRequest("invalid_request", "model is missing", param="model")
-    model = context.models.resolve(name)
+    head, prompt, model = await read_parts(request, context, endpoint, _head_decoder, model_name)
     if model.embedding_size:
         raise BadRequest("wrong_task", f"{model.name} is an encoder: it makes embeddings and generates no text", param="model")
     if head.grammar:

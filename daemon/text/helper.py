@@ -8,8 +8,8 @@ import signal
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
+from config.child_process import child_environment
 from daemon.errors import BadRequest, HearthError, ServerFault
 from daemon.text.jobs import Done, Failed, FromWorker, Job, Open
 from engine.protocol import FrameReader, encode
@@ -39,12 +39,10 @@ class Helper:
         self._close()
         ours, theirs = socket.socketpair()
         with theirs:
-            # the folder that holds the packages: found from this file, since cwd is /
-            packages = str(Path(__file__).resolve().parents[2])
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "daemon.text", str(theirs.fileno())],
                 cwd="/",
-                env={**os.environ, "PYTHONPATH": packages},
+                env=child_environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),

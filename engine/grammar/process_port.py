@@ -8,11 +8,11 @@ import select
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
+from config.child_process import child_environment
 from engine.grammar.messages import FromGrammar, row_bytes
 from engine.protocol import FrameReader, LoadModel, Message, encode
 
@@ -74,12 +74,11 @@ class GrammarPort:
 def _spawn(masks_fd: int) -> tuple[socket.socket, subprocess.Popen[bytes]]:
     ours, theirs = socket.socketpair()
     with theirs:
-        packages = str(Path(__file__).resolve().parents[2])  # found from this file, since cwd is /
         fds = (theirs.fileno(), masks_fd)
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "engine.grammar", "--channel-fd", str(fds[0]), "--masks-fd", str(fds[1])],
             cwd="/",
-            env={**os.environ, "PYTHONPATH": packages},
+            env=child_environment(),
             stdin=subprocess.DEVNULL,
             pass_fds=fds,
         )

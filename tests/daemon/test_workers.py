@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from config import child_process
 from config.schema import DeviceBudget, NodeConfig
 from daemon import workers
 from daemon.workers import EngineSpec, Worker, threads_per_engine
@@ -176,7 +177,7 @@ async def test_back_off_grows_while_an_engine_cannot_start(monkeypatch: pytest.M
     (tmp_path / "engine").mkdir()
     (tmp_path / "engine" / "__init__.py").write_text("")
     (tmp_path / "engine" / "__main__.py").write_text("raise SystemExit(1)\n")
-    monkeypatch.setattr(workers, "PACKAGES", tmp_path)
+    monkeypatch.setattr(child_process, "PACKAGES", tmp_path)
     monkeypatch.setattr(workers, "BACK_OFF_S", 0.01)
     pauses: list[float] = []
     sleep = asyncio.sleep

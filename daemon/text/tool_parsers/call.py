@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 
 import msgspec
 
@@ -15,7 +16,7 @@ _ARGUMENT_KEYS = ("arguments", "parameters")  # Llama 3 says parameters
 _OTHER_KEYS = ("type", "id")
 
 
-class Call:
+class Call(ABC):
     """`done`: complete · `bad`: it is no call, see `give_up`. `lead`: the markers it began with."""
 
     __slots__ = ("_index", "_raw", "announced", "bad", "done")
@@ -36,8 +37,9 @@ class Call:
         raw = "".join(self._raw)
         out.append(Piece(BROKEN, raw, self._index) if self.announced else Piece(CONTENT, raw))
 
+    @abstractmethod
     def _read(self, text: str, at: int, out: list[Piece]) -> int:
-        raise NotImplementedError
+        """As `feed`; sets `done` or `bad` at the call's end."""
 
     def _announce(self, name: str, out: list[Piece]) -> None:
         self.announced = True

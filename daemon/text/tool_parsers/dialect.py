@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from daemon.text.tool_parsers.call import Call
@@ -11,7 +12,7 @@ from daemon.text.tool_parsers.pieces import CONTENT, Piece, find_marker
 Mode = Callable[[str, int, list[Piece]], int]
 
 
-class DialectParser:
+class DialectParser(ABC):
     """A reply in one dialect; a ToolParser. `opened` is told when `marker` was read, `after` reads on behind a complete call."""
 
     marker: str
@@ -41,11 +42,11 @@ class DialectParser:
         self._call, self.lead, self.held = None, "", ""
         return out
 
-    def opened(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def opened(self) -> None: ...
 
-    def after(self, text: str, at: int, out: list[Piece]) -> int:
-        raise NotImplementedError
+    @abstractmethod
+    def after(self, text: str, at: int, out: list[Piece]) -> int: ...
 
     def content(self, text: str, at: int, out: list[Piece]) -> int:
         found, whole = find_marker(text, at, self.marker)
@@ -87,5 +88,5 @@ class DialectParser:
                 self.gave_up()
         return at
 
-    def gave_up(self) -> None:
+    def gave_up(self) -> None:  # noqa: B027 (most dialects have nothing to do then)
         """A call was malformed."""
