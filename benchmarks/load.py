@@ -2,7 +2,7 @@
 
 The client counts SSE events in raw bytes and parses only each stream's last event: on a machine it shares with the server, a
 client that costs as much as the server would measure itself. CPU is user + system time of the server's whole process tree.
-usage: python -m benchmarks.load --url http://127.0.0.1:8000 --model NAME --pid PID [-n 64 -c 16 --input 128 --output 128]
+usage: python -m benchmarks.load --url http://127.0.0.1:8000 --model NAME --pid PID [-n 64 -c 16 --input 128 --output 128 --key KEY]
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import asyncio
 import json
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
@@ -62,12 +63,13 @@ class Result:
         return self.status == 200 and not self.error and self.completion_tokens > 0
 
 
-async def stream_one(host: str, port: int, body: dict[str, object], keep_text: bool = False) -> Result:
-    """One streamed completion on a connection of its own."""
+async def stream_one(host: str, port: int, body: dict[str, object], keep_text: bool = False, key: str = "") -> Result:
+    """One streamed completion on a connection of its own. key: "" for a server without keys."""
     payload = json.dumps(body).encode()
+    authorization = f"Authorization: Bearer {key}\r\n" if key else ""
     head = (
         f"POST /v1/completions HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: application/json\r\n"
-        f"Connection: close\r\nContent-Length: {len(payload)}\r\n\r\n"
+        f"{authorization}Connection: close\r\nContent-Length: {len(payload)}\r\n\r\n"
     ).encode()
     result = Result(time.perf_counter())
     tail = b""
@@ -103,8 +105,11 @@ async def stream_one(host: str, port: int, body: dict[str, object], keep_text: b
     return result
 
 
-async def drive(url: str, models: list[str], num: int, streams: int, num_in: int, num_out: int, seed: int = 0) -> list[Result]:
-    """`num` requests over `streams` workers; prompts are random words, distinct, so that prefix caches do not help."""
+async def drive(
+    url: str, models: list[str], num: int, streams: int, num_in: int, num_out: int, seed: int = 0, keys: Sequence[str] = ("",)
+) -> list[Result]:
+    """`num` requests over `streams` workers; prompts are random words, distinct, so that prefix caches do not help. keys: the
+    requests take turns with them."""
     where = urlsplit(url)
     rng = random.Random(seed)
     bodies: list[dict[str, object]] = [
@@ -123,7 +128,8 @@ async def drive(url: str, models: list[str], num: int, streams: int, num_in: int
 
     async def worker() -> None:
         while bodies:
-            results.append(await stream_one(str(where.hostname), int(where.port or 80), bodies.pop()))
+            key = keys[len(bodies) % len(keys)]
+            results.append(await stream_one(str(where.hostname), int(where.port or 80), bodies.pop(), key=key))
 
     await asyncio.gather(*[worker() for _ in range(streams)])
     return results
@@ -154,9 +160,11 @@ def summary(results: list[Result], wall_s: float, cpu_s: float, rss_bytes: int) 
     }
 
 
-async def measure(url: str, models: list[str], pid: int, num: int, streams: int, num_in: int, num_out: int) -> dict[str, object]:
+async def measure(
+    url: str, models: list[str], pid: int, num: int, streams: int, num_in: int, num_out: int, keys: Sequence[str] = ("",)
+) -> dict[str, object]:
     cpu, start = tree_cpu_s(pid), time.perf_counter()
-    results = await drive(url, models, num, streams, num_in, num_out)
+    results = await drive(url, models, num, streams, num_in, num_out, keys=keys)
     wall = time.perf_counter() - start
     return summary(results, wall, tree_cpu_s(pid) - cpu, tree_rss_bytes(pid))
 
@@ -170,8 +178,10 @@ def main() -> None:
     parser.add_argument("-c", type=int, default=16, help="streams at a time")
     parser.add_argument("--input", type=int, default=128, help="words a prompt")
     parser.add_argument("--output", type=int, default=128, help="tokens a request")
+    parser.add_argument("--key", default="", help="one API key, or several with commas: the requests take turns with them")
     args = parser.parse_args()
-    print(json.dumps(uvloop.run(measure(args.url, args.model.split(","), args.pid, args.n, args.c, args.input, args.output))))
+    measured = measure(args.url, args.model.split(","), args.pid, args.n, args.c, args.input, args.output, args.key.split(","))
+    print(json.dumps(uvloop.run(measured)))
 
 
 if __name__ == "__main__":

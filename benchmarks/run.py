@@ -19,7 +19,7 @@ import psutil
 
 from benchmarks.server import ROOT
 
-SCRIPTS = ("serve", "stall", "crash", "scheduler", "grammar")
+SCRIPTS = ("serve", "overhead", "stall", "crash", "scheduler", "grammar")
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 
 
@@ -83,6 +83,7 @@ def report(lines: list[dict[str, Any]]) -> str:
         }
         parts += ["### At rest", table(still, columns)]
     for name, title in (
+        ("overhead", "Keys, a log line a request and metrics scraped every second, against none of them"),
         ("stall", "A 1 MB prompt and a 128,000-entry vocabulary arrive while 50 streams run"),
         ("crash", "kill -9 of the engine under 50 streams"),
         ("scheduler", "Node scheduler, cost of an event"),
