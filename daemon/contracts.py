@@ -38,6 +38,7 @@ class ModelEntry:
     tool_parser: str | None = None  # daemon/text/tool_parsers/registry.py; None: told by the chat template
     reasoning_parser: str | None = None
     embedding_size: int = 0  # of an encoder, which does nothing but embeddings; 0: it generates text
+    cut_sizes: Sequence[int] = ()  # what its embeddings may be cut to, beside that
 
 
 class TokenSink(Protocol):

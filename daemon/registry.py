@@ -172,6 +172,7 @@ class Registry:
             tool_parser=settings.tool_parser,
             reasoning_parser=settings.reasoning_parser,
             embedding_size=shape.hidden_size if shape.pooling else 0,
+            cut_sizes=shape.cut_sizes,
         )
         return Registered(checkpoint, facts, entry, dtype, "")
 

@@ -5,6 +5,7 @@ Dialects: `rope_parameters` + `dtype` (transformers 5) and `rope_theta` + `rope_
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from loader.config_fields import Fields, json_fields
@@ -48,6 +49,7 @@ class ModelShape:
     local_rope: RopeParameters | None = None  # of windowed layers, where theirs differs from `rope`
     pooling: str = ""  # of an encoder: mean or cls; "": it generates text
     type_vocab_size: int = 0  # of an encoder: kinds of segments
+    cut_sizes: Sequence[int] = ()  # of an encoder trained for it (Matryoshka): what its vectors may be cut to
     tensor_prefix: str = ""  # of an encoder: what its parameters' names begin with
 
 
@@ -159,7 +161,18 @@ def encoder_shape(fields: Fields, family: Family) -> ModelShape:
         branch_norms=False,
         pooling="mean",
         type_vocab_size=fields.integer("type_vocab_size", 2),
+        cut_sizes=_cut_sizes(fields, hidden_size),
     )
+
+
+def _cut_sizes(fields: Fields, hidden_size: int) -> Sequence[int]:
+    """`matryoshka_dimensions` names them; `is_matryoshka` alone means any."""
+    if fields.has("matryoshka_dimensions"):
+        sizes = fields.values["matryoshka_dimensions"]
+        if not isinstance(sizes, list) or not all(type(size) is int and 1 <= size <= hidden_size for size in sizes):
+            raise fields.fail("matryoshka_dimensions", f"{sizes!r} is not a list of sizes from 1 to hidden_size {hidden_size}")
+        return tuple(sorted(sizes))
+    return range(1, hidden_size + 1) if fields.boolean("is_matryoshka") else ()
 
 
 def _softcap(fields: Fields, key: str, default: float | None) -> float:

@@ -9,13 +9,17 @@ import msgspec
 
 from daemon.errors import BadRequest
 
+_INTEGER_IS_FLOAT = re.compile(r"Expected `[^`]*\bint\b[^`]*`, got `float`")
+_STRING = re.compile(rb'("[^"\\]*+(?:\\.[^"\\]*+)*+")', re.DOTALL)
+_ZERO_FRACTION = re.compile(rb"(?<=\d)\.0++(?![\deE])")
+_EXPONENT = re.compile(rb"-?\d++(?:\.\d++)?[eE][+-]?\d++")
 _PATH = re.compile(r" - at `(?:key in )?\$(.*)`$")
 
 
 def decode(decoder: msgspec.json.Decoder[Any], data: bytes, base: str) -> Any:
     """`base`: the field `data` is the value of, "" for a whole body. Raises BadRequest (400)."""
     try:
-        return decoder.decode(data)
+        return _decode(decoder, data)
     except msgspec.ValidationError as error:
         text = str(error)
         match = _PATH.search(text)
@@ -29,6 +33,31 @@ def decode(decoder: msgspec.json.Decoder[Any], data: bytes, base: str) -> Any:
         raise BadRequest("invalid_json", "the request body is nested too deeply") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadRequest("invalid_json", f"the request body is not valid JSON: {error}") from None
+
+
+def _decode(decoder: msgspec.json.Decoder[Any], data: bytes) -> Any:
+    try:
+        return decoder.decode(data)
+    except msgspec.ValidationError as error:
+        if not _INTEGER_IS_FLOAT.match(str(error)):
+            raise
+    return decoder.decode(integers_plain(data))
+
+
+def integers_plain(data: bytes) -> bytes:
+    """The same JSON with whole numbers written as integers: 5.0 and 5e0 as 5. To JSON they are one, to the decoder not, and
+    the languages of some clients know one kind of number only."""
+    parts = _STRING.split(data)
+    for at in range(0, len(parts), 2):  # between the strings
+        if b"." in parts[at]:
+            parts[at] = _ZERO_FRACTION.sub(b"", parts[at])
+        parts[at] = _EXPONENT.sub(_without_exponent, parts[at])
+    return b"".join(parts)
+
+
+def _without_exponent(found: re.Match[bytes]) -> bytes:
+    value = float(found[0])
+    return b"%d" % value if value.is_integer() and abs(value) < 2**53 else found[0]
 
 
 def invalid(param: str | None, message: str) -> BadRequest:

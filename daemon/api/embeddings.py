@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import math
 from array import array
 from collections.abc import Sequence
+from operator import mul
 
 import msgspec
 from aiohttp import web
@@ -19,6 +21,7 @@ from daemon.contracts import Generation, ModelEntry
 from daemon.errors import BadRequest, HearthError
 from engine.protocol import SamplingParams
 
+NUMBERS_AT_ONCE = 8192  # written as text between two turns of the event loop: about a millisecond
 AT_ONCE = 64  # texts of one request in the queue, so that many of them do not fill it
 
 _head_decoder = msgspec.msgpack.Decoder(EmbeddingsHead)
@@ -31,8 +34,9 @@ async def embeddings(request: web.Request, context: ApiContext, model_name: str 
     size = model.embedding_size
     if not size:
         raise BadRequest("wrong_task", f"{model.name} generates text; it has no embeddings", param="model")
-    if head.dimensions is not None and head.dimensions != size:
-        raise invalid("dimensions", f"dimensions: {head.dimensions} was asked for, {model.name} has {size} and they cannot be cut")
+    num_dimensions = head.dimensions or size
+    if num_dimensions != size and num_dimensions not in model.cut_sizes:
+        raise invalid("dimensions", f"dimensions: {num_dimensions} was asked for, {model.name} has {size} {_cuts(model.cut_sizes)}")
     if head.kind == "ids":
         texts = [array("i", ids) for ids in _packed_ids.decode(packed)]
     else:
@@ -61,9 +65,15 @@ async def embeddings(request: web.Request, context: ApiContext, model_name: str 
             context.requests.cancel(generation)
         raise
     num_tokens = sum(map(len, texts))
-    data = [
-        {"object": "embedding", "index": at, "embedding": _shown(each.vector, head.base64)} for at, each in enumerate(generations)
-    ]
+    data: list[dict[str, object]] = []
+    written = 0
+    for at, each in enumerate(generations):
+        vector = cut(each.vector, num_dimensions) if num_dimensions < size else each.vector
+        data.append({"object": "embedding", "index": at, "embedding": _shown(vector, head.base64)})
+        written += num_dimensions
+        if written > NUMBERS_AT_ONCE:
+            written = 0
+            await asyncio.sleep(0)
     usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
     return json_response({"object": "list", "data": data, "model": model.name, "usage": usage})
 
@@ -81,8 +91,22 @@ def _check(texts: Sequence[array[int]], model: ModelEntry) -> None:
             raise invalid(field, f"{field}: token id {max(ids)} is outside the vocabulary of {model.vocab_size} tokens")
 
 
-def _shown(vector: bytes, as_base64: bool) -> str | list[float]:
-    return base64.b64encode(vector).decode() if as_base64 else array("f", vector).tolist()
+def cut(vector: bytes, num_dimensions: int) -> bytes:
+    """The first of an embedding's float32, scaled to length 1 again."""
+    first = array("f", vector[: 4 * num_dimensions])
+    length = math.sqrt(sum(map(mul, first, first)))
+    return array("f", [each / length for each in first]).tobytes() if length else first.tobytes()
+
+
+def _cuts(sizes: Sequence[int]) -> str:
+    if not sizes:
+        return "and they cannot be cut"
+    return "and may be cut to " + (f"{sizes[0]} or more" if isinstance(sizes, range) else ", ".join(map(str, sizes)))
+
+
+def _shown(vector: bytes, as_base64: bool) -> msgspec.Raw:
+    """JSON, so that what is left for the whole answer is copying."""
+    return msgspec.Raw(b'"%b"' % base64.b64encode(vector) if as_base64 else msgspec.json.encode(array("f", vector).tolist()))
 
 
 class _Waiting:

@@ -37,7 +37,7 @@ FIELDS = {
     "messages": "role and content (text, or text parts), tool calls and their results",
     "input": "text, a list of texts, token ids, or a list of those",
     "encoding_format": "float, or base64 of little-endian float32; default float",
-    "dimensions": "only the model's own",
+    "dimensions": "the model's own, or a size its checkpoint was trained to be cut to",
     "prompt": "what is completed, or tokenised",
     "temperature": "0 is greedy; default: the model's settings, then the checkpoint's, then 1",
     "top_p": "nucleus; 0: the likeliest token",
@@ -179,6 +179,8 @@ def reference() -> str:
     lines += ["", "Of " + ", ".join(f"`{name}`" for name in GRAMMAR_FIELDS) + " one may be given.", ""]
     lines += ["Known and not built, so that anything but a neutral value is refused by name: "]
     lines[-1] += ", ".join(f"`{name}`" for name in _UNBUILT) + ". Fields that are not known are ignored."
+    lines[-1] += " Accepted, and without effect: " + ", ".join(f"`{name}`" for name in schema.WITHOUT_EFFECT)
+    lines[-1] += "; `functions` too, where `function_call` is `none`."
     lines += [
         "",
         "## Streams",

@@ -78,8 +78,7 @@ class Common(Struct):
     functions: Raw = Raw()
     function_call: Raw = Raw()
     modalities: Raw = Raw()
-    audio: Raw = Raw()
-    prediction: Raw = Raw()
+    moderation: Raw = Raw()
     web_search_options: Raw = Raw()
     suffix: Raw = Raw()
     chat_template: Raw = Raw()
@@ -174,6 +173,9 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "suffix": ("",),
 }
 _TRUE_IS_NEUTRAL = frozenset({"skip_special_tokens"})
+# Known, and without effect here whatever they say. audio: how speech should sound; `modalities` asks for it, and is refused.
+# prediction: a hint for speed.
+WITHOUT_EFFECT = ("audio", "prediction")
 _ZERO_IS_NEUTRAL = frozenset({"top_logprobs", "prompt_logprobs"})  # nothing is asked for by 0
 _UNBUILT = tuple(name for name, kind in Common.__annotations__.items() if kind == "Raw" and name not in GRAMMAR_FIELDS)
 _ROLES = frozenset(["system", "developer", "user", "assistant", "tool", "function"])
@@ -251,8 +253,10 @@ def parse(endpoint: str, body: bytes) -> tuple[Head, bytes]:
 
 
 def _refuse_unbuilt(fields: Common) -> None:
+    no_calls = bytes(fields.function_call) == b'"none"'
     for name in _UNBUILT:
-        _refuse_raw(name, getattr(fields, name))
+        if not (name == "functions" and no_calls):  # what may not be called is not missed
+            _refuse_raw(name, getattr(fields, name))
 
 
 def _refuse_raw(name: str, raw: Raw) -> None:

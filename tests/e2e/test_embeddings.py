@@ -23,7 +23,7 @@ WORDS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "sky", "is", "blue
 HIDDEN, MAX_TOKENS = 32, 32
 
 
-def make_encoder(folder: Path, num_layers: int = 2, hidden: int = HIDDEN) -> Path:
+def make_encoder(folder: Path, num_layers: int = 2, hidden: int = HIDDEN, **config: object) -> Path:
     """A seeded BERT with a WordPiece tokenizer that cuts and pads, as sentence-transformers' do."""
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
@@ -39,6 +39,7 @@ def make_encoder(folder: Path, num_layers: int = 2, hidden: int = HIDDEN) -> Pat
             "vocab_size": len(WORDS),
             "max_position_embeddings": MAX_TOKENS,
             "hidden_act": "gelu",
+            **config,
         }
     )
     write_weights(folder / "model.safetensors", hf_config.parse_config(text.encode()), 1)
@@ -57,6 +58,7 @@ def make_encoder(folder: Path, num_layers: int = 2, hidden: int = HIDDEN) -> Pat
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     folder = tmp_path_factory.mktemp("embeddings")
     make_encoder(folder / "models" / "enc")
+    make_encoder(folder / "models" / "cut", matryoshka_dimensions=[16, 8])
     make_model(folder / "models" / "gen")
     with Node(folder, runner="torch") as node:
         yield node
@@ -86,6 +88,17 @@ def test_official_client(node: Node) -> None:
     assert np.allclose(np.frombuffer(base64.b64decode(encoded), "<f4"), vectors(plain)[0], atol=1e-5)
 
 
+@pytest.mark.parametrize("encoding", ["float", "base64"])
+def test_a_checkpoint_trained_for_it_has_its_vectors_cut(node: Node, encoding: str) -> None:
+    with node.openai() as client:
+        whole = vectors(client.embeddings.create(model="cut", input=["the sky", "blue"], encoding_format="float"))
+        for size in (8, 16, HIDDEN):
+            options = {"encoding_format": "float"} if encoding == "float" else {}  # the client asks for base64 by itself
+            cut = vectors(client.embeddings.create(model="cut", input=["the sky", "blue"], dimensions=size, **options))
+            assert cut.shape == (2, size)
+            assert np.allclose(cut, whole[:, :size] / np.linalg.norm(whole[:, :size], axis=1, keepdims=True), atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("body", "param", "told"),
     [
@@ -94,6 +107,7 @@ def test_official_client(node: Node) -> None:
         ({"input": []}, "input", "empty"),
         ({"input": [[2], [99]]}, "input[1]", "vocabulary of 11"),
         ({"input": "the", "dimensions": 16}, "dimensions", "16 was asked for, enc has 32"),
+        ({"input": "the", "model": "cut", "dimensions": 12}, "dimensions", "cut has 32 and may be cut to 8, 16"),
         ({"input": "the", "encoding_format": "int8"}, "encoding_format", ""),
         ({"input": "the", "model": "gen"}, "model", "gen generates text"),
         ({}, "input", ""),

@@ -127,3 +127,26 @@ def test_generation_config_goes_before_config() -> None:
 def test_bad_generation_values_name_file_and_key(given: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match=rf"generation_config\.json: key {next(iter(given))}"):
         parse_generation(b"{}", json.dumps(given).encode())
+
+
+BERT: dict[str, Any] = {
+    "architectures": ["BertModel"],
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "vocab_size": 100,
+    "max_position_embeddings": 32,
+}
+
+
+def test_sizes_an_encoders_vectors_may_be_cut_to() -> None:
+    def sizes(**config: object) -> list[int]:
+        return list(parse_config(json.dumps(BERT | config).encode()).cut_sizes)
+
+    assert sizes() == sizes(is_matryoshka=False) == []
+    assert sizes(matryoshka_dimensions=[32, 8]) == [8, 32]
+    assert sizes(is_matryoshka=True) == list(range(1, 65))
+    for wrong in ([65], [0], [True], 8, ["8"], [8.5]):
+        with pytest.raises(CheckpointError, match="matryoshka_dimensions"):
+            sizes(matryoshka_dimensions=wrong)

@@ -111,7 +111,7 @@ FIELDS: list[tuple[str, dict[str, object], str]] = [
 UNBUILT: list[tuple[str, object]] = [
     ("best_of", 2),
     ("functions", [{"name": "f"}]), ("function_call", "auto"), ("suffix", "end"), ("prompt_logprobs", 1),
-    ("modalities", ["text", "audio"]), ("audio", {"voice": "x"}), ("prediction", {"type": "content", "content": "x"}),
+    ("modalities", ["text", "audio"]), ("moderation", {"model": "m"}), ("web_search_options", {"search_context_size": "low"}),
     ("chat_template", "{{ 1 }}"), ("skip_special_tokens", False), ("use_beam_search", True),
 ]  # fmt: skip
 UNBUILT_CHAT: list[tuple[str, object]] = [("echo", True)]
@@ -119,8 +119,8 @@ UNBUILT_TEXT: list[tuple[str, object]] = [("top_logprobs", 3)]
 NEUTRAL: dict[str, object] = {
     "n": 1, "best_of": 0, "logprobs": False, "top_logprobs": 0, "logit_bias": {}, "presence_penalty": 0, "frequency_penalty": 0.0,
     "repetition_penalty": 1.0, "min_p": 0.0, "response_format": {"type": "text"}, "tools": [], "tool_choice": "none",
-    "functions": None, "echo": False, "suffix": None, "prompt_logprobs": None, "modalities": ["text"], "audio": None,
-    "prediction": None, "parallel_tool_calls": True, "user": "me", "priority": 3, "no_such_field": {"deep": [1, {"x": None}]},
+    "functions": [{"name": "f"}], "function_call": "none", "echo": False, "suffix": None, "prompt_logprobs": None,
+    "modalities": ["text"], "audio": {"voice": "x"}, "prediction": {"type": "content", "content": "x"}, "parallel_tool_calls": True, "user": "me", "priority": 3, "no_such_field": {"deep": [1, {"x": None}]},
     "stream_options": None, "stop": [], "seed": -(2**63), "skip_special_tokens": True,
 }  # fmt: skip
 
@@ -212,6 +212,33 @@ async def test_neutral_values_and_unknown_fields_are_accepted(http):
         for name in NEUTRAL:
             async with http.post(path, json=good | {name: None}) as answer:
                 assert answer.status == 200, (name, await answer.text())
+        async with http.post(path, json=good | {"functions": [{"name": "f"}]}) as answer:
+            check_error(answer.status, await answer.text(), "functions")
+
+
+async def test_whole_numbers_may_be_written_with_a_fraction_or_an_exponent(node, http):
+    ints = {"max_tokens": 5.0, "n": 1.0, "top_k": 4e1, "seed": -7.0, "stop_token_ids": [3.0, 30.0e0], "min_tokens": 0.0}
+    told = 'say 5.0 or "6.00" or 1e3'
+    for path, own in (
+        (CHAT, {"messages": [{"role": "user", "content": told}]}),
+        (TEXT, {"prompt": told}),
+        (TEXT, {"prompt": [1.0, 2]}),
+    ):
+        async with http.post(path, json={"model": "tiny", **own, **ints}) as answer:
+            assert answer.status == 200, await answer.text()
+        generation = node.requests.submitted[-1]
+        params = generation.params
+        assert (params.max_tokens, params.top_k, params.seed, params.stop_token_ids) == (5, 40, -7, [3, 30])
+        assert generation.prompt == ([1, 2] if own.get("prompt") == [1, 2] else list(told.encode()))
+    async with http.post("/detokenize", json={"model": "tiny", "tokens": [72.0, 105.0]}) as answer:
+        assert (await answer.json())["prompt"] == "Hi"
+
+
+async def test_other_fractions_are_no_integers(http):
+    for value in (b"5.5", b"5.0001", b"1e400", b"1e30", b"5e-1"):
+        body = b'{"model": "tiny", "prompt": "x", "max_tokens": %b}' % value
+        async with http.post(TEXT, data=body, headers={"Content-Type": "application/json"}) as answer:
+            check_error(answer.status, await answer.text(), "max_tokens")
 
 
 async def test_missing_fields_are_named(http):
