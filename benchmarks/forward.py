@@ -18,9 +18,13 @@ prepare_process()  # before torch is imported
 
 import numpy as np  # noqa: E402
 
-from engine.contracts import BatchPlan, SequenceTable  # noqa: E402
+from engine.contracts import (  # noqa: E402
+    BatchPlan,
+    LoadTask,
+    SequenceTable,
+)
 from engine.hosted_model import TorchModel  # noqa: E402
-from engine.memory.arena import KVArena  # noqa: E402
+from engine.memory.cpu_memory import CpuMemory  # noqa: E402
 from engine.model_runner import TorchRunner  # noqa: E402
 from engine.protocol import Configure, LoadModel  # noqa: E402
 from loader import sizing  # noqa: E402
@@ -95,11 +99,12 @@ def measure(path: Path, dtype: str, num_rows: int, context: int, prompt: int, st
     blocks = num_rows * -(-length // BLOCK_TOKENS)
     num_chunks = -(-blocks * sizing.block_bytes(shape, dtype, BLOCK_TOKENS) // CHUNK_BYTES)
     weights_chunks = -(-sizing.weights_bytes(shape, dtype) // CHUNK_BYTES)
-    configure = Configure("cpu:0", num_chunks, CHUNK_BYTES, 0, MAX_BATCHED_TOKENS, BLOCK_TOKENS, 10.0, threads)
-    runner = TorchRunner(KVArena(num_chunks, CHUNK_BYTES), configure)
+    configure = Configure("cpu:0", num_chunks + weights_chunks, CHUNK_BYTES, 0, MAX_BATCHED_TOKENS, BLOCK_TOKENS, 10.0, threads)
+    runner = TorchRunner(CpuMemory(num_chunks + weights_chunks, CHUNK_BYTES), configure)
     spec = LoadModel(1, path.name, str(path), dtype, checkpoint.fingerprint, weights_chunks, 0, 0, length, num_rows, [])
     begin = time.perf_counter()
-    model = runner.load(spec, lambda done, total: None, lambda: False)
+    chunks = np.arange(num_chunks, num_chunks + weights_chunks, dtype=np.int32)
+    model = runner.load(LoadTask(spec, chunks, lambda done, total: None, lambda: False))
     load_s = time.perf_counter() - begin
     table, slots = make_table(num_rows, length, shape.vocab_size), np.arange(num_rows, dtype=np.int32)
 

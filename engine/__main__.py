@@ -31,11 +31,11 @@ def make_runner(configure: Configure) -> tuple[Runner, Arena | None]:
         return NullRunner(configure), None
     if configure.runner == "torch":
         prepare_process()
-        from engine.memory.arena import KVArena
+        from engine.memory.cpu_memory import CpuMemory
         from engine.model_runner import TorchRunner
 
-        arena = KVArena(configure.num_chunks, configure.chunk_bytes)
-        return TorchRunner(arena, configure), arena
+        memory = CpuMemory(configure.num_chunks, configure.chunk_bytes)
+        return TorchRunner(memory, configure), memory
     raise ValueError(f"Configure.runner {configure.runner!r}: allowed are torch and null")
 
 

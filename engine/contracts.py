@@ -47,7 +47,7 @@ class HostedModel(Protocol):
         ...
 
     def release(self) -> None:
-        """Gives weights back to the system. The KV arena's blocks are the batch scheduler's business."""
+        """Takes the weights' chunks out of use. The KV arena's blocks are the batch scheduler's business."""
         ...
 
 
@@ -69,14 +69,29 @@ class HostedEncoder(Protocol):
     def release(self) -> None: ...
 
 
+@dataclass(slots=True)
+class LoadTask:
+    """One load: what is asked, the device's chunks for the weights, `progress(bytes_done, bytes_total)`; below, what the runner
+    says of it beside the model (protocol.LoadDone has the meanings)."""
+
+    spec: LoadModel
+    chunks: IntArray
+    progress: Callable[[int, int], None]
+    cancelled: Callable[[], bool]
+    bytes_read: int = 0
+    kept: bool = False
+    checksum: int = 0
+    copy_seconds: float = 0.0
+    map_seconds: float = 0.0
+    source_rejected: str = ""
+
+
 class Runner(Protocol):
     """Makes hosted models on one device. TorchRunner and NullRunner are the two implementations."""
 
-    def load(
-        self, spec: LoadModel, progress: Callable[[int, int], None], cancelled: Callable[[], bool]
-    ) -> HostedModel | HostedEncoder:
-        """Runs in a loader thread while other models step; `progress(bytes_done, bytes_total)`. Raises
-        loader.errors.CheckpointError (permanent, names file and tensor) or MemoryError."""
+    def load(self, task: LoadTask) -> HostedModel | HostedEncoder:
+        """Runs in a loader thread while other models step. Raises loader.errors.CheckpointError (permanent, names file and tensor),
+        MemoryError or LoadCancelled; the chunks are unused again then."""
         ...
 
 

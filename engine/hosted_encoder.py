@@ -24,12 +24,12 @@ from loader.hf_config import ModelShape
 class TorchEncoder:
     """engine.contracts.HostedEncoder on torch. Not for two threads at a time."""
 
-    def __init__(self, spec: LoadModel, shape: ModelShape, memory: WeightRange, num_threads: int) -> None:
+    def __init__(self, spec: LoadModel, shape: ModelShape, weights: WeightRange, num_threads: int) -> None:
         self.name = spec.model
         self.vocab_size = shape.vocab_size
-        self.weights_bytes = memory.num_bytes
-        self._pooling, self._num_threads, self._memory = shape.pooling, num_threads, memory
-        self._model: Encoder | None = build_encoder(shape, Weights(shape, spec.dtype, memory))
+        self.weights_bytes = weights.num_bytes
+        self._pooling, self._num_threads, self._weights = shape.pooling, num_threads, weights
+        self._model: Encoder | None = build_encoder(shape, Weights(shape, spec.dtype, weights))
 
     @torch.inference_mode()
     def embed(self, texts: Sequence[IntArray]) -> tuple[FloatArray, float]:
@@ -47,4 +47,4 @@ class TorchEncoder:
     def release(self) -> None:
         """Unmaps the weights. Idempotent; any later `embed` raises RuntimeError."""
         self._model = None
-        self._memory.release()
+        self._weights.unmap()

@@ -18,7 +18,8 @@ from engine.grammar.row_masks import RowMasks
 from engine.layers.rope import rotary_of
 from engine.layers.weights import Weights
 from engine.logprobs import LogprobCollector, owed_prompt_rows
-from engine.memory.arena import KVArena
+from engine.memory.arena import arena_blocks
+from engine.memory.chunk_memory import ChunkMemory
 from engine.memory.weight_range import WeightRange
 from engine.models.registry import CausalLM, build_model
 from engine.protocol import LoadModel
@@ -31,29 +32,29 @@ class TorchModel:
     """engine.contracts.HostedModel on torch. Not for two threads at a time."""
 
     def __init__(
-        self, spec: LoadModel, shape: ModelShape, memory: WeightRange, arena: KVArena, block_tokens: int, num_threads: int
+        self, spec: LoadModel, shape: ModelShape, weights: WeightRange, memory: ChunkMemory, block_tokens: int, num_threads: int
     ) -> None:
         self.name = spec.model
         self.vocab_size = shape.vocab_size
-        self.weights_bytes = memory.num_bytes
+        self.weights_bytes = weights.num_bytes
         self.shape = shape
         self.kv_groups = sizing.kv_groups(shape, spec.dtype, block_tokens)
         self.num_threads = num_threads
         self._eos_token_ids = spec.eos_token_ids
-        self._memory = memory
+        self._weights = weights
         self._logits_rows = sizing.logits_rows(shape, spec.dtype, spec.max_sequences)
-        self._model: CausalLM | None = build_model(shape, Weights(shape, spec.dtype, memory))
+        self._model: CausalLM | None = build_model(shape, Weights(shape, spec.dtype, weights))
         rotary = rotary_of(shape.rope, shape.head_dim, spec.max_model_len)
         local = rotary if shape.local_rope is None else rotary_of(shape.local_rope, shape.head_dim, spec.max_model_len)
         self._dtype: torch.dtype = getattr(torch, spec.dtype)
         self._padded = spec.dtype != "float32"  # MKL, which serves float32, has no set-up per row count
-        self._kv = [self._group_memory(arena, group, local if group.window_tokens else rotary) for group in self.kv_groups]
+        self._kv = [self._group_memory(memory, group, local if group.window_tokens else rotary) for group in self.kv_groups]
         places = {layer: (number, place) for number, group in enumerate(self.kv_groups) for place, layer in enumerate(group.layers)}
         self._layer_places = tuple(places[layer] for layer in range(shape.num_layers))
 
-    def _group_memory(self, arena: KVArena, group: KVGroupSpec, rotary: Rotary) -> GroupMemory:
+    def _group_memory(self, memory: ChunkMemory, group: KVGroupSpec, rotary: Rotary) -> GroupMemory:
         block_shape = (len(group.layers), 2, self.shape.num_kv_heads, group.block_tokens, self.shape.head_dim)
-        kv = arena.blocks(block_shape, self._dtype)
+        kv = arena_blocks(memory, block_shape, self._dtype)
         flat = kv.view(-1)
         kv_flat = flat.view(torch.uint16).numpy() if kv.dtype is torch.bfloat16 else flat.numpy()
         return GroupMemory(kv, kv_flat, rotary, group.window_tokens)
@@ -119,4 +120,4 @@ class TorchModel:
     def release(self) -> None:
         """Unmaps the weights. Idempotent; any later step raises RuntimeError."""
         self._model = None
-        self._memory.release()
+        self._weights.unmap()

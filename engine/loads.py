@@ -9,8 +9,9 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
-from engine.contracts import HostedEncoder, HostedModel, LoadCancelled, Runner
+from engine.contracts import HostedEncoder, HostedModel, LoadCancelled, LoadTask, Runner
 from engine.protocol import LoadModel, LoadProgress
+from engine.served_models import Place
 
 log = logging.getLogger("engine")
 
@@ -21,11 +22,11 @@ PROGRESS_EVERY_S = 0.1
 class Load:
     """What became of one LoadModel. Exactly one of `hosted` and `error` is set when its thread is done."""
 
-    spec: LoadModel
+    task: LoadTask
+    place: Place
     started_s: float
-    cancelled: threading.Event = field(default_factory=threading.Event)
+    cancelled: threading.Event
     withdrawn_by: list[int] = field(default_factory=list)  # placement ids of the EvictModel messages to answer
-    bytes_done: int = 0
     hosted: HostedModel | HostedEncoder | None = None
     error: Exception | None = None
     seconds: float = 0.0
@@ -43,8 +44,18 @@ class Loads:
     def fileno(self) -> int:
         return self._wake_fd
 
-    def start(self, spec: LoadModel) -> None:
-        load = Load(spec, time.monotonic())
+    def start(self, spec: LoadModel, place: Place) -> None:
+        last_s = 0.0
+
+        def progress(bytes_done: int, bytes_total: int) -> None:
+            nonlocal last_s
+            now = time.monotonic()
+            if now - last_s >= PROGRESS_EVERY_S:
+                last_s = now
+                self._tell(LoadProgress(spec.placement_id, bytes_done, bytes_total))
+
+        cancelled = threading.Event()
+        load = Load(LoadTask(spec, place.weights, progress, cancelled.is_set), place, time.monotonic(), cancelled)
         self.running[spec.model] = load
         threading.Thread(target=self._run, args=(load,), name=f"load {spec.model}", daemon=True).start()
 
@@ -58,27 +69,17 @@ class Loads:
         while self._told:
             item = self._told.popleft()
             if isinstance(item, Load):
-                del self.running[item.spec.model]
+                del self.running[item.task.spec.model]
             told.append(item)
         return told
 
     def _run(self, load: Load) -> None:
-        last_s = 0.0
-
-        def progress(bytes_done: int, bytes_total: int) -> None:
-            nonlocal last_s
-            load.bytes_done = bytes_done
-            now = time.monotonic()
-            if now - last_s >= PROGRESS_EVERY_S:
-                last_s = now
-                self._tell(LoadProgress(load.spec.placement_id, bytes_done, bytes_total))
-
         try:
-            load.hosted = self._runner.load(load.spec, progress, load.cancelled.is_set)
+            load.hosted = self._runner.load(load.task)
         except LoadCancelled as error:
             load.error = error
         except Exception as error:
-            log.warning("load of %s failed: %s: %s", load.spec.model, type(error).__name__, error)
+            log.warning("load of %s failed: %s: %s", load.task.spec.model, type(error).__name__, error)
             load.error = error
         load.seconds = time.monotonic() - load.started_s
         self._tell(load)

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from engine.contracts import BatchPlan, IntArray, KVGroupSpec, LoadCancelled, SequenceTable, StepResult
+from engine.contracts import BatchPlan, IntArray, KVGroupSpec, LoadCancelled, LoadTask, SequenceTable, StepResult
 from engine.grammar.row_masks import RowMasks
 from engine.protocol import Configure, LoadModel, PromptLogprobs, TokenLogprobs
 from loader import sizing
@@ -147,8 +146,9 @@ class NullRunner:
         self._configure = configure
         self._pacer = Pacer(configure.null_step_ms / 1e3)
 
-    def load(self, spec: LoadModel, progress: Callable[[int, int], None], cancelled: Callable[[], bool]) -> NullModel:
+    def load(self, task: LoadTask) -> NullModel:
         """Raises NullLoadError if config.json is missing or asks for an error; LoadCancelled."""
+        spec = task.spec
         path = Path(spec.path) / "config.json"
         try:
             config = json.loads(path.read_bytes())
@@ -159,13 +159,14 @@ class NullRunner:
         load_s = float(faults.get("load_s", 0.0))
         started = time.monotonic()
         while (elapsed := time.monotonic() - started) < load_s:
-            if cancelled():
+            if task.cancelled():
                 raise LoadCancelled(spec.model)
-            progress(int(total_bytes * elapsed / load_s), total_bytes)
+            task.progress(int(total_bytes * elapsed / load_s), total_bytes)
             time.sleep(min(PROGRESS_EVERY_S, load_s - elapsed))
         if "load_error" in faults:
             failure = NullLoadError(str(path), None, str(faults["load_error"]))
             failure.permanent = bool(faults.get("load_error_permanent", True))
             raise failure
-        progress(total_bytes, total_bytes)
+        task.progress(total_bytes, total_bytes)
+        task.bytes_read = total_bytes
         return NullModel(spec, config, self._configure, self._pacer)

@@ -11,6 +11,7 @@ from engine.kv_caches import make_kv_cache
 from engine.protocol import Configure, LoadModel, Stats
 from scheduler.batch.batch_scheduler import BatchLimits, BatchScheduler
 from scheduler.batch.chunk_pool import ChunkPool
+from scheduler.batch.plan import IntArray
 from scheduler.batch.turns import Turns
 
 
@@ -23,12 +24,21 @@ class Arena(Protocol):
 
 
 @dataclass(slots=True)
+class Place:
+    """Chunks of one model: those of its weights, and while it loads, those its reserved KV will be made of."""
+
+    weights: IntArray
+    kv: IntArray
+
+
+@dataclass(slots=True)
 class ServedModel:
     """A loaded model and its sequences. seconds_per_token: of its prefill steps, smoothed; 0 until one was measured."""
 
     spec: LoadModel
     hosted: HostedModel
     scheduler: BatchScheduler
+    place: Place
     seconds_per_token: float = 0.0
 
 
@@ -38,10 +48,14 @@ class ServedModels:
     def __init__(self, configure: Configure, arena: Arena | None) -> None:
         self.by_name: dict[str, ServedModel] = {}
         self.embedders: dict[str, Embedder] = {}
+        self._encoder_places: dict[str, Place] = {}
         self.turns = Turns(configure.turn_budget_ms / 1e3)
         self._configure = configure
         self._arena = arena
-        self._chunks = ChunkPool(configure.num_chunks, configure.chunk_bytes)
+        work_chunks = -(-configure.work_space_bytes // configure.chunk_bytes)
+        self.chunks = ChunkPool(
+            configure.num_chunks, configure.chunk_bytes, resident_limit=max(0, configure.num_chunks - work_chunks)
+        )
         self._preempted_before = 0  # by models that are gone
 
     def busy(self) -> list[str]:
@@ -49,9 +63,32 @@ class ServedModels:
         busy = [name for name, served in self.by_name.items() if served.scheduler.runnable]
         return busy + [name for name, embedder in self.embedders.items() if embedder.waiting]
 
-    def add(self, spec: LoadModel, hosted: HostedModel) -> None:
+    def __contains__(self, name: str) -> bool:
+        return name in self.by_name or name in self.embedders
+
+    def take_place(self, spec: LoadModel) -> Place:
+        """What a model will own, before its load. Raises MemoryError, taking nothing."""
+        kv = self.chunks.hold(spec.kv_reserved_chunks)
+        try:
+            weights = self.chunks.take_weights(spec.weights_chunks)
+        except MemoryError:
+            self.chunks.release_hold(kv)
+            raise
+        self.discard_returned()
+        return Place(weights, kv)
+
+    def give_up_place(self, place: Place) -> None:
+        """Of a load that came to nothing, or of a model whose sequences are closed and whose weights are out of use."""
+        self.chunks.release_hold(place.kv)
+        self.chunks.give_back_weights(place.weights)
+        place.kv, place.weights = place.kv[:0], place.weights[:0]
+        self.discard_returned()
+
+    def add(self, spec: LoadModel, hosted: HostedModel, place: Place) -> None:
         """Raises MemoryError if the reserved chunks are not there, ValueError for KV this engine cannot hold."""
-        kv = make_kv_cache(spec, hosted.kv_groups, self._chunks, self._configure.max_num_batched_tokens)
+        self.chunks.release_hold(place.kv)
+        place.kv = place.kv[:0]
+        kv = make_kv_cache(spec, hosted.kv_groups, self.chunks, self._configure.max_num_batched_tokens)
         kv.reclaim = lambda num_chunks: self._reclaim(spec.model, num_chunks)
         limits = BatchLimits(
             max_sequences=spec.max_sequences,
@@ -61,11 +98,12 @@ class ServedModels:
             fingerprint=spec.fingerprint,
             kv_dtype=spec.dtype,
         )
-        self.by_name[spec.model] = ServedModel(spec, hosted, BatchScheduler(spec.model, kv, limits))
+        self.by_name[spec.model] = ServedModel(spec, hosted, BatchScheduler(spec.model, kv, limits), place)
         self.turns.add(spec.model)
 
-    def add_encoder(self, spec: LoadModel, hosted: HostedEncoder) -> None:
+    def add_encoder(self, spec: LoadModel, hosted: HostedEncoder, place: Place) -> None:
         self.embedders[spec.model] = Embedder(spec, hosted, self._configure.max_num_batched_tokens)
+        self._encoder_places[spec.model] = place
         self.turns.add(spec.model)
 
     def remove(self, name: str) -> bool:
@@ -74,6 +112,7 @@ class ServedModels:
         if embedder is not None:
             self.turns.remove(name)
             embedder.hosted.release()
+            self.give_up_place(self._encoder_places.pop(name))
             return True
         served = self.by_name.pop(name, None)
         if served is None:
@@ -82,27 +121,27 @@ class ServedModels:
         self._preempted_before += served.scheduler.num_preemptions
         served.scheduler.close()
         served.hosted.release()
-        self.discard_returned()
+        self.give_up_place(served.place)
         return True
 
     def set_lease(self, lease_chunks: int) -> None:
         """Kept prefixes go first, then the newest sequences, until what is drawn fits the lease."""
-        self._chunks.set_lease(lease_chunks)
+        self.chunks.set_lease(lease_chunks)
         drawing = [served.scheduler for served in self.by_name.values() if served.scheduler.kv.num_drawn_chunks]
         for scheduler in drawing:
-            if self._chunks.room_chunks >= 0:
+            if self.chunks.room_chunks >= 0:
                 break
-            scheduler.kv.give_up_prefixes(-self._chunks.room_chunks)
-        while self._chunks.room_chunks < 0:
+            scheduler.kv.give_up_prefixes(-self.chunks.room_chunks)
+        while self.chunks.room_chunks < 0:
             drawing = [scheduler for scheduler in drawing if scheduler.kv.num_drawn_chunks]
             most = max(drawing, key=lambda scheduler: scheduler.kv.num_drawn_chunks)
             most.preempt_one()
-            most.kv.give_up_prefixes(-self._chunks.room_chunks)
+            most.kv.give_up_prefixes(-self.chunks.room_chunks)
         self.discard_returned()
 
     def discard_returned(self) -> None:
-        """The memory of chunks that came back goes to the system."""
-        for first_chunk, num_chunks in self._chunks.take_discards():
+        """Memory beyond what the chunks may take goes back to the system."""
+        for first_chunk, num_chunks in self.chunks.take_discards():
             if self._arena is not None:
                 self._arena.discard(first_chunk, num_chunks)
 

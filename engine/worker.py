@@ -18,10 +18,11 @@ from typing import Any
 import numpy as np
 
 from engine.channel import Channel, ChannelClosed
-from engine.contracts import HostedEncoder, LoadCancelled, Runner
+from engine.contracts import Runner
 from engine.embedder import Embedder
 from engine.grammar.constraints import Constraints, End
-from engine.loads import Load, Loads
+from engine.loads import Loads
+from engine.placements import Placements
 from engine.protocol import (
     FINISH_LENGTH,
     FINISH_STOP,
@@ -29,12 +30,8 @@ from engine.protocol import (
     Abort,
     Configure,
     EngineReady,
-    Evicted,
     EvictModel,
-    LoadDone,
-    LoadFailed,
     LoadModel,
-    LoadProgress,
     RequestFailed,
     SetLease,
     Shutdown,
@@ -63,7 +60,7 @@ class Engine:
         self.journal = journal
         self.configure = configure
         self.models = ServedModels(configure, arena)
-        self.loads = Loads(runner)
+        self.placements = Placements(self.models, Loads(runner), channel.send, self._forget)
         self.constraints = Constraints()
         self.num_steps = 0
         self._model_of: dict[int, str] = {}
@@ -80,7 +77,7 @@ class Engine:
         gc.freeze()
         poller = select.epoll()
         poller.register(self.channel.fileno(), select.EPOLLIN)
-        poller.register(self.loads.fileno(), select.EPOLLIN)
+        poller.register(self.placements.fileno(), select.EPOLLIN)
         poller.register(self.constraints.fileno(), select.EPOLLIN)
         watching_out = False
         try:
@@ -97,8 +94,9 @@ class Engine:
                     poller.modify(self.channel.fileno(), select.EPOLLIN | (select.EPOLLOUT if watching_out else 0))
                 ready = poller.poll(0 if busy else self._idle_timeout_s())
                 for fd, events in ready:
-                    if fd == self.loads.fileno():
-                        self._take_loads()
+                    if fd == self.placements.fileno():
+                        self.placements.take()
+                        self._stats_dirty = True
                     elif fd == self.constraints.fileno():
                         self._end_constrained(self.constraints.receive())
                     else:
@@ -267,9 +265,9 @@ class Engine:
                         self.models.by_name[name].scheduler.abort(request_id)
                         self.constraints.drop(name, request_id)
             case LoadModel():
-                self._load(message)
+                self.placements.load(message)
             case EvictModel():
-                self._evict(message)
+                self.placements.evict(message)
             case SetLease():
                 self.models.set_lease(message.lease_chunks)
             case Shutdown():
@@ -333,60 +331,8 @@ class Engine:
             else:
                 served.scheduler.submit(request)
 
-    def _load(self, spec: LoadModel) -> None:
-        if spec.model in self.models.by_name or spec.model in self.models.embedders or spec.model in self.loads.running:
-            text = f"model {spec.model} is loaded or loading already"
-            self.channel.send(LoadFailed(spec.placement_id, spec.model, text, False))
-            return
-        self.models.set_lease(spec.lease_chunks)
-        self.loads.start(spec)
-
-    def _take_loads(self) -> None:
-        for item in self.loads.take():
-            if isinstance(item, LoadProgress):
-                self.channel.send(item)
-            else:
-                self._loaded(item)
-        self._stats_dirty = True
-
-    def _loaded(self, load: Load) -> None:
-        spec, error = load.spec, load.error
-        if load.cancelled.is_set():
-            if load.hosted is not None:
-                load.hosted.release()
-                load.hosted = None
-            for placement_id in load.withdrawn_by:
-                self.channel.send(Evicted(placement_id, spec.model))
-            return
-        if load.hosted is not None:
-            try:
-                if isinstance(load.hosted, HostedEncoder):
-                    self.models.add_encoder(spec, load.hosted)
-                else:
-                    self.models.add(spec, load.hosted)
-            except (MemoryError, ValueError) as failure:
-                load.hosted.release()
-                error = failure
-            else:
-                gc.collect()
-                gc.freeze()
-                self.channel.send(LoadDone(spec.placement_id, spec.model, load.seconds, load.bytes_done))
-                return
-        if isinstance(error, LoadCancelled):
-            error = RuntimeError("the load was cancelled, though nobody asked for it")
-        permanent = bool(getattr(error, "permanent", False))
-        self.channel.send(LoadFailed(spec.placement_id, spec.model, f"{type(error).__name__}: {error}", permanent))
-
-    def _evict(self, message: EvictModel) -> None:
-        name = message.model
-        load = self.loads.running.get(name)
-        if self.models.remove(name):
-            self._model_of = {request: model for request, model in self._model_of.items() if model != name}
-            self.constraints.close(name)
-            self._must_unfreeze = True
-        self.models.set_lease(message.lease_chunks)
-        if load is None:
-            self.channel.send(Evicted(message.placement_id, name))
-        else:
-            load.withdrawn_by.append(message.placement_id)
-            load.cancelled.set()
+    def _forget(self, name: str) -> None:
+        """An evicted model's requests."""
+        self._model_of = {request: model for request, model in self._model_of.items() if model != name}
+        self.constraints.close(name)
+        self._must_unfreeze = True

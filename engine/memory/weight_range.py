@@ -1,32 +1,80 @@
-"""One contiguous range of memory per model for its weights. Releasing it unmaps it: touching a released tensor is a segmentation
-fault, so a use after eviction can't pass unnoticed."""
+"""One address range per model for its weights, the same from the first load to the last: what holds an address of a weight (a
+captured graph, a table) stays valid. Between an eviction and the next load it has no memory, and touching it is a fault, so a use
+after eviction can't pass unnoticed."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
-from engine.memory.arena import anonymous_map
+from engine.memory.chunk_memory import ChunkMemory
 
 
 class WeightRange:
-    """num_bytes of zeroed memory. Raises MemoryError."""
+    """num_bytes in whole chunks. Raises MemoryError if there is no address space."""
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(self, memory: ChunkMemory, num_bytes: int) -> None:
         self.num_bytes = num_bytes
-        self._map = anonymous_map(num_bytes)
-        self._memory = torch.frombuffer(self._map, dtype=torch.uint8, count=num_bytes)
+        self.num_chunks = -(-num_bytes // memory.chunk_bytes)
+        self._memory = memory
+        self._reserved_bytes = max(1, self.num_chunks) * memory.chunk_bytes
+        self.address = memory.reserve(self._reserved_bytes)
+        self._all = memory.tensor(self.address, num_bytes)
+        self._mapped = False
 
     @property
-    def buffer(self) -> memoryview:
-        """For reads into it. Seen through torch, so that a view left in some traceback can't keep `release` from unmapping."""
-        return self._memory.numpy().data
+    def buffer(self) -> Any:
+        """For reads into it, on a device whose memory the host can write."""
+        return self._all.numpy().data
 
     def tensor(self, offset_bytes: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         num_bytes = dtype.itemsize
         for extent in shape:
             num_bytes *= extent
-        return self._memory[offset_bytes : offset_bytes + num_bytes].view(dtype).view(shape)
+        return self._all[offset_bytes : offset_bytes + num_bytes].view(dtype).view(shape)
 
-    def release(self) -> None:
-        """Gives the memory back to the system. Idempotent."""
-        self._map.close()
+    def map(self, chunks: Sequence[int]) -> None:
+        """Puts memory behind it; what the chunks hold is undefined. Raises ValueError unless there are num_chunks of them, and
+        MemoryError, mapping none."""
+        if len(chunks) != self.num_chunks or self._mapped:
+            raise ValueError(f"{len(chunks)} chunks for a range of {self.num_chunks}{', mapped already' if self._mapped else ''}")
+        self._mapped = True
+        try:
+            self._memory.map(self.address, chunks)
+        except MemoryError:
+            self.unmap()
+            raise
+
+    def unmap(self) -> None:
+        """Takes the memory out again. Idempotent."""
+        if self._mapped:
+            self._mapped = False
+            self._memory.unmap(self.address, self._reserved_bytes)
+
+    def close(self) -> None:
+        """Ends the range."""
+        self.unmap()
+        self._memory.release(self.address, self._reserved_bytes)
+
+
+class WeightRanges:
+    """Every model's range, for the life of the process."""
+
+    def __init__(self, memory: ChunkMemory) -> None:
+        self._memory = memory
+        self._ranges: dict[str, tuple[object, WeightRange]] = {}
+
+    def of(self, model: str, identity: object, num_bytes: int) -> WeightRange:
+        """The unmapped range of a model that is not loaded: as it was if `identity` (what the weights are) and size are those of
+        its last load, else a new one."""
+        known = self._ranges.get(model)
+        if known is not None:
+            if known[0] == identity and known[1].num_bytes == num_bytes:
+                return known[1]
+            known[1].close()
+            del self._ranges[model]
+        made = WeightRange(self._memory, num_bytes)
+        self._ranges[model] = (identity, made)
+        return made

@@ -1,7 +1,8 @@
-"""Which chunks of a device's arena are free, and how many the models may draw beyond what is theirs for good.
+"""Which chunks of a device's memory are free, and how many the models may draw beyond what is theirs for good.
 
-A model owns its reserved chunks from load to eviction. Whatever it needs beyond them it draws from the engine's lease, which all
-models share: `num_drawn <= lease_chunks` holds after every call, except between `set_lease` and the reclaim that follows it.
+A model owns the chunks of its weights and its reserved KV from load to eviction. Whatever KV it needs beyond them it draws from the
+engine's lease, which all models share: `num_drawn <= lease_chunks` holds after every call, except between `set_lease` and the
+reclaim that follows it. Weights can lie anywhere, KV blocks want neighbours: weights fill the gaps.
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ from scheduler.batch.plan import BoolArray, IntArray
 
 
 class ChunkPool:
-    """num_chunks chunks of chunk_bytes each. Bookkeeping only: no memory is touched here."""
+    """num_chunks chunks of chunk_bytes each. Bookkeeping only: no memory is touched here.
 
-    def __init__(self, num_chunks: int, chunk_bytes: int, lease_chunks: int = 0) -> None:
+    resident_limit: how many chunks may have physical memory at a time (the rest of the budget is the work space's); None: all.
+    """
+
+    def __init__(self, num_chunks: int, chunk_bytes: int, lease_chunks: int = 0, resident_limit: int | None = None) -> None:
         if num_chunks <= 0 or chunk_bytes <= 0:
             raise ValueError(f"num_chunks {num_chunks} and chunk_bytes {chunk_bytes} must be positive")
         self.num_chunks = num_chunks
@@ -23,10 +27,12 @@ class ChunkPool:
         self.free: BoolArray = np.ones(num_chunks, np.bool_)
         self.num_reserved = 0
         self.num_drawn = 0
+        self.num_weights = 0
+        self.num_leaving = 0  # owned by models whose KV is being saved: free before long
         # Counts everything that may let a waiting request in: a freed block, a returned chunk, a larger lease.
         self.version = 0
-        # Chunks that were used and are free now: their physical memory is still there until the arena discards it.
-        self._dirty: BoolArray = np.zeros(num_chunks, np.bool_)
+        self.resident: BoolArray = np.zeros(num_chunks, np.bool_)  # have physical memory: in use, used before, or prepared
+        self.resident_limit = num_chunks if resident_limit is None else resident_limit
 
     @property
     def room_chunks(self) -> int:
@@ -47,7 +53,7 @@ class ChunkPool:
         if not reserved and len(chunks) > self.room_chunks:
             raise ValueError(f"lease: {len(chunks)} chunks asked, {self.room_chunks} left of {self.lease_chunks}")
         self.free[chunks] = False
-        self._dirty[chunks] = False
+        self.resident[chunks] = True
         if reserved:
             self.num_reserved += len(chunks)
         else:
@@ -55,26 +61,68 @@ class ChunkPool:
 
     def give_back(self, chunks: IntArray, *, reserved: bool, touched: bool = True) -> None:
         """touched: False for chunks taken a moment ago and not used. Raises ValueError if one is free already."""
-        if self.free[chunks].any():
-            raise ValueError("a chunk was given back twice")
-        self.free[chunks] = True
+        self._free(chunks)
         if reserved:
             self.num_reserved -= len(chunks)
         else:
             self.num_drawn -= len(chunks)
         if touched:
-            self._dirty[chunks] = True
             self.version += 1
 
-    def take_discards(self) -> list[tuple[int, int]]:
-        """Runs (first chunk, number) of free chunks whose memory shall go back to the system. Each run is told once.
+    def hold(self, num: int) -> IntArray:
+        """[num] free chunks, in one run if there is one, kept from everybody until `release_hold`: those that a model's reserved KV
+        will be made of, before its weights are placed around them. Raises MemoryError, holding none."""
+        runs = free_runs(self.free)
+        runs = runs[np.argsort(runs[:, 1], kind="stable")]
+        fitting = runs[runs[:, 1] >= num][:1]
+        longest_first = fitting if len(fitting) else runs[::-1]
+        chunks = np.concatenate([np.arange(first, first + length) for first, length in longest_first.tolist()] or [np.zeros(0)])
+        if len(chunks) < num:
+            raise MemoryError(f"KV: {num} reserved chunks asked, {num - len(chunks)} are not free")
+        chunks = chunks[:num].astype(np.int32)
+        self.free[chunks] = False
+        return chunks
 
-        Chunks come back only under pressure (eviction, a smaller lease, another model's need): none is kept for reuse."""
-        if not self._dirty.any():
+    def release_hold(self, chunks: IntArray) -> None:
+        self._free(chunks)
+
+    def take_weights(self, num: int) -> IntArray:
+        """[num] chunks, ascending; those that have memory first, then those of the shortest gaps.
+
+        Raises MemoryError, taking none."""
+        free = np.flatnonzero(self.free)
+        if len(free) < num:
+            raise MemoryError(f"weights: {num} chunks asked, {len(free)} of {self.num_chunks} are free")
+        runs = free_runs(self.free)
+        gap = np.repeat(runs[:, 1], runs[:, 1])
+        order = np.lexsort((-free, gap, ~self.resident[free]))
+        chunks = np.sort(free[order[:num]]).astype(np.int32)
+        self.free[chunks] = False
+        self.resident[chunks] = True
+        self.num_weights += num
+        return chunks
+
+    def give_back_weights(self, chunks: IntArray) -> None:
+        """Raises ValueError if one is free already."""
+        self._free(chunks)
+        self.num_weights -= len(chunks)
+        self.version += 1
+
+    def take_discards(self) -> list[tuple[int, int]]:
+        """Runs (first chunk, number) of free chunks whose memory shall go back to the system, each told once. Memory stays with its
+        chunk for the next owner as long as the limit allows."""
+        excess = int(np.count_nonzero(self.resident)) - self.resident_limit
+        if excess <= 0:
             return []
-        runs = free_runs(self._dirty)
-        self._dirty[:] = False
-        return [(int(first), int(length)) for first, length in runs]
+        gone = np.zeros(self.num_chunks, np.bool_)
+        gone[np.flatnonzero(self.resident & self.free)[-excess:]] = True
+        self.resident &= ~gone
+        return [(int(first), int(length)) for first, length in free_runs(gone)]
+
+    def _free(self, chunks: IntArray) -> None:
+        if self.free[chunks].any():
+            raise ValueError("a chunk was given back twice")
+        self.free[chunks] = True
 
 
 def free_runs(free: BoolArray) -> IntArray:

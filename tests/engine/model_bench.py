@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.contracts import BatchPlan, KVGroupSpec, SequenceTable
+from engine.contracts import BatchPlan, KVGroupSpec, LoadTask, SequenceTable
 from engine.hosted_model import TorchModel
-from engine.memory.arena import KVArena
+from engine.memory.cpu_memory import CpuMemory
 from engine.model_runner import TorchRunner
 from engine.protocol import Configure, LoadModel
 from loader.catalog import scan_one
@@ -120,17 +121,38 @@ def make_checkpoint(folder: Path, kind: str = "llama", dtype: torch.dtype = torc
     return model
 
 
-def make_runner(arena: KVArena, cache_dir: str = CACHE_DIR, **options: Any) -> TorchRunner:
-    return TorchRunner(
-        arena, Configure("cpu:0", NUM_CHUNKS, CHUNK_BYTES, 64 << 20, 512, BLOCK_TOKENS, 10.0, 1, cache_dir=cache_dir, **options)
-    )
+WEIGHT_CHUNKS, NUM_MODELS = 32, 8
+_names = itertools.count()
+_places = itertools.cycle(range(NUM_MODELS))
+
+
+def make_memory(num_chunks: int = NUM_CHUNKS, chunk_bytes: int = CHUNK_BYTES) -> CpuMemory:
+    """num_chunks for blocks that tables are given by hand, and behind them the chunks for weights."""
+    return CpuMemory(num_chunks + NUM_MODELS * WEIGHT_CHUNKS * CHUNK_BYTES // chunk_bytes, chunk_bytes)
+
+
+def load_task(spec: LoadModel, progress: Any = None, cancelled: Any = None, memory: CpuMemory | None = None) -> LoadTask:
+    """Some chunks behind the tables', as many as spec.weights_chunks at most; a few models can be loaded at a time."""
+    chunk_bytes = memory.chunk_bytes if memory else CHUNK_BYTES
+    num = WEIGHT_CHUNKS * CHUNK_BYTES // chunk_bytes
+    first = (memory.num_chunks - NUM_MODELS * num if memory else NUM_CHUNKS) + next(_places) * num
+    chunks = np.arange(first, first + min(num, spec.weights_chunks), dtype=np.int32)
+    return LoadTask(spec, chunks, progress or (lambda done, total: None), cancelled or (lambda: False))
+
+
+def make_runner(memory: CpuMemory, cache_dir: str = CACHE_DIR, **options: Any) -> TorchRunner:
+    place = ("cpu:0", memory.num_chunks, memory.chunk_bytes)
+    return TorchRunner(memory, Configure(*place, 64 << 20, 512, BLOCK_TOKENS, 10.0, 1, cache_dir=cache_dir, **options))
 
 
 def load(
     runner: TorchRunner, folder: Path, dtype: str = "float32", eos: tuple[int, ...] = (1,), max_len: int = MAX_LEN
 ) -> TorchModel:
-    spec = LoadModel(1, "tiny", str(folder), dtype, scan_one(folder).fingerprint, 1 << 20, 0, 0, max_len, 8, list(eos))
-    return runner.load(spec, lambda done, total: None, lambda: False)
+    name = f"tiny{next(_names)}"  # each has a range of its own
+    spec = LoadModel(1, name, str(folder), dtype, scan_one(folder).fingerprint, 1 << 20, 0, 0, max_len, 8, list(eos))
+    model = runner.load(load_task(spec, memory=runner.memory))
+    assert isinstance(model, TorchModel)
+    return model
 
 
 def make_table(slots: int = 8, length: int = MAX_LEN, groups: Sequence[KVGroupSpec] = ()) -> SequenceTable:

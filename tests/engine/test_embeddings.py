@@ -12,10 +12,9 @@ import torch
 
 from engine.embedder import Embedder
 from engine.hosted_encoder import TorchEncoder
-from engine.memory.arena import KVArena
 from engine.protocol import Embedding, LoadModel, RequestFailed, SamplingParams, Submit
 from loader.catalog import scan_one
-from tests.engine.model_bench import CHUNK_BYTES, NUM_CHUNKS, make_runner
+from tests.engine.model_bench import load_task, make_memory, make_runner
 
 TOLERANCE = 1e-4
 LENGTHS = (1, 2, 17, 64, 33, 5)
@@ -56,7 +55,7 @@ def spec_of(folder: Path) -> LoadModel:
 
 
 def load(folder: Path) -> TorchEncoder:
-    model = make_runner(KVArena(NUM_CHUNKS, CHUNK_BYTES)).load(spec_of(folder), lambda done, total: None, lambda: False)
+    model = make_runner(make_memory()).load(load_task(spec_of(folder)))
     assert isinstance(model, TorchEncoder)
     return model
 

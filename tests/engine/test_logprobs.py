@@ -13,16 +13,14 @@ import torch
 from engine.contracts import SequenceTable, StepResult
 from engine.grammar.row_masks import RowMasks
 from engine.hosted_model import TorchModel
-from engine.memory.arena import KVArena
 from engine.protocol import SamplingParams, TokenLogprobs
 from scheduler.batch.plan import write_sampling
 from tests.engine.model_bench import (
-    CHUNK_BYTES,
     COMMON,
     MAX_LEN,
-    NUM_CHUNKS,
     load,
     make_checkpoint,
+    make_memory,
     make_runner,
     make_table,
     plan,
@@ -42,7 +40,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def model(request: pytest.FixtureRequest, checkpoint: tuple[Path, Any]) -> Iterator[TorchModel]:
-    arena = KVArena(NUM_CHUNKS, CHUNK_BYTES)
+    arena = make_memory()
     loaded = load(make_runner(arena), checkpoint[0], request.param)
     yield loaded
     loaded.release()
@@ -171,8 +169,8 @@ def test_only_the_prompt_is_owed_when_output_follows(model: TorchModel) -> None:
 
 
 def test_a_bad_row_has_no_log_probabilities(checkpoint: tuple[Path, Any]) -> None:
-    model = load(make_runner(KVArena(NUM_CHUNKS, CHUNK_BYTES)), checkpoint[0])
-    model._memory.tensor(0, (VOCAB, 48), torch.float32)[77] = torch.nan
+    model = load(make_runner(make_memory()), checkpoint[0])
+    model._weights.tensor(0, (VOCAB, 48), torch.float32)[77] = torch.nan
     table = make_table()
     ask(table, 0, [3, 77, 5], 3, logprobs=1)
     ask(table, 1, [3, 78, 5], 3, logprobs=1)

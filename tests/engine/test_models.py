@@ -12,17 +12,15 @@ import torch
 
 from engine import ops
 from engine.hosted_model import TorchModel
-from engine.memory.arena import KVArena
 from engine.model_runner import TorchRunner
 from tests.engine.model_bench import (
     BLOCK_TOKENS,
     CACHE_DIR,
     CASES,
-    CHUNK_BYTES,
-    NUM_CHUNKS,
     forget_behind_windows,
     load,
     make_checkpoint,
+    make_memory,
     make_runner,
     make_table,
     plan,
@@ -52,7 +50,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture
 def runner(backend: str) -> TorchRunner:
-    runner = make_runner(KVArena(NUM_CHUNKS, CHUNK_BYTES))
+    runner = make_runner(make_memory())
     runner._kernels.join()
     ops.configure(CACHE_DIR, use_kernels=backend == "kernels")
     return runner

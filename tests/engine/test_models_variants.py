@@ -13,17 +13,15 @@ import pytest
 import torch
 
 from engine import ops
-from engine.memory.arena import KVArena
 from engine.model_runner import TorchRunner
 from engine.models.registry import ENCODERS, MODELS
 from loader.families import FAMILIES
 from tests.engine.model_bench import (
     CACHE_DIR,
     CASES,
-    CHUNK_BYTES,
-    NUM_CHUNKS,
     load,
     make_checkpoint,
+    make_memory,
     make_runner,
     make_table,
     plan,
@@ -45,7 +43,7 @@ LONGROPE = {
 def runner(request: pytest.FixtureRequest) -> Iterator[TorchRunner]:
     if request.param == "kernels":
         pytest.importorskip("numba")
-    runner = make_runner(KVArena(NUM_CHUNKS, CHUNK_BYTES))
+    runner = make_runner(make_memory())
     runner._kernels.join()
     ops.configure(CACHE_DIR, use_kernels=request.param == "kernels")
     yield runner

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from engine.contracts import LoadCancelled
+from engine.contracts import LoadCancelled, LoadTask
 from engine.null_runner import NullLoadError, NullRunner, Pacer, null_candidates, null_tokens
 from tests.engine.engine_process import load_message, null_checkpoint, null_configure
 
 
-def never() -> bool:
-    return False
+def task(path: str, progress: Any = lambda *_: None, cancelled: bool = False) -> LoadTask:
+    return LoadTask(load_message(path), np.arange(4, dtype=np.int32), progress, lambda: cancelled)
 
 
 def test_tokens_follow_from_seed_and_position() -> None:
@@ -40,7 +41,7 @@ def test_candidates_never_hold_an_end_id() -> None:
 
 
 def test_shape_comes_from_the_config(tmp_path: Path) -> None:
-    model = NullRunner(null_configure()).load(load_message(null_checkpoint(tmp_path)), lambda *_: None, never)
+    model = NullRunner(null_configure()).load(task(null_checkpoint(tmp_path)))
     (group,) = model.kv_groups
     assert group.block_bytes == 2 * 2 * 2 * 16 * 4 * 16  # k and v, layers, heads, head size, float32, tokens
     assert group.layers == (0, 1)
@@ -60,18 +61,18 @@ def test_steps_are_paced_on_average() -> None:
 def test_load_reports_progress_and_can_be_cancelled(tmp_path: Path) -> None:
     path = null_checkpoint(tmp_path, load_s=0.3)
     told: list[tuple[int, int]] = []
-    NullRunner(null_configure()).load(load_message(path), lambda done, total: told.append((done, total)), never)
+    NullRunner(null_configure()).load(task(path, lambda done, total: told.append((done, total))))
     assert told[-1] == (4 << 16, 4 << 16)
     assert len(told) > 2
     with pytest.raises(LoadCancelled):
-        NullRunner(null_configure()).load(load_message(path), lambda *_: None, lambda: True)
+        NullRunner(null_configure()).load(task(path, cancelled=True))
 
 
 def test_load_errors_name_the_file(tmp_path: Path) -> None:
     runner = NullRunner(null_configure())
     with pytest.raises(NullLoadError, match=r"config\.json"):
-        runner.load(load_message(str(tmp_path)), lambda *_: None, never)
+        runner.load(task(str(tmp_path)))
     path = null_checkpoint(tmp_path, load_error="shape is wrong", load_error_permanent=False)
     with pytest.raises(NullLoadError, match="shape is wrong") as caught:
-        runner.load(load_message(path), lambda *_: None, never)
+        runner.load(task(path))
     assert caught.value.permanent is False

@@ -17,7 +17,6 @@ import torch
 from engine import hosted_model, ops
 from engine.contracts import LoadCancelled
 from engine.device import SINGLE_THREAD_WEIGHTS_BYTES, num_cores, threads_for
-from engine.memory.arena import KVArena
 from engine.model_runner import TorchRunner
 from engine.protocol import LoadModel
 from loader import sizing
@@ -29,7 +28,9 @@ from tests.engine.model_bench import (
     MAX_LEN,
     NUM_CHUNKS,
     load,
+    load_task,
     make_checkpoint,
+    make_memory,
     make_runner,
     make_table,
     plan,
@@ -55,7 +56,7 @@ def folder(saved: tuple[Path, Any], tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def runner() -> Iterator[TorchRunner]:
-    arena = KVArena(NUM_CHUNKS, CHUNK_BYTES)
+    arena = make_memory()
     yield make_runner(arena)
     arena.close()
 
@@ -81,7 +82,7 @@ def test_what_a_model_says_of_itself(runner: TorchRunner, saved: tuple[Path, Any
     progress: list[tuple[int, int]] = []
     checkpoint = scan_one(folder)
     assert checkpoint.shape is not None
-    model = runner.load(spec(folder), lambda done, total: progress.append((done, total)), lambda: False)
+    model = runner.load(load_task(spec(folder), lambda done, total: progress.append((done, total))))
     assert model.weights_bytes == checkpoint.weights_bytes["float32"]
     assert model.vocab_size == 211
     (group,) = model.kv_groups
@@ -143,7 +144,7 @@ def test_corrupt_files_name_file_and_leave_others_serving(
     weights = folder / "model.safetensors"
     weights.write_bytes(spoil(weights.read_bytes()))
     with pytest.raises((CheckpointError, CheckpointChanged), match=rf"model\.safetensors.*{message}"):
-        runner.load(spec(folder), lambda done, total: None, lambda: False)
+        runner.load(load_task(spec(folder)))
     table = make_table()
     put(table, 0, PROMPT)
     assert not other.execute(plan((0, 0, 50)), table).bad.any()
@@ -155,17 +156,17 @@ def test_a_missing_shard_names_file_and_tensor(runner: TorchRunner, saved: tuple
     gone = sorted(tmp_path.glob("*.safetensors"))[1]
     gone.unlink()
     with pytest.raises(CheckpointChanged, match=rf"{gone.name} is missing \(it holds tensor "):
-        runner.load(spec(tmp_path), lambda done, total: None, lambda: False)
+        runner.load(load_task(spec(tmp_path)))
 
 
 def test_too_few_chunks_are_a_memory_error(runner: TorchRunner, folder: Path) -> None:
     with pytest.raises(MemoryError, match="2 chunks were granted"):
-        runner.load(spec(folder, weights_chunks=2), lambda done, total: None, lambda: False)
+        runner.load(load_task(spec(folder, weights_chunks=2)))
 
 
 def test_cancel(runner: TorchRunner, folder: Path) -> None:
     with pytest.raises(LoadCancelled):
-        runner.load(spec(folder), lambda done, total: None, lambda: True)
+        runner.load(load_task(spec(folder), cancelled=lambda: True))
 
 
 def test_a_load_beside_steps(runner: TorchRunner, saved: tuple[Path, Any], folder: Path) -> None:
@@ -195,7 +196,7 @@ def test_a_load_beside_steps(runner: TorchRunner, saved: tuple[Path, Any], folde
 def test_nan_weights_make_bad_rows_not_errors(runner: TorchRunner, saved: tuple[Path, Any], folder: Path) -> None:
     """NaN in one token's embedding: rows that contain it are bad, their neighbours are not."""
     model = load(runner, folder)
-    model._memory.tensor(0, (211, 48), torch.float32)[77] = torch.nan
+    model._weights.tensor(0, (211, 48), torch.float32)[77] = torch.nan
     table = make_table()
     put(table, 0, [3, 4, 77, 5])
     put(table, 1, [3, 4, 78, 5])
@@ -306,7 +307,7 @@ def test_kernels_that_fail_to_build_fail_the_load(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(ops, "configure", broken)
     with pytest.raises(RuntimeError, match="kernels: no compiler"):
-        load(make_runner(KVArena(NUM_CHUNKS, CHUNK_BYTES)), folder)
+        load(make_runner(make_memory()), folder)
 
 
 def test_runner_fits_its_contract(runner: TorchRunner) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from engine.contracts import KVGroupSpec
+from engine.contracts import KVGroupSpec, LoadTask
 from engine.null_runner import NullModel, NullRunner
-from engine.protocol import SamplingParams
+from engine.protocol import LoadModel, SamplingParams
 from engine.served_models import ServedModels
 from scheduler.batch.request import BatchRequest
 from tests.engine.engine_process import load_message, null_checkpoint, null_configure
@@ -29,18 +30,22 @@ class RecordingArena:
 class Node:
     """Null models stepped by hand, no process."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, **configure: Any) -> None:
         self.folder = folder
-        self.configure = null_configure(null_step_ms=0.0)
+        self.configure = null_configure(null_step_ms=0.0, **configure)
         self.arena = RecordingArena()
         self.models = ServedModels(self.configure, self.arena)
         self.steps = 0
 
     def load(self, name: str, reserved: int = 2, lease: int = 16) -> NullModel:
         spec = load_message(null_checkpoint(self.folder / name), name, kv_reserved_chunks=reserved, lease_chunks=lease)
-        self.models.set_lease(lease)
-        hosted = NullRunner(self.configure).load(spec, lambda *_: None, lambda: False)
-        self.models.add(spec, hosted)
+        return self.add(spec)
+
+    def add(self, spec: LoadModel) -> NullModel:
+        self.models.set_lease(spec.lease_chunks)
+        place = self.models.take_place(spec)
+        hosted = NullRunner(self.configure).load(LoadTask(spec, place.weights, lambda *_: None, lambda: False))
+        self.models.add(spec, hosted, place)
         return hosted
 
     def submit(self, name: str, request_id: int, num_prompt: int, max_tokens: int = 8) -> None:
@@ -129,21 +134,55 @@ def test_removing_a_model_gives_all_its_memory_back(node: Node) -> None:
     for request_id in range(1, 5):
         node.submit("a", request_id, 200, 50)
     node.step("a")
-    owned = set(np.flatnonzero(~node.models._chunks.free).tolist())
+    owned = set(np.flatnonzero(~node.models.chunks.free).tolist())
     assert len(owned) > 3
     assert node.models.remove("a")
-    assert node.arena.discarded == owned
-    assert node.models._chunks.free.all()
+    assert node.models.chunks.free.all()
     assert not node.models.remove("a")
     assert node.models.busy() == []
     assert node.models.stats(0).models == {}
+
+
+def test_memory_stays_with_its_chunk_up_to_the_limit(tmp_path: Path) -> None:
+    """64 chunks in all, 20 of them the work space's: whatever chunks were used, no more than 44 have memory at a time."""
+    node = Node(tmp_path, work_space_bytes=20 * CHUNK_BYTES)
+    chunks = node.models.chunks
+    for name in ("a", "b", "c"):
+        node.load(name, reserved=9)
+        node.submit(name, 1, 200)
+        node.run(name)
+    used = np.flatnonzero(~chunks.free)
+    node.models.remove("b")
+    assert not node.arena.discarded, "what was freed is still there for the next"
+    assert (chunks.resident[used]).all()
+    node.models.remove("a")
+    chunks.hold(25)  # elsewhere than what has memory
+    node.load("d", reserved=9)
+    node.load("e", reserved=9)
+    assert np.count_nonzero(chunks.resident) <= 44
+    assert not chunks.resident[list(node.arena.discarded)].any()
+
+
+def test_weights_fill_gaps_and_reserved_kv_lies_together(node: Node) -> None:
+    for name in "abcdef":
+        node.load(name, reserved=4, lease=0)
+    for name in "bdf":
+        node.models.remove(name)
+    spec = load_message(null_checkpoint(node.folder / "g"), "g", kv_reserved_chunks=8, weights_chunks=10, lease_chunks=0)
+    place = node.models.take_place(spec)
+    assert np.diff(place.kv).max() == 1
+    assert len(np.unique(np.concatenate((place.kv, place.weights)))) == 18
+    assert (np.diff(place.weights) > 1).any(), "the gaps that were left are used before the rest is cut up"
+    node.models.give_up_place(place)
+    assert np.count_nonzero(~node.models.chunks.free) == 3 * 8
 
 
 def test_a_reservation_that_is_not_there(node: Node) -> None:
     with pytest.raises(MemoryError, match="65 reserved chunks"):
         node.load("a", reserved=65)
     assert node.models.by_name == {}
-    node.load("b", reserved=64)
+    assert node.models.chunks.free.all()
+    node.load("b", reserved=60)
 
 
 GEMMA = {
@@ -166,10 +205,8 @@ def test_windows_bound_what_a_sequence_holds(node: Node, tmp_path: Path) -> None
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(GEMMA))
     spec = load_message(str(folder), "w", kv_reserved_chunks=30, lease_chunks=8, max_model_len=1100)
-    node.models.set_lease(8)
-    hosted = NullRunner(node.configure).load(spec, lambda *_: None, lambda: False)
+    hosted = node.add(spec)
     assert [(group.window_tokens, group.layers) for group in hosted.kv_groups] == [(0, (1, 3)), (64, (0, 2))]
-    node.models.add(spec, hosted)
     node.submit("w", 1, 700, 390)
     held = []
     while node.step("w"):
@@ -179,11 +216,13 @@ def test_windows_bound_what_a_sequence_holds(node: Node, tmp_path: Path) -> None
     assert max(held) == held[-2]
     assert node.models.stats(node.steps).models["w"][0] == 0
     assert node.models.remove("w")
-    assert node.models._chunks.free.all()
+    assert node.models.chunks.free.all()
 
 
 def test_other_kv_groups_are_named(node: Node) -> None:
     hosted = node.load("a")
+    spec = load_message("x", "other")
+    place = node.models.take_place(spec)
     hosted.kv_groups = (KVGroupSpec("latent", 16, 8192, (0, 1)),)
     with pytest.raises(ValueError, match=r"kind latent.*supported: full, window"):
-        node.models.add(load_message("x", "other"), hosted)
+        node.models.add(spec, hosted, place)

@@ -12,12 +12,11 @@ import torch
 from engine import ops
 from engine.hosted_model import TorchModel
 from engine.kv_caches import make_kv_cache, split_reserve
-from engine.memory.arena import KVArena
 from engine.protocol import LoadModel, SamplingParams
 from scheduler.batch.batch_scheduler import BatchLimits, BatchScheduler
 from scheduler.batch.chunk_pool import ChunkPool
 from scheduler.batch.request import BatchRequest
-from tests.engine.model_bench import BLOCK_TOKENS, CACHE_DIR, CASES, MAX_LEN, load, make_checkpoint, make_runner
+from tests.engine.model_bench import BLOCK_TOKENS, CACHE_DIR, CASES, MAX_LEN, load, make_checkpoint, make_memory, make_runner
 
 NUM_CHUNKS, CHUNK_BYTES, BATCHED_TOKENS = 64, 4096, 24
 COMMON_PROMPT = np.random.default_rng(1).integers(2, 211, 30).tolist()
@@ -33,9 +32,9 @@ class Node:
     """One model, its scheduler and its memory."""
 
     def __init__(self, folder: Path, lease_chunks: int) -> None:
-        self.arena = KVArena(NUM_CHUNKS, CHUNK_BYTES)
-        self.arena.memory.view(torch.float32).fill_(torch.nan)
-        runner = make_runner(self.arena)
+        self.memory = make_memory(NUM_CHUNKS, CHUNK_BYTES)
+        self.memory.arena.view(torch.float32).fill_(torch.nan)
+        runner = make_runner(self.memory)
         runner._kernels.join()
         self.model: TorchModel = load(runner, folder, eos=())
         chunks = ChunkPool(NUM_CHUNKS, CHUNK_BYTES, lease_chunks)

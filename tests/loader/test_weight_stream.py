@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import os
 from contextlib import ExitStack
 from pathlib import Path
@@ -7,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.memory.weight_range import WeightRange
 from loader import weight_stream
 from loader.catalog import scan_one
 from loader.errors import CheckpointChanged, CheckpointError
@@ -21,14 +21,14 @@ def read_all(folder: Path, dtype: str, fingerprint: str = "") -> tuple[dict[str,
     steps: list[tuple[int, int]] = []
     with ExitStack() as stack:
         source = open_checkpoint(folder, fingerprint, stack)
-        memory = WeightRange(weights_bytes(source.shape, dtype))
-        with memory.buffer as buffer:
+        memory = bytearray(weights_bytes(source.shape, dtype))
+        with memoryview(memory) as buffer:
             stream_weights(source, dtype, buffer, lambda done, total: steps.append((done, total)), lambda: False)
-        held = {
-            slot.name: memory.tensor(slot.offset_bytes, slot.shape, getattr(torch, dtype)).clone()
-            for slot in weight_layout(source.shape, dtype)
-        }
-    memory.release()
+        element = getattr(torch, dtype)
+        held = {}
+        for slot in weight_layout(source.shape, dtype):
+            found = torch.frombuffer(memory, dtype=element, count=math.prod(slot.shape), offset=slot.offset_bytes)
+            held[slot.name] = found.view(slot.shape)
     return held, steps
 
 
@@ -88,12 +88,12 @@ def test_replacing_the_file_during_the_read_changes_nothing(tmp_path: Path) -> N
         other = tmp_path / "other"
         other.write_bytes(bytes(weights.stat().st_size))
         os.replace(other, weights)
-        memory = WeightRange(weights_bytes(source.shape, "float32"))
-        with memory.buffer as buffer:
+        memory = bytearray(weights_bytes(source.shape, "float32"))
+        with memoryview(memory) as buffer:
             stream_weights(source, "float32", buffer, lambda done, total: None, lambda: False)
     slot = weight_layout(source.shape, "float32")[-1]
-    assert torch.equal(memory.tensor(slot.offset_bytes, slot.shape, torch.float32), before[slot.name])
-    memory.release()
+    found = torch.frombuffer(memory, dtype=torch.float32, count=math.prod(slot.shape), offset=slot.offset_bytes)
+    assert torch.equal(found.view(slot.shape), before[slot.name])
 
 
 def test_writing_into_the_file_during_the_read_is_noticed(tmp_path: Path) -> None:

@@ -1,0 +1,66 @@
+"""The seam between what is counted in chunks and the memory of a kind of device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+
+class ChunkMemory(Protocol):
+    """All physical memory that a device's weights and KV draw on: num_chunks chunks of chunk_bytes each, made once. Every chunk has
+    a fixed place in the arena, one address range; a chunk may be mapped into one reservation beside it. Addresses are the device's.
+
+    CpuMemory and CudaMemory are the two implementations. Every call may come from any thread; those that take chunks are for their
+    owner (scheduler/batch/chunk_pool.py says who that is).
+    """
+
+    @property
+    def num_chunks(self) -> int: ...
+    @property
+    def chunk_bytes(self) -> int: ...
+    @property
+    def arena(self) -> Tensor:
+        """uint8 [num_chunks * chunk_bytes]: chunk c is [c * chunk_bytes, (c + 1) * chunk_bytes)."""
+        ...
+
+    def reserve(self, num_bytes: int) -> int:
+        """An address range without memory, of whole chunks. Raises MemoryError."""
+        ...
+
+    def map(self, address: int, chunks: Sequence[int]) -> None:
+        """The chunks, one after the other, from `address` on, which lies in a reservation. Raises MemoryError."""
+        ...
+
+    def unmap(self, address: int, num_bytes: int) -> None:
+        """Takes the chunks out of a reservation, which stays; nothing may be running on them."""
+        ...
+
+    def release(self, address: int, num_bytes: int) -> None:
+        """Ends an unmapped reservation."""
+        ...
+
+    def tensor(self, address: int, num_bytes: int) -> Tensor:
+        """uint8 [num_bytes] at an address of this memory. It keeps nothing alive."""
+        ...
+
+    def copy_in(self, address: int, source: Any) -> int:
+        """Host memory (uint8 array) to the device, waiting for the end; returns its checksum (memory/checksum.py)."""
+        ...
+
+    def copy_out(self, address: int, target: Any) -> int:
+        """The device's memory to the host's (uint8 array); returns its checksum."""
+        ...
+
+    def prepare(self, chunk: int) -> int:
+        """Has the system provide a free chunk's memory as well as it can (huge pages); returns how many bytes of it are so now."""
+        ...
+
+    def discard(self, first_chunk: int, num_chunks: int) -> None:
+        """Gives the memory of free chunks back to the system, where the device has a system to give it to."""
+        ...
+
+    def close(self) -> None:
+        """Ends all mappings; no view may be touched afterwards."""
+        ...

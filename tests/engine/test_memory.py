@@ -1,0 +1,190 @@
+"""Chunks, the arena and weight ranges: one suite for every kind of device memory (tests/gpu runs it on CUDA)."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from engine.memory import checksum
+from engine.memory.arena import arena_blocks
+from engine.memory.chunk_memory import ChunkMemory
+from engine.memory.cpu_memory import CpuMemory
+from engine.memory.weight_range import WeightRange, WeightRanges
+
+CHUNK = 2 << 20
+
+
+class MemorySuite:
+    """What holds of every ChunkMemory of 12 chunks of 2 MiB."""
+
+    def test_two_groups_see_the_same_bytes(self, memory: ChunkMemory) -> None:
+        small = arena_blocks(memory, (2, 2, 1, 4, 8), torch.float32)
+        assert small.shape == (12 * CHUNK // 512, 2, 2, 1, 4, 8)
+        small[3] = 7.0
+        assert (memory.arena[3 * 512 : 4 * 512].view(torch.float32) == 7.0).all()
+        odd = arena_blocks(memory, (3, 1000), torch.bfloat16)
+        assert len(odd) == 12 * CHUNK // 6000, "the last partial block is left out"
+
+    def test_a_range_shows_its_chunks_in_order(self, memory: ChunkMemory) -> None:
+        """The same memory, seen from the arena and from the range."""
+        held = WeightRange(memory, 4 * CHUNK - 5000)
+        chunks = [7, 2, 3, 11]
+        held.map(chunks)
+        for place, chunk in enumerate(chunks):
+            memory.arena[chunk * CHUNK : chunk * CHUNK + 100] = place + 1
+            assert (held.tensor(place * CHUNK, (100,), torch.uint8) == place + 1).all()
+        held.tensor(CHUNK - 512, (256,), torch.float32).fill_(3.0)  # over the edge of two chunks
+        assert (memory.arena[8 * CHUNK - 512 : 8 * CHUNK].view(torch.float32) == 3.0).all()
+        assert (memory.arena[2 * CHUNK : 2 * CHUNK + 512].view(torch.float32) == 3.0).all()
+        held.close()
+
+    def test_addresses_are_for_life(self, memory: ChunkMemory) -> None:
+        ranges = WeightRanges(memory)
+        first = ranges.of("m", ("print", "bfloat16"), 3 * CHUNK)
+        first.map([0, 1, 2])
+        tensor = first.tensor(4096, (1000,), torch.float32)
+        tensor.fill_(1.0)
+        first.unmap()
+        first.unmap()
+        other = ranges.of("n", ("print", "bfloat16"), 5 * CHUNK)
+        other.map([0, 1, 2, 3, 4])
+        again = ranges.of("m", ("print", "bfloat16"), 3 * CHUNK)
+        assert again.address == first.address
+        again.map([9, 8, 7])
+        tensor.fill_(2.0)  # a view from before the eviction
+        assert (memory.arena[9 * CHUNK + 4096 : 9 * CHUNK + 8096].view(torch.float32) == 2.0).all()
+        again.unmap()
+        other.unmap()
+        changed = ranges.of("m", ("other print", "bfloat16"), 3 * CHUNK)
+        assert changed is not again
+
+    def test_the_wrong_number_of_chunks(self, memory: ChunkMemory) -> None:
+        held = WeightRange(memory, 3 * CHUNK)
+        with pytest.raises(ValueError, match="2 chunks for a range of 3"):
+            held.map([0, 1])
+        held.map([0, 1, 2])
+        with pytest.raises(ValueError, match="mapped already"):
+            held.map([0, 1, 2])
+        held.close()
+        with pytest.raises(IndexError, match="12"):
+            memory.map(0, [12])
+
+    def test_copies_in_and_out_are_checked(self, memory: ChunkMemory) -> None:
+        held = WeightRange(memory, 2 * CHUNK)
+        held.map([5, 1])
+        source = np.random.default_rng(0).integers(0, 256, CHUNK + 77, np.uint8)
+        told = memory.copy_in(held.address + 1000, source)
+        target = np.zeros_like(source)
+        assert memory.copy_out(held.address + 1000, target) == told
+        assert (target == source).all()
+        source[12345] ^= 4
+        assert memory.copy_in(held.address + 1000, source) != told
+        held.close()
+
+    def test_preparing_harms_nothing(self, memory: ChunkMemory) -> None:
+        memory.arena[:CHUNK] = 5
+        for chunk in range(1, 12):
+            assert 0 <= memory.prepare(chunk) <= CHUNK
+        assert (memory.arena[:CHUNK] == 5).all()
+        memory.discard(3, 4)
+        memory.arena[3 * CHUNK : 7 * CHUNK] = 9
+        with pytest.raises(IndexError, match=r"chunks 11\.\.13"):
+            memory.discard(11, 2)
+
+
+@pytest.fixture
+def memory() -> Iterator[CpuMemory]:
+    made = CpuMemory(12, CHUNK)
+    yield made
+    made.close()
+
+
+class TestCpuMemory(MemorySuite):
+    pass
+
+
+def shared_bytes() -> int:
+    return int(psutil.Process().memory_info().shared)
+
+
+def page_table_bytes() -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmPTE"))
+    return int(line.split()[1]) << 10
+
+
+def test_an_evicted_model_leaves_next_to_nothing(memory: CpuMemory) -> None:
+    """Its chunks are the pool's again; what stays mapped for it is address space, with no page and no page table behind it."""
+    held = WeightRange(memory, 12 * CHUNK)
+    tensor = held.tensor(0, (12 * CHUNK,), torch.uint8)
+    before, tables = shared_bytes(), page_table_bytes()
+    held.map(range(12))
+    tensor.fill_(1)
+    assert shared_bytes() - before >= 12 * CHUNK
+    held.unmap()
+    assert shared_bytes() - before <= 1 << 20
+    assert page_table_bytes() - tables <= 64 << 10
+    held.close()
+
+
+def test_memory_comes_with_use_and_goes_with_discard(memory: CpuMemory) -> None:
+    before = shared_bytes()
+    memory.arena[: 10 * CHUNK].fill_(1)
+    assert shared_bytes() - before >= 10 * CHUNK
+    memory.discard(4, 6)
+    assert shared_bytes() - before <= 4 * CHUNK + (1 << 20)
+    assert memory.arena[4 * CHUNK].item() == 0
+    assert memory.arena[4 * CHUNK - 1].item() == 1
+
+
+def test_chunks_are_whole_pages() -> None:
+    with pytest.raises(ValueError, match="chunk_bytes 1000"):
+        CpuMemory(2, 1000)
+
+
+def test_address_space_that_is_not_there(memory: CpuMemory) -> None:
+    with pytest.raises(MemoryError, match="can't reserve"):
+        WeightRange(memory, 1 << 60)
+
+
+@pytest.mark.parametrize("when", ["before the first load", "after an eviction"])
+def test_touching_weights_that_are_not_loaded_is_a_segmentation_fault(when: str) -> None:
+    program = f"""
+import torch
+from engine.memory.cpu_memory import CpuMemory
+from engine.memory.weight_range import WeightRange
+memory = CpuMemory(4, 1 << 16)
+weights = WeightRange(memory, 1 << 17)
+tensor = weights.tensor(0, (1000,), torch.float32)
+if {when == "after an eviction"}:
+    weights.map([1, 3])
+    tensor.fill_(1.0)
+    weights.unmap()
+print("mapped and unmapped", flush=True)
+tensor.sum()
+"""
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, timeout=60, check=False)
+    assert b"mapped and unmapped" in done.stdout, done.stderr.decode()
+    assert done.returncode == -signal.SIGSEGV, done.stderr.decode()
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 8, 1001, 300_001])
+def test_the_checksum_and_its_twin(num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = np.random.default_rng(1).integers(0, 256, num_bytes, np.uint8)
+    target, second = np.zeros_like(source), np.zeros_like(source)
+    told = checksum.copy(target, source)
+    monkeypatch.setattr(checksum, "_kernel", lambda: None)
+    assert checksum.copy(second, source) == told
+    assert (target == source).all()
+    assert (second == source).all()
+    if num_bytes > 16:
+        source[[0, 8]] = source[[8, 0]] + 1
+        assert checksum.copy(target, source) != told
