@@ -86,7 +86,7 @@ def run(kind: str, streams: list[int], num_turns: int) -> list[dict[str, Any]]:
             uvloop.run(turn(server, 64, 32, its_keys))  # parses the tokenizer, touches memory
         for count in streams:
             # a turn takes a few seconds, so that the reads of /metrics have their true share
-            num = count * (2 if kind == "null" else max(2, 1000 // count))
+            num = count * (4 if kind == "null" else max(2, 1000 // count))
             cost: dict[str, list[float]] = {"plain": [], "full": []}
             scrapes = failed = 0
             for number in range(num_turns):

@@ -45,6 +45,9 @@ class TextLines(logging.Formatter):
         name = _logger(record)
         line = f"{name}: {_message(record)}" if name else _message(record)
         for key, value in getattr(record, "fields", {}).items():
+            if type(value) is int or type(value) is float:
+                line += f" {key}={value}"
+                continue
             text = str(value)
             line += f" {key}={text if _PLAIN.match(text) else json.dumps(text)}"
         if record.exc_info:
@@ -92,6 +95,8 @@ def set_up(level: str, log_format: str = "") -> None:
     if log_format:
         name = ("journal" if stderr_is_journal() else "text") if log_format == "auto" else log_format
         _handler.setFormatter(_FORMATS[name]())
+    # what no format shows is not looked up for each line
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     root.setLevel(logging.WARNING)
     logging.getLogger("hearthd").setLevel(level.upper())
 
