@@ -269,6 +269,10 @@ def _size(value: Any) -> None:
     units.parse_bytes(value)
 
 
+def _size_or_share(value: Any) -> None:
+    units.parse_size_or_share(value, 1 << 40)
+
+
 def _power_of_two(value: Any) -> None:
     if value < 1 or value & (value - 1):
         raise ValueError("must be a power of two, as in 16")
@@ -309,6 +313,8 @@ _CHECKS: dict[str, Callable[[Any], None]] = {
     "device": _device_specs,
     "chunk_bytes": _chunk,
     "max_body_bytes": _size,
+    "host_tier_bytes": _size_or_share,
+    "preempt_after_s": _between(0),
     "block_tokens": _power_of_two,
     "max_num_batched_tokens": _between(16, 1 << 20),
     "turn_budget_ms": _above_zero,

@@ -81,6 +81,7 @@ _EXAMPLES = {
     "device": '["cpu=50%"]',
     "state_dir": '"/var/lib/hearthd"',
     "cache_dir": '"/var/cache/hearthd"',
+    "host_tier_bytes": '"64GiB"',
     "load_deadline_s": "120.0",
     "aliases": '["gpt-4o-mini", "default"]',
     "max_model_len": "8192",

@@ -96,6 +96,18 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_num_batched_tokens: Annotated[int, key("tokens in one step; sizes each device's work space", "tokens")] = 512
     block_tokens: Annotated[int, key("tokens in one KV block", "tokens")] = 16
     chunk_bytes: Annotated[int | str, key("unit of the device's memory pool", "bytes")] = "2MiB"
+    host_tier_bytes: Annotated[
+        int | str | None,
+        key(
+            "host memory where weights stay when their model leaves its device, and KV is saved: a size or a share such as 25%; "
+            "0: none; default: none with cpu devices alone, else 50%",
+            "bytes",
+        ),
+    ] = None
+    preempt_after_s: Annotated[
+        float,
+        key("a busy model that has to make room is paused after this or 4 x what the pause costs, whichever is longer", "s", LIVE),
+    ] = 1.0
     turn_budget_ms: Annotated[float, key("device time a model may take before another busy one has its turn", "ms")] = 10.0
     threads: Annotated[int, key("compute threads of one cpu engine; 0: the machine's cores", "threads")] = 0
     runner: Annotated[str, key("torch, or null: produces tokens without a model, to measure and test the serving path")] = "torch"

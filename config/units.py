@@ -67,6 +67,11 @@ def parse_budget(text: str, memory_bytes: int) -> int:
     return int(memory_bytes * percent / 100)
 
 
+def parse_size_or_share(value: int | str, memory_bytes: int) -> int:
+    """0, a size, or a percentage of `memory_bytes`. Raises ValueError."""
+    return 0 if value in (0, "0") else parse_budget(str(value), memory_bytes)
+
+
 def parse_device(text: str) -> tuple[str, str]:
     """`cpu=512MiB` -> ("cpu:0", "512MiB"). Raises ValueError."""
     name, equals, budget = text.partition("=")

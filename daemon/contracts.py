@@ -75,11 +75,27 @@ class Generation:
     submitted_s: float = 0.0  # monotonic; 0: not yet in an engine
     first_token_s: float = 0.0
     submitted_device: str = ""
+    num_pauses: int = 0  # how often its model was taken from the device under it
+    paused_since_s: float = 0.0  # monotonic; 0: it is not paused
+    paused_s: float = 0.0  # in all the pauses that are over; request_timeout_s does not count them
+    restored_tokens: int = 0  # after pauses and deaths of engines: tokens whose KV was found again
+    recomputed_tokens: int = 0  # and those whose KV was computed again
     outcome: str = ""  # once it has ended: stop, length, cancelled, refused, failed or timeout
     logprobs: LogprobTrail | None = None  # of a sequence that asked for them: fed just before the tokens they belong to
     task: str = "generate"  # or embed
     vector: bytes = b""  # what an embedding came to: float32, little-endian
     is_copy: bool = False  # another sequence of the same prompt (n > 1): usage counts the prompt once
+
+    def resume(self, now: float) -> None:
+        """It is submitted again: the pause, if it was one, is over."""
+        if self.paused_since_s:
+            self.paused_s += now - self.paused_since_s
+            self.paused_since_s = 0.0
+
+    def lived_s(self, now: float) -> float:
+        """Seconds since it came, without its pauses."""
+        paused_s = self.paused_s + (now - self.paused_since_s if self.paused_since_s else 0.0)
+        return now - self.arrived_s - paused_s
 
 
 class RequestPort(Protocol):

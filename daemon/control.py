@@ -137,7 +137,8 @@ class ControlApi:
         return response
 
     async def command(self, request: web.Request) -> web.StreamResponse:
-        """load, unload, pin, unpin, enable, disable. `?wait=0`: answers as soon as the scheduler has not refused."""
+        """load, unload, pin, unpin, enable, disable. `?wait=0`: answers as soon as the scheduler has not refused. `unload?to=warm`:
+        what is kept of the weights in host memory stays."""
         command = request.match_info["command"]
         make = _COMMANDS.get(command)
         if make is None:
@@ -147,7 +148,8 @@ class ControlApi:
         queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue(FOLLOW_LIMIT)
         stop = node.ring.follow(lambda event: _offer(queue, event) if event.get("model") == name else None)
         try:
-            done = node.dispatcher.command(lambda now, cause: make(now=now, cause=cause, model=name))
+            options = _options(command, request)
+            done = node.dispatcher.command(lambda now, cause: make(now=now, cause=cause, model=name, **options))
             if done.done():
                 _settle(done)  # raises the refusal as an HTTP status
             await node.remember(command, name)  # it is decided, whether or not anybody waits for the load
@@ -210,6 +212,16 @@ class ControlApi:
         if self._node.reload is None:
             raise ServerFault("internal", "this node cannot be reloaded")
         return _json(await self._node.reload())
+
+
+def _options(command: str, request: web.Request) -> dict[str, str]:
+    """Fields of the command's event from its query."""
+    to = request.query.get("to")
+    if command != "unload" or to is None:
+        return {}
+    if to not in ("cold", "warm"):
+        raise BadRequest("invalid_request", f"to={to!r}: allowed are cold and warm", param="to")
+    return {"to": to}
 
 
 def _settle(done: asyncio.Future[Refusal | None]) -> None:

@@ -83,6 +83,7 @@ class Dispatcher:
         self._carry: dict[type[actions.Action], Callable[[Any], None]] = {
             actions.Load: self._load,
             actions.Evict: self._evict,
+            actions.RequestsPaused: self._paused,
             actions.GrantLease: self._grant_lease,
             actions.Submit: self._submit,
             actions.Reject: self._reject,
@@ -203,17 +204,12 @@ class Dispatcher:
     def _load(self, action: actions.Load) -> None:
         source = self._source(action.model)
         if source is None:
-            self.post(
-                events.LoadFailed(
-                    now=time.monotonic(),
-                    cause=action.cause,
-                    placement_id=action.placement_id,
-                    reason="its folder is gone",
-                    permanent=True,
-                )
-            )
+            self._load_impossible(action, "its folder is gone", permanent=True)
             return
         entry = source.entry
+        if action.source_slots and action.fingerprint != entry.fingerprint:
+            self._load_impossible(action, "its files have changed just now", permanent=False)
+            return
         self.loading[action.device] = action.model
         self._send(
             action.device,
@@ -229,13 +225,47 @@ class Dispatcher:
                 max_model_len=entry.max_model_len,
                 max_sequences=entry.max_sequences,
                 eos_token_ids=list(entry.eos_token_ids),
+                source_slots=list(action.source_slots),
+                checksum=action.checksum,
+                keep_slots=list(action.keep_slots),
+                kv_slots=list(action.kv_slots),
+                kv_index=action.kv_index,
             ),
+        )
+
+    def _load_impossible(self, action: actions.Load, reason: str, permanent: bool) -> None:
+        self.post(
+            events.LoadFailed(
+                now=time.monotonic(),
+                cause=action.cause,
+                placement_id=action.placement_id,
+                reason=reason,
+                permanent=permanent,
+            )
         )
 
     def _evict(self, action: actions.Evict) -> None:
         self.metrics.evictions[action.model] += 1
-        message = protocol.EvictModel(placement_id=action.placement_id, model=action.model, lease_chunks=action.lease_chunks)
-        self._send(action.device, message)
+        self._send(
+            action.device,
+            protocol.EvictModel(
+                placement_id=action.placement_id,
+                model=action.model,
+                lease_chunks=action.lease_chunks,
+                save_slots=list(action.save_slots),
+            ),
+        )
+
+    def _paused(self, action: actions.RequestsPaused) -> None:
+        now = time.monotonic()
+        for request_id in action.request_ids:
+            generation = self.open.by_id.get(request_id)
+            if generation is not None:
+                generation.num_pauses += 1
+                generation.paused_since_s = now
+        about = fields(model=action.model, cause=action.cause)
+        log.info("%d requests are paused: their model makes room", len(action.request_ids), extra=about)
+        self.ring.add("paused", model=action.model, requests=len(action.request_ids), cause=action.cause)
 
     def _grant_lease(self, action: actions.GrantLease) -> None:
         self._send(action.device, protocol.SetLease(lease_chunks=action.lease_chunks))
@@ -246,6 +276,7 @@ class Dispatcher:
             return  # ended meanwhile; its RequestCancelled or RequestFinished is on its way
         if generation.submitted_device:
             self.metrics.resubmitted += 1
+            generation.resume(time.monotonic())
         else:
             generation.submitted_s = time.monotonic()
             self.metrics.submitted(generation)

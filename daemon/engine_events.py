@@ -18,6 +18,8 @@ from engine import protocol
 from scheduler.node import events
 
 log = logging.getLogger("hearthd")
+MEASURED_PREFILL_TOKENS = 32  # shorter ones tell more of a step's overhead
+MEASURE_PREFILL_EVERY_S = 0.5  # a model's; each is an event for the scheduler
 
 
 class EngineEvents:
@@ -28,6 +30,7 @@ class EngineEvents:
         self.stats: dict[str, protocol.Stats] = {}
         self._dispatcher, self._budgets = dispatcher, budgets
         self._ring, self._metrics, self._open = dispatcher.ring, dispatcher.metrics, dispatcher.open
+        self._measure_prefill_at: dict[str, float] = {}  # model -> when a prefill may be measured again
         self._post, self._find = dispatcher.post, dispatcher.open.by_id.get
 
     def engine_up(self, device: str, message: protocol.EngineReady) -> None:
@@ -63,21 +66,19 @@ class EngineEvents:
             self._tokens_out(message)
         elif kind is protocol.Stats:
             self.stats[device] = message
+            self._post(
+                events.KVNoted(
+                    now=time.monotonic(),
+                    cause=f"engine-{device}",
+                    device=device,
+                    kv_bytes={model: counts[0] + counts[3] for model, counts in message.models.items()},
+                )
+            )
         elif kind is protocol.LoadProgress:
             self._load_progress(device, message)
         elif kind is protocol.LoadDone:
             self._metrics.loads[message.model, "done"] += 1
-            self._metrics.load_seconds[message.model] += message.seconds
-            seconds = round(message.seconds, 6)
-            self._ring.add("loaded", model=message.model, device=device, seconds=seconds, bytes_read=message.bytes_read)
-            self._post(
-                events.LoadFinished(
-                    now=time.monotonic(),
-                    cause=f"load-{message.placement_id}",
-                    placement_id=message.placement_id,
-                    seconds=message.seconds,
-                )
-            )
+            self._load_done(device, message)
         elif kind is protocol.LoadFailed:
             self._metrics.loads[message.model, "failed"] += 1
             self._post(
@@ -90,16 +91,53 @@ class EngineEvents:
                 )
             )
         elif kind is protocol.Evicted:
-            self._ring.add("evicted", model=message.model, device=device)
-            self._post(
-                events.EvictFinished(now=time.monotonic(), cause=f"evict-{message.placement_id}", placement_id=message.placement_id)
-            )
+            self._evicted(device, message)
         elif kind is protocol.Embedding:
             self._embedding(message)
         elif kind is protocol.PromptLogprobs:
             self._prompt_logprobs(message)
         elif kind is protocol.RequestFailed:
             self._request_failed(message)
+
+    def _load_done(self, device: str, message: protocol.LoadDone) -> None:
+        self._metrics.load_seconds[message.model] += message.seconds
+        if message.source_rejected:
+            about = fields(model=message.model, device=device)
+            log.warning("its copy in host memory was not used: %s", message.source_rejected, extra=about)
+        self._ring.add(
+            "loaded",
+            model=message.model,
+            device=device,
+            seconds=round(message.seconds, 6),
+            bytes_read=message.bytes_read,
+            restored_kv_tokens=message.restored_kv_tokens,
+        )
+        self._post(
+            events.LoadFinished(
+                now=time.monotonic(),
+                cause=f"load-{message.placement_id}",
+                placement_id=message.placement_id,
+                seconds=message.seconds,
+                kept=message.kept,
+                checksum=message.checksum,
+                copy_s=message.copy_seconds,
+                source_rejected=message.source_rejected,
+                restored_kv_tokens=message.restored_kv_tokens,
+            )
+        )
+
+    def _evicted(self, device: str, message: protocol.Evicted) -> None:
+        self._ring.add("evicted", model=message.model, device=device, saved_kv_tokens=message.saved_kv_tokens)
+        self._post(
+            events.EvictFinished(
+                now=time.monotonic(),
+                cause=f"evict-{message.placement_id}",
+                placement_id=message.placement_id,
+                kv_slots=tuple(message.kv_slots_used),
+                kv_index=message.kv_index,
+                saved_kv_tokens=message.saved_kv_tokens,
+            )
+        )
 
     def _load_progress(self, device: str, message: protocol.LoadProgress) -> None:
         self._ring.add(
@@ -166,6 +204,8 @@ class EngineEvents:
         metrics.generated_tokens[model] += len(ids)
         if message.cached:
             self._note_cached(message)
+        if message.resumed:
+            self._note_resumed(message)
         if message.logprobs is not None:
             self._logprobs(message.logprobs)
         self._dispatcher.hold_aborts()
@@ -229,9 +269,34 @@ class EngineEvents:
                 generation.num_cached = num_cached
                 self._metrics.cached_tokens[message.model] += num_cached
 
+    def _note_resumed(self, message: protocol.TokensOut) -> None:
+        for request_id, (restored, recomputed) in message.resumed.items():
+            generation = self._find(request_id)
+            if generation is not None:
+                generation.restored_tokens += restored
+                generation.recomputed_tokens += recomputed
+
     def _first_token(self, generation: Generation) -> None:
-        generation.first_token_s = time.monotonic()
-        self._metrics.ttft[generation.model.name].add(generation.first_token_s - generation.arrived_s)
+        now = generation.first_token_s = time.monotonic()
+        model = generation.model.name
+        self._metrics.ttft[model].add(now - generation.arrived_s)
+        num_computed = len(generation.prompt) - generation.num_cached
+        if (
+            num_computed >= MEASURED_PREFILL_TOKENS
+            and now >= self._measure_prefill_at.get(model, 0.0)
+            and not generation.num_pauses
+        ):
+            self._measure_prefill_at[model] = now + MEASURE_PREFILL_EVERY_S
+            self._post(
+                events.PrefillMeasured(
+                    now=now,
+                    cause=f"req-{generation.request_id}",
+                    model=model,
+                    device=generation.submitted_device,
+                    num_tokens=num_computed,
+                    seconds=now - generation.submitted_s,
+                )
+            )
 
 
 def _error(failed: protocol.RequestFailed, generation: Generation) -> HearthError:

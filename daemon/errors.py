@@ -91,6 +91,7 @@ _REFUSALS: dict[str, tuple[type[HearthError], int]] = {
     "crashed_twice": (ServerFault, 500),
     "unloaded": (NotNow, 503),
     "busy": (NotNow, 503),
+    "not_kept": (BadRequest, 409),
 }
 _EXIT_CODES = {
     "model_not_found": EXIT_NOT_FOUND,
@@ -99,6 +100,7 @@ _EXIT_CODES = {
     "not_found": EXIT_NOT_FOUND,
     "model_too_large": EXIT_NO_FIT,
     "would_not_fit": EXIT_NO_FIT,
+    "not_kept": EXIT_NO_FIT,
     "permission_denied": EXIT_DENIED,
 }
 

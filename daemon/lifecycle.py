@@ -17,6 +17,7 @@ from typing import Any
 
 from aiohttp import web
 
+from config import host_tier
 from config import load as config_load
 from config import reload as config_reload
 from config.schema import DeviceBudget, NodeConfig
@@ -236,7 +237,8 @@ class Lifecycle:
         source = self._config_path if self._config_path and "device" not in self._flags else "flags"
         try:
             new = config_load.load(self._config_path, self._flags)
-            config_load.device_budgets(new, machine_memory_bytes(), source)
+            devices = config_load.device_budgets(new, machine_memory_bytes(), source)
+            new = host_tier.resolved(new, devices, machine_memory_bytes(), source)
             plan = config_reload.plan(node.config, new)
             known = keys.load(plan.effective.keys_file) if plan.effective.keys_file else None
         except config_load.ConfigError as error:
@@ -303,6 +305,7 @@ class Lifecycle:
         for worker in node.workers.values():
             worker.kill_now()
         node.watch.close()
+        node.host_memory.close()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.to_thread(node.registry.stop_watching)

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from config import host_tier, reference
 from config import load as config_load
-from config import reference
 from config.schema import NodeConfig
 from config.units import format_bytes, machine_memory_bytes
 from daemon import keys, listeners
@@ -57,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = config_load.load(path, flags)
         devices = config_load.device_budgets(config, machine_memory_bytes(), source)
+        config = host_tier.resolved(config, devices, machine_memory_bytes(), source)
         if not config.models_dir:
             raise config_load.ConfigError(source, "models_dir", "missing; name the models folder with --models DIR")
         if not os.path.isdir(config.models_dir):

@@ -18,6 +18,7 @@ from daemon.dispatcher import Dispatcher
 from daemon.engine_events import EngineEvents
 from daemon.errors import BadRequest, HearthError
 from daemon.event_ring import EventRing
+from daemon.host_memory import HostMemory
 from daemon.live_settings import LiveSettings
 from daemon.loop_watch import LoopWatch
 from daemon.metrics import Metrics
@@ -45,6 +46,8 @@ def scheduler_settings(config: NodeConfig) -> SchedulerSettings:
         max_wait_s=config.max_wait_s,
         max_queued_per_model=config.max_queued_per_model,
         max_queued_per_tenant=config.max_queued_per_tenant,
+        host_tier_slots=int(config.host_tier_bytes or 0) // int(config.chunk_bytes),
+        preempt_after_s=config.preempt_after_s,
     )
 
 
@@ -59,14 +62,17 @@ class Node:
         self.ring, self.metric = EventRing(), Metrics()
         self.watch = LoopWatch(loop, config.loop_watch_ms / 1e3)
         budgets = {device.name: device.budget_bytes for device in devices}
-        self.scheduler = NodeScheduler(scheduler_settings(config), budgets)
+        settings = scheduler_settings(config)
+        self.scheduler = NodeScheduler(settings, budgets)
+        self.host_memory = HostMemory(settings.host_tier_slots, settings.chunk_bytes)
         self.registry = Registry(config, devices, state)
         self.registry.refused = self._refused
         self.dispatcher = Dispatcher(self.scheduler, config, self.registry.source, self.ring, self.metric, self.watch)
         self.engine_events = EngineEvents(self.dispatcher, budgets)
         threads = threads_per_engine(config, devices)
         self.workers = {
-            device.name: Worker(device.name, threads, self._spec_of(device, threads), self.engine_events) for device in devices
+            device.name: Worker(device.name, threads, self._spec_of(device, threads), self.engine_events, self.host_memory.fd)
+            for device in devices
         }
         self.dispatcher.engines = dict(self.workers)
         self.feed = PageFeed(lambda: snapshot(self), self.ring)
@@ -87,7 +93,7 @@ class Node:
             facts = [one.facts for one in usable]
             fitting = [one.work_space_bytes for one in facts if one.weights_bytes + one.work_space_bytes < device.budget_bytes]
             dtypes = tuple(dtype for dtype, _ in Counter(one.dtype for one in usable).most_common())
-            return EngineSpec(device, max(fitting, default=0), self.config, threads, dtypes)
+            return EngineSpec(device, max(fitting, default=0), self.config, threads, dtypes, self.host_memory.num_slots)
 
         return spec
 
@@ -165,6 +171,8 @@ class Node:
                 "pinned": view.pinned,
                 "last_used": None if view.last_used is None else round(view.last_used + self._unix_offset_s, 3),
                 "reason": view.reason,
+                "host_bytes": view.kept_bytes,
+                "saved_kv_tokens": view.saved_kv_tokens,
             }
             if view.progress is not None:
                 row["bytes_done"], row["bytes_total"] = view.progress
@@ -215,6 +223,13 @@ class Node:
             rows.append(row)
         return rows
 
+    def host_tier_row(self) -> dict[str, int]:
+        """Bytes, in all and by what is in them."""
+        view = self.scheduler.host_tier()
+        return {"bytes": view.num_slots * view.slot_bytes} | {
+            f"{kind}_bytes": num * view.slot_bytes for kind, num in view.slots.items()
+        }
+
     def version(self) -> dict[str, Any]:
         return {"version": VERSION, "protocol": PROTOCOL_VERSION, "python": platform.python_version()}
 
@@ -235,6 +250,7 @@ class Node:
             "output_tokens": sum(self.metric.generated_tokens.values()),
             "engine_restarts": sum(self.metric.engine_restarts.values()),
             "devices": self.device_rows(),
+            "host_tier": self.host_tier_row(),
             "event_loop_stall_max_s": round(self.watch.stall_s, 6),
         }
 

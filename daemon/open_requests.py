@@ -67,14 +67,21 @@ class OpenRequests:
         return self._empty
 
     def _check_timeouts(self) -> None:
-        """The oldest request is the first of the dict, so nothing is searched."""
+        """The oldest request is the first of the dict: only those that came too long ago are looked at, of which there are none but
+        the paused ones, whose pauses don't count."""
         self._timer = None
         limit_s = self._timeout_s()
         now = time.monotonic()
-        while self.by_id:
-            oldest = next(iter(self.by_id.values()))
-            left_s = oldest.arrived_s + limit_s - now
+        next_s = limit_s
+        for generation in list(self.by_id.values()):
+            left_s = generation.arrived_s + limit_s - now
             if left_s > 0:
-                self._timer = self._loop.call_later(left_s, self._check_timeouts)
-                return
-            self._on_timeout(oldest, limit_s)
+                next_s = min(next_s, left_s)
+                break
+            left_s = limit_s - generation.lived_s(now)
+            if left_s > 0:
+                next_s = min(next_s, left_s)
+            else:
+                self._on_timeout(generation, limit_s)
+        if self.by_id and self._timer is None:
+            self._timer = self._loop.call_later(next_s, self._check_timeouts)

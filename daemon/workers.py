@@ -51,6 +51,7 @@ class EngineSpec:
     config: NodeConfig
     threads: int
     dtypes: tuple[str, ...] = ()
+    host_tier_slots: int = 0
 
     def configure(self) -> protocol.Configure:
         chunk_bytes = int(self.config.chunk_bytes)
@@ -68,6 +69,7 @@ class EngineSpec:
             null_step_ms=self.config.null_step_ms,
             cache_dir=self.config.cache_dir,
             dtypes=list(self.dtypes),
+            host_tier_slots=self.host_tier_slots,
         )
 
 
@@ -78,10 +80,14 @@ def threads_per_engine(config: NodeConfig, devices: Sequence[DeviceBudget]) -> i
 
 
 class Worker:
-    """One device's engine through all its lives. `spec` may be asked for late: the process imports its libraries meanwhile."""
+    """One device's engine through all its lives. `spec` may be asked for late: the process imports its libraries meanwhile.
+    host_tier_fd: the host tier's memfd, -1 where there is none."""
 
-    def __init__(self, device: str, threads: int, spec: Callable[[], EngineSpec], events: WorkerEvents) -> None:
+    def __init__(
+        self, device: str, threads: int, spec: Callable[[], EngineSpec], events: WorkerEvents, host_tier_fd: int = -1
+    ) -> None:
         self.device, self._threads, self._spec, self._events = device, threads, spec, events
+        self._host_tier_fd = host_tier_fd
         self.pid = 0
         self.restarts = 0
         self.up = False
@@ -215,6 +221,10 @@ class Worker:
 
     def _spawn(self, channel_fd: int, journal_fd: int) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-P", "-m", "engine", "--channel-fd", str(channel_fd), "--journal-fd", str(journal_fd)]
+        passed = [channel_fd, journal_fd]
+        if self._host_tier_fd >= 0:
+            command += ["--host-tier-fd", str(self._host_tier_fd)]
+            passed.append(self._host_tier_fd)
         threads = str(self._threads)
         # its own process group: a terminal's Ctrl-C is for the daemon, which drains first
         return subprocess.Popen(
@@ -224,7 +234,7 @@ class Worker:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
-            pass_fds=(channel_fd, journal_fd),
+            pass_fds=passed,
             process_group=0,
         )
 

@@ -28,7 +28,14 @@ def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dic
 def usage_of(generations: Sequence[Generation], completion_tokens: int) -> dict[str, object]:
     """Of one request: n sequences of a prompt were sent it once, and what they share among themselves is no hit."""
     prompts = [each for each in generations if not each.is_copy]
-    return usage(sum(len(each.prompt) for each in prompts), completion_tokens, sum(each.num_cached for each in prompts))
+    told = usage(sum(len(each.prompt) for each in prompts), completion_tokens, sum(each.num_cached for each in prompts))
+    if num_pauses := sum(each.num_pauses for each in generations):
+        told["hearth"] = {
+            "preemptions": num_pauses,
+            "restored_tokens": sum(each.restored_tokens for each in generations),
+            "recomputed_tokens": sum(each.recomputed_tokens for each in generations),
+        }
+    return told
 
 
 def answer(

@@ -36,7 +36,10 @@ def make_parser() -> argparse.ArgumentParser:
     add("status", node.status, "the daemon, its devices and engines")
     load = add("load", models.command, "load a model and wait until it is ready", "NAME")
     load.add_argument("--no-wait", action="store_true", help="return as soon as the load is accepted")
-    add("unload", models.command, "evict a model now; requests that wait for it may bring it back", "NAME")
+    unload = add("unload", models.command, "evict a model now; requests that wait for it may bring it back", "NAME")
+    unload.add_argument(
+        "--to", choices=("cold", "warm"), default="cold", help="warm: its weights stay in host memory, if a copy is there"
+    )
     add("pin", models.command, "load a model and never evict it", "NAME")
     add("unpin", models.command, "let a model be evicted again", "NAME")
     add("enable", models.command, "let requests use a model again", "NAME")

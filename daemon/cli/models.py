@@ -79,6 +79,8 @@ def command(client: Client, options: argparse.Namespace) -> None:
     path = f"/control/v1/models/{quote(name)}/{verb}"
     if getattr(options, "no_wait", False):
         path += "?wait=0"
+    if getattr(options, "to", "cold") != "cold":
+        path += f"?to={options.to}"
     lines = client.lines("POST", path)
     if verb in ("load", "pin") and not options.json and sys.stdout.isatty():
         from daemon.cli.progress import show
@@ -94,4 +96,4 @@ def command(client: Client, options: argparse.Namespace) -> None:
 
 
 def _extra(verb: str, result: dict[str, Any]) -> str:
-    return f" ({result['state']})" if verb in ("pin", "enable") else ""
+    return f" ({result['state']})" if verb in ("pin", "enable", "unload") else ""

@@ -37,6 +37,7 @@ REFUSAL_CODES = {
     "model_removed": "its folder is gone",
     "unloaded": "evicted by the operator",
     "busy": "another command holds the model",
+    "not_kept": "no copy of its weights is in host memory",
 }
 
 
@@ -49,18 +50,46 @@ class Load(Action):
     kv_reserved_chunks: int
     lease_chunks: int  # the device's KV lease once it is in
     deadline_s: float  # seconds from now
+    fingerprint: str = ""  # of the files that are meant
+    source_slots: tuple[int, ...] = ()  # of the host tier: the weights are there, in order; empty: they are read from disk
+    checksum: int = 0  # of the weights in source_slots
+    keep_slots: tuple[int, ...] = ()  # to be filled with the weights on the way
+    kv_slots: tuple[int, ...] = ()  # KV saved at an eviction, to be taken back
+    kv_index: bytes = b""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Evict(Action):
-    """The victim has no running request any more (drained), or the operator said now, or its load is rolled back. `placement_id`
-    names the copy that goes (that of its Load); `EvictFinished` answers with it. Requests of the model that the engine aborts
-    for it are queued again already: they are not to be reported as finished."""
+    """The victim has no running request any more (drained), or is paused, or the operator said now, or its load is rolled back.
+    `placement_id` names the copy that goes (that of its Load); `EvictFinished` answers with it. Requests of the model that the
+    engine aborts for it are queued again already: they are not to be reported as finished."""
 
     placement_id: int
     model: str
     device: str
     lease_chunks: int  # after it; the dispatcher passes it on
+    save_slots: tuple[int, ...] = ()  # of the host tier, for its KV
+    reason: str = ""  # one of EVICT_REASONS
+    age_s: float = 0.0  # since it became ready
+
+
+# why a model leaves a device -> what it means
+EVICT_REASONS = {
+    "room": "another model needs the room, and it was idle or had drained",
+    "preempted": "another model needs the room, and its requests wait until it is back",
+    "operator": "hearth unload, or it was switched off",
+    "rolled_back": "its load missed its deadline or is not wanted any more",
+    "removed": "its folder is gone",
+}
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class RequestsPaused(Action):
+    """Their model is taken from the device under them: they wait in its queue, their streams stay open, and they are submitted
+    again, with what they have, once it is back."""
+
+    model: str
+    request_ids: tuple[int, ...]
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scheduler.node import admission, models, pins, placements, requests, residency
+from scheduler.node import admission, keeping, models, pins, placements, requests, residency
 from scheduler.node.actions import CommandDone, Refusal
 from scheduler.node.events import (
     DisableRequested,
@@ -61,19 +61,27 @@ def unpin(node: Node, event: UnpinRequested) -> None:
 
 
 def unload(node: Node, event: UnloadRequested) -> None:
-    """Evicts now, answered when that is done. What was running waits at the queue's front and may bring it back."""
+    """Evicts now, answered when that is done. What was running waits at the queue's front and may bring it back. To cold: nothing
+    of it stays in host memory; to warm: its kept weights do, and KV worth saving."""
     model = _find(node, event.model)
     if model is None:
         return
     if model.pinned:
         _done(node, event.model, Refusal("busy", f"{model.name} is pinned; unpin it first"))
         return
+    if event.to == residency.WARM and not node.is_warm(model):
+        message = f"no copy of {model.name} is in host memory ({node.host.num_slots} slots): it can only be unloaded to cold"
+        _done(node, event.model, Refusal("not_kept", message))
+        return
     node.answer(model.load_causes, model.name, Refusal("unloaded", f"{model.name} was unloaded by the operator"))
     node.touch(model)
     if model.copy is None:
+        if event.to == residency.COLD:
+            keeping.drop_all(node, model, "unloaded by the operator")
         _done(node, event.model, None)
         return
-    requests.take_back(node, model, model.running.values())
+    requests.pause(node, model)
+    model.unload_to = event.to
     model.unload_causes.append(node.cause)
     node.set_state(model, residency.DRAINING, "unloaded by the operator")
     placements.evict(node, model)

@@ -3,38 +3,77 @@
 from __future__ import annotations
 
 from math import log
+from typing import TypeVar
 
-_NEW = 0.3  # weight of the newest load in the learned bandwidth
+K = TypeVar("K")
+
+_NEW = 0.3  # weight of the newest figure in what is learned
 
 
 class LoadCosts:
-    """Predicted seconds of a load on one device."""
+    """Predicted seconds of a load on one device, from disk and from host memory, and what a token of KV costs to copy or to
+    compute."""
 
-    __slots__ = ("_seconds", "bandwidth_bytes_per_s", "overhead_s")
+    __slots__ = ("_from_host", "_seconds", "bandwidth_bytes_per_s", "copy_bytes_per_s", "overhead_s", "prefill_tokens_per_s")
 
-    def __init__(self, bandwidth_bytes_per_s: float, overhead_s: float) -> None:
+    def __init__(self, bandwidth_bytes_per_s: float, overhead_s: float, copy_bytes_per_s: float = 4e9) -> None:
         self.bandwidth_bytes_per_s = bandwidth_bytes_per_s
         self.overhead_s = overhead_s
+        self.copy_bytes_per_s = copy_bytes_per_s  # between host memory and the device
+        self.prefill_tokens_per_s: dict[str, float] = {}  # by model, of those that were measured
         self._seconds: dict[tuple[str, int], float] = {}
+        self._from_host: dict[tuple[str, int], float] = {}
 
     def predict_s(self, model: str, weights_bytes: int) -> float:
-        """What this model's loads took, else bytes over bandwidth."""
+        """From disk: what this model's loads took, else bytes over bandwidth."""
         known = self._seconds.get((model, weights_bytes))
         return known if known is not None else self.overhead_s + weights_bytes / self.bandwidth_bytes_per_s
 
+    def predict_from_host_s(self, model: str, weights_bytes: int) -> float:
+        """From a copy in host memory: never told to be slower than from disk."""
+        known = self._from_host.get((model, weights_bytes))
+        seconds = known if known is not None else weights_bytes / self.copy_bytes_per_s
+        return min(seconds, self.predict_s(model, weights_bytes))
+
+    def saved_s_per_token(self, model: str, kv_bytes_per_token: float) -> float:
+        """Seconds by which copying a token's KV back from host memory is quicker than computing it again. A model that was never
+        measured counts as slow to compute."""
+        rate = self.prefill_tokens_per_s.get(model)
+        return (1 / rate if rate else 1.0) - kv_bytes_per_token / self.copy_bytes_per_s
+
     def learn(self, model: str, weights_bytes: int, seconds: float) -> None:
-        key = (model, weights_bytes)
-        known = self._seconds.get(key)
-        self._seconds[key] = seconds if known is None else known + _NEW * (seconds - known)
+        """A load from disk took so long."""
+        _average(self._seconds, (model, weights_bytes), seconds)
         transfer_s = seconds - self.overhead_s
         if transfer_s > 0 and weights_bytes > 0:
-            # Averaged as seconds per byte: a single quick load of a cached file must not promise the impossible.
-            per_byte = 1 / self.bandwidth_bytes_per_s
-            per_byte += _NEW * (transfer_s / weights_bytes - per_byte)
-            self.bandwidth_bytes_per_s = 1 / per_byte
+            self.bandwidth_bytes_per_s = _averaged_bandwidth(self.bandwidth_bytes_per_s, transfer_s / weights_bytes)
+
+    def learn_from_host(self, model: str, weights_bytes: int, seconds: float, copy_s: float) -> None:
+        """A load from host memory took so long, and copying the weights so much of it (0: not told)."""
+        _average(self._from_host, (model, weights_bytes), seconds)
+        if copy_s > 0 and weights_bytes > 0:
+            self.copy_bytes_per_s = _averaged_bandwidth(self.copy_bytes_per_s, copy_s / weights_bytes)
+
+    def learn_prefill(self, model: str, num_tokens: int, seconds: float) -> None:
+        """Tokens of a prompt that were computed, and how long its request waited in the engine for its first token."""
+        if num_tokens > 0 and seconds > 0:
+            _average(self.prefill_tokens_per_s, model, num_tokens / seconds)
 
     def forget(self, model: str, weights_bytes: int) -> None:
         self._seconds.pop((model, weights_bytes), None)
+        self._from_host.pop((model, weights_bytes), None)
+        self.prefill_tokens_per_s.pop(model, None)
+
+
+def _average(known: dict[K, float], key: K, new: float) -> None:
+    old = known.get(key)
+    known[key] = new if old is None else old + _NEW * (new - old)
+
+
+def _averaged_bandwidth(bytes_per_s: float, new_s_per_byte: float) -> float:
+    """Averaged as seconds per byte: a single quick load of a cached file must not promise the impossible."""
+    per_byte = 1 / bytes_per_s
+    return 1 / (per_byte + _NEW * (new_s_per_byte - per_byte))
 
 
 class Rate:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from scheduler.node import models, placements, requests, residency
 from scheduler.node.costs import LoadCosts
-from scheduler.node.events import EngineDown, EngineUp
+from scheduler.node.events import EngineDown, EngineUp, KVNoted, PrefillMeasured
 from scheduler.node.ledger import DeviceLedger
 from scheduler.node.node import LOADS, Device, Node
 
@@ -16,7 +16,7 @@ def declare(node: Node, name: str, budget_bytes: int) -> Device:
         name=name,
         budget_bytes=budget_bytes,
         ledger=DeviceLedger(budget_bytes // settings.chunk_bytes),
-        costs=LoadCosts(settings.bandwidth_bytes_per_s, settings.load_overhead_s),
+        costs=LoadCosts(settings.bandwidth_bytes_per_s, settings.load_overhead_s, settings.copy_bytes_per_s),
     )
     node.devices[name] = device
     return device
@@ -78,3 +78,16 @@ def end(node: Node, device: Device, running: tuple[int, ...], reason: str) -> No
         requests.take_back(node, model, model.running.values())
         placements.release(node, model, f"the engine of {device.name} ended: {reason}")
     device.ledger.clear()
+
+
+def kv_noted(node: Node, event: KVNoted) -> None:
+    for name, kv_bytes in event.kv_bytes.items():
+        model = node.models.get(name)
+        if model is not None and model.copy is not None and model.copy.device == event.device:
+            model.kv_bytes = kv_bytes
+
+
+def prefill_measured(node: Node, event: PrefillMeasured) -> None:
+    device = node.devices.get(event.device)
+    if device is not None and event.model in node.models:
+        device.costs.learn_prefill(event.model, event.num_tokens, event.seconds)

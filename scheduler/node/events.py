@@ -83,8 +83,15 @@ class EngineDown(Event):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class LoadFinished(Event):
+    """The slots of Load are free to be written or given away again; those that were to keep the weights hold them if `kept`."""
+
     placement_id: int
     seconds: float
+    kept: bool = False  # a whole copy of the weights is in keep_slots, or in the source_slots it came from
+    checksum: int = 0  # of that copy
+    copy_s: float = 0.0  # of the seconds, spent copying from host memory
+    source_rejected: str = ""  # why the copy in source_slots was not used
+    restored_kv_tokens: int = 0
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -104,6 +111,27 @@ class LoadProgressed(Event):
 @dataclass(slots=True, frozen=True, kw_only=True)
 class EvictFinished(Event):
     placement_id: int
+    kv_slots: tuple[int, ...] = ()  # of save_slots, those that hold KV now
+    kv_index: bytes = b""  # the engine's account of them
+    saved_kv_tokens: int = 0
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class KVNoted(Event):
+    """What an engine's models hold in KV, sequences that run and prefixes that are kept: model -> bytes."""
+
+    device: str
+    kv_bytes: dict[str, int]
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class PrefillMeasured(Event):
+    """A request's first token came `seconds` after it was submitted; num_tokens of its prompt had to be computed."""
+
+    model: str
+    device: str
+    num_tokens: int
+    seconds: float
 
 
 # ---- requests
@@ -141,7 +169,10 @@ class LoadRequested(Event):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class UnloadRequested(Event):
+    """to: cold (nothing of it stays in host memory) or warm (its kept weights stay; refused where there are none)."""
+
     model: str
+    to: str = "cold"
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

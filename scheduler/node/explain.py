@@ -49,7 +49,7 @@ def waits_for(node: Node, model: Model) -> list[str]:
         return [f"{len(model.running)} running requests to finish, then it leaves; {len(model.queue)} wait for it to come back"]
     if model.state == residency.READY and model.queue:
         return [f"{len(model.queue)} requests wait: {len(model.running)} are in the engine, its admission window is full"]
-    if model.state != residency.COLD or not node.wanted(model):
+    if model.state not in residency.PLACEABLE or not node.wanted(model):
         return []
     if model.retry_at > node.now:
         return [f"the load is tried again in {model.retry_at - node.now:.1f} s"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scheduler.node import admission, pins, residency
+from scheduler.node import admission, keeping, pins, residency
 from scheduler.node.ledger import arithmetic, size_of
 from scheduler.node.node import Model, Node
 
@@ -41,8 +41,10 @@ def rest(node: Node, model: Model, reason: str) -> None:
         state, reason = residency.REFUSED, model.too_large
     elif model.failure:
         state, reason = residency.FAILED, model.failure
+    elif model.paused:
+        state = residency.PAUSED
     else:
-        state = residency.COLD
+        state = residency.WARM if node.is_warm(model) else residency.COLD
     node.set_state(model, state, reason)
     pins.check_home(node, model)
     refusal = admission.removed(model) if model.removed else admission.closed(node, model)
@@ -60,6 +62,7 @@ def forget(node: Node, model: Model) -> None:
         node.deadlines.discard((kind, model.name))
     for device in node.devices.values():
         device.costs.forget(model.name, model.facts.weights_bytes)
+    keeping.drop_all(node, model, "its folder is gone")
     node.answer(model.unload_causes, model.name, None)
     node.set_state(model, "", "forgotten")
     del node.models[model.name]

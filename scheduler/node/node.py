@@ -11,6 +11,7 @@ from scheduler.node import residency
 from scheduler.node.actions import Action, CommandDone, GrantLease, Refusal, Reject, StateChanged
 from scheduler.node.costs import LoadCosts, Rate
 from scheduler.node.events import ModelFacts, RequestFacts
+from scheduler.node.host_tier import HostTier, Slots
 from scheduler.node.lazy_heap import LazyHeap
 from scheduler.node.ledger import NOTHING, DeviceLedger, Size
 from scheduler.node.settings import SchedulerSettings
@@ -28,7 +29,13 @@ class Request:
     device: str = ""  # where it was submitted; "" while queued
     submitted_at: float = 0.0
     resubmission: bool = False  # was submitted before: no wait limit, no queue bound
+    paused_at: float | None = None  # since when it waits for its model to come back
     crashes: int = 0
+
+    @property
+    def waits_since(self) -> float:
+        """Its age among those that wait: a paused request has had its turn, and queues anew."""
+        return self.arrived if self.paused_at is None else self.paused_at
 
 
 @dataclass(slots=True, eq=False)
@@ -41,12 +48,16 @@ class TenantQueue:
 
 @dataclass(slots=True, eq=False)
 class Copy:
-    """A model's memory on a device, from Load until its eviction was answered. Its facts are those it was loaded with."""
+    """A model's memory on a device, from Load until its eviction was answered. Its facts are those it was loaded with.
+    keep_slots: of the host tier, to be filled while it loads; from_host: it was to come from there."""
 
     placement_id: int
     device: str
     facts: ModelFacts
     size: Size
+    keep_slots: Slots = ()
+    from_host: bool = False
+    ready_at: float | None = None
     evict_sent: bool = False
     rolling_back: bool = False
     overdue: bool = False
@@ -102,6 +113,10 @@ class Model:
     forced_at: float | None = None
     faults: list[float] = field(default_factory=list)
     progress: tuple[int, int] | None = None
+    paused: bool = False  # it was preempted, and requests wait for it to come back
+    unload_to: str = ""  # what the operator's unload under way shall leave: cold or warm
+    kv_bytes: int = 0  # of the copy, as its engine last told it; running sequences and kept prefixes
+    mean_prompt_tokens: float = 0.0
     story: Story = field(default_factory=Story)
 
     @property
@@ -197,6 +212,7 @@ class Node:
         self.now = 0.0
         self.cause = "boot"
         self.actions: list[Action] = []
+        self.host = HostTier(settings.host_tier_slots)
         self.models: dict[str, Model] = {}
         self.devices: dict[str, Device] = {}
         self.requests: dict[int, Request] = {}
@@ -235,6 +251,7 @@ class Node:
 
     def reject_queue(self, model: Model, refusal: Refusal) -> None:
         while model.queue:
+            self.touch(model)
             self.reject(model.dequeue(next(iter(model.queue))), refusal)
 
     def answer(self, causes: list[str], model: str, refusal: Refusal | None) -> None:
@@ -262,8 +279,16 @@ class Node:
     def window(self, model: Model) -> int:
         return model.window * self.settings.window_per_sequence
 
+    def is_warm(self, model: Model) -> bool:
+        """A whole copy of the weights it has now is in host memory."""
+        kept = self.host.weights.get(model.name)
+        return kept is not None and not kept.void and kept.fingerprint == model.facts.fingerprint
+
     def reload_s(self, model: Model, device: Device) -> float:
-        return device.costs.predict_s(model.name, model.facts.weights_bytes)
+        costs, weights_bytes = device.costs, model.facts.weights_bytes
+        if self.host.weights and self.is_warm(model):
+            return costs.predict_from_host_s(model.name, weights_bytes)
+        return costs.predict_s(model.name, weights_bytes)
 
     def force_every_s(self, model: Model, device: Device) -> float:
         """Rule 9."""

@@ -13,7 +13,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from scheduler.node import commands, engines, events, explain, models, placements, registration, requests
+from scheduler.node import (
+    commands,
+    engines,
+    events,
+    explain,
+    loads,
+    models,
+    placements,
+    registration,
+    requests,
+)
 from scheduler.node.actions import Action
 from scheduler.node.events import Event
 from scheduler.node.ledger import kv_reserved_bytes
@@ -21,7 +31,7 @@ from scheduler.node.node import Device, Model, Node
 from scheduler.node.settings import SchedulerSettings
 from scheduler.node.settle import settle
 from scheduler.node.validation import validate
-from scheduler.node.views import DeviceView, ModelView, QueuedView
+from scheduler.node.views import DeviceView, HostTierView, ModelView, QueuedView
 
 __all__ = ["NodeScheduler", "SchedulerSettings"]
 
@@ -35,10 +45,12 @@ _HANDLERS: dict[type[Event], Callable[[Node, Any], None]] = {
     events.ModelRemoved: registration.removed,
     events.EngineUp: engines.up,
     events.EngineDown: engines.down,
-    events.LoadFinished: placements.load_finished,
-    events.LoadFailed: placements.load_failed,
-    events.LoadProgressed: placements.load_progressed,
+    events.LoadFinished: loads.load_finished,
+    events.LoadFailed: loads.load_failed,
+    events.LoadProgressed: loads.load_progressed,
     events.EvictFinished: placements.evict_finished,
+    events.KVNoted: engines.kv_noted,
+    events.PrefillMeasured: engines.prefill_measured,
     events.RequestArrived: requests.arrived,
     events.RequestCancelled: requests.cancelled,
     events.RequestFinished: requests.finished,
@@ -79,7 +91,9 @@ class NodeScheduler:
         return min(first, default=None)
 
     def reconfigure(self, settings: SchedulerSettings) -> None:
-        """New limits, from the next event on. Raises ValueError for another chunk_bytes: that needs a restart."""
+        """New limits, from the next event on. Raises ValueError for another chunk_bytes or host tier: that needs a restart."""
+        if settings.host_tier_slots != self._node.settings.host_tier_slots:
+            raise ValueError(f"host_tier_slots cannot change while running: it is {self._node.settings.host_tier_slots}")
         if settings.chunk_bytes != self._node.settings.chunk_bytes:
             raise ValueError(
                 f"chunk_bytes cannot change while running: {self._node.settings.chunk_bytes} -> {settings.chunk_bytes}"
@@ -93,14 +107,18 @@ class NodeScheduler:
     # ---- what the operator sees
 
     def snapshot(self) -> list[ModelView]:
-        return [_model_view(model) for model in self._node.models.values()]
+        return [_model_view(self._node, model) for model in self._node.models.values()]
 
     def model(self, name: str) -> ModelView | None:
         model = self._node.models.get(name)
-        return None if model is None else _model_view(model)
+        return None if model is None else _model_view(self._node, model)
 
     def devices(self) -> list[DeviceView]:
         return [_device_view(self._node, device) for device in self._node.devices.values()]
+
+    def host_tier(self) -> HostTierView:
+        host = self._node.host
+        return HostTierView(host.num_slots, self._node.settings.chunk_bytes, host.counts())
 
     def queue(self) -> list[QueuedView]:
         """By model, in the order in which they will be submitted; among several tenants their shares decide."""
@@ -130,16 +148,18 @@ def _deadlines(node: Node) -> None:
         if kind == "look":
             node.stir((name,))
         elif kind == "load":
-            placements.load_overdue(node, node.models[name])
+            loads.load_overdue(node, node.models[name])
         elif kind == "evict":
             placements.evict_overdue(node, node.models[name])
+        elif kind == "preempt":
+            placements.drained_too_long(node, node.models[name])
         elif kind == "retry":
             node.touch(node.models[name])
         elif kind == "quarantine":
             models.quarantine_over(node, node.models[name])
 
 
-def _model_view(model: Model) -> ModelView:
+def _model_view(node: Node, model: Model) -> ModelView:
     copy, placement = model.copy, model.placement
     facts = copy.facts if copy else model.facts
     return ModelView(
@@ -155,6 +175,8 @@ def _model_view(model: Model) -> ModelView:
         reason=model.reason,
         placement_id=copy.placement_id if copy else placement.id if placement else None,
         progress=model.progress,
+        kept_bytes=kept.num_bytes if (kept := node.host.weights.get(model.name)) is not None else 0,
+        saved_kv_tokens=saved.num_tokens if (saved := node.host.kv.get(model.name)) is not None else 0,
     )
 
 

@@ -7,11 +7,10 @@ been taken from them yet. From the first Evict on they go, whatever becomes of t
 
 from __future__ import annotations
 
-from scheduler.node import look, pins, residency
-from scheduler.node.actions import Evict, Load, Refusal, RestartEngine
-from scheduler.node.admission import retry_after_s
-from scheduler.node.events import EvictFinished, LoadFailed, LoadFinished, LoadProgressed
-from scheduler.node.models import note_failed_load, rest
+from scheduler.node import keeping, look, pins, preemption, residency
+from scheduler.node.actions import Evict, Load, RestartEngine
+from scheduler.node.events import EvictFinished
+from scheduler.node.models import rest
 from scheduler.node.node import LOADS, VICTIMS_DRAIN, VICTIMS_LEAVE, WAITS_FOR_LOADER, Copy, Device, Model, Node, Placement
 from scheduler.node.placement import Option
 
@@ -84,6 +83,8 @@ def begin(node: Node, model: Model, option: Option) -> None:
             victim.forced_at = node.now
         node.set_state(victim, residency.DRAINING, f"makes room for {model.name} (placement {placement.id})")
     promise(node, placement)
+    if placement.forced:
+        preemption.foresee(node, placement)
     advance(node, placement)
 
 
@@ -101,12 +102,21 @@ def advance(node: Node, placement: Placement) -> None:
         if any(node.models[name].running for name in placement.victims):
             return
         placement.stage = VICTIMS_LEAVE
+        node.deadlines.discard(("preempt", placement.model))
         for name in list(placement.victims):
             evict(node, node.models[name])
     if placement.stage == VICTIMS_LEAVE and not placement.victims:
         placement.stage = WAITS_FOR_LOADER
     if placement.stage == WAITS_FOR_LOADER and device.loading is None:
         load(node, placement)
+
+
+def drained_too_long(node: Node, model: Model) -> None:
+    """The busy victims of the model's placement are paused."""
+    placement = model.placement
+    if placement is not None and placement.stage == VICTIMS_DRAIN:
+        preemption.pause_victims(node, placement)
+        advance(node, placement)
 
 
 def load(node: Node, placement: Placement) -> None:
@@ -116,19 +126,22 @@ def load(node: Node, placement: Placement) -> None:
     ledger.hold(model.name, placement.size)
     if model.size.work_space_chunks > ledger.work_space_chunks:
         ledger.raise_work_space(model.size.work_space_chunks)
+    keep, kept, saved = keeping.grants_of_load(node, placement)
+    predicted_s = device.costs.predict_s(model.name, placement.facts.weights_bytes)
+    about_s = node.reload_s(model, device)
     placement.stage, device.loading = LOADS, placement
-    model.copy = Copy(placement.id, device.name, placement.facts, placement.size)
+    model.copy = Copy(placement.id, device.name, placement.facts, placement.size, keep, kept is not None)
     model.progress = None
     device.resident[model.name] = model
     node.copies[placement.id] = model.name
     if model.pinned:
         pins.recount(node, device)
     device.lease_told_chunks = ledger.lease_chunks
-    predicted_s = device.costs.predict_s(model.name, placement.facts.weights_bytes)
     deadline_s = node.settings.load_deadline_s
     deadline_s = max(20.0, 4 * predicted_s) if deadline_s is None else deadline_s
     node.deadlines.set(("load", model.name), node.now + deadline_s)
-    node.set_state(model, residency.LOADING, f"placement {placement.id} on {device.name}, about {predicted_s:.1f} s")
+    source = "host memory" if kept else "disk"
+    node.set_state(model, residency.LOADING, f"placement {placement.id} on {device.name} from {source}, about {about_s:.1f} s")
     node.emit(
         Load(
             cause=node.cause,
@@ -139,6 +152,12 @@ def load(node: Node, placement: Placement) -> None:
             kv_reserved_chunks=placement.size.kv_chunks,
             lease_chunks=device.lease_told_chunks,
             deadline_s=deadline_s,
+            fingerprint=placement.facts.fingerprint,
+            source_slots=kept.slots if kept else (),
+            checksum=kept.checksum if kept else 0,
+            keep_slots=keep,
+            kv_slots=saved.slots if saved else (),
+            kv_index=saved.index if saved else b"",
         )
     )
 
@@ -168,6 +187,7 @@ def undo(node: Node, placement: Placement) -> None:
         device.loading = None
     model.placement = None
     node.deadlines.discard(("load", model.name))
+    node.deadlines.discard(("preempt", model.name))
     node.stir((device.name,))
 
 
@@ -196,8 +216,10 @@ def evict(node: Node, model: Model) -> None:
         return
     copy.evict_sent = True
     node.deadlines.discard(("load", model.name))
-    node.deadlines.set(("evict", model.name), node.now + node.settings.evict_deadline_s)
     device = node.devices[copy.device]
+    save = keeping.grants_of_eviction(node, model, copy)
+    save_s = len(save) * node.settings.chunk_bytes / device.costs.copy_bytes_per_s
+    node.deadlines.set(("evict", model.name), node.now + node.settings.evict_deadline_s + 4 * save_s)
     device.lease_told_chunks = lease_after_evictions(device)
     node.emit(
         Evict(
@@ -206,8 +228,22 @@ def evict(node: Node, model: Model) -> None:
             model=model.name,
             device=copy.device,
             lease_chunks=device.lease_told_chunks,
+            save_slots=save,
+            reason=_why_evicted(model, copy),
+            age_s=0.0 if copy.ready_at is None else node.now - copy.ready_at,
         )
     )
+
+
+def _why_evicted(model: Model, copy: Copy) -> str:
+    """One of EVICT_REASONS."""
+    if model.removed:
+        return "removed"
+    if model.unload_to or not model.enabled:
+        return "operator"
+    if copy.rolling_back:
+        return "rolled_back"
+    return "preempted" if model.paused else "room"
 
 
 def lease_after_evictions(device: Device) -> int:
@@ -237,7 +273,9 @@ def evict_finished(node: Node, event: EvictFinished) -> None:
     if name is None:
         return
     model = node.models[name]
-    if model.copy is not None and model.copy.evict_sent:
+    copy = model.copy
+    if copy is not None and copy.evict_sent:
+        keeping.saved(node, model, copy, event.kv_slots, event.kv_index, event.saved_kv_tokens)
         release(node, model, "evicted")
 
 
@@ -252,7 +290,8 @@ def release(node: Node, model: Model, reason: str) -> None:
     if model.placement is not None:
         undo(node, model.placement)
     node.deadlines.discard(("evict", model.name))
-    model.copy, model.progress = None, None
+    keeping.copy_ended(node, model, copy)
+    model.copy, model.progress, model.kv_bytes, model.unload_to = None, None, 0, ""
     placement = node.placements.get(model.victim_of)
     model.victim_of = 0
     if placement is not None:
@@ -262,65 +301,6 @@ def release(node: Node, model: Model, reason: str) -> None:
     node.answer(model.unload_causes, model.name, None)
     node.stir((device.name,))
     rest(node, model, reason)
-
-
-# ---- what the engine says of a load
-
-
-def load_finished(node: Node, event: LoadFinished) -> None:
-    model = _loading(node, event.placement_id)
-    if model is None:
-        return
-    copy, placement = model.copy, model.placement
-    assert copy is not None
-    assert placement is not None
-    undo(node, placement)
-    node.devices[copy.device].costs.learn(model.name, copy.facts.weights_bytes, event.seconds)
-    model.failed_loads = model.num_quarantines = 0
-    model.progress = None
-    node.set_state(model, residency.READY, f"loaded in {event.seconds:.2f} s")
-    node.touch(model)
-
-
-def load_progressed(node: Node, event: LoadProgressed) -> None:
-    model = _loading(node, event.placement_id)
-    if model is not None:
-        model.progress = (event.bytes_done, event.bytes_total)
-
-
-def load_failed(node: Node, event: LoadFailed) -> None:
-    """Also ends a roll-back: the engine has given up the load by itself."""
-    name = node.copies.get(event.placement_id)
-    model = node.models[name] if name else None
-    if model is None or model.state not in (residency.LOADING, residency.DRAINING) or model.placement is None:
-        return
-    assert model.copy is not None
-    if not model.copy.evict_sent:
-        note_failed_load(node, model, event.reason, event.permanent)
-    release(node, model, f"load failed: {event.reason}")
-
-
-def _loading(node: Node, placement_id: int) -> Model | None:
-    """None when the load is unknown or being rolled back."""
-    name = node.copies.get(placement_id)
-    if name is None or node.models[name].state != residency.LOADING:
-        return None
-    return node.models[name]
-
-
-def load_overdue(node: Node, model: Model) -> None:
-    """Rule 6: the load is rolled back, and those who waited for it are told."""
-    copy = model.copy
-    assert copy is not None
-    reason = f"placement {copy.placement_id} on {copy.device} missed its deadline"
-    copy.rolling_back = True
-    node.set_state(model, residency.DRAINING, f"{reason}; rolling back")
-    refusal = Refusal("load_timeout", f"the load of {model.name} missed its deadline", retry_after_s(node, model))
-    node.reject_queue(model, refusal)
-    node.answer(model.load_causes, model.name, refusal)
-    note_failed_load(node, model, reason, permanent=False)
-    evict(node, model)
-    node.touch(model)
 
 
 def evict_overdue(node: Node, model: Model) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scheduler.node import admission, models, pins, residency
+from scheduler.node import admission, keeping, models, pins, residency
 from scheduler.node.events import ModelFacts, ModelRegistered, ModelRemoved
 from scheduler.node.ledger import size_of
 from scheduler.node.node import Model, Node
@@ -28,6 +28,8 @@ def registered(node: Node, event: ModelRegistered) -> None:
         if old.fingerprint != facts.fingerprint:
             models.clear_failure(node, model)
             model.story.tell(node.now, node.cause, f"files changed: {old.fingerprint} -> {facts.fingerprint}")
+        if not keeping.same_files(old, facts):
+            keeping.drop_all(node, model, "its files changed")
     models.raise_work_space(node, model)
     if model.copy is None and model.placement is None:
         models.rest(node, model, "registered" if old is None else "registered again")

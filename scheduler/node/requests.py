@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from scheduler.node import admission, residency
-from scheduler.node.actions import AbortInEngine, Refusal, Reject, Submit
+from scheduler.node.actions import AbortInEngine, Refusal, Reject, RequestsPaused, Submit
 from scheduler.node.events import RequestArrived, RequestCancelled, RequestFinished
 from scheduler.node.node import Model, Node, Request
 
@@ -29,6 +29,7 @@ def arrived(node: Node, event: RequestArrived) -> None:
     node.requests[facts.request_id] = request
     model.arrivals.note(node.now)
     model.last_used = node.now
+    model.mean_prompt_tokens += (facts.num_prompt_tokens - model.mean_prompt_tokens) * (0.1 if model.mean_prompt_tokens else 1.0)
     if model.state == residency.READY and not model.queue and len(model.running) < node.window(model):
         submit(node, model, request)
         return
@@ -39,7 +40,7 @@ def arrived(node: Node, event: RequestArrived) -> None:
 
 def submit(node: Node, model: Model, request: Request) -> None:
     assert model.copy is not None
-    request.device, request.submitted_at = model.copy.device, node.now
+    request.device, request.submitted_at, request.paused_at = model.copy.device, node.now, None
     request_id = request.facts.request_id
     model.start(request)
     node.actions.append(Submit(cause=node.cause, request_id=request_id, model=model.facts.name, device=request.device))
@@ -91,6 +92,17 @@ def take_back(node: Node, model: Model, running: Iterable[Request]) -> None:
         request.device, request.resubmission = "", True
         model.enqueue(request, first=True)
     node.touch(model)
+
+
+def pause(node: Node, model: Model) -> None:
+    """Its copy is taken from under what runs: that waits until the model is back, with its streams open."""
+    paused = tuple(model.running.values())
+    if not paused:
+        return
+    node.emit(RequestsPaused(cause=node.cause, model=model.name, request_ids=tuple(each.facts.request_id for each in paused)))
+    for request in paused:
+        request.paused_at = node.now
+    take_back(node, model, paused)
 
 
 def crashed(node: Node, model: Model, request: Request) -> None:

@@ -1,10 +1,10 @@
 """The states a model can be in on this node, and the groups the scheduler asks about. Imports nothing."""
 
 COLD = "cold"  # only on disk; a request for it makes a placement
-WARM = "warm"  # in host memory, so a load needs no disk (with the host tier; the scheduler treats it as cold and quick to load)
+WARM = "warm"  # a copy of its weights is in host memory, so a load needs no disk; otherwise as cold
 LOADING = "loading"  # its memory is taken and its weights are on their way
 READY = "ready"  # requests are submitted at once
-PAUSED = "paused"  # preempted with its KV saved; nothing enters this state without the host tier
+PAUSED = "paused"  # preempted: off the device, and requests that ran there wait for it to come back; otherwise as cold
 DRAINING = "draining"  # leaves the device: what runs goes on to its end, what arrives waits or is refused
 FAILED = "failed"  # its last loads failed or it crashed engines; may carry a time when it is tried again
 REFUSED = "refused"  # fits on no allowed device even when that is empty
@@ -20,6 +20,6 @@ AT_REST = ALL - IN_MEMORY
 # May have requests in an engine.
 RUNNING = frozenset({READY, DRAINING})
 # A placement may be made for it.
-PLACEABLE = frozenset({COLD, WARM})
+PLACEABLE = frozenset({COLD, WARM, PAUSED})
 # Refuses every request, so nothing may be queued.
 CLOSED = frozenset({FAILED, REFUSED, DISABLED, INCOMPLETE})

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, frozen=True)
 class SchedulerSettings:
-    """All but chunk_bytes may change while running (`NodeScheduler.reconfigure`)."""
+    """All but chunk_bytes and host_tier_slots may change while running (`NodeScheduler.reconfigure`)."""
 
     chunk_bytes: int = 2 * 1024 * 1024
     load_deadline_s: float | None = None  # None: max(20, 4 x predicted)
@@ -29,3 +29,7 @@ class SchedulerSettings:
     drain_retry_after_s: float = 5.0
     bandwidth_bytes_per_s: float = 1e9  # until loads have been measured
     load_overhead_s: float = 0.2
+    copy_bytes_per_s: float = 4e9  # between host memory and a device, until copies have been measured
+    host_tier_slots: int = 0  # host memory for weights and saved KV, in slots of chunk_bytes
+    preempt_after_s: float = 1.0  # a busy victim is paused past max(preempt_after_s, preempt_after_swaps x what its pause costs)
+    preempt_after_swaps: float = 4.0

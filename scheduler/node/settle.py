@@ -45,6 +45,10 @@ def settle_model(node: Node, model: Model) -> None:
 
 
 def settle_resting(node: Node, model: Model) -> None:
+    if model.paused and not model.num_resubmissions:  # nobody waits for it to come back any more
+        model.paused = False
+        if model.state == residency.PAUSED:
+            models.rest(node, model, "its paused requests have ended")
     placement = model.placement
     if placement is not None:
         room_kept = not pins.fits_beside_pins(model, node.devices[placement.device])  # a pin has come since
@@ -64,7 +68,7 @@ def enlist(node: Node, model: Model) -> None:
     if not node.wanted(model) or not node.resting(model) or model.retry_at > node.now:
         placements.unlist(node, model)
         return
-    since = next(iter(model.queue.values())).arrived if model.queue else node.now
+    since = next(iter(model.queue.values())).waits_since if model.queue else node.now
     if model.load_causes or model.pinned:
         since = min(since, model.asked_at)
     num_waiting = max(1, len(model.queue))

@@ -24,6 +24,7 @@ def validate(node: Node) -> None:
     assert copies == node.copies, "every copy is known by its placement"
     placements = {model.placement.id: model.placement for model in node.models.values() if model.placement}
     assert placements == node.placements, "every placement belongs to one model"
+    check_host(node)
     assert node.pinned.keys() <= node.models.keys(), "pinned list: models that are forgotten"
 
 
@@ -39,6 +40,9 @@ def check_model(node: Node, model: Model) -> None:
         assert not model.load_causes, f"commands wait for {name}, which is ready"
         assert not model.leaves, f"{name} is ready but shall leave"
         assert model.victim_of == 0, f"rule 1: {name} is a ready victim"
+    if model.state in (residency.COLD, residency.WARM):
+        assert (model.state == residency.WARM) == (node.is_warm(model) and not model.removed), f"{name} is {model.state}"
+    assert model.state != residency.PAUSED or model.num_resubmissions, f"{name} is paused and nobody waits for it"
     if model.state in residency.CLOSED or model.leaves:
         assert not model.queue or model.state == residency.DRAINING, f"{name} is {model.state} and requests wait"
         assert not model.load_causes, f"{name} is {model.state} and commands wait"
@@ -76,6 +80,18 @@ def check_model(node: Node, model: Model) -> None:
         where = copy or model.placement
         assert where is None or where.device == model.home, f"{name} is pinned to {model.home} and lives on {where.device}"
     check_listed(node, model)
+
+
+def check_host(node: Node) -> None:
+    node.host.validate()
+    for name, copy in node.host.copies():
+        model = node.models.get(name)
+        assert model is not None, f"host tier: {name} is forgotten"
+        assert copy.void or copy.fingerprint == model.facts.fingerprint, f"host tier: an old copy of {name}"
+        loads = model.placement is not None and model.placement.stage == LOADS
+        assert not copy.lent or (loads and copy.lent == model.placement.id), f"host tier: a copy of {name} is lent to nobody"  # type: ignore[union-attr]
+    for placement_id, transit in node.host.transit.items():
+        assert node.copies.get(placement_id) == transit.model, f"host tier: slots in transit for {transit.model} are forgotten"
 
 
 def check_listed(node: Node, model: Model) -> None:

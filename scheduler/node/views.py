@@ -19,6 +19,8 @@ class ModelView:
     reason: str
     placement_id: int | None  # of its copy, else of the placement under way
     progress: tuple[int, int] | None  # bytes done and total of a load under way
+    kept_bytes: int = 0  # of its weights in host memory
+    saved_kv_tokens: int = 0  # whose KV is in host memory
 
 
 @dataclass(slots=True, frozen=True)
@@ -35,6 +37,13 @@ class DeviceView:
     loading: str  # model, or ""
     num_waiting: int  # models that want to come here
     problem: str  # an overdue roll-back, or ""
+
+
+@dataclass(slots=True, frozen=True)
+class HostTierView:
+    num_slots: int
+    slot_bytes: int
+    slots: dict[str, int]  # by kind: free, transit, weights, kv
 
 
 @dataclass(slots=True, frozen=True)

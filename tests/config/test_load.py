@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from config import host_tier
 from config import load as config_load
 from config.load import ConfigError, device_budgets, load
-from config.schema import NodeConfig
+from config.schema import DeviceBudget, NodeConfig
 
 GIB = 1 << 30
 
@@ -110,6 +111,32 @@ def test_missing_file_and_bad_flag() -> None:
 def test_device_errors(devices: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         device_budgets(load(None, {"device": devices}), GIB)
+
+
+@pytest.mark.parametrize(
+    ("value", "devices", "expected"),
+    [
+        (None, ["cpu:0"], 0),
+        (None, ["cpu:0", "cuda:0"], 8 * GIB),
+        ("25%", ["cpu:0"], 4 * GIB),
+        ("3MiB", ["cpu:0"], 2 << 20),
+        (0, ["cuda:0"], 0),
+        ("0", ["cuda:0"], 0),
+    ],
+)
+def test_the_host_tier_is_a_share_of_memory_or_a_size_in_whole_chunks(value: object, devices: list[str], expected: int) -> None:
+    budgets = [DeviceBudget(name, GIB) for name in devices]
+    config = NodeConfig(host_tier_bytes=value)  # type: ignore[arg-type]
+    assert host_tier.resolved(config, budgets, 16 * GIB).host_tier_bytes == expected
+
+
+def test_a_host_tier_beyond_the_machine_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, 'host_tier_bytes = "60%"\n')
+    with pytest.raises(ConfigError, match=r"node.toml:1: host_tier_bytes: .60%.: with the cpu devices. budgets that is 17.6 GiB"):
+        host_tier.resolved(load(path), [DeviceBudget("cpu:0", 8 * GIB)], 16 * GIB, path)
+    for bad in ("lots", "-1", "120%"):
+        with pytest.raises(ConfigError, match="host_tier_bytes"):
+            load(write(tmp_path, f'host_tier_bytes = "{bad}"\n'))
 
 
 def test_no_device_is_half_of_the_machine() -> None:

@@ -17,6 +17,7 @@ class Stream:
     def __init__(self, node: Node, model: str, prompt: str, max_tokens: int, **options: Any) -> None:
         self.text, self.error, self.finish_reason, self.num_chunks = "", "", "", 0
         self.stamps: list[float] = []
+        self.usage: dict[str, Any] = {}  # where it was asked for
         key = options.pop("key", "unused")
         extra = {"ignore_eos": True, **options.pop("extra_body", {})}
         options = {"temperature": 0, "seed": 1, **options}
@@ -35,6 +36,8 @@ class Stream:
                     for choice in chunk.choices:
                         self.text += choice.text
                         self.finish_reason = choice.finish_reason or self.finish_reason
+                    if chunk.usage is not None:
+                        self.usage = chunk.usage.model_dump()
                     self.num_chunks += 1
                     self.stamps.append(time.monotonic())
         except openai.OpenAIError as error:

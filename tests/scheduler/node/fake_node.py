@@ -11,6 +11,7 @@ from scheduler.node.node_scheduler import NodeScheduler, SchedulerSettings
 from scheduler.node.views import ModelView
 
 MIB = 1024 * 1024
+CHECKSUM = 4711
 COMMANDS = {
     "load": events.LoadRequested,
     "unload": events.UnloadRequested,
@@ -50,6 +51,11 @@ class FakeNode:
         self.evicts: dict[int, actions.Evict] = {}  # under way
         self.memory: dict[int, tuple[str, int]] = {}  # placement -> device, chunks; until its eviction is answered
         self.lease: dict[str, int] = {}
+        self.host: dict[int, tuple[str, str, str]] = {}  # slot of the host tier -> kind, model, fingerprint: what was written last
+        self.writing: dict[int, tuple[int, ...]] = {}  # placement -> slots it may write
+        self.fingerprints: dict[int, str] = {}  # of what each placement loaded
+        self.num_saved_slots = 2  # an eviction saves at most so many slots of KV
+        self.paused: tuple[int, ...] = ()  # requests, once for each time
         self.restarts: list[str] = []  # devices whose restart was ordered and not yet done
         self.running: dict[int, actions.Submit] = {}
         self.open: dict[int, str] = {}  # requests without an end -> model
@@ -104,16 +110,32 @@ class FakeNode:
         assert request_id not in self.running, "cancelled and still in the engine"
         return done
 
-    def loaded(self, model: str | None = None, seconds: float = 0.5) -> list[actions.Action]:
+    def loaded(self, model: str | None = None, seconds: float = 0.5, rejected: str = "") -> list[actions.Action]:
         """The load under way (of that model) is done."""
         load = next(load for load in self.loads.values() if model in (None, load.model))
         del self.loads[load.placement_id]
         self.copies[load.device, load.model] = load
-        return self.post(events.LoadFinished, placement_id=load.placement_id, seconds=seconds)
+        for slot in self.writing.pop(load.placement_id, ()):
+            self.host[slot] = ("weights", load.model, load.fingerprint)
+        kept = bool(load.keep_slots or load.source_slots) and not rejected
+        return self.post(
+            events.LoadFinished,
+            placement_id=load.placement_id,
+            seconds=seconds,
+            kept=kept,
+            checksum=CHECKSUM if kept else 0,
+            copy_s=seconds if load.source_slots and not rejected else 0.0,
+            source_rejected=rejected,
+        )
+
+    def note_kv(self, device: str, model: str, num_bytes: int) -> None:
+        """The engine tells what the model holds in KV."""
+        self.post(events.KVNoted, device=device, kv_bytes={model: num_bytes})
 
     def load_fails(self, reason: str = "read error", permanent: bool = False) -> list[actions.Action]:
         placement_id = next(iter(self.loads))
         del self.loads[placement_id], self.memory[placement_id]
+        self.writing.pop(placement_id, None)
         return self.post(events.LoadFailed, placement_id=placement_id, reason=reason, permanent=permanent)
 
     def evicted(self, model: str | None = None) -> list[actions.Action]:
@@ -121,15 +143,25 @@ class FakeNode:
         done = []
         for evict in [evict for evict in self.evicts.values() if model in (None, evict.model)]:
             del self.evicts[evict.placement_id], self.memory[evict.placement_id]
-            done += self.post(events.EvictFinished, placement_id=evict.placement_id)
+            self.writing.pop(evict.placement_id, None)
+            used = evict.save_slots[: self.num_saved_slots]
+            for slot in used:
+                self.host[slot] = ("kv", evict.model, self.fingerprints[evict.placement_id])
+            done += self.post(
+                events.EvictFinished,
+                placement_id=evict.placement_id,
+                kv_slots=used,
+                kv_index=b"index" if used else b"",
+                saved_kv_tokens=1000 * len(used),
+            )
         return done
 
-    def command(self, verb: str, model: str = "") -> str:
+    def command(self, verb: str, model: str = "", **fields: Any) -> str:
         """Returns its cause, to be looked up in `answers`."""
         self.num_commands += 1
         cause = f"cli-{self.num_commands}"
         self.asked[cause] = verb
-        self.post(COMMANDS[verb], cause, model=model)
+        self.post(COMMANDS[verb], cause, model=model, **fields)
         return cause
 
     def engine_up(self, device: str) -> list[actions.Action]:
@@ -138,6 +170,8 @@ class FakeNode:
 
     def engine_down(self, device: str, running: tuple[int, ...] = (), reason: str = "killed") -> list[actions.Action]:
         self.up.discard(device)
+        for placement in [placement for placement, held in self.memory.items() if held[0] == device]:
+            self.writing.pop(placement, None)
         self.restarts = [name for name in self.restarts if name != device]
         self.memory = {placement: held for placement, held in self.memory.items() if held[0] != device}
         self.loads = {placement: load for placement, load in self.loads.items() if load.device != device}
@@ -166,7 +200,9 @@ class FakeNode:
         match action:
             case actions.Load():
                 self.check_load(action)
+                self.check_host(action)
                 self.loads[action.placement_id] = action
+                self.fingerprints[action.placement_id] = action.fingerprint
                 self.memory[action.placement_id] = (action.device, action.weights_chunks + action.kv_reserved_chunks)
                 self.lease[action.device] = action.lease_chunks
             case actions.Evict():
@@ -174,14 +210,17 @@ class FakeNode:
                 assert action.placement_id in self.memory, f"evicts what is not there: {action}"
                 assert action.placement_id not in self.evicts, f"evicts twice: {action}"
                 runs = [request for request, submit in self.running.items() if submit.model == action.model]
-                unloaded = kind is events.UnloadRequested and fields["model"] == action.model
-                assert unloaded or not runs, f"rule 3: {action.model} evicted under requests {runs}"
-                for request in runs:
-                    del self.running[request]
+                assert not runs, f"rule 3: {action.model} evicted under requests {runs}"
+                assert action.reason in actions.EVICT_REASONS
+                self.host_grants(action.placement_id, action.save_slots)
                 self.loads.pop(action.placement_id, None)
                 self.copies.pop((action.device, action.model), None)
                 self.evicts[action.placement_id] = action
                 self.lease[action.device] = action.lease_chunks
+            case actions.RequestsPaused():
+                for request in action.request_ids:
+                    assert self.running.pop(request).model == action.model
+                self.paused += action.request_ids
             case actions.GrantLease():
                 assert action.device in self.up
                 self.lease[action.device] = action.lease_chunks
@@ -220,6 +259,28 @@ class FakeNode:
         needed = held + load.weights_chunks + load.kv_reserved_chunks + view.work_space_chunks + load.lease_chunks
         assert needed <= view.total_chunks, f"overdraws {load.device}: {needed} of {view.total_chunks} chunks"
         assert load.deadline_s > 0
+
+    def check_host(self, load: actions.Load) -> None:
+        """What is to be read was written, and nobody else writes it."""
+        if load.source_slots:
+            assert len(load.source_slots) == load.weights_chunks
+            assert not load.keep_slots
+            assert {self.host.get(slot) for slot in load.source_slots} == {("weights", load.model, load.fingerprint)}
+            assert load.checksum == CHECKSUM
+        for slot in load.kv_slots:
+            assert self.host.get(slot) == ("kv", load.model, load.fingerprint), f"{load.model} is given {self.host.get(slot)}"
+        reading = {slot for other in self.loads.values() for slot in (*other.source_slots, *other.kv_slots)}
+        assert not reading & set(load.keep_slots), "slots are written while a load reads them"
+        self.host_grants(load.placement_id, load.keep_slots)
+
+    def host_grants(self, placement_id: int, slots: tuple[int, ...]) -> None:
+        reading = {slot for other in self.loads.values() for slot in (*other.source_slots, *other.kv_slots)}
+        written = {slot for some in self.writing.values() for slot in some}
+        assert not (reading | written) & set(slots), "slots are granted that are read or written"
+        for slot in slots:
+            self.host.pop(slot, None)
+        if slots:
+            self.writing[placement_id] = slots
 
     def check_memory(self, device: str) -> None:
         """What the engine was last told is all it may use, once what it was told to evict is gone."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-from scheduler.node import actions
+from scheduler.node import actions, events
 from scheduler.node.node import VICTIMS_DRAIN
-from tests.scheduler.node.fake_node import FakeNode
+from tests.scheduler.node.fake_node import MIB, FakeNode
 from tests.scheduler.node.test_state_machine import MODELS, change
 
 WEIGHTS = {
@@ -22,6 +22,7 @@ WEIGHTS = {
     "engine up": 4,
     "crash": 2,
     "load fails": 2,
+    "kv": 8,
     "folder": 1,
 }
 NUM_RUNS, NUM_STEPS = 80, 250
@@ -36,7 +37,8 @@ def step(node: FakeNode, rng: random.Random) -> None:
         case "finish" if node.running:
             node.finish(rng.choice(sorted(node.running)))
         case "loaded" if node.loads:
-            node.loaded(node.loads[rng.choice(sorted(node.loads))].model, seconds=rng.choice([0.1, 1.0, 5.0]))
+            rejected = "checksum" if rng.random() < 0.1 else ""
+            node.loaded(node.loads[rng.choice(sorted(node.loads))].model, seconds=rng.choice([0.1, 1.0, 5.0]), rejected=rejected)
         case "evicted" if node.evicts:
             node.evicted(node.evicts[rng.choice(sorted(node.evicts))].model)
         case "sleep":
@@ -46,7 +48,9 @@ def step(node: FakeNode, rng: random.Random) -> None:
         case "cancel" if node.open:
             node.cancel(rng.choice(sorted(node.open)))
         case "command":
-            node.command(rng.choice(["load", "unload", "pin", "unpin", "unpin", "enable", "enable", "disable"]), name)
+            verb = rng.choice(["load", "unload", "unload", "pin", "unpin", "unpin", "enable", "enable", "disable"])
+            to = {"to": rng.choice(["cold", "warm"])} if verb == "unload" else {}
+            node.command(verb, name, **to)
         case "engine up":
             for device in node.budgets.keys() - node.up:
                 node.engine_up(device)
@@ -55,6 +59,12 @@ def step(node: FakeNode, rng: random.Random) -> None:
                 device = rng.choice(sorted(node.up))
                 running = [request for request, submit in node.running.items() if submit.device == device]
                 node.engine_down(device, tuple(rng.choice([running, running[:2], []])))
+        case "kv":
+            for (device, model), _ in list(node.copies.items()):
+                node.note_kv(device, model, rng.randrange(0, 8 * MIB))
+            if node.copies:
+                device, model = rng.choice(sorted(node.copies))
+                node.post(events.PrefillMeasured, model=model, device=device, num_tokens=100, seconds=rng.choice([1e-6, 1.0]))
         case "load fails" if node.loads:
             node.load_fails(permanent=rng.random() < 0.2)
         case "folder":
@@ -68,7 +78,8 @@ def test_what_is_accepted_ends_whatever_happens() -> None:
     for seed in range(NUM_RUNS):
         rng = random.Random(seed)
         devices = {"cpu:0": 100, "cpu:1": 80} if seed % 2 else {"cpu:0": 100}
-        node = FakeNode(devices, max_wait_s=40.0, failed_loads=2, quarantine_s=15.0)
+        host_tier_slots = (0, 30, 60)[seed % 3]
+        node = FakeNode(devices, max_wait_s=40.0, failed_loads=2, quarantine_s=15.0, host_tier_slots=host_tier_slots)
         node.register(*MODELS.values())
         for _ in range(NUM_STEPS):
             step(node, rng)
@@ -84,6 +95,7 @@ def test_what_is_accepted_ends_whatever_happens() -> None:
         *(kind.__name__ for kind in actions.Action.__subclasses__()),
         *("finished", "cancelled", "queue_full", "wait_exceeded", "load_timeout", "crashed_twice", "would_not_fit", "model_failed"),
         *("cold -> loading", "loading -> ready", "ready -> draining", "draining -> ready", "draining -> cold", "ready -> cold"),
+        *("draining -> warm", "warm -> loading", "warm -> cold", "draining -> paused", "paused -> loading"),
         *("draining -> disabled", "loading -> failed", "failed -> cold", "waits for busy victims"),
     }
     assert {what for what in expected if seen[what] < 5} == set()

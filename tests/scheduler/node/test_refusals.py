@@ -74,7 +74,7 @@ def test_retry_after_of_a_full_queue_follows_the_rate_it_is_served_at() -> None:
 
 
 def test_waiting_too_long() -> None:
-    node = FakeNode()
+    node = FakeNode(preempt_after_s=1000.0)
     node.register(facts("a", 60), facts("b", 60))
     node.arrive("a")
     node.loaded("a")

@@ -15,9 +15,9 @@ def node_of(*weights_mib: int, **settings: float) -> FakeNode:
     return node
 
 
-def overdue_victim() -> FakeNode:
+def overdue_victim(**settings: float) -> FakeNode:
     """`a` is busy with request 1 and drains, because request 2 for `b` is overdue."""
-    node = node_of(60, 60)
+    node = node_of(60, 60, **settings)
     node.arrive("a")
     node.loaded("a")
     node.arrive("b")
@@ -95,7 +95,7 @@ def test_rule_2_is_judged_again_when_files_change() -> None:
 
 
 def test_rule_3_running_requests_end_before_their_model_leaves() -> None:
-    node = overdue_victim()
+    node = overdue_victim(preempt_after_s=1000.0)
     node.sleep(500)
     assert not node.evicts, "evicted under a running request"
     assert set(node.running) == {1}

@@ -37,9 +37,10 @@ def change(model: str, fingerprint: str, incomplete: str) -> ModelFacts:
 
 
 class Node(RuleBasedStateMachine):
-    @initialize(second=st.booleans(), pinned=st.booleans())
-    def start(self, second: bool, pinned: bool) -> None:
-        self.node = FakeNode({"cpu:0": 100, "cpu:1": 80} if second else {"cpu:0": 100}, max_wait_s=40.0)
+    @initialize(second=st.booleans(), pinned=st.booleans(), host_slots=st.sampled_from([0, 25, 70]))
+    def start(self, second: bool, pinned: bool, host_slots: int) -> None:
+        devices = {"cpu:0": 100, "cpu:1": 80} if second else {"cpu:0": 100}
+        self.node = FakeNode(devices, max_wait_s=40.0, host_tier_slots=host_slots)
         self.node.register(*MODELS.values())
         if pinned:
             self.node.register(facts("d", 10, pinned=True, max_sequences=2))
@@ -77,10 +78,16 @@ class Node(RuleBasedStateMachine):
         self.node.finish()
 
     @precondition(lambda self: self.node.loads)
-    @rule(data=st.data())
-    def loaded(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), rejected=st.sampled_from(["", "", "checksum"]))
+    def loaded(self, data: st.DataObject, rejected: str) -> None:
         load = data.draw(st.sampled_from(sorted(self.node.loads)))
-        self.node.loaded(self.node.loads[load].model)
+        self.node.loaded(self.node.loads[load].model, rejected=rejected)
+
+    @precondition(lambda self: self.node.copies)
+    @rule(data=st.data(), mib=st.integers(0, 8))
+    def kv(self, data: st.DataObject, mib: int) -> None:
+        device, model = data.draw(st.sampled_from(sorted(self.node.copies)))
+        self.node.note_kv(device, model, mib * MIB)
 
     @precondition(lambda self: self.node.loads)
     @rule(permanent=st.booleans())
@@ -127,6 +134,10 @@ class Node(RuleBasedStateMachine):
     @rule(verb=st.sampled_from(["load", "unload", "pin", "unpin", "enable", "disable"]), model=st.sampled_from(NAMES))
     def command(self, verb: str, model: str) -> None:
         self.node.command(verb, model)
+
+    @rule(model=st.sampled_from(NAMES))
+    def unload_to_warm(self, model: str) -> None:
+        self.node.command("unload", model, to="warm")
 
     @rule(model=st.sampled_from(["", "a"]))
     def drain_and_resume(self, model: str) -> None:

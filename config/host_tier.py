@@ -1,0 +1,35 @@
+"""How much host memory is kept for weights and KV that are off their device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from config import units
+from config.load import ConfigError, located
+from config.schema import DeviceBudget, NodeConfig
+
+DEFAULT_PERCENT = 50
+
+
+def resolved(config: NodeConfig, devices: Sequence[DeviceBudget], memory_bytes: int, source: str = "flags") -> NodeConfig:
+    """The same settings with host_tier_bytes as whole chunks: 0 by default where all devices are cpu devices, which copy from
+    memory to memory; else half of the machine's. Raises ConfigError where it and the cpu devices' budgets exceed the machine's."""
+    value, chunk_bytes = config.host_tier_bytes, units.parse_bytes(config.chunk_bytes)
+    in_memory = [device for device in devices if device.name.startswith("cpu")]
+    if value is None:
+        num_bytes = 0 if len(in_memory) == len(devices) else memory_bytes * DEFAULT_PERCENT // 100
+    else:
+        num_bytes = units.parse_size_or_share(value, memory_bytes)
+    total = num_bytes + sum(device.budget_bytes for device in in_memory)
+    if value is not None and num_bytes and total > memory_bytes:
+        raise located(
+            ConfigError(
+                source,
+                "host_tier_bytes",
+                f"{value!r}: with the cpu devices' budgets that is {units.format_bytes(total)}, the machine has "
+                f"{units.format_bytes(memory_bytes)}",
+            )
+        )
+    return msgspec.structs.replace(config, host_tier_bytes=num_bytes // chunk_bytes * chunk_bytes)

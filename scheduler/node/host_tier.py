@@ -1,0 +1,137 @@
+"""The host tier's account: host memory in equal slots that the daemon owns, and what is in each.
+
+A slot is free, in transit (granted to a load or an eviction under way, which may write it), or holds weights or saved KV. What a
+load reads from is lent until that load has ended: it is not given to others meanwhile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+Slots = tuple[int, ...]
+
+
+@dataclass(slots=True)
+class HostCopy:
+    """What one model has there of one kind. It is good for checkpoints of this fingerprint only."""
+
+    fingerprint: str
+    slots: Slots
+    num_bytes: int
+    lent: int = 0  # to the load of this placement; 0: nobody reads it
+    void: bool = False  # to be given up once nobody reads it
+
+
+@dataclass(slots=True)
+class KeptWeights(HostCopy):
+    checksum: int = 0
+
+
+@dataclass(slots=True)
+class SavedKV(HostCopy):
+    index: bytes = b""  # the engine's: which tokens of whom
+    num_tokens: int = 0
+
+
+@dataclass(slots=True)
+class Transit:
+    """Slots that a load or an eviction may write."""
+
+    model: str
+    slots: Slots
+
+
+class HostTier:
+    """At all times each slot is in exactly one of free, transit, weights and kv."""
+
+    __slots__ = ("_free", "kv", "num_slots", "transit", "weights")
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._free = list(range(num_slots - 1, -1, -1))
+        self.weights: dict[str, KeptWeights] = {}
+        self.kv: dict[str, SavedKV] = {}
+        self.transit: dict[int, Transit] = {}  # placement -> slots
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def counts(self) -> dict[str, int]:
+        """Slots by kind."""
+        return {
+            "free": len(self._free),
+            "transit": sum(len(one.slots) for one in self.transit.values()),
+            "weights": sum(len(one.slots) for one in self.weights.values()),
+            "kv": sum(len(one.slots) for one in self.kv.values()),
+        }
+
+    def copies(self) -> list[tuple[str, HostCopy]]:
+        """(model, copy) of all there is."""
+        return [*self.weights.items(), *self.kv.items()]
+
+    def grant(self, placement_id: int, model: str, num_slots: int) -> Slots:
+        """Free slots, lowest first, that a load or an eviction may write. Raises ValueError if there are not so many."""
+        if num_slots > len(self._free):
+            raise ValueError(f"{num_slots} slots asked for {model}, {len(self._free)} are free")
+        if placement_id in self.transit:
+            raise ValueError(f"placement {placement_id} has slots already")
+        slots = tuple(self._free.pop() for _ in range(num_slots))
+        if slots:
+            self.transit[placement_id] = Transit(model, slots)
+        return slots
+
+    def settle_grant(self, placement_id: int, keep: Slots = ()) -> None:
+        """The writer has ended: of its slots only `keep` hold something, and belong to a copy now. Raises ValueError for a slot
+        that was not granted."""
+        granted = self.transit.pop(placement_id, None)
+        slots = granted.slots if granted is not None else ()
+        kept = set(keep)
+        if not kept <= set(slots):
+            raise ValueError(f"placement {placement_id} was not granted slots {sorted(kept - set(slots))}")
+        self._put_back(tuple(slot for slot in slots if slot not in kept))
+
+    def drop_weights(self, model: str) -> None:
+        """At once, or as soon as nobody reads it."""
+        self._drop(self.weights, model)
+
+    def drop_kv(self, model: str) -> None:
+        self._drop(self.kv, model)
+
+    def _drop(self, kind: dict[str, KeptWeights] | dict[str, SavedKV], model: str) -> None:
+        copy = kind.get(model)
+        if copy is None:
+            return
+        if copy.lent:
+            copy.void = True
+            return
+        del kind[model]
+        self._put_back(copy.slots)
+
+    def lend(self, model: str, placement_id: int) -> None:
+        """Its load reads what there is."""
+        for kind in (self.weights, self.kv):
+            if (copy := kind.get(model)) is not None:
+                copy.lent = placement_id
+
+    def returned(self, model: str) -> None:
+        """Nobody reads any more: what was given up meanwhile goes."""
+        for kind in (self.weights, self.kv):
+            copy = kind.get(model)
+            if copy is not None:
+                copy.lent = 0
+                if copy.void:
+                    self._drop(kind, model)
+
+    def _put_back(self, slots: Slots) -> None:
+        self._free.extend(reversed(slots))
+
+    def validate(self) -> None:
+        """Raises AssertionError unless each slot is in one place."""
+        places = [*self._free, *(slot for one in self.transit.values() for slot in one.slots)]
+        places += [slot for _, copy in self.copies() for slot in copy.slots]
+        assert len(places) == len(set(places)), "host tier: a slot is in two places"
+        assert set(places) == set(range(self.num_slots)), "host tier: slots are lost"
+        for model, copy in self.copies():
+            assert copy.slots, f"host tier: an empty copy of {model}"
+            assert not copy.void or copy.lent, f"host tier: a copy of {model} that was given up is still there"

@@ -1,0 +1,198 @@
+"""What is kept in host memory: which weights stay there when they have been read from disk, and which KV is saved when a model
+leaves its device. One rule values both:
+
+    value = priority x uses per second x seconds saved per use / bytes
+
+Uses per second are the model's arrivals, and its waiting requests as if they came within overdue_after_s. Weights save the
+seconds of a disk read less those of a copy; KV saves, per use, the prefill of one prompt of usual length less copying it back.
+What is worth least goes first, equal values by age, and only for something worth more.
+"""
+
+from __future__ import annotations
+
+from scheduler.node import residency
+from scheduler.node.events import ModelFacts
+from scheduler.node.eviction import value
+from scheduler.node.host_tier import HostCopy, KeptWeights, SavedKV, Slots
+from scheduler.node.node import Copy, Device, Model, Node, Placement
+
+
+def same_files(one: ModelFacts, other: ModelFacts) -> bool:
+    """What was kept or saved for one is good for the other."""
+    return (one.fingerprint, one.weights_bytes, one.kv_bytes_per_token) == (
+        other.fingerprint,
+        other.weights_bytes,
+        other.kv_bytes_per_token,
+    )
+
+
+# ---- what it is worth
+
+
+def uses_per_s(node: Node, model: Model) -> float:
+    return model.arrivals.per_s(node.now) + len(model.queue) / max(1.0, node.settings.overdue_after_s)
+
+
+def _device_of(node: Node, model: Model) -> Device | None:
+    """Where it is, or could be."""
+    name = model.copy.device if model.copy else next(iter(model.devices), "")
+    return node.devices.get(name)
+
+
+def weights_value(node: Node, model: Model, num_bytes: int) -> float:
+    device = _device_of(node, model)
+    if device is None:
+        return 0.0
+    costs = device.costs
+    saved_s = costs.predict_s(model.name, num_bytes) - costs.predict_from_host_s(model.name, num_bytes)
+    return value(model.facts.priority, uses_per_s(node, model), max(0.0, saved_s), num_bytes)
+
+
+def kv_value(node: Node, model: Model, num_tokens: int, num_bytes: int) -> float:
+    device = _device_of(node, model)
+    if device is None:
+        return 0.0
+    per_use = min(float(num_tokens), max(model.mean_prompt_tokens, 1.0))
+    saved_s = per_use * device.costs.saved_s_per_token(model.name, num_bytes / max(1, num_tokens))
+    return value(model.facts.priority, uses_per_s(node, model), max(0.0, saved_s), num_bytes)
+
+
+def value_of(node: Node, name: str, copy: HostCopy) -> float:
+    model = node.models[name]
+    if isinstance(copy, SavedKV):
+        return kv_value(node, model, copy.num_tokens, copy.num_bytes)
+    return weights_value(node, model, copy.num_bytes)
+
+
+# ---- at a load
+
+
+def grants_of_load(node: Node, placement: Placement) -> tuple[Slots, KeptWeights | None, SavedKV | None]:
+    """(slots to keep the weights in while they are read, the copy to load from, the KV to take back) for a load that begins."""
+    model, host = node.models[placement.model], node.host
+    if not host.num_slots:
+        return (), None, None
+    kept = host.weights.get(model.name)
+    keep: Slots = ()
+    if kept is None:
+        num_slots = placement.size.weights_chunks
+        num_bytes = placement.facts.weights_bytes
+        if make_room(node, model, num_slots, weights_value(node, model, num_bytes), whole=True):
+            keep = host.grant(placement.id, model.name, num_slots)
+    host.lend(model.name, placement.id)
+    return keep, kept, host.kv.get(model.name)
+
+
+def make_room(node: Node, model: Model, num_slots: int, worth: float, whole: bool) -> int:
+    """Frees up to num_slots slots of what is worth less; returns how many can be granted. whole: all of them or none."""
+    host = node.host
+    if num_slots <= host.num_free or not num_slots:
+        return num_slots
+    mine = (worth, model.last_used or 0.0)
+    losable: list[tuple[float, float, str, HostCopy]] = []
+    for name, copy in host.copies():
+        if copy.lent or name == model.name:
+            continue
+        theirs = (value_of(node, name, copy), node.models[name].last_used or 0.0)
+        if theirs < mine:
+            losable.append((*theirs, name, copy))
+    losable.sort(key=lambda entry: entry[:3])
+    chosen, found, loss = [], host.num_free, 0.0
+    for entry in losable:
+        if found >= num_slots:
+            break
+        chosen.append(entry)
+        found += len(entry[3].slots)
+        loss += entry[0] * entry[3].num_bytes
+    granted = min(found, num_slots)
+    if whole and (found < num_slots or loss > worth * num_slots * node.settings.chunk_bytes):
+        return 0
+    for _, _, name, copy in chosen:
+        give_up(node, name, copy, f"made room for {model.name}")
+    return granted
+
+
+def give_up(node: Node, name: str, copy: HostCopy, reason: str) -> None:
+    host, model = node.host, node.models[name]
+    if isinstance(copy, SavedKV):
+        host.drop_kv(name)
+        model.story.tell(node.now, node.cause, f"its saved KV ({copy.num_tokens} tokens) {reason} in host memory")
+        return
+    host.drop_weights(name)
+    model.story.tell(node.now, node.cause, f"its weights {reason} in host memory")
+    cool(node, model, f"its weights {reason} in host memory")
+
+
+def cool(node: Node, model: Model, reason: str) -> None:
+    """A model at rest is as warm as what is kept of it."""
+    if model.state == residency.WARM and not node.is_warm(model):
+        node.set_state(model, residency.COLD, reason)
+    elif model.state == residency.COLD and not model.removed and node.is_warm(model):
+        node.set_state(model, residency.WARM, reason)
+
+
+def drop_all(node: Node, model: Model, reason: str) -> None:
+    """Nothing of it stays in host memory."""
+    node.host.drop_weights(model.name)
+    node.host.drop_kv(model.name)
+    cool(node, model, reason)
+
+
+def load_ended(node: Node, model: Model, copy: Copy, checksum: int | None) -> None:
+    """The load is done with host memory, and the saved KV is on the device or of no use. checksum: of the copy of the weights that
+    is whole now; None: there is none (any more)."""
+    host = node.host
+    if checksum is None:
+        host.settle_grant(copy.placement_id)
+        host.drop_weights(model.name)
+    elif copy.keep_slots:
+        host.settle_grant(copy.placement_id, copy.keep_slots)
+        host.weights[model.name] = KeptWeights(copy.facts.fingerprint, copy.keep_slots, copy.facts.weights_bytes, checksum=checksum)
+    host.drop_kv(model.name)
+    host.returned(model.name)
+    if not same_files(copy.facts, model.facts):
+        drop_all(node, model, "its files changed")
+
+
+def copy_ended(node: Node, model: Model, copy: Copy) -> None:
+    """The model has left the device, whichever way: a load or an eviction that was under way writes and reads no more."""
+    node.host.settle_grant(copy.placement_id)
+    node.host.returned(model.name)
+    if model.unload_to == residency.COLD:
+        drop_all(node, model, "unloaded by the operator")
+
+
+# ---- at an eviction
+
+
+def grants_of_eviction(node: Node, model: Model, copy: Copy) -> Slots:
+    """Slots to save its KV in, fewer than it has where the rest is worth less than what is there; none where computing it again
+    is quicker."""
+    host, device = node.host, node.devices[copy.device]
+    per_token = copy.facts.kv_bytes_per_token
+    num_bytes = model.kv_bytes
+    if not host.num_slots or not num_bytes or not per_token or model.placement is not None:
+        return ()
+    if model.leaves or model.unload_to == residency.COLD:
+        return ()
+    if device.costs.saved_s_per_token(model.name, per_token) <= 0 or not same_files(copy.facts, model.facts):
+        return ()
+    wanted = min(host.num_slots, -(-num_bytes // node.settings.chunk_bytes) + 1)
+    worth = kv_value(node, model, num_bytes // per_token, num_bytes)
+    return host.grant(copy.placement_id, model.name, make_room(node, model, wanted, worth, whole=False))
+
+
+def saved(node: Node, model: Model, copy: Copy, slots: Slots, index: bytes, num_tokens: int) -> None:
+    """The eviction is over: what it saved is there until it is taken back or given up."""
+    host = node.host
+    if copy.ready_at is None:
+        return  # a load that was withdrawn: what was saved before is good still
+    host.drop_kv(model.name)
+    host.settle_grant(copy.placement_id, slots)
+    if not slots:
+        return
+    num_bytes = len(slots) * node.settings.chunk_bytes
+    host.kv[model.name] = SavedKV(copy.facts.fingerprint, slots, num_bytes, index=index, num_tokens=num_tokens)
+    model.story.tell(node.now, node.cause, f"KV of {num_tokens} tokens saved in host memory")
+    if model.leaves or not same_files(copy.facts, model.facts):
+        host.drop_kv(model.name)

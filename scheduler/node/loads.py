@@ -1,0 +1,84 @@
+"""What the engine says of a load, and what follows when it says nothing in time."""
+
+from __future__ import annotations
+
+from scheduler.node import keeping, residency
+from scheduler.node.actions import Refusal
+from scheduler.node.admission import retry_after_s
+from scheduler.node.events import LoadFailed, LoadFinished, LoadProgressed
+from scheduler.node.models import note_failed_load
+from scheduler.node.node import Copy, Model, Node
+from scheduler.node.placements import evict, release, undo
+
+
+def load_finished(node: Node, event: LoadFinished) -> None:
+    model = _loading(node, event.placement_id)
+    if model is None:
+        return
+    copy, placement = model.copy, model.placement
+    assert copy is not None
+    assert placement is not None
+    undo(node, placement)
+    costs, weights_bytes = node.devices[copy.device].costs, copy.facts.weights_bytes
+    if event.source_rejected:
+        model.story.tell(node.now, node.cause, f"its copy in host memory was not used: {event.source_rejected}")
+    if copy.from_host and not event.source_rejected:
+        costs.learn_from_host(model.name, weights_bytes, event.seconds, event.copy_s)
+    else:
+        costs.learn(model.name, weights_bytes, event.seconds)
+    keeping.load_ended(node, model, copy, event.checksum if event.kept else None)
+    copy.ready_at = node.now
+    model.paused = False
+    model.failed_loads = model.num_quarantines = 0
+    model.progress = None
+    node.set_state(model, residency.READY, _how(copy, event))
+    node.touch(model)
+
+
+def _how(copy: Copy, event: LoadFinished) -> str:
+    source = " from host memory" if copy.from_host and not event.source_rejected else ""
+    restored = f", KV of {event.restored_kv_tokens} tokens with it" if event.restored_kv_tokens else ""
+    return f"loaded{source} in {event.seconds:.2f} s{restored}"
+
+
+def load_progressed(node: Node, event: LoadProgressed) -> None:
+    model = _loading(node, event.placement_id)
+    if model is not None:
+        model.progress = (event.bytes_done, event.bytes_total)
+
+
+def load_failed(node: Node, event: LoadFailed) -> None:
+    """Also ends a roll-back: the engine has given up the load by itself."""
+    name = node.copies.get(event.placement_id)
+    model = node.models[name] if name else None
+    if model is None or model.state not in (residency.LOADING, residency.DRAINING) or model.placement is None:
+        return
+    assert model.copy is not None
+    if not model.copy.evict_sent:
+        note_failed_load(node, model, event.reason, event.permanent)
+    if model.copy.from_host:
+        node.host.drop_weights(model.name)  # it may be what is wrong
+    release(node, model, f"load failed: {event.reason}")
+
+
+def _loading(node: Node, placement_id: int) -> Model | None:
+    """None when the load is unknown or being rolled back."""
+    name = node.copies.get(placement_id)
+    if name is None or node.models[name].state != residency.LOADING:
+        return None
+    return node.models[name]
+
+
+def load_overdue(node: Node, model: Model) -> None:
+    """Rule 6: the load is rolled back, and those who waited for it are told."""
+    copy = model.copy
+    assert copy is not None
+    reason = f"placement {copy.placement_id} on {copy.device} missed its deadline"
+    copy.rolling_back = True
+    node.set_state(model, residency.DRAINING, f"{reason}; rolling back")
+    refusal = Refusal("load_timeout", f"the load of {model.name} missed its deadline", retry_after_s(node, model))
+    node.reject_queue(model, refusal)
+    node.answer(model.load_causes, model.name, refusal)
+    note_failed_load(node, model, reason, permanent=False)
+    evict(node, model)
+    node.touch(model)

@@ -1,0 +1,43 @@
+"""A busy model that has to make room gets time to drain, and is paused when that takes too long.
+
+Overdue work alone forces busy models out (rule 9). They drain for max(preempt_after_s, preempt_after_swaps x what pausing them
+costs): what ends within that time is better left to end. Then they are taken from the device between two steps. Their requests wait
+in front of their queue, age anew, and go on when the model is back, from saved KV or computed again.
+"""
+
+from __future__ import annotations
+
+from scheduler.node import requests
+from scheduler.node.node import Model, Node, Placement
+
+
+def foresee(node: Node, placement: Placement) -> None:
+    """Busy victims have begun to drain."""
+    settings = node.settings
+    cost_s = sum(pause_cost_s(node, node.models[name]) for name in placement.victims)
+    patience_s = max(settings.preempt_after_s, settings.preempt_after_swaps * cost_s)
+    node.deadlines.set(("preempt", placement.model), node.now + patience_s)
+
+
+def pause_cost_s(node: Node, model: Model) -> float:
+    """Its weights in again, and its KV out and in again or computed again, whichever is quicker."""
+    copy = model.copy
+    assert copy is not None
+    device = node.devices[copy.device]
+    per_token = copy.facts.kv_bytes_per_token
+    num_tokens = model.kv_bytes / per_token if per_token else 0.0
+    rate = device.costs.prefill_tokens_per_s.get(model.name)
+    copy_s = 2 * model.kv_bytes / device.costs.copy_bytes_per_s
+    can_save = node.host.num_slots > 0
+    compute_s = num_tokens / rate if rate else copy_s
+    return node.reload_s(model, device) + (min(copy_s, compute_s) if can_save else compute_s)
+
+
+def pause_victims(node: Node, placement: Placement) -> None:
+    """They have had their time."""
+    for name in placement.victims:
+        victim = node.models[name]
+        if victim.running:
+            victim.paused = True
+            victim.story.tell(node.now, node.cause, f"paused for {placement.model}: {len(victim.running)} requests wait for it")
+            requests.pause(node, victim)
