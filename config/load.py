@@ -54,7 +54,7 @@ def load(path: str | None, flags: Mapping[str, Any] | None = None) -> NodeConfig
 def _load(path: str | None, flags: Mapping[str, Any] | None) -> NodeConfig:
     table: dict[str, Any] = {}
     if path is not None:
-        table = _read(path)
+        table = read_toml(path)
     config = _node(path or "flags", table)
     if path is not None:
         folder = os.path.dirname(os.path.abspath(path))
@@ -118,7 +118,8 @@ def _device_budgets(config: NodeConfig, memory_bytes: int, source: str) -> list[
     return list(devices.values())
 
 
-def _read(path: str) -> dict[str, Any]:
+def read_toml(path: str) -> dict[str, Any]:
+    """Raises ConfigError naming the file and, of a syntax error, the line."""
     try:
         with open(path, "rb") as file:
             return tomllib.load(file)
@@ -130,7 +131,7 @@ def _read(path: str) -> dict[str, Any]:
 
 def _node(source: str, table: dict[str, Any]) -> NodeConfig:
     plain = {key: value for key, value in table.items() if key != "models"}
-    values = _fields(source, "", NodeConfig, plain)
+    values = fields_of(source, "", NodeConfig, plain)
     models = table.get("models", {})
     if not isinstance(models, dict):
         raise ConfigError(source, "models", 'must be tables, as in [models."org/name"]')
@@ -141,11 +142,11 @@ def _node(source: str, table: dict[str, Any]) -> NodeConfig:
             raise ConfigError(source, where, f'must be a table [{where}]; a name with "/" or "." goes in quotes')
         fields = dict(entry)
         sampling = fields.pop("sampling", None)
-        known = _fields(source, where + ".", ModelConfig, fields)
+        known = fields_of(source, where + ".", ModelConfig, fields)
         if sampling is not None:
             if not isinstance(sampling, dict):
                 raise ConfigError(source, f"{where}.sampling", "must be a table")
-            known["sampling"] = SamplingDefaults(**_fields(source, f"{where}.sampling.", SamplingDefaults, sampling))
+            known["sampling"] = SamplingDefaults(**fields_of(source, f"{where}.sampling.", SamplingDefaults, sampling))
         values["models"][name] = ModelConfig(**known)
     return NodeConfig(**values)
 
@@ -193,7 +194,8 @@ def key_types(struct: type[msgspec.Struct]) -> dict[str, Any]:
     return {name: get_args(hint)[0] if get_origin(hint) is Annotated else hint for name, hint in hints.items()}
 
 
-def _fields(source: str, prefix: str, struct: type[msgspec.Struct], table: dict[str, Any]) -> dict[str, Any]:
+def fields_of(source: str, prefix: str, struct: type[msgspec.Struct], table: dict[str, Any]) -> dict[str, Any]:
+    """The table's values as the struct's types. `prefix`: the table's own path and a dot. Raises ConfigError naming the key."""
     types = key_types(struct)
     values = {}
     for key, value in table.items():
@@ -228,7 +230,7 @@ def _plain_kinds(kind: Any) -> set[Any]:
 def _say(kind: Any) -> str:
     names = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
     if get_origin(kind) is list:
-        return "a list of texts"
+        return "a list of whole numbers" if get_args(kind) == (int,) else "a list of texts"
     kinds = _plain_kinds(kind) - {type(None)}
     if kinds == {int, str}:
         return units.SIZE_FORM

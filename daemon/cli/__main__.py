@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from config.paths import client_control_path, daemon_status_path
-from daemon.cli import completion, keys, models, node, queue, story
+from daemon.cli import completion, keys, models, node, queue, simulate, story
 from daemon.cli.client import Client, CommandError
 from daemon.errors import EXIT_OK
 
@@ -53,6 +53,10 @@ def make_parser() -> argparse.ArgumentParser:
     add("reload", node.reload, "read the configuration file again")
     hash_key = add("hash-key", keys.hash_key, "the line a keys file needs for a key, read from the terminal or standard input")
     hash_key.add_argument("--generate", action="store_true", help="make a new key and print both")
+    what_if = add("simulate", simulate.simulate, "what the scheduler makes of a trace of requests, and other rules", "TRACE", True)
+    simulate.add_simulate_options(what_if)
+    made = add("trace", simulate.trace, "make such a trace: models by Zipf's law, asked for in bursts", "FILE", True)
+    simulate.add_trace_options(made)
     shell = add("completion", completion.completion, "what makes a shell complete this program's commands and models")
     shell.add_argument("shell", metavar="SHELL", choices=completion.SHELLS, help="bash, zsh or fish")
     add("version", node.version, "versions of this program and of the daemon")

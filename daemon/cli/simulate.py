@@ -1,0 +1,59 @@
+"""`hearth simulate` and `hearth trace`: talk to no daemon. What they do stands in daemon/simulate, imported when needed."""
+
+from __future__ import annotations
+
+import argparse
+
+from daemon.cli.client import Client
+
+
+def add_simulate_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--device",
+        metavar="NAME=BYTES",
+        action="append",
+        default=[],
+        help="a device and its budget, as in cuda:0=80GiB; repeatable",
+    )
+    add("--costs", metavar="FILE", default="", help="TOML or JSON: what things cost, the models, devices, how to make a trace")
+    add("--generate", action="store_true", help="make the trace as the costs file says, in place of TRACE")
+    add("--seed", metavar="N", type=int, default=None, help="for --generate, in place of the file's")
+    add("--models", metavar="FOLDER", default="", help="take the models' sizes from the checkpoints in this folder")
+    add("--weights", metavar="BYTES", default="", help="size of models that neither the file nor the folder knows")
+    add("--disk", metavar="BYTES", default="", help="read from disk in a second, as in 6.5GB")
+    add("--copy", metavar="BYTES", default="", help="copied to the device in a second")
+    add("--prefill", metavar="TOKENS", type=float, default=None, help="prompt tokens a second, of models that were not measured")
+    add("--step", metavar="SECONDS", type=float, default=None, help="of a decode step, of models that were not measured")
+    add("--slo", metavar="SECONDS", type=float, default=10.0, help="to the first token: the objective (default 10)")
+    add("--overdue-after", metavar="SECONDS", type=float, default=None, help="the node's overdue_after_s")
+    add("--max-wait", metavar="SECONDS", type=float, default=None, help="the node's max_wait_s; without it nobody is refused")
+    add("--chunk", metavar="BYTES", default="", help="the node's chunk_bytes (default 2MiB, 16MiB with a cuda device)")
+    add("--policy", metavar="NAME", action="append", default=[], help="only this one; repeatable")
+    add("--per-model", action="store_true", help="a table of the models too")
+
+
+def add_trace_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--num-models", metavar="N", type=int, default=8, help="model-1 to model-N, where no FILE names them (default 8)")
+    add("--rate", metavar="N", type=float, default=None, help="requests a second, of all models together (default 2)")
+    add("--duration", metavar="SECONDS", type=float, default=None, help="length of the trace (default 1200)")
+    add("--zipf", metavar="S", type=float, default=None, help="share of the model of rank k falls as k to the -S (default 1)")
+    add("--arrivals", choices=("bursty", "poisson"), default=None, help="in bursts of each model's own (default), or evenly")
+    add("--burst", metavar="SECONDS", type=float, default=None, help="mean length of a burst (default 30)")
+    add("--active-share", metavar="SHARE", type=float, default=None, help="of the time that a model is asked for (default 0.2)")
+    add("--input-tokens", metavar="A-B", default="", help="lengths of prompts (default 16-128)")
+    add("--output-tokens", metavar="A-B", default="", help="lengths of answers (default 16-128)")
+    add("--seed", metavar="N", type=int, default=None, help="the same seed makes the same trace (default 1)")
+
+
+def simulate(client: Client, options: argparse.Namespace) -> None:
+    from daemon.simulate.command import simulate as run
+
+    run(options)
+
+
+def trace(client: Client, options: argparse.Namespace) -> None:
+    from daemon.simulate.command import trace as run
+
+    run(options)

@@ -1,0 +1,76 @@
+"""Made traces: models asked for by Zipf's law, each in bursts of its own or evenly."""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_left
+from dataclasses import dataclass
+from itertools import accumulate
+
+from scheduler.simulate.trace import TraceRequest
+
+ARRIVALS = ("bursty", "poisson")
+
+
+@dataclass(slots=True, frozen=True)
+class TraceShape:
+    """The model of rank k (from 1) gets a share of the requests that falls as k^-zipf; which rank a model has is drawn. Bursty:
+    each model is asked for in phases of burst_s on average (exponential), active_share of the time, at random within them (a
+    Markov-modulated Poisson process whose number of requests is given); poisson: at random over all the time. Lengths are drawn
+    evenly, ends included."""
+
+    models: tuple[str, ...]
+    requests_per_s: float = 2.0
+    duration_s: float = 1200.0
+    zipf: float = 1.0
+    arrivals: str = "bursty"
+    burst_s: float = 30.0
+    active_share: float = 0.2
+    input_tokens: tuple[int, int] = (16, 128)
+    output_tokens: tuple[int, int] = (16, 128)
+    seed: int = 1
+
+
+def generate(shape: TraceShape) -> list[TraceRequest]:
+    """The same shape gives the same trace, on every machine."""
+    draw = random.Random(shape.seed)
+    ranked = list(shape.models)
+    draw.shuffle(ranked)
+    weights = [(rank + 1) ** -shape.zipf for rank in range(len(ranked))]
+    found: list[TraceRequest] = []
+    for model, weight in zip(ranked, weights, strict=True):
+        own = random.Random(f"{shape.seed}:{model}")
+        number = max(1, round(shape.requests_per_s * shape.duration_s * weight / sum(weights)))
+        phases = _phases(own, shape) if shape.arrivals == "bursty" else [(0.0, shape.duration_s)]
+        found += [
+            TraceRequest(round(at, 3), model, own.randint(*shape.input_tokens), own.randint(*shape.output_tokens))
+            for at in _times(own, phases, number)
+        ]
+    return sorted(found, key=lambda request: (request.time_s, request.model))
+
+
+def _phases(draw: random.Random, shape: TraceShape) -> list[tuple[float, float]]:
+    """(begin, end) of the phases in which a model is asked for, at least one."""
+    rest_s = shape.burst_s * (1 - shape.active_share) / shape.active_share
+    phases: list[tuple[float, float]] = []
+    while not phases:
+        active = draw.random() < shape.active_share
+        at = 0.0
+        while at < shape.duration_s:
+            mean_s = shape.burst_s if active else rest_s
+            end = at + (draw.expovariate(1 / mean_s) if mean_s else 0.0)
+            if active:
+                phases.append((at, min(end, shape.duration_s)))
+            at, active = end, not active
+    return phases
+
+
+def _times(draw: random.Random, phases: list[tuple[float, float]], number: int) -> list[float]:
+    """So many moments, evenly at random over the phases together."""
+    ends = list(accumulate(end - begin for begin, end in phases))
+    times = []
+    for _ in range(number):
+        at = draw.uniform(0.0, ends[-1])
+        index = min(bisect_left(ends, at), len(phases) - 1)
+        times.append(phases[index][1] - (ends[index] - at))
+    return times

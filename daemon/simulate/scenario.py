@@ -1,0 +1,192 @@
+"""A scenario file (TOML or JSON): the node that is simulated, its models, and how to make its trace. See docs/simulate.md."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+import msgspec
+
+from config import units
+from config.load import ConfigError, fields_of, located, read_toml
+from config.schema import key
+from daemon.simulate.generate import ARRIVALS, TraceShape
+from scheduler.node.events import ModelFacts
+from scheduler.simulate.costs import Costs, ModelCosts
+
+_DEFAULTS = Costs()
+MAX_QUEUED = 1_000_000  # a simulation shows how long one would wait, unless asked to refuse
+
+
+class NodeCosts(msgspec.Struct, frozen=True):
+    """`[costs]`: the fields of scheduler.simulate.costs.Costs."""
+
+    disk_bytes_per_s: Annotated[float, key("reading weights from disk")] = _DEFAULTS.disk_bytes_per_s
+    copy_bytes_per_s: Annotated[float, key("copying from host memory to the device")] = _DEFAULTS.copy_bytes_per_s
+    load_overhead_s: Annotated[float, key("of each load, beside its bytes")] = _DEFAULTS.load_overhead_s
+    evict_s: Annotated[float, key("of each eviction")] = _DEFAULTS.evict_s
+    memory_bytes_per_s: Annotated[float, key("reading weights for a decode step")] = _DEFAULTS.memory_bytes_per_s
+    flops_per_s: Annotated[float, key("computing a prompt")] = _DEFAULTS.flops_per_s
+    decode_overhead_s: Annotated[float, key("of each decode step, beside reading the weights")] = _DEFAULTS.decode_overhead_s
+    decode_s_per_sequence: Annotated[float, key("of each sequence in a decode step")] = _DEFAULTS.decode_s_per_sequence
+
+
+class ScenarioModel(msgspec.Struct, frozen=True):
+    """`[models."org/name"]`: its size and limits, and what was measured of it."""
+
+    weights_bytes: Annotated[int | str, key("its weights on the device")]
+    kv_bytes_per_token: Annotated[int, key("KV of one token")] = 0
+    work_space_bytes: Annotated[int | str, key("beside weights and KV")] = 1
+    max_model_len: Annotated[int, key("KV for one request of it is always kept")] = 4096
+    max_sequences: Annotated[int, key("sequences in one batch")] = 256
+    priority: Annotated[float, key("factor on its value")] = 1.0
+    pinned: Annotated[bool, key("loaded at start, never evicted")] = False
+    disk_load_s: Annotated[float | None, key("measured; as below")] = None
+    host_load_s: float | None = None
+    prefill_tokens_per_s: float | None = None
+    decode_step_s: float | None = None
+    decode_s_per_sequence: float | None = None
+
+
+class TraceTable(msgspec.Struct, frozen=True):
+    """`[trace]`: the fields of daemon.simulate.generate.TraceShape but its models, which are all of the file's."""
+
+    requests_per_s: float = 2.0
+    duration_s: float = 1200.0
+    zipf: float = 1.0
+    arrivals: str = "bursty"
+    burst_s: float = 30.0
+    active_share: float = 0.2
+    input_tokens: list[int] = []
+    output_tokens: list[int] = []
+    seed: int = 1
+
+
+@dataclass(slots=True, frozen=True)
+class Scenario:
+    """`source`: the file, for errors. `trace`: None where the file has no such table."""
+
+    source: str
+    devices: dict[str, int]
+    chunk_bytes: int | None
+    models: dict[str, ModelFacts]
+    costs: Costs
+    trace: TraceShape | None
+
+
+EMPTY = Scenario("", {}, None, {}, Costs(), None)
+_TABLES = ("devices", "chunk_bytes", "costs", "models", "trace")
+
+
+def read(path: str) -> Scenario:
+    """Raises ConfigError naming file, key and line."""
+    try:
+        return _scenario(path, _json(path) if path.endswith(".json") else read_toml(path))
+    except ConfigError as error:
+        raise (error if path.endswith(".json") else located(error)) from None
+
+
+def _json(path: str) -> dict[str, Any]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            value = json.load(file)
+    except OSError as error:
+        raise ConfigError(path, "", f"cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(path, "", f"is not valid JSON: {error}") from None
+    except json.JSONDecodeError as error:
+        raise ConfigError(path, "", f"is not valid JSON: {error.msg}", error.lineno) from None
+    if not isinstance(value, dict):
+        raise ConfigError(path, "", "must be an object")
+    return value
+
+
+def _scenario(path: str, tables: dict[str, Any]) -> Scenario:
+    for name in tables:
+        if name not in _TABLES:
+            raise ConfigError(path, name, f"unknown key; known keys: {', '.join(_TABLES)}")
+    chunk_bytes = None if "chunk_bytes" not in tables else _size(path, "chunk_bytes", tables["chunk_bytes"])
+    devices = {}
+    for name, budget in _table(path, "devices", tables).items():
+        try:
+            devices[units.parse_device(f"{name}=1GiB")[0]] = _size(path, f'devices."{name}"', budget)
+        except ValueError:
+            raise ConfigError(path, f'devices."{name}"', 'is no device; one is named "cpu", "cuda:0" and so on') from None
+    costs = Costs(**_positive(path, "costs.", fields_of(path, "costs.", NodeCosts, _table(path, "costs", tables))))
+    models, measured = {}, {}
+    for name, entry in _table(path, "models", tables).items():
+        where = f'models."{name}"'
+        if not isinstance(entry, dict):
+            raise ConfigError(path, where, "must be a table")
+        models[name], measured[name] = _model(path, where + ".", name, entry)
+    shape = None
+    if "trace" in tables:
+        shape = _shape(path, fields_of(path, "trace.", TraceTable, _table(path, "trace", tables)), tuple(models))
+    return Scenario(path, devices, chunk_bytes, models, replace(costs, models=measured), shape)
+
+
+def _table(path: str, name: str, tables: Mapping[str, Any]) -> dict[str, Any]:
+    value = tables.get(name, {})
+    if not isinstance(value, dict):
+        raise ConfigError(path, name, "must be a table")
+    return value
+
+
+def _size(path: str, where: str, value: Any) -> int:
+    try:
+        return units.parse_bytes(value)
+    except ValueError as error:
+        raise ConfigError(path, where, f"{value!r} {error}") from None
+
+
+def _positive(path: str, prefix: str, values: dict[str, Any]) -> dict[str, Any]:
+    for name, value in values.items():
+        least_open = name.endswith("_per_s")  # a rate divides
+        if isinstance(value, float) and not (math.isfinite(value) and (value > 0 if least_open else value >= 0)):
+            raise ConfigError(path, prefix + name, f"{value!r} must be {'above 0' if least_open else '0 or more'}")
+    return values
+
+
+def _model(path: str, prefix: str, name: str, entry: dict[str, Any]) -> tuple[ModelFacts, ModelCosts]:
+    values = _positive(path, prefix, fields_of(path, prefix, ScenarioModel, entry))
+    if "weights_bytes" not in values:
+        raise ConfigError(path, prefix[:-1], "needs weights_bytes")
+    for size in ("weights_bytes", "work_space_bytes"):
+        if size in values:
+            values[size] = _size(path, prefix + size, values[size])
+    model = ScenarioModel(**values)
+    facts = ModelFacts(
+        name,
+        int(model.weights_bytes),
+        model.kv_bytes_per_token,
+        int(model.work_space_bytes),
+        model.max_model_len,
+        max_sequences=model.max_sequences,
+        max_queued=MAX_QUEUED,
+        priority=model.priority,
+        pinned=model.pinned,
+    )
+    return facts, ModelCosts(
+        model.disk_load_s, model.host_load_s, model.prefill_tokens_per_s, model.decode_step_s, model.decode_s_per_sequence
+    )
+
+
+def _shape(path: str, values: dict[str, Any], models: tuple[str, ...]) -> TraceShape:
+    if not models:
+        raise ConfigError(path, "trace", "needs models to ask for: give each a table under [models]")
+    for name in ("input_tokens", "output_tokens"):
+        if name in values:
+            bounds = values[name] = tuple(values[name])
+            if len(bounds) != 2 or not 1 <= bounds[0] <= bounds[1]:
+                raise ConfigError(path, f"trace.{name}", "must be [least, most], both 1 or more")
+    if values.get("arrivals", ARRIVALS[0]) not in ARRIVALS:
+        raise ConfigError(path, "trace.arrivals", f"{values['arrivals']!r} must be one of {', '.join(ARRIVALS)}")
+    for name in ("requests_per_s", "duration_s", "burst_s", "active_share"):
+        if name in values and not 0 < values[name] < math.inf:
+            raise ConfigError(path, f"trace.{name}", f"{values[name]!r} must be above 0")
+    if values.get("active_share", 0.5) > 1:
+        raise ConfigError(path, "trace.active_share", f"{values['active_share']!r} must be at most 1")
+    return TraceShape(models=models, **values)

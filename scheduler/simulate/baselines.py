@@ -1,0 +1,282 @@
+"""What others would do with the same node: rules that load on demand, in the order of the oldest waiting request, one placement
+at a time on each device. They differ in who leaves for it. Requests for a ready model pass; a busy victim drains."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from scheduler.node import events
+from scheduler.node.actions import Action, Evict, GrantLease, Load, Refusal, Reject, Submit
+from scheduler.node.events import Event
+from scheduler.node.ledger import Size, size_of
+from scheduler.simulate.trace import TraceRequest
+
+
+@dataclass(slots=True, eq=False)
+class Resident:
+    name: str
+    size: Size
+    placement_id: int
+    last_used: float
+    ready: bool = False
+    drains: bool = False
+    running: dict[int, None] = field(default_factory=dict)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.running)
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """A device. `coming`: the model that is being placed there."""
+
+    name: str
+    total_chunks: int
+    residents: dict[str, Resident] = field(default_factory=dict)
+    coming: str = ""
+
+    def free_chunks(self, work_space_chunks: int = 0, without: Sequence[Resident] = ()) -> int:
+        """Beside work space for the largest of its models and of the one that comes."""
+        gone = {one.name for one in without}
+        staying = [one.size for one in self.residents.values() if one.name not in gone]
+        work = max([work_space_chunks, *(size.work_space_chunks for size in staying)])
+        return self.total_chunks - work - sum(size.chunks for size in staying)
+
+
+class Rule(Protocol):
+    """Who leaves first. `max_residents`: most models on a device; `idle_s`: an idle model leaves after it. 0: no limit."""
+
+    name: str
+    max_residents: int
+    idle_s: float
+
+    def rank(self, resident: Resident, now: float) -> float | str: ...
+
+
+class LeastRecentlyUsed:
+    name = "lru"
+    max_residents, idle_s = 0, 0.0
+
+    def rank(self, resident: Resident, now: float) -> float:
+        return resident.last_used
+
+
+class Ollama:
+    """Victims by name, at most three models on a device, and five minutes for an idle one (its defaults: it sorts by
+    keep-alive, which is the same for all, then by path). Without its process start: the swap itself costs the same here."""
+
+    name = "ollama"
+    max_residents, idle_s = 3, 300.0
+
+    def rank(self, resident: Resident, now: float) -> str:
+        return resident.name
+
+
+class Clairvoyant:
+    """Knows the trace: who is needed latest leaves first (Belady). It still loads on demand and in order."""
+
+    name = "clairvoyant"
+    max_residents, idle_s = 0, 0.0
+
+    def __init__(self, trace: Sequence[TraceRequest]) -> None:
+        self._times: dict[str, list[float]] = {}
+        for request in trace:
+            self._times.setdefault(request.model, []).append(request.time_s)
+
+    def rank(self, resident: Resident, now: float) -> float:
+        times = self._times.get(resident.name, [])
+        at = bisect_left(times, now)
+        return -(times[at] if at < len(times) else float("inf"))
+
+
+class OnDemand:
+    """A Decider. `devices`: name -> budget in bytes."""
+
+    def __init__(self, rule: Rule, chunk_bytes: int) -> None:
+        self.rule, self.chunk_bytes = rule, chunk_bytes
+        self.now = 0.0
+        self.places: dict[str, Place] = {}
+        self.sizes: dict[str, Size] = {}
+        self.where: dict[str, Place] = {}  # model -> the device it is on or comes to
+        self.queues: dict[str, list[int]] = {}
+        self.waiting: OrderedDict[str, None] = OrderedDict()  # models to be placed, by their oldest request
+        self.models: dict[int, str] = {}  # running request -> model
+        self.copies: dict[int, str] = {}  # placement -> model
+        self.num_placements = 0
+        self.actions: list[Action] = []
+
+    def handle(self, event: Event) -> list[Action]:
+        self.now, self.actions = event.now, []
+        match event:
+            case events.EngineUp():
+                self.places[event.device] = Place(event.device, event.budget_bytes // self.chunk_bytes)
+            case events.ModelRegistered():
+                self.sizes[event.facts.name] = size_of(event.facts, self.chunk_bytes)
+            case events.RequestArrived():
+                self._arrived(event)
+            case events.RequestFinished():
+                self._finished(event.request_id)
+            case events.LoadFinished():
+                self._loaded(self.copies[event.placement_id])
+            case events.EvictFinished():
+                self._evicted(self.copies.pop(event.placement_id))
+            case events.TimePassed():
+                self._expire()
+        self._place()
+        return self.actions
+
+    def next_deadline(self) -> float | None:
+        if not self.rule.idle_s:
+            return None
+        idle = (one.last_used for one in self._residents() if one.ready and not one.busy and not one.drains)
+        return min((since + self.rule.idle_s for since in idle), default=None)
+
+    def _residents(self) -> list[Resident]:
+        return [one for place in self.places.values() for one in place.residents.values()]
+
+    def _resident(self, name: str) -> Resident | None:
+        place = self.where.get(name)
+        return None if place is None else place.residents.get(name)
+
+    # ---- requests
+
+    def _arrived(self, event: events.RequestArrived) -> None:
+        request_id, name = event.request.request_id, event.request.model
+        size = self.sizes[name]
+        if all(size.chunks + size.work_space_chunks > place.total_chunks for place in self.places.values()):
+            refusal = Refusal("model_too_large", f"{name} can never fit")
+            self.actions.append(Reject(cause=event.cause, request_id=request_id, refusal=refusal))
+            return
+        resident = self._resident(name)
+        if resident is not None and resident.ready and not resident.drains:
+            self._submit(resident, request_id)
+            return
+        self.queues.setdefault(name, []).append(request_id)
+        if name not in self.where or (resident is not None and resident.drains):
+            self.waiting.setdefault(name)
+
+    def _submit(self, resident: Resident, request_id: int) -> None:
+        resident.last_used = self.now
+        resident.running[request_id] = None
+        self.models[request_id] = resident.name
+        device = self.where[resident.name].name
+        self.actions.append(Submit(cause=f"req-{request_id}", request_id=request_id, model=resident.name, device=device))
+
+    def _finished(self, request_id: int) -> None:
+        resident = self._resident(self.models.pop(request_id))
+        assert resident is not None
+        del resident.running[request_id]
+        resident.last_used = self.now
+        if resident.drains and not resident.busy:
+            self._evict(resident)
+
+    def _loaded(self, name: str) -> None:
+        place = self.where[name]
+        place.coming = ""
+        resident = place.residents[name]
+        resident.ready = True
+        for request_id in self.queues.pop(name, []):
+            self._submit(resident, request_id)
+
+    # ---- placing
+
+    def _place(self) -> None:
+        for place in self.places.values():
+            if place.coming and place.coming not in place.residents:
+                self._load_if_room(place)
+        for name in list(self.waiting):
+            if name in self.where:  # it drains still
+                continue
+            if not self._begin(name):
+                return  # in order
+
+    def _begin(self, name: str) -> bool:
+        size = self.sizes[name]
+        options = []
+        for place in self.places.values():
+            if place.coming or size.chunks + size.work_space_chunks > place.total_chunks:
+                continue
+            victims = self._victims(place, size)
+            if victims is not None:
+                worst = max(((one.busy, self.rule.rank(one, self.now)) for one in victims), default=None)
+                options.append((worst is not None, worst or (False, 0.0), place.name, place, victims))
+        if not options:
+            return False
+        *_, place, victims = min(options, key=lambda option: option[:3])
+        del self.waiting[name]
+        place.coming = name
+        self.where[name] = place
+        for victim in victims:
+            victim.drains = True
+            if not victim.busy:
+                self._evict(victim)
+        self._load_if_room(place)
+        return True
+
+    def _victims(self, place: Place, size: Size) -> list[Resident] | None:
+        """Idle ones first, each group by the rule's rank. None: what is there is loading or pinned down."""
+        order = sorted(
+            (one for one in place.residents.values() if one.ready and not one.drains),
+            key=lambda one: (one.busy, self.rule.rank(one, self.now)),
+        )
+        leaving = [one for one in place.residents.values() if one.drains]
+        chosen: list[Resident] = []
+        most = self.rule.max_residents or len(place.residents) + 1
+        while (
+            place.free_chunks(size.work_space_chunks, [*leaving, *chosen]) < size.chunks
+            or len(place.residents) - len(leaving) - len(chosen) >= most
+        ):
+            if not order:
+                return None
+            chosen.append(order.pop(0))
+        return chosen
+
+    def _load_if_room(self, place: Place) -> None:
+        name = place.coming
+        size = self.sizes[name]
+        if place.free_chunks(size.work_space_chunks) < size.chunks or any(one.drains for one in place.residents.values()):
+            return
+        self.num_placements += 1
+        place.residents[name] = Resident(name, size, self.num_placements, self.now)
+        self.copies[self.num_placements] = name
+        self.actions.append(
+            Load(
+                cause="load",
+                placement_id=self.num_placements,
+                model=name,
+                device=place.name,
+                weights_chunks=size.weights_chunks,
+                kv_reserved_chunks=size.kv_chunks,
+                lease_chunks=max(0, place.free_chunks()),
+                deadline_s=float("inf"),
+            )
+        )
+
+    def _evict(self, resident: Resident) -> None:
+        place = self.where[resident.name]
+        self.actions.append(
+            Evict(
+                cause="evict",
+                placement_id=resident.placement_id,
+                model=resident.name,
+                device=place.name,
+                lease_chunks=max(0, place.free_chunks()),
+            )
+        )
+
+    def _evicted(self, name: str) -> None:
+        place = self.where.pop(name)
+        del place.residents[name]
+        self.actions.append(GrantLease(cause="evict", device=place.name, lease_chunks=max(0, place.free_chunks())))
+
+    def _expire(self) -> None:
+        """Rules with an idle limit."""
+        for one in self._residents():
+            if one.ready and not one.busy and not one.drains and one.last_used + self.rule.idle_s <= self.now:
+                one.drains = True
+                self._evict(one)

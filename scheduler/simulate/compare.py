@@ -1,0 +1,80 @@
+"""The node scheduler beside what others do, over one trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from scheduler.node.ledger import Size, size_of
+from scheduler.node.node_scheduler import NodeScheduler, SchedulerSettings
+from scheduler.simulate.baselines import Clairvoyant, LeastRecentlyUsed, Ollama, OnDemand, Rule
+from scheduler.simulate.bound import fewest_loads
+from scheduler.simulate.outcome import Figures, figures
+from scheduler.simulate.simulation import Decider, Run, SimulatedNode, Simulation
+from scheduler.simulate.trace import TraceRequest
+
+HEARTHD, ALL_RESIDENT = "hearthd", "all-resident"
+POLICIES = (HEARTHD, "lru", "ollama", "clairvoyant", ALL_RESIDENT)
+
+
+@dataclass(slots=True)
+class Comparison:
+    """`fewest_loads`: what no rule can do with less that loads on demand and in order."""
+
+    policies: list[Figures]
+    fewest_loads: int
+    num_events: int
+
+
+def compare(
+    node: SimulatedNode,
+    trace: Sequence[TraceRequest],
+    settings: SchedulerSettings,
+    slo_s: float,
+    policies: Sequence[str] = POLICIES,
+    told: Callable[[str, int, int], None] | None = None,
+) -> Comparison:
+    """`told`: called now and then with (policy, requests ended, requests in all). Raises SimulationError."""
+    found = []
+    num_events = 0
+    for policy in policies:
+        run = run_policy(policy, node, trace, settings, None if told is None else _named(told, policy))
+        num_events += run.num_events
+        found.append(figures(policy, run.outcomes, run.swaps, slo_s))
+    sizes = {name: size_of(facts, node.chunk_bytes) for name, facts in node.models.items()}
+    total_chunks = sum(budget // node.chunk_bytes for budget in node.devices.values())
+    return Comparison(found, fewest_loads(trace, sizes, total_chunks), num_events)
+
+
+def run_policy(
+    policy: str,
+    node: SimulatedNode,
+    trace: Sequence[TraceRequest],
+    settings: SchedulerSettings,
+    told: Callable[[int, int], None] | None = None,
+) -> Run:
+    if policy == ALL_RESIDENT:
+        needed = sum((size.chunks + size.work_space_chunks) * node.chunk_bytes for size in _sizes(node))
+        devices = {name: budget + needed for name, budget in node.devices.items()}
+        node = replace(node, devices=devices, costs=node.costs.without_loads())
+    return Simulation(node, decider(policy, node, trace, settings), trace, told).run()
+
+
+def decider(policy: str, node: SimulatedNode, trace: Sequence[TraceRequest], settings: SchedulerSettings) -> Decider:
+    if policy == HEARTHD:
+        return NodeScheduler(settings, node.devices)
+    rules: dict[str, Rule] = {
+        "lru": LeastRecentlyUsed(),
+        "ollama": Ollama(),
+        "clairvoyant": Clairvoyant(trace),
+        ALL_RESIDENT: LeastRecentlyUsed(),
+    }
+    return OnDemand(rules[policy], node.chunk_bytes)
+
+
+def _sizes(node: SimulatedNode) -> list[Size]:
+    return [size_of(facts, node.chunk_bytes) for facts in node.models.values()]
+
+
+def _named(told: Callable[[str, int, int], None], policy: str) -> Callable[[int, int], None]:
+    return lambda done, total: told(policy, done, total)

@@ -1,0 +1,75 @@
+"""How long things take on the simulated node: bandwidths and rates, each of which a real node can measure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from scheduler.node.events import ModelFacts
+
+
+@dataclass(slots=True, frozen=True)
+class ModelCosts:
+    """What was measured of one model, in place of what follows from its bytes. None: not measured."""
+
+    disk_load_s: float | None = None
+    host_load_s: float | None = None
+    prefill_tokens_per_s: float | None = None
+    decode_step_s: float | None = None
+    decode_s_per_sequence: float | None = None
+
+
+@dataclass(slots=True, frozen=True)
+class Costs:
+    """Bandwidths are those of one device; the defaults are those of a data-centre GPU with one NVMe drive. A decode step reads the
+    weights once, whatever the batch, and takes a little more for each sequence in it; a prompt token takes two operations for each
+    parameter, that is one for each byte of 16-bit weights."""
+
+    disk_bytes_per_s: float = 6.5e9
+    copy_bytes_per_s: float = 25e9
+    load_overhead_s: float = 0.2
+    evict_s: float = 0.02
+    memory_bytes_per_s: float = 2e12
+    flops_per_s: float = 3e14
+    decode_overhead_s: float = 0.002
+    decode_s_per_sequence: float = 5e-5
+    models: Mapping[str, ModelCosts] = field(default_factory=dict)
+
+    def of(self, name: str) -> ModelCosts:
+        return self.models.get(name, _NOT_MEASURED)
+
+    def disk_load_s(self, facts: ModelFacts) -> float:
+        """Reading and copying overlap: the slower one counts."""
+        known = self.of(facts.name).disk_load_s
+        if known is not None:
+            return known
+        return self.load_overhead_s + facts.weights_bytes / min(self.disk_bytes_per_s, self.copy_bytes_per_s)
+
+    def host_load_s(self, facts: ModelFacts) -> float:
+        known = self.of(facts.name).host_load_s
+        return self.load_overhead_s + facts.weights_bytes / self.copy_bytes_per_s if known is None else known
+
+    def prefill_s(self, facts: ModelFacts, num_tokens: int) -> float:
+        """Device seconds of a prompt, when the device does nothing else."""
+        known = self.of(facts.name).prefill_tokens_per_s
+        per_token = facts.weights_bytes / self.flops_per_s if known is None else 1 / known
+        return num_tokens * per_token
+
+    def decode_s(self, facts: ModelFacts) -> tuple[float, float]:
+        """Device seconds of a decode step: (whatever the batch, for each sequence in it)."""
+        known = self.of(facts.name)
+        fixed = known.decode_step_s
+        each = known.decode_s_per_sequence
+        return (
+            self.decode_overhead_s + facts.weights_bytes / self.memory_bytes_per_s if fixed is None else fixed,
+            self.decode_s_per_sequence if each is None else each,
+        )
+
+    def without_loads(self) -> Costs:
+        """The same node, were every model there at once."""
+        models = {name: replace(known, disk_load_s=0.0, host_load_s=0.0) for name, known in self.models.items()}
+        endless = float("inf")
+        return replace(self, disk_bytes_per_s=endless, copy_bytes_per_s=endless, load_overhead_s=0.0, evict_s=0.0, models=models)
+
+
+_NOT_MEASURED = ModelCosts()

@@ -1,0 +1,203 @@
+"""The loop: events go to whoever decides (the node scheduler itself, or a baseline's rule), actions are carried out by the
+simulated engines and loaders in their own time, and what comes of them are the next events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import Any, Protocol
+
+from scheduler.node import actions, events
+from scheduler.node.events import Event, ModelFacts, RequestFacts
+from scheduler.simulate.costs import Costs
+from scheduler.simulate.engine import SimulatedEngine
+from scheduler.simulate.outcome import RequestOutcome, Swaps
+from scheduler.simulate.trace import TraceRequest
+
+PROGRESS_EVERY = 1000  # requests
+
+
+class Decider(Protocol):
+    """NodeScheduler's moving half, which the baselines have too."""
+
+    def handle(self, event: Event) -> list[actions.Action]: ...
+
+    def next_deadline(self) -> float | None: ...
+
+
+class SimulationError(Exception):
+    """The decider has left requests for good: no event is under way and none is due."""
+
+
+@dataclass(slots=True, frozen=True)
+class SimulatedNode:
+    """`devices`: name -> budget in bytes."""
+
+    devices: Mapping[str, int]
+    chunk_bytes: int
+    models: Mapping[str, ModelFacts]
+    costs: Costs
+
+
+@dataclass(slots=True)
+class Run:
+    outcomes: list[RequestOutcome]
+    swaps: Swaps
+    num_events: int
+
+
+@dataclass(slots=True, eq=False)
+class _Copy:
+    load: actions.Load
+    ready_s: float | None = None
+
+
+class Simulation:
+    """One run of one decider over a trace. `told`: called now and then with (requests ended, requests in all)."""
+
+    def __init__(
+        self,
+        node: SimulatedNode,
+        decider: Decider,
+        trace: Sequence[TraceRequest],
+        told: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self.node, self.decider, self.told = node, decider, told
+        self.engines = {name: SimulatedEngine(node.costs) for name in node.devices}
+        self.outcomes = [RequestOutcome(at, request) for at, request in enumerate(trace)]
+        self.swaps = Swaps()
+        self.now = 0.0
+        self.num_events = self.num_ended = 0
+        self._due: list[tuple[float, int, Event]] = []
+        self._num_due = 0
+        self._copies: dict[int, _Copy] = {}  # by placement
+        self._placement_of: dict[tuple[str, str], int] = {}  # (device, model)
+        self._carry: dict[type[actions.Action], Callable[[Any], None]] = {
+            actions.Load: self._load,
+            actions.Evict: self._evict,
+            actions.GrantLease: self._grant,
+            actions.Submit: self._submit,
+            actions.Reject: self._reject,
+        }
+
+    def run(self) -> Run:
+        """Raises SimulationError."""
+        for name, budget_bytes in self.node.devices.items():
+            self._post(events.EngineUp(now=0.0, cause="boot", device=name, budget_bytes=budget_bytes))
+        for facts in self.node.models.values():
+            self._post(events.ModelRegistered(now=0.0, cause="boot", facts=facts))
+        arrivals = iter(self.outcomes)
+        arrival = next(arrivals, None)
+        while self.num_ended < len(self.outcomes):
+            at = self._next_at(arrival)
+            self.now = max(self.now, at)
+            for engine in self.engines.values():
+                engine.advance(self.now)
+                for outcome in engine.collect(self.now):
+                    self._ended(outcome)
+                    self._post(
+                        events.RequestFinished(now=self.now, cause=f"req-{outcome.request_id}", request_id=outcome.request_id)
+                    )
+            while self._due and self._due[0][0] <= self.now:
+                self._happen(heappop(self._due)[2])
+            deadline = self.decider.next_deadline()
+            if deadline is not None and deadline <= self.now:
+                self._post(events.TimePassed(now=self.now, cause="time"))
+            while arrival is not None and arrival.request.time_s <= self.now:
+                self._arrive(arrival)
+                arrival = next(arrivals, None)
+        return Run(self.outcomes, self.swaps, self.num_events)
+
+    def _next_at(self, arrival: RequestOutcome | None) -> float:
+        times = [engine.next_at() for engine in self.engines.values()]
+        times.append(self._due[0][0] if self._due else None)
+        times.append(arrival.request.time_s if arrival is not None else None)
+        times.append(self.decider.next_deadline())
+        first = min((at for at in times if at is not None), default=None)
+        if first is None:
+            left = [one.request.model for one in self.outcomes if one.finished_s is None and not one.refusal]
+            raise SimulationError(
+                f"{len(left)} requests are left and nothing is under way for them: {', '.join(sorted(set(left)))}"
+            )
+        return first
+
+    def _post(self, event: Event) -> None:
+        self.num_events += 1
+        for action in self.decider.handle(event):
+            carry = self._carry.get(type(action))
+            if carry is not None:
+                carry(action)
+
+    def _later(self, seconds: float, event: Event) -> None:
+        self._num_due += 1
+        heappush(self._due, (self.now + seconds, self._num_due, event))
+
+    def _happen(self, event: Event) -> None:
+        """A load or an eviction is done. A load that was told to leave meanwhile has nobody to tell."""
+        if isinstance(event, events.LoadFinished):
+            copy = self._copies.get(event.placement_id)
+            if copy is None:
+                return
+            copy.ready_s = self.now
+            facts = self.node.models[copy.load.model]
+            self.engines[copy.load.device].host(facts, copy.load.kv_reserved_chunks * self.node.chunk_bytes)
+        self._post(event)
+
+    def _arrive(self, outcome: RequestOutcome) -> None:
+        request = outcome.request
+        cause = f"req-{outcome.request_id}"
+        facts = RequestFacts(outcome.request_id, request.model, request.input_tokens, request.output_tokens)
+        self._post(events.RequestArrived(now=self.now, cause=cause, request=facts))
+
+    def _ended(self, outcome: RequestOutcome) -> None:
+        outcome.finished_s = self.now
+        self._count_end()
+
+    def _count_end(self) -> None:
+        self.num_ended += 1
+        if self.told is not None and self.num_ended % PROGRESS_EVERY == 0:
+            self.told(self.num_ended, len(self.outcomes))
+
+    # ---- actions
+
+    def _load(self, action: actions.Load) -> None:
+        self._copies[action.placement_id] = _Copy(action)
+        self._placement_of[action.device, action.model] = action.placement_id
+        self.engines[action.device].lease_bytes = action.lease_chunks * self.node.chunk_bytes
+        facts = self.node.models[action.model]
+        seconds = self.node.costs.disk_load_s(facts)
+        self.swaps.num_disk_loads += 1
+        self.swaps.disk_bytes += facts.weights_bytes
+        self._later(
+            seconds, events.LoadFinished(now=self.now + seconds, cause="load", placement_id=action.placement_id, seconds=seconds)
+        )
+
+    def _evict(self, action: actions.Evict) -> None:
+        copy = self._copies.pop(action.placement_id)
+        engine = self.engines[action.device]
+        engine.lease_bytes = action.lease_chunks * self.node.chunk_bytes
+        if copy.ready_s is not None:
+            self.swaps.num_preemptions += bool(engine.drop(action.model))
+        self.swaps.num_evictions += 1
+        seconds = self.node.costs.evict_s
+        self._later(seconds, events.EvictFinished(now=self.now + seconds, cause="evict", placement_id=action.placement_id))
+
+    def _grant(self, action: actions.GrantLease) -> None:
+        self.engines[action.device].lease_bytes = action.lease_chunks * self.node.chunk_bytes
+
+    def _submit(self, action: actions.Submit) -> None:
+        outcome = self.outcomes[action.request_id]
+        if outcome.submitted_s is None:
+            outcome.submitted_s = self.now
+            copy = self._copies[self._placement_of[action.device, action.model]]
+            assert copy.ready_s is not None
+            outcome.missed = copy.ready_s > outcome.request.time_s
+        else:
+            outcome.num_resubmissions += 1
+        self.engines[action.device].submit(outcome)
+
+    def _reject(self, action: actions.Reject) -> None:
+        self.outcomes[action.request_id].refusal = action.refusal.code
+        self._count_end()
