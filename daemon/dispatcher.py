@@ -207,6 +207,7 @@ class Dispatcher:
             self._load_impossible(action, "its folder is gone", permanent=True)
             return
         entry = source.entry
+        self.metrics.swaps.load_sent(action)
         if action.source_slots and action.fingerprint != entry.fingerprint:
             self._load_impossible(action, "its files have changed just now", permanent=False)
             return
@@ -246,6 +247,7 @@ class Dispatcher:
 
     def _evict(self, action: actions.Evict) -> None:
         self.metrics.evictions[action.model] += 1
+        self.metrics.swaps.evict_sent(action)
         self._send(
             action.device,
             protocol.EvictModel(
@@ -258,6 +260,7 @@ class Dispatcher:
 
     def _paused(self, action: actions.RequestsPaused) -> None:
         now = time.monotonic()
+        self.metrics.swaps.paused_requests[action.model] += len(action.request_ids)
         for request_id in action.request_ids:
             generation = self.open.by_id.get(request_id)
             if generation is not None:
@@ -334,6 +337,7 @@ class Dispatcher:
             engine.restart(action.reason)
 
     def _state_changed(self, action: actions.StateChanged) -> None:
+        self.metrics.swaps.state_changed(action)
         # what a model is at first is told by its registration line
         level = logging.DEBUG if not action.old else logging.WARNING if action.new in ("failed", "refused") else logging.INFO
         about = fields(model=action.model, device=action.device, cause=action.cause)

@@ -14,6 +14,7 @@ from daemon.contracts import Generation
 from daemon.dispatcher import Dispatcher
 from daemon.errors import BadRequest, HearthError, NotNow, ServerFault
 from daemon.logs import fields
+from daemon.swap_counts import KernelKills
 from engine import protocol
 from scheduler.node import events
 
@@ -30,6 +31,7 @@ class EngineEvents:
         self.stats: dict[str, protocol.Stats] = {}
         self._dispatcher, self._budgets = dispatcher, budgets
         self._ring, self._metrics, self._open = dispatcher.ring, dispatcher.metrics, dispatcher.open
+        self._kernel_kills = KernelKills()
         self._measure_prefill_at: dict[str, float] = {}  # model -> when a prefill may be measured again
         self._post, self._find = dispatcher.post, dispatcher.open.by_id.get
 
@@ -49,6 +51,7 @@ class EngineEvents:
         self.stats.pop(device, None)
         self._dispatcher.forget_aborts(device)
         self._metrics.engine_restarts[device] += 1
+        self._metrics.swaps.engine_down(device, self._kernel_kills.look() and "SIGKILL" in reason)
         self._ring.add("engine", device=device, state="down", reason=reason, running=len(running))
         self._post(
             events.EngineDown(
@@ -81,6 +84,7 @@ class EngineEvents:
             self._load_done(device, message)
         elif kind is protocol.LoadFailed:
             self._metrics.loads[message.model, "failed"] += 1
+            self._metrics.swaps.load_failed(device, message)
             self._post(
                 events.LoadFailed(
                     now=time.monotonic(),
@@ -101,6 +105,7 @@ class EngineEvents:
 
     def _load_done(self, device: str, message: protocol.LoadDone) -> None:
         self._metrics.load_seconds[message.model] += message.seconds
+        self._metrics.swaps.load_done(message)
         if message.source_rejected:
             about = fields(model=message.model, device=device)
             log.warning("its copy in host memory was not used: %s", message.source_rejected, extra=about)
@@ -127,6 +132,7 @@ class EngineEvents:
         )
 
     def _evicted(self, device: str, message: protocol.Evicted) -> None:
+        self._metrics.swaps.evicted(message)
         self._ring.add("evicted", model=message.model, device=device, saved_kv_tokens=message.saved_kv_tokens)
         self._post(
             events.EvictFinished(
@@ -275,6 +281,8 @@ class EngineEvents:
             if generation is not None:
                 generation.restored_tokens += restored
                 generation.recomputed_tokens += recomputed
+                self._metrics.swaps.kv_tokens[message.model, "restored"] += restored
+                self._metrics.swaps.kv_tokens[message.model, "recomputed"] += recomputed
 
     def _first_token(self, generation: Generation) -> None:
         now = generation.first_token_s = time.monotonic()

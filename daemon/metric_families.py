@@ -48,6 +48,14 @@ FAMILIES = (
     _of(COUNTER, "hearth_model_loads_total", "loads", "model outcome", "Loads: done or failed"),
     _of(COUNTER, "hearth_model_load_seconds_total", "seconds", "model", "Time spent in loads that were done"),
     _of(COUNTER, "hearth_model_evictions_total", "evictions", "model", "Evictions"),
+    _of(GAUGE, "hearth_model_host_bytes", "bytes", "model", "Its weights kept in host memory, loaded or not"),
+    _of(GAUGE, "hearth_model_saved_kv_tokens", "tokens", "model", "Whose KV was saved at an eviction and waits in host memory"),
+    _of(COUNTER, "hearth_model_preemptions_total", "preemptions", "model",
+        "Times the model was paused: taken from its device for overdue work while requests ran"),
+    _of(COUNTER, "hearth_requests_paused_total", "requests", "model", "Requests that were paused with it, once for each time"),
+    _of(COUNTER, "hearth_kv_tokens_total", "tokens", "model what",
+        "Tokens whose KV was saved at an eviction; of requests that went on after a pause or a crash, those whose KV was restored, "
+        "and those for which it was recomputed"),
     _of(COUNTER, "hearth_steps_total", "steps", "model", "Engine steps"),
     _of(COUNTER, "hearth_step_seconds_total", "seconds", "model", "Device time of engine steps"),
     # devices
@@ -60,6 +68,23 @@ FAMILIES = (
     _of(COUNTER, "hearth_device_preemptions_total", "preemptions", "device",
         "Sequences put back to make room, to be computed again; from 0 when the engine starts"),
     _of(COUNTER, "hearth_engine_restarts_total", "restarts", "device", "Engine processes started again"),
+    _of(GAUGE, "hearth_device_planned_bytes", "bytes", "device", "What the ledger says is in use: weights and KV chunks"),
+    _of(GAUGE, "hearth_device_measured_bytes", "bytes", "device",
+        "What its engine process really has in memory, host memory it has mapped and its libraries included"),
+    _of(COUNTER, "hearth_out_of_memory_total", "failures", "device",
+        "Loads that failed for want of memory, and engines the kernel killed for it; it stays 0"),
+    # moving models
+    _of(GAUGE, "hearth_host_tier_bytes", "bytes", "kind",
+        "Host memory for weights and KV: free, in transit (being written), kept weights, saved kv"),
+    _of(COUNTER, "hearth_swap_ins_total", "loads", "tier reason",
+        "Loads that were done, by where the weights came from (disk, host) and why: request, resumed (paused, or after a crash), "
+        "operator, pinned"),
+    _of(COUNTER, "hearth_swap_outs_total", "evictions", "tier reason",
+        "Evictions, by where the weights are left (disk, host) and why: room, preempted, operator, rolled_back, removed"),
+    _of(COUNTER, "hearth_swap_seconds_total", "seconds", "phase",
+        "Time swaps took: drain (until a victim's requests had ended), save (KV to host memory), evict (the rest of an eviction), "
+        "read (from disk), copy (from host memory), map (mapping calls)"),
+    _of(HISTOGRAM, "hearth_eviction_age_seconds", "seconds", "", "How long a model had been ready when it was evicted"),
     # tenants
     _of(COUNTER, "hearth_tenant_requests_total", "requests", "tenant outcome", "Sequences that ended"),
     _of(COUNTER, "hearth_tenant_prompt_tokens_total", "tokens", "tenant", "Prompt tokens of sequences that ended"),

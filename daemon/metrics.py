@@ -3,32 +3,18 @@
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from daemon.contracts import Generation
+from daemon.histogram import WAIT_BUCKETS_S, Histogram
 from daemon.keys import OTHER
 from daemon.metric_families import NUM_TENANTS
+from daemon.swap_counts import SwapCounts
 
-WAIT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 TOKEN_BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0)
 REQUEST_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
-
-
-class Histogram:
-    __slots__ = ("counts", "edges_s", "total_s")
-
-    def __init__(self, edges_s: Sequence[float] = WAIT_BUCKETS_S) -> None:
-        """edges_s: upper edges; what is above the last one is counted too."""
-        self.edges_s = edges_s
-        self.counts = [0] * (len(edges_s) + 1)
-        self.total_s = 0.0
-
-    def add(self, seconds: float) -> None:
-        self.counts[bisect_left(self.edges_s, seconds)] += 1
-        self.total_s += seconds
 
 
 def _counts() -> defaultdict[str, int]:
@@ -100,6 +86,7 @@ class Metrics:
     access_refused: defaultdict[str, int] = field(default_factory=_counts)
     reloads: defaultdict[str, int] = field(default_factory=_counts)
     tenants: TenantCounts = field(default_factory=TenantCounts)
+    swaps: SwapCounts = field(default_factory=SwapCounts)
     resubmitted: int = 0
     scheduler_errors: int = 0
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from daemon.histogram import Histogram
 from daemon.keys import OTHER
 from daemon.metric_families import BY_NAME, COUNTER, HISTOGRAM
-from daemon.metrics import Histogram, Metrics
+from daemon.metrics import Metrics
 
 STATES = ("cold", "warm", "loading", "ready", "paused", "draining", "failed", "refused", "disabled", "incomplete")
 Key = str | tuple[str, ...]
@@ -28,6 +29,8 @@ class ModelNow:
     queued: int = 0
     active: int = 0
     running: int = 0
+    host_bytes: int = 0
+    saved_kv_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -39,6 +42,8 @@ class DeviceNow:
     lease_bytes: int = 0
     kv_used_bytes: int = 0
     preemptions: int = 0
+    planned_bytes: int = 0
+    measured_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -53,6 +58,7 @@ class Now:
     cpu_s: float = 0.0
     loop_stall_s: float = 0.0
     draining: bool = False
+    host_tier_bytes: dict[str, int] = field(default_factory=dict)  # by kind
 
 
 def render(metrics: Metrics, now: Now, model: str | None = None) -> bytes:
@@ -107,6 +113,20 @@ def _all(metrics: Metrics, now: Now) -> Iterator[tuple[str, Rows]]:
     yield "hearth_device_lease_bytes", ((name, one.lease_bytes) for name, one in devices)
     yield "hearth_device_kv_used_bytes", ((name, one.kv_used_bytes) for name, one in devices)
     yield "hearth_device_preemptions_total", ((name, one.preemptions) for name, one in devices)
+    yield "hearth_device_planned_bytes", ((name, one.planned_bytes) for name, one in devices)
+    yield "hearth_device_measured_bytes", ((name, one.measured_bytes) for name, one in devices)
+    swaps = metrics.swaps
+    yield "hearth_out_of_memory_total", ((name, swaps.out_of_memory[name]) for name in now.devices)
+    yield "hearth_model_host_bytes", ((name, one.host_bytes) for name, one in now.models.items())
+    yield "hearth_model_saved_kv_tokens", ((name, one.saved_kv_tokens) for name, one in now.models.items())
+    yield "hearth_model_preemptions_total", ((name, swaps.pauses[name]) for name in now.models)
+    yield "hearth_requests_paused_total", ((name, swaps.paused_requests[name]) for name in now.models)
+    yield "hearth_kv_tokens_total", swaps.kv_tokens.items()
+    yield "hearth_host_tier_bytes", now.host_tier_bytes.items()
+    yield "hearth_swap_ins_total", swaps.ins.items()
+    yield "hearth_swap_outs_total", swaps.outs.items()
+    yield "hearth_swap_seconds_total", swaps.phase_seconds.items()
+    yield "hearth_eviction_age_seconds", [((), swaps.age)]
     yield "hearth_engine_restarts_total", metrics.engine_restarts.items()
     shown = {*tenants.named, OTHER}
     yield "hearth_tenant_requests_total", ((key, value) for key, value in tenants.requests.items() if key[0] in shown)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from daemon.metrics_page import DeviceNow, ModelNow, Now
@@ -31,7 +33,13 @@ def now(node: Node, model: str | None = None) -> Now:
         cpu_s=time.process_time(),
         loop_stall_s=node.watch.stall_s,
         draining=node.draining,
+        host_tier_bytes=_host_tier(node),
     )
+
+
+def _host_tier(node: Node) -> dict[str, int]:
+    view = node.scheduler.host_tier()
+    return {kind: num * view.slot_bytes for kind, num in view.slots.items()}
 
 
 def _model(node: Node, view: ModelView) -> ModelNow:
@@ -47,6 +55,8 @@ def _model(node: Node, view: ModelView) -> ModelNow:
         queued=view.queued,
         active=view.active,
         running=min(running, view.active),  # the engine's figure is up to 0.25 s old
+        host_bytes=view.kept_bytes,
+        saved_kv_tokens=view.saved_kv_tokens,
     )
 
 
@@ -62,6 +72,15 @@ def kv_share(node: Node, view: ModelView, kv_bytes: int) -> float:
     return min(1.0, kv_bytes / max(room_bytes, kv_bytes, 1))
 
 
+def _resident_bytes(pid: int) -> int:
+    """0 where there is no such process."""
+    try:
+        fields = Path(f"/proc/{pid}/statm").read_text().split()
+    except OSError:
+        return 0
+    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def _devices(node: Node) -> dict[str, DeviceNow]:
     views = {view.name: view for view in node.scheduler.devices()}
     found = {}
@@ -74,4 +93,6 @@ def _devices(node: Node) -> dict[str, DeviceNow]:
             one.lease_bytes = view.lease_chunks * view.chunk_bytes
             if stats is not None:
                 one.kv_used_bytes, one.preemptions = stats.kv_chunks_used * view.chunk_bytes, stats.preemptions
+            one.planned_bytes = view.weights_chunks * view.chunk_bytes + one.kv_used_bytes
+            one.measured_bytes = _resident_bytes(node.workers[device.name].pid)
     return found

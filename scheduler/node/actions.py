@@ -56,6 +56,16 @@ class Load(Action):
     keep_slots: tuple[int, ...] = ()  # to be filled with the weights on the way
     kv_slots: tuple[int, ...] = ()  # KV saved at an eviction, to be taken back
     kv_index: bytes = b""
+    reason: str = ""  # one of LOAD_REASONS
+
+
+# why a model comes to a device -> what it means
+LOAD_REASONS = {
+    "request": "requests wait for it",
+    "resumed": "requests that ran before wait for it to come back",
+    "operator": "hearth load",
+    "pinned": "it is pinned",
+}
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -70,6 +80,7 @@ class Evict(Action):
     lease_chunks: int  # after it; the dispatcher passes it on
     save_slots: tuple[int, ...] = ()  # of the host tier, for its KV
     reason: str = ""  # one of EVICT_REASONS
+    to: str = "cold"  # or warm: where it is afterwards
     age_s: float = 0.0  # since it became ready
 
 

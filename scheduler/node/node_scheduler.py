@@ -190,6 +190,7 @@ def _device_view(node: Node, device: Device) -> DeviceView:
         total_chunks=ledger.total_chunks,
         work_space_chunks=ledger.work_space_chunks,
         held={name: size.chunks for name, size in ledger.held.items()},
+        weights_chunks=sum(size.weights_chunks for size in ledger.held.values()),
         promised_chunks=ledger.promised_chunks,
         lease_chunks=ledger.lease_chunks,
         loading=device.loading.model if device.loading else "",

@@ -158,8 +158,16 @@ def load(node: Node, placement: Placement) -> None:
             keep_slots=keep,
             kv_slots=saved.slots if saved else (),
             kv_index=saved.index if saved else b"",
+            reason=_why_loaded(model),
         )
     )
+
+
+def _why_loaded(model: Model) -> str:
+    """One of LOAD_REASONS."""
+    if model.queue:
+        return "resumed" if model.num_resubmissions else "request"
+    return "operator" if model.load_causes else "pinned"
 
 
 def drop(node: Node, placement: Placement) -> None:
@@ -230,6 +238,7 @@ def evict(node: Node, model: Model) -> None:
             lease_chunks=device.lease_told_chunks,
             save_slots=save,
             reason=_why_evicted(model, copy),
+            to=residency.WARM if node.is_warm(model) and model.unload_to != residency.COLD else residency.COLD,
             age_s=0.0 if copy.ready_at is None else node.now - copy.ready_at,
         )
     )

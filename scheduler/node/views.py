@@ -32,6 +32,7 @@ class DeviceView:
     total_chunks: int
     work_space_chunks: int
     held: dict[str, int]  # model -> chunks of weights and reserved KV
+    weights_chunks: int  # of the held ones
     promised_chunks: int
     lease_chunks: int
     loading: str  # model, or ""

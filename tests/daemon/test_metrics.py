@@ -13,8 +13,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from daemon import keys, metric_families, metrics_page, node_metrics
 from daemon.contracts import Generation
+from daemon.histogram import Histogram
 from daemon.metric_families import BY_NAME, FAMILIES, NUM_TENANTS
-from daemon.metrics import Histogram, Metrics
+from daemon.metrics import Metrics
 from daemon.metrics_page import ModelNow, Now
 from engine.protocol import SamplingParams
 from tests.daemon.api.fakes import entry

@@ -1,0 +1,111 @@
+"""What swapping models took: counters for /metrics, fed by the dispatcher and by what engines tell."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from daemon.histogram import Histogram
+from engine import protocol
+from scheduler.node import actions
+
+AGE_BUCKETS_S = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 14_400.0, 86_400.0)
+DISK, HOST = "disk", "host"
+
+
+def _pairs() -> defaultdict[tuple[str, str], int]:
+    return defaultdict(int)
+
+
+def _counts() -> defaultdict[str, int]:
+    return defaultdict(int)
+
+
+def _seconds() -> defaultdict[str, float]:
+    return defaultdict(float)
+
+
+@dataclass(slots=True)
+class SwapCounts:
+    """Counters since start. tier: disk or host, where weights came from or are left."""
+
+    ins: defaultdict[tuple[str, str], int] = field(default_factory=_pairs)  # (tier, reason), loads that were done
+    outs: defaultdict[tuple[str, str], int] = field(default_factory=_pairs)  # (tier, reason)
+    phase_seconds: defaultdict[str, float] = field(default_factory=_seconds)  # drain, evict, save, read, copy, map
+    age: Histogram = field(default_factory=lambda: Histogram(AGE_BUCKETS_S))  # of what left, since it became ready
+    pauses: defaultdict[str, int] = field(default_factory=_counts)  # model
+    paused_requests: defaultdict[str, int] = field(default_factory=_counts)  # model
+    kv_tokens: defaultdict[tuple[str, str], int] = field(default_factory=_pairs)  # (model, saved | restored | recomputed)
+    out_of_memory: defaultdict[str, int] = field(default_factory=_counts)  # device
+    _load_reason: dict[int, tuple[str, str]] = field(default_factory=dict)  # placement -> device, reason
+    _drains_since_s: dict[str, float] = field(default_factory=dict)  # model
+    _evict_sent_s: dict[int, tuple[str, float]] = field(default_factory=dict)  # placement -> device, when
+
+    def state_changed(self, action: actions.StateChanged) -> None:
+        if action.new == "draining":
+            self._drains_since_s[action.model] = time.monotonic()
+        else:
+            self._drains_since_s.pop(action.model, None)
+
+    def load_sent(self, action: actions.Load) -> None:
+        self._load_reason[action.placement_id] = action.device, action.reason
+
+    def load_done(self, message: protocol.LoadDone) -> None:
+        _, reason = self._load_reason.pop(message.placement_id, ("", ""))
+        self.ins[DISK if message.bytes_read else HOST, reason] += 1
+        phases = self.phase_seconds
+        phases["copy"] += message.copy_seconds
+        phases["map"] += message.map_seconds
+        phases["read"] += max(0.0, message.seconds - message.copy_seconds - message.map_seconds)
+
+    def load_failed(self, device: str, message: protocol.LoadFailed) -> None:
+        self._load_reason.pop(message.placement_id, None)
+        if message.error.startswith("MemoryError"):
+            self.out_of_memory[device] += 1
+
+    def evict_sent(self, action: actions.Evict) -> None:
+        now = time.monotonic()
+        self.outs[HOST if action.to == "warm" else DISK, action.reason] += 1
+        self._evict_sent_s[action.placement_id] = action.device, now
+        self._load_reason.pop(action.placement_id, None)
+        if action.age_s:
+            self.age.add(action.age_s)
+        self.phase_seconds["drain"] += now - self._drains_since_s.pop(action.model, now)
+        if action.reason == "preempted":
+            self.pauses[action.model] += 1
+
+    def evicted(self, message: protocol.Evicted) -> None:
+        now = time.monotonic()
+        self.phase_seconds["save"] += message.copy_seconds
+        took_s = now - self._evict_sent_s.pop(message.placement_id, ("", now))[1]
+        self.phase_seconds["evict"] += max(0.0, took_s - message.copy_seconds)
+        self.kv_tokens[message.model, "saved"] += message.saved_kv_tokens
+
+    def engine_down(self, device: str, killed_for_memory: bool) -> None:
+        """Its placements are answered no more."""
+        self._load_reason = {placement: told for placement, told in self._load_reason.items() if told[0] != device}
+        self._evict_sent_s = {placement: sent for placement, sent in self._evict_sent_s.items() if sent[0] != device}
+        if killed_for_memory:
+            self.out_of_memory[device] += 1
+
+
+class KernelKills:
+    """Whether the kernel has killed processes for want of memory since the last look."""
+
+    def __init__(self) -> None:
+        self._seen = _oom_kills()
+
+    def look(self) -> bool:
+        before, self._seen = self._seen, _oom_kills()
+        return self._seen > before
+
+
+def _oom_kills() -> int:
+    """Since the machine's start; 0 where it is not told."""
+    try:
+        lines = Path("/proc/vmstat").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
