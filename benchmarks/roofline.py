@@ -29,9 +29,10 @@ import torch  # noqa: E402
 from benchmarks.checkpoints import make  # noqa: E402
 from benchmarks.server import ROOT  # noqa: E402
 from engine import ops  # noqa: E402
+from engine.contracts import LoadTask  # noqa: E402
 from engine.device import num_cores  # noqa: E402
 from engine.kernels import reference  # noqa: E402
-from engine.memory.arena import KVArena  # noqa: E402
+from engine.memory.cpu_memory import CpuMemory  # noqa: E402
 from engine.model_runner import TorchRunner  # noqa: E402
 from engine.protocol import JOURNAL_BYTES, Configure, LoadModel, SamplingParams, TokensOut, encode, write_journal  # noqa: E402
 from engine.served_models import ServedModels  # noqa: E402
@@ -126,16 +127,20 @@ class Steps:
         length = 2048
         kv_chunks = -(-64 * 512 // BLOCK_TOKENS * sizing.block_bytes(self.shape, self.dtype, BLOCK_TOKENS) // CHUNK_BYTES)
         weights_chunks = -(-sizing.weights_bytes(self.shape, self.dtype) // CHUNK_BYTES)
+        num_chunks = kv_chunks + weights_chunks
         configure = Configure(
-            "cpu:0", kv_chunks, CHUNK_BYTES, 0, MAX_BATCHED_TOKENS, BLOCK_TOKENS, 10.0, threads, cache_dir=str(ROOT / ".cache")
+            "cpu:0", num_chunks, CHUNK_BYTES, 0, MAX_BATCHED_TOKENS, BLOCK_TOKENS, 10.0, threads, cache_dir=str(ROOT / ".cache")
         )
-        arena = KVArena(kv_chunks, CHUNK_BYTES)
+        memory = CpuMemory(num_chunks, CHUNK_BYTES)
         spec = LoadModel(
             1, folder.name, str(folder), self.dtype, checkpoint.fingerprint, weights_chunks, kv_chunks, 0, length, 64, []
         )
-        self.hosted: Any = TorchRunner(arena, configure).load(spec, lambda done, total: None, lambda: False)
-        models = ServedModels(configure, arena)
-        models.add(spec, self.hosted)
+        models = ServedModels(configure, memory)
+        place = models.take_place(spec)
+        self.hosted: Any = TorchRunner(memory, configure).load(
+            LoadTask(spec, place.weights, lambda done, total: None, lambda: False)
+        )
+        models.add(spec, self.hosted, place)
         self.scheduler = models.by_name[folder.name].scheduler
         self.journal = bytearray(JOURNAL_BYTES)
         self._random = np.random.default_rng(3)

@@ -261,6 +261,11 @@ def _above_zero(value: Any) -> None:
         raise ValueError("must be above 0")
 
 
+def _stretch(value: Any) -> None:
+    if not (value == 0 or (value >= 1 and math.isfinite(value))):
+        raise ValueError("must be at least 1, or 0 for no limit")
+
+
 def _chunk(value: Any) -> None:
     num_bytes = units.parse_bytes(value)
     if num_bytes < 64 << 10 or num_bytes & (num_bytes - 1):
@@ -320,6 +325,7 @@ _CHECKS: dict[str, Callable[[Any], None]] = {
     "block_tokens": _power_of_two,
     "max_num_batched_tokens": _between(16, 1 << 20),
     "turn_budget_ms": _above_zero,
+    "max_step_stretch": _stretch,
     "threads": _between(0, 1024),
     "loop_watch_ms": _between(0.1, 1000),
     "null_step_ms": _between(0, 60_000),

@@ -108,7 +108,19 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         float,
         key("a busy model that has to make room is paused after this or 4 x what the pause costs, whichever is longer", "s", LIVE),
     ] = 1.0
-    turn_budget_ms: Annotated[float, key("device time a model may take before another busy one has its turn", "ms")] = 10.0
+    turn_budget_ms: Annotated[
+        float,
+        key(
+            "device time a model may take before another busy one has its turn; while several are busy it bounds batch and chunk",
+            "ms",
+        ),
+    ] = 10.0
+    max_step_stretch: Annotated[
+        float,
+        key(
+            "a step with a prompt's chunk may take so many times the step of its decoding sequences alone; 0: any; else at least 1"
+        ),
+    ] = 2.0
     threads: Annotated[int, key("compute threads of one cpu engine; 0: the machine's cores", "threads")] = 0
     runner: Annotated[str, key("torch, or null: produces tokens without a model, to measure and test the serving path")] = "torch"
     loop_watch_ms: Annotated[float, key("how often the event loop's watch looks while requests are open", "ms")] = 5.0

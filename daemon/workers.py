@@ -64,6 +64,7 @@ class EngineSpec:
             max_num_batched_tokens=self.config.max_num_batched_tokens,
             block_tokens=self.config.block_tokens,
             turn_budget_ms=self.config.turn_budget_ms,
+            max_step_stretch=self.config.max_step_stretch,
             threads=self.threads,
             runner=self.config.runner,
             null_step_ms=self.config.null_step_ms,

@@ -64,6 +64,7 @@ class Configure(Message, frozen=True):
     cache_dir: str = ""
     dtypes: list[str] = []  # of the registered models, the commonest first: their kernels are compiled before the first load
     host_tier_slots: int = 0  # of chunk_bytes each, in a memfd that the daemon made and hands over as --host-tier-fd; 0: none
+    max_step_stretch: float = 2.0  # a step that computes prompts too, against that of its decoding sequences; 0: any
 
 
 class LoadModel(Message, frozen=True):

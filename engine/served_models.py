@@ -12,6 +12,7 @@ from engine.protocol import Configure, LoadModel, Stats
 from scheduler.batch.batch_scheduler import BatchLimits, BatchScheduler
 from scheduler.batch.chunk_pool import ChunkPool
 from scheduler.batch.plan import IntArray
+from scheduler.batch.step_limits import StepLimits
 from scheduler.batch.turns import Turns
 
 
@@ -33,13 +34,13 @@ class Place:
 
 @dataclass(slots=True)
 class ServedModel:
-    """A loaded model and its sequences. seconds_per_token: of its prefill steps, smoothed; 0 until one was measured."""
+    """A loaded model, its sequences, and how large its steps may be."""
 
     spec: LoadModel
     hosted: HostedModel
     scheduler: BatchScheduler
     place: Place
-    seconds_per_token: float = 0.0
+    limits: StepLimits
 
 
 class ServedModels:
@@ -98,7 +99,8 @@ class ServedModels:
             fingerprint=spec.fingerprint,
             kv_dtype=spec.dtype,
         )
-        self.by_name[spec.model] = ServedModel(spec, hosted, BatchScheduler(spec.model, kv, limits), place)
+        pace = StepLimits(self.turns.budget_s, self._configure.max_step_stretch)
+        self.by_name[spec.model] = ServedModel(spec, hosted, BatchScheduler(spec.model, kv, limits), place, pace)
         self.turns.add(spec.model)
 
     def add_encoder(self, spec: LoadModel, hosted: HostedEncoder, place: Place) -> None:

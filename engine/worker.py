@@ -128,10 +128,10 @@ class Engine:
         served = self.models.by_name[name]
         scheduler = served.scheduler
         self._end_constrained(self.constraints.settle(name))
-        max_prefill_tokens = None
-        if len(busy) > 1 and served.seconds_per_token > 0:
-            max_prefill_tokens = max(self.configure.block_tokens, int(self.models.turns.budget_s / served.seconds_per_token))
-        plan = scheduler.plan(self.num_steps + 1, max_prefill_tokens)
+        limits, shared, num_decoding = served.limits, len(busy) > 1, scheduler.num_decoding
+        has_prompts = len(scheduler.waiting) > 0 or num_decoding < scheduler.num_running
+        max_prompt_tokens = limits.max_prompt_tokens(num_decoding, shared) if has_prompts else None
+        plan = scheduler.plan(self.num_steps + 1, max_prompt_tokens, limits.max_rows() if shared else None)
         if scheduler.failed:
             self._fail_hopeless(scheduler)
         self.models.discard_returned()
@@ -143,10 +143,7 @@ class Engine:
         masks = self.constraints.masks(served, plan)
         result = served.hosted.execute(plan, scheduler.table, masks)
         self.models.turns.charge(name, result.seconds)
-        num_tokens = int(plan.num_new.sum())
-        if num_tokens > len(plan.slots):
-            per_token = result.seconds / num_tokens
-            served.seconds_per_token += (per_token - served.seconds_per_token) * (0.3 if served.seconds_per_token else 1.0)
+        limits.costs.note(int(plan.num_new.sum()), result.seconds)
         for told in result.prompt_logprobs:
             self.channel.send(told)
         outcome = scheduler.finish_step(plan, result.ids, result.bad)

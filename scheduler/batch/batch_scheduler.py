@@ -8,12 +8,21 @@ Row state lives in the columns of a `SequenceTable`; a decode step runs no Pytho
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from scheduler.batch.kv_cache import KVCache
-from scheduler.batch.plan import FINISH_LENGTH, FINISH_STOP, BatchPlan, BoolArray, IntArray, make_sequence_table, write_sampling
+from scheduler.batch.plan import (
+    FINISH_LENGTH,
+    FINISH_STOP,
+    BatchPlan,
+    BoolArray,
+    IntArray,
+    StepOutcome,
+    make_sequence_table,
+    write_sampling,
+)
 from scheduler.batch.prefix_cache import extend_keys, prefix_seed
 from scheduler.batch.request import BatchRequest, WaitingQueue
 from scheduler.batch.same_prompts import SamePrompts
@@ -30,18 +39,6 @@ class BatchLimits:
     eos_token_ids: tuple[int, ...] = ()
     fingerprint: str = ""
     kv_dtype: str = ""
-
-
-@dataclass(slots=True)
-class StepOutcome:
-    """What a step gave: row k is one request and its token. `finish` is empty when none ended (plan.FINISH_*). `bad`: requests that
-    ended because their logits were not finite. `cached`: prompt tokens found in the prefix cache, with a request's first token."""
-
-    request_ids: list[int]
-    ids: list[int]
-    finish: list[int] = field(default_factory=list)
-    bad: list[int] = field(default_factory=list)
-    cached: dict[int, int] = field(default_factory=dict)
 
 
 class BatchScheduler:
@@ -78,6 +75,11 @@ class BatchScheduler:
     @property
     def num_running(self) -> int:
         return len(self._running)
+
+    @property
+    def num_decoding(self) -> int:
+        """Running sequences that have one token to compute."""
+        return int(np.count_nonzero(self.table.num_tokens[self._running] - self.table.num_computed[self._running] == 1))
 
     @property
     def runnable(self) -> bool:
@@ -135,10 +137,11 @@ class BatchScheduler:
 
     # ---- a step
 
-    def plan(self, step_id: int, max_prefill_tokens: int | None = None) -> BatchPlan | None:
-        """The next step: at most max_num_batched_tokens, of them at most `max_prefill_tokens` of prompts (None: no such limit).
-        None if nothing can run now."""
+    def plan(self, step_id: int, max_prompt_tokens: int | None = None, max_rows: int | None = None) -> BatchPlan | None:
+        """The next step: at most max_num_batched_tokens, of them at most `max_prompt_tokens` of prompts (None: no such limit), and
+        at most `max_rows` sequences that decode; while as many run, none is admitted. None if nothing can run now."""
         budget = self.limits.max_num_batched_tokens
+        max_rows = budget if max_rows is None else min(max_rows, budget)
         table = self.table
         running = self._running
         if self._held.any():
@@ -149,19 +152,19 @@ class BatchScheduler:
             decode = running
             if not decode_rows.all():
                 decode, prefill = running[decode_rows], running[~decode_rows]
-            if len(decode) > budget:  # each gets its turn
-                self._rotation = (self._rotation + budget) % len(decode)
-                decode = np.roll(decode, -self._rotation)[:budget]
+            if len(decode) > max_rows:  # each gets its turn
+                self._rotation = (self._rotation + max_rows) % len(decode)
+                decode = np.roll(decode, -self._rotation)[:max_rows]
             decode = self._give_blocks(decode)
             if len(prefill):  # a preemption may have taken some away
                 prefill = prefill[table.request_id[prefill] != 0]
         else:
             decode = running
         budget -= len(decode)
-        if max_prefill_tokens is not None:
-            budget = min(budget, max(1, max_prefill_tokens))
+        if max_prompt_tokens is not None:
+            budget = min(budget, max(1, max_prompt_tokens))
         if len(prefill) or len(self.waiting):
-            decode, chunk_slots, chunk_tokens = self._plan_prefill(decode, prefill, budget)
+            decode, chunk_slots, chunk_tokens = self._plan_prefill(decode, prefill, budget, max_rows)
             # A chunk of one token that ends its sequence is a decode row like any other; the order of rows is free among those.
             rows, new = np.concatenate((decode, chunk_slots)), np.concatenate((np.ones(len(decode), np.int32), chunk_tokens))
             order = np.argsort(new > 1, kind="stable")
@@ -257,9 +260,9 @@ class BatchScheduler:
                 return False
         return True
 
-    def _plan_prefill(self, decode: IntArray, prefill: IntArray, budget: int) -> tuple[IntArray, IntArray, IntArray]:
-        """Chunks of sequences that have more than one token to compute, and of those admitted now: the decode rows that are still
-        there, slots, tokens."""
+    def _plan_prefill(self, decode: IntArray, prefill: IntArray, budget: int, max_rows: int) -> tuple[IntArray, IntArray, IntArray]:
+        """Chunks of sequences that have more than one token to compute, and of those admitted now, while fewer than max_rows run:
+        the decode rows that are still there, slots, tokens."""
         table = self.table
         slots: list[int] = []
         tokens: list[int] = []
@@ -279,7 +282,7 @@ class BatchScheduler:
             left = [(slot, num) for slot, num in zip(slots, tokens, strict=True) if table.request_id[slot]]
             slots, tokens = [slot for slot, _ in left], [num for _, num in left]
         if len(self.waiting) and self._blocked_version != self.kv.chunks.version:
-            while budget > 0 and self._free_slots:
+            while budget > 0 and self._free_slots and self.num_running - np.count_nonzero(self._held) < max_rows:
                 new_slot = self._admit()
                 if new_slot is None:
                     break

@@ -8,7 +8,7 @@ numbers, never objects.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -148,3 +148,15 @@ class BatchPlan:
     num_computed: IntArray  # [R]
     num_new: IntArray  # [R]
     samples: BoolArray  # [R]
+
+
+@dataclass(slots=True)
+class StepOutcome:
+    """What a step gave: row k is one request and its token. `finish` is empty when none ended (FINISH_*). `bad`: requests that
+    ended because their logits were not finite. `cached`: prompt tokens found in the prefix cache, with a request's first token."""
+
+    request_ids: list[int]
+    ids: list[int]
+    finish: list[int] = field(default_factory=list)
+    bad: list[int] = field(default_factory=list)
+    cached: dict[int, int] = field(default_factory=dict)

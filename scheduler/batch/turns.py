@@ -1,7 +1,7 @@
 """Whose step is next: deficit round robin between the models of one device, on measured device time.
 
-A model's turn grants it `budget_s * weight` seconds; it keeps its turn, step after step, until they are used. A step that takes
-longer leaves a debt, which its next turns pay off before it runs again.
+A model's turn grants it `budget_s * weight` seconds; it keeps its turn, step after step, while they cover at least half of a step
+like its last one. A step that takes longer leaves a debt, which its next turns pay off before it runs again.
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ class Turns:
         self.budget_s = budget_s
         self._credit_s: dict[str, float] = {}  # in the order of turns; the first has its turn
         self._weight: dict[str, float] = {}
+        self._step_s: dict[str, float] = {}  # each one's last step
 
     def add(self, model: str) -> None:
         self._credit_s[model] = 0.0
         self._weight[model] = 1.0
+        self._step_s[model] = 0.0
 
     def remove(self, model: str) -> None:
         self._credit_s.pop(model, None)
         self._weight.pop(model, None)
+        self._step_s.pop(model, None)
 
     def set_weight(self, model: str, weight: float) -> None:
         """Raises ValueError for a weight that is not positive."""
@@ -36,6 +39,7 @@ class Turns:
     def charge(self, model: str, seconds: float) -> None:
         """After a step."""
         self._credit_s[model] -= seconds
+        self._step_s[model] = seconds
 
     def next(self, busy: Collection[str]) -> str | None:
         """The busy model whose step is next; None if none is busy. A model that is not busy keeps neither credit nor debt."""
@@ -49,9 +53,9 @@ class Turns:
         for model in credit:
             if model not in busy:
                 credit[model] = 0.0
-        if credit[order[0]] > 0:
+        if credit[order[0]] > self._step_s[order[0]] / 2:
             return order[0]
-        # The turn goes on. All are in debt or at zero: grant so many whole rounds at once that somebody can run.
+        # The turn goes on. All are in debt or near zero: grant so many whole rounds at once that somebody can run.
         self._to_back(order[0])
         order = order[1:] + order[:1]
         for model in order:

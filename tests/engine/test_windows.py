@@ -50,8 +50,8 @@ class Node:
         tokens = np.array(prompt_of(request_id) + output, np.int32)
         self.scheduler.submit(BatchRequest(request_id, tokens, len(prompt_of(request_id)), SamplingParams(num, temperature=0.0)))
 
-    def step(self, max_prefill_tokens: int | None = None) -> bool:
-        plan = self.scheduler.plan(0, max_prefill_tokens)
+    def step(self, max_prompt_tokens: int | None = None) -> bool:
+        plan = self.scheduler.plan(0, max_prompt_tokens)
         if plan is None:
             return False
         result = self.model.execute(plan, self.scheduler.table)

@@ -146,8 +146,8 @@ class Harness:
         tokens = np.array(prompt + output, np.int32)
         self.scheduler.submit(BatchRequest(request_id, tokens, len(prompt), params or Params(), **options))  # type: ignore[arg-type]
 
-    def step(self, max_prefill_tokens: int | None = None) -> StepOutcome | None:
-        plan = self.scheduler.plan(self.num_steps, max_prefill_tokens)
+    def step(self, max_prompt_tokens: int | None = None) -> StepOutcome | None:
+        plan = self.scheduler.plan(self.num_steps, max_prompt_tokens)
         if plan is None:
             return None
         self.num_steps += 1
@@ -159,10 +159,10 @@ class Harness:
         self.cached.update(outcome.cached)
         return outcome
 
-    def run(self, max_prefill_tokens: int | None = None) -> None:
+    def run(self, max_prompt_tokens: int | None = None) -> None:
         """Until nothing is left to do."""
         for _ in range(10_000):
-            if self.step(max_prefill_tokens) is None:
+            if self.step(max_prompt_tokens) is None:
                 return
         raise AssertionError("no end after 10,000 steps")
 

@@ -49,6 +49,27 @@ def test_a_turn_is_several_steps() -> None:
     assert "".join(order) in ("aaaaabbbbb" * 2, "bbbbbaaaaa" * 2)
 
 
+def test_a_turn_ends_when_the_rest_of_it_covers_less_than_half_a_step() -> None:
+    turns = make("a", "b", "c")
+    longest, current, before = 0.0, 0.0, ""
+    for _ in range(600):
+        model = turns.next(["a", "b", "c"])
+        assert model is not None
+        turns.charge(model, 0.009)
+        current = current + 0.009 if model == before else 0.009
+        longest, before = max(longest, current), model
+    assert longest <= 0.018
+    alone = make("a", "b")
+    doubles = 0
+    for _ in range(900):
+        model = alone.next(["a", "b"])
+        assert model is not None
+        alone.charge(model, 0.009)
+        doubles += model == before
+        before = model
+    assert doubles < 150
+
+
 def test_alone_it_runs_and_owes_nothing_later() -> None:
     turns = make("a", "b")
     for _ in range(1000):
