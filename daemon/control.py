@@ -17,14 +17,16 @@ from typing import Any
 
 from aiohttp import web
 
+from daemon.api.responses import SERVER
 from daemon.control_status import EXIT_FAULT, STATUS_OF_EXIT
-from daemon.errors import BadRequest, HearthError, ServerFault, from_refusal
+from daemon.errors import BadRequest, HearthError, NotNow, ServerFault, from_refusal
 from daemon.node import Node
 from scheduler.node import events
 from scheduler.node.actions import Refusal
 
 log = logging.getLogger("hearthd.control")
 FOLLOW_LIMIT = 4096
+NUM_FOLLOWERS = 64  # of the events, on one socket
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _COMMANDS: dict[str, Callable[..., events.Event]] = {
@@ -41,6 +43,7 @@ def make_control_app(node: Node, read_only: bool = False) -> web.Application:
     """read_only: the status socket's, which anybody on the machine may open."""
     api = ControlApi(node)
     app = web.Application(middlewares=[_errors])
+    app.on_response_prepare.append(_name_server)
     app.router.add_get("/control/v1/status", api.status)
     app.router.add_get("/control/v1/models", api.models)
     app.router.add_get("/control/v1/queue", api.queue)
@@ -59,6 +62,10 @@ def make_control_app(node: Node, read_only: bool = False) -> web.Application:
 
 async def _denied(request: web.Request) -> web.StreamResponse:
     raise BadRequest("permission_denied", "This socket is for reading only; commands go to the control socket.", status=403)
+
+
+async def _name_server(request: web.Request, response: web.StreamResponse) -> None:
+    response.headers["Server"] = SERVER
 
 
 def error_object(error: HearthError) -> dict[str, Any]:
@@ -102,6 +109,7 @@ def _line(value: dict[str, Any]) -> bytes:
 class ControlApi:
     def __init__(self, node: Node) -> None:
         self._node = node
+        self._num_followers = 0
 
     async def status(self, request: web.Request) -> web.Response:
         return _json(self._node.status())
@@ -120,20 +128,27 @@ class ControlApi:
 
     async def event_lines(self, request: web.Request) -> web.StreamResponse:
         """History, then with `?follow=1` what happens until the client goes."""
-        response = await _start_lines(request)
+        if request.query.get("follow") not in ("1", "true"):
+            response = await _start_lines(request)
+            with contextlib.suppress(ConnectionError):  # the client has seen enough
+                for event in self._node.ring.history():
+                    await response.write(_line(event))
+            return response
+        if self._num_followers >= NUM_FOLLOWERS:
+            raise NotNow("too_many_followers", f"{NUM_FOLLOWERS} clients follow the events on this socket already.")
+        self._num_followers += 1
         queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue(FOLLOW_LIMIT)
-        follow = request.query.get("follow") in ("1", "true")
-        stop = self._node.ring.follow(lambda event: _offer(queue, event)) if follow else None
+        stop = self._node.ring.follow(lambda event: _offer(queue, event))
         try:
-            for event in self._node.ring.history():
-                await response.write(_line(event))
-            while follow:
-                await response.write(_line(await queue.get()))
-        except ConnectionError:
-            pass  # the client has seen enough
+            response = await _start_lines(request)
+            with contextlib.suppress(ConnectionError):
+                for event in self._node.ring.history():
+                    await response.write(_line(event))
+                while True:
+                    await response.write(_line(await queue.get()))
         finally:
-            if stop is not None:
-                stop()
+            stop()
+            self._num_followers -= 1
         return response
 
     async def command(self, request: web.Request) -> web.StreamResponse:

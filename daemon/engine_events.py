@@ -96,8 +96,8 @@ class EngineEvents:
             )
         elif kind is protocol.Evicted:
             self._evicted(device, message)
-        elif kind is protocol.Embedding:
-            self._embedding(message)
+        elif kind is protocol.EmbeddingsOut:
+            self._embeddings_out(message)
         elif kind is protocol.PromptLogprobs:
             self._prompt_logprobs(message)
         elif kind is protocol.RequestFailed:
@@ -165,17 +165,20 @@ class EngineEvents:
             )
         )
 
-    def _embedding(self, message: protocol.Embedding) -> None:
-        generation = self._find(message.request_id)
-        if generation is None:
-            return
-        generation.vector = message.values
-        self._open.end(generation, "stop")
-        try:
-            generation.sink.tokens((), protocol.FINISH_STOP)
-        except Exception:
-            self._dispatcher.sink_broke(generation)
-        self._dispatcher.finished(message.request_id)
+    def _embeddings_out(self, message: protocol.EmbeddingsOut) -> None:
+        self._metrics.steps[message.model] += 1
+        self._metrics.step_seconds[message.model] += message.seconds
+        for request_id, vector in zip(message.request_ids, message.values, strict=True):
+            generation = self._find(request_id)
+            if generation is None:
+                continue
+            generation.vector = vector
+            self._open.end(generation, "stop")
+            try:
+                generation.sink.tokens((), protocol.FINISH_STOP)
+            except Exception:
+                self._dispatcher.sink_broke(generation)
+            self._dispatcher.finished(request_id)
 
     def _request_failed(self, message: protocol.RequestFailed) -> None:
         generation = self._find(message.request_id)

@@ -83,6 +83,7 @@ class Lifecycle:
             raise
         node = self._node = Node(self._config, self._devices, state)
         node.reload = self.reload
+        node.num_tenants = None if self._keys is None else len(self._keys.tenants)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_stop_signal, number)
         loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
@@ -257,6 +258,7 @@ class Lifecycle:
         if known is not None and self._keys is not None and not known.same_as(self._keys):
             plan.applied.append("the content of keys_file")
         self._keys = known
+        node.num_tenants = None if known is None else len(known.tenants)
         for access in self._accesses:
             access.keys = known
         node.metric.reloads["applied"] += 1

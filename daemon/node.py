@@ -78,6 +78,7 @@ class Node:
         self.feed = PageFeed(lambda: snapshot(self), self.ring)
         self.reload: Callable[[], Awaitable[dict[str, Any]]] | None = None
         self.url = ""
+        self.num_tenants: int | None = None  # with keys; None: no keys are set
         self.listening = False
         self.started_unix_s = time.time()
         self._unix_offset_s = time.time() - time.monotonic()
@@ -247,6 +248,8 @@ class Node:
             "reason": body.get("reason", ""),
             "draining": self.draining,
             "requests": len(self.dispatcher.open.by_id),
+            "keys": self.num_tenants is not None,
+            "tenants": self.num_tenants or 0,
             "output_tokens": sum(self.metric.generated_tokens.values()),
             "engine_restarts": sum(self.metric.engine_restarts.values()),
             "devices": self.device_rows(),

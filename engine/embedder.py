@@ -1,4 +1,4 @@
-"""The requests of one encoder: first come, first served, as many at a time as a step may have tokens.
+"""The requests of one encoder: fair among tenants (scheduler/fair_queue.py), as many at a time as a step may have tokens.
 
 There is nothing between two steps of a request: each is computed whole, in one step.
 """
@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from engine.contracts import HostedEncoder, IntArray
-from engine.protocol import Embedding, LoadModel, RequestFailed, Submit
+from engine.protocol import EmbeddingsOut, LoadModel, RequestFailed, Submit
+from scheduler.fair_queue import FairQueue
 
 MAX_TEXTS = 4096  # in one step: what the step journal can name
 
@@ -22,7 +23,8 @@ class Embedder:
     spec: LoadModel
     hosted: HostedEncoder
     max_tokens: int
-    waiting: dict[int, tuple[int, IntArray]] = field(default_factory=dict)  # request id -> priority and ids, as they came
+    waiting: dict[int, IntArray] = field(default_factory=dict)  # request id -> token ids
+    _queue: FairQueue = field(default_factory=FairQueue)
 
     def submit(self, message: Submit) -> str:
         """Why not; "" if it waits now."""
@@ -33,27 +35,37 @@ class Embedder:
             return f"{len(message.prompt)} tokens are more than max_model_len {limit} of {self.spec.model}"
         if min(message.prompt) < 0 or max(message.prompt) >= vocab_size:
             return f"token ids must be from 0 to below vocab_size {vocab_size} of {self.spec.model}"
-        self.waiting[message.request_id] = message.priority, np.array(message.prompt, np.int32)
+        self.waiting[message.request_id] = np.array(message.prompt, np.int32)
+        weight = message.tenant_weight if message.tenant_weight > 0 else 1.0
+        self._queue.add(message.request_id, len(message.prompt), message.cache_salt, weight, message.priority)
         return ""
 
     def next_texts(self) -> list[int]:
-        """Request ids of the next step; they wait until `step` has run them."""
+        """Request ids of the next step, which is to be `step`'s."""
         chosen: list[int] = []
         room = self.max_tokens
-        for request_id, (_, ids) in sorted(self.waiting.items(), key=lambda item: -item[1][0]):
-            if len(chosen) == MAX_TEXTS or (chosen and len(ids) > room):
+        while len(chosen) < MAX_TEXTS and (request_id := self._queue.first()) is not None:
+            num_tokens = len(self.waiting[request_id])
+            if chosen and num_tokens > room:
                 break
+            self._queue.take(request_id)
             chosen.append(request_id)
-            room -= len(ids)
+            room -= num_tokens
         return chosen
 
-    def step(self, request_ids: list[int]) -> tuple[list[Embedding | RequestFailed], float]:
-        """One answer a request, and the device seconds they took."""
-        vectors, seconds = self.hosted.embed([self.waiting.pop(request_id)[1] for request_id in request_ids])
-        answers: list[Embedding | RequestFailed] = []
+    def step(self, request_ids: list[int], step_id: int) -> tuple[EmbeddingsOut, list[RequestFailed]]:
+        """What they came to; each request is in one of the two."""
+        vectors, seconds = self.hosted.embed([self.waiting.pop(request_id) for request_id in request_ids])
+        out = EmbeddingsOut(self.spec.model, step_id, seconds, [], [])
+        failed: list[RequestFailed] = []
         for request_id, vector in zip(request_ids, vectors, strict=True):
             if np.isfinite(vector).all():
-                answers.append(Embedding(request_id, vector.astype("<f4").tobytes()))
+                out.request_ids.append(request_id)
+                out.values.append(vector.astype("<f4").tobytes())
             else:
-                answers.append(RequestFailed(request_id, "nan_logits", f"model {self.spec.model}: the vector is not finite"))
-        return answers, seconds
+                failed.append(RequestFailed(request_id, "nan_logits", f"model {self.spec.model}: the vector is not finite"))
+        return out, failed
+
+    def abort(self, request_id: int) -> None:
+        if self.waiting.pop(request_id, None) is not None:
+            self._queue.withdraw(request_id)

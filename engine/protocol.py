@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 # How a sequence ended, as `TokensOut.finish` carries it. 0 is "goes on".
 FINISH_NONE, FINISH_STOP, FINISH_LENGTH, FINISH_ABORT = 0, 1, 2, 3
@@ -117,7 +117,7 @@ class Submit(Message, frozen=True):
     output: list[int] = []
     cache_salt: str = ""  # tenants never share prefix blocks
     priority: int = 0
-    task: str = "generate"  # | embed: of encoders, answered by Embedding; params are not looked at
+    task: str = "generate"  # | embed: of encoders, answered by EmbeddingsOut; params are not looked at
     weight: float = 1.0  # share in the round robin between models
     tenant_weight: float = 1.0  # share of cache_salt's tenant among those that want this model
 
@@ -207,11 +207,14 @@ class TokensOut(Message, frozen=True):
     resumed: dict[int, tuple[int, int]] = {}
 
 
-class Embedding(Message, frozen=True):
-    """The answer to a Submit of task "embed"; the request has ended with it."""
+class EmbeddingsOut(Message, frozen=True):
+    """What one step of an encoder came to: answers to Submits of task "embed", which have ended with it. seconds: device time."""
 
-    request_id: int
-    values: bytes  # float32, little-endian, of length 1
+    model: str
+    step_id: int
+    seconds: float
+    request_ids: list[int]
+    values: list[bytes]  # of each: float32, little-endian, of length 1
 
 
 class PromptLogprobs(Message, frozen=True):
@@ -243,7 +246,16 @@ class Stats(Message, frozen=True):
 
 ToEngine = Configure | LoadModel | EvictModel | SetLease | Submit | Abort | Shutdown
 FromEngine = (
-    EngineReady | LoadProgress | LoadDone | LoadFailed | Evicted | TokensOut | Embedding | PromptLogprobs | RequestFailed | Stats
+    EngineReady
+    | LoadProgress
+    | LoadDone
+    | LoadFailed
+    | Evicted
+    | TokensOut
+    | EmbeddingsOut
+    | PromptLogprobs
+    | RequestFailed
+    | Stats
 )
 
 _encoder = msgspec.msgpack.Encoder()

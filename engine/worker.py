@@ -176,11 +176,13 @@ class Engine:
         self.num_steps += 1
         write_journal(self.journal, np.array(request_ids, np.int64))
         self._journal_names_a_step = True
-        answers, seconds = embedder.step(request_ids)
-        self.models.turns.charge(name, seconds)
-        for answer in answers:
-            del self._model_of[answer.request_id]
-            self.channel.send(answer)
+        out, failed = embedder.step(request_ids, self.num_steps)
+        self.models.turns.charge(name, out.seconds)
+        for request_id in request_ids:
+            del self._model_of[request_id]
+        self.channel.send(out)
+        for failure in failed:
+            self.channel.send(failure)
         self._stepped()
 
     def _stepped(self) -> None:
@@ -257,7 +259,7 @@ class Engine:
                 for request_id in message.request_ids:
                     name = self._model_of.pop(request_id, None)
                     if name in self.models.embedders:
-                        self.models.embedders[name].waiting.pop(request_id, None)
+                        self.models.embedders[name].abort(request_id)
                     elif name is not None:
                         self.models.by_name[name].scheduler.abort(request_id)
                         self.constraints.drop(name, request_id)

@@ -126,7 +126,7 @@ async def _answer_errors(request: web.Request, context: ApiContext) -> web.Strea
             response.headers.add("WWW-Authenticate", 'Bearer realm="hearthd"')
             if request.method in ("GET", "HEAD"):
                 response.headers.add("WWW-Authenticate", 'Basic realm="hearthd", charset="UTF-8"')
-        if error.status in (408, 413, 415):
+        if error.status in (408, 413, 415) or error.code == "invalid_body":
             response.force_close()  # the rest of the body is not waited for
     except Exception as error:
         if isinstance(error, ConnectionError) and request.transport is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import stat
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from config import paths
 from daemon.cli.__main__ import make_parser
 from daemon.cli.completion import commands_of
 from daemon.cli.manual import _READING
+from daemon.control import NUM_FOLLOWERS
 from tests.e2e.checkpoints import make_model
 from tests.e2e.node import Node, environment
 
@@ -53,6 +55,43 @@ def test_reading_commands_work_and_the_others_are_denied(node: Node) -> None:
             assert (result.returncode, json.loads(result.stdout)["code"]) == (6, "permission_denied"), command.name
     assert node.state("a") == "cold", "a denied command did something"
     assert node.json("status")["draining"] is False
+
+
+def test_followers_are_limited_and_the_refusal_says_so(node: Node) -> None:
+    followers = []
+    try:
+        for _ in range(NUM_FOLLOWERS):
+            follower = socket.socket(socket.AF_UNIX)
+            followers.append(follower)
+            follower.connect(str(node.folder / "s.sock"))
+            follower.sendall(b"GET /control/v1/events?follow=1 HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert follower.recv(64).startswith(b"HTTP/1.1 200")
+        refused = over_status(node, "events", "--follow", "--json")
+        assert (refused.returncode, json.loads(refused.stdout)["code"]) == (5, "too_many_followers")
+        assert over_status(node, "events").returncode == 0, "looking back is no following"
+    finally:
+        for follower in followers:
+            follower.close()
+    after = subprocess.Popen(
+        [sys.executable, "-P", "-m", "daemon.cli", "--control", str(node.folder / "s.sock"), "events", "--follow"],
+        stdout=subprocess.PIPE,
+        env=environment(),
+    )
+    assert after.stdout is not None
+    assert after.stdout.readline(), "places are given back"
+    after.kill()
+    after.wait()
+    after.stdout.close()
+
+
+def test_answers_name_the_server_and_not_what_it_is_made_of(node: Node) -> None:
+    for path in (node.control, node.folder / "s.sock"):
+        for asked in (b"GET /control/v1/status", b"GET /nowhere", b"GET /control/v1/events"):
+            with socket.socket(socket.AF_UNIX) as client:
+                client.connect(str(path))
+                client.sendall(asked + b" HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+                head = client.makefile("rb").read().partition(b"\r\n\r\n")[0]
+            assert b"\r\nServer: hearthd\r\n" in head + b"\r\n", head
 
 
 def test_hearth_falls_back_to_it(node: Node) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from engine.embedder import Embedder
 from engine.hosted_encoder import TorchEncoder
-from engine.protocol import Embedding, LoadModel, RequestFailed, SamplingParams, Submit
+from engine.protocol import LoadModel, RequestFailed, SamplingParams, Submit
 from loader.catalog import scan_one
 from tests.engine.model_bench import load_task, make_memory, make_runner
 
@@ -120,8 +120,9 @@ class FakeEncoder:
         pass
 
 
-def submit(request_id: int, prompt: list[int], priority: int = 0) -> Submit:
-    return Submit(request_id, "m", prompt, SamplingParams(0), task="embed", priority=priority)
+def submit(request_id: int, prompt: list[int], priority: int = 0, tenant: str = "", weight: float = 1.0) -> Submit:
+    params = SamplingParams(0)
+    return Submit(request_id, "m", prompt, params, task="embed", priority=priority, cache_salt=tenant, tenant_weight=weight)
 
 
 def test_steps_are_bounded_and_each_request_is_answered_once(tmp_path: Path) -> None:
@@ -132,13 +133,31 @@ def test_steps_are_bounded_and_each_request_is_answered_once(tmp_path: Path) -> 
     steps = []
     while embedder.waiting:
         chosen = embedder.next_texts()
-        answers, seconds = embedder.step(chosen)
-        assert seconds == 0.5
-        assert [answer.request_id for answer in answers] == chosen
+        out, failed = embedder.step(chosen, len(steps) + 1)
+        assert (out.model, out.step_id, out.seconds, len(out.values)) == ("m", len(steps) + 1, 0.5, len(out.request_ids))
         steps.append(chosen)
-        for answer in answers:
-            assert isinstance(answer, RequestFailed if answer.request_id == 9 else Embedding)
+        assert out.request_ids == [request_id for request_id in chosen if request_id != 9]
+        assert [type(failure) for failure in failed] == [RequestFailed] * (9 in chosen)
     assert steps == [[9, 0], [1, 2], [3], [4]], "a text longer than a step goes alone; priority goes first"
+
+
+def test_tenants_are_served_by_their_weights_and_what_is_aborted_is_not(tmp_path: Path) -> None:
+    embedder = Embedder(LoadModel(1, "m", "", "float32", "", 1, 1, 1, 64, 8, []), FakeEncoder(), max_tokens=4)
+    for request_id in range(40):
+        embedder.submit(submit(request_id, [1], tenant="flood"))
+    for request_id in range(100, 109):
+        embedder.submit(submit(request_id, [1], tenant="small", weight=3.0))
+    embedder.abort(0)
+    embedder.abort(100)
+    embedder.abort(7777)
+    chosen: list[int] = []
+    for step_id in range(3):
+        texts = embedder.next_texts()
+        embedder.step(texts, step_id)
+        chosen += texts
+    assert len([request_id for request_id in chosen if request_id >= 100]) == 8
+    assert not {0, 100} & set(chosen)
+    assert len(embedder.waiting) == 39 - 4
 
 
 @pytest.mark.parametrize("prompt", [[], [1] * 65, [211], [-1]])

@@ -190,6 +190,21 @@ async def test_a_body_that_does_not_come_is_408():
     assert head.startswith("HTTP/1.1 408")
 
 
+@pytest.mark.parametrize("rest", [b"zz\r\n", b"5\r\nabcdefg\r\n", b"-1\r\n"], ids=["size", "length", "sign"])
+async def test_a_chunked_body_broken_midway_is_400_at_once(rest):
+    async with serve(settings=Settings(body_read_timeout_s=60.0)) as node:
+        reader, writer = await asyncio.open_connection(node.host, node.port)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{\r\n")
+        await asyncio.sleep(0.05)
+        writer.write(rest)
+        answer = (await asyncio.wait_for(reader.read(), 10)).decode()  # up to the end: the connection is closed
+        writer.close()
+    head, _, body = answer.partition("\r\n\r\n")
+    assert head.startswith("HTTP/1.1 400")
+    error = check_error(400, body)
+    assert (error["code"], "chunked encoding" in error["message"]) == ("invalid_body", True)
+
+
 async def test_expect_100_continue_is_answered(node):
     body = json.dumps(GOOD_TEXT).encode()
     reader, writer = await asyncio.open_connection(node.host, node.port)

@@ -1,0 +1,76 @@
+"""Who is next among tenants whose requests are served whole, one after another: whoever was served least for its weight.
+
+Start-time fair queueing (Goyal, Vin, Cheng 1996). Shares counts places that are held for a while; here a request holds none, so
+what is counted is what was done. A tenant that had nothing to wait for begins where the others are: it has saved up nothing and
+owes nothing.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+FORGET_ABOVE = 256  # tenants remembered though they wait for nothing
+
+
+@dataclass(slots=True, frozen=True)
+class _Entry:
+    tenant: str
+    order: int
+    weighted_size: float
+
+
+class FairQueue:
+    """Tenants by what they were served; of one tenant the highest priority first, then first come first served."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, _Entry] = {}
+        self._heaps: dict[str, list[tuple[int, int, int]]] = {}  # tenant that waits -> (-priority, order, request id)
+        self._served: dict[str, float] = {}  # tenant -> where its next request begins
+        self._level = 0.0  # where the last one that was served began
+        self._order = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def add(self, request_id: int, size: float, tenant: str = "", weight: float = 1.0, priority: int = 0) -> None:
+        """size: what serving it takes, in one unit for all. weight: above 0."""
+        if tenant not in self._heaps:
+            self._heaps[tenant] = []
+            self._served[tenant] = max(self._level, self._served.get(tenant, 0.0))
+            if len(self._served) > FORGET_ABOVE + len(self._heaps):
+                self._served = {name: at for name, at in self._served.items() if at > self._level or name in self._heaps}
+        self._order += 1
+        self._entries[request_id] = _Entry(tenant, self._order, size / weight)
+        heapq.heappush(self._heaps[tenant], (-priority, self._order, request_id))
+
+    def first(self) -> int | None:
+        """Who is next; it stays. O(tenants that wait)."""
+        waiting = [(self._served[tenant], first) for tenant in list(self._heaps) if (first := self._first(tenant)) is not None]
+        return min(waiting, key=lambda each: (each[0], each[1][1]))[1][2] if waiting else None
+
+    def take(self, request_id: int) -> None:
+        """It is served now. Raises KeyError if it does not wait."""
+        entry = self._entries.pop(request_id)
+        self._level = self._served[entry.tenant]
+        self._served[entry.tenant] += entry.weighted_size
+        self._first(entry.tenant)
+
+    def withdraw(self, request_id: int) -> bool:
+        entry = self._entries.pop(request_id, None)
+        if entry is None:
+            return False
+        self._first(entry.tenant)
+        return True
+
+    def _first(self, tenant: str) -> tuple[int, int, int] | None:
+        """The tenant's next; forgets that it waits if it has none."""
+        heap = self._heaps[tenant]
+        while heap:
+            _, order, request_id = heap[0]
+            entry = self._entries.get(request_id)
+            if entry is not None and entry.order == order:
+                return heap[0]
+            heapq.heappop(heap)
+        del self._heaps[tenant]
+        return None
