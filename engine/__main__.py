@@ -16,26 +16,27 @@ import sys
 from engine.channel import Channel, ChannelClosed
 from engine.contracts import Runner
 from engine.device import prepare_process
+from engine.memory.chunk_memory import ChunkMemory
+from engine.memory.host_tier import HostTier
 from engine.protocol import JOURNAL_BYTES, Configure
-from engine.served_models import Arena
 from engine.worker import Engine
 
 log = logging.getLogger("engine")
 
 
-def make_runner(configure: Configure) -> tuple[Runner, Arena | None]:
+def make_runner(configure: Configure, tier: HostTier | None) -> tuple[Runner, ChunkMemory | None]:
     """torch is imported only for the runner that computes. Raises ValueError for an unknown runner."""
     if configure.runner == "null":
         from engine.null_runner import NullRunner
 
-        return NullRunner(configure), None
+        return NullRunner(configure, tier), None
     if configure.runner == "torch":
         prepare_process()
         from engine.memory.cpu_memory import CpuMemory
         from engine.model_runner import TorchRunner
 
         memory = CpuMemory(configure.num_chunks, configure.chunk_bytes)
-        return TorchRunner(memory, configure), memory
+        return TorchRunner(memory, configure, tier), memory
     raise ValueError(f"Configure.runner {configure.runner!r}: allowed are torch and null")
 
 
@@ -57,8 +58,14 @@ def main() -> int:
     if not isinstance(first, Configure):
         log.error("the first message must be Configure; got %s", type(first).__name__)
         return 2
-    runner, arena = make_runner(first)
-    Engine(channel, journal, first, runner, arena).run(rest)
+    tier = None
+    if first.host_tier_slots:
+        if options.host_tier_fd < 0:
+            log.error("Configure.host_tier_slots is %d, but there is no --host-tier-fd", first.host_tier_slots)
+            return 2
+        tier = HostTier(options.host_tier_fd, first.host_tier_slots, first.chunk_bytes)
+    runner, memory = make_runner(first, tier)
+    Engine(channel, journal, first, runner, memory, tier).run(rest)
     return 0
 
 

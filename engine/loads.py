@@ -1,4 +1,4 @@
-"""Loads under way: one thread each, while the other models step."""
+"""Loads and copies of KV under way: one thread each, while the other models step."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from engine.contracts import HostedEncoder, HostedModel, LoadCancelled, LoadTask, Runner
+from engine.kv_transfer import KVTransfer
 from engine.protocol import LoadModel, LoadProgress
 from engine.served_models import Place
 
@@ -38,7 +39,7 @@ class Loads:
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._told: deque[LoadProgress | Load] = deque()
+        self._told: deque[LoadProgress | Load | KVTransfer] = deque()
         self.running: dict[str, Load] = {}
 
     def fileno(self) -> int:
@@ -59,13 +60,22 @@ class Loads:
         self.running[spec.model] = load
         threading.Thread(target=self._run, args=(load,), name=f"load {spec.model}", daemon=True).start()
 
-    def take(self) -> list[LoadProgress | Load]:
+    def copy(self, transfer: KVTransfer) -> None:
+        """Runs it; `take` tells when it is done."""
+
+        def work() -> None:
+            transfer.run()
+            self._tell(transfer)
+
+        threading.Thread(target=work, name=f"KV of {transfer.served.spec.model}", daemon=True).start()
+
+    def take(self) -> list[LoadProgress | Load | KVTransfer]:
         """What happened since the last call, in order; a finished Load is no longer in `running`."""
         try:
             os.eventfd_read(self._wake_fd)
         except BlockingIOError:
             return []
-        told: list[LoadProgress | Load] = []
+        told: list[LoadProgress | Load | KVTransfer] = []
         while self._told:
             item = self._told.popleft()
             if isinstance(item, Load):
@@ -84,6 +94,6 @@ class Loads:
         load.seconds = time.monotonic() - load.started_s
         self._tell(load)
 
-    def _tell(self, item: LoadProgress | Load) -> None:
+    def _tell(self, item: LoadProgress | Load | KVTransfer) -> None:
         self._told.append(item)
         os.eventfd_write(self._wake_fd, 1)

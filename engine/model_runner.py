@@ -12,8 +12,10 @@ from engine.device import threads_for
 from engine.hosted_encoder import TorchEncoder
 from engine.hosted_model import TorchModel
 from engine.memory.chunk_memory import ChunkMemory
+from engine.memory.host_tier import HostTier
 from engine.memory.weight_range import WeightRanges
 from engine.protocol import Configure
+from engine.weight_copies import WeightCopies
 from loader import sizing
 from loader.weight_stream import ReadCancelled, open_checkpoint, stream_weights
 
@@ -22,9 +24,10 @@ class TorchRunner:
     """engine.contracts.Runner on torch. The kernels of Configure.dtypes are compiled (once per machine) in the background from the
     start; loads wait for them."""
 
-    def __init__(self, memory: ChunkMemory, options: Configure) -> None:
+    def __init__(self, memory: ChunkMemory, options: Configure, tier: HostTier | None = None) -> None:
         self.memory, self._options = memory, options
         self._ranges = WeightRanges(memory)
+        self._copies = WeightCopies(memory, tier)
         self._failure: BaseException | None = None
         self._kernels = threading.Thread(target=self._prepare_kernels, name="kernels", daemon=True)
         self._kernels.start()
@@ -56,8 +59,10 @@ class TorchRunner:
             weights.map(task.chunks[: weights.num_chunks].tolist())
             task.map_seconds = time.perf_counter() - started_s
             try:
-                with weights.buffer as buffer:
-                    task.bytes_read = stream_weights(source, spec.dtype, buffer, task.progress, task.cancelled)
+                if not self._copies.take(task, weights):
+                    with weights.buffer as buffer:
+                        task.bytes_read = stream_weights(source, spec.dtype, buffer, task.progress, task.cancelled)
+                    self._copies.keep(task, weights)
                 if source.shape.pooling:
                     return TorchEncoder(spec, source.shape, weights, num_threads)
                 return TorchModel(spec, source.shape, weights, self.memory, self._options.block_tokens, num_threads)

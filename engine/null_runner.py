@@ -9,8 +9,10 @@ For tests of what goes wrong, config.json may hold an object `"hearthd_null"`: `
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import numpy.typing as npt
 
 from engine.contracts import BatchPlan, IntArray, KVGroupSpec, LoadCancelled, LoadTask, SequenceTable, StepResult
 from engine.grammar.row_masks import RowMasks
+from engine.memory.host_tier import HostTier
 from engine.protocol import Configure, LoadModel, PromptLogprobs, TokenLogprobs
 from loader import sizing
 from loader.errors import CheckpointError
@@ -139,11 +142,21 @@ class NullModel:
         return np.array([(table.tokens[slot, : table.num_tokens[slot]] == token).any() for slot in slots], np.bool_)
 
 
+def _mark(spec: LoadModel, index: int) -> npt.NDArray[np.uint8]:
+    """[16] what a null model's copy has at the beginning of its slots, so that a slot given to two is noticed."""
+    text = f"{index} {spec.fingerprint} {spec.dtype}".encode()
+    return np.frombuffer(hashlib.blake2b(text, digest_size=16).digest(), np.uint8)
+
+
+def _checksum(spec: LoadModel) -> int:
+    return int.from_bytes(_mark(spec, -1)[:8].tobytes(), "little") or 1
+
+
 class NullRunner:
     """Makes null models on one device."""
 
-    def __init__(self, configure: Configure) -> None:
-        self._configure = configure
+    def __init__(self, configure: Configure, tier: HostTier | None = None) -> None:
+        self._configure, self._tier = configure, tier
         self._pacer = Pacer(configure.null_step_ms / 1e3)
 
     def load(self, task: LoadTask) -> NullModel:
@@ -156,6 +169,8 @@ class NullRunner:
             raise NullLoadError(str(path), None, str(error)) from error
         faults = config.get("hearthd_null", {})
         total_bytes = max(1, spec.weights_chunks * self._configure.chunk_bytes)
+        if self._taken(task):
+            return NullModel(spec, config, self._configure, self._pacer)
         load_s = float(faults.get("load_s", 0.0))
         started = time.monotonic()
         while (elapsed := time.monotonic() - started) < load_s:
@@ -169,4 +184,29 @@ class NullRunner:
             raise failure
         task.progress(total_bytes, total_bytes)
         task.bytes_read = total_bytes
+        for index, slot in enumerate(self._slots(spec.keep_slots)):
+            slot[:16] = _mark(spec, index)
+        if spec.keep_slots:
+            task.kept, task.checksum = True, _checksum(spec)
         return NullModel(spec, config, self._configure, self._pacer)
+
+    def _taken(self, task: LoadTask) -> bool:
+        """As WeightCopies.take."""
+        spec = task.spec
+        if not spec.source_slots:
+            return False
+        try:
+            whole = all((slot[:16] == _mark(spec, index)).all() for index, slot in enumerate(self._slots(spec.source_slots)))
+        except (ValueError, IndexError) as error:
+            task.source_rejected = str(error)
+            return False
+        if not whole or spec.checksum != _checksum(spec):
+            task.source_rejected = f"the copy in the host tier is not that of {spec.model}, checksum {spec.checksum:#x}"
+            return False
+        task.kept, task.checksum = True, spec.checksum
+        return True
+
+    def _slots(self, slots: Sequence[int]) -> list[npt.NDArray[np.uint8]]:
+        if slots and self._tier is None:
+            raise ValueError("slots given, but this engine was given no host tier")
+        return [self._tier.slot(slot) for slot in slots] if self._tier is not None else []

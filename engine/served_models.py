@@ -41,6 +41,7 @@ class ServedModel:
     scheduler: BatchScheduler
     place: Place
     limits: StepLimits
+    num_leaving_chunks: int = 0
 
 
 class ServedModels:
@@ -85,8 +86,9 @@ class ServedModels:
         place.kv, place.weights = place.kv[:0], place.weights[:0]
         self.discard_returned()
 
-    def add(self, spec: LoadModel, hosted: HostedModel, place: Place) -> None:
-        """Raises MemoryError if the reserved chunks are not there, ValueError for KV this engine cannot hold."""
+    def make(self, spec: LoadModel, hosted: HostedModel, place: Place) -> ServedModel:
+        """Not among the served yet. Raises MemoryError if the reserved chunks are not there, ValueError for KV this engine cannot
+        hold."""
         self.chunks.release_hold(place.kv)
         place.kv = place.kv[:0]
         kv = make_kv_cache(spec, hosted.kv_groups, self.chunks, self._configure.max_num_batched_tokens)
@@ -100,31 +102,43 @@ class ServedModels:
             kv_dtype=spec.dtype,
         )
         pace = StepLimits(self.turns.budget_s, self._configure.max_step_stretch)
-        self.by_name[spec.model] = ServedModel(spec, hosted, BatchScheduler(spec.model, kv, limits), place, pace)
-        self.turns.add(spec.model)
+        return ServedModel(spec, hosted, BatchScheduler(spec.model, kv, limits), place, pace)
+
+    def add(self, served: ServedModel) -> None:
+        self.by_name[served.spec.model] = served
+        self.turns.add(served.spec.model)
+        self.set_lease(self.chunks.lease_chunks)
 
     def add_encoder(self, spec: LoadModel, hosted: HostedEncoder, place: Place) -> None:
         self.embedders[spec.model] = Embedder(spec, hosted, self._configure.max_num_batched_tokens)
         self._encoder_places[spec.model] = place
         self.turns.add(spec.model)
 
-    def remove(self, name: str) -> bool:
-        """Frees the model's KV and weights, forgetting its requests; False if it is not loaded."""
+    def remove_encoder(self, name: str) -> bool:
+        """Frees its weights, forgetting its requests; False if it is not loaded."""
         embedder = self.embedders.pop(name, None)
         if embedder is not None:
             self.turns.remove(name)
             embedder.hosted.release()
             self.give_up_place(self._encoder_places.pop(name))
-            return True
+        return embedder is not None
+
+    def detach(self, name: str) -> ServedModel | None:
+        """Takes a model out of service, its KV and weights staying where they are until `free`; None if it is not loaded."""
         served = self.by_name.pop(name, None)
-        if served is None:
-            return False
-        self.turns.remove(name)
-        self._preempted_before += served.scheduler.num_preemptions
+        if served is not None:
+            self.turns.remove(name)
+            self._preempted_before += served.scheduler.num_preemptions
+            served.num_leaving_chunks = served.scheduler.kv.keep_drawn() + len(served.place.weights)
+            self.chunks.num_leaving += served.num_leaving_chunks
+        return served
+
+    def free(self, served: ServedModel) -> None:
+        """Of a model that is out of service, or never came into it."""
+        self.chunks.num_leaving -= served.num_leaving_chunks
         served.scheduler.close()
         served.hosted.release()
         self.give_up_place(served.place)
-        return True
 
     def set_lease(self, lease_chunks: int) -> None:
         """Kept prefixes go first, then the newest sequences, until what is drawn fits the lease."""
@@ -136,6 +150,8 @@ class ServedModels:
             scheduler.kv.give_up_prefixes(-self.chunks.room_chunks)
         while self.chunks.room_chunks < 0:
             drawing = [scheduler for scheduler in drawing if scheduler.kv.num_drawn_chunks]
+            if not drawing:  # a model into which saved KV is being copied holds the rest; it follows when it is there
+                break
             most = max(drawing, key=lambda scheduler: scheduler.kv.num_drawn_chunks)
             most.preempt_one()
             most.kv.give_up_prefixes(-self.chunks.room_chunks)

@@ -22,6 +22,8 @@ from engine.contracts import Runner
 from engine.embedder import Embedder
 from engine.grammar.constraints import Constraints, End
 from engine.loads import Loads
+from engine.memory.chunk_memory import ChunkMemory
+from engine.memory.host_tier import HostTier
 from engine.placements import Placements
 from engine.protocol import (
     FINISH_LENGTH,
@@ -39,7 +41,7 @@ from engine.protocol import (
     TokensOut,
     write_journal,
 )
-from engine.served_models import Arena, ServedModels
+from engine.served_models import ServedModels
 from scheduler.batch.batch_scheduler import BatchScheduler
 from scheduler.batch.request import BatchRequest
 
@@ -55,12 +57,20 @@ NO_REQUESTS = np.zeros(0, np.int64)
 class Engine:
     """One device. `run` returns when the daemon's end of the channel is closed or it sends Shutdown."""
 
-    def __init__(self, channel: Channel, journal: mmap.mmap, configure: Configure, runner: Runner, arena: Arena | None) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        journal: mmap.mmap,
+        configure: Configure,
+        runner: Runner,
+        memory: ChunkMemory | None,
+        tier: HostTier | None = None,
+    ) -> None:
         self.channel = channel
         self.journal = journal
         self.configure = configure
-        self.models = ServedModels(configure, arena)
-        self.placements = Placements(self.models, Loads(runner), channel.send, self._forget)
+        self.models = ServedModels(configure, memory)
+        self.placements = Placements(self.models, Loads(runner), channel.send, self._forget, memory, tier)
         self.constraints = Constraints()
         self.num_steps = 0
         self._model_of: dict[int, str] = {}
@@ -159,6 +169,7 @@ class Engine:
                     outcome.ids,
                     finish=outcome.finish,
                     cached=outcome.cached,
+                    resumed=outcome.resumed,
                     logprobs=result.logprobs,
                 )
             )

@@ -27,6 +27,7 @@ from scheduler.batch.prefix_cache import extend_keys, prefix_seed
 from scheduler.batch.request import BatchRequest, WaitingQueue
 from scheduler.batch.same_prompts import SamePrompts
 from scheduler.batch.sequence_blocks import Admission, SequenceBlocks
+from scheduler.batch.stop_ids import StopIds
 
 
 @dataclass(slots=True, frozen=True)
@@ -62,7 +63,7 @@ class BatchScheduler:
         self._slot_of: dict[int, int] = {}
         self._priority = np.zeros(slots, np.int64)
         self._order = np.zeros(slots, np.int64)
-        self._has_stop_ids: BoolArray = np.zeros(slots, np.bool_)
+        self._stop_ids = StopIds(limits.eos_token_ids, self.table)
         self._held: BoolArray = np.zeros(slots, np.bool_)  # constrained rows that may not have their next token yet
         self._wants_first: BoolArray = np.zeros(slots, np.bool_)
         self._same_prompts = SamePrompts(self._slot_of, self.table.num_computed, self._held, kv.block_tokens)
@@ -92,7 +93,7 @@ class BatchScheduler:
         """Queues it. The caller has checked that 0 < len(tokens) < max_model_len and that the id is not here yet."""
         request.order = self._next_order
         self._next_order += 1
-        request.has_first_token = len(request.tokens) > request.num_prompt
+        request.has_first_token = request.resubmitted = len(request.tokens) > request.num_prompt
         self.waiting.push(request)
         self._blocked_version = -1
 
@@ -125,6 +126,19 @@ class BatchScheduler:
             return False
         self._preempt(self._victim())
         return True
+
+    # ---- for saving KV (kv_saving.py)
+
+    def running_requests(self) -> list[tuple[int, BatchRequest]]:
+        """(slot, request), the oldest first."""
+        return [(slot, request) for slot in self._running.tolist() if (request := self._requests[slot]) is not None]
+
+    def seed_of(self, request: BatchRequest) -> bytes:
+        return prefix_seed(request.cache_salt, self.limits.fingerprint, self.limits.kv_dtype)
+
+    def learn_computed(self, slot: int) -> None:
+        """Gives every full block of a slot its key."""
+        self._learn(slot, int(self.table.num_computed[slot]))
 
     def close(self) -> None:
         """Forgets every request and gives all KV back."""
@@ -198,7 +212,7 @@ class BatchScheduler:
         table.num_tokens[slots] = total
         outcome = StepOutcome(table.request_id[slots].tolist(), ids.tolist(), bad=failed)
         self._held[slots] = table.constrained[slots]
-        stop = self._stopped(slots, ids, position)
+        stop = self._stop_ids.stopped(slots, ids, position)
         ended = stop | (total >= table.max_total_tokens[slots])
         first = self._wants_first[slots]
         if first.any():
@@ -213,31 +227,16 @@ class BatchScheduler:
 
     # ---- inside a step
 
-    def _stopped(self, slots: IntArray, ids: IntArray, position: IntArray) -> BoolArray:
-        """[len(slots)] whether the token just sampled is an end id that counts. position: the token's index."""
-        table = self.table
-        stop = np.zeros(len(ids), np.bool_)
-        for end in self.limits.eos_token_ids:
-            stop |= ids == end
-        if stop.any():
-            stop &= ~table.ignore_eos[slots]
-        own = self._has_stop_ids[slots]
-        if own.any():
-            for row in np.flatnonzero(own).tolist():
-                request = self._requests[int(slots[row])]
-                assert request is not None
-                stop[row] |= int(ids[row]) in request.params.stop_token_ids
-        if stop.any():
-            stop &= position >= table.min_tokens_until[slots]
-        return stop
-
     def _note_first_tokens(self, slots: IntArray, outcome: StepOutcome) -> None:
         self._wants_first[slots] = self.table.prompt_logprobs[slots] = False
         for slot in slots.tolist():
             request = self._requests[slot]
             assert request is not None
             request.has_first_token = True
-            if request.num_cached:
+            if request.resubmitted:
+                request.resubmitted = False
+                outcome.resumed[request.request_id] = (request.num_cached, request.num_recomputed)
+            elif request.num_cached:
                 outcome.cached[request.request_id] = request.num_cached
 
     def _give_blocks(self, decode: IntArray) -> IntArray:
@@ -305,17 +304,18 @@ class BatchScheduler:
         while request is not None:
             num_tokens = len(request.tokens)
             num_full = request.num_shareable_blocks(self.block_tokens)
-            seed = prefix_seed(request.cache_salt, self.limits.fingerprint, self.limits.kv_dtype)
+            seed = self.seed_of(request)
             extend_keys(request.keys, seed, request.tokens, self.block_tokens, num_full)
             if self._same_prompts.must_wait(request, num_full):
                 return None
             # Sequences that run will grow: one block each for a quarter of them is left, or the newest would go at once.
-            admission = self.blocks.admit(request.keys[:num_full], num_tokens, self.num_running // 4)
+            tail_key = request.tail_key(seed, self.block_tokens)
+            admission = self.blocks.admit(request.keys[:num_full], num_tokens, self.num_running // 4, tail_key)
             if admission is not None:
                 self.waiting.pop()
                 return self._join(request, admission)
             chunks = self.kv.chunks
-            if self.num_running or chunks.num_drawn > self.kv.num_drawn_chunks:
+            if self.num_running or chunks.num_drawn > self.kv.num_drawn_chunks or chunks.num_leaving:
                 self._blocked_version = chunks.version
                 return None
             # Alone on the engine and still too large: no wait helps.
@@ -332,7 +332,7 @@ class BatchScheduler:
         table.tokens[slot, :num_tokens] = request.tokens
         table.num_tokens[slot] = num_tokens
         table.num_prompt[slot] = request.num_prompt
-        num_cached = table.num_computed[slot] = admission.num_shared * self.block_tokens
+        num_cached = table.num_computed[slot] = admission.num_shared * self.block_tokens + admission.num_tail_tokens
         self.blocks.join(slot, admission)
         write_sampling(table, slot, params, request.num_prompt, self.limits.max_model_len)
         table.prompt_logprobs[slot] = params.prompt_logprobs and not request.has_first_token
@@ -340,9 +340,11 @@ class BatchScheduler:
         self._held[slot] = request.held
         self._priority[slot] = request.priority
         self._order[slot] = request.order
-        self._has_stop_ids[slot] = bool(params.stop_token_ids)
-        self._wants_first[slot] = not request.has_first_token
-        if not request.has_first_token:
+        self._stop_ids.join(slot, params)
+        self._wants_first[slot] = request.resubmitted or not request.has_first_token
+        if request.resubmitted:
+            request.num_cached, request.num_recomputed = num_cached, num_tokens - num_cached
+        elif not request.has_first_token:
             request.num_cached = min(num_cached, request.num_prompt)
         self._requests[slot] = request
         self._slot_of[request.request_id] = slot
@@ -355,8 +357,7 @@ class BatchScheduler:
         assert request is not None
         full = num_tokens // self.block_tokens
         if full > self.blocks.num_learned[slot]:
-            seed = prefix_seed(request.cache_salt, self.limits.fingerprint, self.limits.kv_dtype)
-            extend_keys(request.keys, seed, self.table.tokens[slot], self.block_tokens, full)
+            extend_keys(request.keys, self.seed_of(request), self.table.tokens[slot], self.block_tokens, full)
             self.blocks.learn(slot, request.keys[:full])
 
     def _leave(self, slot: int, poisoned: bool = False) -> None:

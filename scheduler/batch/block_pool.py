@@ -131,6 +131,12 @@ class BlockPool:
     def chunk_of(self, block: int) -> int:
         return int(self._first_chunk[block])
 
+    def keep_drawn(self) -> None:
+        """All its chunks are its own until `close`, whatever becomes of the lease."""
+        self.chunks.keep_drawn(self.num_drawn_chunks)
+        self._home |= self._drawn
+        self._drawn[:] = False
+
     def close(self) -> None:
         """Gives every chunk back, whatever is in it."""
         drawn, home = np.flatnonzero(self._drawn).astype(np.int32), np.flatnonzero(self._home).astype(np.int32)

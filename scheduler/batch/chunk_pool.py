@@ -86,6 +86,11 @@ class ChunkPool:
     def release_hold(self, chunks: IntArray) -> None:
         self._free(chunks)
 
+    def keep_drawn(self, num: int) -> None:
+        """Drawn chunks become their owner's: the lease no longer covers them."""
+        self.num_drawn -= num
+        self.num_reserved += num
+
     def take_weights(self, num: int) -> IntArray:
         """[num] chunks, ascending; those that have memory first, then those of the shortest gaps.
 

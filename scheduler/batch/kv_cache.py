@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
 from scheduler.batch.group_cache import GroupCache
 from scheduler.batch.plan import IntArray
+
+
+@dataclass(slots=True)
+class Tail:
+    """A sequence's last block, taken back from where it was saved; num_tokens are in it. blocks: one of each group."""
+
+    key: bytes
+    num_tokens: int
+    blocks: list[int]
 
 
 class KVCache:
@@ -28,6 +39,7 @@ class KVCache:
         self.block_tokens = groups[0].block_tokens
         self.chunks = groups[0].pool.chunks
         self.reclaim = reclaim
+        self.tails: dict[bytes, int] = {}  # key of a partial block taken back -> its tokens; it may have been given up since
         self._full = [group for group in groups if not group.window_tokens]
         self._windows = [group for group in groups if group.window_tokens]
         for group in groups:
@@ -84,6 +96,34 @@ class KVCache:
             num = int(np.flatnonzero(reachable)[-1])  # no block at all always is
         return num, [group.share(keys[group.first_needed(num * self.block_tokens) : num]) for group in self.groups]
 
+    def take_tail(self, key_of: Callable[[int], bytes]) -> Tail | None:
+        """A partial block that the first of key_of(0), key_of(1), ... (prefix_cache.tail_key) names, held by the caller alone, who
+        goes on in it; None if not all groups have one."""
+        for serial in itertools.count():
+            key = key_of(serial) if self.tails else b""
+            num_tokens = self.tails.pop(key, 0)
+            if not num_tokens:
+                return None
+            blocks = [group.prefixes.block_of(key) for group in self.groups]
+            if min(blocks) >= 0:
+                for group, block in zip(self.groups, blocks, strict=True):
+                    group.prefixes.forget([block])
+                    group.pool.refcount[block] = 1
+                return Tail(key, num_tokens, blocks)
+        return None
+
+    def put_tail_back(self, tail: Tail) -> None:
+        """It was not used."""
+        self.tails[tail.key] = tail.num_tokens
+        for group, block in zip(self.groups, tail.blocks, strict=True):
+            held = np.array([block], np.int32)
+            group.learn([tail.key], held)
+            group.release(held)
+
+    def recent_keys(self) -> list[bytes]:
+        """Of what is kept for a later hit, the most recently used first."""
+        return list(dict.fromkeys(key for group in self.groups for key in group.prefixes.recent_keys()))
+
     def release(self, blocks: Sequence[IntArray]) -> None:
         """blocks[g]: of one sequence, in order."""
         for group, own in zip(self.groups, blocks, strict=True):
@@ -96,6 +136,12 @@ class KVCache:
             if given < num_chunks:
                 given += group.give_up_prefixes(num_chunks - given)
         return given
+
+    def keep_drawn(self) -> int:
+        """The lease covers none of its chunks any more; returns how many it owns until `close`."""
+        for group in self.groups:
+            group.pool.keep_drawn()
+        return sum(group.pool.num_owned_chunks for group in self.groups)
 
     def close(self) -> None:
         """Gives every chunk back; the cache is not to be used afterwards."""

@@ -152,11 +152,13 @@ class BatchPlan:
 
 @dataclass(slots=True)
 class StepOutcome:
-    """What a step gave: row k is one request and its token. `finish` is empty when none ended (FINISH_*). `bad`: requests that
-    ended because their logits were not finite. `cached`: prompt tokens found in the prefix cache, with a request's first token."""
+    """What a step gave: row k is one request and its token. `finish` is empty when none ended (plan.FINISH_*). `bad`: requests that
+    ended because their logits were not finite. `cached`: prompt tokens found in the prefix cache, with a request's first token.
+    `resumed`: tokens found and tokens computed again, with the next token of a request that came with output."""
 
     request_ids: list[int]
     ids: list[int]
     finish: list[int] = field(default_factory=list)
     bad: list[int] = field(default_factory=list)
     cached: dict[int, int] = field(default_factory=dict)
+    resumed: dict[int, tuple[int, int]] = field(default_factory=dict)

@@ -38,6 +38,13 @@ def extend_keys(keys: list[bytes], seed: bytes, tokens: IntArray, block_tokens: 
         keys.append(parent)
 
 
+def tail_key(parent: bytes, tokens: IntArray, serial: int) -> bytes:
+    """Of a partial block: `tokens`, fewer than a block's, after the block of key `parent`. serial: sequences that have come to the
+    same tokens hold a block each, since they will go on in it."""
+    data = tokens.astype(np.int32).tobytes() + bytes([serial % 256])  # no full block's data has such a length
+    return hashlib.blake2b(parent + data, digest_size=KEY_BYTES).digest()
+
+
 class PrefixCache:
     """Keys to blocks, and the order in which blocks that nobody holds are given up. Reference counts live in the block pool."""
 
@@ -69,6 +76,14 @@ class PrefixCache:
                 break
             blocks.append(block)
         return blocks
+
+    def block_of(self, key: bytes) -> int:
+        """-1 if it is not known."""
+        return self._block_of.get(key, -1)
+
+    def recent_keys(self) -> list[bytes]:
+        """Of blocks that nobody holds, the most recently used first."""
+        return [self._key_of[block] for block in reversed(self._unheld)]
 
     def add(self, key: bytes, block: int) -> None:
         """`block`, held by a sequence, has this content. Keeps the older block where the content is known already."""

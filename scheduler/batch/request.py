@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from scheduler.batch.plan import IntArray, Sampling
+from scheduler.batch.prefix_cache import tail_key
 from scheduler.shares import Shares
 
 
@@ -26,16 +29,29 @@ class BatchRequest:
     order: int = 0
     keys: list[bytes] = field(default_factory=list)  # of the full blocks of `tokens`, as far as they are known
     num_cached: int = 0
+    num_recomputed: int = 0  # of a resubmitted one
     has_first_token: bool = False
     constrained: bool = False  # SequenceTable.constrained
     held: bool = False  # constrained, and what may follow its last token is not known yet
+    resubmitted: bool = False  # it came with output, and its next token is not there yet
 
     def num_shareable_blocks(self, block_tokens: int) -> int:
         """Leading blocks it may take from the prefix cache. The last token is computed even if all are cached: its logits are what
         the request wants. Log-probabilities of the prompt need every token's."""
-        if self.params.prompt_logprobs and not self.has_first_token:
-            return 0
-        return (len(self.tokens) - 1) // block_tokens
+        return 0 if self._owes_prompt_logprobs else (len(self.tokens) - 1) // block_tokens
+
+    def tail_key(self, seed: bytes, block_tokens: int) -> Callable[[int], bytes] | None:
+        """Keys (by serial) of the partial block of its tokens after the shareable blocks and before the last; None if there are
+        none. `keys` must cover the shareable blocks."""
+        num_full = self.num_shareable_blocks(block_tokens)
+        tail = self.tokens[num_full * block_tokens : -1]
+        if not len(tail) or self._owes_prompt_logprobs:
+            return None
+        return partial(tail_key, self.keys[num_full - 1] if num_full else seed, tail)
+
+    @property
+    def _owes_prompt_logprobs(self) -> bool:
+        return self.params.prompt_logprobs and not self.has_first_token
 
 
 class WaitingQueue:
@@ -55,6 +71,9 @@ class WaitingQueue:
 
     def get(self, request_id: int) -> BatchRequest | None:
         return self._requests.get(request_id)
+
+    def requests(self) -> list[BatchRequest]:
+        return list(self._requests.values())
 
     def push(self, request: BatchRequest) -> None:
         self._requests[request.request_id] = request

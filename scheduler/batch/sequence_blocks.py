@@ -6,7 +6,7 @@ on and given back once they are wholly behind the window of every later query; t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,9 +17,11 @@ from scheduler.batch.plan import IntArray
 
 @dataclass(slots=True)
 class Admission:
-    """num_shared: leading blocks whose KV was found. blocks[g]: held already; those in sight, and in a full group the rest."""
+    """num_shared: leading blocks whose KV was found, num_tail_tokens: tokens found in the one after them. blocks[g]: held already;
+    those in sight, and in a full group the rest."""
 
     num_shared: int
+    num_tail_tokens: int
     blocks: list[IntArray]
 
 
@@ -42,11 +44,15 @@ class SequenceBlocks:
 
     # ---- joining and leaving
 
-    def admit(self, keys: Sequence[bytes], num_tokens: int, headroom: int) -> Admission | None:
+    def admit(
+        self, keys: Sequence[bytes], num_tokens: int, headroom: int, tail_key: Callable[[int], bytes] | None = None
+    ) -> Admission | None:
         """Blocks for a sequence of num_tokens that may begin with `keys`; None, and nothing is held, unless all it will hold at a
-        time is there, and `headroom` blocks of each group more."""
+        time is there, and `headroom` blocks of each group more. tail_key(serial): of its tokens after `keys` but the last one."""
         num_shared, shared = self.kv.share(keys)
-        missing = -(-num_tokens // self.block_tokens) - num_shared
+        tail = self.kv.take_tail(tail_key) if tail_key is not None and num_shared == len(keys) else None
+        num_tail_blocks = 0 if tail is None else 1
+        missing = -(-num_tokens // self.block_tokens) - num_shared - num_tail_blocks
         most = []
         for group, own in zip(self.kv.groups, shared, strict=True):
             # What only this sequence holds comes back as it falls behind.
@@ -55,13 +61,16 @@ class SequenceBlocks:
         new = self.kv.allocate([num + headroom for num in most])
         if new is None:
             self.kv.release(shared)
+            if tail is not None:
+                self.kv.put_tail_back(tail)
             return None
         blocks = []
-        for group, own, fresh in zip(self.kv.groups, shared, new, strict=True):
+        for g, (group, own, fresh) in enumerate(zip(self.kv.groups, shared, new, strict=True)):
             kept = 0 if group.window_tokens else missing
             group.put_back(fresh[kept:])
-            blocks.append(np.concatenate((own, fresh[:kept])))
-        return Admission(num_shared, blocks)
+            last = np.array([] if tail is None else tail.blocks[g : g + 1], np.int32)
+            blocks.append(np.concatenate((own, last, fresh[:kept])))
+        return Admission(num_shared, 0 if tail is None else tail.num_tokens, blocks)
 
     def why_too_long(self, num_tokens: int) -> str:
         """For a sequence that does not fit though it is alone: the sum, for the group in which it is worst."""
@@ -96,6 +105,11 @@ class SequenceBlocks:
         """As `leave`, but nothing of this sequence, whose blocks have `keys`, is to be found again."""
         for group, blocks in zip(self.kv.groups, self._held(slot), strict=True):
             group.discard(blocks, keys if group.window_tokens else ())
+
+    def blocks_at(self, slot: int, index: int) -> list[int]:
+        """The block of each group that holds the slot's index-th block of tokens; -1 where it is behind the window."""
+        pairs = zip(self._tables, self._starts, self._ends, strict=True)
+        return [int(table[slot, index]) if starts[slot] <= index < ends[slot] else -1 for table, starts, ends in pairs]
 
     def learn(self, slot: int, keys: Sequence[bytes]) -> None:
         """The first len(keys) blocks of the slot are computed in full and named by `keys`."""

@@ -13,6 +13,7 @@ import torch
 from engine.contracts import BatchPlan, KVGroupSpec, LoadTask, SequenceTable
 from engine.hosted_model import TorchModel
 from engine.memory.cpu_memory import CpuMemory
+from engine.memory.host_tier import HostTier
 from engine.model_runner import TorchRunner
 from engine.protocol import Configure, LoadModel
 from loader.catalog import scan_one
@@ -140,9 +141,9 @@ def load_task(spec: LoadModel, progress: Any = None, cancelled: Any = None, memo
     return LoadTask(spec, chunks, progress or (lambda done, total: None), cancelled or (lambda: False))
 
 
-def make_runner(memory: CpuMemory, cache_dir: str = CACHE_DIR, **options: Any) -> TorchRunner:
+def make_runner(memory: CpuMemory, cache_dir: str = CACHE_DIR, tier: HostTier | None = None, **options: Any) -> TorchRunner:
     place = ("cpu:0", memory.num_chunks, memory.chunk_bytes)
-    return TorchRunner(memory, Configure(*place, 64 << 20, 512, BLOCK_TOKENS, 10.0, 1, cache_dir=cache_dir, **options))
+    return TorchRunner(memory, Configure(*place, 64 << 20, 512, BLOCK_TOKENS, 10.0, 1, cache_dir=cache_dir, **options), tier)
 
 
 def load(

@@ -41,11 +41,16 @@ class Node:
         spec = load_message(null_checkpoint(self.folder / name), name, kv_reserved_chunks=reserved, lease_chunks=lease)
         return self.add(spec)
 
+    def remove(self, name: str) -> None:
+        served = self.models.detach(name)
+        assert served is not None
+        self.models.free(served)
+
     def add(self, spec: LoadModel) -> NullModel:
         self.models.set_lease(spec.lease_chunks)
         place = self.models.take_place(spec)
         hosted = NullRunner(self.configure).load(LoadTask(spec, place.weights, lambda *_: None, lambda: False))
-        self.models.add(spec, hosted, place)
+        self.models.add(self.models.make(spec, hosted, place))
         return hosted
 
     def submit(self, name: str, request_id: int, num_prompt: int, max_tokens: int = 8) -> None:
@@ -136,9 +141,9 @@ def test_removing_a_model_gives_all_its_memory_back(node: Node) -> None:
     node.step("a")
     owned = set(np.flatnonzero(~node.models.chunks.free).tolist())
     assert len(owned) > 3
-    assert node.models.remove("a")
+    node.remove("a")
     assert node.models.chunks.free.all()
-    assert not node.models.remove("a")
+    assert node.models.detach("a") is None
     assert node.models.busy() == []
     assert node.models.stats(0).models == {}
 
@@ -152,10 +157,10 @@ def test_memory_stays_with_its_chunk_up_to_the_limit(tmp_path: Path) -> None:
         node.submit(name, 1, 200)
         node.run(name)
     used = np.flatnonzero(~chunks.free)
-    node.models.remove("b")
+    node.remove("b")
     assert not node.arena.discarded, "what was freed is still there for the next"
     assert (chunks.resident[used]).all()
-    node.models.remove("a")
+    node.remove("a")
     chunks.hold(25)  # elsewhere than what has memory
     node.load("d", reserved=9)
     node.load("e", reserved=9)
@@ -167,7 +172,7 @@ def test_weights_fill_gaps_and_reserved_kv_lies_together(node: Node) -> None:
     for name in "abcdef":
         node.load(name, reserved=4, lease=0)
     for name in "bdf":
-        node.models.remove(name)
+        node.remove(name)
     spec = load_message(null_checkpoint(node.folder / "g"), "g", kv_reserved_chunks=8, weights_chunks=10, lease_chunks=0)
     place = node.models.take_place(spec)
     assert np.diff(place.kv).max() == 1
@@ -215,7 +220,7 @@ def test_windows_bound_what_a_sequence_holds(node: Node, tmp_path: Path) -> None
     assert held[-2] == (1088 // 16 + 64 // 16 + 1) * block_bytes  # both groups' blocks are as large
     assert max(held) == held[-2]
     assert node.models.stats(node.steps).models["w"][0] == 0
-    assert node.models.remove("w")
+    node.remove("w")
     assert node.models.chunks.free.all()
 
 
@@ -225,4 +230,4 @@ def test_other_kv_groups_are_named(node: Node) -> None:
     place = node.models.take_place(spec)
     hosted.kv_groups = (KVGroupSpec("latent", 16, 8192, (0, 1)),)
     with pytest.raises(ValueError, match=r"kind latent.*supported: full, window"):
-        node.models.add(spec, hosted, place)
+        node.models.make(spec, hosted, place)

@@ -1,0 +1,176 @@
+"""KV blocks on their way between a device and slots of the host tier: where each lies, and what the daemon keeps of it.
+
+Saved blocks lie end to end in the slots, in the order of the index, whatever borders of slots they cross.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from engine.memory import checksum
+from engine.memory.chunk_memory import ChunkMemory
+from engine.memory.host_tier import HostTier
+from engine.memory.transfers import Piece, transfer
+from engine.served_models import ServedModel
+from scheduler.batch import kv_saving
+from scheduler.batch.kv_cache import KVCache
+from scheduler.batch.plan import BoolArray, IntArray
+from scheduler.batch.prefix_cache import KEY_BYTES
+
+log = logging.getLogger("engine")
+
+
+class KVIndex(msgspec.Struct, frozen=True, array_like=True):
+    """Evicted.kv_index. E blocks: keys, end to end; num_tokens int32 [E]; present uint8 [E, G], which groups have the block;
+    checksums uint64, of those present."""
+
+    fingerprint: str
+    kv_dtype: str
+    block_tokens: int
+    block_bytes: list[int]  # of each group
+    keys: bytes
+    num_tokens: bytes
+    present: bytes
+    checksums: bytes
+
+
+_decoder = msgspec.msgpack.Decoder(KVIndex)
+
+
+@dataclass(slots=True)
+class KVTransfer:
+    """The blocks of one model, from the device to the tier (`save`) or back; `run` may be called in any thread. blocks [E, G]: -1
+    where a group has none. checksums: of each block that is there, row by row."""
+
+    served: ServedModel
+    keys: list[bytes]
+    num_tokens: list[int]
+    blocks: IntArray
+    save: bool
+    pieces: list[list[Piece]]
+    memory: ChunkMemory | None  # None: of a null model, which has no KV to copy
+    slots_used: list[int] = field(default_factory=list)  # of those given, in order
+    placement_ids: list[int] = field(default_factory=list)  # of the EvictModel messages to answer
+    num_lost_tokens: int = 0
+    expected: list[int] = field(default_factory=list)
+    checksums: list[int] = field(default_factory=list)
+    seconds: float = 0.0
+    error: BaseException | None = None
+
+    def run(self) -> None:
+        started_s = time.perf_counter()
+        try:
+            sums = iter(self._copied([piece for pieces in self.pieces for piece in pieces]))
+            self.checksums = [checksum.combined([next(sums) for _ in pieces]) for pieces in self.pieces]
+        except BaseException as error:
+            self.error = error
+        self.seconds = time.perf_counter() - started_s
+
+    def _copied(self, pieces: list[Piece]) -> list[int]:
+        if self.memory is None:
+            return [0] * len(pieces)
+        return transfer(self.memory.copy_out if self.save else self.memory.copy_in, pieces)
+
+
+def saving(served: ServedModel, slots: Sequence[int], tier: HostTier | None, memory: ChunkMemory | None) -> KVTransfer:
+    """What goes to `slots` of a model that leaves; nothing without a tier. Raises IndexError for a slot that is not there."""
+    slot_bytes = tier.slot_bytes if tier is not None else 0
+    found = kv_saving.select(served.scheduler, len(slots) * slot_bytes)
+    pieces = _pieces(served.scheduler.kv, found.blocks, slots, tier, memory) if tier is not None and slots else []
+    num_bytes = sum(len(host) for parts in pieces for _, host in parts)
+    used = list(slots[: -(-num_bytes // slot_bytes)]) if num_bytes else []
+    done = KVTransfer(served, found.keys, found.num_tokens, found.blocks, True, pieces, memory, used)
+    done.num_lost_tokens = found.num_lost_tokens
+    return done
+
+
+def index_of(done: KVTransfer) -> bytes:
+    """What LoadModel must carry to take the saved blocks back; empty if there are none."""
+    if not done.keys or done.error is not None:
+        return b""
+    spec, kv = done.served.spec, done.served.scheduler.kv
+    return msgspec.msgpack.encode(
+        KVIndex(
+            spec.fingerprint,
+            spec.dtype,
+            kv.block_tokens,
+            [group.block_bytes for group in kv.groups],
+            b"".join(done.keys),
+            np.array(done.num_tokens, np.int32).tobytes(),
+            (done.blocks >= 0).astype(np.uint8).tobytes(),
+            np.array(done.checksums, np.uint64).tobytes(),
+        )
+    )
+
+
+def restoring(served: ServedModel, tier: HostTier | None, memory: ChunkMemory | None) -> KVTransfer | None:
+    """What comes back from spec.kv_slots into blocks that are free; None if there is nothing to take back. KV of other weights, or
+    an index that makes no sense, is told to the log and left."""
+    spec, kv = served.spec, served.scheduler.kv
+    if not spec.kv_index or tier is None:
+        return None
+    try:
+        index = _decoder.decode(spec.kv_index)
+        keys = [index.keys[at : at + KEY_BYTES] for at in range(0, len(index.keys), KEY_BYTES)]
+        num_tokens = np.frombuffer(index.num_tokens, np.int32)
+        present = np.frombuffer(index.present, np.uint8).reshape(len(keys), len(kv.groups)).astype(np.bool_)
+        sums = np.frombuffer(index.checksums, np.uint64)
+        same = (index.fingerprint, index.kv_dtype, index.block_tokens) == (spec.fingerprint, spec.dtype, kv.block_tokens)
+        if not same or index.block_bytes != [group.block_bytes for group in kv.groups]:
+            raise ValueError("it is of other weights or blocks")
+        if len(num_tokens) != len(keys) or len(sums) != np.count_nonzero(present):
+            raise ValueError("its parts differ in length")
+        blocks = kv_saving.make_room(kv, present)
+        try:
+            pieces = _pieces(kv, blocks, spec.kv_slots, tier, memory)
+        except (ValueError, IndexError):
+            kv_saving.take_back(kv, keys, num_tokens.tolist(), blocks, np.zeros(len(blocks), np.bool_))
+            raise
+    except (msgspec.DecodeError, ValueError, IndexError) as error:
+        log.warning("saved KV of %s is not used: %s", spec.model, error)
+        return None
+    num = len(blocks)
+    expected = sums[: len(pieces)].tolist()
+    return KVTransfer(served, keys[:num], num_tokens[:num].tolist(), blocks, False, pieces, memory, expected=expected)
+
+
+def restored(done: KVTransfer) -> int:
+    """After `run`: makes known what came back whole. Returns its tokens."""
+    kv = done.served.scheduler.kv
+    present = done.blocks >= 0
+    same: BoolArray = np.zeros(present.shape, np.bool_)
+    if done.error is None:
+        same[present] = np.array(done.checksums, np.uint64) == np.array(done.expected, np.uint64)
+    else:
+        log.warning("saved KV of %s is lost: %s", done.served.spec.model, done.error)
+    good: BoolArray = np.logical_and.reduce(same | ~present, axis=1)
+    if done.error is None and not good.all():
+        text = "saved KV of %s: %d of %d blocks have changed and are not used"
+        log.warning(text, done.served.spec.model, np.count_nonzero(~good), len(good))
+    return kv_saving.take_back(kv, done.keys, done.num_tokens, done.blocks, good)
+
+
+def _pieces(kv: KVCache, blocks: IntArray, slots: Sequence[int], tier: HostTier, memory: ChunkMemory | None) -> list[list[Piece]]:
+    """For each block that is there, row by row, its parts: they end where slots do."""
+    arena = 0 if memory is None else memory.arena.data_ptr()
+    sizes = [group.block_bytes for group in kv.groups]
+    views = [tier.slot(slot) for slot in slots]
+    size, at = tier.slot_bytes, 0
+    found = []
+    for e, g in zip(*np.nonzero(blocks >= 0), strict=True):
+        address, left = arena + int(blocks[e, g]) * sizes[g], sizes[g]
+        parts: list[Piece] = []
+        while left:
+            if at // size >= len(views):
+                raise ValueError(f"{len(slots)} slots are too few for {np.count_nonzero(blocks >= 0)} blocks")
+            num = min(left, size - at % size)
+            parts.append((address, views[at // size][at % size : at % size + num]))
+            address, left, at = address + num, left - num, at + num
+        found.append(parts)
+    return found

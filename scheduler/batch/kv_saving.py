@@ -1,0 +1,145 @@
+"""Which KV is worth keeping of a model that leaves, and how it becomes known again when the model is back.
+
+What is kept are blocks by their keys, so nothing knows of requests: one that is submitted again finds its blocks as any request
+finds a prefix. A sequence's last, partial block has a key of its own (`prefix_cache.tail_key`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from scheduler.batch.batch_scheduler import BatchScheduler
+from scheduler.batch.kv_cache import KVCache
+from scheduler.batch.plan import BoolArray, IntArray
+from scheduler.batch.prefix_cache import extend_keys, tail_key
+
+# One block: its key, the tokens in it, and its block in each group (-1: that group holds none of it).
+Row = tuple[bytes, int, Sequence[int]]
+
+
+@dataclass(slots=True)
+class SavedKV:
+    """E blocks, parents before their children. blocks [E, G]: of each KV group, -1 where it has none. num_lost_tokens: computed for
+    requests that were running, but not among these."""
+
+    keys: list[bytes] = field(default_factory=list)
+    num_tokens: list[int] = field(default_factory=list)
+    blocks: IntArray = field(default_factory=lambda: np.zeros((0, 1), np.int32))
+    num_lost_tokens: int = 0
+
+
+class _Selection:
+    def __init__(self, kv: KVCache, room_bytes: int) -> None:
+        self.room_bytes = room_bytes
+        self._block_bytes = [group.block_bytes for group in kv.groups]
+        self._at: dict[bytes, int] = {}
+        self.keys: list[bytes] = []
+        self.num_tokens: list[int] = []
+        self.blocks: list[list[int]] = []
+
+    def add(self, rows: Sequence[Row], whole: bool) -> int:
+        """As many of the rows, in order, as there is room for; with `whole` all or none. Returns how many of their tokens are among
+        the selected now."""
+        costs = [self._cost(row) for row in rows]
+        if whole and sum(costs) > self.room_bytes:
+            return 0
+        num_tokens = 0
+        for (key, num, blocks), cost in zip(rows, costs, strict=True):
+            if cost > self.room_bytes:
+                break
+            self.room_bytes -= cost
+            num_tokens += num
+            at = self._at.setdefault(key, len(self.keys))
+            if at == len(self.keys):
+                self.keys.append(key)
+                self.num_tokens.append(num)
+                self.blocks.append(list(blocks))
+            else:
+                self.blocks[at] = [new if held < 0 else held for held, new in zip(self.blocks[at], blocks, strict=True)]
+        return num_tokens
+
+    def _cost(self, row: Row) -> int:
+        key, _, blocks = row
+        at = self._at.get(key)
+        held = [-1] * len(blocks) if at is None else self.blocks[at]
+        pairs = zip(held, blocks, self._block_bytes, strict=True)
+        return sum(size for have, block, size in pairs if have < 0 <= block)
+
+
+def select(scheduler: BatchScheduler, room_bytes: int) -> SavedKV:
+    """Of a model about to leave: its running sequences, the oldest first, those put back to wait, then kept prefixes, the most
+    recently used first, as far as room_bytes go. Between steps only; what is selected stays where it is until `close`."""
+    kv, table = scheduler.kv, scheduler.table
+    selection = _Selection(kv, room_bytes)
+    lost = 0
+    windowed = scheduler.blocks.windowed  # a sequence without its last window is worth nothing
+    for slot, request in scheduler.running_requests():
+        num_computed = int(table.num_computed[slot])
+        num_full, num_tail = divmod(num_computed, kv.block_tokens)
+        scheduler.learn_computed(slot)
+        rows: list[Row] = [
+            (key, kv.block_tokens, scheduler.blocks.blocks_at(slot, index)) for index, key in enumerate(request.keys[:num_full])
+        ]
+        if num_tail and num_computed == table.num_tokens[slot] - 1:  # a prompt under way goes on from its last full block
+            tail = table.tokens[slot, num_computed - num_tail : num_computed]
+            parent = request.keys[num_full - 1] if num_full else scheduler.seed_of(request)
+            taken = {key for key, _, _ in rows} | set(selection.keys)
+            serial = 0
+            while (key := tail_key(parent, tail, serial)) in taken:
+                serial += 1
+            rows.append((key, num_tail, scheduler.blocks.blocks_at(slot, num_full)))
+        lost += num_computed - selection.add(rows, whole=windowed)
+    for request in scheduler.waiting.requests():
+        full = request.num_shareable_blocks(kv.block_tokens)
+        extend_keys(request.keys, scheduler.seed_of(request), request.tokens, kv.block_tokens, full)
+        selection.add(_known(kv, request.keys[:full]), whole=False)
+    selection.add(_known(kv, kv.recent_keys()), whole=False)
+    blocks = np.array(selection.blocks, np.int32).reshape(len(selection.keys), len(kv.groups))
+    return SavedKV(selection.keys, selection.num_tokens, blocks, lost)
+
+
+def _known(kv: KVCache, keys: Sequence[bytes]) -> list[Row]:
+    rows: list[Row] = []
+    for key in keys:
+        blocks = [group.prefixes.block_of(key) for group in kv.groups]
+        if any(block >= 0 for block in blocks):
+            rows.append((key, kv.tails.get(key, kv.block_tokens), blocks))
+    return rows
+
+
+def make_room(kv: KVCache, present: BoolArray) -> IntArray:
+    """Blocks to take saved KV back into: present [E, G], whether group g has block e. Returns blocks [F, G] for the first F rows,
+    -1 where there is none, as many as fit without taking anything from anybody."""
+    blocks = np.full(present.shape, -1, np.int32)
+    for g, group in enumerate(kv.groups):
+        rows = np.flatnonzero(present[:, g])
+        while len(rows):
+            found = group.pool.allocate(len(rows))
+            if found is not None:
+                blocks[rows, g] = found
+                break
+            rows = rows[: len(rows) * 7 // 8]
+    incomplete = np.flatnonzero(((blocks >= 0) != present).any(axis=1))
+    num = int(incomplete[0]) if len(incomplete) else len(present)
+    for g, group in enumerate(kv.groups):
+        beyond = blocks[num:, g]
+        group.put_back(beyond[beyond >= 0])
+    return blocks[:num]
+
+
+def take_back(kv: KVCache, keys: Sequence[bytes], num_tokens: Sequence[int], blocks: IntArray, good: BoolArray) -> int:
+    """The blocks of `make_room` hold what `keys` name, or nothing of use where not good [F]. They are kept prefixes from here on,
+    the first being given up last. Returns how many tokens that are."""
+    restored = 0
+    for g, group in enumerate(kv.groups):
+        held = blocks[:, g] >= 0
+        group.learn([keys[at] for at in np.flatnonzero(held & good).tolist()], blocks[held & good, g])
+        group.release(blocks[held, g])
+    for at in np.flatnonzero(good).tolist():
+        restored += num_tokens[at]
+        if num_tokens[at] < kv.block_tokens:
+            kv.tails[keys[at]] = num_tokens[at]
+    return restored

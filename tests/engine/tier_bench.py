@@ -1,0 +1,114 @@
+"""An engine's models and placements without its process: stepped by hand, with a host tier."""
+
+from __future__ import annotations
+
+import os
+import select
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from engine.contracts import Runner
+from engine.loads import Loads
+from engine.memory.cpu_memory import CpuMemory
+from engine.memory.host_tier import HostTier
+from engine.null_runner import NullRunner
+from engine.placements import Placements
+from engine.protocol import Configure, Evicted, EvictModel, LoadDone, LoadModel, Message, SamplingParams
+from engine.served_models import ServedModels
+from loader.catalog import scan_one
+from scheduler.batch.request import BatchRequest
+from tests.engine.engine_process import load_message, null_checkpoint, null_configure
+from tests.engine.model_bench import BLOCK_TOKENS, CACHE_DIR, MAX_LEN, make_checkpoint, make_runner
+
+CHUNK_BYTES = 64 << 10
+NUM_SLOTS = 64
+
+
+class TierBench:
+    """One device of 256 chunks of 64 KiB and a tier of as large slots. `sent`: what the daemon would get."""
+
+    def __init__(self, folder: Path, null: bool = False, slots_fd: int | None = None, num_chunks: int = 256) -> None:
+        self.folder, self.null = folder, null
+        self.slots_fd = os.memfd_create("tier") if slots_fd is None else slots_fd
+        os.ftruncate(self.slots_fd, NUM_SLOTS * CHUNK_BYTES)
+        self.tier = HostTier(os.dup(self.slots_fd), NUM_SLOTS, CHUNK_BYTES)
+        self.memory: CpuMemory | None = None
+        self.runner: Runner
+        if null:
+            self.configure = null_configure(num_chunks=num_chunks, null_step_ms=0.0)
+            self.runner = NullRunner(self.configure, self.tier)
+        else:
+            self.memory = CpuMemory(num_chunks, CHUNK_BYTES)
+            self.configure = Configure("cpu:0", num_chunks, CHUNK_BYTES, 0, 64, BLOCK_TOKENS, 10.0, 1, cache_dir=CACHE_DIR)
+            self.runner = make_runner(self.memory, tier=self.tier)
+        self.models = ServedModels(self.configure, self.memory)
+        self.sent: list[Message] = []
+        self.loads = Loads(self.runner)
+        self.placements = Placements(self.models, self.loads, self.sent.append, lambda name: None, self.memory, self.tier)
+        self.output: dict[int, list[int]] = {}
+        self.cached: dict[int, int] = {}
+        self.resumed: dict[int, tuple[int, int]] = {}
+
+    def spec(self, name: str, **changes: Any) -> LoadModel:
+        if self.null:
+            return load_message(null_checkpoint(self.folder / name), name, **({"lease_chunks": 64} | changes))
+        folder = self.folder / name
+        fingerprint = scan_one(folder).fingerprint
+        values: dict[str, Any] = {"dtype": "float32", "fingerprint": fingerprint, "weights_chunks": 12, "kv_reserved_chunks": 20}
+        values |= {"lease_chunks": 64, "max_model_len": MAX_LEN, "max_sequences": 8, "eos_token_ids": []}
+        return load_message(str(folder), name, **(values | changes))
+
+    def pump(self, kind: type[Any]) -> Any:
+        """Waits for the next message of that kind."""
+        self.sent.clear()
+        while not (found := [message for message in self.sent if isinstance(message, kind)]):
+            assert select.select([self.placements.fileno()], [], [], 60)[0], f"nothing came of it; {self.sent}"
+            self.placements.take()
+        return found[0]
+
+    def load(self, name: str, **changes: Any) -> LoadDone:
+        self.placements.load(self.spec(name, **changes))
+        done: LoadDone = self.pump(LoadDone)
+        return done
+
+    def evict(self, name: str, save_slots: range = range(0), lease_chunks: int = 64) -> Evicted:
+        self.sent.clear()
+        self.placements.evict(EvictModel(9, name, lease_chunks, list(save_slots)))
+        gone = [message for message in self.sent if isinstance(message, Evicted)]
+        return gone[0] if gone else self.pump(Evicted)
+
+    def submit(self, name: str, request_id: int, prompt: list[int], num: int, salt: str = "") -> None:
+        output = self.output.setdefault(request_id, [])
+        tokens = np.array(prompt + output, np.int32)
+        params = SamplingParams(num, temperature=0.0, seed=request_id)
+        self.models.by_name[name].scheduler.submit(BatchRequest(request_id, tokens, len(prompt), params, cache_salt=salt))
+
+    def step(self, name: str) -> bool:
+        served = self.models.by_name[name]
+        plan = served.scheduler.plan(0)
+        if plan is None:
+            return False
+        result = served.hosted.execute(plan, served.scheduler.table)
+        outcome = served.scheduler.finish_step(plan, result.ids, result.bad)
+        for request_id, token in zip(outcome.request_ids, outcome.ids, strict=True):
+            self.output[request_id].append(token)
+        self.cached |= outcome.cached
+        self.resumed |= outcome.resumed
+        assert not outcome.bad
+        return True
+
+    def run(self, name: str) -> None:
+        while self.step(name):
+            pass
+
+    def check_empty(self) -> None:
+        chunks = self.models.chunks
+        assert chunks.free.all()
+        assert (chunks.num_drawn, chunks.num_reserved, chunks.num_weights, chunks.num_leaving) == (0, 0, 0, 0)
+
+
+def make_models(folder: Path, **kinds: dict[str, Any]) -> None:
+    for name, changes in kinds.items():
+        make_checkpoint(folder / name, **changes)
