@@ -86,6 +86,7 @@ def report(lines: list[dict[str, Any]]) -> str:
         ("overhead", "Keys, a log line a request and metrics scraped every second, against none of them"),
         ("stall", "A 1 MB prompt and a 128,000-entry vocabulary arrive while 50 streams run"),
         ("crash", "kill -9 of the engine under 50 streams"),
+        ("crash_host_tier", "The same with three models of 125 M parameters resident and kept in host memory"),
         ("scheduler", "Node scheduler, cost of an event"),
         ("grammar", "Grammars: masks on a vocabulary of 32,000, and 500 schemas of everyday difficulty"),
     ):

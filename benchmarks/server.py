@@ -72,14 +72,18 @@ class Server:
 
     def cli(self, *args: str, check: bool = True) -> Any:
         """`hearth …`; the JSON it prints, or {}."""
+        try:
+            return json.loads(self.text(*args, check=check))
+        except ValueError:
+            return {}
+
+    def text(self, *args: str, check: bool = True) -> str:
+        """`hearth …`; what it prints."""
         command = [sys.executable, "-m", "daemon.cli", "--control", self.control, *args]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
         if check and done.returncode:
             raise RuntimeError(f"hearth {' '.join(args)}: exit {done.returncode}: {done.stderr[-500:]}")
-        try:
-            return json.loads(done.stdout)
-        except ValueError:
-            return {}
+        return done.stdout
 
     def engines(self) -> list[psutil.Process]:
         """The engine processes, by command line."""

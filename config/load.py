@@ -327,6 +327,8 @@ _CHECKS: dict[str, Callable[[Any], None]] = {
     "turn_budget_ms": _above_zero,
     "max_step_stretch": _stretch,
     "threads": _between(0, 1024),
+    "test_disk_bytes_per_s": _between(0),
+    "test_copy_bytes_per_s": _between(0),
     "loop_watch_ms": _between(0.1, 1000),
     "null_step_ms": _between(0, 60_000),
     "load_deadline_s": _above_zero,

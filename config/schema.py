@@ -126,6 +126,13 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     loop_watch_ms: Annotated[float, key("how often the event loop's watch looks while requests are open", "ms")] = 5.0
     null_step_ms: Annotated[float, key("how long one step of the null runner takes", "ms")] = 10.0
 
+    test_disk_bytes_per_s: Annotated[
+        int, key("for tests and benchmarks: weights come from disk no faster; 0: as fast as they can", "bytes per second")
+    ] = 0
+    test_copy_bytes_per_s: Annotated[
+        int, key("for tests and benchmarks: copies between host memory and a device are no faster", "bytes per second")
+    ] = 0
+
     load_deadline_s: Annotated[float | None, key("a load may take; default max(20, 4 x predicted)", "s", LIVE)] = None
     overdue_after_s: Annotated[float, key("waiting requests older than this go first, by age", "s", LIVE)] = 10.0
     max_wait_s: Annotated[float, key("longest wait before the first token's turn; then 503", "s", LIVE)] = 60.0

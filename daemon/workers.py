@@ -71,6 +71,8 @@ class EngineSpec:
             cache_dir=self.config.cache_dir,
             dtypes=list(self.dtypes),
             host_tier_slots=self.host_tier_slots,
+            test_disk_bytes_per_s=self.config.test_disk_bytes_per_s,
+            test_copy_bytes_per_s=self.config.test_copy_bytes_per_s,
         )
 
 

@@ -63,6 +63,10 @@ class KVTransfer:
     seconds: float = 0.0
     error: BaseException | None = None
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(memoryview(held).nbytes for pieces in self.pieces for _, held in pieces)
+
     def run(self) -> None:
         started_s = time.perf_counter()
         try:

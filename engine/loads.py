@@ -9,6 +9,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
+from engine import throttle
 from engine.contracts import HostedEncoder, HostedModel, LoadCancelled, LoadTask, Runner
 from engine.kv_transfer import KVTransfer
 from engine.protocol import LoadModel, LoadProgress
@@ -36,8 +37,10 @@ class Load:
 class Loads:
     """Starts loads and tells of them through an eventfd, so the engine's loop can sleep."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: Runner, test_disk_bytes_per_s: int = 0, test_copy_bytes_per_s: int = 0) -> None:
+        """test_…: see engine/throttle.py."""
         self._runner = runner
+        self._disk_bytes_per_s, self._copy_bytes_per_s = test_disk_bytes_per_s, test_copy_bytes_per_s
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._told: deque[LoadProgress | Load | KVTransfer] = deque()
         self.running: dict[str, Load] = {}
@@ -64,7 +67,11 @@ class Loads:
         """Runs it; `take` tells when it is done."""
 
         def work() -> None:
+            started_s = time.monotonic()
             transfer.run()
+            throttle.hold(started_s, transfer.num_bytes, self._copy_bytes_per_s, lambda: False)
+            if self._copy_bytes_per_s:
+                transfer.seconds = time.monotonic() - started_s
             self._tell(transfer)
 
         threading.Thread(target=work, name=f"KV of {transfer.served.spec.model}", daemon=True).start()
@@ -86,6 +93,7 @@ class Loads:
     def _run(self, load: Load) -> None:
         try:
             load.hosted = self._runner.load(load.task)
+            self._hold(load)
         except LoadCancelled as error:
             load.error = error
         except Exception as error:
@@ -93,6 +101,15 @@ class Loads:
             load.error = error
         load.seconds = time.monotonic() - load.started_s
         self._tell(load)
+
+    def _hold(self, load: Load) -> None:
+        """As slow as the test wants it."""
+        task = load.task
+        if task.bytes_read:
+            throttle.hold(load.started_s, task.bytes_read, self._disk_bytes_per_s, task.cancelled)
+        elif self._copy_bytes_per_s and load.hosted is not None:
+            throttle.hold(load.started_s, load.hosted.weights_bytes, self._copy_bytes_per_s, task.cancelled)
+            task.copy_seconds = time.monotonic() - load.started_s
 
     def _tell(self, item: LoadProgress | Load | KVTransfer) -> None:
         self._told.append(item)

@@ -70,7 +70,8 @@ class Engine:
         self.journal = journal
         self.configure = configure
         self.models = ServedModels(configure, memory)
-        self.placements = Placements(self.models, Loads(runner), channel.send, self._forget, memory, tier)
+        loads = Loads(runner, configure.test_disk_bytes_per_s, configure.test_copy_bytes_per_s)
+        self.placements = Placements(self.models, loads, channel.send, self._forget, memory, tier)
         self.constraints = Constraints()
         self.num_steps = 0
         self._model_of: dict[int, str] = {}

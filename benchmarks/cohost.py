@@ -1,0 +1,230 @@
+"""Eight mid-sized models with memory for three: a trace replayed against a real daemon, and what the simulator says of it.
+
+Loads are throttled (test_disk_bytes_per_s, test_copy_bytes_per_s) as the scenario says, so that memory is what is tested and not
+this machine's page cache. The models are one checkpoint under several names. Before the trace the node's own speed is measured
+(prompt tokens a second, seconds of a decode step), and the prediction is made with that.
+usage: python -m benchmarks.cohost [--scenario docs/simulate/eight.toml] [--trace FILE] [--minutes 20] [--host-tier 1GiB]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import pathlib
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+import urllib.request
+from collections import Counter
+from typing import Any
+from urllib.parse import urlsplit
+
+import uvloop
+
+from benchmarks.checkpoints import make
+from benchmarks.load import Result, percentile, stream_one
+from benchmarks.serve import STORE
+from benchmarks.server import ROOT, Server
+from config.units import parse_bytes
+from daemon.simulate import scenario, trace_file
+from daemon.simulate.generate import generate
+from scheduler.simulate.trace import TraceRequest
+
+VOCABULARY = range(300, 30_000)
+SPEEDS = ("prefill_tokens_per_s", "decode_step_s", "decode_s_per_sequence")
+
+
+def models_folder(folder: pathlib.Path, checkpoint: pathlib.Path, names: list[str]) -> pathlib.Path:
+    """The checkpoint under each of the names; hard links, so the page cache holds it once."""
+    models = folder / "models"
+    for name in names:
+        (models / name).mkdir(parents=True)
+        for file in checkpoint.iterdir():
+            if file.name != "done":
+                os.link(file, models / name / file.name)
+    return models
+
+
+def body(model: str, num_in: int, num_out: int, draw: random.Random) -> dict[str, object]:
+    """A prompt of exactly that many tokens, unlike any other."""
+    return {
+        "model": model,
+        "prompt": draw.choices(VOCABULARY, k=num_in),
+        "max_tokens": num_out,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+
+
+class Client:
+    def __init__(self, url: str) -> None:
+        where = urlsplit(url)
+        self._host, self._port = str(where.hostname), int(where.port or 80)
+        self._draw = random.Random(1)
+
+    async def ask(self, model: str, num_in: int, num_out: int) -> Result:
+        return await stream_one(self._host, self._port, body(model, num_in, num_out, self._draw))
+
+    async def speeds(self, model: str) -> dict[str, float]:
+        """Of a model that is alone: what the simulator's costs ask for."""
+        await self.ask(model, 128, 16)
+        firsts, steps = [], {}
+        for _ in range(4):
+            result = await self.ask(model, 256, 32)
+            firsts.append((result.stamps[0] - result.started) / 256)
+        for streams in (1, 8):
+            results = await asyncio.gather(*[self.ask(model, 16, 96) for _ in range(streams)])
+            gaps = [b - a for each in results for a, b in zip(each.stamps[8:], each.stamps[9:], strict=False)]
+            steps[streams] = percentile(gaps, 0.5)
+        each_s = max(0.0, (steps[8] - steps[1]) / 7)
+        values = (1 / percentile(firsts, 0.5), max(1e-4, steps[1] - each_s), each_s)
+        return {name: round(value, 6) for name, value in zip(SPEEDS, values, strict=True)}
+
+    async def replay(self, trace: list[TraceRequest]) -> list[Result]:
+        start = time.perf_counter()
+
+        async def one(request: TraceRequest) -> Result:
+            await asyncio.sleep(max(0.0, start + request.time_s - time.perf_counter()))
+            return await self.ask(request.model, request.input_tokens, request.output_tokens)
+
+        return await asyncio.gather(*[one(request) for request in trace])
+
+
+def scraped(url: str) -> Counter[str]:
+    """Counters of /metrics, summed by name and by name with its labels."""
+    with urllib.request.urlopen(url + "/metrics", timeout=10) as response:
+        lines = response.read().decode().splitlines()
+    found: Counter[str] = Counter()
+    for line in lines:
+        if line.startswith("hearth_"):
+            name, value = line.rsplit(" ", 1)
+            found[name] += float(value)  # type: ignore[assignment]
+            plain = name.partition("{")[0]
+            if plain != name:
+                found[plain] += float(value)  # type: ignore[assignment]
+    return found
+
+
+def predicted(folder: pathlib.Path, told: str, trace: pathlib.Path, speeds: dict[str, float], flags: list[str]) -> dict[str, Any]:
+    """What `hearth simulate` says of the trace, the scenario's speeds replaced by those measured here."""
+    for name, value in speeds.items():
+        told = re.sub(rf"(?m)^{name} = .*$", f"{name} = {value:.6f}", told)
+    costs = folder / "costs.toml"
+    costs.write_text(told)
+    command = [sys.executable, "-m", "daemon.cli", "simulate", str(trace), "--costs", str(costs), "--json", *flags]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    if done.returncode:
+        raise RuntimeError(f"hearth simulate: {done.stderr[-800:]}")
+    value: dict[str, Any] = json.loads(done.stdout)
+    return value
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    path = pathlib.Path(options.scenario)
+    told = path.read_text()
+    known, table = scenario.read(str(path)), tomllib.loads(told)
+    if options.trace:
+        with open(options.trace, encoding="utf-8") as file:
+            trace = trace_file.read(file, options.trace)
+    elif known.trace is not None:
+        trace = generate(known.trace)
+    else:
+        raise SystemExit(f"{path} has no [trace]: name one with --trace")
+    trace = [request for request in trace if request.time_s < 60 * options.minutes]
+    names = sorted(known.models)
+    costs = table["costs"]
+    with tempfile.TemporaryDirectory(prefix="hearth-cohost-", dir=STORE.parent) as place:
+        folder = pathlib.Path(place)
+        models = models_folder(folder, make(STORE, options.checkpoint), names)
+        config = folder / "node.toml"
+        tables = [
+            f'[models."{name}"]\nmax_model_len = {facts.max_model_len}\nmax_sequences = {facts.max_sequences}\n'
+            for name, facts in known.models.items()
+        ]
+        config.write_text("max_queued_per_model = 100000\n" + "".join(tables))
+        flags = ["--config", str(config), "--host-tier-bytes", options.host_tier, "--max-wait-s", "3600"]
+        flags += ["--request-timeout-s", "3600", "--test-disk-bytes-per-s", str(int(costs["disk_bytes_per_s"]))]
+        flags += ["--test-copy-bytes-per-s", str(int(costs["copy_bytes_per_s"]))]
+        devices = [f"{name}={budget_bytes}" for name, budget_bytes in known.devices.items()]
+        with Server(models, devices, flags) as server:
+            client = Client(server.url)
+            speeds = uvloop.run(client.speeds(names[0]))
+            server.cli("unload", names[0])
+            before = scraped(server.url)
+            start = time.perf_counter()
+            results = uvloop.run(client.replay(trace))
+            wall_s = time.perf_counter() - start
+            counted = scraped(server.url) - before
+        replayed = folder / "trace.csv"
+        with replayed.open("w", encoding="utf-8") as file:
+            trace_file.write(file, trace)
+        guess = predicted(folder, told, replayed, speeds, ["--policy", "hearthd", *options.simulate])
+    waits = [result.stamps[0] - result.started for result in results if result.stamps]
+    failed = [result for result in results if not result.ok]
+    swaps = {name: int(counted[key]) for name, key in _swap_rows(counted)}
+    measured = {
+        "requests": len(results),
+        "failed": len(failed),
+        "errors": sorted({result.error[:120] or str(result.status) for result in failed})[:5],
+        "out_of_memory": int(counted["hearth_out_of_memory_total"]),
+        "mean_wait_s": round(sum(waits) / max(1, len(waits)), 3),
+        "ttft_p50_s": round(percentile(waits, 0.5), 3),
+        "ttft_p99_s": round(percentile(waits, 0.99), 3),
+        "swaps": swaps,
+        "preemptions": int(counted["hearth_model_preemptions_total"]),
+        "requests_paused": int(counted["hearth_requests_paused_total"]),
+        "load_s": round(counted["hearth_model_load_seconds_total"], 2),
+    }
+    (policy,) = guess["policies"]
+    return {
+        "benchmark": "cohost",
+        "minutes": options.minutes,
+        "host_tier_bytes": parse_bytes(options.host_tier) if options.host_tier != "0" else 0,
+        "disk_bytes_per_s": costs["disk_bytes_per_s"],
+        "copy_bytes_per_s": costs["copy_bytes_per_s"],
+        "wall_s": round(wall_s, 1),
+        **speeds,
+        **measured,
+        "predicted_mean_wait_s": policy["mean_wait_s"],
+        "measured_over_predicted": round(measured["mean_wait_s"] / policy["mean_wait_s"], 3),
+        "predicted": policy,
+    }
+
+
+def _swap_rows(counted: Counter[str]) -> list[tuple[str, str]]:
+    """(direction tier reason, the metric's full name) of all that were counted."""
+    found = []
+    for key in sorted(counted):
+        match = re.fullmatch(r'hearth_swap_(ins|outs)_total\{reason="(\w+)",tier="(\w+)"\}', key)
+        match = match or re.fullmatch(r'hearth_swap_(ins|outs)_total\{tier="(\w+)",reason="(\w+)"\}', key)
+        if match is not None:
+            found.append((" ".join(match.groups()), key))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--scenario", default=str(ROOT / "docs" / "simulate" / "eight.toml"))
+    parser.add_argument("--trace", default="", help="CSV; default: as the scenario makes it")
+    parser.add_argument("--minutes", type=float, default=20.0, help="of the trace")
+    parser.add_argument("--host-tier", default="0", help="host_tier_bytes of the node")
+    parser.add_argument("--checkpoint", default="mid", help="one of benchmarks.checkpoints")
+    parser.add_argument("--simulate", nargs="*", default=[], help="further options of hearth simulate")
+    found = run(parser.parse_args())
+    for name in ("requests", "failed", "out_of_memory", "mean_wait_s", "predicted_mean_wait_s", "measured_over_predicted"):
+        print(f"{name:<26} {found[name]}")
+    print(f"{'time to first token':<26} p50 {found['ttft_p50_s']} s, p99 {found['ttft_p99_s']} s")
+    print(f"{'swaps':<26} {', '.join(f'{number} {what}' for what, number in found['swaps'].items())}")
+    print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()
