@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.contracts import BatchPlan, IntArray, LongArray, SequenceTable
+from engine.device_batch import DeviceBatch
 
 # Rows with more new tokens than this gather their context and use matrix products; shorter ones read it block by block.
 LONG_ROW_TOKENS = 16
@@ -60,8 +61,8 @@ class GroupBatch:
 
 
 @dataclass(slots=True)
-class ForwardBatch:
-    """groups: one for each KV group · layer_places: for each layer, its group and its place in that group.
+class HostBatch:
+    """On the CPU. groups: one for each KV group · layer_places: for each layer, its group and its place in that group.
 
     num_tokens: T without padding · starts, num_new,
     contexts [R]: first token, tokens of this step, and positions stored after it · paged_* [N]: token, row and context of each
@@ -86,6 +87,9 @@ class ForwardBatch:
         return self.groups[group], place
 
 
+ForwardBatch = HostBatch | DeviceBatch
+
+
 def padded_rows(num_rows: int) -> int:
     """The next of few row counts: oneDNN builds a matrix product anew (0.3 to 2 ms) for every count it has not seen."""
     if num_rows <= 8:
@@ -100,7 +104,7 @@ def build_batch(
     memory: Sequence[GroupMemory],
     layer_places: Sequence[tuple[int, int]],
     padded: bool = False,
-) -> ForwardBatch:
+) -> HostBatch:
     """padded: T is one of few counts (the last tokens are not stored and attend to nothing). Work is per
     array, never per row."""
     block_tokens = memory[0].kv.shape[4]
@@ -139,7 +143,7 @@ def build_batch(
         groups.append(GroupBatch(own.kv, own.kv_flat, own.window_tokens, block_table, slots, turns[own.rotary]))
     if missing:
         input_ids = np.concatenate((input_ids, nothing))
-    return ForwardBatch(
+    return HostBatch(
         input_ids=torch.from_numpy(input_ids),
         num_tokens=num_tokens,
         groups=groups,

@@ -1,7 +1,8 @@
 """The one place that picks a kernel or its torch reference. Models and layers call these and nothing below them.
 
-`configure` must run before the first operation. Numba serves float32 and bfloat16 on the CPU where it is installed; the reference
-serves everything else. Shapes: T tokens, W width, H query heads, G KV heads, D head size, V vocabulary.
+`configure` or `configure_gpu` must run before the first operation. On a GPU Triton serves everything but matrix products. On the
+CPU Numba serves float32 and bfloat16 where it is installed; the reference serves everything else. Shapes: T tokens, W width,
+H query heads, G KV heads, D head size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.device_batch import DeviceBatch
 from engine.forward_batch import ForwardBatch, GroupBatch
 from engine.kernels import reference
 from loader.sizing import PREFILL_TILE_TOKENS, sampler_rows
@@ -26,6 +28,7 @@ from loader.sizing import PREFILL_TILE_TOKENS, sampler_rows
 # their inputs stay in the first-level cache.
 FEW_ROWS, FEW_ROWS_MIN_INPUTS, FEW_ROWS_MAX_INPUTS = 4, 512, 8192
 _kernels: Any = None  # engine.kernels.cpu, once configured and if numba is there
+_gpu: Any = None  # engine.kernels.gpu, once configured for a GPU
 
 
 def configure(cache_dir: str, use_kernels: bool = True) -> bool:
@@ -33,7 +36,8 @@ def configure(cache_dir: str, use_kernels: bool = True) -> bool:
 
     The folder's name carries a digest of their sources, because Numba looks only at the file of the kernel itself.
     """
-    global _kernels
+    global _kernels, _gpu
+    _gpu = None
     if not use_kernels or importlib.util.find_spec("numba") is None:
         _kernels = None
         return False
@@ -49,6 +53,15 @@ def configure(cache_dir: str, use_kernels: bool = True) -> bool:
 
     _kernels = cpu
     return True
+
+
+def configure_gpu(cache_dir: str) -> None:
+    """Finds the kernels of the GPU that this process owns, to be kept compiled in cache_dir. Raises ImportError without Triton."""
+    global _kernels, _gpu
+    from engine.kernels import gpu
+
+    gpu.configure(str(Path(cache_dir or Path.home() / ".cache" / "hearthd") / "triton"))
+    _kernels, _gpu = None, gpu
 
 
 def _threading_layer() -> str:
@@ -108,6 +121,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, around_one: bool = False) -> Tensor:
     """x [T, W], each row normalised, times weight [W] (around_one: times 1 + weight)."""
+    if _gpu is not None:
+        return _gpu.rms_norm(x, weight, eps, around_one)
     if not _served(x):
         return reference.rms_norm(x, weight, eps, around_one)
     out = torch.empty_like(x)
@@ -117,6 +132,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, around_one: bool = False) ->
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, around_one: bool = False) -> Tensor:
     """residual += x in place; returns its norm."""
+    if _gpu is not None:
+        return _gpu.add_rms_norm(x, residual, weight, eps, around_one)
     if not _served(x):
         return reference.add_rms_norm(x, residual, weight, eps, around_one)
     out = torch.empty_like(x)
@@ -126,6 +143,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, around
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """[T, 2 W] -> [T, W]: silu(gate) * up."""
+    if _gpu is not None:
+        return _gpu.gate_and_mul(gate_up, gelu=False)
     if not _served(gate_up):
         return reference.silu_and_mul(gate_up)
     out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
@@ -135,6 +154,8 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 
 def gelu_and_mul(gate_up: Tensor) -> Tensor:
     """[T, 2 W] -> [T, W]: gelu(gate) * up, gelu in its form with tanh."""
+    if _gpu is not None:
+        return _gpu.gate_and_mul(gate_up, gelu=True)
     if not _served(gate_up):
         return reference.gelu_and_mul(gate_up)
     out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
@@ -153,12 +174,16 @@ class HeadNorms:
 
 
 def rope_and_store(qkv: Tensor, norms: HeadNorms | None, layer: int, heads: int, batch: ForwardBatch) -> None:
-    """Normalises (if norms are given) and rotates queries and keys of qkv [T, (H + 2 G) D] in place; stores keys and values."""
+    """Normalises (if norms are given) and rotates queries and keys of qkv [T, (H + 2 G) D] in place (on a GPU only queries); stores
+    keys and values."""
+    query_norm, key_norm = (None, None) if norms is None else (norms.query, norms.key)
+    eps, around_one = (0.0, False) if norms is None else (norms.eps, norms.around_one)
+    if isinstance(batch, DeviceBatch):
+        _gpu.rope_and_store(qkv, query_norm, key_norm, around_one, eps, layer, heads, batch)
+        return
     group, place = batch.group_of(layer)
     kv = group.kv
-    eps, around_one = (0.0, False) if norms is None else (norms.eps, norms.around_one)
     if not _served(qkv):
-        query_norm, key_norm = (None, None) if norms is None else (norms.query, norms.key)
         slots = torch.from_numpy(group.slots)
         reference.rope_and_store(qkv, group.cos_sin, query_norm, key_norm, around_one, eps, kv, place, heads, slots)
         return
@@ -187,6 +212,8 @@ def attention(qkv: Tensor, layer: int, heads: int, scale: float, softcap: float,
 
     softcap: scores become softcap * tanh(score / softcap); 0: they stay.
     """
+    if isinstance(batch, DeviceBatch):
+        return _gpu.attention(qkv, layer, heads, scale, softcap, batch)
     group, place = batch.group_of(layer)
     kv = group.kv
     kv_heads, head_dim = kv.shape[3], kv.shape[5]
@@ -271,6 +298,8 @@ def softcap(x: Tensor, cap: float) -> Tensor:
 
 def greedy(logits: Tensor) -> tuple[Any, Any]:
     """logits [N, V] -> (ids [N] int32, bad [N] bool) as numpy arrays; bad: the row holds NaN or an infinity."""
+    if _gpu is not None:
+        return _drawn(*_gpu.greedy(logits))
     if not _served(logits):
         best, not_finite = reference.greedy(logits)
         return best.to(torch.int32).numpy(), not_finite.numpy()
@@ -284,6 +313,9 @@ def greedy(logits: Tensor) -> tuple[Any, Any]:
 
 def sample(logits: Tensor, temperature: Any, top_p: Any, top_k: Any, min_p: Any, key0: Any, key1: Any) -> tuple[Any, Any]:
     """Draws one token for each row of logits [N, V]; the rest are numpy arrays [N] (keys uint32). Returns as `greedy` does."""
+    if _gpu is not None:
+        arrays = (temperature, top_p, top_k, min_p, key0.view(np.int32), key1.view(np.int32))
+        return _drawn(*_gpu.sample(logits, *(_gpu.column(x, logits.device) for x in arrays)))
     if not _served(logits):
         arrays = (temperature, top_p, top_k, min_p, key0.astype(np.int64), key1.astype(np.int64))
         columns = [torch.from_numpy(x) for x in arrays]
@@ -299,10 +331,17 @@ def sample(logits: Tensor, temperature: Any, top_p: Any, top_k: Any, min_p: Any,
     return ids, bad
 
 
+def _drawn(ids: Tensor, bad: Tensor) -> tuple[Any, Any]:
+    return ids.cpu().numpy(), bad.cpu().numpy().astype(np.bool_)
+
+
 def top_logprobs(logits: Tensor, rows: Any, chosen: Any, num_top: int) -> tuple[Any, Any, Any]:
     """Log-softmax of rows [M] (int32 array) of logits [N, V]: at chosen [M] int32 -> [M] float32; ids and values [M, num_top] of
     the likeliest. Numpy arrays; the rows are finite."""
     num_top = min(num_top, logits.shape[1])
+    if _gpu is not None:
+        on_device = (_gpu.column(x, logits.device) for x in (rows, chosen))
+        return tuple(x.cpu().numpy() for x in _gpu.top_logprobs(logits, *on_device, num_top))
     picked, top_ids = np.empty(len(rows), np.float32), np.empty((len(rows), num_top), np.int32)
     top = np.empty((len(rows), num_top), np.float32)
     if _served(logits):
@@ -318,6 +357,9 @@ def top_logprobs(logits: Tensor, rows: Any, chosen: Any, num_top: int) -> tuple[
 
 def penalise(row: Tensor, tokens: Any, num_prompt: int, presence: float, frequency: float, repetition: float) -> None:
     """Penalties on one row's logits [V] float32, in place; tokens: int32 array, prompt then output."""
+    if _gpu is not None:
+        _gpu.penalise(row, _gpu.column(tokens, row.device), num_prompt, presence, frequency, repetition)
+        return
     if not _served(row):
         reference.penalise(row, torch.from_numpy(tokens), num_prompt, presence, frequency, repetition)
         return

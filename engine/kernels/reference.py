@@ -95,16 +95,57 @@ def paged_attention(
     scale: float,
     softcap: float,
     out: Tensor,
+    sinks: Tensor | None = None,
 ) -> None:
     """Query tokens [N] of qkv [T, (H + 2 G) D] attend to the first contexts[n] positions of row rows[n], of these to the last
-    `window` (0: all); out [T, H D]. Softmax in float32."""
+    `window` (0: all); out [T, H D]. Softmax in float32. sinks [H]: of each head one more score, whose value is 0."""
     kv_heads, _, head_dim = kv.shape[3:]
     for token, row, context in zip(tokens.tolist(), rows.tolist(), contexts.tolist(), strict=True):
         first = max(0, context - window) if window else 0
         key, value = gather_context(kv, layer, block_table[row], first, context)
         query = qkv[token, : heads * head_dim].view(kv_heads, heads // kv_heads, head_dim).float() * scale
-        weights = torch.softmax(capped(query @ key.float().transpose(1, 2), softcap), dim=-1)
+        scores = capped(query @ key.float().transpose(1, 2), softcap)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.view(kv_heads, -1, 1)), dim=-1)
+        weights = torch.softmax(scores, dim=-1)[..., : key.shape[1]]
         out[token] = (weights @ value.float()).reshape(-1).to(out.dtype)
+
+
+def prepare_inputs(
+    token_rows: Tensor,
+    host_ids: Tensor,
+    slots: Tensor,
+    firsts: Tensor,
+    starts: Tensor,
+    last_ids: Tensor,
+    block_table: Tensor,
+    block_tokens: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(input_ids, positions, kv_slots) [T] of tokens in rows token_rows [T], whose first ones [R] are at positions `firsts` and at
+    `starts` in T. Ids below 0 are last_ids [S + 1] of the row's slot; block_table [S + 1, B]; slot S is padding, stored nowhere."""
+    rows = token_rows.long()
+    slot = slots[rows].long()
+    positions = firsts[rows] + torch.arange(len(rows)) - starts[rows]
+    cells = block_table[slot, positions // block_tokens].long() * block_tokens + positions % block_tokens
+    kv_slots = torch.where(slot < len(last_ids) - 1, cells, -1)
+    return torch.where(host_ids < 0, last_ids[slot], host_ids), positions, kv_slots
+
+
+def split_contexts(
+    contexts: Tensor, window: int, target: int, split_tokens: int, num_items: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Cuts the last `window` (0: all) of each row's contexts [R] into pieces of about 1 / target of them all, a multiple of
+    split_tokens: rows, begins, ends [num_items] (0 where unused), and the first piece of each row [R + 1]."""
+    begin = (contexts - window).clamp(min=0) if window else torch.zeros_like(contexts)
+    length = contexts - begin
+    piece = max(1, -(-int(length.sum()) // (target * split_tokens))) * split_tokens
+    pieces = (length + piece - 1) // piece
+    firsts = torch.cat((torch.zeros(1, dtype=torch.int64), pieces.cumsum(0)))
+    rows = torch.repeat_interleave(torch.arange(len(contexts)), pieces)
+    begins = begin[rows] + (torch.arange(len(rows)) - firsts[rows]) * piece
+    ends = torch.minimum(begins + piece, contexts[rows])
+    missing = (0, num_items - len(rows))
+    return functional.pad(rows, missing), functional.pad(begins, missing), functional.pad(ends, missing), firsts
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float, mask: Tensor | None) -> Tensor:
@@ -146,6 +187,12 @@ def gelu_and_mul(gate_up: Tensor) -> Tensor:
     """[T, 2 W] -> [T, W]: gelu(gate) * up, gelu in its form with tanh."""
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.gelu(gate, approximate="tanh") * up
+
+
+def gather_rows(table: Tensor, ids: Tensor, scale: float) -> Tensor:
+    """table [V, W], ids [T] -> [T, W], times scale in float32."""
+    rows = functional.embedding(ids, table)
+    return rows if scale == 1.0 else (rows.float() * scale).to(table.dtype)
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,90 @@
+"""What a step's tokens are, worked out on the GPU (Triton) from columns the host sends. Twin: reference.prepare_inputs.
+
+Shapes: R rows, T tokens, S slots, B blocks a sequence may hold, N sampling rows. Slot S belongs to no sequence: padding goes there.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = tl.constexpr(128)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_slots"])
+def _prepare_kernel(
+    token_rows,  # [T] int32
+    host_ids,  # [T] int32; below 0: the token is what the slot's last step sampled
+    slots,  # [R] int32
+    firsts,  # [R] int32
+    starts,  # [R] int32
+    last_ids,  # [S + 1] int32
+    block_table,  # [S + 1, B] int32
+    input_ids,  # [T] int32
+    positions,  # [T] int32
+    kv_slots,  # [T] int64
+    num_tokens,
+    num_slots,
+    table_stride,
+    BLOCK_TOKENS: tl.constexpr,
+):
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = token < num_tokens
+    row = tl.load(token_rows + token, mask=inside, other=0)
+    slot = tl.load(slots + row, mask=inside, other=0)
+    position = tl.load(firsts + row, mask=inside, other=0) + token - tl.load(starts + row, mask=inside, other=0)
+    known = tl.load(host_ids + token, mask=inside, other=0)
+    last = tl.load(last_ids + slot, mask=inside, other=0)
+    tl.store(input_ids + token, tl.where(known < 0, last, known), mask=inside)
+    tl.store(positions + token, position, mask=inside)
+    block = tl.load(block_table + slot.to(tl.int64) * table_stride + position // BLOCK_TOKENS, mask=inside, other=0)
+    cell = block.to(tl.int64) * BLOCK_TOKENS + position % BLOCK_TOKENS
+    tl.store(kv_slots + token, tl.where(slot < num_slots, cell, -1), mask=inside)
+
+
+def prepare_inputs(
+    token_rows: Tensor,
+    host_ids: Tensor,
+    slots: Tensor,
+    firsts: Tensor,
+    starts: Tensor,
+    last_ids: Tensor,
+    block_table: Tensor,
+    block_tokens: int,
+    input_ids: Tensor,
+    positions: Tensor,
+    kv_slots: Tensor,
+) -> None:
+    """Fills input_ids and positions [T] int32 and kv_slots [T] int64 (-1 for rows of slot S). firsts, starts [R]: position, and
+    place in T, of each row's first token; token_rows [T]: the row of each token."""
+    num_tokens = len(token_rows)
+    _prepare_kernel[(triton.cdiv(num_tokens, BLOCK.value),)](
+        token_rows,
+        host_ids,
+        slots,
+        firsts,
+        starts,
+        last_ids,
+        block_table,
+        input_ids,
+        positions,
+        kv_slots,
+        num_tokens,
+        len(last_ids) - 1,
+        block_table.stride(0),
+        BLOCK_TOKENS=block_tokens,
+        num_warps=4,
+    )
+
+
+@triton.jit(do_not_specialize=["num_values"])
+def _set_kernel(target, places, values, num_values):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < num_values
+    tl.store(target + tl.load(places + at, mask=inside, other=0), tl.load(values + at, mask=inside, other=0), mask=inside)
+
+
+def set_entries(target: Tensor, places: Tensor, values: Tensor) -> None:
+    """target.view(-1)[places] = values, all int32; of places that come twice either value stays."""
+    _set_kernel[(triton.cdiv(len(places), BLOCK.value),)](target, places, values, len(places), num_warps=4)

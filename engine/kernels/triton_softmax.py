@@ -1,0 +1,39 @@
+"""Pieces of the attention kernels (Triton). Scores are kept in powers of two, so that one instruction makes a weight of each.
+
+Shapes: M queries, N positions, D head size (padded to a power of two).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def scores_of(query, key, scale, softcap, SOFTCAP: tl.constexpr, WIDEN: tl.constexpr):
+    """query [M, D], key [N, D] -> [M, N] float32, times log2(e).
+
+    WIDEN: products of float32; Triton's interpreter multiplies bfloat16 by its bits."""
+    if WIDEN:
+        key = key.to(tl.float32)
+    scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+    if SOFTCAP:
+        # tanh(x) = 1 - 2 / (e**2x + 1)
+        scores = softcap - 2.0 * softcap / (tl.exp2(scores * (2.0 * LOG2_E / softcap)) + 1.0)
+    return scores * LOG2_E
+
+
+@triton.jit
+def accumulate(scores, value, top, total, sums, WIDEN: tl.constexpr):
+    """One step of the running softmax: scores [M, N] (-inf: not seen), value [N, D]; top and total [M], sums [M, D]."""
+    new_top = tl.maximum(top, tl.max(scores, axis=1))
+    seen = tl.where(new_top == float("-inf"), 0.0, new_top)  # nothing yet: -inf less -inf is no number
+    weights = tl.exp2(scores - seen[:, None])
+    kept = tl.exp2(top - seen)
+    total = total * kept + tl.sum(weights, axis=1)
+    weights = weights.to(value.dtype)
+    if WIDEN:
+        weights, value = weights.to(tl.float32), value.to(tl.float32)
+    return new_top, total, tl.dot(weights, value, sums * kept[:, None], input_precision="ieee")

@@ -1,0 +1,109 @@
+"""Compiles every Triton kernel to machine code of compute capability 9.0 on a machine that has no GPU, as the engine would launch
+it for an 8B model in bfloat16. Prints one JSON line each: what the assembler says of it, and which instructions it has.
+
+usage: python -m tests.engine.kernels.compile_for_hopper (not under TRITON_INTERPRET)
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+import subprocess
+import tempfile
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from engine.kernels import gpu, triton_decode, triton_extend, triton_inputs, triton_rope, triton_rows, triton_sampling
+
+HEADS, KV_HEADS, HEAD_DIM, WIDTH, INNER, VOCAB, ROWS = 32, 8, 128, 4096, 14336, 128256, 8
+CUOBJDUMP = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+class NoGpu:
+    """Triton's driver, as far as compiling asks it anything."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def assembled(cubin: bytes) -> dict[str, int]:
+    """stack_bytes: what did not fit into registers."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        told = subprocess.run([str(CUOBJDUMP), "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return {name: int(re.findall(rf"{key}:(\d+)", told)[0]) for name, key in (("registers", "REG"), ("stack_bytes", "STACK"))}
+
+
+def compile_instead_of_running() -> None:
+    seen: set[str] = set()
+    run = JITFunction.run
+
+    def compiled(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        made = run(self, *args, grid=grid, warmup=True, **options)
+        if made.hash not in seen:
+            seen.add(made.hash)
+            ptx = made.asm["ptx"]
+            line = {
+                "kernel": self.fn.__name__,
+                "warps": made.metadata.num_warps,
+                "shared_bytes": made.metadata.shared,
+                "wgmma": ptx.count("wgmma.mma_async"),
+                "mma": ptx.count("mma.sync"),
+                "async_copies_of_16_bytes": len(re.findall(r"cp\.async\.cg[^\n]*, 0x10", ptx)),
+            }
+            print(json.dumps(line | assembled(made.asm["cubin"])), flush=True)
+        return made
+
+    JITFunction.run = compiled
+    triton.runtime.driver.set_active(NoGpu())
+
+
+def main() -> None:
+    assert not gpu.INTERPRETED
+    compile_instead_of_running()
+    dtype = torch.bfloat16
+    qkv = torch.zeros(ROWS, (HEADS + 2 * KV_HEADS) * HEAD_DIM, dtype=dtype)
+    kv, out = torch.zeros(ROWS, 4, 2, KV_HEADS, 16, HEAD_DIM, dtype=dtype), torch.zeros(ROWS, HEADS * HEAD_DIM, dtype=dtype)
+    table, ints, longs, floats = (
+        torch.zeros(ROWS + 1, 64, dtype=torch.int32),
+        torch.zeros(ROWS, dtype=torch.int32),
+        torch.zeros(ROWS, dtype=torch.int64),
+        torch.zeros(ROWS),
+    )
+    gpu.split_contexts(torch.zeros(gpu.MANY_ROWS, dtype=torch.int32), 0, 132)
+    work = gpu.split_contexts(ints, 0, 132)
+    triton_decode.decode_attention(qkv, kv, 3, HEADS, table, ints, work, 0.1, 0.0, None, False, out)
+    for window, softcap in ((0, 0.0), (4096, 50.0)):
+        columns = (table, ints, ints, ints, ints, ints, ints)
+        triton_extend.extend_attention(qkv, kv, 3, HEADS, *columns, window, 0.1, softcap, None, False, out)
+    turns, norm = gpu.cos_sin(ints, torch.zeros(HEAD_DIM // 2), 1.0), qkv[0, :HEAD_DIM]
+    for norms in ((None, None), (norm, norm)):
+        triton_rope.rope_and_store(qkv, turns, *norms, False, 1e-6, kv, 3, HEADS, longs)
+    x = torch.zeros(ROWS, WIDTH, dtype=dtype)
+    gpu.rms_norm(x, x[0], 1e-5, False)
+    gpu.add_rms_norm(x, x, x[0], 1e-5, False)
+    for gelu in (False, True):
+        gpu.gate_and_mul(torch.zeros(ROWS, 2 * INNER, dtype=dtype), gelu)
+    triton_rows.gather_rows(x, ints, 1.0, x)
+    gpu.prepare_inputs(ints, ints, ints, ints, ints, torch.zeros(ROWS + 1, dtype=torch.int32), table, 16)
+    triton_inputs.set_entries(table, ints, ints)
+    logits = torch.zeros(ROWS, VOCAB, dtype=dtype)
+    gpu.sample(logits, floats, floats, ints, floats, ints, ints)
+    triton_sampling.penalise(logits.float(), table, ints, ints, floats, floats, floats)
+    gpu.top_logprobs(logits, ints, ints, 20)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""What the interpreter cannot tell: that the kernels compile for a GPU, and to what."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+ROOT = pathlib.Path(__file__).parents[3]
+
+
+def test_kernels_compile_for_hopper_with_tensor_cores_and_without_spills(tmp_path: pathlib.Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(ROOT / ".pytest_cache" / "triton")
+    command = [sys.executable, "-m", "tests.engine.kernels.compile_for_hopper"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [json.loads(text) for text in done.stdout.splitlines()]
+    kernels = {line["kernel"] for line in lines}
+    assert len(kernels) >= 13, kernels
+    for line in lines:
+        assert line["stack_bytes"] == 0 or line["kernel"] == "_cos_sin_kernel", line  # angles of any size are reduced on the stack
+        assert line["shared_bytes"] <= 227 << 10  # what a block may have
+        if line["kernel"] == "_piece_kernel":
+            assert line["mma"] > 0
+            assert line["async_copies_of_16_bytes"] > 0
+        if line["kernel"] == "_extend_kernel":
+            assert line["wgmma"] > 0
+            assert line["async_copies_of_16_bytes"] > 0

@@ -1,0 +1,21 @@
+"""Every Triton kernel, compiled for the GPU at hand, against its torch twin: the cases that run interpreted elsewhere."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tests.engine.kernels.kernel_cases import CASES, Draw
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+# each shape of attention is compiled by itself, which takes seconds
+NUM_SHAPES = {"decode_attention": 14, "extend_attention": 14, "rope": 20}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("name", list(CASES))
+def test_kernel_equals_its_twin(name: str, dtype: torch.dtype) -> None:
+    for seed in range(NUM_SHAPES.get(name, 50)):
+        CASES[name](Draw(seed, dtype, "cuda"))
