@@ -39,14 +39,15 @@ class LogitEdit:
         params = self.params
         if params is not None:
             if params.logit_bias:
-                ids = torch.tensor(list(params.logit_bias), dtype=torch.int64)
-                row[ids] += torch.tensor(list(params.logit_bias.values()), dtype=torch.float32)
+                ids = torch.tensor(list(params.logit_bias), dtype=torch.int64, device=row.device)
+                row[ids] += torch.tensor(list(params.logit_bias.values()), dtype=torch.float32, device=row.device)
             presence, frequency, repetition = params.presence_penalty, params.frequency_penalty, params.repetition_penalty
             if presence != 0.0 or frequency != 0.0 or repetition != 1.0:
                 ops.penalise(row, self.tokens, self.num_prompt, presence, frequency, repetition)
         if self.banned is not None:
-            before = row[self.banned]
-            row[self.banned] = torch.where(torch.isfinite(before), torch.finfo(row.dtype).min, before)
+            banned = self.banned.to(row.device)
+            before = row[banned]
+            row[banned] = torch.where(torch.isfinite(before), torch.finfo(row.dtype).min, before)
 
 
 @dataclass(slots=True)
@@ -141,7 +142,7 @@ def sample_tokens(logits: Tensor, rows: SamplingRows, first: int) -> tuple[IntAr
             return _draw(logits, rows, drawn + first)
         ids, bad = ops.greedy(logits)
         if len(drawn):
-            ids[drawn], bad[drawn] = _draw(logits[torch.from_numpy(drawn)], rows, drawn + first)
+            ids[drawn], bad[drawn] = _draw(logits[torch.from_numpy(drawn).to(logits.device)], rows, drawn + first)
     step = sampler_rows(logits.shape[1])
     for at in range(0, len(edited), step):
         _sample_edited(logits, rows, np.array(edited[at : at + step]), first, ids, bad)
@@ -152,7 +153,7 @@ def _sample_edited(
     logits: Tensor, rows: SamplingRows, edited: npt.NDArray[np.intp], first: int, ids: IntArray, bad: BoolArray
 ) -> None:
     """Picks tokens for these rows from a float32 copy: in half precision a small penalty would be lost."""
-    copy = logits[torch.from_numpy(edited - first)].float()
+    copy = logits[torch.from_numpy(edited - first).to(logits.device)].float()
     for row, number in zip(copy, edited.tolist(), strict=True):
         rows.edits[number].apply(row)
     greedy = rows.greedy[edited]
@@ -161,7 +162,9 @@ def _sample_edited(
     drawn = np.flatnonzero(~greedy)
     if len(drawn):
         at = edited[drawn]
-        ids[at - first], bad[at - first] = _draw(copy if len(drawn) == len(copy) else copy[torch.from_numpy(drawn)], rows, at)
+        ids[at - first], bad[at - first] = _draw(
+            copy if len(drawn) == len(copy) else copy[torch.from_numpy(drawn).to(copy.device)], rows, at
+        )
 
 
 def _draw(logits: Tensor, rows: SamplingRows, at: npt.NDArray[np.intp]) -> tuple[IntArray, BoolArray]:

@@ -18,7 +18,7 @@ def apply_row_masks(logits: Tensor, masks: RowMasks, first: int) -> None:
     inside = [at for at, row in enumerate(masks.rows.tolist()) if first <= row < first + len(logits)]
     for start in range(0, len(inside), ROWS_AT_ONCE):
         part = slice(inside[start], inside[min(start + ROWS_AT_ONCE, len(inside)) - 1] + 1)  # rows ascend: one run
-        rows = torch.from_numpy(masks.rows[part] - first)
+        rows = torch.from_numpy(masks.rows[part] - first).to(logits.device)
         values = logits[rows]
-        keep = torch.from_numpy(masks.allowed(part, logits.shape[1])) | ~torch.isfinite(values)
+        keep = torch.from_numpy(masks.allowed(part, logits.shape[1])).to(logits.device) | ~torch.isfinite(values)
         logits[rows] = torch.where(keep, values, torch.finfo(logits.dtype).min)

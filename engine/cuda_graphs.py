@@ -1,0 +1,91 @@
+"""Decode steps as CUDA graphs: one for each of few row counts, captured when first needed, all in one memory pool.
+
+A graph holds addresses: of weights (which come back to the same range after an eviction), of the KV arena, of the model's sequences
+and of its own input columns. Graphs that share a pool must not run at the same time: all steps of a device are on one stream.
+
+Shapes: R rows, padded.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.device_state import Staging
+
+WARM_UP_STEPS = 2  # compile kernels and let libraries allocate what they keep, outside the capture
+
+# Every graph's memory, and the stream they are captured on (libraries keep a work space a stream), of all models of this process.
+_pool: Any = None
+_stream: Any = None
+
+
+def graph_rows(num_rows: int) -> int:
+    """The row count of the graph that runs num_rows: 1, 2, 4, then multiples of 8, of 16 above 64, of 32 above 128."""
+    if num_rows <= 4:
+        return 1 << (num_rows - 1).bit_length()
+    step = 8 if num_rows <= 64 else 16 if num_rows <= 128 else 32
+    return -(-num_rows // step) * step
+
+
+@dataclass(slots=True)
+class DecodeGraph:
+    graph: Any
+    inputs: Tensor  # int32: every column, as Staging.send lays them out
+    drawn: Tensor  # [2, R] int32
+    capture_s: float
+    num_bytes: int  # what the pool grew by
+
+
+class DecodeGraphs:
+    """step(columns) -> [2, R] int32 is what is captured; last_ids: where it leaves tokens for the next one; max_rows: larger steps
+    have no graph (0: none has)."""
+
+    def __init__(self, step: Callable[[dict[str, Tensor]], Tensor], staging: Staging, last_ids: Tensor, max_rows: int) -> None:
+        self._step, self._staging, self._last_ids, self._max_rows = step, staging, last_ids, max_rows
+        self.captured: dict[int, DecodeGraph] = {}
+
+    def rows_for(self, num_rows: int) -> int:
+        """0: no graph is to run this many rows."""
+        rows = graph_rows(num_rows)
+        return rows if rows <= self._max_rows else 0
+
+    def run(self, num_rows: int, columns: Mapping[str, Any]) -> Tensor:
+        """Runs a step of num_rows (as rows_for gave them) and returns [2, R] int32, overwritten by the next run."""
+        graph = self.captured.get(num_rows)
+        if graph is None:
+            graph = self.captured[num_rows] = self._capture(columns)
+        else:
+            self._staging.send(columns, graph.inputs)
+        graph.graph.replay()
+        return graph.drawn
+
+    def _capture(self, columns: Mapping[str, Any]) -> DecodeGraph:
+        global _pool, _stream
+        began_s = time.perf_counter()
+        num_words = sum(-(-len(column) // 4) * 4 for column in columns.values())
+        inputs = torch.zeros(num_words, dtype=torch.int32, device=self._last_ids.device)
+        static = self._staging.send(columns, inputs)
+        last_ids = self._last_ids.clone()
+        if _pool is None:
+            _pool, _stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        _stream.wait_stream(current)
+        with torch.cuda.stream(_stream):
+            for _ in range(WARM_UP_STEPS):
+                self._step(static)
+                self._last_ids.copy_(last_ids)  # the step takes its inputs from there
+            reserved = torch.cuda.memory_reserved()
+            # other threads (loads, copies) go on while this one captures
+            graph.capture_begin(pool=_pool, capture_error_mode="thread_local")
+            try:
+                drawn = self._step(static)
+            finally:
+                graph.capture_end()
+        current.wait_stream(_stream)
+        return DecodeGraph(graph, inputs, drawn, time.perf_counter() - began_s, torch.cuda.memory_reserved() - reserved)

@@ -1,0 +1,340 @@
+"""A model on a GPU: steps are launched, and their tokens read later, so the next one can be under way before they are.
+
+A step's inputs are worked out on the device (kernels/triton_inputs.py): the host sends a few columns a row, and a token that it has
+not seen yet is taken from where the step before left it. Steps that only decode, with settings that need no host, are one CUDA
+graph each (engine/cuda_graphs.py).
+
+Shapes: R rows, T tokens, N sampling rows, S slots, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.contracts import BatchPlan, FloatArray, SequenceTable, StepResult
+from engine.cuda_graphs import DecodeGraphs
+from engine.device_batch import DeviceBatch, DeviceGroup, QueryTiles
+from engine.device_state import DeviceSequences, Staging
+from engine.forward_batch import Rotary
+from engine.grammar.row_masks import RowMasks
+from engine.kernels import gpu
+from engine.layers.rope import rotary_of
+from engine.layers.weights import Weights
+from engine.logprobs import LogprobCollector, OwedPrompts, owed_prompt_rows
+from engine.memory.weight_range import WeightRange
+from engine.models.registry import CausalLM, build_model
+from engine.protocol import LoadModel
+from engine.sampler import SamplingRows, constrain, sample_tokens, sampling_rows
+from engine.step_columns import Columns, ExtendStep, decode_columns, extend_step, padding_columns, sampling_columns
+from loader import sizing
+from loader.hf_config import ModelShape
+
+LOGITS_ROWS = 256  # sampling rows whose logits are computed at a time
+DECODE_PIECES_PER_CORE = 8  # how finely contexts are cut among the multiprocessors
+CPU_CORES = 2  # what stands for multiprocessors where the kernels are interpreted
+
+
+@dataclass(slots=True, frozen=True)
+class DeviceGroupMemory:
+    """One KV group of the model: kv as forward_batch.GroupMemory has it; rotary on the device."""
+
+    kv: Tensor
+    rotary: Rotary
+    window_tokens: int
+    block_tokens: int
+
+
+class Launched(Protocol):
+    """A step under way."""
+
+    def wait(self) -> StepResult:
+        """Its sampled ids, and its device seconds."""
+        ...
+
+
+class PendingStep:
+    """On the device; `wait` blocks without spinning."""
+
+    def __init__(self, drawn: Tensor, started: Any, done: Any, began_s: float) -> None:
+        self._drawn, self._started, self._done, self._began_s = drawn, started, done, began_s
+
+    def wait(self) -> StepResult:
+        if self._done is None:
+            seconds = time.perf_counter() - self._began_s
+        else:
+            self._done.synchronize()
+            seconds = self._started.elapsed_time(self._done) / 1e3
+        drawn = self._drawn.numpy()
+        return StepResult(drawn[0].copy(), drawn[1] != 0, seconds)
+
+
+class CudaModel:
+    """engine.contracts.HostedModel on a GPU, or on the CPU with interpreted kernels (for tests). Not for two threads at a time.
+
+    arena: the device's KV memory as uint8. max_graph_rows: decode steps of up to so many rows run as graphs, 0: none do."""
+
+    def __init__(
+        self,
+        spec: LoadModel,
+        shape: ModelShape,
+        weights: WeightRange,
+        arena: Tensor,
+        block_tokens: int,
+        max_graph_rows: int = 0,
+    ) -> None:
+        self.name, self.vocab_size, self.weights_bytes, self.shape = spec.model, shape.vocab_size, weights.num_bytes, shape
+        self.kv_groups = sizing.kv_groups(shape, spec.dtype, block_tokens)
+        self._device = arena.device
+        self._weights = weights
+        self._eos_token_ids = spec.eos_token_ids
+        max_blocks = -(-spec.max_model_len // block_tokens)
+        self._block_tokens = block_tokens
+        dtype: torch.dtype = getattr(torch, spec.dtype)
+        self._model: CausalLM | None = build_model(shape, Weights(shape, spec.dtype, weights))
+        rotary = self._rotary(shape.rope, spec.max_model_len)
+        local = rotary if shape.local_rope is None else self._rotary(shape.local_rope, spec.max_model_len)
+        self._memory = []
+        for group in self.kv_groups:
+            block_shape = (len(group.layers), 2, shape.num_kv_heads, group.block_tokens, shape.head_dim)
+            num_blocks = len(arena) // group.block_bytes
+            kv = arena[: num_blocks * group.block_bytes].view(dtype).view(num_blocks, *block_shape)
+            turning = local if group.window_tokens else rotary
+            self._memory.append(DeviceGroupMemory(kv, turning, group.window_tokens, group.block_tokens))
+        places = {layer: (number, place) for number, group in enumerate(self.kv_groups) for place, layer in enumerate(group.layers)}
+        self._layer_places = tuple(places[layer] for layer in range(shape.num_layers))
+        self._staging = Staging(self._device)
+        self._sequences = DeviceSequences(spec.max_sequences, max_blocks, len(self.kv_groups), self._device)
+        cores = CPU_CORES
+        if self._device.type == "cuda":
+            cores = torch.cuda.get_device_properties(self._device).multi_processor_count
+        self._num_pieces = max(1, cores * DECODE_PIECES_PER_CORE // shape.num_kv_heads)
+        self._tile_tokens = gpu.tile_tokens(shape.head_dim, dtype)
+        self.graphs = DecodeGraphs(self._decode, self._staging, self._sequences.last_ids, max_graph_rows)
+
+    def _rotary(self, rope: Any, max_model_len: int) -> Rotary:
+        made = rotary_of(rope, self.shape.head_dim, max_model_len)
+        return Rotary(made.inv_freq.to(self._device), made.scale)
+
+    # ---- steps
+
+    def execute(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> StepResult:
+        """One step, waited for."""
+        return self.launch(plan, table, masks).wait()
+
+    @torch.inference_mode()
+    def launch(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> Launched:
+        """Starts one step. Tokens that table.num_tokens does not count yet are those the slot's last step samples. Rows whose
+        logits the host edits, or whose log-probabilities are wanted, are waited for here."""
+        began_s = time.perf_counter()
+        self._update_blocks(plan, table)
+        owed = owed_prompt_rows(plan, table)
+        rows = sampling_rows(plan, table, self._eos_token_ids, self.vocab_size) if plan.samples.any() else None
+        if rows is not None and masks is not None:
+            constrain(rows, masks)
+        by_host = owed is not None or (rows is not None and bool(rows.edits or rows.num_top is not None or masks is not None))
+        started, done = self._events()
+        if rows is not None and not by_host and plan.samples.all() and plan.num_new.max() == 1:
+            padded = self.graphs.rows_for(len(plan.slots))
+            columns = decode_columns(plan, table, rows, padded or len(plan.slots))
+            drawn = self.graphs.run(padded, columns) if padded else self._decode(self._staging.send(columns))
+            return self._pending(drawn[:, : len(plan.slots)], started, done, began_s)
+        step = extend_step(plan, table, self._tile_tokens, None if owed is None else owed.tokens)
+        hidden = self._forward(step)
+        if by_host:
+            return _Told(self._finish_on_host(hidden, step.num_sampling, rows, plan, table, owed, began_s))
+        if rows is None:
+            return self._pending(torch.empty(2, 0, dtype=torch.int32, device=self._device), started, done, began_s)
+        columns = sampling_columns(rows) | {"slots": plan.slots[plan.samples]}
+        return self._pending(self._draw(hidden, self._staging.send(columns)), started, done, began_s)
+
+    @torch.inference_mode()
+    def warm(self, graph_rows: Sequence[int] = (1, 2, 4, 8)) -> None:
+        """Compiles what steps need and captures graphs of so many rows, with rows that are nobody's: no KV is written."""
+        nobody = np.array([self._sequences.num_slots], np.int32)
+        one, none = np.ones(1, np.int32), np.zeros(1, np.int32)
+        columns: Columns = {
+            "token_rows": np.zeros(2, np.int32),
+            "host_ids": np.zeros(2, np.int32),
+            "slots": nobody,
+            "firsts": none,
+            "starts": none,
+            "contexts": one + one,
+            "num_new": one + one,
+            "tile_rows": none,
+            "tile_firsts": none,
+            "wanted": one,
+        }
+        hidden = self._forward(ExtendStep(columns, 0, 1, 1))
+        self._draw(hidden, self._staging.send(padding_columns(1, self._sequences.num_slots)))
+        for num_rows in (1, gpu.MANY_ROWS):
+            self._decode(self._staging.send(padding_columns(num_rows, self._sequences.num_slots)))
+        for num_rows in graph_rows:
+            self.capture(num_rows)
+
+    @torch.inference_mode()
+    def capture(self, num_rows: int) -> None:
+        """Makes the graph that runs num_rows, if one is to and there is none yet: for idle time."""
+        padded = self.graphs.rows_for(num_rows)
+        if padded and padded not in self.graphs.captured:
+            self.graphs.run(padded, padding_columns(padded, self._sequences.num_slots))
+
+    @torch.inference_mode()
+    def logits(self, plan: BatchPlan, table: SequenceTable, every_token: bool = False) -> FloatArray:
+        """For tests: the same step without sampling. [N, V] float32 of the sampling rows, or [T, V] of all tokens."""
+        self._update_blocks(plan, table)
+        everything = np.arange(int(plan.num_new.sum())) if every_token else None
+        step = extend_step(plan, table, self._tile_tokens, everything)
+        hidden = self._forward(step)
+        part = hidden[step.num_sampling :] if every_token else hidden[: step.num_sampling]
+        return self._loaded().logits(part).float().cpu().numpy()
+
+    def release(self) -> None:
+        """Unmaps the weights. Idempotent; any later step raises RuntimeError."""
+        if self._device.type == "cuda" and self._model is not None:
+            torch.cuda.synchronize(self._device)  # nothing may run on memory that goes
+        self._model = None
+        self._weights.unmap()
+
+    # ---- inside a step
+
+    def _loaded(self) -> CausalLM:
+        if self._model is None:
+            raise RuntimeError(f"model {self.name} was released")
+        return self._model
+
+    def _update_blocks(self, plan: BatchPlan, table: SequenceTable) -> None:
+        num_blocks = -(-int((plan.num_computed + plan.num_new).max()) // self._block_tokens)
+        self._sequences.update(plan.slots, num_blocks, table, self._staging)
+
+    def _events(self) -> tuple[Any, Any]:
+        if self._device.type != "cuda":
+            return None, None
+        started = torch.cuda.Event(enable_timing=True)
+        started.record()
+        return started, torch.cuda.Event(enable_timing=True, blocking=True)
+
+    def _pending(self, drawn: Tensor, started: Any, done: Any, began_s: float) -> PendingStep:
+        if done is not None:
+            on_host = torch.empty(drawn.shape, dtype=drawn.dtype, pin_memory=True)
+            on_host.copy_(drawn, non_blocking=True)
+            done.record()
+            drawn = on_host
+        return PendingStep(drawn, started, done, began_s)
+
+    def _decode(self, columns: dict[str, Tensor]) -> Tensor:
+        """The device's part of a decode step, from the columns to [2, R] int32: ids, and whether the row was bad. Runs eagerly, or
+        while a graph is captured: nothing here may ask the device for a value."""
+        numbers = columns["numbers"]
+        batch = self._batch(
+            numbers,
+            columns["host_ids"],
+            columns["slots"],
+            columns["firsts"],
+            numbers,
+            columns["contexts"],
+            len(numbers),
+            None,
+        )
+        return self._draw(self._loaded().forward(batch, None), columns)
+
+    def _forward(self, step: ExtendStep) -> Tensor:
+        """Hidden states of the step's `wanted` tokens."""
+        sent = self._staging.send(step.columns)
+        tiles = QueryTiles(sent["tile_rows"], sent["tile_firsts"], sent["starts"], sent["num_new"]) if step.num_tiles else None
+        batch = self._batch(
+            sent["token_rows"],
+            sent["host_ids"],
+            sent["slots"],
+            sent["firsts"],
+            sent["starts"],
+            sent["contexts"],
+            step.num_decode,
+            tiles,
+        )
+        return self._loaded().forward(batch, sent["wanted"])
+
+    def _batch(
+        self,
+        token_rows: Tensor,
+        host_ids: Tensor,
+        slots: Tensor,
+        firsts: Tensor,
+        starts: Tensor,
+        contexts: Tensor,
+        num_decode: int,
+        tiles: QueryTiles | None,
+    ) -> DeviceBatch:
+        sequences = self._sequences
+        input_ids, positions, groups = None, None, []
+        turns: dict[Rotary, Tensor] = {}
+        work: dict[int, Any] = {}
+        for memory, block_table in zip(self._memory, sequences.tables, strict=True):
+            input_ids, positions, kv_slots = gpu.prepare_inputs(
+                token_rows, host_ids, slots, firsts, starts, sequences.last_ids, block_table, memory.block_tokens
+            )
+            window = memory.window_tokens
+            if memory.rotary not in turns:
+                turns[memory.rotary] = gpu.cos_sin(positions, memory.rotary.inv_freq, memory.rotary.scale)
+            if num_decode and window not in work:
+                work[window] = gpu.split_contexts(contexts[:num_decode], window, self._num_pieces)
+            groups.append(DeviceGroup(memory.kv, window, block_table, kv_slots, turns[memory.rotary], work.get(window)))
+        assert input_ids is not None
+        return DeviceBatch(input_ids, num_decode, groups, self._layer_places, slots, contexts, tiles)
+
+    def _draw(self, hidden: Tensor, columns: dict[str, Tensor]) -> Tensor:
+        """Samples one id for each row of hidden [N, width], leaves it as its slot's last one; [2, N] int32."""
+        drawn = torch.empty(2, len(hidden), dtype=torch.int32, device=self._device)
+        names = ("temperature", "top_p", "top_k", "min_p", "key0", "key1")
+        for first in range(0, len(hidden), LOGITS_ROWS):
+            part = slice(first, first + LOGITS_ROWS)
+            logits = self._loaded().logits(hidden[part])
+            drawn[0, part], drawn[1, part] = gpu.sample(logits, *(columns[name][part] for name in names))
+        gpu.set_entries(self._sequences.last_ids, columns["slots"], drawn[0])
+        return drawn
+
+    def _finish_on_host(
+        self,
+        hidden: Tensor,
+        num_sampling: int,
+        rows: SamplingRows | None,
+        plan: BatchPlan,
+        table: SequenceTable,
+        owed: OwedPrompts | None,
+        began_s: float,
+    ) -> StepResult:
+        """What hosted_model.TorchModel does with hidden states: edits, masks, log-probabilities."""
+        ids, bad = np.empty(num_sampling, np.int32), np.empty(num_sampling, np.bool_)
+        wanted: LogprobCollector | None = None
+        if rows is not None:
+            if rows.num_top is not None:
+                wanted = LogprobCollector(rows.num_top, table.request_id[plan.slots[plan.samples]])
+            for first in range(0, num_sampling, LOGITS_ROWS):
+                part = self._loaded().logits(hidden[first : min(first + LOGITS_ROWS, num_sampling)])
+                raw = part.clone() if wanted is not None and rows.allowed is not None else part
+                ids[first : first + len(part)], bad[first : first + len(part)] = sample_tokens(part, rows, first)
+                if wanted is not None:
+                    wanted.add(raw, first, ids, bad)
+        result = StepResult(ids, bad, time.perf_counter() - began_s)
+        if wanted is not None:
+            result.logprobs = wanted.result()
+        if owed is not None:
+            result.prompt_logprobs = owed.logprobs(hidden[num_sampling:], self._loaded().logits, LOGITS_ROWS)
+            result.seconds = time.perf_counter() - began_s
+        return result
+
+
+class _Told:
+    """A step that is over when it has been launched."""
+
+    def __init__(self, result: StepResult) -> None:
+        self._result = result
+
+    def wait(self) -> StepResult:
+        return self._result

@@ -1,0 +1,186 @@
+"""The GPU's model, its kernels interpreted, against transformers: every logit, and tokens fed back on the device. What only a GPU
+can show (graphs, streams, page-locked memory) is in tests/gpu."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from benchmarks.plain_memory import PlainRange
+from engine import ops
+from engine.cuda_graphs import graph_rows
+from engine.cuda_model import CudaModel
+from engine.protocol import LoadModel, SamplingParams
+from loader import sizing
+from loader.catalog import scan_one
+from loader.weight_stream import open_checkpoint, stream_weights
+from scheduler.batch.plan import write_sampling
+from tests.engine.model_bench import (
+    BLOCK_TOKENS,
+    CACHE_DIR,
+    CASES,
+    MAX_LEN,
+    load,
+    make_checkpoint,
+    make_memory,
+    make_runner,
+    make_table,
+    plan,
+    put,
+)
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy tells of infinities, a GPU does not
+    pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU tests/gpu runs the same model"),
+]
+PROMPT = np.random.default_rng(11).integers(0, 211, 60).tolist()
+OTHER = np.random.default_rng(12).integers(0, 211, 45).tolist()
+KINDS = ["llama", "qwen3", "gemma2", "gemma3", "phi3-partial-window"]
+
+
+def load_cuda_model(folder: Path, device: str = "cpu", dtype: str = "float32", max_graph_rows: int = 0) -> CudaModel:
+    spec = LoadModel(1, "tiny", str(folder), dtype, scan_one(folder).fingerprint, 1 << 20, 0, 0, MAX_LEN, 8, [1])
+    with ExitStack() as stack:
+        source = open_checkpoint(folder, spec.fingerprint, stack)
+        on_host = PlainRange(sizing.weights_bytes(source.shape, dtype), "cpu")
+        stream_weights(source, dtype, on_host.memory.numpy().data, lambda done, total: None, lambda: False)
+    weights = PlainRange(on_host.num_bytes, device)
+    weights.memory.copy_(on_host.memory)
+    arena = torch.full((4 << 20,), 0xFF, dtype=torch.uint8, device=device)  # NaN in every dtype
+    return CudaModel(spec, source.shape, weights, arena, BLOCK_TOKENS, max_graph_rows)
+
+
+@pytest.fixture(autouse=True)
+def on_gpu_kernels() -> Iterator[None]:
+    ops.configure_gpu(CACHE_DIR)
+    yield
+    ops.configure(CACHE_DIR)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    folder = tmp_path_factory.mktemp(request.param)
+    return folder, make_checkpoint(folder, **CASES[request.param])
+
+
+def expected(made: tuple[Path, Any], tokens: list[int]) -> np.ndarray:
+    with torch.inference_mode():
+        return made[1](torch.tensor([tokens])).logits[0].numpy()
+
+
+def close(actual: np.ndarray, wanted: np.ndarray) -> None:
+    assert actual.shape == wanted.shape
+    assert np.abs(wanted).max() > 1.0, "the checkpoint's logits are too small to tell anything"
+    assert np.abs(actual - wanted).max() < 2e-4
+
+
+def test_prefill_in_chunks_then_a_mixed_batch(made: tuple[Path, Any]) -> None:
+    """Three rows prefill; then one decodes, one has a short chunk and one a long one."""
+    model = load_cuda_model(made[0])
+    table = make_table(groups=model.kv_groups)
+    for slot, tokens in ((0, PROMPT), (1, OTHER), (4, PROMPT)):
+        put(table, slot, tokens)
+    first, second = expected(made, PROMPT), expected(made, OTHER)
+    close(model.logits(plan((0, 0, 17), (1, 0, 9), (4, 0, 3)), table, True), np.concatenate((first[:17], second[:9], first[:3])))
+    mixed = plan((0, 17, 1), (4, 3, 4), (1, 9, 14))
+    close(model.logits(mixed, table, True), np.concatenate((first[17:18], first[3:7], second[9:23])))
+    mixed.samples[:] = [True, False, True]
+    close(model.logits(mixed, table), np.stack((first[17], second[22])))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_tokens_go_from_step_to_step_on_the_device(tmp_path: Path, kind: str) -> None:
+    """Six steps are launched before the first is read; the host never tells a sampled token back."""
+    made = make_checkpoint(tmp_path, **CASES[kind])
+    model = load_cuda_model(tmp_path)
+    table = make_table(groups=model.kv_groups)
+    put(table, 2, PROMPT[:10])
+    put(table, 5, OTHER[:3])
+    with torch.inference_mode():
+        wanted = made.generate(torch.tensor([PROMPT[:10]]), max_new_tokens=6, do_sample=False, eos_token_id=None)[0].tolist()
+    steps = [model.launch(plan((2, 0, 10), (5, 0, 3), samples=(True, False)), table)]
+    steps += [model.launch(plan((2, 10 + at, 1)), table) for at in range(5)]
+    results = [step.wait() for step in steps]
+    assert PROMPT[:10] + [int(result.ids[0]) for result in results] == wanted
+    assert not any(result.bad.any() for result in results)
+
+
+def test_settings_of_rows_give_the_tokens_of_the_cpu(tmp_path: Path) -> None:
+    """Seeded, cut, penalised, biased and greedy rows in one step, log-probabilities for some, as the CPU's sampler gives them."""
+    make_checkpoint(tmp_path, **CASES["llama"])
+    settings = [
+        SamplingParams(max_tokens=20, temperature=0.9, seed=4),
+        SamplingParams(max_tokens=20, temperature=1.3, top_p=0.7, top_k=20, seed=5, logprobs=3),
+        SamplingParams(max_tokens=20, temperature=0.0, frequency_penalty=0.8, presence_penalty=0.5, logit_bias={7: 4.0}),
+        SamplingParams(max_tokens=20, temperature=0.7, min_p=0.02, seed=6, repetition_penalty=1.3, min_tokens=30),
+        SamplingParams(max_tokens=20, temperature=0.0),
+    ]
+
+    def run(num_rows: int, on_gpu: bool) -> Any:
+        model = load_cuda_model(tmp_path)
+        table = make_table(groups=model.kv_groups)
+        for slot in range(num_rows):
+            put(table, slot, PROMPT[slot : slot + 14])
+            write_sampling(table, slot, settings[slot], 8, MAX_LEN)
+        step = plan(*((slot, 0, 14) for slot in range(num_rows)))
+        if on_gpu:
+            return model.execute(step, table)
+        runner = make_runner(make_memory())
+        runner._kernels.join()
+        ops.configure(CACHE_DIR, use_kernels=False)
+        try:
+            return load(runner, tmp_path).execute(step, table)
+        finally:
+            ops.configure_gpu(CACHE_DIR)
+
+    for num_rows in (1, 5):
+        ours, wanted = run(num_rows, True), run(num_rows, False)
+        assert ours.ids.tolist() == wanted.ids.tolist()
+        assert not ours.bad.any()
+        if num_rows == 5:
+            assert ours.logprobs.top_ids == wanted.logprobs.top_ids
+            assert np.abs(np.array(ours.logprobs.top) - np.array(wanted.logprobs.top)).max() < 1e-3
+
+
+def test_a_row_that_is_not_finite_is_bad_and_no_other(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, **CASES["llama"])
+    model = load_cuda_model(tmp_path)
+    table = make_table(groups=model.kv_groups)
+    put(table, 0, PROMPT)
+    put(table, 1, OTHER)
+    model.execute(plan((0, 0, 12), (1, 0, 12)), table)
+    model._memory[0].kv[table.block_tables[0][1, 2]] = torch.nan
+    assert model.execute(plan((0, 12, 1), (1, 12, 1)), table).bad.tolist() == [False, True]
+
+
+def test_warming_up_writes_no_kv(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, **CASES["gemma2"])
+    model = load_cuda_model(tmp_path)
+    model.warm(graph_rows=())
+    assert all(memory.kv.isnan().all() for memory in model._memory)
+
+
+def test_released_weights_are_not_used(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, **CASES["llama"])
+    model = load_cuda_model(tmp_path)
+    table = make_table(groups=model.kv_groups)
+    put(table, 0, PROMPT)
+    model.release()
+    model.release()
+    with pytest.raises(RuntimeError, match="released"):
+        model.execute(plan((0, 0, 5)), table)
+
+
+def test_graph_row_counts_are_few_and_not_much_larger() -> None:
+    sizes = [graph_rows(n) for n in range(1, 257)]
+    assert all(n <= size <= 2 * n for n, size in enumerate(sizes, start=1))
+    assert len(set(sizes)) < 24
+    assert sizes[:8] == [1, 2, 4, 4, 8, 8, 8, 8]

@@ -1,0 +1,99 @@
+"""The model on a GPU: logits against the CPU's, and steps as graphs give what the same steps without give."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from engine import ops
+from engine.cuda_model import CudaModel
+from engine.protocol import SamplingParams
+from scheduler.batch.plan import write_sampling
+from tests.engine.model_bench import CASES, MAX_LEN, make_checkpoint, make_table, plan, put
+from tests.engine.test_cuda_model import KINDS, OTHER, PROMPT, load_cuda_model
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.4}  # of logits up to tens; matrix products of bfloat16 differ between devices
+
+
+@pytest.fixture(autouse=True)
+def on_gpu_kernels() -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    ops.configure_gpu("")
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    folder = tmp_path_factory.mktemp(request.param)
+    return folder, make_checkpoint(folder, **CASES[request.param])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_logits(made: tuple[Path, Any], dtype: str) -> None:
+    model = load_cuda_model(made[0], "cuda", dtype)
+    table = make_table(groups=model.kv_groups)
+    put(table, 0, PROMPT)
+    put(table, 1, OTHER)
+    with torch.inference_mode():
+        first = made[1](torch.tensor([PROMPT])).logits[0].numpy()
+        second = made[1](torch.tensor([OTHER])).logits[0].numpy()
+    parts = model.logits(plan((0, 0, 30), (1, 0, 20)), table, True), model.logits(plan((0, 30, 1), (1, 20, 25)), table, True)
+    wanted = np.concatenate((first[:30], second[:20], first[30:31], second[20:45]))
+    error = np.abs(np.concatenate(parts) - wanted)
+    assert error.max() < TOLERANCE[dtype] * (1 if dtype == "float32" else np.abs(wanted).max() / 4)
+    assert error.mean() < TOLERANCE[dtype] / 4
+
+
+def decoded(model: CudaModel, steps: int, ahead: int) -> list[list[int]]:
+    """Five rows, seeded and greedy, `ahead` steps under way at a time."""
+    table = make_table(groups=model.kv_groups)
+    for slot in range(5):
+        put(table, slot, PROMPT[slot : slot + 9])
+        write_sampling(table, slot, SamplingParams(max_tokens=90, temperature=0.8 * (slot % 2), top_p=0.9, seed=slot), 9, MAX_LEN)
+    ids = [model.execute(plan(*((slot, 0, 9) for slot in range(5))), table).ids.tolist()]
+    pending: list[Any] = []
+    for at in range(steps):
+        if len(pending) == ahead:
+            ids.append(pending.pop(0).wait().ids.tolist())
+        pending.append(model.launch(plan(*((slot, 9 + at, 1) for slot in range(5))), table))
+    return ids + [step.wait().ids.tolist() for step in pending]
+
+
+def test_graphs_give_the_same_tokens_and_outlive_their_weights(made: tuple[Path, Any]) -> None:
+    plain = decoded(load_cuda_model(made[0], "cuda"), 30, 1)
+    model = load_cuda_model(made[0], "cuda", max_graph_rows=8)
+    assert decoded(model, 30, 2) == plain
+    assert list(model.graphs.captured) == [8]
+    kept = model._weights.memory.clone()
+    model._weights.memory.zero_()
+    assert decoded(model, 30, 2) != plain
+    model._weights.memory.copy_(kept)
+    assert decoded(model, 30, 2) == plain
+    assert list(model.graphs.captured) == [8], "captured again after a reload"
+
+
+def test_nothing_is_compiled_once_it_is_warm(made: tuple[Path, Any]) -> None:
+    from triton.runtime.jit import JITFunction
+
+    model = load_cuda_model(made[0], "cuda", max_graph_rows=8)
+    model.warm()
+    compiled: list[str] = []
+    original = JITFunction._do_compile
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        compiled.append(self.fn.__name__)
+        return original(self, *args, **kwargs)
+
+    JITFunction._do_compile = counted
+    try:
+        decoded(model, 40, 2)
+    finally:
+        JITFunction._do_compile = original
+    assert compiled == []
+    assert list(model.graphs.captured) == [1, 2, 4, 8]
