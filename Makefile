@@ -3,12 +3,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo test check bench install uninstall clean
+.PHONY: help demo test check bench gpu gpu-dry gpu-wheels install uninstall clean
 
 help:
 	@echo "make demo    one daemon, three models, one memory budget: chats, evictions, a killed engine (a minute or two the first time)"
 	@echo "make test    the test suite"
 	@echo "make check   ruff, mypy, architecture and docs tests"
+	@echo "make gpu     the tests and figures of docs/gpu.md, on a machine with a CUDA device; OUT=folder for the results"
+	@echo "make gpu-dry    the same scripts, interpreted on the CPU at tiny sizes; make gpu-wheels gets what an offline machine may lack"
 	@echo "sudo make install     the service: /opt/hearthd, systemd units, /etc/hearthd; see docs/operations.md"
 	@echo "sudo make uninstall   takes it away; settings and models stay"
 	@echo "make bench   the figures of docs/performance.md, measured on this machine"
@@ -37,6 +39,21 @@ check: $(VENV)/.test
 bench: $(VENV)/.test
 	$(BIN)/python -m benchmarks.run
 
+# On a CUDA machine, offline: its own python with torch and triton, and of .wheels (see gpu-wheels) only what that python lacks.
+OUT ?= .gpu-results
+GPU_PYTHON ?= python3
+WHEELS := .wheels
+
+gpu:
+	@$(GPU_PYTHON) -m benchmarks.gpu_wheels --use $(WHEELS)
+	@PYTHONPATH="$(WHEELS)/site:$$PYTHONPATH" $(GPU_PYTHON) -m benchmarks.gpu --out "$(OUT)" $(if $(ONLY),--only $(ONLY))
+
+gpu-dry: $(VENV)/.test
+	@$(BIN)/python -m benchmarks.gpu --tiny --out "$(OUT)" $(if $(ONLY),--only $(ONLY))
+
+gpu-wheels:
+	@$(PYTHON) -m benchmarks.gpu_wheels --get $(WHEELS)
+
 install:
 	@PYTHON="$(PYTHON)" PREFIX="$(PREFIX)" DESTDIR="$(DESTDIR)" sh systemd/install.sh install
 
@@ -44,4 +61,4 @@ uninstall:
 	@PREFIX="$(PREFIX)" DESTDIR="$(DESTDIR)" sh systemd/install.sh uninstall
 
 clean:
-	rm -rf $(VENV) .demo .cache
+	rm -rf $(VENV) .demo .cache .wheels .gpu-results

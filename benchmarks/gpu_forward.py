@@ -1,0 +1,159 @@
+"""A Llama-3.1-8B-shaped model (and a 1B) on the GPU with nothing around it: decode against the bandwidth floor, prefill against the
+matrix rate, graphs, what a step costs the host, and an eviction with its reload. One JSON line each, the most wanted first.
+
+usage: python -m benchmarks.gpu_forward [--model 8b] [--tiny]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from typing import Any
+
+import torch
+
+from benchmarks.gpu_limits import copy_bytes_per_s, gemm_flops, host_to_device_bytes_per_s
+from benchmarks.gpu_shapes import Bench
+from engine import ops
+from loader import sizing
+
+IN_FLIGHT = 2
+
+
+def tell(**figures: Any) -> None:
+    print(json.dumps({"benchmark": "gpu_forward"} | figures), flush=True)
+
+
+def drive(bench: Bench, num_rows: int, context: int, steps: int) -> tuple[float, float, float]:
+    """Decodes `steps` tokens a row with two steps under way. Returns seconds a step by the clock, device seconds, host seconds of
+    launching one."""
+    pending: list[Any] = []
+    host_s = device_s = 0.0
+    began_s = time.perf_counter()
+    for at in range(steps):
+        if len(pending) == IN_FLIGHT:
+            device_s += pending.pop(0).wait().seconds
+        launched_s = time.perf_counter()
+        pending.append(bench.model.launch(bench.plan(num_rows, context + at, 1, known=False), bench.table))
+        host_s += time.perf_counter() - launched_s
+    for step in pending:
+        device_s += step.wait().seconds
+    return (time.perf_counter() - began_s) / steps, device_s / steps, host_s / steps
+
+
+def decode(bench: Bench, num_rows: int, context: int, steps: int, copy: float) -> None:
+    drive(bench, num_rows, context, 4)
+    wall_s, device_s, host_s = drive(bench, num_rows, context, steps)
+    weights = bench.weights.num_bytes - bench.shape.vocab_size * bench.shape.hidden_size * sizing.ITEM_BYTES[bench.dtype]
+    kv = num_rows * (context + steps // 2) * sizing.kv_bytes_per_token(bench.shape, bench.dtype)
+    floor_s = (weights + kv) / copy
+    graph = bench.model.graphs.captured.get(bench.model.graphs.rows_for(num_rows))
+    tell(
+        what="decode",
+        rows=num_rows,
+        context=context,
+        ms_per_token=round(wall_s * 1e3, 3),
+        device_ms=round(device_s * 1e3, 3),
+        floor_ms=round(floor_s * 1e3, 3),
+        of_floor=round(floor_s / wall_s, 3),
+        tokens_per_s=round(num_rows / wall_s, 1),
+        launch_host_us=round(host_s * 1e6, 1),
+        graph=graph is not None,
+        capture_ms=None if graph is None else round(graph.capture_s * 1e3, 1),
+        graph_mib=None if graph is None else round(graph.num_bytes / 2**20, 2),
+    )
+
+
+def prefill(bench: Bench, num_tokens: int, gemm: float) -> None:
+    shape = bench.shape
+    bench.model.execute(bench.plan(1, 0, num_tokens), bench.table)
+    times = []
+    for _ in range(5):
+        began_s = time.perf_counter()
+        bench.model.execute(bench.plan(1, 0, num_tokens), bench.table)
+        times.append(time.perf_counter() - began_s)
+    seconds = sorted(times)[len(times) // 2]
+    matrices = bench.weights.num_bytes // sizing.ITEM_BYTES[bench.dtype] - 2 * shape.vocab_size * shape.hidden_size
+    attention = 4 * shape.num_layers * shape.num_heads * shape.head_dim * num_tokens * (num_tokens + 1) / 2
+    flops = 2.0 * matrices * num_tokens + 2.0 * shape.vocab_size * shape.hidden_size + attention
+    tell(
+        what="prefill",
+        tokens=num_tokens,
+        ms=round(seconds * 1e3, 2),
+        tflops=round(flops / seconds / 1e12, 1),
+        of_gemm=round(flops / seconds / gemm, 3),
+        tokens_per_s=round(num_tokens / seconds),
+    )
+
+
+def swap(bench: Bench, rate: float) -> None:
+    """Weights go to page-locked memory and come back to the same addresses: what was captured still runs, with the same result."""
+    if bench.weights.memory.device.type == "cuda":
+        host = torch.empty_like(bench.weights.memory, device="cpu", pin_memory=True)
+    else:
+        host = torch.empty_like(bench.weights.memory)
+    host.copy_(bench.weights.memory)
+    graphs = len(bench.model.graphs.captured)
+    before = bench.model.execute(bench.plan(1, 8, 1), bench.table).ids.tolist()
+    bench.weights.memory.zero_()
+    synchronise(bench)
+    began_s = time.perf_counter()
+    bench.weights.memory.copy_(host, non_blocking=True)
+    synchronise(bench)
+    seconds = time.perf_counter() - began_s
+    after = bench.model.execute(bench.plan(1, 8, 1), bench.table).ids.tolist()
+    tell(
+        what="reload",
+        gib=round(len(host) / 2**30, 3),
+        seconds=round(seconds, 4),
+        of_bus=round(len(host) / seconds / rate, 3),
+        same_token=before == after,
+        captures_after=len(bench.model.graphs.captured) - graphs,
+    )
+
+
+def synchronise(bench: Bench) -> None:
+    if bench.weights.memory.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks.gpu_forward", description=__doc__)
+    parser.add_argument("--model", default="8b", choices=("8b", "1b"))
+    parser.add_argument("--tiny", action="store_true", help="interpreted on the CPU, at a size that only shows that this runs")
+    options = parser.parse_args()
+    device, tiny = ("cpu", True) if options.tiny else ("cuda", False)
+    ops.configure_gpu("")
+    began_s = time.perf_counter()
+    bench = Bench("tiny" if tiny else options.model, device, 4 if tiny else 256, 64 if tiny else 2304, 0 if tiny else 256)
+    copy, gemm = copy_bytes_per_s(device, tiny), gemm_flops(device, tiny)
+    tell(
+        what="start",
+        model="tiny" if tiny else options.model,
+        weights_gib=round(bench.weights.num_bytes / 2**30, 2),
+        warm_s=round(bench.warm_s, 2),
+        make_s=round(time.perf_counter() - began_s, 2),
+        copy_gb_s=round(copy / 1e9, 1),
+        gemm_tflops=round(gemm / 1e12, 1),
+    )
+    if tiny:
+        decode(bench, 1, 20, 3, copy)
+        decode(bench, 3, 20, 3, copy)
+        prefill(bench, 40, gemm)
+        swap(bench, host_to_device_bytes_per_s(device, tiny))
+        return
+    for num_rows, context in ((1, 1024), (64, 1024), (8, 1024), (256, 1024), (128, 1024)):
+        decode(bench, num_rows, context, 100, copy)
+    prefill(bench, 2048, gemm)
+    swap(bench, host_to_device_bytes_per_s(device, tiny))
+    bench.model.graphs.captured.clear()
+    weights = bench.weights
+    del bench
+    long = Bench(options.model, device, 4, 8704, 8, weights)
+    prefill(long, 8192, gemm)
+    decode(long, 1, 8192, 100, copy)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""Each Triton kernel at the sizes of an 8B model against the measured copy bandwidth or matrix rate. One JSON line a kernel.
+
+usage: python -m benchmarks.gpu_kernels [--tiny]: on a GPU, or on the CPU through Triton's interpreter at sizes that only show that
+the script runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from benchmarks.gpu_limits import copy_bytes_per_s, gemm_flops, seconds_of
+from engine.kernels import gpu, triton_decode, triton_extend, triton_rope, triton_rows, triton_sampling
+
+BLOCK_TOKENS = 16
+CACHES_BYTES = 512 << 20  # inputs are taken in turn from so much memory, or the cache would be measured
+
+
+class Table:
+    """Prints a line as soon as it is known."""
+
+    def __init__(self, device: str, tiny: bool) -> None:
+        self.device, self.tiny = device, tiny
+        self.copy = copy_bytes_per_s(device, tiny)
+        self.gemm = gemm_flops(device, tiny)
+        print(
+            json.dumps(
+                {"benchmark": "gpu_limits", "copy_gb_s": round(self.copy / 1e9, 1), "gemm_tflops": round(self.gemm / 1e12, 1)}
+            )
+        )
+
+    def bytes(self, name: str, case: str, num_bytes: int, call: Callable[[], Any]) -> None:
+        seconds = seconds_of(call, self.device, 3 if self.tiny else 30)
+        rate = num_bytes / seconds
+        self._print(name, case, seconds, gb_s=round(rate / 1e9, 1), of_limit=round(rate / self.copy, 3))
+
+    def flops(self, name: str, case: str, num_flops: float, call: Callable[[], Any]) -> None:
+        seconds = seconds_of(call, self.device, 3 if self.tiny else 20)
+        rate = num_flops / seconds
+        self._print(name, case, seconds, tflops=round(rate / 1e12, 1), of_limit=round(rate / self.gemm, 3))
+
+    def _print(self, name: str, case: str, seconds: float, **figures: float) -> None:
+        line = {"benchmark": "gpu_kernels", "kernel": name, "case": case, "us": round(seconds * 1e6, 1)}
+        print(json.dumps(line | figures), flush=True)
+
+
+def decode(table: Table, rows: int, context: int, heads: int, kv_heads: int, head_dim: int, window: int = 0) -> None:
+    dtype, device = (torch.float32 if table.tiny else torch.bfloat16), table.device
+    seen = min(window or context, context)
+    layer_bytes = rows * seen * 2 * kv_heads * head_dim * dtype.itemsize
+    layers = 1 if table.tiny else max(1, min(8, CACHES_BYTES // layer_bytes))
+    blocks = -(-context // BLOCK_TOKENS)
+    kv = torch.empty(rows * blocks, layers, 2, kv_heads, BLOCK_TOKENS, head_dim, dtype=dtype, device=device).normal_()
+    block_table = torch.randperm(rows * blocks).int().view(rows, blocks).to(device)
+    qkv = torch.randn(rows, (heads + 2 * kv_heads) * head_dim).to(dtype).to(device)
+    places = torch.arange(rows, dtype=torch.int32, device=device)
+    contexts = torch.full((rows,), context, dtype=torch.int32, device=device)
+    out = torch.empty(rows, heads * head_dim, dtype=dtype, device=device)
+    cores = torch.cuda.get_device_properties(0).multi_processor_count if device == "cuda" else 2
+    for per_core in (8,) if table.tiny else (4, 8, 16, 32):
+        work = gpu.split_contexts(contexts, window, max(1, cores * per_core // kv_heads))
+        turn = [0]
+
+        def call(work: Any = work, turn: list[int] = turn) -> None:
+            turn[0] = (turn[0] + 1) % layers
+            triton_decode.decode_attention(
+                qkv, kv, turn[0], heads, block_table, places, work, head_dim**-0.5, 0.0, None, gpu.INTERPRETED, out
+            )
+
+        case = (
+            f"{rows} x {context}, {heads}/{kv_heads} heads of {head_dim}{f', window {window}' if window else ''}, {per_core} a core"
+        )
+        table.bytes("decode attention", case, layer_bytes, call)
+
+
+def extend(table: Table, new: int, before: int, heads: int, kv_heads: int, head_dim: int) -> None:
+    dtype, device = (torch.float32 if table.tiny else torch.bfloat16), table.device
+    context = before + new
+    blocks = -(-context // BLOCK_TOKENS)
+    kv = torch.empty(blocks, 1, 2, kv_heads, BLOCK_TOKENS, head_dim, dtype=dtype, device=device).normal_()
+    block_table = torch.randperm(blocks).int().view(1, blocks).to(device)
+    qkv = torch.randn(new, (heads + 2 * kv_heads) * head_dim, device=device).to(dtype)
+    out = torch.empty(new, heads * head_dim, dtype=dtype, device=device)
+    size = triton_extend.tile_tokens(head_dim, dtype)
+    firsts = torch.arange(0, new, size, dtype=torch.int32, device=device).flip(0)
+
+    def one(value: int) -> torch.Tensor:
+        return torch.full((1,), value, dtype=torch.int32, device=device)
+
+    zero, columns = one(0), (one(0), one(new), one(context))
+    flops = 4.0 * heads * head_dim * (new * before + new * (new + 1) / 2)
+
+    def call() -> None:
+        triton_extend.extend_attention(
+            qkv, kv, 0, heads, block_table, zero, torch.zeros_like(firsts), firsts, *columns, 0, head_dim**-0.5, 0.0, None,
+            gpu.INTERPRETED, out,
+        )  # fmt: skip
+
+    table.flops("extend attention", f"{new} after {before}, {heads}/{kv_heads} heads of {head_dim}", flops, call)
+
+
+def rows(table: Table, num_rows: int, width: int, inner: int) -> None:
+    dtype, device = (torch.float32 if table.tiny else torch.bfloat16), table.device
+    copies = 1 if table.tiny else max(1, CACHES_BYTES // (num_rows * inner * 2 * dtype.itemsize))
+    x = torch.randn(copies, num_rows, width, device=device).to(dtype)
+    residual, gate_up = torch.randn_like(x), torch.randn(copies, num_rows, 2 * inner, device=device).to(dtype)
+    out, gated = torch.empty_like(x[0]), torch.empty(num_rows, inner, dtype=dtype, device=device)
+    turn = [0]
+
+    def next_turn() -> int:
+        turn[0] = (turn[0] + 1) % copies
+        return turn[0]
+
+    def norm() -> None:
+        at = next_turn()
+        triton_rows.rms_norm(x[at], residual[at], x[0, 0], 1e-5, False, out)
+
+    table.bytes("add + RMS norm", f"{num_rows} x {width}", 4 * num_rows * width * dtype.itemsize, norm)
+    gate_bytes = 3 * num_rows * inner * dtype.itemsize
+    table.bytes(
+        "SiLU x up", f"{num_rows} x {inner}", gate_bytes, lambda: triton_rows.gate_and_mul(gate_up[next_turn()], False, gated)
+    )
+
+
+def rope(table: Table, num_tokens: int, heads: int, kv_heads: int, head_dim: int) -> None:
+    dtype, device = (torch.float32 if table.tiny else torch.bfloat16), table.device
+    blocks = -(-num_tokens // BLOCK_TOKENS)
+    kv = torch.zeros(blocks, 1, 2, kv_heads, BLOCK_TOKENS, head_dim, dtype=dtype, device=device)
+    qkv = torch.randn(num_tokens, (heads + 2 * kv_heads) * head_dim, device=device).to(dtype)
+    turns = torch.randn(num_tokens, head_dim, device=device)
+    slots, norm = torch.randperm(blocks * BLOCK_TOKENS)[:num_tokens].to(device), torch.ones(head_dim, dtype=dtype, device=device)
+    num_bytes = 2 * qkv.numel() * dtype.itemsize
+    for name, norms in (("RoPE + KV write", (None, None)), ("norms + RoPE + KV write", (norm, norm))):
+
+        def call(norms: tuple[Any, Any] = norms) -> None:
+            triton_rope.rope_and_store(qkv, turns, *norms, False, 1e-6, kv, 0, heads, slots)
+
+        table.bytes(name, f"{num_tokens} tokens, {heads}/{kv_heads} heads of {head_dim}", num_bytes, call)
+
+
+def sampling(table: Table, num_rows: int, vocab: int) -> None:
+    dtype, device = (torch.float32 if table.tiny else torch.bfloat16), table.device
+    logits = (torch.randn(num_rows, vocab, device=device) * 3).to(dtype)
+    keys = torch.randint(-(2**31), 2**31 - 1, (num_rows,), dtype=torch.int32, device=device)
+    ids, bad = torch.empty(num_rows, dtype=torch.int32, device=device), torch.empty(num_rows, dtype=torch.int8, device=device)
+    for name, temperature, top_p, top_k in (
+        ("greedy", 0.0, 1.0, 0),
+        ("temperature", 1.0, 1.0, 0),
+        ("top_p 0.9", 0.7, 0.9, 0),
+        ("top_k 20, top_p 0.95", 0.6, 0.95, 20),
+    ):
+        column = torch.ones(num_rows, device=device)
+        settings = (column * temperature, column * top_p, (column * top_k).int(), column * 0, keys, keys)
+
+        def call(settings: Any = settings) -> None:
+            triton_sampling.sample(logits, *settings, ids, bad)
+
+        table.bytes("sampling", f"{num_rows} x {vocab}, {name}", logits.numel() * dtype.itemsize, call)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks.gpu_kernels", description=__doc__)
+    parser.add_argument("--tiny", action="store_true")
+    tiny = parser.parse_args().tiny
+    table = Table("cpu" if tiny else "cuda", tiny)
+    if tiny:
+        decode(table, 2, 20, 4, 2, 16)
+        extend(table, 20, 5, 4, 2, 16)
+        rows(table, 2, 16, 32)
+        rope(table, 2, 4, 2, 16)
+        sampling(table, 2, 50)
+        return
+    decode(table, 64, 4096, 32, 8, 128)
+    decode(table, 1, 4096, 32, 8, 128)
+    decode(table, 8, 32768, 32, 8, 128)
+    decode(table, 256, 512, 32, 8, 128)
+    decode(table, 64, 4096, 32, 8, 64)
+    decode(table, 64, 8192, 8, 4, 256, window=1024)
+    for new, before in ((2048, 0), (8192, 0), (512, 8192)):
+        extend(table, new, before, 32, 8, 128)
+    for num_rows in (1, 64, 2048):
+        rows(table, num_rows, 4096, 14336)
+        rope(table, num_rows, 32, 8, 128)
+    for num_rows in (1, 64, 256):
+        sampling(table, num_rows, 128256)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""The machine's own limits, measured in the run that is compared with them: a large copy, a large matrix product, the bus."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def seconds_of(call: Callable[[], Any], device: str, repeats: int = 20, warm_up: int = 3) -> float:
+    """Median over `repeats` calls, by device events on a GPU."""
+    for _ in range(warm_up):
+        call()
+    times = []
+    if device == "cuda":
+        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+        for begin, end in events:
+            begin.record()
+            call()
+            end.record()
+        torch.cuda.synchronize()
+        times = [begin.elapsed_time(end) / 1e3 for begin, end in events]
+    else:
+        for _ in range(repeats):
+            began_s = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - began_s)
+    return sorted(times)[len(times) // 2]
+
+
+def copy_bytes_per_s(device: str, tiny: bool) -> float:
+    """Device to device; bytes read and bytes written both count."""
+    source = torch.randint(0, 255, ((1 << 20) if tiny else (4 << 30),), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * len(source) / seconds_of(lambda: target.copy_(source), device, 10)
+
+
+def gemm_flops(device: str, tiny: bool) -> float:
+    """bfloat16 on random numbers; square, as large as fills the device."""
+    n, dtype = (64, torch.float32) if tiny else (8192, torch.bfloat16)
+    left, right = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+    return 2 * n**3 / seconds_of(lambda: left @ right, device, 20)
+
+
+def host_to_device_bytes_per_s(device: str, tiny: bool) -> float:
+    """From page-locked memory, where there is a GPU."""
+    num_bytes = (1 << 20) if tiny else (1 << 30)
+    source = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device == "cuda")
+    target = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    return num_bytes / seconds_of(lambda: target.copy_(source, non_blocking=True), device, 5)

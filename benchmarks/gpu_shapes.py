@@ -1,0 +1,101 @@
+"""Models of well known shapes with random weights made on the device: nothing is read, nothing is downloaded."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.plain_memory import PlainRange
+from engine.contracts import BatchPlan, SequenceTable
+from engine.cuda_model import CudaModel
+from engine.protocol import LoadModel
+from loader import sizing
+from loader.hf_config import ModelShape, parse_config
+from scheduler.batch.plan import make_sequence_table
+
+BLOCK_TOKENS = 16
+SPARE_BLOCKS = 64  # for a scheduler that reserves some
+CONFIGS: dict[str, dict[str, Any]] = {
+    "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "head_dim": 128},
+    "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "head_dim": 64},
+    "tiny": {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 300,
+    },
+}
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "rope_theta": 500000.0,
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
+}
+
+
+def shape_of(name: str) -> ModelShape:
+    return parse_config(json.dumps(LLAMA | CONFIGS[name]).encode())
+
+
+def random_weights(shape: ModelShape, dtype: str, device: str) -> PlainRange:
+    """Normal numbers small enough that hidden states stay finite; norms are ones."""
+    memory = PlainRange(sizing.weights_bytes(shape, dtype), device)
+    kind: torch.dtype = getattr(torch, dtype)
+    memory.memory.view(kind).normal_(0.0, 0.02)
+    for slot in sizing.weight_layout(shape, dtype):
+        if "norm" in slot.name:
+            memory.tensor(slot.offset_bytes, slot.shape, kind).fill_(1.0)
+    return memory
+
+
+class Bench:
+    """A model of a shape with room for num_rows sequences of up to `length` tokens, and a table to step them with."""
+
+    def __init__(
+        self, name: str, device: str, num_rows: int, length: int, max_graph_rows: int, weights: PlainRange | None = None
+    ) -> None:
+        self.shape = shape_of(name)
+        self.dtype = "bfloat16" if device == "cuda" else "float32"
+        self.weights = random_weights(self.shape, self.dtype, device) if weights is None else weights
+        self.block_bytes = sizing.block_bytes(self.shape, self.dtype, BLOCK_TOKENS)
+        blocks = -(-length // BLOCK_TOKENS)
+        self.num_blocks = num_rows * blocks + SPARE_BLOCKS
+        arena = torch.zeros(self.num_blocks * self.block_bytes, dtype=torch.uint8, device=device)
+        spec = LoadModel(1, name, "", self.dtype, "", 0, 0, 0, length, num_rows, [])
+        self.model = CudaModel(spec, self.shape, self.weights, arena, BLOCK_TOKENS, max_graph_rows)
+        began_s = time.perf_counter()
+        self.model.warm()
+        self.warm_s = time.perf_counter() - began_s
+        self.table = self.new_table(num_rows, length)
+
+    def new_table(self, num_rows: int, length: int) -> SequenceTable:
+        """num_rows greedy sequences of random tokens whose blocks are scattered over the arena."""
+        generator = np.random.default_rng(0)
+        blocks = -(-length // BLOCK_TOKENS)
+        table = make_sequence_table(num_rows, length, blocks)
+        table.request_id[:] = np.arange(1, num_rows + 1)
+        table.tokens[:] = generator.integers(0, self.shape.vocab_size, table.tokens.shape)
+        table.block_tables[0][:] = generator.permutation(num_rows * blocks).reshape(num_rows, blocks)
+        table.temperature[:] = 0.0
+        table.max_total_tokens[:] = length
+        return table
+
+    def plan(self, num_rows: int, computed: int, num_new: int, known: bool = True) -> BatchPlan:
+        """The first num_rows sequences run num_new tokens from position `computed` on and sample. known: the host has these tokens;
+        else they are what the last steps sampled."""
+        slots = np.arange(num_rows, dtype=np.int32)
+        self.table.num_tokens[slots] = computed + num_new if known else computed
+        full = np.full(num_rows, computed, np.int32)
+        return BatchPlan(0, "bench", slots, full, np.full(num_rows, num_new, np.int32), np.ones(num_rows, np.bool_))
