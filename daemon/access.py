@@ -131,7 +131,7 @@ class Access:
             return
         self._told_s[reason] = now
         log.warning(
-            "%d requests refused: %s; the last from %s", self._untold.pop(reason), reason, request.remote or "a local socket"
+            "refused requests: %d (%s), the last from %s", self._untold.pop(reason), reason, request.remote or "a local socket"
         )
 
 

@@ -19,7 +19,7 @@ async def read_body(request: web.Request, max_bytes: int, timeout_s: float) -> b
     if "Content-Type" in request.headers and content_type not in _JSON_TYPES and not content_type.endswith("+json"):
         raise BadRequest(
             "unsupported_media_type",
-            f"Content-Type must be application/json, not {content_type!r}",
+            f"send the header Content-Type: application/json; this request says {content_type!r}",
             status=415,
             param="Content-Type",
         )

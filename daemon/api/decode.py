@@ -27,7 +27,9 @@ def decode(decoder: msgspec.json.Decoder[Any], data: bytes, base: str) -> Any:
         param = path.lstrip(".") or None
         if missing := re.search(r"missing required field `(\w+)`", text):
             param = f"{param}.{missing[1]}" if param else missing[1]
-        message = text[: match.start()] if match else text
+        if missing:
+            raise invalid(param, f"{param} is missing") from None
+        message = (text[: match.start()] if match else text).replace(" | null`", "`")
         raise invalid(param, f"{param}: {message}" if param else f"the request body: {message}") from None
     except RecursionError:
         raise BadRequest("invalid_json", "the request body is nested too deeply") from None

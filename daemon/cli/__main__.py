@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from config.paths import client_control_path, daemon_status_path
 from daemon.cli import completion, keys, models, node, queue, simulate, story
 from daemon.cli.client import Client, CommandError
-from daemon.errors import EXIT_OK
+from daemon.errors import EXIT_OK, EXIT_USAGE
 
 Command = Callable[[Client, argparse.Namespace], None]
 
@@ -64,7 +64,11 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def run(argv: Sequence[str] | None = None) -> int:
-    options = make_parser().parse_args(argv)
+    parser = make_parser()
+    if not (sys.argv[1:] if argv is None else argv):
+        parser.print_help(sys.stderr)
+        return EXIT_USAGE
+    options = parser.parse_args(argv)
     options.json = getattr(options, "json", False)
     control = getattr(options, "control", None) or client_control_path()
     client = Client(control, daemon_status_path(control))
@@ -75,7 +79,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         if options.json:
             print(json.dumps(error.error))
         else:
-            print(f"hearth: {error}", file=sys.stderr)
+            print(f"hearth: {error}{meant(client, error, options)}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:
         # the reader (a pager, head) has seen enough
@@ -83,6 +87,21 @@ def run(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return EXIT_OK
+
+
+def meant(client: Client, error: CommandError, options: argparse.Namespace) -> str:
+    """Which model a name that is none may stand for."""
+    if error.error["code"] not in ("model_not_found", "not_found") or not getattr(options, "name", ""):
+        return ""
+    from difflib import get_close_matches  # for this alone
+
+    try:
+        names = [row["name"] for row in client.get("/control/v1/models")]
+    except CommandError:
+        return ""
+    known = {name.lower().rpartition("/")[2]: name for name in names} | {name.lower(): name for name in names}
+    close = get_close_matches(options.name.lower(), known, 1)
+    return f" Is it {known[close[0]]!r}?" if close else " `hearth models` lists all."
 
 
 def main() -> None:

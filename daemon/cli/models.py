@@ -14,7 +14,7 @@ from daemon.cli.table import ago, size, table
 ROW_KEYS = ("name", "state", "device", "weights_bytes", "kv_bytes", "active", "queued", "pinned", "last_used")
 DONE = {
     "load": "is loaded",
-    "unload": "is evicted",
+    "unload": "is unloaded",
     "pin": "is pinned",
     "unpin": "is no longer pinned",
     "enable": "is enabled",

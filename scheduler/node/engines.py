@@ -68,7 +68,7 @@ def end(node: Node, device: Device, running: tuple[int, ...], reason: str) -> No
     for model in list(device.resident.values()):
         assert model.copy is not None
         if model.state == residency.LOADING and not in_flight:
-            models.note_failed_load(node, model, f"the engine of {device.name} ended: {reason}", permanent=False)
+            models.note_failed_load(node, model, f"the engine of {device.name} {reason}", permanent=False)
         for request in list(model.running.values()):
             if request.facts.request_id in in_flight:
                 request.crashes += 1
@@ -76,7 +76,7 @@ def end(node: Node, device: Device, running: tuple[int, ...], reason: str) -> No
                     requests.crashed(node, model, request)
                     models.note_crash(node, model)
         requests.take_back(node, model, model.running.values())
-        placements.release(node, model, f"the engine of {device.name} ended: {reason}")
+        placements.release(node, model, f"the engine of {device.name} {reason}")
     device.ledger.clear()
 
 

@@ -123,7 +123,13 @@ def test_refused_commands(node: Node, args: tuple[str, ...], code: int, error: s
     assert value["code"] == error
     plain = node.cli(*args)
     assert (plain.returncode, plain.stdout) == (code, "")
-    assert plain.stderr == f"hearth: {value['message']}\n"
+    hint = " `hearth models` lists all." if args[1] == "nope" else ""
+    assert plain.stderr == f"hearth: {value['message']}{hint}\n"
+
+
+@pytest.mark.parametrize(("name", "meant"), [("org/B", "org/b"), ("B", "org/b"), ("huuge", "huge"), ("haf", "half")])
+def test_a_wrong_name_is_told_the_closest(node: Node, name: str, meant: str) -> None:
+    assert node.cli("load", name).stderr.endswith(f" Is it {meant!r}?\n")
 
 
 def test_status_codes_of_the_api_match_the_exit_codes(node: Node) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from daemon.cli import table
-from daemon.cli.__main__ import make_parser
+from daemon.cli.__main__ import make_parser, run
 from tests.e2e.node import environment
 
 
@@ -38,6 +38,11 @@ def test_usage() -> None:
     for args in ((), ("frob",), ("load",), ("ps", "extra"), ("ps", "--frob")):
         assert hearth(*args).returncode == 2
     assert hearth("--control", "/tmp/" + 200 * "x", "ps").returncode == 2
+
+
+def test_alone_it_says_what_it_can_do(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([]) == 2
+    assert "load a model and wait until it is ready" in capsys.readouterr().err
 
 
 def test_default_socket(tmp_path: Path) -> None:
