@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from daemon.streams import Text
 from daemon.text.detokenizer import Detokenizer, detokenizer
@@ -29,12 +30,23 @@ class TokenEntry:
     offset: int = 0
 
 
+class Rendering(Protocol):
+    """Entries as JSON, a few at a time."""
+
+    def __len__(self) -> int: ...
+
+    def add(self, entries: Sequence[TokenEntry]) -> None: ...
+
+    def json(self) -> bytes: ...
+
+
 class LogprobTrail:
     """Tokens with their log-probabilities, given out together with the text they make. keep_end: so is the end id, with no text."""
 
     def __init__(self, table: TokenTable, end_ids: frozenset[int], num_top: int, keep_end: bool) -> None:
         """num_top: alternatives asked for."""
         self.table, self.num_top = table, num_top
+        self.rendering: Rendering | None = None  # of what was rendered ahead of the next frame
         self._end_ids, self._keep_end = end_ids, keep_end
         self._detokenizer: Detokenizer = detokenizer(table)
         self._fed: deque[tuple[float, Sequence[int], Sequence[float]]] = deque()
@@ -64,21 +76,30 @@ class LogprobTrail:
 
     # ---- in step with the text
 
-    def begin(self, prompt: Sequence[int], num_chars: int) -> None:
-        """The prompt is shown, as num_chars characters."""
-        for token_id, told in zip(prompt, (None, *self._prompt), strict=True):
-            if told is None:
-                self._append(TokenEntry(token_id, "", b"", None))
+    def begin(self, prompt: Sequence[int], first: int, end: int) -> None:
+        """The prompt's tokens from `first` to before `end` are shown; called with one piece after the other, then `begun`."""
+        if len(self._prompt) != len(prompt) - 1:
+            raise RuntimeError(f"log-probabilities of {len(self._prompt)} prompt tokens are there, of {len(prompt)} tokens in all")
+        for at in range(first, end):
+            if at == 0:
+                self._append(TokenEntry(prompt[0], "", b"", None))
             else:
-                self._append(TokenEntry(token_id, "", b"", *told))
+                self._append(TokenEntry(prompt[at], "", b"", *self._prompt[at - 1]))
+        self._release_all(len(self._open))
+
+    def begun(self, num_chars: int) -> None:
+        """The whole prompt is shown, as num_chars characters."""
         self._open.clear()
         self._prompt.clear()
-        for entry in self._queue:
+        self._release_all(0)
+        self._offset = self._sent = num_chars
+
+    def _release_all(self, but: int) -> None:
+        while len(self._queue) > but:
+            entry = self._queue.popleft()
             entry.offset = self._offset
             self._offset += len(entry.text)
-        self._out += self._queue
-        self._queue.clear()
-        self._offset = self._sent = num_chars
+            self._out.append(entry)
 
     def add(self, ids: Sequence[int], finish: int) -> None:
         for at, token_id in enumerate(ids):
@@ -119,9 +140,10 @@ class LogprobTrail:
             self._queue.clear()
             self._open.clear()
 
-    def take(self) -> list[TokenEntry]:
-        """What may be sent and was not taken yet."""
-        out, self._out = self._out, []
+    def take(self, but: int = 0) -> list[TokenEntry]:
+        """What may be sent and was not taken yet; `but`: so many of the last stay."""
+        end = max(0, len(self._out) - but)
+        out, self._out = self._out[:end], self._out[end:]
         return out
 
     def _append(self, entry: TokenEntry) -> None:
@@ -145,7 +167,7 @@ class AnnotatedText(Text):
     """trail: of a sequence with log-probabilities. echo: its prompt, and how it was written if it was text. drop_tokens: of the
     completion nothing is wanted (max_tokens 0; the engine always makes one token)."""
 
-    __slots__ = ("_drop_tokens", "_echo", "trail")
+    __slots__ = ("_drop_tokens", "_echo", "_shown", "_shown_tokens", "trail")
 
     def __init__(
         self,
@@ -159,6 +181,8 @@ class AnnotatedText(Text):
     ) -> None:
         super().__init__(table, end_ids, stops, min_tokens)
         self.trail, self._echo, self._drop_tokens = trail, echo, drop_tokens
+        self._shown: list[str] = []  # of the prompt
+        self._shown_tokens = 0
 
     @property
     def settled(self) -> bool:
@@ -177,15 +201,32 @@ class AnnotatedText(Text):
         self.trail.release(len(text), self.matched)
         return shown + text
 
+    @property
+    def has_prompt(self) -> bool:
+        """It is to be shown."""
+        return self._echo is not None
+
+    def show_some(self, num_tokens: int) -> bool:
+        """Reads that many more of the prompt's tokens; whether that was all. What is left `add` reads at once."""
+        assert self._echo is not None
+        prompt, _ = self._echo
+        first = self._shown_tokens
+        self._shown_tokens = end = min(len(prompt), first + num_tokens)
+        self._shown.append(self._detokenizer.add(prompt[first:end]))
+        if self.trail is not None:
+            self.trail.begin(prompt, first, end)
+        return end == len(prompt)
+
     def _show_prompt(self) -> str:
         """Stop strings are not looked for in it."""
         assert self._echo is not None
         prompt, written = self._echo
-        self._echo = None
-        decoded = self._detokenizer.add(prompt)
-        shown = decoded if written is None else written
+        if self._shown_tokens < len(prompt):
+            self.show_some(len(prompt))
+        shown = "".join(self._shown) if written is None else written
+        self._echo, self._shown = None, []
         if self.trail is not None:
-            self.trail.begin(prompt, len(shown))
+            self.trail.begun(len(shown))
         return shown
 
 

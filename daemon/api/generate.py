@@ -17,6 +17,7 @@ from daemon.api.context import ApiContext
 from daemon.api.logprobs import whole_logprobs_json
 from daemon.api.outputs import check_n, nth
 from daemon.api.piece_frames import PieceFrames
+from daemon.api.prompt_first import prompt_first
 from daemon.api.reply_format import ReplyFormat, reply_format
 from daemon.api.responses import SERVER, answer, json_response
 from daemon.api.sampling import sampling_params
@@ -146,7 +147,7 @@ async def _answer(
     for at, text in enumerate(texts):
         collector = Collector(group, at, text)
         group.collectors.append(collector)
-        generations[at].sink = collector
+        generations[at].sink = prompt_first(collector, text)
     _submit(context, generations)
     try:
         await group.done
@@ -192,7 +193,7 @@ async def _stream(
         if form is None:
             stream = Stream(group, at, table, shape.frames(at), text)
             group.streams.append(stream)
-            generations[at].sink = stream
+            generations[at].sink = prompt_first(stream, text)
         else:
             frames = PieceFrames(shape, at, form.new_call_id)
             later = replace(shape.frames(at), first=b"")

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from daemon.annotated_text import LogprobTrail, TokenEntry
+from daemon.annotated_text import LogprobTrail, Rendering, TokenEntry
 from daemon.text.token_table import escape
 
 _json = msgspec.json.encode
@@ -18,18 +18,32 @@ RENDERED_AT_ONCE = 2048  # numbers between two turns of the event loop: a few mi
 def logprobs_json(trail: LogprobTrail | None, chat: bool) -> bytes:
     """What the trail has to give now, as the `logprobs` of a choice; null if there is nothing."""
     entries = trail.take() if trail is not None else []
-    if trail is None or not entries:
+    if trail is None or not (entries or trail.rendering is not None):
         return NULL
-    rendering = ChatLogprobs(trail) if chat else CompletionLogprobs(trail)
+    rendering = _rendering(trail, chat)
     rendering.add(entries)
     return rendering.json()
+
+
+def render_more(trail: LogprobTrail) -> None:
+    """What a completion's trail has to give now is rendered ahead; all but the last, whose text may yet grow by the rest of a
+    character that was cut off."""
+    rendering = _rendering(trail, chat=False)
+    rendering.add(trail.take(but=1))
+    trail.rendering = rendering
+
+
+def _rendering(trail: LogprobTrail, chat: bool) -> Rendering:
+    """What was begun ahead, or a new one."""
+    ahead, trail.rendering = trail.rendering, None
+    return ahead or (ChatLogprobs(trail) if chat else CompletionLogprobs(trail))
 
 
 async def whole_logprobs_json(trail: LogprobTrail | None, chat: bool) -> bytes:
     """The same for a whole answer, which may hold a long prompt's: the loop has its turn in between."""
     if trail is None:
         return NULL
-    rendering = ChatLogprobs(trail) if chat else CompletionLogprobs(trail)
+    rendering = _rendering(trail, chat)
     for entries in _pieces(trail.take(), 1 + RENDERED_AT_ONCE // (1 + trail.num_top)):
         rendering.add(entries)
         if len(rendering) > len(entries):
@@ -77,34 +91,35 @@ class CompletionLogprobs:
 
     def __init__(self, trail: LogprobTrail) -> None:
         self._table, self._num_top = trail.table, trail.num_top
-        self._offsets: list[int] = []
-        self._logprobs: list[float | None] = []
-        self._tokens: list[str] = []
-        self._top: list[dict[str, float] | None] = []
+        self._num_tokens = 0
+        # pieces of the four lists, written already
+        self._offsets: list[bytes] = []
+        self._logprobs: list[bytes] = []
+        self._tokens: list[bytes] = []
+        self._top: list[bytes] = []
         self._keys: dict[int, str] = {}
 
     def __len__(self) -> int:
-        return len(self._tokens)
+        return self._num_tokens
 
     def add(self, entries: Sequence[TokenEntry]) -> None:
-        for entry in entries:
-            self._offsets.append(entry.offset)
-            self._logprobs.append(entry.logprob)
-            self._tokens.append(entry.text)
-            if self._num_top:
-                self._top.append(None if entry.logprob is None else self._alternatives(entry, entry.logprob))
+        if not entries:
+            return
+        self._num_tokens += len(entries)
+        self._offsets.append(_inside([entry.offset for entry in entries]))
+        self._logprobs.append(_inside([entry.logprob for entry in entries]))
+        self._tokens.append(_inside([entry.text for entry in entries]))
+        if self._num_top:
+            top = [None if entry.logprob is None else self._alternatives(entry, entry.logprob) for entry in entries]
+            self._top.append(_inside(top))
 
     def json(self) -> bytes:
-        if not self._tokens:
+        if not self._num_tokens:
             return NULL
-        return _json(
-            {
-                "text_offset": self._offsets,
-                "token_logprobs": self._logprobs,
-                "tokens": self._tokens,
-                "top_logprobs": self._top if self._num_top else None,
-            }
-        )
+        join = b",".join
+        top = b"[%b]" % join(self._top) if self._num_top else NULL
+        lists = (join(self._offsets), join(self._logprobs), join(self._tokens), top)
+        return b'{"text_offset":[%b],"token_logprobs":[%b],"tokens":[%b],"top_logprobs":%b}' % lists
 
     def _alternatives(self, entry: TokenEntry, logprob: float) -> dict[str, float]:
         named: dict[str, float] = {}
@@ -119,6 +134,11 @@ class CompletionLogprobs:
         if key is None:
             key = self._keys[token_id] = _key(self._table.shown(token_id))
         return key
+
+
+def _inside(values: Sequence[object]) -> bytes:
+    """A list's items as JSON, without its brackets."""
+    return _json(values)[1:-1]
 
 
 def _named(text: str, raw: bytes) -> bytes:

@@ -7,6 +7,7 @@ import json
 import openai
 import pytest
 
+from daemon.api import prompt_first
 from daemon.api.outputs import nth
 from engine.protocol import SamplingParams
 from tests.daemon.api.fakes import EOS, VOCAB, entry, logprobs_of, serve
@@ -249,6 +250,34 @@ def add(seen, choice):
         for name in ("tokens", "token_logprobs", "text_offset"):
             seen[name] += getattr(choice.logprobs, name)
         seen["top_logprobs"] += choice.logprobs.top_logprobs or [None] * len(choice.logprobs.tokens)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_long_prompts_logprobs_are_told_piece_by_piece_and_the_same(client, monkeypatch, stream):
+    prompt = [(97, WORLD, ACUTE, 0xC3, 0xA9)[at % 5] for at in range(3000)] + [0xC3]  # it ends within a character
+    turns = []
+    render_more = prompt_first.render_more
+    monkeypatch.setattr(prompt_first, "render_more", lambda trail: (turns.append(1), render_more(trail)))
+    answers = []
+    for numbers in (100, 1 << 30):
+        monkeypatch.setattr(prompt_first, "NUMBERS_AT_ONCE", numbers)
+        turns.clear()
+        answer = await client.completions.create(
+            model="tiny", prompt=prompt, echo=True, logprobs=1, max_tokens=3, seed=1, stream=stream
+        )
+        choice = {"text": "", "tokens": [], "token_logprobs": [], "text_offset": [], "top_logprobs": []}
+        if stream:
+            async for chunk in answer:
+                for each in chunk.choices:
+                    add(choice, each)
+        else:
+            add(choice, answer.choices[0])
+        answers.append(choice)
+        assert len(turns) == (1 if numbers > 100 else 3001 // 51 + 1)
+    assert answers[0] == answers[1]
+    assert len(answers[0]["tokens"]) == 3004
+    assert answers[0]["text"] == "".join(answers[0]["tokens"])
+    assert answers[0]["text_offset"] == [len("".join(answers[0]["tokens"][:at])) for at in range(3004)]
 
 
 async def test_large_answers_are_valid_json(client, node):
