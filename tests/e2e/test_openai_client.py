@@ -130,6 +130,52 @@ def test_errors_have_their_class_and_name_their_field(client: openai.OpenAI) -> 
     assert "5000" in str(long.value)
 
 
+def test_every_parameter_of_the_client_that_is_none_of_openais_products(client: openai.OpenAI) -> None:
+    """What their generated tests send, without web search, moderation and suffix, and with placeholders made values."""
+    common = {
+        "frequency_penalty": -2,
+        "presence_penalty": -2,
+        "logit_bias": {"7": 0},
+        "n": 1,
+        "stop": "\n",
+        "temperature": 1,
+        "top_p": 1,
+    }
+    tool = {"type": "function", "function": {"name": "name", "parameters": {"foo": "bar"}, "strict": True}}
+    chat = client.chat.completions.create(
+        model="org/oak",
+        messages=[{"role": "developer", "content": "string", "name": "name"}],
+        audio={"format": "wav", "voice": "alloy"},
+        function_call="none",
+        functions=[{"name": "name", "parameters": {"foo": "bar"}}],
+        logprobs=True,
+        max_completion_tokens=4,
+        max_tokens=4,
+        metadata={"foo": "string"},
+        modalities=["text"],
+        parallel_tool_calls=True,
+        prediction={"type": "content", "content": "string"},
+        prompt_cache_key="prompt-cache-key-1234",
+        reasoning_effort="none",
+        response_format={"type": "text"},
+        safety_identifier="safety-identifier-1234",
+        seed=-9007199254740991,
+        service_tier="auto",
+        store=True,
+        tool_choice="none",
+        tools=[tool],
+        top_logprobs=0,
+        user="user-1234",
+        verbosity="low",
+        **common,
+    )  # type: ignore[call-overload]
+    assert chat.choices[0].finish_reason in ("length", "stop")
+    text = client.completions.create(
+        model="org/oak", prompt="This is a test.", best_of=0, echo=True, logprobs=0, max_tokens=4, seed=0, user="u", **common
+    )
+    assert text.choices[0].text.startswith("This is a test.")
+
+
 def test_models(client: openai.OpenAI) -> None:
     names = {model.id for model in client.models.list()}
     assert {"org/oak", "elm"} <= names
