@@ -20,7 +20,7 @@ def status(client: Client, options: argparse.Namespace) -> None:
     state = "draining" if value["draining"] else "ready" if value["ready"] else f"not ready: {value['reason']}"
     print(f"hearthd {value['version']}, {state}, up {duration(value['uptime_s'])}, pid {value['pid']}")
     print(f"serves {value['url']}, {value['requests']} requests open")
-    print(f"keys of {value['tenants']} tenants are set" if value["keys"] else "no keys are set: whoever reaches it may use it")
+    print(f"keys are set, tenants: {value['tenants']}" if value["keys"] else "no keys are set: whoever reaches it may use it")
     print(f"longest stall of the event loop {1000 * value['event_loop_stall_max_s']:.1f} ms\n")
     header = ("DEVICE", "ENGINE", "BUDGET", "MODELS", "WORK SPACE", "KV LEASE", "RESTARTS")
     print(table(header, [_device(row) for row in value["devices"]], frozenset({2, 3, 4, 5, 6})))

@@ -57,6 +57,12 @@ def test_reading_commands_work_and_the_others_are_denied(node: Node) -> None:
     assert node.json("status")["draining"] is False
 
 
+def test_status_says_that_no_keys_are_set(node: Node) -> None:
+    assert "no keys are set" in over_status(node, "status").stdout
+    value = json.loads(over_status(node, "status", "--json").stdout)
+    assert (value["keys"], value["tenants"]) == (False, 0)
+
+
 def test_followers_are_limited_and_the_refusal_says_so(node: Node) -> None:
     followers = []
     try:

@@ -136,6 +136,9 @@ def test_keys_are_read_again_and_a_broken_file_changes_nothing(tmp_path: Path) -
     with Node(tmp_path / "n", flags=["--keys-file", str(path)]) as node:
         names = {name: [each["id"] for each in node.get("/v1/models", bearer(name))[1]["data"]] for name in KEYS}
         assert names == {"ann": ["m"], "bob": []}
+        told = node.cli("status").stdout
+        assert "keys are set, tenants: 2" in told
+        assert not [key for key in KEYS.values() if key in told or hash_key(key) in node.cli("status", "--json").stdout]
         assert node.get("/v1/models")[0] == 401
         path.write_text(keys_text(bob='weight = "high"'))
         refused = node.cli("reload")
@@ -149,6 +152,8 @@ def test_keys_are_read_again_and_a_broken_file_changes_nothing(tmp_path: Path) -
         path.write_text(keys_text().partition("[tenants.bob]")[0])
         assert node.json("reload")["ok"] is True
         assert node.get("/v1/models", bearer("bob"))[0] == 401
+        status = node.json("status")
+        assert (status["keys"], status["tenants"]) == (True, 1)
         for key in KEYS.values():
             assert key not in node.log_text()
 
