@@ -7,7 +7,11 @@ from __future__ import annotations
 CODES: dict[str, tuple[int, str, str]] = {
     # the caller's fault
     "invalid_json": (400, "the body is no JSON, or nested too deeply", "correct the body"),
-    "invalid_body": (400, "the body ended early or is encoded in a way that is not read", "send it whole and uncompressed"),
+    "invalid_body": (
+        400,
+        "the body ended early, its chunks are broken or its encoding is not read",
+        "send it whole and uncompressed",
+    ),
     "invalid_request": (400, "a field has a value it may not have; `param` names it", "correct the field"),
     "unsupported_parameter": (400, "a field is known and not built, or not for this model; `param` names it", "leave it out"),
     "unsupported_grammar": (400, "a schema, regex or grammar cannot be followed; the message says which part", "simplify it"),
@@ -49,6 +53,11 @@ CODES: dict[str, tuple[int, str, str]] = {
     "not_kept": (409, "`hearth unload --to warm`: no copy of its weights is kept", "leave out --to, or set host_tier_bytes"),
     "busy": (503, "the same command for the same model is under way", "wait for it"),
     "too_many_viewers": (503, "as many status pages are open as may", "close one"),
+    "too_many_followers": (
+        503,
+        "as many clients follow the events on this socket as may",
+        "end one, or look back without --follow",
+    ),
     # ours
     "crashed_twice": (500, "the engine died twice with this request in it", "do not resend; tell the developers"),
     "aborted": (500, "the engine ended this request", "see the log for the request's id"),
