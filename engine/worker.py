@@ -24,6 +24,7 @@ from engine.grammar.constraints import Constraints, End
 from engine.loads import Loads
 from engine.memory.chunk_memory import ChunkMemory
 from engine.memory.host_tier import HostTier
+from engine.memory.preparing import Preparer
 from engine.placements import Placements
 from engine.protocol import (
     FINISH_LENGTH,
@@ -72,6 +73,7 @@ class Engine:
         self.models = ServedModels(configure, memory)
         loads = Loads(runner, configure.test_disk_bytes_per_s, configure.test_copy_bytes_per_s)
         self.placements = Placements(self.models, loads, channel.send, self._forget, memory, tier)
+        self.preparer = None if memory is None else Preparer(memory, self.models.chunks, tier)
         self.constraints = Constraints()
         self.num_steps = 0
         self._model_of: dict[int, str] = {}
@@ -116,6 +118,8 @@ class Engine:
                         if events & ~select.EPOLLOUT:
                             for message in self.channel.receive():
                                 self._handle(message)
+                if self.preparer is not None and (busy or ready):
+                    self.preparer.disturbed()
                 if busy:
                     self._turn(self.models.busy() if ready else busy)
                 elif not ready:
@@ -233,17 +237,21 @@ class Engine:
         """How long epoll may block; None: until something arrives."""
         if self._stats_dirty:
             return max(0.0, self._stats_sent_s + STATS_EVERY_S - time.monotonic())
-        return COLLECT_AFTER_IDLE_S if self._wants_collect() else None
+        if self._wants_collect():
+            return COLLECT_AFTER_IDLE_S
+        return None if self.preparer is None or self.placements.busy else self.preparer.wait_s()
 
     def _wants_collect(self) -> bool:
         return self.num_steps > self._steps_at_collect or self._must_unfreeze
 
     def _tidy(self) -> None:
-        """Nothing runs and nothing came: tell how things stand, then, if it stays so, collect garbage."""
+        """Nothing runs and nothing came: tell how things stand, then, if it stays so, collect garbage and prepare memory."""
         if self._stats_dirty:
             self._send_stats(time.monotonic())
         elif self._wants_collect():
             self._collect()
+        elif self.preparer is not None:
+            self.preparer.step()
 
     def _collect(self) -> None:
         """Objects of evicted models are frozen: they are looked at only here, and only when nothing runs."""

@@ -68,7 +68,8 @@ class CpuMemory:
         if self.chunk_bytes % mappings.HUGE_PAGE_BYTES:
             mappings.populate(address, self.chunk_bytes)
             return 0
-        self.arena[chunk * self.chunk_bytes : (chunk + 1) * self.chunk_bytes : mappings.HUGE_PAGE_BYTES] = 0
+        # reading gives a page of a memfd memory, too, and harms nothing should the chunk be in use
+        self.arena[chunk * self.chunk_bytes : (chunk + 1) * self.chunk_bytes : mappings.HUGE_PAGE_BYTES].sum()
         huge_bytes = mappings.collapse(address, self.chunk_bytes)
         if huge_bytes < self.chunk_bytes:
             mappings.populate(address, self.chunk_bytes)

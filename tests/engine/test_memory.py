@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -13,11 +14,14 @@ import psutil
 import pytest
 import torch
 
-from engine.memory import checksum
+from engine.memory import checksum, preparing
 from engine.memory.arena import arena_blocks
 from engine.memory.chunk_memory import ChunkMemory
 from engine.memory.cpu_memory import CpuMemory
+from engine.memory.host_tier import HostTier
+from engine.memory.preparing import AFTER_IDLE_S, Preparer
 from engine.memory.weight_range import WeightRange, WeightRanges
+from scheduler.batch.chunk_pool import ChunkPool
 
 CHUNK = 2 << 20
 
@@ -159,6 +163,8 @@ def test_touching_weights_that_are_not_loaded_is_a_segmentation_fault(when: str)
     program = f"""
 import torch
 from engine.memory.cpu_memory import CpuMemory
+from engine.memory.host_tier import HostTier
+from engine.memory.preparing import AFTER_IDLE_S, Preparer
 from engine.memory.weight_range import WeightRange
 memory = CpuMemory(4, 1 << 16)
 weights = WeightRange(memory, 1 << 17)
@@ -188,3 +194,57 @@ def test_the_checksum_and_its_twin(num_bytes: int, monkeypatch: pytest.MonkeyPat
     if num_bytes > 16:
         source[[0, 8]] = source[[8, 0]] + 1
         assert checksum.copy(target, source) != told
+
+
+class Recording:
+    """A memory and a tier that only note what is prepared."""
+
+    chunk_bytes = slot_bytes = CHUNK
+    num_slots = 3
+
+    def __init__(self) -> None:
+        self.prepared: list[int] = []
+
+    def prepare(self, chunk: int) -> int:
+        self.prepared.append(chunk)
+        return CHUNK // 2
+
+
+def test_free_memory_is_prepared_within_the_limit(caplog: pytest.LogCaptureFixture) -> None:
+    chunks = ChunkPool(10, CHUNK, resident_limit=6)
+    chunks.take_weights(2)
+    memory, tier = Recording(), Recording()
+    preparer = Preparer(memory, chunks, tier)  # type: ignore[arg-type]
+    assert preparer.wait_s() == AFTER_IDLE_S
+    caplog.set_level("INFO")
+    while preparer.wait_s() is not None:
+        preparer.step()
+    assert len(memory.prepared) == 4, "two of the six are in use"
+    assert chunks.free[memory.prepared].all()
+    assert tier.prepared == [0, 1, 2]
+    assert "prepared 14 MiB of memory, 7 MiB of it in huge pages" in caplog.text
+    assert chunks.take_discards() == []
+    weights = chunks.take_weights(3)
+    assert set(weights.tolist()) <= set(memory.prepared), "what is prepared is used first"
+    chunks.give_back_weights(weights)
+    assert preparer.wait_s() is None, "it still is"
+
+
+def test_it_stops_when_the_system_has_little_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparing, "_LOOK_EVERY_BYTES", 3 * CHUNK)
+    monkeypatch.setattr(preparing, "_available", lambda: 0.1)
+    preparer = Preparer(Recording(), ChunkPool(10, CHUNK), None)  # type: ignore[arg-type]
+    while preparer.wait_s() is not None:
+        preparer.step()
+    assert preparer.prepared_bytes == 3 * CHUNK
+
+
+def test_preparing_leaves_what_a_slot_holds() -> None:
+    fd = os.memfd_create("tier")
+    os.ftruncate(fd, 2 * CHUNK)
+    tier = HostTier(fd, 2, CHUNK)
+    tier.slot(1)[:] = 7
+    for slot in (0, 1):
+        assert 0 <= tier.prepare(slot) <= CHUNK
+    assert (tier.slot(1) == 7).all()
+    assert (tier.slot(0) == 0).all()

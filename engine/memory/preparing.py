@@ -1,0 +1,93 @@
+"""Free memory made ready in idle time, so that a load or growing KV finds huge pages instead of page faults.
+
+Zeroing fresh memory costs more than reading weights into it, and drives read into 2 MiB pages at three times the speed. So while
+nothing runs, free chunks, then the slots of the host tier, are touched and put into huge pages, one at a time between two looks for
+messages; contents are never changed.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+
+import numpy as np
+
+from engine.memory.chunk_memory import ChunkMemory
+from engine.memory.host_tier import HostTier
+from scheduler.batch.chunk_pool import ChunkPool
+from scheduler.batch.plan import BoolArray
+
+log = logging.getLogger("engine")
+
+AFTER_IDLE_S = 2.0
+SHARE = 0.25  # of the time, so that an idle engine leaves the machine to others
+MIN_AVAILABLE = 0.25  # of the system's memory is never taken this way
+_LOOK_EVERY_BYTES = 256 << 20
+
+
+class Preparer:
+    """Of one device's chunks, no more than its pool may have resident, and the tier. Not for two threads."""
+
+    def __init__(self, memory: ChunkMemory, chunks: ChunkPool, tier: HostTier | None) -> None:
+        self._memory, self._chunks, self._tier = memory, chunks, tier
+        self._tried: BoolArray = np.zeros(chunks.num_chunks, np.bool_)
+        self._next_slot = 0
+        self._wait_s = AFTER_IDLE_S
+        self._unchecked_bytes = 0
+        self._stopped = False
+        self._told = True
+        self.prepared_bytes = 0
+        self.huge_bytes = 0
+
+    def wait_s(self) -> float | None:
+        """How long to stay idle before the next `step`; None if there is nothing to do."""
+        return None if self._stopped or (self._next() is None and self._slots_done) else self._wait_s
+
+    def disturbed(self) -> None:
+        """The engine had something to do: idle time begins anew."""
+        self._wait_s = AFTER_IDLE_S
+
+    def step(self) -> None:
+        """One chunk or slot."""
+        started_s = time.monotonic()
+        chunk = self._next()
+        if chunk is not None:
+            self._tried[chunk] = self._chunks.resident[chunk] = True
+            self._note(self._memory.prepare(chunk), self._memory.chunk_bytes)
+        elif self._tier is not None and not self._slots_done:
+            self._note(self._tier.prepare(self._next_slot), self._tier.slot_bytes)
+            self._next_slot += 1
+        self._wait_s = (time.monotonic() - started_s) * (1 / SHARE - 1)
+        if not self._told and self.wait_s() is None:
+            self._told = True
+            why = ": the system has little left" if self._stopped else ""
+            text = "prepared %d MiB of memory, %d MiB of it in huge pages%s"
+            log.info(text, self.prepared_bytes >> 20, self.huge_bytes >> 20, why)
+
+    @property
+    def _slots_done(self) -> bool:
+        return self._tier is None or self._next_slot >= self._tier.num_slots
+
+    def _next(self) -> int | None:
+        self._tried &= self._chunks.resident  # what went back to the system is not prepared any more
+        wanted = self._chunks.free & ~self._tried
+        if np.count_nonzero(self._chunks.resident) >= self._chunks.resident_limit:
+            wanted &= self._chunks.resident
+        return int(np.argmax(wanted)) if wanted.any() else None
+
+    def _note(self, huge_bytes: int, num_bytes: int) -> None:
+        self.prepared_bytes += num_bytes
+        self.huge_bytes += huge_bytes
+        self._unchecked_bytes += num_bytes
+        self._told = False
+        if self._unchecked_bytes >= _LOOK_EVERY_BYTES:
+            self._unchecked_bytes = 0
+            self._stopped = _available() < MIN_AVAILABLE
+
+
+def _available() -> float:
+    """The share of the system's memory that programs can have without anything being pushed out."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    amounts = {line.split(":")[0]: int(line.split()[1]) for line in lines}
+    return amounts["MemAvailable"] / amounts["MemTotal"]

@@ -1,0 +1,332 @@
+"""A random life of one engine's memory: loads, evictions, growing and shrinking KV, failures, crashes. After every operation the
+ledger of chunks, the page tables and the reference counts must agree, and all memory must hold what its owner put there."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from engine.contracts import LoadTask
+from engine.loads import Loads
+from engine.memory import mappings
+from engine.memory.cpu_memory import CpuMemory
+from engine.memory.host_tier import HostTier
+from engine.memory.weight_range import WeightRange, WeightRanges
+from engine.null_runner import NullModel, NullRunner
+from engine.placements import Placements
+from engine.protocol import Evicted, EvictModel, LoadDone, LoadFailed, SamplingParams
+from engine.served_models import ServedModels
+from engine.weight_copies import WeightCopies
+from loader.errors import CheckpointError
+from scheduler.batch.request import BatchRequest
+from tests.engine.engine_process import load_message, null_checkpoint, null_configure
+
+CHUNK_BYTES = 4096
+NUM_CHUNKS, NUM_SLOTS, WORK_CHUNKS = 96, 40, 6
+BUDGET = NUM_CHUNKS - WORK_CHUNKS
+NAMES = {"a": 1, "b": 2, "c": 3, "d": 5}  # and KV heads: blocks of 1, 2, 3 and 5 quarters of a chunk
+
+
+class StampedModel(NullModel):
+    """A null model whose weights are real memory: every chunk says whose it is."""
+
+    weights: WeightRange
+
+
+class StampedRunner(NullRunner):
+    def __init__(self, configure: Any, memory: CpuMemory, tier: HostTier) -> None:
+        super().__init__(configure, tier)
+        self.ranges, self.copies = WeightRanges(memory), WeightCopies(memory, tier)
+        self.fails: set[str] = set()
+        self.addresses: dict[str, int] = {}
+
+    def load(self, task: LoadTask) -> NullModel:
+        spec = task.spec
+        weights = self.ranges.of(spec.model, spec.fingerprint, spec.weights_chunks * CHUNK_BYTES - 100)
+        weights.map(task.chunks.tolist())
+        if not self.copies.take(task, weights):
+            for number in range(spec.weights_chunks):
+                stamp(weights.address + number * CHUNK_BYTES, f"{spec.model} {number}".encode())
+            task.bytes_read = weights.num_bytes
+            self.copies.keep(task, weights)
+        if spec.model in self.fails:
+            weights.unmap()
+            raise CheckpointError("model.safetensors", "w", "is broken")
+        model = super().load(LoadTask(load_message(spec.path, spec.model), task.chunks, task.progress, task.cancelled))
+        model.weights = weights  # type: ignore[attr-defined]
+        model.release = weights.unmap  # type: ignore[method-assign]
+        assert self.addresses.setdefault(spec.model, weights.address) == weights.address, "addresses are for life"
+        return model
+
+
+def stamp(address: int, text: bytes) -> None:
+    memory = np.frombuffer(mappings.bytes_at(address, 16), np.uint8)
+    memory[:] = np.frombuffer(text.ljust(16)[:16], np.uint8)
+
+
+def stamped(address: int) -> bytes:
+    return bytes(np.frombuffer(mappings.bytes_at(address, 16), np.uint8)).rstrip()
+
+
+def memory_machine(folder: Path, done: Counter[str] | None = None) -> Callable[[], RuleBasedStateMachine]:
+    """For hypothesis's run_state_machine_as_test. `done` counts what was done, by its effect."""
+    for name, heads in NAMES.items():
+        null_checkpoint(folder / name)
+        config = (folder / name / "config.json").read_text().replace('"num_key_value_heads": 2', f'"num_key_value_heads": {heads}')
+        (folder / name / "config.json").write_text(config.replace('"head_dim": 16', '"head_dim": 4'))
+    counts: Counter[str] = Counter() if done is None else done
+    return lambda: MemoryMachine(folder, counts)
+
+
+class MemoryMachine(RuleBasedStateMachine):
+    """The daemon's part is played here: it keeps the ledger and says which slots are whose."""
+
+    def __init__(self, folder: Path, done: Counter[str]) -> None:
+        super().__init__()
+        self.folder, self.done = folder, done
+        self.slots_fd = os.memfd_create("tier")
+        os.ftruncate(self.slots_fd, NUM_SLOTS * CHUNK_BYTES)
+        self.free_slots = set(range(NUM_SLOTS))
+        self.kept: dict[str, tuple[list[int], int]] = {}  # slots, checksum
+        self.saved: dict[str, Evicted] = {}
+        self.waiting: dict[str, dict[int, tuple[list[int], int]]] = {}  # of evicted models: request -> tokens, prompt
+        self.memory: CpuMemory | None = None
+        self.next_request = 1
+        self._start()
+
+    def _start(self) -> None:
+        """An engine with nothing in it."""
+        if self.memory is not None:
+            for _, held in self.runner.ranges._ranges.values():
+                held.close()
+            self.memory.close()
+            mappings.release(self.tier._address, NUM_SLOTS * CHUNK_BYTES)
+        self.memory = CpuMemory(NUM_CHUNKS, CHUNK_BYTES)
+        self.tier = HostTier(os.dup(self.slots_fd), NUM_SLOTS, CHUNK_BYTES)
+        sizes = {"num_chunks": NUM_CHUNKS, "chunk_bytes": CHUNK_BYTES, "work_space_bytes": WORK_CHUNKS * CHUNK_BYTES}
+        self.configure = null_configure(**sizes, null_step_ms=0.0, block_tokens=4)
+        self.runner = StampedRunner(self.configure, self.memory, self.tier)
+        self.models = ServedModels(self.configure, self.memory)
+        self.sent: list[Any] = []
+        self.loads = Loads(self.runner)
+        self.placements = Placements(self.models, self.loads, self.sent.append, lambda name: None, self.memory, self.tier)
+        self.held: dict[str, int] = {}  # chunks by the ledger
+
+    def teardown(self) -> None:
+        self._start()
+        assert self.memory is not None
+        self.memory.close()
+        os.close(self.slots_fd)
+
+    def _pump(self, *kinds: type[Any]) -> Any:
+        while not (found := [message for message in self.sent if isinstance(message, kinds)]):
+            self.placements.take()
+        self.sent.clear()
+        return found[0]
+
+    def _lease(self) -> int:
+        return BUDGET - sum(self.held.values())
+
+    @property
+    def loaded(self) -> list[str]:
+        return sorted(self.models.by_name)
+
+    # ---- operations
+
+    @rule(name=st.sampled_from(sorted(NAMES)), weights=st.integers(1, 14), kv=st.integers(6, 14), keep=st.booleans())
+    def load(self, name: str, weights: int, kv: int, keep: bool) -> None:
+        weights = self.runner_weights(name, weights)
+        if name in self.models or self._lease() < weights + kv:
+            return
+        slots = sorted(self.free_slots)[:weights] if keep and len(self.free_slots) >= weights and name not in self.kept else []
+        source, checksum = self.kept.get(name, ([], 0))
+        kv_state = self.saved.pop(name, None)
+        self.held[name] = weights + kv
+        spec = load_message(
+            str(self.folder / name),
+            name,
+            weights_chunks=weights,
+            kv_reserved_chunks=kv,
+            lease_chunks=self._lease(),
+            max_model_len=60,
+            source_slots=source,
+            checksum=checksum,
+            keep_slots=slots,
+            kv_slots=kv_state.kv_slots_used if kv_state else [],
+            kv_index=kv_state.kv_index if kv_state else b"",
+        )
+        self.placements.load(spec)
+        done = self._pump(LoadDone, LoadFailed)
+        if kv_state:
+            self.free_slots |= set(kv_state.kv_slots_used)
+        if isinstance(done, LoadFailed):
+            assert name in self.runner.fails, done.error
+            self.done["loads that failed"] += 1
+            del self.held[name]
+            return
+        assert (done.bytes_read == 0) == bool(source)
+        self.done["loads from the tier" if source else "loads"] += 1
+        self.done["loads that took KV back"] += done.restored_kv_tokens > 0
+        if slots:
+            assert done.kept
+            self.kept[name] = (slots, done.checksum)
+            self.free_slots -= set(slots)
+        if kv_state:
+            assert done.restored_kv_tokens <= kv_state.saved_kv_tokens
+        for request_id, (tokens, num_prompt) in self.waiting.pop(name, {}).items():
+            self._submit(name, request_id, tokens, num_prompt)
+
+    def runner_weights(self, name: str, weights: int) -> int:
+        """A model's size is its own."""
+        known = self.runner.ranges._ranges.get(name)
+        slots = self.kept.get(name)
+        return len(slots[0]) if slots else known[1].num_chunks if known else weights
+
+    @precondition(lambda self: self.loaded)
+    @rule(data=st.data(), num_slots=st.integers(0, 20))
+    def evict(self, data: st.DataObject, num_slots: int) -> None:
+        name = data.draw(st.sampled_from(self.loaded))
+        scheduler = self.models.by_name[name].scheduler
+        requests = {r.request_id: (r.tokens.tolist(), r.num_prompt) for r in scheduler.waiting.requests()}
+        for slot, request in scheduler.running_requests():
+            tokens = scheduler.table.tokens[slot, : scheduler.table.num_tokens[slot]].tolist()
+            requests[request.request_id] = (tokens, request.num_prompt)
+        slots = sorted(self.free_slots)[:num_slots]
+        del self.held[name]
+        self.placements.evict(EvictModel(1, name, self._lease(), slots))
+        gone = self._pump(Evicted)
+        assert gone.kv_slots_used == slots[: len(gone.kv_slots_used)]
+        self.free_slots -= set(gone.kv_slots_used)
+        self.waiting[name] = requests
+        self.done["evictions"] += 1
+        self.done["evictions that saved KV"] += bool(gone.kv_index)
+        if gone.kv_index:
+            self.saved[name] = gone
+
+    @precondition(lambda self: self.loaded)
+    @rule(data=st.data(), prompt=st.integers(1, 40), family=st.integers(0, 3))
+    def submit(self, data: st.DataObject, prompt: int, family: int) -> None:
+        name = data.draw(st.sampled_from(self.loaded))
+        self.done["requests"] += 1
+        self._submit(name, self.next_request, [300 + family] * prompt, prompt)
+        self.next_request += 1
+
+    def _submit(self, name: str, request_id: int, tokens: list[int], num_prompt: int) -> None:
+        if len(tokens) < 60:
+            params = SamplingParams(30, seed=request_id % 4)
+            self.models.by_name[name].scheduler.submit(BatchRequest(request_id, np.array(tokens, np.int32), num_prompt, params))
+
+    @precondition(lambda self: self.loaded)
+    @rule(data=st.data(), num=st.integers(1, 12))
+    def grow(self, data: st.DataObject, num: int) -> None:
+        name = data.draw(st.sampled_from(self.loaded))
+        served = self.models.by_name[name]
+        self.done["growths"] += 1
+        for _ in range(num):
+            plan = served.scheduler.plan(0)
+            assert not served.scheduler.failed, "the floor holds one sequence of full length"
+            if plan is None:
+                return
+            result = served.hosted.execute(plan, served.scheduler.table)
+            self._stamp_blocks(served, plan)
+            served.scheduler.finish_step(plan, result.ids, result.bad)
+
+    @rule(share=st.integers(0, 100))
+    def shrink(self, share: int) -> None:
+        """A smaller lease, then the whole of it again."""
+        if not self.loaded:
+            return
+        self.done["shrinks"] += 1
+        self.models.set_lease(self._lease() * share // 100)
+        self.check()
+        self.models.set_lease(self._lease())
+
+    @rule(name=st.sampled_from(sorted(NAMES)), chance=st.integers(0, 5))
+    def fail(self, name: str, chance: int) -> None:
+        """The next loads of a model fail, or do no longer."""
+        if chance < 4 and name not in self.runner.fails:
+            return
+        self.runner.fails ^= {name}
+        self.done["fail switched"] += 1
+
+    @rule(name=st.sampled_from(sorted(NAMES)))
+    def drop_copy(self, name: str) -> None:
+        if name not in self.models:
+            self.free_slots |= set(self.kept.pop(name, ([], 0))[0])
+
+    @rule(chance=st.integers(0, 9))
+    def crash(self, chance: int) -> None:
+        """The engine is gone with all that it ran; what the daemon holds is not."""
+        if chance < 9 or not self.loaded:
+            return
+        self.done["crashes"] += 1
+        self._start()
+        self.waiting.clear()
+
+    # ---- what must hold
+
+    def _stamp_blocks(self, served: Any, plan: Any) -> None:
+        """As a model would write KV: blocks that become full say what is in them; the same when computed again."""
+        scheduler = served.scheduler
+        (group,) = scheduler.kv.groups
+        for slot, first, num in zip(plan.slots.tolist(), plan.num_computed.tolist(), plan.num_new.tolist(), strict=True):
+            for index in range(first // 4, (first + num) // 4):
+                block = int(scheduler.table.block_tables[0][slot, index])
+                assert group.pool.refcount[block] >= 1
+                stamp(self._block(group, block), self._content(scheduler.table.tokens[slot, : 4 * (index + 1)]))
+
+    def _block(self, group: Any, block: int) -> int:
+        assert self.memory is not None
+        return int(self.memory.arena.data_ptr()) + block * int(group.block_bytes)
+
+    @staticmethod
+    def _content(tokens: Any) -> bytes:
+        return hex(hash(tuple(tokens.tolist())))[-12:].encode()
+
+    @invariant()
+    def check(self) -> None:
+        chunks = self.models.chunks
+        owned = np.zeros(NUM_CHUNKS, np.int32)
+        drawn = reserved = weights = 0
+        for name, served in self.models.by_name.items():
+            place, kv, scheduler = served.place, served.scheduler.kv, served.scheduler
+            weights += len(place.weights)
+            owned[place.weights] += 1
+            for number in range(len(place.weights)):  # the range's page table leads to these very chunks
+                address = served.hosted.weights.address + number * CHUNK_BYTES  # type: ignore[attr-defined]
+                assert stamped(address) == f"{name} {number}".encode()
+                assert self.memory is not None
+                assert stamped(self.memory.arena.data_ptr() + int(place.weights[number]) * CHUNK_BYTES) == stamped(address)
+            for group in kv.groups:
+                group.pool.check()
+                owned += (group.pool._home | group.pool._drawn).astype(np.int32)
+                drawn += group.pool.num_drawn_chunks
+                reserved += int(np.count_nonzero(group.pool._home))
+                counts = np.zeros(group.pool.num_blocks, np.int32)
+                for slot, _ in scheduler.running_requests():
+                    computed = int(scheduler.table.num_computed[slot])
+                    for index in range(int(scheduler.blocks._ends[0][slot])):
+                        block = int(scheduler.table.block_tables[0][slot, index])
+                        counts[block] += 1
+                        if index < computed // 4:
+                            content = self._content(scheduler.table.tokens[slot, : 4 * (index + 1)])
+                            assert stamped(self._block(group, block)) == content, "KV is where the table says"
+                assert (counts == group.pool.refcount).all()
+        assert owned.max(initial=0) <= 1, "a chunk has two owners"
+        assert (owned == 0).sum() == np.count_nonzero(chunks.free)
+        assert (chunks.num_drawn, chunks.num_reserved, chunks.num_weights, chunks.num_leaving) == (drawn, reserved, weights, 0)
+        assert drawn <= chunks.lease_chunks
+        assert chunks.num_drawn + reserved + weights <= BUDGET
+        assert np.count_nonzero(chunks.resident) <= BUDGET
+        assert chunks.resident[owned > 0].all()
+        assert not self.placements.busy
+        lent = [slot for slots, _ in self.kept.values() for slot in slots]
+        lent += [slot for gone in self.saved.values() for slot in gone.kv_slots_used]
+        assert sorted([*lent, *self.free_slots]) == list(range(NUM_SLOTS))
