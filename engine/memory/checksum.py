@@ -35,18 +35,35 @@ def copy(target: Any, source: Any) -> int:
         kernel(target[:whole].view(np.uint64), source[:whole].view(np.uint64), sums)
     else:
         _copy_and_sum(target[:whole], source[:whole], sums)
+    target[whole:] = source[whole:]
+    _add_rest(source, whole, sums)
+    return int(sums[0]) << 64 | int(sums[1])
+
+
+def of(source: Any) -> int:
+    """The checksum of a uint8 array without copying it."""
+    sums = np.zeros(2, np.uint64)
+    whole = len(source) // 8 * 8
+    _sum(source[:whole], sums)
+    _add_rest(source, whole, sums)
+    return int(sums[0]) << 64 | int(sums[1])
+
+
+def _add_rest(source: Any, whole: int, sums: Any) -> None:
     if whole < len(source):
-        target[whole:] = source[whole:]
         last = np.zeros(8, np.uint8)
         last[: len(source) - whole] = source[whole:]
         word = last.view(np.uint64)
         sums += np.concatenate((word, word * np.uint64(whole // 8)))
-    return int(sums[0]) << 64 | int(sums[1])
 
 
 def _copy_and_sum(target: Any, source: Any, sums: Any) -> None:
     """The twin of the kernel, on numpy alone."""
     np.copyto(target, source)
+    _sum(source, sums)
+
+
+def _sum(source: Any, sums: Any) -> None:
     for begin in range(0, len(source) // 8, _STEP_WORDS):
         words = np.frombuffer(source[8 * begin : 8 * (begin + _STEP_WORDS)].tobytes(), np.uint64)
         index = np.arange(begin, begin + len(words), dtype=np.uint64)

@@ -189,7 +189,9 @@ def test_the_checksum_and_its_twin(num_bytes: int, monkeypatch: pytest.MonkeyPat
     told = checksum.copy(target, source)
     monkeypatch.setattr(checksum, "_kernel", lambda: None)
     assert checksum.copy(second, source) == told
+    assert checksum.of(source) == told
     assert (target == source).all()
+    assert (second == source).all()
     assert (second == source).all()
     if num_bytes > 16:
         source[[0, 8]] = source[[8, 0]] + 1

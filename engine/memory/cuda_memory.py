@@ -1,0 +1,164 @@
+"""A CUDA device's chunks: physical allocations of the driver's virtual memory management, mapped as a whole for the arena and again
+into weight ranges. Addresses never change, so captured graphs survive an eviction.
+
+Source: CUDA driver API, "Virtual Memory Management". Imported only where cuda-bindings is installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from cuda.bindings import driver
+
+from engine.memory import checksum
+
+
+class DeviceError(RuntimeError):
+    """The driver refused. Only a new process cures most of what it says."""
+
+
+def _call(function: Any, *arguments: Any) -> Any:
+    """Its result, if it has one. Raises MemoryError for what the device is out of, DeviceError for anything else."""
+    status, *results = function(*arguments)
+    if status != driver.CUresult.CUDA_SUCCESS:
+        name = driver.cuGetErrorName(status)[1]
+        text = f"{function.__name__}: {name.decode() if isinstance(name, bytes) else status}"
+        out_of_memory = driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY
+        raise (MemoryError if status == out_of_memory else DeviceError)(text)
+    return results[0] if results else None
+
+
+class _Bytes:
+    """Device memory as torch takes it in, without owning it."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+class CudaMemory:
+    """engine.memory.chunk_memory.ChunkMemory on device `index`, in torch's (primary) context. All memory is taken at once.
+
+    chunk_bytes: a multiple of the device's granularity (2 MiB). exportable: chunks may be handed to other processes (`export`).
+    Raises MemoryError, ValueError.
+    """
+
+    def __init__(self, num_chunks: int, chunk_bytes: int, index: int = 0, exportable: bool = False) -> None:
+        self.num_chunks, self.chunk_bytes = num_chunks, chunk_bytes
+        self.num_bytes = num_chunks * chunk_bytes
+        self._index = index
+        self._device = torch.device("cuda", index)
+        torch.zeros(1, device=self._device)  # makes the context
+        self._context = _call(driver.cuCtxGetCurrent)
+        place = driver.CUmemLocation()
+        place.type, place.id = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE, index
+        wanted = driver.CUmemAllocationProp()
+        wanted.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        wanted.location = place
+        if exportable:
+            wanted.requestedHandleTypes = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+        minimum = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        granularity = int(_call(driver.cuMemGetAllocationGranularity, wanted, minimum))
+        if chunk_bytes <= 0 or chunk_bytes % granularity:
+            raise ValueError(f"chunk_bytes {chunk_bytes} is not a multiple of the device's granularity {granularity}")
+        self._access = driver.CUmemAccessDesc()
+        self._access.location = place
+        self._access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        self._handles: list[Any] = []
+        self._arena_address = self.reserve(self.num_bytes)
+        self._copies = torch.cuda.Stream(self._device)
+        try:
+            for _ in range(num_chunks):
+                self._handles.append(_call(driver.cuMemCreate, chunk_bytes, wanted, 0))
+            self.map(self._arena_address, range(num_chunks))
+        except BaseException:
+            self._drop()
+            raise
+        self.arena = self.tensor(self._arena_address, self.num_bytes)
+
+    def reserve(self, num_bytes: int) -> int:
+        self._enter()
+        return int(_call(driver.cuMemAddressReserve, num_bytes, self.chunk_bytes & -self.chunk_bytes, driver.CUdeviceptr(0), 0))
+
+    def map(self, address: int, chunks: Sequence[int]) -> None:
+        if len(chunks) and not 0 <= min(chunks) <= max(chunks) < self.num_chunks:
+            raise IndexError(f"chunks {min(chunks)} to {max(chunks)} are not among the {self.num_chunks}")
+        self._enter()
+        size = self.chunk_bytes
+        mapped = 0
+        try:
+            for chunk in chunks:
+                _call(driver.cuMemMap, driver.CUdeviceptr(address + mapped * size), size, 0, self._handles[chunk], 0)
+                mapped += 1
+            if mapped:
+                _call(driver.cuMemSetAccess, driver.CUdeviceptr(address), mapped * size, [self._access], 1)
+        except (MemoryError, DeviceError):
+            for number in range(mapped):
+                driver.cuMemUnmap(driver.CUdeviceptr(address + number * size), size)
+            raise
+
+    def unmap(self, address: int, num_bytes: int) -> None:
+        """Waits for what runs on the device: a kernel that still reads the range would take the context with it."""
+        self._enter()
+        torch.cuda.synchronize(self._device)
+        for place in range(address, address + num_bytes, self.chunk_bytes):
+            _call(driver.cuMemUnmap, driver.CUdeviceptr(place), self.chunk_bytes)
+
+    def release(self, address: int, num_bytes: int) -> None:
+        self._enter()
+        _call(driver.cuMemAddressFree, driver.CUdeviceptr(address), num_bytes)
+
+    def tensor(self, address: int, num_bytes: int) -> torch.Tensor:
+        return torch.as_tensor(_Bytes(address, num_bytes), device=self._device)
+
+    def copy_in(self, address: int, source: Any) -> int:
+        """Summed on the host while the device's copy engine reads it."""
+        self._enter()
+        stream = self._copies.cuda_stream
+        _call(driver.cuMemcpyHtoDAsync, driver.CUdeviceptr(address), source.ctypes.data, len(source), stream)
+        told = checksum.of(source)
+        _call(driver.cuStreamSynchronize, stream)
+        return told
+
+    def copy_out(self, address: int, target: Any) -> int:
+        self._enter()
+        stream = self._copies.cuda_stream
+        self._copies.wait_stream(torch.cuda.default_stream(self._device))
+        _call(driver.cuMemcpyDtoHAsync, target.ctypes.data, driver.CUdeviceptr(address), len(target), stream)
+        _call(driver.cuStreamSynchronize, stream)
+        return checksum.of(target)
+
+    def prepare(self, chunk: int) -> int:
+        """Nothing to do: a device's memory is what it is from the start."""
+        return self.chunk_bytes
+
+    def discard(self, first_chunk: int, num_chunks: int) -> None:
+        """The device has nobody to give memory to."""
+        if not 0 <= first_chunk <= first_chunk + num_chunks <= self.num_chunks:
+            raise IndexError(f"chunks {first_chunk}..{first_chunk + num_chunks} are outside the memory's {self.num_chunks}")
+
+    def export(self, chunk: int) -> int:
+        """A file descriptor through which another process can map the chunk; the caller closes it."""
+        kind = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+        return int(_call(driver.cuMemExportToShareableHandle, self._handles[chunk], kind, 0))
+
+    def close(self) -> None:
+        self.unmap(self._arena_address, self.num_bytes)
+        self._drop()
+
+    def _drop(self) -> None:
+        for handle in self._handles:
+            _call(driver.cuMemRelease, handle)
+        self._handles.clear()
+        self.release(self._arena_address, self.num_bytes)
+
+    def _enter(self) -> None:
+        """Threads begin without a context."""
+        _call(driver.cuCtxSetCurrent, self._context)
