@@ -5,7 +5,7 @@ a clock around every kernel: products with weights, attention, sampling, row-wis
 and what is left, which is Python, numpy and torch's glue. `bound_ms` is the larger of bytes ÷ bandwidth and operations ÷ rate of
 every product, and the KV read ÷ bandwidth; bandwidth is that of the one-row kernel, the rate that of F.linear at 128 rows, both of
 this run.
-usage: python -m benchmarks.roofline [--model mid,one-b] [--steps 30] [--only decode,prefill,mixed,sampled]; one JSON line a row.
+usage: python -m benchmarks.roofline [--model mid,one-b] [--steps 30] [--only decode,prefill,mixed,sampled or machine]
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import json
 import time
 import types
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -256,6 +256,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--only", default=",".join(KINDS))
     options = parser.parse_args()
+    if options.only == "machine":
+        ops.configure(str(ROOT / ".cache"))
+        ops.prepare("bfloat16", num_cores())
+        print(json.dumps({"benchmark": "roofline", "kind": "machine", **asdict(measure_machine())}))
+        return
     sizes = {"decode": (1, 4, 8, 32), "sampled": (32,), "prefill": (128, 512), "mixed": (128,)}
     for name in options.model.split(","):
         folder = make(ROOT / ".cache" / "checkpoints", name)

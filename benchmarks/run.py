@@ -19,7 +19,17 @@ import psutil
 
 from benchmarks.server import ROOT
 
-SCRIPTS = ("serve", "overhead", "stall", "crash", "scheduler", "grammar")
+SCRIPTS = ("serve", "overhead", "stall", "crash", "scheduler", "grammar", "roofline", "cpu", "latency")
+# Benchmarks of the cpu device, whose lines are of several kinds: (benchmark, kind) -> title. "": all kinds in one table.
+CPU_SECTIONS = {
+    ("roofline", ""): "Where a step's time goes on the cpu device, beside what bytes and operations take at best",
+    ("cpu", "load"): "The cpu device beside other servers on the same checkpoint, in turn",
+    ("cpu", "missing"): "Peers that took no part",
+    ("cpu", "swap-in"): "A model that is not loaded: request to first token, its file in the page cache",
+    ("latency", "prompt"): "Inter-token latency of 8 streams while prompts of 2,000 tokens arrive",
+    ("latency", "models"): "Inter-token latency of one stream while two other models are busy on the same device",
+    ("latency", "daemon"): "The daemon beside a decoding engine",
+}
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 
 
@@ -95,6 +105,11 @@ def report(lines: list[dict[str, Any]]) -> str:
             rows = [flat for line in rows for flat in _scheduler_rows(line)]
         if rows:
             parts += [f"### {title}", table(rows, {key: key.replace("_", " ") for key in rows[0] if key != "benchmark"})]
+    for (name, kind), title in CPU_SECTIONS.items():
+        rows = [line for line in lines if line.get("benchmark") == name and kind in ("", line.get("kind"))]
+        if rows:
+            keys = dict.fromkeys(key for row in rows for key in row if key != "benchmark" and (key != "kind" or not kind))
+            parts += [f"### {title}", table(rows, {key: key.replace("_", " ") for key in keys})]
     return "\n\n".join(parts)
 
 
@@ -146,12 +161,24 @@ def write_between_markers(page: pathlib.Path, body: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help=f"some of {','.join(SCRIPTS)}")
+    parser.add_argument("--llama-server", help="handed to benchmarks.cpu, as is --gguf")
+    parser.add_argument("--gguf")
     args = parser.parse_args()
+    peers = [
+        each
+        for name in ("llama_server", "gguf")
+        if (value := getattr(args, name))
+        for each in (f"--{name}".replace("_", "-"), value)
+    ]
     lines = [machine()]
     for script in args.only.split(",") if args.only else SCRIPTS:
         print(f"$ python -m benchmarks.{script}", flush=True)
         done = subprocess.run(
-            [sys.executable, "-m", f"benchmarks.{script}"], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
+            [sys.executable, "-m", f"benchmarks.{script}", *(peers if script == "cpu" else [])],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
         )
         for text in done.stdout.splitlines():
             if text.startswith("{"):

@@ -144,8 +144,8 @@ class Engine:
         scheduler = served.scheduler
         self._end_constrained(self.constraints.settle(name))
         limits, shared, num_decoding = served.limits, len(busy) > 1, scheduler.num_decoding
-        has_prompts = len(scheduler.waiting) > 0 or num_decoding < scheduler.num_running
-        max_prompt_tokens = limits.max_prompt_tokens(num_decoding, shared) if has_prompts else None
+        num_prompts = len(scheduler.waiting) + scheduler.num_running - num_decoding
+        max_prompt_tokens = limits.max_prompt_tokens(num_decoding, num_prompts, shared) if num_prompts else None
         plan = scheduler.plan(self.num_steps + 1, max_prompt_tokens, limits.max_rows() if shared else None)
         if scheduler.failed:
             self._fail_hopeless(scheduler)
@@ -158,7 +158,7 @@ class Engine:
         masks = self.constraints.masks(served, plan)
         result = served.hosted.execute(plan, scheduler.table, masks)
         self.models.turns.charge(name, result.seconds)
-        limits.costs.note(int(plan.num_new.sum()), result.seconds)
+        limits.note(len(plan.slots), int(plan.num_new.sum()), result.seconds)
         for told in result.prompt_logprobs:
             self.channel.send(told)
         outcome = scheduler.finish_step(plan, result.ids, result.bad)

@@ -1,7 +1,8 @@
 """What a step of so many tokens costs, learned from the steps that ran.
 
 Known are points (tokens, seconds), one for each power of two. Between them cost is a straight line. A larger step costs no less
-than a smaller one, so a point above a later one (a first product's set-up, a stall) counts as that one.
+than a smaller one, so a point above a later one (a first product's set-up, a stall) counts as that one. What makes all steps of the
+moment dearer than those known, long contexts above all, is a factor that follows the latest steps.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 _NEWEST = 0.3  # weight of a new measurement
+_MOST_DRIFT = 8.0
 _ROOM = 1.2  # a larger step than any known is tried if so many times the largest one's seconds are allowed
 
 
@@ -18,9 +20,13 @@ class StepCosts:
     def __init__(self) -> None:
         self._points: dict[int, tuple[float, float]] = {}  # bit length of the tokens -> tokens, seconds
         self._curve: list[tuple[float, float]] | None = []  # the points in order; None: to be made again
+        self._drift = 1.0  # what the latest steps took, over what their points say
 
     def note(self, num_tokens: int, seconds: float) -> None:
         """A step of num_tokens > 0 took `seconds`."""
+        expected = self.seconds(num_tokens)
+        if expected > 0:
+            self._drift += _NEWEST * (min(max(seconds / expected, 1 / _MOST_DRIFT), _MOST_DRIFT) - self._drift)
         at = num_tokens.bit_length()
         known = self._points.get(at)
         if known is not None:
@@ -38,7 +44,7 @@ class StepCosts:
         return curve[0][1] if curve else 0.0
 
     def seconds(self, num_tokens: int) -> float:
-        """Of a step of num_tokens; 0.0 if no step is known."""
+        """Of a step of num_tokens at other times; 0.0 if no step is known."""
         curve = self._known()
         if not curve:
             return 0.0
@@ -51,9 +57,10 @@ class StepCosts:
         return last * num_tokens / tokens
 
     def tokens_within(self, seconds: float) -> int:
-        """The largest step that takes no longer. Beyond what is known, where there is room, twice the tokens are tried. 0 if none
-        is known or even the smallest takes longer."""
+        """The largest step that takes no longer now. Beyond what is known, where there is room, twice the tokens are tried. 0 if
+        none is known or even the smallest takes longer."""
         curve = self._known()
+        seconds /= max(1.0, self._drift)
         if not curve or curve[0][1] > seconds:
             return 0
         for (few, low), (many, high) in pairwise(curve):
