@@ -8,6 +8,7 @@ usage: python -m benchmarks.gpu --out FOLDER [--only tests,kernels] [--limit-s 5
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import pathlib
@@ -31,14 +32,16 @@ class Part:
     tiny: bool = True
 
 
+PROCESSES = ("-n", "6") if importlib.util.find_spec("xdist") else ()
 # The most valuable first: what comes last is what a slow machine does not get to.
 PARTS = (
     Part("forward", ("benchmarks.gpu_forward",), 130),
-    Part("tests", ("pytest", "-q", "-ra", "-p", "no:cacheprovider", "tests/gpu"), 150),
+    # another torch's warnings are no failures; kernels are compiled in several processes where pytest can
+    Part("tests", ("pytest", "-q", "-ra", "-W", "default", "-p", "no:cacheprovider", *PROCESSES, "tests/gpu"), 150),
     Part("kernels", ("benchmarks.gpu_kernels",), 90),
     Part("throughput", ("benchmarks.gpu_throughput", "--engine", "ours"), 80),
+    Part("memory", ("benchmarks.gpu_memory",), 60),
     Part("peer", ("benchmarks.gpu_throughput", "--engine", "transformers"), 110),
-    Part("forward-1b", ("benchmarks.gpu_forward", "--model", "1b"), 60),
 )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_limits import copy_bytes_per_s, gemm_flops, seconds_of
-from engine.kernels import gpu, triton_decode, triton_extend, triton_rope, triton_rows, triton_sampling
+from engine.kernels import gpu, gpu_linear, triton_decode, triton_extend, triton_rope, triton_rows, triton_sampling
 
 BLOCK_TOKENS = 16
 CACHES_BYTES = 512 << 20  # inputs are taken in turn from so much memory, or the cache would be measured
@@ -103,6 +103,22 @@ def extend(table: Table, new: int, before: int, heads: int, kv_heads: int, head_
     table.flops("extend attention", f"{new} after {before}, {heads}/{kv_heads} heads of {head_dim}", flops, call)
 
 
+def few_rows(table: Table, num_rows: int, num_outputs: int, num_inputs: int) -> None:
+    """Ours, and torch's, of the same weights."""
+    dtype, device = (torch.float32 if table.tiny else torch.bfloat16), table.device
+    copies = 1 if table.tiny else max(1, CACHES_BYTES // (num_outputs * num_inputs * dtype.itemsize))
+    weights = torch.randn(copies, num_outputs, num_inputs, device=device).to(dtype)
+    x, turn = torch.randn(num_rows, num_inputs, device=device).to(dtype), [0]
+    for name, product in (("ours", gpu_linear.ours), ("torch", torch.nn.functional.linear)):
+
+        def call(product: Any = product) -> None:
+            turn[0] = (turn[0] + 1) % copies
+            product(x, weights[turn[0]], None)
+
+        num_bytes = num_outputs * num_inputs * dtype.itemsize
+        table.bytes("linear", f"{num_rows} x {num_inputs} -> {num_outputs}, {name}", num_bytes, call)
+
+
 def rows(table: Table, num_rows: int, width: int, inner: int) -> None:
     dtype, device = (torch.float32 if table.tiny else torch.bfloat16), table.device
     copies = 1 if table.tiny else max(1, CACHES_BYTES // (num_rows * inner * 2 * dtype.itemsize))
@@ -170,6 +186,7 @@ def main() -> None:
     if tiny:
         decode(table, 2, 20, 4, 2, 16)
         extend(table, 20, 5, 4, 2, 16)
+        few_rows(table, 1, 8, 16)
         rows(table, 2, 16, 32)
         rope(table, 2, 4, 2, 16)
         sampling(table, 2, 50)
@@ -180,6 +197,9 @@ def main() -> None:
     decode(table, 256, 512, 32, 8, 128)
     decode(table, 64, 4096, 32, 8, 64)
     decode(table, 64, 8192, 8, 4, 256, window=1024)
+    for num_rows in (1, 4):
+        for num_outputs, num_inputs in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)):
+            few_rows(table, num_rows, num_outputs, num_inputs)
     for new, before in ((2048, 0), (8192, 0), (512, 8192)):
         extend(table, new, before, 32, 8, 128)
     for num_rows in (1, 64, 2048):

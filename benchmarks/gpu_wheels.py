@@ -44,6 +44,8 @@ PACKAGES = [
     "pytest",
     "pytest-asyncio",
     "pytest-timeout",
+    "pytest-xdist",
+    "execnet",
     "iniconfig",
     "packaging",
     "pluggy",

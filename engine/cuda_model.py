@@ -156,7 +156,14 @@ class CudaModel:
 
     @torch.inference_mode()
     def warm(self, graph_rows: Sequence[int] = (1, 2, 4, 8)) -> None:
-        """Compiles what steps need and captures graphs of so many rows, with rows that are nobody's: no KV is written."""
+        """Compiles what steps need, finds out which kernel multiplies few rows fastest, and captures graphs of so many rows. All
+        with rows that are nobody's: no KV is written."""
+        if self._device.type == "cuda":
+            with gpu.weights_of_products() as weights:
+                self._decode(self._staging.send(padding_columns(1, self._sequences.num_slots)))
+            for weight in weights:
+                for num_rows in gpu.FEW_ROWS:
+                    gpu.measure_linear(weight, num_rows)
         nobody = np.array([self._sequences.num_slots], np.int32)
         one, none = np.ones(1, np.int32), np.zeros(1, np.int32)
         columns: Columns = {
@@ -173,7 +180,7 @@ class CudaModel:
         }
         hidden = self._forward(ExtendStep(columns, 0, 1, 1))
         self._draw(hidden, self._staging.send(padding_columns(1, self._sequences.num_slots)))
-        for num_rows in (1, gpu.MANY_ROWS):
+        for num_rows in (*gpu.FEW_ROWS, gpu.MANY_ROWS):
             self._decode(self._staging.send(padding_columns(num_rows, self._sequences.num_slots)))
         for num_rows in graph_rows:
             self.capture(num_rows)

@@ -108,6 +108,8 @@ def _array(x: Tensor) -> Any:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [T, K] @ weight [N, K] transposed, in their dtype."""
+    if _gpu is not None:
+        return _gpu.linear(x, weight, bias)
     num_rows, num_inputs = x.shape
     several = num_inputs >= FEW_ROWS_MIN_INPUTS and num_rows * num_inputs <= FEW_ROWS_MAX_INPUTS
     few = num_rows == 1 or (1 < num_rows <= FEW_ROWS and several)

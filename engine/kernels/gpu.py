@@ -11,10 +11,14 @@ import triton
 from torch import Tensor
 
 from engine.device_batch import DeviceBatch
-from engine.kernels import triton_decode, triton_extend, triton_inputs, triton_rope, triton_rows, triton_sampling
+from engine.kernels import gpu_linear, triton_decode, triton_extend, triton_inputs, triton_rope, triton_rows, triton_sampling
 
 tile_tokens = triton_extend.tile_tokens
 MANY_ROWS = triton_decode.MANY_ROWS
+linear = gpu_linear.linear
+measure_linear = gpu_linear.measure
+weights_of_products = gpu_linear.weights_of_products
+FEW_ROWS = (1, 2, 4)
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 

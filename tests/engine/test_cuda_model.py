@@ -4,9 +4,10 @@ can show (graphs, streams, page-locked memory) is in tests/gpu."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ import torch
 pytest.importorskip("triton")
 
 from benchmarks.plain_memory import PlainRange
-from engine import ops
+from engine import cuda_graphs, ops
 from engine.cuda_graphs import graph_rows
 from engine.cuda_model import CudaModel
 from engine.protocol import LoadModel, SamplingParams
@@ -159,6 +160,74 @@ def test_a_row_that_is_not_finite_is_bad_and_no_other(tmp_path: Path) -> None:
     model.execute(plan((0, 0, 12), (1, 0, 12)), table)
     model._memory[0].kv[table.block_tables[0][1, 2]] = torch.nan
     assert model.execute(plan((0, 12, 1), (1, 12, 1)), table).bad.tolist() == [False, True]
+
+
+class StandInGraph:
+    """In CUDAGraph's place: a replay runs the captured step again, into the same result."""
+
+    captured: ClassVar[list[StandInGraph]] = []
+    step: Any = None
+    drawn: Any = None
+
+    def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
+        assert capture_error_mode == "thread_local"
+        StandInGraph.captured.append(self)
+
+    def capture_end(self) -> None:
+        """The step between the two was the captured one."""
+
+    def replay(self) -> None:
+        self.drawn.copy_(self.step())
+
+
+@pytest.fixture
+def stand_in_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    cuda = SimpleNamespace(
+        CUDAGraph=StandInGraph,
+        Stream=lambda: stream,
+        current_stream=lambda: stream,
+        stream=lambda stream: nullcontext(),
+        graph_pool_handle=lambda: (0, 0),
+        memory_reserved=lambda: 0,
+    )
+    monkeypatch.setattr(cuda_graphs, "torch", SimpleNamespace(cuda=cuda, zeros=torch.zeros, int32=torch.int32))
+    monkeypatch.setattr(cuda_graphs, "_pool", None)
+    monkeypatch.setattr(cuda_graphs, "_stream", None)
+    yield
+    StandInGraph.captured.clear()
+
+
+def decoded(model: CudaModel, rows: int, steps: int) -> list[list[int]]:
+    """Seeded and greedy rows, each step's tokens known to the next on the device alone."""
+    table = make_table(groups=model.kv_groups)
+    for slot in range(rows):
+        put(table, slot, PROMPT[slot : slot + 5])
+        write_sampling(table, slot, SamplingParams(max_tokens=90, temperature=0.8 * (slot % 2), top_p=0.9, seed=slot), 5, MAX_LEN)
+    ids = [model.execute(plan(*((slot, 0, 5) for slot in range(rows))), table).ids.tolist()]
+    ids += [model.execute(plan(*((slot, 5 + at, 1) for slot in range(rows))), table).ids.tolist() for at in range(steps)]
+    return ids
+
+
+def test_captured_steps_are_padded_steps_with_other_columns(tmp_path: Path, stand_in_graphs: None) -> None:
+    """What a graph runs again reads its columns where the first run's were; rows of padding change nothing."""
+    make_checkpoint(tmp_path, kind="qwen2", num_hidden_layers=1)
+    plain = decoded(load_cuda_model(tmp_path), 3, 3)
+    model = load_cuda_model(tmp_path, max_graph_rows=8)
+    step = model.graphs._step
+
+    def remembered(columns: Any) -> Any:
+        drawn = step(columns)
+        if StandInGraph.captured and StandInGraph.captured[-1].step is None:
+            graph = StandInGraph.captured[-1]
+            graph.step, graph.drawn = lambda: step(columns), drawn
+        return drawn
+
+    model.graphs._step = remembered
+    model.capture(3)
+    assert list(model.graphs.captured) == [4]
+    assert decoded(model, 3, 3) == plain
+    assert list(model.graphs.captured) == [4]
 
 
 def test_warming_up_writes_no_kv(tmp_path: Path) -> None:

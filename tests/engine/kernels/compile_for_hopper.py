@@ -18,7 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from engine.kernels import gpu, triton_decode, triton_extend, triton_inputs, triton_rope, triton_rows, triton_sampling
+from engine.kernels import gpu, gpu_linear, triton_decode, triton_extend, triton_inputs, triton_rope, triton_rows, triton_sampling
 
 HEADS, KV_HEADS, HEAD_DIM, WIDTH, INNER, VOCAB, ROWS = 32, 8, 128, 4096, 14336, 128256, 8
 CUOBJDUMP = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -99,6 +99,9 @@ def main() -> None:
     triton_rows.gather_rows(x, ints, 1.0, x)
     gpu.prepare_inputs(ints, ints, ints, ints, ints, torch.zeros(ROWS + 1, dtype=torch.int32), table, 16)
     triton_inputs.set_entries(table, ints, ints)
+    weight = torch.zeros(2 * INNER, WIDTH, dtype=dtype)
+    for num_rows in gpu.FEW_ROWS:
+        gpu_linear.ours(x[:num_rows], weight, None)
     logits = torch.zeros(ROWS, VOCAB, dtype=dtype)
     gpu.sample(logits, floats, floats, ints, floats, ints, ints)
     triton_sampling.penalise(logits.float(), table, ints, ints, floats, floats, floats)

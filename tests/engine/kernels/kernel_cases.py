@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 
 from engine.forward_batch import Rotary
-from engine.kernels import reference, triton_decode, triton_extend, triton_inputs, triton_rope, triton_rows, triton_sampling
+from engine.kernels import (
+    reference,
+    triton_decode,
+    triton_extend,
+    triton_inputs,
+    triton_linear,
+    triton_rope,
+    triton_rows,
+    triton_sampling,
+)
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 HEAD_DIMS = (64, 80, 96, 128, 256)
@@ -75,6 +84,16 @@ def gates(draw: Draw) -> None:
         out = draw.like(wanted)
         triton_rows.gate_and_mul(draw.on(gate_up), gelu, out)
         close(out, wanted, draw.dtype)
+
+
+def few_rows_linear(draw: Draw) -> None:
+    rows, outputs, inputs = draw.between(1, 4), draw.one_of(1, 3, 17, 64), draw.one_of(1, 40, 512, 700, 2049, 4500)
+    x, weight = draw.normal(rows, inputs), draw.normal(outputs, inputs, scale=inputs**-0.5)
+    bias = draw.normal(outputs) if draw.one_of(False, True) else None
+    out = draw.like(torch.empty(rows, outputs, dtype=draw.dtype))
+    triton_linear.few_rows_linear(draw.on(x), draw.on(weight), None if bias is None else draw.on(bias), out)
+    wanted = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    close(out, wanted, draw.dtype)
 
 
 def gathers(draw: Draw) -> None:
@@ -348,5 +367,18 @@ def logprobs(draw: Draw) -> None:
 
 CASES: dict[str, Callable[[Draw], None]] = {
     case.__name__: case
-    for case in (norms, gates, gathers, rope, inputs, work_lists, decode_attention, extend_attention, sampling, penalties, logprobs)
+    for case in (
+        norms,
+        gates,
+        few_rows_linear,
+        gathers,
+        rope,
+        inputs,
+        work_lists,
+        decode_attention,
+        extend_attention,
+        sampling,
+        penalties,
+        logprobs,
+    )
 }
