@@ -17,6 +17,8 @@ from engine.memory.weight_range import WeightRanges
 from engine.protocol import Configure
 from engine.weight_copies import WeightCopies
 from loader import sizing
+from loader.sinks import HostSink
+from loader.staging import StagingRing
 from loader.weight_stream import ReadCancelled, open_checkpoint, stream_weights
 
 
@@ -28,12 +30,14 @@ class TorchRunner:
         self.memory, self._options = memory, options
         self._ranges = WeightRanges(memory)
         self._copies = WeightCopies(memory, tier)
+        self._ring = StagingRing()
         self._failure: BaseException | None = None
         self._kernels = threading.Thread(target=self._prepare_kernels, name="kernels", daemon=True)
         self._kernels.start()
 
     def _prepare_kernels(self) -> None:
         try:
+            self._ring.prepare()
             ops.configure(self._options.cache_dir)
             for dtype in self._options.dtypes:
                 ops.prepare(dtype, 1)
@@ -60,8 +64,9 @@ class TorchRunner:
             task.map_seconds = time.perf_counter() - started_s
             try:
                 if not self._copies.take(task, weights):
-                    with weights.buffer as buffer:
-                        task.bytes_read = stream_weights(source, spec.dtype, buffer, task.progress, task.cancelled)
+                    sink = HostSink(weights.buffer)
+                    report = stream_weights(source, spec.dtype, sink, self._ring, task.progress, task.cancelled)
+                    task.bytes_read = report.num_bytes
                     self._copies.keep(task, weights)
                 if source.shape.pooling:
                     return TorchEncoder(spec, source.shape, weights, num_threads)

@@ -181,8 +181,10 @@ def _fill(checkpoint: Checkpoint, folder: Path) -> None:
             check_modules(_read_text(folder, MODULES_NAME, stats))
         checkpoint.shape = replace(checkpoint.shape, pooling=parse_pooling(pooling_text))
     headers = read_headers(folder)
-    if checkpoint.shape.pooling and any(t.name.startswith("bert.") for header in headers.values() for t in header.tensors):
+    tensors = [tensor for header in headers.values() for tensor in header.tensors]
+    if checkpoint.shape.pooling and any(tensor.name.startswith("bert.") for tensor in tensors):
         checkpoint.shape = replace(checkpoint.shape, tensor_prefix="bert.")
+    checkpoint.shape = replace(checkpoint.shape, block_offsets=sizing.block_offsets(checkpoint.shape, tensors))
     checkpoint.weights_bytes = {dtype: sizing.weights_bytes(checkpoint.shape, dtype) for dtype in DTYPES}
     files = []
     for file, header in headers.items():

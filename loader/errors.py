@@ -29,3 +29,9 @@ class CheckpointChanged(LoaderError):
     """Files were replaced between registration and load; the next scan will see them."""
 
     permanent = False
+
+
+class ReadFailed(CheckpointError):
+    """The drive or file system gave no data; another time it may."""
+
+    permanent = False

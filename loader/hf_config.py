@@ -51,6 +51,7 @@ class ModelShape:
     type_vocab_size: int = 0  # of an encoder: kinds of segments
     cut_sizes: Sequence[int] = ()  # of an encoder trained for it (Matryoshka): what its vectors may be cut to
     tensor_prefix: str = ""  # of an encoder: what its parameters' names begin with
+    block_offsets: tuple[int, ...] = ()  # where large parameters begin in the files (sizing.block_offsets); (): not known
 
 
 @dataclass(slots=True, frozen=True)

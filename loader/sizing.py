@@ -1,19 +1,25 @@
 """How many bytes a model takes, from its shape alone: weights, KV and work space. The ledger is built on these figures.
 
 The weight layout is the order and place of every parameter in the model's one memory range. Parameters that one matrix product
-reads together (q, k, v; gate, up) lie end to end, so the fused matrix is a view and nothing of the checkpoint is converted.
+reads together (q, k, v; gate, up) lie end to end, so the fused matrix is a view and nothing of the checkpoint is converted. Large
+ones begin as far behind a block's boundary as they do in their file, so that direct reads can leave them where they belong.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from loader.hf_config import ModelShape
+from loader.safetensors import TensorRef
 
 ALIGN_BYTES = 64
+BLOCK_BYTES = 4096  # direct reads are in whole ones, of the file as of memory
+MIN_BLOCK_ALIGNED_BYTES = 64 << 10  # what is smaller is copied into place instead of costing up to a block of padding
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_OF = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # safetensors' name -> ours
 # Logits held at a time; sampling rows beyond it are computed in turn, so a large vocabulary can't outgrow the work space.
 LOGITS_BYTES = 8 << 20
 # Float32 logits the sampler turns into tokens at a time (one row at least); it needs about six copies of them.
@@ -127,13 +133,28 @@ def is_ignored_tensor(shape: ModelShape, name: str) -> bool:
     return name.endswith("rotary_emb.inv_freq") or (shape.tie_word_embeddings and name == "lm_head.weight")
 
 
+def block_offsets(shape: ModelShape, tensors: Iterable[TensorRef]) -> tuple[int, ...]:
+    """For ModelShape.block_offsets, from a checkpoint's headers: by group, how far behind a block's boundary its first tensor
+    begins in its file; -1 where a direct read is not possible (another dtype, an odd place) or not worth it."""
+    stored = {tensor.name: tensor for tensor in tensors}
+    offsets = []
+    for group in _groups(shape):
+        first = stored.get(group[0][0])
+        num_bytes = sum(math.prod(dims) for _, dims in group) * ITEM_BYTES[shape.dtype]
+        direct = first is not None and DTYPE_OF.get(first.dtype) == shape.dtype and first.offset_bytes % 8 == 0
+        offsets.append(first.offset_bytes % BLOCK_BYTES if first and direct and num_bytes >= MIN_BLOCK_ALIGNED_BYTES else -1)
+    return tuple(offsets)
+
+
 def weight_layout(shape: ModelShape, dtype: str) -> list[WeightSlot]:
-    """Places of all parameters in the weight range; each group starts on 64 bytes."""
+    """Places of all parameters in the weight range; each group starts on 64 bytes, or as shape.block_offsets says."""
     item_bytes = ITEM_BYTES[dtype]
+    groups = _groups(shape)
+    block_offsets = shape.block_offsets if dtype == shape.dtype else ()
     slots = []
     offset = 0
-    for group in _groups(shape):
-        offset = _aligned(offset)
+    for group, block_offset in zip(groups, block_offsets or (-1,) * len(groups), strict=True):
+        offset = _aligned(offset) if block_offset < 0 else offset + (block_offset - offset) % BLOCK_BYTES
         for name, dims in group:
             num_bytes = math.prod(dims) * item_bytes
             slots.append(WeightSlot(name, dims, offset, num_bytes))
@@ -143,9 +164,9 @@ def weight_layout(shape: ModelShape, dtype: str) -> list[WeightSlot]:
 
 @lru_cache(maxsize=4096)
 def weights_bytes(shape: ModelShape, dtype: str) -> int:
-    """Exactly what the engine maps for the weights held as `dtype`."""
-    last = weight_layout(shape, dtype)[-1]
-    return _aligned(last.offset_bytes + last.num_bytes)
+    """What the engine maps for the weights held as `dtype`: the layout, or the one without block offsets where that is longer."""
+    layouts = {replace(shape, block_offsets=()), shape}
+    return max(_aligned(last.offset_bytes + last.num_bytes) for last in (weight_layout(one, dtype)[-1] for one in layouts))
 
 
 def kv_bytes_per_token(shape: ModelShape, dtype: str) -> int:

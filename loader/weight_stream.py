@@ -1,30 +1,34 @@
 """Reads a checkpoint's tensors, in file order, into a model's weight range.
 
-Reads of the engine's dtype land where they belong; others pass through a small staging buffer and are converted piece by piece.
-All descriptors are opened before the first byte is read, so files that are replaced or deleted meanwhile can't mix with it.
+All descriptors are opened before the first byte is read, so files that are replaced or deleted meanwhile can't mix with it. A few
+threads read; the caller's thread only waits, tells of progress and looks for a cancellation.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-
-import torch
+from queue import SimpleQueue
 
 from loader import sizing
 from loader.catalog import Checkpoint, scan_one
-from loader.errors import CheckpointChanged, CheckpointError
+from loader.errors import CheckpointChanged
+from loader.file_reader import Fetched, FileReader
 from loader.hf_config import ModelShape
-from loader.safetensors import Header, TensorRef, read_header
+from loader.range_plan import Read, plan_reads
+from loader.safetensors import Header, read_header
+from loader.sinks import WeightSink
+from loader.staging import StagingRing
 
-READ_BYTES = 8 << 20  # between two looks at `cancelled`
-# Elements converted at a time: torch runs that many without waking its thread pool, which belongs to the model that is stepping.
-CONVERT_ELEMENTS = 32768
+log = logging.getLogger("loader")
 
-_TORCH = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+# Of each load. Two requests keep a drive busy, and a third hides what happens between them.
+NUM_READERS = 3
 
 
 class ReadCancelled(Exception):
@@ -45,8 +49,9 @@ class OpenCheckpoint:
         return sum(tensor.num_bytes for header in self.headers.values() for tensor in header.tensors)
 
 
-def open_checkpoint(path: str | Path, fingerprint: str, stack: ExitStack) -> OpenCheckpoint:
+def open_checkpoint(path: str | Path, fingerprint: str, stack: ExitStack, in_place: bool = True) -> OpenCheckpoint:
     """Checks the folder again and opens its files; `stack` closes them. fingerprint: what was registered ("" to accept any).
+    in_place: reads may land in the weight range, so its layout follows the files; else every parameter starts on 64 bytes.
 
     Raises CheckpointError (permanent) or CheckpointChanged (files differ from those registered, or are incomplete again).
     """
@@ -69,82 +74,107 @@ def open_checkpoint(path: str | Path, fingerprint: str, stack: ExitStack) -> Ope
         stack.callback(os.close, fd)
         _check_unchanged(fd, info.name, info.size_bytes, info.mtime_ns)
         headers[info.name], descriptors[info.name] = read_header(fd, info.name), fd
-    return OpenCheckpoint(checkpoint, checkpoint.shape, headers, descriptors)
+    shape = checkpoint.shape if in_place else replace(checkpoint.shape, block_offsets=())
+    return OpenCheckpoint(checkpoint, shape, headers, descriptors)
+
+
+@dataclass(slots=True)
+class ReadReport:
+    """What a load read, in bytes of weights. num_bytes: all of the checkpoint; direct_bytes: past the page cache; staged_bytes:
+    through a slot. refused: file -> why it could not be read past the page cache."""
+
+    num_bytes: int
+    direct_bytes: int = 0
+    staged_bytes: int = 0
+    refused: dict[str, str] = field(default_factory=dict)
 
 
 def stream_weights(
     source: OpenCheckpoint,
     dtype: str,
-    memory: memoryview,
+    sink: WeightSink,
+    ring: StagingRing,
     progress: Callable[[int, int], None],
     cancelled: Callable[[], bool],
-) -> int:
-    """Fills `memory` (the weight range, laid out by sizing.weight_layout) and returns the bytes read.
+) -> ReadReport:
+    """Fills the sink's weight range, laid out by sizing.weight_layout, through slots of `ring` where it must.
 
-    Raises CheckpointError naming file and tensor, CheckpointChanged, or ReadCancelled.
+    progress(bytes done, all bytes) and `cancelled` are called by this thread between reads.
+    Raises CheckpointError naming file, tensor and offset, CheckpointChanged, or ReadCancelled.
     """
-    slots = {slot.name: slot for slot in sizing.weight_layout(source.shape, dtype)}
-    target_dtype = getattr(torch, dtype)
+    reads = plan_reads(source.headers, sizing.weight_layout(source.shape, dtype), dtype, ring.slot_bytes)
     total = source.num_bytes
-    done = 0
-    for file, header in source.headers.items():
-        fd = source.descriptors[file]
-        for tensor in header.tensors:
-            slot = slots.pop(tensor.name, None)
-            if slot is None:  # a tensor that follows from others; open_checkpoint has refused all the rest
-                done += tensor.num_bytes
-                continue
-            if slot.shape != tensor.shape:
-                raise CheckpointError(file, tensor.name, f"has shape {list(tensor.shape)}, expected {list(slot.shape)}")
-            place = memory[slot.offset_bytes : slot.offset_bytes + slot.num_bytes]
-            if _TORCH[tensor.dtype] == target_dtype:
-                pieces = _read_pieces(fd, tensor, place)
-            else:
-                pieces = _convert_pieces(fd, tensor, place, target_dtype)
-            for num_bytes in pieces:
-                done += num_bytes
-                progress(done, total)
-                if cancelled():
-                    raise ReadCancelled(f"{file}: read of tensor {tensor.name} was cancelled")
-    for name in slots:
-        raise CheckpointError(", ".join(source.headers), name, "missing: config.json asks for it")
+    done = total - sum(read.num_bytes for read in reads)  # tensors that follow from others, and are not read
+    report = ReadReport(total)
+    with ExitStack() as stack:
+        files = {file: FileReader(file, fd, sink, ring, stack) for file, fd in source.descriptors.items()}
+        readers = stack.enter_context(_Readers(reads, files))
+        for _ in reads:
+            fetched = readers.next_done()
+            done += fetched.read.num_bytes
+            report.direct_bytes += fetched.direct_bytes
+            report.staged_bytes += fetched.staged_bytes
+            progress(done, total)
+            if cancelled():
+                tensor = fetched.read.segments[-1].tensor
+                raise ReadCancelled(f"{tensor.file}: read of tensor {tensor.name} was cancelled")
     for info in source.checkpoint.files:
         _check_unchanged(source.descriptors[info.name], info.name, info.size_bytes, info.mtime_ns)
-    return done
+    report.refused = {name: reader.refused for name, reader in files.items() if reader.refused}
+    log.info(
+        "%s: %.2f GB read, %.2f of it past the page cache, %.2f through staging slots%s",
+        source.checkpoint.name,
+        report.num_bytes / 1e9,
+        report.direct_bytes / 1e9,
+        report.staged_bytes / 1e9,
+        "" if ring.huge_pages else " without huge pages (the system allows none)",
+    )
+    return report
+
+
+class _Readers:
+    """Threads that carry out `reads`, each taking the next one in order. Leaving the context ends them after their read."""
+
+    def __init__(self, reads: list[Read], files: dict[str, FileReader]) -> None:
+        self._files = files
+        self._left = enumerate(reads)  # next() on it is one step under the interpreter lock
+        self._done: SimpleQueue[Fetched | None] = SimpleQueue()  # None: that reader failed
+        self._failed: dict[int, Exception] = {}  # by the read's place in the plan
+        self._stopped = False
+        count = min(NUM_READERS, len(reads))
+        self._threads = [threading.Thread(target=self._run, name=f"reader {i}", daemon=True) for i in range(count)]
+
+    def __enter__(self) -> _Readers:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped = True
+        for thread in self._threads:
+            thread.join()
+
+    def next_done(self) -> Fetched:
+        """Waits for any read to end. Raises what the first one of those that fail raised."""
+        fetched = self._done.get()
+        if fetched is None:
+            self.__exit__()
+            raise self._failed[min(self._failed)]
+        return fetched
+
+    def _run(self) -> None:
+        for place, read in self._left:
+            if self._stopped:
+                return
+            try:
+                self._done.put(self._files[read.file].fetch(read))
+            except Exception as error:
+                self._failed[place] = error
+                self._done.put(None)
+                return
 
 
 def _check_unchanged(fd: int, file: str, size_bytes: int, mtime_ns: int) -> None:
     stat = os.fstat(fd)
     if (stat.st_size, stat.st_mtime_ns) != (size_bytes, mtime_ns):
         raise CheckpointChanged(f"{file}: changed since the model was registered")
-
-
-def _read_exactly(fd: int, tensor: TensorRef, place: memoryview, offset_bytes: int) -> None:
-    """preadv releases the GIL, so models that are ready go on stepping."""
-    position = 0
-    while position < len(place):
-        num = os.preadv(fd, [place[position:]], tensor.offset_bytes + offset_bytes + position)
-        if num == 0:
-            raise CheckpointError(tensor.file, tensor.name, f"the file ends {len(place) - position} bytes too early")
-        position += num
-
-
-def _read_pieces(fd: int, tensor: TensorRef, place: memoryview) -> Iterator[int]:
-    for start in range(0, tensor.num_bytes, READ_BYTES):
-        piece = place[start : start + READ_BYTES]
-        _read_exactly(fd, tensor, piece, start)
-        yield len(piece)
-
-
-def _convert_pieces(fd: int, tensor: TensorRef, place: memoryview, target_dtype: torch.dtype) -> Iterator[int]:
-    source_dtype = _TORCH[tensor.dtype]
-    staging = bytearray(min(tensor.num_bytes, READ_BYTES))
-    for start in range(0, tensor.num_bytes, READ_BYTES):
-        piece = memoryview(staging)[: min(READ_BYTES, tensor.num_bytes - start)]
-        _read_exactly(fd, tensor, piece, start)
-        read = torch.frombuffer(piece, dtype=source_dtype)
-        first = start // source_dtype.itemsize * target_dtype.itemsize
-        held = torch.frombuffer(place[first : first + read.numel() * target_dtype.itemsize], dtype=target_dtype)
-        for at in range(0, read.numel(), CONVERT_ELEMENTS):
-            held[at : at + CONVERT_ELEMENTS].copy_(read[at : at + CONVERT_ELEMENTS])
-        yield len(piece)

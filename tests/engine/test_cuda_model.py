@@ -22,6 +22,8 @@ from engine.cuda_model import CudaModel
 from engine.protocol import LoadModel, SamplingParams
 from loader import sizing
 from loader.catalog import scan_one
+from loader.sinks import HostSink
+from loader.staging import StagingRing
 from loader.weight_stream import open_checkpoint, stream_weights
 from scheduler.batch.plan import write_sampling
 from tests.engine.model_bench import (
@@ -50,9 +52,10 @@ KINDS = ["llama", "qwen3", "gemma2", "gemma3", "phi3-partial-window"]
 def load_cuda_model(folder: Path, device: str = "cpu", dtype: str = "float32", max_graph_rows: int = 0) -> CudaModel:
     spec = LoadModel(1, "tiny", str(folder), dtype, scan_one(folder).fingerprint, 1 << 20, 0, 0, MAX_LEN, 8, [1])
     with ExitStack() as stack:
-        source = open_checkpoint(folder, spec.fingerprint, stack)
+        source = open_checkpoint(folder, spec.fingerprint, stack, in_place=False)
         on_host = PlainRange(sizing.weights_bytes(source.shape, dtype), "cpu")
-        stream_weights(source, dtype, on_host.memory.numpy().data, lambda done, total: None, lambda: False)
+        sink = HostSink(on_host.memory.numpy().data)
+        stream_weights(source, dtype, sink, StagingRing(), lambda done, total: None, lambda: False)
     weights = PlainRange(on_host.num_bytes, device)
     weights.memory.copy_(on_host.memory)
     arena = torch.full((4 << 20,), 0xFF, dtype=torch.uint8, device=device)  # NaN in every dtype

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from pathlib import Path
 from typing import Any
 
@@ -30,42 +31,56 @@ CONFIG: dict[str, Any] = {
     "bos_token_id": 1,
 }
 
+FINITE = bytes(byte & 0xBF for byte in range(256))  # no exponent of ones, in any dtype's top byte
 
-def safetensors_bytes(tensors: dict[str, tuple[str, tuple[int, ...], bytes]]) -> bytes:
-    """name -> (dtype, shape, data), as one file."""
+
+def safetensors_bytes(tensors: dict[str, tuple[str, tuple[int, ...], bytes]], padding: int = 0) -> bytes:
+    """name -> (dtype, shape, data), as one file. padding: spaces behind the header's own, which move all data."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     body = b""
     for name, (dtype, shape, data) in tensors.items():
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [len(body), len(body) + len(data)]}
         body += data
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8 + padding)
     return len(text).to_bytes(8, "little") + text + body
 
 
-def tensors_for(config: dict[str, Any], dtype: str = "F32") -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    """Every parameter the config asks for, with bytes that differ from tensor to tensor."""
+def tensors_for(
+    config: dict[str, Any], dtype: str = "F32", random_bytes: bool = False
+) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """Every parameter the config asks for, with bytes that differ from tensor to tensor, or are all random (and finite)."""
     shapes = parameter_shapes(parse_config(json.dumps(config).encode()))
-    return {
-        name: (dtype, shape, bytes([i % 60 + 1]) * (math.prod(shape) * DTYPE_BYTES[dtype]))
-        for i, (name, shape) in enumerate(shapes.items())
-    }
+    generator = random.Random(0)
+    tensors = {}
+    for i, (name, shape) in enumerate(shapes.items()):
+        num_bytes = math.prod(shape) * DTYPE_BYTES[dtype]
+        data = generator.randbytes(num_bytes).translate(FINITE) if random_bytes else bytes([i % 60 + 1]) * num_bytes
+        tensors[name] = (dtype, shape, data)
+    return tensors
 
 
-def write_checkpoint(folder: Path, config: dict[str, Any] | None = None, shards: int = 1, dtype: str = "F32") -> Path:
+def write_checkpoint(
+    folder: Path,
+    config: dict[str, Any] | None = None,
+    shards: int = 1,
+    dtype: str = "F32",
+    random_bytes: bool = False,
+    padding: int = 0,
+) -> Path:
     """A complete checkpoint; with shards > 1 as an index and that many files."""
     config = CONFIG if config is None else config
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    tensors = tensors_for(config, dtype)
+    tensors = tensors_for(config, dtype, random_bytes)
     if shards == 1:
-        (folder / "model.safetensors").write_bytes(safetensors_bytes(tensors))
+        (folder / "model.safetensors").write_bytes(safetensors_bytes(tensors, padding))
         return folder
     weight_map = {}
     for shard in range(shards):
         file = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
         part = {name: tensors[name] for name in list(tensors)[shard::shards]}
-        (folder / file).write_bytes(safetensors_bytes(part))
+        (folder / file).write_bytes(safetensors_bytes(part, padding))
         weight_map |= dict.fromkeys(part, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return folder

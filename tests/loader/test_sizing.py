@@ -7,8 +7,12 @@ from dataclasses import replace
 import pytest
 
 from loader.hf_config import ModelShape, parse_config
+from loader.safetensors import TensorRef
 from loader.sizing import (
+    BLOCK_BYTES,
+    MIN_BLOCK_ALIGNED_BYTES,
     block_bytes,
+    block_offsets,
     default_max_model_len,
     group_chunks,
     kv_bytes_per_token,
@@ -112,3 +116,24 @@ def test_windows_make_the_default_length_longer() -> None:
     assert default_max_model_len(windowed(0, 4000, 4000, 4000), "float32", budget) == 40_000 - 3 * 4000
     assert default_max_model_len(windowed(4000, 4000, 4000, 4000), "float32", budget) == 1 << 17
     assert default_max_model_len(windowed(0, 20_000, 20_000, 20_000), "float32", budget) == 10_000
+
+
+def test_large_parameters_lie_in_blocks_as_in_their_file() -> None:
+    model = shape(hidden_size=256, intermediate_size=512, vocab_size=1024, num_key_value_heads=4, dtype="bfloat16")
+    sizes = parameter_shapes(model)
+    tensors, position = [], 808
+    for name in sorted(sizes):
+        num_bytes = math.prod(sizes[name]) * 2
+        tensors.append(TensorRef("file", name, "BF16", sizes[name], position, num_bytes))
+        position += num_bytes
+    placed = replace(model, block_offsets=block_offsets(model, tensors))
+    at = {slot.name: slot.offset_bytes for slot in weight_layout(placed, "bfloat16")}
+    large = [tensor for tensor in tensors if tensor.num_bytes >= MIN_BLOCK_ALIGNED_BYTES]
+    assert len(large) == 1 + 7 * 2
+    assert all(at[tensor.name] % BLOCK_BYTES == tensor.offset_bytes % BLOCK_BYTES for tensor in large)
+    assert all(at[tensor.name] % 64 == 0 for tensor in tensors if tensor not in large)
+    padding = weights_bytes(placed, "bfloat16") - weights_bytes(model, "bfloat16")
+    assert 0 <= padding < BLOCK_BYTES * len(large)
+    assert weight_layout(placed, "float32") == weight_layout(model, "float32")  # nothing of it could be read in place
+    odd = [replace(tensor, offset_bytes=tensor.offset_bytes + 3) for tensor in tensors]
+    assert set(block_offsets(model, odd)) == {-1}

@@ -1,35 +1,72 @@
 from __future__ import annotations
 
+import errno
 import math
+import mmap
 import os
+import threading
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from loader import weight_stream
+from loader import file_reader, sinks
 from loader.catalog import scan_one
-from loader.errors import CheckpointChanged, CheckpointError
-from loader.safetensors import TensorRef
+from loader.errors import CheckpointChanged, CheckpointError, ReadFailed
+from loader.sinks import HostSink
 from loader.sizing import weight_layout, weights_bytes
-from loader.weight_stream import ReadCancelled, open_checkpoint, stream_weights
+from loader.staging import StagingRing
+from loader.weight_stream import OpenCheckpoint, ReadCancelled, ReadReport, open_checkpoint, stream_weights
 from tests.loader.checkpoints import CONFIG, tensors_for, write_checkpoint
 
+# Matrices of 64 KiB and more, so that their places follow from the file; sizes that end within a block.
+LARGE = CONFIG | {
+    "hidden_size": 120,
+    "intermediate_size": 500,
+    "num_key_value_heads": 2,
+    "vocab_size": 700,
+}
+STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
-def read_all(folder: Path, dtype: str, fingerprint: str = "") -> tuple[dict[str, torch.Tensor], list[tuple[int, int]]]:
+
+def read_into(
+    memory: memoryview,
+    source: OpenCheckpoint,
+    dtype: str,
+    told: Callable[[int, int], None] = lambda done, total: None,
+    cancelled: Callable[[], bool] = lambda: False,
+    slot_bytes: int = 8192,
+) -> ReadReport:
+    return stream_weights(source, dtype, HostSink(memory), StagingRing(3, slot_bytes), told, cancelled)
+
+
+def read_all(folder: Path, dtype: str, fingerprint: str = "", slot_bytes: int = 8192) -> dict[str, torch.Tensor]:
+    return read_and_report(folder, dtype, fingerprint, slot_bytes)[0]
+
+
+def read_and_report(
+    folder: Path, dtype: str, fingerprint: str = "", slot_bytes: int = 8192
+) -> tuple[dict[str, torch.Tensor], ReadReport, list[tuple[int, int]]]:
     steps: list[tuple[int, int]] = []
     with ExitStack() as stack:
         source = open_checkpoint(folder, fingerprint, stack)
-        memory = bytearray(weights_bytes(source.shape, dtype))
-        with memoryview(memory) as buffer:
-            stream_weights(source, dtype, buffer, lambda done, total: steps.append((done, total)), lambda: False)
+        memory = mmap.mmap(-1, weights_bytes(source.shape, dtype))  # on a page's boundary, as a weight range is
+        report = read_into(memoryview(memory), source, dtype, lambda *step: steps.append(step), slot_bytes=slot_bytes)
         element = getattr(torch, dtype)
         held = {}
         for slot in weight_layout(source.shape, dtype):
             found = torch.frombuffer(memory, dtype=element, count=math.prod(slot.shape), offset=slot.offset_bytes)
             held[slot.name] = found.view(slot.shape)
-    return held, steps
+    return held, report, steps
+
+
+def check(held: dict[str, torch.Tensor], tensors: dict[str, tuple[str, tuple[int, ...], bytes]], dtype: str) -> None:
+    for name, (stored, shape, data) in tensors.items():
+        wanted = torch.frombuffer(bytearray(data), dtype=STORED[stored]).view(shape).to(getattr(torch, dtype))
+        assert torch.equal(held[name], wanted), name
 
 
 @pytest.mark.parametrize("shards", [1, 3])
@@ -37,17 +74,73 @@ def read_all(folder: Path, dtype: str, fingerprint: str = "") -> tuple[dict[str,
 def test_values_arrive_in_the_engine_dtype(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shards: int, stored: str, dtype: str
 ) -> None:
-    monkeypatch.setattr(weight_stream, "READ_BYTES", 1000)  # several pieces a tensor, the last one short
-    monkeypatch.setattr(weight_stream, "CONVERT_ELEMENTS", 64)
+    monkeypatch.setattr(sinks, "CONVERT_ELEMENTS", 64)
     folder = write_checkpoint(tmp_path / "m", shards=shards, dtype=stored)
-    held, steps = read_all(folder, dtype, scan_one(folder).fingerprint)
-    source_dtype = {"F32": torch.float32, "BF16": torch.bfloat16}[stored]
-    for name, (_, shape, data) in tensors_for(CONFIG, stored).items():
-        wanted = torch.frombuffer(bytearray(data), dtype=source_dtype).view(shape).to(getattr(torch, dtype))
-        assert torch.equal(held[name], wanted), name
+    held, report, steps = read_and_report(folder, dtype, scan_one(folder).fingerprint)
+    check(held, tensors_for(CONFIG, stored), dtype)
     done = [step[0] for step in steps]
     assert done == sorted(done)
-    assert steps[-1][0] == steps[-1][1]
+    assert steps[-1][0] == steps[-1][1] == report.num_bytes
+
+
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize(("stored", "padding"), [("BF16", 0), ("BF16", 8), ("BF16", 3), ("F32", 16)])
+@pytest.mark.parametrize("shards", [1, 2])
+def test_large_tensors_are_read_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached: bool, stored: str, padding: int, shards: int
+) -> None:
+    """From the page cache and past it, wherever the file's data begins, with the edges that no direct read can serve."""
+    monkeypatch.setattr(file_reader, "is_cached", lambda *_: cached)
+    config = LARGE | {"dtype": "bfloat16"}
+    folder = write_checkpoint(tmp_path / "m", config, shards, stored, random_bytes=True, padding=padding)
+    held, report, _ = read_and_report(folder, "bfloat16", slot_bytes=256 << 10)
+    check(held, tensors_for(config, stored, random_bytes=True), "bfloat16")
+    if stored == "F32":
+        assert report.staged_bytes == report.num_bytes
+    elif cached or padding != 3:  # at odd places of the file, tensors have no common alignment with memory
+        # with shards, what one product reads together comes from several files, and only one of them decides the place
+        assert report.staged_bytes < report.num_bytes / (4 if shards == 1 else 2)
+    assert report.direct_bytes == (0 if cached or report.refused else report.num_bytes)
+
+
+def test_files_that_refuse_direct_reads_are_read_through_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused when they are opened, or only at the first read."""
+    monkeypatch.setattr(file_reader, "is_cached", lambda *_: False)
+    folder = write_checkpoint(tmp_path / "m", LARGE, random_bytes=True)
+    tensors = tensors_for(LARGE, random_bytes=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(file_reader, "open_direct", raises(OSError(errno.EINVAL, "Invalid argument")))
+        held, report, _ = read_and_report(folder, "float32")
+    check(held, tensors, "float32")
+    assert report.direct_bytes == 0
+    assert report.refused == {"model.safetensors": "Invalid argument"}
+    path = tmp_path / "m" / "model.safetensors"
+    fd = os.open(path, os.O_WRONLY)  # reads from it fail; only the first descriptor can serve them
+    with monkeypatch.context() as patch:
+        patch.setattr(file_reader, "open_direct", lambda _: os.dup(fd))
+        patch.setattr(file_reader, "REFUSALS", (errno.EBADF,))
+        held, report, _ = read_and_report(folder, "float32")
+    os.close(fd)
+    check(held, tensors, "float32")
+    assert report.direct_bytes == 0
+    assert list(report.refused) == ["model.safetensors"]
+
+
+def test_a_drive_that_fails_is_not_the_checkpoint_s_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_checkpoint(tmp_path / "m")
+    with ExitStack() as stack:
+        source = open_checkpoint(folder, "", stack)
+        monkeypatch.setattr(os, "preadv", raises(OSError(errno.EIO, "Input/output error")))
+        with pytest.raises(ReadFailed, match=r"model\.safetensors: tensor model\..*: can't read at offset \d+: Input") as caught:
+            read_into(memoryview(bytearray(weights_bytes(source.shape, "float32"))), source, "float32")
+    assert not caught.value.permanent
+
+
+def raises(error: Exception) -> Callable[..., Any]:
+    def function(*_: object) -> None:
+        raise error
+
+    return function
 
 
 def test_changed_since_registration(tmp_path: Path) -> None:
@@ -82,15 +175,14 @@ def test_replacing_the_file_during_the_read_changes_nothing(tmp_path: Path) -> N
     """The copy that was opened is read to its end, though its name now leads to other bytes."""
     folder = write_checkpoint(tmp_path / "m")
     weights = folder / "model.safetensors"
-    before = read_all(folder, "float32")[0]
+    before = read_all(folder, "float32")
     with ExitStack() as stack:
         source = open_checkpoint(folder, "", stack)
         other = tmp_path / "other"
         other.write_bytes(bytes(weights.stat().st_size))
         os.replace(other, weights)
         memory = bytearray(weights_bytes(source.shape, "float32"))
-        with memoryview(memory) as buffer:
-            stream_weights(source, "float32", buffer, lambda done, total: None, lambda: False)
+        read_into(memoryview(memory), source, "float32")
     slot = weight_layout(source.shape, "float32")[-1]
     found = torch.frombuffer(memory, dtype=torch.float32, count=math.prod(slot.shape), offset=slot.offset_bytes)
     assert torch.equal(found.view(slot.shape), before[slot.name])
@@ -105,24 +197,32 @@ def test_writing_into_the_file_during_the_read_is_noticed(tmp_path: Path) -> Non
     with ExitStack() as stack:
         source = open_checkpoint(folder, "", stack)
         with pytest.raises(CheckpointChanged, match=r"model\.safetensors"):
-            stream_weights(source, "float32", memoryview(bytearray(weights_bytes(source.shape, "float32"))), touch, lambda: False)
+            read_into(memoryview(bytearray(weights_bytes(source.shape, "float32"))), source, "float32", touch)
 
 
-def test_cancel_stops_within_one_piece(tmp_path: Path) -> None:
-    folder = write_checkpoint(tmp_path / "m")
+def test_cancel_stops_within_one_read(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "m", LARGE)
     seen: list[int] = []
     with ExitStack() as stack:
         source = open_checkpoint(folder, "", stack)
         memory = memoryview(bytearray(weights_bytes(source.shape, "float32")))
         with pytest.raises(ReadCancelled, match=r"model\.safetensors"):
-            stream_weights(source, "float32", memory, lambda done, total: seen.append(done), lambda: len(seen) >= 2)
+            read_into(memory, source, "float32", lambda done, total: seen.append(done), lambda: len(seen) >= 2)
     assert len(seen) == 2
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("reader")]
 
 
-def test_early_end_of_file_names_the_tensor(tmp_path: Path) -> None:
-    path = tmp_path / "short"
-    path.write_bytes(bytes(10))
-    fd = os.open(path, os.O_RDONLY)
-    with pytest.raises(CheckpointError, match="short: tensor t: the file ends 6 bytes too early"):
-        weight_stream._read_exactly(fd, TensorRef("short", "t", "F32", (4,), 0, 16), memoryview(bytearray(16)), 0)
-    os.close(fd)
+@pytest.mark.parametrize("direct", [True, False])
+def test_early_end_of_file_names_tensor_and_offset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool) -> None:
+    """Cut while it is read: within a block, so that a direct read brings part of one."""
+    monkeypatch.setattr(file_reader, "is_cached", lambda *_: not direct)
+    folder = write_checkpoint(tmp_path / "m", LARGE)
+    path = folder / "model.safetensors"
+    with ExitStack() as stack:
+        source = open_checkpoint(folder, "", stack)
+        last = source.headers["model.safetensors"].tensors[-1]
+        os.truncate(path, last.offset_bytes + 8)
+        memory = memoryview(bytearray(weights_bytes(source.shape, "float32")))
+        wanted = rf"tensor {last.name}: the file ends at offset {last.offset_bytes + 8}, {last.num_bytes - 8} bytes too early"
+        with pytest.raises(CheckpointError, match=wanted):
+            read_into(memory, source, "float32")

@@ -1,0 +1,279 @@
+"""How fast a checkpoint comes from the drive into memory: raw reads, our loader, and public loaders where they are installed.
+
+Every load is a process of its own with its imports done; variants take turns in an order that is shuffled each round. `cold`: the
+files are dropped from the page cache before each load; `warm`: they are read into it. `--peer-python` names an interpreter with
+torch and the peers (safetensors, runai-model-streamer, fastsafetensors); one that is missing there is said in the table.
+
+usage: python -m benchmarks.loading [--rounds N] [--peer-python PATH] [--checkpoint DIR] [--threads]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import mmap
+import os
+import random
+import statistics
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.loading_peers import LOADERS, timed
+from engine.memory.cpu_memory import CpuMemory
+from engine.memory.weight_range import WeightRange
+from loader.direct_io import is_cached, open_direct
+from loader.sinks import HostSink
+from loader.sizing import weights_bytes
+from loader.staging import HUGE_PAGE_BYTES, StagingRing
+from loader.weight_stream import open_checkpoint, stream_weights
+
+STORE = Path(".cache/checkpoints")
+HIDDEN, INNER, KV, VOCAB, LAYERS = 2048, 8192, 512, 32000, 16
+RAW = "raw 2 × 8 MiB, huge pages"
+BUFFERED = "buffered pread 2 × 8 MiB"
+OURS = "ours, memory prepared"
+MIB = 1 << 20
+CHUNK_BYTES = 2 * MIB
+
+
+def memory(num_bytes: int, huge: bool, prepared: bool) -> memoryview:
+    """Private memory, huge pages aligned; prepared: every page exists."""
+    mapped = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapped.madvise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
+    whole = np.frombuffer(mapped, np.uint8)
+    if prepared:
+        whole[::4096] = 1
+    start = -whole.ctypes.data % HUGE_PAGE_BYTES
+    return whole[start : start + num_bytes].data
+
+
+def raw(paths: list[Path], num_threads: int, block_bytes: int, huge: bool, direct: bool) -> Callable[[], Any]:
+    """Every block of every file once, each thread into one buffer of its own that is used again and again."""
+    fds = [os.open(path, os.O_RDONLY) for path in paths]
+    if direct:
+        fds = [open_direct(fd) for fd in fds]
+    blocks = iter([(fd, at) for fd in fds for at in range(0, os.fstat(fd).st_size, block_bytes)])
+    buffers = [memory(block_bytes, huge, prepared=True) for _ in range(num_threads)]
+
+    def read(buffer: memoryview) -> None:
+        for fd, at in blocks:
+            os.preadv(fd, [buffer], at)
+
+    def load() -> None:
+        threads = [threading.Thread(target=read, args=(buffer,)) for buffer in buffers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    return load
+
+
+def ours(folder: Path, name: str) -> tuple[Callable[[], Any], int]:
+    """Into memory as an engine has it. And by how much the resident set grows for the weights themselves."""
+    dtype, prepared = "float32" if "float32" in name else "bfloat16", "not prepared" not in name
+    with ExitStack() as stack:
+        num_bytes = weights_bytes(open_checkpoint(folder, "", stack).shape, dtype)
+    num_chunks = -(-num_bytes // CHUNK_BYTES)
+    chunks, ring = CpuMemory(num_chunks, CHUNK_BYTES), StagingRing()
+    weights = WeightRange(chunks, num_bytes)
+    weights.map(range(num_chunks))
+    ring.prepare()
+    if prepared:
+        huge_bytes = sum(chunks.prepare(chunk) for chunk in range(num_chunks))
+        print(f"{huge_bytes / (num_chunks * CHUNK_BYTES):.0%} of the weights' memory in huge pages", file=sys.stderr)
+
+    def load() -> Any:
+        with ExitStack() as opened:
+            source = open_checkpoint(folder, "", opened)
+            return stream_weights(source, dtype, HostSink(weights.buffer), ring, lambda *_: None, lambda: False)
+
+    gc.disable()
+    gc.freeze()  # as an engine does
+    return load, num_bytes
+
+
+def variants(paths: list[Path], every_thread: bool) -> list[str]:
+    names = [RAW, "raw 2 × 8 MiB, 4 KiB pages", BUFFERED, OURS, "ours, memory not prepared", "ours, converted to float32"]
+    if every_thread:
+        for num_threads, block_mib in [(1, 1), (1, 4), (1, 8), (1, 16), (2, 1), (2, 4), (2, 16), (3, 8), (4, 4), (4, 8)]:
+            names.append(f"raw {num_threads} × {block_mib} MiB, huge pages")
+    return names + list(LOADERS)
+
+
+def child(name: str, folder: Path) -> dict[str, float]:
+    """Carries out one of `variants` that is not a peer."""
+    paths = weight_files(folder)
+    weights_growth_bytes = 0
+    if name.startswith("ours"):
+        load, weights_growth_bytes = ours(folder, name)
+    elif name == BUFFERED:
+        load = raw(paths, 2, 8 * MIB, huge=True, direct=False)
+    else:
+        words = name.split()
+        load = raw(paths, int(words[1]), int(words[3]) * MIB, "huge" in name, direct=True)
+    result = timed(load)
+    result["rss_growth_bytes"] -= weights_growth_bytes
+    return result
+
+
+def weight_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+def set_cache(paths: list[Path], warm: bool) -> None:
+    """Puts the files into the page cache or drops them from it, and checks that it worked."""
+    for path in paths:
+        fd = os.open(path, os.O_RDONLY)
+        size = os.fstat(fd).st_size
+        if warm:
+            buffer = bytearray(8 * MIB)
+            for at in range(0, size, len(buffer)):
+                os.preadv(fd, [buffer], at)
+        else:
+            os.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        wrong = [at for at in range(0, size, 64 * MIB) if is_cached(fd, at, min(at + 64 * MIB, size)) != warm]
+        os.close(fd)
+        if wrong:
+            raise SystemExit(
+                f"{path}: {'not ' if warm else ''}in the page cache at {wrong[0]}; is memory short, or the file on tmpfs?"
+            )
+
+
+def one(name: str, folder: Path, warm: bool, peer_python: str) -> dict[str, Any]:
+    """One load in a fresh process; {"missing": why} for a peer that can't be imported."""
+    paths = weight_files(folder)
+    # Virtual machines hand free memory back to their host; who touches it next pays for that. Here nobody does.
+    memory(sum(path.stat().st_size for path in paths) * 9 // 4, huge=True, prepared=True)
+    set_cache(paths, warm)
+    if name in LOADERS:
+        script = str(Path(__file__).with_name("loading_peers.py"))
+        command = [peer_python, script, name, *map(str, paths)]
+    else:
+        command = [sys.executable, "-m", "benchmarks.loading", "--child", name, "--checkpoint", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        return {"missing": (done.stderr.strip().splitlines() or ["no message"])[-1]}
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def measure(folder: Path, rounds: int, names: list[str], states: list[str], peer_python: str) -> dict[str, Any]:
+    """state -> variant -> {gb_per_s, spread, ratio, cpu_s_per_gb, rss_gb} or {missing}; ratio: to raw or buffered reads."""
+    num_gb = sum(path.stat().st_size for path in weight_files(folder)) / 1e9
+    runs: dict[tuple[str, str], list[dict[str, Any]]] = {(state, name): [] for state in states for name in names}
+    for number in range(rounds):
+        for state in states:
+            order = [name for name in names if not any("missing" in run for run in runs[state, name])]
+            random.Random(number).shuffle(order)
+            for name in order:
+                runs[state, name].append(one(name, folder, state == "warm", peer_python))
+                print(f"{number} {state} {name}: {runs[state, name][-1]}", file=sys.stderr, flush=True)
+    result: dict[str, Any] = {"benchmark": "loading", "gb": round(num_gb, 3), "rounds": rounds}
+    for state in states:
+        reference = statistics.median(num_gb / run["seconds"] for run in runs[state, RAW if state == "cold" else BUFFERED])
+        result[state] = {name: summary(runs[state, name], num_gb, reference) for name in names}
+    return result
+
+
+def summary(runs: list[dict[str, Any]], num_gb: float, reference: float) -> dict[str, Any]:
+    if any("missing" in run for run in runs):
+        return runs[-1]
+    speeds = [num_gb / run["seconds"] for run in runs]
+    return {
+        "gb_per_s": round(statistics.median(speeds), 2),
+        "spread": [round(min(speeds), 2), round(max(speeds), 2)],
+        "ratio": round(statistics.median(speeds) / reference, 3),
+        "cpu_s_per_gb": round(statistics.median(run["cpu_s"] for run in runs) / num_gb, 4),
+        "rss_gb": round(statistics.median(run["rss_growth_bytes"] for run in runs) / 1e9, 2),
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    lines = [f"{result['gb']} GB in bfloat16, {result['rounds']} rounds. RSS: beyond the prepared or given destination."]
+    for state in ("cold", "warm"):
+        if state not in result:
+            continue
+        reference = RAW if state == "cold" else BUFFERED
+        lines += ["", f"| {state} | GB/s | from-to | of {reference} | CPU-s per GB | RSS, GB |", "|---|---|---|---|---|---|"]
+        for name, row in sorted(result[state].items(), key=lambda item: -item[1].get("gb_per_s", 0)):
+            if "missing" in row:
+                lines.append(f"| {name} | not measured: {row['missing']} | | | | |")
+                continue
+            low, high = row["spread"]
+            speed = f"{row['gb_per_s']:.2f} | {low:.2f}-{high:.2f} | {row['ratio']:.2f}"
+            lines.append(f"| {name} | {speed} | {row['cpu_s_per_gb']:.3f} | {row['rss_gb']:.2f} |")
+    return "\n".join(lines)
+
+
+def make_checkpoint(folder: Path, num_layers: int = LAYERS) -> Path:
+    """A Llama of Gaussian weights in two files, tensors in the order of their names as Hugging Face writes them."""
+    import torch
+
+    if (folder / "done").exists():
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    shapes = {"model.embed_tokens.weight": (VOCAB, HIDDEN), "lm_head.weight": (VOCAB, HIDDEN), "model.norm.weight": (HIDDEN,)}
+    projections = {"q": (HIDDEN, HIDDEN), "k": (KV, HIDDEN), "v": (KV, HIDDEN), "o": (HIDDEN, HIDDEN)}
+    for layer in range(num_layers):
+        at = f"model.layers.{layer}."
+        shapes |= {f"{at}{name}_layernorm.weight": (HIDDEN,) for name in ("input", "post_attention")}
+        shapes |= {f"{at}self_attn.{name}_proj.weight": dims for name, dims in projections.items()}
+        shapes |= {f"{at}mlp.{name}_proj.weight": (INNER, HIDDEN) for name in ("gate", "up")}
+        shapes[f"{at}mlp.down_proj.weight"] = (HIDDEN, INNER)
+    names = sorted(shapes)
+    weight_map = {}
+    torch.manual_seed(7)
+    for shard, part in enumerate((names[: len(names) // 2], names[len(names) // 2 :])):
+        file = f"model-{shard + 1:05}-of-00002.safetensors"
+        header, position = {}, 0
+        for name in part:
+            num_bytes = 2 * int(np.prod(shapes[name]))
+            header[name] = {"dtype": "BF16", "shape": shapes[name], "data_offsets": [position, position + num_bytes]}
+            position += num_bytes
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        with (folder / file).open("wb") as out:
+            out.write(len(text).to_bytes(8, "little") + text)
+            for name in part:
+                out.write(torch.randn(shapes[name]).mul_(0.02).to(torch.bfloat16).view(torch.uint8).numpy().data)
+        weight_map |= dict.fromkeys(part, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": HIDDEN, "intermediate_size": INNER}
+    config |= {"num_hidden_layers": num_layers, "num_attention_heads": 32, "num_key_value_heads": KV // 64, "vocab_size": VOCAB}
+    config |= {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "hidden_act": "silu"}
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16", "bos_token_id": 0, "eos_token_id": 1}))
+    (folder / "done").write_text("")
+    return folder
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks.loading", description=__doc__)
+    parser.add_argument("--checkpoint", type=Path, help="a folder in bfloat16; default: one of 2.5 GB is made and kept")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--states", default="cold,warm")
+    parser.add_argument("--peer-python", default=sys.executable)
+    parser.add_argument("--only", help="variants, separated by semicolons")
+    parser.add_argument("--threads", action="store_true", help="raw reads with other numbers of threads and block sizes too")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    folder = options.checkpoint or make_checkpoint(STORE / "loading")
+    if options.child:
+        print(json.dumps(child(options.child, folder)))
+        return
+    names = options.only.split(";") if options.only else variants(weight_files(folder), options.threads)
+    result = measure(folder, options.rounds, names, options.states.split(","), options.peer_python)
+    print(table(result), file=sys.stderr)
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""Which bytes of which file go where: reads in file order, each cut into segments, each segment's place in the weight range.
+
+A read is made of whole blocks, so that it can bypass the page cache. Where the block boundaries of a segment's place are those of
+the file (sizing.weight_layout sees to that), its whole blocks are read straight to their place: a direct span. The rest (the blocks
+at a tensor's ends, tensors that lie otherwise, other dtypes) goes through a staging slot, at its position in the read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from loader.direct_io import Alignment
+from loader.errors import CheckpointError
+from loader.safetensors import DTYPE_BYTES, Header, TensorRef
+from loader.sizing import BLOCK_BYTES, DTYPE_OF, ITEM_BYTES, WeightSlot
+
+MIN_DIRECT_BYTES = 32 << 10  # less than this is as cheap to copy, and a system call takes 1,024 pieces at most
+ANY_ALIGNMENT = Alignment(1, 1)
+
+
+@dataclass(slots=True, frozen=True)
+class Segment:
+    """Consecutive whole elements of one tensor: bytes [begin, end) of its file belong at place_bytes of the weight range.
+
+    target: the engine's dtype where it differs from the stored one, else "".
+    """
+
+    tensor: TensorRef
+    begin: int
+    end: int
+    place_bytes: int
+    target: str = ""
+
+
+@dataclass(slots=True, frozen=True)
+class Span:
+    """Part of a segment, likewise."""
+
+    segment: Segment
+    begin: int
+    end: int
+
+    @property
+    def place_bytes(self) -> int:
+        return self.segment.place_bytes + self.begin - self.segment.begin
+
+
+@dataclass(slots=True, frozen=True)
+class Read:
+    """Bytes [begin, end) of a file, on block boundaries (end may lie behind the file's), and the segments in it, in file order."""
+
+    file: str
+    begin: int
+    end: int
+    segments: tuple[Segment, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of weights."""
+        return sum(segment.end - segment.begin for segment in self.segments)
+
+    @property
+    def needed_bytes(self) -> int:
+        """From `begin` to the last segment's end: what a read must bring at least."""
+        return self.segments[-1].end - self.begin
+
+
+def plan_reads(headers: Mapping[str, Header], layout: Iterable[WeightSlot], dtype: str, read_bytes: int) -> list[Read]:
+    """Every parameter once, file by file, in file order; read_bytes: the longest read, in whole blocks, two at least.
+
+    Tensors that are no parameters are left out (open_checkpoint has refused those that should not be there). Raises CheckpointError
+    naming a parameter that is missing or has another shape.
+    """
+    slots = {slot.name: slot for slot in layout}
+    reads: list[Read] = []
+    for file, header in headers.items():
+        segments: list[Segment] = []
+        for tensor in header.tensors:
+            slot = slots.pop(tensor.name, None)
+            if slot is None or not tensor.num_bytes:
+                continue
+            if slot.shape != tensor.shape:
+                raise CheckpointError(file, tensor.name, f"has shape {list(tensor.shape)}, expected {list(slot.shape)}")
+            end = tensor.offset_bytes + tensor.num_bytes
+            target = "" if DTYPE_OF.get(tensor.dtype) == dtype else dtype
+            segments.append(Segment(tensor, tensor.offset_bytes, end, slot.offset_bytes, target))
+        reads += _cut(file, segments, read_bytes)
+    for name in slots:
+        raise CheckpointError(", ".join(headers), name, "missing: config.json asks for it")
+    return reads
+
+
+def _cut(file: str, segments: Iterable[Segment], read_bytes: int) -> list[Read]:
+    reads: list[Read] = []
+    begin, taken = 0, list[Segment]()
+
+    def close() -> None:
+        if taken:
+            reads.append(Read(file, begin, _up(taken[-1].end), tuple(taken)))
+            taken.clear()
+
+    for segment in segments:
+        left: Segment | None = segment
+        while left is not None:
+            if taken and left.begin >= _up(taken[-1].end) + BLOCK_BYTES:  # something lies between that nobody wants
+                close()
+            if not taken:
+                begin = left.begin // BLOCK_BYTES * BLOCK_BYTES
+            head, left = _split(left, begin + read_bytes)
+            if head is not None:
+                taken.append(head)
+            if left is not None:
+                close()
+    close()
+    return reads
+
+
+def _split(segment: Segment, at: int) -> tuple[Segment | None, Segment | None]:
+    """Before and from file position `at`, between two elements."""
+    if segment.end <= at:
+        return segment, None
+    if segment.begin >= at:
+        return None, segment
+    item = DTYPE_BYTES[segment.tensor.dtype]
+    num_items = (at - segment.begin) // item
+    if not num_items:
+        return None, segment
+    cut, place_item = segment.begin + num_items * item, ITEM_BYTES[segment.target] if segment.target else item
+    head = Segment(segment.tensor, segment.begin, cut, segment.place_bytes, segment.target)
+    return head, Segment(segment.tensor, cut, segment.end, segment.place_bytes + num_items * place_item, segment.target)
+
+
+def direct_spans(read: Read, address: int, alignment: Alignment) -> list[Span]:
+    """What the read may leave where it belongs, in a weight range that starts at `address`. ANY_ALIGNMENT: a buffered read."""
+    spans = []
+    for segment in read.segments:
+        if segment.target:
+            continue
+        begin = -(-segment.begin // alignment.offset_bytes) * alignment.offset_bytes
+        end = segment.end // alignment.offset_bytes * alignment.offset_bytes
+        place = address + segment.place_bytes + begin - segment.begin
+        if end - begin >= MIN_DIRECT_BYTES and place % alignment.memory_bytes == 0:
+            spans.append(Span(segment, begin, end))
+    return spans
+
+
+def staged_spans(read: Read, direct: Iterable[Span]) -> list[Span]:
+    """What is left, to be copied from the slot; direct: of the same read, in file order."""
+    inner = {id(span.segment): span for span in direct}
+    spans = []
+    for segment in read.segments:
+        span = inner.get(id(segment))
+        edges = [(segment.begin, segment.end)] if span is None else [(segment.begin, span.begin), (span.end, segment.end)]
+        spans += [Span(segment, begin, end) for begin, end in edges if end > begin]
+    return spans
+
+
+def _up(position: int) -> int:
+    return -(-position // BLOCK_BYTES) * BLOCK_BYTES

@@ -1,0 +1,59 @@
+"""Where weights go. A sink owns the model's weight range on one kind of device."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from loader.range_plan import Span
+from loader.safetensors import DTYPE_BYTES
+from loader.sizing import ITEM_BYTES
+from loader.staging import StagingRing
+
+# Elements converted at a time: torch runs that many without waking its thread pool, which belongs to the model that is stepping.
+CONVERT_ELEMENTS = 32768
+
+_STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+class WeightSink(Protocol):
+    """Used by several reader threads at once, each with spans of its own.
+
+    memory: the weight range where reads may land in it, else None: then everything comes through slots.
+    """
+
+    memory: memoryview | None
+
+    def store(self, span: Span, staged: memoryview) -> None:
+        """Starts bringing the span's bytes, which `staged` holds, to their place."""
+        ...
+
+    def release(self, ring: StagingRing, slot: memoryview) -> None:
+        """Gives the slot back as soon as everything stored from it has left it."""
+        ...
+
+
+class HostSink:
+    """The range is this process's own memory. memory: writable, laid out by sizing.weight_layout."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self.memory: memoryview | None = memory
+        self._bytes = np.frombuffer(memory, np.uint8)
+
+    def store(self, span: Span, staged: memoryview) -> None:
+        segment = span.segment
+        read = np.frombuffer(staged, np.uint8)
+        if not segment.target:
+            self._bytes[span.place_bytes : span.place_bytes + len(read)] = read
+            return
+        source = torch.from_numpy(read).view(_STORED[segment.tensor.dtype])
+        num_bytes = len(read) // DTYPE_BYTES[segment.tensor.dtype] * ITEM_BYTES[segment.target]
+        place = torch.from_numpy(self._bytes[span.place_bytes : span.place_bytes + num_bytes])
+        held = place.view(getattr(torch, segment.target))
+        for at in range(0, source.numel(), CONVERT_ELEMENTS):
+            held[at : at + CONVERT_ELEMENTS].copy_(source[at : at + CONVERT_ELEMENTS])
+
+    def release(self, ring: StagingRing, slot: memoryview) -> None:
+        ring.give_back(slot)
