@@ -2,7 +2,7 @@
 
 Loads are throttled (test_disk_bytes_per_s, test_copy_bytes_per_s) as the scenario says, so that memory is what is tested and not
 this machine's page cache. The models are one checkpoint under several names. Before the trace the node's own speed is measured
-(prompt tokens a second, seconds of a decode step), and the prediction is made with that.
+(prompt tokens a second beside other sequences, seconds of a decode step), and the prediction is made with that.
 usage: python -m benchmarks.cohost [--scenario docs/simulate/eight.toml] [--trace FILE] [--minutes 20] [--host-tier 1GiB]
 """
 
@@ -73,13 +73,17 @@ class Client:
     async def ask(self, model: str, num_in: int, num_out: int) -> Result:
         return await stream_one(self._host, self._port, body(model, num_in, num_out, self._draw))
 
-    async def speeds(self, model: str) -> dict[str, float]:
-        """Of a model that is alone: what the simulator's costs ask for."""
+    async def speeds(self, model: str, num_in: int) -> dict[str, float]:
+        """What the simulator's costs ask for, of a model that has the device to itself. Prompts of num_in tokens, beside two
+        sequences that decode: a step's latency budget lets them in piece by piece, and so they come in a trace."""
         await self.ask(model, 128, 16)
+        beside = [asyncio.create_task(self.ask(model, 16, 400)) for _ in range(2)]
+        await asyncio.sleep(0.5)
         firsts, steps = [], {}
-        for _ in range(4):
-            result = await self.ask(model, 256, 32)
-            firsts.append((result.stamps[0] - result.started) / 256)
+        for _ in range(8):
+            result = await self.ask(model, num_in, 8)
+            firsts.append((result.stamps[0] - result.started) / num_in)
+        await asyncio.gather(*beside)
         for streams in (1, 8):
             results = await asyncio.gather(*[self.ask(model, 16, 96) for _ in range(streams)])
             gaps = [b - a for each in results for a, b in zip(each.stamps[8:], each.stamps[9:], strict=False)]
@@ -156,7 +160,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         devices = [f"{name}={budget_bytes}" for name, budget_bytes in known.devices.items()]
         with Server(models, devices, flags) as server:
             client = Client(server.url)
-            speeds = uvloop.run(client.speeds(names[0]))
+            num_in = sum(request.input_tokens for request in trace) // len(trace)
+            speeds = uvloop.run(client.speeds(names[0], num_in))
             server.cli("unload", names[0])
             before = scraped(server.url)
             start = time.perf_counter()

@@ -175,6 +175,8 @@ class Node:
                 "host_bytes": view.kept_bytes,
                 "saved_kv_tokens": view.saved_kv_tokens,
             }
+            if view.quarantined_until is not None:
+                row["quarantined_until"] = round(view.quarantined_until + self._unix_offset_s, 3)
             if view.progress is not None:
                 row["bytes_done"], row["bytes_total"] = view.progress
             rows.append(row)

@@ -51,7 +51,8 @@ FIELDS = {
     "stop": "up to 16 strings; the text ends before them",
     "stop_token_ids": "tokens that end the text",
     "stream": "server-sent events",
-    "stream_options": "include_usage: a last chunk with the usage; continuous_usage_stats: usage in each chunk",
+    "stream_options": "include_usage: a last chunk with the usage; continuous_usage_stats: usage in each chunk. Where a model was "
+    "paused to make room, usage has an object `hearth` too: preemptions, restored_tokens, recomputed_tokens",
     "user": "read and not used",
     "priority": "where KV runs short, sequences of lower priority give way first",
     "n": "answers per prompt",

@@ -151,8 +151,9 @@ function drawModel(row) {
   const state = h("td", { class: "state" }, h("span", { class: `pill ${kind}` }, row.state));
   if (row.bytes_total) state.append(h("progress", { max: row.bytes_total, value: row.bytes_done, "aria-label": `loading ${row.name}` }));
   const name = h("th", { scope: "row" }, h("div", { class: "name" }, loaded ? h("i", { class: "dot", style: colour(row.name), "aria-hidden": "true" }) : null, row.name, row.pinned ? h("span", { class: "badge" }, "pinned") : null));
-  const telling = kind === "bad" || row.state === "loading" || row.state === "draining" || row.state === "disabled";
+  const telling = kind === "bad" || row.state === "loading" || row.state === "draining" || row.state === "paused" || row.state === "disabled";
   if (telling && row.reason) name.append(h("div", { class: `reason ${kind}` }, row.reason.replace(/\d+ bytes \(([\d.]+ [KMGT]iB)\)/g, "$1")));
+  if (row.host_bytes && !loaded) name.append(h("div", { class: "dim" }, `${bytes(row.host_bytes)} in host memory`));
   return h("tr", { class: loaded || row.queued ? null : "away" }, name, state, cell("Device", row.device || "–", false), cell("Weights", row.weights_bytes ? bytes(row.weights_bytes) : "–"), cell("KV in use", loaded ? bytes(row.kv_bytes) : "–"),
     cell("Active", String(row.active)), cell("Queued", String(row.queued)), cell("Last used", row.last_used === null ? "never" : row.ago));
 }

@@ -42,7 +42,7 @@ def rest(node: Node, model: Model, reason: str) -> None:
     elif model.failure:
         state, reason = residency.FAILED, model.failure
     elif model.paused:
-        state = residency.PAUSED
+        state, reason = residency.PAUSED, f"{reason}; {model.num_resubmissions} requests wait for it to come back"
     else:
         state = residency.WARM if node.is_warm(model) else residency.COLD
     node.set_state(model, state, reason)

@@ -175,6 +175,7 @@ def _model_view(node: Node, model: Model) -> ModelView:
         reason=model.reason,
         placement_id=copy.placement_id if copy else placement.id if placement else None,
         progress=model.progress,
+        quarantined_until=model.quarantined_until,
         kept_bytes=kept.num_bytes if (kept := node.host.weights.get(model.name)) is not None else 0,
         saved_kv_tokens=saved.num_tokens if (saved := node.host.kv.get(model.name)) is not None else 0,
     )

@@ -21,6 +21,7 @@ class ModelView:
     progress: tuple[int, int] | None  # bytes done and total of a load under way
     kept_bytes: int = 0  # of its weights in host memory
     saved_kv_tokens: int = 0  # whose KV is in host memory
+    quarantined_until: float | None = None  # monotonic seconds
 
 
 @dataclass(slots=True, frozen=True)

@@ -1,0 +1,91 @@
+"""A request whose model is taken from under it: what the daemon keeps of it, and what it tells the client."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from config.schema import NodeConfig
+from daemon.api.responses import usage_of
+from engine import protocol
+from engine.protocol import FINISH_STOP
+from scheduler.node import events
+from scheduler.node.host_tier import HostTier
+from tests.daemon.test_dispatcher import MIB, Harness, until
+
+
+class Contended(Harness):
+    """One device with room for one of the models a and b."""
+
+    def __init__(self, config: NodeConfig | None = None) -> None:
+        super().__init__(config, budget_bytes=24 * MIB, weights_bytes=12 * MIB)
+
+    def unload(self) -> None:
+        """`a` is taken from the device under what runs."""
+        self.dispatcher.command(lambda now, cause: events.UnloadRequested(now=now, cause=cause, model="a"))
+
+    def evicted(self, **told: Any) -> None:
+        (evict,) = self.engine.take(protocol.EvictModel)
+        self.message(protocol.Evicted(evict.placement_id, evict.model, **told))
+
+
+async def test_a_paused_request_goes_on_with_what_it_has_and_its_usage_says_so() -> None:
+    node = Contended()
+    generation, sink = node.request()
+    node.loaded()
+    node.step({generation.request_id: [10]})
+    node.engine.sent.clear()
+    assert "hearth" not in usage_of([generation], 1)
+    node.unload()
+    assert generation.num_pauses == 1
+    node.step({generation.request_id: [11]})  # was on its way already
+    node.evicted()
+    node.loaded()
+    (submit,) = node.engine.take(protocol.Submit)
+    assert submit.output == [10, 11]
+    message = protocol.TokensOut("a", 9, 0.01, [generation.request_id], [12], resumed={generation.request_id: (4, 1)})
+    node.message(message)
+    node.step({generation.request_id: [13]}, finish={generation.request_id: FINISH_STOP})
+    assert sink.ids == [10, 11, 12, 13]
+    assert usage_of([generation], 4)["hearth"] == {"preemptions": 1, "restored_tokens": 4, "recomputed_tokens": 1}
+    assert node.metrics.swaps.kv_tokens == {("a", "saved"): 0, ("a", "restored"): 4, ("a", "recomputed"): 1}
+    assert node.metrics.swaps.paused_requests == {"a": 1}
+    node.scheduler.validate()
+
+
+async def test_pauses_do_not_count_for_the_request_timeout() -> None:
+    node = Contended(NodeConfig(request_timeout_s=0.4))
+    paused, paused_sink = node.request()
+    node.loaded()
+    node.unload()
+    await asyncio.sleep(0.6)  # longer than it may live
+    _, other_sink = node.request()
+    assert paused_sink.error is None, "its pause counted"
+    node.evicted()
+    node.loaded()
+    node.engine.sent.clear()
+    assert paused.paused_s > 0.5
+    await until(lambda: paused_sink.error is not None)
+    assert paused_sink.error is not None
+    assert paused_sink.error.code == "request_timeout"
+    assert other_sink.error is None or other_sink.error.code == "request_timeout"
+    await until(lambda: other_sink.error is not None)
+    assert len(node.dispatcher.open.by_id) == 0
+    assert node.dispatcher.open._timer is None
+
+
+async def test_a_copy_of_files_that_have_just_changed_is_not_asked_for() -> None:
+    """The registry knows before the scheduler is told."""
+    node = Harness()
+    node.scheduler._node.host = HostTier(100)
+    _, sink = node.request()
+    load = node.engine.take(protocol.LoadModel)[0]
+    assert load.keep_slots
+    node.message(protocol.LoadDone(load.placement_id, "a", 0.1, 1, kept=True, checksum=5))
+    node.dispatcher.command(lambda now, cause: events.UnloadRequested(now=now, cause=cause, model="a", to="warm"))
+    node.entries["a"].fingerprint = "f-new"
+    (evict,) = node.engine.take(protocol.EvictModel)
+    node.message(protocol.Evicted(evict.placement_id, "a"))
+    assert not node.engine.take(protocol.LoadModel)
+    assert any("changed just now" in line for line in node.scheduler.why("a"))
+    assert sink.error is None
