@@ -17,6 +17,7 @@ from typing import Any
 
 from aiohttp import web
 
+from daemon import operator_views
 from daemon.api.responses import SERVER
 from daemon.control_status import EXIT_FAULT, STATUS_OF_EXIT
 from daemon.errors import BadRequest, HearthError, NotNow, ServerFault, from_refusal
@@ -50,6 +51,10 @@ def make_control_app(node: Node, read_only: bool = False) -> web.Application:
     app.router.add_get("/control/v1/version", api.version)
     app.router.add_get("/control/v1/events", api.event_lines)
     app.router.add_get("/control/v1/why/{name:.+}", api.why)
+    app.router.add_get("/control/v1/plan/{name:.+}", api.plan)
+    app.router.add_get("/control/v1/room", api.room)
+    app.router.add_get("/control/v1/history", api.history)
+    app.router.add_get("/control/v1/top", api.top)
     if read_only:
         app.router.add_post("/{path:.*}", _denied)
         return app
@@ -125,6 +130,20 @@ class ControlApi:
 
     async def why(self, request: web.Request) -> web.Response:
         return _json(self._node.why(request.match_info["name"]))
+
+    async def plan(self, request: web.Request) -> web.Response:
+        return _json(operator_views.plan(self._node, request.match_info["name"]))
+
+    async def room(self, request: web.Request) -> web.Response:
+        """`?bytes=N`, of one device with `&device=NAME`."""
+        return _json(operator_views.room(self._node, request.query.get("bytes", ""), request.query.get("device", "")))
+
+    async def history(self, request: web.Request) -> web.Response:
+        """`?model=NAME`: of that one."""
+        return _json(operator_views.history(self._node, request.query.get("model", "")))
+
+    async def top(self, request: web.Request) -> web.Response:
+        return _json(operator_views.top(self._node))
 
     async def event_lines(self, request: web.Request) -> web.StreamResponse:
         """History, then with `?follow=1` what happens until the client goes."""

@@ -152,6 +152,9 @@ class Node:
         view = self._view(name)
         return view.state if view is not None else "absent"
 
+    def unix_s(self, monotonic_s: float) -> float:
+        return round(monotonic_s + self._unix_offset_s, 3)
+
     @property
     def draining(self) -> bool:
         return self.scheduler.draining
@@ -170,7 +173,7 @@ class Node:
                 "active": view.active,
                 "queued": view.queued,
                 "pinned": view.pinned,
-                "last_used": None if view.last_used is None else round(view.last_used + self._unix_offset_s, 3),
+                "last_used": None if view.last_used is None else self.unix_s(view.last_used),
                 "reason": view.reason,
                 "host_bytes": view.kept_bytes,
                 "saved_kv_tokens": view.saved_kv_tokens,

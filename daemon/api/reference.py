@@ -89,6 +89,10 @@ CONTROL = {
     "GET /control/v1/version": "`hearth version`",
     "GET /control/v1/events": "`hearth events`, a JSON object a line; `?follow=1` goes on",
     "GET /control/v1/why/{name}": "`hearth why`",
+    "GET /control/v1/plan/{name}": "`hearth plan`: what loading the model would do now, with the scores; nothing is done",
+    "GET /control/v1/room": "`hearth evict --dry-run`: who would leave to free `?bytes=N`, on each device or `&device=NAME`",
+    "GET /control/v1/history": "`hearth history`: the last placements with victims and scores; `?model=NAME`",
+    "GET /control/v1/top": "`hearth top`: devices, models, tokens and the last swaps, as they are now",
     "POST /control/v1/models/{name}/{command}": "load, unload, pin, unpin, enable, disable: progress, a JSON object a line, the "
     "last one the result; `?wait=0` answers at once",
     "POST /control/v1/drain": "`hearth drain`; `?model=NAME`",

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from config.paths import client_control_path, daemon_status_path
-from daemon.cli import completion, keys, models, node, queue, simulate, story
+from daemon.cli import completion, keys, models, node, plan, queue, simulate, story, top
 from daemon.cli.client import Client, CommandError
 from daemon.errors import EXIT_OK, EXIT_USAGE
 
@@ -45,6 +45,15 @@ def make_parser() -> argparse.ArgumentParser:
     add("enable", models.command, "let requests use a model again", "NAME")
     add("disable", models.command, "refuse requests for a model", "NAME")
     add("why", story.why, "what happened to a model or request, and what it waits for", "MODEL|REQUEST")
+    add("plan", plan.plan, "what loading a model would do now: who would leave for it, and why", "NAME")
+    evict = add("evict", plan.evict, "evict a model, as unload does, or say what would leave", "NAME", optional=True)
+    evict.add_argument("--dry-run", action="store_true", help="only say what would leave")
+    evict.add_argument("--bytes", metavar="BYTES", default="", help="with --dry-run: who would leave to free so many, as in 8GiB")
+    evict.add_argument("--device", metavar="DEVICE", default="", help="with --bytes: on this device only")
+    add("history", plan.history, "the last placements, with who left for them and their scores", "NAME", optional=True)
+    live = add("top", top.top, "devices, models, rates and swaps, live")
+    live.add_argument("--once", action="store_true", help="print once and end")
+    live.add_argument("--every", metavar="SECONDS", type=float, default=1.0, help="between two looks (default 1)")
     add("queue", queue.queue, "requests that wait")
     events = add("events", story.events, "what happened on the node")
     events.add_argument("-f", "--follow", action="store_true", help="and what happens from now on")

@@ -58,7 +58,7 @@ EXAMPLES = {
     "hearth events -f": "everything, as it happens",
     "hearth models --json": "the same for scripts; all commands take --json",
 }
-_READING = ("ps", "models", "status", "why", "queue", "events", "version")
+_READING = ("ps", "models", "status", "why", "plan", "history", "top", "queue", "events", "version")
 
 
 # ---- roff

@@ -60,6 +60,7 @@ def end(node: Node, device: Device, running: tuple[int, ...], reason: str) -> No
     for placement in list(device.placements.values()):
         if placement.stage != LOADS:
             placements.undo(node, placement)
+            node.history.ended(placement.id, node.now, f"the engine of {device.name} {reason}")
             device.ledger.withdraw(placement.id)
             for name in placement.victims:
                 node.models[name].victim_of = 0

@@ -28,6 +28,8 @@ def load_finished(node: Node, event: LoadFinished) -> None:
         costs.learn(model.name, weights_bytes, event.seconds)
     keeping.load_ended(node, model, copy, event.checksum if event.kept else None)
     copy.ready_at = node.now
+    source = "host" if copy.from_host and not event.source_rejected else "disk"
+    node.history.ended(copy.placement_id, node.now, "ready", event.seconds, source)
     model.paused = False
     model.failed_loads = model.num_quarantines = 0
     model.progress = None

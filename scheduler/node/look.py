@@ -103,15 +103,17 @@ def describe(node: Node, device: Device, model: Model, may_force: bool, instead:
     assert copy is not None
     chunks = copy.size.chunks
     may_leave = evictable(node, device, model, may_force, instead)
-    worth = 0.0
-    if may_leave:
-        reload_s = node.reload_s(model, device)
-        rate = model.arrivals.per_s(node.now)
-        worth = eviction.value(model.facts.priority, rate, reload_s, chunks * node.settings.chunk_bytes)
+    worth = score(node, model, device, chunks) if may_leave else 0.0
     busy = model.state == residency.READY and bool(model.running or model.queue)
     return Resident(
         model.facts.name, chunks, copy.size.work_space_chunks, worth, model.last_used or 0.0, evictable=may_leave, busy=busy
     )
+
+
+def score(node: Node, model: Model, device: Device, chunks: int) -> float:
+    """What missing it would cost per byte that its leaving frees."""
+    reload_s = node.reload_s(model, device)
+    return eviction.value(model.facts.priority, model.arrivals.per_s(node.now), reload_s, chunks * node.settings.chunk_bytes)
 
 
 def next_forcible(node: Node, model: Model) -> float | None:

@@ -11,6 +11,7 @@ from scheduler.node import residency
 from scheduler.node.actions import Action, CommandDone, GrantLease, Refusal, Reject, StateChanged
 from scheduler.node.costs import LoadCosts, Rate
 from scheduler.node.events import ModelFacts, RequestFacts
+from scheduler.node.history import History
 from scheduler.node.host_tier import HostTier, Slots
 from scheduler.node.lazy_heap import LazyHeap
 from scheduler.node.ledger import NOTHING, DeviceLedger, Size
@@ -225,6 +226,7 @@ class Node:
         self.stirred: dict[str, None] = {}  # devices on which something may fit now
         self.newcomers: dict[str, None] = {}  # models whose demand has changed, on devices that have not
         self.ended = EndedRequests()
+        self.history = History()
         self.draining = False
         self.num_placements = 0
 
@@ -297,6 +299,11 @@ class Node:
     def wanted(self, model: Model) -> bool:
         """Somebody waits for it to be loaded."""
         return bool(model.queue or model.load_causes or model.pinned)
+
+    def waits_since(self, model: Model) -> float:
+        """Since its oldest request came, or a command or a pin asked for it."""
+        since = next(iter(model.queue.values())).waits_since if model.queue else self.now
+        return min(since, model.asked_at) if model.load_causes or model.pinned else since
 
     def resting(self, model: Model) -> bool:
         """Cold, and free to be placed."""

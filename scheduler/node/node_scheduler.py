@@ -15,6 +15,7 @@ from typing import Any
 
 from scheduler.node import (
     commands,
+    dry_run,
     engines,
     events,
     explain,
@@ -31,7 +32,7 @@ from scheduler.node.node import Device, Model, Node
 from scheduler.node.settings import SchedulerSettings
 from scheduler.node.settle import settle
 from scheduler.node.validation import validate
-from scheduler.node.views import DeviceView, HostTierView, ModelView, QueuedView
+from scheduler.node.views import DevicePlan, DeviceView, HostTierView, LoadPlan, ModelView, PlacementView, QueuedView
 
 __all__ = ["NodeScheduler", "SchedulerSettings"]
 
@@ -131,6 +132,22 @@ class NodeScheduler:
     def why(self, name_or_request: str) -> list[str]:
         """The story of a model or request, oldest first, and what it waits for; [] when it is unknown."""
         return explain.why(self._node, name_or_request)
+
+    def plan_load(self, name: str, now: float) -> LoadPlan | None:
+        """What loading the model would do now, and why; None when it is unknown. Nothing but the time changes."""
+        self._node.now = max(self._node.now, now)
+        model = self._node.models.get(name)
+        return None if model is None else dry_run.load(self._node, model)
+
+    def plan_room(self, device: str, num_bytes: int, now: float) -> DevicePlan | None:
+        """Who would leave the device so that so many bytes are free; None when it is unknown. Nothing but the time changes."""
+        self._node.now = max(self._node.now, now)
+        known = self._node.devices.get(device)
+        return None if known is None else dry_run.room(self._node, known, num_bytes)
+
+    def history(self, model: str = "") -> list[PlacementView]:
+        """The last placements, oldest first; of a model also those it left for."""
+        return self._node.history.views(model)
 
     def health(self) -> list[str]:
         """Overdue roll-backs: what an operator must know and a restart of the engine has not yet cured. [] is healthy."""

@@ -74,6 +74,7 @@ def begin(node: Node, model: Model, option: Option) -> None:
     node.placements[placement.id] = device.placements[placement.id] = placement
     if model.pinned and model.home != device.name:
         pins.move_home(node, model, device.name)
+    node.history.begun(node.now, placement, option, model.facts.weights_bytes, node.now - node.waits_since(model))
     leaving = f", in place of {', '.join(placement.victims)}" if placement.victims else ""
     model.story.tell(node.now, node.cause, f"placement {placement.id} on {device.name}{leaving}")
     for resident in option.victims:
@@ -174,6 +175,7 @@ def drop(node: Node, placement: Placement) -> None:
     """Before it loads. Victims not yet told to leave are ready again; chunks already freed go back to the lease."""
     device, model = node.devices[placement.device], node.models[placement.model]
     undo(node, placement)
+    node.history.ended(placement.id, node.now, f"dropped while its {placement.stage}" if placement.victims else "dropped")
     model.story.tell(node.now, node.cause, f"placement {placement.id} dropped ({placement.stage})")
     for name in placement.victims:
         victim = node.models[name]
@@ -298,6 +300,7 @@ def release(node: Node, model: Model, reason: str) -> None:
     del node.copies[copy.placement_id]
     if model.placement is not None:
         undo(node, model.placement)
+        node.history.ended(copy.placement_id, node.now, reason)
     node.deadlines.discard(("evict", model.name))
     keeping.copy_ended(node, model, copy)
     model.copy, model.progress, model.kv_bytes, model.unload_to = None, None, 0, ""

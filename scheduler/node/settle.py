@@ -68,9 +68,7 @@ def enlist(node: Node, model: Model) -> None:
     if not node.wanted(model) or not node.resting(model) or model.retry_at > node.now:
         placements.unlist(node, model)
         return
-    since = next(iter(model.queue.values())).waits_since if model.queue else node.now
-    if model.load_causes or model.pinned:
-        since = min(since, model.asked_at)
+    since = node.waits_since(model)
     num_waiting = max(1, len(model.queue))
     crowded = 0
     for name in model.devices:

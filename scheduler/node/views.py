@@ -56,3 +56,78 @@ class QueuedView:
     position: int  # in its model's queue, from 0
     arrived: float  # monotonic seconds
     resubmission: bool
+
+
+@dataclass(slots=True, frozen=True)
+class VictimView:
+    """Who left for a placement, as it was when that was decided."""
+
+    name: str
+    score: float  # priority x requests/s x reload seconds / bytes freed
+    chunks: int
+    busy: bool  # it was forced out
+    idle_s: float | None  # since its last request; None: it was busy
+
+
+@dataclass(slots=True)
+class PlacementView:
+    """One placement from its decision to its end. Times are monotonic seconds."""
+
+    id: int
+    model: str
+    device: str
+    cause: str
+    begun: float
+    waited_s: float  # before it
+    weights_bytes: int
+    forced: bool
+    victims: tuple[VictimView, ...]
+    ended: float | None = None
+    outcome: str = ""  # ready, or why not; "" while it is under way
+    load_s: float = 0.0
+    source: str = ""  # disk or host
+
+
+@dataclass(slots=True, frozen=True)
+class CandidateView:
+    """A model on a device, and what stands for or against its leaving."""
+
+    name: str
+    state: str
+    score: float
+    requests_per_s: float
+    reload_s: float
+    freed_bytes: int
+    idle_s: float | None  # since its last request; None: busy or never used
+    active: int
+    queued: int
+    victim: bool
+    reason: str  # why it would leave, or stays
+
+
+@dataclass(slots=True, frozen=True)
+class DevicePlan:
+    """What placing something on a device takes. verdict: fits, evicts, forces or waits."""
+
+    device: str
+    verdict: str
+    reason: str
+    needed_bytes: int  # beside its work space
+    free_bytes: int  # of those, without anybody leaving
+    total_bytes: int
+    candidates: tuple[CandidateView, ...]  # by score, those that would leave first
+
+
+@dataclass(slots=True, frozen=True)
+class LoadPlan:
+    """What loading a model now would do. verdict: there (it is on a device), refused (it cannot be loaded), or the chosen
+    device's."""
+
+    model: str
+    state: str
+    verdict: str
+    reason: str
+    device: str  # the chosen one; "": none
+    source: str  # disk or host
+    load_s: float  # predicted
+    devices: tuple[DevicePlan, ...]

@@ -1,0 +1,141 @@
+"""`hearth plan`, `hearth evict` and `hearth history`: what would leave for whom, and what did."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from typing import Any
+from urllib.parse import quote
+
+from daemon.cli import models
+from daemon.cli.client import Client, CommandError
+from daemon.cli.table import duration, size, table
+from daemon.errors import EXIT_NOT_FOUND, EXIT_USAGE
+
+VERDICTS = {
+    "there": "is there",
+    "fits": "would be loaded",
+    "evicts": "would be loaded",
+    "forces": "would wait",
+    "waits": "would wait",
+    "refused": "cannot be loaded",
+}
+
+
+def plan(client: Client, options: argparse.Namespace) -> None:
+    value = client.get(f"/control/v1/plan/{quote(options.name)}")
+    if options.json:
+        print(json.dumps(value, indent=1))
+        return
+    print(f"{value['model']} is {value['state']}; it {VERDICTS[value['verdict']]}: {value['reason']}")
+    if value["verdict"] in ("fits", "evicts"):
+        source = "host memory" if value["source"] == "host" else "disk"
+        print(f"the load takes about {value['load_s']:.2f} s, from {source}")
+    for device in value["devices"]:
+        print(f"\n{device['device']}: needs {size(device['needed_bytes'])}, {size(device['free_bytes'])} are free")
+        _candidates(device["candidates"])
+
+
+def evict(client: Client, options: argparse.Namespace) -> None:
+    if options.bytes and options.name:
+        raise _usage("give NAME or --bytes, not both")
+    if not (options.bytes or options.name):
+        raise _usage("which model? Name it, or use --dry-run --bytes to see who would leave")
+    if not options.dry_run:
+        if options.bytes:
+            raise _usage("--bytes needs --dry-run: models are evicted by name")
+        options.command, options.to = "unload", "cold"
+        models.command(client, options)
+    elif options.bytes:
+        device = f"&device={quote(options.device, safe='')}" if options.device else ""
+        _room(client.get(f"/control/v1/room?bytes={quote(options.bytes, safe='')}{device}"), options)
+    else:
+        _one(client, options)
+
+
+def _room(plans: list[dict[str, Any]], options: argparse.Namespace) -> None:
+    if options.json:
+        print(json.dumps(plans, indent=1))
+        return
+    for number, device in enumerate(plans):
+        print(("\n" if number else "") + f"{device['reason']}; {size(device['free_bytes'])} are free now")
+        _candidates(device["candidates"])
+
+
+def _one(client: Client, options: argparse.Namespace) -> None:
+    found = client.get("/control/v1/room?bytes=1")
+    here = [(device["device"], one) for device in found for one in device["candidates"] if one["name"] == options.name]
+    if not here:
+        state = client.get(f"/control/v1/plan/{quote(options.name)}")["state"]  # or that there is no such model
+        message = f"{options.name} is on no device: it is {state}"
+        raise CommandError(EXIT_NOT_FOUND, {"code": "not_loaded", "message": message, "details": {"state": state}})
+    device, one = here[0]
+    if options.json:
+        print(json.dumps({"device": device, **one}, indent=1))
+        return
+    print(f"{options.name} would free {size(one['freed_bytes'])} of {device}; to load it again takes about {one['reload_s']:.2f} s")
+    if one["active"] or one["queued"]:
+        print(f"{one['active']} running requests would wait and bring it back, beside {one['queued']} that wait already")
+
+
+def _candidates(candidates: list[dict[str, Any]]) -> None:
+    if not candidates:
+        print("no model is on it")
+        return
+    header = ("MODEL", "SCORE", "RATE", "RELOAD", "FREES", "IDLE", "RUNS", "WAITS", "")
+    rows = [
+        (
+            one["name"],
+            _score(one["score"]),
+            f"{60 * one['requests_per_s']:.1f}/min",
+            f"{one['reload_s']:.2f} s",
+            size(one["freed_bytes"]),
+            "-" if one["idle_s"] is None else duration(one["idle_s"]),
+            str(one["active"]),
+            str(one["queued"]),
+            one["reason"],
+        )
+        for one in candidates
+    ]
+    print(table(header, rows, frozenset({1, 2, 3, 4, 5, 6, 7})))
+
+
+def history(client: Client, options: argparse.Namespace) -> None:
+    query = f"?model={quote(options.name, safe='')}" if options.name else ""
+    rows = client.get(f"/control/v1/history{query}")
+    if options.json:
+        print(json.dumps(rows, indent=1))
+        return
+    if not rows:
+        print(
+            f"{options.name} was not placed since hearthd started" if options.name else "nothing was placed since hearthd started"
+        )
+        return
+    header = ("TIME", "ID", "MODEL", "DEVICE", "CAUSE", "WAITED", "TOOK", "BYTES", "OUTCOME", "LEFT FOR IT (SCORE)")
+    print(table(header, [_placement(row) for row in rows], frozenset({1, 5, 6, 7})))
+
+
+def _placement(row: dict[str, Any]) -> tuple[str, ...]:
+    outcome = row["outcome"] or "under way"
+    return (
+        time.strftime("%H:%M:%S", time.localtime(row["begun"])),
+        str(row["id"]),
+        row["model"],
+        row["device"],
+        row["cause"],
+        f"{row['waited_s']:.2f} s",
+        "-" if row["ended"] is None else f"{row['ended'] - row['begun']:.2f} s",
+        size(row["weights_bytes"]),
+        f"{outcome}, {row['load_s']:.2f} s from {row['source']}" if row["source"] else outcome,
+        ", ".join(f"{one['name']} ({_score(one['score'])}{', busy' if one['busy'] else ''})" for one in row["victims"]) or "-",
+    )
+
+
+def _score(score: float) -> str:
+    """Reload seconds lost per second and GiB freed: of a size that can be read."""
+    return f"{score * 2**30:.3g}"
+
+
+def _usage(message: str) -> CommandError:
+    return CommandError(EXIT_USAGE, {"code": "invalid_request", "message": message, "details": {}})

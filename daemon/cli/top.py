@@ -1,0 +1,148 @@
+"""`hearth top`: how memory is divided, what runs, the last swaps. Drawn in plain ANSI, with colours on a terminal only."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import time
+from typing import Any
+
+from daemon.cli.client import Client, CommandError
+from daemon.cli.table import size, table
+from daemon.errors import EXIT_USAGE
+
+# by kind; weights carry their model's letter
+_FILL = {"work": "#", "kv": "=", "cache": "-", "reserved": ".", "free": " "}
+_KINDS = "letters weights, = KV, - kept prefixes, . reserved KV, # work space"
+_COLOURS = (39, 208, 78, 170, 220, 45, 203, 141)
+_TIMELINE_S = 120.0
+_FIRST_LOOK_S = 0.5
+_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+
+
+def top(client: Client, options: argparse.Namespace) -> None:
+    if not 0.1 <= options.every <= 3600:
+        message = f"--every: {options.every:g} must be from 0.1 to 3600 seconds"
+        raise CommandError(EXIT_USAGE, {"code": "invalid_request", "message": message, "details": {}})
+    before = client.get("/control/v1/top")
+    if options.json:
+        print(json.dumps(before, indent=1))
+        return
+    live = sys.stdout.isatty() and not options.once
+    time.sleep(min(_FIRST_LOOK_S, options.every))
+    if not live:
+        print("\n".join(lines(client.get("/control/v1/top"), before, shutil.get_terminal_size().columns, False)))
+        return
+    sys.stdout.write("\x1b[?1049h\x1b[?25l")
+    try:
+        while True:
+            now = client.get("/control/v1/top")
+            columns, rows = shutil.get_terminal_size()
+            shown = lines(now, before, columns, True)[: rows - 1]
+            sys.stdout.write("\x1b[H" + "".join(f"{line}\x1b[K\n" for line in shown) + "\x1b[J")
+            sys.stdout.flush()
+            before = now
+            time.sleep(options.every)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.stdout.write("\x1b[?25h\x1b[?1049l")
+
+
+def lines(now: dict[str, Any], before: dict[str, Any], columns: int, colours: bool) -> list[str]:
+    """`before`: an earlier look, for rates. No line is longer than `columns` characters."""
+    passed_s = max(now["time"] - before["time"], 1e-3)
+    letters = _letters(now)
+    counters = now["counters"]
+    rate = (counters["tokens"] - before["counters"]["tokens"]) / passed_s
+    node = now["node"]
+    state = "draining" if node["draining"] else "ready" if node["ready"] else f"not ready: {node['reason']}"
+    started = counters["requests"] - before["counters"]["requests"]
+    head = f"hearthd {state} | {counters['open']} open, {counters['queued']} waiting | {max(0.0, started / passed_s):.1f} ended/s"
+    found = [_cut(f"{head} | {max(0.0, rate):.0f} tok/s", columns), ""]
+    for device in now["devices"]:
+        found += _device(device, letters, columns, colours)
+    found += [_cut(f"({_KINDS})", columns), ""]
+    found += [_cut(line, columns) for line in _models(now, before, passed_s, letters).splitlines()]
+    found += ["", _cut(_timeline(now, columns), columns)]
+    found += [_cut(_swap(row, now["time"]), columns) for row in now["swaps"][-5:]]
+    return found
+
+
+def _letters(now: dict[str, Any]) -> dict[str, str]:
+    """Models on a device, each with a letter that stays its own while the same models are registered."""
+    names = sorted(model["name"] for model in now["models"])
+    return {name: _LETTERS[at % len(_LETTERS)] for at, name in enumerate(names)}
+
+
+def _device(device: dict[str, Any], letters: dict[str, str], columns: int, colours: bool) -> list[str]:
+    free_bytes = sum(part["bytes"] for part in device["parts"] if part["kind"] == "free")
+    state = "down" if not device["up"] else f"loads {device['loading']}" if device["loading"] else f"{size(free_bytes)} free"
+    waiting = f", {device['waiting']} models wait" if device["waiting"] else ""
+    title = f"{device['name']}  {size(device['budget_bytes'])}, {state}{waiting}"
+    if device["problem"]:
+        title += f"; {device['problem']}"
+    return [_cut(title, columns), _bar(device, letters, max(10, columns - 2), colours)]
+
+
+def _bar(device: dict[str, Any], letters: dict[str, str], width: int, colours: bool) -> str:
+    """Its parts side by side; a part's ends are rounded, so that the whole is as wide as it should be."""
+    text, at, done = "", 0, 0
+    for part in device["parts"]:
+        done += part["bytes"]
+        end = round(width * done / max(1, device["budget_bytes"]))
+        letter = letters.get(part["model"], "?")
+        fill = (letter if part["kind"] == "weights" else _FILL.get(part["kind"], "?")) * (end - at)
+        if colours and fill and part["model"]:
+            colour = _COLOURS[_LETTERS.find(letter) % len(_COLOURS)]
+            fill = f"\x1b[38;5;{colour}m{fill}\x1b[0m"
+        text, at = text + fill, end
+    return f"[{text}{' ' * (width - at)}]"
+
+
+def _models(now: dict[str, Any], before: dict[str, Any], passed_s: float, letters: dict[str, str]) -> str:
+    shown = [model for model in now["models"] if model["state"] not in ("cold", "disabled", "refused", "incomplete")]
+    if not shown:
+        return "no model is loaded"
+    rows = []
+    for model in shown:
+        name = model["name"]
+        tokens = now["tokens"].get(name, 0) - before["tokens"].get(name, 0)
+        rows.append(
+            (
+                letters[name],
+                name if len(name) <= 24 else f"{name[:23]}~",
+                model["state"],
+                size(model["weights_bytes"]),
+                size(model["kv_bytes"]),
+                str(model["active"]),
+                str(model["queued"]),
+                f"{max(0.0, tokens / passed_s):.0f}",
+            )
+        )
+    return table(("", "MODEL", "STATE", "WEIGHTS", "KV", "RUNS", "WAITS", "TOK/S"), rows, frozenset({3, 4, 5, 6, 7}))
+
+
+def _timeline(now: dict[str, Any], columns: int) -> str:
+    """The last two minutes from left to right: l a load began, e one for which others left, f one that forced busy ones out."""
+    label, end = f"swaps of the last {_TIMELINE_S:.0f} s [", "] l load, e evicts, f forces"
+    width = max(10, columns - len(label) - len(end))
+    cells = ["-"] * width
+    for row in now["swaps"]:
+        ago_s = now["time"] - row["begun"]
+        if 0 <= ago_s < _TIMELINE_S:
+            at = min(width - 1, int(width * (1 - ago_s / _TIMELINE_S)))
+            cells[at] = max(cells[at], "f" if row["forced"] else "e" if row["victims"] else "l", key="-lef".index)
+    return label + "".join(cells) + end
+
+
+def _swap(row: dict[str, Any], now_s: float) -> str:
+    left = ", ".join(victim["name"] for victim in row["victims"])
+    how = f"{row['load_s']:.2f} s from {row['source']}" if row["source"] else row["outcome"] or "under way"
+    return f"{row['begun'] - now_s:7.0f} s  {row['model']} on {row['device']}: {how}" + (f"; {left} left" if left else "")
+
+
+def _cut(line: str, columns: int) -> str:
+    return line if len(line) <= columns else f"{line[: max(0, columns - 1)]}~"

@@ -1,0 +1,127 @@
+"""What would be done, without doing it: the same look, scores and choice of victims as a placement's, on the state as it is."""
+
+from __future__ import annotations
+
+from scheduler.node import admission, eviction, explain, look, pins, placement, residency
+from scheduler.node.eviction import Target
+from scheduler.node.node import Device, Model, Node
+from scheduler.node.placement import Option
+from scheduler.node.views import CandidateView, DevicePlan, LoadPlan
+
+FITS, EVICTS, FORCES, WAITS, THERE, REFUSED = "fits", "evicts", "forces", "waits", "there", "refused"
+
+
+def load(node: Node, model: Model) -> LoadPlan:
+    """What loading it would do now: as a request that is not overdue would, which forces nobody out; where that is not enough,
+    what an overdue one would do. O(residents)."""
+    refusal = admission.removed(model) if model.removed else admission.closed(node, model)
+    if refusal is None and model.copy is None and not pins.has_place(node, model):
+        refusal = pins.would_not_fit(node, model)
+    devices = [node.devices[name] for name in model.devices]
+    if refusal is not None:
+        plans = tuple(_on_device(node, model, device, None) for device in devices)
+        return _plan(node, model, REFUSED, refusal.message, "", plans)
+    if model.copy is not None or model.placement is not None:
+        where = model.copy or model.placement
+        assert where is not None
+        reason = "; ".join([model.reason, *explain.waits_for(node, model)])
+        return _plan(node, model, THERE, reason, where.device, ())
+    found = {device.name: _option(node, model, device) for device in devices}
+    chosen = placement.choose([option for option in found.values() if option is not None])
+    plans = tuple(_on_device(node, model, device, found[device.name]) for device in devices)
+    if chosen is None:
+        return _plan(node, model, WAITS, "; ".join(plan.reason for plan in plans) or "no device is there yet", "", plans)
+    best = next(plan for plan in plans if plan.device == chosen.device)
+    return _plan(node, model, best.verdict, best.reason, chosen.device, plans)
+
+
+def room(node: Node, device: Device, num_bytes: int) -> DevicePlan:
+    """Who would leave so that so many bytes are free, forcing nobody out."""
+    chunks = -(-num_bytes // node.settings.chunk_bytes)
+    room_chunks = device.ledger.room_for(0)
+    residents = [look.describe(node, device, resident, False, None) for resident in device.resident.values()]
+    chosen = eviction.victims(Target(chunks, device.ledger.work_space_chunks, room_chunks), residents)
+    option = None if chosen is None else Option(device.name, chosen, device.ledger.lease_chunks)
+    waits = f"{device.name}: what is idle does not free so much"
+    return _device_plan(node, device, option, chunks, waits)
+
+
+def _option(node: Node, model: Model, device: Device) -> Option | None:
+    return look.plan(node, model, device, may_force=False) or look.plan(node, model, device, may_force=True)
+
+
+def _plan(node: Node, model: Model, verdict: str, reason: str, device: str, plans: tuple[DevicePlan, ...]) -> LoadPlan:
+    on = node.devices.get(device or next(iter(model.devices), ""))
+    return LoadPlan(
+        model=model.name,
+        state=model.state,
+        verdict=verdict,
+        reason=reason,
+        device=device,
+        source="host" if node.is_warm(model) else "disk",
+        load_s=0.0 if on is None else node.reload_s(model, on),
+        devices=plans,
+    )
+
+
+def _on_device(node: Node, model: Model, device: Device, option: Option | None) -> DevicePlan:
+    return _device_plan(node, device, option, model.size.chunks, explain.obstacle(node, model, device.name))
+
+
+def _device_plan(node: Node, device: Device, option: Option | None, chunks: int, waits: str) -> DevicePlan:
+    ledger, chunk_bytes = device.ledger, node.settings.chunk_bytes
+    verdict, reason = WAITS, waits
+    if option is not None:
+        names = ", ".join(victim.name for victim in option.victims)
+        verdict = FORCES if option.forced else EVICTS if names else FITS
+        reason = {
+            FITS: f"{device.name} has room",
+            EVICTS: f"{device.name}: {names} would leave",
+            FORCES: f"{device.name}: {names} would be made to leave, once a request has waited {node.settings.overdue_after_s:g} s",
+        }[verdict]
+    victims = {victim.name for victim in option.victims} if option is not None else set()
+    candidates = [_candidate(node, device, model, model.name in victims) for model in device.resident.values()]
+    return DevicePlan(
+        device=device.name,
+        verdict=verdict,
+        reason=reason,
+        needed_bytes=chunks * chunk_bytes,
+        free_bytes=ledger.lease_chunks * chunk_bytes,
+        total_bytes=ledger.total_chunks * chunk_bytes,
+        candidates=tuple(sorted(candidates, key=lambda one: (not one.victim, one.score, one.name))),
+    )
+
+
+def _candidate(node: Node, device: Device, model: Model, victim: bool) -> CandidateView:
+    copy = model.copy
+    assert copy is not None
+    busy = bool(model.running or model.queue)
+    return CandidateView(
+        name=model.name,
+        state=model.state,
+        score=look.score(node, model, device, copy.size.chunks),
+        requests_per_s=model.arrivals.per_s(node.now),
+        reload_s=node.reload_s(model, device),
+        freed_bytes=copy.size.chunks * node.settings.chunk_bytes,
+        idle_s=None if busy or model.last_used is None else node.now - model.last_used,
+        active=len(model.running),
+        queued=len(model.queue),
+        victim=victim,
+        reason=_why(node, device, model, victim, busy),
+    )
+
+
+def _why(node: Node, device: Device, model: Model, victim: bool, busy: bool) -> str:
+    if model.pinned:
+        return "stays: pinned"
+    if model.state == residency.LOADING:
+        return "stays: it is loading"
+    if model.state != residency.READY:
+        return f"{model.state}: {model.reason}"
+    if victim:
+        return "leaves: busy, made to" if busy else "leaves: idle, least to lose"
+    if not busy:
+        return "stays: idle, its room is not needed"
+    if not look.evictable(node, device, model, True, None):
+        return "stays: busy, and made to leave a short while ago"
+    return "stays: busy"

@@ -1,0 +1,63 @@
+"""The last placements with what decided them, for `hearth history`: bounded, oldest dropped first."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Protocol
+
+from scheduler.node.eviction import Resident
+from scheduler.node.placement import Option
+from scheduler.node.views import PlacementView, VictimView
+
+_PLACEMENTS = 256
+
+
+class _Placement(Protocol):
+    """What is told of scheduler.node.node.Placement, which holds this."""
+
+    id: int
+    model: str
+    device: str
+    cause: str
+
+
+class History:
+    __slots__ = ("_records",)
+
+    def __init__(self) -> None:
+        self._records: OrderedDict[int, PlacementView] = OrderedDict()
+
+    def begun(self, now: float, placement: _Placement, option: Option, num_bytes: int, waited_s: float) -> None:
+        """`num_bytes`: its weights. `waited_s`: since its oldest request came, or it was asked for."""
+        self._records[placement.id] = PlacementView(
+            id=placement.id,
+            model=placement.model,
+            device=placement.device,
+            cause=placement.cause,
+            begun=now,
+            waited_s=waited_s,
+            weights_bytes=num_bytes,
+            forced=option.forced,
+            victims=tuple(_victim(now, victim) for victim in option.victims),
+        )
+        if len(self._records) > _PLACEMENTS:
+            self._records.popitem(last=False)
+
+    def ended(self, placement_id: int, now: float, outcome: str, load_s: float = 0.0, source: str = "") -> None:
+        """The first outcome counts: what happens to the copy later is no part of its placement."""
+        record = self._records.get(placement_id)
+        if record is not None and not record.outcome:
+            record.ended, record.outcome, record.load_s, record.source = now, outcome, load_s, source
+
+    def views(self, model: str = "") -> list[PlacementView]:
+        """Oldest first; of one model also those that made it leave."""
+        return [
+            record
+            for record in self._records.values()
+            if not model or record.model == model or any(victim.name == model for victim in record.victims)
+        ]
+
+
+def _victim(now: float, victim: Resident) -> VictimView:
+    idle_s = None if victim.busy else max(0.0, now - victim.last_used)
+    return VictimView(victim.name, victim.value, victim.chunks, victim.busy, idle_s)

@@ -1,0 +1,75 @@
+"""How `hearth top` draws, from a snapshot."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from daemon.cli.top import lines
+
+MIB = 1 << 20
+
+
+def snapshot(time: float = 1000.0, tokens: int = 0) -> dict[str, Any]:
+    parts = [("work", "", 10), ("weights", "a", 40), ("kv", "a", 5), ("cache", "a", 5), ("weights", "org/b", 20), ("free", "", 20)]
+    model = {"state": "ready", "weights_bytes": 40 * MIB, "kv_bytes": 5 * MIB, "active": 2, "queued": 0}
+    swap = {
+        "model": "a",
+        "device": "cpu:0",
+        "begun": time - 30,
+        "load_s": 0.5,
+        "source": "disk",
+        "outcome": "ready",
+        "forced": False,
+    }
+    return {
+        "time": time,
+        "node": {"ready": True, "draining": False, "reason": ""},
+        "counters": {"requests": 3, "tokens": tokens, "open": 2, "queued": 1},
+        "devices": [
+            {
+                "name": "cpu:0",
+                "up": True,
+                "budget_bytes": 100 * MIB,
+                "loading": "",
+                "problem": "",
+                "waiting": 1,
+                "parts": [{"kind": kind, "model": name, "bytes": mib * MIB} for kind, name, mib in parts],
+            }
+        ],
+        "models": [
+            {"name": "a", **model},
+            {"name": "c" * 60, **model},
+            {"name": "cold", **model, "state": "cold"},
+            {"name": "org/b", **model},
+        ],
+        "tokens": {"a": tokens},
+        "swaps": [{**swap, "victims": []}, {**swap, "forced": True, "victims": [{"name": "org/b"}], "begun": time - 1}],
+    }
+
+
+def test_bars_add_up() -> None:
+    shown = lines(snapshot(1002.0, 300), snapshot(), 102, False)
+    assert shown[0] == "hearthd ready | 2 open, 1 waiting | 0.0 ended/s | 150 tok/s"
+    assert shown[2] == "cpu:0  100.0 MiB, 20.0 MiB free, 1 models wait"
+    assert shown[3] == "[" + "#" * 10 + "A" * 40 + "=" * 5 + "-" * 5 + "D" * 20 + " " * 20 + "]"
+    assert [line.split()[0] for line in shown[7:10]] == ["A", "B", "D"]
+    assert shown[7].endswith("150")
+    assert "cold" not in "\n".join(shown)
+    assert shown[-1] == "     -1 s  a on cpu:0: 0.50 s from disk; org/b left"
+
+
+@pytest.mark.parametrize("columns", [40, 80, 200])
+def test_no_line_is_too_long(columns: int) -> None:
+    for colours in (False, True):
+        for line in lines(snapshot(), snapshot(), columns, colours):
+            assert len(re.sub(r"\x1b\[[0-9;]*m", "", line)) <= columns
+
+
+def test_timeline() -> None:
+    (line,) = [line for line in lines(snapshot(), snapshot(), 111, False) if line.startswith("swaps of")]
+    cells = line[line.index("[") + 1 : line.index("]")]
+    assert cells[-1] == "f"
+    assert cells.index("l") == int(len(cells) * 0.75)
