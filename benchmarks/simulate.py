@@ -1,0 +1,127 @@
+"""What the simulator says of the shipped scenarios, over seeds and over memory; draws docs/simulate/wait.svg.
+
+    python -m benchmarks.simulate [--svg docs/simulate/wait.svg]
+
+Prints a table and one JSON line: for each scenario and seed the miss rate and the 99th percentile of the wait of the node
+scheduler, LRU and the clairvoyant, and whether the bars are met (miss rate half-way from LRU to the clairvoyant; p99 at most 0.7
+of LRU's).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+from dataclasses import replace
+
+from daemon.simulate import scenario
+from daemon.simulate.generate import generate
+from scheduler.node.node_scheduler import SchedulerSettings
+from scheduler.simulate.compare import compare
+from scheduler.simulate.outcome import Figures
+from scheduler.simulate.simulation import SimulatedNode
+
+FOLDER = pathlib.Path(__file__).resolve().parent.parent / "docs" / "simulate"
+SCENARIOS, SEEDS = ("eight", "sixteen", "sixteen-even"), (1, 2, 3, 4, 5)
+POLICIES = {"hearthd": "#2a78d6", "lru": "#eb6834", "ollama": "#1baf7a", "clairvoyant": "#8a6fd1"}
+MEMORY_MIB = (640, 960, 1216, 1472, 1728, 1984, 2240)
+WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 640, 340, 60, 20, 110, 50
+
+
+def run(name: str, seed: int, devices: dict[str, int] | None = None) -> dict[str, Figures]:
+    given = scenario.read(str(FOLDER / f"{name}.toml"))
+    assert given.trace is not None
+    assert given.chunk_bytes is not None
+    settings = SchedulerSettings(
+        chunk_bytes=given.chunk_bytes,
+        max_wait_s=1e9,
+        max_queued_per_model=scenario.MAX_QUEUED,
+        bandwidth_bytes_per_s=given.costs.disk_bytes_per_s,
+        load_overhead_s=given.costs.load_overhead_s,
+    )
+    node = SimulatedNode(devices or given.devices, given.chunk_bytes, given.models, given.costs)
+    found = compare(node, generate(replace(given.trace, seed=seed)), settings, 10.0, tuple(POLICIES))
+    return {figures.policy: figures for figures in found.policies}
+
+
+def row(name: str, seed: int) -> dict[str, object]:
+    found = run(name, seed)
+    ours, lru, best = found["hearthd"], found["lru"], found["clairvoyant"]
+    p99 = (ours.p99_wait_s or 0.0) / (lru.p99_wait_s or 1.0)
+    mean = (ours.mean_wait_s or 0.0) / (lru.mean_wait_s or 1.0)
+    return {
+        "scenario": name,
+        "seed": seed,
+        "miss": {policy: round(figures.miss_rate, 4) for policy, figures in found.items()},
+        "p99_wait_s": {policy: round(figures.p99_wait_s or 0.0, 2) for policy, figures in found.items()},
+        "mean_of_lru": round(mean, 3),
+        "p99_of_lru": round(p99, 3),
+        "miss_met": ours.miss_rate <= (lru.miss_rate + best.miss_rate) / 2,
+        "p99_met": p99 <= 0.7,
+    }
+
+
+def curves() -> dict[str, list[float]]:
+    """Mean wait in seconds of the first scenario for each size of memory."""
+    found: dict[str, list[float]] = {policy: [] for policy in POLICIES}
+    for mib in MEMORY_MIB:
+        for policy, figures in run("eight", 1, {"cpu:0": mib << 20}).items():
+            found[policy].append(figures.mean_wait_s or 0.0)
+    return found
+
+
+def svg(found: dict[str, list[float]]) -> str:
+    """Colours that show on light and on dark; text takes the page's own."""
+    top_s = max(max(values) for values in found.values()) * 1.05
+    wide, high = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
+
+    def x(mib: int) -> float:
+        return LEFT + wide * (mib - MEMORY_MIB[0]) / (MEMORY_MIB[-1] - MEMORY_MIB[0])
+
+    def y(wait_s: float) -> float:
+        return TOP + high * (1 - wait_s / top_s)
+
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="12">',
+        "<title>Mean wait against memory, eight models</title>",
+        "<style>text{fill:#666}.grid{stroke:#888;stroke-opacity:.3}@media(prefers-color-scheme:dark){text{fill:#bbb}}</style>",
+    ]
+    for part in range(5):
+        at = top_s * part / 4
+        lines.append(f'<line class="grid" x1="{LEFT}" x2="{LEFT + wide}" y1="{y(at):.1f}" y2="{y(at):.1f}"/>')
+        lines.append(f'<text x="{LEFT - 6}" y="{y(at) + 4:.1f}" text-anchor="end">{at:.1f} s</text>')
+    base = TOP + high + 18
+    lines += [f'<text x="{x(mib):.1f}" y="{base}" text-anchor="middle">{mib}</text>' for mib in MEMORY_MIB]
+    middle = LEFT + wide / 2
+    lines.append(f'<text x="{middle}" y="{HEIGHT - 12}" text-anchor="middle">memory for eight models of 239 MiB, MiB</text>')
+    for number, (policy, values) in enumerate(found.items()):
+        points = " ".join(f"{x(mib):.1f},{y(wait):.1f}" for mib, wait in zip(MEMORY_MIB, values, strict=True))
+        lines.append(f'<polyline points="{points}" fill="none" stroke="{POLICIES[policy]}" stroke-width="2.5"/>')
+        at = TOP + 14 + 20 * number
+        start = LEFT + wide + 14
+        ends = f'x1="{start}" x2="{start + 16}" y1="{at - 4}" y2="{at - 4}"'
+        lines.append(f'<line {ends} stroke="{POLICIES[policy]}" stroke-width="3"/>')
+        lines.append(f'<text x="{start + 20}" y="{at}">{policy}</text>')
+    return "\n".join([*lines, "</svg>", ""])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--svg", default="", help="draw the curves into this file")
+    options = parser.parse_args()
+    rows = [row(name, seed) for name in SCENARIOS for seed in SEEDS]
+    print(f"{'scenario':<13} {'seed':>4} {'miss':>7} {'LRU':>7} {'clairv.':>7} {'mean/LRU':>9} {'p99/LRU':>8}  bars met: miss, p99")
+    for one in rows:
+        miss: dict[str, float] = one["miss"]  # type: ignore[assignment]
+        rates = " ".join(f"{miss[policy]:>7.3f}" for policy in ("hearthd", "lru", "clairvoyant"))
+        print(f"{one['scenario']:<13} {one['seed']:>4} {rates} {one['mean_of_lru']:>9} {one['p99_of_lru']:>8}  ", end="")
+        print(one["miss_met"], one["p99_met"])
+    found = curves()
+    if options.svg:
+        pathlib.Path(options.svg).write_text(svg(found))
+    waits = {policy: [round(value, 3) for value in values] for policy, values in found.items()}
+    print(json.dumps({"benchmark": "simulate", "rows": rows, "memory_mib": MEMORY_MIB, "mean_wait_s": waits}))
+
+
+if __name__ == "__main__":
+    main()
