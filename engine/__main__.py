@@ -13,6 +13,8 @@ import signal
 import socket
 import sys
 
+import msgspec
+
 from engine.channel import Channel, ChannelClosed
 from engine.contracts import Runner
 from engine.device import prepare_process
@@ -24,6 +26,15 @@ from engine.worker import Engine
 log = logging.getLogger("engine")
 
 
+def beside_work_space(configure: Configure) -> Configure:
+    """On a GPU the chunks are taken at once, and torch takes the work space from what they leave; on the CPU pages exist once
+    touched. The leases are the smaller by it in any case."""
+    if not configure.device.startswith("cuda"):
+        return configure
+    work_chunks = -(-configure.work_space_bytes // configure.chunk_bytes)
+    return msgspec.structs.replace(configure, num_chunks=configure.num_chunks - work_chunks, work_space_bytes=0)
+
+
 def make_runner(configure: Configure, tier: HostTier | None) -> tuple[Runner, ChunkMemory | None]:
     """torch is imported only for the runner that computes. Raises ValueError for an unknown runner."""
     if configure.runner == "null":
@@ -31,11 +42,18 @@ def make_runner(configure: Configure, tier: HostTier | None) -> tuple[Runner, Ch
 
         return NullRunner(configure, tier), None
     if configure.runner == "torch":
-        prepare_process()
-        from engine.memory.cpu_memory import CpuMemory
+        prepare_process(configure.device)
         from engine.model_runner import TorchRunner
 
-        memory = CpuMemory(configure.num_chunks, configure.chunk_bytes)
+        memory: ChunkMemory
+        if configure.device.startswith("cuda"):
+            from engine.memory.cuda_memory import CudaMemory
+
+            memory = CudaMemory(configure.num_chunks, configure.chunk_bytes)
+        else:
+            from engine.memory.cpu_memory import CpuMemory
+
+            memory = CpuMemory(configure.num_chunks, configure.chunk_bytes)
         return TorchRunner(memory, configure, tier), memory
     raise ValueError(f"Configure.runner {configure.runner!r}: allowed are torch and null")
 
@@ -64,6 +82,7 @@ def main() -> int:
             log.error("Configure.host_tier_slots is %d, but there is no --host-tier-fd", first.host_tier_slots)
             return 2
         tier = HostTier(options.host_tier_fd, first.host_tier_slots, first.chunk_bytes)
+    first = beside_work_space(first)
     runner, memory = make_runner(first, tier)
     Engine(channel, journal, first, runner, memory, tier).run(rest)
     return 0

@@ -96,6 +96,7 @@ class CudaModel:
         self._eos_token_ids = spec.eos_token_ids
         max_blocks = -(-spec.max_model_len // block_tokens)
         self._block_tokens = block_tokens
+        self._dtype_name = spec.dtype
         dtype: torch.dtype = getattr(torch, spec.dtype)
         self._model: CausalLM | None = build_model(shape, Weights(shape, spec.dtype, weights))
         rotary = self._rotary(shape.rope, spec.max_model_len)
@@ -201,6 +202,10 @@ class CudaModel:
         hidden = self._forward(step)
         part = hidden[step.num_sampling :] if every_token else hidden[: step.num_sampling]
         return self._loaded().logits(part).float().cpu().numpy()
+
+    def restore(self) -> None:
+        """After a reload: the weights are in the same range again."""
+        self._model = build_model(self.shape, Weights(self.shape, self._dtype_name, self._weights))
 
     def release(self) -> None:
         """Unmaps the weights. Idempotent; any later step raises RuntimeError."""

@@ -5,30 +5,43 @@ from __future__ import annotations
 import threading
 import time
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 from engine import ops
 from engine.contracts import LoadCancelled, LoadTask
 from engine.device import threads_for
+from engine.device_sink import DeviceSink
 from engine.hosted_encoder import TorchEncoder
 from engine.hosted_model import TorchModel
 from engine.memory.chunk_memory import ChunkMemory
 from engine.memory.host_tier import HostTier
-from engine.memory.weight_range import WeightRanges
-from engine.protocol import Configure
+from engine.memory.weight_range import WeightRange, WeightRanges
+from engine.protocol import Configure, LoadModel
 from engine.weight_copies import WeightCopies
 from loader import sizing
-from loader.sinks import HostSink
+from loader.errors import UnsupportedModel
+from loader.hf_config import CONFIG_NAME, ModelShape
+from loader.sinks import HostSink, WeightSink
 from loader.staging import StagingRing
 from loader.weight_stream import ReadCancelled, open_checkpoint, stream_weights
+
+if TYPE_CHECKING:  # Triton need not be there on the CPU
+    from engine.cuda_model import CudaModel
+
+MAX_GRAPH_ROWS = 256  # decode steps of more rows have no graph
 
 
 class TorchRunner:
     """engine.contracts.Runner on torch. The kernels of Configure.dtypes are compiled (once per machine) in the background from the
-    start; loads wait for them."""
+    start; loads wait for them. On a GPU they are compiled for each model's sizes, at its load.
 
-    def __init__(self, memory: ChunkMemory, options: Configure, tier: HostTier | None = None) -> None:
+    gpu: whether models run through the GPU's kernels (default: whether the memory is a GPU's; interpreted, they run on any)."""
+
+    def __init__(self, memory: ChunkMemory, options: Configure, tier: HostTier | None = None, gpu: bool | None = None) -> None:
+        self._gpu = memory.arena.is_cuda if gpu is None else gpu
         self.memory, self._options = memory, options
         self._ranges = WeightRanges(memory)
+        self._gpu_models: dict[str, tuple[object, CudaModel]] = {}  # every model's last, with its graphs
         self._copies = WeightCopies(memory, tier)
         self._ring = StagingRing()
         self._failure: BaseException | None = None
@@ -38,13 +51,16 @@ class TorchRunner:
     def _prepare_kernels(self) -> None:
         try:
             self._ring.prepare()
+            if self._gpu:
+                ops.configure_gpu(self._options.cache_dir)
+                return
             ops.configure(self._options.cache_dir)
             for dtype in self._options.dtypes:
                 ops.prepare(dtype, 1)
         except BaseException as error:  # told to every load; silence would leave the engine on the slow path
             self._failure = error
 
-    def load(self, task: LoadTask) -> TorchModel | TorchEncoder:
+    def load(self, task: LoadTask) -> TorchModel | CudaModel | TorchEncoder:
         """Runs beside steps of other models. Raises CheckpointError (permanent), CheckpointChanged, MemoryError, LoadCancelled."""
         self._kernels.join()
         if self._failure is not None:
@@ -57,17 +73,20 @@ class TorchRunner:
             if num_bytes > granted:
                 raise MemoryError(f"weights take {num_bytes} bytes, {len(task.chunks)} chunks were granted ({granted} bytes)")
             num_threads = threads_for(num_bytes, self._options.threads)
-            ops.prepare(spec.dtype, num_threads)
+            if not self._gpu:
+                ops.prepare(spec.dtype, num_threads)
             weights = self._ranges.of(spec.model, (spec.fingerprint, spec.dtype), num_bytes)
             started_s = time.perf_counter()
             weights.map(task.chunks[: weights.num_chunks].tolist())
             task.map_seconds = time.perf_counter() - started_s
             try:
                 if not self._copies.take(task, weights):
-                    sink = HostSink(weights.buffer)
+                    sink: WeightSink = DeviceSink(self.memory, weights) if self._gpu else HostSink(weights.buffer)
                     report = stream_weights(source, spec.dtype, sink, self._ring, task.progress, task.cancelled)
                     task.bytes_read = report.num_bytes
                     self._copies.keep(task, weights)
+                if self._gpu:
+                    return self._gpu_model(spec, source.shape, weights)
                 if source.shape.pooling:
                     return TorchEncoder(spec, source.shape, weights, num_threads)
                 return TorchModel(spec, source.shape, weights, self.memory, self._options.block_tokens, num_threads)
@@ -77,3 +96,20 @@ class TorchRunner:
             except BaseException:
                 weights.unmap()
                 raise
+
+    def _gpu_model(self, spec: LoadModel, shape: ModelShape, weights: WeightRange) -> CudaModel:
+        """Of a model that was loaded before, the one there was: what its graphs have addresses of is where it was."""
+        if shape.pooling:
+            raise UnsupportedModel(CONFIG_NAME, None, "encoders are not served on a GPU")
+        identity = (weights.address, spec.fingerprint, spec.dtype, spec.max_model_len, spec.max_sequences)
+        known = self._gpu_models.get(spec.model)
+        if known is not None and known[0] == identity:
+            known[1].restore()
+            return known[1]
+        from engine.cuda_model import CudaModel
+
+        max_graph_rows = MAX_GRAPH_ROWS if self.memory.arena.is_cuda else 0
+        model = CudaModel(spec, shape, weights, self.memory.arena, self._options.block_tokens, max_graph_rows)
+        model.warm()
+        self._gpu_models[spec.model] = identity, model
+        return model

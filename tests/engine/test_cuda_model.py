@@ -3,12 +3,14 @@ can show (graphs, streams, page-locked memory) is in tests/gpu."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -17,9 +19,14 @@ pytest.importorskip("triton")
 
 from benchmarks.plain_memory import PlainRange
 from engine import cuda_graphs, ops
+from engine.__main__ import beside_work_space
 from engine.cuda_graphs import graph_rows
 from engine.cuda_model import CudaModel
-from engine.protocol import LoadModel, SamplingParams
+from engine.device import prepare_process
+from engine.device_sink import DeviceSink
+from engine.memory.weight_range import WeightRange
+from engine.model_runner import TorchRunner
+from engine.protocol import Configure, LoadModel, SamplingParams
 from loader import sizing
 from loader.catalog import scan_one
 from loader.sinks import HostSink
@@ -32,6 +39,7 @@ from tests.engine.model_bench import (
     CASES,
     MAX_LEN,
     load,
+    load_task,
     make_checkpoint,
     make_memory,
     make_runner,
@@ -238,6 +246,61 @@ def test_warming_up_writes_no_kv(tmp_path: Path) -> None:
     model = load_cuda_model(tmp_path)
     model.warm(graph_rows=())
     assert all(memory.kv.isnan().all() for memory in model._memory)
+
+
+def test_the_runner_gives_the_model_of_the_last_load_back(tmp_path: Path) -> None:
+    """An evicted model's weights return to their addresses: what was captured over them stays."""
+    whole = make_checkpoint(tmp_path, **CASES["llama"])
+    memory = make_memory()
+    options = Configure("cpu:0", memory.num_chunks, memory.chunk_bytes, 64 << 20, 512, BLOCK_TOKENS, 10.0, 1, cache_dir=CACHE_DIR)
+    runner = TorchRunner(memory, options, gpu=True)
+    spec = LoadModel(1, "m", str(tmp_path), "float32", scan_one(tmp_path).fingerprint, 1 << 20, 0, 0, MAX_LEN, 8, [1])
+    wanted = expected((tmp_path, whole), PROMPT)[:9]
+    models = []
+    for _ in range(2):
+        model = runner.load(load_task(spec, memory=memory))
+        assert isinstance(model, CudaModel)
+        table = make_table(groups=model.kv_groups)
+        put(table, 0, PROMPT)
+        close(model.logits(plan((0, 0, 9)), table, True), wanted)
+        model.release()
+        models.append(model)
+    assert models[0] is models[1]
+    renamed = msgspec.structs.replace(spec, max_sequences=4)
+    assert runner.load(load_task(renamed, memory=memory)) is not models[0]
+    memory.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_reach_a_device_as_they_reach_the_host(tmp_path: Path, dtype: str) -> None:
+    """Through slots smaller than a tensor, as they are and converted."""
+    make_checkpoint(tmp_path, **CASES["llama"])
+    memory = make_memory()
+    with ExitStack() as stack:
+        source = open_checkpoint(tmp_path, "", stack)
+        on_host = np.zeros(sizing.weights_bytes(source.shape, dtype), np.uint8)
+        weights = WeightRange(memory, len(on_host))
+        weights.map(list(range(weights.num_chunks)))
+        for sink in (HostSink(on_host.data), DeviceSink(memory, weights)):
+            stream_weights(source, dtype, sink, StagingRing(2, 8 << 10), lambda done, total: None, lambda: False)
+    for slot in sizing.weight_layout(source.shape, dtype):
+        wanted = torch.from_numpy(on_host[slot.offset_bytes : slot.offset_bytes + slot.num_bytes])
+        assert torch.equal(weights.tensor(slot.offset_bytes, (slot.num_bytes,), torch.uint8), wanted), slot.name
+    weights.close()
+    memory.close()
+
+
+def test_what_an_engine_on_a_gpu_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "")
+    prepare_process("cuda:GPU-3f1a")
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "GPU-3f1a"
+    assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    given = Configure("cuda:0", 100, 16 << 20, 33 << 20, 512, 16, 5.0, 0)
+    left = beside_work_space(given)
+    assert (left.num_chunks, left.work_space_bytes) == (97, 0)
+    on_cpu = msgspec.structs.replace(given, device="cpu:0")
+    assert beside_work_space(on_cpu) is on_cpu
 
 
 def test_released_weights_are_not_used(tmp_path: Path) -> None:
