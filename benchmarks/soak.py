@@ -8,7 +8,6 @@ usage: python -m benchmarks.soak [--minutes 30]
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import pathlib
 import random
@@ -32,16 +31,12 @@ SAMPLE_EVERY_S = 2.0
 
 
 def sample(pid: int) -> dict[str, int]:
-    """rss_bytes counts pages by how they are mapped: a chunk of the device's pool may be in there or not as it is used, so what
-    must not grow is what is private, and the whole of it only to the size of the pool."""
+    """anonymous_bytes: the resident set without files and shared memory, the device's chunks among those."""
     process = psutil.Process(pid)
-    private = 0
-    with contextlib.suppress(OSError):
-        rollup = pathlib.Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-        private = sum(int(line.split()[1]) << 10 for line in rollup if line.startswith(("Private_Clean", "Private_Dirty")))
+    status = dict(line.split(":", 1) for line in pathlib.Path(f"/proc/{pid}/status").read_text().splitlines())
     return {
         "rss_bytes": process.memory_info().rss,
-        "private_bytes": private,
+        "anonymous_bytes": int(status["RssAnon"].split()[0]) << 10,
         "descriptors": process.num_fds(),
         "mappings": len(pathlib.Path(f"/proc/{pid}/maps").read_text().splitlines()),
         "threads": process.num_threads(),

@@ -146,6 +146,7 @@ class KVCache:
     def close(self) -> None:
         """Gives every chunk back; the cache is not to be used afterwards."""
         for group in self.groups:
+            group.reclaim = None  # or each would keep the other's arrays until somebody collects garbage
             group.close()
 
     def _make_room(self, wanting: GroupCache, num_chunks: int) -> int:

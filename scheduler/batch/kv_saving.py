@@ -92,13 +92,20 @@ def select(scheduler: BatchScheduler, room_bytes: int) -> SavedKV:
                 serial += 1
             rows.append((key, num_tail, scheduler.blocks.blocks_at(slot, num_full)))
         lost += num_computed - selection.add(rows, whole=windowed)
+    if room_bytes:  # or all that is kept would be looked through for nothing
+        _select_unheld(scheduler, selection)
+    blocks = np.array(selection.blocks, np.int32).reshape(len(selection.keys), len(kv.groups))
+    return SavedKV(selection.keys, selection.num_tokens, blocks, lost)
+
+
+def _select_unheld(scheduler: BatchScheduler, selection: _Selection) -> None:
+    """What no running sequence holds."""
+    kv = scheduler.kv
     for request in scheduler.waiting.requests():
         full = request.num_shareable_blocks(kv.block_tokens)
         extend_keys(request.keys, scheduler.seed_of(request), request.tokens, kv.block_tokens, full)
         selection.add(_known(kv, request.keys[:full]), whole=False)
     selection.add(_known(kv, kv.recent_keys()), whole=False)
-    blocks = np.array(selection.blocks, np.int32).reshape(len(selection.keys), len(kv.groups))
-    return SavedKV(selection.keys, selection.num_tokens, blocks, lost)
 
 
 def _known(kv: KVCache, keys: Sequence[bytes]) -> list[Row]:

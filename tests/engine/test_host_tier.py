@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
 import os
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -252,6 +254,24 @@ def test_an_eviction_during_a_save_and_during_a_restore(folder: Path) -> None:
     assert not any(isinstance(message, LoadDone) for message in bench.sent)
     bench.check_empty()
     assert not bench.placements.busy
+
+
+def test_nothing_of_an_evicted_model_waits_for_the_garbage_collector(folder: Path) -> None:
+    """The engine's is off while it works: whatever refers to itself would stay, chunk maps and tables included."""
+    bench = TierBench(folder)
+    bench.load("llama")
+    bench.submit("llama", 1, PROMPTS[3], 8)
+    bench.run("llama")
+    served = bench.models.by_name["llama"]
+    alive = [weakref.ref(served.scheduler.kv), weakref.ref(served.scheduler), weakref.ref(served.hosted)]
+    del served
+    gc.disable()
+    try:
+        bench.evict("llama", range(NUM_SLOTS))
+        bench.sent.clear()
+        assert [reference() for reference in alive] == [None, None, None]
+    finally:
+        gc.enable()
 
 
 def test_null_models_keep_their_keys_too(tmp_path: Path) -> None:
