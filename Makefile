@@ -45,6 +45,7 @@ GPU_PYTHON ?= python3
 WHEELS := .wheels
 
 gpu:
+	@$(GPU_PYTHON) -m benchmarks.gpu --check
 	@$(GPU_PYTHON) -m benchmarks.gpu_wheels --use $(WHEELS)
 	@PYTHONPATH="$(WHEELS)/site:$$PYTHONPATH" $(GPU_PYTHON) -m benchmarks.gpu --out "$(OUT)" $(if $(ONLY),--only $(ONLY))
 

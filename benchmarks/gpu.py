@@ -2,7 +2,7 @@
 
 One part's failure, or its running out of time, costs no other part; results are on disk as they come: `gpu.jsonl` (every line),
 `gpu.md` (tables), `PART.log` (what each part wrote). Exits 2 where there is no GPU, 1 if a part failed.
-usage: python -m benchmarks.gpu --out FOLDER [--only tests,kernels] [--limit-s 530] [--tiny]
+usage: python -m benchmarks.gpu [--check] [--out FOLDER] [--only tests,kernels] [--limit-s 530] [--tiny]
 """
 
 from __future__ import annotations
@@ -47,8 +47,10 @@ PARTS = (
 
 def about_gpu() -> dict[str, Any] | None:
     """None: there is no GPU that torch can use."""
-    import torch
-
+    try:
+        import torch
+    except ImportError:
+        return None
     if not torch.cuda.is_available():
         return None
     properties = torch.cuda.get_device_properties(0)
@@ -164,7 +166,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=pathlib.Path, required=True, help="folder for the results, made if need be")
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path(".gpu-results"), help="folder for the results")
+    parser.add_argument("--check", action="store_true", help="only say whether there is a GPU")
     parser.add_argument("--only", help=f"some of {','.join(part.name for part in PARTS)}")
     parser.add_argument("--limit-s", type=float, default=530, help="for all parts together")
     parser.add_argument(
@@ -178,11 +181,12 @@ def main() -> int:
     end_s = time.monotonic() + options.limit_s
     about = {"gpu": "none: interpreted on the CPU"} if options.tiny else about_gpu()
     if about is None:
-        print(
-            "make gpu: torch finds no CUDA device on this machine; `make gpu-dry` runs the same scripts, interpreted",
-            file=sys.stderr,
-        )
+        why = f"{sys.executable} has no torch that finds a CUDA device"
+        print(f"make gpu: {why}; `make gpu-dry` runs the same scripts, interpreted", file=sys.stderr)
         return 2
+    if options.check:
+        print(" · ".join(f"{key} {value}" for key, value in about.items()))
+        return 0
     report = Report(options.out)
     report.add({"benchmark": "gpu"} | about)
     failed = []

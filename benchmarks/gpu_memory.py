@@ -93,7 +93,9 @@ def mapping(driver: Any, chunk_bytes: int) -> None:
     target = torch.empty_like(view)
     plain = torch.ones_like(view)
     view.copy_(plain)
-    copy_s, plain_s = (seconds_of(lambda source=source: target.copy_(source), "cuda", 10) for source in (view, plain))
+    copy_s, plain_s = (
+        seconds_of(lambda source=source: target.copy_(source), "cuda", 10, captured=False) for source in (view, plain)
+    )
     map_s, unmap_s = (sorted(column)[2] for column in zip(*times, strict=True))
     num = len(chunks)
     tell(
@@ -161,7 +163,7 @@ def host(device: str, num_bytes: int) -> None:
             ("to_device", lambda source=source: target.copy_(source, non_blocking=True)),
             ("to_host", lambda source=source: source.copy_(target, non_blocking=True)),
         ):
-            figures[f"{name}_{direction}_gb_s"] = round(num_bytes / seconds_of(call, device, 5) / 1e9, 2)
+            figures[f"{name}_{direction}_gb_s"] = round(num_bytes / seconds_of(call, device, 5, captured=False) / 1e9, 2)
     tell(what="host", mib=num_bytes >> 20, **figures)
     if device == "cuda":
         torch.cuda.synchronize()

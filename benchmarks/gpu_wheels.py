@@ -52,6 +52,7 @@ PACKAGES = [
 ]
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (39, 35, 34, 31, 28, 27, 24, 17, 12, 5)] + ["manylinux2014_x86_64", "any"]
 MAX_BYTES = 60 << 20
+WHEELS_FOR = (3, 12)
 
 
 def get(folder: pathlib.Path) -> int:
@@ -61,7 +62,18 @@ def get(folder: pathlib.Path) -> int:
     missing = []
     for package in PACKAGES:
         command = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check", "--no-deps", "--only-binary=:all:"]
-        command += ["--python-version", "3.12", "--implementation", "cp", "--abi", "cp312", "--abi", "abi3", "--abi", "none"]
+        command += [
+            "--python-version",
+            ".".join(map(str, WHEELS_FOR)),
+            "--implementation",
+            "cp",
+            "--abi",
+            "cp312",
+            "--abi",
+            "abi3",
+            "--abi",
+            "none",
+        ]
         done = subprocess.run([*command, *platforms, "-d", str(folder), package], capture_output=True, text=True, check=False)
         if done.returncode:
             missing.append(package)
@@ -83,6 +95,10 @@ def use(folder: pathlib.Path) -> int:
     there = {normal(found.metadata["Name"]) for found in importlib.metadata.distributions() if found.metadata["Name"]}
     wheels = [wheel for wheel in sorted(folder.glob("*.whl")) if normal(wheel.name.split("-")[0]) not in there]
     if not wheels:
+        return 0
+    if sys.version_info[:2] != WHEELS_FOR:
+        running, made = (".".join(map(str, version)) for version in (sys.version_info[:2], WHEELS_FOR))
+        print(f"{folder}: wheels for Python {made}, of no use to {sys.executable}, which is {running}", file=sys.stderr)
         return 0
     print(f"installing into {folder}/site: {', '.join(wheel.name.split('-')[0] for wheel in wheels)}", flush=True)
     command = [
