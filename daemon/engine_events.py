@@ -74,7 +74,7 @@ class EngineEvents:
                     now=time.monotonic(),
                     cause=f"engine-{device}",
                     device=device,
-                    kv_bytes={model: counts[0] + counts[3] for model, counts in message.models.items()},
+                    kv_bytes={model: (counts[0], counts[3]) for model, counts in message.models.items()},
                 )
             )
         elif kind is protocol.LoadProgress:

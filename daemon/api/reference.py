@@ -94,7 +94,7 @@ CONTROL = {
     "GET /control/v1/history": "`hearth history`: the last placements with victims and scores; `?model=NAME`",
     "GET /control/v1/top": "`hearth top`: devices, models, tokens and the last swaps, as they are now",
     "POST /control/v1/models/{name}/{command}": "load, unload, pin, unpin, enable, disable: progress, a JSON object a line, the "
-    "last one the result; `?wait=0` answers at once",
+    "last one the result; `?wait=0` answers at once; `unload?to=warm` leaves its weights in host memory",
     "POST /control/v1/drain": "`hearth drain`; `?model=NAME`",
     "POST /control/v1/resume": "`hearth resume`; `?model=NAME`",
     "POST /control/v1/reload": "`hearth reload`: what was applied and what needs a restart",

@@ -82,10 +82,10 @@ def end(node: Node, device: Device, running: tuple[int, ...], reason: str) -> No
 
 
 def kv_noted(node: Node, event: KVNoted) -> None:
-    for name, kv_bytes in event.kv_bytes.items():
+    for name, (running_bytes, cached_bytes) in event.kv_bytes.items():
         model = node.models.get(name)
         if model is not None and model.copy is not None and model.copy.device == event.device:
-            model.kv_bytes = kv_bytes
+            model.kv_bytes, model.kv_running_bytes = running_bytes + cached_bytes, running_bytes
 
 
 def prefill_measured(node: Node, event: PrefillMeasured) -> None:

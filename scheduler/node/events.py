@@ -118,10 +118,10 @@ class EvictFinished(Event):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class KVNoted(Event):
-    """What an engine's models hold in KV, sequences that run and prefixes that are kept: model -> bytes."""
+    """What an engine's models hold in KV: model -> bytes of (sequences that run, prefixes that are kept)."""
 
     device: str
-    kv_bytes: dict[str, int]
+    kv_bytes: dict[str, tuple[int, int]]
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

@@ -117,6 +117,7 @@ class Model:
     paused: bool = False  # it was preempted, and requests wait for it to come back
     unload_to: str = ""  # what the operator's unload under way shall leave: cold or warm
     kv_bytes: int = 0  # of the copy, as its engine last told it; running sequences and kept prefixes
+    kv_running_bytes: int = 0  # of the first alone
     mean_prompt_tokens: float = 0.0
     story: Story = field(default_factory=Story)
 

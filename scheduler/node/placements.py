@@ -303,7 +303,8 @@ def release(node: Node, model: Model, reason: str) -> None:
         node.history.ended(copy.placement_id, node.now, reason)
     node.deadlines.discard(("evict", model.name))
     keeping.copy_ended(node, model, copy)
-    model.copy, model.progress, model.kv_bytes, model.unload_to = None, None, 0, ""
+    model.copy, model.progress, model.unload_to = None, None, ""
+    model.kv_bytes = model.kv_running_bytes = 0
     placement = node.placements.get(model.victim_of)
     model.victim_of = 0
     if placement is not None:

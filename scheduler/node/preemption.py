@@ -20,14 +20,14 @@ def foresee(node: Node, placement: Placement) -> None:
 
 
 def pause_cost_s(node: Node, model: Model) -> float:
-    """Its weights in again, and its KV out and in again or computed again, whichever is quicker."""
+    """Its weights in again, and the KV of what runs out and in again or computed again, whichever is quicker."""
     copy = model.copy
     assert copy is not None
     device = node.devices[copy.device]
     per_token = copy.facts.kv_bytes_per_token
-    num_tokens = model.kv_bytes / per_token if per_token else 0.0
+    num_tokens = model.kv_running_bytes / per_token if per_token else 0.0
     rate = device.costs.prefill_tokens_per_s.get(model.name)
-    copy_s = 2 * model.kv_bytes / device.costs.copy_bytes_per_s
+    copy_s = 2 * model.kv_running_bytes / device.costs.copy_bytes_per_s
     can_save = node.host.num_slots > 0
     compute_s = num_tokens / rate if rate else copy_s
     return node.reload_s(model, device) + (min(copy_s, compute_s) if can_save else compute_s)

@@ -128,9 +128,9 @@ class FakeNode:
             source_rejected=rejected,
         )
 
-    def note_kv(self, device: str, model: str, num_bytes: int) -> None:
+    def note_kv(self, device: str, model: str, running_bytes: int, cached_bytes: int = 0) -> None:
         """The engine tells what the model holds in KV."""
-        self.post(events.KVNoted, device=device, kv_bytes={model: num_bytes})
+        self.post(events.KVNoted, device=device, kv_bytes={model: (running_bytes, cached_bytes)})
 
     def load_fails(self, reason: str = "read error", permanent: bool = False) -> list[actions.Action]:
         placement_id = next(iter(self.loads))

@@ -73,6 +73,21 @@ def test_the_patience_follows_what_a_pause_costs() -> None:
     assert slow.paused
 
 
+def test_what_must_be_computed_again_prolongs_the_patience_and_kept_prefixes_do_not() -> None:
+    for running_tokens, cached_tokens, patience_s in ((1000, 0, 4 * (0.5 + 2.0)), (0, 100_000, 4 * 0.5)):
+        node = FakeNode()
+        node.register(facts("a", 60), facts("b", 60))
+        node.arrive("a")
+        node.loaded("a")
+        node.post(events.PrefillMeasured, model="a", device="cpu:0", num_tokens=500, seconds=1.0)
+        node.note_kv("cpu:0", "a", 1024 * running_tokens, 1024 * cached_tokens)
+        node.arrive("b")
+        node.sleep(10 + patience_s - 0.1)
+        assert not node.paused
+        node.sleep(0.2)
+        assert node.paused == (1,)
+
+
 def test_a_paused_request_queues_anew_and_waits_without_limit() -> None:
     """Both models have work for ever: each has its turn, and neither is paused twice within 30 s."""
     node = contended()
