@@ -4,7 +4,7 @@ Every load is a process of its own with its imports done; variants take turns in
 files are dropped from the page cache before each load; `warm`: they are read into it. `--peer-python` names an interpreter with
 torch and the peers (safetensors, runai-model-streamer, fastsafetensors); one that is missing there is said in the table.
 
-usage: python -m benchmarks.loading [--rounds N] [--peer-python PATH] [--checkpoint DIR] [--threads]
+usage: python -m benchmarks.loading [--rounds N] [--peer-python PATH] [--checkpoint DIR] [--threads] [--plot FILE]
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from xml.sax.saxutils import escape
 
 import numpy as np
 
@@ -214,6 +215,39 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def lines(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """One a variant and state, as `make bench` collects them."""
+    found = []
+    for state in ("cold", "warm"):
+        for name, row in result.get(state, {}).items():
+            low, high = row.pop("spread", ("", ""))
+            found.append({"benchmark": "loading", "kind": state, "read by": name, **row, "from": low, "to": high})
+    return found
+
+
+def plot(result: dict[str, Any], state: str) -> str:
+    """An SVG of one state's speeds, fastest first, the reference's marked by a line."""
+    rows = sorted(((row["gb_per_s"], name) for name, row in result[state].items() if "missing" not in row), reverse=True)
+    reference = result[state][RAW if state == "cold" else BUFFERED]["gb_per_s"]
+    width, left, height = 760, 230, 26
+    scale = (width - left - 70) / max(speed for speed, _ in rows)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height * len(rows) + 40}"',
+        ' font-family="sans-serif" font-size="13">',
+        '<rect width="100%" height="100%" fill="#fff"/>',
+    ]
+    for place, (speed, name) in enumerate(rows):
+        top, color = 8 + place * height, "#2563eb" if name.startswith("ours") else "#9ca3af"
+        parts.append(f'<text x="{left - 8}" y="{top + 14}" text-anchor="end">{escape(name)}</text>')
+        parts.append(f'<rect x="{left}" y="{top}" width="{speed * scale:.1f}" height="18" fill="{color}"/>')
+        parts.append(f'<text x="{left + speed * scale + 6:.1f}" y="{top + 14}">{speed:.2f}</text>')
+    line = left + reference * scale
+    bottom = 8 + height * len(rows)
+    parts.append(f'<path d="M{line:.1f} 4V{bottom}" stroke="#b91c1c" stroke-dasharray="4 3"/>')
+    parts.append(f'<text x="{left}" y="{bottom + 18}">GB/s, {state} page cache, {result["gb"]} GB in bfloat16</text>')
+    return "\n".join([*parts, "</svg>", ""])
+
+
 def make_checkpoint(folder: Path, num_layers: int = LAYERS) -> Path:
     """A Llama of Gaussian weights in two files, tensors in the order of their names as Hugging Face writes them."""
     import torch
@@ -263,6 +297,7 @@ def main() -> None:
     parser.add_argument("--peer-python", default=sys.executable)
     parser.add_argument("--only", help="variants, separated by semicolons")
     parser.add_argument("--threads", action="store_true", help="raw reads with other numbers of threads and block sizes too")
+    parser.add_argument("--plot", type=Path, help="an SVG of the first state's speeds")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     folder = options.checkpoint or make_checkpoint(STORE / "loading")
@@ -272,7 +307,10 @@ def main() -> None:
     names = options.only.split(";") if options.only else variants(weight_files(folder), options.threads)
     result = measure(folder, options.rounds, names, options.states.split(","), options.peer_python)
     print(table(result), file=sys.stderr)
-    print(json.dumps(result))
+    if options.plot:
+        options.plot.write_text(plot(result, options.states.split(",")[0]))
+    for line in lines(result):
+        print(json.dumps(line))
 
 
 if __name__ == "__main__":

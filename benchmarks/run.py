@@ -19,7 +19,7 @@ import psutil
 
 from benchmarks.server import ROOT
 
-SCRIPTS = ("serve", "overhead", "stall", "crash", "scheduler", "grammar", "roofline", "cpu", "latency")
+SCRIPTS = ("serve", "overhead", "stall", "crash", "scheduler", "grammar", "roofline", "cpu", "latency", "loading")
 # Benchmarks of the cpu device, whose lines are of several kinds: (benchmark, kind) -> title. "": all kinds in one table.
 CPU_SECTIONS = {
     ("roofline", ""): "Where a step's time goes on the cpu device, beside what bytes and operations take at best",
@@ -29,6 +29,8 @@ CPU_SECTIONS = {
     ("latency", "prompt"): "Inter-token latency of 8 streams while prompts of 2,000 tokens arrive",
     ("latency", "models"): "Inter-token latency of one stream while two other models are busy on the same device",
     ("latency", "daemon"): "The daemon beside a decoding engine",
+    ("loading", "cold"): "A checkpoint of 2.2 GB from the drive into memory; ratio: to raw reads of the drive",
+    ("loading", "warm"): "The same from the page cache; ratio: to buffered reads into two small buffers",
 }
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 
