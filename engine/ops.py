@@ -24,11 +24,11 @@ from engine.forward_batch import ForwardBatch, GroupBatch
 from engine.kernels import reference
 from loader.sizing import PREFILL_TILE_TOKENS, sampler_rows
 
-# What few_rows_linear is worth: so few rows, and more than one only if their sums are long (else adding up takes the time) and all
-# their inputs stay in the first-level cache.
-FEW_ROWS, FEW_ROWS_MIN_INPUTS, FEW_ROWS_MAX_INPUTS = 4, 512, 8192
+MIN_OUTPUTS = 4  # of few_rows_linear
+BLOCK_TOKENS_STEP = 4  # of paged_attention
 _kernels: Any = None  # engine.kernels.cpu, once configured and if numba is there
 _gpu: Any = None  # engine.kernels.gpu, once configured for a GPU
+_few_rows: dict[torch.dtype, int] = {}  # up to which few_rows_linear is ahead of torch
 
 
 def configure(cache_dir: str, use_kernels: bool = True) -> bool:
@@ -52,6 +52,7 @@ def configure(cache_dir: str, use_kernels: bool = True) -> bool:
     from engine.kernels import cpu
 
     _kernels = cpu
+    _few_rows.update({getattr(torch, name): num_rows for name, num_rows in cpu.FEW_ROWS.items()})
     return True
 
 
@@ -110,11 +111,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [T, K] @ weight [N, K] transposed, in their dtype."""
     if _gpu is not None:
         return _gpu.linear(x, weight, bias)
-    num_rows, num_inputs = x.shape
-    several = num_inputs >= FEW_ROWS_MIN_INPUTS and num_rows * num_inputs <= FEW_ROWS_MAX_INPUTS
-    few = num_rows == 1 or (1 < num_rows <= FEW_ROWS and several)
-    if few and _kernels is not None and x.dtype is torch.bfloat16:
-        out = x.new_empty(num_rows, weight.shape[0])
+    if _served(x) and 0 < len(x) <= _few_rows[x.dtype] and len(weight) >= MIN_OUTPUTS:
+        out = x.new_empty(len(x), len(weight))
         array = _array(x)
         _kernels.few_rows_linear(array, _array(weight), array[0, :0] if bias is None else _array(bias), _array(out))
         return out
@@ -222,7 +220,7 @@ def attention(qkv: Tensor, layer: int, heads: int, scale: float, softcap: float,
     out = qkv.new_empty(qkv.shape[0], heads * head_dim)
     out[batch.num_tokens :] = 0
     if len(batch.paged_tokens):
-        if _served(qkv):
+        if _served(qkv) and kv.shape[4] % BLOCK_TOKENS_STEP == 0:
             _kernels.paged_attention(
                 _array(qkv),
                 group.kv_flat,

@@ -14,10 +14,11 @@ from engine.kernels import cpu_attention, cpu_linear, cpu_logprobs, cpu_rows, cp
 from engine.kernels.cpu_attention import paged_attention_parallel, paged_attention_serial
 from engine.kernels.cpu_linear import few_rows_linear_parallel, few_rows_linear_serial
 from engine.kernels.cpu_logprobs import penalise, top_logprobs
-from engine.kernels.cpu_rows import add_rms_norm, gelu_and_mul, rms_norm, rope_and_store, silu_and_mul
 from engine.kernels.cpu_sampling import greedy_bfloat16, greedy_float32, sample
+from engine.kernels.cpu_vectors import HAS_BFLOAT16_PRODUCTS
 
 __all__ = [
+    "FEW_ROWS",
     "add_rms_norm",
     "few_rows_linear",
     "gelu_and_mul",
@@ -34,36 +35,42 @@ __all__ = [
     "top_logprobs",
 ]
 
-# Below these, waking the other threads (30 to 40 us) costs more than they save. Elements of keys that are read; of weights.
+# Below these, waking the other threads (30 to 40 us) costs more than they save. Elements of keys that are read; bytes of weights,
+# and what so many rows' products cost beside reading them.
 _SHARED_ATTENTION = 1 << 20
-_SHARED_WEIGHTS = 4 << 20
+_SHARED_WEIGHTS, _ROWS_AS_READING = 2 << 20, 8
+# Rows up to which few_rows_linear is ahead of torch's linear (benchmarks/kernels.py), by element type.
+FEW_ROWS = {"bfloat16": 16 if HAS_BFLOAT16_PRODUCTS else 4, "float32": 64}
+_SHARED_ROWS = 1 << 18  # elements of row-wise work
 _parallel = False
 _preparing = threading.Lock()  # loads of two models may ask at the same time
 
 
 def prepare(dtype: str, parallel: bool) -> None:
-    """Compiles all kernels for float32 or bfloat16 (about 6 s, 10 s with the parallel ones), or loads them from the cache."""
+    """Compiles all kernels for float32 or bfloat16 (seconds), or loads them from the cache."""
     element = numba.float32 if dtype == "float32" else numba.uint16
     wanted = [
-        (paged_attention_serial, cpu_attention.paged_attention_signature(element)),
-        (rms_norm, cpu_rows.rms_norm_signature(element)),
-        (add_rms_norm, cpu_rows.add_rms_norm_signature(element)),
-        (rope_and_store, cpu_rows.rope_and_store_signature(element)),
-        (silu_and_mul, cpu_rows.gate_signature(element)),
-        (gelu_and_mul, cpu_rows.gate_signature(element)),
         (sample, cpu_sampling.sample_signature(element)),
         (top_logprobs, cpu_logprobs.top_logprobs_signature(element)),
         (greedy_float32, cpu_sampling.GREEDY_FLOAT32),
         (penalise, cpu_logprobs.PENALISE),
     ]
     if dtype == "bfloat16":  # rows whose logits are edited are sampled in float32
-        wanted.append((few_rows_linear_serial, cpu_linear.SIGNATURE))
         wanted.append((greedy_bfloat16, cpu_sampling.GREEDY_BFLOAT16))
         wanted.append((sample, cpu_sampling.sample_signature(numba.float32)))
-    if parallel:
-        wanted.append((paged_attention_parallel, cpu_attention.paged_attention_signature(element)))
-        if dtype == "bfloat16":
-            wanted.append((few_rows_linear_parallel, cpu_linear.SIGNATURE))
+    shared = [
+        (paged_attention_serial, paged_attention_parallel, cpu_attention.paged_attention_signature(element)),
+        (cpu_rows.rms_norm, cpu_rows.rms_norm_parallel, cpu_rows.rms_norm_signature(element)),
+        (cpu_rows.add_rms_norm, cpu_rows.add_rms_norm_parallel, cpu_rows.add_rms_norm_signature(element)),
+        (cpu_rows.rope_and_store, cpu_rows.rope_and_store_parallel, cpu_rows.rope_and_store_signature(element)),
+        (cpu_rows.silu_and_mul, cpu_rows.silu_and_mul_parallel, cpu_rows.gate_signature(element)),
+        (cpu_rows.gelu_and_mul, cpu_rows.gelu_and_mul_parallel, cpu_rows.gate_signature(element)),
+        (few_rows_linear_serial, few_rows_linear_parallel, cpu_linear.few_rows_linear_signature(element)),
+    ]
+    for serial_kernel, parallel_kernel, signature in shared:
+        wanted.append((serial_kernel, signature))
+        if parallel:
+            wanted.append((parallel_kernel, signature))
     with _preparing:
         for kernel, signature in wanted:
             kernel.disable_compile(False)
@@ -80,11 +87,39 @@ def set_num_threads(num_threads: int) -> None:
 
 
 def paged_attention(*args: Any) -> None:
-    *_, contexts, _window, _scale, _softcap, out = args
-    shared = _parallel and int(contexts.sum()) * out.shape[1] >= _SHARED_ATTENTION
-    (paged_attention_parallel if shared else paged_attention_serial)(*args)
+    """As cpu_attention's, without num_shares."""
+    *before, out = args
+    contexts = args[11]
+    if _parallel and int(contexts.sum()) * out.shape[1] >= _SHARED_ATTENTION:
+        paged_attention_parallel(*before, numba.get_num_threads(), out)
+    else:
+        paged_attention_serial(*before, 1, out)
 
 
 def few_rows_linear(x: Any, weight: Any, bias: Any, out: Any) -> None:
-    shared = _parallel and weight.size >= _SHARED_WEIGHTS
+    shared = _parallel and weight.nbytes * (1 + len(x) / _ROWS_AS_READING) >= _SHARED_WEIGHTS
     (few_rows_linear_parallel if shared else few_rows_linear_serial)(x, weight, bias, out)
+
+
+def _shares_rows(x: Any) -> bool:
+    return _parallel and x.size >= _SHARED_ROWS and len(x) > 1
+
+
+def rms_norm(x: Any, *rest: Any) -> None:
+    (cpu_rows.rms_norm_parallel if _shares_rows(x) else cpu_rows.rms_norm)(x, *rest)
+
+
+def add_rms_norm(x: Any, *rest: Any) -> None:
+    (cpu_rows.add_rms_norm_parallel if _shares_rows(x) else cpu_rows.add_rms_norm)(x, *rest)
+
+
+def rope_and_store(qkv: Any, *rest: Any) -> None:
+    (cpu_rows.rope_and_store_parallel if _shares_rows(qkv) else cpu_rows.rope_and_store)(qkv, *rest)
+
+
+def silu_and_mul(gate_up: Any, out: Any) -> None:
+    (cpu_rows.silu_and_mul_parallel if _shares_rows(gate_up) else cpu_rows.silu_and_mul)(gate_up, out)
+
+
+def gelu_and_mul(gate_up: Any, out: Any) -> None:
+    (cpu_rows.gelu_and_mul_parallel if _shares_rows(gate_up) else cpu_rows.gelu_and_mul)(gate_up, out)

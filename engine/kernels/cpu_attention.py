@@ -3,6 +3,11 @@
 Shapes: T tokens of the step, N query tokens served here, R rows, B blocks a row, H query heads, G KV heads, D head size.
 KV is the arena seen flat; block b starts at element b * layers * 2 * G * block_tokens * D and holds, for each layer,
 keys then values as [G, block_tokens, D]. Twin: reference.paged_attention.
+
+The work, the blocks of all query tokens, is laid end to end and cut into equal shares, one for each thread: one long context keeps
+all of them busy, also beside many short ones. What a share has of a token is added up chunk by chunk and rescaled when a larger
+score comes; what was cut is put together at the end. All heads go over a chunk before the next, so that a block, whose heads lie
+end to end, is read in one go; the chunk that comes next is fetched meanwhile.
 """
 
 from __future__ import annotations
@@ -12,7 +17,288 @@ from typing import Any
 import numpy as np
 from numba import float32, float64, int32, int64, njit, prange, types, void
 
-from engine.kernels.cpu_bits import FASTMATH, bits_of_float, exp, float_of_bits, named, narrow, prefetch, widen
+from engine.kernels.cpu_attention_tiles import score_tile, value_tile
+from engine.kernels.cpu_bits import FASTMATH, bits_of_float, exp, float_of_bits, named, narrow
+
+_CHUNK_TOKENS = 128  # positions that all heads go over before the next
+_one_score, _two_scores, _three_scores, _four_scores = (score_tile(num_rows, 4) for num_rows in (1, 2, 3, 4))
+_one_value, _two_values, _four_values = (value_tile(num_rows, True) for num_rows in (1, 2, 4))
+_one_rest, _two_rests, _four_rests = (value_tile(num_rows, False) for num_rows in (1, 2, 4))
+_HELPER: dict[str, Any] = {"fastmath": FASTMATH, "error_model": "numpy"}
+
+
+@njit(**_HELPER)
+def _score_block(
+    qkv: Any, query_at: int, kv: Any, at: int, ahead: int, tokens: int, head_dim: int, scale: float, scores: Any, scores_at: int
+) -> None:
+    """scores[g, scores_at ...]: of the first `tokens` positions of the block whose keys begin at `at`, rounded up to four."""
+    group, stride = scores.shape
+    for t in range(0, tokens, 4):
+        keys_at = at + t * head_dim
+        to = scores_at + t
+        g = 0
+        while group - g >= 4:
+            _four_scores(qkv, query_at + g * head_dim, kv, keys_at, ahead, head_dim, scale, scores, g * stride + to, stride)
+            g += 4
+        if group - g == 3:
+            _three_scores(qkv, query_at + g * head_dim, kv, keys_at, ahead, head_dim, scale, scores, g * stride + to, stride)
+        elif group - g == 2:
+            _two_scores(qkv, query_at + g * head_dim, kv, keys_at, ahead, head_dim, scale, scores, g * stride + to, stride)
+        elif group - g == 1:
+            _one_score(qkv, query_at + g * head_dim, kv, keys_at, ahead, head_dim, scale, scores, g * stride + to, stride)
+
+
+@njit(**_HELPER)
+def _add_block(weights: Any, begin: int, end: int, from_at: int, kv: Any, at: int, ahead: int, head_dim: int, sums: Any) -> None:
+    """sums[g] += weights[g, from_at + t - begin] * values of position t of the block, for t from begin to below end."""
+    group, stride = weights.shape
+    width = sums.shape[1]
+    num = end - begin
+    at += begin * head_dim
+    for d in range(0, head_dim, 64):
+        to = d
+        if head_dim - d >= 64:
+            g = 0
+            while group - g >= 4:
+                _four_values(
+                    weights, g * stride + from_at, stride, kv, at + d, head_dim, ahead, num, 64, sums, g * width + to, width
+                )
+                g += 4
+            if group - g >= 2:
+                _two_values(
+                    weights, g * stride + from_at, stride, kv, at + d, head_dim, ahead, num, 64, sums, g * width + to, width
+                )
+                g += 2
+            if group - g == 1:
+                _one_value(weights, g * stride + from_at, stride, kv, at + d, head_dim, ahead, num, 64, sums, g * width + to, width)
+        else:
+            for e in range(d, head_dim, 32):
+                rest = min(32, head_dim - e)
+                g = 0
+                while group - g >= 4:
+                    _four_rests(
+                        weights, g * stride + from_at, stride, kv, at + e, head_dim, ahead, num, rest, sums, g * width + e, width
+                    )
+                    g += 4
+                if group - g >= 2:
+                    _two_rests(
+                        weights, g * stride + from_at, stride, kv, at + e, head_dim, ahead, num, rest, sums, g * width + e, width
+                    )
+                    g += 2
+                if group - g == 1:
+                    _one_rest(
+                        weights, g * stride + from_at, stride, kv, at + e, head_dim, ahead, num, rest, sums, g * width + e, width
+                    )
+
+
+@njit(**_HELPER)
+def _soften(scores: Any, begin: int, end: int, softcap: float, weights: Any, tops: Any, totals: Any, sums: Any) -> None:
+    """Scores from begin to below end become weights e**(score - top), as elements; what was added up before is rescaled to the
+    new top."""
+    for g in range(scores.shape[0]):
+        own = scores[g]
+        if softcap > 0.0:
+            cap, twice = float32(softcap), float32(2.0 / softcap)
+            for t in range(begin, end):
+                # tanh(x) = 1 - 2 / (e**2x + 1)
+                own[t] = cap - (cap + cap) / (exp(own[t] * twice) + float32(1.0))
+        ordered = int32(-0x80000000)  # floats as integers of the same order: their maximum vectorises
+        for t in range(begin, end):
+            bits = bits_of_float(own[t])
+            ordered = max(ordered, bits ^ ((bits >> int32(31)) & int32(0x7FFFFFFF)))
+        before = tops[g]
+        top = max(before, float_of_bits(ordered ^ ((ordered >> int32(31)) & int32(0x7FFFFFFF))))
+        total = float32(0.0)
+        for t in range(begin, end):
+            weight = exp(own[t] - top)
+            weights[g, t] = narrow(weight, weights[g, t])
+            total += weight
+        if top > before and totals[g] > float32(0.0):
+            shrunk = exp(before - top)
+            totals[g] *= shrunk
+            for d in range(sums.shape[1]):
+                sums[g, d] *= shrunk
+        tops[g] = top
+        totals[g] += total
+
+
+@njit(**_HELPER)
+def _attend(
+    qkv: Any,
+    query_at: int,  # element of the first query head
+    kv: Any,
+    layer_at: int,  # of the layer in a block
+    kv_heads: int,
+    block_stride: int,
+    blocks: Any,  # the row's block table
+    begin_block: int,  # of those, from here
+    end_block: int,  # to below here
+    next_blocks: Any,  # what is attended to afterwards, to be fetched
+    next_begin: int,
+    next_end: int,
+    first: int,  # positions from here on
+    context: int,  # to below here
+    block_tokens: int,
+    head_dim: int,
+    scale: float,
+    softcap: float,
+    scores: Any,  # [group, chunk]: work space
+    weights: Any,  # [group, chunk] elements: work space
+    tops: Any,  # [H]: largest scores; results
+    totals: Any,  # [H]: sums of e**(score - top)
+    sums: Any,  # [H, width]: values weighted with them
+) -> None:
+    group = scores.shape[0]
+    chunk_blocks = scores.shape[1] // block_tokens
+    plane = block_tokens * head_dim
+    tops[:] = float32(-np.inf)
+    totals[:] = float32(0.0)
+    sums[:, :] = float32(0.0)
+    for chunk in range(begin_block, end_block, chunk_blocks):
+        chunk_end = min(chunk + chunk_blocks, end_block)
+        base = chunk * block_tokens
+        soon_blocks, soon, soon_end = blocks, chunk_end, end_block
+        if chunk_end == end_block:
+            soon_blocks, soon, soon_end = next_blocks, next_begin, next_end
+        fetched = 0
+        for kv_head in range(kv_heads):
+            head_at = layer_at + kv_head * plane
+            own = slice(kv_head * group, (kv_head + 1) * group)
+            for to_values in range(2):
+                if to_values == 1:
+                    head_at += kv_heads * plane
+                    begin, end = max(first - base, 0), min(chunk_end * block_tokens, context) - base
+                    _soften(scores, begin, end, softcap, weights, tops[own], totals[own], sums[own])
+                for block in range(chunk, chunk_end):
+                    at = np.int64(blocks[block]) * block_stride + head_at
+                    ahead = np.int64(0)  # the next chunk is fetched in the order it lies in
+                    if soon + fetched // (2 * kv_heads) < soon_end:
+                        soon_at = np.int64(soon_blocks[soon + fetched // (2 * kv_heads)]) * block_stride
+                        ahead = soon_at + layer_at + fetched % (2 * kv_heads) * plane - at
+                    fetched += 1
+                    start = max(first - block * block_tokens, 0)
+                    stop = min(block_tokens, context - block * block_tokens)
+                    to = (block - chunk) * block_tokens
+                    if to_values == 0:
+                        query = query_at + kv_head * group * head_dim
+                        _score_block(qkv, query, kv, at, ahead, stop, head_dim, float32(scale), scores, to)
+                    else:
+                        _add_block(weights, start, stop, to + start, kv, at, ahead, head_dim, sums[own])
+
+
+@njit(**_HELPER)
+def _write(sums: Any, totals: Any, out: Any, head_dim: int) -> None:
+    """out [H * D] = sums [H, width] / totals [H]; of bfloat16, each 32 sums come with even places first."""
+    for head in range(totals.shape[0]):
+        share = float32(1.0) / totals[head]
+        own, at = sums[head], head * head_dim
+        if out.itemsize == 4:
+            for d in range(head_dim):
+                out[at + d] = narrow(own[d] * share, out[0])
+        else:
+            for piece in range(0, head_dim // 32 * 32, 32):
+                for lane in range(16):
+                    out[at + piece + 2 * lane] = narrow(own[piece + lane] * share, out[0])
+                    out[at + piece + 2 * lane + 1] = narrow(own[piece + 16 + lane] * share, out[0])
+            for d in range(head_dim // 32 * 32, head_dim):
+                out[at + d] = narrow(own[d // 32 * 32 + (d % 2) * 16 + d % 32 // 2] * share, out[0])
+
+
+@njit(**_HELPER)
+def _add_cut(tops: Any, totals: Any, sums: Any, to_tops: Any, to_totals: Any, to_sums: Any) -> None:
+    """Puts two parts of one token together: to_* take in the others."""
+    for g in range(tops.shape[0]):
+        top = max(tops[g], to_tops[g])
+        left, right = exp(to_tops[g] - top), exp(tops[g] - top)
+        to_tops[g] = top
+        to_totals[g] = to_totals[g] * left + totals[g] * right
+        for d in range(sums.shape[1]):
+            to_sums[g, d] = to_sums[g, d] * left + sums[g, d] * right
+
+
+@njit(**_HELPER)
+def _blocks_of(context: int, window: int, block_tokens: int) -> tuple[int, int]:
+    """The first block a query reads, and the one behind the last."""
+    first_block = max(0, context - window) // block_tokens if window > 0 else 0
+    return first_block, (context + block_tokens - 1) // block_tokens
+
+
+@njit(**_HELPER)
+def _attend_share(
+    qkv: Any,
+    kv: Any,
+    layers: int,
+    layer: int,
+    heads: int,
+    kv_heads: int,
+    block_tokens: int,
+    head_dim: int,
+    block_table: Any,
+    tokens: Any,
+    rows: Any,
+    contexts: Any,
+    window: int,
+    scale: float,
+    softcap: float,
+    share_begin: int,  # of all work, from this block
+    share_end: int,  # to below this one
+    out: Any,
+    cut: Any,  # [2]: the index into tokens of what began before the share, and 1 if it ends in it
+    cut_tops: Any,  # its part here; [H], [H], [H, width]
+    cut_totals: Any,
+    cut_sums: Any,
+    open_tops: Any,  # the part here of what goes on behind the share
+    open_totals: Any,
+    open_sums: Any,
+) -> None:
+    plane = block_tokens * head_dim
+    num_tokens = tokens.shape[0]
+    scores = np.empty((heads // kv_heads, max(_CHUNK_TOKENS, block_tokens)), np.float32)
+    weights = np.empty(scores.shape, kv.dtype)
+    tops, totals, sums = np.empty(heads, np.float32), np.empty(heads, np.float32), np.empty(cut_sums.shape, np.float32)
+    passed = 0
+    for n in range(num_tokens):
+        context = contexts[n]
+        first_block, end_block = _blocks_of(context, window, block_tokens)
+        begin = max(share_begin - passed, 0)
+        end = min(share_end - passed, end_block - first_block)
+        passed += end_block - first_block
+        if begin >= end:
+            continue
+        follower = min(n + 1, num_tokens - 1)
+        next_begin, next_end = _blocks_of(contexts[follower], window, block_tokens)
+        _attend(
+            qkv,
+            tokens[n] * np.int64(qkv.shape[1]),
+            kv,
+            layer * 2 * kv_heads * plane,
+            kv_heads,
+            layers * 2 * kv_heads * plane,
+            block_table[rows[n]],
+            first_block + begin,
+            first_block + end,
+            block_table[rows[follower]],
+            next_begin,
+            next_end if passed < share_end else next_begin,
+            max(0, context - window) if window > 0 else 0,
+            context,
+            block_tokens,
+            head_dim,
+            scale,
+            softcap,
+            scores,
+            weights,
+            tops,
+            totals,
+            sums,
+        )
+        if begin > 0:
+            cut[0], cut[1] = n, 1 if end == end_block - first_block else 0
+            cut_tops[:], cut_totals[:], cut_sums[:, :] = tops, totals, sums
+        elif end < end_block - first_block:
+            open_tops[:], open_totals[:], open_sums[:, :] = tops, totals, sums
+        else:
+            _write(sums, totals, out[tokens[n]], head_dim)
 
 
 def _paged_attention(
@@ -22,7 +308,7 @@ def _paged_attention(
     layer: int,
     heads: int,
     kv_heads: int,
-    block_tokens: int,
+    block_tokens: int,  # a multiple of 4
     head_dim: int,
     block_table: Any,  # [R, B] int32
     tokens: Any,  # [N] int32: index into T
@@ -31,88 +317,65 @@ def _paged_attention(
     window: int,  # of these, the last `window` only; 0: all
     scale: float,
     softcap: float,  # scores become softcap * tanh(score / softcap); 0: as they are
+    num_shares: int,
     out: Any,  # [T, H * D]; only the N tokens' rows are written
 ) -> None:
-    group = heads // kv_heads
-    plane = block_tokens * head_dim
-    block_stride = layers * 2 * kv_heads * plane
-    line = 64 // kv.itemsize  # elements of a cache line
-    # items of one KV head follow each other so that threads split tokens evenly whatever the number of heads
-    for item in prange(tokens.shape[0] * kv_heads):
-        n = item // kv_heads
-        kv_head = item % kv_heads
-        token, row, context = tokens[n], rows[n], contexts[n]
-        # weights[g, t - first] belongs to position t; blocks before first_block are not read
-        first = max(0, context - window) if window > 0 else 0
-        visible = context - first
-        first_block = first // block_tokens * block_tokens
-        weights = np.empty((group, visible), np.float32)
-        query = np.empty((group, head_dim), np.float32)
-        sums = np.zeros((group, head_dim), np.float32)
-        for g in range(group):
-            for d in range(head_dim):
-                query[g, d] = widen(qkv[token, (kv_head * group + g) * head_dim + d]) * float32(scale)
-        keys_at = (layer * 2 * kv_heads + kv_head) * plane
-        values_at = keys_at + kv_heads * plane
-        # Blocks lie far apart, so the processor can't guess what is read next: it is told, a token's keys at a time.
-        values_begin = np.int64(block_table[row, first_block // block_tokens]) * block_stride + values_at
-        for start in range(first_block, context, block_tokens):
-            at = np.int64(block_table[row, start // block_tokens]) * block_stride + keys_at
-            next_at = values_begin
-            if start + block_tokens < context:
-                next_at = np.int64(block_table[row, start // block_tokens + 1]) * block_stride + keys_at
-            for t in range(max(0, first - start), min(block_tokens, context - start)):
-                for d in range(t * head_dim, (t + 1) * head_dim, line):
-                    prefetch(kv, next_at + d)
-                key = kv[at + t * head_dim : at + (t + 1) * head_dim]
-                for g in range(group):
-                    dot = float32(0.0)
-                    for d in range(head_dim):
-                        dot += query[g, d] * widen(key[d])
-                    weights[g, start + t - first] = dot
-        if softcap > 0.0:
-            cap, twice = float32(softcap), float32(2.0 / softcap)
-            for g in range(group):
-                for t in range(visible):
-                    # tanh(x) = 1 - 2 / (e**2x + 1)
-                    weights[g, t] = cap - (cap + cap) / (exp(weights[g, t] * twice) + float32(1.0))
-        for g in range(group):
-            ordered = int32(-0x80000000)  # floats as integers of the same order: their maximum vectorises
-            for t in range(visible):
-                bits = bits_of_float(weights[g, t])
-                ordered = max(ordered, bits ^ ((bits >> int32(31)) & int32(0x7FFFFFFF)))
-            top = float_of_bits(ordered ^ ((ordered >> int32(31)) & int32(0x7FFFFFFF)))
-            total = float32(0.0)
-            for t in range(visible):
-                weight = exp(weights[g, t] - top)
-                weights[g, t] = weight
-                total += weight
-            share = float32(1.0) / total
-            for t in range(visible):
-                weights[g, t] *= share
-        for start in range(first_block, context, block_tokens):
-            at = np.int64(block_table[row, start // block_tokens]) * block_stride + values_at
-            next_at = values_begin - values_at + keys_at + plane  # the next head's first keys
-            if start + block_tokens < context:
-                next_at = np.int64(block_table[row, start // block_tokens + 1]) * block_stride + values_at
-            for t in range(max(0, first - start), min(block_tokens, context - start)):
-                for d in range(t * head_dim, (t + 1) * head_dim, line):
-                    prefetch(kv, next_at + d)
-                value = kv[at + t * head_dim : at + (t + 1) * head_dim]
-                for g in range(group):
-                    weight = weights[g, start + t - first]
-                    for d in range(head_dim):
-                        sums[g, d] += weight * widen(value[d])
-        for g in range(group):
-            for d in range(head_dim):
-                column = (kv_head * group + g) * head_dim + d
-                out[token, column] = narrow(sums[g, d], out[token, column])
+    width = (head_dim + 63) // 64 * 64
+    work = np.int64(0)
+    for n in range(tokens.shape[0]):
+        first_block, end_block = _blocks_of(contexts[n], window, block_tokens)
+        work += end_block - first_block
+    cut = np.full((num_shares, 2), -1, np.int64)
+    cut_tops, cut_totals = np.empty((num_shares, heads), np.float32), np.empty((num_shares, heads), np.float32)
+    open_tops, open_totals = np.empty((num_shares, heads), np.float32), np.empty((num_shares, heads), np.float32)
+    cut_sums, open_sums = np.empty((num_shares, heads, width), np.float32), np.empty((num_shares, heads, width), np.float32)
+    for share in prange(num_shares):
+        _attend_share(
+            qkv,
+            kv,
+            layers,
+            layer,
+            heads,
+            kv_heads,
+            block_tokens,
+            head_dim,
+            block_table,
+            tokens,
+            rows,
+            contexts,
+            window,
+            scale,
+            softcap,
+            work * share // num_shares,
+            work * (share + 1) // num_shares,
+            out,
+            cut[share],
+            cut_tops[share],
+            cut_totals[share],
+            cut_sums[share],
+            open_tops[share],
+            open_totals[share],
+            open_sums[share],
+        )
+    begun = -1  # the share in which the token being put together began
+    for share in range(num_shares):
+        if work * share // num_shares == work * (share + 1) // num_shares:
+            continue
+        if cut[share, 0] >= 0:
+            to_tops, to_totals, to_sums = open_tops[begun], open_totals[begun], open_sums[begun]
+            _add_cut(cut_tops[share], cut_totals[share], cut_sums[share], to_tops, to_totals, to_sums)
+            if cut[share, 1] == 1:
+                _write(to_sums, to_totals, out[tokens[cut[share, 0]]], head_dim)
+                begun = share
+        else:
+            begun = share
 
 
 def paged_attention_signature(element: types.Type) -> Any:
     ints, table = int32[::1], int32[:, ::1]
     sizes = (int64,) * 6
-    return void(element[:, ::1], element[::1], *sizes, table, ints, ints, ints, int64, float64, float64, element[:, ::1])
+    shape = (int64, float64, float64, int64)
+    return void(element[:, ::1], element[::1], *sizes, table, ints, ints, ints, *shape, element[:, ::1])
 
 
 _OPTIONS: dict[str, Any] = {"fastmath": FASTMATH, "error_model": "numpy", "cache": True, "nogil": True}

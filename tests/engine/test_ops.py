@@ -50,6 +50,7 @@ def share_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even what is too little to be worth it, if there are threads to share with."""
     monkeypatch.setattr(ops._kernels, "_SHARED_ATTENTION", 0)
     monkeypatch.setattr(ops._kernels, "_SHARED_WEIGHTS", 0)
+    monkeypatch.setattr(ops._kernels, "_SHARED_ROWS", 0)
 
 
 def same(left: Tensor, right: Tensor) -> None:
@@ -75,9 +76,12 @@ def make_batch(
     return build_batch(plan, make_table(), [GroupMemory(kv, flat, Rotary(inv_freq[:pairs]), window)], places, padded)
 
 
+@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("around_one", [False, True])
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 100.0])
-def test_rms_norms(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, scale: float, around_one: bool) -> None:
+def test_rms_norms(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, scale: float, around_one: bool, threads: int) -> None:
+    ops.set_num_threads(threads)
+    share_everything(monkeypatch)
     x, weight = random(7, 48, dtype=dtype, scale=scale), random(48, dtype=dtype)
     same(*both(monkeypatch, lambda: ops.rms_norm(x, weight, 1e-5, around_one)))
 
@@ -88,17 +92,23 @@ def test_rms_norms(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, scale: f
     same(*both(monkeypatch, add))
 
 
+@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("scale", [0.1, 3.0, 60.0])
-def test_gated_activations(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, scale: float) -> None:
+def test_gated_activations(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, scale: float, threads: int) -> None:
+    ops.set_num_threads(threads)
+    share_everything(monkeypatch)
     gate_up = random(5, 160, dtype=dtype, scale=scale)
     same(*both(monkeypatch, lambda: ops.silu_and_mul(gate_up)))
     gate_up[:, 80:] /= scale  # where gelu vanishes, torch's loses all its digits; up must not make them large
     same(*both(monkeypatch, lambda: ops.gelu_and_mul(gate_up)))
 
 
+@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("pairs", [HEAD_DIM // 2, 6, 3])
 @pytest.mark.parametrize("kind", ["no norms", "norms", "norms around one"])
-def test_rope_and_store(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, kind: str, pairs: int) -> None:
+def test_rope_and_store(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, kind: str, pairs: int, threads: int) -> None:
+    ops.set_num_threads(threads)
+    share_everything(monkeypatch)
     weights = random(HEAD_DIM, dtype=dtype), random(HEAD_DIM, dtype=dtype) + 1
     norms = None if kind == "no norms" else ops.HeadNorms(*weights, 1e-5, kind == "norms around one")
 
@@ -155,7 +165,7 @@ def test_attention_reads_nothing_beyond_context_and_window(dtype: torch.dtype, w
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 11, 16])
 @pytest.mark.parametrize(("num_inputs", "num_outputs"), [(48, 80), (551, 65), (2000, 130), (9000, 3)])
 def test_linear(
     monkeypatch: pytest.MonkeyPatch,
@@ -295,9 +305,10 @@ def test_hash_is_the_twins(kernels: None) -> None:
 
 def test_threads_have_a_compilation_of_their_own() -> None:
     """Numba's cache goes by name: with one name it hands out whichever was compiled first."""
-    from engine.kernels import cpu_attention, cpu_linear
+    from engine.kernels import cpu_attention, cpu_linear, cpu_rows
 
     for serial, parallel in (
+        (cpu_rows.rms_norm, cpu_rows.rms_norm_parallel),
         (cpu_attention.paged_attention_serial, cpu_attention.paged_attention_parallel),
         (cpu_linear.few_rows_linear_serial, cpu_linear.few_rows_linear_parallel),
     ):

@@ -1,0 +1,224 @@
+"""What the CPU kernels do, beside what the machine can do in the same run.
+
+Limits: bytes a second that all threads read (a sum over 512 MiB), and operations a second of `F.linear` at 128 rows. Matrices and
+caches are taken in turn so that none is found in a processor's cache. Rows of `linear` compare ops.linear with `F.linear`; rows of
+`attention` give a decode step's time over that of reading its keys and values at the limit; rows of `elementwise` what they read
+and write, each once, a second.
+
+usage: python -m benchmarks.kernels [--only linear,attention,elementwise] [--threads N]: one JSON line and a table for each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from engine.device import num_cores, prepare_process
+
+prepare_process()  # before torch is imported
+
+import numba  # noqa: E402
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+from torch.nn import functional  # noqa: E402
+
+from benchmarks.run import machine, table  # noqa: E402
+from engine import ops  # noqa: E402
+from engine.forward_batch import GroupBatch, HostBatch  # noqa: E402
+from engine.memory.mappings import HUGE_PAGE_BYTES  # noqa: E402
+
+COLD_BYTES = 192 << 20  # several times the largest cache
+MIN_S = 0.12  # a figure's share of the run
+BLOCK_TOKENS = 16
+# [outputs, inputs] of mid and one-b: queries, keys and values; output; gate and up; down; head
+SHAPES = {
+    "mid": ((1280, 768), (768, 768), (4096, 768), (768, 2048), (32000, 768)),
+    "one-b": ((3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192), (32000, 2048)),
+}
+ROWS = (1, 2, 4, 6, 8, 12, 16, 32, 128)
+
+
+@numba.njit(parallel=True, fastmath=True)
+def _read(words: Any) -> float:
+    total = np.float32(0.0)
+    for i in numba.prange(words.shape[0]):
+        total += words[i]
+    return total
+
+
+def seconds(calls: list[Callable[[], Any]], *, min_s: float | None = None) -> float:
+    """Median time of a call, the calls taken in turn for min_s at least."""
+    for call in calls[:2]:
+        call()
+    times: list[float] = []
+    begin = time.perf_counter()
+    while time.perf_counter() - begin < (MIN_S if min_s is None else min_s) or len(times) < 5:
+        for call in calls:
+            at = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - at)
+    return statistics.median(times)
+
+
+def limits() -> dict[str, float]:
+    words = np.ones(128 << 20, np.float32)
+    read_s = seconds([lambda: _read(words)], min_s=0.6)
+    x, weight = _random(128, 2048), _random(8192, 2048)
+    gemm_s = seconds([lambda: functional.linear(x, weight)], min_s=0.4)
+    return {"read_gb_s": words.nbytes / read_s / 1e9, "gemm_gflop_s": 2 * 128 * weight.numel() / gemm_s / 1e9}
+
+
+def _random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return (torch.rand(*shape) - 0.5).to(dtype)
+
+
+def _placed(source: Tensor) -> Tensor:
+    """A copy in huge pages, as the engine keeps weights and KV."""
+    memory = mmap.mmap(-1, source.numel() * source.element_size() + HUGE_PAGE_BYTES)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    held = torch.frombuffer(memory, dtype=torch.uint8)
+    begin = -held.data_ptr() % HUGE_PAGE_BYTES
+    place = held[begin : begin + source.numel() * source.element_size()].view(source.dtype).view(source.shape)
+    return place.copy_(source)
+
+
+def _copies(weight: Tensor) -> list[Tensor]:
+    """Equal tensors that together outgrow the caches."""
+    return [_placed(weight) for _ in range(1 + int(COLD_BYTES // (weight.numel() * weight.element_size())))]
+
+
+def linear(limit: dict[str, float], dtypes: tuple[torch.dtype, ...], rows: tuple[int, ...]) -> Iterator[dict[str, Any]]:
+    """ops.linear and F.linear on the same weights, in turn."""
+    for dtype in dtypes:
+        for model, shapes in SHAPES.items():
+            for num_outputs, num_inputs in shapes:
+                weights = _copies(_random(num_outputs, num_inputs, dtype=dtype))
+                for num_rows in rows:
+                    x = _random(num_rows, num_inputs, dtype=dtype)
+                    ours_s = seconds([partial(ops.linear, x, weight) for weight in weights])
+                    torch_s = seconds([partial(functional.linear, x, weight) for weight in weights])
+                    num_bytes = weights[0].numel() * weights[0].element_size()
+                    gflop = 2 * num_rows * weights[0].numel() / 1e9
+                    yield {
+                        "dtype": str(dtype).removeprefix("torch."),
+                        "model": model,
+                        "shape": f"{num_outputs}x{num_inputs}",
+                        "rows": num_rows,
+                        "us": round(ours_s * 1e6, 1),
+                        "gb_s": round(num_bytes / ours_s / 1e9, 1),
+                        "of_read": round(num_bytes / ours_s / 1e9 / limit["read_gb_s"], 2),
+                        "gflop_s": round(gflop / ours_s, 1),
+                        "of_gemm": round(gflop / ours_s / limit["gemm_gflop_s"], 2),
+                        "times_torch": round(torch_s / ours_s, 2),
+                    }
+
+
+def _decode_batch(num_rows: int, context: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> HostBatch:
+    """One decode step of num_rows sequences over scattered blocks; as many layers as outgrow the caches."""
+    blocks = num_rows * -(-context // BLOCK_TOKENS)
+    layer_bytes = blocks * BLOCK_TOKENS * 2 * kv_heads * head_dim * dtype.itemsize
+    layers = max(1, -(-COLD_BYTES // layer_bytes))
+    kv = _placed(_random(blocks, layers, 2, kv_heads, BLOCK_TOKENS, head_dim, dtype=dtype))
+    table_of = np.random.default_rng(0).permutation(blocks).astype(np.int32).reshape(num_rows, -1)
+    rows = np.arange(num_rows, dtype=np.int32)
+    contexts = np.full(num_rows, context, np.int32)
+    flat = kv.view(-1).view(torch.uint16).numpy() if dtype is torch.bfloat16 else kv.view(-1).numpy()
+    group = GroupBatch(kv, flat, 0, table_of, rows.astype(np.int64), torch.zeros(num_rows, head_dim))
+    places = [(0, layer) for layer in range(layers)]
+    ids = torch.zeros(num_rows, dtype=torch.int64)
+    return HostBatch(ids, num_rows, [group], places, rows, rows * 0 + 1, contexts, rows, rows, contexts, [])
+
+
+def attention(limit: dict[str, float], dtypes: tuple[torch.dtype, ...], context: int = 4096) -> Iterator[dict[str, Any]]:
+    """Decode over `context` stored tokens a row."""
+    for dtype in dtypes:
+        for num_rows in (1, 8):
+            for head_dim in (64, 128):
+                for kv_heads, group in ((8, 1), (8, 4), (4, 8), (1, 8)):
+                    batch = _decode_batch(num_rows, context, kv_heads, head_dim, dtype)
+                    heads = kv_heads * group
+                    qkv = _random(num_rows, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
+                    calls = [
+                        partial(ops.attention, qkv, layer, heads, head_dim**-0.5, 0.0, batch)
+                        for layer in range(len(batch.layer_places))
+                    ]
+                    ours_s = seconds(calls)
+                    num_bytes = num_rows * context * 2 * kv_heads * head_dim * dtype.itemsize
+                    yield {
+                        "dtype": str(dtype).removeprefix("torch."),
+                        "rows": num_rows,
+                        "head_dim": head_dim,
+                        "kv_heads": kv_heads,
+                        "heads_per_kv": group,
+                        "us": round(ours_s * 1e6, 1),
+                        "gb_s": round(num_bytes / ours_s / 1e9, 1),
+                        "of_reading": round(ours_s * limit["read_gb_s"] * 1e9 / num_bytes, 2),
+                    }
+
+
+def elementwise(limit: dict[str, float], dtypes: tuple[torch.dtype, ...]) -> Iterator[dict[str, Any]]:
+    """Row-wise work of one layer of one-b; its data are in the caches, as they are in a step."""
+    hidden, inner, heads, kv_heads, head_dim = 2048, 8192, 32, 8, 64
+    for dtype in dtypes:
+        for num_rows in (1, 32, 128, 512):
+            batch = _decode_batch(num_rows, BLOCK_TOKENS, kv_heads, head_dim, dtype)
+            x, residual, weight = _random(num_rows, hidden, dtype=dtype), _random(num_rows, hidden, dtype=dtype), _random(hidden)
+            gate_up = _random(num_rows, 2 * inner, dtype=dtype)
+            qkv = _random(num_rows, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
+            calls: dict[str, tuple[Callable[[], Any], int]] = {
+                "add_rms_norm": (partial(ops.add_rms_norm, x, residual, weight.to(dtype), 1e-5), 4 * x.numel()),
+                "silu_and_mul": (partial(ops.silu_and_mul, gate_up), gate_up.numel() * 3 // 2),
+                "rope_and_store": (partial(ops.rope_and_store, qkv, None, 0, heads, batch), 2 * qkv.numel()),
+            }
+            for name, (call, elements) in calls.items():
+                ours_s = seconds([call])
+                num_bytes = elements * dtype.itemsize
+                yield {
+                    "dtype": str(dtype).removeprefix("torch."),
+                    "operation": name,
+                    "rows": num_rows,
+                    "us": round(ours_s * 1e6, 1),
+                    "gb_s": round(num_bytes / ours_s / 1e9, 1),
+                    "of_read": round(num_bytes / ours_s / 1e9 / limit["read_gb_s"], 2),
+                }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks.kernels", description=__doc__)
+    parser.add_argument("--only", default="linear,attention,elementwise", help="parts to run")
+    parser.add_argument("--threads", type=int, default=num_cores())
+    parser.add_argument("--rows", default=",".join(map(str, ROWS)), help="of linear")
+    parser.add_argument("--few-rows", type=int, default=0, help="switch to torch's linear above so many rows, to find where to")
+    parser.add_argument("--dtypes", default="bfloat16,float32")
+    parser.add_argument("--min-s", type=float, default=MIN_S)
+    options = parser.parse_args()
+    globals()["MIN_S"] = options.min_s
+    dtypes = tuple(getattr(torch, name) for name in options.dtypes.split(","))
+    with tempfile.TemporaryDirectory() as folder:
+        ops.configure(folder)
+        for name in options.dtypes.split(","):
+            ops.prepare(name, options.threads)
+        ops.set_num_threads(options.threads)
+        if options.few_rows:
+            ops._few_rows.update(dict.fromkeys(ops._few_rows, options.few_rows))
+        limit = {name: round(value, 1) for name, value in limits().items()}
+        print(json.dumps({"benchmark": "kernels", **machine(), **limit, "threads": options.threads}))
+        for name in options.only.split(","):
+            if name == "linear":
+                rows = list(linear(limit, dtypes, tuple(map(int, options.rows.split(",")))))
+            else:
+                rows = list({"attention": attention, "elementwise": elementwise}[name](limit, dtypes))
+            print(json.dumps({"benchmark": "kernels", "part": name, "rows": rows}))
+            print(f"\n{table(rows, {key: key.replace('_', ' ') for key in rows[0]})}\n")
+
+
+if __name__ == "__main__":
+    main()

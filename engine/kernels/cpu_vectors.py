@@ -1,0 +1,150 @@
+"""What the tiles of the CPU kernels are written in: LLVM vectors of 16 float32, and loads and products of elements.
+
+Elements: float32, and bfloat16 as uint16 bits. The latter are multiplied as pairs where the processor can (AVX512-BF16, vdpbf16ps;
+Numba's vectoriser does not know them); elsewhere pairs are widened first.
+"""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+from typing import Any
+
+import llvmlite.binding
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+
+LANES = 16  # float32 sums of a vector
+HAS_BFLOAT16_PRODUCTS = bool(llvmlite.binding.get_host_cpu_features().get("avx512bf16"))
+
+I32, I64 = ir.IntType(32), ir.IntType(64)
+FLOAT = ir.FloatType()
+SUMS = ir.VectorType(FLOAT, LANES)
+PAIRS = ir.VectorType(I32, LANES)
+
+
+class _BFloat(ir.Type):
+    """LLVM's bfloat, which llvmlite does not name."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+_BFLOATS = ir.VectorType(_BFloat(), 2 * LANES)
+
+
+def vector(kind: ir.Type, value: int | float) -> ir.Constant:
+    return ir.Constant(kind, [value] * kind.count)
+
+
+class Loader:
+    """Loads one step's elements of an array: 32 as bfloat16 pairs if both sides are at most 16 bits wide, else 16 as float32."""
+
+    def __init__(self, builder: ir.IRBuilder, data: Any, element: types.Type, paired: bool) -> None:
+        self._builder, self._element, self._paired = builder, element, paired
+        self._data = data
+        self.step = 2 * LANES if paired else LANES
+
+    def prefetch(self, at: Any) -> None:
+        builder = self._builder
+        kind = ir.FunctionType(ir.VoidType(), [self._data.type, I32, I32, I32])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        read, keep, is_data = (ir.Constant(I32, value) for value in (0, 3, 1))
+        builder.call(function, [builder.gep(self._data, [at]), read, keep, is_data])
+
+    def __call__(self, at: Any, count: Any = None) -> Any:
+        """Elements from index `at` on; count (i32): only so many of them are read, the others are 0."""
+        builder = self._builder
+        bits = ir.IntType(32 if self._element == types.float32 else 16)
+        raw = ir.VectorType(bits, self.step)
+        address = builder.bitcast(builder.gep(self._data, [at]), raw.as_pointer())
+        if count is None:
+            loaded = builder.load(address)
+            loaded.align = bits.width // 8
+        else:
+            places = ir.Constant(ir.VectorType(I32, self.step), list(range(self.step)))
+            limit = splat(builder, count, ir.VectorType(I32, self.step))
+            mask = builder.icmp_signed("<", places, limit)
+            name = f"llvm.masked.load.v{self.step}i{bits.width}.p0"
+            kind = ir.FunctionType(raw, [address.type, mask.type, raw])
+            function = cgutils.get_or_insert_function(builder.module, kind, name)
+            loaded = builder.call(function, [address, mask, vector(raw, 0)])
+        if self._paired:
+            return builder.bitcast(loaded, PAIRS)
+        if self._element == types.uint16:
+            wide = builder.zext(loaded, PAIRS)
+            return builder.bitcast(builder.shl(wide, vector(PAIRS, 16)), SUMS)
+        return builder.bitcast(loaded, SUMS)
+
+
+def splat(builder: ir.IRBuilder, value: Any, kind: ir.VectorType) -> Any:
+    single = builder.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(I32, 0))
+    return builder.shuffle_vector(
+        single, ir.Constant(kind, ir.Undefined), ir.Constant(ir.VectorType(I32, kind.count), [0] * kind.count)
+    )
+
+
+def fma(builder: ir.IRBuilder, left: Any, right: Any, total: Any) -> Any:
+    kind = ir.FunctionType(SUMS, [SUMS] * 3)
+    function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{LANES}f32")
+    return builder.call(function, [left, right, total])
+
+
+def add_products(builder: ir.IRBuilder, total: Any, left: Any, right: Any, paired: bool) -> Any:
+    """total + left * right in each lane; of pairs, both products."""
+    if not paired:
+        return fma(builder, left, right, total)
+    if HAS_BFLOAT16_PRODUCTS:
+        kind = ir.FunctionType(SUMS, [SUMS, _BFLOATS, _BFLOATS])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
+        return builder.call(function, [total, builder.bitcast(left, _BFLOATS), builder.bitcast(right, _BFLOATS)])
+    upper, sixteen = vector(PAIRS, 0xFFFF0000), vector(PAIRS, 16)
+    for part in (lambda pairs: builder.and_(pairs, upper), lambda pairs: builder.shl(pairs, sixteen)):
+        total = fma(builder, builder.bitcast(part(left), SUMS), builder.bitcast(part(right), SUMS), total)
+    return total
+
+
+def fold(builder: ir.IRBuilder, vectors: list[Any]) -> Any:
+    """Adds up the lanes of each of 16 vectors or fewer; lane i of the result is the sum of vector i."""
+    width = LANES  # lanes that hold parts of one sum
+    while width > 1:
+        half = width // 2
+        both = [group * width + lane for group in range(2 * LANES // width) for lane in range(half)]
+        pairs = zip_longest(vectors[::2], vectors[1::2], fillvalue=ir.Constant(SUMS, ir.Undefined))
+        vectors = [
+            builder.fadd(shuffle(builder, left, right, both), shuffle(builder, left, right, [b + half for b in both]))
+            for left, right in pairs
+        ]
+        width = half
+    return vectors[0]
+
+
+def shuffle(builder: ir.IRBuilder, left: Any, right: Any, lanes: list[int]) -> Any:
+    return builder.shuffle_vector(left, right, ir.Constant(PAIRS, lanes))
+
+
+def token_pairs(builder: ir.IRBuilder, loaded: list[Any]) -> list[Any]:
+    """Of pairs (places 2 i and 2 i + 1) of one or two tokens: pairs of the tokens at even places, then at odd ones. The second of
+    one token is 0."""
+    lower, sixteen = vector(PAIRS, 0xFFFF), vector(PAIRS, 16)
+    even, odd = builder.and_(loaded[0], lower), builder.lshr(loaded[0], sixteen)
+    if len(loaded) == 2:
+        even = builder.or_(even, builder.shl(loaded[1], sixteen))
+        odd = builder.or_(odd, builder.and_(loaded[1], vector(PAIRS, 0xFFFF0000)))
+    return [even, odd]
+
+
+def for_pieces(builder: ir.IRBuilder, count: Any, step: int, body: Any) -> None:
+    """body(k) for each whole step below count, then body(k, rest as i32) if there is a rest."""
+    step_value = ir.Constant(I64, step)
+    whole = builder.sub(count, builder.urem(count, step_value))
+    with cgutils.for_range_slice(builder, ir.Constant(I64, 0), whole, step_value) as (k, _):
+        body(k)
+    with builder.if_then(builder.icmp_signed("<", whole, count), likely=False):
+        body(whole, builder.trunc(builder.sub(count, whole), I32))

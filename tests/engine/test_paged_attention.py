@@ -1,0 +1,71 @@
+"""Decode over a block table against the twin: head sizes, groups, windows, lengths, shares of the work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from engine import ops
+from engine.kernels import reference
+from tests.engine.model_bench import CACHE_DIR
+
+pytest.importorskip("numba")
+
+LAYERS, LAYER = 2, 1
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels() -> Iterator[None]:
+    ops.configure(CACHE_DIR)
+    for dtype in ("float32", "bfloat16"):
+        ops.prepare(dtype, 2)
+    yield
+    ops.configure(CACHE_DIR)
+    ops.set_num_threads(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("num_shares", [1, 2, 5, 64])
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "head_dim", "block_tokens", "window", "softcap"),
+    [
+        (2, 1, 64, 16, 0, 0.0),
+        (1, 8, 128, 16, 0, 0.0),
+        (3, 4, 96, 32, 0, 30.0),
+        (2, 7, 80, 8, 300, 0.0),
+        (1, 3, 40, 4, 17, 5.0),
+        (1, 5, 256, 512, 0, 0.0),
+        (2, 2, 6, 16, 400, 0.0),
+    ],
+)
+def test_is_the_twins(
+    dtype: torch.dtype, num_shares: int, kv_heads: int, group: int, head_dim: int, block_tokens: int, window: int, softcap: float
+) -> None:
+    """What lies in the rows' blocks behind their contexts is NaN, and so are all blocks of other rows."""
+    generator = torch.Generator().manual_seed(head_dim)
+    contexts = np.array([1, 700, 16, 255, 513, 257], np.int32)
+    heads, num_rows = kv_heads * group, len(contexts)
+    blocks_per_row = -(-int(contexts.max()) // block_tokens)
+    shape = (num_rows * blocks_per_row, LAYERS, 2, kv_heads, block_tokens, head_dim)
+    kv = torch.randn(shape, generator=generator).to(dtype)
+    table = np.random.default_rng(1).permutation(shape[0]).astype(np.int32).reshape(num_rows, blocks_per_row)
+    for row, context in enumerate(contexts.tolist()):
+        for number, block in enumerate(table[row].tolist()):
+            kv[block, :, :, :, max(0, context - number * block_tokens) :] = torch.nan
+    rows = np.arange(num_rows, dtype=np.int32)
+    tokens = rows[::-1].copy()
+    qkv = (torch.randn(num_rows, (heads + 2 * kv_heads) * head_dim, generator=generator) * 2).to(dtype)
+    wanted, given = torch.zeros(num_rows, heads * head_dim).to(dtype), torch.zeros(num_rows, heads * head_dim).to(dtype)
+    scale = head_dim**-0.5
+    reference.paged_attention(
+        qkv, kv, LAYER, heads, *(torch.from_numpy(x) for x in (table, tokens, rows, contexts)), window, scale, softcap, wanted
+    )
+    kernel = ops._kernels.paged_attention_serial if num_shares == 1 else ops._kernels.paged_attention_parallel
+    sizes = (LAYERS, LAYER, heads, kv_heads, block_tokens, head_dim)
+    arrays = [ops._array(x) for x in (qkv, kv.view(-1), given)]
+    kernel(arrays[0], arrays[1], *sizes, table, tokens, rows, contexts, window, scale, softcap, num_shares, arrays[2])
+    tolerance = 5e-6 if dtype is torch.float32 else 2e-2
+    torch.testing.assert_close(given.float(), wanted.float(), rtol=tolerance, atol=tolerance)
