@@ -6,6 +6,7 @@ import os
 
 SERVICE_CONTROL = "/run/hearthd/control.sock"
 SERVICE_STATUS = "/run/hearthd/status.sock"
+SERVICE_CONFIG = "/etc/hearthd/node.toml"
 # sun_path of sockaddr_un holds 108 bytes with the closing zero
 MAX_SOCKET_PATH_BYTES = 107
 

@@ -247,6 +247,7 @@ class Node:
             "pid": os.getpid(),
             "url": self.url,
             "control": self.config.control,
+            "models_dir": self.config.models_dir,
             "uptime_s": round(time.time() - self.started_unix_s, 1),
             "healthy": healthy,
             "ready": ready,

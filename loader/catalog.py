@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from loader import sizing
+from loader import hub_cache, sizing
 from loader.errors import CheckpointError, FileTooShort
 from loader.hf_config import (
     CONFIG_NAME,
@@ -35,6 +35,8 @@ TOKENIZER_NAMES = (
     "chat_template.jinja",
     "chat_template.json",
 )
+# every file beside the weights that anything here reads
+SIDE_FILES = (CONFIG_NAME, GENERATION_CONFIG_NAME, *TOKENIZER_NAMES, MODULES_NAME, POOLING_NAME)
 
 
 @dataclass(slots=True, frozen=True)
@@ -71,13 +73,15 @@ class Checkpoint:
 
 
 def scan(models_dir: str | Path, previous: Mapping[str, Checkpoint] | None = None) -> dict[str, Checkpoint]:
-    """Every model below models_dir by name (its path below it), sorted. `previous`: the last result; folders whose names, sizes
-    and times have not changed are taken from it without opening a file. Raises OSError if models_dir itself can't be read."""
+    """Every model below models_dir by name (its path below it), sorted. A Hugging Face cache's `models--org--name` is `org/name`,
+    unless a folder of that name is there too. `previous`: the last result; folders whose names, sizes and times have not changed
+    are taken from it without opening a file. Raises OSError if models_dir itself can't be read."""
     root = Path(models_dir)
     found: dict[str, Checkpoint] = {}
-    folders = [(root, "", 0)]
+    cached: dict[str, Checkpoint] = {}
+    folders = [(root, "", 0, False)]
     while folders:
-        folder, name, depth = folders.pop()
+        folder, name, depth, in_cache = folders.pop()
         try:
             entries = list(os.scandir(folder))
         except OSError:
@@ -86,14 +90,23 @@ def scan(models_dir: str | Path, previous: Mapping[str, Checkpoint] | None = Non
             continue  # gone or unreadable meanwhile: not a model
         files = [entry for entry in entries if not entry.name.startswith(".") and _is_file(entry)]
         if depth and _looks_like_model({entry.name for entry in files}):
-            found[name] = _scan_folder(folder, name, files, (previous or {}).get(name))
+            (cached if in_cache else found)[name] = _scan_folder(folder, name, files, (previous or {}).get(name))
         elif depth < MAX_DEPTH:
-            folders += [
-                (folder / entry.name, f"{name}/{entry.name}" if name else entry.name, depth + 1)
-                for entry in entries
-                if not entry.name.startswith(".") and _is_dir(entry)
-            ]
-    return dict(sorted(found.items()))
+            for entry in entries:
+                if not entry.name.startswith(".") and _is_dir(entry):
+                    repo, below = hub_cache.repo_name(entry.name), Path(folder, entry.name)
+                    path = below if repo is None else _snapshot(below)
+                    inner = repo or entry.name
+                    if path is not None:
+                        folders.append((path, f"{name}/{inner}" if name else inner, depth + 1, in_cache or repo is not None))
+    return dict(sorted((cached | found).items()))
+
+
+def _snapshot(folder: Path) -> Path | None:
+    try:
+        return hub_cache.snapshot(folder)
+    except OSError:
+        return None  # gone or unreadable meanwhile
 
 
 def scan_one(path: str | Path, name: str | None = None) -> Checkpoint:

@@ -140,9 +140,14 @@ def read_header(fd: int, file: str) -> Header:
 
 
 def read_index(folder: Path) -> dict[str, str]:
-    """Tensor name -> file name from model.safetensors.index.json. Raises CheckpointError; file names stay inside the folder."""
+    """Tensor name -> file name from model.safetensors.index.json. Raises CheckpointError, OSError."""
+    return parse_index((folder / INDEX_NAME).read_bytes())
+
+
+def parse_index(text: bytes) -> dict[str, str]:
+    """Tensor name -> file name. Raises CheckpointError; file names stay inside the folder."""
     try:
-        weight_map = _index_decoder.decode((folder / INDEX_NAME).read_bytes()).weight_map
+        weight_map = _index_decoder.decode(text).weight_map
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(INDEX_NAME, None, f"not a valid index: {error}") from None
     for tensor, file in weight_map.items():

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from config.paths import client_control_path, daemon_status_path
 from daemon.cli import completion, keys, models, node, plan, queue, simulate, story, top
 from daemon.cli.client import Client, CommandError
+from daemon.cli.pull import command as pull
 from daemon.errors import EXIT_OK, EXIT_USAGE
 
 Command = Callable[[Client, argparse.Namespace], None]
@@ -62,6 +63,10 @@ def make_parser() -> argparse.ArgumentParser:
     add("reload", node.reload, "read the configuration file again")
     hash_key = add("hash-key", keys.hash_key, "the line a keys file needs for a key, read from the terminal or standard input")
     hash_key.add_argument("--generate", action="store_true", help="make a new key and print both")
+    pulling = add(
+        "pull", pull.pull, "download a model from the Hugging Face hub into the models folder; goes on where it was", "REPO"
+    )
+    pull.add_options(pulling)
     what_if = add("simulate", simulate.simulate, "what the scheduler makes of a trace of requests, and other rules", "TRACE", True)
     simulate.add_simulate_options(what_if)
     made = add("trace", simulate.trace, "make such a trace: models by Zipf's law, asked for in bursts", "FILE", True)

@@ -28,7 +28,11 @@ class _UnixConnection(http.client.HTTPConnection):
 
     def connect(self) -> None:
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.connect(self._path)
+        try:
+            self.sock.connect(self._path)
+        except OSError:
+            self.close()
+            raise
 
 
 class Client:

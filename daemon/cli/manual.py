@@ -53,6 +53,7 @@ VARIABLES = {
 }
 EXAMPLES = {
     "hearth models": "all models, and why one is incomplete or refused",
+    "hearth pull org/name": "download a model from the Hugging Face hub; HF_TOKEN and HF_ENDPOINT count",
     "hearth load org/name": "load a model and wait until it is ready",
     "hearth why org/name": "its story, and what it waits for",
     "hearth events -f": "everything, as it happens",

@@ -1,4 +1,4 @@
-"""The progress bar of a load, on a terminal only."""
+"""Progress bars, on a terminal only."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ from typing import Any
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 
+def byte_bar() -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
+    return Progress(*columns, transient=True)
+
+
 def show(name: str, lines: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Passes the lines on and draws what they tell."""
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
-    with Progress(*columns, transient=True) as progress:
+    with byte_bar() as progress:
         task = progress.add_task(f"{name}: waiting", total=None)
         for line in lines:
             if line.get("event") == "load_progress":

@@ -1,0 +1,42 @@
+"""Which models folder a command means that needs no daemon."""
+
+from __future__ import annotations
+
+import os
+
+from config import paths
+from daemon.cli.client import Client, CommandError
+from daemon.errors import EXIT_NOT_FOUND, EXIT_USAGE
+
+
+def models_folder(client: Client, named: str) -> str:
+    """The one named, else the running daemon's, else that of the service's settings. Raises CommandError."""
+    folder, source = named and os.path.abspath(named), "--models"
+    if not folder:
+        folder, source = _of_daemon(client), "hearthd"
+    if not folder and os.path.exists(paths.SERVICE_CONFIG):
+        folder, source = _of_file(paths.SERVICE_CONFIG), paths.SERVICE_CONFIG
+    if not folder:
+        message = f"which models folder? hearthd does not run at {client.control}; name the folder with --models DIR"
+        raise CommandError(EXIT_USAGE, {"code": "invalid_request", "message": message, "details": {}})
+    if not os.path.isdir(folder):
+        message = f"{source}: {folder} is no folder; make it, or name another with --models DIR"
+        raise CommandError(EXIT_NOT_FOUND, {"code": "folder_not_found", "message": message, "details": {"folder": folder}})
+    return folder
+
+
+def _of_daemon(client: Client) -> str:
+    try:
+        return str(client.get("/control/v1/status").get("models_dir", ""))
+    except CommandError:
+        return ""
+
+
+def _of_file(path: str) -> str:
+    from config import load  # for this alone
+
+    try:
+        return load.load(path).models_dir
+    except load.ConfigError as error:
+        message = f"{error}; correct it, or name the folder with --models DIR"
+        raise CommandError(EXIT_USAGE, {"code": "invalid_config", "message": message, "details": {}}) from None

@@ -1,0 +1,1 @@
+"""`hearth pull`: a checkpoint from the Hugging Face hub into the models folder."""

@@ -1,0 +1,137 @@
+"""`hearth pull REPO`, in this process and as its user; the daemon only finds the folder once it is whole."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from daemon.cli.client import Client, CommandError
+from daemon.cli.models_folder import models_folder
+from daemon.cli.table import size
+from daemon.errors import EXIT_DENIED, EXIT_NO_FIT, EXIT_USAGE
+
+if TYPE_CHECKING:
+    from daemon.cli.pull.download import OnBytes
+    from daemon.cli.pull.hub import Hub
+    from daemon.cli.pull.plan import Repo, RepoFile
+
+
+@dataclass(slots=True, frozen=True)
+class Pulled:
+    """fetched_bytes: None where the commit was there already."""
+
+    name: str
+    folder: str
+    commit: str
+    fetched_bytes: int | None
+
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--revision", metavar="REVISION", default=None, help="a branch, tag or commit (default: main)")
+    parser.add_argument(
+        "--models", metavar="DIR", default="", help="the models folder (default: the running daemon's, else the service's)"
+    )
+
+
+def pull(client: Client, options: argparse.Namespace) -> None:
+    folder = models_folder(client, options.models)
+    try:
+        result = pulled(Path(folder), options.name, options.revision, sys.stdout.isatty() and not options.json)
+    except PermissionError as error:
+        message = f"{error.filename or folder}: no permission to write; run it as a user who may (the service's group is hearthd)"
+        raise CommandError(EXIT_DENIED, {"code": "permission_denied", "message": message, "details": {}}) from None
+    except OSError as error:
+        code, exit_code = ("no_space", EXIT_NO_FIT) if error.errno in (errno.ENOSPC, errno.EDQUOT) else ("internal", 1)
+        message = f"{error.filename or folder}: {error.strerror or error}"
+        raise CommandError(exit_code, {"code": code, "message": message, "details": {}}) from None
+    if options.json:
+        print(json.dumps(asdict(result)))
+    elif result.fetched_bytes is None:
+        print(f"{options.name} is there already, at commit {result.commit[:12]}")
+    else:
+        print(f"{options.name} is in {result.folder}, commit {result.commit[:12]}, {size(result.fetched_bytes)} fetched")
+
+
+def pulled(models_dir: Path, name: str, revision: str | None, with_bar: bool) -> Pulled:
+    """Raises CommandError, OSError."""
+    from daemon.cli.pull import download, plan, receipt
+    from daemon.cli.pull.hub import Hub
+
+    target = models_dir / name
+    known = receipt.read(target)
+    if known is not None and revision and _COMMIT.fullmatch(revision) and known.commit == revision and known.is_complete(target):
+        return Pulled(name, str(target), revision, None)
+    hub = Hub()
+    repo = hub.repo(name, revision)
+    if known is not None and known.commit == repo.commit and known.is_complete(target):
+        return Pulled(name, str(target), repo.commit, None)
+    in_cache = _in_cache(models_dir, repo)
+    if in_cache is not None:
+        return Pulled(name, str(in_cache), repo.commit, None)
+    if known is None and os.path.lexists(target):
+        message = f"{target} is there and did not come from a pull; move it away, or name another folder with --models"
+        raise CommandError(EXIT_USAGE, {"code": "folder_exists", "message": message, "details": {"folder": str(target)}})
+    files = _needed(hub, repo)
+    partial = download.partial_folder(models_dir, name)
+    missing = download.missing_bytes(partial, target, files)
+    status = os.statvfs(models_dir)
+    plan.check_space(repo, sum(file.size_bytes for file in files), missing, status.f_bavail * status.f_frsize, str(models_dir))
+    with download.locked(partial), _bar(name, missing, with_bar) as on_bytes:
+        download.download(hub, repo, files, partial, target, on_bytes)
+        download.publish(partial, target)
+    return Pulled(name, str(target), repo.commit, missing)
+
+
+def _in_cache(models_dir: Path, repo: Repo) -> Path | None:
+    """The models folder may be a cache of the hub's own tools, which has the commit."""
+    from loader.catalog import scan_one
+
+    folder = models_dir / f"models--{repo.name.replace('/', '--')}" / "snapshots" / repo.commit
+    try:
+        return folder if scan_one(folder).complete else None
+    except OSError:
+        return None
+
+
+def _needed(hub: Hub, repo: Repo) -> list[RepoFile]:
+    """Asks for the configuration and the index first: a model that can't be served costs two small files."""
+    from daemon.cli.pull import plan
+    from loader.errors import CheckpointError
+    from loader.hf_config import CONFIG_NAME, parse_config
+    from loader.safetensors import INDEX_NAME, parse_index
+
+    weight_map = None
+    try:
+        if INDEX_NAME in repo.files:
+            weight_map = parse_index(hub.text(repo, repo.files[INDEX_NAME]))
+        files = plan.needed(repo, weight_map)
+        if CONFIG_NAME not in repo.files:
+            raise plan.refused(repo, f"it has no {CONFIG_NAME}")
+        parse_config(hub.text(repo, repo.files[CONFIG_NAME]))
+    except CheckpointError as error:
+        raise plan.refused(repo, str(error)) from None
+    return files
+
+
+@contextmanager
+def _bar(name: str, total_bytes: int, shown: bool) -> Iterator[OnBytes]:
+    if not shown:
+        yield lambda num_bytes: None
+        return
+    from daemon.cli.progress import byte_bar
+
+    with byte_bar() as progress:
+        task = progress.add_task(name, total=total_bytes)
+        yield lambda num_bytes: progress.advance(task, num_bytes)

@@ -1,0 +1,211 @@
+"""Fills `.partial-org--name` beside the models, then gives it the model's name: the catalog sees all of a model or nothing.
+
+A file is `NAME.incomplete` until its digest is that of the hub; the next pull goes on at its end. Files that the folder of another
+commit has already are linked, not fetched.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
+
+from daemon.cli.client import CommandError
+from daemon.cli.pull import receipt
+from daemon.cli.pull.plan import Repo, RepoFile
+from daemon.errors import EXIT_BUSY
+
+if TYPE_CHECKING:
+    from daemon.cli.pull.hub import Hub
+
+NUM_STREAMS = 4  # the hub bounds what one connection gets
+INCOMPLETE = ".incomplete"
+READ_BYTES = 4 << 20
+
+OnBytes = Callable[[int], None]  # bytes that came; below 0: that are to come again
+
+
+class Stopped(Exception):
+    """Another file failed, or the user stopped it."""
+
+
+def partial_folder(models_dir: Path, name: str) -> Path:
+    return models_dir / f".partial-{name.replace('/', '--')}"
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """The folder, made if need be, for this process alone. Raises CommandError where another one has it."""
+    folder.mkdir(exist_ok=True)
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            message = f"another pull is writing {folder}; wait for it, or stop it"
+            raise CommandError(EXIT_BUSY, {"code": "busy", "message": message, "details": {}}) from None
+        yield
+    finally:
+        os.close(fd)
+
+
+def missing_bytes(partial: Path, target: Path, files: list[RepoFile]) -> int:
+    """What is still to be fetched: of a file in part, the rest."""
+    total = 0
+    for file in files:
+        if not (_is_there(partial, file) or _is_there(target, file)):
+            total += file.size_bytes - _incomplete_bytes(partial, file)
+    return total
+
+
+def download(hub: Hub, repo: Repo, files: list[RepoFile], partial: Path, target: Path, on_bytes: OnBytes) -> None:
+    """Fills the partial folder. Raises CommandError, OSError; what is there by then stays for the next time."""
+    _drop_others(partial, files)
+    receipt.write(partial, repo, files)
+    wanted = []
+    for file in files:
+        (partial / file.name).parent.mkdir(parents=True, exist_ok=True)
+        if not _is_there(partial, file) and not _linked(partial, target, file):
+            wanted.append(file)
+    stop = threading.Event()
+    with ThreadPoolExecutor(NUM_STREAMS, "pull") as pool:
+        futures = [pool.submit(_fetch, hub, repo, file, partial, on_bytes, stop) for file in wanted]
+        try:
+            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+        finally:
+            stop.set()
+            pool.shutdown(cancel_futures=True)
+    for future in done:
+        error = future.exception()
+        if error is not None and not isinstance(error, Stopped):
+            raise error
+
+
+def publish(partial: Path, target: Path) -> None:
+    """The partial folder becomes the model; an older commit's folder goes. Raises OSError."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    replaced = partial.with_name(partial.name.replace(".partial-", ".replaced-", 1))
+    shutil.rmtree(replaced, ignore_errors=True)
+    if target.exists():
+        target.rename(replaced)
+    partial.rename(target)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _is_there(folder: Path, file: RepoFile) -> bool:
+    known = receipt.read(folder)
+    return known is not None and known.files.get(file.name) == (file.size_bytes, file.digest) and known.has(folder, file.name)
+
+
+def _incomplete_bytes(partial: Path, file: RepoFile) -> int:
+    known = receipt.read(partial)
+    if known is None or known.files.get(file.name) != (file.size_bytes, file.digest):
+        return 0
+    try:
+        return min((partial / (file.name + INCOMPLETE)).stat().st_size, file.size_bytes)
+    except OSError:
+        return 0
+
+
+def _drop_others(partial: Path, files: list[RepoFile]) -> None:
+    """What an interrupted pull of another commit left and this one has no use for."""
+    keep = {receipt.NAME}
+    for file in files:
+        if _is_there(partial, file):
+            keep.add(file.name)
+        elif _incomplete_bytes(partial, file):
+            keep.add(file.name + INCOMPLETE)
+    for path in sorted(partial.rglob("*"), reverse=True):  # what a folder holds before the folder
+        if path.is_dir():
+            with suppress(OSError):  # not empty
+                path.rmdir()
+        elif str(path.relative_to(partial)) not in keep:
+            path.unlink()
+
+
+def _linked(partial: Path, target: Path, file: RepoFile) -> bool:
+    if not _is_there(target, file):
+        return False
+    try:
+        os.link(target / file.name, partial / file.name)
+    except OSError:
+        return False  # a file system without links: it is fetched
+    return True
+
+
+def _fetch(hub: Hub, repo: Repo, file: RepoFile, partial: Path, on_bytes: OnBytes, stop: threading.Event) -> None:
+    path = partial / (file.name + INCOMPLETE)
+    with open(path, "a+b") as raw:
+        sink = _Sink(raw, file, on_bytes, stop)
+        begin = sink.read_what_is_there()
+        if begin < file.size_bytes:
+            hub.fetch(repo, file, cast(BinaryIO, sink), begin)
+        if sink.digest() != file.digest or raw.tell() != file.size_bytes:
+            path.unlink()
+            message = f"{repo.name}: {file.name} is not what the hub's checksum says, and was removed; run the same command again"
+            raise CommandError(1, {"code": "checksum", "message": message, "details": {"file": file.name}})
+        raw.flush()
+        os.fsync(raw.fileno())
+    path.rename(partial / file.name)
+
+
+class _Sink:
+    """The file that grows, as `http_get` writes it, with its digest kept along."""
+
+    def __init__(self, raw: BinaryIO, file: RepoFile, on_bytes: OnBytes, stop: threading.Event) -> None:
+        self._raw, self._file, self._on_bytes, self._stop = raw, file, on_bytes, stop
+        self._hash = self._new_hash()
+
+    def read_what_is_there(self) -> int:
+        """Bytes that an earlier pull left; none where they are more than the file has."""
+        if self._raw.seek(0, os.SEEK_END) > self._file.size_bytes:
+            self._raw.truncate(0)
+        self._raw.seek(0)
+        while block := self._raw.read(READ_BYTES):
+            self._check()
+            self._hash.update(block)
+        return self._raw.tell()
+
+    def digest(self) -> str:
+        return f"{self._file.digest.partition(':')[0]}:{self._hash.hexdigest()}"
+
+    def write(self, data: bytes) -> int:
+        self._check()
+        self._raw.write(data)
+        self._hash.update(data)
+        self._on_bytes(len(data))
+        return len(data)
+
+    def tell(self) -> int:
+        return self._raw.tell()
+
+    def seek(self, offset: int) -> int:
+        return self._raw.seek(offset)
+
+    def truncate(self) -> None:
+        """Asked for at the start of the file only, where the hub sends all of it again."""
+        begin = self._raw.tell()
+        if begin:
+            raise OSError(f"{self._file.name}: to be truncated at {begin}, not at its start")
+        num_bytes = self._raw.seek(0, os.SEEK_END)
+        self._raw.truncate(0)
+        self._hash = self._new_hash()
+        self._on_bytes(-num_bytes)
+
+    def _check(self) -> None:
+        if self._stop.is_set():
+            raise Stopped
+
+    def _new_hash(self) -> Any:
+        if self._file.digest.startswith("sha256:"):
+            return hashlib.sha256()
+        made = hashlib.sha1(usedforsecurity=False)
+        made.update(f"blob {self._file.size_bytes}\0".encode())
+        return made

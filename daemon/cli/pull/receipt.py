@@ -1,0 +1,53 @@
+"""What a pulled folder says of itself: `.pull.json`, which the catalog does not see."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from daemon.cli.pull.plan import Repo, RepoFile
+
+NAME = ".pull.json"
+
+
+class Receipt(msgspec.Struct, frozen=True):
+    """files: name -> (size in bytes, digest)."""
+
+    repo: str
+    commit: str
+    files: dict[str, tuple[int, str]]
+
+    def is_complete(self, folder: Path) -> bool:
+        return all(self.has(folder, name) for name in self.files)
+
+    def has(self, folder: Path, name: str) -> bool:
+        """The file is there, as long as it should be."""
+        try:
+            return (folder / name).stat().st_size == self.files[name][0]
+        except OSError:
+            return False
+
+
+def read(folder: Path) -> Receipt | None:
+    """None: there is none that can be read."""
+    try:
+        return msgspec.json.decode((folder / NAME).read_bytes(), type=Receipt)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
+def write(folder: Path, repo: Repo, files: Iterable[RepoFile]) -> None:
+    """Raises OSError."""
+    receipt = Receipt(repo.name, repo.commit, {file.name: (file.size_bytes, file.digest) for file in files})
+    path = folder / (NAME + ".new")
+    try:
+        path.write_bytes(msgspec.json.encode(receipt))
+        os.replace(path, folder / NAME)
+    except OSError:
+        with contextlib.suppress(OSError):
+            path.unlink()
+        raise

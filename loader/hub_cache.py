@@ -1,0 +1,31 @@
+"""Folders as the Hugging Face hub's own tools keep them: `models--org--name/snapshots/COMMIT/`, links into `blobs/`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+PREFIX = "models--"
+
+
+def repo_name(folder_name: str) -> str | None:
+    """`org/name` for `models--org--name`, `name` for `models--name`; None for any other folder."""
+    if not folder_name.startswith(PREFIX):
+        return None
+    parts = folder_name.removeprefix(PREFIX).split("--")
+    return "/".join(parts) if len(parts) <= 2 and all(parts) else None
+
+
+def snapshot(folder: Path) -> Path | None:
+    """The folder of the commit that `refs/main` names, else of the one written last; None: there is none. Raises OSError."""
+    snapshots = folder / "snapshots"
+    try:
+        commit = (folder / "refs" / "main").read_text("ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        commit = ""
+    if commit and "/" not in commit and commit not in (".", "..") and (snapshots / commit).is_dir():
+        return snapshots / commit
+    try:
+        found = [each for each in snapshots.iterdir() if not each.name.startswith(".") and each.is_dir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return max(found, key=lambda each: (each.stat().st_mtime_ns, each.name), default=None)
