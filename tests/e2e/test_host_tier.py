@@ -26,6 +26,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     for seed, name in enumerate(NAMES):
         make_model(folder / "models" / name, seed=seed, weights_bytes=12 * MIB)
     flags = ["--dtype", "float32", "--threads", "1", "--max-num-batched-tokens", "128", "--host-tier-bytes", "96MiB"]
+    flags += ["--load-deadline-s", "80", "--max-wait-s", "80"]  # the first load waits for kernels to be compiled
     with Node(folder, devices=["cpu:0=96MiB"], runner="torch", flags=flags) as running:
         yield running
 
@@ -43,6 +44,7 @@ def read_chars(pid: int) -> int:
 
 def test_a_model_that_left_is_warm_and_comes_back_without_a_read(node: Node) -> None:
     first = Stream(node, "ash", "once upon a time", 30).join()
+    assert first.error == ""
     assert loads(node)[-1]["bytes_read"] >= 12 * MIB
     node.cli("unload", "ash", "--to", "warm")
     (row,) = node.ps()

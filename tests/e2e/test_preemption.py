@@ -25,6 +25,7 @@ def node(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         make_model(folder / "models" / name, seed=seed, weights_bytes=24 * MIB)
     flags = ["--dtype", "float32", "--overdue-after-s", "0.3", "--preempt-after-s", "0.3", "--threads", "1"]
     flags += ["--max-num-batched-tokens", "128", "--host-tier-bytes", host_tier, "--sse-comment-every-s", "0.2"]
+    flags += ["--load-deadline-s", "80", "--max-wait-s", "80"]  # the first load waits for kernels to be compiled
     with Node(folder, devices=["cpu:0=56MiB"], runner=runner, null_step_ms=3, flags=flags) as running:
         yield running
 
