@@ -248,6 +248,7 @@ class Node:
             "url": self.url,
             "control": self.config.control,
             "models_dir": self.config.models_dir,
+            "cache_dir": self.config.cache_dir,
             "uptime_s": round(time.time() - self.started_unix_s, 1),
             "healthy": healthy,
             "ready": ready,

@@ -22,7 +22,15 @@ MAY_IMPORT = {
     "daemon": {"config", "scheduler", "loader", "engine"},
 }
 DAEMON_FROM_ENGINE = {"engine.protocol", "engine.grammar.compile"}
-DAEMON_FROM_LOADER = {"loader.catalog", "loader.safetensors", "loader.hf_config", "loader.sizing", "loader.errors"}
+# direct_io: system calls alone; `hearth doctor` reads from the drive with it
+DAEMON_FROM_LOADER = {
+    "loader.catalog",
+    "loader.direct_io",
+    "loader.errors",
+    "loader.hf_config",
+    "loader.safetensors",
+    "loader.sizing",
+}
 PURE = {"asyncio", "time", "datetime", "os", "socket", "threading", "subprocess", "random", "logging", "torch", "pathlib"}
 # inside engine: a module of the row may not import a module of the columns to its right
 ENGINE_ORDER = ["engine.kernels", "engine.ops", "engine.layers", "engine.models"]

@@ -12,10 +12,12 @@ from collections.abc import Callable, Sequence
 from config.paths import client_control_path, daemon_status_path
 from daemon.cli import completion, keys, models, node, plan, queue, simulate, story, top
 from daemon.cli.client import Client, CommandError
+from daemon.cli.doctor import command as doctor
 from daemon.cli.pull import command as pull
 from daemon.errors import EXIT_OK, EXIT_USAGE
 
-Command = Callable[[Client, argparse.Namespace], None]
+# its exit code where that is not 0 without an error
+Command = Callable[[Client, argparse.Namespace], int | None]
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -67,6 +69,8 @@ def make_parser() -> argparse.ArgumentParser:
         "pull", pull.pull, "download a model from the Hugging Face hub into the models folder; goes on where it was", "REPO"
     )
     pull.add_options(pulling)
+    examining = add("doctor", doctor.doctor, "what of this machine stands in the way, and what to change; exits 1 if a check fails")
+    doctor.add_options(examining)
     what_if = add("simulate", simulate.simulate, "what the scheduler makes of a trace of requests, and other rules", "TRACE", True)
     simulate.add_simulate_options(what_if)
     made = add("trace", simulate.trace, "make such a trace: models by Zipf's law, asked for in bursts", "FILE", True)
@@ -87,7 +91,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     control = getattr(options, "control", None) or client_control_path()
     client = Client(control, daemon_status_path(control))
     try:
-        options.run(client, options)
+        exit_code: int | None = options.run(client, options)
         sys.stdout.flush()
     except CommandError as error:
         if options.json:
@@ -100,6 +104,8 @@ def run(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         return 130
+    else:
+        return exit_code or EXIT_OK
     return EXIT_OK
 
 

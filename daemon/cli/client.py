@@ -70,7 +70,7 @@ class Client:
     def _request(self, method: str, path: str, socket_path: str = "") -> http.client.HTTPResponse:
         connection = _UnixConnection(socket_path or self.control)
         try:
-            connection.request(method, path)
+            connection.request(method, path, headers={"Connection": "close"})  # the socket ends with the answer
             response = connection.getresponse()
         except PermissionError:
             if method == "GET" and not socket_path and os.path.exists(self._status):

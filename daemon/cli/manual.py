@@ -17,7 +17,7 @@ from daemon.version import VERSION
 
 EXITS = {
     0: "done",
-    1: "hearthd failed on the command; its log says how",
+    1: "hearthd failed on the command; its log says how; doctor: a check failed",
     2: "usage, or a configuration that is not valid",
     3: "no such model or request",
     4: "it would not fit",
@@ -57,9 +57,10 @@ EXAMPLES = {
     "hearth load org/name": "load a model and wait until it is ready",
     "hearth why org/name": "its story, and what it waits for",
     "hearth events -f": "everything, as it happens",
+    "hearth doctor": "what of this machine stands in the way, and what to change",
     "hearth models --json": "the same for scripts; all commands take --json",
 }
-_READING = ("ps", "models", "status", "why", "plan", "history", "top", "queue", "events", "version")
+_READING = ("ps", "models", "status", "why", "plan", "history", "top", "queue", "events", "doctor", "version")
 
 
 # ---- roff

@@ -1,0 +1,1 @@
+"""`hearth doctor`: what of this machine stands in the way, and what to change."""

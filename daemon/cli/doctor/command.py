@@ -1,0 +1,82 @@
+"""`hearth doctor`, with or without a running daemon."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from daemon.cli.client import Client
+from daemon.errors import EXIT_OK
+
+if TYPE_CHECKING:
+    from daemon.cli.doctor.finding import Finding
+    from daemon.cli.doctor.settings import Settings
+
+EXIT_FAILED = 1
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        default="",
+        help="check against this file (default: what the daemon runs with, else the service's)",
+    )
+    parser.add_argument("--models", metavar="DIR", default="", help="look at this models folder")
+
+
+def doctor(client: Client, options: argparse.Namespace) -> int:
+    from config.units import machine_memory_bytes
+    from daemon.cli.doctor.finding import FAIL
+    from daemon.cli.doctor.settings import settings
+
+    memory_bytes = machine_memory_bytes()
+    against = settings(client, options.config, memory_bytes)
+    findings = examined(against, os.path.abspath(options.models) if options.models else against.models_dir, memory_bytes)
+    if options.json:
+        print(json.dumps({"settings": asdict(against), "findings": [asdict(one) for one in findings]}, indent=1))
+    else:
+        print(f"checked against {against.source}\n{text(findings)}")
+    return EXIT_FAILED if any(one.level == FAIL for one in findings) else EXIT_OK
+
+
+def text(findings: Sequence[Finding]) -> str:
+    return "\n".join(f"{one.level:4} · {one.check}: {one.found}" + (f" · {one.change}" if one.change else "") for one in findings)
+
+
+def examined(against: Settings, models_dir: str, memory_bytes: int) -> list[Finding]:
+    """All checks, in the order they are read in."""
+    from daemon.cli.doctor import gpu, memory, network, storage, system
+    from daemon.cli.doctor.finding import OK, Finding
+
+    limits, whose = _limits(against.pid)
+    return [
+        system.kernel(os.uname().release),
+        gpu.find_driver(against.wants_gpu),
+        system.find_compiler(against.wants_gpu),
+        system.find_cache_folder(against.cache_dir, checks_writing=not against.pid),
+        memory.budgets(against.budgets, against.host_tier_bytes, memory_bytes),
+        memory.find_huge_pages(),
+        system.locked_memory(limits, whose, against.wants_gpu),
+        system.open_files(limits, whose),
+        *storage.find_storage(models_dir),
+        Finding("HTTP address", OK, f"hearthd serves {against.listen}") if against.pid else network.find_port(against.listen),
+    ]
+
+
+def _limits(pid: int) -> tuple[dict[str, int], str]:
+    """Of the running daemon, else of this process, which started the same way has the same."""
+    from daemon.cli.doctor.system import soft_limits
+
+    known = {f"/proc/{pid}/limits": "hearthd's"} if pid else {}
+    for path, whose in {**known, "/proc/self/limits": "this shell's; the service's unit has its own"}.items():
+        try:
+            with open(path, encoding="ascii") as file:
+                return soft_limits(file.read()), whose
+        except OSError:
+            continue
+    return {}, "unknown"

@@ -1,0 +1,92 @@
+"""Whether budgets fit the machine's memory, and whether a memfd gets huge pages."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from daemon.cli.doctor.finding import FAIL, OK, WARN, Finding
+from daemon.cli.table import size
+
+HUGE_BYTES = 2 << 20
+_MADV_COLLAPSE = 25
+_MAP_FIXED = 0x10
+SHMEM_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+NR_HUGEPAGES = Path("/proc/sys/vm/nr_hugepages")
+MAX_SHARE = 0.9  # of the memory: the rest is the system's, the daemon's and the engines' own
+
+
+def budgets(devices: Mapping[str, int], host_tier_bytes: int, memory_bytes: int) -> Finding:
+    """devices: name -> budget in bytes; only those of cpu devices are the machine's memory."""
+    parts = [f"{name} {size(value)}" for name, value in devices.items() if name.startswith("cpu")]
+    total = sum(value for name, value in devices.items() if name.startswith("cpu")) + host_tier_bytes
+    parts += [f"host tier {size(host_tier_bytes)}"] if host_tier_bytes else []
+    found = f"{' + '.join(parts) or 'nothing'} of {size(memory_bytes)}"
+    change = f"lower device or host_tier_bytes by {size(max(0, total - int(MAX_SHARE * memory_bytes)))}"
+    if total > memory_bytes:
+        return Finding("memory", FAIL, found + ": more than there is", change)
+    if total > MAX_SHARE * memory_bytes:
+        return Finding("memory", WARN, found + ": little is left for everything else", change)
+    return Finding("memory", OK, found)
+
+
+def chosen(text: str) -> str:
+    """`advise` of `always [advise] never`; "" where none is in brackets."""
+    return text.partition("[")[2].partition("]")[0]
+
+
+def huge_pages(problem: str | None, shmem_enabled: str, num_reserved: int) -> Finding:
+    """problem: why a memfd's memory could not be put into a huge page, None if it could. shmem_enabled: the word in brackets of
+    transparent_hugepage/shmem_enabled. num_reserved: vm.nr_hugepages; memory of hearthd's kind can't use them."""
+    found = f"shmem_enabled {shmem_enabled or 'not there'}"
+    reserved = ""
+    if num_reserved:
+        reserved = f"; vm.nr_hugepages = {num_reserved} keeps {size(num_reserved * HUGE_BYTES)} that hearthd cannot use"
+    if problem is None:
+        if num_reserved:
+            return Finding("huge pages", WARN, f"a memfd gets them ({found}){reserved}", "sysctl vm.nr_hugepages=0")
+        return Finding("huge pages", OK, f"a memfd gets them ({found})")
+    change = f"echo advise > {SHMEM_ENABLED}; Linux 6.1 or newer"
+    return Finding("huge pages", WARN, f"a memfd gets none: {problem} ({found}){reserved}", change)
+
+
+def find_huge_pages() -> Finding:
+    return huge_pages(collapse_problem(), chosen(_read(SHMEM_ENABLED)), int(_read(NR_HUGEPAGES) or 0))
+
+
+def collapse_problem() -> str | None:
+    """Tries it with one huge page of a memfd, as engines do. None: it works."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    failed = ctypes.c_void_p(-1).value
+    # twice the size holds one that begins on a huge page's boundary
+    address = libc.mmap(None, 2 * HUGE_BYTES, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    if address == failed:
+        return os.strerror(ctypes.get_errno())
+    fd = os.memfd_create("hearth-doctor", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, HUGE_BYTES)
+        place = (address + HUGE_BYTES - 1) // HUGE_BYTES * HUGE_BYTES
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        if libc.mmap(place, HUGE_BYTES, access, mmap.MAP_SHARED | _MAP_FIXED, fd, 0) == failed:
+            return os.strerror(ctypes.get_errno())
+        ctypes.memset(place, 1, HUGE_BYTES)
+        return os.strerror(ctypes.get_errno()) if libc.madvise(place, HUGE_BYTES, _MADV_COLLAPSE) else None
+    except OSError as error:
+        return error.strerror
+    finally:
+        os.close(fd)
+        libc.munmap(address, 2 * HUGE_BYTES)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,50 @@
+"""Whether the HTTP address is free, or taken by whom."""
+
+from __future__ import annotations
+
+import errno
+import socket
+
+from config import units
+from daemon.cli.doctor.finding import FAIL, OK, WARN, Finding
+
+SYSTEMD = "systemd"
+
+
+def port(listen: str, problem: OSError | None, holder: str | None) -> Finding:
+    """problem: of binding to it. holder: `NAME (pid N)` of the process that listens; None: not to be told."""
+    if problem is None:
+        return Finding("HTTP address", OK, f"{listen} is free")
+    if problem.errno != errno.EADDRINUSE:
+        return Finding("HTTP address", FAIL, f"{listen}: {problem.strerror}", "set listen to an address of this machine")
+    if holder is not None and holder.partition(" ")[0] == SYSTEMD:
+        return Finding("HTTP address", OK, f"{listen} is held by systemd, as hearthd.socket does")
+    if holder is None:
+        change = "all is well if it is hearthd.socket (systemctl status hearthd.socket); else set listen, or stop it"
+        return Finding("HTTP address", WARN, f"{listen} is taken; only root can see by whom", change)
+    return Finding("HTTP address", FAIL, f"{listen} is taken by {holder}", "stop it, or set listen to another port")
+
+
+def find_port(listen: str) -> Finding:
+    host, number = units.parse_listen(listen)
+    try:
+        infos = socket.getaddrinfo(host, number, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        with socket.socket(infos[0][0], socket.SOCK_STREAM) as one:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            one.bind(infos[0][4])
+            one.listen()
+    except OSError as error:
+        return port(listen, error, _holder(number) if error.errno == errno.EADDRINUSE else None)
+    return port(listen, None, None)
+
+
+def _holder(number: int) -> str | None:
+    import psutil
+
+    try:
+        for each in psutil.net_connections("tcp"):
+            if each.status == psutil.CONN_LISTEN and each.laddr.port == number and each.pid:
+                return f"{psutil.Process(each.pid).name()} (pid {each.pid})"
+    except psutil.Error:
+        return None
+    return None

@@ -1,0 +1,102 @@
+"""Kernel, limits of a process, what Triton compiles with, and where compiled kernels lie."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sysconfig
+from pathlib import Path
+
+from daemon.cli.doctor.finding import FAIL, OK, WARN, Finding
+
+MIN_OPEN_FILES = 65536  # two a connection, and the service's unit asks for more
+# what each version of Linux brought that is used where it is there
+KERNEL_FEATURES = (
+    ((5, 14), "memory made ready before it is used (MADV_POPULATE_WRITE)"),
+    ((6, 1), "huge pages on demand (MADV_COLLAPSE)"),
+    ((6, 5), "asking what the page cache holds (cachestat)"),
+)
+UNLIMITED = -1
+
+
+def kernel(release: str) -> Finding:
+    """release: as in os.uname()."""
+    found = re.match(r"(\d+)\.(\d+)", release)
+    if not found:
+        return Finding("kernel", WARN, f"Linux {release}", "hearthd is made for Linux 6.5 or newer")
+    version = (int(found[1]), int(found[2]))
+    lacking = [text for since, text in KERNEL_FEATURES if version < since]
+    if lacking:
+        return Finding("kernel", WARN, f"Linux {release} lacks " + ", ".join(lacking), "upgrade to Linux 6.5 or newer")
+    return Finding("kernel", OK, f"Linux {release}")
+
+
+def soft_limits(text: str) -> dict[str, int]:
+    """Name -> soft limit, from the text of /proc/PID/limits; UNLIMITED for none."""
+    limits = {}
+    for line in text.splitlines()[1:]:
+        name, soft = line[:26].strip(), line[26:].split()[:1]
+        if soft:
+            limits[name] = UNLIMITED if soft[0] == "unlimited" else int(soft[0])
+    return limits
+
+
+def open_files(limits: dict[str, int], whose: str) -> Finding:
+    value = limits.get("Max open files", UNLIMITED)
+    if value == UNLIMITED or value >= MIN_OPEN_FILES:
+        return Finding("open files", OK, f"{'unlimited' if value == UNLIMITED else value} ({whose})")
+    change = f"ulimit -n {MIN_OPEN_FILES} before hearthd starts, or LimitNOFILE= in its unit"
+    return Finding("open files", WARN, f"{value} ({whose}): connections beyond are refused", change)
+
+
+def locked_memory(limits: dict[str, int], whose: str, wants_gpu: bool) -> Finding:
+    value = limits.get("Max locked memory", UNLIMITED)
+    if value == UNLIMITED:
+        return Finding("locked memory", OK, f"unlimited ({whose})")
+    found = f"{value >> 10} KiB ({whose})"
+    change = "ulimit -l unlimited before hearthd starts, or LimitMEMLOCK=infinity in its unit"
+    if not wants_gpu:
+        return Finding("locked memory", OK, found + "; only GPUs need more")
+    return Finding("locked memory", WARN, f"{found}: copies to a GPU come from pinned memory", change)
+
+
+def compiler(path: str | None, headers: str, has_headers: bool, wants_gpu: bool) -> Finding:
+    """path: of a C compiler, if any. headers: where Python.h is looked for."""
+    lacking = ([] if path else ["no C compiler"]) + ([] if has_headers else [f"no {headers}"])
+    if not lacking:
+        return Finding("C compiler", OK, f"{path}, {headers}")
+    found = ", ".join(lacking)
+    if not wants_gpu:
+        return Finding("C compiler", OK, f"{found}; only GPUs need them")
+    change = "install gcc and the headers of this Python (Debian: gcc python3-dev)"
+    return Finding("C compiler", FAIL, f"{found}: Triton cannot build its launchers", change)
+
+
+def find_compiler(wants_gpu: bool) -> Finding:
+    path = next(
+        (found for name in (os.environ.get("CC", ""), "gcc", "clang", "cc") if name and (found := shutil.which(name))), None
+    )
+    headers = os.path.join(sysconfig.get_path("include"), "Python.h")
+    return compiler(path, headers, os.path.exists(headers), wants_gpu)
+
+
+def cache_folder(folder: str, is_noexec: bool, is_writable: bool) -> Finding:
+    """folder: of compiled kernels, or the one it would be made in."""
+    if is_noexec:
+        change = "remount it without noexec, or set cache_dir to another folder"
+        return Finding("cache folder", FAIL, f"{folder} is mounted noexec: compiled kernels cannot be loaded", change)
+    if not is_writable:
+        return Finding(
+            "cache folder", WARN, f"{folder} cannot be written by this user", "set cache_dir, or run this as hearthd's user"
+        )
+    return Finding("cache folder", OK, folder)
+
+
+def find_cache_folder(folder: str, checks_writing: bool) -> Finding:
+    """checks_writing: this user is the one who runs hearthd."""
+    there = Path(folder)
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    is_noexec = bool(os.statvfs(there).f_flag & os.ST_NOEXEC)
+    return cache_folder(folder, is_noexec, not checks_writing or os.access(there, os.W_OK | os.X_OK))

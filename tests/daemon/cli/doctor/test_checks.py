@@ -1,0 +1,149 @@
+"""Each check on made-up machines."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from daemon.cli.doctor import gpu, memory, network, storage, system
+from daemon.cli.doctor.finding import FAIL, OK, WARN, Finding
+from loader.catalog import scan
+from tests.loader.checkpoints import write_checkpoint
+
+GIB = 1 << 30
+LIMITS = """Limit                     Soft Limit           Hard Limit           Units
+Max cpu time              unlimited            unlimited            seconds
+Max open files            1024                 524288               files
+Max locked memory         8388608              8388608              bytes
+"""
+
+
+def says(finding: Finding, level: str, *texts: str) -> None:
+    assert finding.level == level, finding
+    assert all(text in f"{finding.found} · {finding.change}" for text in texts), finding
+    assert bool(finding.change) == (level != OK), "what is not well says what to change, and only that"
+
+
+@pytest.mark.parametrize(
+    ("release", "level", "text"),
+    [
+        ("6.8.0-45-generic", OK, "Linux 6.8.0-45-generic"),
+        ("6.5.0", OK, ""),
+        ("6.4.1", WARN, "lacks asking what the page cache holds (cachestat)"),
+        ("5.15.0-1", WARN, "lacks huge pages on demand (MADV_COLLAPSE), asking"),
+        ("5.4", WARN, "MADV_POPULATE_WRITE"),
+        ("next", WARN, "Linux next"),
+    ],
+)
+def test_kernel(release: str, level: str, text: str) -> None:
+    says(system.kernel(release), level, text)
+
+
+def test_limits() -> None:
+    limits = system.soft_limits(LIMITS)
+    assert limits == {"Max cpu time": system.UNLIMITED, "Max open files": 1024, "Max locked memory": 8 << 20}
+    says(system.open_files(limits, "hearthd's"), WARN, "1024 (hearthd's)", "LimitNOFILE=")
+    says(system.open_files({"Max open files": 524288}, "x"), OK, "524288")
+    says(system.open_files({"Max open files": system.UNLIMITED}, "x"), OK, "unlimited")
+    says(system.locked_memory(limits, "x", wants_gpu=False), OK, "8192 KiB", "only GPUs need more")
+    says(system.locked_memory(limits, "x", wants_gpu=True), WARN, "8192 KiB", "LimitMEMLOCK=infinity")
+    says(system.locked_memory({"Max locked memory": system.UNLIMITED}, "x", wants_gpu=True), OK, "unlimited")
+
+
+def test_compiler() -> None:
+    says(system.compiler("/usr/bin/gcc", "/h/Python.h", True, wants_gpu=True), OK, "/usr/bin/gcc")
+    says(system.compiler(None, "/h/Python.h", True, wants_gpu=True), FAIL, "no C compiler", "gcc")
+    says(system.compiler("/usr/bin/gcc", "/h/Python.h", False, wants_gpu=True), FAIL, "no /h/Python.h", "python3-dev")
+    says(system.compiler(None, "/h/Python.h", False, wants_gpu=False), OK, "only GPUs need them")
+
+
+def test_cache_folder(tmp_path: Path) -> None:
+    says(system.cache_folder("/c", is_noexec=True, is_writable=True), FAIL, "noexec", "cache_dir")
+    says(system.cache_folder("/c", is_noexec=False, is_writable=False), WARN, "cannot be written")
+    says(system.find_cache_folder(str(tmp_path / "not" / "yet"), checks_writing=True), OK, "not/yet")
+
+
+def test_budgets() -> None:
+    says(
+        memory.budgets({"cpu:0": 12 * GIB, "cuda:0": 80 * GIB}, 8 * GIB, 32 * GIB), OK, "cpu:0 12.0 GiB + host tier 8.0 GiB of 32.0"
+    )
+    says(memory.budgets({"cpu:0": 30 * GIB}, 0, 32 * GIB), WARN, "little is left", "by 1.2 GiB")
+    says(memory.budgets({"cuda:0": 80 * GIB}, 40 * GIB, 32 * GIB), FAIL, "more than there is", "by 11.2 GiB")
+    says(memory.budgets({"cuda:0": 80 * GIB}, 0, 32 * GIB), OK, "nothing of")
+
+
+def test_huge_pages() -> None:
+    assert memory.chosen("always within_size [advise] never deny force") == "advise"
+    assert memory.chosen("") == ""
+    says(memory.huge_pages(None, "advise", 0), OK, "gets them (shmem_enabled advise)")
+    says(memory.huge_pages(None, "never", 512), WARN, "keeps 1.0 GiB that hearthd cannot use", "nr_hugepages=0")
+    says(memory.huge_pages("Invalid argument", "deny", 0), WARN, "gets none: Invalid argument", "echo advise")
+
+
+def test_driver() -> None:
+    found = gpu.Driver("570.1", 12080, ("H200",))
+    says(gpu.driver(found, True, True), OK, "570.1, CUDA 12.8, H200")
+    says(gpu.driver(found, True, False), WARN, "/dev/nvidia-uvm is missing", "nvidia-persistenced")
+    says(gpu.driver(gpu.Driver("470.1", 11040, ("T4",)), True, True), FAIL, "CUDA 11.4", "upgrade")
+    says(gpu.driver(gpu.Driver("570.1", 12080, ()), True, True), FAIL, "no GPU")
+    says(gpu.driver("Not Found", True, False), FAIL, "Not Found", "install")
+    says(gpu.driver("Not Found", False, False), OK, "none is configured")
+
+
+def test_drive() -> None:
+    fast, slow = storage.Reading(3 * GIB, 1.0), storage.Reading(GIB // 4, 1.0)
+    says(storage.drive(False, fast), OK, "3.22 GB/s")
+    says(storage.drive(True, fast), OK, "3.22 GB/s")
+    says(storage.drive(False, slow), WARN, "a solid-state drive, 0.27 GB/s", "NVMe")
+    says(storage.drive(True, storage.Reading(problem="no model")), WARN, "a rotating drive, speed unknown: no model", "NVMe")
+    says(storage.drive(None, storage.Reading(1 << 20, 0.1)), OK, "unknown kind, speed unknown: the largest file has 1 MiB")
+
+
+def test_rotational_is_the_kernels_word(tmp_path: Path) -> None:
+    device = os.stat(tmp_path).st_dev
+    place = tmp_path / "vda" / "vda1"
+    place.mkdir(parents=True)
+    sysfs = tmp_path / "sys"
+    sysfs.mkdir()
+    assert storage.is_rotational(str(tmp_path), str(sysfs)) is None
+    (sysfs / f"{os.major(device)}:{os.minor(device)}").symlink_to(place)
+    (tmp_path / "vda" / "queue").mkdir()
+    for text, rotational in (("1\n", True), ("0\n", False)):
+        (tmp_path / "vda" / "queue" / "rotational").write_text(text)
+        assert storage.is_rotational(str(tmp_path), str(sysfs)) is rotational
+
+
+def test_a_file_is_read_whole(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(bytes(20 << 20))
+    reading = storage.read_direct(str(path))
+    if reading.problem:
+        pytest.skip(f"no direct reads here: {reading.problem}")
+    assert reading.num_bytes == 20 << 20
+    assert "No such file" in storage.read_direct(str(tmp_path / "none")).problem
+
+
+def test_models(tmp_path: Path) -> None:
+    (one,) = storage.models(str(tmp_path), [])
+    says(one, WARN, "holds none", "hearth pull")
+    write_checkpoint(tmp_path / "whole")
+    (write_checkpoint(tmp_path / "part") / "model.safetensors").unlink()
+    (write_checkpoint(tmp_path / "wrong") / "config.json").write_text("{")
+    first, part, wrong = storage.models(str(tmp_path), list(scan(tmp_path).values()))
+    says(first, OK, "1 of 3")
+    says(part, WARN, "part is incomplete: neither model.safetensors nor", "finish copying")
+    says(wrong, WARN, "wrong: config.json", "correct or replace")
+    says(storage.find_storage("")[0], WARN, "no models folder is configured")
+    says(storage.find_storage(str(tmp_path / "none"))[0], FAIL, "No such file or directory")
+
+
+def test_port() -> None:
+    taken = OSError(errno.EADDRINUSE, "Address already in use")
+    says(network.port("h:1", None, None), OK, "h:1 is free")
+    says(network.port("h:1", taken, "nginx (pid 7)"), FAIL, "taken by nginx (pid 7)", "another port")
+    says(network.port("h:1", taken, "systemd (pid 1)"), OK, "hearthd.socket")
+    says(network.port("h:1", taken, None), WARN, "only root can see", "hearthd.socket")
+    says(network.port("h:1", OSError(errno.EADDRNOTAVAIL, "Cannot assign"), None), FAIL, "Cannot assign", "address of this machine")

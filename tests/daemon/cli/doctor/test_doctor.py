@@ -1,0 +1,83 @@
+"""`hearth doctor` as it is called, on this machine."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from daemon.cli.__main__ import run
+from tests.e2e.node import Node
+from tests.loader.checkpoints import write_checkpoint
+
+Capture = pytest.CaptureFixture[str]
+CHECKS = [
+    "kernel",
+    "driver",
+    "C compiler",
+    "cache folder",
+    "memory",
+    "huge pages",
+    "locked memory",
+    "open files",
+    "models",
+    "drive",
+    "HTTP address",
+]
+
+
+def config(tmp_path: Path, **settings: str) -> str:
+    (tmp_path / "models").mkdir(exist_ok=True)
+    write_checkpoint(tmp_path / "models" / "one")
+    path = tmp_path / "node.toml"
+    settings = {"models_dir": f"{tmp_path}/models", "cache_dir": f"{tmp_path}/cache", "listen": "127.0.0.1:0", **settings}
+    path.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in settings.items()))
+    return str(path)
+
+
+def by_check(capsys: Capture) -> dict[str, dict[str, Any]]:
+    return {one["check"]: one for one in json.loads(capsys.readouterr().out)["findings"]}
+
+
+def test_without_a_daemon(tmp_path: Path, capsys: Capture) -> None:
+    path = config(tmp_path)
+    assert run(["doctor", "--config", path]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"checked against {path}"
+    assert [line.split(" · ")[1].partition(":")[0] for line in lines[1:]] == CHECKS
+    assert any("1 of 1 in" in line for line in lines)
+
+
+def test_a_port_that_is_taken_fails(tmp_path: Path, capsys: Capture) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        path = config(tmp_path, listen=f"127.0.0.1:{other.getsockname()[1]}")
+        exit_code = run(["doctor", "--config", path, "--json"])
+        address = by_check(capsys)["HTTP address"]
+    assert address["level"] in ("fail", "warn"), "warn where the process can't be named"
+    assert exit_code == (1 if address["level"] == "fail" else 0)
+    assert "is taken" in address["found"]
+
+
+def test_a_folder_that_is_not_there_fails(tmp_path: Path, capsys: Capture) -> None:
+    assert run(["doctor", "--config", config(tmp_path), "--models", str(tmp_path / "none"), "--json"]) == 1
+    assert by_check(capsys)["models"]["level"] == "fail"
+
+
+def test_a_configuration_that_is_not_valid(tmp_path: Path, capsys: Capture) -> None:
+    assert run(["doctor", "--config", config(tmp_path, listen="nowhere")]) == 2
+    assert "node.toml:3: listen: " in capsys.readouterr().err
+
+
+def test_a_running_daemon_is_asked(tmp_path: Path, capsys: Capture) -> None:
+    with Node(tmp_path / "node", devices=["cpu=64MiB"]) as node:
+        assert run(["--control", node.control, "doctor", "--json"]) == 0
+        value = json.loads(capsys.readouterr().out)
+        assert value["settings"]["models_dir"] == str(node.models)
+        assert value["settings"]["budgets"] == {"cpu:0": 64 << 20}
+        found = {one["check"]: one["found"] for one in value["findings"]}
+        assert found["HTTP address"] == f"hearthd serves {node.url}"
+        assert "(hearthd's)" in found["open files"]
+        assert found["memory"].startswith("cpu:0 64.0 MiB of ")
