@@ -29,6 +29,8 @@ BACK_OFF_S, MAX_BACK_OFF_S, HEALTHY_AFTER_S = 0.2, 10.0, 60.0
 START_LIMIT_S = 120.0  # from spawn to EngineReady; importing torch from a cold disk takes a while
 STOP_LIMIT_S = 3.0
 
+ENGINE_LEVELS = {"INFO": logging.INFO, "WARNING": logging.WARNING, "ERROR": logging.ERROR, "CRITICAL": logging.CRITICAL}
+
 log = logging.getLogger("hearthd.engine")
 
 
@@ -279,5 +281,9 @@ class _Lines(asyncio.Protocol):
             self._log(self._rest)
 
     def _log(self, line: bytes) -> None:
-        if line.strip():
-            log.info("engine: %s", line.decode(errors="replace").rstrip(), extra=fields(device=self._device))
+        text = line.decode(errors="replace").rstrip()
+        level, _, rest = text.partition(" ")
+        if level in ENGINE_LEVELS:
+            log.log(ENGINE_LEVELS[level], "%s", rest, extra=fields(device=self._device))
+        elif text:
+            log.info("%s", text, extra=fields(device=self._device))

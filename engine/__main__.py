@@ -66,7 +66,7 @@ def main() -> int:
     parser.add_argument("--journal-fd", type=int, required=True, help="memfd for the step journal")
     parser.add_argument("--host-tier-fd", type=int, default=-1, help="memfd of Configure.host_tier_slots slots")
     options = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="engine[%(process)d] %(levelname)s %(message)s", stream=sys.stderr)
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stderr)
     channel = Channel(socket.socket(fileno=options.channel_fd))
     journal = mmap.mmap(options.journal_fd, JOURNAL_BYTES)
     try:

@@ -71,8 +71,8 @@ class HostedEncoder(Protocol):
 
 @dataclass(slots=True)
 class LoadTask:
-    """One load: what is asked, the device's chunks for the weights, `progress(bytes_done, bytes_total)`; below, what the runner
-    says of it beside the model (protocol.LoadDone has the meanings)."""
+    """One load: what is asked, the device's chunks for the weights, `progress(bytes_done, bytes_total)` (as LoadProgress has them);
+    below, what the runner says of it beside the model (protocol.LoadDone has the meanings)."""
 
     spec: LoadModel
     chunks: IntArray
@@ -84,6 +84,7 @@ class LoadTask:
     copy_seconds: float = 0.0
     map_seconds: float = 0.0
     source_rejected: str = ""
+    kernels_seconds: float = 0.0
 
 
 class Runner(Protocol):

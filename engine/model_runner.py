@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
@@ -29,6 +31,7 @@ if TYPE_CHECKING:  # Triton need not be there on the CPU
     from engine.cuda_model import CudaModel
 
 MAX_GRAPH_ROWS = 256  # decode steps of more rows have no graph
+KERNELS_LIMIT_S, TELL_EVERY_S = 300.0, 1.0
 
 
 class TorchRunner:
@@ -44,28 +47,21 @@ class TorchRunner:
         self._gpu_models: dict[str, tuple[object, CudaModel]] = {}  # every model's last, with its graphs
         self._copies = WeightCopies(memory, tier)
         self._ring = StagingRing()
-        self._failure: BaseException | None = None
-        self._kernels = threading.Thread(target=self._prepare_kernels, name="kernels", daemon=True)
-        self._kernels.start()
+        self._kernels = _in_background(self._prepare_kernels)
 
     def _prepare_kernels(self) -> None:
-        try:
-            self._ring.prepare()
-            if self._gpu:
-                ops.configure_gpu(self._options.cache_dir)
-                return
-            ops.configure(self._options.cache_dir)
-            for dtype in self._options.dtypes:
-                ops.prepare(dtype, 1)
-        except BaseException as error:  # told to every load; silence would leave the engine on the slow path
-            self._failure = error
+        self._ring.prepare()
+        if self._gpu:
+            ops.configure_gpu(self._options.cache_dir)
+            return
+        ops.configure(self._options.cache_dir)
+        for dtype in self._options.dtypes:
+            ops.prepare(dtype, 1)
 
     def load(self, task: LoadTask) -> TorchModel | CudaModel | TorchEncoder:
         """Runs beside steps of other models. Raises CheckpointError (permanent), CheckpointChanged, MemoryError, LoadCancelled."""
-        self._kernels.join()
-        if self._failure is not None:
-            raise RuntimeError(f"kernels: {self._failure}") from self._failure
-        spec = task.spec
+        spec, asked_s = task.spec, time.perf_counter()
+        _wait_for_kernels(self._kernels, task)
         with ExitStack() as stack:
             source = open_checkpoint(spec.path, spec.fingerprint, stack)
             num_bytes = sizing.weights_bytes(source.shape, spec.dtype)
@@ -74,7 +70,8 @@ class TorchRunner:
                 raise MemoryError(f"weights take {num_bytes} bytes, {len(task.chunks)} chunks were granted ({granted} bytes)")
             num_threads = threads_for(num_bytes, self._options.threads)
             if not self._gpu:
-                ops.prepare(spec.dtype, num_threads)
+                _wait_for_kernels(_in_background(lambda: ops.prepare(spec.dtype, num_threads)), task)
+            task.kernels_seconds = time.perf_counter() - asked_s
             weights = self._ranges.of(spec.model, (spec.fingerprint, spec.dtype), num_bytes)
             started_s = time.perf_counter()
             weights.map(task.chunks[: weights.num_chunks].tolist())
@@ -113,3 +110,31 @@ class TorchRunner:
         model.warm()
         self._gpu_models[spec.model] = identity, model
         return model
+
+
+def _in_background(work: Callable[[], None]) -> Future[None]:
+    """In a thread that the process does not wait for at its end."""
+    future: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            work()
+            future.set_result(None)
+        except BaseException as error:  # told to every load; silence would leave the engine on the slow path
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="kernels", daemon=True).start()
+    return future
+
+
+def _wait_for_kernels(compiled: Future[None], task: LoadTask) -> None:
+    """Tells meanwhile that this load's time has not begun. Raises RuntimeError, LoadCancelled."""
+    until_s = time.monotonic() + KERNELS_LIMIT_S
+    while not wait([compiled], TELL_EVERY_S).done:
+        task.progress(0, 0)
+        if task.cancelled():
+            raise LoadCancelled(f"{task.spec.model}: cancelled while kernels were compiled")
+        if time.monotonic() > until_s:
+            raise RuntimeError(f"kernels: not compiled within {KERNELS_LIMIT_S:.0f} s")
+    if (error := compiled.exception()) is not None:
+        raise RuntimeError(f"kernels: {error}") from error

@@ -144,6 +144,8 @@ class EngineReady(Message, frozen=True):
 
 
 class LoadProgress(Message, frozen=True):
+    """bytes_total 0: the load waits for kernels to be compiled (once a machine), and its time has not begun."""
+
     placement_id: int
     bytes_done: int
     bytes_total: int
@@ -160,6 +162,7 @@ class LoadDone(Message, frozen=True):
     map_seconds: float = 0.0  # spent in mapping calls
     restored_kv_tokens: int = 0  # tokens whose KV was taken back from kv_slots
     source_rejected: str = ""  # why source_slots were given but not used (the weights came from disk instead)
+    kernels_seconds: float = 0.0  # of the seconds, spent waiting for kernels to be compiled, once a machine
 
 
 class LoadFailed(Message, frozen=True):

@@ -29,6 +29,7 @@ log = logging.getLogger("loader")
 
 # Of each load. Two requests keep a drive busy, and a third hides what happens between them.
 NUM_READERS = 3
+MIB = 1 << 20
 
 
 class ReadCancelled(Exception):
@@ -122,11 +123,11 @@ def stream_weights(
         _check_unchanged(source.descriptors[info.name], info.name, info.size_bytes, info.mtime_ns)
     report.refused = {name: reader.refused for name, reader in files.items() if reader.refused}
     log.info(
-        "%s: %.2f GB read, %.2f of it past the page cache, %.2f through staging slots%s",
+        "%s: read %.1f MiB, %.1f of it past the page cache, %.1f through staging slots%s",
         source.checkpoint.name,
-        report.num_bytes / 1e9,
-        report.direct_bytes / 1e9,
-        report.staged_bytes / 1e9,
+        report.num_bytes / MIB,
+        report.direct_bytes / MIB,
+        report.staged_bytes / MIB,
         "" if ring.huge_pages else " without huge pages (the system allows none)",
     )
     return report

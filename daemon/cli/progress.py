@@ -19,7 +19,10 @@ def show(name: str, lines: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]
         task = progress.add_task(f"{name}: waiting", total=None)
         for line in lines:
             if line.get("event") == "load_progress":
-                progress.update(task, completed=line["bytes_done"], total=line["bytes_total"], description=f"{name}: loading")
+                if line["bytes_total"]:
+                    progress.update(task, completed=line["bytes_done"], total=line["bytes_total"], description=f"{name}: loading")
+                else:
+                    progress.update(task, description=f"{name}: kernels are being compiled, once a machine")
             elif line.get("event") == "state":
                 progress.update(task, description=f"{name}: {line['new']}")
             yield line

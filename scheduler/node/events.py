@@ -91,6 +91,7 @@ class LoadFinished(Event):
     checksum: int = 0  # of that copy
     copy_s: float = 0.0  # of the seconds, spent copying from host memory
     source_rejected: str = ""  # why the copy in source_slots was not used
+    kernels_s: float = 0.0  # of the seconds, spent waiting for kernels to be compiled: the next load has them
     restored_kv_tokens: int = 0
 
 
@@ -103,6 +104,8 @@ class LoadFailed(Event):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class LoadProgressed(Event):
+    """bytes_total 0: it waits for kernels to be compiled."""
+
     placement_id: int
     bytes_done: int
     bytes_total: int

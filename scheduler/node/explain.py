@@ -43,7 +43,9 @@ def waits_for(node: Node, model: Model) -> list[str]:
             return [f"{where} waits for the eviction of {', '.join(placement.victims)}"]
         if placement.stage == WAITS_FOR_LOADER:
             return [f"{where} waits for another load on that device"]
-        done, total = model.progress or (0, 0)
+        if model.progress is None:
+            return [f"{where} loads: nothing is read yet (on a machine's first start kernels are compiled before)"]
+        done, total = model.progress
         return [f"{where} loads: {done / MIB:.1f} of {total / MIB:.1f} MiB"]
     if model.state == residency.DRAINING:
         return [f"{len(model.running)} running requests to finish, then it leaves; {len(model.queue)} wait for it to come back"]

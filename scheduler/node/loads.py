@@ -8,7 +8,9 @@ from scheduler.node.admission import retry_after_s
 from scheduler.node.events import LoadFailed, LoadFinished, LoadProgressed
 from scheduler.node.models import note_failed_load
 from scheduler.node.node import Copy, Model, Node
-from scheduler.node.placements import evict, release, undo
+from scheduler.node.placements import evict, release, set_load_deadline, undo
+
+NOTABLE_KERNELS_S = 0.5
 
 
 def load_finished(node: Node, event: LoadFinished) -> None:
@@ -23,9 +25,9 @@ def load_finished(node: Node, event: LoadFinished) -> None:
     if event.source_rejected:
         model.story.tell(node.now, node.cause, f"its copy in host memory was not used: {event.source_rejected}")
     if copy.from_host and not event.source_rejected:
-        costs.learn_from_host(model.name, weights_bytes, event.seconds, event.copy_s)
+        costs.learn_from_host(model.name, weights_bytes, event.seconds - event.kernels_s, event.copy_s)
     else:
-        costs.learn(model.name, weights_bytes, event.seconds)
+        costs.learn(model.name, weights_bytes, event.seconds - event.kernels_s)
     keeping.load_ended(node, model, copy, event.checksum if event.kept else None)
     copy.ready_at = node.now
     source = "host" if copy.from_host and not event.source_rejected else "disk"
@@ -40,13 +42,20 @@ def load_finished(node: Node, event: LoadFinished) -> None:
 def _how(copy: Copy, event: LoadFinished) -> str:
     source = " from host memory" if copy.from_host and not event.source_rejected else ""
     restored = f", KV of {event.restored_kv_tokens} tokens with it" if event.restored_kv_tokens else ""
-    return f"loaded{source} in {event.seconds:.2f} s{restored}"
+    kernels = f", {event.kernels_s:.2f} s of it for kernels" if event.kernels_s >= NOTABLE_KERNELS_S else ""
+    return f"loaded{source} in {event.seconds:.2f} s{kernels}{restored}"
 
 
 def load_progressed(node: Node, event: LoadProgressed) -> None:
     model = _loading(node, event.placement_id)
-    if model is not None:
+    if model is None:
+        return
+    if event.bytes_total:
         model.progress = (event.bytes_done, event.bytes_total)
+    elif ("load", model.name) in node.deadlines:  # kernels are being compiled: its time begins when they are there
+        assert model.copy is not None
+        predicted_s = node.devices[model.copy.device].costs.predict_s(model.name, model.copy.facts.weights_bytes)
+        set_load_deadline(node, model.name, predicted_s)
 
 
 def load_failed(node: Node, event: LoadFailed) -> None:

@@ -120,6 +120,14 @@ def drained_too_long(node: Node, model: Model) -> None:
         advance(node, placement)
 
 
+def set_load_deadline(node: Node, model: str, predicted_s: float) -> float:
+    """Seconds from now within which its load has to end."""
+    deadline_s = node.settings.load_deadline_s
+    deadline_s = max(20.0, 4 * predicted_s) if deadline_s is None else deadline_s
+    node.deadlines.set(("load", model), node.now + deadline_s)
+    return deadline_s
+
+
 def load(node: Node, placement: Placement) -> None:
     device, model = node.devices[placement.device], node.models[placement.model]
     ledger = device.ledger
@@ -138,9 +146,7 @@ def load(node: Node, placement: Placement) -> None:
     if model.pinned:
         pins.recount(node, device)
     device.lease_told_chunks = ledger.lease_chunks
-    deadline_s = node.settings.load_deadline_s
-    deadline_s = max(20.0, 4 * predicted_s) if deadline_s is None else deadline_s
-    node.deadlines.set(("load", model.name), node.now + deadline_s)
+    deadline_s = set_load_deadline(node, model.name, predicted_s)
     source = "host memory" if kept else "disk"
     node.set_state(model, residency.LOADING, f"placement {placement.id} on {device.name} from {source}, about {about_s:.1f} s")
     node.emit(

@@ -110,7 +110,9 @@ class FakeNode:
         assert request_id not in self.running, "cancelled and still in the engine"
         return done
 
-    def loaded(self, model: str | None = None, seconds: float = 0.5, rejected: str = "") -> list[actions.Action]:
+    def loaded(
+        self, model: str | None = None, seconds: float = 0.5, rejected: str = "", kernels_s: float = 0.0
+    ) -> list[actions.Action]:
         """The load under way (of that model) is done."""
         load = next(load for load in self.loads.values() if model in (None, load.model))
         del self.loads[load.placement_id]
@@ -126,6 +128,7 @@ class FakeNode:
             checksum=CHECKSUM if kept else 0,
             copy_s=seconds if load.source_slots and not rejected else 0.0,
             source_rejected=rejected,
+            kernels_s=kernels_s,
         )
 
     def note_kv(self, device: str, model: str, running_bytes: int, cached_bytes: int = 0) -> None:

@@ -200,6 +200,24 @@ def test_rule_6_the_deadline_follows_what_loads_take() -> None:
     assert fixed.loads[1].deadline_s == 7
 
 
+def test_rule_6_compiling_kernels_is_no_loads_time() -> None:
+    node = node_of(40)
+    request = node.arrive("a")
+    (load,) = node.loads.values()
+    for _ in range(4):
+        node.sleep(10)
+        node.post(events.LoadProgressed, placement_id=load.placement_id, bytes_done=0, bytes_total=0)
+    node.sleep(5)
+    node.loaded("a", seconds=46, kernels_s=45)
+    assert node.state("a") == "ready"
+    assert "45.00 s of it for kernels" in str(node.scheduler.why("a"))
+    node.finish(request)
+    node.command("unload", "a")
+    node.evicted()
+    node.arrive("a")
+    assert next(iter(node.loads.values())).deadline_s == 20, "the next load has its kernels"
+
+
 def test_rule_7_only_as_much_as_is_needed_leaves() -> None:
     node = node_of(20, 40, 20, 44)
     node.bring_up("a", "b", "c")
