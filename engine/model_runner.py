@@ -63,7 +63,7 @@ class TorchRunner:
         spec, asked_s = task.spec, time.perf_counter()
         _wait_for_kernels(self._kernels, task)
         with ExitStack() as stack:
-            source = open_checkpoint(spec.path, spec.fingerprint, stack)
+            source = open_checkpoint(spec.path, spec.fingerprint, stack, in_place=not self._gpu)
             num_bytes = sizing.weights_bytes(source.shape, spec.dtype)
             granted = len(task.chunks) * self._options.chunk_bytes
             if num_bytes > granted:

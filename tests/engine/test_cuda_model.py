@@ -146,7 +146,7 @@ def test_settings_of_rows_give_the_tokens_of_the_cpu(tmp_path: Path) -> None:
         if on_gpu:
             return model.execute(step, table)
         runner = make_runner(make_memory())
-        runner._kernels.join()
+        runner._kernels.result()
         ops.configure(CACHE_DIR, use_kernels=False)
         try:
             return load(runner, tmp_path).execute(step, table)
