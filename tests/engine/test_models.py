@@ -51,7 +51,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture
 def runner(backend: str) -> TorchRunner:
     runner = make_runner(make_memory())
-    runner._kernels.join()
+    runner._kernels.result()
     ops.configure(CACHE_DIR, use_kernels=backend == "kernels")
     return runner
 

@@ -44,7 +44,7 @@ def runner(request: pytest.FixtureRequest) -> Iterator[TorchRunner]:
     if request.param == "kernels":
         pytest.importorskip("numba")
     runner = make_runner(make_memory())
-    runner._kernels.join()
+    runner._kernels.result()
     ops.configure(CACHE_DIR, use_kernels=request.param == "kernels")
     yield runner
     ops.configure(CACHE_DIR)

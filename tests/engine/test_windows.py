@@ -35,7 +35,7 @@ class Node:
         self.memory = make_memory(NUM_CHUNKS, CHUNK_BYTES)
         self.memory.arena.view(torch.float32).fill_(torch.nan)
         runner = make_runner(self.memory)
-        runner._kernels.join()
+        runner._kernels.result()
         self.model: TorchModel = load(runner, folder, eos=())
         chunks = ChunkPool(NUM_CHUNKS, CHUNK_BYTES, lease_chunks)
         spec = LoadModel(1, "tiny", str(folder), "float32", "", 0, 20, lease_chunks, MAX_LEN, 8, [])
