@@ -140,7 +140,7 @@ class Steps:
         self.hosted: Any = TorchRunner(memory, configure).load(
             LoadTask(spec, place.weights, lambda done, total: None, lambda: False)
         )
-        models.add(spec, self.hosted, place)
+        models.add(models.make(spec, self.hosted, place))
         self.scheduler = models.by_name[folder.name].scheduler
         self.journal = bytearray(JOURNAL_BYTES)
         self._random = np.random.default_rng(3)
@@ -170,7 +170,7 @@ class Steps:
     def decode(self, rows: int, params: SamplingParams) -> Iterator[None]:
         for _ in range(rows):
             self.submit(CONTEXT_TOKENS, params)
-        while (self.scheduler.table.num_tokens > self.scheduler.table.num_prompt).sum() < rows:
+        while self.scheduler.num_decoding < rows:
             self.run()
         while True:
             yield
