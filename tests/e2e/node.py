@@ -24,6 +24,8 @@ from typing import Any
 
 import psutil
 
+from tests import kernel_cache
+
 ROOT = Path(__file__).resolve().parents[2]
 SAFETY_S = 60.0  # far above what anything here takes: a hang fails the test instead of the job
 
@@ -60,13 +62,15 @@ class Node:
         return [
             *[sys.executable, "-P", "-m", "daemon", "--models", str(self.models), "--listen", "127.0.0.1:0"],
             *["--control", self.control, "--config", str(self.config), "--runner", self.runner],
-            *["--state-dir", str(self.folder / "state"), "--cache-dir", str(self.folder / "cache")],
+            *["--state-dir", str(self.folder / "state"), "--cache-dir", kernel_cache.CACHE_DIR],
             *[part for device in self.devices for part in ("--device", device)],
             *self.flags,
         ]
 
     def start(self, ready: bool = True) -> Node:
         """Starts the daemon in its own session and waits for its address (and, with `ready`, for /readyz)."""
+        if self.runner == "torch":
+            kernel_cache.warm()
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 self.command(), stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True, env=environment()

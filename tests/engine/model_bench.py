@@ -18,8 +18,8 @@ from engine.model_runner import TorchRunner
 from engine.protocol import Configure, LoadModel
 from loader.catalog import scan_one
 from scheduler.batch.plan import make_sequence_table
+from tests.kernel_cache import CACHE_DIR
 
-CACHE_DIR = str(Path(__file__).parents[2] / ".pytest_cache" / "kernels")
 BLOCK_TOKENS = 4
 MAX_LEN = 128
 NUM_CHUNKS, CHUNK_BYTES = 64, 64 << 10

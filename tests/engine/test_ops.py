@@ -14,7 +14,8 @@ from engine import ops
 from engine.contracts import BatchPlan
 from engine.forward_batch import ForwardBatch, GroupMemory, Rotary, build_batch, padded_rows
 from engine.kernels import reference
-from tests.engine.model_bench import CACHE_DIR, make_table
+from tests.engine.model_bench import make_table
+from tests.kernel_cache import CACHE_DIR
 
 pytest.importorskip("numba")
 

@@ -10,7 +10,7 @@ import torch
 
 from engine import ops
 from engine.kernels import reference
-from tests.engine.model_bench import CACHE_DIR
+from tests.kernel_cache import CACHE_DIR
 
 pytest.importorskip("numba")
 

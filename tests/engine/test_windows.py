@@ -16,7 +16,8 @@ from engine.protocol import LoadModel, SamplingParams
 from scheduler.batch.batch_scheduler import BatchLimits, BatchScheduler
 from scheduler.batch.chunk_pool import ChunkPool
 from scheduler.batch.request import BatchRequest
-from tests.engine.model_bench import BLOCK_TOKENS, CACHE_DIR, CASES, MAX_LEN, load, make_checkpoint, make_memory, make_runner
+from tests.engine.model_bench import BLOCK_TOKENS, CASES, MAX_LEN, load, make_checkpoint, make_memory, make_runner
+from tests.kernel_cache import CACHE_DIR
 
 NUM_CHUNKS, CHUNK_BYTES, BATCHED_TOKENS = 64, 4096, 24
 COMMON_PROMPT = np.random.default_rng(1).integers(2, 211, 30).tolist()

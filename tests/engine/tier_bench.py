@@ -20,7 +20,8 @@ from engine.served_models import ServedModels
 from loader.catalog import scan_one
 from scheduler.batch.request import BatchRequest
 from tests.engine.engine_process import load_message, null_checkpoint, null_configure
-from tests.engine.model_bench import BLOCK_TOKENS, CACHE_DIR, MAX_LEN, make_checkpoint, make_runner
+from tests.engine.model_bench import BLOCK_TOKENS, MAX_LEN, make_checkpoint, make_runner
+from tests.kernel_cache import CACHE_DIR
 
 CHUNK_BYTES = 64 << 10
 NUM_SLOTS = 64
