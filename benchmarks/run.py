@@ -89,8 +89,9 @@ def report(lines: list[dict[str, Any]]) -> str:
             "ready_s": "start to ready s",
             "daemon_rss_mb_at_ready": "daemon RSS MB at ready",
             "daemon_rss_mb": "daemon RSS MB after load",
-            "engine_rss_mb": "engine RSS MB",
-            "idle_core_percent": "idle, % of a core",
+            "engine_rss_mb": "engine RSS MB, prepared memory included",
+            "quiet_after_s": "free memory prepared after s",
+            "idle_core_percent": "then idle, % of a core",
             "event_loop_stall_ms_max": "longest loop stall ms",
         }
         parts += ["### At rest", table(still, columns)]

@@ -22,6 +22,7 @@ from benchmarks.checkpoints import make
 from benchmarks.load import measure, tree_cpu_s
 from benchmarks.server import ROOT, Server
 
+QUIET_SHARE, QUIET_LIMIT_S = 0.02, 120.0
 STORE = ROOT / ".cache" / "checkpoints"
 
 
@@ -34,13 +35,22 @@ def bare_forward(folder: pathlib.Path, rows: int, context: int) -> dict[str, Any
 
 
 def idle(server: Server, seconds: float = 10.0) -> dict[str, float]:
-    """Share of one core while nothing is asked, and resident memory: a model is loaded, its KV and prefix cache hardly used."""
-    time.sleep(2)
-    before, start = tree_cpu_s(server.pid), time.perf_counter()
-    time.sleep(seconds)
-    share = (tree_cpu_s(server.pid) - before) / (time.perf_counter() - start)
+    """Share of one core while nothing is asked, and resident memory: a model is loaded, its KV and prefix cache hardly used. A node
+    that has come up prepares its free memory first; quiet_after_s says when it was done."""
+
+    def share_of(window_s: float) -> float:
+        before, start = tree_cpu_s(server.pid), time.perf_counter()
+        time.sleep(window_s)
+        return (tree_cpu_s(server.pid) - before) / (time.perf_counter() - start)
+
+    asked_s = time.perf_counter()
+    while share_of(2) > QUIET_SHARE and time.perf_counter() - asked_s < QUIET_LIMIT_S:
+        pass
+    quiet_after_s = time.perf_counter() - asked_s
+    share = share_of(seconds)
     engines = [p.memory_info().rss / 1e6 for p in server.engines()]
     return {
+        "quiet_after_s": round(quiet_after_s),
         "idle_core_percent": round(100 * share, 2),
         "daemon_rss_mb": round(psutil.Process(server.pid).memory_info().rss / 1e6),
         "engine_rss_mb": round(max(engines)),
