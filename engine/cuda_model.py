@@ -27,11 +27,12 @@ from engine.grammar.row_masks import RowMasks
 from engine.kernels import gpu
 from engine.layers.rope import rotary_of
 from engine.layers.weights import Weights
-from engine.logprobs import LogprobCollector, OwedPrompts, owed_prompt_rows
+from engine.logprobs import owed_prompt_rows
 from engine.memory.weight_range import WeightRange
 from engine.models.registry import CausalLM, build_model
 from engine.protocol import LoadModel
-from engine.sampler import SamplingRows, constrain, sample_tokens, sampling_rows
+from engine.sampled_outputs import sampled_outputs
+from engine.sampler import constrain, sampling_rows
 from engine.step_columns import Columns, ExtendStep, decode_columns, extend_step, padding_columns, sampling_columns
 from loader import sizing
 from loader.hf_config import ModelShape
@@ -149,7 +150,8 @@ class CudaModel:
         step = extend_step(plan, table, self._tile_tokens, None if owed is None else owed.tokens)
         hidden = self._forward(step)
         if by_host:
-            return _Told(self._finish_on_host(hidden, step.num_sampling, rows, plan, table, owed, began_s))
+            logits = self._loaded().logits
+            return _Told(sampled_outputs(hidden, step.num_sampling, rows, owed, plan, table, logits, LOGITS_ROWS, began_s))
         if rows is None:
             return self._pending(torch.empty(2, 0, dtype=torch.int32, device=self._device), started, done, began_s)
         columns = sampling_columns(rows) | {"slots": plan.slots[plan.samples]}
@@ -310,36 +312,6 @@ class CudaModel:
             drawn[0, part], drawn[1, part] = gpu.sample(logits, *(columns[name][part] for name in names))
         gpu.set_entries(self._sequences.last_ids, columns["slots"], drawn[0])
         return drawn
-
-    def _finish_on_host(
-        self,
-        hidden: Tensor,
-        num_sampling: int,
-        rows: SamplingRows | None,
-        plan: BatchPlan,
-        table: SequenceTable,
-        owed: OwedPrompts | None,
-        began_s: float,
-    ) -> StepResult:
-        """What hosted_model.TorchModel does with hidden states: edits, masks, log-probabilities."""
-        ids, bad = np.empty(num_sampling, np.int32), np.empty(num_sampling, np.bool_)
-        wanted: LogprobCollector | None = None
-        if rows is not None:
-            if rows.num_top is not None:
-                wanted = LogprobCollector(rows.num_top, table.request_id[plan.slots[plan.samples]])
-            for first in range(0, num_sampling, LOGITS_ROWS):
-                part = self._loaded().logits(hidden[first : min(first + LOGITS_ROWS, num_sampling)])
-                raw = part.clone() if wanted is not None and rows.allowed is not None else part
-                ids[first : first + len(part)], bad[first : first + len(part)] = sample_tokens(part, rows, first)
-                if wanted is not None:
-                    wanted.add(raw, first, ids, bad)
-        result = StepResult(ids, bad, time.perf_counter() - began_s)
-        if wanted is not None:
-            result.logprobs = wanted.result()
-        if owed is not None:
-            result.prompt_logprobs = owed.logprobs(hidden[num_sampling:], self._loaded().logits, LOGITS_ROWS)
-            result.seconds = time.perf_counter() - began_s
-        return result
 
 
 class _Told:

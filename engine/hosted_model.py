@@ -17,13 +17,14 @@ from engine.forward_batch import GroupMemory, Rotary, build_batch, padded_rows
 from engine.grammar.row_masks import RowMasks
 from engine.layers.rope import rotary_of
 from engine.layers.weights import Weights
-from engine.logprobs import LogprobCollector, owed_prompt_rows
+from engine.logprobs import owed_prompt_rows
 from engine.memory.arena import arena_blocks
 from engine.memory.chunk_memory import ChunkMemory
 from engine.memory.weight_range import WeightRange
 from engine.models.registry import CausalLM, build_model
 from engine.protocol import LoadModel
-from engine.sampler import constrain, sample_tokens, sampling_rows
+from engine.sampled_outputs import sampled_outputs
+from engine.sampler import SamplingRows, constrain, sampling_rows
 from loader import sizing
 from loader.hf_config import ModelShape
 
@@ -65,28 +66,12 @@ class TorchModel:
         begin = time.perf_counter()
         owed = owed_prompt_rows(plan, table)
         hidden, num_sampling = self._forward(plan, table, every_token=False, also=None if owed is None else owed.tokens)
-        ids, bad = np.empty(num_sampling, np.int32), np.empty(num_sampling, np.bool_)
-        wanted: LogprobCollector | None = None
+        rows: SamplingRows | None = None
         if num_sampling:
             rows = sampling_rows(plan, table, self._eos_token_ids, self.vocab_size)
             if masks is not None:
                 constrain(rows, masks)
-            if rows.num_top is not None:
-                wanted = LogprobCollector(rows.num_top, table.request_id[plan.slots[plan.samples]])
-            for first in range(0, num_sampling, self._logits_rows):
-                part = self._loaded().logits(hidden[first : first + self._logits_rows])[: num_sampling - first]
-                raw = part.clone() if wanted is not None and masks is not None else part  # masks are written into it
-                ids[first : first + len(part)], bad[first : first + len(part)] = sample_tokens(part, rows, first)
-                if wanted is not None:
-                    wanted.add(raw, first, ids, bad)
-                del part, raw  # before the next part is made: the work space has room for one
-        result = StepResult(ids, bad, time.perf_counter() - begin)
-        if wanted is not None:
-            result.logprobs = wanted.result()
-        if owed is not None:
-            result.prompt_logprobs = owed.logprobs(hidden[num_sampling:], self._loaded().logits, self._logits_rows)
-            result.seconds = time.perf_counter() - begin
-        return result
+        return sampled_outputs(hidden, num_sampling, rows, owed, plan, table, self._loaded().logits, self._logits_rows, begin)
 
     @torch.inference_mode()
     def logits(self, plan: BatchPlan, table: SequenceTable, every_token: bool = False) -> FloatArray:

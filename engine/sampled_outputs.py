@@ -1,0 +1,51 @@
+"""From the hidden states of a step to what it tells: sampled ids, bad rows, log-probabilities.
+
+Shapes: N sampling rows, V vocabulary, W width.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+from torch import Tensor
+
+from engine.contracts import BatchPlan, SequenceTable, StepResult
+from engine.logprobs import LogprobCollector, OwedPrompts
+from engine.sampler import SamplingRows, sample_tokens
+
+
+def sampled_outputs(
+    hidden: Tensor,
+    num_sampling: int,
+    rows: SamplingRows | None,
+    owed: OwedPrompts | None,
+    plan: BatchPlan,
+    table: SequenceTable,
+    logits: Callable[[Tensor], Tensor],
+    logits_rows: int,
+    began_s: float,
+) -> StepResult:
+    """hidden [>= N, W]: the sampling rows' first, behind them those of prompt tokens whose log-probabilities are owed, and padding.
+    rows: None if none samples. logits: [n, W] -> [n, V], called with at most logits_rows rows. began_s: of the step, by
+    perf_counter."""
+    ids, bad = np.empty(num_sampling, np.int32), np.empty(num_sampling, np.bool_)
+    wanted: LogprobCollector | None = None
+    if rows is not None:
+        if rows.num_top is not None:
+            wanted = LogprobCollector(rows.num_top, table.request_id[plan.slots[plan.samples]])
+        for first in range(0, num_sampling, logits_rows):
+            part = logits(hidden[first : first + logits_rows])[: num_sampling - first]
+            raw = part.clone() if wanted is not None and rows.allowed is not None else part  # masks are written into it
+            ids[first : first + len(part)], bad[first : first + len(part)] = sample_tokens(part, rows, first)
+            if wanted is not None:
+                wanted.add(raw, first, ids, bad)
+            del part, raw  # before the next part is made: the work space has room for one
+    result = StepResult(ids, bad, time.perf_counter() - began_s)
+    if wanted is not None:
+        result.logprobs = wanted.result()
+    if owed is not None:
+        result.prompt_logprobs = owed.logprobs(hidden[num_sampling:], logits, logits_rows)
+        result.seconds = time.perf_counter() - began_s
+    return result
