@@ -18,8 +18,7 @@ from dataclasses import dataclass, replace
 
 from daemon.simulate import scenario
 from daemon.simulate.generate import generate
-from scheduler.node.node_scheduler import SchedulerSettings
-from scheduler.simulate.compare import ALL_RESIDENT, run_policy
+from scheduler.simulate.compare import ALL_RESIDENT, run_policy, settings_for
 from scheduler.simulate.outcome import Figures, RequestOutcome, figures
 from scheduler.simulate.simulation import SimulatedNode
 
@@ -37,18 +36,14 @@ class Judged:
     tail_for_loads: float  # of the slowest hundredth's wait the part until their model was ready; the rest is compute
 
 
-def run(name: str, seed: int, policies: Sequence[str], devices: dict[str, int] | None = None) -> dict[str, Judged]:
+def run(
+    name: str, seed: int, policies: Sequence[str], devices: dict[str, int] | None = None, host_tier_bytes: int = 0
+) -> dict[str, Judged]:
     given = scenario.read(str(FOLDER / f"{name}.toml"))
     assert given.trace is not None
     assert given.chunk_bytes is not None
-    settings = SchedulerSettings(
-        chunk_bytes=given.chunk_bytes,
-        max_wait_s=1e9,
-        max_queued_per_model=scenario.MAX_QUEUED,
-        bandwidth_bytes_per_s=given.costs.disk_bytes_per_s,
-        load_overhead_s=given.costs.load_overhead_s,
-    )
-    node = SimulatedNode(devices or given.devices, given.chunk_bytes, given.models, given.costs)
+    node = SimulatedNode(devices or given.devices, given.chunk_bytes, given.models, given.costs, host_tier_bytes)
+    settings = settings_for(node, 1e9, scenario.MAX_QUEUED)
     trace = generate(replace(given.trace, seed=seed))
     found = {}
     for policy in policies:

@@ -23,6 +23,7 @@ def add_simulate_options(parser: argparse.ArgumentParser) -> None:
     add("--weights", metavar="BYTES", default="", help="size of models that neither the file nor the folder knows")
     add("--disk", metavar="BYTES", default="", help="read from disk in a second, as in 6.5GB")
     add("--copy", metavar="BYTES", default="", help="copied to the device in a second")
+    add("--host-tier", metavar="BYTES", default=None, help="the node's host_tier_bytes; 0: none (default: as the costs file says)")
     add("--prefill", metavar="TOKENS", type=float, default=None, help="prompt tokens a second, of models that were not measured")
     add("--step", metavar="SECONDS", type=float, default=None, help="of a decode step, of models that were not measured")
     add("--slo", metavar="SECONDS", type=float, default=10.0, help="to the first token: the objective (default 10)")

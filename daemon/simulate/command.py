@@ -19,8 +19,7 @@ from daemon.simulate import report, scenario, trace_file
 from daemon.simulate.generate import TraceShape, generate
 from daemon.simulate.scenario import MAX_QUEUED, Scenario
 from scheduler.node.events import ModelFacts
-from scheduler.node.settings import SchedulerSettings
-from scheduler.simulate.compare import POLICIES, compare
+from scheduler.simulate.compare import POLICIES, compare, settings_for
 from scheduler.simulate.costs import Costs, ModelCosts
 from scheduler.simulate.simulation import SimulatedNode, SimulationError
 from scheduler.simulate.trace import TraceRequest
@@ -40,13 +39,7 @@ def simulate(options: argparse.Namespace) -> None:
     for policy in options.policy:
         if policy not in POLICIES:
             raise _usage(f"--policy: there is no {policy!r}; known: {', '.join(POLICIES)}")
-    settings = SchedulerSettings(
-        chunk_bytes=node.chunk_bytes,
-        max_wait_s=options.max_wait or NO_LIMIT_S,
-        max_queued_per_model=MAX_QUEUED,
-        bandwidth_bytes_per_s=min(node.costs.disk_bytes_per_s, node.costs.copy_bytes_per_s),
-        load_overhead_s=node.costs.load_overhead_s,
-    )
+    settings = settings_for(node, options.max_wait or NO_LIMIT_S, MAX_QUEUED)
     if options.overdue_after is not None:
         settings = replace(settings, overdue_after_s=options.overdue_after)
     started = time.perf_counter()
@@ -164,7 +157,8 @@ def _node(options: argparse.Namespace, given: Scenario, trace: Sequence[TraceReq
             prefill_tokens_per_s=own.prefill_tokens_per_s or options.prefill,
             decode_step_s=own.decode_step_s if own.decode_step_s is not None else options.step,
         )
-    return SimulatedNode(devices, chunk_bytes, known, replace(costs, models=measured))
+    host_tier_bytes = given.host_tier_bytes if options.host_tier is None else _size_or_none(options.host_tier)
+    return SimulatedNode(devices, chunk_bytes, known, replace(costs, models=measured), host_tier_bytes)
 
 
 def _devices(options: argparse.Namespace, given: Scenario) -> dict[str, int]:
@@ -199,6 +193,10 @@ def _size(flag: str, text: str) -> int:
         return units.parse_bytes(text) if text else 0
     except ValueError as error:
         raise _usage(f"{flag}: {text!r} {error}") from None
+
+
+def _size_or_none(text: str) -> int:
+    return 0 if text.strip() == "0" else _size("--host-tier", text)
 
 
 def _of_folder(folder: str, devices: dict[str, int], chunk_bytes: int) -> dict[str, ModelFacts]:

@@ -48,6 +48,7 @@ class Report:
             "trace_s": self.trace[-1].time_s - self.trace[0].time_s,
             "devices": dict(self.node.devices),
             "chunk_bytes": self.node.chunk_bytes,
+            "host_tier_bytes": self.node.host_tier_bytes,
             "slo_s": self.slo_s,
             "fewest_loads": self.found.fewest_loads,
             "policies": [figures.as_json() for figures in self.found.policies],
@@ -60,11 +61,14 @@ class Report:
     def text(self, per_model: bool) -> str:
         asked = len({request.model for request in self.trace})
         devices = ", ".join(f"{name} {size(budget)}" for name, budget in self.node.devices.items())
+        if self.node.host_tier_bytes:
+            devices += f", host tier {size(self.node.host_tier_bytes)}"
         first = f"{len(self.trace)} requests for {asked} models in {duration(self.trace[-1].time_s)} on {devices}"
         parts = [first, "", self._policies(), ""]
         parts.append(
             f"MISS: the model was not ready. WAIT: arrival to first token. SLO: first token within {self.slo_s:g} s; beside it the "
-            f"worst model's. Loading on demand and in order takes {self.found.fewest_loads} loads at least (Belady)."
+            f"worst model's. FROM HOST: loads that read no disk; READ: what the others read. PAUSED: a model was taken from its "
+            f"device while requests ran. Loading on demand and in order takes {self.found.fewest_loads} loads at least (Belady)."
         )
         parts.append(f"{self.simulated_s / max(self.wall_s, 1e-9):,.0f} times faster than real time ({self.wall_s:.2f} s)")
         if per_model:
@@ -72,8 +76,9 @@ class Report:
         return "\n".join(parts)
 
     def _policies(self) -> str:
-        header = ("POLICY", "MISS", "MEAN WAIT", "P50", "P99", "SLO", "WORST MODEL", "LOADS", "EVICTIONS", "READ", "REFUSED")
-        return table(header, [_policy(figures) for figures in self.found.policies], frozenset({1, 2, 3, 4, 5, 7, 8, 9, 10}))
+        waits = ("POLICY", "MISS", "MEAN WAIT", "P50", "P99", "SLO", "WORST MODEL")
+        header = (*waits, "LOADS", "FROM HOST", "PAUSED", "READ", "REFUSED")
+        return table(header, [_policy(figures) for figures in self.found.policies], frozenset({1, 2, 3, 4, 5, 7, 8, 9, 10, 11}))
 
     def _models(self, figures: Figures) -> str:
         header = (figures.policy.upper(), "REQUESTS", "MISS", "MEAN WAIT", "P99", "SLO")
@@ -102,8 +107,9 @@ def _policy(figures: Figures) -> tuple[str, ...]:
         _percent(figures.slo_attainment),
         f"{_percent(figures.worst_slo_attainment)} {figures.worst_model}",
         str(swaps.num_disk_loads + swaps.num_host_loads),
-        str(swaps.num_evictions),
-        size(swaps.disk_bytes + swaps.host_bytes),
+        str(swaps.num_host_loads),
+        str(swaps.num_preemptions),
+        size(swaps.disk_bytes),
         str(figures.num_refused),
     )
 

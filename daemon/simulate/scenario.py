@@ -75,10 +75,11 @@ class Scenario:
     models: dict[str, ModelFacts]
     costs: Costs
     trace: TraceShape | None
+    host_tier_bytes: int = 0
 
 
 EMPTY = Scenario("", {}, None, {}, Costs(), None)
-_TABLES = ("devices", "chunk_bytes", "costs", "models", "trace")
+_TABLES = ("devices", "chunk_bytes", "host_tier_bytes", "costs", "models", "trace")
 
 
 def read(path: str) -> Scenario:
@@ -109,6 +110,8 @@ def _scenario(path: str, tables: dict[str, Any]) -> Scenario:
         if name not in _TABLES:
             raise ConfigError(path, name, f"unknown key; known keys: {', '.join(_TABLES)}")
     chunk_bytes = None if "chunk_bytes" not in tables else _size(path, "chunk_bytes", tables["chunk_bytes"])
+    host_tier = tables.get("host_tier_bytes", 0)
+    host_tier_bytes = 0 if host_tier == 0 else _size(path, "host_tier_bytes", host_tier)
     devices = {}
     for name, budget in _table(path, "devices", tables).items():
         try:
@@ -125,7 +128,7 @@ def _scenario(path: str, tables: dict[str, Any]) -> Scenario:
     shape = None
     if "trace" in tables:
         shape = _shape(path, fields_of(path, "trace.", TraceTable, _table(path, "trace", tables)), tuple(models))
-    return Scenario(path, devices, chunk_bytes, models, replace(costs, models=measured), shape)
+    return Scenario(path, devices, chunk_bytes, models, replace(costs, models=measured), shape, host_tier_bytes)
 
 
 def _table(path: str, name: str, tables: Mapping[str, Any]) -> dict[str, Any]:

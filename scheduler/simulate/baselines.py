@@ -55,26 +55,36 @@ class Rule(Protocol):
     max_residents: int
     idle_s: float
 
-    def rank(self, resident: Resident, now: float) -> float | str: ...
+    def rank(self, model: str, last_used: float, now: float) -> float | str:
+        """On a device; the least leaves first."""
+
+    def rank_in_host(self, model: str, last_used: float, now: float) -> float:
+        """The same of weights that are kept in host memory."""
 
 
 class LeastRecentlyUsed:
     name = "lru"
     max_residents, idle_s = 0, 0.0
 
-    def rank(self, resident: Resident, now: float) -> float:
-        return resident.last_used
+    def rank(self, model: str, last_used: float, now: float) -> float:
+        return last_used
+
+    rank_in_host = rank
 
 
 class Ollama:
     """Victims by name, at most three models on a device, and five minutes for an idle one (its defaults: it sorts by
-    keep-alive, which is the same for all, then by path). Without its process start: the swap itself costs the same here."""
+    keep-alive, which is the same for all, then by path). Without its process start: the swap itself costs the same here. Host
+    memory is the page cache, which drops what was read longest ago."""
 
     name = "ollama"
     max_residents, idle_s = 3, 300.0
 
-    def rank(self, resident: Resident, now: float) -> str:
-        return resident.name
+    def rank(self, model: str, last_used: float, now: float) -> str:
+        return model
+
+    def rank_in_host(self, model: str, last_used: float, now: float) -> float:
+        return last_used
 
 
 class Clairvoyant:
@@ -88,17 +98,22 @@ class Clairvoyant:
         for request in trace:
             self._times.setdefault(request.model, []).append(request.time_s)
 
-    def rank(self, resident: Resident, now: float) -> float:
-        times = self._times.get(resident.name, [])
+    def rank(self, model: str, last_used: float, now: float) -> float:
+        times = self._times.get(model, [])
         at = bisect_left(times, now)
         return -(times[at] if at < len(times) else float("inf"))
 
+    rank_in_host = rank
+
 
 class OnDemand:
-    """A Decider. `devices`: name -> budget in bytes."""
+    """A Decider. What it reads from disk it keeps in host memory, as far as that reaches; it preempts nobody, and saves no KV."""
 
-    def __init__(self, rule: Rule, chunk_bytes: int) -> None:
+    def __init__(self, rule: Rule, chunk_bytes: int, host_tier_slots: int = 0) -> None:
         self.rule, self.chunk_bytes = rule, chunk_bytes
+        self.host_tier_slots = host_tier_slots
+        self.kept: dict[str, int] = {}  # model -> slots of host memory that hold its weights
+        self.last_used: dict[str, float] = {}
         self.now = 0.0
         self.places: dict[str, Place] = {}
         self.sizes: dict[str, Size] = {}
@@ -161,7 +176,7 @@ class OnDemand:
             self.waiting.setdefault(name)
 
     def _submit(self, resident: Resident, request_id: int) -> None:
-        resident.last_used = self.now
+        resident.last_used = self.last_used[resident.name] = self.now
         resident.running[request_id] = None
         self.models[request_id] = resident.name
         device = self.where[resident.name].name
@@ -171,7 +186,7 @@ class OnDemand:
         resident = self._resident(self.models.pop(request_id))
         assert resident is not None
         del resident.running[request_id]
-        resident.last_used = self.now
+        resident.last_used = self.last_used[resident.name] = self.now
         if resident.drains and not resident.busy:
             self._evict(resident)
 
@@ -203,7 +218,7 @@ class OnDemand:
                 continue
             victims = self._victims(place, size)
             if victims is not None:
-                worst = max(((one.busy, self.rule.rank(one, self.now)) for one in victims), default=None)
+                worst = max((self._rank(one) for one in victims), default=None)
                 options.append((worst is not None, worst or (False, 0.0), place.name, place, victims))
         if not options:
             return False
@@ -222,7 +237,7 @@ class OnDemand:
         """Idle ones first, each group by the rule's rank. None: what is there is loading or pinned down."""
         order = sorted(
             (one for one in place.residents.values() if one.ready and not one.drains),
-            key=lambda one: (one.busy, self.rule.rank(one, self.now)),
+            key=self._rank,
         )
         leaving = [one for one in place.residents.values() if one.drains]
         chosen: list[Resident] = []
@@ -236,6 +251,25 @@ class OnDemand:
             chosen.append(order.pop(0))
         return chosen
 
+    def _rank(self, one: Resident) -> tuple[bool, float | str]:
+        return one.busy, self.rule.rank(one.name, one.last_used, self.now)
+
+    def _keep(self, name: str, num_slots: int) -> bool:
+        """Makes room for its weights in host memory, at the cost of those that the rule ranks below it; False: there is none."""
+        if not num_slots or num_slots > self.host_tier_slots:
+            return False
+        rank = {one: self.rule.rank_in_host(one, self.last_used.get(one, 0.0), self.now) for one in (*self.kept, name)}
+        losable = sorted((one for one in self.kept if rank[one] < rank[name]), key=rank.__getitem__)
+        free = self.host_tier_slots - sum(self.kept.values())
+        if free + sum(self.kept[one] for one in losable) < num_slots:
+            return False
+        for one in losable:
+            if free >= num_slots:
+                break
+            free += self.kept.pop(one)
+        self.kept[name] = num_slots
+        return True
+
     def _load_if_room(self, place: Place) -> None:
         name = place.coming
         size = self.sizes[name]
@@ -244,6 +278,10 @@ class OnDemand:
         self.num_placements += 1
         place.residents[name] = Resident(name, size, self.num_placements, self.now)
         self.copies[self.num_placements] = name
+        self.last_used[name] = self.now
+        slots = tuple(range(size.weights_chunks))
+        warm = name in self.kept
+        keep = not warm and self._keep(name, size.weights_chunks)
         self.actions.append(
             Load(
                 cause="load",
@@ -254,6 +292,8 @@ class OnDemand:
                 kv_reserved_chunks=size.kv_chunks,
                 lease_chunks=max(0, place.free_chunks()),
                 deadline_s=float("inf"),
+                source_slots=slots if warm else (),
+                keep_slots=slots if keep else (),
             )
         )
 

@@ -56,20 +56,33 @@ def run_policy(
     if policy == ALL_RESIDENT:
         needed = sum((size.chunks + size.work_space_chunks) * node.chunk_bytes for size in _sizes(node))
         devices = {name: budget + needed for name, budget in node.devices.items()}
-        node = replace(node, devices=devices, costs=node.costs.without_loads())
+        node = replace(node, devices=devices, costs=node.costs.without_loads(), host_tier_bytes=0)
     return Simulation(node, decider(policy, node, trace, settings), trace, told).run()
 
 
 def decider(policy: str, node: SimulatedNode, trace: Sequence[TraceRequest], settings: SchedulerSettings) -> Decider:
     if policy == HEARTHD:
-        return NodeScheduler(settings, node.devices)
+        return NodeScheduler(replace(settings, host_tier_slots=node.host_tier_slots), node.devices)
     rules: dict[str, Rule] = {
         "lru": LeastRecentlyUsed(),
         "ollama": Ollama(),
         "clairvoyant": Clairvoyant(trace),
         ALL_RESIDENT: LeastRecentlyUsed(),
     }
-    return OnDemand(rules[policy], node.chunk_bytes)
+    return OnDemand(rules[policy], node.chunk_bytes, node.host_tier_slots)
+
+
+def settings_for(node: SimulatedNode, max_wait_s: float, max_queued: int) -> SchedulerSettings:
+    """The defaults, on what is known of the simulated node before anything was measured there."""
+    costs = node.costs
+    return SchedulerSettings(
+        chunk_bytes=node.chunk_bytes,
+        max_wait_s=max_wait_s,
+        max_queued_per_model=max_queued,
+        bandwidth_bytes_per_s=min(costs.disk_bytes_per_s, costs.copy_bytes_per_s),
+        copy_bytes_per_s=costs.copy_bytes_per_s,
+        load_overhead_s=costs.load_overhead_s,
+    )
 
 
 def _sizes(node: SimulatedNode) -> list[Size]:

@@ -47,7 +47,13 @@ class Costs:
 
     def host_load_s(self, facts: ModelFacts) -> float:
         known = self.of(facts.name).host_load_s
-        return self.load_overhead_s + facts.weights_bytes / self.copy_bytes_per_s if known is None else known
+        return self.load_overhead_s + self.host_copy_s(facts) if known is None else known
+
+    def host_copy_s(self, facts: ModelFacts) -> float:
+        """Of that the copying alone."""
+        known = self.of(facts.name).host_load_s
+        seconds = facts.weights_bytes / self.copy_bytes_per_s
+        return seconds if known is None else min(seconds, known)
 
     def prefill_s(self, facts: ModelFacts, num_tokens: int) -> float:
         """Device seconds of a prompt, when the device does nothing else."""

@@ -4,22 +4,26 @@ all its sequences together. Between two events every rate is constant, so nothin
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from types import MappingProxyType
 
 from scheduler.node.events import ModelFacts
 from scheduler.simulate.costs import Costs
 from scheduler.simulate.outcome import RequestOutcome
 
 _DUE_S = 1e-9
+NOTHING_RESTORED: Mapping[int, int] = MappingProxyType({})
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request in the engine. `tokens_done`: tokens it already has, from before it lost its copy of the model."""
+    """A request in the engine. `restored_tokens`: whose KV came back with the model; they are not computed again."""
 
     outcome: RequestOutcome
     kv_bytes: int
+    restored_tokens: int = 0
     tokens_at_step: float = 0.0  # steps of its model when it began to decode, less the tokens it had then
 
 
@@ -37,6 +41,7 @@ class Hosted:
     prompt_left_s: float = 0.0
     decoding: list[tuple[float, int]] = field(default_factory=list)  # heap of (mark, request)
     jobs: dict[int, Job] = field(default_factory=dict)  # all of them
+    restored: dict[int, int] = field(default_factory=dict)  # request that is to come back -> tokens whose KV is there
     kv_bytes: int = 0
 
     @property
@@ -46,6 +51,21 @@ class Hosted:
     @property
     def num_running(self) -> int:
         return len(self.prompts) + len(self.decoding)
+
+    def kv_tokens(self) -> dict[int, int]:
+        """Request -> tokens whose KV is there, in the order in which they came."""
+        decoding = {request_id for _, request_id in self.decoding}
+        return {
+            request_id: num_tokens
+            for request_id, job in self.jobs.items()
+            if (num_tokens := self._kv_tokens(job, request_id in decoding))
+        }
+
+    def _kv_tokens(self, job: Job, decodes: bool) -> int:
+        """Of a prompt that is under way nothing but what was restored counts."""
+        if not decodes:
+            return job.restored_tokens
+        return job.outcome.request.input_tokens + int(self.steps - job.tokens_at_step)
 
     def step_s(self) -> float:
         return self.fixed_s + self.each_s * len(self.decoding)
@@ -69,6 +89,7 @@ class SimulatedEngine:
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
         self.lease_bytes = 0
+        self.first_tokens: list[RequestOutcome] = []  # since they were last taken
         self.hosted: dict[str, Hosted] = {}
         self._active: dict[str, Hosted] = {}
         self._at = 0.0
@@ -86,8 +107,13 @@ class SimulatedEngine:
                 hosted.spend(share_s)
         self._at = max(self._at, now)
 
-    def host(self, facts: ModelFacts, reserved_bytes: int) -> None:
-        self.hosted[facts.name] = Hosted(facts, reserved_bytes, *self.costs.decode_s(facts))
+    def host(self, facts: ModelFacts, reserved_bytes: int, restored: Mapping[int, int] = NOTHING_RESTORED) -> None:
+        """`restored`: request -> tokens whose KV comes with the model, for when it is submitted again."""
+        self.hosted[facts.name] = Hosted(facts, reserved_bytes, *self.costs.decode_s(facts), restored=dict(restored))
+
+    def kv_bytes(self) -> dict[str, int]:
+        """Of running sequences, by model."""
+        return {name: sum(hosted.kv_tokens().values()) * hosted.facts.kv_bytes_per_token for name, hosted in self.hosted.items()}
 
     def drop(self, name: str) -> list[RequestOutcome]:
         """Evicts; what ran there keeps the tokens it has and is returned."""
@@ -101,7 +127,8 @@ class SimulatedEngine:
     def submit(self, outcome: RequestOutcome) -> None:
         hosted = self.hosted[outcome.request.model]
         tokens = outcome.request.input_tokens + outcome.request.output_tokens
-        job = Job(outcome, tokens * hosted.facts.kv_bytes_per_token)
+        restored = hosted.restored.pop(outcome.request_id, 0)
+        job = Job(outcome, tokens * hosted.facts.kv_bytes_per_token, restored)
         hosted.jobs[outcome.request_id] = job
         hosted.waiting.append(job)
         self.admit(hosted)
@@ -124,10 +151,11 @@ class SimulatedEngine:
 
     def _prompt_s(self, job: Job) -> float:
         request = job.outcome.request
-        return self.costs.prefill_s(self.hosted[request.model].facts, request.input_tokens + job.outcome.tokens_done)
+        num_tokens = request.input_tokens + job.outcome.tokens_done - job.restored_tokens
+        return self.costs.prefill_s(self.hosted[request.model].facts, max(1, num_tokens))
 
     def collect(self, now: float) -> list[RequestOutcome]:
-        """What is finished by now; first tokens are noted in the outcomes."""
+        """What is finished by now; first tokens are noted in the outcomes, and here until somebody takes them."""
         ended: list[RequestOutcome] = []
         for hosted in list(self._active.values()):
             if hosted.need_s() > _DUE_S:
@@ -154,6 +182,7 @@ class SimulatedEngine:
         outcome = job.outcome
         if outcome.first_token_s is None:
             outcome.first_token_s = now
+            self.first_tokens.append(outcome)
         outcome.tokens_done += 1
         left = outcome.request.output_tokens - outcome.tokens_done
         job.tokens_at_step = hosted.steps - outcome.tokens_done

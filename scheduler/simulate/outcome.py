@@ -39,6 +39,8 @@ class Swaps:
     num_preemptions: int = 0  # evictions under running requests
     disk_bytes: int = 0
     host_bytes: int = 0  # copied from host memory instead
+    saved_kv_tokens: int = 0  # to host memory, of what was preempted
+    restored_kv_tokens: int = 0
 
 
 @dataclass(slots=True)

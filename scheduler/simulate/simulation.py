@@ -5,7 +5,7 @@ simulated engines and loaders in their own time, and what comes of them are the 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Any, Protocol
 
@@ -17,6 +17,8 @@ from scheduler.simulate.outcome import RequestOutcome, Swaps
 from scheduler.simulate.trace import TraceRequest
 
 PROGRESS_EVERY = 1000  # requests
+# As the daemon and its engines do: how often what is measured is told, and from what length on a prompt says how fast it goes.
+NOTE_KV_EVERY_S, MEASURE_PREFILL_EVERY_S, MEASURED_PREFILL_TOKENS = 0.25, 0.5, 32
 
 
 class Decider(Protocol):
@@ -33,12 +35,17 @@ class SimulationError(Exception):
 
 @dataclass(slots=True, frozen=True)
 class SimulatedNode:
-    """`devices`: name -> budget in bytes."""
+    """`devices`: name -> budget in bytes. `host_tier_bytes`: host memory for weights and saved KV."""
 
     devices: Mapping[str, int]
     chunk_bytes: int
     models: Mapping[str, ModelFacts]
     costs: Costs
+    host_tier_bytes: int = 0
+
+    @property
+    def host_tier_slots(self) -> int:
+        return self.host_tier_bytes // self.chunk_bytes
 
 
 @dataclass(slots=True)
@@ -52,6 +59,7 @@ class Run:
 class _Copy:
     load: actions.Load
     ready_s: float | None = None
+    restored: dict[int, int] = field(default_factory=dict)  # request -> tokens whose KV comes back with it
 
 
 class Simulation:
@@ -74,6 +82,9 @@ class Simulation:
         self._num_due = 0
         self._copies: dict[int, _Copy] = {}  # by placement
         self._placement_of: dict[tuple[str, str], int] = {}  # (device, model)
+        self._saved_kv: dict[bytes, dict[int, int]] = {}  # index of an eviction -> request -> tokens
+        self._note_kv_at = dict.fromkeys(node.devices, 0.0)
+        self._measure_prefill_at: dict[str, float] = {}  # by model
         self._carry: dict[type[actions.Action], Callable[[Any], None]] = {
             actions.Load: self._load,
             actions.Evict: self._evict,
@@ -93,9 +104,11 @@ class Simulation:
         while self.num_ended < len(self.outcomes):
             at = self._next_at(arrival)
             self.now = max(self.now, at)
-            for engine in self.engines.values():
+            for name, engine in self.engines.items():
                 engine.advance(self.now)
-                for outcome in engine.collect(self.now):
+                ended = engine.collect(self.now)
+                self._measure(name, engine)
+                for outcome in ended:
                     self._ended(outcome)
                     self._post(
                         events.RequestFinished(now=self.now, cause=f"req-{outcome.request_id}", request_id=outcome.request_id)
@@ -109,6 +122,33 @@ class Simulation:
                 self._arrive(arrival)
                 arrival = next(arrivals, None)
         return Run(self.outcomes, self.swaps, self.num_events)
+
+    def _measure(self, device: str, engine: SimulatedEngine) -> None:
+        """What a real node would tell of itself meanwhile. Decisions are made on events alone, so that what is told before one
+        counts."""
+        if self.now >= self._note_kv_at[device]:
+            self._note_kv_at[device] = self.now + NOTE_KV_EVERY_S
+            kv_bytes = {name: (num_bytes, 0) for name, num_bytes in engine.kv_bytes().items()}
+            if kv_bytes:
+                self._post(events.KVNoted(now=self.now, cause=f"engine-{device}", device=device, kv_bytes=kv_bytes))
+        for outcome in engine.first_tokens:
+            request = outcome.request
+            if request.input_tokens < MEASURED_PREFILL_TOKENS or self.now < self._measure_prefill_at.get(request.model, 0.0):
+                continue
+            if outcome.num_resubmissions or outcome.submitted_s is None:
+                continue
+            self._measure_prefill_at[request.model] = self.now + MEASURE_PREFILL_EVERY_S
+            self._post(
+                events.PrefillMeasured(
+                    now=self.now,
+                    cause=f"req-{outcome.request_id}",
+                    model=request.model,
+                    device=device,
+                    num_tokens=request.input_tokens,
+                    seconds=self.now - outcome.submitted_s,
+                )
+            )
+        engine.first_tokens.clear()
 
     def _next_at(self, arrival: RequestOutcome | None) -> float:
         times = [engine.next_at() for engine in self.engines.values()]
@@ -142,7 +182,8 @@ class Simulation:
                 return
             copy.ready_s = self.now
             facts = self.node.models[copy.load.model]
-            self.engines[copy.load.device].host(facts, copy.load.kv_reserved_chunks * self.node.chunk_bytes)
+            reserved_bytes = copy.load.kv_reserved_chunks * self.node.chunk_bytes
+            self.engines[copy.load.device].host(facts, reserved_bytes, copy.restored)
         self._post(event)
 
     def _arrive(self, outcome: RequestOutcome) -> None:
@@ -163,26 +204,67 @@ class Simulation:
     # ---- actions
 
     def _load(self, action: actions.Load) -> None:
-        self._copies[action.placement_id] = _Copy(action)
+        """Weights from host memory or disk, then the KV that was saved."""
+        copy = self._copies[action.placement_id] = _Copy(action, restored=self._saved_kv.pop(action.kv_index, {}))
         self._placement_of[action.device, action.model] = action.placement_id
         self.engines[action.device].lease_bytes = action.lease_chunks * self.node.chunk_bytes
-        facts = self.node.models[action.model]
-        seconds = self.node.costs.disk_load_s(facts)
-        self.swaps.num_disk_loads += 1
-        self.swaps.disk_bytes += facts.weights_bytes
-        self._later(
-            seconds, events.LoadFinished(now=self.now + seconds, cause="load", placement_id=action.placement_id, seconds=seconds)
+        facts, costs = self.node.models[action.model], self.node.costs
+        num_tokens = sum(copy.restored.values())
+        restore_s = num_tokens * facts.kv_bytes_per_token / costs.copy_bytes_per_s
+        self.swaps.restored_kv_tokens += num_tokens
+        if action.source_slots:
+            seconds, copy_s = costs.host_load_s(facts), costs.host_copy_s(facts)
+            self.swaps.num_host_loads += 1
+            self.swaps.host_bytes += facts.weights_bytes
+        else:
+            seconds, copy_s = costs.disk_load_s(facts), 0.0
+            self.swaps.num_disk_loads += 1
+            self.swaps.disk_bytes += facts.weights_bytes
+        seconds += restore_s
+        finished = events.LoadFinished(
+            now=self.now + seconds,
+            cause="load",
+            placement_id=action.placement_id,
+            seconds=seconds,
+            kept=bool(action.source_slots or action.keep_slots),
+            copy_s=copy_s,
+            restored_kv_tokens=num_tokens,
         )
+        self._later(seconds, finished)
 
     def _evict(self, action: actions.Evict) -> None:
+        """KV of what runs is saved as far as the slots reach, whole requests in the order in which they came."""
         copy = self._copies.pop(action.placement_id)
-        engine = self.engines[action.device]
-        engine.lease_bytes = action.lease_chunks * self.node.chunk_bytes
+        engine, facts, chunk_bytes = self.engines[action.device], self.node.models[action.model], self.node.chunk_bytes
+        engine.lease_bytes = action.lease_chunks * chunk_bytes
+        saved: dict[int, int] = {}
         if copy.ready_s is not None:
+            room = len(action.save_slots) * chunk_bytes
+            for request_id, num_tokens in engine.hosted[action.model].kv_tokens().items():
+                room -= num_tokens * facts.kv_bytes_per_token
+                if room < 0:
+                    break
+                saved[request_id] = num_tokens
             self.swaps.num_preemptions += bool(engine.drop(action.model))
+        elif copy.restored:  # a load that was withdrawn: what was saved is there still
+            self._saved_kv[copy.load.kv_index] = copy.restored
         self.swaps.num_evictions += 1
-        seconds = self.node.costs.evict_s
-        self._later(seconds, events.EvictFinished(now=self.now + seconds, cause="evict", placement_id=action.placement_id))
+        index = b"%d" % action.placement_id
+        num_tokens = sum(saved.values())
+        num_bytes = num_tokens * facts.kv_bytes_per_token
+        if saved:
+            self._saved_kv[index] = saved
+            self.swaps.saved_kv_tokens += num_tokens
+        seconds = self.node.costs.evict_s + num_bytes / self.node.costs.copy_bytes_per_s
+        finished = events.EvictFinished(
+            now=self.now + seconds,
+            cause="evict",
+            placement_id=action.placement_id,
+            kv_slots=action.save_slots[: -(-num_bytes // chunk_bytes)],
+            kv_index=index,
+            saved_kv_tokens=num_tokens,
+        )
+        self._later(seconds, finished)
 
     def _grant(self, action: actions.GrantLease) -> None:
         self.engines[action.device].lease_bytes = action.lease_chunks * self.node.chunk_bytes

@@ -94,7 +94,8 @@ def test_shipped_scenarios(path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("x = 1", ":1: x: unknown key; known keys: devices, chunk_bytes, costs, models, trace"),
+        ("x = 1", ":1: x: unknown key; known keys: devices, chunk_bytes, host_tier_bytes, costs, models, trace"),
+        ("host_tier_bytes = 'much'", ":1: host_tier_bytes: 'much' must be a number of bytes"),
         ("[costs", ": is not valid TOML"),
         ("[costs]\ndisk = 1.0", ":2: costs.disk: unknown key"),
         ("[costs]\ndisk_bytes_per_s = 0.0", ":2: costs.disk_bytes_per_s: 0.0 must be above 0"),

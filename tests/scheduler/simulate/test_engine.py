@@ -100,3 +100,20 @@ def test_what_is_dropped_keeps_its_tokens_and_computes_them_again() -> None:
     # its prompt and the five tokens it had (0.15 s) make the sixth; five steps are left
     assert run(made) == {0: pytest.approx(0.1 + 4.5 * 0.011 + 0.15 + 5 * 0.011)}
     assert one.first_token_s == pytest.approx(0.1)
+
+
+def test_restored_kv_is_not_computed_again() -> None:
+    made = engine(facts("a"))
+    one = outcome(0)
+    made.submit(one)
+    for at in (0.1, 0.1 + 4.5 * 0.011):
+        made.advance(at)
+        made.collect(at)
+    tokens = made.hosted["a"].kv_tokens()
+    assert tokens == {0: 15}
+    assert made.kv_bytes() == {"a": 150}
+    made.drop("a")
+    made.host(facts("a"), 1000, tokens)
+    made.submit(one)
+    assert made.hosted["a"].kv_tokens() == {0: 15}  # and may be saved once more before anything is computed
+    assert run(made) == {0: pytest.approx(0.1 + 4.5 * 0.011 + 0.01 + 5 * 0.011)}
