@@ -1,12 +1,17 @@
 """Whose step is next: deficit round robin between the models of one device, on measured device time.
 
-A model's turn grants it `budget_s * weight` seconds; it keeps its turn, step after step, while they cover at least half of a step
-like its last one. A step that takes longer leaves a debt, which its next turns pay off before it runs again.
+A model's turn grants it a quantum times its weight: the longest step among those that are busy, or `budget_s` where one of them
+takes many times that. So models with like steps take them one by one: who waits waits for one step of each other, not for a
+budget's worth, and nobody sits out a round for having run a little over. A turn goes on while its credit covers one more step like
+its latest. A step that takes longer leaves a debt, which its model's next turns pay off before it runs again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
+
+_NEAR = 2.0  # steps of up to so many budgets are let through every round
+_NEWEST = 0.3  # weight of the last step
 
 
 class Turns:
@@ -18,7 +23,7 @@ class Turns:
         self.budget_s = budget_s
         self._credit_s: dict[str, float] = {}  # in the order of turns; the first has its turn
         self._weight: dict[str, float] = {}
-        self._step_s: dict[str, float] = {}  # each one's last step
+        self._step_s: dict[str, float] = {}  # what each one's latest steps took
 
     def add(self, model: str) -> None:
         self._credit_s[model] = 0.0
@@ -39,7 +44,8 @@ class Turns:
     def charge(self, model: str, seconds: float) -> None:
         """After a step."""
         self._credit_s[model] -= seconds
-        self._step_s[model] = seconds
+        before = self._step_s[model] or seconds
+        self._step_s[model] = before + _NEWEST * (seconds - before)
 
     def next(self, busy: Collection[str]) -> str | None:
         """The busy model whose step is next; None if none is busy. A model that is not busy keeps neither credit nor debt."""
@@ -53,19 +59,26 @@ class Turns:
         for model in credit:
             if model not in busy:
                 credit[model] = 0.0
-        if credit[order[0]] > self._step_s[order[0]] / 2:
+        if credit[order[0]] > 0 and credit[order[0]] >= self._step_s[order[0]]:
             return order[0]
-        # The turn goes on. All are in debt or near zero: grant so many whole rounds at once that somebody can run.
+        # The turn goes on. What all have left over is nobody's advantage: it would add up to second steps.
+        spare = min(credit[model] for model in order)
+        if spare > 0:
+            for model in order:
+                credit[model] -= spare
+        longest_s = max(self._step_s[model] for model in order)
+        quantum_s = longest_s if 0 < longest_s <= _NEAR * self.budget_s else self.budget_s
         self._to_back(order[0])
         order = order[1:] + order[:1]
         for model in order:
-            credit[model] += self.budget_s * self._weight[model]
+            credit[model] += quantum_s * self._weight[model]
             if credit[model] > 0:
                 return model
             self._to_back(model)
-        rounds = min(-credit[model] // (self.budget_s * self._weight[model]) for model in order)
+        # All are in debt: grant so many whole rounds at once that somebody can run.
+        rounds = min(-credit[model] // (quantum_s * self._weight[model]) for model in order)
         for model in order:
-            credit[model] += rounds * self.budget_s * self._weight[model]
+            credit[model] += rounds * quantum_s * self._weight[model]
         return self.next(busy)
 
     def _to_back(self, model: str) -> None:
