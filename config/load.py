@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import msgspec
 
 from config import locate, paths, units
-from config.schema import DeviceBudget, ModelConfig, NodeConfig, SamplingDefaults
+from config.schema import ModelConfig, NodeConfig, SamplingDefaults
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -19,7 +19,7 @@ LOG_FORMATS = ("auto", "text", "json", "journal")
 RUNNERS = ("torch", "null")
 TOOL_PARSERS = ("hermes", "llama3", "mistral", "none")
 REASONING_PARSERS = ("think", "none")
-DEFAULT_CPU_PERCENT = 50
+CUDA_CHUNK_BYTES = 16 << 20  # a GPU's driver maps few large pieces faster than many small ones
 
 
 class ConfigError(Exception):
@@ -62,6 +62,8 @@ def _load(path: str | None, flags: Mapping[str, Any] | None) -> NodeConfig:
     if flags:
         config = msgspec.structs.replace(config, **_from_flags(flags))
         config = msgspec.structs.replace(config, **_absolute(config, os.getcwd()))
+    if "chunk_bytes" not in table and "chunk_bytes" not in (flags or {}) and any(text.startswith("cuda") for text in config.device):
+        config = msgspec.structs.replace(config, chunk_bytes=CUDA_CHUNK_BYTES)
     control = config.control or paths.daemon_control_path()
     config = msgspec.structs.replace(
         config,
@@ -74,48 +76,6 @@ def _load(path: str | None, flags: Mapping[str, Any] | None) -> NodeConfig:
     )
     _check_across(path or "flags", config)
     return config
-
-
-def device_budgets(config: NodeConfig, memory_bytes: int, source: str = "flags") -> list[DeviceBudget]:
-    """The node's devices; one `cpu:0` with half of the machine's memory when none is named. Raises ConfigError for a device that
-    is named twice, that this build has no engine for, or whose budget is below 8 chunks or above the machine's memory."""
-    try:
-        return _device_budgets(config, memory_bytes, source)
-    except ConfigError as error:
-        raise located(error) from None
-
-
-def _device_budgets(config: NodeConfig, memory_bytes: int, source: str) -> list[DeviceBudget]:
-    if not config.device:
-        return [DeviceBudget("cpu:0", memory_bytes * DEFAULT_CPU_PERCENT // 100)]
-    devices: dict[str, DeviceBudget] = {}
-    for text in config.device:
-        try:
-            name, amount = units.parse_device(text)
-        except ValueError as error:
-            raise ConfigError(source, "device", f"{text!r} {error}") from None
-        if name in devices:
-            raise ConfigError(source, "device", f"{name} is named twice")
-        if name.startswith("cuda"):
-            raise ConfigError(source, "device", f"{text!r}: this version has no CUDA engine; only cpu devices can be used")
-        try:
-            budget_bytes = units.parse_budget(amount, memory_bytes)
-        except ValueError as error:
-            raise ConfigError(source, "device", f"{text!r}: the budget {error}") from None
-        least = 8 * units.parse_bytes(config.chunk_bytes)
-        if budget_bytes < least:
-            raise ConfigError(
-                source, "device", f"{text!r}: the budget must be at least 8 chunks of chunk_bytes, {units.format_bytes(least)}"
-            )
-        devices[name] = DeviceBudget(name, budget_bytes)
-    total = sum(device.budget_bytes for device in devices.values())
-    if total > memory_bytes:
-        raise ConfigError(
-            source,
-            "device",
-            f"the budgets together are {units.format_bytes(total)}, the machine has {units.format_bytes(memory_bytes)}",
-        )
-    return list(devices.values())
 
 
 def read_toml(path: str) -> dict[str, Any]:
@@ -304,7 +264,8 @@ def _device_specs(value: Any) -> None:
     """The node's `device` (NAME=BUDGET): the form only; amounts need the machine."""
     for text in value:
         _, amount = units.parse_device(text)
-        units.parse_budget(amount, 1 << 40)
+        if amount:
+            units.parse_budget(amount, 1 << 40)
 
 
 _CHECKS: dict[str, Callable[[Any], None]] = {

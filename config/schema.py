@@ -18,10 +18,11 @@ def key(description: str, unit: str = "", reload: str = RESTART) -> msgspec.Meta
 
 
 class DeviceBudget(msgspec.Struct, frozen=True):
-    """One `--device NAME=BUDGET`. name: `cpu:0`; budget_bytes: weights, KV and work space together."""
+    """One `--device NAME=BUDGET`. name: `cpu:0`; budget_bytes: weights, KV and work space together; uuid: a cuda device's GPU."""
 
     name: str
     budget_bytes: int
+    uuid: str = ""
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -84,7 +85,13 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     allowed_hosts: Annotated[
         list[str], key("names in the Host header, beside listen's own, that are served while no keys are set", reload=LIVE)
     ] = []
-    device: Annotated[list[str], key("NAME=BUDGET, one entry a device: cpu=512MiB, cpu:1=25%")] = []
+    device: Annotated[
+        list[str],
+        key(
+            "NAME=BUDGET, one entry a device: cpu=512MiB, cpu:1=25%, cuda:0=70GiB, cuda:GPU-3f1a (by UUID); "
+            "a cuda device's budget is all of its memory but 1 GiB if none is given"
+        ),
+    ] = []
     dtype: Annotated[str, key("auto (the checkpoint's), float32, bfloat16 or float16")] = "auto"
     state_dir: Annotated[str, key("where pins and switched-off models are kept; default: $XDG_STATE_HOME/hearthd")] = ""
     cache_dir: Annotated[str, key("compiled kernels; default: $XDG_CACHE_HOME/hearthd")] = ""
@@ -95,7 +102,9 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     max_num_batched_tokens: Annotated[int, key("tokens in one step; sizes each device's work space", "tokens")] = 512
     block_tokens: Annotated[int, key("tokens in one KV block", "tokens")] = 16
-    chunk_bytes: Annotated[int | str, key("unit of the device's memory pool", "bytes")] = "2MiB"
+    chunk_bytes: Annotated[
+        int | str, key("unit of the devices' memory pools; with a cuda device 16MiB if it is not set", "bytes")
+    ] = "2MiB"
     host_tier_bytes: Annotated[
         int | str | None,
         key(

@@ -73,11 +73,12 @@ def parse_size_or_share(value: int | str, memory_bytes: int) -> int:
 
 
 def parse_device(text: str) -> tuple[str, str]:
-    """`cpu=512MiB` -> ("cpu:0", "512MiB"). Raises ValueError."""
+    """`cpu=512MiB` -> ("cpu:0", "512MiB"), `cuda:1` -> ("cuda:1", ""): only a cuda device needs no budget. Raises ValueError."""
     name, equals, budget = text.partition("=")
     match = _DEVICE.match(name.strip())
-    if not equals or match is None or (match[1] == "cpu" and match[2] is not None and not match[2].isdigit()):
-        raise ValueError('must be NAME=BUDGET, as in "cpu=512MiB", "cpu:1=25%" or "cuda:0=90%"')
+    is_cpu = match is not None and match[1] == "cpu"
+    if match is None or bool(equals) != bool(budget.strip()) or (is_cpu and not (equals and (match[2] or "0").isdigit())):
+        raise ValueError('must be NAME=BUDGET, as in "cpu=512MiB", "cpu:1=25%" or "cuda:0=90%", or a cuda device\'s name alone')
     index = match[2] if match[2] is not None else "0"
     return f"{match[1]}:{int(index) if index.isdigit() else index}", budget.strip()
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from aiohttp import web
 
+from config.devices import NoGpus
 from daemon import operator_views
 from daemon.api.responses import SERVER
 from daemon.control_status import EXIT_FAULT, STATUS_OF_EXIT
@@ -55,6 +56,7 @@ def make_control_app(node: Node, read_only: bool = False) -> web.Application:
     app.router.add_get("/control/v1/room", api.room)
     app.router.add_get("/control/v1/history", api.history)
     app.router.add_get("/control/v1/top", api.top)
+    app.router.add_get("/control/v1/gpus", api.gpus)
     if read_only:
         app.router.add_post("/{path:.*}", _denied)
         return app
@@ -144,6 +146,12 @@ class ControlApi:
 
     async def top(self, request: web.Request) -> web.Response:
         return _json(operator_views.top(self._node))
+
+    async def gpus(self, request: web.Request) -> web.Response:
+        try:
+            return _json(await self._node.gpu_rows())
+        except NoGpus as error:
+            raise BadRequest("not_found", f"No GPUs: {error}.", status=404) from None
 
     async def event_lines(self, request: web.Request) -> web.StreamResponse:
         """History, then with `?follow=1` what happens until the client goes."""

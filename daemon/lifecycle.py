@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -20,6 +21,7 @@ from aiohttp import web
 from config import host_tier
 from config import load as config_load
 from config import reload as config_reload
+from config.devices import device_budgets
 from config.schema import DeviceBudget, NodeConfig
 from config.units import machine_memory_bytes
 from daemon import keys, listeners, logs, sockets
@@ -29,6 +31,7 @@ from daemon.api.app import http_log, make_app, make_runner
 from daemon.control import make_control_app
 from daemon.errors import BadRequest, NotNow
 from daemon.file_watch import FileWatch, signature
+from daemon.gpus import Driver, Inventory, memories
 from daemon.node import Node, scheduler_settings
 from daemon.state import NodeState
 from daemon.systemd_notify import Notifier
@@ -55,7 +58,9 @@ class Lifecycle:
         config_path: str | None,
         flags: Mapping[str, Any],
         known: keys.Keys | None = None,
+        inventory: Inventory | None = None,
     ) -> None:
+        self._inventory = inventory or Driver()
         self._config, self._devices, self._config_path, self._flags = config, devices, config_path, flags
         self._keys = known
         self._accesses: list[Access] = []  # of listeners that ask for keys
@@ -81,7 +86,7 @@ class Lifecycle:
         except sockets.SocketError:
             self._remove_sockets()
             raise
-        node = self._node = Node(self._config, self._devices, state)
+        node = self._node = Node(self._config, self._devices, state, self._inventory)
         node.reload = self.reload
         node.num_tenants = None if self._keys is None else len(self._keys.tenants)
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -89,6 +94,7 @@ class Lifecycle:
         loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
         for worker in node.workers.values():
             worker.start()  # they import their libraries while the models folder is read
+        node.gpu_watch.start()
         text = TextService()
         api = self._http(node, text, self._config.listen, without=paths.ADMIN if http.admin else frozenset())
         admin = self._http(node, text, self._config.admin_listen, only=paths.ADMIN | paths.OPEN, ask=http.admin_asks_key)
@@ -238,7 +244,7 @@ class Lifecycle:
         source = self._config_path if self._config_path and "device" not in self._flags else "flags"
         try:
             new = config_load.load(self._config_path, self._flags)
-            devices = config_load.device_budgets(new, machine_memory_bytes(), source)
+            devices = device_budgets(new, machine_memory_bytes(), source, partial(memories, self._inventory))
             new = host_tier.resolved(new, devices, machine_memory_bytes(), source)
             plan = config_reload.plan(node.config, new)
             known = keys.load(plan.effective.keys_file) if plan.effective.keys_file else None
@@ -307,6 +313,7 @@ class Lifecycle:
         for worker in node.workers.values():
             worker.kill_now()
         node.watch.close()
+        node.gpu_watch.stop()
         node.host_memory.close()
         for task in list(self._tasks):
             task.cancel()
@@ -347,6 +354,7 @@ def serve(
     config_path: str | None,
     flags: Mapping[str, Any],
     known: keys.Keys | None = None,
+    inventory: Inventory | None = None,
 ) -> int:
     """Runs a node to its end and returns the exit code: 0 stopped when told to, 1 could not start."""
     import uvloop
@@ -355,7 +363,7 @@ def serve(
     faulthandler.enable()  # a watchdog's SIGABRT: the log says where each thread was
 
     async def main() -> int:
-        return await Lifecycle(config, devices, config_path, flags, known).run()
+        return await Lifecycle(config, devices, config_path, flags, known, inventory).run()
 
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

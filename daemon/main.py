@@ -6,14 +6,17 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from config import host_tier, reference
 from config import load as config_load
+from config.devices import device_budgets
 from config.schema import NodeConfig
 from config.units import format_bytes, machine_memory_bytes
 from daemon import keys, listeners
 from daemon.errors import EXIT_OK, EXIT_USAGE
+from daemon.gpus import Driver, Inventory, memories
 from daemon.version import VERSION
 
 _METAVARS = {
@@ -49,14 +52,16 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, inventory: Inventory | None = None) -> int:
+    """inventory: whom to ask for GPUs, by default the driver."""
+    inventory = inventory or Driver()
     options: dict[str, Any] = vars(make_parser().parse_args(argv))
     path, check = options.pop("config"), options.pop("check_config")
     flags = {key: value for key, value in options.items() if value is not None}
     source = path or "flags"
     try:
         config = config_load.load(path, flags)
-        devices = config_load.device_budgets(config, machine_memory_bytes(), source)
+        devices = device_budgets(config, machine_memory_bytes(), source, partial(memories, inventory))
         config = host_tier.resolved(config, devices, machine_memory_bytes(), source)
         if not config.models_dir:
             raise config_load.ConfigError(source, "models_dir", "missing; name the models folder with --models DIR")
@@ -80,4 +85,4 @@ def main(argv: Sequence[str] | None = None) -> int:
         logs.log.warning("no keys and --insecure: anybody who reaches %s may use the models", config.listen)
     if not config.device:
         logs.log.info("no --device: cpu:0 gets %s, half of the machine's memory", format_bytes(devices[0].budget_bytes))
-    return lifecycle.serve(config, devices, path, flags, known)
+    return lifecycle.serve(config, devices, path, flags, known, inventory)

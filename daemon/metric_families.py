@@ -68,6 +68,7 @@ FAMILIES = (
     _of(COUNTER, "hearth_device_preemptions_total", "preemptions", "device",
         "Sequences put back to make room, to be computed again; from 0 when the engine starts"),
     _of(COUNTER, "hearth_engine_restarts_total", "restarts", "device", "Engine processes started again"),
+    _of(COUNTER, "hearth_gpu_faults_total", "faults", "device xid", "Faults (Xid) the driver has reported of a cuda device's GPU"),
     _of(GAUGE, "hearth_device_planned_bytes", "bytes", "device", "What the ledger says is in use: weights and KV chunks"),
     _of(GAUGE, "hearth_device_measured_bytes", "bytes", "device",
         "What its engine process really has in memory, host memory it has mapped and its libraries included"),

@@ -10,6 +10,7 @@ import platform
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any
 
 from config.schema import DeviceBudget, NodeConfig
@@ -18,8 +19,11 @@ from daemon.dispatcher import Dispatcher
 from daemon.engine_events import EngineEvents
 from daemon.errors import BadRequest, HearthError
 from daemon.event_ring import EventRing
+from daemon.gpu_watch import GpuWatch
+from daemon.gpus import Driver, GpuFault, Inventory, rows_of, why_no_memory
 from daemon.host_memory import HostMemory
 from daemon.live_settings import LiveSettings
+from daemon.logs import fields
 from daemon.loop_watch import LoopWatch
 from daemon.metrics import Metrics
 from daemon.page.feed import PageFeed
@@ -54,9 +58,12 @@ def scheduler_settings(config: NodeConfig) -> SchedulerSettings:
 class Node:
     """HealthPort for the API. Made on the event loop; `reload` is set by the lifecycle."""
 
-    def __init__(self, config: NodeConfig, devices: Sequence[DeviceBudget], state: NodeState) -> None:
+    def __init__(
+        self, config: NodeConfig, devices: Sequence[DeviceBudget], state: NodeState, inventory: Inventory | None = None
+    ) -> None:
         loop = asyncio.get_running_loop()
         self.devices = list(devices)
+        self.inventory = inventory or Driver()
         self.state = state
         self.settings = LiveSettings(config)
         self.ring, self.metric = EventRing(), Metrics()
@@ -71,9 +78,18 @@ class Node:
         self.engine_events = EngineEvents(self.dispatcher, budgets)
         threads = threads_per_engine(config, devices)
         self.workers = {
-            device.name: Worker(device.name, threads, self._spec_of(device, threads), self.engine_events, self.host_memory.fd)
+            device.name: Worker(
+                device.name,
+                threads,
+                self._spec_of(device, threads),
+                self.engine_events,
+                self.host_memory.fd,
+                device.uuid,
+                partial(why_no_memory, self.inventory, device),
+            )
             for device in devices
         }
+        self.gpu_watch = GpuWatch(self.inventory, devices, self._gpu_fault)
         self.dispatcher.engines = dict(self.workers)
         self.feed = PageFeed(lambda: snapshot(self), self.ring)
         self.reload: Callable[[], Awaitable[dict[str, Any]]] | None = None
@@ -97,6 +113,18 @@ class Node:
             return EngineSpec(device, max(fitting, default=0), self.config, threads, dtypes, self.host_memory.num_slots)
 
         return spec
+
+    def _gpu_fault(self, device: DeviceBudget, fault: GpuFault) -> None:
+        """Its engine may not come back from what it waits for; the others have nothing to do with it."""
+        log.error("GPU %s: %s", device.uuid, fault, extra=fields(device=device.name))
+        self.ring.add("gpu_fault", device=device.name, uuid=device.uuid, xid=fault.xid, fatal=fault.is_fatal)
+        self.metric.gpu_faults[device.name, str(fault.xid)] += 1
+        if fault.is_fatal:
+            self.workers[device.name].restart(f"was ended: {fault} on {device.uuid}")
+
+    async def gpu_rows(self) -> list[dict[str, Any]]:
+        """For `hearth gpus`. Raises NoGpus."""
+        return rows_of(await asyncio.to_thread(self.inventory.gpus), self.devices, self.gpu_watch.xids)
 
     # ---- models
 
@@ -217,6 +245,8 @@ class Node:
                 "pid": worker.pid,
                 "restarts": worker.restarts,
                 "budget_bytes": device.budget_bytes,
+                "uuid": device.uuid,
+                "problem": worker.problem,
             }
             if view is not None:
                 row |= {
@@ -224,7 +254,7 @@ class Node:
                     "held_bytes": sum(view.held.values()) * view.chunk_bytes,
                     "lease_bytes": view.lease_chunks * view.chunk_bytes,
                     "loading": view.loading,
-                    "problem": view.problem,
+                    "problem": view.problem or worker.problem,
                 }
             rows.append(row)
         return rows

@@ -86,13 +86,25 @@ def threads_per_engine(config: NodeConfig, devices: Sequence[DeviceBudget]) -> i
 
 class Worker:
     """One device's engine through all its lives. `spec` may be asked for late: the process imports its libraries meanwhile.
-    host_tier_fd: the host tier's memfd, -1 where there is none."""
+    host_tier_fd: the host tier's memfd, -1 where there is none. gpu: UUID of the only GPU it sees, "" for a cpu device.
+    no_memory: in one line, why the device cannot give what was asked for; in a thread, with the engine's own words.
+
+    problem: why there is no engine now, "" while there is one."""
 
     def __init__(
-        self, device: str, threads: int, spec: Callable[[], EngineSpec], events: WorkerEvents, host_tier_fd: int = -1
+        self,
+        device: str,
+        threads: int,
+        spec: Callable[[], EngineSpec],
+        events: WorkerEvents,
+        host_tier_fd: int = -1,
+        gpu: str = "",
+        no_memory: Callable[[str], str] = str,
     ) -> None:
         self.device, self._threads, self._spec, self._events = device, threads, spec, events
-        self._host_tier_fd = host_tier_fd
+        self._host_tier_fd, self._gpu, self._no_memory = host_tier_fd, gpu, no_memory
+        self.problem = ""
+        self._fault: protocol.EngineFault | None = None
         self.pid = 0
         self.restarts = 0
         self.up = False
@@ -159,6 +171,7 @@ class Worker:
                 return
             if time.monotonic() - started > HEALTHY_AFTER_S:
                 back_off_s = BACK_OFF_S
+            self.problem = f"the engine {reason}"
             log.warning("engine %s; starting again in %.1f s", reason, back_off_s, extra=fields(device=self.device))
             self._events.engine_down(self.device, running, reason)
             self.restarts += 1
@@ -182,7 +195,7 @@ class Worker:
         finally:
             theirs.close()
             os.close(journal_fd)
-        self._process, self.pid, self._kill_reason = process, process.pid, ""
+        self._process, self.pid, self._kill_reason, self._fault = process, process.pid, "", None
         exited = loop.create_future()
         pidfd = os.pidfd_open(process.pid)
 
@@ -222,7 +235,14 @@ class Worker:
                 stderr.close()
         running = protocol.read_journal(journal)
         journal.close()
-        return self._kill_reason or _describe(code), running
+        return self._kill_reason or await self._why(code), running
+
+    async def _why(self, code: int) -> str:
+        if self._fault is None:
+            return _describe(code)
+        if self._fault.kind == "no_memory":
+            return f"could not start: {await asyncio.to_thread(self._no_memory, self._fault.error)}"
+        return f"{_describe(code)}: {self._fault.error}"
 
     def _spawn(self, channel_fd: int, journal_fd: int) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-P", "-m", "engine", "--channel-fd", str(channel_fd), "--journal-fd", str(journal_fd)]
@@ -231,11 +251,12 @@ class Worker:
             command += ["--host-tier-fd", str(self._host_tier_fd)]
             passed.append(self._host_tier_fd)
         threads = str(self._threads)
+        visible = {"CUDA_VISIBLE_DEVICES": self._gpu} if self._gpu else {}
         # its own process group: a terminal's Ctrl-C is for the daemon, which drains first
         return subprocess.Popen(
             command,
             cwd="/",
-            env=child_environment(OMP_NUM_THREADS=threads, MKL_NUM_THREADS=threads),
+            env=child_environment(OMP_NUM_THREADS=threads, MKL_NUM_THREADS=threads, **visible),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -248,8 +269,10 @@ class Worker:
             if message.version != protocol.PROTOCOL_VERSION:
                 self.restart(f"speaks protocol {message.version}, the daemon {protocol.PROTOCOL_VERSION}")
                 return
-            self.up = True
+            self.up, self.problem = True, ""
             self._events.engine_up(self.device, message)
+        elif type(message) is protocol.EngineFault:
+            self._fault = message
         else:
             self._events.engine_message(self.device, message)
 

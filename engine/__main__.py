@@ -6,12 +6,15 @@ Signals are the daemon's business: SIGTERM and SIGINT, which reach a whole proce
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import mmap
 import os
+import select
 import signal
 import socket
 import sys
+import time
 
 import msgspec
 
@@ -20,10 +23,13 @@ from engine.contracts import Runner
 from engine.device import prepare_process
 from engine.memory.chunk_memory import ChunkMemory
 from engine.memory.host_tier import HostTier
-from engine.protocol import JOURNAL_BYTES, Configure
+from engine.protocol import JOURNAL_BYTES, Configure, EngineFault
 from engine.worker import Engine
 
 log = logging.getLogger("engine")
+
+EXIT_FAULT = 70
+TELL_LIMIT_S = 1.0  # for the daemon to hear of a fault
 
 
 def beside_work_space(configure: Configure) -> Configure:
@@ -42,7 +48,7 @@ def make_runner(configure: Configure, tier: HostTier | None) -> tuple[Runner, Ch
 
         return NullRunner(configure, tier), None
     if configure.runner == "torch":
-        prepare_process(configure.device)
+        prepare_process()
         from engine.model_runner import TorchRunner
 
         memory: ChunkMemory
@@ -83,9 +89,29 @@ def main() -> int:
             return 2
         tier = HostTier(options.host_tier_fd, first.host_tier_slots, first.chunk_bytes)
     first = beside_work_space(first)
-    runner, memory = make_runner(first, tier)
-    Engine(channel, journal, first, runner, memory, tier).run(rest)
+    try:
+        runner, memory = make_runner(first, tier)
+    except Exception as error:
+        return _fault(channel, "no_memory" if isinstance(error, MemoryError) else "fault", error)
+    try:
+        Engine(channel, journal, first, runner, memory, tier).run(rest)
+    except Exception as error:
+        return _fault(channel, "fault", error)
     return 0
+
+
+def _fault(channel: Channel, kind: str, error: Exception) -> int:
+    """Tells the daemon, and the log; a device's error comes from any call after the one that made it, so where it came up says
+    nothing."""
+    line = str(error).partition("\n")[0]
+    log.error("engine fault: %s", line, exc_info=None if kind == "no_memory" or "CUDA" in line else error)
+    until_s = time.monotonic() + TELL_LIMIT_S
+    with contextlib.suppress(ChannelClosed):
+        channel.send(EngineFault(kind, f"{type(error).__name__}: {line}"))
+        while channel.backlog_bytes and time.monotonic() < until_s:
+            select.select([], [channel], [], TELL_LIMIT_S)
+            channel.flush()
+    return EXIT_FAULT
 
 
 def _exit() -> None:
@@ -94,7 +120,7 @@ def _exit() -> None:
         code = main()
     except Exception:
         log.exception("engine fault")
-        code = 70
+        code = EXIT_FAULT
     sys.stderr.flush()
     os._exit(code)
 

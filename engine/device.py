@@ -10,17 +10,12 @@ SINGLE_THREAD_WEIGHTS_BYTES = 32 << 20
 SPIN_COUNT = "3000"
 
 
-def prepare_process(device: str = "cpu:0") -> None:
-    """What libraries read once, when they are loaded: which GPU there is (only the engine's own), and settings of the OpenMP
-    runtime, whose threads torch's products and Numba's kernels share.
+def prepare_process() -> None:
+    """Settings of the OpenMP runtime, whose threads torch's products and Numba's kernels share; it reads them when it is loaded.
 
     A thread spins long enough to meet the next product of the same step, then sleeps. Measured with 2 threads on 2 cores: never
     spinning takes 15 % longer for steps of 8 to 32 rows, spinning ten times as long costs a third more CPU at 32 rows, and without
     a limit small products beside other processes take 5 to 20 times as long."""
-    kind, _, name = device.partition(":")
-    if kind == "cuda":
-        os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # a number means what it means to everybody else who asks the driver
-        os.environ["CUDA_VISIBLE_DEVICES"] = name
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
     os.environ["KMP_BLOCKTIME"] = "0"

@@ -143,6 +143,14 @@ class EngineReady(Message, frozen=True):
     num_chunks: int
 
 
+class EngineFault(Message, frozen=True):
+    """The last message of an engine that ends of itself: its requests are submitted to the next one. kind: no_memory, where the
+    device could not give what Configure asks for; else fault."""
+
+    kind: str
+    error: str  # one line
+
+
 class LoadProgress(Message, frozen=True):
     """bytes_total 0: the load waits for kernels to be compiled (once a machine), and its time has not begun."""
 
@@ -252,6 +260,7 @@ class Stats(Message, frozen=True):
 ToEngine = Configure | LoadModel | EvictModel | SetLease | Submit | Abort | Shutdown
 FromEngine = (
     EngineReady
+    | EngineFault
     | LoadProgress
     | LoadDone
     | LoadFailed

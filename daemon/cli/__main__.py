@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from config.paths import client_control_path, daemon_status_path
-from daemon.cli import completion, keys, models, node, plan, queue, simulate, story, top
+from daemon.cli import completion, gpus, keys, models, node, plan, queue, simulate, story, top
 from daemon.cli.client import Client, CommandError
 from daemon.cli.doctor import command as doctor
 from daemon.cli.pull import command as pull
@@ -37,6 +37,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("ps", models.ps, "models that are not cold")
     add("models", models.models, "all models")
     add("status", node.status, "the daemon, its devices and engines")
+    add("gpus", gpus.gpus, "the machine's GPUs: who uses them, temperature, memory, faults; also without a daemon")
     load = add("load", models.command, "load a model and wait until it is ready", "NAME")
     load.add_argument("--no-wait", action="store_true", help="return as soon as the load is accepted")
     unload = add("unload", models.command, "evict a model now; requests that wait for it may bring it back", "NAME")

@@ -6,7 +6,8 @@ import pytest
 
 from config import host_tier
 from config import load as config_load
-from config.load import ConfigError, device_budgets, load
+from config.devices import device_budgets
+from config.load import ConfigError, load
 from config.schema import DeviceBudget, NodeConfig
 
 GIB = 1 << 30
@@ -100,20 +101,6 @@ def test_missing_file_and_bad_flag() -> None:
 
 
 @pytest.mark.parametrize(
-    ("devices", "message"),
-    [
-        (["cpu=64MiB", "cpu:0=64MiB"], "cpu:0 is named twice"),
-        (["cuda:0=50%"], "no CUDA engine"),
-        (["cpu=1MiB"], "at least 8 chunks"),
-        (["cpu=600MiB", "cpu:1=600MiB"], "together are 1.2 GiB, the machine has 1.0 GiB"),
-    ],
-)
-def test_device_errors(devices: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        device_budgets(load(None, {"device": devices}), GIB)
-
-
-@pytest.mark.parametrize(
     ("value", "devices", "expected"),
     [
         (None, ["cpu:0"], 0),
@@ -137,13 +124,6 @@ def test_a_host_tier_beyond_the_machine_is_refused(tmp_path: Path) -> None:
     for bad in ("lots", "-1", "120%"):
         with pytest.raises(ConfigError, match="host_tier_bytes"):
             load(write(tmp_path, f'host_tier_bytes = "{bad}"\n'))
-
-
-def test_no_device_is_half_of_the_machine() -> None:
-    (device,) = device_budgets(NodeConfig(), GIB)
-    assert (device.name, device.budget_bytes) == ("cpu:0", GIB // 2)
-    (device,) = device_budgets(load(None, {"device": ["cpu:1=25 %"]}), GIB)
-    assert (device.name, device.budget_bytes) == ("cpu:1", GIB // 4)
 
 
 def test_every_checked_key_is_a_key() -> None:

@@ -32,6 +32,7 @@ def test_budgets_and_devices() -> None:
     assert units.parse_device("cpu=1GiB") == ("cpu:0", "1GiB")
     assert units.parse_device("cpu:01=1GiB") == ("cpu:1", "1GiB")
     assert units.parse_device("cuda:GPU-3f1a=90%") == ("cuda:GPU-3f1a", "90%")
+    assert units.parse_device("cuda") == ("cuda:0", "")
     for bad in ("0%", "101%", "%", "x"):
         with pytest.raises(ValueError, match="must be"):
             units.parse_budget(bad, 1000)

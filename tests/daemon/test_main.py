@@ -47,7 +47,7 @@ def test_check_config(tmp_path: Path) -> None:
     [
         ([], 2, "--models DIR"),
         (["--models", "/nowhere/models"], 2, "'/nowhere/models' is no folder"),
-        (["--models", "/tmp", "--device", "cuda:0=50%"], 2, "no CUDA engine"),
+        (["--models", "/tmp", "--device", "cuda:9999=50%"], 2, "device: 'cuda:9999=50%': "),
         (["--models", "/tmp", "--max-wait-s", "soon"], 2, "--max-wait-s"),
         (["--models", "/tmp", "--frobnicate"], 2, "--frobnicate"),
         (["--models", "/tmp", "--control", "/tmp/" + 120 * "x"], 1, "too long for a socket path, at most 107"),

@@ -49,7 +49,9 @@ def test_reading_commands_work_and_the_others_are_denied(node: Node) -> None:
         if command.argument not in arguments or command.name == "hash-key":
             continue  # talk to no daemon
         result = over_status(node, command.name, *arguments[command.argument], "--json")
-        if command.name in _READING:
+        if command.name == "gpus" and result.returncode:
+            assert json.loads(result.stdout)["code"] == "not_found", "no driver is what this machine may say"
+        elif command.name in _READING:
             assert result.returncode == 0, (command.name, result.stderr)
         else:
             assert (result.returncode, json.loads(result.stdout)["code"]) == (6, "permission_denied"), command.name

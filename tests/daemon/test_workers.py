@@ -197,3 +197,24 @@ async def test_back_off_grows_while_an_engine_cannot_start(monkeypatch: pytest.M
     await worker.stop()
     assert reasons == ["ended with exit code 1"] * 4
     assert pauses[:3] == [0.01, 0.02, 0.04]
+
+
+async def test_a_device_out_of_memory_is_explained_by_who_holds_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    # an engine that says so and ends, as the real one does where its device refuses
+    fault = protocol.encode(protocol.EngineFault("no_memory", "MemoryError: cuMemCreate"))
+    (tmp_path / "engine").mkdir()
+    (tmp_path / "engine" / "__init__.py").write_text("")
+    seen = "assert os.environ['CUDA_VISIBLE_DEVICES'] == 'GPU-a'"
+    source = f"import os, sys\n{seen}\nos.write(int(sys.argv[2]), {fault!r})\nos._exit(70)\n"
+    (tmp_path / "engine" / "__main__.py").write_text(source)
+    monkeypatch.setattr(child_process, "PACKAGES", tmp_path)
+    told = Told()
+    spec = EngineSpec(DeviceBudget("cuda:0", 1 << 30, "GPU-a"), 0, NodeConfig(runner="null", chunk_bytes=2 << 20), 1)
+    worker = Worker("cuda:0", 1, lambda: spec, told, gpu="GPU-a", no_memory=lambda error: f"{error}, held by pid 7")
+    worker.start()
+    worker.configure()
+    async with asyncio.timeout(60):
+        _, reason = await told.downs.get()
+    assert reason == "could not start: MemoryError: cuMemCreate, held by pid 7"
+    assert worker.problem == f"the engine {reason}"
+    await worker.stop()

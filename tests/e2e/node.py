@@ -43,6 +43,7 @@ class Node:
         null_step_ms: float = 2.0,
         config: str = "",
         flags: Sequence[str] = (),
+        program: Sequence[str] = ("-P", "-m", "daemon"),
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.devices, self.runner = folder, list(devices), runner
@@ -52,6 +53,7 @@ class Node:
         self.log = folder / "hearthd.log"
         self.config = folder / "node.toml"
         self.config.write_text(config)
+        self.program = list(program)
         self.flags = ["--null-step-ms", str(null_step_ms), *flags]
         self.url = ""
         self.process: subprocess.Popen[str] | None = None
@@ -60,7 +62,7 @@ class Node:
 
     def command(self) -> list[str]:
         return [
-            *[sys.executable, "-P", "-m", "daemon", "--models", str(self.models), "--listen", "127.0.0.1:0"],
+            *[sys.executable, *self.program, "--models", str(self.models), "--listen", "127.0.0.1:0"],
             *["--control", self.control, "--config", str(self.config), "--runner", self.runner],
             *["--state-dir", str(self.folder / "state"), "--cache-dir", kernel_cache.CACHE_DIR],
             *[part for device in self.devices for part in ("--device", device)],

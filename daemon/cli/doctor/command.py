@@ -33,9 +33,10 @@ def doctor(client: Client, options: argparse.Namespace) -> int:
     from config.units import machine_memory_bytes
     from daemon.cli.doctor.finding import FAIL
     from daemon.cli.doctor.settings import settings
+    from daemon.gpus import Driver
 
     memory_bytes = machine_memory_bytes()
-    against = settings(client, options.config, memory_bytes)
+    against = settings(client, options.config, memory_bytes, Driver())
     findings = examined(against, os.path.abspath(options.models) if options.models else against.models_dir, memory_bytes)
     if options.json:
         print(json.dumps({"settings": asdict(against), "findings": [asdict(one) for one in findings]}, indent=1))
@@ -52,11 +53,13 @@ def examined(against: Settings, models_dir: str, memory_bytes: int) -> list[Find
     """All checks, in the order they are read in."""
     from daemon.cli.doctor import gpu, memory, network, storage, system
     from daemon.cli.doctor.finding import OK, Finding
+    from daemon.gpus import Driver
 
     limits, whose = _limits(against.pid)
     return [
         system.kernel(os.uname().release),
         gpu.find_driver(against.wants_gpu),
+        *gpu.find_devices(Driver(), against.uuids, against.budgets, is_running=bool(against.pid)),
         system.find_compiler(against.wants_gpu),
         system.find_cache_folder(against.cache_dir, checks_writing=not against.pid),
         memory.budgets(against.budgets, against.host_tier_bytes, memory_bytes),

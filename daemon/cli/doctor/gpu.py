@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from config.devices import NoGpus
 from daemon.cli.doctor.finding import FAIL, OK, WARN, Finding
+from daemon.cli.table import size
+from daemon.gpus import Gpu, Inventory, holders
 
 MIN_CUDA = 12000  # what the driver must speak, as NVML writes 12.0
 
@@ -38,6 +42,38 @@ def driver(found: Driver | str, wants_gpu: bool, has_uvm: bool) -> Finding:
 
 def find_driver(wants_gpu: bool) -> Finding:
     return driver(_ask(), wants_gpu, os.path.exists("/dev/nvidia-uvm"))
+
+
+def device(name: str, gpu: Gpu | None, uuid: str, budget_bytes: int, is_running: bool) -> Finding:
+    """gpu: as the driver tells of it, None if it has none of that UUID. is_running: hearthd has its memory already."""
+    if gpu is None:
+        return Finding(name, FAIL, f"the driver has no {uuid} (any more)", "journalctl -k | grep Xid; reset the GPU or the machine")
+    found = f"{gpu.name}, {size(gpu.used_bytes)} of {size(gpu.total_bytes)} used"
+    if gpu.problem:
+        return Finding(
+            name, FAIL if "repair" in gpu.problem else WARN, f"{found}; {gpu.problem}", "nvidia-smi --gpu-reset when it is idle"
+        )
+    if not is_running and gpu.total_bytes - gpu.used_bytes < budget_bytes:
+        held = holders(gpu) or "nobody the driver names"
+        return Finding(
+            name, FAIL, f"{found} by {held}; the budget is {size(budget_bytes)}", "stop them, or give the device a smaller budget"
+        )
+    if gpu.ecc_errors:
+        return Finding(
+            name, WARN, f"{found}; {gpu.ecc_errors} memory errors not corrected", "nvidia-smi --gpu-reset when it is idle"
+        )
+    return Finding(name, OK, found)
+
+
+def find_devices(inventory: Inventory, uuids: Mapping[str, str], budgets: Mapping[str, int], is_running: bool) -> list[Finding]:
+    """One for each cuda device; none where the driver cannot be asked, which is a finding of its own."""
+    if not uuids:
+        return []
+    try:
+        gpus = {gpu.uuid: gpu for gpu in inventory.gpus()}
+    except NoGpus:
+        return []
+    return [device(name, gpus.get(uuid), uuid, budgets[name], is_running) for name, uuid in uuids.items()]
 
 
 def _ask() -> Driver | str:

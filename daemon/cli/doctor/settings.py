@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import msgspec
+
 from config import host_tier, load, paths
+from config.devices import NoGpus, device_budgets
 from daemon.cli.client import Client, CommandError
 from daemon.errors import EXIT_USAGE
+from daemon.gpus import Inventory, memories
 
 
 @dataclass(slots=True, frozen=True)
 class Settings:
-    """source: where they come from. pid: of the running daemon, 0: none. budgets: device -> bytes. models_dir: "" if unset."""
+    """source: where they come from. pid: of the running daemon, 0: none. budgets: device -> bytes. models_dir: "" if unset.
+    uuids: of the cuda devices among them. wants_gpu: cuda devices are configured, whether or not the driver knows them."""
 
     source: str
     pid: int
@@ -22,13 +28,11 @@ class Settings:
     host_tier_bytes: int
     listen: str
     cache_dir: str
-
-    @property
-    def wants_gpu(self) -> bool:
-        return any(name.startswith("cuda") for name in self.budgets)
+    uuids: dict[str, str] = field(default_factory=dict)
+    wants_gpu: bool = False
 
 
-def settings(client: Client, path: str, memory_bytes: int) -> Settings:
+def settings(client: Client, path: str, memory_bytes: int, inventory: Inventory) -> Settings:
     """path: a configuration file, "" for the service's if there is one. It is read where no daemon runs. Raises CommandError."""
     if not path:
         try:
@@ -37,14 +41,31 @@ def settings(client: Client, path: str, memory_bytes: int) -> Settings:
             path = paths.SERVICE_CONFIG if os.path.exists(paths.SERVICE_CONFIG) else ""
     try:
         config = load.load(path or None)
-        devices = load.device_budgets(config, memory_bytes, path or "defaults")
+        cpus = [text for text in config.device if text.startswith("cpu")]
+        wants_gpu = len(cpus) < len(config.device)
+        devices = []
+        named = config.device if not wants_gpu or _told(inventory) else cpus  # that there is no driver is a finding, not the end
+        if named or not wants_gpu:
+            known = msgspec.structs.replace(config, device=named)
+            devices = device_budgets(known, memory_bytes, path or "defaults", partial(memories, inventory))
         tier_bytes = host_tier.resolved(config, devices, memory_bytes, path or "defaults").host_tier_bytes
     except load.ConfigError as error:
         details = {"code": "invalid_config", "message": f"{error}; correct it first", "details": {}}
         raise CommandError(EXIT_USAGE, details) from None
     assert isinstance(tier_bytes, int)
     budgets = {device.name: device.budget_bytes for device in devices}
-    return Settings(path or "defaults", 0, config.models_dir, budgets, tier_bytes, config.listen, config.cache_dir)
+    uuids = {device.name: device.uuid for device in devices if device.uuid}
+    return Settings(
+        path or "defaults", 0, config.models_dir, budgets, tier_bytes, config.listen, config.cache_dir, uuids, wants_gpu
+    )
+
+
+def _told(inventory: Inventory) -> bool:
+    try:
+        inventory.gpus()
+    except NoGpus:
+        return False
+    return True
 
 
 def of_status(status: dict[str, Any]) -> Settings:
@@ -57,4 +78,6 @@ def of_status(status: dict[str, Any]) -> Settings:
         host_tier_bytes=status["host_tier"]["bytes"],
         listen=status["url"],
         cache_dir=status.get("cache_dir") or paths.cache_dir(),
+        uuids={row["name"]: row["uuid"] for row in status["devices"] if row.get("uuid")},
+        wants_gpu=any(row.get("uuid") for row in status["devices"]),
     )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from daemon.cli.doctor import gpu, memory, network, storage, system
 from daemon.cli.doctor.finding import FAIL, OK, WARN, Finding
+from daemon.gpus import Gpu, GpuProcess
 from loader.catalog import scan
 from tests.loader.checkpoints import write_checkpoint
 
@@ -91,6 +93,16 @@ def test_driver() -> None:
     says(gpu.driver(gpu.Driver("570.1", 12080, ()), True, True), FAIL, "no GPU")
     says(gpu.driver("Not Found", True, False), FAIL, "Not Found", "install")
     says(gpu.driver("Not Found", False, False), OK, "none is configured")
+
+
+def test_devices() -> None:
+    held = Gpu(0, "GPU-a", "H200", 140 * GIB, 60 * GIB, processes=(GpuProcess(7, "trainer", 60 * GIB),))
+    says(gpu.device("cuda:0", held, "GPU-a", 80 * GIB, False), OK, "H200, 60.0 GiB of 140.0 GiB used")
+    says(gpu.device("cuda:0", held, "GPU-a", 139 * GIB, False), FAIL, "by pid 7 trainer 60.0 GiB", "a smaller budget")
+    says(gpu.device("cuda:0", held, "GPU-a", 139 * GIB, True), OK, "H200")
+    says(gpu.device("cuda:0", None, "GPU-a", 1, True), FAIL, "the driver has no GPU-a", "Xid")
+    says(gpu.device("cuda:0", replace(held, ecc_errors=3), "GPU-a", 1, True), WARN, "3 memory errors", "reset")
+    says(gpu.device("cuda:0", replace(held, problem="a row; the GPU needs repair"), "GPU-a", 1, True), FAIL, "needs repair")
 
 
 def test_drive() -> None:

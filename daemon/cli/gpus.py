@@ -1,0 +1,67 @@
+"""`hearth gpus`: what the driver tells of the machine's GPUs, through the daemon or without one."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from daemon.cli.client import Client, CommandError
+from daemon.cli.table import size, table
+from daemon.errors import EXIT_NOT_FOUND
+
+HEADER = ("GPU", "DEVICE", "NAME", "MEMORY USED", "BUDGET", "TEMPERATURE", "BUSY", "POWER", "MEMORY ERRORS", "FAULTS")
+
+
+def gpus(client: Client, options: argparse.Namespace) -> None:
+    try:
+        rows = client.get("/control/v1/gpus")
+    except CommandError as error:
+        if error.error["code"] != "not_running":
+            raise
+        rows = _of_driver()
+    print(json.dumps(rows, indent=1) if options.json else text(rows))
+
+
+def _of_driver() -> list[dict[str, Any]]:
+    """Raises CommandError where there is no driver."""
+    from config.devices import NoGpus
+    from daemon.gpus import Driver, rows_of
+
+    try:
+        return rows_of(Driver().gpus(), (), {})
+    except NoGpus as error:
+        raise CommandError(EXIT_NOT_FOUND, {"code": "not_found", "message": f"No GPUs: {error}.", "details": {}}) from None
+
+
+def text(rows: list[dict[str, Any]]) -> str:
+    """A line a GPU, then who holds its memory."""
+    if not rows:
+        return "the driver sees no GPU"
+    lines = [table(HEADER, [_row(row) for row in rows], frozenset({0, 3, 4, 5, 6, 7, 8}))]
+    for row in rows:
+        lines += [f"\n{row['index']}: {row['uuid']}"] + [f"  {row['problem']}"] * bool(row["problem"])
+        for one in row["processes"]:
+            used = "unknown" if one["used_bytes"] is None else size(one["used_bytes"])
+            lines.append(f"  pid {one['pid']} {one['name']}: {used}")
+    return "\n".join(lines)
+
+
+def _row(row: dict[str, Any]) -> tuple[str, ...]:
+    faults = "Xid " + ", ".join(map(str, row["xids"])) if row["xids"] else "-"
+    return (
+        str(row["index"]),
+        row["device"] or "-",
+        row["name"] or "-",
+        f"{size(row['used_bytes'])} of {size(row['total_bytes'])}",
+        size(row["budget_bytes"]) if row["device"] else "-",
+        _told(row["temperature_c"], " °C"),
+        _told(row["utilisation_percent"], " %"),
+        _told(None if row["power_w"] is None else round(row["power_w"]), " W"),
+        _told(row["ecc_errors"], ""),
+        faults,
+    )
+
+
+def _told(value: int | None, unit: str) -> str:
+    return "-" if value is None else f"{value}{unit}"

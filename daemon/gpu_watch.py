@@ -1,0 +1,71 @@
+"""Listens for what the driver reports of the node's GPUs, in a thread that sleeps in the driver, and tells it on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Sequence
+
+from config.devices import NoGpus
+from config.schema import DeviceBudget
+from daemon.gpus import GpuFault, Inventory
+
+log = logging.getLogger("hearthd")
+LISTEN_S = 5.0
+KEPT_XIDS = 32  # a GPU's, the newest
+
+
+class GpuWatch:
+    """xids: UUID -> those seen since `start`, the oldest first. Without a cuda device nothing is started, and nobody asked."""
+
+    def __init__(
+        self, inventory: Inventory, devices: Sequence[DeviceBudget], on_fault: Callable[[DeviceBudget, GpuFault], None]
+    ) -> None:
+        self._inventory, self._on_fault = inventory, on_fault
+        self._devices = [device for device in devices if device.uuid]
+        self.xids: dict[str, list[int]] = {}
+        self._known_lost: set[str] = set()
+        self._stop = threading.Event()
+
+    def start(self) -> None:
+        """On the event loop."""
+        if self._devices:
+            loop = asyncio.get_running_loop()
+            # it ends with the process at the latest: the driver may hold it for LISTEN_S
+            threading.Thread(target=self._listen, args=(loop,), name="gpu faults", daemon=True).start()
+
+    def stop(self) -> None:
+        self._stop.set()
+
+    def _listen(self, loop: asyncio.AbstractEventLoop) -> None:
+        while not self._stop.is_set():
+            try:
+                fault = self._inventory.next_fault(LISTEN_S)
+                if fault is None or self._stop.is_set():
+                    continue
+                hit = [fault.uuid] if fault.uuid else self._lost()
+                if not hit:  # told already; the driver may say so again at once
+                    self._stop.wait(LISTEN_S)
+            except NoGpus as error:
+                log.warning("faults of GPUs will not be told of: %s", error)
+                return
+            with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+                for uuid in hit:
+                    loop.call_soon_threadsafe(self._tell, uuid, fault)
+
+    def _lost(self) -> list[str]:
+        """Whom a fault without a name is about: GPUs that the driver has no more."""
+        there = {gpu.uuid for gpu in self._inventory.gpus()}
+        lost = [device.uuid for device in self._devices if device.uuid not in there | self._known_lost]
+        self._known_lost = self._known_lost - there | set(lost)
+        return lost
+
+    def _tell(self, uuid: str, fault: GpuFault) -> None:
+        known = self.xids.setdefault(uuid, [])
+        known.append(fault.xid)
+        del known[:-KEPT_XIDS]
+        for device in self._devices:
+            if device.uuid == uuid:
+                self._on_fault(device, fault)

@@ -1,0 +1,148 @@
+"""What is made of what a driver tells: who holds memory, faults, and NVML's answers with and without sensors."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pynvml
+import pytest
+
+from config.devices import NoGpus
+from config.schema import DeviceBudget
+from daemon.gpu_watch import GpuWatch
+from daemon.gpus import Gpu, GpuFault, GpuProcess, holders, rows_of, why_no_memory
+from daemon.nvml import Nvml
+
+GIB = 1 << 30
+DEVICE = DeviceBudget("cuda:0", 79 * GIB, "GPU-a")
+HELD = (GpuProcess(7, "python", 3 * GIB), GpuProcess(8, "Xorg", None), GpuProcess(9, "trainer", 40 * GIB))
+
+
+class Scripted:
+    def __init__(self, gpus: Sequence[Gpu] | str, faults: Sequence[GpuFault] = ()) -> None:
+        self._gpus = gpus
+        self._faults: queue.Queue[GpuFault] = queue.Queue()
+        for fault in faults:
+            self._faults.put(fault)
+
+    def gpus(self) -> Sequence[Gpu]:
+        if isinstance(self._gpus, str):
+            raise NoGpus(self._gpus)
+        return self._gpus
+
+    def next_fault(self, timeout_s: float) -> GpuFault | None:
+        try:
+            return self._faults.get(timeout=min(timeout_s, 0.05))
+        except queue.Empty:
+            raise NoGpus("no more is scripted") from None
+
+
+def test_who_holds_the_memory_is_named_the_largest_first() -> None:
+    gpu = Gpu(0, "GPU-a", "H100", 80 * GIB, 43 * GIB, processes=HELD)
+    assert holders(gpu, {7}) == "pid 9 trainer 40.0 GiB, pid 8 Xorg ?"
+    assert why_no_memory(Scripted([gpu]), DEVICE, "MemoryError: cuMemCreate: CUDA_ERROR_OUT_OF_MEMORY") == (
+        "the driver cannot give 79.0 GiB (MemoryError: cuMemCreate: CUDA_ERROR_OUT_OF_MEMORY): 37.0 GiB of 80.0 GiB are free, "
+        "held by pid 9 trainer 40.0 GiB, pid 7 python 3.0 GiB, pid 8 Xorg ?"
+    )
+    many = Gpu(0, "GPU-a", "H100", 80 * GIB, processes=tuple(GpuProcess(pid, "x", pid) for pid in range(9)))
+    assert holders(many).endswith("pid 4 x 4 B, 4 more")
+    assert "no GPU-a any more" in why_no_memory(Scripted([]), DEVICE, "e")
+    assert why_no_memory(Scripted("gone"), DEVICE, "e").endswith("who holds its memory is not known: gone")
+
+
+def test_rows_say_which_gpus_are_the_nodes() -> None:
+    first, second = rows_of([Gpu(0, "GPU-a", "x", 1), Gpu(1, "GPU-b", "x", 1)], [DEVICE], {"GPU-a": [31]})
+    assert (first["device"], first["budget_bytes"], first["xids"]) == ("cuda:0", 79 * GIB, [31])
+    assert (second["device"], second["budget_bytes"], second["xids"]) == ("", 0, [])
+
+
+async def test_faults_are_told_on_the_loop_of_the_nodes_gpus_only() -> None:
+    told: list[tuple[str, int]] = []
+    faults = [GpuFault("GPU-a", 13), GpuFault("GPU-b", 79), GpuFault("GPU-a", 48), GpuFault("", 79)]
+    last = asyncio.Event()
+
+    def on_fault(device: DeviceBudget, fault: GpuFault) -> None:
+        told.append((device.name, fault.xid))
+        if len(told) == 3:
+            last.set()
+
+    watch = GpuWatch(Scripted([], faults), [DEVICE, DeviceBudget("cpu:0", 1)], on_fault)
+    watch.start()
+    async with asyncio.timeout(20):
+        await last.wait()
+    watch.stop()
+    assert told == [("cuda:0", 13), ("cuda:0", 48), ("cuda:0", 79)], "a GPU that is not there any more is the lost one"
+    assert watch.xids == {"GPU-a": [13, 48, 79], "GPU-b": [79]}
+    assert [GpuFault("", xid).is_fatal for xid in (13, 31, 43, 48, 79, 119)] == [False, False, False, True, True, True]
+
+
+@pytest.fixture
+def nvml(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """pynvml's functions as a table that a test may change; an exception is raised."""
+    unsupported = pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+    answers: dict[str, Any] = {
+        "nvmlInit": None,
+        "nvmlDeviceGetCount": 1,
+        "nvmlDeviceGetHandleByIndex": "handle",
+        "nvmlDeviceGetUUID": "GPU-a",
+        "nvmlDeviceGetName": "H200",
+        "nvmlDeviceGetMemoryInfo": SimpleNamespace(total=100, reserved=3, used=40),
+        "nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=93, memory=10),
+        "nvmlDeviceGetPowerUsage": 612_500,
+        "nvmlDeviceGetTemperature": 55,
+        "nvmlDeviceGetTotalEccErrors": 0,
+        "nvmlDeviceGetRemappedRows": (1, 2, 0, 0),
+        "nvmlDeviceGetComputeRunningProcesses": [SimpleNamespace(pid=1 << 30, usedGpuMemory=40)],
+        "nvmlEventSetCreate": "events",
+        "nvmlDeviceRegisterEvents": unsupported,
+        "nvmlEventSetWait_v2": pynvml.NVMLError(pynvml.NVML_ERROR_TIMEOUT),
+    }
+
+    def answer(name: str) -> Any:
+        def function(*_: Any, **__: Any) -> Any:
+            if isinstance(answers[name], Exception):
+                raise answers[name]
+            return answers[name]
+
+        return function
+
+    for name in answers:
+        monkeypatch.setattr(pynvml, name, answer(name))
+    return answers
+
+
+def test_nvml_is_read_with_every_sensor(nvml: dict[str, Any]) -> None:
+    held = (GpuProcess(1 << 30, "unknown", 40),)
+    assert Nvml().gpus() == [Gpu(0, "GPU-a", "H200", 97, 40, 55, 93, 612.5, 0, 3, "", held)]
+    nvml["nvmlDeviceGetRemappedRows"] = (0, 1, 1, 0)
+    assert Nvml().gpus()[0].problem == "a bad memory row is taken out of use at the next reset"
+    nvml["nvmlDeviceGetRemappedRows"] = (0, 1, 0, 1)
+    assert "needs repair" in Nvml().gpus()[0].problem
+
+
+def test_nvml_without_sensors_driver_or_gpu(nvml: dict[str, Any]) -> None:
+    for name in ("UtilizationRates", "PowerUsage", "Temperature", "TotalEccErrors", "RemappedRows", "ComputeRunningProcesses"):
+        nvml[f"nvmlDeviceGet{name}"] = pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+    assert Nvml().gpus() == [Gpu(0, "GPU-a", "H200", 97, 40)]
+    nvml["nvmlDeviceGetUUID"] = pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+    (lost,) = Nvml().gpus()
+    assert (lost.uuid, lost.problem) == ("", "GPU is lost")
+    nvml["nvmlInit"] = pynvml.NVMLError(pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
+    with pytest.raises(NoGpus, match="NVIDIA's driver cannot be asked: Driver Not Loaded"):
+        Nvml().gpus()
+
+
+def test_nvmls_events(nvml: dict[str, Any]) -> None:
+    asked = Nvml()
+    assert asked.next_fault(0.1) is None
+    nvml["nvmlEventSetWait_v2"] = SimpleNamespace(device="handle", eventData=79)
+    assert asked.next_fault(0.1) == GpuFault("GPU-a", 79)
+    nvml["nvmlEventSetWait_v2"] = pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+    assert asked.next_fault(0.1) == GpuFault("", 79)
+    nvml["nvmlEventSetWait_v2"] = pynvml.NVMLError(pynvml.NVML_ERROR_UNINITIALIZED)
+    with pytest.raises(NoGpus, match="Uninitialized"):
+        asked.next_fault(0.1)

@@ -1,0 +1,99 @@
+"""A node on GPUs that are only described: one engine each, budgets, faults of one device. Engines have no model, or no GPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from tests.e2e.chat import Stream
+from tests.e2e.checkpoints import make_model
+from tests.e2e.node import Node, environment
+
+GIB = 1 << 30
+FIRST, SECOND = "GPU-3f1a-77", "GPU-3f1b-78"
+
+
+def gpu(index: int, uuid: str, **more: Any) -> dict[str, Any]:
+    return {"index": index, "uuid": uuid, "name": "H200", "total_bytes": 2 * GIB, "temperature_c": 41, **more}
+
+
+def describe(path: Path, **more: Any) -> None:
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps({"gpus": [gpu(0, FIRST), gpu(1, SECOND, used_bytes=GIB)], **more}))
+    part.replace(path)
+
+
+def make_node(folder: Path, **options: Any) -> tuple[Node, Path]:
+    folder.mkdir(exist_ok=True)
+    described = folder / "gpus.json"
+    describe(described)
+    return Node(folder, program=["-m", "tests.e2e.scripted_gpus", str(described)], **options), described
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    pairs = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+    return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+
+
+def test_each_engine_sees_its_own_gpu_and_a_fault_ends_one_of_them(tmp_path: Path) -> None:
+    for name in "ab":
+        make_model(tmp_path / "n" / "models" / name)
+    config = '[models.a]\ndevices = ["cuda:0", "cuda:GPU-3f1b"]\n[models.b]\ndevices = ["cuda:GPU-3f1b"]\n'
+    node, described = make_node(tmp_path / "n", devices=["cuda", "cuda:GPU-3f1b=50%"], null_step_ms=5, config=config)
+    with node:
+        rows = {row["name"]: row for row in node.json("status")["devices"]}
+        assert {name: (row["budget_bytes"], row["uuid"]) for name, row in rows.items()} == {
+            "cuda:0": (GIB, FIRST),
+            "cuda:GPU-3f1b": (GIB, SECOND),
+        }
+        assert {environment_of(row["pid"])["CUDA_VISIBLE_DEVICES"] for row in rows.values()} == {FIRST, SECOND}
+        streams = [Stream(node, name, "x", 400) for name in "ab"]
+        for stream in streams:
+            stream.wait_for_chunks(5)
+        hit = next(row["device"] for row in node.ps() if row["name"] == "a")
+        other = next(name for name in rows if name != hit)
+
+        describe(described, faults=[[rows[hit]["uuid"], 31], [rows[hit]["uuid"], 79], ["GPU-of-nobody", 79]])
+        for stream in streams:
+            assert (stream.join().error, stream.finish_reason) == ("", "length")
+        node.wait_for(lambda: all(row["up"] for row in node.json("status")["devices"]), "both engines")
+        after = {row["name"]: row for row in node.json("status")["devices"]}
+        if hit != other:
+            assert after[other]["pid"] == rows[other]["pid"], "a fault of one GPU ended the other's engine"
+        assert (after[hit]["restarts"], after[other]["restarts"]) == (1, 0)
+        events = [json.loads(line) for line in node.cli("events", "--json").stdout.splitlines()]
+        told = [(event["device"], event["xid"], event["fatal"]) for event in events if event["event"] == "gpu_fault"]
+        assert told == [(hit, 31, False), (hit, 79, True)]
+        assert f'hearth_gpu_faults_total{{device="{hit}",xid="79"}} 1.0' in node.get("/metrics")[1]
+
+        shown = node.cli("gpus").stdout
+        assert "Xid 31, 79" in shown
+        assert "41 °C" in shown
+        assert {row["uuid"]: row["device"] for row in node.json("gpus")} == {FIRST: "cuda:0", SECOND: "cuda:GPU-3f1b"}
+        describe(described, no_driver="the driver is being replaced")
+        refused = node.cli("gpus")
+        assert (refused.returncode, refused.stderr) == (3, "hearth: No GPUs: the driver is being replaced.\n")
+
+
+def test_a_device_that_fails_says_why_while_the_others_serve(tmp_path: Path) -> None:
+    make_model(tmp_path / "n" / "models" / "a")
+    node, _ = make_node(tmp_path / "n", devices=["cuda:0=1GiB", "cpu=256MiB"], runner="torch")
+    with node:
+        # there is no such GPU: its engine ends with what CUDA says of that
+        node.wait_for(lambda: node.json("status")["devices"][0]["restarts"], "the engine's end")
+        first, second = node.json("status")["devices"]
+        assert (first["up"], second["up"]) == (False, True)
+        assert "exit code 70: " in first["problem"]
+        assert "cuda:0: the engine ended with exit code 70: " in node.cli("status").stdout
+        assert node.json("plan", "a")["device"] == "cpu:0"
+        assert node.get("/readyz")[1]["engines"] == {"cuda:0": "down", "cpu:0": "up"}
+
+
+def test_a_cuda_device_without_a_driver_is_an_error_that_says_so(tmp_path: Path) -> None:
+    node, described = make_node(tmp_path / "n", devices=["cuda:0"])
+    describe(described, no_driver="NVIDIA's driver cannot be asked: Driver Not Loaded")
+    ended = subprocess.run(node.command(), capture_output=True, text=True, timeout=60, env=environment())
+    assert ended.returncode == 2
+    assert "device: 'cuda:0': NVIDIA's driver cannot be asked: Driver Not Loaded" in ended.stderr
