@@ -18,6 +18,7 @@ prepare_process()  # before torch is imported
 
 import numpy as np  # noqa: E402
 
+from benchmarks.server import ROOT  # noqa: E402
 from engine.contracts import (  # noqa: E402
     BatchPlan,
     LoadTask,
@@ -29,6 +30,7 @@ from engine.model_runner import TorchRunner  # noqa: E402
 from engine.protocol import Configure, LoadModel  # noqa: E402
 from loader import sizing  # noqa: E402
 from loader.catalog import scan_one  # noqa: E402
+from loader.hf_config import ModelShape  # noqa: E402
 
 BLOCK_TOKENS = 16
 CHUNK_BYTES = 2 << 20
@@ -90,22 +92,35 @@ class Clock:
         )
 
 
-def measure(path: Path, dtype: str, num_rows: int, context: int, prompt: int, steps: int, threads: int) -> dict[str, object]:
+def load_model(
+    path: Path, dtype: str, num_rows: int, length: int, threads: int = 0, quantize: str = ""
+) -> tuple[TorchModel, ModelShape, float]:
+    """The model, with KV for num_rows sequences of `length` tokens, its shape, and how many seconds its load took, kernels aside.
+    dtype "auto": the checkpoint's."""
     checkpoint = scan_one(path)
     if checkpoint.shape is None or not checkpoint.complete:
         raise SystemExit(f"{path}: {checkpoint.error or checkpoint.reason}")
     shape, dtype = checkpoint.shape, checkpoint.shape.dtype if dtype == "auto" else dtype
-    length = context + steps + 8
     blocks = num_rows * -(-length // BLOCK_TOKENS)
     num_chunks = -(-blocks * sizing.block_bytes(shape, dtype, BLOCK_TOKENS) // CHUNK_BYTES)
-    weights_chunks = -(-sizing.weights_bytes(shape, dtype) // CHUNK_BYTES)
-    configure = Configure("cpu:0", num_chunks + weights_chunks, CHUNK_BYTES, 0, MAX_BATCHED_TOKENS, BLOCK_TOKENS, 10.0, threads)
+    weights_chunks = -(-sizing.weights_bytes(shape, dtype, quantize) // CHUNK_BYTES)
+    place = ("cpu:0", num_chunks + weights_chunks, CHUNK_BYTES)
+    configure = Configure(*place, 0, MAX_BATCHED_TOKENS, BLOCK_TOKENS, 10.0, threads, cache_dir=str(ROOT / ".cache"))
     runner = TorchRunner(CpuMemory(num_chunks + weights_chunks, CHUNK_BYTES), configure)
-    spec = LoadModel(1, path.name, str(path), dtype, checkpoint.fingerprint, weights_chunks, 0, 0, length, num_rows, [])
+    spec = LoadModel(1, path.name, str(path), dtype, checkpoint.fingerprint, weights_chunks, 0, 0, length, num_rows, [], quantize)
     begin = time.perf_counter()
     chunks = np.arange(num_chunks, num_chunks + weights_chunks, dtype=np.int32)
-    model = runner.load(LoadTask(spec, chunks, lambda done, total: None, lambda: False))
-    load_s = time.perf_counter() - begin
+    task = LoadTask(spec, chunks, lambda done, total: None, lambda: False)
+    model = runner.load(task)
+    assert isinstance(model, TorchModel)
+    return model, shape, time.perf_counter() - begin - task.kernels_seconds
+
+
+def measure(
+    path: Path, dtype: str, num_rows: int, context: int, prompt: int, steps: int, threads: int, quantize: str
+) -> dict[str, object]:
+    length = context + steps + 8
+    model, shape, load_s = load_model(path, dtype, num_rows, length, threads, quantize)
     table, slots = make_table(num_rows, length, shape.vocab_size), np.arange(num_rows, dtype=np.int32)
 
     at_once = max(1, MAX_BATCHED_TOKENS // prompt)
@@ -124,7 +139,8 @@ def measure(path: Path, dtype: str, num_rows: int, context: int, prompt: int, st
     return {
         "benchmark": "forward",
         "model": path.name,
-        "dtype": dtype,
+        "dtype": shape.dtype if dtype == "auto" else dtype,
+        "quantize": quantize,
         "rows": num_rows,
         "context": context,
         "threads": model.num_threads,
@@ -142,14 +158,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.forward", description=__doc__)
     parser.add_argument("--model", type=Path, required=True, help="checkpoint folder")
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
+    parser.add_argument("--quantize", default="", choices=("", "int8"))
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--context", type=int, default=192, help="tokens each row has at the first step")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of the prefill that is timed")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--threads", type=int, default=0)
     options = parser.parse_args()
-    result = measure(options.model, options.dtype, options.rows, options.context, options.prompt, options.steps, options.threads)
-    print(json.dumps(result))
+    sizes = (options.rows, options.context, options.prompt, options.steps, options.threads)
+    print(json.dumps(measure(options.model, options.dtype, *sizes, options.quantize)))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("auto", "text", "json", "journal")
 RUNNERS = ("torch", "null")
+QUANTIZATIONS = ("int8", "none")
 TOOL_PARSERS = ("hermes", "llama3", "mistral", "none")
 REASONING_PARSERS = ("think", "none")
 CUDA_CHUNK_BYTES = 16 << 20  # a GPU's driver maps few large pieces faster than many small ones
@@ -270,6 +271,7 @@ def _device_specs(value: Any) -> None:
 
 _CHECKS: dict[str, Callable[[Any], None]] = {
     "dtype": _one_of(*DTYPES),
+    "quantize": _one_of(*QUANTIZATIONS),
     "log_level": _one_of(*LOG_LEVELS),
     "log_format": _one_of(*LOG_FORMATS),
     "admin_listen": _listen_or_none,

@@ -90,6 +90,7 @@ _EXAMPLES = {
     "devices": '["cpu:0"]',
     "chat_template": '"/etc/hearthd/llama.jinja"',
     "temperature": "0.7",
+    "quantize": '"int8"',
     "tool_parser": '"hermes"',
     "reasoning_parser": '"think"',
     "top_p": "0.9",

@@ -48,6 +48,7 @@ class LoadSource:
     path: str
     dtype: str
     entry: ModelEntry
+    quantize: str = ""
 
 
 class Dispatcher:
@@ -226,6 +227,7 @@ class Dispatcher:
                 max_model_len=entry.max_model_len,
                 max_sequences=entry.max_sequences,
                 eos_token_ids=list(entry.eos_token_ids),
+                quantize=source.quantize,
                 source_slots=list(action.source_slots),
                 checksum=action.checksum,
                 keep_slots=list(action.keep_slots),

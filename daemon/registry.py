@@ -37,6 +37,7 @@ class Registered:
     entry: ModelEntry | None
     dtype: str
     problem: str
+    quantize: str = ""  # int8: of the layers' matrices
 
 
 class Registry:
@@ -87,7 +88,7 @@ class Registry:
         found = self.models.get(name)
         if found is None or found.entry is None:
             return None
-        return LoadSource(path=found.checkpoint.path, dtype=found.dtype, entry=found.entry)
+        return LoadSource(path=found.checkpoint.path, dtype=found.dtype, entry=found.entry, quantize=found.quantize)
 
     # ---- scanning
 
@@ -116,8 +117,10 @@ class Registry:
         pinned, enabled = self._state.pinned.get(name, settings.pinned), self._state.enabled.get(name, True)
         dtype = settings.dtype or config.dtype
         shape = checkpoint.shape
-        if not checkpoint.complete or shape is None:
-            problem = checkpoint.reason or checkpoint.error or "not a model"
+        quantize = "int8" if settings.quantize == "int8" else ""
+        misfit = self._quantize_misfit(name, settings, shape) if quantize and shape is not None else ""
+        if not checkpoint.complete or shape is None or misfit:
+            problem = checkpoint.reason or checkpoint.error or misfit or "not a model"
             facts = events.ModelFacts(
                 name=name,
                 weights_bytes=0,
@@ -134,10 +137,10 @@ class Registry:
         max_model_len = self._max_model_len(config, settings, shape, dtype)
         facts = events.ModelFacts(
             name=name,
-            weights_bytes=checkpoint.weights_bytes[dtype],
+            weights_bytes=sizing.weights_bytes(shape, dtype, quantize),
             kv_bytes_per_token=sizing.kv_bytes_per_token(shape, dtype),
             work_space_bytes=sizing.work_space_bytes(
-                shape, dtype, config.max_num_batched_tokens, settings.max_sequences, max_model_len
+                shape, dtype, config.max_num_batched_tokens, settings.max_sequences, max_model_len, quantize
             ),
             max_model_len=max_model_len,
             kv_floor_tokens=settings.kv_floor_tokens or 0,
@@ -174,7 +177,14 @@ class Registry:
             embedding_size=shape.hidden_size if shape.pooling else 0,
             cut_sizes=shape.cut_sizes,
         )
-        return Registered(checkpoint, facts, entry, dtype, "")
+        return Registered(checkpoint, facts, entry, dtype, "", quantize)
+
+    def _quantize_misfit(self, name: str, settings: ModelConfig, shape: ModelShape) -> str:
+        """Why the model can't be quantised, or ""."""
+        gpus = [one.name for one in self._devices if one.name.startswith("cuda") and one.name in (settings.devices or [one.name])]
+        if gpus:
+            return f'models."{name}".quantize: int8 is not built for {gpus[0]}; name cpu devices in its "devices"'
+        return f'models."{name}".quantize: int8 is not built for encoders' if shape.pooling else ""
 
     def _max_model_len(self, config: NodeConfig, settings: ModelConfig, shape: ModelShape, dtype: str) -> int:
         """The configured length, or the default: the checkpoint's or what 25 % of the largest allowed device holds as KV; halved
@@ -185,12 +195,13 @@ class Registry:
         budget_bytes = max(allowed, default=0)
         length = sizing.default_max_model_len(shape, dtype, budget_bytes)
         chunk_bytes, batch = int(config.chunk_bytes), (config.max_num_batched_tokens, settings.max_sequences)
+        quantize = "int8" if settings.quantize == "int8" else ""
         while length > sizing.MIN_MODEL_LEN:
             facts = events.ModelFacts(
                 name="",
-                weights_bytes=sizing.weights_bytes(shape, dtype),
+                weights_bytes=sizing.weights_bytes(shape, dtype, quantize),
                 kv_bytes_per_token=sizing.kv_bytes_per_token(shape, dtype),
-                work_space_bytes=sizing.work_space_bytes(shape, dtype, *batch, length),
+                work_space_bytes=sizing.work_space_bytes(shape, dtype, *batch, length, quantize),
                 max_model_len=length,
                 kv_reserved_bytes=_kv_reserved_bytes(config, shape, dtype, length),
             )
@@ -231,8 +242,9 @@ class Registry:
         asked = self.config.models.get(name, ModelConfig()).max_model_len
         if asked is not None and asked > facts.max_model_len:
             capped = f" (configured {asked} is more than the checkpoint has)"
+        held = f"{found.dtype}, {found.quantize} matrices" if found.quantize else found.dtype
         return (
-            f"{name}: {found.dtype}, max_model_len {facts.max_model_len}{capped}, weights {format_bytes(facts.weights_bytes)}, "
+            f"{name}: {held}, max_model_len {facts.max_model_len}{capped}, weights {format_bytes(facts.weights_bytes)}, "
             f"reserved KV {format_bytes(kv_reserved_bytes(facts))}, "
             f"work space {format_bytes(facts.work_space_bytes)}"
         )

@@ -44,7 +44,7 @@ class TorchModel:
         self._eos_token_ids = spec.eos_token_ids
         self._weights = weights
         self._logits_rows = sizing.logits_rows(shape, spec.dtype, spec.max_sequences)
-        self._model: CausalLM | None = build_model(shape, Weights(shape, spec.dtype, weights))
+        self._model: CausalLM | None = build_model(shape, Weights(shape, spec.dtype, weights, spec.quantize))
         rotary = rotary_of(shape.rope, shape.head_dim, spec.max_model_len)
         local = rotary if shape.local_rope is None else rotary_of(shape.local_rope, shape.head_dim, spec.max_model_len)
         self._dtype: torch.dtype = getattr(torch, spec.dtype)

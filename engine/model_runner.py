@@ -64,22 +64,25 @@ class TorchRunner:
         _wait_for_kernels(self._kernels, task)
         with ExitStack() as stack:
             source = open_checkpoint(spec.path, spec.fingerprint, stack, in_place=not self._gpu)
-            num_bytes = sizing.weights_bytes(source.shape, spec.dtype)
+            if spec.quantize and (self._gpu or source.shape.pooling):
+                what = "on a GPU" if self._gpu else "for encoders"
+                raise UnsupportedModel(CONFIG_NAME, None, f"quantize: {spec.quantize} is not built {what}")
+            num_bytes = sizing.weights_bytes(source.shape, spec.dtype, spec.quantize)
             granted = len(task.chunks) * self._options.chunk_bytes
             if num_bytes > granted:
                 raise MemoryError(f"weights take {num_bytes} bytes, {len(task.chunks)} chunks were granted ({granted} bytes)")
             num_threads = threads_for(num_bytes, self._options.threads)
             if not self._gpu:
-                _wait_for_kernels(_in_background(lambda: ops.prepare(spec.dtype, num_threads)), task)
+                _wait_for_kernels(_in_background(lambda: ops.prepare(spec.dtype, num_threads, spec.quantize)), task)
             task.kernels_seconds = time.perf_counter() - asked_s
-            weights = self._ranges.of(spec.model, (spec.fingerprint, spec.dtype), num_bytes)
+            weights = self._ranges.of(spec.model, (spec.fingerprint, spec.dtype, spec.quantize), num_bytes)
             started_s = time.perf_counter()
             weights.map(task.chunks[: weights.num_chunks].tolist())
             task.map_seconds = time.perf_counter() - started_s
             try:
                 if not self._copies.take(task, weights):
                     sink: WeightSink = DeviceSink(self.memory, weights) if self._gpu else HostSink(weights.buffer)
-                    report = stream_weights(source, spec.dtype, sink, self._ring, task.progress, task.cancelled)
+                    report = stream_weights(source, spec.dtype, sink, self._ring, task.progress, task.cancelled, spec.quantize)
                     task.bytes_read = report.num_bytes
                     self._copies.keep(task, weights)
                 if self._gpu:

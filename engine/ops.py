@@ -22,13 +22,15 @@ from torch import Tensor
 from engine.device_batch import DeviceBatch
 from engine.forward_batch import ForwardBatch, GroupBatch
 from engine.kernels import reference
-from loader.sizing import PREFILL_TILE_TOKENS, sampler_rows
+from loader.sizing import DEQUANTIZED_BYTES, PREFILL_TILE_TOKENS, sampler_rows
 
 MIN_OUTPUTS = 4  # of few_rows_linear
 BLOCK_TOKENS_STEP = 4  # of paged_attention
 _kernels: Any = None  # engine.kernels.cpu, once configured and if numba is there
 _gpu: Any = None  # engine.kernels.gpu, once configured for a GPU
 _few_rows: dict[torch.dtype, int] = {}  # up to which few_rows_linear is ahead of torch
+_few_rows_int8: dict[torch.dtype, int] = {}  # the same of int8 weights
+_NO_SCALES = np.empty(0, np.float32)
 
 
 def configure(cache_dir: str, use_kernels: bool = True) -> bool:
@@ -52,7 +54,8 @@ def configure(cache_dir: str, use_kernels: bool = True) -> bool:
     from engine.kernels import cpu
 
     _kernels = cpu
-    _few_rows.update({getattr(torch, name): num_rows for name, num_rows in cpu.FEW_ROWS.items()})
+    for table, rows in ((_few_rows, cpu.FEW_ROWS), (_few_rows_int8, cpu.FEW_ROWS_INT8)):
+        table.update({getattr(torch, name): num_rows for name, num_rows in rows.items()})
     return True
 
 
@@ -74,8 +77,9 @@ def _threading_layer() -> str:
     return "omp"
 
 
-def prepare(dtype: str, num_threads: int) -> None:
-    """Compiles what models of this dtype need, so that no step has to. Takes seconds once per machine, milliseconds later."""
+def prepare(dtype: str, num_threads: int, quantize: str = "") -> None:
+    """Compiles what models of this dtype (and with weights quantised so) need, so that no step has to. Takes seconds once per
+    machine, milliseconds later."""
     if _kernels is not None:
         import numba
 
@@ -87,7 +91,7 @@ def prepare(dtype: str, num_threads: int) -> None:
         with (folder / "lock").open("w") as lock:
             # several engines start at once: the first compiles, the others read what it wrote
             fcntl.flock(lock, fcntl.LOCK_EX)
-            _kernels.prepare(dtype, num_threads > 1)
+            _kernels.prepare(dtype, num_threads > 1, quantize)
 
 
 def set_num_threads(num_threads: int) -> None:
@@ -107,16 +111,37 @@ def _array(x: Tensor) -> Any:
     return x.view(torch.uint16).numpy() if x.dtype is torch.bfloat16 else x.numpy()
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [T, K] @ weight [N, K] transposed, in their dtype."""
+@dataclass(slots=True, frozen=True)
+class Int8Matrix:
+    """values [N, K] int8 times scales [N] float32: one for each output."""
+
+    values: Tensor
+    scales: Tensor
+
+
+def linear(x: Tensor, weight: Tensor | Int8Matrix, bias: Tensor | None = None) -> Tensor:
+    """x [T, K] @ weight [N, K] transposed, in their dtype, or x's."""
+    if isinstance(weight, Int8Matrix):
+        return _int8_linear(x, weight, bias)
     if _gpu is not None:
         return _gpu.linear(x, weight, bias)
     if _served(x) and 0 < len(x) <= _few_rows[x.dtype] and len(weight) >= MIN_OUTPUTS:
-        out = x.new_empty(len(x), len(weight))
-        array = _array(x)
-        _kernels.few_rows_linear(array, _array(weight), array[0, :0] if bias is None else _array(bias), _array(out))
-        return out
+        return _few_rows_linear(x, weight, _NO_SCALES, bias)
     return torch.nn.functional.linear(x, weight, bias)
+
+
+def _few_rows_linear(x: Tensor, weight: Tensor, scales: Any, bias: Tensor | None) -> Tensor:
+    out = x.new_empty(len(x), len(weight))
+    array = _array(x)
+    _kernels.few_rows_linear(array, _array(weight), scales, array[0, :0] if bias is None else _array(bias), _array(out))
+    return out
+
+
+def _int8_linear(x: Tensor, weight: Int8Matrix, bias: Tensor | None) -> Tensor:
+    """Many rows: some outputs' weights at a time in x's dtype, so that the matrix is never there in full."""
+    if _served(x) and 0 < len(x) <= _few_rows_int8[x.dtype] and len(weight.values) >= MIN_OUTPUTS:
+        return _few_rows_linear(x, weight.values, weight.scales.numpy(), bias)
+    return reference.int8_linear(x, weight.values, weight.scales, bias, DEQUANTIZED_BYTES)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, around_one: bool = False) -> Tensor:

@@ -86,6 +86,7 @@ class LoadModel(Message, frozen=True):
     max_model_len: int
     max_sequences: int
     eos_token_ids: list[int]
+    quantize: str = ""  # int8: of the layers' matrices
     source_slots: list[int] = []  # hold this model's weights, in order; empty: they come from disk
     checksum: int = 0  # of the weights in source_slots, as LoadDone told it; a copy that differs is not used
     keep_slots: list[int] = []  # to fill with the weights while they come from disk; empty: no copy is kept

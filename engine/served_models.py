@@ -98,7 +98,7 @@ class ServedModels:
             max_model_len=spec.max_model_len,
             max_num_batched_tokens=self._configure.max_num_batched_tokens,
             eos_token_ids=tuple(spec.eos_token_ids),
-            fingerprint=spec.fingerprint,
+            fingerprint=spec.fingerprint + spec.quantize,  # keys and values of quantised weights are others
             kv_dtype=spec.dtype,
         )
         pace = StepLimits(self.turns.budget_s, self._configure.max_step_stretch)

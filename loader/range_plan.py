@@ -8,22 +8,24 @@ at a tensor's ends, tensors that lie otherwise, other dtypes) goes through a sta
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from loader.direct_io import Alignment
 from loader.errors import CheckpointError
 from loader.safetensors import DTYPE_BYTES, Header, TensorRef
-from loader.sizing import BLOCK_BYTES, DTYPE_OF, ITEM_BYTES, WeightSlot
+from loader.sizing import BLOCK_BYTES, DTYPE_OF, ITEM_BYTES, SCALE_BYTES, WeightSlot
 
 MIN_DIRECT_BYTES = 32 << 10  # less than this is as cheap to copy, and a system call takes 1,024 pieces at most
 ANY_ALIGNMENT = Alignment(1, 1)
+QUANTIZED = "int8"
 
 
 @dataclass(slots=True, frozen=True)
 class Segment:
     """Consecutive whole elements of one tensor: bytes [begin, end) of its file belong at place_bytes of the weight range.
 
-    target: the engine's dtype where it differs from the stored one, else "".
+    target: the engine's dtype where it differs from the stored one, else "". "int8": whole rows to be quantised, whose
+    scales belong at scales_at_bytes of the weight range.
     """
 
     tensor: TensorRef
@@ -31,6 +33,20 @@ class Segment:
     end: int
     place_bytes: int
     target: str = ""
+    scales_at_bytes: int = -1
+
+    @property
+    def width(self) -> int:
+        """Elements of a row."""
+        return self.tensor.shape[-1]
+
+    @property
+    def unit_bytes(self) -> tuple[int, int]:
+        """Of what may not be cut, an element or a row to be quantised: in the file, and where it belongs."""
+        item = DTYPE_BYTES[self.tensor.dtype]
+        if self.target == QUANTIZED:
+            return self.width * item, self.width
+        return item, ITEM_BYTES[self.target] if self.target else item
 
 
 @dataclass(slots=True, frozen=True)
@@ -84,7 +100,12 @@ def plan_reads(headers: Mapping[str, Header], layout: Iterable[WeightSlot], dtyp
                 raise CheckpointError(file, tensor.name, f"has shape {list(tensor.shape)}, expected {list(slot.shape)}")
             end = tensor.offset_bytes + tensor.num_bytes
             target = "" if DTYPE_OF.get(tensor.dtype) == dtype else dtype
-            segments.append(Segment(tensor, tensor.offset_bytes, end, slot.offset_bytes, target))
+            if slot.scales_at_bytes >= 0:
+                target = QUANTIZED
+            segment = Segment(tensor, tensor.offset_bytes, end, slot.offset_bytes, target, slot.scales_at_bytes)
+            if segment.unit_bytes[0] > read_bytes - BLOCK_BYTES:
+                raise CheckpointError(file, tensor.name, f"has rows of {segment.unit_bytes[0]} bytes: too long to be quantised")
+            segments.append(segment)
         reads += _cut(file, segments, read_bytes)
     for name in slots:
         raise CheckpointError(", ".join(headers), name, "missing: config.json asks for it")
@@ -117,18 +138,19 @@ def _cut(file: str, segments: Iterable[Segment], read_bytes: int) -> list[Read]:
 
 
 def _split(segment: Segment, at: int) -> tuple[Segment | None, Segment | None]:
-    """Before and from file position `at`, between two elements."""
+    """Before and from file position `at`, between two elements, or rows to be quantised."""
     if segment.end <= at:
         return segment, None
     if segment.begin >= at:
         return None, segment
-    item = DTYPE_BYTES[segment.tensor.dtype]
-    num_items = (at - segment.begin) // item
-    if not num_items:
+    unit, held_unit = segment.unit_bytes
+    num_units = (at - segment.begin) // unit
+    if not num_units:
         return None, segment
-    cut, place_item = segment.begin + num_items * item, ITEM_BYTES[segment.target] if segment.target else item
-    head = Segment(segment.tensor, segment.begin, cut, segment.place_bytes, segment.target)
-    return head, Segment(segment.tensor, cut, segment.end, segment.place_bytes + num_items * place_item, segment.target)
+    cut = segment.begin + num_units * unit
+    scales_at = segment.scales_at_bytes + num_units * SCALE_BYTES if segment.target == QUANTIZED else -1
+    rest = replace(segment, begin=cut, place_bytes=segment.place_bytes + num_units * held_unit, scales_at_bytes=scales_at)
+    return replace(segment, end=cut), rest
 
 
 def direct_spans(read: Read, address: int, alignment: Alignment) -> list[Span]:

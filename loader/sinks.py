@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from loader.range_plan import Span
+from loader.errors import CheckpointError
+from loader.quantize import quantize_rows
+from loader.range_plan import QUANTIZED, Span
 from loader.safetensors import DTYPE_BYTES
-from loader.sizing import ITEM_BYTES
+from loader.sizing import ITEM_BYTES, SCALE_BYTES
 from loader.staging import StagingRing
 
 # Elements converted at a time: torch runs that many without waking its thread pool, which belongs to the model that is stepping.
@@ -45,6 +48,9 @@ class HostSink:
     def store(self, span: Span, staged: memoryview) -> None:
         segment = span.segment
         read = np.frombuffer(staged, np.uint8)
+        if segment.target == QUANTIZED:
+            self._quantize(span, read)
+            return
         if not segment.target:
             self._bytes[span.place_bytes : span.place_bytes + len(read)] = read
             return
@@ -54,6 +60,19 @@ class HostSink:
         held = place.view(getattr(torch, segment.target))
         for at in range(0, source.numel(), CONVERT_ELEMENTS):
             held[at : at + CONVERT_ELEMENTS].copy_(source[at : at + CONVERT_ELEMENTS])
+
+    def _quantize(self, span: Span, read: npt.NDArray[np.uint8]) -> None:
+        """A whole segment. Raises CheckpointError for weights that are not finite."""
+        segment = span.segment
+        rows = torch.from_numpy(read).view(_STORED[segment.tensor.dtype]).view(-1, segment.width)
+        values = torch.from_numpy(self._bytes[segment.place_bytes : segment.place_bytes + rows.numel()])
+        scales_end = segment.scales_at_bytes + len(rows) * SCALE_BYTES
+        scales = torch.from_numpy(self._bytes[segment.scales_at_bytes : scales_end])
+        try:
+            quantize_rows(rows, values.view(torch.int8).view(rows.shape), scales.view(torch.float32))
+        except ValueError as error:
+            tensor = segment.tensor
+            raise CheckpointError(tensor.file, tensor.name, f"{error} (within bytes {span.begin} to {span.end})") from None
 
     def release(self, ring: StagingRing, slot: memoryview) -> None:
         ring.give_back(slot)

@@ -3,6 +3,8 @@
 The weight layout is the order and place of every parameter in the model's one memory range. Parameters that one matrix product
 reads together (q, k, v; gate, up) lie end to end, so the fused matrix is a view and nothing of the checkpoint is converted. Large
 ones begin as far behind a block's boundary as they do in their file, so that direct reads can leave them where they belong.
+With quantize = "int8" the projections of the layers are held as int8, and behind each group a float32 scale of every output; what
+else there is (embedding, head, norms, biases) stays in the model's dtype.
 """
 
 from __future__ import annotations
@@ -18,6 +20,9 @@ from loader.safetensors import TensorRef
 ALIGN_BYTES = 64
 BLOCK_BYTES = 4096  # direct reads are in whole ones, of the file as of memory
 MIN_BLOCK_ALIGNED_BYTES = 64 << 10  # what is smaller is copied into place instead of costing up to a block of padding
+SCALE_BYTES = 4  # float32, one for each output of a quantised matrix
+# Of a quantised matrix in the model's dtype at a time, for steps of many rows.
+DEQUANTIZED_BYTES = 4 << 20
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 DTYPE_OF = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # safetensors' name -> ours
 # Logits held at a time; sampling rows beyond it are computed in turn, so a large vocabulary can't outgrow the work space.
@@ -32,12 +37,14 @@ MIN_MODEL_LEN = 2048
 
 @dataclass(slots=True, frozen=True)
 class WeightSlot:
-    """One parameter's place. name: as in the checkpoint; offset_bytes: in the model's weight range."""
+    """One parameter's place. name: as in the checkpoint; offset_bytes: in the model's weight range. scales_at_bytes: where the
+    scales of an int8 matrix are, one float32 for each row; -1: it is held in the model's dtype."""
 
     name: str
     shape: tuple[int, ...]
     offset_bytes: int
     num_bytes: int
+    scales_at_bytes: int = -1
 
 
 @dataclass(slots=True, frozen=True)
@@ -146,14 +153,24 @@ def block_offsets(shape: ModelShape, tensors: Iterable[TensorRef]) -> tuple[int,
     return tuple(offsets)
 
 
-def weight_layout(shape: ModelShape, dtype: str) -> list[WeightSlot]:
-    """Places of all parameters in the weight range; each group starts on 64 bytes, or as shape.block_offsets says."""
+def weight_layout(shape: ModelShape, dtype: str, quantize: str = "") -> list[WeightSlot]:
+    """Places of all parameters in the weight range; each group starts on 64 bytes, or as shape.block_offsets says, quantised
+    ones and their scales always on 64 bytes."""
     item_bytes = ITEM_BYTES[dtype]
     groups = _groups(shape)
     block_offsets = shape.block_offsets if dtype == shape.dtype else ()
     slots = []
     offset = 0
     for group, block_offset in zip(groups, block_offsets or (-1,) * len(groups), strict=True):
+        if quantize == "int8" and group[0][0].endswith("_proj.weight"):
+            offset = _aligned(offset)
+            scales_at = _aligned(offset + sum(math.prod(dims) for _, dims in group))
+            for name, dims in group:
+                slots.append(WeightSlot(name, dims, offset, math.prod(dims), scales_at))
+                offset += math.prod(dims)
+                scales_at += dims[0] * SCALE_BYTES
+            offset = scales_at
+            continue
         offset = _aligned(offset) if block_offset < 0 else offset + (block_offset - offset) % BLOCK_BYTES
         for name, dims in group:
             num_bytes = math.prod(dims) * item_bytes
@@ -163,10 +180,12 @@ def weight_layout(shape: ModelShape, dtype: str) -> list[WeightSlot]:
 
 
 @lru_cache(maxsize=4096)
-def weights_bytes(shape: ModelShape, dtype: str) -> int:
-    """What the engine maps for the weights held as `dtype`: the layout, or the one without block offsets where that is longer."""
+def weights_bytes(shape: ModelShape, dtype: str, quantize: str = "") -> int:
+    """What the engine maps for the weights held as `dtype`, or quantised: the layout, or the one without block offsets where
+    that is longer."""
     layouts = {replace(shape, block_offsets=()), shape}
-    return max(_aligned(last.offset_bytes + last.num_bytes) for last in (weight_layout(one, dtype)[-1] for one in layouts))
+    ends = (weight_layout(one, dtype, quantize)[-1] for one in layouts)  # a norm or the head: never quantised
+    return max(_aligned(last.offset_bytes + last.num_bytes) for last in ends)
 
 
 def kv_bytes_per_token(shape: ModelShape, dtype: str) -> int:
@@ -223,7 +242,12 @@ def sampler_rows(vocab_size: int) -> int:
 
 
 def work_space_bytes(
-    shape: ModelShape, dtype: str, max_num_batched_tokens: int, max_sequences: int, max_model_len: int | None = None
+    shape: ModelShape,
+    dtype: str,
+    max_num_batched_tokens: int,
+    max_sequences: int,
+    max_model_len: int | None = None,
+    quantize: str = "",
 ) -> int:
     """Upper bound of what one step allocates beside weights and KV: activations of one layer, or the logits being sampled.
 
@@ -247,6 +271,8 @@ def work_space_bytes(
     mlp = tokens * shape.intermediate_size * 4 * item
     logits = logits_rows(shape, dtype, max_sequences) * (shape.vocab_size + hidden) * item
     sampling = min(sampler_rows(shape.vocab_size), max_sequences) * shape.vocab_size * 4 * SAMPLER_COPIES
+    if quantize:  # a part of a matrix, and its products before they are scaled
+        mlp += DEQUANTIZED_BYTES + tokens * 2 * shape.intermediate_size * item
     # measured: a quarter more than the arrays, for oneDNN's scratch and what malloc keeps
     return (residual + max(attention + gathered, mlp, logits + sampling) + tokens * 64) * 5 // 4
 

@@ -97,13 +97,14 @@ def stream_weights(
     ring: StagingRing,
     progress: Callable[[int, int], None],
     cancelled: Callable[[], bool],
+    quantize: str = "",
 ) -> ReadReport:
-    """Fills the sink's weight range, laid out by sizing.weight_layout, through slots of `ring` where it must.
+    """Fills the sink's weight range, laid out by sizing.weight_layout, through slots of `ring` where it must, quantised on the way.
 
     progress(bytes done, all bytes) and `cancelled` are called by this thread between reads.
     Raises CheckpointError naming file, tensor and offset, CheckpointChanged, or ReadCancelled.
     """
-    reads = plan_reads(source.headers, sizing.weight_layout(source.shape, dtype), dtype, ring.slot_bytes)
+    reads = plan_reads(source.headers, sizing.weight_layout(source.shape, dtype, quantize), dtype, ring.slot_bytes)
     total = source.num_bytes
     done = total - sum(read.num_bytes for read in reads)  # tensors that follow from others, and are not read
     report = ReadReport(total)

@@ -19,6 +19,7 @@ from engine.kernels.cpu_vectors import HAS_BFLOAT16_PRODUCTS
 
 __all__ = [
     "FEW_ROWS",
+    "FEW_ROWS_INT8",
     "add_rms_norm",
     "few_rows_linear",
     "gelu_and_mul",
@@ -41,13 +42,14 @@ _SHARED_ATTENTION = 1 << 20
 _SHARED_WEIGHTS, _ROWS_AS_READING = 2 << 20, 8
 # Rows up to which few_rows_linear is ahead of torch's linear (benchmarks/kernels.py), by element type.
 FEW_ROWS = {"bfloat16": 16 if HAS_BFLOAT16_PRODUCTS else 4, "float32": 64}
+FEW_ROWS_INT8 = {"bfloat16": 16 if HAS_BFLOAT16_PRODUCTS else 4, "float32": 64}
 _SHARED_ROWS = 1 << 18  # elements of row-wise work
 _parallel = False
 _preparing = threading.Lock()  # loads of two models may ask at the same time
 
 
-def prepare(dtype: str, parallel: bool) -> None:
-    """Compiles all kernels for float32 or bfloat16 (seconds), or loads them from the cache."""
+def prepare(dtype: str, parallel: bool, quantize: str = "") -> None:
+    """Compiles all kernels for float32 or bfloat16 (about 9 s, 13 s with the parallel ones), or loads them from the cache."""
     element = numba.float32 if dtype == "float32" else numba.uint16
     wanted = [
         (sample, cpu_sampling.sample_signature(element)),
@@ -65,8 +67,11 @@ def prepare(dtype: str, parallel: bool) -> None:
         (cpu_rows.rope_and_store, cpu_rows.rope_and_store_parallel, cpu_rows.rope_and_store_signature(element)),
         (cpu_rows.silu_and_mul, cpu_rows.silu_and_mul_parallel, cpu_rows.gate_signature(element)),
         (cpu_rows.gelu_and_mul, cpu_rows.gelu_and_mul_parallel, cpu_rows.gate_signature(element)),
-        (few_rows_linear_serial, few_rows_linear_parallel, cpu_linear.few_rows_linear_signature(element)),
+        (few_rows_linear_serial, few_rows_linear_parallel, cpu_linear.few_rows_linear_signature(element, element)),
     ]
+    if quantize == "int8":
+        signature = cpu_linear.few_rows_linear_signature(element, numba.int8)
+        shared.append((few_rows_linear_serial, few_rows_linear_parallel, signature))
     for serial_kernel, parallel_kernel, signature in shared:
         wanted.append((serial_kernel, signature))
         if parallel:
@@ -96,9 +101,9 @@ def paged_attention(*args: Any) -> None:
         paged_attention_serial(*before, 1, out)
 
 
-def few_rows_linear(x: Any, weight: Any, bias: Any, out: Any) -> None:
+def few_rows_linear(x: Any, weight: Any, scale: Any, bias: Any, out: Any) -> None:
     shared = _parallel and weight.nbytes * (1 + len(x) / _ROWS_AS_READING) >= _SHARED_WEIGHTS
-    (few_rows_linear_parallel if shared else few_rows_linear_serial)(x, weight, bias, out)
+    (few_rows_linear_parallel if shared else few_rows_linear_serial)(x, weight, scale, bias, out)
 
 
 def _shares_rows(x: Any) -> bool:

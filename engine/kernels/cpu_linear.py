@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit, prange, types, void
+from numba import float32, njit, prange, types, void
 
 from engine.kernels.cpu_bits import FASTMATH, named, narrow, widen
 from engine.kernels.cpu_tiles import dot_tile, fold_sums
@@ -23,8 +23,8 @@ _OPTIONS: dict[str, Any] = {"fastmath": FASTMATH, "error_model": "numpy", "cache
 _one_row, _two_rows, _three_rows, _four_rows = (dot_tile(num_rows, 4) for num_rows in (1, 2, 3, 4))
 
 
-def few_rows_linear_signature(element: types.Type) -> Any:
-    return void(element[:, ::1], element[:, ::1], element[::1], element[:, ::1])
+def few_rows_linear_signature(element: types.Type, weight: types.Type) -> Any:
+    return void(element[:, ::1], weight[:, ::1], float32[::1], element[::1], element[:, ::1])
 
 
 @njit(fastmath=FASTMATH, error_model="numpy")
@@ -43,18 +43,20 @@ def _add_tile(
 
 
 @njit(fastmath=FASTMATH, error_model="numpy")
-def _write_outputs(folded: Any, num_rows: int, row: int, first: int, bias: Any, out: Any) -> None:
+def _write_outputs(folded: Any, num_rows: int, row: int, first: int, scale: Any, bias: Any, out: Any) -> None:
     """folded [4 rows, 4 outputs] to out, from that row and output on."""
     for r in range(min(4, num_rows - row)):
         for n in range(4):
             total = folded[4 * r + n]
+            if scale.shape[0] > 0:
+                total *= scale[first + n]
             if bias.shape[0] > 0:
                 total += widen(bias[first + n])
             out[row + r, first + n] = narrow(total, out[0, 0])
 
 
 @njit(fastmath=FASTMATH, error_model="numpy")
-def _linear_stripe(x: Any, weight: Any, bias: Any, out: Any, begin: int, end: int) -> None:
+def _linear_stripe(x: Any, weight: Any, scale: Any, bias: Any, out: Any, begin: int, end: int) -> None:
     """Outputs from begin to below end."""
     num_rows, num_inputs = x.shape
     num_outputs = weight.shape[0]
@@ -80,18 +82,19 @@ def _linear_stripe(x: Any, weight: Any, bias: Any, out: Any, begin: int, end: in
     for panel in range(panels):
         for tile in range(row_tiles):
             fold_sums(sums, (panel * row_tiles + tile) * _TILE, folded)
-            _write_outputs(folded, num_rows, 4 * tile, min(begin + 4 * panel, num_outputs - 4), bias, out)
+            _write_outputs(folded, num_rows, 4 * tile, min(begin + 4 * panel, num_outputs - 4), scale, bias, out)
 
 
 def _few_rows_linear(
     x: Any,  # [R, K]
     weight: Any,  # [N, K]
+    scale: Any,  # [N] float32: of each output's weights, or [0] for none
     bias: Any,  # [N], or [0] for none
     out: Any,  # [R, N]
 ) -> None:
     num_outputs = weight.shape[0]
     for stripe in prange((num_outputs + _STRIPE - 1) // _STRIPE):
-        _linear_stripe(x, weight, bias, out, stripe * _STRIPE, min((stripe + 1) * _STRIPE, num_outputs))
+        _linear_stripe(x, weight, scale, bias, out, stripe * _STRIPE, min((stripe + 1) * _STRIPE, num_outputs))
 
 
 few_rows_linear_serial = njit(**_OPTIONS)(_few_rows_linear)

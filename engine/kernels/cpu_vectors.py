@@ -1,7 +1,7 @@
 """What the tiles of the CPU kernels are written in: LLVM vectors of 16 float32, and loads and products of elements.
 
-Elements: float32, and bfloat16 as uint16 bits. The latter are multiplied as pairs where the processor can (AVX512-BF16, vdpbf16ps;
-Numba's vectoriser does not know them); elsewhere pairs are widened first.
+Elements: float32, bfloat16 as uint16 bits, and for weights int8. Two sides of at most 16 bits are multiplied as bfloat16 pairs
+where the processor can (AVX512-BF16, vdpbf16ps; Numba's vectoriser does not know them); elsewhere pairs are widened first.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Loader:
     def __call__(self, at: Any, count: Any = None) -> Any:
         """Elements from index `at` on; count (i32): only so many of them are read, the others are 0."""
         builder = self._builder
-        bits = ir.IntType(32 if self._element == types.float32 else 16)
+        bits = ir.IntType(32 if self._element == types.float32 else 16 if self._element == types.uint16 else 8)
         raw = ir.VectorType(bits, self.step)
         address = builder.bitcast(builder.gep(self._data, [at]), raw.as_pointer())
         if count is None:
@@ -75,6 +75,11 @@ class Loader:
             kind = ir.FunctionType(raw, [address.type, mask.type, raw])
             function = cgutils.get_or_insert_function(builder.module, kind, name)
             loaded = builder.call(function, [address, mask, vector(raw, 0)])
+        if self._element == types.int8:
+            wide = builder.sitofp(loaded, ir.VectorType(FLOAT, self.step))
+            if not self._paired:
+                return wide
+            return builder.bitcast(builder.fptrunc(wide, _BFLOATS), PAIRS)
         if self._paired:
             return builder.bitcast(loaded, PAIRS)
         if self._element == types.uint16:

@@ -12,6 +12,19 @@ from torch import Tensor
 from torch.nn import functional
 
 
+def int8_linear(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, held_bytes: int) -> Tensor:
+    """x [T, K] @ (values [N, K] int8 * scales [N] float32) transposed. Values become x's dtype (exactly) in parts of held_bytes."""
+    num_outputs, num_inputs = values.shape
+    out = x.new_empty(len(x), num_outputs)
+    at_once = max(1, held_bytes // (num_inputs * x.element_size()))
+    held = x.new_empty(min(at_once, num_outputs), num_inputs)
+    for first in range(0, num_outputs, at_once):
+        some = slice(first, min(first + at_once, num_outputs))
+        part = held[: some.stop - first].copy_(values[some])
+        torch.mul(torch.nn.functional.linear(x, part), scales[some], out=out[:, some])
+    return out if bias is None else out.add_(bias)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float, around_one: bool = False) -> Tensor:
     """[T, W]; mean of squares in float32, rounded to x's dtype before the weight. around_one (Gemma): the factor is 1 + weight, and
     the product is rounded once."""

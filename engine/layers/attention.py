@@ -26,9 +26,9 @@ class Attention:
         norms_around_one: bool = False,
     ) -> None:
         prefix = f"model.layers.{layer}.self_attn."
-        self.qkv_weight = weights.fused(prefix, projections, ".weight")
+        self.qkv_weight = weights.matrix(prefix, projections)
         self.qkv_bias = weights.find_fused(prefix, projections, ".bias")
-        self.out_weight = weights.get(prefix + "o_proj.weight")
+        self.out_weight = weights.matrix(prefix, ("o_proj",))
         self.out_bias = weights.find(prefix + "o_proj.bias")
         self.norms: ops.HeadNorms | None = None
         if shape.qk_norm:

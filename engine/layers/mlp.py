@@ -24,9 +24,9 @@ class GatedMLP:
         activate: Callable[[Tensor], Tensor] = ops.silu_and_mul,
     ) -> None:
         prefix = f"model.layers.{layer}.mlp."
-        self.gate_up_weight = weights.fused(prefix, projections, ".weight")
+        self.gate_up_weight = weights.matrix(prefix, projections)
         self.gate_up_bias = weights.find_fused(prefix, projections, ".bias")
-        self.down_weight = weights.get(prefix + "down_proj.weight")
+        self.down_weight = weights.matrix(prefix, ("down_proj",))
         self.down_bias = weights.find(prefix + "down_proj.bias")
         self.activate = activate
 

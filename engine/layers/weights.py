@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from engine.memory.weight_range import WeightRange
+from engine.ops import Int8Matrix
 from loader.hf_config import ModelShape
 from loader.sizing import weight_layout
 
@@ -14,8 +15,8 @@ from loader.sizing import weight_layout
 class Weights:
     """Looks parameters up by their checkpoint names. Raises KeyError for a name the model has not."""
 
-    def __init__(self, shape: ModelShape, dtype: str, memory: WeightRange) -> None:
-        self._slots = {slot.name: slot for slot in weight_layout(shape, dtype)}
+    def __init__(self, shape: ModelShape, dtype: str, memory: WeightRange, quantize: str = "") -> None:
+        self._slots = {slot.name: slot for slot in weight_layout(shape, dtype, quantize)}
         self._dtype: torch.dtype = getattr(torch, dtype)
         self._memory = memory
 
@@ -32,6 +33,15 @@ class Weights:
         slots = [self._slots[f"{prefix}{name}{suffix}"] for name in names]
         shape = (sum(slot.shape[0] for slot in slots), *slots[0].shape[1:])
         return self._memory.tensor(slots[0].offset_bytes, shape, self._dtype)
+
+    def matrix(self, prefix: str, names: tuple[str, ...]) -> Tensor | Int8Matrix:
+        """The weights of projections that one matrix product reads together, as they are held."""
+        slots = [self._slots[f"{prefix}{name}.weight"] for name in names]
+        if slots[0].scales_at_bytes < 0:
+            return self.fused(prefix, names, ".weight")
+        num_outputs = sum(slot.shape[0] for slot in slots)
+        values = self._memory.tensor(slots[0].offset_bytes, (num_outputs, slots[0].shape[1]), torch.int8)
+        return Int8Matrix(values, self._memory.tensor(slots[0].scales_at_bytes, (num_outputs,), torch.float32))
 
     def find_fused(self, prefix: str, names: tuple[str, ...], suffix: str) -> Tensor | None:
         """None where the model has no such parameters."""

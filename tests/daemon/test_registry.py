@@ -154,3 +154,27 @@ async def test_watching(tmp_path: Path) -> None:
             await changed.wait()
     finally:
         await asyncio.to_thread(registry.stop_watching)
+
+
+async def test_quantised_weights_are_counted_and_asked_for(tmp_path: Path) -> None:
+    make_model(tmp_path / "a")
+    make_model(tmp_path / "b")
+    registry = make_registry(tmp_path, a=ModelConfig(quantize="int8"), b=ModelConfig(quantize="none"))
+    facts = registered(await registry.rescan())
+    assert facts["a"].weights_bytes < facts["b"].weights_bytes
+    sources = [registry.source(name) for name in ("a", "b")]
+    assert [source.quantize for source in sources if source is not None] == ["int8", ""]
+    assert "int8 matrices" in registry.describe("a")
+
+
+async def test_what_cannot_be_quantised_is_refused_by_field(tmp_path: Path) -> None:
+    make_model(tmp_path / "a")
+    for devices, wanted in (([], "int8 is not built for cuda:0"), (["cuda:0"], "int8 is not built for cuda:0"), (["cpu:0"], "")):
+        settings = ModelConfig(quantize="int8", devices=devices)
+        config = NodeConfig(models_dir=str(tmp_path), models={"a": settings}, chunk_bytes=2 * MIB)
+        registry = Registry(
+            config, [DeviceBudget("cpu:0", 256 * MIB), DeviceBudget("cuda:0", 256 * MIB)], NodeState(str(tmp_path / "s"))
+        )
+        (facts,) = registered(await registry.rescan()).values()
+        assert wanted in facts.incomplete
+        assert ('models."a".quantize' in facts.incomplete) == bool(wanted)

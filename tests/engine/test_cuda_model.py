@@ -27,6 +27,7 @@ from engine.model_runner import TorchRunner
 from engine.protocol import Configure, LoadModel, SamplingParams
 from loader import sizing
 from loader.catalog import scan_one
+from loader.errors import UnsupportedModel
 from loader.sinks import HostSink
 from loader.staging import StagingRing
 from loader.weight_stream import open_checkpoint, stream_weights
@@ -266,6 +267,8 @@ def test_the_runner_gives_the_model_of_the_last_load_back(tmp_path: Path) -> Non
     assert models[0] is models[1]
     renamed = msgspec.structs.replace(spec, max_sequences=4)
     assert runner.load(load_task(renamed, memory=memory)) is not models[0]
+    with pytest.raises(UnsupportedModel, match="quantize: int8 is not built on a GPU"):
+        runner.load(load_task(msgspec.structs.replace(spec, quantize="int8"), memory=memory))
     memory.close()
 
 

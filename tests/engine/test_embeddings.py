@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -14,6 +15,7 @@ from engine.embedder import Embedder
 from engine.hosted_encoder import TorchEncoder
 from engine.protocol import LoadModel, RequestFailed, SamplingParams, Submit
 from loader.catalog import scan_one
+from loader.errors import UnsupportedModel
 from tests.engine.model_bench import load_task, make_memory, make_runner
 
 TOLERANCE = 1e-4
@@ -165,3 +167,10 @@ def test_what_cannot_be_embedded_is_refused(prompt: list[int]) -> None:
     embedder = Embedder(LoadModel(1, "m", "", "float32", "", 1, 1, 1, 64, 8, []), FakeEncoder(), max_tokens=10)
     assert embedder.submit(submit(1, prompt))
     assert not embedder.waiting
+
+
+def test_quantize_is_refused_by_its_field(tmp_path: Path) -> None:
+    make_bert(tmp_path)
+    spec = msgspec.structs.replace(spec_of(tmp_path), quantize="int8")
+    with pytest.raises(UnsupportedModel, match="quantize: int8 is not built for encoders"):
+        make_runner(make_memory()).load(load_task(spec))

@@ -48,11 +48,11 @@ def spoil(bench: TierBench, slot: int, at: int = 1000) -> None:
 # ---- weights
 
 
-@pytest.mark.parametrize("null", [True, False])
-def test_a_kept_copy_is_loaded_without_the_disk(folder: Path, tmp_path: Path, null: bool) -> None:
+@pytest.mark.parametrize(("null", "quantize"), [(True, ""), (False, ""), (False, "int8")])
+def test_a_kept_copy_is_loaded_without_the_disk(folder: Path, tmp_path: Path, null: bool, quantize: str) -> None:
     bench = TierBench(tmp_path if null else folder, null)
     slots = [9, 4, 17, 2, 30, 31, 32, 33, 34, 35, 36, 37]
-    done = bench.load("llama", keep_slots=slots)
+    done = bench.load("llama", keep_slots=slots, quantize=quantize)
     assert done.bytes_read > 0
     assert done.kept
     assert done.checksum
@@ -60,7 +60,7 @@ def test_a_kept_copy_is_loaded_without_the_disk(folder: Path, tmp_path: Path, nu
     bench.run("llama")
     first = bench.output.pop(1)
     assert bench.evict("llama").kv_slots_used == []
-    again = bench.load("llama", source_slots=slots, checksum=done.checksum)
+    again = bench.load("llama", source_slots=slots, checksum=done.checksum, quantize=quantize)
     assert (again.bytes_read, again.kept, again.checksum, again.source_rejected) == (0, True, done.checksum, "")
     if not null:
         assert done.copy_seconds > 0
@@ -70,6 +70,13 @@ def test_a_kept_copy_is_loaded_without_the_disk(folder: Path, tmp_path: Path, nu
     bench.run("llama")
     assert bench.output[1] == first
     bench.evict("llama")
+    if quantize:  # and from disk again, without a copy
+        bench.load("llama", quantize=quantize)
+        bench.output.pop(1)
+        bench.submit("llama", 1, PROMPTS[3], 20)
+        bench.run("llama")
+        assert bench.output[1] == first
+        bench.evict("llama")
     bench.check_empty()
 
 

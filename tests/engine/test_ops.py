@@ -27,7 +27,7 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
 def kernels() -> Iterator[None]:
     ops.configure(CACHE_DIR)
     for dtype in ("float32", "bfloat16"):
-        ops.prepare(dtype, 2)
+        ops.prepare(dtype, 2, "int8")
     yield
     ops.configure(CACHE_DIR)
     ops.set_num_threads(1)
@@ -182,6 +182,34 @@ def test_linear(
     x, weight = random(num_rows, num_inputs, dtype=dtype), random(num_outputs, num_inputs, dtype=dtype, scale=num_inputs**-0.5)
     added = random(num_outputs, dtype=dtype) if bias else None
     same(*both(monkeypatch, lambda: ops.linear(x, weight, added)))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 3, 8, 13, 100])
+@pytest.mark.parametrize(("num_inputs", "num_outputs"), [(48, 80), (551, 65), (2000, 130), (9000, 3)])
+def test_int8_linear(
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    num_rows: int,
+    num_inputs: int,
+    num_outputs: int,
+    bias: bool,
+    threads: int,
+) -> None:
+    """Against the product with what the matrix stands for, in parts of a few outputs where torch computes it."""
+    ops.set_num_threads(threads)
+    share_everything(monkeypatch)
+    monkeypatch.setattr(ops, "DEQUANTIZED_BYTES", 7 * num_inputs * dtype.itemsize)
+    x = random(num_rows, num_inputs, dtype=dtype)
+    values = (random(num_outputs, num_inputs, dtype=torch.float32) * 40).round().clamp(-127, 127).to(torch.int8)
+    weight = ops.Int8Matrix(values, random(num_outputs, dtype=torch.float32).abs() * 0.03 * num_inputs**-0.5)
+    added = random(num_outputs, dtype=dtype) if bias else None
+    wanted = x.double() @ (values * weight.scales.unsqueeze(1)).double().T + (0 if added is None else added.double())
+    tolerance = 1e-5 if dtype is torch.float32 else 2e-2
+    for given in both(monkeypatch, lambda: ops.linear(x, weight, added)):
+        assert given.dtype is dtype
+        torch.testing.assert_close(given.double(), wanted, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("vocab", [1, 31, 1024, 5000])

@@ -92,6 +92,35 @@ def test_what_a_model_says_of_itself(runner: TorchRunner, saved: tuple[Path, Any
     model.release()
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.1)])
+def test_int8_weights_are_the_rounded_ones(
+    runner: TorchRunner, saved: tuple[Path, Any], tmp_path: Path, dtype: str, tolerance: float
+) -> None:
+    """Against a checkpoint of the values that int8 stands for: prompts and single tokens, one row and many."""
+    rounded = copy.deepcopy(saved[1])
+    for name, parameter in rounded.named_parameters():
+        if name.endswith("_proj.weight"):
+            step = parameter.detach().abs().amax(1, keepdim=True) / 127
+            parameter.data = (parameter.detach() / step).round() * step
+    rounded.save_pretrained(tmp_path)
+    table = make_table()
+    for slot in range(6):
+        put(table, slot, PROMPT)
+    logits, sizes = [], []
+    for source, quantize in ((tmp_path, ""), (saved[0], "int8")):
+        model = runner.load(load_task(spec(source, dtype=dtype, quantize=quantize)))
+        found = [model.logits(plan((0, 0, 49)), table, every_token=True), model.logits(plan((0, 49, 1)), table)]
+        found += [model.logits(plan(*((slot, 0, 4) for slot in range(1, 6))), table, every_token=True)]
+        logits.append(np.concatenate(found))
+        sizes.append(model.weights_bytes)
+        model.release()
+    checkpoint = scan_one(saved[0])
+    assert checkpoint.shape is not None
+    assert sizes == [sizing.weights_bytes(checkpoint.shape, dtype, quantize) for quantize in ("", "int8")]
+    assert sizes[1] < sizes[0]
+    assert np.abs(logits[0] - logits[1]).max() < tolerance * np.abs(logits[0]).max()
+
+
 def test_sharded_checkpoint_equals_single_file(runner: TorchRunner, saved: tuple[Path, Any], tmp_path: Path) -> None:
     saved[1].save_pretrained(tmp_path, max_shard_size="40KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2

@@ -15,15 +15,17 @@ from loader.safetensors import DTYPE_BYTES, Header, TensorRef
 from loader.sizing import BLOCK_BYTES, ITEM_BYTES, WeightSlot
 
 
-def files_of(sizes: list[tuple[str, int]], starts: list[int]) -> dict[str, Header]:
-    """Tensors of (dtype, number of elements), dealt out to as many files as there are data starts."""
+def files_of(sizes: list[tuple[str, int]], starts: list[int], width: int = 0) -> dict[str, Header]:
+    """Tensors of (dtype, number of elements), dealt out to as many files as there are data starts. width: every third is a
+    matrix of such rows."""
     headers = {}
     for number, start in enumerate(starts):
         tensors, position, file = [], start, f"{number}.safetensors"
         for index, (dtype, num) in enumerate(sizes):
             if index % len(starts) == number:
-                num_bytes = num * DTYPE_BYTES[dtype]
-                tensors.append(TensorRef(file, f"t{index}", dtype, (num,), position, num_bytes))
+                shape: tuple[int, ...] = (num // width, width) if width and index % 3 == 1 else (num,)
+                num_bytes = math.prod(shape) * DTYPE_BYTES[dtype]
+                tensors.append(TensorRef(file, f"t{index}", dtype, shape, position, num_bytes))
                 position += num_bytes
         headers[file] = Header(tuple(tensors), b"", position)
     return headers
@@ -38,7 +40,8 @@ def layout_of(headers: dict[str, Header], dtype: str, seed: int, ignored: set[st
     for tensor in tensors:
         offset += (tensor.offset_bytes - offset) % BLOCK_BYTES if rng.random() < 0.5 else rng.randrange(5000)
         num_bytes = math.prod(tensor.shape) * ITEM_BYTES[dtype]
-        slots.append(WeightSlot(tensor.name, tensor.shape, offset, num_bytes))
+        scales_at = rng.randrange(1 << 30) if len(tensor.shape) == 2 else -1
+        slots.append(WeightSlot(tensor.name, tensor.shape, offset, num_bytes, scales_at))
         offset += num_bytes
     return slots
 
@@ -50,15 +53,17 @@ def layout_of(headers: dict[str, Header], dtype: str, seed: int, ignored: set[st
     read_blocks=st.integers(2, 40),
     alignment=st.sampled_from([ANY_ALIGNMENT, Alignment(4, 512), Alignment(512, 512), Alignment(4096, 4096)]),
     seed=st.integers(0, 1 << 30),
+    width=st.integers(1, 900),
 )
 def test_every_byte_arrives_once_at_its_place(
-    sizes: list[tuple[str, int]], starts: list[int], read_blocks: int, alignment: Alignment, seed: int
+    sizes: list[tuple[str, int]], starts: list[int], read_blocks: int, alignment: Alignment, seed: int, width: int
 ) -> None:
-    headers = files_of(sizes, starts)
+    """Every third tensor is a matrix that is quantised, and cut between its rows only."""
+    headers = files_of(sizes, starts, width)
     ignored = {"t3"}
     slots = layout_of(headers, "bfloat16", seed, ignored)
     reads = plan_reads(headers, slots, "bfloat16", read_blocks * BLOCK_BYTES)
-    places = {slot.name: slot.offset_bytes for slot in slots}
+    places = {slot.name: slot for slot in slots}
     position = {name: header.tensors[0].offset_bytes for name, header in headers.items() if header.tensors}
     taken: dict[str, int] = {}
     address = 7 * BLOCK_BYTES
@@ -72,11 +77,15 @@ def test_every_byte_arrives_once_at_its_place(
             tensor = segment.tensor
             assert segment.begin == tensor.offset_bytes + taken.get(tensor.name, 0)  # without a gap
             taken[tensor.name] = segment.end - tensor.offset_bytes
-            item = DTYPE_BYTES[tensor.dtype]
+            item, slot = DTYPE_BYTES[tensor.dtype], places[tensor.name]
             elements, rest = divmod(segment.begin - tensor.offset_bytes, item)
             assert rest == 0
-            assert segment.place_bytes == places[tensor.name] + elements * 2
-            assert bool(segment.target) == (tensor.dtype == "F32")
+            quantised = slot.scales_at_bytes >= 0
+            assert segment.place_bytes == slot.offset_bytes + elements * (1 if quantised else 2)
+            assert segment.target == ("int8" if quantised else "bfloat16" if tensor.dtype == "F32" else "")
+            if quantised:
+                assert elements % width == (segment.end - segment.begin) % (width * item) == 0
+                assert segment.scales_at_bytes == slot.scales_at_bytes + elements // width * 4
         direct = direct_spans(read, address, alignment)
         for span in direct:
             assert span.begin % alignment.offset_bytes == span.end % alignment.offset_bytes == 0
@@ -99,6 +108,14 @@ def test_what_lies_between_wanted_tensors_is_not_read() -> None:
     slots = [WeightSlot("t0", (1000,), 0, 2000), WeightSlot("t2", (1000,), 2048, 2000)]
     reads = plan_reads(headers, slots, "bfloat16", 8 << 20)
     assert [(read.begin, read.end) for read in reads] == [(0, 4096), (999424, 1007616)]
+
+
+def test_rows_longer_than_a_read_are_not_quantised() -> None:
+    headers = files_of([("BF16", 8), ("BF16", 12_000)], [128], width=6000)
+    slots = [WeightSlot("t0", (8,), 0, 16), WeightSlot("t1", (2, 6000), 64, 12_000, 12_096)]
+    with pytest.raises(CheckpointError, match="tensor t1: has rows of 12000 bytes: too long to be quantised"):
+        plan_reads(headers, slots, "bfloat16", 16_000)
+    assert len(plan_reads(headers, slots, "bfloat16", 16_384)) == 2
 
 
 def test_missing_and_misshapen_parameters_are_named() -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -44,6 +45,28 @@ def test_layout_is_aligned_and_without_overlap(dtype: str) -> None:
         assert slot.num_bytes == math.prod(slot.shape) * (4 if dtype == "float32" else 2)
         end = slot.offset_bytes + slot.num_bytes
     assert 0 <= weights_bytes(model, dtype) - end < 64
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_quantised_layout_is_aligned_and_without_overlap(dtype: str) -> None:
+    model = shape(attention_bias=True, mlp_bias=True, tie_word_embeddings=False)
+    slots = weight_layout(model, dtype, "int8")
+    assert {slot.name: slot.shape for slot in slots} == parameter_shapes(model)
+    spans = []
+    for slot in slots:
+        quantised = slot.name.endswith("_proj.weight")
+        assert (slot.scales_at_bytes >= 0) == quantised
+        assert slot.num_bytes == math.prod(slot.shape) * (1 if quantised else 4 if dtype == "float32" else 2)
+        spans.append((slot.offset_bytes, slot.offset_bytes + slot.num_bytes))
+        if quantised:
+            assert slot.scales_at_bytes % 4 == 0
+            spans.append((slot.scales_at_bytes, slot.scales_at_bytes + 4 * slot.shape[0]))
+    spans.sort()
+    assert all(0 <= begin - end < 64 for (_, end), (begin, _) in pairwise(spans))
+    assert 0 <= weights_bytes(model, dtype, "int8") - spans[-1][1] < 64
+    for name in ("q_proj", "gate_proj"):  # scales that one product reads together lie end to end
+        first = next(number for number, slot in enumerate(slots) if slot.name.endswith(f"{name}.weight"))
+        assert slots[first + 1].scales_at_bytes == slots[first].scales_at_bytes + 4 * slots[first].shape[0]
 
 
 def test_figures_of_llama_3_8b() -> None:

@@ -4,6 +4,7 @@ import errno
 import math
 import mmap
 import os
+import struct
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from loader import file_reader, sinks
+from loader import file_reader, quantize, sinks
 from loader.catalog import scan_one
 from loader.errors import CheckpointChanged, CheckpointError, ReadFailed
 from loader.sinks import HostSink
@@ -141,6 +142,65 @@ def raises(error: Exception) -> Callable[..., Any]:
         raise error
 
     return function
+
+
+def read_quantised(folder: Path, slot_bytes: int = 8192) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """int8 matrices and their scales, by name."""
+    with ExitStack() as stack:
+        source = open_checkpoint(folder, "", stack)
+        memory = mmap.mmap(-1, weights_bytes(source.shape, "bfloat16", "int8"))
+        sink, ring = HostSink(memoryview(memory)), StagingRing(3, slot_bytes)
+        stream_weights(source, "bfloat16", sink, ring, lambda *_: None, lambda: False, "int8")
+        held = {}
+        for slot in weight_layout(source.shape, "bfloat16", "int8"):
+            if slot.scales_at_bytes >= 0:
+                values = torch.frombuffer(memory, dtype=torch.int8, count=slot.num_bytes, offset=slot.offset_bytes)
+                scales = torch.frombuffer(memory, dtype=torch.float32, count=slot.shape[0], offset=slot.scales_at_bytes)
+                held[slot.name] = values.view(slot.shape), scales
+        return held
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("stored", ["F32", "BF16", "F16"])
+def test_a_load_quantises_as_the_whole_matrix_would_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: str, shards: int
+) -> None:
+    """Bit for bit, wherever reads and pieces end, and within half a step of what is stored."""
+    monkeypatch.setattr(quantize, "ELEMENTS", 700)
+    config = LARGE | {"dtype": "bfloat16"}
+    held = read_quantised(write_checkpoint(tmp_path / "m", config, shards, stored, random_bytes=True, padding=3))
+    assert len(held) == 14
+    for name, (_, shape, data) in tensors_for(config, stored, random_bytes=True).items():
+        if name in held:
+            stored_values = torch.frombuffer(bytearray(data), dtype=STORED[stored]).view(shape).double()
+            values, scales = held[name]
+            assert torch.equal(scales, (stored_values.abs().amax(1).float() / 127)), name
+            assert torch.equal(values, (stored_values.float() / scales.unsqueeze(1)).round().to(torch.int8)), name
+            error = (values * scales.unsqueeze(1).double() - stored_values).abs()
+            assert bool((error <= scales.unsqueeze(1).double() * 0.5001).all()), name
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_weights_that_are_not_finite_are_not_quantised(tmp_path: Path, value: float) -> None:
+    folder = write_checkpoint(tmp_path / "m", dtype="F32")
+    name = "model.layers.0.mlp.up_proj.weight"
+    with ExitStack() as stack:
+        source = open_checkpoint(folder, "", stack)
+        (place,) = [tensor for header in source.headers.values() for tensor in header.tensors if tensor.name == name]
+    data = bytearray((folder / "model.safetensors").read_bytes())
+    data[place.offset_bytes + 8 : place.offset_bytes + 12] = struct.pack("<f", value)
+    (folder / "model.safetensors").write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors.*up_proj.*NaN or an infinity"):
+        read_quantised(folder)
+
+
+def test_rows_of_zeros_are_quantised_to_zeros() -> None:
+    rows = torch.zeros(3, 8)
+    rows[1] = torch.arange(8)
+    values, scales = torch.full((3, 8), 5, dtype=torch.int8), torch.ones(3)
+    quantize.quantize_rows(rows, values, scales)
+    assert values.tolist() == [[0] * 8, [0, 18, 36, 54, 73, 91, 109, 127], [0] * 8]
+    assert scales.tolist() == [0.0, pytest.approx(7 / 127), 0.0]
 
 
 def test_changed_since_registration(tmp_path: Path) -> None:

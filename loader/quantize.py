@@ -1,0 +1,27 @@
+"""Rows of a weight matrix as int8, symmetric: a row's largest magnitude becomes 127, and its scale turns them back."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# Elements at a time: torch runs that many without waking its thread pool, which belongs to the model that is stepping.
+ELEMENTS = 32768
+LARGEST = 127
+
+
+def quantize_rows(rows: Tensor, values: Tensor, scales: Tensor) -> None:
+    """rows [N, K] float32, bfloat16 or float16 -> values [N, K] int8, scales [N] float32. Raises ValueError for rows that are not
+    finite."""
+    num_rows, width = rows.shape
+    at_once = max(1, ELEMENTS // width)
+    wide = torch.empty(min(at_once, num_rows), width)
+    for first in range(0, num_rows, at_once):
+        some = slice(first, min(first + at_once, num_rows))
+        part = wide[: some.stop - first].copy_(rows[some])
+        scale = part.abs().amax(1).div_(LARGEST)
+        if not bool(torch.isfinite(scale).all()):
+            raise ValueError("holds NaN or an infinity: cannot be quantised")
+        scales[some] = scale
+        scale[scale == 0] = 1.0  # of zeros only
+        values[some] = part.div_(scale.unsqueeze(1)).round_()
