@@ -59,6 +59,7 @@ class ServedModels:
             configure.num_chunks, configure.chunk_bytes, resident_limit=max(0, configure.num_chunks - work_chunks)
         )
         self._preempted_before = 0  # by models that are gone
+        self._limits: dict[tuple[str, str, str], StepLimits] = {}  # of all ever loaded: what their steps cost is still so
 
     def busy(self) -> list[str]:
         """Models that may have a step to run."""
@@ -101,7 +102,9 @@ class ServedModels:
             fingerprint=spec.fingerprint + spec.quantize,  # keys and values of quantised weights are others
             kv_dtype=spec.dtype,
         )
-        pace = StepLimits(self.turns.budget_s, self._configure.max_step_stretch)
+        pace = self._limits.setdefault(
+            (spec.model, spec.fingerprint, spec.dtype), StepLimits(self.turns.budget_s, self._configure.max_step_stretch)
+        )
         return ServedModel(spec, hosted, BatchScheduler(spec.model, kv, limits), place, pace)
 
     def add(self, served: ServedModel) -> None:

@@ -45,6 +45,7 @@ from engine.protocol import (
 from engine.served_models import ServedModels
 from scheduler.batch.batch_scheduler import BatchScheduler
 from scheduler.batch.request import BatchRequest
+from scheduler.batch.step_room import StepRoom
 
 log = logging.getLogger("engine")
 
@@ -143,10 +144,7 @@ class Engine:
         served = self.models.by_name[name]
         scheduler = served.scheduler
         self._end_constrained(self.constraints.settle(name))
-        limits, shared, num_decoding = served.limits, len(busy) > 1, scheduler.num_decoding
-        num_prompts = len(scheduler.waiting) + scheduler.num_running - num_decoding
-        max_prompt_tokens = limits.max_prompt_tokens(num_decoding, num_prompts, shared) if num_prompts else None
-        plan = scheduler.plan(self.num_steps + 1, max_prompt_tokens, limits.max_rows() if shared else None)
+        plan = scheduler.plan(self.num_steps + 1, StepRoom(served.limits, shared=len(busy) > 1))
         if scheduler.failed:
             self._fail_hopeless(scheduler)
         self.models.discard_returned()
@@ -158,7 +156,7 @@ class Engine:
         masks = self.constraints.masks(served, plan)
         result = served.hosted.execute(plan, scheduler.table, masks)
         self.models.turns.charge(name, result.seconds)
-        limits.note(len(plan.slots), int(plan.num_new.sum()), result.seconds)
+        served.limits.note(plan, result.seconds)
         for told in result.prompt_logprobs:
             self.channel.send(told)
         outcome = scheduler.finish_step(plan, result.ids, result.bad)

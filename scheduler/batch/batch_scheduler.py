@@ -27,6 +27,7 @@ from scheduler.batch.prefix_cache import extend_keys, prefix_seed
 from scheduler.batch.request import BatchRequest, WaitingQueue
 from scheduler.batch.same_prompts import SamePrompts
 from scheduler.batch.sequence_blocks import Admission, SequenceBlocks
+from scheduler.batch.step_room import StepRoom
 from scheduler.batch.stop_ids import StopIds
 
 
@@ -151,13 +152,11 @@ class BatchScheduler:
 
     # ---- a step
 
-    def plan(self, step_id: int, max_prompt_tokens: int | None = None, max_rows: int | None = None) -> BatchPlan | None:
-        """The next step: at most max_num_batched_tokens, of them at most `max_prompt_tokens` of prompts (None: no such limit), and
-        at most `max_rows` sequences that decode; while as many run, none is admitted. None if nothing can run now."""
-        budget = self.limits.max_num_batched_tokens
-        max_rows = budget if max_rows is None else min(max_rows, budget)
-        table = self.table
-        running = self._running
+    def plan(self, step_id: int, room: StepRoom | None = None) -> BatchPlan | None:
+        """The next step: at most max_num_batched_tokens, of them as many rows and tokens of prompts as `room` has (None: any).
+        While as many sequences run as it has rows for, none is admitted. None if nothing can run now."""
+        room, budget, table, running = room or StepRoom(), self.limits.max_num_batched_tokens, self.table, self._running
+        max_rows = room.rows(budget, table.num_computed[running])
         if self._held.any():
             running = running[~self._held[running]]
         prefill: IntArray = running[:0]
@@ -174,11 +173,9 @@ class BatchScheduler:
                 prefill = prefill[table.request_id[prefill] != 0]
         else:
             decode = running
-        budget -= len(decode)
-        if max_prompt_tokens is not None:
-            budget = min(budget, max(1, max_prompt_tokens))
         if len(prefill) or len(self.waiting):
-            decode, chunk_slots, chunk_tokens = self._plan_prefill(decode, prefill, budget, max_rows)
+            room.open(budget, len(decode), float(table.num_computed[decode].sum()), len(prefill) + len(self.waiting))
+            decode, chunk_slots, chunk_tokens = self._plan_prefill(decode, prefill, room, max_rows)
             # A chunk of one token that ends its sequence is a decode row like any other; the order of rows is free among those.
             rows, new = np.concatenate((decode, chunk_slots)), np.concatenate((np.ones(len(decode), np.int32), chunk_tokens))
             order = np.argsort(new > 1, kind="stable")
@@ -259,7 +256,9 @@ class BatchScheduler:
                 return False
         return True
 
-    def _plan_prefill(self, decode: IntArray, prefill: IntArray, budget: int, max_rows: int) -> tuple[IntArray, IntArray, IntArray]:
+    def _plan_prefill(
+        self, decode: IntArray, prefill: IntArray, room: StepRoom, max_rows: int
+    ) -> tuple[IntArray, IntArray, IntArray]:
         """Chunks of sequences that have more than one token to compute, and of those admitted now, while fewer than max_rows run:
         the decode rows that are still there, slots, tokens."""
         table = self.table
@@ -267,33 +266,30 @@ class BatchScheduler:
         tokens: list[int] = []
         windowed = self.blocks.windowed
         for slot in prefill.tolist():
-            if budget <= 0:
-                break
             computed = int(table.num_computed[slot])
-            num = min(int(table.num_tokens[slot]) - computed, budget)
-            if windowed and (not table.request_id[slot] or not self._cover(slot, computed + num)):
+            num = room.take(computed, int(table.num_tokens[slot]) - computed) if table.request_id[slot] else 0
+            if not num or (windowed and not self._cover(slot, computed + num)):
                 continue
             slots.append(slot)
             tokens.append(num)
-            budget -= num
         if windowed:  # some may have gone for the sake of others
             decode = decode[table.request_id[decode] != 0]
             left = [(slot, num) for slot, num in zip(slots, tokens, strict=True) if table.request_id[slot]]
             slots, tokens = [slot for slot, _ in left], [num for _, num in left]
         if len(self.waiting) and self._blocked_version != self.kv.chunks.version:
-            while budget > 0 and self._free_slots and self.num_running - np.count_nonzero(self._held) < max_rows:
+            while not room.is_full and self._free_slots and self.num_running - np.count_nonzero(self._held) < max_rows:
                 new_slot = self._admit()
                 if new_slot is None:
                     break
                 if self._held[new_slot]:
                     continue
                 computed = int(table.num_computed[new_slot])
-                num = min(int(table.num_tokens[new_slot]) - computed, budget)
+                num = room.take(computed, int(table.num_tokens[new_slot]) - computed)
                 if windowed and not self.blocks.cover(new_slot, computed + num):
                     raise RuntimeError(f"model {self.model}: KV blocks seen at admission are gone")
-                slots.append(new_slot)
-                tokens.append(num)
-                budget -= num
+                if num:
+                    slots.append(new_slot)
+                    tokens.append(num)
         return decode, np.array(slots, np.int32), np.array(tokens, np.int32)
 
     # ---- joining and leaving

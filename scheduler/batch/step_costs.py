@@ -1,81 +1,145 @@
-"""What a step of so many tokens costs, learned from the steps that ran.
+"""What a step costs, learned from the steps that ran: so much for its tokens, and so much for the contexts they attend to.
 
-Known are points (tokens, seconds), one for each power of two. Between them cost is a straight line. A larger step costs no less
-than a smaller one, so a point above a later one (a first product's set-up, a stall) counts as that one. What makes all steps of the
-moment dearer than those known, long contexts above all, is a factor that follows the latest steps.
+Sizes fall into classes, four to an octave (products are made for multiples of so many rows), and for each class is known what its
+steps took on average, at which contexts. Between known classes cost is a straight line; a larger step costs no less than a smaller
+one, so a class above a later one (a first product's set-up, a stall) counts as that one. What contexts cost is learned from how
+steps of one class differ: sizes do not enter. What makes all steps of the moment dearer than those known is a factor that follows
+the latest steps.
 """
 
 from __future__ import annotations
 
-from itertools import pairwise
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
 
-_NEWEST = 0.3  # weight of a new measurement
-_MOST_DRIFT = 8.0
+_NEWEST = 0.2  # weight of a new measurement
+_KEPT = 0.98  # of what was seen of contexts, with each measurement
+_UNMOVED = 0.1  # contexts that differ by less than this share of their size teach little
+_MOST_AT_ONCE = 2.0  # one stall must not make every later step small
+_MOST_DRIFT = 4.0
 _ROOM = 1.2  # a larger step than any known is tried if so many times the largest one's seconds are allowed
 
 
+def class_tokens(num_tokens: int) -> int:
+    """The largest step of num_tokens' class."""
+    step = 1 << max(0, (num_tokens - 1).bit_length() - 3)
+    return -(-num_tokens // step) * step
+
+
+_CLASSES = sorted({class_tokens(tokens) for tokens in range(1, 1 << 15)})
+
+
+@dataclass(slots=True)
+class _Class:
+    """Averages over the steps of one class."""
+
+    num: int
+    contexts: list[float]
+    seconds: float
+
+
 class StepCosts:
-    """Of one model on one device. Times are device seconds, measured by the caller."""
+    """Of one model on one device. Times are device seconds, measured by the caller; contexts are any num_contexts numbers that cost
+    grows with (positions read, queries times positions)."""
 
-    def __init__(self) -> None:
-        self._points: dict[int, tuple[float, float]] = {}  # bit length of the tokens -> tokens, seconds
-        self._curve: list[tuple[float, float]] | None = []  # the points in order; None: to be made again
-        self._drift = 1.0  # what the latest steps took, over what their points say
+    def __init__(self, num_contexts: int = 0) -> None:
+        self._classes: dict[int, _Class] = {}
+        self._curve: list[tuple[int, float]] | None = []  # (tokens, seconds without contexts) in order; None: to be made again
+        self._each_s = [0.0] * num_contexts  # a context's seconds for one
+        self._together = [[0.0] * num_contexts for _ in range(num_contexts)]  # how contexts vary within classes
+        self._with_s = [0.0] * num_contexts  # how seconds vary with them
+        self._drift = 1.0  # what the latest steps took, over what was known of them
 
-    def note(self, num_tokens: int, seconds: float) -> None:
+    def note(self, num_tokens: int, seconds: float, contexts: Sequence[float] = ()) -> None:
         """A step of num_tokens > 0 took `seconds`."""
-        expected = self.seconds(num_tokens)
-        if expected > 0:
-            self._drift += _NEWEST * (min(max(seconds / expected, 1 / _MOST_DRIFT), _MOST_DRIFT) - self._drift)
-        at = num_tokens.bit_length()
-        known = self._points.get(at)
-        if known is not None:
-            tokens, before = known
-            # one stall must not make every later step small
-            seconds = before + _NEWEST * (min(seconds, 2 * before) - before)
-            self._points[at] = tokens + _NEWEST * (num_tokens - tokens), seconds
-        else:
-            self._points[at] = float(num_tokens), seconds
+        at = class_tokens(num_tokens)
+        known = self._classes.get(at)
         self._curve = None
+        if known is None:
+            self._classes[at] = _Class(1, list(contexts), seconds)
+            return
+        apart = [context - mean for context, mean in zip(contexts, known.contexts, strict=True)]
+        expected = known.seconds + self._contexts_s(apart)
+        if expected > 0:
+            times = min(max(seconds / expected, 1 / _MOST_DRIFT), _MOST_DRIFT)
+            self._drift += _NEWEST * (times - self._drift)
+            seconds = min(seconds, _MOST_AT_ONCE * expected)
+        known.num += 1
+        weight = max(_NEWEST, 1 / known.num)
+        self._learn_contexts(apart, seconds - known.seconds, 1 - weight, known.contexts)
+        known.seconds += weight * (seconds - known.seconds)
+        for i, difference in enumerate(apart):
+            known.contexts[i] += weight * difference
 
     def least(self) -> float:
         """The cheapest step; 0.0 if none is known."""
         curve = self._known()
         return curve[0][1] if curve else 0.0
 
-    def seconds(self, num_tokens: int) -> float:
+    def seconds(self, num_tokens: int, contexts: Sequence[float] = ()) -> float:
         """Of a step of num_tokens at other times; 0.0 if no step is known."""
         curve = self._known()
-        if not curve:
-            return 0.0
-        if num_tokens <= curve[0][0]:
-            return curve[0][1]
-        for (few, low), (many, high) in pairwise(curve):
-            if num_tokens <= many:
-                return low + (high - low) * (num_tokens - few) / (many - few)
-        tokens, last = curve[-1]
-        return last * num_tokens / tokens
+        return self._base_s(curve, num_tokens) + self._contexts_s(contexts) if curve else 0.0
 
-    def tokens_within(self, seconds: float) -> int:
-        """The largest step that takes no longer now. Beyond what is known, where there is room, twice the tokens are tried. 0 if
-        none is known or even the smallest takes longer."""
+    def tokens_within(self, seconds: float, most: int, contexts_of: Callable[[int], Sequence[float]] = lambda tokens: ()) -> int:
+        """The largest step of up to `most` tokens that takes no longer now, at the end of a class if it is not `most`. Beyond what
+        is known, where there is room, twice the tokens are tried. 0 if none is known or even the smallest takes longer.
+        contexts_of: those of a step of so many tokens; they grow with it."""
         curve = self._known()
-        seconds /= max(1.0, self._drift)
-        if not curve or curve[0][1] > seconds:
+        if not curve:
             return 0
-        for (few, low), (many, high) in pairwise(curve):
-            if high > seconds:
-                return int(few + (many - few) * (seconds - low) / (high - low))
-        tokens, last = curve[-1]
-        times = seconds / last if last > 0 else 2.0
-        return int(tokens * (max(2.0, times) if times >= _ROOM else times))
+        seconds /= max(1.0, self._drift)
+        largest, dearest = curve[-1]
+        tried = 0
+        if dearest + self._contexts_s(contexts_of(largest)) <= seconds / _ROOM:
+            tried = 2 * largest
 
-    def _known(self) -> list[tuple[float, float]]:
+        def too_dear(tokens: int) -> bool:
+            return tokens > tried and self._base_s(curve, tokens) + self._contexts_s(contexts_of(tokens)) > seconds
+
+        if not too_dear(most):
+            return most
+        at = bisect_right(_CLASSES, False, hi=bisect_right(_CLASSES, most - 1), key=too_dear)
+        return _CLASSES[at - 1] if at else 0
+
+    def _learn_contexts(self, apart: list[float], seconds: float, weight: float, size: list[float]) -> None:
+        """From one step, by how much its contexts and seconds are apart from its class's: one round of least squares, coordinate by
+        coordinate, none below zero."""
+        each, together, with_s = self._each_s, self._together, self._with_s
+        for i, difference in enumerate(apart):
+            row = together[i]
+            for j, other in enumerate(apart):
+                row[j] = _KEPT * row[j] + weight * difference * other
+            with_s[i] = _KEPT * with_s[i] + weight * difference * seconds
+        for i, row in enumerate(together):
+            firm = row[i] + (_UNMOVED * size[i]) ** 2
+            if firm > 0:
+                left = with_s[i] - sum(one * other for one, other in zip(row, each, strict=True))
+                each[i] = max(0.0, each[i] + left / firm)
+
+    def _contexts_s(self, contexts: Sequence[float]) -> float:
+        return sum(one * context for one, context in zip(self._each_s, contexts, strict=False))
+
+    @staticmethod
+    def _base_s(curve: list[tuple[int, float]], num_tokens: int) -> float:
+        num_tokens = class_tokens(num_tokens)
+        at = bisect_left(curve, num_tokens, key=itemgetter(0))
+        if at == 0:
+            return curve[0][1]
+        few, low = curve[at - 1]
+        if at == len(curve):
+            return low * num_tokens / few
+        many, high = curve[at]
+        return low + (high - low) * (num_tokens - few) / (many - few)
+
+    def _known(self) -> list[tuple[int, float]]:
         if self._curve is None:
             curve, above = [], float("inf")
-            for at in sorted(self._points, reverse=True):
-                tokens, seconds = self._points[at]
-                above = min(above, seconds)
-                curve.append((tokens, above))
+            for at in sorted(self._classes, reverse=True):
+                known = self._classes[at]
+                above = min(above, max(0.0, known.seconds - self._contexts_s(known.contexts)))
+                curve.append((at, above))
             self._curve = curve[::-1]
         return self._curve

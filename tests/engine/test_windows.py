@@ -16,6 +16,7 @@ from engine.protocol import LoadModel, SamplingParams
 from scheduler.batch.batch_scheduler import BatchLimits, BatchScheduler
 from scheduler.batch.chunk_pool import ChunkPool
 from scheduler.batch.request import BatchRequest
+from scheduler.batch.step_room import StepRoom
 from tests.engine.model_bench import BLOCK_TOKENS, CASES, MAX_LEN, load, make_checkpoint, make_memory, make_runner
 from tests.kernel_cache import CACHE_DIR
 
@@ -52,7 +53,7 @@ class Node:
         self.scheduler.submit(BatchRequest(request_id, tokens, len(prompt_of(request_id)), SamplingParams(num, temperature=0.0)))
 
     def step(self, max_prompt_tokens: int | None = None) -> bool:
-        plan = self.scheduler.plan(0, max_prompt_tokens)
+        plan = self.scheduler.plan(0, StepRoom(max_tokens=max_prompt_tokens))
         if plan is None:
             return False
         result = self.model.execute(plan, self.scheduler.table)

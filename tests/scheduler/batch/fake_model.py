@@ -20,6 +20,7 @@ from scheduler.batch.group_cache import GroupCache
 from scheduler.batch.kv_cache import KVCache
 from scheduler.batch.plan import BatchPlan, IntArray, SequenceTable
 from scheduler.batch.request import BatchRequest
+from scheduler.batch.step_room import StepRoom
 from tests.scheduler.batch.params import Params
 
 VOCAB = 97
@@ -147,7 +148,7 @@ class Harness:
         self.scheduler.submit(BatchRequest(request_id, tokens, len(prompt), params or Params(), **options))  # type: ignore[arg-type]
 
     def step(self, max_prompt_tokens: int | None = None) -> StepOutcome | None:
-        plan = self.scheduler.plan(self.num_steps, max_prompt_tokens)
+        plan = self.scheduler.plan(self.num_steps, StepRoom(max_tokens=max_prompt_tokens))
         if plan is None:
             return None
         self.num_steps += 1

@@ -1,0 +1,70 @@
+"""What one step has room for: rows that decode, and tokens of prompts, of which each costs by its own context."""
+
+from __future__ import annotations
+
+from scheduler.batch.plan import IntArray
+from scheduler.batch.step_limits import StepLimits
+
+# Least tokens of a prompt in one step: smaller chunks would cost a multiple of the prompt's time.
+LEAST_CHUNK_TOKENS = 8
+
+
+class StepRoom:
+    """Of one step. `open` says what it decodes, then prompts take one after the other.
+
+    limits: None for none but max_tokens (of prompts) and max_rows. shared: other models wait."""
+
+    def __init__(
+        self,
+        limits: StepLimits | None = None,
+        shared: bool = False,
+        max_tokens: int | None = None,
+        max_rows: int | None = None,
+    ) -> None:
+        self._limits, self._shared, self._max_tokens, self._max_rows = limits, shared, max_tokens, max_rows
+        self._left = self._tokens = 0
+        self._longest_s: float | None = None
+        self._contexts = (0.0, 0.0, 0.0)  # StepLimits.prompting has the meanings
+        self._taken = False
+
+    def rows(self, most: int, contexts: IntArray) -> int:
+        """How many sequences may decode, `most` at most. contexts: the positions of each that runs."""
+        if self._shared and self._limits is not None:
+            return self._limits.max_rows(most, float(contexts.mean()) if len(contexts) else 0.0)
+        return most if self._max_rows is None else min(most, self._max_rows)
+
+    def open(self, max_tokens: int, num_rows: int, context: float, num_prompts: int) -> None:
+        """num_rows decode and read `context` positions in all; num_prompts wait or are under way. max_tokens: of the whole step."""
+        self._left = max_tokens - num_rows
+        if self._max_tokens is not None:
+            self._left = min(self._left, max(1, self._max_tokens))
+        self._tokens, self._contexts, self._taken = num_rows, (context, 0.0, 0.0), False
+        if self._limits is not None:
+            self._longest_s = self._limits.longest_s(num_rows, context, num_prompts, self._shared)
+
+    @property
+    def is_full(self) -> bool:
+        return self._left <= 0
+
+    def take(self, num_computed: int, wanted: int) -> int:
+        """Tokens for a prompt of which num_computed are stored; 0: the step is full, which it is once one got less than wanted.
+        Where there is no room, the first gets LEAST_CHUNK_TOKENS: prompts go on, if slowly."""
+        most = min(wanted, self._left)
+        if most <= 0:
+            return 0
+        num = most
+        if self._longest_s is not None and self._limits is not None:
+            before = self._tokens
+            within = self._limits.prompting.tokens_within(
+                self._longest_s, before + most, lambda tokens: self._with(num_computed, tokens - before)
+            )
+            num = max(within - before, 0 if self._taken else min(most, LEAST_CHUNK_TOKENS))
+        self._contexts = self._with(num_computed, num)
+        self._tokens += num
+        self._left = self._left - num if num == wanted else 0
+        self._taken = True
+        return num
+
+    def _with(self, num_computed: int, num: int) -> tuple[float, float, float]:
+        decoding, read, pairs = self._contexts
+        return decoding, read + num_computed + num, pairs + num * (num_computed + num / 2)

@@ -1,0 +1,127 @@
+"""What steps cost is learned: by size, and by the contexts they read."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from scheduler.batch.step_costs import StepCosts, class_tokens
+
+
+def device_s(num_tokens: int) -> float:
+    """A device that reads weights for 5 ms and computes 10 tokens a millisecond."""
+    return 0.005 + 0.0001 * num_tokens
+
+
+def learned(*sizes: int, rounds: int = 20) -> StepCosts:
+    costs = StepCosts()
+    for _ in range(rounds):
+        for size in sizes:
+            costs.note(size, device_s(size))
+    return costs
+
+
+def test_classes_are_four_to_an_octave() -> None:
+    tops = sorted({class_tokens(tokens) for tokens in range(1, 129)})
+    assert tops == [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128]
+    assert all(tokens <= class_tokens(tokens) <= tokens * 1.25 for tokens in range(1, 5000))
+
+
+def test_nothing_is_known_at_first() -> None:
+    costs = StepCosts()
+    assert (costs.least(), costs.seconds(8), costs.tokens_within(1.0, 100)) == (0.0, 0.0, 0)
+
+
+def test_between_known_steps_cost_is_a_straight_line() -> None:
+    costs = learned(8, 512)
+    assert costs.seconds(96) == pytest.approx(device_s(96), rel=1e-6)
+    assert costs.seconds(90) == costs.seconds(96), "of one class"
+    assert costs.tokens_within(device_s(100), 1000) == 96, "the end of a class"
+    assert costs.tokens_within(device_s(112), 99) == 99, "all that is wanted"
+    assert costs.seconds(1) == costs.least() == pytest.approx(device_s(8))
+    assert costs.tokens_within(device_s(8) / 2, 1000) == 0
+
+
+def test_larger_steps_than_known_are_found_soon_and_never_beyond_twice() -> None:
+    costs, size, sizes = StepCosts(), 1, []
+    for _ in range(40):
+        costs.note(size, device_s(size))
+        size = max(1, costs.tokens_within(0.015, 1000))
+        sizes.append(size)
+    assert max(device_s(size) for size in sizes) <= 2 * 0.015
+    assert sizes[-20:] == [96] * 20
+
+
+def test_where_cost_is_a_staircase_a_step_is_as_large_as_its_stair() -> None:
+    """Products are made for multiples of so many rows."""
+    costs = StepCosts()
+    for _ in range(10):
+        for size in range(16, 130, 3):
+            costs.note(size, 0.005 + 0.0001 * (-(-size // 16) * 16))
+    assert costs.tokens_within(0.005 + 0.0001 * 64 + 1e-5, 1000) == 64
+
+
+def test_a_stall_is_soon_forgotten() -> None:
+    costs = learned(8, 128)
+    costs.note(8, 3.0)  # larger steps are known to cost less
+    assert costs.seconds(8) <= device_s(128) + 1e-9
+    costs.note(128, 3.0)
+    assert costs.seconds(128) < 1.5 * device_s(128)
+
+
+def test_when_all_steps_get_dearer_fewer_tokens_are_allowed() -> None:
+    costs = learned(8, 64, 512)
+    before = costs.tokens_within(0.020, 1000)
+    for _ in range(10):  # something else runs beside: three times as dear, though only this size was seen so
+        costs.note(64, 3 * device_s(64))
+    assert costs.tokens_within(0.020, 1000) < before / 2
+    for _ in range(30):
+        costs.note(64, device_s(64))
+    assert costs.tokens_within(0.020, 1000) == pytest.approx(before, rel=0.1)
+
+
+def contexts_of(num_tokens: int, context: int) -> tuple[float, float]:
+    """A chunk's positions, and its pairs."""
+    return float(context + num_tokens), num_tokens * (context + num_tokens / 2)
+
+
+def true_s(num_tokens: int, context: int) -> float:
+    read, pairs = contexts_of(num_tokens, context)
+    return device_s(num_tokens) + 3e-6 * read + 2e-7 * pairs
+
+
+def test_contexts_are_told_from_sizes() -> None:
+    """Prompts of 2,000 tokens in chunks of several sizes, timed with some noise: any other chunk is foretold, a first one too."""
+    costs, rng = StepCosts(2), random.Random(3)
+    for size in (32, 48, 64, 48, 96, 64, 32):
+        for context in range(0, 2000, size):
+            costs.note(size, true_s(size, context) * (1 + 0.05 * rng.random()), contexts_of(size, context))
+    for size in (32, 56, 96):
+        for context in (0, 700, 1900):
+            assert costs.seconds(size, contexts_of(size, context)) == pytest.approx(true_s(size, context), rel=0.12), (
+                size,
+                context,
+            )
+
+
+def test_chunks_get_smaller_as_contexts_grow() -> None:
+    costs = StepCosts(2)
+    for size in (16, 32, 64, 96, 64, 32):
+        for context in range(0, 2000, size):
+            costs.note(size, true_s(size, context), contexts_of(size, context))
+    sizes = []
+    for context in (0, 500, 1000, 1900):
+        size = costs.tokens_within(0.015, 1000, lambda tokens, context=context: contexts_of(tokens, context))  # type: ignore[misc]
+        assert 0.8 * 0.015 <= true_s(size, context) <= 1.05 * 0.015
+        sizes.append(size)
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] >= 1.5 * sizes[-1]
+
+
+def test_contexts_that_never_differ_teach_nothing_wrong() -> None:
+    costs = StepCosts(1)
+    for _ in range(100):
+        costs.note(8, 0.010, (1000.0,))
+    assert costs.seconds(8, (1000.0,)) == pytest.approx(0.010)
+    assert costs.seconds(8, (3000.0,)) == pytest.approx(0.010, rel=0.2)
