@@ -40,7 +40,9 @@ STORE = Path(".cache/checkpoints")
 HIDDEN, INNER, KV, VOCAB, LAYERS = 2048, 8192, 512, 32000, 16
 RAW = "raw 2 × 8 MiB, huge pages"
 BUFFERED = "buffered pread 2 × 8 MiB"
+SPREAD = "buffered pread 3 × 8 MiB, each byte to its own place"  # what a load from the page cache does at least
 OURS = "ours, memory prepared"
+REFERENCE = {"cold": RAW, "warm": SPREAD}
 MIB = 1 << 20
 CHUNK_BYTES = 2 * MIB
 
@@ -57,25 +59,50 @@ def memory(num_bytes: int, huge: bool, prepared: bool) -> memoryview:
 
 
 def raw(paths: list[Path], num_threads: int, block_bytes: int, huge: bool, direct: bool) -> Callable[[], Any]:
-    """Every block of every file once, each thread into one buffer of its own that is used again and again."""
+    """Every block of every file once, each thread into one buffer of its own that is used again and again (and so stays in the
+    processor's cache)."""
     fds = [os.open(path, os.O_RDONLY) for path in paths]
     if direct:
         fds = [open_direct(fd) for fd in fds]
     blocks = iter([(fd, at) for fd in fds for at in range(0, os.fstat(fd).st_size, block_bytes)])
     buffers = [memory(block_bytes, huge, prepared=True) for _ in range(num_threads)]
 
-    def read(buffer: memoryview) -> None:
+    free = iter(buffers)
+
+    def read() -> None:
+        buffer = next(free)
         for fd, at in blocks:
             os.preadv(fd, [buffer], at)
 
-    def load() -> None:
-        threads = [threading.Thread(target=read, args=(buffer,)) for buffer in buffers]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    return lambda: _all_at_once(read, num_threads)
 
-    return load
+
+def spread(paths: list[Path], num_threads: int, block_bytes: int) -> Callable[[], Any]:
+    """As `raw` through the page cache, but into prepared memory of the files' size."""
+    fds = [os.open(path, os.O_RDONLY) for path in paths]
+    whole = memory(sum(os.fstat(fd).st_size for fd in fds), huge=True, prepared=True)
+    blocks, place = list[tuple[int, int, memoryview]](), 0
+    for fd in fds:
+        size = os.fstat(fd).st_size
+        for at in range(0, size, block_bytes):
+            num_bytes = min(block_bytes, size - at)
+            blocks.append((fd, at, whole[place : place + num_bytes]))
+            place += num_bytes
+    left = iter(blocks)
+
+    def read() -> None:
+        for fd, at, buffer in left:
+            os.preadv(fd, [buffer], at)
+
+    return lambda: _all_at_once(read, num_threads)
+
+
+def _all_at_once(work: Callable[[], None], num_threads: int) -> None:
+    threads = [threading.Thread(target=work) for _ in range(num_threads)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def ours(folder: Path, name: str) -> tuple[Callable[[], Any], int]:
@@ -95,7 +122,7 @@ def ours(folder: Path, name: str) -> tuple[Callable[[], Any], int]:
     def load() -> Any:
         with ExitStack() as opened:
             source = open_checkpoint(folder, "", opened)
-            return stream_weights(source, dtype, HostSink(weights.buffer), ring, lambda *_: None, lambda: False)
+            return stream_weights(source, dtype, HostSink(weights.buffer, weights.prepare), ring, lambda *_: None, lambda: False)
 
     gc.disable()
     gc.freeze()  # as an engine does
@@ -103,7 +130,7 @@ def ours(folder: Path, name: str) -> tuple[Callable[[], Any], int]:
 
 
 def variants(paths: list[Path], every_thread: bool) -> list[str]:
-    names = [RAW, "raw 2 × 8 MiB, 4 KiB pages", BUFFERED, OURS, "ours, memory not prepared", "ours, converted to float32"]
+    names = [RAW, "raw 2 × 8 MiB, 4 KiB pages", BUFFERED, SPREAD, OURS, "ours, memory not prepared", "ours, converted to float32"]
     if every_thread:
         for num_threads, block_mib in [(1, 1), (1, 4), (1, 8), (1, 16), (2, 1), (2, 4), (2, 16), (3, 8), (4, 4), (4, 8)]:
             names.append(f"raw {num_threads} × {block_mib} MiB, huge pages")
@@ -116,6 +143,8 @@ def child(name: str, folder: Path) -> dict[str, float]:
     weights_growth_bytes = 0
     if name.startswith("ours"):
         load, weights_growth_bytes = ours(folder, name)
+    elif name == SPREAD:
+        load = spread(paths, 3, 8 * MIB)
     elif name == BUFFERED:
         load = raw(paths, 2, 8 * MIB, huge=True, direct=False)
     else:
@@ -168,7 +197,7 @@ def one(name: str, folder: Path, warm: bool, peer_python: str) -> dict[str, Any]
 
 
 def measure(folder: Path, rounds: int, names: list[str], states: list[str], peer_python: str) -> dict[str, Any]:
-    """state -> variant -> {gb_per_s, spread, ratio, cpu_s_per_gb, rss_gb} or {missing}; ratio: to raw or buffered reads."""
+    """state -> variant -> {gb_per_s, spread, ratio, cpu_s_per_gb, rss_gb} or {missing}; ratio: to REFERENCE."""
     num_gb = sum(path.stat().st_size for path in weight_files(folder)) / 1e9
     runs: dict[tuple[str, str], list[dict[str, Any]]] = {(state, name): [] for state in states for name in names}
     for number in range(rounds):
@@ -180,7 +209,7 @@ def measure(folder: Path, rounds: int, names: list[str], states: list[str], peer
                 print(f"{number} {state} {name}: {runs[state, name][-1]}", file=sys.stderr, flush=True)
     result: dict[str, Any] = {"benchmark": "loading", "gb": round(num_gb, 3), "rounds": rounds}
     for state in states:
-        reference = statistics.median(num_gb / run["seconds"] for run in runs[state, RAW if state == "cold" else BUFFERED])
+        reference = statistics.median(num_gb / run["seconds"] for run in runs[state, REFERENCE[state]])
         result[state] = {name: summary(runs[state, name], num_gb, reference) for name in names}
     return result
 
@@ -203,7 +232,7 @@ def table(result: dict[str, Any]) -> str:
     for state in ("cold", "warm"):
         if state not in result:
             continue
-        reference = RAW if state == "cold" else BUFFERED
+        reference = REFERENCE[state]
         lines += ["", f"| {state} | GB/s | from-to | of {reference} | CPU-s per GB | RSS, GB |", "|---|---|---|---|---|---|"]
         for name, row in sorted(result[state].items(), key=lambda item: -item[1].get("gb_per_s", 0)):
             if "missing" in row:
@@ -228,7 +257,7 @@ def lines(result: dict[str, Any]) -> list[dict[str, Any]]:
 def plot(result: dict[str, Any], state: str) -> str:
     """An SVG of one state's speeds, fastest first, the reference's marked by a line."""
     rows = sorted(((row["gb_per_s"], name) for name, row in result[state].items() if "missing" not in row), reverse=True)
-    reference = result[state][RAW if state == "cold" else BUFFERED]["gb_per_s"]
+    reference = result[state][REFERENCE[state]]["gb_per_s"]
     width, left, height = 760, 230, 26
     scale = (width - left - 70) / max(speed for speed, _ in rows)
     parts = [

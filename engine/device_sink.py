@@ -23,6 +23,9 @@ class DeviceSink:
     def __init__(self, device: ChunkMemory, weights: WeightRange) -> None:
         self._device, self._address = device, weights.address
 
+    def prepare(self, begin_bytes: int, end_bytes: int) -> None:
+        """A device's memory is there once it is mapped."""
+
     def store(self, span: Span, staged: memoryview) -> None:
         read = np.frombuffer(staged, np.uint8)
         if span.segment.target:

@@ -81,7 +81,7 @@ class TorchRunner:
             task.map_seconds = time.perf_counter() - started_s
             try:
                 if not self._copies.take(task, weights):
-                    sink: WeightSink = DeviceSink(self.memory, weights) if self._gpu else HostSink(weights.buffer)
+                    sink: WeightSink = DeviceSink(self.memory, weights) if self._gpu else HostSink(weights.buffer, weights.prepare)
                     report = stream_weights(source, spec.dtype, sink, self._ring, task.progress, task.cancelled, spec.quantize)
                     task.bytes_read = report.num_bytes
                     self._copies.keep(task, weights)

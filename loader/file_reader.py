@@ -50,6 +50,8 @@ class FileReader:
 
         Raises ReadFailed, or CheckpointError if the file ends too early; both name file, tensor and offset.
         """
+        for begin_bytes, end_bytes in read.places:
+            self._sink.prepare(begin_bytes, end_bytes)
         slot = self._ring.take()
         try:
             direct_fd = self._direct_fd

@@ -1,4 +1,5 @@
-"""Which bytes of which file go where: reads in file order, each cut into segments, each segment's place in the weight range.
+"""Which bytes of which file go where: reads in the order of the layers, each cut into segments, each segment's place in the weight
+range.
 
 A read is made of whole blocks, so that it can bypass the page cache. Where the block boundaries of a segment's place are those of
 the file (sizing.weight_layout sees to that), its whole blocks are read straight to their place: a direct span. The rest (the blocks
@@ -7,6 +8,7 @@ at a tensor's ends, tensors that lie otherwise, other dtypes) goes through a sta
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -18,6 +20,7 @@ from loader.sizing import BLOCK_BYTES, DTYPE_OF, ITEM_BYTES, SCALE_BYTES, Weight
 MIN_DIRECT_BYTES = 32 << 10  # less than this is as cheap to copy, and a system call takes 1,024 pieces at most
 ANY_ALIGNMENT = Alignment(1, 1)
 QUANTIZED = "int8"
+_LAYER = re.compile(r"\blayers?\.(\d+)\.")
 
 
 @dataclass(slots=True, frozen=True)
@@ -25,7 +28,7 @@ class Segment:
     """Consecutive whole elements of one tensor: bytes [begin, end) of its file belong at place_bytes of the weight range.
 
     target: the engine's dtype where it differs from the stored one, else "". "int8": whole rows to be quantised, whose
-    scales belong at scales_at_bytes of the weight range.
+    scales belong at scales_at_bytes of the weight range. stage: see `stages`.
     """
 
     tensor: TensorRef
@@ -34,6 +37,7 @@ class Segment:
     place_bytes: int
     target: str = ""
     scales_at_bytes: int = -1
+    stage: int = 0
 
     @property
     def width(self) -> int:
@@ -47,6 +51,16 @@ class Segment:
         if self.target == QUANTIZED:
             return self.width * item, self.width
         return item, ITEM_BYTES[self.target] if self.target else item
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """[begin, end) in the weight range of what it becomes: its values and, quantised, their scales."""
+        unit, held_unit = self.unit_bytes
+        num_units = (self.end - self.begin) // unit
+        places = [(self.place_bytes, self.place_bytes + num_units * held_unit)]
+        if self.target == QUANTIZED:
+            places.append((self.scales_at_bytes, self.scales_at_bytes + num_units * SCALE_BYTES))
+        return places
 
 
 @dataclass(slots=True, frozen=True)
@@ -81,14 +95,38 @@ class Read:
         """From `begin` to the last segment's end: what a read must bring at least."""
         return self.segments[-1].end - self.begin
 
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """[begin, end) in the weight range of all that it brings, joined where one begins at the end of the other."""
+        places: list[tuple[int, int]] = []
+        for begin, end in sorted(place for segment in self.segments for place in segment.places):
+            if places and places[-1][1] == begin:
+                begin = places.pop()[0]
+            places.append((begin, end))
+        return places
+
+
+def stages(layout: Iterable[WeightSlot]) -> dict[str, int]:
+    """Parameter -> when a forward pass first needs it: 0 before its layers, n + 1 in layer n, the highest behind them."""
+    found: dict[str, int] = {}
+    behind = 0
+    for slot in layout:
+        layer = _LAYER.search(slot.name)
+        found[slot.name] = behind if layer is None else int(layer[1]) + 1
+        if layer is not None:
+            behind = max(behind, int(layer[1]) + 2)
+    return found
+
 
 def plan_reads(headers: Mapping[str, Header], layout: Iterable[WeightSlot], dtype: str, read_bytes: int) -> list[Read]:
-    """Every parameter once, file by file, in file order; read_bytes: the longest read, in whole blocks, two at least.
+    """Every parameter once, by the first stage that a read brings something for, else file by file in file order; read_bytes: the
+    longest read, in whole blocks, two at least.
 
     Tensors that are no parameters are left out (open_checkpoint has refused those that should not be there). Raises CheckpointError
     naming a parameter that is missing or has another shape.
     """
     slots = {slot.name: slot for slot in layout}
+    stage_of = stages(slots.values())
     reads: list[Read] = []
     for file, header in headers.items():
         segments: list[Segment] = []
@@ -102,14 +140,15 @@ def plan_reads(headers: Mapping[str, Header], layout: Iterable[WeightSlot], dtyp
             target = "" if DTYPE_OF.get(tensor.dtype) == dtype else dtype
             if slot.scales_at_bytes >= 0:
                 target = QUANTIZED
-            segment = Segment(tensor, tensor.offset_bytes, end, slot.offset_bytes, target, slot.scales_at_bytes)
+            place_bytes, stage = slot.offset_bytes, stage_of[tensor.name]
+            segment = Segment(tensor, tensor.offset_bytes, end, place_bytes, target, slot.scales_at_bytes, stage)
             if segment.unit_bytes[0] > read_bytes - BLOCK_BYTES:
                 raise CheckpointError(file, tensor.name, f"has rows of {segment.unit_bytes[0]} bytes: too long to be quantised")
             segments.append(segment)
         reads += _cut(file, segments, read_bytes)
     for name in slots:
         raise CheckpointError(", ".join(headers), name, "missing: config.json asks for it")
-    return reads
+    return sorted(reads, key=lambda read: min(segment.stage for segment in read.segments))
 
 
 def _cut(file: str, segments: Iterable[Segment], read_bytes: int) -> list[Read]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -29,6 +30,10 @@ class WeightSink(Protocol):
 
     memory: memoryview | None
 
+    def prepare(self, begin_bytes: int, end_bytes: int) -> None:
+        """This part of the range is about to be filled: has the system provide its memory, where that is not there yet."""
+        ...
+
     def store(self, span: Span, staged: memoryview) -> None:
         """Starts bringing the span's bytes, which `staged` holds, to their place."""
         ...
@@ -39,11 +44,15 @@ class WeightSink(Protocol):
 
 
 class HostSink:
-    """The range is this process's own memory. memory: writable, laid out by sizing.weight_layout."""
+    """The range is this process's own memory. memory: writable, laid out by sizing.weight_layout; prepare: see WeightSink."""
 
-    def __init__(self, memory: memoryview) -> None:
+    def __init__(self, memory: memoryview, prepare: Callable[[int, int], None] = lambda begin_bytes, end_bytes: None) -> None:
         self.memory: memoryview | None = memory
+        self._prepare = prepare
         self._bytes = np.frombuffer(memory, np.uint8)
+
+    def prepare(self, begin_bytes: int, end_bytes: int) -> None:
+        self._prepare(begin_bytes, end_bytes)
 
     def store(self, span: Span, staged: memoryview) -> None:
         segment = span.segment

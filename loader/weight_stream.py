@@ -1,4 +1,4 @@
-"""Reads a checkpoint's tensors, in file order, into a model's weight range.
+"""Reads a checkpoint's tensors, in the order of the layers, into a model's weight range.
 
 All descriptors are opened before the first byte is read, so files that are replaced or deleted meanwhile can't mix with it. A few
 threads read; the caller's thread only waits, tells of progress and looks for a cancellation.
@@ -90,6 +90,11 @@ class ReadReport:
     refused: dict[str, str] = field(default_factory=dict)
 
 
+def planned_reads(source: OpenCheckpoint, dtype: str, ring: StagingRing, quantize: str = "") -> list[Read]:
+    """What `stream_weights` will read, in that order. Raises CheckpointError."""
+    return plan_reads(source.headers, sizing.weight_layout(source.shape, dtype, quantize), dtype, ring.slot_bytes)
+
+
 def stream_weights(
     source: OpenCheckpoint,
     dtype: str,
@@ -98,19 +103,21 @@ def stream_weights(
     progress: Callable[[int, int], None],
     cancelled: Callable[[], bool],
     quantize: str = "",
+    landed: Callable[[Read], None] = lambda read: None,
 ) -> ReadReport:
     """Fills the sink's weight range, laid out by sizing.weight_layout, through slots of `ring` where it must, quantised on the way.
 
-    progress(bytes done, all bytes) and `cancelled` are called by this thread between reads.
+    progress(bytes done, all bytes) and `cancelled` are called by this thread between reads; `landed` by the reader's, once all that
+    a read brings (Read.places) is where it belongs: reads begin in the order of the plan, and end in any.
     Raises CheckpointError naming file, tensor and offset, CheckpointChanged, or ReadCancelled.
     """
-    reads = plan_reads(source.headers, sizing.weight_layout(source.shape, dtype, quantize), dtype, ring.slot_bytes)
+    reads = planned_reads(source, dtype, ring, quantize)
     total = source.num_bytes
     done = total - sum(read.num_bytes for read in reads)  # tensors that follow from others, and are not read
     report = ReadReport(total)
     with ExitStack() as stack:
         files = {file: FileReader(file, fd, sink, ring, stack) for file, fd in source.descriptors.items()}
-        readers = stack.enter_context(_Readers(reads, files))
+        readers = stack.enter_context(_Readers(reads, files, landed))
         for _ in reads:
             fetched = readers.next_done()
             done += fetched.read.num_bytes
@@ -137,8 +144,8 @@ def stream_weights(
 class _Readers:
     """Threads that carry out `reads`, each taking the next one in order. Leaving the context ends them after their read."""
 
-    def __init__(self, reads: list[Read], files: dict[str, FileReader]) -> None:
-        self._files = files
+    def __init__(self, reads: list[Read], files: dict[str, FileReader], landed: Callable[[Read], None]) -> None:
+        self._files, self._landed = files, landed
         self._left = enumerate(reads)  # next() on it is one step under the interpreter lock
         self._done: SimpleQueue[Fetched | None] = SimpleQueue()  # None: that reader failed
         self._failed: dict[int, Exception] = {}  # by the read's place in the plan
@@ -169,7 +176,9 @@ class _Readers:
             if self._stopped:
                 return
             try:
-                self._done.put(self._files[read.file].fetch(read))
+                fetched = self._files[read.file].fetch(read)
+                self._landed(read)
+                self._done.put(fetched)
             except Exception as error:
                 self._failed[place] = error
                 self._done.put(None)

@@ -4,12 +4,15 @@ after eviction can't pass unnoticed."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from engine.memory.chunk_memory import ChunkMemory
+
+PREPARING_LOCKS = 8  # chunks prepared at a time, at most; two neighbours have different ones
 
 
 class WeightRange:
@@ -23,6 +26,8 @@ class WeightRange:
         self.address = memory.reserve(self._reserved_bytes)
         self._all = memory.tensor(self.address, num_bytes)
         self._mapped = False
+        self._chunks: Sequence[int] = ()
+        self._preparing = [threading.Lock() for _ in range(PREPARING_LOCKS)]
 
     @property
     def buffer(self) -> Any:
@@ -40,12 +45,20 @@ class WeightRange:
         MemoryError, mapping none."""
         if len(chunks) != self.num_chunks or self._mapped:
             raise ValueError(f"{len(chunks)} chunks for a range of {self.num_chunks}{', mapped already' if self._mapped else ''}")
-        self._mapped = True
+        self._mapped, self._chunks = True, chunks
         try:
             self._memory.map(self.address, chunks)
         except MemoryError:
             self.unmap()
             raise
+
+    def prepare(self, begin_bytes: int, end_bytes: int) -> None:
+        """Of the chunks behind this part of a mapped range, as ChunkMemory.prepare; for several threads at once: each returns when
+        its own part is ready."""
+        size = self._memory.chunk_bytes
+        for place in range(begin_bytes // size, -(-end_bytes // size)):
+            with self._preparing[place % PREPARING_LOCKS]:
+                self._memory.prepare(int(self._chunks[place]))
 
     def unmap(self) -> None:
         """Takes the memory out again. Idempotent."""

@@ -148,6 +148,18 @@ def test_memory_comes_with_use_and_goes_with_discard(memory: CpuMemory) -> None:
     assert memory.arena[4 * CHUNK - 1].item() == 1
 
 
+def test_a_part_of_a_range_is_prepared_and_keeps_its_content(memory: CpuMemory) -> None:
+    weights = WeightRange(memory, 3 * CHUNK)
+    weights.map([9, 2, 4])
+    memory.arena[4 * CHUNK : 5 * CHUNK] = 7
+    before = shared_bytes()
+    weights.prepare(CHUNK + 5, 2 * CHUNK + 5)
+    memory.arena[2 * CHUNK :: 4096][:8].sum()  # there already
+    assert CHUNK <= shared_bytes() - before < 2 * CHUNK
+    assert (memory.arena[4 * CHUNK : 5 * CHUNK] == 7).all()
+    weights.close()
+
+
 def test_chunks_are_whole_pages() -> None:
     with pytest.raises(ValueError, match="chunk_bytes 1000"):
         CpuMemory(2, 1000)

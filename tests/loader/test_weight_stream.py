@@ -17,10 +17,11 @@ import torch
 from loader import file_reader, quantize, sinks
 from loader.catalog import scan_one
 from loader.errors import CheckpointChanged, CheckpointError, ReadFailed
+from loader.range_plan import Read
 from loader.sinks import HostSink
 from loader.sizing import weight_layout, weights_bytes
 from loader.staging import StagingRing
-from loader.weight_stream import OpenCheckpoint, ReadCancelled, ReadReport, open_checkpoint, stream_weights
+from loader.weight_stream import OpenCheckpoint, ReadCancelled, ReadReport, open_checkpoint, planned_reads, stream_weights
 from tests.loader.checkpoints import CONFIG, tensors_for, write_checkpoint
 
 # Matrices of 64 KiB and more, so that their places follow from the file; sizes that end within a block.
@@ -102,6 +103,37 @@ def test_large_tensors_are_read_in_place(
         # with shards, what one product reads together comes from several files, and only one of them decides the place
         assert report.staged_bytes < report.num_bytes / (4 if shards == 1 else 2)
     assert report.direct_bytes == (0 if cached or report.refused else report.num_bytes)
+
+
+def test_what_has_landed_is_told_and_was_prepared_before(tmp_path: Path) -> None:
+    """Every byte of the weights once, and then it is at its place; the layers come in order."""
+    folder = write_checkpoint(tmp_path / "m", LARGE | {"num_hidden_layers": 12}, shards=2, random_bytes=True)
+    prepared: list[tuple[int, int]] = []
+    landed: list[tuple[int, int]] = []
+    early: list[int] = []
+    lock = threading.Lock()
+    with ExitStack() as stack:
+        source = open_checkpoint(folder, "", stack)
+        size = weights_bytes(source.shape, "float32")
+        whole, memory = bytearray(size), memoryview(bytearray(size))
+        read_into(memoryview(whole), source, "float32")
+
+        def note(read: Read) -> None:
+            with lock:
+                for begin, end in read.places:
+                    landed.append((begin, end))
+                    assert (begin, end) in prepared
+                    assert memory[begin:end] == whole[begin:end]
+
+        sink = HostSink(memory, lambda begin, end: prepared.append((begin, end)))
+        ring = StagingRing(3, 64 << 10)
+        stream_weights(source, "float32", sink, ring, lambda done, total: None, lambda: False, note)
+        early = [min(segment.stage for segment in read.segments) for read in planned_reads(source, "float32", ring)]
+        wanted = sum(slot.num_bytes for slot in weight_layout(source.shape, "float32"))
+    assert memory == whole
+    assert sum(end - begin for begin, end in landed) == wanted
+    assert early == sorted(early)
+    assert set(range(14)) >= set(early) >= {0, 1, 12}
 
 
 def test_files_that_refuse_direct_reads_are_read_through_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
