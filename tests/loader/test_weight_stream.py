@@ -127,7 +127,7 @@ def test_what_has_landed_is_told_and_was_prepared_before(tmp_path: Path) -> None
 
         sink = HostSink(memory, lambda begin, end: prepared.append((begin, end)))
         ring = StagingRing(3, 64 << 10)
-        stream_weights(source, "float32", sink, ring, lambda done, total: None, lambda: False, note)
+        stream_weights(source, "float32", sink, ring, lambda done, total: None, lambda: False, landed=note)
         early = [min(segment.stage for segment in read.segments) for read in planned_reads(source, "float32", ring)]
         wanted = sum(slot.num_bytes for slot in weight_layout(source.shape, "float32"))
     assert memory == whole
