@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from engine.memory import checksum
 from engine.memory.chunk_memory import ChunkMemory
 from engine.memory.host_tier import HostTier
 from engine.memory.transfers import Piece, transfer
 from engine.served_models import ServedModel
+from loader import checksum
 from scheduler.batch import kv_saving
 from scheduler.batch.kv_cache import KVCache
 from scheduler.batch.plan import BoolArray, IntArray

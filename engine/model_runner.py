@@ -20,11 +20,13 @@ from engine.memory.host_tier import HostTier
 from engine.memory.weight_range import WeightRange, WeightRanges
 from engine.protocol import Configure, LoadModel
 from engine.weight_copies import WeightCopies
+from engine.weight_decoder import weight_decoder
 from loader import sizing
 from loader.errors import UnsupportedModel
 from loader.hf_config import CONFIG_NAME, ModelShape
 from loader.sinks import HostSink, WeightSink
 from loader.staging import StagingRing
+from loader.unpack import Decoder
 from loader.weight_stream import ReadCancelled, open_checkpoint, stream_weights
 
 if TYPE_CHECKING:  # Triton need not be there on the CPU
@@ -57,6 +59,7 @@ class TorchRunner:
         ops.configure(self._options.cache_dir)
         for dtype in self._options.dtypes:
             ops.prepare(dtype, 1)
+        weight_decoder(self._options.cache_dir)
 
     def load(self, task: LoadTask) -> TorchModel | CudaModel | TorchEncoder:
         """Runs beside steps of other models. Raises CheckpointError (permanent), CheckpointChanged, MemoryError, LoadCancelled."""
@@ -82,7 +85,10 @@ class TorchRunner:
             try:
                 if not self._copies.take(task, weights):
                     sink: WeightSink = DeviceSink(self.memory, weights) if self._gpu else HostSink(weights.buffer, weights.prepare)
-                    report = stream_weights(source, spec.dtype, sink, self._ring, task.progress, task.cancelled, spec.quantize)
+                    decoder = weight_decoder(self._options.cache_dir) if source.is_packed else Decoder()
+                    report = stream_weights(
+                        source, spec.dtype, sink, self._ring, task.progress, task.cancelled, spec.quantize, decoder=decoder
+                    )
                     task.bytes_read = report.num_bytes
                     self._copies.keep(task, weights)
                 if self._gpu:

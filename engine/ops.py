@@ -8,7 +8,6 @@ H query heads, G KV heads, D head size, V vocabulary.
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import importlib
 import importlib.util
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from engine.device_batch import DeviceBatch
 from engine.forward_batch import ForwardBatch, GroupBatch
-from engine.kernels import reference
+from engine.kernels import compiled, reference
 from loader.sizing import DEQUANTIZED_BYTES, PREFILL_TILE_TOKENS, sampler_rows
 
 MIN_OUTPUTS = 4  # of few_rows_linear
@@ -34,10 +33,7 @@ _NO_SCALES = np.empty(0, np.float32)
 
 
 def configure(cache_dir: str, use_kernels: bool = True) -> bool:
-    """Finds the kernels, to be kept compiled in cache_dir. Returns whether they are in use.
-
-    The folder's name carries a digest of their sources, because Numba looks only at the file of the kernel itself.
-    """
+    """Finds the kernels, to be kept compiled in cache_dir. Returns whether they are in use."""
     global _kernels, _gpu
     _gpu = None
     if not use_kernels or importlib.util.find_spec("numba") is None:
@@ -45,11 +41,7 @@ def configure(cache_dir: str, use_kernels: bool = True) -> bool:
         return False
     import numba
 
-    digest = hashlib.blake2b(digest_size=6)
-    for source in sorted((Path(__file__).parent / "kernels").glob("cpu*.py")):
-        digest.update(source.read_bytes())
-    base = Path(cache_dir) if cache_dir else Path.home() / ".cache" / "hearthd"
-    numba.config.CACHE_DIR = str(base / f"numba-{digest.hexdigest()}")
+    compiled.keep_in(cache_dir)
     numba.config.THREADING_LAYER = _threading_layer()
     from engine.kernels import cpu
 

@@ -22,6 +22,7 @@ def main() -> int:
         parser.error(f"no kernels for {', '.join(sorted(unknown))}; there are float32 and bfloat16")
     prepare_process()
     from engine import ops
+    from engine.weight_decoder import weight_decoder
 
     if not ops.configure(options.cache_dir):
         print("numba is not installed: the cpu device will run torch operations only")
@@ -30,6 +31,7 @@ def main() -> int:
         start = time.perf_counter()
         ops.prepare(dtype, num_cores())
         print(f"{dtype} kernels: {time.perf_counter() - start:.1f} s", flush=True)
+    weight_decoder(options.cache_dir)
     return 0
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 
 from engine.contracts import LoadCancelled, LoadTask
-from engine.memory import checksum
 from engine.memory.chunk_memory import ChunkMemory
 from engine.memory.host_tier import HostTier
 from engine.memory.transfers import TransferCancelled, transfer
 from engine.memory.weight_range import WeightRange
+from loader import checksum
 
 
 class WeightCopies:

@@ -24,7 +24,8 @@ from loader.hf_config import (
     parse_generation,
 )
 from loader.pooling import MODULES_NAME, POOLING_NAME, check_modules, parse_pooling
-from loader.safetensors import INDEX_NAME, SINGLE_NAME, Header, check_index, read_header, read_index
+from loader.safetensors import INDEX_NAME, Header
+from loader.weight_files import PACKED_DIR, FileInfo, MissingFile, is_packed_only, packed_files, read_headers, read_packed
 
 MAX_DEPTH = 8  # folders below the models folder; also ends link cycles
 MAX_CONFIG_BYTES = 16 << 20
@@ -39,21 +40,13 @@ TOKENIZER_NAMES = (
 SIDE_FILES = (CONFIG_NAME, GENERATION_CONFIG_NAME, *TOKENIZER_NAMES, MODULES_NAME, POOLING_NAME)
 
 
-@dataclass(slots=True, frozen=True)
-class FileInfo:
-    """One weight file as seen by the scan."""
-
-    name: str
-    size_bytes: int
-    mtime_ns: int
-
-
 @dataclass(slots=True)
 class Checkpoint:
     """One model folder. `complete`: it may be loaded. Otherwise `reason` says what is missing (it may still come), or `error`
     what is wrong with it (it stays wrong until its files change); shape is None where config.json can't be used.
 
     weights_bytes: dtype name -> bytes the engine holds. fingerprint: of names, sizes, times, config texts and headers.
+    packed_files: the same weights, packed, where `files` are plain; packed_reason: why what is packed can't be used.
     """
 
     name: str
@@ -63,6 +56,8 @@ class Checkpoint:
     error: str = ""
     failure: CheckpointError | None = None  # the error itself
     files: tuple[FileInfo, ...] = ()
+    packed_files: tuple[FileInfo, ...] = ()
+    packed_reason: str = ""
     shape: ModelShape | None = None
     generation: GenerationDefaults = field(default_factory=GenerationDefaults)
     weights_bytes: dict[str, int] = field(default_factory=dict)
@@ -138,6 +133,7 @@ def _scan_folder(folder: Path, name: str, entries: Iterable[os.DirEntry[str]], p
     checkpoint = Checkpoint(name, str(folder))
     try:
         checkpoint.signature = _signature(entries) + _pooling_file(folder)
+        checkpoint.signature += tuple((info.name, info.size_bytes, info.mtime_ns) for info in packed_files(folder))
         if previous is not None and previous.path == checkpoint.path and previous.signature == checkpoint.signature:
             return previous
         _fill(checkpoint, folder)
@@ -146,15 +142,11 @@ def _scan_folder(folder: Path, name: str, entries: Iterable[os.DirEntry[str]], p
         checkpoint.reason = str(error)
     except CheckpointError as error:
         checkpoint.error, checkpoint.failure = str(error), error
-    except _Missing as error:
+    except MissingFile as error:
         checkpoint.reason = str(error)
     except OSError as error:
         checkpoint.reason = f"{error.filename or folder}: {error.strerror}"
     return checkpoint
-
-
-class _Missing(Exception):
-    pass
 
 
 def _signature(entries: Iterable[os.DirEntry[str]]) -> tuple[tuple[str, int, int], ...]:
@@ -179,7 +171,7 @@ def _fill(checkpoint: Checkpoint, folder: Path) -> None:
     stats = {name: (size, mtime) for name, size, mtime in checkpoint.signature}
     checkpoint.tokenizer_files = tuple(name for name in TOKENIZER_NAMES if name in stats)
     if CONFIG_NAME not in stats:
-        raise _Missing(f"{CONFIG_NAME} is missing")
+        raise MissingFile(f"{CONFIG_NAME} is missing")
     checkpoint.created = stats[CONFIG_NAME][1] // 1_000_000_000
     config_text = _read_text(folder, CONFIG_NAME, stats)
     generation_text = _read_text(folder, GENERATION_CONFIG_NAME, stats) if GENERATION_CONFIG_NAME in stats else None
@@ -193,7 +185,7 @@ def _fill(checkpoint: Checkpoint, folder: Path) -> None:
         if MODULES_NAME in stats:
             check_modules(_read_text(folder, MODULES_NAME, stats))
         checkpoint.shape = replace(checkpoint.shape, pooling=parse_pooling(pooling_text))
-    headers = read_headers(folder)
+    headers = read_headers(folder, PACKED_DIR if is_packed_only(folder) else "")
     tensors = [tensor for header in headers.values() for tensor in header.tensors]
     if checkpoint.shape.pooling and any(tensor.name.startswith("bert.") for tensor in tensors):
         checkpoint.shape = replace(checkpoint.shape, tensor_prefix="bert.")
@@ -207,6 +199,10 @@ def _fill(checkpoint: Checkpoint, folder: Path) -> None:
     checkpoint.files = tuple(files)
     checkpoint.fingerprint = digest.hexdigest()
     check_parameters(checkpoint.shape, headers)
+    beside = [info for info in packed_files(folder) if info.name.endswith(".safetensors") and info.name not in headers]
+    if beside:
+        checkpoint.packed_reason = read_packed(folder, headers, {info.name: info for info in files})
+        checkpoint.packed_files = () if checkpoint.packed_reason else tuple(beside)
 
 
 def _read_text(folder: Path, name: str, stats: Mapping[str, tuple[int, int]]) -> bytes:
@@ -218,35 +214,6 @@ def _read_text(folder: Path, name: str, stats: Mapping[str, tuple[int, int]]) ->
 def _stat(path: Path) -> tuple[int, int]:
     stat = path.stat()
     return stat.st_size, stat.st_mtime_ns
-
-
-def weight_files(folder: Path) -> tuple[list[str], dict[str, str] | None]:
-    """The weight files of a folder, sorted, and the index that names them (None: one file). Raises CheckpointError, OSError."""
-    if (folder / INDEX_NAME).exists():
-        weight_map = read_index(folder)
-        return sorted(set(weight_map.values())), weight_map
-    return [SINGLE_NAME], None
-
-
-def read_headers(folder: Path) -> dict[str, Header]:
-    """Checked headers of all weight files, by file name."""
-    names, weight_map = weight_files(folder)
-    headers = {}
-    for file in names:
-        try:
-            fd = os.open(folder / file, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            wanted = next((tensor for tensor, at in (weight_map or {}).items() if at == file), None)
-            raise _Missing(
-                f"{file} is missing (it holds tensor {wanted})" if wanted else f"neither {SINGLE_NAME} nor {INDEX_NAME} is there"
-            ) from None
-        try:
-            headers[file] = read_header(fd, file)
-        finally:
-            os.close(fd)
-    if weight_map is not None:
-        check_index(weight_map, headers)
-    return headers
 
 
 def check_parameters(shape: ModelShape, headers: Mapping[str, Header]) -> None:

@@ -15,6 +15,7 @@ from loader.range_plan import ANY_ALIGNMENT, Read, Span, direct_spans, staged_sp
 from loader.sinks import WeightSink
 from loader.sizing import BLOCK_BYTES
 from loader.staging import StagingRing
+from loader.unpack import Unpacker
 
 log = logging.getLogger("loader")
 
@@ -31,8 +32,8 @@ class Fetched:
 class FileReader:
     """One open weight file. `fetch` is for several threads at once. `stack` closes what is opened here."""
 
-    def __init__(self, file: str, fd: int, sink: WeightSink, ring: StagingRing, stack: ExitStack) -> None:
-        self._file, self._fd, self._sink, self._ring = file, fd, sink, ring
+    def __init__(self, file: str, fd: int, sink: WeightSink, ring: StagingRing, stack: ExitStack, unpacker: Unpacker) -> None:
+        self._file, self._fd, self._sink, self._ring, self._unpacker = file, fd, sink, ring, unpacker
         self._address = 0 if sink.memory is None else np.frombuffer(sink.memory, np.uint8).ctypes.data
         self._alignment = direct_alignment(fd)
         # Whole pages where less is asked for: spans that begin within one cost a twentieth of the speed (measured).
@@ -48,7 +49,7 @@ class FileReader:
     def fetch(self, read: Read) -> Fetched:
         """Returns when the read's weights are at their place, or on their way from a slot that returns by itself.
 
-        Raises ReadFailed, or CheckpointError if the file ends too early; both name file, tensor and offset.
+        Raises ReadFailed, or CheckpointError if the file ends too early or a frame is damaged; all name file, tensor and offset.
         """
         for begin_bytes, end_bytes in read.places:
             self._sink.prepare(begin_bytes, end_bytes)
@@ -66,7 +67,11 @@ class FileReader:
                 direct_fd = None
                 staged = self._into_place(read, slot, None)
             for span in staged:
-                self._sink.store(span, slot[span.begin - read.begin : span.end - read.begin])
+                held = slot[span.begin - read.begin : span.end - read.begin]
+                if span.segment.frame is None:
+                    self._sink.store(span, held)
+                else:
+                    self._unpacker.store(span.segment, held)
         except OSError as error:
             tensor = read.segments[0].tensor.name
             raise ReadFailed(self._file, tensor, f"can't read at offset {read.begin}: {error.strerror}") from None

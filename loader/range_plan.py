@@ -8,12 +8,14 @@ at a tensor's ends, tensors that lie otherwise, other dtypes) goes through a sta
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from loader.direct_io import Alignment
 from loader.errors import CheckpointError
+from loader.packed import Frame
 from loader.safetensors import DTYPE_BYTES, Header, TensorRef
 from loader.sizing import BLOCK_BYTES, DTYPE_OF, ITEM_BYTES, SCALE_BYTES, WeightSlot
 
@@ -28,7 +30,8 @@ class Segment:
     """Consecutive whole elements of one tensor: bytes [begin, end) of its file belong at place_bytes of the weight range.
 
     target: the engine's dtype where it differs from the stored one, else "". "int8": whole rows to be quantised, whose
-    scales belong at scales_at_bytes of the weight range. stage: see `stages`.
+    scales belong at scales_at_bytes of the weight range. stage: see `stages`. frame: the whole of it, in a packed file; `content` is
+    then what it holds, where bytes are counted as though the tensor lay there unpacked.
     """
 
     tensor: TensorRef
@@ -38,6 +41,8 @@ class Segment:
     target: str = ""
     scales_at_bytes: int = -1
     stage: int = 0
+    frame: Frame | None = None
+    content: Segment | None = None
 
     @property
     def width(self) -> int:
@@ -55,6 +60,8 @@ class Segment:
     @property
     def places(self) -> list[tuple[int, int]]:
         """[begin, end) in the weight range of what it becomes: its values and, quantised, their scales."""
+        if self.content is not None:
+            return self.content.places
         unit, held_unit = self.unit_bytes
         num_units = (self.end - self.begin) // unit
         places = [(self.place_bytes, self.place_bytes + num_units * held_unit)]
@@ -136,19 +143,35 @@ def plan_reads(headers: Mapping[str, Header], layout: Iterable[WeightSlot], dtyp
                 continue
             if slot.shape != tensor.shape:
                 raise CheckpointError(file, tensor.name, f"has shape {list(tensor.shape)}, expected {list(slot.shape)}")
-            end = tensor.offset_bytes + tensor.num_bytes
             target = "" if DTYPE_OF.get(tensor.dtype) == dtype else dtype
             if slot.scales_at_bytes >= 0:
                 target = QUANTIZED
-            place_bytes, stage = slot.offset_bytes, stage_of[tensor.name]
-            segment = Segment(tensor, tensor.offset_bytes, end, place_bytes, target, slot.scales_at_bytes, stage)
-            if segment.unit_bytes[0] > read_bytes - BLOCK_BYTES:
-                raise CheckpointError(file, tensor.name, f"has rows of {segment.unit_bytes[0]} bytes: too long to be quantised")
-            segments.append(segment)
+            num_bytes = math.prod(tensor.shape) * DTYPE_BYTES[tensor.dtype]
+            begin, stage = tensor.offset_bytes, stage_of[tensor.name]
+            whole = Segment(tensor, begin, begin + num_bytes, slot.offset_bytes, target, slot.scales_at_bytes, stage)
+            if whole.unit_bytes[0] > read_bytes - BLOCK_BYTES:
+                raise CheckpointError(file, tensor.name, f"has rows of {whole.unit_bytes[0]} bytes: too long to be quantised")
+            segments += [whole] if tensor.record is None else _framed(whole, read_bytes)
         reads += _cut(file, segments, read_bytes)
     for name in slots:
         raise CheckpointError(", ".join(headers), name, "missing: config.json asks for it")
     return sorted(reads, key=lambda read: min(segment.stage for segment in read.segments))
+
+
+def _framed(whole: Segment, read_bytes: int) -> Iterator[Segment]:
+    """A packed file's tensor, frame by frame. whole: as though it lay there unpacked. Raises CheckpointError for a frame that no
+    read brings whole, or that ends within a row to be quantised."""
+    left: Segment | None = whole
+    end = whole.begin
+    for frame in whole.tensor.frames:
+        assert left is not None
+        end += frame.num_bytes
+        content, left = _split(left, end)
+        num_bytes = frame.end - frame.begin // BLOCK_BYTES * BLOCK_BYTES
+        if content is None or content.end != end or num_bytes > read_bytes:
+            why = f"packed in pieces of {num_bytes} bytes, which no read of {read_bytes} brings in whole rows"
+            raise CheckpointError(whole.tensor.file, whole.tensor.name, why)
+        yield replace(content, begin=frame.begin, end=frame.end, frame=frame, content=content)
 
 
 def _cut(file: str, segments: Iterable[Segment], read_bytes: int) -> list[Read]:
@@ -180,7 +203,7 @@ def _split(segment: Segment, at: int) -> tuple[Segment | None, Segment | None]:
     """Before and from file position `at`, between two elements, or rows to be quantised."""
     if segment.end <= at:
         return segment, None
-    if segment.begin >= at:
+    if segment.begin >= at or segment.frame is not None:
         return None, segment
     unit, held_unit = segment.unit_bytes
     num_units = (at - segment.begin) // unit
@@ -196,7 +219,7 @@ def direct_spans(read: Read, address: int, alignment: Alignment) -> list[Span]:
     """What the read may leave where it belongs, in a weight range that starts at `address`. ANY_ALIGNMENT: a buffered read."""
     spans = []
     for segment in read.segments:
-        if segment.target:
+        if segment.target or segment.frame is not None:  # a frame is checked before any of it counts
             continue
         begin = -(-segment.begin // alignment.offset_bytes) * alignment.offset_bytes
         end = segment.end // alignment.offset_bytes * alignment.offset_bytes

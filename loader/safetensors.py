@@ -1,17 +1,19 @@
 """The safetensors file format, header only: 8-byte little-endian header length, JSON, then the tensors' bytes end to end.
 
-Format: https://github.com/huggingface/safetensors#format. Nothing here reads tensor data.
+Format: https://github.com/huggingface/safetensors#format; loader.packed has what is added to it. Nothing here reads tensor data.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 
+from loader import packed
 from loader.errors import CheckpointError, FileTooShort
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
@@ -41,7 +43,8 @@ DTYPE_BYTES = {
 
 @dataclass(slots=True, frozen=True)
 class TensorRef:
-    """Where one tensor lies. file: name inside the checkpoint's folder; offset_bytes: from the start of the file."""
+    """Where one tensor lies. file: name inside the checkpoint's folder; offset_bytes: from the start of the file; num_bytes: of the
+    file. record: of a packed file's tensors; dtype and shape are then those of before."""
 
     file: str
     name: str
@@ -49,15 +52,27 @@ class TensorRef:
     shape: tuple[int, ...]
     offset_bytes: int
     num_bytes: int
+    record: packed.TensorRecord | None = None
+
+    @property
+    def is_packed(self) -> bool:
+        return self.record is not None and self.record.shape is not None
+
+    @property
+    def frames(self) -> Iterable[packed.Frame]:
+        """Of a packed file's tensors."""
+        return packed.frames(self.record, self.offset_bytes, self.num_bytes, self.shape) if self.record is not None else ()
 
 
 @dataclass(slots=True, frozen=True)
 class Header:
-    """tensors in file order; raw: the header's bytes (for fingerprints); file_bytes: exact length of a complete file."""
+    """tensors in file order; raw: the header's bytes (for fingerprints); file_bytes: exact length of a complete file. source: the
+    file that this one was packed from, None for a plain one."""
 
     tensors: tuple[TensorRef, ...]
     raw: bytes
     file_bytes: int
+    source: packed.Source | None = None
 
 
 class _Entry(msgspec.Struct):
@@ -81,7 +96,7 @@ def parse_header(raw: bytes, file: str) -> Header:
         entries = _header_decoder.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(file, None, f"header is not valid JSON: {error}") from None
-    entries.pop("__metadata__", None)
+    record = _packing(entries.pop("__metadata__", None), file)
     data_start = 8 + len(raw)
     found: list[tuple[int, int, str, _Entry]] = []
     for name, body in entries.items():
@@ -108,9 +123,34 @@ def parse_header(raw: bytes, file: str) -> Header:
         if begin != position:
             what = "overlaps the tensor before it" if begin < position else "leaves a gap after the tensor before it"
             raise CheckpointError(file, name, f"data starts at {begin}, {what} (expected {position})")
-        tensors.append(TensorRef(file, name, entry.dtype, tuple(entry.shape), data_start + begin, end - begin))
+        tensor = TensorRef(file, name, entry.dtype, tuple(entry.shape), data_start + begin, end - begin)
+        tensors.append(tensor if record is None else _with_record(tensor, record.tensors.pop(name, None)))
         position = end
-    return Header(tuple(tensors), raw, data_start + position)
+    if record is None:
+        return Header(tuple(tensors), raw, data_start + position)
+    for name in record.tensors:
+        raise CheckpointError(file, name, f"{packed.METADATA_KEY} describes it, but it is not in the file")
+    return Header(tuple(tensors), raw, data_start + position, record.source)
+
+
+def _packing(metadata: msgspec.Raw | None, file: str) -> packed.Record | None:
+    """None: a plain file."""
+    if metadata is None or packed.METADATA_KEY.encode() not in bytes(metadata):
+        return None
+    try:
+        text = msgspec.json.decode(metadata, type=dict[str, str]).get(packed.METADATA_KEY)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(file, None, f"__metadata__ is not valid: {error}") from None
+    return None if text is None else packed.read_record(text, file)
+
+
+def _with_record(tensor: TensorRef, record: packed.TensorRecord | None) -> TensorRef:
+    if record is None:
+        raise CheckpointError(tensor.file, tensor.name, f"{packed.METADATA_KEY} does not describe it")
+    packed.check_record(record, tensor.file, tensor.name, tensor.dtype, tensor.shape, tensor.offset_bytes, tensor.num_bytes)
+    if record.shape is None:
+        return replace(tensor, record=record)
+    return replace(tensor, record=record, dtype=packed.PACKED_DTYPE, shape=tuple(record.shape))
 
 
 def read_header(fd: int, file: str) -> Header:

@@ -142,8 +142,8 @@ def is_ignored_tensor(shape: ModelShape, name: str) -> bool:
 
 def block_offsets(shape: ModelShape, tensors: Iterable[TensorRef]) -> tuple[int, ...]:
     """For ModelShape.block_offsets, from a checkpoint's headers: by group, how far behind a block's boundary its first tensor
-    begins in its file; -1 where a direct read is not possible (another dtype, an odd place) or not worth it."""
-    stored = {tensor.name: tensor for tensor in tensors}
+    begins in its file; -1 where a direct read is not possible (packed, another dtype, an odd place) or not worth it."""
+    stored = {tensor.name: tensor for tensor in tensors if tensor.record is None}
     offsets = []
     for group in _groups(shape):
         first = stored.get(group[0][0])

@@ -24,12 +24,15 @@ from loader.range_plan import Read, plan_reads
 from loader.safetensors import Header, read_header
 from loader.sinks import WeightSink
 from loader.staging import StagingRing
+from loader.unpack import Decoder, Unpacker
+from loader.weight_files import FileInfo
 
 log = logging.getLogger("loader")
 
 # Of each load. Two requests keep a drive busy, and a third hides what happens between them.
 NUM_READERS = 3
 MIB = 1 << 20
+NUMPY_DECODER = Decoder()
 
 
 class ReadCancelled(Exception):
@@ -42,17 +45,30 @@ class OpenCheckpoint:
 
     checkpoint: Checkpoint
     shape: ModelShape
+    files: tuple[FileInfo, ...]
     headers: dict[str, Header]
     descriptors: dict[str, int]
 
     @property
     def num_bytes(self) -> int:
+        """Of the files."""
         return sum(tensor.num_bytes for header in self.headers.values() for tensor in header.tensors)
 
+    @property
+    def is_packed(self) -> bool:
+        return any(header.source is not None for header in self.headers.values())
 
-def open_checkpoint(path: str | Path, fingerprint: str, stack: ExitStack, in_place: bool = True) -> OpenCheckpoint:
+
+def open_checkpoint(
+    path: str | Path,
+    fingerprint: str,
+    stack: ExitStack,
+    in_place: bool = True,
+    wants_packed: Callable[[Checkpoint], bool] = lambda checkpoint: False,
+) -> OpenCheckpoint:
     """Checks the folder again and opens its files; `stack` closes them. fingerprint: what was registered ("" to accept any).
     in_place: reads may land in the weight range, so its layout follows the files; else every parameter starts on 64 bytes.
+    wants_packed: asked where the folder has packed files beside the plain ones, which of them to read.
 
     Raises CheckpointError (permanent) or CheckpointChanged (files differ from those registered, or are incomplete again).
     """
@@ -66,8 +82,9 @@ def open_checkpoint(path: str | Path, fingerprint: str, stack: ExitStack, in_pla
         raise CheckpointChanged(f"{path}: incomplete: {checkpoint.reason}")
     if fingerprint and checkpoint.fingerprint != fingerprint:
         raise CheckpointChanged(f"{path}: files changed since the model was registered")
+    files = checkpoint.packed_files if checkpoint.packed_files and wants_packed(checkpoint) else checkpoint.files
     headers, descriptors = {}, {}
-    for info in checkpoint.files:
+    for info in files:
         try:
             fd = os.open(Path(path) / info.name, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
@@ -76,7 +93,7 @@ def open_checkpoint(path: str | Path, fingerprint: str, stack: ExitStack, in_pla
         _check_unchanged(fd, info.name, info.size_bytes, info.mtime_ns)
         headers[info.name], descriptors[info.name] = read_header(fd, info.name), fd
     shape = checkpoint.shape if in_place else replace(checkpoint.shape, block_offsets=())
-    return OpenCheckpoint(checkpoint, shape, headers, descriptors)
+    return OpenCheckpoint(checkpoint, shape, files, headers, descriptors)
 
 
 @dataclass(slots=True)
@@ -104,8 +121,10 @@ def stream_weights(
     cancelled: Callable[[], bool],
     quantize: str = "",
     landed: Callable[[Read], None] = lambda read: None,
+    decoder: Decoder = NUMPY_DECODER,
 ) -> ReadReport:
     """Fills the sink's weight range, laid out by sizing.weight_layout, through slots of `ring` where it must, quantised on the way.
+    decoder: of packed files.
 
     progress(bytes done, all bytes) and `cancelled` are called by this thread between reads; `landed` by the reader's, once all that
     a read brings (Read.places) is where it belongs: reads begin in the order of the plan, and end in any.
@@ -116,7 +135,8 @@ def stream_weights(
     done = total - sum(read.num_bytes for read in reads)  # tensors that follow from others, and are not read
     report = ReadReport(total)
     with ExitStack() as stack:
-        files = {file: FileReader(file, fd, sink, ring, stack) for file, fd in source.descriptors.items()}
+        unpacker = Unpacker(sink, decoder)
+        files = {file: FileReader(file, fd, sink, ring, stack, unpacker) for file, fd in source.descriptors.items()}
         readers = stack.enter_context(_Readers(reads, files, landed))
         for _ in reads:
             fetched = readers.next_done()
@@ -127,7 +147,7 @@ def stream_weights(
             if cancelled():
                 tensor = fetched.read.segments[-1].tensor
                 raise ReadCancelled(f"{tensor.file}: read of tensor {tensor.name} was cancelled")
-    for info in source.checkpoint.files:
+    for info in source.files:
         _check_unchanged(source.descriptors[info.name], info.name, info.size_bytes, info.mtime_ns)
     report.refused = {name: reader.refused for name, reader in files.items() if reader.refused}
     log.info(

@@ -22,14 +22,18 @@ MAY_IMPORT = {
     "daemon": {"config", "scheduler", "loader", "engine"},
 }
 DAEMON_FROM_ENGINE = {"engine.protocol", "engine.grammar.compile"}
-# direct_io: system calls alone; `hearth doctor` reads from the drive with it
+# direct_io: system calls alone; `hearth doctor` reads from the drive with it; packer and verifier: `hearth pack`, on numpy
 DAEMON_FROM_LOADER = {
     "loader.catalog",
     "loader.direct_io",
     "loader.errors",
     "loader.hf_config",
+    "loader.packed",
+    "loader.packer",
     "loader.safetensors",
     "loader.sizing",
+    "loader.verifier",
+    "loader.weight_files",
 }
 PURE = {"asyncio", "time", "datetime", "os", "socket", "threading", "subprocess", "random", "logging", "torch", "pathlib"}
 # inside engine: a module of the row may not import a module of the columns to its right

@@ -13,6 +13,7 @@ from config.paths import client_control_path, daemon_status_path
 from daemon.cli import completion, gpus, keys, models, node, plan, queue, simulate, story, top
 from daemon.cli.client import Client, CommandError
 from daemon.cli.doctor import command as doctor
+from daemon.cli.packing import command as packing
 from daemon.cli.pull import command as pull
 from daemon.errors import EXIT_OK, EXIT_USAGE
 
@@ -70,6 +71,10 @@ def make_parser() -> argparse.ArgumentParser:
         "pull", pull.pull, "download a model from the Hugging Face hub into the models folder; goes on where it was", "REPO"
     )
     pull.add_options(pulling)
+    packing.add_options(
+        add("pack", packing.pack, "write a model's bfloat16 weights again, losslessly, in 0.7 of the bytes", "NAME")
+    )
+    packing.add_options(add("verify", packing.verify, "prove that packed weights are the original, bit by bit", "NAME"))
     examining = add("doctor", doctor.doctor, "what of this machine stands in the way, and what to change; exits 1 if a check fails")
     doctor.add_options(examining)
     what_if = add("simulate", simulate.simulate, "what the scheduler makes of a trace of requests, and other rules", "TRACE", True)

@@ -17,7 +17,7 @@ from daemon.version import VERSION
 
 EXITS = {
     0: "done",
-    1: "hearthd failed on the command; its log says how; doctor: a check failed",
+    1: "hearthd failed on the command; its log says how; doctor, verify: a check failed",
     2: "usage, or a configuration that is not valid",
     3: "no such model or request",
     4: "it would not fit",
@@ -54,6 +54,7 @@ VARIABLES = {
 EXAMPLES = {
     "hearth models": "all models, and why one is incomplete or refused",
     "hearth pull org/name": "download a model from the Hugging Face hub; HF_TOKEN and HF_ENDPOINT count",
+    "hearth pack org/name": "its weights again, losslessly, in 0.7 of the bytes; hearth verify proves it",
     "hearth load org/name": "load a model and wait until it is ready",
     "hearth why org/name": "its story, and what it waits for",
     "hearth events -f": "everything, as it happens",

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 
 from config import paths
 from daemon.cli.client import Client, CommandError
 from daemon.errors import EXIT_NOT_FOUND, EXIT_USAGE
+
+
+def add_models_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--models", metavar="DIR", default="", help="the models folder (default: the running daemon's, else the service's)"
+    )
 
 
 def models_folder(client: Client, named: str) -> str:

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 
 def byte_bar() -> Progress:
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
     return Progress(*columns, transient=True)
+
+
+@contextmanager
+def byte_progress(name: str, total_bytes: int, shown: bool) -> Iterator[Callable[[int], None]]:
+    """What it gives is called with bytes that are done."""
+    if not shown:
+        yield lambda num_bytes: None
+        return
+    with byte_bar() as progress:
+        task = progress.add_task(name, total=total_bytes)
+        yield lambda num_bytes: progress.advance(task, num_bytes)
 
 
 def show(name: str, lines: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from cuda.bindings import driver
 
-from engine.memory import checksum
+from loader import checksum
 
 
 class DeviceError(RuntimeError):

@@ -21,6 +21,7 @@ from engine.memory.cpu_memory import CpuMemory
 from engine.memory.host_tier import HostTier
 from engine.memory.preparing import AFTER_IDLE_S, Preparer
 from engine.memory.weight_range import WeightRange, WeightRanges
+from loader import checksum as sums
 from scheduler.batch.chunk_pool import ChunkPool
 
 CHUNK = 2 << 20
@@ -201,7 +202,7 @@ def test_the_checksum_and_its_twin(num_bytes: int, monkeypatch: pytest.MonkeyPat
     told = checksum.copy(target, source)
     monkeypatch.setattr(checksum, "_kernel", lambda: None)
     assert checksum.copy(second, source) == told
-    assert checksum.of(source) == told
+    assert sums.of(source) == told
     assert (target == source).all()
     assert (second == source).all()
     assert (second == source).all()

@@ -36,6 +36,7 @@ from tests.engine.model_bench import (
     plan,
     put,
 )
+from tests.loader.packed_checkpoints import pack_checkpoint
 
 PROMPT = np.random.default_rng(11).integers(0, 211, 50).tolist()
 
@@ -176,6 +177,32 @@ def test_corrupt_files_name_file_and_leave_others_serving(
         runner.load(load_task(spec(folder)))
     table = make_table()
     put(table, 0, PROMPT)
+    assert not other.execute(plan((0, 0, 50)), table).bad.any()
+    other.release()
+
+
+def test_packed_weights_serve_and_damaged_ones_fail_alone(runner: TorchRunner, saved: tuple[Path, Any], tmp_path: Path) -> None:
+    copy.deepcopy(saved[1]).to(torch.bfloat16).save_pretrained(tmp_path)
+    table = make_table()
+    put(table, 0, PROMPT)
+    answers = []
+    for dtype in ("bfloat16", "float32"):
+        plain = load(runner, tmp_path, dtype)
+        answers.append(plain.logits(plan((0, 0, 50)), table, every_token=True))
+        plain.release()
+    pack_checkpoint(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    for dtype, wanted in zip(("bfloat16", "float32"), answers, strict=True):
+        packed = load(runner, tmp_path, dtype)
+        assert np.array_equal(packed.logits(plan((0, 0, 50)), table, every_token=True), wanted)
+        packed.release()
+    other = load(runner, saved[0])
+    path = tmp_path / "packed" / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"packed/model\.safetensors: tensor model\..*: bytes \d+ to \d+ don't match"):
+        runner.load(load_task(spec(tmp_path)))
     assert not other.execute(plan((0, 0, 50)), table).bad.any()
     other.release()
 

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import json
 import os
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from daemon.cli.client import Client, CommandError
-from daemon.cli.models_folder import models_folder
+from daemon.cli.models_folder import add_models_option, models_folder
+from daemon.cli.partial_folder import locked, publish, write_errors
+from daemon.cli.progress import byte_progress
 from daemon.cli.table import size
-from daemon.errors import EXIT_DENIED, EXIT_NO_FIT, EXIT_USAGE
+from daemon.errors import EXIT_USAGE
 
 if TYPE_CHECKING:
-    from daemon.cli.pull.download import OnBytes
     from daemon.cli.pull.hub import Hub
     from daemon.cli.pull.plan import Repo, RepoFile
 
@@ -40,22 +38,13 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--revision", metavar="REVISION", default=None, help="a branch, tag or commit (default: main)")
-    parser.add_argument(
-        "--models", metavar="DIR", default="", help="the models folder (default: the running daemon's, else the service's)"
-    )
+    add_models_option(parser)
 
 
 def pull(client: Client, options: argparse.Namespace) -> None:
     folder = models_folder(client, options.models)
-    try:
+    with write_errors(folder):
         result = pulled(Path(folder), options.name, options.revision, sys.stdout.isatty() and not options.json)
-    except PermissionError as error:
-        message = f"{error.filename or folder}: no permission to write; run it as a user who may (the service's group is hearthd)"
-        raise CommandError(EXIT_DENIED, {"code": "permission_denied", "message": message, "details": {}}) from None
-    except OSError as error:
-        code, exit_code = ("no_space", EXIT_NO_FIT) if error.errno in (errno.ENOSPC, errno.EDQUOT) else ("internal", 1)
-        message = f"{error.filename or folder}: {error.strerror or error}"
-        raise CommandError(exit_code, {"code": code, "message": message, "details": {}}) from None
     if options.json:
         print(json.dumps(asdict(result)))
     elif result.fetched_bytes is None:
@@ -88,9 +77,9 @@ def pulled(models_dir: Path, name: str, revision: str | None, with_bar: bool) ->
     missing = download.missing_bytes(partial, target, files)
     status = os.statvfs(models_dir)
     plan.check_space(repo, sum(file.size_bytes for file in files), missing, status.f_bavail * status.f_frsize, str(models_dir))
-    with download.locked(partial), _bar(name, missing, with_bar) as on_bytes:
+    with locked(partial, "pull"), byte_progress(name, missing, with_bar) as on_bytes:
         download.download(hub, repo, files, partial, target, on_bytes)
-        download.publish(partial, target)
+        publish(partial, target)
     return Pulled(name, str(target), repo.commit, missing)
 
 
@@ -123,15 +112,3 @@ def _needed(hub: Hub, repo: Repo) -> list[RepoFile]:
     except CheckpointError as error:
         raise plan.refused(repo, str(error)) from None
     return files
-
-
-@contextmanager
-def _bar(name: str, total_bytes: int, shown: bool) -> Iterator[OnBytes]:
-    if not shown:
-        yield lambda num_bytes: None
-        return
-    from daemon.cli.progress import byte_bar
-
-    with byte_bar() as progress:
-        task = progress.add_task(name, total=total_bytes)
-        yield lambda num_bytes: progress.advance(task, num_bytes)

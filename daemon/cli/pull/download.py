@@ -6,21 +6,18 @@ commit has already are linked, not fetched.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
-import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from daemon.cli.client import CommandError
 from daemon.cli.pull import receipt
 from daemon.cli.pull.plan import Repo, RepoFile
-from daemon.errors import EXIT_BUSY
 
 if TYPE_CHECKING:
     from daemon.cli.pull.hub import Hub
@@ -38,22 +35,6 @@ class Stopped(Exception):
 
 def partial_folder(models_dir: Path, name: str) -> Path:
     return models_dir / f".partial-{name.replace('/', '--')}"
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """The folder, made if need be, for this process alone. Raises CommandError where another one has it."""
-    folder.mkdir(exist_ok=True)
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            message = f"another pull is writing {folder}; wait for it, or stop it"
-            raise CommandError(EXIT_BUSY, {"code": "busy", "message": message, "details": {}}) from None
-        yield
-    finally:
-        os.close(fd)
 
 
 def missing_bytes(partial: Path, target: Path, files: list[RepoFile]) -> int:
@@ -86,17 +67,6 @@ def download(hub: Hub, repo: Repo, files: list[RepoFile], partial: Path, target:
         error = future.exception()
         if error is not None and not isinstance(error, Stopped):
             raise error
-
-
-def publish(partial: Path, target: Path) -> None:
-    """The partial folder becomes the model; an older commit's folder goes. Raises OSError."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    replaced = partial.with_name(partial.name.replace(".partial-", ".replaced-", 1))
-    shutil.rmtree(replaced, ignore_errors=True)
-    if target.exists():
-        target.rename(replaced)
-    partial.rename(target)
-    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _is_there(folder: Path, file: RepoFile) -> bool:

@@ -18,6 +18,7 @@ import huggingface_hub.constants
 import pytest
 
 from daemon.cli.__main__ import run
+from daemon.cli.partial_folder import locked
 from daemon.cli.pull import download
 from loader.catalog import scan
 from tests.daemon.cli.pull.hub import COMMITS, SmallHub
@@ -230,7 +231,7 @@ def test_refusals(hub: SmallHub, models: Path, tmp_path: Path, capsys: pytest.Ca
     (models / NAME).mkdir(parents=True)
     refused(2, "did not come from a pull; move it away")
     shutil.rmtree(models / "org")
-    with download.locked(download.partial_folder(models, NAME)):
+    with locked(download.partial_folder(models, NAME), "pull"):
         refused(5, "another pull is writing")
     assert pull(tmp_path / "nowhere") == 3
     assert os.listdir(models) == [".partial-org--name"]

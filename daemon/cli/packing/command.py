@@ -1,0 +1,181 @@
+"""`hearth pack NAME` and `hearth verify NAME`, in this process and as its user; the daemon sees all the packed files or none."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from daemon.cli.client import Client, CommandError
+from daemon.cli.models_folder import add_models_option, models_folder
+from daemon.cli.packing.model_files import ModelFiles, find
+from daemon.cli.partial_folder import locked, publish, write_errors
+from daemon.cli.progress import byte_progress
+from daemon.cli.table import size
+from daemon.errors import EXIT_NO_FIT, EXIT_USAGE
+
+PARTIAL = ".partial-packed"
+
+
+@dataclass(slots=True, frozen=True)
+class Packed:
+    """packed_bytes: of the files written; done_before: there was nothing to do."""
+
+    name: str
+    folder: str
+    plain_bytes: int
+    packed_bytes: int
+    done_before: bool
+
+
+@dataclass(slots=True, frozen=True)
+class Verified:
+    """against_original: byte by byte; else by the checksums taken then. plain_bytes: what the tensors are unpacked."""
+
+    name: str
+    folder: str
+    num_tensors: int
+    num_packed_tensors: int
+    plain_bytes: int
+    packed_bytes: int
+    against_original: bool
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_models_option(parser)
+
+
+def pack(client: Client, options: argparse.Namespace) -> None:
+    folder = models_folder(client, options.models)
+    with write_errors(folder):
+        result = packed(find(folder, options.name), sys.stdout.isatty() and not options.json)
+    if options.json:
+        print(json.dumps(asdict(result)))
+        return
+    sizes = f"{size(result.packed_bytes)} for {size(result.plain_bytes)}, {result.packed_bytes / result.plain_bytes:.3f} of it"
+    if result.done_before:
+        print(f"{result.name} is packed already, in {result.folder}: {sizes}")
+    else:
+        print(f"{result.name} is packed in {result.folder}: {sizes}; `hearth verify {result.name}` proves it")
+
+
+def verify(client: Client, options: argparse.Namespace) -> None:
+    folder = models_folder(client, options.models)
+    with write_errors(folder):
+        result = verified(find(folder, options.name), sys.stdout.isatty() and not options.json)
+    if options.json:
+        print(json.dumps(asdict(result)))
+        return
+    what = "equal to the original, bit by bit" if result.against_original else "what was packed, by SHA-256 (the original is gone)"
+    tensors = f"{result.num_tensors} tensors, {result.num_packed_tensors} of them packed"
+    print(f"{result.name}: {tensors}, {size(result.packed_bytes)} for {size(result.plain_bytes)}: {what}")
+
+
+def packed(model: ModelFiles, with_bar: bool) -> Packed:
+    """Raises CommandError, OSError."""
+    from loader.errors import CheckpointError
+    from loader.packer import pack_file
+    from loader.weight_files import PACKED_DIR
+
+    target = model.folder / PACKED_DIR
+    if model.packed and not model.why_not_packed:
+        return Packed(model.name, str(target), model.plain_bytes, model.packed_bytes, True)
+    with ExitStack() as stack:
+        descriptors = {name: model.open(name, stack) for name in model.plain}
+        try:
+            expected = _expected_bytes(model, descriptors)
+            partial = model.folder / PARTIAL
+            _check_space(model, expected, _bytes_in(partial))
+            with locked(partial, "pack"), byte_progress(model.name, model.plain_bytes, with_bar) as on_bytes:
+                _drop_others(partial, model)
+                for name, header in model.plain.items():
+                    if model.is_packed_in(partial, name):
+                        on_bytes(sum(tensor.num_bytes for tensor in header.tensors))
+                    else:
+                        pack_file(descriptors[name], header, model.source(name), partial / name, on_bytes)
+                model.copy_index(partial)
+                model.check_unchanged(descriptors)
+                publish(partial, target)
+        except CheckpointError as error:
+            raise _failed(model, str(error)) from None
+    done = find(str(model.models_dir), model.name)
+    return Packed(model.name, str(target), done.plain_bytes, done.packed_bytes, False)
+
+
+def verified(model: ModelFiles, with_bar: bool) -> Verified:
+    """Raises CommandError, OSError."""
+    from loader.errors import CheckpointError
+    from loader.verifier import verify_tensor
+
+    if not model.packed or model.why_not_packed:
+        why = model.why_not_packed or "nothing of it is packed"
+        raise _failed(model, f"{why}; `hearth pack {model.name}` packs it" if model.plain else why)
+    num_tensors = num_packed = 0
+    with ExitStack() as stack, byte_progress(model.name, model.plain_bytes, with_bar) as on_bytes:
+        for name, header in model.packed.items():
+            original = model.plain_name(name)
+            fd = model.open(name, stack)
+            plain_fd = model.open(original, stack) if original else None
+            plain = {tensor.name: tensor for tensor in model.plain[original].tensors} if original else {}
+            for tensor in header.tensors:
+                try:
+                    verify_tensor(fd, tensor, plain_fd, plain.get(tensor.name), on_bytes)
+                except CheckpointError as error:
+                    raise _failed(model, str(error)) from None
+                num_tensors, num_packed = num_tensors + 1, num_packed + tensor.is_packed
+    folder = str(model.folder / next(iter(model.packed))).rpartition("/")[0]
+    return Verified(model.name, folder, num_tensors, num_packed, model.plain_bytes, model.packed_bytes, bool(model.plain))
+
+
+def _expected_bytes(model: ModelFiles, descriptors: dict[str, int]) -> int:
+    """Raises CommandError where nothing of it would become smaller."""
+    from loader.packer import expected_bytes
+
+    total = 0
+    for name, header in model.plain.items():
+        total += len(header.raw) + sum(expected_bytes(descriptors[name], tensor) for tensor in header.tensors)
+    if total >= model.plain_bytes:
+        dtypes = sorted({tensor.dtype for header in model.plain.values() for tensor in header.tensors})
+        message = f"{model.name} would not become smaller: packing is for bfloat16 weights, it holds {', '.join(dtypes)}"
+        raise CommandError(EXIT_USAGE, {"code": "not_packable", "message": message, "details": {"dtypes": dtypes}})
+    return total
+
+
+def _check_space(model: ModelFiles, expected: int, there: int) -> None:
+    """Raises CommandError with the arithmetic."""
+    status = os.statvfs(model.folder)
+    free, missing = status.f_bavail * status.f_frsize, max(0, expected - there)
+    if missing <= free:
+        return
+    part = f" ({size(expected)}, of which {size(there)} are there)" if there else ""
+    message = (
+        f"{model.name} packed needs {size(missing)}{part} beside the {size(model.plain_bytes)} it has, {model.folder} has "
+        f"{size(free)} free: make room for {size(missing - free)}"
+    )
+    details = {"wanted_bytes": expected, "missing_bytes": missing, "free_bytes": free, "folder": str(model.folder)}
+    raise CommandError(EXIT_NO_FIT, {"code": "no_space", "message": message, "details": details})
+
+
+def _bytes_in(folder: Path) -> int:
+    try:
+        return sum(entry.stat().st_size for entry in os.scandir(folder))
+    except FileNotFoundError:
+        return 0
+
+
+def _drop_others(partial: Path, model: ModelFiles) -> None:
+    """What an interrupted run for other files left."""
+    from loader.packer import INCOMPLETE, JOURNAL
+
+    keep = {name + ending for name in model.plain for ending in ("", INCOMPLETE, JOURNAL)}
+    for entry in os.scandir(partial):
+        if entry.name not in keep:
+            os.unlink(entry.path)
+
+
+def _failed(model: ModelFiles, why: str) -> CommandError:
+    return CommandError(1, {"code": "bad_checkpoint", "message": f"{model.name}: {why}", "details": {"folder": str(model.folder)}})

@@ -1,0 +1,117 @@
+"""A model's weight files, plain and packed, as `pack` and `verify` see them."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from daemon.cli.client import CommandError
+from daemon.errors import EXIT_NOT_FOUND
+
+if TYPE_CHECKING:
+    from loader.packed import Source
+    from loader.safetensors import Header
+    from loader.weight_files import FileInfo
+
+
+@dataclass(slots=True)
+class ModelFiles:
+    """Headers by the files' names below the folder. why_not_packed: why the packed files can't stand for the plain ones."""
+
+    name: str
+    models_dir: Path
+    folder: Path
+    plain: dict[str, Header] = field(default_factory=dict)
+    infos: dict[str, FileInfo] = field(default_factory=dict)  # of the plain ones
+    packed: dict[str, Header] = field(default_factory=dict)
+    why_not_packed: str = ""
+
+    @property
+    def plain_bytes(self) -> int:
+        """Of the tensors, unpacked."""
+        from loader.safetensors import DTYPE_BYTES
+
+        headers = self.plain or self.packed
+        return sum(math.prod(one.shape) * DTYPE_BYTES[one.dtype] for header in headers.values() for one in header.tensors)
+
+    @property
+    def packed_bytes(self) -> int:
+        """Of the files."""
+        return sum(header.file_bytes for header in self.packed.values())
+
+    def open(self, name: str, stack: ExitStack) -> int:
+        fd = os.open(self.folder / name, os.O_RDONLY | os.O_CLOEXEC)
+        stack.callback(os.close, fd)
+        return fd
+
+    def plain_name(self, name: str) -> str:
+        """Of the file that a packed one was made from; "" if it is gone."""
+        own = os.path.basename(name)
+        return own if own in self.plain else ""
+
+    def source(self, name: str) -> Source:
+        from loader.weight_files import source_of
+
+        return source_of(self.infos[name], self.plain[name])
+
+    def is_packed_in(self, partial: Path, name: str) -> bool:
+        """A whole file made from the plain one is there. Raises OSError."""
+        from loader.errors import CheckpointError
+        from loader.safetensors import read_header
+
+        try:
+            fd = os.open(partial / name, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        try:
+            return read_header(fd, name).source == self.source(name)
+        except CheckpointError:
+            return False
+        finally:
+            os.close(fd)
+
+    def copy_index(self, partial: Path) -> None:
+        from loader.safetensors import INDEX_NAME
+
+        if (self.folder / INDEX_NAME).exists():
+            shutil.copyfile(self.folder / INDEX_NAME, partial / INDEX_NAME)
+
+    def check_unchanged(self, descriptors: dict[str, int]) -> None:
+        """Raises CheckpointError if a plain file is another one by now."""
+        from loader.errors import CheckpointError
+
+        for name, fd in descriptors.items():
+            for stat in (os.fstat(fd), os.stat(self.folder / name)):
+                if (stat.st_size, stat.st_mtime_ns) != (self.infos[name].size_bytes, self.infos[name].mtime_ns):
+                    raise CheckpointError(name, None, "changed while it was packed; run the same command again")
+
+
+def find(models_dir: str, name: str) -> ModelFiles:
+    """Raises CommandError for a model that is not there or can't be read, OSError."""
+    from loader.catalog import scan
+    from loader.weight_files import PACKED_DIR, read_headers
+
+    checkpoint = scan(models_dir).get(name)
+    if checkpoint is None:
+        message = f"{models_dir} has no model {name!r}."
+        raise CommandError(EXIT_NOT_FOUND, {"code": "model_not_found", "message": message, "details": {"model": name}})
+    if not checkpoint.complete:
+        message = f"{name}: {checkpoint.reason or checkpoint.error}"
+        raise CommandError(1, {"code": "bad_checkpoint", "message": message, "details": {"folder": checkpoint.path}})
+    folder = Path(checkpoint.path)
+    found = ModelFiles(name, Path(models_dir), folder)
+    beside = checkpoint.files[0].name.startswith(f"{PACKED_DIR}/")
+    headers = read_headers(folder, PACKED_DIR if beside else "")
+    if any(header.source is not None for header in headers.values()):
+        found.packed = headers
+        return found
+    found.plain, found.infos = headers, {info.name: info for info in checkpoint.files}
+    if checkpoint.packed_files:
+        found.packed = read_headers(folder, PACKED_DIR)
+    found.why_not_packed = checkpoint.packed_reason
+    return found

@@ -1,0 +1,139 @@
+"""Decoding packed weights on the CPU (Numba): 64 values at a time, whose exponents are chosen among vectors by the bits of their
+codes; escapes, one value in forty, are put in behind. Twin: loader.codec, and loader.frame has the format.
+
+Shapes: N values, W words of 64 values, E escapes, G groups.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import int64, njit, types, uint8, uint16, uint32, uint64, void
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from loader import checksum, codec
+from loader.frame import FrameError
+
+_VALUES = 64
+_GROUP_WORDS = 16
+_I64 = ir.IntType(64)
+_BYTES, _WIDE = ir.VectorType(ir.IntType(8), _VALUES), ir.VectorType(ir.IntType(16), _VALUES)
+_BITS = ir.VectorType(ir.IntType(1), _VALUES)
+_FIRST = ir.Constant(ir.VectorType(ir.IntType(32), _VALUES), [0] * _VALUES)
+
+
+def _splat(builder: ir.IRBuilder, value: Any) -> Any:
+    undefined = ir.Constant(_BYTES, ir.Undefined)
+    return builder.shuffle_vector(builder.insert_element(undefined, value, ir.Constant(ir.IntType(32), 0)), undefined, _FIRST)
+
+
+def _wide(value: int) -> Any:
+    return ir.Constant(_WIDE, [value] * _VALUES)
+
+
+@intrinsic
+def _decode_word(typing_context: Any, out: Any, body: Any, at: Any, low: Any, middle: Any, high: Any, table: Any) -> Any:
+    """out[at : at + 64] from as many bytes of sign and mantissa, and a word of each plane; what is escaped gets exponent 0."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        out_at, body_at, entries = (context.make_array(signature.args[i])(context, builder, args[i]).data for i in (0, 1, 6))
+        exponents = [_splat(builder, builder.load(builder.gep(entries, [ir.Constant(_I64, code)]))) for code in range(7)]
+        exponents.append(ir.Constant(_BYTES, [0] * _VALUES))
+        for plane in args[3:6]:
+            odd = builder.bitcast(plane, _BITS)
+            exponents = [builder.select(odd, *pair) for pair in zip(exponents[1::2], exponents[::2], strict=True)]
+        read = builder.load(builder.bitcast(builder.gep(body_at, [args[2]]), _BYTES.as_pointer()))
+        read.align = 1
+        wide = builder.zext(read, _WIDE)
+        sign = builder.shl(builder.and_(wide, _wide(0x80)), _wide(8))
+        exponent = builder.shl(builder.zext(exponents[0], _WIDE), _wide(7))
+        value = builder.or_(builder.or_(sign, builder.and_(wide, _wide(0x7F))), exponent)
+        store = builder.store(value, builder.bitcast(builder.gep(out_at, [args[2]]), _WIDE.as_pointer()))
+        store.align = 2
+        return context.get_dummy_value()
+
+    return types.void(out, body, types.int64, types.uint64, types.uint64, types.uint64, table), generate
+
+
+@intrinsic
+def _lowest_bit(typing_context: Any, word: Any) -> Any:
+    """Its place in a word that is not 0."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.cttz(args[0], cgutils.true_bit)
+
+    return types.int64(types.uint64), generate
+
+
+@njit(inline="always")
+def _put_escapes(escaped: int, escapes: Any, taken: int, out: Any, at: int) -> int:
+    """Exponents of the values behind `at` whose bit is set. Returns how many are taken by then, or -1 if there are not so many."""
+    while escaped != 0:
+        if taken >= escapes.shape[0]:
+            return -1
+        out[at + _lowest_bit(escaped)] |= uint16(escapes[taken]) << uint16(7)
+        taken += 1
+        escaped &= escaped - uint64(1)
+    return taken
+
+
+@njit(
+    int64(uint8[::1], uint64[:, ::1], uint32[::1], uint8[::1], uint8[::1], uint16[::1]), error_model="numpy", cache=True, nogil=True
+)
+def _decode(body: Any, words: Any, offsets: Any, escapes: Any, table: Any, out: Any) -> int:
+    """body [64 W], words [3, W], offsets [G], escapes [E], table [7] -> out [N]. Returns how many escapes the codes ask for, or -1
+    where those are more than E or the offsets count them otherwise."""
+    taken = 0
+    num_whole = out.shape[0] // _VALUES
+    for word in range(num_whole):
+        low, middle, high = words[0, word], words[1, word], words[2, word]
+        if word % _GROUP_WORDS == 0 and offsets[word // _GROUP_WORDS] != taken:
+            return -1
+        _decode_word(out, body, word * _VALUES, low, middle, high, table)
+        taken = _put_escapes(low & middle & high, escapes, taken, out, word * _VALUES)
+        if taken < 0:
+            return -1
+    if num_whole < words.shape[1]:
+        low, middle, high = words[0, num_whole], words[1, num_whole], words[2, num_whole]
+        if num_whole % _GROUP_WORDS == 0 and offsets[num_whole // _GROUP_WORDS] != taken:
+            return -1
+        rest = np.empty(_VALUES, np.uint16)
+        _decode_word(rest, body[num_whole * _VALUES :], 0, low, middle, high, table)
+        taken = _put_escapes(low & middle & high, escapes, taken, rest, 0)
+        out[num_whole * _VALUES :] = rest[: out.shape[0] - num_whole * _VALUES]
+    return taken
+
+
+@njit(void(uint64[::1], uint64[::1]), error_model="numpy", cache=True, nogil=True)
+def _sum(words: Any, sums: Any) -> None:
+    """sums [2] += the sum of the words, and of index * word."""
+    plain, weighted = np.uint64(0), np.uint64(0)
+    for index in range(words.shape[0]):
+        plain += words[index]
+        weighted += words[index] * np.uint64(index)
+    sums[0] += plain
+    sums[1] += weighted
+
+
+def decode(data: Any, out: Any) -> None:
+    """As codec.decode."""
+    if data.ctypes.data % 8:
+        codec.decode(data, out)
+        return
+    parts = codec.Parts(data, len(out))
+    if _decode(parts.body, parts.words, parts.offsets, parts.escapes, parts.table, out) != len(parts.escapes):
+        raise FrameError(f"its codes do not ask for its {len(parts.escapes)} escapes")
+
+
+def sum_of(data: Any) -> int:
+    """As codec.sum_of."""
+    whole = len(data) // 8 * 8
+    if data.ctypes.data % 8:
+        return codec.sum_of(data)
+    sums = np.zeros(2, np.uint64)
+    _sum(data[:whole].view(np.uint64), sums)
+    checksum.add_rest(data, whole, sums)
+    return checksum.combined([checksum.joined(sums)])

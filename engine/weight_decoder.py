@@ -1,0 +1,18 @@
+"""What decodes packed weight files on this host, whatever device they are for."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from engine.kernels import compiled
+from loader.unpack import Decoder
+
+
+def weight_decoder(cache_dir: str) -> Decoder:
+    """Compiled, once a machine, where numba is installed; else numpy's."""
+    if importlib.util.find_spec("numba") is None:
+        return Decoder()
+    compiled.keep_in(cache_dir)
+    from engine.kernels import cpu_unpack
+
+    return Decoder(cpu_unpack.decode, cpu_unpack.sum_of)

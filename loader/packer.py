@@ -1,0 +1,216 @@
+"""Writes packed weight files (loader.packed). On numpy alone, so that no engine is needed.
+
+A file is NAME.incomplete until it is whole, and beside it NAME.journal has a line for each tensor that is done: the next run goes
+on behind the last one whose checksums are right. The header is written last, into room that was left for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from loader import codec, frame, packed
+from loader.errors import CheckpointError
+from loader.safetensors import DTYPE_BYTES, Header, TensorRef
+from loader.verifier import OnBytes, frames_of, num_threads, read_bytes
+
+INCOMPLETE, JOURNAL = ".incomplete", ".journal"
+BLOCK_BYTES = 4096  # data begins on one
+MIN_PACKED_VALUES = 1 << 12  # below that a frame's head and padding count
+MAX_RATIO = 0.95  # what shrinks less stays as it is
+SAMPLES, SAMPLE_VALUES = 4, 1 << 14
+# Bytes of a header for each frame (its length, its checksum, quotes and their escapes), and for each tensor and file beside names.
+FRAME_HEADER_BYTES, TENSOR_HEADER_BYTES = 40, 400
+
+
+class _Done(msgspec.Struct, frozen=True):
+    """A line of the journal: a tensor that is written. begin: in the new file."""
+
+    name: str
+    begin: int
+    num_bytes: int
+    record: packed.TensorRecord
+
+
+class _Begun(msgspec.Struct, frozen=True):
+    """Its first line."""
+
+    version: int
+    source: packed.Source
+
+
+def pack_file(fd: int, header: Header, source: packed.Source, target: Path, on_bytes: OnBytes) -> None:
+    """Packs the open plain file into `target`, going on with what is there of it. Raises CheckpointError, OSError."""
+    _Packing(fd, header, source, target, on_bytes).run()
+
+
+def expected_bytes(fd: int, tensor: TensorRef) -> int:
+    """What it will take, by a few samples of it; of what stays as it is, all of it. Raises CheckpointError, OSError."""
+    num_values = math.prod(tensor.shape)
+    if tensor.dtype != packed.PACKED_DTYPE or num_values < MIN_PACKED_VALUES:
+        return tensor.num_bytes
+    before = after = 0
+    sampled = min(SAMPLE_VALUES, num_values)
+    for sample in range(SAMPLES):
+        at = (num_values - sampled) * sample // (SAMPLES - 1)
+        values = read_bytes(fd, tensor, at * frame.VALUE_BYTES, sampled * frame.VALUE_BYTES).view(np.uint16)
+        before, after = before + values.nbytes, after + len(codec.encode(values))
+    return tensor.num_bytes * after // before if after < MAX_RATIO * before else tensor.num_bytes
+
+
+def _pieces(tensor: TensorRef) -> list[int]:
+    """Lengths in bytes of what becomes a frame each."""
+    num_bytes, whole = tensor.num_bytes, packed.frame_values(tensor.shape) * DTYPE_BYTES[tensor.dtype]
+    return [whole] * (num_bytes // whole) + ([num_bytes % whole] if num_bytes % whole else [])
+
+
+class _Packing:
+    """One file's. `_position`: where in it the next byte belongs."""
+
+    def __init__(self, fd: int, header: Header, source: packed.Source, target: Path, on_bytes: OnBytes) -> None:
+        self._fd, self._header, self._source, self._on_bytes = fd, header, source, on_bytes
+        self._target = target
+        self._incomplete = target.with_name(target.name + INCOMPLETE)
+        self._journal_path = target.with_name(target.name + JOURNAL)
+        self._done: dict[str, _Done] = {}
+        self._data_begin = self._header_room()
+        self._position = self._data_begin
+
+    def _header_room(self) -> int:
+        """From the file's start to the data: more than any header of these tensors takes."""
+        num_frames = sum(len(_pieces(tensor)) for tensor in self._header.tensors)
+        num_bytes = 2 * len(self._header.raw) + TENSOR_HEADER_BYTES * (1 + len(self._header.tensors))
+        return -(-(8 + num_bytes + FRAME_HEADER_BYTES * num_frames) // BLOCK_BYTES) * BLOCK_BYTES
+
+    def run(self) -> None:
+        out = os.open(self._incomplete, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            self._take_up(out)
+            os.ftruncate(out, self._position)
+            with open(self._journal_path, "ab") as journal, ThreadPoolExecutor(num_threads(), "pack") as pool:
+                for tensor in self._header.tensors:
+                    if tensor.name not in self._done:
+                        done = self._pack(tensor, out, pool)
+                        self._done[tensor.name] = done
+                        journal.write(msgspec.json.encode(done) + b"\n")
+                        journal.flush()
+            self._write_header(out)
+            os.fsync(out)
+        finally:
+            os.close(out)
+        os.replace(self._incomplete, self._target)
+        self._journal_path.unlink(missing_ok=True)
+
+    def _take_up(self, out: int) -> None:
+        """Finds what an earlier run has written, and begins the journal anew if that is of no use."""
+        with suppress(OSError, msgspec.DecodeError):
+            first, *rest = self._journal_path.read_bytes().split(b"\n")
+            if msgspec.json.decode(first, type=_Begun) == _Begun(packed.VERSION, self._source):
+                for line, tensor in zip(rest[:-1], self._header.tensors, strict=False):  # the last one may be in part, or is empty
+                    done = msgspec.json.decode(line, type=_Done)
+                    if done.name != tensor.name or done.begin != self._position or not _is_there(out, tensor, done):
+                        break
+                    self._done[done.name] = done
+                    self._position = done.begin + done.num_bytes
+                    self._on_bytes(tensor.num_bytes)
+        lines = [msgspec.json.encode(_Begun(packed.VERSION, self._source)), *map(msgspec.json.encode, self._done.values())]
+        self._journal_path.write_bytes(b"\n".join(lines) + b"\n")
+
+    def _pack(self, tensor: TensorRef, out: int, pool: ThreadPoolExecutor) -> _Done:
+        packs = expected_bytes(self._fd, tensor) < tensor.num_bytes
+        begin = self._position
+        if packs:
+            self._position += -begin % frame.FRAME_ALIGN_BYTES
+        digest = hashlib.sha256()
+        lengths: list[int] = []
+        sums: list[str] = []
+        running: deque[Future[tuple[bytes, int]]] = deque()
+
+        def write_next() -> None:
+            written, told = running.popleft().result()
+            _write(out, written, self._position)
+            self._position += len(written)
+            lengths.append(len(written))
+            sums.append(f"{told:016x}")
+
+        try:
+            offset = 0
+            for num_bytes in _pieces(tensor):
+                piece = read_bytes(self._fd, tensor, offset, num_bytes)
+                offset += num_bytes
+                running.append(pool.submit(_encoded if packs else _summed, piece))
+                digest.update(piece)
+                if len(running) > 2 * num_threads():
+                    write_next()
+                self._on_bytes(num_bytes)
+            while running:
+                write_next()
+        finally:
+            for future in running:
+                future.cancel()
+        if packs:
+            record = packed.TensorRecord(digest.hexdigest(), sums, list(tensor.shape), lengths)
+        else:
+            record = packed.TensorRecord(digest.hexdigest(), sums)
+        return _Done(tensor.name, begin, self._position - begin, record)
+
+    def _write_header(self, out: int) -> None:
+        record = packed.Record(packed.VERSION, self._source, {name: done.record for name, done in self._done.items()})
+        entries: dict[str, Any] = msgspec.json.decode(self._header.raw)
+        metadata = entries.get("__metadata__") or {}
+        header: dict[str, Any] = {"__metadata__": {**metadata, packed.METADATA_KEY: msgspec.json.encode(record).decode()}}
+        for tensor in self._header.tensors:
+            done = self._done[tensor.name]
+            is_packed = done.record.shape is not None
+            header[tensor.name] = {
+                "dtype": packed.STORED_DTYPE if is_packed else tensor.dtype,
+                "shape": [done.num_bytes] if is_packed else list(tensor.shape),
+                "data_offsets": [done.begin - self._data_begin, done.begin + done.num_bytes - self._data_begin],
+            }
+        text = msgspec.json.encode(header)
+        room = self._data_begin - 8
+        if len(text) > room:
+            raise CheckpointError(self._target.name, None, f"its header takes {len(text)} bytes, {room} were left for it")
+        _write(out, room.to_bytes(8, "little") + text.ljust(room), 0)
+
+
+def _encoded(piece: Any) -> tuple[bytes, int]:
+    encoded = codec.encode(piece.view(np.uint16))
+    return encoded, codec.sum_of(np.frombuffer(encoded, np.uint8))
+
+
+def _summed(piece: Any) -> tuple[bytes, int]:
+    return piece.tobytes(), codec.sum_of(piece)
+
+
+def _write(fd: int, data: bytes, offset: int) -> None:
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(fd, view, offset)
+        view, offset = view[written:], offset + written
+
+
+def _stored(tensor: TensorRef, done: _Done) -> TensorRef:
+    shape = tensor.shape if done.record.shape is None else tuple(done.record.shape)
+    return TensorRef(tensor.file, tensor.name, tensor.dtype, shape, done.begin, done.num_bytes, done.record)
+
+
+def _is_there(fd: int, tensor: TensorRef, done: _Done) -> bool:
+    """The tensor is in the file as the journal says."""
+    stored = _stored(tensor, done)
+    try:
+        is_packed = done.record.shape is not None
+        shape, dtype = ((done.num_bytes,), packed.STORED_DTYPE) if is_packed else (tensor.shape, tensor.dtype)
+        packed.check_record(done.record, tensor.file, tensor.name, dtype, shape, done.begin, done.num_bytes)
+        return stored.shape == tensor.shape and all(codec.sum_of(held) == one.sum for one, held in frames_of(fd, stored))
+    except CheckpointError:
+        return False

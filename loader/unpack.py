@@ -1,0 +1,69 @@
+"""From a frame of a packed file, as it was read, to the weights it holds: checked first, then decoded, in place where that goes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from loader import codec
+from loader.errors import CheckpointError
+from loader.frame import FrameError
+from loader.range_plan import Segment, Span
+from loader.sinks import WeightSink
+
+
+@dataclass(slots=True, frozen=True)
+class Decoder:
+    """decode(frame, out) and sum_of(frame) as loader.codec has them; frames are contiguous uint8 arrays, as a rule on 64 bytes."""
+
+    decode: Callable[[Any, Any], None] = codec.decode
+    sum_of: Callable[[Any], int] = codec.sum_of
+
+
+class Unpacker:
+    """Of one load, for several threads at once."""
+
+    def __init__(self, sink: WeightSink, decoder: Decoder) -> None:
+        self._sink, self._decoder = sink, decoder
+        self._memory = None if sink.memory is None else np.frombuffer(sink.memory, np.uint8)
+        self._scratch = threading.local()
+
+    def store(self, segment: Segment, staged: memoryview) -> None:
+        """As WeightSink.store, of a segment with a frame. Raises CheckpointError naming file, tensor and offset."""
+        frame, content = segment.frame, segment.content
+        assert frame is not None
+        assert content is not None
+        data = np.frombuffer(staged, np.uint8)
+        if self._decoder.sum_of(data) != frame.sum:
+            raise self._damaged(segment, "don't match their checksum")
+        if not frame.packed:
+            self._sink.store(Span(content, content.begin, content.end), staged)
+            return
+        in_place = self._memory is not None and not content.target
+        if in_place:
+            assert self._memory is not None
+            out = self._memory[content.place_bytes : content.place_bytes + frame.num_bytes]
+        else:
+            out = self._buffer(frame.num_bytes)
+        try:
+            self._decoder.decode(data, out.view(np.uint16))
+        except FrameError as error:
+            raise self._damaged(segment, f"are no packed weights: {error}") from None
+        if not in_place:
+            self._sink.store(Span(content, content.begin, content.end), out.data)
+
+    def _buffer(self, num_bytes: int) -> Any:
+        """This thread's own."""
+        held = getattr(self._scratch, "bytes", None)
+        if held is None or len(held) < num_bytes:
+            held = self._scratch.bytes = np.empty(num_bytes, np.uint8)
+        return held[:num_bytes]
+
+    @staticmethod
+    def _damaged(segment: Segment, why: str) -> CheckpointError:
+        tensor = segment.tensor
+        return CheckpointError(tensor.file, tensor.name, f"bytes {segment.begin} to {segment.end} {why}")
