@@ -30,8 +30,8 @@ class Segment:
     """Consecutive whole elements of one tensor: bytes [begin, end) of its file belong at place_bytes of the weight range.
 
     target: the engine's dtype where it differs from the stored one, else "". "int8": whole rows to be quantised, whose
-    scales belong at scales_at_bytes of the weight range. stage: see `stages`. frame: the whole of it, in a packed file; `content` is
-    then what it holds, where bytes are counted as though the tensor lay there unpacked.
+    scales belong at scales_at_bytes of the weight range. stage: see `stages`. frame: all of it, in a packed file; `content` is then
+    what it holds, where bytes are counted as though the tensor lay there unpacked.
     """
 
     tensor: TensorRef
