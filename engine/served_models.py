@@ -11,6 +11,7 @@ from engine.kv_caches import make_kv_cache
 from engine.protocol import Configure, LoadModel, Stats
 from scheduler.batch.batch_scheduler import BatchLimits, BatchScheduler
 from scheduler.batch.chunk_pool import ChunkPool
+from scheduler.batch.compaction import Compaction
 from scheduler.batch.plan import IntArray
 from scheduler.batch.step_limits import StepLimits
 from scheduler.batch.turns import Turns
@@ -21,6 +22,10 @@ class Arena(Protocol):
 
     def discard(self, chunk: int, num_chunks: int, /) -> None:
         """Gives the memory of a run of chunks back to the system; their content is gone."""
+        ...
+
+    def copy_within(self, piece_bytes: int, sources: IntArray, targets: IntArray, /) -> None:
+        """Copies piece sources[i] to targets[i]; piece p is bytes [p * piece_bytes, (p + 1) * piece_bytes)."""
         ...
 
 
@@ -58,6 +63,7 @@ class ServedModels:
         self.chunks = ChunkPool(
             configure.num_chunks, configure.chunk_bytes, resident_limit=max(0, configure.num_chunks - work_chunks)
         )
+        self.compaction = Compaction(self._copy_blocks)
         self._preempted_before = 0  # by models that are gone
         self._limits: dict[tuple[str, str, str], StepLimits] = {}  # of all ever loaded: what their steps cost is still so
 
@@ -144,20 +150,20 @@ class ServedModels:
         self.give_up_place(served.place)
 
     def set_lease(self, lease_chunks: int) -> None:
-        """Kept prefixes go first, then the newest sequences, until what is drawn fits the lease."""
+        """Sparse chunks are emptied first, then kept prefixes go, then the newest sequences, until what is drawn fits the lease."""
         self.chunks.set_lease(lease_chunks)
         drawing = [served.scheduler for served in self.by_name.values() if served.scheduler.kv.num_drawn_chunks]
-        for scheduler in drawing:
-            if self.chunks.room_chunks >= 0:
-                break
-            scheduler.kv.give_up_prefixes(-self.chunks.room_chunks)
+        for way in (self.compaction.gather, self.compaction.give_up_prefixes):
+            for scheduler in drawing:
+                if self.chunks.room_chunks < 0:
+                    way(scheduler, -self.chunks.room_chunks)
         while self.chunks.room_chunks < 0:
             drawing = [scheduler for scheduler in drawing if scheduler.kv.num_drawn_chunks]
             if not drawing:  # a model into which saved KV is being copied holds the rest; it follows when it is there
                 break
             most = max(drawing, key=lambda scheduler: scheduler.kv.num_drawn_chunks)
             most.preempt_one()
-            most.kv.give_up_prefixes(-self.chunks.room_chunks)
+            self.compaction.give_up_prefixes(most, -self.chunks.room_chunks)
         self.discard_returned()
 
     def discard_returned(self) -> None:
@@ -182,9 +188,15 @@ class ServedModels:
         return Stats(num_chunks, models, num_steps, preemptions)
 
     def _reclaim(self, wanting: str, num_chunks: int) -> int:
-        """Other models' kept prefixes make room for `wanting`; returns how many chunks came back to the lease."""
+        """Other models' sparse chunks, then their kept prefixes make room for `wanting`; returns how many chunks came back to the
+        lease."""
         given = 0
-        for name, served in self.by_name.items():
-            if name != wanting and given < num_chunks:
-                given += served.scheduler.kv.give_up_prefixes(num_chunks - given)
+        for way in (self.compaction.gather, self.compaction.give_up_prefixes):
+            for name, served in self.by_name.items():
+                if name != wanting and given < num_chunks:
+                    given += way(served.scheduler, num_chunks - given)
         return given
+
+    def _copy_blocks(self, block_bytes: int, sources: IntArray, targets: IntArray) -> None:
+        if self._arena is not None:
+            self._arena.copy_within(block_bytes, sources, targets)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from engine.memory.chunk_memory import ChunkMemory
+from scheduler.batch.plan import IntArray
 
 
 def arena_blocks(memory: ChunkMemory, block_shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -18,3 +19,10 @@ def arena_blocks(memory: ChunkMemory, block_shape: tuple[int, ...], dtype: torch
         block_bytes *= extent
     num_blocks = len(memory.arena) // block_bytes
     return memory.arena[: num_blocks * block_bytes].view(dtype).view(num_blocks, *block_shape)
+
+
+def copy_pieces(arena: torch.Tensor, piece_bytes: int, sources: IntArray, targets: IntArray) -> None:
+    """Copies piece sources[i] of an arena to targets[i]; no piece is both. On a GPU it comes after what was launched before."""
+    pieces = arena[: len(arena) // piece_bytes * piece_bytes].view(-1, piece_bytes)
+    for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+        pieces[target].copy_(pieces[source])

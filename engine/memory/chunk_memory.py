@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from scheduler.batch.plan import IntArray
+
 if TYPE_CHECKING:  # engines of null models have no use for torch
     from torch import Tensor
 
@@ -60,6 +62,11 @@ class ChunkMemory(Protocol):
 
     def discard(self, first_chunk: int, num_chunks: int) -> None:
         """Gives the memory of free chunks back to the system, where the device has a system to give it to."""
+        ...
+
+    def copy_within(self, piece_bytes: int, sources: IntArray, targets: IntArray) -> None:
+        """Copies piece sources[i] of the arena to targets[i], of which none is both; piece p is [p * piece_bytes, (p + 1) *
+        piece_bytes)."""
         ...
 
     def close(self) -> None:

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 
 from engine.memory import checksum, mappings
+from engine.memory.arena import copy_pieces
+from scheduler.batch.plan import IntArray
 
 
 class CpuMemory:
@@ -80,6 +82,9 @@ class CpuMemory:
         if not 0 <= first_chunk <= first_chunk + num_chunks <= self.num_chunks:
             raise IndexError(f"chunks {first_chunk}..{first_chunk + num_chunks} are outside the memory's {self.num_chunks}")
         mappings.punch_hole(self._fd, first_chunk * self.chunk_bytes, num_chunks * self.chunk_bytes)
+
+    def copy_within(self, piece_bytes: int, sources: IntArray, targets: IntArray) -> None:
+        copy_pieces(self.arena, piece_bytes, sources, targets)
 
     def close(self) -> None:
         mappings.release(self._arena_address, self.num_bytes)

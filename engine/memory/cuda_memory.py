@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from cuda.bindings import driver
 
+from engine.memory.arena import copy_pieces
 from loader import checksum
+from scheduler.batch.plan import IntArray
 
 
 class DeviceError(RuntimeError):
@@ -148,6 +150,9 @@ class CudaMemory:
         """A file descriptor through which another process can map the chunk; the caller closes it."""
         kind = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
         return int(_call(driver.cuMemExportToShareableHandle, self._handles[chunk], kind, 0))
+
+    def copy_within(self, piece_bytes: int, sources: IntArray, targets: IntArray) -> None:
+        copy_pieces(self.arena, piece_bytes, sources, targets)
 
     def close(self) -> None:
         self.unmap(self._arena_address, self.num_bytes)

@@ -124,6 +124,46 @@ class BlockPool:
         self._sort_stack()
         return len(given)
 
+    def moves_to_empty(self, max_chunks: int) -> tuple[IntArray, IntArray]:
+        """(blocks in use or kept, free blocks to move them to): once moved, up to `max_chunks` more drawn chunks hold nothing,
+        the emptiest first. Empty where no chunk can be emptied; free blocks of chunks that hold nothing stay free."""
+        free, num_in_chunk = self._stack[: self.num_free], self._num_busy_blocks()
+        filled = num_in_chunk > 0
+        sparse = np.flatnonzero(self._drawn & filled)
+        sparse = sparse[np.lexsort((-sparse, num_in_chunk[sparse]))]
+        stays = np.concatenate(([0], np.cumsum(~(filled | self._home))))
+        free = free[stays[self._last_chunk[free] + 1] == stays[self._first_chunk[free]]]
+        busy = self._busy_blocks()
+        sources = targets = free[:0]
+        low, high = 0, min(max_chunks, len(sparse))  # the more chunks, the more blocks to move and the fewer places
+        while low < high:
+            num = (low + high + 1) // 2
+            gone = np.zeros(self.chunks.num_chunks, np.bool_)
+            gone[sparse[:num]] = True
+            touched = np.concatenate(([0], np.cumsum(gone)))
+            leaving, places = (
+                blocks[(touched[self._last_chunk[blocks] + 1] > touched[self._first_chunk[blocks]]) == leaves]
+                for blocks, leaves in ((busy, True), (free, False))
+            )
+            if len(leaving) <= len(places):
+                low, sources, targets = num, leaving, places
+            else:
+                high = num - 1
+        chunk = self._first_chunk[targets]
+        fullest = np.lexsort((targets, -num_in_chunk[chunk], ~self._home[chunk]))
+        return sources, targets[fullest[: len(sources)]]
+
+    def move(self, sources: IntArray, targets: IntArray) -> None:
+        """What `moves_to_empty` named has been copied: the sources are free, the targets what they were."""
+        self.refcount[targets], self.refcount[sources] = self.refcount[sources], 0
+        free = self._stack[: self.num_free]
+        taken = np.zeros(self.num_blocks, np.bool_)
+        taken[targets] = True
+        left = free[~taken[free]]
+        self._stack[: len(left)] = left
+        self.num_free = len(left)
+        self._push(sources)
+
     def num_used_chunks(self) -> int:
         """Chunks with a block in use or kept."""
         return int(np.count_nonzero(self._busy_chunks()))
@@ -236,14 +276,22 @@ class BlockPool:
         self.num_free = len(kept)
         self._drawn[given] = False
 
-    def _busy_chunks(self) -> BoolArray:
-        """[num_chunks] whether a chunk holds (a part of) a block in use or kept."""
+    def _busy_blocks(self) -> IntArray:
+        """Those in use or kept, ascending."""
         busy = self._usable.copy()
         busy[self._stack[: self.num_free]] = False
-        blocks = np.flatnonzero(busy)
+        return np.flatnonzero(busy).astype(np.int32)
+
+    def _num_busy_blocks(self) -> IntArray:
+        """[num_chunks] how many blocks in use or kept a chunk holds (a part of)."""
+        blocks = self._busy_blocks()
         edges = np.bincount(self._first_chunk[blocks], minlength=self.chunks.num_chunks + 1)
         edges -= np.bincount(self._last_chunk[blocks] + 1, minlength=self.chunks.num_chunks + 1)
-        return np.cumsum(edges[: self.chunks.num_chunks]) > 0
+        return np.cumsum(edges[: self.chunks.num_chunks]).astype(np.int32)
+
+    def _busy_chunks(self) -> BoolArray:
+        """[num_chunks] whether a chunk holds (a part of) a block in use or kept."""
+        return self._num_busy_blocks() > 0
 
     def _sort_stack(self) -> None:
         """Top of the stack: blocks of reserved chunks, then those of the fullest drawn chunks."""

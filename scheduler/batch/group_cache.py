@@ -123,11 +123,22 @@ class GroupCache:
     def give_up_prefixes(self, num_chunks: int) -> int:
         """Drops kept prefixes, oldest first, until that many drawn chunks went back or none is left; returns how many did."""
         given = self.pool.shrink(num_chunks)
-        step = max(1, self.pool.chunks.chunk_bytes // self.pool.block_bytes)
-        while given < num_chunks and self.prefixes.num_unheld and self.pool.num_drawn_chunks:
-            self.pool.put_free(np.array(self.prefixes.give_up(step), np.int32))
+        while given < num_chunks and self.give_up_oldest():
             given += self.pool.shrink(num_chunks - given)
         return given
+
+    def give_up_oldest(self, num_chunks: int = 1) -> bool:
+        """Drops the oldest kept prefixes, as many as make so many chunks; False if that can't give a drawn chunk back."""
+        if not self.prefixes.num_unheld or not self.pool.num_drawn_chunks:
+            return False
+        num = max(1, num_chunks * self.pool.chunks.chunk_bytes // self.pool.block_bytes)
+        self.pool.put_free(np.array(self.prefixes.give_up(num), np.int32))
+        return True
+
+    def move(self, sources: IntArray, targets: IntArray) -> None:
+        """Blocks whose contents have been copied; sequences' tables are the caller's."""
+        self.prefixes.move(sources.tolist(), targets.tolist())
+        self.pool.move(sources, targets)
 
     def close(self) -> None:
         """Gives every chunk back; the cache is not to be used afterwards."""

@@ -116,6 +116,15 @@ class PrefixCache:
         self.forget(blocks)
         return blocks
 
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """What was in sources[i] is in targets[i] now. The order of giving up stays."""
+        moved = dict(zip(sources, targets, strict=True))
+        keys = [(moved[block], key) for block in sources if (key := self._key_of.pop(block, None)) is not None]
+        for block, key in keys:
+            self._block_of[key], self._key_of[block] = block, key
+        if not self._unheld.keys().isdisjoint(moved):
+            self._unheld = {moved.get(block, block): None for block in self._unheld}
+
     def forget(self, blocks: Iterable[int]) -> None:
         """Their content is not to be found any more (it is not trusted, or the memory is wanted)."""
         for block in blocks:

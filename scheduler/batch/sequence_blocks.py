@@ -120,6 +120,15 @@ class SequenceBlocks:
                 group.learn(keys[first:full], table[slot, first:full])
             self.num_learned[slot] = full
 
+    def moved(self, g: int, sources: IntArray, targets: IntArray, slots: Sequence[int]) -> None:
+        """Blocks of group g have moved; `slots` are those of the running sequences."""
+        place = np.arange(self.kv.groups[g].pool.num_blocks, dtype=np.int32)
+        place[sources] = targets
+        table, starts, ends = self._tables[g], self._starts[g], self._ends[g]
+        for slot in slots:
+            held = slice(starts[slot], ends[slot])
+            table[slot, held] = place[table[slot, held]]
+
     # ---- moving on
 
     def extend(self, slots: IntArray, num_computed: IntArray) -> bool:

@@ -99,6 +99,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self.waiting: dict[str, dict[int, tuple[list[int], int]]] = {}  # of evicted models: request -> tokens, prompt
         self.memory: CpuMemory | None = None
         self.next_request = 1
+        self.contents: dict[tuple[str, bytes], bytes] = {}  # of kept prefixes, by their keys
         self._start()
 
     def _start(self) -> None:
@@ -218,6 +219,20 @@ class MemoryMachine(RuleBasedStateMachine):
         self._submit(name, self.next_request, [300 + family] * prompt, prompt)
         self.next_request += 1
 
+    @precondition(lambda self: self.loaded)
+    @rule(data=st.data(), num=st.integers(4, 10), prompt=st.integers(1, 24))
+    def crowd(self, data: st.DataObject, num: int, prompt: int) -> None:
+        """More than the reserved KV holds, side by side, and every second one leaves early: what stays lies in gaps."""
+        name = data.draw(st.sampled_from(self.loaded))
+        scheduler = self.models.by_name[name].scheduler
+        self.done["crowds"] += 1
+        for number in range(num):
+            self._submit(name, self.next_request, [400 + self.next_request % 500, 300 + number] * prompt, 2 * prompt)
+            self.next_request += 1
+        self._step(name, 4)
+        for _, request in scheduler.running_requests()[::2]:
+            scheduler.abort(request.request_id)
+
     def _submit(self, name: str, request_id: int, tokens: list[int], num_prompt: int) -> None:
         if len(tokens) < 60:
             params = SamplingParams(30, seed=request_id % 4)
@@ -226,11 +241,14 @@ class MemoryMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.loaded)
     @rule(data=st.data(), num=st.integers(1, 12))
     def grow(self, data: st.DataObject, num: int) -> None:
-        name = data.draw(st.sampled_from(self.loaded))
-        served = self.models.by_name[name]
         self.done["growths"] += 1
+        self._step(data.draw(st.sampled_from(self.loaded)), num)
+
+    def _step(self, name: str, num: int) -> None:
+        served = self.models.by_name[name]
         for _ in range(num):
             plan = served.scheduler.plan(0)
+            self.models.discard_returned()  # as the engine does
             assert not served.scheduler.failed, "the floor holds one sequence of full length"
             if plan is None:
                 return
@@ -238,15 +256,44 @@ class MemoryMachine(RuleBasedStateMachine):
             self._stamp_blocks(served, plan)
             served.scheduler.finish_step(plan, result.ids, result.bad)
 
+    @precondition(lambda self: self.loaded)
+    @rule(data=st.data(), num=st.integers(1, 6))
+    def abort(self, data: st.DataObject, num: int) -> None:
+        """Some sequences go, and what they computed with them: the chunks of those that stay have gaps."""
+        scheduler = self.models.by_name[data.draw(st.sampled_from(self.loaded))].scheduler
+        running = [request.request_id for _, request in scheduler.running_requests()]
+        for request_id in running[::2][:num]:
+            self.done["aborts"] += scheduler.abort(request_id)
+        for group in scheduler.kv.groups:
+            group.pool.put_free(np.array(group.prefixes.give_up(3 * num), np.int32))
+
     @rule(share=st.integers(0, 100))
     def shrink(self, share: int) -> None:
         """A smaller lease, then the whole of it again."""
         if not self.loaded:
             return
         self.done["shrinks"] += 1
-        self.models.set_lease(self._lease() * share // 100)
+        self._set_lease(self._lease() * share // 100)
         self.check()
-        self.models.set_lease(self._lease())
+        self._set_lease(self._lease())
+
+    @precondition(lambda self: self.loaded)
+    @rule(data=st.data(), num_chunks=st.integers(1, 8))
+    def gather(self, data: st.DataObject, num_chunks: int) -> None:
+        """A model's sparse chunks are emptied, as when another one wants them: nobody loses anything."""
+        scheduler = self.models.by_name[data.draw(st.sampled_from(self.loaded))].scheduler
+        before = (scheduler.kv.held_bytes, scheduler.kv.recent_keys(), scheduler.num_preemptions, self.models.chunks.num_drawn)
+        given = self.models.compaction.gather(scheduler, num_chunks)
+        after = (scheduler.kv.held_bytes, scheduler.kv.recent_keys(), scheduler.num_preemptions)
+        assert after == before[:3]
+        assert self.models.chunks.num_drawn == before[3] - given
+        assert given <= num_chunks
+        self.done["chunks gathered"] += given
+
+    def _set_lease(self, lease_chunks: int) -> None:
+        moved = self.models.compaction.moved_bytes
+        self.models.set_lease(lease_chunks)
+        self.done["shrinks that moved blocks"] += self.models.compaction.moved_bytes > moved
 
     @rule(name=st.sampled_from(sorted(NAMES)), chance=st.integers(0, 5))
     def fail(self, name: str, chance: int) -> None:
@@ -319,6 +366,12 @@ class MemoryMachine(RuleBasedStateMachine):
                             content = self._content(scheduler.table.tokens[slot, : 4 * (index + 1)])
                             assert stamped(self._block(group, block)) == content, "KV is where the table says"
                 assert (counts == group.pool.refcount).all()
+                for key in group.prefixes.recent_keys():
+                    block = group.prefixes.block_of(key)
+                    assert block not in group.pool._stack[: group.pool.num_free], "a kept block is nobody else's"
+                    if key not in kv.tails:
+                        content = stamped(self._block(group, block))
+                        assert self.contents.setdefault((name, key), content) == content, "what was kept has not changed"
         assert owned.max(initial=0) <= 1, "a chunk has two owners"
         assert (owned == 0).sum() == np.count_nonzero(chunks.free)
         assert (chunks.num_drawn, chunks.num_reserved, chunks.num_weights, chunks.num_leaving) == (drawn, reserved, weights, 0)

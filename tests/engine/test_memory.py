@@ -94,6 +94,15 @@ class MemorySuite:
         assert memory.copy_in(held.address + 1000, source) != told
         held.close()
 
+    def test_pieces_of_the_arena_are_copied(self, memory: ChunkMemory) -> None:
+        pieces = arena_blocks(memory, (1500,), torch.float32)  # of 6000 bytes: no chunk is full of them
+        for number in range(5):
+            pieces[number] = float(number)
+        sources, targets = np.array([0, 3, 4], np.int32), np.array([len(pieces) - 1, 7, 1000], np.int32)
+        memory.copy_within(6000, sources, targets)
+        assert [int(pieces[at].sum()) for at in targets.tolist()] == [0, 4500, 6000]
+        assert [int(pieces[at].sum()) for at in range(5)] == [0, 1500, 3000, 4500, 6000]
+
     def test_preparing_harms_nothing(self, memory: ChunkMemory) -> None:
         memory.arena[:CHUNK] = 5
         for chunk in range(1, 12):

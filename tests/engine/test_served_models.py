@@ -13,6 +13,7 @@ from engine.contracts import KVGroupSpec, LoadTask
 from engine.null_runner import NullModel, NullRunner
 from engine.protocol import LoadModel, SamplingParams
 from engine.served_models import ServedModels
+from scheduler.batch.plan import IntArray
 from scheduler.batch.request import BatchRequest
 from tests.engine.engine_process import load_message, null_checkpoint, null_configure
 
@@ -22,9 +23,13 @@ CHUNK_BYTES = 1 << 16  # 8 blocks of the null model, 128 tokens
 class RecordingArena:
     def __init__(self) -> None:
         self.discarded: set[int] = set()
+        self.copied: list[tuple[int, int]] = []
 
     def discard(self, chunk: int, num_chunks: int, /) -> None:
         self.discarded |= set(range(chunk, chunk + num_chunks))
+
+    def copy_within(self, piece_bytes: int, sources: IntArray, targets: IntArray, /) -> None:
+        self.copied += zip(sources.tolist(), targets.tolist(), strict=True)
 
 
 class Node:
@@ -132,6 +137,54 @@ def test_an_idle_models_prefixes_make_room_for_a_busy_one(node: Node) -> None:
     assert node.drawn("busy") > 0
     node.models.discard_returned()
     assert node.models.stats(0).models["busy"][1] >= 2
+
+
+def half_empty(node: Node, name: str, request_id: int = 1) -> int:
+    """Eight sequences of 5 blocks run, every second one goes; its chunks have gaps, nothing is kept. Returns the chunks drawn."""
+    for number in range(8):
+        node.submit(name, request_id + number, 70, 100)
+    scheduler = node.models.by_name[name].scheduler
+    while scheduler.num_decoding < 8:
+        assert node.step(name)
+    for number in range(0, 8, 2):
+        scheduler.abort(request_id + number)
+    for group in scheduler.kv.groups:
+        group.pool.put_free(np.array(group.prefixes.give_up(1000), np.int32))
+    return node.drawn(name)
+
+
+def test_a_smaller_lease_moves_blocks_before_it_stops_anybody(node: Node) -> None:
+    node.load("a", reserved=1)
+    drawn = half_empty(node, "a")
+    running = node.models.stats(0).models["a"]
+    node.models.set_lease(drawn - 2)
+    assert node.drawn("a") <= drawn - 2
+    stats = node.models.stats(0)
+    assert stats.preemptions == 0
+    assert stats.models["a"] == running
+    assert node.arena.copied
+    assert len(node.arena.copied) == len({target for _, target in node.arena.copied})
+    node.models.set_lease(0)
+    assert node.models.stats(0).preemptions > 0, "there is no other way"
+    node.models.set_lease(16)
+    node.run("a")
+    node.models.by_name["a"].scheduler.kv.groups[0].pool.check()
+
+
+def test_a_models_growth_takes_what_another_leaves_unused_in_its_chunks(node: Node) -> None:
+    node.load("sparse", reserved=1, lease=12)
+    node.load("busy", reserved=1, lease=12)
+    drawn = half_empty(node, "sparse")
+    node.models.set_lease(drawn)
+    node.submit("busy", 100, 200, 40)
+    node.submit("busy", 101, 200, 40)
+    node.step("busy")
+    assert node.arena.copied
+    assert node.drawn("sparse") < drawn
+    stats = node.models.stats(0)
+    assert stats.models["busy"][1] == 2, "both run"
+    assert stats.models["sparse"][1] == 4, "and nobody had to stop for them"
+    assert stats.preemptions == 0
 
 
 def test_removing_a_model_gives_all_its_memory_back(node: Node) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 from scheduler.batch.batch_scheduler import BatchLimits, BatchScheduler, StepOutcome
 from scheduler.batch.block_pool import BlockPool
 from scheduler.batch.chunk_pool import ChunkPool
+from scheduler.batch.compaction import Compaction
 from scheduler.batch.group_cache import GroupCache
 from scheduler.batch.kv_cache import KVCache
 from scheduler.batch.plan import BatchPlan, IntArray, SequenceTable
@@ -65,6 +66,14 @@ class FakeModel:
         self.arena = arena
         self.groups = groups  # (block_bytes, window)
         self.num_computed_tokens = 0
+
+    def copy_blocks(self, block_bytes: int, sources: IntArray, targets: IntArray) -> None:
+        """As the device's arena does it. What was there is of no use any more."""
+        assert not set(sources.tolist()) & set(targets.tolist())
+        for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+            place, old = (slice(block * block_bytes // 4, (block + 1) * block_bytes // 4) for block in (target, source))
+            self.arena[place] = self.arena[old]
+            self.arena[old] = -1
 
     def _at(self, group: int, block: int, position: int) -> slice:
         """Where the copies of a token are."""
@@ -136,6 +145,7 @@ class Harness:
         if arena is None:
             arena = np.full(self.chunks.num_chunks * self.chunks.chunk_bytes // 4, -1, np.int32)
         self.model = FakeModel(arena, [(size, window) for window, size, _ in groups])
+        self.compaction = Compaction(self.model.copy_blocks)
         self.output: dict[int, list[int]] = {}
         self.finish: dict[int, int] = {}
         self.cached: dict[int, int] = {}

@@ -291,7 +291,9 @@ def test_close_gives_everything_back() -> None:
 
 @st.composite
 def scripts(draw: st.DrawFn) -> list[tuple[str, int, int]]:
-    action = st.sampled_from(["submit", "submit", "step", "step", "step", "abort", "preempt", "lease", "prefixes"])
+    action = st.sampled_from(
+        ["submit", "submit", "step", "step", "step", "abort", "preempt", "lease", "prefixes", "gather", "compact"]
+    )
     return draw(st.lists(st.tuples(action, st.integers(0, 60), st.integers(0, 5)), max_size=60))
 
 
@@ -323,6 +325,10 @@ def test_any_schedule_gives_the_same_text(script: list[tuple[str, int, int]], bu
             harness.chunks.set_lease(max(number % 13, harness.chunks.num_drawn))
         elif action == "prefixes":
             harness.kv.give_up_prefixes(kind)
+        elif action == "gather":
+            harness.compaction.gather(harness.scheduler, kind)
+        elif action == "compact":
+            harness.compaction.give_up_prefixes(harness.scheduler, kind)
         else:
             harness.step(budget)
         harness.kv.groups[0].pool.check()

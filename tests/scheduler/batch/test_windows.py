@@ -301,7 +301,9 @@ def test_groups_of_unequal_blocks_are_refused() -> None:
 
 @st.composite
 def scripts(draw: st.DrawFn) -> list[tuple[str, int, int]]:
-    action = st.sampled_from(["submit", "submit", "step", "step", "step", "abort", "preempt", "lease", "prefixes"])
+    action = st.sampled_from(
+        ["submit", "submit", "step", "step", "step", "abort", "preempt", "lease", "prefixes", "gather", "compact"]
+    )
     return draw(st.lists(st.tuples(action, st.integers(0, 60), st.integers(0, 5)), max_size=60))
 
 
@@ -365,6 +367,10 @@ def test_any_schedule_gives_the_same_text(
             harness.chunks.set_lease(max(number % (lease_chunks + 1), harness.chunks.num_drawn))
         elif action == "prefixes":
             harness.kv.give_up_prefixes(kind)
+        elif action == "gather":
+            harness.compaction.gather(harness.scheduler, kind)
+        elif action == "compact":
+            harness.compaction.give_up_prefixes(harness.scheduler, kind)
         else:
             harness.step(budget)
         check_pools(harness)

@@ -1,0 +1,55 @@
+"""Drawn chunks that hold little are emptied: their blocks move to free places in the model's other chunks, and the chunks go back.
+
+A model whose sequences came and went has blocks everywhere and hardly a chunk without one. A copy within the device's memory costs
+less than computing any of it again, so it comes before kept prefixes are dropped and long before a sequence is put back to wait.
+Block tables are rewritten, which is why this happens between a model's steps, and never while it allocates blocks itself: whoever
+allocates may hold blocks that no table has yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from scheduler.batch.batch_scheduler import BatchScheduler
+from scheduler.batch.plan import IntArray
+
+# (bytes of a block, sources, targets): copies block sources[i] to block targets[i]; no block is both.
+CopyBlocks = Callable[[int, IntArray, IntArray], None]
+
+
+class Compaction:
+    """Of one engine's models."""
+
+    def __init__(self, copy: CopyBlocks) -> None:
+        self._copy = copy
+        self.moved_bytes = 0
+
+    def gather(self, scheduler: BatchScheduler, num_chunks: int) -> int:
+        """Gives up to num_chunks drawn chunks back without losing anything; returns how many."""
+        given = 0
+        for g, group in enumerate(scheduler.kv.groups):
+            given += group.pool.shrink(max(0, num_chunks - given))
+            if given < num_chunks:
+                given += self._empty(scheduler, g, num_chunks - given)
+        return given
+
+    def give_up_prefixes(self, scheduler: BatchScheduler, num_chunks: int) -> int:
+        """As `gather`, and then kept prefixes go, oldest first, no more of them than make the chunks that lack."""
+        given = self.gather(scheduler, num_chunks)
+        for g, group in enumerate(scheduler.kv.groups):
+            while given < num_chunks and group.give_up_oldest(num_chunks - given):
+                given += group.pool.shrink(num_chunks - given)
+                if given < num_chunks:
+                    given += self._empty(scheduler, g, num_chunks - given)
+        return given
+
+    def _empty(self, scheduler: BatchScheduler, g: int, num_chunks: int) -> int:
+        group = scheduler.kv.groups[g]
+        sources, targets = group.pool.moves_to_empty(num_chunks)
+        if not len(sources):
+            return 0
+        self._copy(group.block_bytes, sources, targets)
+        group.move(sources, targets)
+        scheduler.blocks.moved(g, sources, targets, [slot for slot, _ in scheduler.running_requests()])
+        self.moved_bytes += len(sources) * group.block_bytes
+        return group.pool.shrink(num_chunks)
