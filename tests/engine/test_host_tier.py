@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import mmap
 import os
+import threading
 import weakref
 from pathlib import Path
 
@@ -276,6 +277,9 @@ def test_nothing_of_an_evicted_model_waits_for_the_garbage_collector(folder: Pat
     try:
         bench.evict("llama", range(NUM_SLOTS))
         bench.sent.clear()
+        for thread in threading.enumerate():  # the one that saved its KV has told so, and may not have ended
+            if thread.name.startswith(("KV of", "load")):
+                thread.join()
         assert [reference() for reference in alive] == [None, None, None]
     finally:
         gc.enable()
