@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from scheduler.batch.first_tokens import FirstTokens
 from scheduler.batch.kv_cache import KVCache
 from scheduler.batch.plan import (
     FINISH_LENGTH,
@@ -28,6 +29,7 @@ from scheduler.batch.request import BatchRequest, WaitingQueue
 from scheduler.batch.same_prompts import SamePrompts
 from scheduler.batch.sequence_blocks import Admission, SequenceBlocks
 from scheduler.batch.step_room import StepRoom
+from scheduler.batch.steps_ahead import StepsAhead, TokensNeeded
 from scheduler.batch.stop_ids import StopIds
 
 
@@ -44,7 +46,8 @@ class BatchLimits:
 
 
 class BatchScheduler:
-    """One model's sequences, waiting and running. Not thread-safe; `plan` and `finish_step` alternate."""
+    """One model's sequences, waiting and running. Not thread-safe; `plan` and `finish_step` alternate, or `start_step` comes
+    between: then a step is planned before the last one's tokens are known, and only `submit` may come in before they are."""
 
     def __init__(self, model: str, kv: KVCache, limits: BatchLimits) -> None:
         self.model = model
@@ -62,11 +65,10 @@ class BatchScheduler:
         self._free_slots = list(range(slots - 1, -1, -1))
         self._requests: list[BatchRequest | None] = [None] * slots
         self._slot_of: dict[int, int] = {}
-        self._priority = np.zeros(slots, np.int64)
-        self._order = np.zeros(slots, np.int64)
+        self._ahead = StepsAhead(self.table)
         self._stop_ids = StopIds(limits.eos_token_ids, self.table)
         self._held: BoolArray = np.zeros(slots, np.bool_)  # constrained rows that may not have their next token yet
-        self._wants_first: BoolArray = np.zeros(slots, np.bool_)
+        self._first_tokens = FirstTokens(self.table, self._requests)
         self._same_prompts = SamePrompts(self._slot_of, self.table.num_computed, self._held, kv.block_tokens)
         self._next_order = 0
         self._blocked_version = -1  # chunk pool's version when the head of the queue last found no memory
@@ -81,7 +83,7 @@ class BatchScheduler:
     @property
     def num_decoding(self) -> int:
         """Running sequences that have one token to compute."""
-        return int(np.count_nonzero(self.table.num_tokens[self._running] - self.table.num_computed[self._running] == 1))
+        return int(np.count_nonzero(self._ahead.total()[self._running] - self._ahead.computed()[self._running] == 1))
 
     @property
     def runnable(self) -> bool:
@@ -154,28 +156,31 @@ class BatchScheduler:
 
     def plan(self, step_id: int, room: StepRoom | None = None) -> BatchPlan | None:
         """The next step: at most max_num_batched_tokens, of them as many rows and tokens of prompts as `room` has (None: any).
-        While as many sequences run as it has rows for, none is admitted. None if nothing can run now."""
-        room, budget, table, running = room or StepRoom(), self.limits.max_num_batched_tokens, self.table, self._running
-        max_rows = room.rows(budget, table.num_computed[running])
+        While as many sequences run as it has rows for, none is admitted. None if nothing can run now. Raises TokensNeeded if that
+        depends on what a started step gives."""
+        room, budget, table = room or StepRoom(), self.limits.max_num_batched_tokens, self.table
+        running = self._ahead.going_on(self._running)
+        computed, total = self._ahead.computed(), self._ahead.total()
+        max_rows = room.rows(budget, computed[running])
         if self._held.any():
             running = running[~self._held[running]]
         prefill: IntArray = running[:0]
         if len(running):
-            decode_rows = table.num_tokens[running] - table.num_computed[running] == 1
+            decode_rows = total[running] - computed[running] == 1
             decode = running
             if not decode_rows.all():
                 decode, prefill = running[decode_rows], running[~decode_rows]
             if len(decode) > max_rows:  # each gets its turn
                 self._rotation = (self._rotation + max_rows) % len(decode)
                 decode = np.roll(decode, -self._rotation)[:max_rows]
-            decode = self._give_blocks(decode)
+            decode = self._give_blocks(decode, computed)
             if len(prefill):  # a preemption may have taken some away
                 prefill = prefill[table.request_id[prefill] != 0]
         else:
             decode = running
         if len(prefill) or len(self.waiting):
-            room.open(budget, len(decode), float(table.num_computed[decode].sum()), len(prefill) + len(self.waiting))
-            decode, chunk_slots, chunk_tokens = self._plan_prefill(decode, prefill, room, max_rows)
+            room.open(budget, len(decode), float(computed[decode].sum()), len(prefill) + len(self.waiting))
+            decode, chunk_slots, chunk_tokens = self._plan_prefill(decode, prefill, computed, room, max_rows)
             # A chunk of one token that ends its sequence is a decode row like any other; the order of rows is free among those.
             rows, new = np.concatenate((decode, chunk_slots)), np.concatenate((np.ones(len(decode), np.int32), chunk_tokens))
             order = np.argsort(new > 1, kind="stable")
@@ -184,12 +189,18 @@ class BatchScheduler:
             rows, new = decode, np.ones(len(decode), np.int32)
         if not len(rows):
             return None
-        computed = table.num_computed[rows]
-        return BatchPlan(step_id, self.model, rows, computed, new, computed + new == table.num_tokens[rows])
+        first = self._ahead.computed()[rows]  # some have come in since
+        return BatchPlan(step_id, self.model, rows, first, new, first + new == self._ahead.total()[rows])
+
+    def start_step(self, plan: BatchPlan) -> None:
+        """The step is under way; finish_step follows in the same order. What has ended by then was computed in vain."""
+        self._ahead.start(plan)
 
     def finish_step(self, plan: BatchPlan, ids: IntArray, bad: BoolArray) -> StepOutcome:
         """Takes the sampled ids in (`ids[k]`, `bad[k]`: k-th sampling row of the plan), ends what is finished."""
         table = self.table
+        if self._ahead:
+            plan, ids, bad = self._ahead.finish(plan, ids, bad)
         table.num_computed[plan.slots] += plan.num_new
         chunked = plan.slots[plan.num_new > 1]
         for slot in chunked.tolist():
@@ -211,9 +222,7 @@ class BatchScheduler:
         self._held[slots] = table.constrained[slots]
         stop = self._stop_ids.stopped(slots, ids, position)
         ended = stop | (total >= table.max_total_tokens[slots])
-        first = self._wants_first[slots]
-        if first.any():
-            self._note_first_tokens(slots[first], outcome)
+        self._first_tokens.note(slots, outcome)
         if ended.any():
             outcome.finish = np.where(stop, FINISH_STOP, np.where(ended, FINISH_LENGTH, 0)).tolist()
             for slot in slots[ended].tolist():
@@ -224,27 +233,14 @@ class BatchScheduler:
 
     # ---- inside a step
 
-    def _note_first_tokens(self, slots: IntArray, outcome: StepOutcome) -> None:
-        self._wants_first[slots] = self.table.prompt_logprobs[slots] = False
-        for slot in slots.tolist():
-            request = self._requests[slot]
-            assert request is not None
-            request.has_first_token = True
-            if request.resubmitted:
-                request.resubmitted = False
-                outcome.resumed[request.request_id] = (request.num_cached, request.num_recomputed)
-            elif request.num_cached:
-                outcome.cached[request.request_id] = request.num_cached
-
-    def _give_blocks(self, decode: IntArray) -> IntArray:
+    def _give_blocks(self, decode: IntArray, computed: IntArray) -> IntArray:
         """A block for each decode row at a block boundary; preempts until they suffice. Returns the rows that are still there."""
-        table = self.table
         while True:
-            wanting = decode[table.num_computed[decode] >= self.blocks.capacity[decode]]
-            if not len(wanting) or self.blocks.extend(wanting, table.num_computed):
+            wanting = decode[computed[decode] >= self.blocks.capacity[decode]]
+            if not len(wanting) or self.blocks.extend(wanting, computed):
                 return decode
             self._preempt(self._victim())
-            decode = decode[table.request_id[decode] != 0]
+            decode = decode[self.table.request_id[decode] != 0]
 
     def _cover(self, slot: int, num_tokens: int) -> bool:
         """Window groups' blocks for a slot's first num_tokens; preempts until they suffice. False if the slot itself had to go."""
@@ -257,7 +253,7 @@ class BatchScheduler:
         return True
 
     def _plan_prefill(
-        self, decode: IntArray, prefill: IntArray, room: StepRoom, max_rows: int
+        self, decode: IntArray, prefill: IntArray, computed: IntArray, room: StepRoom, max_rows: int
     ) -> tuple[IntArray, IntArray, IntArray]:
         """Chunks of sequences that have more than one token to compute, and of those admitted now, while fewer than max_rows run:
         the decode rows that are still there, slots, tokens."""
@@ -266,9 +262,9 @@ class BatchScheduler:
         tokens: list[int] = []
         windowed = self.blocks.windowed
         for slot in prefill.tolist():
-            computed = int(table.num_computed[slot])
-            num = room.take(computed, int(table.num_tokens[slot]) - computed) if table.request_id[slot] else 0
-            if not num or (windowed and not self._cover(slot, computed + num)):
+            first = int(computed[slot])
+            num = room.take(first, int(table.num_tokens[slot]) - first) if table.request_id[slot] else 0
+            if not num or (windowed and not self._cover(slot, first + num)):
                 continue
             slots.append(slot)
             tokens.append(num)
@@ -283,9 +279,9 @@ class BatchScheduler:
                     break
                 if self._held[new_slot]:
                     continue
-                computed = int(table.num_computed[new_slot])
-                num = room.take(computed, int(table.num_tokens[new_slot]) - computed)
-                if windowed and not self.blocks.cover(new_slot, computed + num):
+                first = int(table.num_computed[new_slot])
+                num = room.take(first, int(table.num_tokens[new_slot]) - first)
+                if windowed and not self.blocks.cover(new_slot, first + num):
                     raise RuntimeError(f"model {self.model}: KV blocks seen at admission are gone")
                 if num:
                     slots.append(new_slot)
@@ -334,10 +330,9 @@ class BatchScheduler:
         table.prompt_logprobs[slot] = params.prompt_logprobs and not request.has_first_token
         table.constrained[slot] = request.constrained
         self._held[slot] = request.held
-        self._priority[slot] = request.priority
-        self._order[slot] = request.order
+        self._ahead.join(slot)
         self._stop_ids.join(slot, params)
-        self._wants_first[slot] = request.resubmitted or not request.has_first_token
+        self._first_tokens.join(slot, request)
         if request.resubmitted:
             request.num_cached, request.num_recomputed = num_cached, num_tokens - num_cached
         elif not request.has_first_token:
@@ -371,6 +366,7 @@ class BatchScheduler:
         self.table.request_id[slot] = 0
         self.table.params[slot] = None
         self._held[slot] = False
+        self._ahead.leave(slot)
         self._free_slots.append(slot)
         self._blocked_version = -1
 
@@ -378,14 +374,16 @@ class BatchScheduler:
         self._running = self._running[self.table.request_id[self._running] != 0]
 
     def _victim(self) -> int:
-        running = self._running
+        running = self.running_requests()
         tenant = self.waiting.shares.crowding()
         if tenant is not None:  # its own excess makes room, whatever priority it gives itself
-            running = running[[r is not None and r.cache_salt == tenant for r in map(self._requests.__getitem__, running)]]
-        lowest = running[self._priority[running] == self._priority[running].min()]
-        return int(lowest[np.argmax(self._order[lowest])])
+            running = [(slot, request) for slot, request in running if request.cache_salt == tenant]
+        return min(running, key=lambda each: (each[1].priority, -each[1].order))[0]
 
     def _preempt(self, slot: int) -> None:
+        """Raises TokensNeeded while a started step has not told the tokens that are to be kept."""
+        if self._ahead:
+            raise TokensNeeded
         request = self._requests[slot]
         assert request is not None
         request.held = bool(self._held[slot])

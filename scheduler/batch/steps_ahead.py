@@ -1,0 +1,85 @@
+"""Steps that were started and whose tokens are not known yet: what the next plan has to reckon with.
+
+Shapes: S slots, R rows of a step, N of them sampling.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+
+import numpy as np
+
+from scheduler.batch.plan import BatchPlan, BoolArray, IntArray, LongArray, SequenceTable
+
+
+class TokensNeeded(Exception):
+    """What is to be done next needs tokens that a started step has not told yet."""
+
+
+class StepsAhead:
+    """Beside a SequenceTable, whose counts stay those of finished steps. num_new [S]: tokens that started steps compute;
+    num_sampled [S]: tokens they will have sampled."""
+
+    def __init__(self, table: SequenceTable) -> None:
+        self._table = table
+        num_slots = len(table.request_id)
+        self._waits: BoolArray = np.zeros(num_slots, np.bool_)
+        self._num_new: IntArray = np.zeros(num_slots, np.int32)
+        self._num_sampled: IntArray = np.zeros(num_slots, np.int32)
+        self._steps: deque[tuple[BatchPlan, LongArray]] = deque()  # with the request of each row
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def join(self, slot: int) -> None:
+        """A row's settings are in the table. What changes its logits with each token, and what is told beside its tokens, is the
+        host's business: such a row goes on when its last token is known."""
+        table = self._table
+        wants = table.constrained[slot] | table.edits_logits[slot] | table.prompt_logprobs[slot] | (table.num_logprobs[slot] >= 0)
+        self._waits[slot] = wants
+        self.leave(slot)
+
+    def leave(self, slot: int) -> None:
+        """What started steps still do for it counts no more."""
+        self._num_new[slot] = self._num_sampled[slot] = 0
+
+    def computed(self) -> IntArray:
+        """[S] tokens whose KV is stored once all started steps have run."""
+        return self._table.num_computed + self._num_new if self._steps else self._table.num_computed
+
+    def total(self) -> IntArray:
+        """[S] tokens there are then."""
+        return self._table.num_tokens + self._num_sampled if self._steps else self._table.num_tokens
+
+    def going_on(self, running: IntArray) -> IntArray:
+        """The running slots but those that started steps bring to their last token. Raises TokensNeeded if one has to wait."""
+        if not self._steps:
+            return running
+        if self._waits[running].any():
+            raise TokensNeeded
+        return running[self.total()[running] < self._table.max_total_tokens[running]]
+
+    def start(self, plan: BatchPlan) -> None:
+        self._num_new[plan.slots] += plan.num_new
+        self._num_sampled[plan.slots] += plan.samples
+        self._steps.append((plan, self._table.request_id[plan.slots]))
+
+    def finish(self, plan: BatchPlan, ids: IntArray, bad: BoolArray) -> tuple[BatchPlan, IntArray, BoolArray]:
+        """The oldest started step is over: its plan, ids [N] and bad [N] without the rows whose request has ended since."""
+        started, request_ids = self._steps.popleft()
+        if started is not plan:
+            raise RuntimeError(f"step {plan.step_id} ends before step {started.step_id}")
+        alive = self._table.request_id[plan.slots] == request_ids
+        if not alive.all():
+            ids, bad = ids[alive[plan.samples]], bad[alive[plan.samples]]
+            plan = replace(
+                plan,
+                slots=plan.slots[alive],
+                num_computed=plan.num_computed[alive],
+                num_new=plan.num_new[alive],
+                samples=plan.samples[alive],
+            )
+        self._num_new[plan.slots] -= plan.num_new
+        self._num_sampled[plan.slots] -= plan.samples
+        return plan, ids, bad
