@@ -51,6 +51,24 @@ class HostedModel(Protocol):
         ...
 
 
+class Launched(Protocol):
+    """A step under way."""
+
+    def wait(self) -> StepResult:
+        """Its sampled ids, and its device seconds. Raises as HostedModel.execute does."""
+        ...
+
+
+@runtime_checkable
+class LaunchesAhead(Protocol):
+    """A HostedModel whose next step can be started before the last one's tokens are known."""
+
+    def launch(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> Launched:
+        """Starts one step. Tokens that table.num_tokens does not count yet are those the slot's last step samples; rows in `masks`
+        have none."""
+        ...
+
+
 @runtime_checkable
 class HostedEncoder(Protocol):
     """As HostedModel, of a model that turns texts into vectors."""

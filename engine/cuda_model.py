@@ -12,13 +12,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.contracts import BatchPlan, FloatArray, SequenceTable, StepResult
+from engine.contracts import BatchPlan, FloatArray, Launched, SequenceTable, StepResult
 from engine.cuda_graphs import DecodeGraphs
 from engine.device_batch import DeviceBatch, DeviceGroup, QueryTiles
 from engine.device_state import DeviceSequences, Staging
@@ -50,14 +50,6 @@ class DeviceGroupMemory:
     rotary: Rotary
     window_tokens: int
     block_tokens: int
-
-
-class Launched(Protocol):
-    """A step under way."""
-
-    def wait(self) -> StepResult:
-        """Its sampled ids, and its device seconds."""
-        ...
 
 
 class PendingStep:
@@ -132,8 +124,7 @@ class CudaModel:
 
     @torch.inference_mode()
     def launch(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> Launched:
-        """Starts one step. Tokens that table.num_tokens does not count yet are those the slot's last step samples. Rows whose
-        logits the host edits, or whose log-probabilities are wanted, are waited for here."""
+        """As LaunchesAhead has it. Rows whose logits the host edits, or whose log-probabilities are wanted, are waited for here."""
         began_s = time.perf_counter()
         self._update_blocks(plan, table)
         owed = owed_prompt_rows(plan, table)

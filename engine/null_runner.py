@@ -96,19 +96,25 @@ class NullModel:
     def execute(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> StepResult:
         """Raises RuntimeError if a row holds `crash_token`."""
         started = time.monotonic()
-        slots = plan.slots if plan.samples.all() else plan.slots[plan.samples]
-        ids = null_tokens(table.seed[slots], table.num_tokens[slots], self._candidates)
+        result = self._step(plan, table, masks)
+        self._pacer.wait()
+        result.seconds = time.monotonic() - started
+        return result
+
+    def _step(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None) -> StepResult:
+        slots = plan.slots[plan.samples]
+        positions = (plan.num_computed + plan.num_new)[plan.samples]
+        ids = null_tokens(table.seed[slots], positions, self._candidates)
         for at, row in enumerate(masks.rows.tolist() if masks is not None else ()):
             assert masks is not None
             allowed = np.flatnonzero(masks.allowed(slice(at, at + 1), self.vocab_size)[0]).astype(np.int32)
-            ids[row] = null_tokens(table.seed[slots[row : row + 1]], table.num_tokens[slots[row : row + 1]], allowed)[0]
+            ids[row] = null_tokens(table.seed[slots[row : row + 1]], positions[row : row + 1], allowed)[0]
         bad = np.zeros(len(slots), np.bool_)
         if self._crash_token is not None and self._holding(self._crash_token, plan.slots, table).any():
             raise RuntimeError(f"{self.name}: crash_token {self._crash_token} met")
         if self._nan_token is not None:
             bad = self._holding(self._nan_token, slots, table)
-        self._pacer.wait()
-        result = StepResult(ids, bad, time.monotonic() - started)
+        result = StepResult(ids, bad, 0.0)
         self._tell_logprobs(result, plan, slots, table)
         return result
 
@@ -142,6 +148,25 @@ class NullModel:
         return np.array([(table.tokens[slot, : table.num_tokens[slot]] == token).any() for slot in slots], np.bool_)
 
 
+class AheadNullModel(NullModel):
+    """A null model whose steps are launched as a GPU's are, for tests of what that asks of the engine."""
+
+    def launch(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> PacedStep:
+        return PacedStep(self._step(plan, table, masks), self._pacer)
+
+
+class PacedStep:
+    """Over when the pacer says so."""
+
+    def __init__(self, result: StepResult, pacer: Pacer) -> None:
+        self._result, self._pacer = result, pacer
+
+    def wait(self) -> StepResult:
+        self._pacer.wait()
+        self._result.seconds = self._pacer.step_s
+        return self._result
+
+
 def _mark(spec: LoadModel, index: int) -> npt.NDArray[np.uint8]:
     """[16] what a null model's copy has at the beginning of its slots, so that a slot given to two is noticed."""
     text = f"{index} {spec.fingerprint} {spec.dtype}".encode()
@@ -168,9 +193,10 @@ class NullRunner:
         except (OSError, ValueError) as error:
             raise NullLoadError(str(path), None, str(error)) from error
         faults = config.get("hearthd_null", {})
+        kind = AheadNullModel if faults.get("launches_ahead") else NullModel
         total_bytes = max(1, spec.weights_chunks * self._configure.chunk_bytes)
         if self._taken(task):
-            return NullModel(spec, config, self._configure, self._pacer)
+            return kind(spec, config, self._configure, self._pacer)
         load_s = float(faults.get("load_s", 0.0))
         started = time.monotonic()
         while (elapsed := time.monotonic() - started) < load_s:
@@ -188,7 +214,7 @@ class NullRunner:
             slot[:16] = _mark(spec, index)
         if spec.keep_slots:
             task.kept, task.checksum = True, _checksum(spec)
-        return NullModel(spec, config, self._configure, self._pacer)
+        return kind(spec, config, self._configure, self._pacer)
 
     def _taken(self, task: LoadTask) -> bool:
         """As WeightCopies.take."""

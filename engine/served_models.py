@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.contracts import HostedEncoder, HostedModel
+from engine.contracts import HostedEncoder, HostedModel, LaunchesAhead
 from engine.embedder import Embedder
 from engine.kv_caches import make_kv_cache
 from engine.protocol import Configure, LoadModel, Stats
@@ -46,6 +46,7 @@ class ServedModel:
     scheduler: BatchScheduler
     place: Place
     limits: StepLimits
+    ahead: LaunchesAhead | None = None  # the hosted model, where it is one
     num_leaving_chunks: int = 0
 
 
@@ -111,7 +112,8 @@ class ServedModels:
         pace = self._limits.setdefault(
             (spec.model, spec.fingerprint, spec.dtype), StepLimits(self.turns.budget_s, self._configure.max_step_stretch)
         )
-        return ServedModel(spec, hosted, BatchScheduler(spec.model, kv, limits), place, pace)
+        ahead = hosted if isinstance(hosted, LaunchesAhead) else None
+        return ServedModel(spec, hosted, BatchScheduler(spec.model, kv, limits), place, pace, ahead)
 
     def add(self, served: ServedModel) -> None:
         self.by_name[served.spec.model] = served

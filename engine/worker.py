@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 
 from engine.channel import Channel, ChannelClosed
-from engine.contracts import Runner
+from engine.contracts import BatchPlan, Runner, StepResult
 from engine.embedder import Embedder
 from engine.grammar.constraints import Constraints, End
+from engine.grammar.row_masks import RowMasks
 from engine.loads import Loads
 from engine.memory.chunk_memory import ChunkMemory
 from engine.memory.host_tier import HostTier
@@ -42,10 +43,12 @@ from engine.protocol import (
     TokensOut,
     write_journal,
 )
-from engine.served_models import ServedModels
+from engine.served_models import ServedModel, ServedModels
+from engine.step_under_way import StepUnderWay
 from scheduler.batch.batch_scheduler import BatchScheduler
 from scheduler.batch.request import BatchRequest
 from scheduler.batch.step_room import StepRoom
+from scheduler.batch.steps_ahead import TokensNeeded
 
 log = logging.getLogger("engine")
 
@@ -77,6 +80,7 @@ class Engine:
         self.preparer = None if memory is None else Preparer(memory, self.models.chunks, tier)
         self.constraints = Constraints()
         self.num_steps = 0
+        self._under_way: StepUnderWay | None = None
         self._model_of: dict[int, str] = {}
         self._stats_dirty = True
         self._stats_sent_s = 0.0
@@ -101,17 +105,19 @@ class Engine:
             while not self._shutdown:
                 stalled = self.channel.backlog_bytes > MAX_BACKLOG_BYTES
                 busy = [] if stalled else self.models.busy()
-                if not busy:
+                if not busy and self._under_way is None:
                     self._journal_no_step()
                 if watching_out != (self.channel.backlog_bytes > 0):
                     watching_out = not watching_out
                     poller.modify(self.channel.fileno(), select.EPOLLIN | (select.EPOLLOUT if watching_out else 0))
-                ready = poller.poll(0 if busy else self._idle_timeout_s())
+                ready = poller.poll(0 if busy or self._under_way is not None else self._idle_timeout_s())
                 for fd, events in ready:
                     if fd == self.placements.fileno():
+                        self._settle()
                         self.placements.take()
                         self._stats_dirty = True
                     elif fd == self.constraints.fileno():
+                        self._settle()
                         self._end_constrained(self.constraints.receive())
                     else:
                         if events & select.EPOLLOUT:
@@ -123,6 +129,8 @@ class Engine:
                     self.preparer.disturbed()
                 if busy:
                     self._turn(self.models.busy() if ready else busy)
+                elif self._under_way is not None:
+                    self._settle()
                 elif not ready:
                     self._tidy()
         except ChannelClosed:
@@ -133,28 +141,55 @@ class Engine:
     # ---- steps
 
     def _turn(self, busy: list[str]) -> None:
-        """One step of the model whose turn it is among those that have something to do."""
+        """Starts one step of the model whose turn it is among those that have something to do, then takes in the one before."""
         name = self.models.turns.next(busy)
         if name is None:
             return
         embedder = self.models.embedders.get(name)
         if embedder is not None:
+            self._settle()
             self._embed(name, embedder)
             return
         served = self.models.by_name[name]
+        if served.ahead is None:
+            self._settle()
         scheduler = served.scheduler
         self._end_constrained(self.constraints.settle(name))
-        plan = scheduler.plan(self.num_steps + 1, StepRoom(served.limits, shared=len(busy) > 1))
+        try:
+            plan = scheduler.plan(self.num_steps + 1, StepRoom(served.limits, shared=len(busy) > 1))
+        except TokensNeeded:
+            plan = None
         if scheduler.failed:
             self._fail_hopeless(scheduler)
         self.models.discard_returned()
         if plan is None:
+            self._settle()
             return
         self.num_steps += 1
-        write_journal(self.journal, scheduler.table.request_id[plan.slots])
+        before, request_ids = self._under_way, scheduler.table.request_id[plan.slots]
+        # a fault may be that of either step: what a device says of it comes late
+        write_journal(self.journal, request_ids if before is None else np.union1d(before.request_ids, request_ids))
         self._journal_names_a_step = True
         masks = self.constraints.masks(served, plan)
-        result = served.hosted.execute(plan, scheduler.table, masks)
+        if served.ahead is None:
+            result = served.hosted.execute(plan, scheduler.table, masks)
+            self._take_in(served, plan, masks, result)
+            return
+        launched = served.ahead.launch(plan, scheduler.table, masks)
+        scheduler.start_step(plan)
+        self._under_way = StepUnderWay(served, plan, masks, launched, request_ids)
+        if before is not None:
+            self._take_in(before.served, before.plan, before.masks, before.launched.wait())
+
+    def _settle(self) -> None:
+        """Takes in the step under way, if there is one: afterwards nothing runs on the device."""
+        step, self._under_way = self._under_way, None
+        if step is not None:
+            self._take_in(step.served, step.plan, step.masks, step.launched.wait())
+
+    def _take_in(self, served: ServedModel, plan: BatchPlan, masks: RowMasks | None, result: StepResult) -> None:
+        """A step is over: its tokens go to the scheduler and to the daemon."""
+        name, scheduler = served.spec.model, served.scheduler
         self.models.turns.charge(name, result.seconds)
         served.limits.note(plan, result.seconds)
         for told in result.prompt_logprobs:
@@ -270,6 +305,8 @@ class Engine:
     # ---- messages
 
     def _handle(self, message: Any) -> None:
+        if type(message) is not Submit:  # all else changes what a step under way counts on
+            self._settle()
         match message:
             case Submit():
                 self._submit(message)

@@ -3,7 +3,8 @@ can show (graphs, streams, page-locked memory) is in tests/gpu."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from engine.__main__ import beside_work_space
 from engine.cuda_graphs import graph_rows
 from engine.cuda_model import CudaModel
 from engine.device_sink import DeviceSink
+from engine.kv_caches import make_kv_cache
 from engine.memory.weight_range import WeightRange
 from engine.model_runner import TorchRunner
 from engine.protocol import Configure, LoadModel, SamplingParams
@@ -31,11 +33,15 @@ from loader.errors import UnsupportedModel
 from loader.sinks import HostSink
 from loader.staging import StagingRing
 from loader.weight_stream import open_checkpoint, stream_weights
-from scheduler.batch.plan import write_sampling
+from scheduler.batch.batch_scheduler import BatchLimits, BatchScheduler
+from scheduler.batch.chunk_pool import ChunkPool
+from scheduler.batch.plan import BatchPlan, write_sampling
+from scheduler.batch.request import BatchRequest
 from tests.engine.model_bench import (
     BLOCK_TOKENS,
     CACHE_DIR,
     CASES,
+    CHUNK_BYTES,
     MAX_LEN,
     load,
     load_task,
@@ -315,3 +321,43 @@ def test_graph_row_counts_are_few_and_not_much_larger() -> None:
     assert all(n <= size <= 2 * n for n, size in enumerate(sizes, start=1))
     assert len(set(sizes)) < 24
     assert sizes[:8] == [1, 2, 4, 4, 8, 8, 8, 8]
+
+
+def scheduled(model: CudaModel, ahead: bool, stop: Sequence[int] = ()) -> dict[int, list[int]]:
+    """Texts of three requests, with seeds, chunks, and stop ids for one: steps one after the other, or each launched before the
+    last is read."""
+    block_bytes = model.kv_groups[0].block_bytes
+    chunks = ChunkPool(len(model._memory[0].kv) * block_bytes // CHUNK_BYTES, CHUNK_BYTES, lease_chunks=40)
+    spec = LoadModel(1, "tiny", "", "float32", "f", 0, 8, 40, MAX_LEN, 8, [1])
+    kv = make_kv_cache(spec, model.kv_groups, chunks, 16)
+    scheduler = BatchScheduler("tiny", kv, BatchLimits(8, MAX_LEN, 16, (1,), "f", "float32"))
+    texts: dict[int, list[int]] = {1: [], 2: [], 3: []}
+    for request_id, prompt in ((1, PROMPT[:9]), (2, OTHER[:13]), (3, PROMPT[:4])):
+        params = SamplingParams(max_tokens=4 + request_id, temperature=0.9 * (request_id - 1), seed=request_id, ignore_eos=True)
+        if request_id == 2:
+            params = msgspec.structs.replace(params, stop_token_ids=list(stop))
+        scheduler.submit(BatchRequest(request_id, np.array(prompt, np.int32), len(prompt), params))
+    under_way: deque[tuple[BatchPlan, Any]] = deque()
+    while True:
+        step = scheduler.plan(0)
+        if step is not None:
+            under_way.append((step, model.launch(step, scheduler.table)))
+            if ahead:
+                scheduler.start_step(step)
+        if not under_way:
+            return texts
+        if step is None or not ahead or len(under_way) > 1:
+            oldest, launched = under_way.popleft()
+            result = launched.wait()
+            outcome = scheduler.finish_step(oldest, result.ids, result.bad)
+            for request_id, token in zip(outcome.request_ids, outcome.ids, strict=True):
+                texts[request_id].append(token)
+
+
+def test_steps_planned_before_the_last_is_read_give_the_same_texts(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, kind="qwen2", num_hidden_layers=1)
+    whole = scheduled(load_cuda_model(tmp_path), False)
+    assert [len(text) for text in whole.values()] == [5, 6, 7]
+    stop = whole[2][3]
+    plain = whole | {2: whole[2][: whole[2].index(stop) + 1]}
+    assert scheduled(load_cuda_model(tmp_path), True, [stop]) == plain
