@@ -85,7 +85,7 @@ def sort_of(kernel: str) -> str:
         return "attention"
     if kernel.startswith(("sample", "greedy", "top_logprobs", "penalise")):
         return "sampling"
-    return "rows" if any(part in kernel for part in ("norm", "rope", "silu", "gelu", "rotate")) else ""
+    return "rows" if any(part in kernel for part in ("norm", "rope", "silu", "gelu", "rotate", "gather_rows")) else ""
 
 
 @dataclass(slots=True)
@@ -272,6 +272,7 @@ def main() -> None:
         clocks.watch(cpu)
         clocks.watch(reference)
         torch.nn.functional.linear = clocks.around("products", torch.nn.functional.linear)
+        torch.mm, torch.addmm = clocks.around("products", torch.mm), clocks.around("products", torch.addmm)  # of recorded steps
         for kind in options.only.split(","):
             for size in sizes[kind]:
                 print(json.dumps(account(steps, machine, clocks, kind, size, options.steps)), flush=True)

@@ -31,9 +31,18 @@ class Rotary:
 
     def cos_sin(self, positions: Tensor) -> Tensor:
         """positions [T] -> [T, 2 P] float32: cosines, then sines."""
-        angles = positions.float().unsqueeze(1) * self.inv_freq
-        turns = torch.cat((angles.cos(), angles.sin()), dim=1)
-        return turns if self.scale == 1.0 else turns.mul_(self.scale)
+        turns = torch.empty(len(positions), 2 * len(self.inv_freq), device=self.inv_freq.device)
+        self.turn(positions.float().unsqueeze(1), turns)
+        return turns
+
+    def turn(self, positions: Tensor, turns: Tensor) -> None:
+        """As cos_sin, of positions [T, 1] float32 into turns [T, 2 P]."""
+        cosines, sines = turns.tensor_split(2, dim=1)
+        torch.mul(positions, self.inv_freq, out=cosines)
+        torch.sin(cosines, out=sines)
+        torch.cos(cosines, out=cosines)
+        if self.scale != 1.0:
+            turns.mul_(self.scale)
 
 
 @dataclass(slots=True, frozen=True)

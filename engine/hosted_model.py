@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine import ops
 from engine.contracts import BatchPlan, FloatArray, KVGroupSpec, LongArray, SequenceTable, StepResult
+from engine.decode_steps import DecodeInputs, DecodeSteps
 from engine.forward_batch import GroupMemory, Rotary, build_batch, padded_rows
 from engine.grammar.row_masks import RowMasks
 from engine.layers.rope import rotary_of
@@ -25,6 +26,7 @@ from engine.models.registry import CausalLM, build_model
 from engine.protocol import LoadModel
 from engine.sampled_outputs import sampled_outputs
 from engine.sampler import SamplingRows, constrain, sampling_rows
+from engine.step_program import MAX_RECORDED_ROWS, Scratch, StepProgram
 from loader import sizing
 from loader.hf_config import ModelShape
 
@@ -33,7 +35,14 @@ class TorchModel:
     """engine.contracts.HostedModel on torch. Not for two threads at a time."""
 
     def __init__(
-        self, spec: LoadModel, shape: ModelShape, weights: WeightRange, memory: ChunkMemory, block_tokens: int, num_threads: int
+        self,
+        spec: LoadModel,
+        shape: ModelShape,
+        weights: WeightRange,
+        memory: ChunkMemory,
+        scratch: Scratch,
+        block_tokens: int,
+        num_threads: int,
     ) -> None:
         self.name = spec.model
         self.vocab_size = shape.vocab_size
@@ -52,6 +61,9 @@ class TorchModel:
         self._kv = [self._group_memory(memory, group, local if group.window_tokens else rotary) for group in self.kv_groups]
         places = {layer: (number, place) for number, group in enumerate(self.kv_groups) for place, layer in enumerate(group.layers)}
         self._layer_places = tuple(places[layer] for layer in range(shape.num_layers))
+        max_rows, max_blocks = min(spec.max_sequences, self._logits_rows, MAX_RECORDED_ROWS), -(-spec.max_model_len // block_tokens)
+        inputs = DecodeInputs(self._kv, self._layer_places, max_rows, max_blocks, self._padded)
+        self._decode_steps: DecodeSteps | None = DecodeSteps(self._loaded(), inputs, scratch, max_rows)
 
     def _group_memory(self, memory: ChunkMemory, group: KVGroupSpec, rotary: Rotary) -> GroupMemory:
         block_shape = (len(group.layers), 2, self.shape.num_kv_heads, group.block_tokens, self.shape.head_dim)
@@ -65,17 +77,25 @@ class TorchModel:
         """One step: stores the new tokens' KV, samples one id for each sampling row."""
         begin = time.perf_counter()
         owed = owed_prompt_rows(plan, table)
-        hidden, num_sampling = self._forward(plan, table, every_token=False, also=None if owed is None else owed.tokens)
+        step = self._decode(plan, table) if owed is None else None
+        if step is not None:
+            hidden, num_sampling, logits = step.hidden, len(plan.slots), lambda hidden: step.logits
+        else:
+            hidden, num_sampling = self._forward(plan, table, every_token=False, also=None if owed is None else owed.tokens)
+            logits = self._loaded().logits
         rows: SamplingRows | None = None
         if num_sampling:
             rows = sampling_rows(plan, table, self._eos_token_ids, self.vocab_size)
             if masks is not None:
                 constrain(rows, masks)
-        return sampled_outputs(hidden, num_sampling, rows, owed, plan, table, self._loaded().logits, self._logits_rows, begin)
+        return sampled_outputs(hidden, num_sampling, rows, owed, plan, table, logits, self._logits_rows, begin)
 
     @torch.inference_mode()
     def logits(self, plan: BatchPlan, table: SequenceTable, every_token: bool = False) -> FloatArray:
         """For tests: the same step without sampling. [N, V] float32 of the sampling rows, or [T, V] of all tokens."""
+        step = self._decode(plan, table)
+        if step is not None:
+            return step.logits[: len(plan.slots)].float().numpy().copy()
         hidden, num = self._forward(plan, table, every_token)
         return self._loaded().logits(hidden)[:num].float().numpy()
 
@@ -83,6 +103,13 @@ class TorchModel:
         if self._model is None:
             raise RuntimeError(f"model {self.name} was released")
         return self._model
+
+    def _decode(self, plan: BatchPlan, table: SequenceTable) -> StepProgram | None:
+        """None: this step is computed by _forward."""
+        if self._decode_steps is None:
+            raise RuntimeError(f"model {self.name} was released")
+        ops.set_num_threads(self.num_threads)
+        return self._decode_steps.run(plan, table)
 
     def _forward(
         self, plan: BatchPlan, table: SequenceTable, every_token: bool, also: LongArray | None = None
@@ -104,5 +131,5 @@ class TorchModel:
 
     def release(self) -> None:
         """Unmaps the weights. Idempotent; any later step raises RuntimeError."""
-        self._model = None
+        self._model = self._decode_steps = None
         self._weights.unmap()

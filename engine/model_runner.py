@@ -19,6 +19,7 @@ from engine.memory.chunk_memory import ChunkMemory
 from engine.memory.host_tier import HostTier
 from engine.memory.weight_range import WeightRange, WeightRanges
 from engine.protocol import Configure, LoadModel
+from engine.step_program import Scratch
 from engine.weight_copies import WeightCopies
 from engine.weight_decoder import weight_decoder
 from loader import sizing
@@ -49,6 +50,7 @@ class TorchRunner:
         self._gpu_models: dict[str, tuple[object, CudaModel]] = {}  # every model's last, with its graphs
         self._copies = WeightCopies(memory, tier)
         self._ring = StagingRing()
+        self._scratch = Scratch()
         self._kernels = _in_background(self._prepare_kernels)
 
     def _prepare_kernels(self) -> None:
@@ -95,7 +97,7 @@ class TorchRunner:
                     return self._gpu_model(spec, source.shape, weights)
                 if source.shape.pooling:
                     return TorchEncoder(spec, source.shape, weights, num_threads)
-                return TorchModel(spec, source.shape, weights, self.memory, self._options.block_tokens, num_threads)
+                return TorchModel(spec, source.shape, weights, self.memory, self._scratch, self._options.block_tokens, num_threads)
             except ReadCancelled as error:
                 weights.unmap()
                 raise LoadCancelled(str(error)) from None

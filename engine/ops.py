@@ -11,6 +11,7 @@ import fcntl
 import importlib
 import importlib.util
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ import torch
 from torch import Tensor
 
 from engine.device_batch import DeviceBatch
-from engine.forward_batch import ForwardBatch, GroupBatch
+from engine.forward_batch import ForwardBatch
 from engine.kernels import compiled, reference
-from loader.sizing import DEQUANTIZED_BYTES, PREFILL_TILE_TOKENS, sampler_rows
+from engine.step_program import call, empty, into, is_recording
+from loader.sizing import DEQUANTIZED_BYTES, sampler_rows
 
 MIN_OUTPUTS = 4  # of few_rows_linear
 BLOCK_TOKENS_STEP = 4  # of paged_attention
@@ -100,7 +102,16 @@ def _served(x: Tensor) -> bool:
 
 def _array(x: Tensor) -> Any:
     """The tensor's memory as numpy sees it: bfloat16 as uint16 bits."""
-    return x.view(torch.uint16).numpy() if x.dtype is torch.bfloat16 else x.numpy()
+    return x.view(torch.uint16 if x.dtype is torch.bfloat16 else x.dtype).numpy()
+
+
+def embedding(ids: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:
+    """ids [T] int64 -> rows [T, W] of weight [V, W], times scale."""
+    if _gpu is not None or not _served(weight):
+        return reference.gather_rows(weight, ids, scale)
+    out = empty(weight, len(ids), weight.shape[1])
+    call(_kernels.gather_rows, ids.numpy(), _array(weight), scale, _array(out))
+    return out
 
 
 @dataclass(slots=True, frozen=True)
@@ -119,13 +130,22 @@ def linear(x: Tensor, weight: Tensor | Int8Matrix, bias: Tensor | None = None) -
         return _gpu.linear(x, weight, bias)
     if _served(x) and 0 < len(x) <= _few_rows[x.dtype] and len(weight) >= MIN_OUTPUTS:
         return _few_rows_linear(x, weight, _NO_SCALES, bias)
+    if is_recording() and _gpu is None:  # what torch's linear calls
+        out = empty(x, len(x), len(weight))
+        own, to = x.view(x.shape), out.view(out.shape)
+        if bias is None:
+            call(partial(torch.mm, out=to), own, weight.t())
+        else:
+            call(partial(torch.addmm, out=to), bias, own, weight.t())
+        return out
     return torch.nn.functional.linear(x, weight, bias)
 
 
 def _few_rows_linear(x: Tensor, weight: Tensor, scales: Any, bias: Tensor | None) -> Tensor:
-    out = x.new_empty(len(x), len(weight))
+    out = empty(x, len(x), len(weight))
     array = _array(x)
-    _kernels.few_rows_linear(array, _array(weight), scales, array[0, :0] if bias is None else _array(bias), _array(out))
+    none = array[0, :0]
+    call(_kernels.few_rows_linear, array, _array(weight), scales, none if bias is None else _array(bias), _array(out))
     return out
 
 
@@ -133,7 +153,11 @@ def _int8_linear(x: Tensor, weight: Int8Matrix, bias: Tensor | None) -> Tensor:
     """Many rows: some outputs' weights at a time in x's dtype, so that the matrix is never there in full."""
     if _served(x) and 0 < len(x) <= _few_rows_int8[x.dtype] and len(weight.values) >= MIN_OUTPUTS:
         return _few_rows_linear(x, weight.values, weight.scales.numpy(), bias)
-    return reference.int8_linear(x, weight.values, weight.scales, bias, DEQUANTIZED_BYTES)
+    if not is_recording():
+        return reference.int8_linear(x, weight.values, weight.scales, bias, DEQUANTIZED_BYTES)
+    out = empty(x, len(x), len(weight.values))
+    call(into, out.view(out.shape), reference.int8_linear, x.view(x.shape), weight.values, weight.scales, bias, DEQUANTIZED_BYTES)
+    return out
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, around_one: bool = False) -> Tensor:
@@ -142,8 +166,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, around_one: bool = False) ->
         return _gpu.rms_norm(x, weight, eps, around_one)
     if not _served(x):
         return reference.rms_norm(x, weight, eps, around_one)
-    out = torch.empty_like(x)
-    _kernels.rms_norm(_array(x), _array(weight), around_one, eps, _array(out))
+    out = empty(x, *x.shape)
+    call(_kernels.rms_norm, _array(x), _array(weight), around_one, eps, _array(out))
     return out
 
 
@@ -153,30 +177,28 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, around
         return _gpu.add_rms_norm(x, residual, weight, eps, around_one)
     if not _served(x):
         return reference.add_rms_norm(x, residual, weight, eps, around_one)
-    out = torch.empty_like(x)
-    _kernels.add_rms_norm(_array(x), _array(residual), _array(weight), around_one, eps, _array(out))
+    out = empty(x, *x.shape)
+    call(_kernels.add_rms_norm, _array(x), _array(residual), _array(weight), around_one, eps, _array(out))
     return out
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """[T, 2 W] -> [T, W]: silu(gate) * up."""
-    if _gpu is not None:
-        return _gpu.gate_and_mul(gate_up, gelu=False)
-    if not _served(gate_up):
-        return reference.silu_and_mul(gate_up)
-    out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-    _kernels.silu_and_mul(_array(gate_up), _array(out))
-    return out
+    return _gate_and_mul(gate_up, gelu=False)
 
 
 def gelu_and_mul(gate_up: Tensor) -> Tensor:
     """[T, 2 W] -> [T, W]: gelu(gate) * up, gelu in its form with tanh."""
+    return _gate_and_mul(gate_up, gelu=True)
+
+
+def _gate_and_mul(gate_up: Tensor, gelu: bool) -> Tensor:
     if _gpu is not None:
-        return _gpu.gate_and_mul(gate_up, gelu=True)
+        return _gpu.gate_and_mul(gate_up, gelu)
     if not _served(gate_up):
-        return reference.gelu_and_mul(gate_up)
-    out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-    _kernels.gelu_and_mul(_array(gate_up), _array(out))
+        return reference.gelu_and_mul(gate_up) if gelu else reference.silu_and_mul(gate_up)
+    out = empty(gate_up, gate_up.shape[0], gate_up.shape[1] // 2)
+    call(_kernels.gelu_and_mul if gelu else _kernels.silu_and_mul, _array(gate_up), _array(out))
     return out
 
 
@@ -206,7 +228,8 @@ def rope_and_store(qkv: Tensor, norms: HeadNorms | None, layer: int, heads: int,
         return
     array = _array(qkv)
     none = array[0, :0]
-    _kernels.rope_and_store(
+    call(
+        _kernels.rope_and_store,
         array,
         group.cos_sin.numpy(),
         none if norms is None else _array(norms.query),
@@ -234,11 +257,13 @@ def attention(qkv: Tensor, layer: int, heads: int, scale: float, softcap: float,
     group, place = batch.group_of(layer)
     kv = group.kv
     kv_heads, head_dim = kv.shape[3], kv.shape[5]
-    out = qkv.new_empty(qkv.shape[0], heads * head_dim)
-    out[batch.num_tokens :] = 0
+    out = empty(qkv, qkv.shape[0], heads * head_dim)
+    if batch.num_tokens < len(out):
+        call(out[batch.num_tokens :].zero_)
     if len(batch.paged_tokens):
         if _served(qkv) and kv.shape[4] % BLOCK_TOKENS_STEP == 0:
-            _kernels.paged_attention(
+            call(
+                _kernels.paged_attention,
                 _array(qkv),
                 group.kv_flat,
                 kv.shape[1],
@@ -273,12 +298,13 @@ def attention(qkv: Tensor, layer: int, heads: int, scale: float, softcap: float,
             )
     for row in batch.long_rows:
         start, num_new = int(batch.starts[row]), int(batch.num_new[row])
-        _attend_long_row(
+        reference.long_row_attention(
             qkv[start : start + num_new, : heads * head_dim].view(num_new, heads, head_dim).transpose(0, 1),
-            group,
+            kv,
             place,
-            row,
+            torch.from_numpy(group.block_table[row]),
             int(batch.contexts[row]),
+            group.window_tokens,
             scale,
             softcap,
             out[start : start + num_new].view(num_new, heads, head_dim),
@@ -286,31 +312,11 @@ def attention(qkv: Tensor, layer: int, heads: int, scale: float, softcap: float,
     return out
 
 
-def _attend_long_row(
-    query: Tensor, group: GroupBatch, place: int, row: int, context: int, scale: float, softcap: float, out: Tensor
-) -> None:
-    """query [H, N, D] are the last N of the row's `context` positions; out [N, H, D]."""
-    num_new, window = query.shape[1], group.window_tokens
-    before = context - num_new
-    first = max(0, before - window + 1) if window else 0  # what the first query sees first
-    key, value = reference.gather_context(group.kv, place, torch.from_numpy(group.block_table[row]), first, context)
-    if before == 0 and not 0 < window < context and softcap == 0:
-        out.copy_(reference.causal_attention(query, key, value, scale, 0.0, None).transpose(0, 1))
-        return
-    for tile in range(0, num_new, PREFILL_TILE_TOKENS):  # the mask is what takes memory
-        end = min(tile + PREFILL_TILE_TOKENS, num_new)
-        low, high = max(0, before + tile - window + 1) if window else 0, before + end
-        mask = torch.ones(end - tile, high - low, dtype=torch.bool).tril_(before + tile - low)
-        if window:
-            mask.triu_(before + tile - low - window + 1)
-        keys = slice(low - first, high - first)
-        part = reference.causal_attention(query[:, tile:end], key[:, keys], value[:, keys], scale, softcap, mask)
-        out[tile:end] = part.transpose(0, 1)
-
-
 def softcap(x: Tensor, cap: float) -> Tensor:
     """cap * tanh(x / cap), in place; cap 0: x as it is."""
-    return reference.capped(x, cap)
+    if cap:
+        call(reference.capped, x.view(x.shape), cap)
+    return x
 
 
 def greedy(logits: Tensor) -> tuple[Any, Any]:

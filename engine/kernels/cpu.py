@@ -22,6 +22,7 @@ __all__ = [
     "FEW_ROWS_INT8",
     "add_rms_norm",
     "few_rows_linear",
+    "gather_rows",
     "gelu_and_mul",
     "greedy_bfloat16",
     "greedy_float32",
@@ -62,6 +63,7 @@ def prepare(dtype: str, parallel: bool, quantize: str = "") -> None:
         wanted.append((sample, cpu_sampling.sample_signature(numba.float32)))
     shared = [
         (paged_attention_serial, paged_attention_parallel, cpu_attention.paged_attention_signature(element)),
+        (cpu_rows.gather_rows, cpu_rows.gather_rows_parallel, cpu_rows.gather_rows_signature(element)),
         (cpu_rows.rms_norm, cpu_rows.rms_norm_parallel, cpu_rows.rms_norm_signature(element)),
         (cpu_rows.add_rms_norm, cpu_rows.add_rms_norm_parallel, cpu_rows.add_rms_norm_signature(element)),
         (cpu_rows.rope_and_store, cpu_rows.rope_and_store_parallel, cpu_rows.rope_and_store_signature(element)),
@@ -108,6 +110,10 @@ def few_rows_linear(x: Any, weight: Any, scale: Any, bias: Any, out: Any) -> Non
 
 def _shares_rows(x: Any) -> bool:
     return _parallel and x.size >= _SHARED_ROWS and len(x) > 1
+
+
+def gather_rows(ids: Any, weight: Any, scale: float, out: Any) -> None:
+    (cpu_rows.gather_rows_parallel if _shares_rows(out) else cpu_rows.gather_rows)(ids, weight, scale, out)
 
 
 def rms_norm(x: Any, *rest: Any) -> None:

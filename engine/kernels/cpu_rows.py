@@ -25,6 +25,19 @@ def _compiled(function: Any) -> tuple[Any, Any]:
     return njit(**_OPTIONS)(function), njit(**_OPTIONS, parallel=True)(named(function.__name__ + "_parallel", function))
 
 
+def gather_rows_signature(element: types.Type) -> Any:
+    return void(int64[::1], element[:, ::1], float64, element[:, ::1])
+
+
+def _gather_rows(ids: Any, weight: Any, scale: float, out: Any) -> None:
+    """Rows ids [T] of weight [V, W], times scale -> out [T, W]."""
+    factor = float32(scale)
+    for row in prange(ids.shape[0]):
+        found, to = weight[ids[row]], out[row]
+        for i in range(to.shape[0]):
+            to[i] = narrow(widen(found[i]) * factor, found[i])
+
+
 def rms_norm_signature(element: types.Type) -> Any:
     return void(element[:, ::1], element[::1], boolean, float64, element[:, ::1])
 
@@ -181,6 +194,7 @@ def _gelu_and_mul(gate_up: Any, out: Any) -> None:
         _gelu_row(gate_up[row], out[row])
 
 
+gather_rows, gather_rows_parallel = _compiled(_gather_rows)
 rms_norm, rms_norm_parallel = _compiled(_rms_norm)
 add_rms_norm, add_rms_norm_parallel = _compiled(_add_rms_norm)
 rope_and_store, rope_and_store_parallel = _compiled(_rope_and_store)

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from loader.sizing import PREFILL_TILE_TOKENS
+
 
 def int8_linear(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, held_bytes: int) -> Tensor:
     """x [T, K] @ (values [N, K] int8 * scales [N] float32) transposed. Values become x's dtype (exactly) in parts of held_bytes."""
@@ -176,6 +178,37 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, so
         scale=scale,
         enable_gqa=True,
     ).squeeze(0)
+
+
+def long_row_attention(
+    query: Tensor,
+    kv: Tensor,
+    layer: int,
+    block_table: Tensor,
+    context: int,
+    window: int,
+    scale: float,
+    softcap: float,
+    out: Tensor,
+) -> None:
+    """query [H, N, D] are the last N of the row's `context` positions; block_table: the row's; out [N, H, D]. The keys and values
+    that they see are gathered once."""
+    num_new = query.shape[1]
+    before = context - num_new
+    first = max(0, before - window + 1) if window else 0  # what the first query sees first
+    key, value = gather_context(kv, layer, block_table, first, context)
+    if before == 0 and not 0 < window < context and softcap == 0:
+        out.copy_(causal_attention(query, key, value, scale, 0.0, None).transpose(0, 1))
+        return
+    for tile in range(0, num_new, PREFILL_TILE_TOKENS):  # the mask is what takes memory
+        end = min(tile + PREFILL_TILE_TOKENS, num_new)
+        low, high = max(0, before + tile - window + 1) if window else 0, before + end
+        mask = torch.ones(end - tile, high - low, dtype=torch.bool).tril_(before + tile - low)
+        if window:
+            mask.triu_(before + tile - low - window + 1)
+        keys = slice(low - first, high - first)
+        part = causal_attention(query[:, tile:end], key[:, keys], value[:, keys], scale, softcap, mask)
+        out[tile:end] = part.transpose(0, 1)
 
 
 def _capped_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float, mask: Tensor) -> Tensor:

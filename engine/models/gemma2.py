@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from engine import ops
 from engine.forward_batch import ForwardBatch
@@ -54,7 +53,7 @@ class Gemma2ForCausalLM:
     def forward(self, batch: ForwardBatch, wanted: Tensor | None) -> Tensor:
         """Stores the batch's keys and values; returns the normed hidden states [N, hidden] of the tokens `wanted` ([N] int64; None:
         all of them)."""
-        residual = functional.embedding(batch.input_ids, self.embedding).mul_(self.embedding_scale)
+        residual = ops.embedding(batch.input_ids, self.embedding, self.embedding_scale)
         update: Tensor | None = None
         for layer in self.layers:
             update = layer(update, residual, batch)

@@ -6,7 +6,6 @@ T tokens of all rows end to end; hidden: model width; V vocabulary. Weights are 
 from __future__ import annotations
 
 from torch import Tensor
-from torch.nn import functional
 
 from engine import ops
 from engine.forward_batch import ForwardBatch
@@ -48,7 +47,7 @@ class LlamaForCausalLM:
     def forward(self, batch: ForwardBatch, wanted: Tensor | None) -> Tensor:
         """Stores the batch's keys and values; returns the normed hidden states [N, hidden] of the tokens `wanted` ([N] int64; None:
         all of them)."""
-        residual = functional.embedding(batch.input_ids, self.embedding)
+        residual = ops.embedding(batch.input_ids, self.embedding)
         update: Tensor | None = None
         for layer in self.layers:
             update = layer(update, residual, batch)

@@ -147,10 +147,17 @@ def make_runner(memory: CpuMemory, cache_dir: str = CACHE_DIR, tier: HostTier | 
 
 
 def load(
-    runner: TorchRunner, folder: Path, dtype: str = "float32", eos: tuple[int, ...] = (1,), max_len: int = MAX_LEN
+    runner: TorchRunner,
+    folder: Path,
+    dtype: str = "float32",
+    eos: tuple[int, ...] = (1,),
+    max_len: int = MAX_LEN,
+    max_sequences: int = 8,
+    quantize: str = "",
 ) -> TorchModel:
     name = f"tiny{next(_names)}"  # each has a range of its own
-    spec = LoadModel(1, name, str(folder), dtype, scan_one(folder).fingerprint, 1 << 20, 0, 0, max_len, 8, list(eos))
+    fingerprint = scan_one(folder).fingerprint
+    spec = LoadModel(1, name, str(folder), dtype, fingerprint, 1 << 20, 0, 0, max_len, max_sequences, list(eos), quantize=quantize)
     model = runner.load(load_task(spec, memory=runner.memory))
     assert isinstance(model, TorchModel)
     return model

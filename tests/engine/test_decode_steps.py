@@ -1,0 +1,170 @@
+"""Recorded decode steps equal those that are computed call by call, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from engine import hosted_model
+from engine.contracts import SequenceTable
+from engine.forward_batch import ForwardBatch
+from engine.hosted_model import TorchModel
+from engine.model_runner import TorchRunner
+from engine.step_program import MAX_RECORDED_ROWS, Scratch
+from tests.engine.model_bench import (
+    BLOCK_TOKENS,
+    CASES,
+    forget_behind_windows,
+    load,
+    make_checkpoint,
+    make_memory,
+    make_runner,
+    make_table,
+    plan,
+    put,
+)
+
+SLOTS = 24
+TOKENS = np.random.default_rng(2).integers(2, 211, (SLOTS, 48)).tolist()
+FAMILIES = ["llama-biases-linear", "qwen3-tied-biases", "mistral-window", "phi3-partial-window", "gemma2", "gemma3"]
+# 12 and 17: padded to 16 and 24 rows in bfloat16, and the second's products are torch's
+BATCHES = [[3], [3, 5], [5], [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], [2, 19], list(range(17)), [19]]
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[TorchRunner]:
+    pytest.importorskip("numba")
+    memory = make_memory(chunk_bytes=128 << 10)
+    runner = make_runner(memory)
+    runner._kernels.result()
+    yield runner
+    memory.close()
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp(request.param)
+    make_checkpoint(folder, **CASES[request.param])
+    return folder
+
+
+def load_both(runner: TorchRunner, folder: Path, dtype: str, quantize: str = "") -> tuple[TorchModel, TorchModel]:
+    """A model that records its steps, and one that does not."""
+    recorded = load(runner, folder, dtype, max_sequences=SLOTS, quantize=quantize)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hosted_model, "MAX_RECORDED_ROWS", 0)
+        return recorded, load(runner, folder, dtype, max_sequences=SLOTS, quantize=quantize)
+
+
+def programs(model: TorchModel) -> set[int]:
+    assert model._decode_steps is not None
+    return set(model._decode_steps.programs)
+
+
+def filled(model: TorchModel) -> SequenceTable:
+    """All slots with a prompt, each of another length; slot 5 shares its first blocks with slot 3."""
+    table = make_table(SLOTS, 48, model.kv_groups)
+    for slot, tokens in enumerate(TOKENS):
+        put(table, slot, TOKENS[3][: 3 * BLOCK_TOKENS] + tokens[3 * BLOCK_TOKENS :] if slot == 5 else tokens)
+    for block_table in table.block_tables:
+        block_table[5, :3] = block_table[3, :3]
+    model.logits(plan(*((slot, 0, 20 + slot % 3) for slot in range(SLOTS) if slot != 5)), table)
+    model.logits(plan((5, 12, 10)), table)
+    return table
+
+
+def steps(model: TorchModel, table: SequenceTable, at: dict[int, int]) -> Iterator[np.ndarray]:
+    """Logits of every batch; at: the next position of each slot."""
+    for slots in BATCHES:
+        for slot in slots:
+            if slot != 5:  # it is ahead of the one it shares blocks with
+                forget_behind_windows(model, table, slot, at[slot])
+        yield model.logits(plan(*((slot, at[slot], 1) for slot in slots)), table)
+        for slot in slots:
+            at[slot] += 1
+
+
+def positions() -> dict[int, int]:
+    return {slot: 22 if slot == 5 else 20 + slot % 3 for slot in range(SLOTS)}
+
+
+@pytest.mark.parametrize(("dtype", "quantize"), [("float32", ""), ("bfloat16", ""), ("bfloat16", "int8")])
+def test_they_equal_steps_that_are_not_recorded(runner: TorchRunner, folder: Path, dtype: str, quantize: str) -> None:
+    recorded, plain = load_both(runner, folder, dtype, quantize)
+    wanted = list(steps(plain, filled(plain), positions()))
+    for _ in range(2):  # recorded, then run again
+        for step, other in zip(steps(recorded, filled(recorded), positions()), wanted, strict=True):
+            assert np.array_equal(step, other)
+    assert programs(recorded) == {1, 2, 12, 17}
+    assert programs(plain) == set()
+    recorded.release()
+    plain.release()
+
+
+def test_two_models_share_scratch_memory_and_one_comes_back(runner: TorchRunner, tmp_path: Path) -> None:
+    """They take turns; then the first is evicted and loaded again, to other chunks."""
+    folders = [tmp_path / name for name in ("llama", "qwen3")]
+    for seed, folder in enumerate(folders):
+        make_checkpoint(folder, kind=folder.name, seed=seed, num_hidden_layers=2 + seed)
+    wanted = []
+    for folder in folders:
+        recorded, plain = load_both(runner, folder, "bfloat16")
+        wanted.append(list(steps(plain, filled(plain), positions())))
+        plain.release()
+        recorded.release()
+    models = [load(runner, folder, "bfloat16", max_sequences=SLOTS) for folder in folders]
+    for _ in range(2):
+        for model, logits in zip(models, wanted, strict=True):  # both have the same blocks, which are filled anew
+            assert all(np.array_equal(*pair) for pair in zip(steps(model, filled(model), positions()), logits, strict=True))
+    first = models[0]
+    first.release()
+    with pytest.raises(RuntimeError, match="released"):
+        first.execute(plan((0, 1, 1)), make_table(SLOTS, 48, first.kv_groups))
+    first = load(runner, folders[0], "bfloat16", max_sequences=SLOTS)
+    assert all(np.array_equal(*pair) for pair in zip(steps(first, filled(first), positions()), wanted[0], strict=True))
+
+
+def test_what_cannot_be_recorded_is_computed_as_before(
+    runner: TorchRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A family that uses torch beside engine/ops.py."""
+    make_checkpoint(tmp_path)
+    model, plain = load_both(runner, tmp_path, "float32")
+    for each in (model, plain):
+        inner = each._loaded().forward
+
+        def forward(batch: ForwardBatch, wanted: Tensor | None, inner: Any = inner) -> Tensor:
+            hidden: Tensor = inner(batch, wanted) * 2
+            return hidden
+
+        monkeypatch.setattr(each._loaded(), "forward", forward)
+    wanted = list(steps(plain, filled(plain), positions()))
+    assert all(np.array_equal(*pair) for pair in zip(steps(model, filled(model), positions()), wanted, strict=True))
+    assert programs(model) == set()
+
+
+def test_a_dtype_without_kernels_is_not_recorded(runner: TorchRunner, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    model = load(runner, tmp_path, "float16", max_sequences=SLOTS)
+    wanted = list(steps(model, filled(model), positions()))
+    assert programs(model) == set()
+    assert all(np.isfinite(step).all() for step in wanted)
+
+
+def test_scratch_memory_is_lent_once() -> None:
+    scratch = Scratch()
+    first = scratch.take(3, 8, torch.float32)
+    second = scratch.take(MAX_RECORDED_ROWS, 8, torch.float32)
+    address, kept = first.data_ptr(), first.view(first.shape)
+    assert first.shape == (3, 8)
+    assert second.data_ptr() != address
+    del first
+    assert scratch.take(5, 16, torch.bfloat16).data_ptr() == address, "as many bytes a row"
+    assert scratch.take(5, 9, torch.float32).data_ptr() != address
+    assert kept.data_ptr() == address
