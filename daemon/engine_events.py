@@ -127,6 +127,7 @@ class EngineEvents:
                 checksum=message.checksum,
                 copy_s=message.copy_seconds,
                 source_rejected=message.source_rejected,
+                read_as=message.read_as,
                 kernels_s=message.kernels_seconds,
                 restored_kv_tokens=message.restored_kv_tokens,
             )

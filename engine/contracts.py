@@ -102,6 +102,7 @@ class LoadTask:
     copy_seconds: float = 0.0
     map_seconds: float = 0.0
     source_rejected: str = ""
+    read_as: str = ""
     kernels_seconds: float = 0.0
 
 

@@ -25,7 +25,9 @@ from engine.weight_decoder import weight_decoder
 from loader import sizing
 from loader.errors import UnsupportedModel
 from loader.hf_config import CONFIG_NAME, ModelShape
+from loader.read_rates import ReadRates
 from loader.sinks import HostSink, WeightSink
+from loader.source_choice import SourceChoice
 from loader.staging import StagingRing
 from loader.unpack import Decoder
 from loader.weight_stream import ReadCancelled, open_checkpoint, stream_weights
@@ -51,6 +53,7 @@ class TorchRunner:
         self._copies = WeightCopies(memory, tier)
         self._ring = StagingRing()
         self._scratch = Scratch()
+        self._rates = ReadRates(options.cache_dir)
         self._kernels = _in_background(self._prepare_kernels)
 
     def _prepare_kernels(self) -> None:
@@ -61,14 +64,18 @@ class TorchRunner:
         ops.configure(self._options.cache_dir)
         for dtype in self._options.dtypes:
             ops.prepare(dtype, 1)
-        weight_decoder(self._options.cache_dir)
+        self._decoder()
+
+    def _decoder(self) -> Decoder:
+        return weight_decoder(self._options.cache_dir)
 
     def load(self, task: LoadTask) -> TorchModel | CudaModel | TorchEncoder:
         """Runs beside steps of other models. Raises CheckpointError (permanent), CheckpointChanged, MemoryError, LoadCancelled."""
         spec, asked_s = task.spec, time.perf_counter()
         _wait_for_kernels(self._kernels, task)
         with ExitStack() as stack:
-            source = open_checkpoint(spec.path, spec.fingerprint, stack, in_place=not self._gpu)
+            choice = SourceChoice(self._rates, self._ring, self._decoder)
+            source = open_checkpoint(spec.path, spec.fingerprint, stack, not self._gpu, choice.wants_packed)
             if spec.quantize and (self._gpu or source.shape.pooling):
                 what = "on a GPU" if self._gpu else "for encoders"
                 raise UnsupportedModel(CONFIG_NAME, None, f"quantize: {spec.quantize} is not built {what}")
@@ -87,11 +94,12 @@ class TorchRunner:
             try:
                 if not self._copies.take(task, weights):
                     sink: WeightSink = DeviceSink(self.memory, weights) if self._gpu else HostSink(weights.buffer, weights.prepare)
-                    decoder = weight_decoder(self._options.cache_dir) if source.is_packed else Decoder()
+                    decoder = self._decoder() if source.is_packed else Decoder()
                     report = stream_weights(
                         source, spec.dtype, sink, self._ring, task.progress, task.cancelled, spec.quantize, decoder=decoder
                     )
                     task.bytes_read = report.num_bytes
+                    task.read_as = choice.reason or source.packed_reason
                     self._copies.keep(task, weights)
                 if self._gpu:
                     return self._gpu_model(spec, source.shape, weights)

@@ -157,6 +157,7 @@ class Placements:
                 map_seconds=task.map_seconds,
                 restored_kv_tokens=restored_kv_tokens,
                 source_rejected=task.source_rejected,
+                read_as=task.read_as,
                 kernels_seconds=task.kernels_seconds,
             )
         )

@@ -171,6 +171,7 @@ class LoadDone(Message, frozen=True):
     map_seconds: float = 0.0  # spent in mapping calls
     restored_kv_tokens: int = 0  # tokens whose KV was taken back from kv_slots
     source_rejected: str = ""  # why source_slots were given but not used (the weights came from disk instead)
+    read_as: str = ""  # which of its files were read and why, where some are packed
     kernels_seconds: float = 0.0  # of the seconds, spent waiting for kernels to be compiled, once a machine
 
 

@@ -15,4 +15,4 @@ def weight_decoder(cache_dir: str) -> Decoder:
     compiled.keep_in(cache_dir)
     from engine.kernels import cpu_unpack
 
-    return Decoder(cpu_unpack.decode, cpu_unpack.sum_of)
+    return Decoder("numba", cpu_unpack.decode, cpu_unpack.sum_of)

@@ -20,6 +20,7 @@ from loader.sinks import WeightSink
 class Decoder:
     """decode(frame, out) and sum_of(frame) as loader.codec has them; frames are contiguous uint8 arrays, as a rule on 64 bytes."""
 
+    name: str = "numpy"
     decode: Callable[[Any, Any], None] = codec.decode
     sum_of: Callable[[Any], int] = codec.sum_of
 

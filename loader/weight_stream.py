@@ -58,6 +58,14 @@ class OpenCheckpoint:
     def is_packed(self) -> bool:
         return any(header.source is not None for header in self.headers.values())
 
+    @property
+    def packed_reason(self) -> str:
+        """What there is to say of packed files where there was no choice."""
+        if self.is_packed:
+            return "read its packed files: there are no plain ones"
+        why = self.checkpoint.packed_reason
+        return f"read its plain files: the packed ones can't stand for them ({why})" if why else ""
+
 
 def open_checkpoint(
     path: str | Path,

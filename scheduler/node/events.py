@@ -91,6 +91,7 @@ class LoadFinished(Event):
     checksum: int = 0  # of that copy
     copy_s: float = 0.0  # of the seconds, spent copying from host memory
     source_rejected: str = ""  # why the copy in source_slots was not used
+    read_as: str = ""  # which of its files were read and why, where some are packed
     kernels_s: float = 0.0  # of the seconds, spent waiting for kernels to be compiled: the next load has them
     restored_kv_tokens: int = 0
 

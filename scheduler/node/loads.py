@@ -24,6 +24,8 @@ def load_finished(node: Node, event: LoadFinished) -> None:
     costs, weights_bytes = node.devices[copy.device].costs, copy.facts.weights_bytes
     if event.source_rejected:
         model.story.tell(node.now, node.cause, f"its copy in host memory was not used: {event.source_rejected}")
+    if event.read_as:
+        model.story.tell(node.now, node.cause, event.read_as)
     if copy.from_host and not event.source_rejected:
         costs.learn_from_host(model.name, weights_bytes, event.seconds - event.kernels_s, event.copy_s)
     else:

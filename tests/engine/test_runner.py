@@ -191,7 +191,13 @@ def test_packed_weights_serve_and_damaged_ones_fail_alone(runner: TorchRunner, s
         answers.append(plain.logits(plan((0, 0, 50)), table, every_token=True))
         plain.release()
     pack_checkpoint(tmp_path)
+    task = load_task(spec(tmp_path, dtype="bfloat16"))
+    runner.load(task).release()
+    assert task.read_as == "read its plain files: it is too small for packed ones to matter"
     (tmp_path / "model.safetensors").unlink()
+    task = load_task(spec(tmp_path, dtype="bfloat16"))
+    runner.load(task).release()
+    assert task.read_as == "read its packed files: there are no plain ones"
     for dtype, wanted in zip(("bfloat16", "float32"), answers, strict=True):
         packed = load(runner, tmp_path, dtype)
         assert np.array_equal(packed.logits(plan((0, 0, 50)), table, every_token=True), wanted)

@@ -62,7 +62,7 @@ def test_packed_weights_load_as_plain_ones_do(
     folder = write_packable(tmp_path / "m", shards)
     pack_checkpoint(folder)
     plain, plain_report = load(folder, dtype, packed=False, quantize=quantize)
-    for decoder in (Decoder(), Decoder(cpu_unpack.decode, cpu_unpack.sum_of)):
+    for decoder in (Decoder(), Decoder("numba", cpu_unpack.decode, cpu_unpack.sum_of)):
         packed, report = load(folder, dtype, decoder=decoder, quantize=quantize)
         assert packed == plain
     assert report.num_bytes < 0.74 * plain_report.num_bytes  # 11 frames' heads and padding count here

@@ -111,7 +111,7 @@ class FakeNode:
         return done
 
     def loaded(
-        self, model: str | None = None, seconds: float = 0.5, rejected: str = "", kernels_s: float = 0.0
+        self, model: str | None = None, seconds: float = 0.5, rejected: str = "", kernels_s: float = 0.0, read_as: str = ""
     ) -> list[actions.Action]:
         """The load under way (of that model) is done."""
         load = next(load for load in self.loads.values() if model in (None, load.model))
@@ -128,6 +128,7 @@ class FakeNode:
             checksum=CHECKSUM if kept else 0,
             copy_s=seconds if load.source_slots and not rejected else 0.0,
             source_rejected=rejected,
+            read_as=read_as,
             kernels_s=kernels_s,
         )
 

@@ -239,6 +239,13 @@ def test_why_tells_the_story_and_what_is_waited_for() -> None:
     assert node.scheduler.why("nobody") == node.scheduler.why("999") == []
 
 
+def test_why_says_which_files_were_read() -> None:
+    node = node_of()
+    node.arrive("a")
+    node.loaded("a", read_as="read its packed files: there are no plain ones")
+    assert any(line.endswith("read its packed files: there are no plain ones") for line in node.scheduler.why("a"))
+
+
 def test_reconfigure_applies_at_once_but_not_to_chunks() -> None:
     from scheduler.node.node_scheduler import SchedulerSettings
 

@@ -1,0 +1,118 @@
+"""Which of a model's files a load reads where it has both: the plain ones or the packed ones, whichever are there sooner."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from loader.catalog import Checkpoint
+from loader.direct_io import is_cached
+from loader.errors import CheckpointError
+from loader.read_rates import ReadRates
+from loader.safetensors import read_header
+from loader.staging import StagingRing
+from loader.unpack import Decoder
+from loader.weight_files import FileInfo
+
+# Below that a load is over before a choice could matter, and its reads are too few to be measured.
+MIN_BYTES = 64 << 20
+# Packed files must promise that much: decoding takes cores from models that are stepping.
+MAX_SHARE = 0.95
+
+
+@dataclass(slots=True, frozen=True)
+class Expected:
+    """What is known of a load before it begins. read_bytes_per_s: of the drive, past the page cache; decoded_bytes_per_s: of
+    weights. *_cached: the page cache holds most of those files."""
+
+    plain_bytes: int
+    packed_bytes: int
+    plain_cached: bool
+    packed_cached: bool
+    read_bytes_per_s: float
+    decoded_bytes_per_s: float
+
+    @property
+    def plain_s(self) -> float:
+        return 0.0 if self.plain_cached else self.plain_bytes / self.read_bytes_per_s
+
+    @property
+    def packed_s(self) -> float:
+        """Frames are decoded while others are read."""
+        read_s = 0.0 if self.packed_cached else self.packed_bytes / self.read_bytes_per_s
+        return max(read_s, self.plain_bytes / self.decoded_bytes_per_s)
+
+    @property
+    def wants_packed(self) -> bool:
+        return self.packed_s < MAX_SHARE * self.plain_s
+
+    def __str__(self) -> str:
+        if self.plain_cached:
+            return "read its plain files, which the page cache holds"
+        read, decoded = f"{self.read_bytes_per_s / 1e9:.1f} GB/s", f"{self.decoded_bytes_per_s / 1e9:.1f} GB/s"
+        chosen, other = ("packed", "plain") if self.wants_packed else ("plain", "packed")
+        seconds = {"packed": self.packed_s, "plain": self.plain_s}
+        where = "of which the page cache holds the packed ones" if self.packed_cached else f"which the drive brings at {read}"
+        return (
+            f"read its {chosen} files: {seconds[chosen]:.2f} s expected, {seconds[other]:.2f} s for the {other} ones ({where}; "
+            f"{self.plain_bytes / 1e9:.2f} GB plain, {self.packed_bytes / 1e9:.2f} GB packed and decoded to weights at {decoded})"
+        )
+
+
+class SourceChoice:
+    """For open_checkpoint's wants_packed. reason: what was decided and why; "" where there was nothing to decide."""
+
+    def __init__(self, rates: ReadRates, ring: StagingRing, decoder: Callable[[], Decoder]) -> None:
+        self._rates, self._ring, self._decoder = rates, ring, decoder
+        self.reason = ""
+
+    def wants_packed(self, checkpoint: Checkpoint) -> bool:
+        plain_bytes = sum(info.size_bytes for info in checkpoint.files)
+        if plain_bytes < MIN_BYTES:
+            self.reason = "read its plain files: it is too small for packed ones to matter"
+            return False
+        try:
+            with ExitStack() as stack:
+                expected = self._expected(checkpoint, stack)
+        except (OSError, ValueError, CheckpointError) as error:
+            self.reason = f"read its plain files: the packed ones could not be tried ({error})"
+            return False
+        self.reason = str(expected)
+        return expected.wants_packed
+
+    def _expected(self, checkpoint: Checkpoint, stack: ExitStack) -> Expected:
+        plain, packed = (self._open(checkpoint, infos, stack) for infos in (checkpoint.files, checkpoint.packed_files))
+        largest = max(checkpoint.packed_files, key=lambda info: info.size_bytes)
+        tensors = read_header(packed[largest.name], largest.name).tensors
+        frame = next((frame for tensor in tensors if tensor.is_packed for frame in tensor.frames), None)
+        if frame is None:
+            raise ValueError(f"nothing in {largest.name} is packed")
+        return Expected(
+            sum(info.size_bytes for info in checkpoint.files),
+            sum(info.size_bytes for info in checkpoint.packed_files),
+            _are_cached(plain.values()),
+            _are_cached(packed.values()),
+            self._rates.read_bytes_per_s(packed[largest.name], self._ring),
+            self._rates.decoded_bytes_per_s(packed[largest.name], frame, self._decoder()),
+        )
+
+    @staticmethod
+    def _open(checkpoint: Checkpoint, infos: Iterable[FileInfo], stack: ExitStack) -> dict[str, int]:
+        descriptors = {}
+        for info in infos:
+            descriptors[info.name] = os.open(Path(checkpoint.path) / info.name, os.O_RDONLY | os.O_CLOEXEC)
+            stack.callback(os.close, descriptors[info.name])
+        return descriptors
+
+
+def _are_cached(descriptors: Iterable[int]) -> bool:
+    """Most of their bytes are in the page cache."""
+    cached = total = 0
+    for fd in descriptors:
+        size = os.fstat(fd).st_size
+        total += size
+        cached += size * is_cached(fd, 0, size)
+    return 2 * cached > total
