@@ -192,6 +192,7 @@ class Engine:
         name, scheduler = served.spec.model, served.scheduler
         self.models.turns.charge(name, result.seconds)
         served.limits.note(plan, result.seconds)
+        scheduler.tenants.charge(plan, result.seconds)
         for told in result.prompt_logprobs:
             self.channel.send(told)
         outcome = scheduler.finish_step(plan, result.ids, result.bad)

@@ -31,6 +31,7 @@ from scheduler.batch.sequence_blocks import Admission, SequenceBlocks
 from scheduler.batch.step_room import StepRoom
 from scheduler.batch.steps_ahead import StepsAhead, TokensNeeded
 from scheduler.batch.stop_ids import StopIds
+from scheduler.batch.tenant_time import TenantTime
 
 
 @dataclass(slots=True, frozen=True)
@@ -59,6 +60,7 @@ class BatchScheduler:
         self.table = make_sequence_table(slots, limits.max_model_len, max_blocks, len(kv.groups))
         self.blocks = SequenceBlocks(kv, self.table.block_tables, limits.max_num_batched_tokens)
         self.waiting = WaitingQueue()
+        self.tenants = TenantTime(slots)
         self.num_preemptions = 0
         self.failed: list[tuple[int, str]] = []  # (request id, why): can never run; the engine takes them from here
         self._running: IntArray = np.zeros(0, np.int32)  # slots in order of admission
@@ -72,7 +74,6 @@ class BatchScheduler:
         self._same_prompts = SamePrompts(self._slot_of, self.table.num_computed, self._held, kv.block_tokens)
         self._next_order = 0
         self._blocked_version = -1  # chunk pool's version when the head of the queue last found no memory
-        self._rotation = 0
 
     # ---- requests
 
@@ -170,16 +171,17 @@ class BatchScheduler:
             decode = running
             if not decode_rows.all():
                 decode, prefill = running[decode_rows], running[~decode_rows]
-            if len(decode) > max_rows:  # each gets its turn
-                self._rotation = (self._rotation + max_rows) % len(decode)
-                decode = np.roll(decode, -self._rotation)[:max_rows]
-            decode = self._give_blocks(decode, computed)
+            most = max_rows
+            if self.tenants.several:
+                loads = self.tenants.loads(decode, prefill, self.waiting.by_tenant())
+                most = room.rows_beside(loads, max_rows, computed[decode])
+            decode = self._give_blocks(self.tenants.choose(decode, most), computed)
             if len(prefill):  # a preemption may have taken some away
-                prefill = prefill[table.request_id[prefill] != 0]
+                prefill = self.tenants.in_order(prefill[table.request_id[prefill] != 0])
         else:
             decode = running
         if len(prefill) or len(self.waiting):
-            room.open(budget, len(decode), float(computed[decode].sum()), len(prefill) + len(self.waiting))
+            room.open(budget, computed[decode], self.tenants.loads(decode, prefill, self.waiting.by_tenant()))
             decode, chunk_slots, chunk_tokens = self._plan_prefill(decode, prefill, computed, room, max_rows)
             # A chunk of one token that ends its sequence is a decode row like any other; the order of rows is free among those.
             rows, new = np.concatenate((decode, chunk_slots)), np.concatenate((np.ones(len(decode), np.int32), chunk_tokens))
@@ -338,6 +340,7 @@ class BatchScheduler:
         elif not request.has_first_token:
             request.num_cached = min(num_cached, request.num_prompt)
         self._requests[slot] = request
+        self.tenants.join(slot, request.cache_salt, request.weight)
         self._slot_of[request.request_id] = slot
         self._running = np.append(self._running, np.int32(slot))
         return slot
@@ -362,6 +365,7 @@ class BatchScheduler:
             self.blocks.leave(slot)
         del self._slot_of[request.request_id]
         self.waiting.ended(request)
+        self.tenants.leave(request.cache_salt)
         self._requests[slot] = None
         self.table.request_id[slot] = 0
         self.table.params[slot] = None

@@ -75,6 +75,11 @@ class WaitingQueue:
     def requests(self) -> list[BatchRequest]:
         return list(self._requests.values())
 
+    def by_tenant(self) -> dict[str, tuple[int, float]]:
+        """How many wait, withdrawn ones included, and the tenant's weight."""
+        firsts = [first for tenant in list(self._heaps) if (first := self._first(tenant)) is not None]
+        return {first.cache_salt: (len(self._heaps[first.cache_salt]), first.weight) for first in firsts}
+
     def push(self, request: BatchRequest) -> None:
         self._requests[request.request_id] = request
         heap = self._heaps.setdefault(request.cache_salt, [])

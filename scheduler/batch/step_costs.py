@@ -78,6 +78,11 @@ class StepCosts:
         curve = self._known()
         return curve[0][1] if curve else 0.0
 
+    @property
+    def fewest_tokens(self) -> int:
+        """Of the steps that are known; 0 if none is."""
+        return min(self._classes, default=0)
+
     def seconds(self, num_tokens: int, contexts: Sequence[float] = ()) -> float:
         """Of a step of num_tokens at other times; 0.0 if no step is known."""
         curve = self._known()

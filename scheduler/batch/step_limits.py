@@ -2,15 +2,19 @@
 
 A model that has the device to itself computes prompts as fast as it can while nobody decodes. Beside decoding sequences a prompt's
 chunk may stretch their step by a factor, and by more the more prompts there are for each of them: who waits for a first token waits
-too. Where several models are busy each step keeps within a turn: batch and chunk alike, and what does not fit queues.
+too. Of several tenants each has that for its own sequences and prompts: what others add may stretch the step its sequences would
+have alone by the same factor, or to what its share of the device leaves it. Where several models are busy each step keeps within a
+turn: batch and chunk alike, and what does not fit queues.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from scheduler.batch.plan import BatchPlan
 from scheduler.batch.step_costs import StepCosts
+from scheduler.batch.tenant_time import TenantLoad
 
 # A step reads all weights whatever its size, so one that costs hardly more than the model's cheapest is let through.
 NEARLY_FREE = 1.25
@@ -45,17 +49,37 @@ class StepLimits:
 
     def max_rows(self, most: int, context: float) -> int:
         """Of `most` sequences, each of so many positions, how many may decode in a step while other models wait."""
+        fewest = self.decoding.fewest_tokens
+        if fewest > 1 and self.decoding.least() > self.turn_s:  # whether fewer take less is not known yet
+            return min(most, fewest // 2)
         return max(1, self.decoding.tokens_within(self._turn_s(), most, lambda rows: (rows * context,)))
 
-    def longest_s(self, num_rows: int, context: float, num_prompts: int, shared: bool) -> float | None:
-        """Of a step with prompts' tokens beside num_rows that decode and read `context` positions in all, where num_prompts wait or
-        are under way; None: any. shared: other models wait."""
+    def rows_beside(self, loads: Sequence[TenantLoad], most: int, context: float) -> int:
+        """As max_rows, where several tenants' sequences want to decode and no other model waits. Prompts have their part of the
+        step, too."""
+        longest_s = self.longest_s(loads, context, False)
+        if longest_s is None:
+            return most
+        fewest = min(load.num_rows for load in loads if load.num_rows)
+        if fewest < self.decoding.fewest_tokens // 2:
+            return min(most, fewest)  # what its rows cost alone is learned by running as many
+        if any(load.num_prompts for load in loads):
+            longest_s = max(self.turn_s, longest_s / self.stretch)
+        return max(1, self.decoding.tokens_within(longest_s, most, lambda rows: (rows * context,)))
+
+    def longest_s(self, loads: Sequence[TenantLoad], context: float, shared: bool) -> float | None:
+        """Of a step with prompts' tokens, where each row that decodes reads `context` positions; None: any. shared: other models
+        wait."""
         if shared:
             return self._turn_s()
-        if not num_rows or self.stretch <= 0:
+        decoding = [load for load in loads if load.num_rows]
+        if not decoding or self.stretch <= 0:
             return None
-        times = self.stretch * max(1.0, num_prompts / num_rows)
-        return max(self.turn_s, times * self._decode_s(num_rows, context))
+        return max(self.turn_s, min(self._longest_s(load, context) for load in decoding))
+
+    def _longest_s(self, load: TenantLoad, context: float) -> float:
+        times = max(self.stretch * max(1.0, load.num_prompts / load.num_rows), 1 / load.share)
+        return times * self._decode_s(load.num_rows, load.num_rows * context)
 
     def _decode_s(self, num_rows: int, context: float) -> float:
         """Of a step that only decodes. As many rows may not have been seen without a prompt yet."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from scheduler.batch.plan import IntArray
 from scheduler.batch.step_limits import StepLimits
+from scheduler.batch.tenant_time import TenantLoad
 
 # Least tokens of a prompt in one step: smaller chunks would cost a multiple of the prompt's time.
 LEAST_CHUNK_TOKENS = 8
@@ -33,14 +36,21 @@ class StepRoom:
             return self._limits.max_rows(most, float(contexts.mean()) if len(contexts) else 0.0)
         return most if self._max_rows is None else min(most, self._max_rows)
 
-    def open(self, max_tokens: int, num_rows: int, context: float, num_prompts: int) -> None:
-        """num_rows decode and read `context` positions in all; num_prompts wait or are under way. max_tokens: of the whole step."""
+    def rows_beside(self, loads: Sequence[TenantLoad], most: int, contexts: IntArray) -> int:
+        """As rows, of several tenants' sequences."""
+        if self._shared or self._limits is None or not len(contexts):
+            return most
+        return self._limits.rows_beside(loads, most, float(contexts.mean()))
+
+    def open(self, max_tokens: int, contexts: IntArray, loads: Sequence[TenantLoad]) -> None:
+        """contexts: the positions of each sequence that decodes. max_tokens: of the whole step."""
+        num_rows, context = len(contexts), float(contexts.sum())
         self._left = max_tokens - num_rows
         if self._max_tokens is not None:
             self._left = min(self._left, max(1, self._max_tokens))
         self._tokens, self._contexts, self._taken = num_rows, (context, 0.0, 0.0), False
         if self._limits is not None:
-            self._longest_s = self._limits.longest_s(num_rows, context, num_prompts, self._shared)
+            self._longest_s = self._limits.longest_s(loads, context / max(1, num_rows), self._shared)
 
     @property
     def is_full(self) -> bool:

@@ -8,6 +8,7 @@ import pytest
 from scheduler.batch.plan import BatchPlan
 from scheduler.batch.step_limits import StepLimits
 from scheduler.batch.step_room import LEAST_CHUNK_TOKENS, StepRoom
+from scheduler.batch.tenant_time import TenantLoad
 from tests.scheduler.batch.fake_model import Harness, Params
 
 SIZES = (1, 8, 32, 128, 512)
@@ -39,7 +40,7 @@ def limits_of(turn_s: float, stretch: float, *sizes: int) -> StepLimits:
 def chunk_of(limits: StepLimits, num_rows: int, num_prompts: int = 1, context: int = 0, shared: bool = False) -> int:
     """Tokens of the first of num_prompts long prompts beside num_rows that decode."""
     room = StepRoom(limits, shared)
-    room.open(100_000, num_rows, 100.0 * num_rows, num_prompts)
+    room.open(100_000, np.full(num_rows, 100, np.int32), [TenantLoad(num_rows, num_prompts)])
     return room.take(context, 10_000)
 
 
@@ -86,7 +87,7 @@ def test_a_long_context_leaves_room_for_fewer() -> None:
 def test_what_a_short_prompt_leaves_is_the_next_ones() -> None:
     limits = limits_of(0.001, 3.0, *SIZES)
     room = StepRoom(limits)
-    room.open(512, 8, 800.0, 3)
+    room.open(512, np.full(8, 100, np.int32), [TenantLoad(8, 3)])
     first, second, third = room.take(0, 5), room.take(0, 500), room.take(0, 500)
     assert (first, third) == (5, 0)
     assert second > 20
@@ -96,10 +97,10 @@ def test_what_a_short_prompt_leaves_is_the_next_ones() -> None:
 
 def test_tokens_of_a_step_are_never_more_than_allowed() -> None:
     room = StepRoom()
-    room.open(512, 12, 0.0, 3)
+    room.open(512, np.zeros(12, np.int32), [TenantLoad(12, 3)])
     assert (room.take(0, 300), room.take(0, 300), room.take(0, 300)) == (300, 200, 0)
     room = StepRoom(max_tokens=100)
-    room.open(512, 12, 0.0, 3)
+    room.open(512, np.zeros(12, np.int32), [TenantLoad(12, 3)])
     assert (room.take(0, 60), room.take(0, 60), room.take(0, 60)) == (60, 40, 0)
 
 
@@ -110,6 +111,15 @@ def test_while_others_wait_batch_and_chunk_keep_within_a_turn() -> None:
     assert device_s(20 + chunk_of(limits, 20, shared=True)) <= 0.010 + 1e-9
     assert 32 <= chunk_of(limits, 0, shared=True) <= 56
     assert chunk_of(limits, 200, shared=True) == LEAST_CHUNK_TOKENS
+
+
+def test_batches_that_are_too_long_for_a_turn_get_smaller_though_no_smaller_one_is_known() -> None:
+    limits, sizes = StepLimits(0.010, 2.0), [400]
+    for _ in range(12):
+        limits.note(plan_of(sizes[-1]), device_s(sizes[-1]))
+        sizes.append(limits.max_rows(400, 100.0))
+    assert sizes[1:4] == [224, 112, 56]
+    assert 40 <= sizes[-1] <= 50
 
 
 def test_a_model_whose_every_step_is_longer_than_a_turn_still_batches() -> None:

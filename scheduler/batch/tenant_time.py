@@ -1,0 +1,104 @@
+"""Device time between the tenants of one model: served first is who had least of it for its weight.
+
+A step's measured time is divided among its rows by their tokens and counted for their tenants. Prompts, and rows where a step has
+no room for all, go by that count, so a tenant that floods waits behind itself. Who comes new begins where the least served is, and
+who wanted little for long is at most FORGIVEN_S behind: nobody saves up time to take it all at once. While one tenant is alone
+nothing is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from scheduler.batch.plan import BatchPlan, FloatArray, IntArray, LongArray
+
+FORGIVEN_S = 0.25
+
+
+@dataclass(slots=True, frozen=True)
+class TenantLoad:
+    """What one tenant wants of a step. share: of the device, by weight among those that want any."""
+
+    num_rows: int  # sequences that decode
+    num_prompts: int  # waiting or under way
+    share: float = 1.0
+
+
+class TenantTime:
+    """Of num_slots sequences. Seconds are the device's, measured by the caller."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._of_slot: IntArray = np.zeros(num_slots, np.int32)
+        self._ran_at: LongArray = np.zeros(num_slots, np.int64)  # which of the limited steps a row was last in
+        self._num_limited = 0
+        self._index: dict[str, int] = {}
+        self._num_sequences: dict[str, int] = {}
+        self._free = list(range(num_slots - 1, -1, -1))  # indexes
+        self._used_s: FloatArray = np.zeros(num_slots, np.float64)  # over the tenant's weight
+        self._weight: FloatArray = np.ones(num_slots, np.float64)
+
+    def join(self, slot: int, tenant: str, weight: float) -> None:
+        index = self._index.get(tenant)
+        if index is None:
+            least = min((float(self._used_s[other]) for other in self._index.values()), default=0.0)
+            index = self._index[tenant] = self._free.pop()
+            self._used_s[index] = least
+            self._num_sequences[tenant] = 0
+        self._weight[index] = weight
+        self._num_sequences[tenant] += 1
+        self._of_slot[slot] = index
+        self._ran_at[slot] = 0
+
+    def leave(self, tenant: str) -> None:
+        self._num_sequences[tenant] -= 1
+        if not self._num_sequences[tenant]:
+            del self._num_sequences[tenant]
+            self._free.append(self._index.pop(tenant))
+
+    @property
+    def several(self) -> bool:
+        return len(self._index) > 1
+
+    def charge(self, plan: BatchPlan, seconds: float) -> None:
+        """After a step, while its sequences are still in their slots."""
+        if not self.several:
+            return
+        tokens = np.bincount(self._of_slot[plan.slots], plan.num_new, len(self._used_s))
+        self._used_s += tokens * (seconds / tokens.sum()) / self._weight
+        active = list(self._index.values())
+        used = self._used_s[active]
+        self._used_s[active] = np.maximum(used, used.max() - FORGIVEN_S)
+
+    def choose(self, slots: IntArray, most: int) -> IntArray:
+        """`most` of them at most: of the tenants served least first, of one tenant those that have waited longest."""
+        if len(slots) <= most:
+            return slots
+        self._num_limited += 1
+        chosen = slots[np.lexsort((self._ran_at[slots], self._used_s[self._of_slot[slots]]))[:most]]
+        self._ran_at[chosen] = self._num_limited
+        return chosen
+
+    def in_order(self, slots: IntArray) -> IntArray:
+        """Those of the tenants served least first; those of one tenant as they are."""
+        if not self.several or len(slots) < 2:
+            return slots
+        return slots[np.argsort(self._used_s[self._of_slot[slots]], kind="stable")]
+
+    def loads(self, decode: IntArray, prefill: IntArray, waiting: Mapping[str, tuple[int, float]]) -> list[TenantLoad]:
+        """decode, prefill: slots. waiting: requests that wait and the weight, by tenant."""
+        if len(self._index) + len(waiting) < 2 or (len(self._index) == 1 and self._index.keys() == waiting.keys()):
+            return [TenantLoad(len(decode), len(prefill) + sum(number for number, _ in waiting.values()))]
+        rows = np.bincount(self._of_slot[decode], minlength=len(self._used_s))
+        prompts = np.bincount(self._of_slot[prefill], minlength=len(self._used_s))
+        weights = {tenant: float(self._weight[index]) for tenant, index in self._index.items()}
+        weights |= {tenant: weight for tenant, (_, weight) in waiting.items()}
+        total = sum(weights.values())
+        loads = []
+        for tenant, weight in weights.items():
+            index = self._index.get(tenant)
+            running = (0, 0) if index is None else (int(rows[index]), int(prompts[index]))
+            loads.append(TenantLoad(running[0], running[1] + waiting.get(tenant, (0, 0.0))[0], weight / total))
+        return loads
