@@ -17,6 +17,7 @@ from benchmarks.gpu_limits import copy_bytes_per_s, gemm_flops, host_to_device_b
 from benchmarks.gpu_shapes import Bench
 from engine import ops
 from loader import sizing
+from loader.gpu_sizing import gpu_work_space_bytes
 
 IN_FLIGHT = 2
 
@@ -113,6 +114,13 @@ def swap(bench: Bench, rate: float) -> None:
     )
 
 
+def work_space(bench: Bench, num_tokens: int) -> None:
+    """What steps took beside weights and KV, against what loader/gpu_sizing.py keeps for them."""
+    kept = gpu_work_space_bytes(bench.shape, bench.dtype, num_tokens, 256)
+    taken = torch.cuda.max_memory_allocated() - bench.weights.num_bytes - bench.num_blocks * bench.block_bytes
+    tell(what="work_space", taken_mib=round(taken / 2**20), kept_mib=round(kept / 2**20))
+
+
 def synchronise(bench: Bench) -> None:
     if bench.weights.memory.device.type == "cuda":
         torch.cuda.synchronize()
@@ -137,6 +145,8 @@ def main() -> None:
         copy_gb_s=round(copy / 1e9, 1),
         gemm_tflops=round(gemm / 1e12, 1),
     )
+    if not tiny:
+        torch.cuda.reset_peak_memory_stats()
     if tiny:
         decode(bench, 1, 20, 3, copy)
         decode(bench, 3, 20, 3, copy)
@@ -146,6 +156,7 @@ def main() -> None:
     for num_rows, context in ((1, 1024), (64, 1024), (8, 1024), (256, 1024), (128, 1024)):
         decode(bench, num_rows, context, 100, copy)
     prefill(bench, 2048, gemm)
+    work_space(bench, 2048)
     swap(bench, host_to_device_bytes_per_s(device, tiny))
     bench.model.graphs.captured.clear()
     weights = bench.weights

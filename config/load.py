@@ -20,7 +20,9 @@ RUNNERS = ("torch", "null")
 QUANTIZATIONS = ("int8", "none")
 TOOL_PARSERS = ("hermes", "llama3", "mistral", "none")
 REASONING_PARSERS = ("think", "none")
-CUDA_CHUNK_BYTES = 16 << 20  # a GPU's driver maps few large pieces faster than many small ones
+# Of a node with a cuda device, where they are not given: its driver maps few large pieces faster than many small ones, and its
+# steps are too short for small batches.
+CUDA_DEFAULTS: dict[str, Any] = {"chunk_bytes": 16 << 20, "max_num_batched_tokens": 4096, "turn_budget_ms": 5.0}
 
 
 class ConfigError(Exception):
@@ -63,8 +65,9 @@ def _load(path: str | None, flags: Mapping[str, Any] | None) -> NodeConfig:
     if flags:
         config = msgspec.structs.replace(config, **_from_flags(flags))
         config = msgspec.structs.replace(config, **_absolute(config, os.getcwd()))
-    if "chunk_bytes" not in table and "chunk_bytes" not in (flags or {}) and any(text.startswith("cuda") for text in config.device):
-        config = msgspec.structs.replace(config, chunk_bytes=CUDA_CHUNK_BYTES)
+    if any(text.startswith("cuda") for text in config.device):
+        given = {*table, *(flags or {})}
+        config = msgspec.structs.replace(config, **{key: value for key, value in CUDA_DEFAULTS.items() if key not in given})
     control = config.control or paths.daemon_control_path()
     config = msgspec.structs.replace(
         config,

@@ -108,11 +108,13 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         "auto"
     )
 
-    max_num_batched_tokens: Annotated[int, key("tokens in one step; sizes each device's work space", "tokens")] = 512
+    max_num_batched_tokens: Annotated[
+        int, key("tokens in one step; sizes each device's work space; with a cuda device 4096 if not set", "tokens")
+    ] = 512
     block_tokens: Annotated[int, key("tokens in one KV block", "tokens")] = 16
-    chunk_bytes: Annotated[
-        int | str, key("unit of the devices' memory pools; with a cuda device 16MiB if it is not set", "bytes")
-    ] = "2MiB"
+    chunk_bytes: Annotated[int | str, key("unit of the devices' memory pools; with a cuda device 16MiB if not set", "bytes")] = (
+        "2MiB"
+    )
     host_tier_bytes: Annotated[
         int | str | None,
         key(
@@ -128,7 +130,8 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     turn_budget_ms: Annotated[
         float,
         key(
-            "device time a model may take before another busy one has its turn; while several are busy it bounds batch and chunk",
+            "device time a model may take before another busy one has its turn; while several are busy it bounds batch and chunk; "
+            "with a cuda device 5 if not set",
             "ms",
         ),
     ] = 10.0

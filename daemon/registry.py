@@ -20,6 +20,7 @@ from daemon.dispatcher import LoadSource
 from daemon.errors import BadRequest, HearthError, NotNow, no_model
 from daemon.state import NodeState
 from loader import catalog, sizing
+from loader.gpu_sizing import gpu_work_space_bytes
 from loader.hf_config import ModelShape
 from scheduler.node import events
 from scheduler.node.ledger import kv_reserved_bytes, size_of
@@ -118,7 +119,9 @@ class Registry:
         dtype = settings.dtype or config.dtype
         shape = checkpoint.shape
         quantize = "int8" if settings.quantize == "int8" else ""
-        misfit = self._quantize_misfit(name, settings, shape) if quantize and shape is not None else ""
+        misfit = "" if shape is None else self._encoder_misfit(name, settings, shape)
+        if quantize and shape is not None:
+            misfit = misfit or self._quantize_misfit(name, settings, shape)
         if not checkpoint.complete or shape is None or misfit:
             problem = checkpoint.reason or checkpoint.error or misfit or "not a model"
             facts = events.ModelFacts(
@@ -139,9 +142,7 @@ class Registry:
             name=name,
             weights_bytes=sizing.weights_bytes(shape, dtype, quantize),
             kv_bytes_per_token=sizing.kv_bytes_per_token(shape, dtype),
-            work_space_bytes=sizing.work_space_bytes(
-                shape, dtype, config.max_num_batched_tokens, settings.max_sequences, max_model_len, quantize
-            ),
+            work_space_bytes=self._work_space_bytes(config, settings, shape, dtype, max_model_len),
             max_model_len=max_model_len,
             kv_floor_tokens=settings.kv_floor_tokens or 0,
             kv_reserved_bytes=_kv_reserved_bytes(config, shape, dtype, max(max_model_len, settings.kv_floor_tokens or 0)),
@@ -150,7 +151,7 @@ class Registry:
             priority=settings.priority,
             pinned=pinned,
             enabled=enabled,
-            devices=tuple(settings.devices),
+            devices=tuple(device.name for device in self._allowed(settings, shape)) if shape.pooling else tuple(settings.devices),
             fingerprint=checkpoint.fingerprint,
         )
         generation = checkpoint.generation
@@ -179,6 +180,29 @@ class Registry:
         )
         return Registered(checkpoint, facts, entry, dtype, "", quantize)
 
+    def _allowed(self, settings: ModelConfig, shape: ModelShape) -> list[DeviceBudget]:
+        """Devices it may live on; of a GPU's kernels none are an encoder's."""
+        named = [device for device in self._devices if not settings.devices or device.name in settings.devices]
+        return [device for device in named if not (shape.pooling and device.name.startswith("cuda"))]
+
+    def _work_space_bytes(
+        self, config: NodeConfig, settings: ModelConfig, shape: ModelShape, dtype: str, max_model_len: int
+    ) -> int:
+        """By the rule of the kind of device it may live on, the larger one's where it may live on both."""
+        batch, sequences = config.max_num_batched_tokens, settings.max_sequences
+        kinds = {device.name.partition(":")[0] for device in self._allowed(settings, shape)}
+        sizes = [gpu_work_space_bytes(shape, dtype, batch, sequences)] if "cuda" in kinds else []
+        if kinds != {"cuda"}:
+            quantize = "int8" if settings.quantize == "int8" else ""
+            sizes.append(sizing.work_space_bytes(shape, dtype, batch, sequences, max_model_len, quantize))
+        return max(sizes)
+
+    def _encoder_misfit(self, name: str, settings: ModelConfig, shape: ModelShape) -> str:
+        """Why an encoder has no device, or ""."""
+        if not shape.pooling or self._allowed(settings, shape):
+            return ""
+        return f'models."{name}".devices: encoders are not built for cuda devices; give the node a cpu device for them'
+
     def _quantize_misfit(self, name: str, settings: ModelConfig, shape: ModelShape) -> str:
         """Why the model can't be quantised, or ""."""
         gpus = [one.name for one in self._devices if one.name.startswith("cuda") and one.name in (settings.devices or [one.name])]
@@ -191,17 +215,16 @@ class Registry:
         (down to 2,048) while the model with the work space for such contexts would not fit at all."""
         if settings.max_model_len is not None:
             return min(settings.max_model_len, shape.max_position_embeddings)
-        allowed = [d.budget_bytes for d in self._devices if not settings.devices or d.name in settings.devices]
-        budget_bytes = max(allowed, default=0)
+        budget_bytes = max((device.budget_bytes for device in self._allowed(settings, shape)), default=0)
         length = sizing.default_max_model_len(shape, dtype, budget_bytes)
-        chunk_bytes, batch = int(config.chunk_bytes), (config.max_num_batched_tokens, settings.max_sequences)
+        chunk_bytes = int(config.chunk_bytes)
         quantize = "int8" if settings.quantize == "int8" else ""
         while length > sizing.MIN_MODEL_LEN:
             facts = events.ModelFacts(
                 name="",
                 weights_bytes=sizing.weights_bytes(shape, dtype, quantize),
                 kv_bytes_per_token=sizing.kv_bytes_per_token(shape, dtype),
-                work_space_bytes=sizing.work_space_bytes(shape, dtype, *batch, length, quantize),
+                work_space_bytes=self._work_space_bytes(config, settings, shape, dtype, length),
                 max_model_len=length,
                 kv_reserved_bytes=_kv_reserved_bytes(config, shape, dtype, length),
             )

@@ -68,6 +68,15 @@ class LaunchesAhead(Protocol):
         have none."""
         ...
 
+    @property
+    def num_uncaptured(self) -> int:
+        """Sizes of steps that would be captured as a graph when they are first met."""
+        ...
+
+    def capture_next(self) -> None:
+        """Captures one of them, in idle time: no step is under way."""
+        ...
+
 
 @runtime_checkable
 class HostedEncoder(Protocol):

@@ -55,6 +55,11 @@ class DecodeGraphs:
         rows = graph_rows(num_rows)
         return rows if rows <= self._max_rows else 0
 
+    def missing(self, max_rows: int) -> list[int]:
+        """Row counts of graphs that steps of up to max_rows may ask for and that are not captured, the smallest first."""
+        sizes = dict.fromkeys(map(self.rows_for, range(1, min(max_rows, self._max_rows) + 1)))
+        return [size for size in sizes if size and size not in self.captured]
+
     def run(self, num_rows: int, columns: Mapping[str, Any]) -> Tensor:
         """Runs a step of num_rows (as rows_for gave them) and returns [2, R] int32, overwritten by the next run."""
         graph = self.captured.get(num_rows)

@@ -35,9 +35,9 @@ from engine.sampled_outputs import sampled_outputs
 from engine.sampler import constrain, sampling_rows
 from engine.step_columns import Columns, ExtendStep, decode_columns, extend_step, padding_columns, sampling_columns
 from loader import sizing
+from loader.gpu_sizing import LOGITS_ROWS
 from loader.hf_config import ModelShape
 
-LOGITS_ROWS = 256  # sampling rows whose logits are computed at a time
 DECODE_PIECES_PER_CORE = 8  # how finely contexts are cut among the multiprocessors
 CPU_CORES = 2  # what stands for multiprocessors where the kernels are interpreted
 
@@ -185,6 +185,13 @@ class CudaModel:
         padded = self.graphs.rows_for(num_rows)
         if padded and padded not in self.graphs.captured:
             self.graphs.run(padded, padding_columns(padded, self._sequences.num_slots))
+
+    @property
+    def num_uncaptured(self) -> int:
+        return len(self.graphs.missing(self._sequences.num_slots)) if self._model is not None else 0
+
+    def capture_next(self) -> None:
+        self.capture(self.graphs.missing(self._sequences.num_slots)[0])
 
     @torch.inference_mode()
     def logits(self, plan: BatchPlan, table: SequenceTable, every_token: bool = False) -> FloatArray:

@@ -151,6 +151,11 @@ class NullModel:
 class AheadNullModel(NullModel):
     """A null model whose steps are launched as a GPU's are, for tests of what that asks of the engine."""
 
+    num_uncaptured = 3
+
+    def capture_next(self) -> None:
+        self.num_uncaptured -= 1
+
     def launch(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> PacedStep:
         return PacedStep(self._step(plan, table, masks), self._pacer)
 

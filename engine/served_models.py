@@ -73,6 +73,10 @@ class ServedModels:
         busy = [name for name, served in self.by_name.items() if served.scheduler.runnable]
         return busy + [name for name, embedder in self.embedders.items() if embedder.waiting]
 
+    def uncaptured(self) -> LaunchesAhead | None:
+        """A model with steps to capture in idle time; None if there is none."""
+        return next((one.ahead for one in self.by_name.values() if one.ahead is not None and one.ahead.num_uncaptured), None)
+
     def __contains__(self, name: str) -> bool:
         return name in self.by_name or name in self.embedders
 

@@ -55,6 +55,7 @@ log = logging.getLogger("engine")
 MAX_BACKLOG_BYTES = 8 << 20
 STATS_EVERY_S = 0.25
 COLLECT_AFTER_IDLE_S = 1.0
+CAPTURE_AFTER_IDLE_S = 0.02
 COLLECT_EVERY_STEPS = 4096
 NO_REQUESTS = np.zeros(0, np.int64)
 
@@ -271,6 +272,8 @@ class Engine:
         """How long epoll may block; None: until something arrives."""
         if self._stats_dirty:
             return max(0.0, self._stats_sent_s + STATS_EVERY_S - time.monotonic())
+        if self.models.uncaptured() is not None:
+            return CAPTURE_AFTER_IDLE_S
         if self._wants_collect():
             return COLLECT_AFTER_IDLE_S
         return None if self.preparer is None or self.placements.busy else self.preparer.wait_s()
@@ -279,9 +282,14 @@ class Engine:
         return self.num_steps > self._steps_at_collect or self._must_unfreeze
 
     def _tidy(self) -> None:
-        """Nothing runs and nothing came: tell how things stand, then, if it stays so, collect garbage and prepare memory."""
+        """Nothing runs and nothing came: tell how things stand, then, if it stays so, capture steps, collect garbage and prepare
+        memory, a little of it at a time."""
         if self._stats_dirty:
             self._send_stats(time.monotonic())
+        elif (model := self.models.uncaptured()) is not None:
+            model.capture_next()
+            if not model.num_uncaptured:
+                log.info("steps of every size are captured")
         elif self._wants_collect():
             self._collect()
         elif self.preparer is not None:

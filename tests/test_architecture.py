@@ -27,6 +27,7 @@ DAEMON_FROM_LOADER = {
     "loader.catalog",
     "loader.direct_io",
     "loader.errors",
+    "loader.gpu_sizing",
     "loader.hf_config",
     "loader.packed",
     "loader.packer",

@@ -56,7 +56,9 @@ def test_without_a_driver_a_cuda_device_is_an_error_and_a_cpu_device_asks_nobody
         device_budgets(load(None, {"device": ["cuda:0"]}), GIB, gpus=gpus)
 
 
-def test_chunks_are_larger_on_a_node_with_a_gpu_unless_their_size_is_given() -> None:
-    assert load(None, {"device": ["cpu=1GiB", "cuda=1GiB"]}).chunk_bytes == 16 << 20
+def test_a_node_with_a_gpu_has_other_defaults_unless_they_are_given() -> None:
+    mixed = load(None, {"device": ["cpu=1GiB", "cuda=1GiB"]})
+    assert (mixed.chunk_bytes, mixed.max_num_batched_tokens, mixed.turn_budget_ms) == (16 << 20, 4096, 5.0)
+    assert load(None, {"device": ["cuda=1GiB"], "max_num_batched_tokens": "512"}).max_num_batched_tokens == 512
     assert load(None, {"device": ["cuda=1GiB"], "chunk_bytes": "4MiB"}).chunk_bytes == 4 << 20
     assert load(None, {"device": ["cpu=1GiB"]}).chunk_bytes == 2 << 20

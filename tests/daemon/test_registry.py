@@ -6,14 +6,17 @@ import asyncio
 import shutil
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from config.schema import DeviceBudget, ModelConfig, NodeConfig, SamplingDefaults
-from daemon.errors import HearthError
+from daemon.errors import HearthError, NotNow
 from daemon.registry import Registry
 from daemon.state import NodeState
+from loader.catalog import scan_one
 from scheduler.node import events
 from tests.e2e.checkpoints import END_ID, make_model
+from tests.e2e.test_embeddings import make_encoder
 
 MIB = 1 << 20
 
@@ -178,3 +181,32 @@ async def test_what_cannot_be_quantised_is_refused_by_field(tmp_path: Path) -> N
         (facts,) = registered(await registry.rescan()).values()
         assert wanted in facts.incomplete
         assert ('models."a".quantize' in facts.incomplete) == bool(wanted)
+
+
+async def test_a_gpus_work_space_does_not_grow_with_the_context(tmp_path: Path) -> None:
+    """Attention reads keys and values where they are there; on the cpu device a row's context is gathered."""
+    make_model(tmp_path / "a", max_position_embeddings=1 << 17)
+    config = NodeConfig(models_dir=str(tmp_path), chunk_bytes=2 * MIB)
+
+    def work_space(devices: list[DeviceBudget], length: int) -> int:
+        named = msgspec.structs.replace(config, models={"a": ModelConfig(max_model_len=length)})
+        return Registry(named, devices, NodeState("")).register(named, scan_one(tmp_path / "a")).facts.work_space_bytes
+
+    gpu, cpu = DeviceBudget("cuda:0", 4096 * MIB, "GPU-a"), DeviceBudget("cpu:0", 4096 * MIB)
+    assert work_space([gpu], 1 << 17) == work_space([gpu], 1 << 11)
+    assert work_space([cpu], 1 << 17) > work_space([cpu], 1 << 11)
+    either = [work_space([one], 1 << 17) for one in (gpu, cpu)]
+    assert work_space([gpu, cpu], 1 << 17) == max(either)
+
+
+async def test_an_encoder_lives_on_cpu_devices_only(tmp_path: Path) -> None:
+    make_encoder(tmp_path / "enc")
+    config = NodeConfig(models_dir=str(tmp_path), chunk_bytes=2 * MIB)
+    gpu, cpu = DeviceBudget("cuda:0", 4096 * MIB, "GPU-a"), DeviceBudget("cpu:0", 256 * MIB)
+    (facts,) = registered(await Registry(config, [gpu, cpu], NodeState("")).rescan()).values()
+    assert (facts.devices, facts.incomplete) == (("cpu:0",), "")
+    alone = Registry(config, [gpu], NodeState(""))
+    (facts,) = registered(await alone.rescan()).values()
+    assert "encoders are not built for cuda devices" in facts.incomplete
+    with pytest.raises(NotNow, match="give the node a cpu device"):
+        alone.resolve("enc")

@@ -214,6 +214,20 @@ def stand_in_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     StandInGraph.captured.clear()
 
 
+def remember_steps(model: CudaModel) -> None:
+    """Each stand-in for a graph gets the step that was captured with it."""
+    step = model.graphs._step
+
+    def remembered(columns: Any) -> Any:
+        drawn = step(columns)
+        if StandInGraph.captured and StandInGraph.captured[-1].step is None:
+            graph = StandInGraph.captured[-1]
+            graph.step, graph.drawn = lambda: step(columns), drawn
+        return drawn
+
+    model.graphs._step = remembered
+
+
 def decoded(model: CudaModel, rows: int, steps: int) -> list[list[int]]:
     """Seeded and greedy rows, each step's tokens known to the next on the device alone."""
     table = make_table(groups=model.kv_groups)
@@ -230,20 +244,34 @@ def test_captured_steps_are_padded_steps_with_other_columns(tmp_path: Path, stan
     make_checkpoint(tmp_path, kind="qwen2", num_hidden_layers=1)
     plain = decoded(load_cuda_model(tmp_path), 3, 3)
     model = load_cuda_model(tmp_path, max_graph_rows=8)
-    step = model.graphs._step
-
-    def remembered(columns: Any) -> Any:
-        drawn = step(columns)
-        if StandInGraph.captured and StandInGraph.captured[-1].step is None:
-            graph = StandInGraph.captured[-1]
-            graph.step, graph.drawn = lambda: step(columns), drawn
-        return drawn
-
-    model.graphs._step = remembered
+    remember_steps(model)
     model.capture(3)
     assert list(model.graphs.captured) == [4]
     assert decoded(model, 3, 3) == plain
     assert list(model.graphs.captured) == [4]
+
+
+def test_nothing_is_captured_after_a_second_load(tmp_path: Path, stand_in_graphs: None) -> None:
+    """The first load captures what it is asked for, idle time the rest, smallest first; what comes back has them all."""
+    make_checkpoint(tmp_path, kind="qwen2", num_hidden_layers=1)
+    model = load_cuda_model(tmp_path, max_graph_rows=8)
+    remember_steps(model)
+    first = decoded(model, 3, 2)
+    order = []
+    while model.num_uncaptured:
+        model.capture_next()
+        order.append(list(model.graphs.captured)[-1])
+    assert (next(iter(model.graphs.captured)), order) == (4, [1, 2, 8])
+    num_captured = len(StandInGraph.captured)
+    kept = model._weights.memory.clone()
+    model.release()
+    assert model.num_uncaptured == 0, "an evicted model has no weights to capture with"
+    model._weights.memory.zero_()
+    model._weights.memory.copy_(kept)
+    model.restore()
+    assert decoded(model, 3, 2) == first
+    decoded(model, 7, 1)
+    assert (len(StandInGraph.captured), model.num_uncaptured) == (num_captured, 0)
 
 
 def test_warming_up_writes_no_kv(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -130,3 +131,13 @@ def test_the_journal_names_both_steps(tmp_path: Path) -> None:
         assert engine.process.wait(30) == 70
         assert engine.running() == (1, 2)
         assert not engine.of(RequestFailed)
+
+
+def test_steps_are_captured_in_idle_time(tmp_path: Path) -> None:
+    log = tmp_path / "stderr"
+    with EngineProcess(null_configure(), stderr=log) as engine:
+        loaded(engine, tmp_path)
+        until_s = time.monotonic() + 30
+        while "steps of every size are captured" not in log.read_text():
+            assert time.monotonic() < until_s
+            time.sleep(0.02)

@@ -1,0 +1,31 @@
+"""What one step of a model allocates on a GPU beside weights and KV: the counterpart of sizing.work_space_bytes, whose arrays are
+others: attention reads KV where it is, and logits of many rows are made at once."""
+
+from __future__ import annotations
+
+from loader.hf_config import ModelShape
+from loader.sizing import ITEM_BYTES
+
+LOGITS_ROWS = 256  # sampling rows whose logits are computed at a time
+# Pieces of contexts beside one a row, and float32 results of each: some eight a multiprocessor, of which there are at most 256.
+DECODE_PIECES = 2048
+# cuBLAS's work space of 32 MiB a stream, on the stream of steps and on that of captures
+LIBRARY_BYTES = 64 << 20
+
+
+def gpu_work_space_bytes(shape: ModelShape, dtype: str, max_num_batched_tokens: int, max_sequences: int) -> int:
+    """Upper bound for one step. What a loaded model keeps between steps (block tables, the memory of its graphs) comes from what
+    the default budget leaves of a GPU. Encoders are not served there: 0."""
+    if shape.pooling:
+        return 0
+    tokens, item, hidden = max(max_num_batched_tokens, max_sequences), ITEM_BYTES[dtype], shape.hidden_size
+    query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    residual = tokens * hidden * 3 * item  # residual, normed, a product's result
+    pieces = (max_sequences + -(-DECODE_PIECES // shape.num_kv_heads)) * shape.num_heads * (shape.head_dim + 1) * 4
+    attention = tokens * ((query + 2 * key) + query) * item + pieces
+    mlp = tokens * shape.intermediate_size * 3 * item
+    rows = min(LOGITS_ROWS, max(1, max_sequences))
+    # as they come, an untouched copy where log-probabilities are wanted of masked rows, and in float32 where the host edits them
+    logits = rows * (shape.vocab_size * (2 * item + 4) + hidden * item)
+    # a quarter more for what an allocator of blocks cannot use
+    return (residual + max(attention, mlp, logits) + tokens * 64) * 5 // 4 + LIBRARY_BYTES
