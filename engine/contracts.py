@@ -63,6 +63,9 @@ class Launched(Protocol):
 class LaunchesAhead(Protocol):
     """A HostedModel whose next step can be started before the last one's tokens are known."""
 
+    @property
+    def name(self) -> str: ...
+
     def launch(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> Launched:
         """Starts one step. Tokens that table.num_tokens does not count yet are those the slot's last step samples; rows in `masks`
         have none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,6 +16,8 @@ from scheduler.batch.compaction import Compaction
 from scheduler.batch.plan import IntArray
 from scheduler.batch.step_limits import StepLimits
 from scheduler.batch.turns import Turns
+
+log = logging.getLogger("engine")
 
 
 class Arena(Protocol):
@@ -76,6 +79,14 @@ class ServedModels:
     def uncaptured(self) -> LaunchesAhead | None:
         """A model with steps to capture in idle time; None if there is none."""
         return next((one.ahead for one in self.by_name.values() if one.ahead is not None and one.ahead.num_uncaptured), None)
+
+    def capture_next(self) -> None:
+        """Captures one size of its steps."""
+        model = self.uncaptured()
+        if model is not None:
+            model.capture_next()
+            if not model.num_uncaptured:
+                log.info("%s: steps of every size are captured", model.name)
 
     def __contains__(self, name: str) -> bool:
         return name in self.by_name or name in self.embedders

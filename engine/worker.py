@@ -286,10 +286,8 @@ class Engine:
         memory, a little of it at a time."""
         if self._stats_dirty:
             self._send_stats(time.monotonic())
-        elif (model := self.models.uncaptured()) is not None:
-            model.capture_next()
-            if not model.num_uncaptured:
-                log.info("steps of every size are captured")
+        elif self.models.uncaptured() is not None:
+            self.models.capture_next()
         elif self._wants_collect():
             self._collect()
         elif self.preparer is not None:
