@@ -4,7 +4,8 @@ A null model reads its shape and its windows from the checkpoint's config.json, 
 (seed, position) by `null_tokens`, so a test can foretell them. Steps are paced: over many of them each
 takes exactly `null_step_ms`.
 For tests of what goes wrong, config.json may hold an object `"hearthd_null"`: `load_s` (how long a load takes), `load_error` and
-`load_error_permanent`, `nan_token` and `crash_token` (a sequence that contains this id gives NaN, or raises).
+`load_error_permanent`, `nan_token` and `crash_token` (a sequence that contains this id gives NaN, or raises); `token_ms` is what
+each token of a step adds to it.
 """
 
 from __future__ import annotations
@@ -61,12 +62,14 @@ class Pacer:
         self.step_s = step_s
         self._due = 0.0
 
-    def wait(self) -> None:
-        if self.step_s <= 0:
+    def wait(self, more_s: float = 0.0) -> None:
+        """more_s: what this step takes beyond step_s."""
+        step_s = self.step_s + more_s
+        if step_s <= 0:
             return
         now = time.monotonic()
         # Late by less than one step: the schedule stands, so sleeping too long does not add up.
-        self._due = self._due + self.step_s if now - self._due < self.step_s else now + self.step_s
+        self._due = self._due + step_s if now - self._due < step_s else now + step_s
         if self._due > now:
             time.sleep(self._due - now)
 
@@ -90,6 +93,7 @@ class NullModel:
         faults = config.get("hearthd_null", {})
         self._nan_token: int | None = faults.get("nan_token")
         self._crash_token: int | None = faults.get("crash_token")
+        self._token_s = float(faults.get("token_ms", 0.0)) / 1e3
         self._candidates = null_candidates(self.vocab_size, spec.eos_token_ids)
         self._pacer = pacer
 
@@ -97,9 +101,12 @@ class NullModel:
         """Raises RuntimeError if a row holds `crash_token`."""
         started = time.monotonic()
         result = self._step(plan, table, masks)
-        self._pacer.wait()
+        self._pacer.wait(self._tokens_s(plan))
         result.seconds = time.monotonic() - started
         return result
+
+    def _tokens_s(self, plan: BatchPlan) -> float:
+        return self._token_s * int(plan.num_new.sum()) if self._token_s else 0.0
 
     def _step(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None) -> StepResult:
         slots = plan.slots[plan.samples]
@@ -157,18 +164,18 @@ class AheadNullModel(NullModel):
         self.num_uncaptured -= 1
 
     def launch(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> PacedStep:
-        return PacedStep(self._step(plan, table, masks), self._pacer)
+        return PacedStep(self._step(plan, table, masks), self._pacer, self._tokens_s(plan))
 
 
 class PacedStep:
     """Over when the pacer says so."""
 
-    def __init__(self, result: StepResult, pacer: Pacer) -> None:
-        self._result, self._pacer = result, pacer
+    def __init__(self, result: StepResult, pacer: Pacer, tokens_s: float) -> None:
+        self._result, self._pacer, self._tokens_s = result, pacer, tokens_s
 
     def wait(self) -> StepResult:
-        self._pacer.wait()
-        self._result.seconds = self._pacer.step_s
+        self._pacer.wait(self._tokens_s)
+        self._result.seconds = self._pacer.step_s + self._tokens_s
         return self._result
 
 

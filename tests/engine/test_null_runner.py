@@ -58,6 +58,15 @@ def test_steps_are_paced_on_average() -> None:
     assert time.monotonic() - started >= 50 * 0.002 - 0.002, "sleeping too long is made up for, stepping too soon never happens"
 
 
+def test_a_step_of_more_tokens_may_take_longer() -> None:
+    pacer = Pacer(0.001)
+    pacer.wait()
+    started = time.monotonic()
+    for _ in range(10):
+        pacer.wait(0.004)
+    assert time.monotonic() - started >= 10 * 0.005 - 0.005
+
+
 def test_load_reports_progress_and_can_be_cancelled(tmp_path: Path) -> None:
     path = null_checkpoint(tmp_path, load_s=0.3)
     told: list[tuple[int, int]] = []
