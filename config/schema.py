@@ -125,7 +125,12 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = None
     preempt_after_s: Annotated[
         float,
-        key("a busy model that has to make room is paused after this or 4 x what the pause costs, whichever is longer", "s", LIVE),
+        key(
+            "a busy model that has to make room may finish what runs for so long at least before it is paused, and until the work "
+            "it leaves for is overdue by half of what the pause costs",
+            "s",
+            LIVE,
+        ),
     ] = 1.0
     turn_budget_ms: Annotated[
         float,
@@ -154,7 +159,9 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = 0
 
     load_deadline_s: Annotated[float | None, key("a load may take; default max(20, 4 x predicted)", "s", LIVE)] = None
-    overdue_after_s: Annotated[float, key("waiting requests older than this go first, by age", "s", LIVE)] = 10.0
+    overdue_after_s: Annotated[
+        float, key("requests that have waited so long and the seconds of their model's load go first, by age", "s", LIVE)
+    ] = 10.0
     max_wait_s: Annotated[float, key("longest wait before the first token's turn; then 503", "s", LIVE)] = 60.0
     request_timeout_s: Annotated[float, key("longest life of one request", "s", LIVE)] = 600.0
     body_read_timeout_s: Annotated[float, key("a request's body must be in by then", "s", LIVE)] = 10.0

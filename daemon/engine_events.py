@@ -75,6 +75,7 @@ class EngineEvents:
                     cause=f"engine-{device}",
                     device=device,
                     kv_bytes={model: (counts[0], counts[3]) for model, counts in message.models.items()},
+                    waiting={model: counts[2] for model, counts in message.models.items() if counts[2] > 0},
                 )
             )
         elif kind is protocol.LoadProgress:

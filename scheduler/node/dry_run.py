@@ -123,5 +123,5 @@ def _why(node: Node, device: Device, model: Model, victim: bool, busy: bool) -> 
     if not busy:
         return "stays: idle, its room is not needed"
     if not look.evictable(node, device, model, True, None):
-        return "stays: busy, and made to leave a short while ago"
+        return "stays: busy, and came a short while ago"
     return "stays: busy"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scheduler.node import models, placements, requests, residency
+from scheduler.node import kv_room, models, placements, requests, residency
 from scheduler.node.costs import LoadCosts
 from scheduler.node.events import EngineDown, EngineUp, KVNoted, PrefillMeasured
 from scheduler.node.ledger import DeviceLedger
@@ -86,6 +86,9 @@ def kv_noted(node: Node, event: KVNoted) -> None:
         model = node.models.get(name)
         if model is not None and model.copy is not None and model.copy.device == event.device:
             model.kv_bytes, model.kv_running_bytes = running_bytes + cached_bytes, running_bytes
+    device = node.devices.get(event.device)
+    if device is not None and any(event.waiting.values()):
+        kv_room.widen(node, device, event.waiting)
 
 
 def prefill_measured(node: Node, event: PrefillMeasured) -> None:

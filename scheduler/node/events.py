@@ -6,7 +6,7 @@ Every event carries `now` (monotonic seconds; the scheduler has no clock) and `c
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -122,10 +122,12 @@ class EvictFinished(Event):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class KVNoted(Event):
-    """What an engine's models hold in KV: model -> bytes of (sequences that run, prefixes that are kept)."""
+    """What an engine's models hold in KV: model -> bytes of (sequences that run, prefixes that are kept). waiting: model ->
+    requests in the engine that have not begun."""
 
     device: str
     kv_bytes: dict[str, tuple[int, int]]
+    waiting: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

@@ -11,12 +11,12 @@ _NUM_CANDIDATES = 8
 
 
 def next_option(node: Node, device: Device) -> tuple[Model, placement.Option] | None:
-    """Rule 8: the longest waiting one if it is overdue (and only that one may force busy models out), else the most waiting work
-    per reload second. None: nothing can begin here now; a deadline is set if only time will change that."""
+    """Rule 8: the one that is overdue for longest (and only that one may force busy models out), else the most waiting work per
+    reload second. None: nothing can begin here now; a deadline is set if only time will change that."""
     oldest = device.by_age.peek()
     if oldest is None:
         return None
-    overdue = oldest[0] + node.settings.overdue_after_s <= node.now
+    overdue = oldest[0] <= node.now
     names = device.by_work.smallest(_NUM_CANDIDATES)
     if overdue:
         names = [oldest[1], *(name for name in names if name != oldest[1])]
@@ -30,7 +30,7 @@ def next_option(node: Node, device: Device) -> tuple[Model, placement.Option] | 
         if option is not None:
             return model, option
     if not overdue:
-        node.deadlines.set(("look", device.name), oldest[0] + node.settings.overdue_after_s)
+        node.deadlines.set(("look", device.name), oldest[0])
     else:
         again = next_forcible(node, node.models[oldest[1]])
         if again is not None:
@@ -84,7 +84,7 @@ def plan(
 
 
 def evictable(node: Node, device: Device, model: Model, may_force: bool, instead: Placement | None) -> bool:
-    """Rules 1, 7 and 9: ready, not pinned, and idle; or busy, when the waiting work may force and its last time is long ago."""
+    """Rules 1, 7 and 9: ready, not pinned, and idle; or busy, when the waiting work may force and it has been there long enough."""
     if model.state != residency.READY:
         copy = model.copy
         chosen = instead is not None and model.victim_of == instead.id and copy is not None and not copy.evict_sent
@@ -95,7 +95,7 @@ def evictable(node: Node, device: Device, model: Model, may_force: bool, instead
         return True
     if not may_force:
         return False
-    return model.forced_at is None or node.now >= model.forced_at + node.force_every_s(model, device)
+    return node.now >= node.tenure_ends(model, device)
 
 
 def describe(node: Node, device: Device, model: Model, may_force: bool, instead: Placement | None) -> Resident:
@@ -117,11 +117,11 @@ def score(node: Node, model: Model, device: Device, chunks: int) -> float:
 
 
 def next_forcible(node: Node, model: Model) -> float | None:
-    """When a busy model on one of its devices may be forced out again."""
+    """When the next busy model on one of its devices may be forced out."""
     times = (
-        other.forced_at + node.force_every_s(other, node.devices[name])
+        node.tenure_ends(other, node.devices[name])
         for name in model.devices
         for other in node.devices[name].resident.values()
-        if other.forced_at is not None and (other.running or other.queue)
+        if other.state == residency.READY and (other.running or other.queue)
     )
     return min((at for at in times if at > node.now), default=None)

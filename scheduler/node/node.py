@@ -111,10 +111,10 @@ class Model:
     num_quarantines: int = 0
     quarantined_until: float | None = None
     retry_at: float = 0.0
-    forced_at: float | None = None
     faults: list[float] = field(default_factory=list)
     progress: tuple[int, int] | None = None
     paused: bool = False  # it was preempted, and requests wait for it to come back
+    gives_kv: bool = False  # it leaves so that others have more KV
     unload_to: str = ""  # what the operator's unload under way shall leave: cold or warm
     kv_bytes: int = 0  # of the copy, as its engine last told it; running sequences and kept prefixes
     kv_running_bytes: int = 0  # of the first alone
@@ -185,7 +185,7 @@ class Device:
     resident: dict[str, Model] = field(default_factory=dict)  # models with a copy here
     placements: dict[int, Placement] = field(default_factory=dict)  # under way; at most one loads, at most one drains busy victims
     loading: Placement | None = None
-    by_age: LazyHeap[str] = field(default_factory=LazyHeap)  # cold models that want to come here, by oldest waiting
+    by_age: LazyHeap[str] = field(default_factory=LazyHeap)  # cold models that want to come here, by when they are overdue
     by_work: LazyHeap[str] = field(default_factory=LazyHeap)  # the same, by waiting work per reload second
     crowded_out: dict[str, None] = field(default_factory=dict)  # models kept off by pins
     pinned: Size = NOTHING  # room kept for pinned models whose home this is
@@ -293,9 +293,12 @@ class Node:
             return costs.predict_from_host_s(model.name, weights_bytes)
         return costs.predict_s(model.name, weights_bytes)
 
-    def force_every_s(self, model: Model, device: Device) -> float:
-        """Rule 9."""
-        return max(self.settings.force_every_s, self.settings.force_every_reloads * self.reload_s(model, device))
+    def tenure_ends(self, model: Model, device: Device) -> float:
+        """Rule 9: when a ready model that is busy may be made to leave."""
+        copy = model.copy
+        assert copy is not None
+        assert copy.ready_at is not None
+        return copy.ready_at + max(self.settings.tenure_s, self.settings.tenure_reloads * self.reload_s(model, device))
 
     def wanted(self, model: Model) -> bool:
         """Somebody waits for it to be loaded."""
@@ -305,6 +308,10 @@ class Node:
         """Since its oldest request came, or a command or a pin asked for it."""
         since = next(iter(model.queue.values())).waits_since if model.queue else self.now
         return min(since, model.asked_at) if model.load_causes or model.pinned else since
+
+    def overdue_at(self, model: Model, device: Device) -> float:
+        """Rule 8: what takes long to bring in stands behind what is as old and quick."""
+        return self.waits_since(model) + self.reload_s(model, device) + self.settings.overdue_after_s
 
     def resting(self, model: Model) -> bool:
         """Cold, and free to be placed."""

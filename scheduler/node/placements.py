@@ -48,10 +48,9 @@ def place_newcomer(node: Node, model: Model) -> None:
     for name in model.devices:
         first = node.devices[name].by_age.peek()
         if first is not None:
-            overdue_at = first[0] + node.settings.overdue_after_s
-            if overdue_at > node.now:
+            if first[0] > node.now:
                 if ("look", name) not in node.deadlines:
-                    node.deadlines.set(("look", name), overdue_at)
+                    node.deadlines.set(("look", name), first[0])
             elif first[1] == model.name:
                 node.stirred[name] = None
 
@@ -80,8 +79,6 @@ def begin(node: Node, model: Model, option: Option) -> None:
     for resident in option.victims:
         victim = node.models[resident.name]
         victim.victim_of = placement.id
-        if resident.busy:
-            victim.forced_at = node.now
         node.set_state(victim, residency.DRAINING, f"makes room for {model.name} (placement {placement.id})")
     promise(node, placement)
     if placement.forced:
@@ -260,6 +257,8 @@ def _why_evicted(model: Model, copy: Copy) -> str:
         return "operator"
     if copy.rolling_back:
         return "rolled_back"
+    if model.gives_kv:
+        return "kv"
     return "preempted" if model.paused else "room"
 
 
@@ -309,7 +308,7 @@ def release(node: Node, model: Model, reason: str) -> None:
         node.history.ended(copy.placement_id, node.now, reason)
     node.deadlines.discard(("evict", model.name))
     keeping.copy_ended(node, model, copy)
-    model.copy, model.progress, model.unload_to = None, None, ""
+    model.copy, model.progress, model.unload_to, model.gives_kv = None, None, "", False
     model.kv_bytes = model.kv_running_bytes = 0
     placement = node.placements.get(model.victim_of)
     model.victim_of = 0

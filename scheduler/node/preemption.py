@@ -1,8 +1,9 @@
 """A busy model that has to make room gets time to drain, and is paused when that takes too long.
 
-Overdue work alone forces busy models out (rule 9). They drain for max(preempt_after_s, preempt_after_swaps x what pausing them
-costs): what ends within that time is better left to end. Then they are taken from the device between two steps. Their requests wait
-in front of their queue, age anew, and go on when the model is back, from saved KV or computed again.
+Overdue work alone forces busy models out (rule 9). They drain for preempt_after_s at least, and until what they leave for is
+overdue by preempt_after_swaps x what pausing them costs: what ends within that time is better left to end, and work that has been
+overdue for long need not wait for it again. Then they are taken from the device between two steps. Their requests wait in front of
+their queue, age anew, and go on when the model is back, from saved KV or computed again.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ def foresee(node: Node, placement: Placement) -> None:
     """Busy victims have begun to drain."""
     settings = node.settings
     cost_s = sum(pause_cost_s(node, node.models[name]) for name in placement.victims)
-    patience_s = max(settings.preempt_after_s, settings.preempt_after_swaps * cost_s)
-    node.deadlines.set(("preempt", placement.model), node.now + patience_s)
+    overdue_at = node.overdue_at(node.models[placement.model], node.devices[placement.device])
+    pause_at = max(node.now + settings.preempt_after_s, overdue_at + settings.preempt_after_swaps * cost_s)
+    node.deadlines.set(("preempt", placement.model), pause_at)
 
 
 def pause_cost_s(node: Node, model: Model) -> float:

@@ -16,8 +16,8 @@ class SchedulerSettings:
     max_queued_per_model: int = 256  # where a model's own max_queued is 0
     max_queued_per_tenant: int = 0  # of them, of one tenant that has a name; 0: half of them
     window_per_sequence: int = 2  # a model has at most that many times max_sequences requests in its engine
-    force_every_s: float = 30.0  # a busy model is evicted at most once in max(force_every_s, force_every_reloads x reload)
-    force_every_reloads: float = 8.0
+    tenure_s: float = 0.5  # a busy model is not made to leave before max(tenure_s, tenure_reloads x its reload) after it came
+    tenure_reloads: float = 2.0
     evict_deadline_s: float = 10.0  # for an eviction and for a roll-back; then the engine is restarted
     retry_load_s: float = 1.0  # first wait after a failed load; doubles
     failed_loads: int = 3  # in a row; then quarantine
@@ -31,5 +31,5 @@ class SchedulerSettings:
     load_overhead_s: float = 0.2
     copy_bytes_per_s: float = 4e9  # between host memory and a device, until copies have been measured
     host_tier_slots: int = 0  # host memory for weights and saved KV, in slots of chunk_bytes
-    preempt_after_s: float = 1.0  # a busy victim is paused past max(preempt_after_s, preempt_after_swaps x what its pause costs)
-    preempt_after_swaps: float = 4.0
+    preempt_after_s: float = 1.0  # a busy victim may drain at least so long before it is paused
+    preempt_after_swaps: float = 0.5  # and until the work it leaves for is overdue by so many times what its pause costs

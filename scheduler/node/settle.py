@@ -68,13 +68,12 @@ def enlist(node: Node, model: Model) -> None:
     if not node.wanted(model) or not node.resting(model) or model.retry_at > node.now:
         placements.unlist(node, model)
         return
-    since = node.waits_since(model)
     num_waiting = max(1, len(model.queue))
     crowded = 0
     for name in model.devices:
         device = node.devices[name]
         if pins.fits_beside_pins(model, device):
-            device.by_age.set(model.name, since)
+            device.by_age.set(model.name, node.overdue_at(model, device))
             device.by_work.set(model.name, -num_waiting / node.reload_s(model, device))
             node.newcomers[model.name] = None
         else:

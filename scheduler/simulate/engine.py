@@ -112,8 +112,12 @@ class SimulatedEngine:
         self.hosted[facts.name] = Hosted(facts, reserved_bytes, *self.costs.decode_s(facts), restored=dict(restored))
 
     def kv_bytes(self) -> dict[str, int]:
-        """Of running sequences, by model."""
-        return {name: sum(hosted.kv_tokens().values()) * hosted.facts.kv_bytes_per_token for name, hosted in self.hosted.items()}
+        """What running sequences have taken, by model."""
+        return {name: hosted.kv_bytes for name, hosted in self.hosted.items()}
+
+    def waiting(self) -> dict[str, int]:
+        """Requests that have not begun, by model."""
+        return {name: len(hosted.waiting) for name, hosted in self.hosted.items() if hosted.waiting}
 
     def drop(self, name: str) -> list[RequestOutcome]:
         """Evicts; what ran there keeps the tokens it has and is returned."""

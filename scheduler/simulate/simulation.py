@@ -130,7 +130,10 @@ class Simulation:
             self._note_kv_at[device] = self.now + NOTE_KV_EVERY_S
             kv_bytes = {name: (num_bytes, 0) for name, num_bytes in engine.kv_bytes().items()}
             if kv_bytes:
-                self._post(events.KVNoted(now=self.now, cause=f"engine-{device}", device=device, kv_bytes=kv_bytes))
+                noted = events.KVNoted(
+                    now=self.now, cause=f"engine-{device}", device=device, kv_bytes=kv_bytes, waiting=engine.waiting()
+                )
+                self._post(noted)
         for outcome in engine.first_tokens:
             request = outcome.request
             if request.input_tokens < MEASURED_PREFILL_TOKENS or self.now < self._measure_prefill_at.get(request.model, 0.0):

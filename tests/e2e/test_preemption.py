@@ -13,7 +13,7 @@ from tests.e2e.checkpoints import make_model
 from tests.e2e.node import Node
 
 MIB = 1 << 20
-NUM_TOKENS = 600
+NUM_TOKENS = 1000
 USAGE: dict[str, Any] = {"stream_options": {"include_usage": True}}
 
 

@@ -35,6 +35,10 @@ def test_fits_evicts_forces_waits() -> None:
     assert victims(plan(node, "c")) == {"b"}
     node.arrive("b")
     found = plan(node, "c")
+    assert (found.verdict, len(victims(found))) == ("waits", 0)
+    assert {one.reason for one in found.devices[0].candidates} == {"stays: busy, and came a short while ago"}
+    node.now += 2.1
+    found = plan(node, "c")
     assert (found.verdict, len(victims(found))) == ("forces", 1)
     assert {one.reason for one in found.devices[0].candidates} == {"leaves: busy, made to", "stays: busy"}
     node.command("pin", "a")

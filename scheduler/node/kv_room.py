@@ -1,0 +1,62 @@
+"""Idle weights become KV: where requests wait in an engine for KV, an idle model leaves its device, and comes back when asked for.
+
+It is worth it while more requests wait than would on average for the model to come back, which is its request rate times its reload
+seconds. One model leaves at a time, so that what it leaves has an effect before the next is looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from scheduler.node import look, residency
+from scheduler.node.node import Device, Model, Node
+from scheduler.node.placements import evict
+
+# Less than this share of what there is, or than so many prompts of usual length, is as good as nothing.
+_SHORT_SHARE, _SHORT_PROMPTS = 0.1, 2
+
+
+def widen(node: Node, device: Device, waiting: Mapping[str, int]) -> None:
+    """`waiting`: model -> requests that wait in the engine. O(residents)."""
+    if not device.up or device.placements or any(_leaves(model) for model in device.resident.values()):
+        return
+    short = [device.resident[name] for name, num in waiting.items() if num and name in device.resident]
+    short = [model for model in short if len(model.running) - waiting[model.name] < model.window and is_short(node, device, model)]
+    if not short:
+        return
+    idle = [model for model in device.resident.values() if look.evictable(node, device, model, False, None)]
+    idle = [model for model in idle if model not in short]
+    if not idle:
+        return
+    victim = min(idle, key=lambda model: (look.score(node, model, device, _chunks(model)), model.last_used or 0.0, model.name))
+    num_waiting = sum(waiting[model.name] for model in short)
+    if num_waiting > victim.arrivals.per_s(node.now) * node.reload_s(victim, device):
+        names = ", ".join(model.name for model in short)
+        node.set_state(victim, residency.DRAINING, f"its room becomes KV for {names}, where {num_waiting} requests wait for it")
+        victim.gives_kv = True
+        evict(node, victim)
+
+
+def is_short(node: Node, device: Device, model: Model) -> bool:
+    """What it may still take is next to nothing. Kept prefixes count as free: they give way."""
+    total = device.ledger.lease_chunks * node.settings.chunk_bytes
+    used = sum(max(0, one.kv_running_bytes - _reserved_bytes(node, one)) for one in device.resident.values())
+    total += _reserved_bytes(node, model)
+    free = total - used - min(model.kv_running_bytes, _reserved_bytes(node, model))
+    assert model.copy is not None
+    prompt_bytes = model.mean_prompt_tokens * model.copy.facts.kv_bytes_per_token
+    return free < max(_SHORT_SHARE * total, _SHORT_PROMPTS * prompt_bytes)
+
+
+def _reserved_bytes(node: Node, model: Model) -> int:
+    assert model.copy is not None
+    return model.copy.size.kv_chunks * node.settings.chunk_bytes
+
+
+def _chunks(model: Model) -> int:
+    assert model.copy is not None
+    return model.copy.size.chunks
+
+
+def _leaves(model: Model) -> bool:
+    return model.copy is not None and model.copy.evict_sent
