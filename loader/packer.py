@@ -28,8 +28,6 @@ BLOCK_BYTES = 4096  # data begins on one
 MIN_PACKED_VALUES = 1 << 12  # below that a frame's head and padding count
 MAX_RATIO = 0.95  # what shrinks less stays as it is
 SAMPLES, SAMPLE_VALUES = 4, 1 << 14
-# Bytes of a header for each frame (its length, its checksum, quotes and their escapes), and for each tensor and file beside names.
-FRAME_HEADER_BYTES, TENSOR_HEADER_BYTES = 40, 400
 
 
 class _Done(msgspec.Struct, frozen=True):
@@ -86,10 +84,15 @@ class _Packing:
         self._position = self._data_begin
 
     def _header_room(self) -> int:
-        """From the file's start to the data: more than any header of these tensors takes."""
-        num_frames = sum(len(_pieces(tensor)) for tensor in self._header.tensors)
-        num_bytes = 2 * len(self._header.raw) + TENSOR_HEADER_BYTES * (1 + len(self._header.tensors))
-        return -(-(8 + num_bytes + FRAME_HEADER_BYTES * num_frames) // BLOCK_BYTES) * BLOCK_BYTES
+        """From the file's start to the data: as for the longest header these tensors can have."""
+        longest = {}
+        end = 2 * self._header.file_bytes
+        for tensor in self._header.tensors:
+            num_frames, most = len(_pieces(tensor)), packed.frame_values(tensor.shape)
+            lengths = [frame.frame_bytes(most, most)] * num_frames
+            record = packed.TensorRecord("0" * 64, ["0" * 16] * num_frames, list(tensor.shape), lengths)
+            longest[tensor.name] = _Done(tensor.name, end, end, record)
+        return -(-(8 + len(self._header_text(longest, 0))) // BLOCK_BYTES) * BLOCK_BYTES
 
     def run(self) -> None:
         out = os.open(self._incomplete, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -163,21 +166,22 @@ class _Packing:
             record = packed.TensorRecord(digest.hexdigest(), sums)
         return _Done(tensor.name, begin, self._position - begin, record)
 
-    def _write_header(self, out: int) -> None:
-        record = packed.Record(packed.VERSION, self._source, {name: done.record for name, done in self._done.items()})
-        entries: dict[str, Any] = msgspec.json.decode(self._header.raw)
-        metadata = entries.get("__metadata__") or {}
+    def _header_text(self, all_done: dict[str, _Done], data_begin: int) -> bytes:
+        record = packed.Record(packed.VERSION, self._source, {name: done.record for name, done in all_done.items()})
+        metadata = msgspec.json.decode(self._header.raw).get("__metadata__") or {}
         header: dict[str, Any] = {"__metadata__": {**metadata, packed.METADATA_KEY: msgspec.json.encode(record).decode()}}
         for tensor in self._header.tensors:
-            done = self._done[tensor.name]
+            done = all_done[tensor.name]
             is_packed = done.record.shape is not None
             header[tensor.name] = {
                 "dtype": packed.STORED_DTYPE if is_packed else tensor.dtype,
                 "shape": [done.num_bytes] if is_packed else list(tensor.shape),
-                "data_offsets": [done.begin - self._data_begin, done.begin + done.num_bytes - self._data_begin],
+                "data_offsets": [done.begin - data_begin, done.begin + done.num_bytes - data_begin],
             }
-        text = msgspec.json.encode(header)
-        room = self._data_begin - 8
+        return msgspec.json.encode(header)
+
+    def _write_header(self, out: int) -> None:
+        text, room = self._header_text(self._done, self._data_begin), self._data_begin - 8
         if len(text) > room:
             raise CheckpointError(self._target.name, None, f"its header takes {len(text)} bytes, {room} were left for it")
         _write(out, room.to_bytes(8, "little") + text.ljust(room), 0)
