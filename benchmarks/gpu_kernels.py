@@ -11,10 +11,13 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from benchmarks.gpu_limits import copy_bytes_per_s, gemm_flops, seconds_of
-from engine.kernels import gpu, gpu_linear, triton_decode, triton_extend, triton_rope, triton_rows, triton_sampling
+from engine.kernels import gpu, gpu_linear, triton_decode, triton_extend, triton_rope, triton_rows, triton_sampling, triton_unpack
+from loader import codec
+from loader.frame import FRAME_VALUES
 
 BLOCK_TOKENS = 16
 CACHES_BYTES = 512 << 20  # inputs are taken in turn from so much memory, or the cache would be measured
@@ -178,6 +181,17 @@ def sampling(table: Table, num_rows: int, vocab: int) -> None:
         table.bytes("sampling", f"{num_rows} x {vocab}, {name}", logits.numel() * dtype.itemsize, call)
 
 
+def packed_weights(table: Table, num_values: int) -> None:
+    """GB/s of weights that come out."""
+    values = (torch.randn(num_values) * 0.02).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
+    frames = [codec.encode(values[at : at + FRAME_VALUES]) for at in range(0, num_values, FRAME_VALUES)]
+    begins = torch.tensor([0] + [len(frame) for frame in frames[:-1]]).cumsum(0).to(table.device)
+    data = torch.frombuffer(bytearray(b"".join(frames)), dtype=torch.uint8).to(table.device)
+    out = torch.empty(num_values, dtype=torch.int16, device=table.device)
+    case = f"{num_values} values"
+    table.bytes("packed weights", case, 2 * num_values, lambda: triton_unpack.unpack(data, begins, FRAME_VALUES, out))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.gpu_kernels", description=__doc__)
     parser.add_argument("--tiny", action="store_true")
@@ -190,6 +204,7 @@ def main() -> None:
         rows(table, 2, 16, 32)
         rope(table, 2, 4, 2, 16)
         sampling(table, 2, 50)
+        packed_weights(table, 5000)
         return
     decode(table, 64, 4096, 32, 8, 128)
     decode(table, 1, 4096, 32, 8, 128)
@@ -207,6 +222,7 @@ def main() -> None:
         rope(table, num_rows, 32, 8, 128)
     for num_rows in (1, 64, 256):
         sampling(table, num_rows, 128256)
+    packed_weights(table, 4096 * 14336)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,18 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from engine.kernels import gpu, gpu_linear, triton_decode, triton_extend, triton_inputs, triton_rope, triton_rows, triton_sampling
+from engine.kernels import (
+    gpu,
+    gpu_linear,
+    triton_decode,
+    triton_extend,
+    triton_inputs,
+    triton_rope,
+    triton_rows,
+    triton_sampling,
+    triton_unpack,
+)
+from loader.frame import FRAME_VALUES
 
 HEADS, KV_HEADS, HEAD_DIM, WIDTH, INNER, VOCAB, ROWS = 32, 8, 128, 4096, 14336, 128256, 8
 CUOBJDUMP = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -106,6 +117,7 @@ def main() -> None:
     gpu.sample(logits, floats, floats, ints, floats, ints, ints)
     triton_sampling.penalise(logits.float(), table, ints, ints, floats, floats, floats)
     gpu.top_logprobs(logits, ints, ints, 20)
+    triton_unpack.unpack(torch.zeros(64, dtype=torch.uint8), longs, FRAME_VALUES // WIDTH * WIDTH, x)
 
 
 if __name__ == "__main__":

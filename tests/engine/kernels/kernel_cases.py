@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,7 +23,9 @@ from engine.kernels import (
     triton_rope,
     triton_rows,
     triton_sampling,
+    triton_unpack,
 )
+from loader import codec
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 HEAD_DIMS = (64, 80, 96, 128, 256)
@@ -365,6 +368,25 @@ def logprobs(draw: Draw) -> None:
     torch.testing.assert_close(top.cpu(), wanted[2], rtol=2e-5, atol=2e-5)
 
 
+def packed_weights(draw: Draw) -> None:
+    """Bits alone count, so every one of them is drawn; some of the tensors look trained."""
+    frame_values = draw.one_of(64, 1000, 1024, 2048, 5000)
+    num_values = draw.one_of(1, 63, 64, frame_values, frame_values + 1, draw.between(1, 4 * frame_values))
+    values = torch.randint(-(1 << 15), 1 << 15, (num_values,), generator=draw.generator).to(torch.int16)
+    if draw.one_of(True, False):
+        values = (torch.randn(num_values, generator=draw.generator) * 0.02).to(torch.bfloat16).view(torch.int16)
+    frames = [codec.encode(part.numpy().view(np.uint16)) for part in values.split(frame_values)]
+    begins = torch.tensor([0] + [len(frame) for frame in frames[:-1]]).cumsum(0)
+    data = torch.frombuffer(bytearray(b"".join(frames)), dtype=torch.uint8)
+    out = draw.like(values)
+    triton_unpack.unpack(draw.on(data), draw.on(begins), frame_values, out)
+    wanted = np.empty(num_values, np.uint16)
+    for frame, part in zip(frames, np.split(wanted, range(frame_values, num_values, frame_values)), strict=True):
+        codec.decode(np.frombuffer(bytearray(frame), np.uint8), part)
+    assert np.array_equal(out.cpu().numpy().view(np.uint16), wanted)
+    assert torch.equal(out.cpu(), values)
+
+
 CASES: dict[str, Callable[[Draw], None]] = {
     case.__name__: case
     for case in (
@@ -380,5 +402,6 @@ CASES: dict[str, Callable[[Draw], None]] = {
         sampling,
         penalties,
         logprobs,
+        packed_weights,
     )
 }

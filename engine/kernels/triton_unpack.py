@@ -1,0 +1,66 @@
+"""Decoding packed weights on the GPU (Triton). Twin: loader.codec.decode; loader.frame has the format.
+
+Shapes: F frames, N values of a tensor. A program decodes one group of 1,024 values of one frame: 128 bytes of each plane, 8 values
+a byte. Which of the frame's escapes are its own, the frame's offsets and the bits before tell.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from loader import frame as layout
+
+ROWS = tl.constexpr(layout.GROUP_VALUES // 8)
+HEAD_BYTES, TABLE_AT = tl.constexpr(layout.HEAD_BYTES), tl.constexpr(layout.TABLE_AT)
+ESCAPE = tl.constexpr(layout.ESCAPE)
+
+
+@triton.jit(do_not_specialize=["num_values"])
+def _unpack_kernel(
+    data,  # [bytes] uint8, every frame on 64 bytes
+    data32,  # the same as int32
+    begins,  # [F] int64, of the frames in data
+    out,  # [N] int16
+    num_values,
+    FRAME_VALUES: tl.constexpr,  # of every frame but the last one
+):
+    frame, group = tl.program_id(1), tl.program_id(0)
+    first = frame.to(tl.int64) * FRAME_VALUES
+    held = tl.minimum(num_values - first, FRAME_VALUES).to(tl.int32)
+    num_words = (held + 63) // 64
+    begin = tl.load(begins + frame)
+    row = group * ROWS + tl.arange(0, ROWS)
+    at = row[:, None] * 8 + tl.arange(0, 8)[None, :]
+    in_words = row < num_words * 8
+    plane = data + begin + HEAD_BYTES + num_words * 64 + row
+    bit = tl.arange(0, 8)[None, :]
+    code = (tl.load(plane, mask=in_words, other=0).to(tl.int32)[:, None] >> bit) & 1
+    code |= ((tl.load(plane + num_words * 8, mask=in_words, other=0).to(tl.int32)[:, None] >> bit) & 1) << 1
+    code |= ((tl.load(plane + num_words * 16, mask=in_words, other=0).to(tl.int32)[:, None] >> bit) & 1) << 2
+    is_escape = code == ESCAPE
+    escape = is_escape.to(tl.int32)
+    of_row = tl.sum(escape, axis=1)
+    before = tl.cumsum(of_row, axis=0) - of_row
+    offsets_at = HEAD_BYTES + num_words * 88
+    place = tl.load(data32 + (begin + offsets_at) // 4 + group, mask=group * ROWS * 8 < held, other=0)
+    place = place + before[:, None] + tl.cumsum(escape, axis=1) - escape
+    num_escapes = tl.load(data32 + begin // 4 + 1)
+    escapes_at = offsets_at + (held + ROWS * 8 - 1) // (ROWS * 8) * 4
+    known = tl.load(data + begin + TABLE_AT + code, mask=code < ESCAPE, other=0)
+    exponent = tl.load(data + begin + escapes_at + place, mask=is_escape & (place < num_escapes), other=0) | known
+    body = tl.load(data + begin + HEAD_BYTES + at, mask=at < num_words * 64, other=0).to(tl.int32)
+    value = ((body & 0x80) << 8) | (body & 0x7F) | (exponent.to(tl.int32) << 7)
+    tl.store(out + first + at, value.to(tl.int16), mask=at < held)
+
+
+def unpack(data: Tensor, begins: Tensor, frame_values: int, out: Tensor) -> None:
+    """data uint8: frames whose heads and checksums the host has compared, each on 64 bytes, at begins [F] int64; out [N] of any
+    type of two bytes, contiguous. All frames but the last hold frame_values values."""
+    groups = triton.cdiv(min(frame_values, out.numel()), layout.GROUP_VALUES)
+    bits = out.view(-1).view(dtype=torch.int16)
+    _unpack_kernel[(groups, len(begins))](
+        data, data.view(dtype=torch.int32), begins, bits, out.numel(), FRAME_VALUES=frame_values, num_warps=4
+    )
