@@ -14,7 +14,7 @@ from engine.kernels import cpu_attention, cpu_linear, cpu_logprobs, cpu_rows, cp
 from engine.kernels.cpu_attention import paged_attention_parallel, paged_attention_serial
 from engine.kernels.cpu_linear import few_rows_linear_parallel, few_rows_linear_serial
 from engine.kernels.cpu_logprobs import penalise, top_logprobs
-from engine.kernels.cpu_sampling import greedy_bfloat16, greedy_float32, sample
+from engine.kernels.cpu_sampling import greedy_bfloat16, greedy_float32, sample_parallel, sample_serial
 from engine.kernels.cpu_vectors import HAS_BFLOAT16_PRODUCTS
 
 __all__ = [
@@ -45,7 +45,17 @@ _SHARED_WEIGHTS, _ROWS_AS_READING = 2 << 20, 8
 FEW_ROWS = {"bfloat16": 16 if HAS_BFLOAT16_PRODUCTS else 4, "float32": 64}
 FEW_ROWS_INT8 = {"bfloat16": 16 if HAS_BFLOAT16_PRODUCTS else 4, "float32": 64}
 _SHARED_ROWS = 1 << 18  # elements of row-wise work
+_SHARED_LOGITS = 1 << 16  # that are sampled from
 _parallel = False
+
+
+class _Thread(threading.local):
+    """What the calling thread has told Numba."""
+
+    num_threads = 1
+
+
+_thread = _Thread()
 _preparing = threading.Lock()  # loads of two models may ask at the same time
 
 
@@ -53,15 +63,14 @@ def prepare(dtype: str, parallel: bool, quantize: str = "") -> None:
     """Compiles all kernels for float32 or bfloat16 (about 9 s, 13 s with the parallel ones), or loads them from the cache."""
     element = numba.float32 if dtype == "float32" else numba.uint16
     wanted = [
-        (sample, cpu_sampling.sample_signature(element)),
         (top_logprobs, cpu_logprobs.top_logprobs_signature(element)),
         (greedy_float32, cpu_sampling.GREEDY_FLOAT32),
         (penalise, cpu_logprobs.PENALISE),
     ]
-    if dtype == "bfloat16":  # rows whose logits are edited are sampled in float32
+    if dtype == "bfloat16":
         wanted.append((greedy_bfloat16, cpu_sampling.GREEDY_BFLOAT16))
-        wanted.append((sample, cpu_sampling.sample_signature(numba.float32)))
     shared = [
+        (sample_serial, sample_parallel, cpu_sampling.sample_signature(element)),
         (paged_attention_serial, paged_attention_parallel, cpu_attention.paged_attention_signature(element)),
         (cpu_rows.gather_rows, cpu_rows.gather_rows_parallel, cpu_rows.gather_rows_signature(element)),
         (cpu_rows.rms_norm, cpu_rows.rms_norm_parallel, cpu_rows.rms_norm_signature(element)),
@@ -74,6 +83,8 @@ def prepare(dtype: str, parallel: bool, quantize: str = "") -> None:
     if quantize == "int8":
         signature = cpu_linear.few_rows_linear_signature(element, numba.int8)
         shared.append((few_rows_linear_serial, few_rows_linear_parallel, signature))
+    if dtype == "bfloat16":  # rows whose logits are edited are sampled in float32
+        shared.append((sample_serial, sample_parallel, cpu_sampling.sample_signature(numba.float32)))
     for serial_kernel, parallel_kernel, signature in shared:
         wanted.append((serial_kernel, signature))
         if parallel:
@@ -89,8 +100,10 @@ def set_num_threads(num_threads: int) -> None:
     """Of the calling thread's kernels. Above the number of cores Numba started with, that number is used."""
     global _parallel
     _parallel = num_threads > 1
-    if _parallel:
-        numba.set_num_threads(min(num_threads, numba.config.NUMBA_NUM_THREADS))
+    num_threads = min(num_threads, numba.config.NUMBA_NUM_THREADS)
+    if _parallel and _thread.num_threads != num_threads:  # Numba takes a lock, to set the number and to tell it
+        numba.set_num_threads(num_threads)
+        _thread.num_threads = num_threads
 
 
 def paged_attention(*args: Any) -> None:
@@ -98,7 +111,7 @@ def paged_attention(*args: Any) -> None:
     *before, out = args
     contexts = args[11]
     if _parallel and int(contexts.sum()) * out.shape[1] >= _SHARED_ATTENTION:
-        paged_attention_parallel(*before, numba.get_num_threads(), out)
+        paged_attention_parallel(*before, _thread.num_threads, out)
     else:
         paged_attention_serial(*before, 1, out)
 
@@ -106,6 +119,13 @@ def paged_attention(*args: Any) -> None:
 def few_rows_linear(x: Any, weight: Any, scale: Any, bias: Any, out: Any) -> None:
     shared = _parallel and weight.nbytes * (1 + len(x) / _ROWS_AS_READING) >= _SHARED_WEIGHTS
     (few_rows_linear_parallel if shared else few_rows_linear_serial)(x, weight, scale, bias, out)
+
+
+def sample(logits: Any, *args: Any) -> None:
+    """As cpu_sampling's, without num_shares."""
+    *settings, ids, bad = args
+    num_shares = min(_thread.num_threads, len(logits)) if _parallel and logits.size >= _SHARED_LOGITS else 1
+    (sample_parallel if num_shares > 1 else sample_serial)(logits, *settings, num_shares, ids, bad)
 
 
 def _shares_rows(x: Any) -> bool:

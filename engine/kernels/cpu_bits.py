@@ -129,6 +129,12 @@ def hash32(index: int, key0: int, key1: int) -> int:
 
 
 @njit(inline="always", fastmath=FASTMATH)
+def uniform(bits: int) -> float:
+    """(bits + 1/2) / 2**32 in float32, of uint32: never 0, and 1 at most."""
+    return (float32(bits) + float32(0.5)) * float32(2.3283064365386963e-10)
+
+
+@njit(inline="always", fastmath=FASTMATH)
 def exponential(bits: int) -> float:
     """-log(1 - (bits + 1/2) / 2**32) in float32: 32 uniform bits (uint32) as a draw from the unit exponential distribution.
 
@@ -136,7 +142,7 @@ def exponential(bits: int) -> float:
 
     Small draws decide races, so they keep their relative precision: a series below 1/64, else the logarithm of (1 - u).
     """
-    u = (float32(bits) + float32(0.5)) * float32(2.3283064365386963e-10)
+    u = uniform(bits)
     series = u * (float32(1.0) + u * (float32(0.5) + u * (float32(0.33333334) + u * float32(0.25))))
     rest = max(float32(1.0) - u, float32(2.9802322e-8))
     # rest = 2**e * m with m in [sqrt(1/2), sqrt(2)); log m by Cephes' polynomial

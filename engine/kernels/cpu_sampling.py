@@ -9,16 +9,16 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import boolean, float32, int16, int32, njit, types, uint32, void
+from numba import boolean, float32, int16, int32, int64, njit, prange, types, uint32, void
 
-from engine.kernels.cpu_bits import FASTMATH, bits_of_float, exp, exponential, float_of_bits, hash32, widen
+from engine.kernels.cpu_bits import FASTMATH, bits_of_float, exp, exponential, float_of_bits, hash32, named, uniform, widen
 
 # Python's error model puts a branch for zero before each division, which keeps loops from being vectorised.
 _OPTIONS: dict[str, Any] = {"fastmath": FASTMATH, "error_model": "numpy", "cache": True, "nogil": True}
 GREEDY_FLOAT32 = void(float32[:, ::1], int32[::1], boolean[::1])
 GREEDY_BFLOAT16 = void(int16[:, ::1], int32[::1], boolean[::1])
 _STRIPE = 1024  # logits between two comparisons of the running maximum; the winner's stripe is searched again for its index
-_ONE_BITS = 0x3F800000  # 1.0
+_ONE_BITS, _INFINITY_BITS = 0x3F800000, 0x7F800000
 
 
 @njit(**_OPTIONS)
@@ -92,70 +92,133 @@ def _mass(weights: Any, cutoff: Any) -> Any:
 
 
 @njit(fastmath=FASTMATH)
+def _ends(weights: Any, low: Any, high: Any) -> tuple[Any, Any]:
+    """Bits of the smallest weight from low on, and of the largest up to high."""
+    least, most = int32(_INFINITY_BITS), int32(0)
+    for i in range(weights.shape[0]):
+        bits = bits_of_float(weights[i])
+        least = min(least, bits if bits >= low else int32(_INFINITY_BITS))
+        most = max(most, bits if bits <= high else int32(0))
+    return least, most
+
+
+@njit(fastmath=FASTMATH, error_model="numpy")
 def _top_p_cutoff(weights: Any, floor: Any, top_p: Any) -> Any:
-    """Bits of the largest cutoff whose weights still hold top_p of the mass at or above `floor`."""
-    target = float32(top_p) * _mass(weights, floor)
+    """Bits that part the weights as the largest cutoff does whose weights still hold top_p of the mass at or above `floor`.
+
+    Halves what may be it until the ends, which become weights that there are now and then, meet."""
+    total = _mass(weights, floor)
+    target = float32(top_p) * total
     low, high = floor, int32(_ONE_BITS)
+    # weights smaller than this hold too little to matter
+    middle = max(low, min(high, bits_of_float((total - target) / float32(2 * weights.shape[0]))))
+    turn = 0
     while low < high:
-        middle = int32(low + (high - low + 1) // 2)
         if _mass(weights, middle) >= target:
             low = middle
         else:
             high = int32(middle - 1)
+        turn += 1
+        if turn >= 10 and turn % 3 == 1:
+            low, high = _ends(weights, low, high)
+        middle = int32(low + (high - low + 1) // 2)
     return low
+
+
+@njit(fastmath=FASTMATH, error_model="numpy")
+def _race(weights: Any, cutoff: Any, first: Any, second: Any, bounds: Any) -> int:
+    """Which token at or above the cutoff comes first: its time is an exponential draw over its weight. A uniform draw in its place
+    (bounds [V] int32: work space) is never later, costs half, and leaves few to look at."""
+    vocab = weights.shape[0]
+    for i in range(vocab):
+        bound = bits_of_float(uniform(hash32(uint32(i), first, second)) / weights[i])
+        bounds[i] = bound if bits_of_float(weights[i]) >= cutoff else int32(_INFINITY_BITS)
+    soonest, start = int32(0x7FFFFFFF), 0  # bits: of positive numbers they sort as these do, and their minima vectorise
+    for begin in range(0, vocab, _STRIPE):
+        stripe = bounds[begin : min(begin + _STRIPE, vocab)]
+        stripe_soonest = int32(0x7FFFFFFF)
+        for i in range(stripe.shape[0]):
+            stripe_soonest = min(stripe_soonest, stripe[i])
+        if stripe_soonest < soonest:
+            soonest, start = stripe_soonest, begin
+    winner = start
+    while bounds[winner] != soonest:
+        winner += 1
+    best = exponential(hash32(uint32(winner), first, second)) / weights[winner]
+    limit = bits_of_float(best * float32(1.00001))  # rounding must not hide one that is as early
+    for begin in range(0, vocab, _STRIPE):
+        stripe = bounds[begin : min(begin + _STRIPE, vocab)]
+        num = int32(0)
+        for i in range(stripe.shape[0]):
+            num += stripe[i] <= limit
+        if num > 0:
+            for i in range(stripe.shape[0]):
+                if stripe[i] <= limit:
+                    token = begin + i
+                    time = exponential(hash32(uint32(token), first, second)) / weights[token]
+                    if time < best or (time == best and token < winner):
+                        best, winner = time, token
+    return winner
+
+
+@njit(fastmath=FASTMATH, error_model="numpy")
+def _sample_row(
+    row: Any, temperature: Any, top_p: Any, top_k: Any, min_p: Any, first: Any, second: Any, weights: Any, bounds: Any
+) -> int:
+    """The row's token; -1 if it is bad. weights [V] float32, bounds [V] int32: work space."""
+    vocab = row.shape[0]
+    size = int32(0)
+    top = int32(-0x80000000)
+    for i in range(vocab):
+        bits = bits_of_float(widen(row[i]))
+        size = max(size, bits & int32(0x7FFFFFFF))
+        top = max(top, bits ^ ((bits >> int32(31)) & int32(0x7FFFFFFF)))
+    if size >= int32(0x7F800000):
+        return -1
+    largest = float_of_bits(top ^ ((top >> int32(31)) & int32(0x7FFFFFFF)))
+    factor = float32(1.0) / temperature
+    for i in range(vocab):
+        weights[i] = exp((widen(row[i]) - largest) * factor)
+    cutoff = int32(0)
+    if 0 < top_k < vocab:
+        cutoff = _top_k_cutoff(weights, top_k)
+    if min_p > float32(0.0):
+        cutoff = max(cutoff, min(bits_of_float(min_p), int32(_ONE_BITS)))
+    if top_p < float32(1.0):
+        cutoff = _top_p_cutoff(weights, cutoff, top_p)
+    return _race(weights, cutoff, first, second, bounds)
 
 
 def sample_signature(element: types.Type) -> Any:
     floats, keys = float32[::1], uint32[::1]
-    return void(element[:, ::1], floats, floats, int32[::1], floats, keys, keys, int32[::1], boolean[::1])
+    return void(element[:, ::1], floats, floats, int32[::1], floats, keys, keys, int64, int32[::1], boolean[::1])
 
 
-@njit(**_OPTIONS)
-def sample(logits: Any, temperature: Any, top_p: Any, top_k: Any, min_p: Any, key0: Any, key1: Any, ids: Any, bad: Any) -> None:
+def _sample(
+    logits: Any,
+    temperature: Any,
+    top_p: Any,
+    top_k: Any,
+    min_p: Any,
+    key0: Any,
+    key1: Any,
+    num_shares: int,
+    ids: Any,
+    bad: Any,
+) -> None:
     """Each of [N] rows draws from softmax(logits / temperature) cut to top_k and to min_p of the likeliest, then to top_p (0, 0
-    and 1: off); temperature > 0.
+    and 1: off); temperature > 0. num_shares: that rows are dealt out to.
 
     An exponential race: token i's time is an exponential draw keyed by (key0, key1, i) over its weight; the first wins. Which
     token that is depends on the row alone, and hardly ever on the last bits of the logits.
     """
-    vocab = logits.shape[1]
-    weights = np.empty(vocab, np.float32)
-    for n in range(logits.shape[0]):
-        row = logits[n]
-        size = int32(0)
-        top = int32(-0x80000000)
-        for i in range(vocab):
-            bits = bits_of_float(widen(row[i]))
-            size = max(size, bits & int32(0x7FFFFFFF))
-            top = max(top, bits ^ ((bits >> int32(31)) & int32(0x7FFFFFFF)))
-        bad[n] = size >= int32(0x7F800000)
-        if bad[n]:
-            ids[n] = 0
-            continue
-        largest = float_of_bits(top ^ ((top >> int32(31)) & int32(0x7FFFFFFF)))
-        factor = float32(1.0) / temperature[n]
-        for i in range(vocab):
-            weights[i] = exp((widen(row[i]) - largest) * factor)
-        cutoff = int32(0)
-        if 0 < top_k[n] < vocab:
-            cutoff = _top_k_cutoff(weights, top_k[n])
-        if min_p[n] > float32(0.0):
-            cutoff = max(cutoff, min(bits_of_float(min_p[n]), int32(_ONE_BITS)))
-        if top_p[n] < float32(1.0):
-            cutoff = _top_p_cutoff(weights, cutoff, top_p[n])
-        first, second = key0[n], key1[n]
-        for i in range(vocab):
-            weight = weights[i]
-            time = exponential(hash32(uint32(i), first, second)) / weight
-            weights[i] = time if bits_of_float(weight) >= cutoff else float32(np.inf)
-        best, start = float32(np.inf), 0
-        for stripe in range(0, vocab, _STRIPE):
-            stripe_best = float32(np.inf)
-            for i in range(stripe, min(stripe + _STRIPE, vocab)):
-                stripe_best = min(stripe_best, weights[i])
-            if stripe_best < best:
-                best, start = stripe_best, stripe
-        winner = start
-        while weights[winner] != best:
-            winner += 1
-        ids[n] = winner
+    for share in prange(num_shares):
+        weights, bounds = np.empty(logits.shape[1], np.float32), np.empty(logits.shape[1], np.int32)
+        for n in range(share, logits.shape[0], num_shares):
+            drawn = _sample_row(logits[n], temperature[n], top_p[n], top_k[n], min_p[n], key0[n], key1[n], weights, bounds)
+            bad[n] = drawn < 0
+            ids[n] = max(drawn, 0)
+
+
+sample_serial = njit(**_OPTIONS)(_sample)
+sample_parallel = njit(**_OPTIONS, parallel=True)(named("_sample_parallel", _sample))
