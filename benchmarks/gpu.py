@@ -35,13 +35,15 @@ class Part:
 PROCESSES = ("-n", "6") if importlib.util.find_spec("xdist") else ()
 # The most valuable first: what comes last is what a slow machine does not get to.
 PARTS = (
-    Part("forward", ("benchmarks.gpu_forward",), 130),
+    Part("forward", ("benchmarks.gpu_forward",), 120),
+    Part("server", ("benchmarks.gpu_server", "--what", "serve"), 150),
     # another torch's warnings are no failures; kernels are compiled in several processes where pytest can
-    Part("tests", ("pytest", "-q", "-ra", "-W", "default", "-p", "no:cacheprovider", *PROCESSES, "tests/gpu"), 150),
-    Part("kernels", ("benchmarks.gpu_kernels",), 90),
-    Part("throughput", ("benchmarks.gpu_throughput", "--engine", "ours"), 80),
-    Part("memory", ("benchmarks.gpu_memory",), 60),
-    Part("peer", ("benchmarks.gpu_throughput", "--engine", "transformers"), 110),
+    Part("tests", ("pytest", "-q", "-ra", "-W", "default", "-p", "no:cacheprovider", *PROCESSES, "tests/gpu"), 120),
+    Part("kernels", ("benchmarks.gpu_kernels",), 70),
+    Part("cohost", ("benchmarks.gpu_server", "--what", "cohost"), 80),
+    Part("peer", ("benchmarks.gpu_throughput", "--engine", "transformers"), 100),
+    Part("memory", ("benchmarks.gpu_memory",), 50),
+    Part("throughput", ("benchmarks.gpu_throughput", "--engine", "ours"), 70),
 )
 
 

@@ -9,5 +9,7 @@ PACKAGES = Path(__file__).resolve().parent.parent  # the folder that holds the f
 
 
 def child_environment(**more: str) -> dict[str, str]:
-    """This process's environment, in which `python -P -m PACKAGE` finds these packages from any folder; `more` wins."""
-    return {**os.environ, "PYTHONPATH": str(PACKAGES), **more}
+    """This process's environment, in which `python -P -m PACKAGE` finds these packages from any folder, and what this process was
+    given to find others; `more` wins."""
+    given = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(PACKAGES), *given]), **more}

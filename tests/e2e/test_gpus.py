@@ -79,7 +79,8 @@ def test_each_engine_sees_its_own_gpu_and_a_fault_ends_one_of_them(tmp_path: Pat
 
 def test_a_device_that_fails_says_why_while_the_others_serve(tmp_path: Path) -> None:
     make_model(tmp_path / "n" / "models" / "a")
-    node, _ = make_node(tmp_path / "n", devices=["cuda:0=1GiB", "cpu=256MiB"], runner="torch")
+    # `runner` as a flag: no kernel is needed, so none is compiled beforehand
+    node, _ = make_node(tmp_path / "n", devices=["cuda:0=1GiB", "cpu=256MiB"], flags=["--runner", "torch"])
     with node:
         # there is no such GPU: its engine ends with what CUDA says of that
         node.wait_for(lambda: node.json("status")["devices"][0]["restarts"], "the engine's end")
