@@ -1,9 +1,10 @@
 """Inter-token latency where it is in danger: a long prompt beside running streams, and models that share a device.
 
 `prompt`: 8 streams decode; prompts of 2,000 words arrive one after the other. Bar: their p99 while one is computed <= 3 x the
-undisturbed p50. `models`: three copies of a checkpoint, first each with a stream of its own, then two of them with 32. Bar: the
-quiet one's p99 <= 1.3 x (its step alone + 2 turns). `daemon`: how long /healthz takes while 8 streams decode and while nothing
-runs, and the CPU time of an idle node.
+undisturbed p50; `quiet_after_p50_ms` is what the streams take when they are longer, `beside_p99_ms_by_third_of_the_prompt` tells
+whether contexts are what makes steps long. `models`: three copies of a checkpoint, first each with a stream of its own, then two of
+them with 32. Bar: the quiet one's p99 <= 1.3 x (its step alone + 2 turns). `daemon`: how long /healthz takes while 8 streams decode
+and while nothing runs, and the CPU time of an idle node.
 usage: python -m benchmarks.latency [--model mid] [--only prompt,models,daemon] [--threads N]
 """
 
@@ -29,6 +30,7 @@ from benchmarks.server import ROOT, Server
 STORE = ROOT / ".cache" / "checkpoints"
 STREAMS, FLOOD, PROMPTS, PROMPT_WORDS = 8, 32, 4, 2000
 TURN_MS = 10.0
+PAUSE_S = 0.3  # from one prompt to the next
 
 
 def gaps_ms(results: list[Result], begin: float = 0.0, end: float = float("inf")) -> list[float]:
@@ -36,6 +38,11 @@ def gaps_ms(results: list[Result], begin: float = 0.0, end: float = float("inf")
     return [
         1e3 * (b - a) for result in results for a, b in zip(result.stamps, result.stamps[1:], strict=False) if begin <= b <= end
     ]
+
+
+def part(begin: float, end: float, third: int) -> tuple[float, float]:
+    each = (end - begin) / 3
+    return begin + third * each, begin + (third + 1) * each
 
 
 async def beside_prompts(url: str, model: str, num_out: int) -> dict[str, Any]:
@@ -53,18 +60,28 @@ async def beside_prompts(url: str, model: str, num_out: int) -> dict[str, Any]:
         if not result.ok:
             raise RuntimeError(result.error or str(result.status))
         windows.append((result.started, result.stamps[0], result.prompt_tokens))
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(PAUSE_S)
+        quiet_late_end = time.perf_counter()
     still_running = not streams.done()
     results = await streams
     quiet = gaps_ms(results, quiet_begin, quiet_end)
     beside = [gap for begin, end, _ in windows for gap in gaps_ms(results, begin, end)]
+    thirds = [
+        percentile([gap for begin, end, _ in windows for gap in gaps_ms(results, *part(begin, end, third))], 0.99)
+        for third in range(3)
+    ]
     p50, p99 = percentile(quiet, 0.5), percentile(beside, 0.99)
     return {
         "streams": STREAMS,
         "prompt_tokens": windows[0][2],
         "quiet_p50_ms": round(p50, 2),
+        "quiet_p99_ms": round(percentile(quiet, 0.99), 2),
+        "quiet_after_p50_ms": round(percentile(gaps_ms(results, quiet_late_end - PAUSE_S / 2, quiet_late_end), 0.5), 2),
         "beside_p50_ms": round(percentile(beside, 0.5), 2),
+        "beside_p90_ms": round(percentile(beside, 0.9), 2),
         "beside_p99_ms": round(p99, 2),
+        "beside_max_ms": round(max(beside), 2),
+        "beside_p99_ms_by_third_of_the_prompt": [round(each, 2) for each in thirds],
         "p99_over_quiet_p50": round(p99 / p50, 2),
         "first_token_ms": round(1e3 * percentile([end - begin for begin, end, _ in windows], 0.5)),
         "valid": still_running,

@@ -8,10 +8,9 @@ Row state lives in the columns of a `SequenceTable`; a decode step runs no Pytho
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
+from scheduler.batch.batch_limits import BatchLimits as BatchLimits
 from scheduler.batch.first_tokens import FirstTokens
 from scheduler.batch.kv_cache import KVCache
 from scheduler.batch.plan import (
@@ -32,18 +31,6 @@ from scheduler.batch.step_room import StepRoom
 from scheduler.batch.steps_ahead import StepsAhead, TokensNeeded
 from scheduler.batch.stop_ids import StopIds
 from scheduler.batch.tenant_time import TenantTime
-
-
-@dataclass(slots=True, frozen=True)
-class BatchLimits:
-    """max_model_len: prompt + output, in tokens. fingerprint and kv_dtype name the KV's content for the prefix cache."""
-
-    max_sequences: int
-    max_model_len: int
-    max_num_batched_tokens: int
-    eos_token_ids: tuple[int, ...] = ()
-    fingerprint: str = ""
-    kv_dtype: str = ""
 
 
 class BatchScheduler:
@@ -263,6 +250,8 @@ class BatchScheduler:
         slots: list[int] = []
         tokens: list[int] = []
         windowed = self.blocks.windowed
+        if len(prefill) and (head := self.waiting.head()) is not None and self.tenants.comes_before(head.cache_salt, prefill[0]):
+            self._let_in(room, max_rows, slots, tokens, 1)  # or it would wait for the others' prompts to end
         for slot in prefill.tolist():
             first = int(computed[slot])
             num = room.take(first, int(table.num_tokens[slot]) - first) if table.request_id[slot] else 0
@@ -274,21 +263,28 @@ class BatchScheduler:
             decode = decode[table.request_id[decode] != 0]
             left = [(slot, num) for slot, num in zip(slots, tokens, strict=True) if table.request_id[slot]]
             slots, tokens = [slot for slot, _ in left], [num for _, num in left]
-        if len(self.waiting) and self._blocked_version != self.kv.chunks.version:
-            while not room.is_full and self._free_slots and self.num_running - np.count_nonzero(self._held) < max_rows:
-                new_slot = self._admit()
-                if new_slot is None:
-                    break
-                if self._held[new_slot]:
-                    continue
-                first = int(table.num_computed[new_slot])
-                num = room.take(first, int(table.num_tokens[new_slot]) - first)
-                if windowed and not self.blocks.cover(new_slot, first + num):
-                    raise RuntimeError(f"model {self.model}: KV blocks seen at admission are gone")
-                if num:
-                    slots.append(new_slot)
-                    tokens.append(num)
+        self._let_in(room, max_rows, slots, tokens, len(self._free_slots))
         return decode, np.array(slots, np.int32), np.array(tokens, np.int32)
+
+    def _let_in(self, room: StepRoom, max_rows: int, slots: list[int], tokens: list[int], most: int) -> None:
+        """Admits `most` of those that wait, while there is room and fewer than max_rows run; adds their chunks."""
+        if not len(self.waiting) or self._blocked_version == self.kv.chunks.version:
+            return
+        for _ in range(most):
+            if room.is_full or not self._free_slots or self.num_running - np.count_nonzero(self._held) >= max_rows:
+                return
+            slot = self._admit()
+            if slot is None:
+                return
+            if self._held[slot]:
+                continue
+            first = int(self.table.num_computed[slot])
+            num = room.take(first, int(self.table.num_tokens[slot]) - first)
+            if self.blocks.windowed and not self.blocks.cover(slot, first + num):
+                raise RuntimeError(f"model {self.model}: KV blocks seen at admission are gone")
+            if num:
+                slots.append(slot)
+                tokens.append(num)
 
     # ---- joining and leaving
 

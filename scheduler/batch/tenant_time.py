@@ -87,6 +87,11 @@ class TenantTime:
             return slots
         return slots[np.argsort(self._used_s[self._of_slot[slots]], kind="stable")]
 
+    def comes_before(self, tenant: str, slot: int) -> bool:
+        """Whether a tenant has had less than that of a slot; one that is new here has."""
+        index = self._index.get(tenant)
+        return index is None or bool(self._used_s[index] < self._used_s[self._of_slot[slot]])
+
     def loads(self, decode: IntArray, prefill: IntArray, waiting: Mapping[str, tuple[int, float]]) -> list[TenantLoad]:
         """decode, prefill: slots. waiting: requests that wait and the weight, by tenant."""
         if len(self._index) + len(waiting) < 2 or (len(self._index) == 1 and self._index.keys() == waiting.keys()):

@@ -133,6 +133,19 @@ def test_a_tenant_of_greater_weight_may_slow_others_more() -> None:
     assert 2 * 1.1 * alone_s < device.worst_gap_s([quiet], since_s) <= 5 * 1.1 * alone_s, "a fifth of the device is its own"
 
 
+def test_a_short_prompt_does_not_wait_for_the_end_of_another_tenants_long_one() -> None:
+    device = Device()
+    device.submit("long", 1)
+    device.run(0.2)
+    (long,) = device.submit("long", 1, prompt_tokens=500, params=Params(max_tokens=2, ignore_eos=True))
+    device.run(0.03)
+    since_s = device.now_s
+    (short,) = device.submit("short", 1, prompt_tokens=10)
+    while not device.at_s[long]:
+        device.step()
+    assert device.at_s[short][0] - since_s < (device.now_s - since_s) / 4
+
+
 def test_one_tenant_alone_is_not_limited() -> None:
     device = Device()
     device.submit("", 1)
