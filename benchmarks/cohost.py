@@ -171,7 +171,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         replayed = folder / "trace.csv"
         with replayed.open("w", encoding="utf-8") as file:
             trace_file.write(file, trace)
-        guess = predicted(folder, told, replayed, speeds, ["--policy", "hearthd", *options.simulate])
+        guess = predicted(
+            folder, told, replayed, speeds, ["--policy", "hearthd", "--host-tier", options.host_tier, *options.simulate]
+        )
     waits = [result.stamps[0] - result.started for result in results if result.stamps]
     failed = [result for result in results if not result.ok]
     swaps = {name: int(counted[key]) for name, key in _swap_rows(counted)}

@@ -24,14 +24,17 @@ def status(client: Client, options: argparse.Namespace) -> None:
     print(f"longest stall of the event loop {1000 * value['event_loop_stall_max_s']:.1f} ms\n")
     header = ("DEVICE", "ENGINE", "BUDGET", "MODELS", "WORK SPACE", "KV LEASE", "RESTARTS")
     print(table(header, [_device(row) for row in value["devices"]], frozenset({2, 3, 4, 5, 6})))
-    host = value["host_tier"]
-    if host["bytes"]:
-        kinds = (("weights_bytes", "weights"), ("kv_bytes", "saved KV"), ("transit_bytes", "being written"), ("free_bytes", "free"))
-        parts = ", ".join(f"{text} {size(host[key])}" for key, text in kinds)
-        print(f"\nhost memory {size(host['bytes'])}: {parts}")
+    if value["host_tier"]["bytes"]:
+        print("\n" + host_memory(value["host_tier"]))
     for row in value["devices"]:
         if row.get("problem"):
             print(f"\n{row['name']}: {row['problem']}")
+
+
+def host_memory(host: dict[str, int]) -> str:
+    """What the host tier is used for."""
+    kinds = (("weights_bytes", "weights"), ("kv_bytes", "saved KV"), ("transit_bytes", "being written"), ("free_bytes", "free"))
+    return f"host memory {size(host['bytes'])}: {', '.join(f'{text} {size(host[key])}' for key, text in kinds)}"
 
 
 def _device(row: dict[str, Any]) -> tuple[str, ...]:

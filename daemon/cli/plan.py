@@ -13,6 +13,7 @@ from daemon.cli.client import Client, CommandError
 from daemon.cli.table import duration, size, table
 from daemon.errors import EXIT_NOT_FOUND, EXIT_USAGE
 
+SCORE = "SCORE: seconds a second that its reloads would cost, by how often it is asked for, per GiB its leaving frees"
 VERDICTS = {
     "there": "is there",
     "fits": "would be loaded",
@@ -35,6 +36,7 @@ def plan(client: Client, options: argparse.Namespace) -> None:
     for device in value["devices"]:
         print(f"\n{device['device']}: needs {size(device['needed_bytes'])}, {size(device['free_bytes'])} are free")
         _candidates(device["candidates"])
+    _explain_score(value["devices"])
 
 
 def evict(client: Client, options: argparse.Namespace) -> None:
@@ -61,6 +63,7 @@ def _room(plans: list[dict[str, Any]], options: argparse.Namespace) -> None:
     for number, device in enumerate(plans):
         print(("\n" if number else "") + f"{device['reason']}; {size(device['free_bytes'])} are free now")
         _candidates(device["candidates"])
+    _explain_score(plans)
 
 
 def _one(client: Client, options: argparse.Namespace) -> None:
@@ -101,6 +104,11 @@ def _candidates(candidates: list[dict[str, Any]]) -> None:
     print(table(header, rows, frozenset({1, 2, 3, 4, 5, 6, 7})))
 
 
+def _explain_score(devices: list[dict[str, Any]]) -> None:
+    if any(device["candidates"] for device in devices):
+        print(f"\n{SCORE}; who has least leaves first, idle models before busy ones")
+
+
 def history(client: Client, options: argparse.Namespace) -> None:
     query = f"?model={quote(options.name, safe='')}" if options.name else ""
     rows = client.get(f"/control/v1/history{query}")
@@ -114,6 +122,10 @@ def history(client: Client, options: argparse.Namespace) -> None:
         return
     header = ("TIME", "ID", "MODEL", "DEVICE", "CAUSE", "WAITED", "TOOK", "BYTES", "OUTCOME", "LEFT FOR IT (SCORE)")
     print(table(header, [_placement(row) for row in rows], frozenset({1, 5, 6, 7})))
+    print(
+        "\nCAUSE: the event it was decided at. WAITED: before, since its oldest request. TOOK: until it was "
+        f"ready, with the time others took to leave.\n{SCORE}. busy: made to leave for overdue requests"
+    )
 
 
 def _placement(row: dict[str, Any]) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 from daemon.cli.client import Client, CommandError
+from daemon.cli.node import host_memory
 from daemon.cli.table import size, table
 from daemon.errors import EXIT_USAGE
 
@@ -64,7 +65,10 @@ def lines(now: dict[str, Any], before: dict[str, Any], columns: int, colours: bo
     found = [_cut(f"{head} | {max(0.0, rate):.0f} tok/s", columns), ""]
     for device in now["devices"]:
         found += _device(device, letters, columns, colours)
-    found += [_cut(f"({_KINDS})", columns), ""]
+    found.append(_cut(f"({_KINDS})", columns))
+    if now["host_tier"]["bytes"]:
+        found.append(_cut(host_memory(now["host_tier"]), columns))
+    found.append("")
     found += [_cut(line, columns) for line in _models(now, before, passed_s, letters).splitlines()]
     found += ["", _cut(_timeline(now, columns), columns)]
     found += [_cut(_swap(row, now["time"]), columns) for row in now["swaps"][-5:]]

@@ -74,10 +74,11 @@ def _device_plan(node: Node, device: Device, option: Option | None, chunks: int,
     if option is not None:
         names = ", ".join(victim.name for victim in option.victims)
         verdict = FORCES if option.forced else EVICTS if names else FITS
+        overdue_s = node.settings.overdue_after_s
         reason = {
             FITS: f"{device.name} has room",
             EVICTS: f"{device.name}: {names} would leave",
-            FORCES: f"{device.name}: {names} would be made to leave, once a request has waited {node.settings.overdue_after_s:g} s",
+            FORCES: f"{device.name}: {names} would be made to leave, once a request has waited {overdue_s:g} s and the load's",
         }[verdict]
     victims = {victim.name for victim in option.victims} if option is not None else set()
     candidates = [_candidate(node, device, model, model.name in victims) for model in device.resident.values()]

@@ -72,5 +72,6 @@ def obstacle(node: Node, model: Model, name: str) -> str:
     for other in device.resident.values():
         pinned = ", pinned" if other.pinned else ""
         parts.append(f"{other.name} ({other.state}{pinned}, {len(other.running)} running, {len(other.queue)} queued)")
-    overdue_s = node.settings.overdue_after_s
-    return f"{name}: no room beside {', '.join(parts)}; busy models are made to leave for requests older than {overdue_s:g} s"
+    overdue_s = node.settings.overdue_after_s + node.reload_s(model, device)
+    room = f"{name}: no room beside {', '.join(parts)}"
+    return f"{room}; busy models are made to leave for requests that have waited {overdue_s:.1f} s (overdue_after_s and the load)"

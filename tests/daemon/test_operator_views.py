@@ -83,7 +83,7 @@ def test_evict(node: Node) -> None:
 
 def test_top(node: Node) -> None:
     node.cli("load", "a")
-    stream = Stream(node, "a", "x", 800)
+    stream = Stream(node, "a", "x", 1500)
     stream.wait_for_chunks(3)
     value = node.json("top")
     assert sum(part["bytes"] for part in value["devices"][0]["parts"]) == value["devices"][0]["budget_bytes"]

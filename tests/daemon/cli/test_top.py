@@ -45,9 +45,17 @@ def snapshot(time: float = 1000.0, tokens: int = 0) -> dict[str, Any]:
             {"name": "cold", **model, "state": "cold"},
             {"name": "org/b", **model},
         ],
+        "host_tier": {"bytes": 0},
         "tokens": {"a": tokens},
         "swaps": [{**swap, "victims": []}, {**swap, "forced": True, "victims": [{"name": "org/b"}], "begun": time - 1}],
     }
+
+
+def test_host_memory_is_told_where_there_is_some() -> None:
+    assert not any("host memory" in line for line in lines(snapshot(), snapshot(), 80, False))
+    tier = {"bytes": 64 * MIB, "weights_bytes": 40 * MIB, "kv_bytes": 4 * MIB, "transit_bytes": 0, "free_bytes": 20 * MIB}
+    shown = lines({**snapshot(), "host_tier": tier}, snapshot(), 120, False)
+    assert "host memory 64.0 MiB: weights 40.0 MiB, saved KV 4.0 MiB, being written 0 B, free 20.0 MiB" in shown
 
 
 def test_bars_add_up() -> None:
