@@ -226,10 +226,21 @@ def main() -> None:
     parser.add_argument("--checkpoint", default="mid", help="one of benchmarks.checkpoints")
     parser.add_argument("--simulate", nargs="*", default=[], help="further options of hearth simulate")
     found = run(parser.parse_args())
+    guess = found["predicted"]
     for name in ("requests", "failed", "out_of_memory", "mean_wait_s", "predicted_mean_wait_s", "measured_over_predicted"):
         print(f"{name:<26} {found[name]}")
-    print(f"{'time to first token':<26} p50 {found['ttft_p50_s']} s, p99 {found['ttft_p99_s']} s")
+    for told, p50_s, p99_s in (
+        ("time to first token", found["ttft_p50_s"], found["ttft_p99_s"]),
+        ("predicted", guess["p50_wait_s"], guess["p99_wait_s"]),
+    ):
+        print(f"{told:<26} p50 {p50_s:.3f} s, p99 {p99_s:.3f} s")
     print(f"{'swaps':<26} {', '.join(f'{number} {what}' for what, number in found['swaps'].items())}")
+    moved = guess["swaps"]
+    print(f"{'predicted':<26} {moved['num_disk_loads']} in disk, {moved['num_host_loads']} in host")
+    print(f"{'preemptions':<26} {found['preemptions']} of models, {found['requests_paused']} of requests", end="")
+    print(f"; predicted {moved['num_preemptions']} of models")
+    met = not found["failed"] and not found["out_of_memory"] and 0.8 <= found["measured_over_predicted"] <= 1.25
+    print(f"bar: 0 failed, 0 out of memory, measured over predicted 0.8 to 1.25: {'met' if met else 'MISSED'}")
     print(json.dumps(found), flush=True)
 
 
