@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING
 
 from engine import ops
@@ -16,6 +17,7 @@ from engine.device_sink import DeviceSink
 from engine.hosted_encoder import TorchEncoder
 from engine.hosted_model import TorchModel
 from engine.memory.chunk_memory import ChunkMemory
+from engine.memory.host_registration import RegistersHost, register
 from engine.memory.host_tier import HostTier
 from engine.memory.weight_range import WeightRange, WeightRanges
 from engine.protocol import Configure, LoadModel
@@ -55,9 +57,13 @@ class TorchRunner:
         self._scratch = Scratch()
         self._rates = ReadRates(options.cache_dir)
         self._kernels = _in_background(self._prepare_kernels)
+        if tier is not None and isinstance(memory, RegistersHost):
+            _in_background(partial(register, memory, "host tier", [tier.span]))
 
     def _prepare_kernels(self) -> None:
         self._ring.prepare()
+        if isinstance(self.memory, RegistersHost):
+            register(self.memory, "staging", [self._ring.span])
         if self._gpu:
             ops.configure_gpu(self._options.cache_dir)
             return
@@ -131,7 +137,7 @@ class TorchRunner:
         return model
 
 
-def _in_background(work: Callable[[], None]) -> Future[None]:
+def _in_background(work: Callable[[], object]) -> Future[None]:
     """In a thread that the process does not wait for at its end."""
     future: Future[None] = Future()
 

@@ -37,6 +37,11 @@ class StagingRing:
         for slot in range(num_slots):
             self._free.put(self._bytes[slot * slot_bytes : (slot + 1) * slot_bytes].data)
 
+    @property
+    def span(self) -> tuple[int, int]:
+        """(address, bytes) of all slots."""
+        return self._bytes.ctypes.data, len(self._bytes)
+
     def prepare(self) -> None:
         """Touches every page; otherwise the first load does, and waits for it."""
         self._bytes[:: mmap.PAGESIZE] = 0

@@ -137,6 +137,10 @@ class CudaMemory:
         _call(driver.cuStreamSynchronize, stream)
         return checksum.of(target)
 
+    def register_host(self, address: int, num_bytes: int) -> None:
+        self._enter()
+        _call(driver.cuMemHostRegister, address, num_bytes, 0)
+
     def prepare(self, chunk: int) -> int:
         """Nothing to do: a device's memory is what it is from the start."""
         return self.chunk_bytes

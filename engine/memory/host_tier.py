@@ -25,6 +25,11 @@ class HostTier:
         mappings.map_file(self._address, num_bytes, fd, 0)
         os.close(fd)
 
+    @property
+    def span(self) -> tuple[int, int]:
+        """(address, bytes) of all slots."""
+        return self._address, self.num_slots * self.slot_bytes
+
     def slot(self, index: int) -> Any:
         """uint8 [slot_bytes]. Raises IndexError."""
         if not 0 <= index < self.num_slots:

@@ -101,3 +101,19 @@ print(tensor.sum().item())
     assert b"mapped and unmapped" in done.stdout, done.stderr.decode()
     assert done.returncode != 0
     assert b"illegal" in done.stderr.lower()
+
+
+def test_registered_host_memory_goes_there_and_back(memory: CudaMemory) -> None:
+    """A memfd's pages, as the host tier's are; what comes back is what was written."""
+    from engine.memory.host_registration import register
+    from engine.memory.host_tier import HostTier
+
+    fd = os.memfd_create("tier")
+    os.ftruncate(fd, 2 * CHUNK)
+    tier = HostTier(fd, 2, CHUNK)
+    tier.slot(1)[:] = 7
+    assert register(memory, "host tier", [tier.span]) == 2 * CHUNK
+    told = memory.copy_in(memory.arena.data_ptr() + 3 * CHUNK, tier.slot(1))
+    assert (memory.arena[3 * CHUNK : 4 * CHUNK] == 7).all()
+    assert memory.copy_out(memory.arena.data_ptr() + 3 * CHUNK, tier.slot(0)) == told
+    assert (tier.slot(0) == 7).all()

@@ -1,0 +1,43 @@
+"""Host memory registered with a device's driver (page-locked), so that its copy engines read and write it by themselves: without
+that every copy passes through the driver's own small buffers."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+log = logging.getLogger("engine")
+
+RANGE_BYTES = 256 << 20  # a call takes some tenths of a second a GiB: copies of other ranges get in between
+
+# (address, bytes)
+Span = tuple[int, int]
+
+
+@runtime_checkable
+class RegistersHost(Protocol):
+    """A ChunkMemory whose device wants that."""
+
+    def register_host(self, address: int, num_bytes: int) -> None:
+        """For the life of the process. Raises MemoryError or RuntimeError."""
+        ...
+
+
+def register(memory: RegistersHost, what: str, spans: Sequence[Span]) -> int:
+    """Registers the spans range by range, says how long it took, and returns how many bytes are registered. What cannot be is used
+    as it is: copies of it are slower, and the log says so."""
+    done, total, began_s = 0, sum(num_bytes for _, num_bytes in spans), time.perf_counter()
+    try:
+        for address, num_bytes in spans:
+            for at in range(0, num_bytes, RANGE_BYTES):
+                size = min(RANGE_BYTES, num_bytes - at)
+                memory.register_host(address + at, size)
+                done += size
+    except (MemoryError, RuntimeError) as error:
+        log.warning("%s: %.2f of %.2f GiB are registered with the device: %s", what, done / 2**30, total / 2**30, error)
+        return done
+    seconds = time.perf_counter() - began_s
+    log.info("%s: %.2f GiB registered with the device, %.3f s a GiB", what, total / 2**30, seconds / max(total, 1) * 2**30)
+    return done
