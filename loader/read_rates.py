@@ -1,4 +1,4 @@
-"""How fast this machine reads a drive and decodes packed weights: measured once, kept in the cache folder."""
+"""How fast weights come from plain and from packed files on this machine: measured once a drive, kept in the cache folder."""
 
 from __future__ import annotations
 
@@ -23,15 +23,13 @@ log = logging.getLogger("loader")
 NAME = "read-rates.json"
 NUM_THREADS = 3  # as loads read
 MEASURED_BYTES = 256 << 20
-DECODING_S = 0.03
 
 
 class _Kept(msgspec.Struct):
-    """bytes_per_s: of reads past the page cache, by the device number of the file system; of weights that come out of a decoder, by
-    what it is."""
+    """Keys: the device number of a file system; for packed files also which decoder."""
 
     read_bytes_per_s: dict[str, float] = {}
-    decoded_bytes_per_s: dict[str, float] = {}
+    packed_bytes_per_s: dict[str, float] = {}
 
 
 class ReadRates:
@@ -43,13 +41,13 @@ class ReadRates:
 
     def read_bytes_per_s(self, fd: int, ring: StagingRing) -> float:
         """Of the drive with this file, which is read if it was not measured before. Raises OSError."""
-        device = os.fstat(fd).st_dev
-        drive = f"{os.major(device)}:{os.minor(device)}"
-        return self._known("read_bytes_per_s", drive, lambda: _measured_read(fd, ring))
+        return self._known("read_bytes_per_s", _drive(fd), lambda: _measured(fd, ring, lambda thread, num_bytes: num_bytes))
 
-    def decoded_bytes_per_s(self, fd: int, frame: Frame, decoder: Decoder) -> float:
-        """Bytes of weights, by as many threads as a load has. frame: any packed one of the file. Raises OSError, ValueError."""
-        return self._known("decoded_bytes_per_s", decoder.name, lambda: _measured_decode(fd, frame, decoder))
+    def packed_bytes_per_s(self, fd: int, frame: Frame, decoder: Decoder, ring: StagingRing) -> float:
+        """Bytes of weights from packed files of that drive, read and decoded at the same time: where cores are few that takes
+        longer than either. frame: any packed one of the file. Raises OSError, ValueError."""
+        key = f"{_drive(fd)} {decoder.name}"
+        return self._known("packed_bytes_per_s", key, lambda: _measured_packed(fd, frame, decoder, ring))
 
     def _known(self, what: str, key: str, measure: Callable[[], float]) -> float:
         with self._lock:
@@ -57,7 +55,7 @@ class ReadRates:
             rates: dict[str, float] = getattr(kept, what)
             if rates.get(key, 0) <= 0:
                 rates[key] = measure()
-                log.info("measured: %s of %s is %.2f GB/s", what.replace("_bytes_per_s", " rate"), key, rates[key] / 1e9)
+                log.info("measured: %s of %s is %.2f GB/s", what.removesuffix("_bytes_per_s") + " rate", key, rates[key] / 1e9)
                 self._write(kept)
             return rates[key]
 
@@ -82,22 +80,26 @@ class ReadRates:
             log.warning("%s can't be kept (%s): it is measured again next time", path, error.strerror)
 
 
-def _measured_read(fd: int, ring: StagingRing) -> float:
-    """Past the page cache where the file system allows that."""
+def _drive(fd: int) -> str:
+    device = os.fstat(fd).st_dev
+    return f"{os.major(device)}:{os.minor(device)}"
+
+
+def _measured(fd: int, ring: StagingRing, weights_of: Callable[[int, int], int]) -> float:
+    """Bytes a second of what weights_of(thread, bytes read) returns; past the page cache where the file system allows that."""
     try:
         direct = open_direct(fd)
     except OSError:
         direct = os.dup(fd)
     try:
-        end = min(os.fstat(fd).st_size, MEASURED_BYTES)
-        offsets = iter(range(0, end, ring.slot_bytes))
+        offsets = iter(range(0, min(os.fstat(fd).st_size, MEASURED_BYTES), ring.slot_bytes))
         num_bytes = [0] * NUM_THREADS
 
-        def read(place: int) -> None:
+        def read(thread: int) -> None:
             for offset in offsets:
                 slot = ring.take()
                 try:
-                    num_bytes[place] += os.preadv(direct, [slot], offset)
+                    num_bytes[thread] += weights_of(thread, os.preadv(direct, [slot], offset))
                 finally:
                     ring.give_back(slot)
 
@@ -107,24 +109,24 @@ def _measured_read(fd: int, ring: StagingRing) -> float:
         os.close(direct)
 
 
-def _measured_decode(fd: int, frame: Frame, decoder: Decoder) -> float:
+def _measured_packed(fd: int, frame: Frame, decoder: Decoder, ring: StagingRing) -> float:
+    """One frame stands for as many as were read."""
     held = bytearray(frame.end - frame.begin)
     if os.preadv(fd, [held], frame.begin) != len(held):
         raise ValueError("the file ends before its first frame")
     data = np.frombuffer(held, np.uint8)
-    outs = [np.empty(frame.num_bytes // 2, np.uint16) for _ in range(NUM_THREADS)]
-    counts = [0] * NUM_THREADS
+    outs = [np.zeros(frame.num_bytes // 2, np.uint16) for _ in range(NUM_THREADS)]
     decoder.decode(data, outs[0])
-    until_s = time.perf_counter() + DECODING_S
+    left = [0] * NUM_THREADS  # bytes read that are no whole frame yet
 
-    def decode(place: int) -> None:
-        while not counts[place] or time.perf_counter() < until_s:
+    def decode(thread: int, num_bytes: int) -> int:
+        count, left[thread] = divmod(left[thread] + num_bytes, len(held))
+        for _ in range(count):
             decoder.sum_of(data)
-            decoder.decode(data, outs[place])
-            counts[place] += 1
+            decoder.decode(data, outs[thread])
+        return count * frame.num_bytes
 
-    seconds = _run(decode)
-    return sum(counts) * frame.num_bytes / seconds
+    return _measured(fd, ring, decode)
 
 
 def _run(work: Callable[[int], Any]) -> float:

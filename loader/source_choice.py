@@ -25,15 +25,13 @@ MAX_SHARE = 0.95
 
 @dataclass(slots=True, frozen=True)
 class Expected:
-    """What is known of a load before it begins. read_bytes_per_s: of the drive, past the page cache; decoded_bytes_per_s: of
-    weights. *_cached: the page cache holds most of those files."""
+    """What is known of a load before it begins. plain_cached: the page cache holds most of the plain files. Rates: ReadRates'."""
 
     plain_bytes: int
     packed_bytes: int
     plain_cached: bool
-    packed_cached: bool
     read_bytes_per_s: float
-    decoded_bytes_per_s: float
+    packed_bytes_per_s: float
 
     @property
     def plain_s(self) -> float:
@@ -41,9 +39,8 @@ class Expected:
 
     @property
     def packed_s(self) -> float:
-        """Frames are decoded while others are read."""
-        read_s = 0.0 if self.packed_cached else self.packed_bytes / self.read_bytes_per_s
-        return max(read_s, self.plain_bytes / self.decoded_bytes_per_s)
+        """Past the page cache; what that holds of them is read sooner."""
+        return self.plain_bytes / self.packed_bytes_per_s
 
     @property
     def wants_packed(self) -> bool:
@@ -52,13 +49,12 @@ class Expected:
     def __str__(self) -> str:
         if self.plain_cached:
             return "read its plain files, which the page cache holds"
-        read, decoded = f"{self.read_bytes_per_s / 1e9:.1f} GB/s", f"{self.decoded_bytes_per_s / 1e9:.1f} GB/s"
         chosen, other = ("packed", "plain") if self.wants_packed else ("plain", "packed")
         seconds = {"packed": self.packed_s, "plain": self.plain_s}
-        where = "of which the page cache holds the packed ones" if self.packed_cached else f"which the drive brings at {read}"
         return (
-            f"read its {chosen} files: {seconds[chosen]:.2f} s expected, {seconds[other]:.2f} s for the {other} ones ({where}; "
-            f"{self.plain_bytes / 1e9:.2f} GB plain, {self.packed_bytes / 1e9:.2f} GB packed and decoded to weights at {decoded})"
+            f"read its {chosen} files: {seconds[chosen]:.2f} s expected, {seconds[other]:.2f} s for the {other} ones "
+            f"({self.plain_bytes / 1e9:.2f} GB plain at {self.read_bytes_per_s / 1e9:.1f} GB/s; "
+            f"{self.packed_bytes / 1e9:.2f} GB packed, read and decoded to weights at {self.packed_bytes_per_s / 1e9:.1f} GB/s)"
         )
 
 
@@ -94,9 +90,8 @@ class SourceChoice:
             sum(info.size_bytes for info in checkpoint.files),
             sum(info.size_bytes for info in checkpoint.packed_files),
             _are_cached(plain.values()),
-            _are_cached(packed.values()),
             self._rates.read_bytes_per_s(packed[largest.name], self._ring),
-            self._rates.decoded_bytes_per_s(packed[largest.name], frame, self._decoder()),
+            self._rates.packed_bytes_per_s(packed[largest.name], frame, self._decoder(), self._ring),
         )
 
     @staticmethod
