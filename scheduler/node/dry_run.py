@@ -123,6 +123,6 @@ def _why(node: Node, device: Device, model: Model, victim: bool, busy: bool) -> 
         return "leaves: busy, made to" if busy else "leaves: idle, least to lose"
     if not busy:
         return "stays: idle, its room is not needed"
-    if not look.evictable(node, device, model, True, None):
+    if not look.evictable(node, model, True, None):
         return "stays: busy, and came a short while ago"
     return "stays: busy"

@@ -24,7 +24,7 @@ def widen(node: Node, device: Device, waiting: Mapping[str, int]) -> None:
     short = [model for model in short if len(model.running) - waiting[model.name] < model.window and is_short(node, device, model)]
     if not short:
         return
-    idle = [model for model in device.resident.values() if look.evictable(node, device, model, False, None)]
+    idle = [model for model in device.resident.values() if look.evictable(node, model, False, None)]
     idle = [model for model in idle if model not in short]
     if not idle:
         return

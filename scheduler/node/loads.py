@@ -32,6 +32,7 @@ def load_finished(node: Node, event: LoadFinished) -> None:
         costs.learn(model.name, weights_bytes, event.seconds - event.kernels_s)
     keeping.load_ended(node, model, copy, event.checksum if event.kept else None)
     copy.ready_at = node.now
+    copy.tenure_ends = node.now + node.tenure_s(model, node.devices[copy.device])
     source = "host" if copy.from_host and not event.source_rejected else "disk"
     node.history.ended(copy.placement_id, node.now, "ready", event.seconds, source)
     model.paused = False

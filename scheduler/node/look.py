@@ -71,7 +71,7 @@ def plan(
     if movable is None:
         movable = 0
         for resident in device.resident.values():
-            if evictable(node, device, resident, may_force, instead):
+            if evictable(node, resident, may_force, instead):
                 movable += resident.copy.size.chunks  # type: ignore[union-attr]
         if idle is not None:
             idle[device.name] = movable
@@ -83,7 +83,7 @@ def plan(
     return None if chosen is None else placement.Option(device.name, chosen, ledger.lease_chunks)
 
 
-def evictable(node: Node, device: Device, model: Model, may_force: bool, instead: Placement | None) -> bool:
+def evictable(node: Node, model: Model, may_force: bool, instead: Placement | None) -> bool:
     """Rules 1, 7 and 9: ready, not pinned, and idle; or busy, when the waiting work may force and it has been there long enough."""
     if model.state != residency.READY:
         copy = model.copy
@@ -95,14 +95,14 @@ def evictable(node: Node, device: Device, model: Model, may_force: bool, instead
         return True
     if not may_force:
         return False
-    return node.now >= node.tenure_ends(model, device)
+    return model.copy is not None and node.now >= model.copy.tenure_ends
 
 
 def describe(node: Node, device: Device, model: Model, may_force: bool, instead: Placement | None) -> Resident:
     copy = model.copy
     assert copy is not None
     chunks = copy.size.chunks
-    may_leave = evictable(node, device, model, may_force, instead)
+    may_leave = evictable(node, model, may_force, instead)
     worth = score(node, model, device, chunks) if may_leave else 0.0
     busy = model.state == residency.READY and bool(model.running or model.queue)
     return Resident(
@@ -119,9 +119,9 @@ def score(node: Node, model: Model, device: Device, chunks: int) -> float:
 def next_forcible(node: Node, model: Model) -> float | None:
     """When the next busy model on one of its devices may be forced out."""
     times = (
-        node.tenure_ends(other, node.devices[name])
+        other.copy.tenure_ends
         for name in model.devices
         for other in node.devices[name].resident.values()
-        if other.state == residency.READY and (other.running or other.queue)
+        if other.copy is not None and other.state == residency.READY and (other.running or other.queue)
     )
     return min((at for at in times if at > node.now), default=None)

@@ -59,6 +59,7 @@ class Copy:
     keep_slots: Slots = ()
     from_host: bool = False
     ready_at: float | None = None
+    tenure_ends: float = 0.0  # rule 9: when it may be made to leave though it is busy
     evict_sent: bool = False
     rolling_back: bool = False
     overdue: bool = False
@@ -293,12 +294,9 @@ class Node:
             return costs.predict_from_host_s(model.name, weights_bytes)
         return costs.predict_s(model.name, weights_bytes)
 
-    def tenure_ends(self, model: Model, device: Device) -> float:
-        """Rule 9: when a ready model that is busy may be made to leave."""
-        copy = model.copy
-        assert copy is not None
-        assert copy.ready_at is not None
-        return copy.ready_at + max(self.settings.tenure_s, self.settings.tenure_reloads * self.reload_s(model, device))
+    def tenure_s(self, model: Model, device: Device) -> float:
+        """Rule 9: how long a model stays that has come."""
+        return max(self.settings.tenure_s, self.settings.tenure_reloads * self.reload_s(model, device))
 
     def wanted(self, model: Model) -> bool:
         """Somebody waits for it to be loaded."""
@@ -309,9 +307,9 @@ class Node:
         since = next(iter(model.queue.values())).waits_since if model.queue else self.now
         return min(since, model.asked_at) if model.load_causes or model.pinned else since
 
-    def overdue_at(self, model: Model, device: Device) -> float:
+    def overdue_at(self, model: Model, reload_s: float) -> float:
         """Rule 8: what takes long to bring in stands behind what is as old and quick."""
-        return self.waits_since(model) + self.reload_s(model, device) + self.settings.overdue_after_s
+        return self.waits_since(model) + reload_s + self.settings.overdue_after_s
 
     def resting(self, model: Model) -> bool:
         """Cold, and free to be placed."""

@@ -16,7 +16,8 @@ def foresee(node: Node, placement: Placement) -> None:
     """Busy victims have begun to drain."""
     settings = node.settings
     cost_s = sum(pause_cost_s(node, node.models[name]) for name in placement.victims)
-    overdue_at = node.overdue_at(node.models[placement.model], node.devices[placement.device])
+    model = node.models[placement.model]
+    overdue_at = node.overdue_at(model, node.reload_s(model, node.devices[placement.device]))
     pause_at = max(node.now + settings.preempt_after_s, overdue_at + settings.preempt_after_swaps * cost_s)
     node.deadlines.set(("preempt", placement.model), pause_at)
 

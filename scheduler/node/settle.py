@@ -73,8 +73,9 @@ def enlist(node: Node, model: Model) -> None:
     for name in model.devices:
         device = node.devices[name]
         if pins.fits_beside_pins(model, device):
-            device.by_age.set(model.name, node.overdue_at(model, device))
-            device.by_work.set(model.name, -num_waiting / node.reload_s(model, device))
+            reload_s = node.reload_s(model, device)
+            device.by_age.set(model.name, node.overdue_at(model, reload_s))
+            device.by_work.set(model.name, -num_waiting / reload_s)
             node.newcomers[model.name] = None
         else:
             crowded += 1
