@@ -25,6 +25,7 @@ import ctypes  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
+from benchmarks import returning  # noqa: E402
 from engine import ops  # noqa: E402
 from engine.memory import mappings  # noqa: E402
 from engine.memory.cpu_memory import CpuMemory  # noqa: E402
@@ -217,6 +218,7 @@ def main() -> None:
         "layouts": lambda: layouts(num_bytes, options.rounds),
         "swap": lambda: swap_in(num_bytes, options.rounds),
         "mapping": lambda: mapping(num_bytes),
+        "returning": returning.run,  # a daemon and a checkpoint of 2.2 GB: only when asked for
     }
     for name in only:
         for row in parts[name]():

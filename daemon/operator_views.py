@@ -50,7 +50,6 @@ def top(node: Node) -> dict[str, Any]:
     return {
         "time": round(time.time(), 3),
         **snapshot(node),
-        "host_tier": node.host_tier_row(),
         "tokens": dict(node.metric.generated_tokens),
         "swaps": [_placement(node, view) for view in node.scheduler.history()[-SWAPS_SHOWN:]],
     }

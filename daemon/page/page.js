@@ -130,6 +130,16 @@ function drawDevice(device) {
     stack, legend, device.problem ? h("p", { class: "problem" }, device.problem) : null);
 }
 
+const HOST_PARTS = [["weights", "weights_bytes", "Warm weights"], ["cache", "kv_bytes", "Saved KV"], ["reserved", "transit_bytes", "Being written"], ["free", "free_bytes", "Free"]];
+function drawHost(host) {
+  const parts = HOST_PARTS.filter(([kind, field]) => host[field] || kind === "free");
+  const stack = h("div", { class: "stack", role: "img", "aria-label": `Host memory: ${bytes(host.bytes - host.free_bytes)} of ${bytes(host.bytes)} in use` });
+  for (const [kind, field, name] of parts) stack.append(h("div", { class: `part ${kind}`, title: `${name}, ${bytes(host[field])}`, style: kind === "free" ? {} : { width: `${(100 * host[field] / host.bytes).toFixed(3)}%` } }));
+  const legend = h("ul", { class: "legend" }, ...parts.map(([kind, field, name]) => h("li", {}, h("i", { class: `dot ${kind}`, "aria-hidden": "true" }), h("b", {}, name), h("span", { class: "dim" }, bytes(host[field])))));
+  return h("article", { class: "card device", id: "host-memory" },
+    h("header", {}, h("h3", {}, "Host memory"), h("span", { class: "dim" }, `${bytes(host.bytes - host.free_bytes)} of ${bytes(host.bytes)}`)), stack, legend);
+}
+
 /** Children by key; one is made anew only where what it shows has changed, so a selection or the focus in it stays. */
 function keyed(place, items, key, draw) {
   const old = place.keyed || new Map(), now = new Map();
@@ -253,7 +263,8 @@ let last = null;
 function draw() {
   if (last === null) return;
   drawTiles(last);
-  keyed($("devices"), last.devices, (device) => device.name, drawDevice);
+  const shown = last.host_tier.bytes ? [...last.devices, last.host_tier] : last.devices;
+  keyed($("devices"), shown, (one) => one.name || "", (one) => one.name ? drawDevice(one) : drawHost(one));
   drawModels(last);
   drawTimeline(last);
 }

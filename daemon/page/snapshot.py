@@ -38,6 +38,7 @@ def snapshot(node: Node) -> dict[str, Any]:
             "open": len(node.dispatcher.open.by_id),
             "queued": sum(row["queued"] for row in rows),
         },
+        "host_tier": node.host_tier_row(),
         "devices": _devices(node, {row["name"]: row for row in rows}),
         "models": shown,
         "states": dict(Counter(row["state"] for row in rows)),

@@ -64,7 +64,7 @@ def test_the_snapshot_adds_up(tmp_path: Path) -> None:
     with node:
         node.json("load", "org/one")
         told = node.wait_for(lambda: (found := first_snapshot(node))["states"].get("ready") and found, "ready")
-        assert set(told) == {"time", "events", "node", "counters", "devices", "models", "states"}
+        assert set(told) == {"time", "events", "node", "counters", "host_tier", "devices", "models", "states"}
         assert told["states"] == {"ready": 1, "refused": 1}
         assert told["node"]["ready"]
         assert set(told["counters"]) == {"requests", "tokens", "open", "queued"}
@@ -75,6 +75,7 @@ def test_the_snapshot_adds_up(tmp_path: Path) -> None:
         weights = [part for device in told["devices"] for part in device["parts"] if part["kind"] == "weights"]
         assert weights == [{"kind": "weights", "model": "org/one", "bytes": rows["org/one"]["weights_bytes"]}]
         assert "too little" in rows["org/huge"]["reason"]
+        assert told["host_tier"]["bytes"] == told["host_tier"]["free_bytes"] == 0, "a node on the CPU has none unless it is told"
 
 
 @needs_browser
