@@ -2,10 +2,11 @@
 
 Limits: bytes a second that all threads read (a sum over 512 MiB), and operations a second of `F.linear` at 128 rows. Matrices and
 caches are taken in turn so that none is found in a processor's cache. Rows of `linear` compare ops.linear with `F.linear`; rows of
-`attention` give a decode step's time over that of reading its keys and values at the limit; rows of `elementwise` what they read
+`attention` give a decode step's time over that of reading its keys and values at the limit; rows of `prefill` compare
+attention of prompts with torch's over a gathered context; rows of `elementwise` what they read
 and write, each once, a second.
 
-usage: python -m benchmarks.kernels [--only linear,attention,elementwise] [--threads N]: one JSON line and a table for each.
+usage: python -m benchmarks.kernels [--only linear,attention,prefill,elementwise] [--threads N]: one JSON line and a table for each.
 """
 
 from __future__ import annotations
@@ -121,11 +122,11 @@ def linear(limit: dict[str, float], dtypes: tuple[torch.dtype, ...], rows: tuple
                     }
 
 
-def _decode_batch(num_rows: int, context: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> HostBatch:
-    """One decode step of num_rows sequences over scattered blocks; as many layers as outgrow the caches."""
+def _decode_batch(num_rows: int, context: int, kv_heads: int, head_dim: int, dtype: torch.dtype, layers: int = 0) -> HostBatch:
+    """One decode step of num_rows sequences over scattered blocks; layers 0: as many as outgrow the caches."""
     blocks = num_rows * -(-context // BLOCK_TOKENS)
     layer_bytes = blocks * BLOCK_TOKENS * 2 * kv_heads * head_dim * dtype.itemsize
-    layers = max(1, -(-COLD_BYTES // layer_bytes))
+    layers = layers or max(1, -(-COLD_BYTES // layer_bytes))
     kv = _placed(_random(blocks, layers, 2, kv_heads, BLOCK_TOKENS, head_dim, dtype=dtype))
     table_of = np.random.default_rng(0).permutation(blocks).astype(np.int32).reshape(num_rows, -1)
     rows = np.arange(num_rows, dtype=np.int32)
@@ -164,6 +165,37 @@ def attention(limit: dict[str, float], dtypes: tuple[torch.dtype, ...], context:
                     }
 
 
+def prefill(limit: dict[str, float], dtypes: tuple[torch.dtype, ...]) -> Iterator[dict[str, Any]]:
+    """One layer's attention of a prompt's last `tokens` of `context`, and by what torch makes of a gathered context."""
+    for dtype in dtypes:
+        for model, kv_heads, group, head_dim in (("mid", 4, 3, 64), ("one-b", 8, 4, 64), ("", 8, 4, 128)):
+            for context, num_tokens in ((128, 128), (512, 512), (2048, 512)):
+                decode = _decode_batch(1, context, kv_heads, head_dim, dtype, layers=1)
+                heads, none = kv_heads * group, np.zeros(0, np.int32)
+                num_new, contexts = np.array([num_tokens], np.int32), np.array([context], np.int32)
+                ids = torch.zeros(num_tokens, dtype=torch.int64)
+                starts = np.zeros(1, np.int32)
+                batch = HostBatch(ids, num_tokens, decode.groups, [(0, 0)], starts, num_new, contexts, none, none, none, [0])
+                qkv = _random(num_tokens, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
+                call = partial(ops.attention, qkv, 0, heads, head_dim**-0.5, 0.0, batch)
+                ours_s = seconds([call])
+                kernels, ops._kernels = ops._kernels, None
+                torch_s = seconds([call])
+                ops._kernels = kernels
+                pairs = num_tokens * (context - num_tokens) + num_tokens * (num_tokens + 1) / 2
+                yield {
+                    "dtype": str(dtype).removeprefix("torch."),
+                    "model": model,
+                    "head_dim": head_dim,
+                    "context": context,
+                    "tokens": num_tokens,
+                    "ms": round(ours_s * 1e3, 2),
+                    "gflop_s": round(4 * head_dim * heads * pairs / ours_s / 1e9, 1),
+                    "of_gemm": round(4 * head_dim * heads * pairs / ours_s / 1e9 / limit["gemm_gflop_s"], 2),
+                    "times_torch": round(torch_s / ours_s, 2),
+                }
+
+
 def elementwise(limit: dict[str, float], dtypes: tuple[torch.dtype, ...]) -> Iterator[dict[str, Any]]:
     """Row-wise work of one layer of one-b; its data are in the caches, as they are in a step."""
     hidden, inner, heads, kv_heads, head_dim = 2048, 8192, 32, 8, 64
@@ -193,7 +225,7 @@ def elementwise(limit: dict[str, float], dtypes: tuple[torch.dtype, ...]) -> Ite
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.kernels", description=__doc__)
-    parser.add_argument("--only", default="linear,attention,elementwise", help="parts to run")
+    parser.add_argument("--only", default="linear,attention,prefill,elementwise", help="parts to run")
     parser.add_argument("--threads", type=int, default=num_cores())
     parser.add_argument("--rows", default=",".join(map(str, ROWS)), help="of linear")
     parser.add_argument("--few-rows", type=int, default=0, help="switch to torch's linear above so many rows, to find where to")
@@ -215,7 +247,7 @@ def main() -> None:
             if name == "linear":
                 rows = list(linear(limit, dtypes, tuple(map(int, options.rows.split(",")))))
             else:
-                rows = list({"attention": attention, "elementwise": elementwise}[name](limit, dtypes))
+                rows = list({"attention": attention, "prefill": prefill, "elementwise": elementwise}[name](limit, dtypes))
             print(json.dumps({"benchmark": "kernels", "part": name, "rows": rows}))
             print(f"\n{table(rows, {key: key.replace('_', ' ') for key in rows[0]})}\n")
 

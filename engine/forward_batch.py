@@ -18,7 +18,7 @@ from torch import Tensor
 from engine.contracts import BatchPlan, IntArray, LongArray, SequenceTable
 from engine.device_batch import DeviceBatch
 
-# Rows with more new tokens than this gather their context and use matrix products; shorter ones read it block by block.
+# Rows with more new tokens than this are prompts, of which many tokens attend to a block at a time; others do so token by token.
 LONG_ROW_TOKENS = 16
 
 

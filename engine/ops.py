@@ -260,44 +260,22 @@ def attention(qkv: Tensor, layer: int, heads: int, scale: float, softcap: float,
     out = empty(qkv, qkv.shape[0], heads * head_dim)
     if batch.num_tokens < len(out):
         call(out[batch.num_tokens :].zero_)
+    served = _served(qkv) and kv.shape[4] % BLOCK_TOKENS_STEP == 0
+    sizes = (kv.shape[1], place, heads, kv_heads, kv.shape[4], head_dim)
+    how = (group.window_tokens, scale, softcap)
     if len(batch.paged_tokens):
-        if _served(qkv) and kv.shape[4] % BLOCK_TOKENS_STEP == 0:
-            call(
-                _kernels.paged_attention,
-                _array(qkv),
-                group.kv_flat,
-                kv.shape[1],
-                place,
-                heads,
-                kv_heads,
-                kv.shape[4],
-                head_dim,
-                group.block_table,
-                batch.paged_tokens,
-                batch.paged_rows,
-                batch.paged_contexts,
-                group.window_tokens,
-                scale,
-                softcap,
-                _array(out),
-            )
+        queries = (batch.paged_tokens, batch.paged_rows, batch.paged_contexts)
+        if served:
+            call(_kernels.paged_attention, _array(qkv), group.kv_flat, *sizes, group.block_table, *queries, *how, _array(out))
         else:
-            reference.paged_attention(
-                qkv,
-                kv,
-                place,
-                heads,
-                torch.from_numpy(group.block_table),
-                torch.from_numpy(batch.paged_tokens),
-                torch.from_numpy(batch.paged_rows),
-                torch.from_numpy(batch.paged_contexts),
-                group.window_tokens,
-                scale,
-                softcap,
-                out,
-            )
+            table, tokens, rows, contexts = (torch.from_numpy(x) for x in (group.block_table, *queries))
+            reference.paged_attention(qkv, kv, place, heads, table, tokens, rows, contexts, *how, out)
     for row in batch.long_rows:
         start, num_new = int(batch.starts[row]), int(batch.num_new[row])
+        if served:
+            where = (row, start, num_new, int(batch.contexts[row]))
+            _kernels.prefill_attention(_array(qkv), group.kv_flat, *sizes, group.block_table, *where, *how, _array(out))
+            continue
         reference.long_row_attention(
             qkv[start : start + num_new, : heads * head_dim].view(num_new, heads, head_dim).transpose(0, 1),
             kv,

@@ -10,10 +10,11 @@ from typing import Any
 
 import numba
 
-from engine.kernels import cpu_attention, cpu_linear, cpu_logprobs, cpu_rows, cpu_sampling
+from engine.kernels import cpu_attention, cpu_linear, cpu_logprobs, cpu_prefill, cpu_rows, cpu_sampling
 from engine.kernels.cpu_attention import paged_attention_parallel, paged_attention_serial
 from engine.kernels.cpu_linear import few_rows_linear_parallel, few_rows_linear_serial
 from engine.kernels.cpu_logprobs import penalise, top_logprobs
+from engine.kernels.cpu_prefill import prefill_attention_parallel, prefill_attention_serial
 from engine.kernels.cpu_sampling import greedy_bfloat16, greedy_float32, sample_parallel, sample_serial
 from engine.kernels.cpu_vectors import HAS_BFLOAT16_PRODUCTS
 
@@ -28,6 +29,7 @@ __all__ = [
     "greedy_float32",
     "paged_attention",
     "penalise",
+    "prefill_attention",
     "prepare",
     "rms_norm",
     "rope_and_store",
@@ -73,6 +75,7 @@ def prepare(dtype: str, parallel: bool, quantize: str = "") -> None:
         (sample_serial, sample_parallel, cpu_sampling.sample_signature(element)),
         (paged_attention_serial, paged_attention_parallel, cpu_attention.paged_attention_signature(element)),
         (cpu_rows.gather_rows, cpu_rows.gather_rows_parallel, cpu_rows.gather_rows_signature(element)),
+        (prefill_attention_serial, prefill_attention_parallel, cpu_prefill.prefill_attention_signature(element)),
         (cpu_rows.rms_norm, cpu_rows.rms_norm_parallel, cpu_rows.rms_norm_signature(element)),
         (cpu_rows.add_rms_norm, cpu_rows.add_rms_norm_parallel, cpu_rows.add_rms_norm_signature(element)),
         (cpu_rows.rope_and_store, cpu_rows.rope_and_store_parallel, cpu_rows.rope_and_store_signature(element)),
@@ -114,6 +117,16 @@ def paged_attention(*args: Any) -> None:
         paged_attention_parallel(*before, _thread.num_threads, out)
     else:
         paged_attention_serial(*before, 1, out)
+
+
+def prefill_attention(*args: Any) -> None:
+    """As cpu_prefill's, without num_shares."""
+    *before, out = args
+    num_tokens, context = args[11], args[12]
+    if _parallel and num_tokens * context * out.shape[1] >= _SHARED_ATTENTION:
+        prefill_attention_parallel(*before, numba.get_num_threads(), out)
+    else:
+        prefill_attention_serial(*before, 1, out)
 
 
 def few_rows_linear(x: Any, weight: Any, scale: Any, bias: Any, out: Any) -> None:

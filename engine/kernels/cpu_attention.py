@@ -17,112 +17,11 @@ from typing import Any
 import numpy as np
 from numba import float32, float64, int32, int64, njit, prange, types, void
 
-from engine.kernels.cpu_attention_tiles import score_tile, value_tile
-from engine.kernels.cpu_bits import FASTMATH, bits_of_float, exp, float_of_bits, named, narrow
-
-_CHUNK_TOKENS = 128  # positions that all heads go over before the next
-_one_score, _two_scores, _three_scores, _four_scores = (score_tile(num_rows, 4) for num_rows in (1, 2, 3, 4))
-_one_value, _two_values, _four_values = (value_tile(num_rows, True) for num_rows in (1, 2, 4))
-_one_rest, _two_rests, _four_rests = (value_tile(num_rows, False) for num_rows in (1, 2, 4))
-_HELPER: dict[str, Any] = {"fastmath": FASTMATH, "error_model": "numpy"}
+from engine.kernels.cpu_attention_blocks import CHUNK_TOKENS, HELPER, OPTIONS, add_block, score_block, soften_row, write_heads
+from engine.kernels.cpu_bits import exp, named
 
 
-@njit(**_HELPER)
-def _score_block(
-    qkv: Any, query_at: int, kv: Any, at: int, ahead: int, tokens: int, head_dim: int, scale: float, scores: Any, scores_at: int
-) -> None:
-    """scores[g, scores_at ...]: of the first `tokens` positions of the block whose keys begin at `at`, rounded up to four."""
-    group, stride = scores.shape
-    for t in range(0, tokens, 4):
-        keys_at = at + t * head_dim
-        to = scores_at + t
-        g = 0
-        while group - g >= 4:
-            _four_scores(qkv, query_at + g * head_dim, kv, keys_at, ahead, head_dim, scale, scores, g * stride + to, stride)
-            g += 4
-        if group - g == 3:
-            _three_scores(qkv, query_at + g * head_dim, kv, keys_at, ahead, head_dim, scale, scores, g * stride + to, stride)
-        elif group - g == 2:
-            _two_scores(qkv, query_at + g * head_dim, kv, keys_at, ahead, head_dim, scale, scores, g * stride + to, stride)
-        elif group - g == 1:
-            _one_score(qkv, query_at + g * head_dim, kv, keys_at, ahead, head_dim, scale, scores, g * stride + to, stride)
-
-
-@njit(**_HELPER)
-def _add_block(weights: Any, begin: int, end: int, from_at: int, kv: Any, at: int, ahead: int, head_dim: int, sums: Any) -> None:
-    """sums[g] += weights[g, from_at + t - begin] * values of position t of the block, for t from begin to below end."""
-    group, stride = weights.shape
-    width = sums.shape[1]
-    num = end - begin
-    at += begin * head_dim
-    for d in range(0, head_dim, 64):
-        to = d
-        if head_dim - d >= 64:
-            g = 0
-            while group - g >= 4:
-                _four_values(
-                    weights, g * stride + from_at, stride, kv, at + d, head_dim, ahead, num, 64, sums, g * width + to, width
-                )
-                g += 4
-            if group - g >= 2:
-                _two_values(
-                    weights, g * stride + from_at, stride, kv, at + d, head_dim, ahead, num, 64, sums, g * width + to, width
-                )
-                g += 2
-            if group - g == 1:
-                _one_value(weights, g * stride + from_at, stride, kv, at + d, head_dim, ahead, num, 64, sums, g * width + to, width)
-        else:
-            for e in range(d, head_dim, 32):
-                rest = min(32, head_dim - e)
-                g = 0
-                while group - g >= 4:
-                    _four_rests(
-                        weights, g * stride + from_at, stride, kv, at + e, head_dim, ahead, num, rest, sums, g * width + e, width
-                    )
-                    g += 4
-                if group - g >= 2:
-                    _two_rests(
-                        weights, g * stride + from_at, stride, kv, at + e, head_dim, ahead, num, rest, sums, g * width + e, width
-                    )
-                    g += 2
-                if group - g == 1:
-                    _one_rest(
-                        weights, g * stride + from_at, stride, kv, at + e, head_dim, ahead, num, rest, sums, g * width + e, width
-                    )
-
-
-@njit(**_HELPER)
-def _soften(scores: Any, begin: int, end: int, softcap: float, weights: Any, tops: Any, totals: Any, sums: Any) -> None:
-    """Scores from begin to below end become weights e**(score - top), as elements; what was added up before is rescaled to the
-    new top."""
-    for g in range(scores.shape[0]):
-        own = scores[g]
-        if softcap > 0.0:
-            cap, twice = float32(softcap), float32(2.0 / softcap)
-            for t in range(begin, end):
-                # tanh(x) = 1 - 2 / (e**2x + 1)
-                own[t] = cap - (cap + cap) / (exp(own[t] * twice) + float32(1.0))
-        ordered = int32(-0x80000000)  # floats as integers of the same order: their maximum vectorises
-        for t in range(begin, end):
-            bits = bits_of_float(own[t])
-            ordered = max(ordered, bits ^ ((bits >> int32(31)) & int32(0x7FFFFFFF)))
-        before = tops[g]
-        top = max(before, float_of_bits(ordered ^ ((ordered >> int32(31)) & int32(0x7FFFFFFF))))
-        total = float32(0.0)
-        for t in range(begin, end):
-            weight = exp(own[t] - top)
-            weights[g, t] = narrow(weight, weights[g, t])
-            total += weight
-        if top > before and totals[g] > float32(0.0):
-            shrunk = exp(before - top)
-            totals[g] *= shrunk
-            for d in range(sums.shape[1]):
-                sums[g, d] *= shrunk
-        tops[g] = top
-        totals[g] += total
-
-
-@njit(**_HELPER)
+@njit(**HELPER)
 def _attend(
     qkv: Any,
     query_at: int,  # element of the first query head
@@ -162,13 +61,14 @@ def _attend(
             soon_blocks, soon, soon_end = next_blocks, next_begin, next_end
         fetched = 0
         for kv_head in range(kv_heads):
+            head = kv_head * group
             head_at = layer_at + kv_head * plane
-            own = slice(kv_head * group, (kv_head + 1) * group)
             for to_values in range(2):
                 if to_values == 1:
                     head_at += kv_heads * plane
                     begin, end = max(first - base, 0), min(chunk_end * block_tokens, context) - base
-                    _soften(scores, begin, end, softcap, weights, tops[own], totals[own], sums[own])
+                    for g in range(group):
+                        soften_row(scores, g, begin, end, softcap, weights, head + g, tops, totals, sums)
                 for block in range(chunk, chunk_end):
                     at = np.int64(blocks[block]) * block_stride + head_at
                     ahead = np.int64(0)  # the next chunk is fetched in the order it lies in
@@ -180,31 +80,12 @@ def _attend(
                     stop = min(block_tokens, context - block * block_tokens)
                     to = (block - chunk) * block_tokens
                     if to_values == 0:
-                        query = query_at + kv_head * group * head_dim
-                        _score_block(qkv, query, kv, at, ahead, stop, head_dim, float32(scale), scores, to)
+                        score_block(qkv, query_at + head * head_dim, kv, at, ahead, stop, head_dim, float32(scale), scores, to)
                     else:
-                        _add_block(weights, start, stop, to + start, kv, at, ahead, head_dim, sums[own])
+                        add_block(weights, start, stop, to + start, kv, at, ahead, head_dim, sums, head)
 
 
-@njit(**_HELPER)
-def _write(sums: Any, totals: Any, out: Any, head_dim: int) -> None:
-    """out [H * D] = sums [H, width] / totals [H]; of bfloat16, each 32 sums come with even places first."""
-    for head in range(totals.shape[0]):
-        share = float32(1.0) / totals[head]
-        own, at = sums[head], head * head_dim
-        if out.itemsize == 4:
-            for d in range(head_dim):
-                out[at + d] = narrow(own[d] * share, out[0])
-        else:
-            for piece in range(0, head_dim // 32 * 32, 32):
-                for lane in range(16):
-                    out[at + piece + 2 * lane] = narrow(own[piece + lane] * share, out[0])
-                    out[at + piece + 2 * lane + 1] = narrow(own[piece + 16 + lane] * share, out[0])
-            for d in range(head_dim // 32 * 32, head_dim):
-                out[at + d] = narrow(own[d // 32 * 32 + (d % 2) * 16 + d % 32 // 2] * share, out[0])
-
-
-@njit(**_HELPER)
+@njit(**HELPER)
 def _add_cut(tops: Any, totals: Any, sums: Any, to_tops: Any, to_totals: Any, to_sums: Any) -> None:
     """Puts two parts of one token together: to_* take in the others."""
     for g in range(tops.shape[0]):
@@ -216,14 +97,14 @@ def _add_cut(tops: Any, totals: Any, sums: Any, to_tops: Any, to_totals: Any, to
             to_sums[g, d] = to_sums[g, d] * left + sums[g, d] * right
 
 
-@njit(**_HELPER)
+@njit(**HELPER)
 def _blocks_of(context: int, window: int, block_tokens: int) -> tuple[int, int]:
     """The first block a query reads, and the one behind the last."""
     first_block = max(0, context - window) // block_tokens if window > 0 else 0
     return first_block, (context + block_tokens - 1) // block_tokens
 
 
-@njit(**_HELPER)
+@njit(**HELPER)
 def _attend_share(
     qkv: Any,
     kv: Any,
@@ -253,7 +134,7 @@ def _attend_share(
 ) -> None:
     plane = block_tokens * head_dim
     num_tokens = tokens.shape[0]
-    scores = np.empty((heads // kv_heads, max(_CHUNK_TOKENS, block_tokens)), np.float32)
+    scores = np.empty((heads // kv_heads, max(CHUNK_TOKENS, block_tokens)), np.float32)
     weights = np.empty(scores.shape, kv.dtype)
     tops, totals, sums = np.empty(heads, np.float32), np.empty(heads, np.float32), np.empty(cut_sums.shape, np.float32)
     passed = 0
@@ -298,7 +179,7 @@ def _attend_share(
         elif end < end_block - first_block:
             open_tops[:], open_totals[:], open_sums[:, :] = tops, totals, sums
         else:
-            _write(sums, totals, out[tokens[n]], head_dim)
+            write_heads(sums, totals, out[tokens[n]], head_dim)
 
 
 def _paged_attention(
@@ -365,7 +246,7 @@ def _paged_attention(
             to_tops, to_totals, to_sums = open_tops[begun], open_totals[begun], open_sums[begun]
             _add_cut(cut_tops[share], cut_totals[share], cut_sums[share], to_tops, to_totals, to_sums)
             if cut[share, 1] == 1:
-                _write(to_sums, to_totals, out[tokens[cut[share, 0]]], head_dim)
+                write_heads(to_sums, to_totals, out[tokens[cut[share, 0]]], head_dim)
                 begun = share
         else:
             begun = share
@@ -378,7 +259,5 @@ def paged_attention_signature(element: types.Type) -> Any:
     return void(element[:, ::1], element[::1], *sizes, table, ints, ints, ints, *shape, element[:, ::1])
 
 
-_OPTIONS: dict[str, Any] = {"fastmath": FASTMATH, "error_model": "numpy", "cache": True, "nogil": True}
-
-paged_attention_serial = njit(**_OPTIONS)(_paged_attention)
-paged_attention_parallel = njit(**_OPTIONS, parallel=True)(named("_paged_attention_parallel", _paged_attention))
+paged_attention_serial = njit(**OPTIONS)(_paged_attention)
+paged_attention_parallel = njit(**OPTIONS, parallel=True)(named("_paged_attention_parallel", _paged_attention))

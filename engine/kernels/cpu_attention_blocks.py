@@ -1,0 +1,137 @@
+"""Attention to one block after another on the CPU (Numba): what decode (cpu_attention.py) and prompts (cpu_prefill.py) are made of.
+
+Shapes: D head size; rows are query heads, of one token or several. Arrays are elements: float32, or bfloat16 as uint16 bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import float32, int32, njit
+
+from engine.kernels.cpu_attention_tiles import score_tile, value_tile
+from engine.kernels.cpu_bits import FASTMATH, bits_of_float, exp, float_of_bits, narrow
+
+CHUNK_TOKENS = 128  # positions that all heads go over before the next
+_one_score, _two_scores, _three_scores, _four_scores = (score_tile(num_rows, 4) for num_rows in (1, 2, 3, 4))
+_one_value, _two_values, _four_values = (value_tile(num_rows, True) for num_rows in (1, 2, 4))
+_one_rest, _two_rests, _four_rests = (value_tile(num_rows, False) for num_rows in (1, 2, 4))
+OPTIONS: dict[str, Any] = {"fastmath": FASTMATH, "error_model": "numpy", "cache": True, "nogil": True}
+HELPER: dict[str, Any] = {"fastmath": FASTMATH, "error_model": "numpy"}
+
+
+@njit(**HELPER)
+def score_block(
+    qkv: Any, query_at: int, kv: Any, at: int, ahead: int, tokens: int, head_dim: int, scale: float, scores: Any, scores_at: int
+) -> None:
+    """scores[g, scores_at ...]: of the first `tokens` positions of the block whose keys begin at `at`, rounded up to four."""
+    group, stride = scores.shape
+    for t in range(0, tokens, 4):
+        keys_at = at + t * head_dim
+        to = scores_at + t
+        g = 0
+        while group - g >= 4:
+            _four_scores(qkv, query_at + g * head_dim, kv, keys_at, ahead, head_dim, scale, scores, g * stride + to, stride)
+            g += 4
+        if group - g == 3:
+            _three_scores(qkv, query_at + g * head_dim, kv, keys_at, ahead, head_dim, scale, scores, g * stride + to, stride)
+        elif group - g == 2:
+            _two_scores(qkv, query_at + g * head_dim, kv, keys_at, ahead, head_dim, scale, scores, g * stride + to, stride)
+        elif group - g == 1:
+            _one_score(qkv, query_at + g * head_dim, kv, keys_at, ahead, head_dim, scale, scores, g * stride + to, stride)
+
+
+@njit(**HELPER)
+def add_block(
+    weights: Any, begin: int, end: int, from_at: int, kv: Any, at: int, ahead: int, head_dim: int, sums: Any, head: int
+) -> None:
+    """sums[head + g] += weights[g, from_at + t - begin] * values of position t of the block, for t from begin to below end."""
+    group, stride = weights.shape
+    width = sums.shape[1]
+    num = end - begin
+    at += begin * head_dim
+    for d in range(0, head_dim, 64):
+        to = head * width + d
+        if head_dim - d >= 64:
+            g = 0
+            while group - g >= 4:
+                _four_values(
+                    weights, g * stride + from_at, stride, kv, at + d, head_dim, ahead, num, 64, sums, g * width + to, width
+                )
+                g += 4
+            if group - g >= 2:
+                _two_values(
+                    weights, g * stride + from_at, stride, kv, at + d, head_dim, ahead, num, 64, sums, g * width + to, width
+                )
+                g += 2
+            if group - g == 1:
+                _one_value(weights, g * stride + from_at, stride, kv, at + d, head_dim, ahead, num, 64, sums, g * width + to, width)
+        else:
+            for e in range(d, head_dim, 32):
+                to = head * width + e
+                rest = min(32, head_dim - e)
+                g = 0
+                while group - g >= 4:
+                    _four_rests(
+                        weights, g * stride + from_at, stride, kv, at + e, head_dim, ahead, num, rest, sums, g * width + to, width
+                    )
+                    g += 4
+                if group - g >= 2:
+                    _two_rests(
+                        weights, g * stride + from_at, stride, kv, at + e, head_dim, ahead, num, rest, sums, g * width + to, width
+                    )
+                    g += 2
+                if group - g == 1:
+                    _one_rest(
+                        weights, g * stride + from_at, stride, kv, at + e, head_dim, ahead, num, rest, sums, g * width + to, width
+                    )
+
+
+@njit(**HELPER)
+def soften_row(
+    scores: Any, g: int, begin: int, end: int, softcap: float, weights: Any, head: int, tops: Any, totals: Any, sums: Any
+) -> None:
+    """scores[g] from begin to below end become weights[g] e**(score - top), as elements; what was added up before for `head` is
+    rescaled to the new top."""
+    own = scores[g]
+    if softcap > 0.0:
+        cap, twice = float32(softcap), float32(2.0 / softcap)
+        for t in range(begin, end):
+            # tanh(x) = 1 - 2 / (e**2x + 1)
+            own[t] = cap - (cap + cap) / (exp(own[t] * twice) + float32(1.0))
+    ordered = int32(-0x80000000)  # floats as integers of the same order: their maximum vectorises
+    for t in range(begin, end):
+        bits = bits_of_float(own[t])
+        ordered = max(ordered, bits ^ ((bits >> int32(31)) & int32(0x7FFFFFFF)))
+    before = tops[head]
+    top = max(before, float_of_bits(ordered ^ ((ordered >> int32(31)) & int32(0x7FFFFFFF))))
+    total = float32(0.0)
+    for t in range(begin, end):
+        weight = exp(own[t] - top)
+        weights[g, t] = narrow(weight, weights[g, t])
+        total += weight
+    if top > before and totals[head] > float32(0.0):
+        shrunk = exp(before - top)
+        totals[head] *= shrunk
+        for d in range(sums.shape[1]):
+            sums[head, d] *= shrunk
+    tops[head] = top
+    totals[head] += total
+
+
+@njit(**HELPER)
+def write_heads(sums: Any, totals: Any, out: Any, head_dim: int) -> None:
+    """out [H * D] = sums [H, width] / totals [H]; of bfloat16, each 32 sums come with even places first."""
+    for head in range(totals.shape[0]):
+        share = float32(1.0) / totals[head]
+        own, at = sums[head], head * head_dim
+        if out.itemsize == 4:
+            for d in range(head_dim):
+                out[at + d] = narrow(own[d] * share, out[0])
+        else:
+            for piece in range(0, head_dim // 32 * 32, 32):
+                for lane in range(16):
+                    out[at + piece + 2 * lane] = narrow(own[piece + lane] * share, out[0])
+                    out[at + piece + 2 * lane + 1] = narrow(own[piece + 16 + lane] * share, out[0])
+            for d in range(head_dim // 32 * 32, head_dim):
+                out[at + d] = narrow(own[d // 32 * 32 + (d % 2) * 16 + d % 32 // 2] * share, out[0])

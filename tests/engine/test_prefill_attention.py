@@ -1,0 +1,83 @@
+"""Attention of prompts over a block table against the twin: head sizes, groups, windows, places, shares of the work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from engine import ops
+from engine.kernels import reference
+from tests.kernel_cache import CACHE_DIR
+
+pytest.importorskip("numba")
+
+LAYERS, LAYER = 2, 1
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels() -> Iterator[None]:
+    ops.configure(CACHE_DIR)
+    for dtype in ("float32", "bfloat16"):
+        ops.prepare(dtype, 2)
+    yield
+    ops.configure(CACHE_DIR)
+    ops.set_num_threads(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("num_shares", [1, 2, 5])
+@pytest.mark.parametrize(("context", "num_tokens"), [(17, 17), (130, 130), (513, 40), (700, 257), (1000, 1)])
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "head_dim", "block_tokens", "window", "softcap"),
+    [
+        (2, 1, 64, 16, 0, 0.0),
+        (1, 8, 128, 16, 0, 0.0),
+        (3, 4, 96, 32, 0, 30.0),
+        (2, 7, 80, 8, 300, 0.0),
+        (1, 3, 40, 4, 17, 5.0),
+        (1, 5, 256, 512, 0, 0.0),
+        (1, 40, 6, 16, 130, 0.0),
+    ],
+)
+def test_is_the_twins(
+    dtype: torch.dtype,
+    num_shares: int,
+    context: int,
+    num_tokens: int,
+    kv_heads: int,
+    group: int,
+    head_dim: int,
+    block_tokens: int,
+    window: int,
+    softcap: float,
+) -> None:
+    """What no query may see is NaN: behind the context, before the window, other rows' blocks, other layers. Results of other
+    tokens of the step stay as they were."""
+    generator = torch.Generator().manual_seed(head_dim)
+    heads, before, others = kv_heads * group, 3, 4
+    num_blocks = -(-context // block_tokens)
+    kv = torch.full((num_blocks + others, LAYERS, 2, kv_heads, block_tokens, head_dim), torch.nan, dtype=dtype)
+    table = np.random.default_rng(1).permutation(num_blocks + others).astype(np.int32)[: 2 * num_blocks]
+    table = np.resize(table, (2, num_blocks)) if len(table) < 2 * num_blocks else table.reshape(2, num_blocks)
+    table[0] = table[1][::-1]  # another row's, of no concern here
+    first = max(0, context - num_tokens - window + 1) if window else 0
+    for position in range(first, context):
+        block, place = table[1, position // block_tokens], position % block_tokens
+        kv[block, LAYER, :, :, place] = torch.randn(2, kv_heads, head_dim, generator=generator).to(dtype)
+    table[1, : first // block_tokens] = -1
+    qkv = (torch.randn(before + num_tokens + 1, (heads + 2 * kv_heads) * head_dim, generator=generator) * 2).to(dtype)
+    wanted, given = (torch.full((len(qkv), heads * head_dim), 7.0).to(dtype) for _ in range(2))
+    own = slice(before, before + num_tokens)
+    query = qkv[own, : heads * head_dim].view(num_tokens, heads, head_dim).transpose(0, 1)
+    scale = head_dim**-0.5
+    blocks, to = torch.from_numpy(table[1]), wanted[own].view(num_tokens, heads, head_dim)
+    reference.long_row_attention(query, kv, LAYER, blocks, context, window, scale, softcap, to)
+    kernel = ops._kernels.prefill_attention_serial if num_shares == 1 else ops._kernels.prefill_attention_parallel
+    sizes = (LAYERS, LAYER, heads, kv_heads, block_tokens, head_dim)
+    arrays = [ops._array(x) for x in (qkv, kv.view(-1), given)]
+    kernel(arrays[0], arrays[1], *sizes, table, 1, before, num_tokens, context, window, scale, softcap, num_shares, arrays[2])
+    tolerance = 5e-6 if dtype is torch.float32 else 2e-2
+    torch.testing.assert_close(given.float(), wanted.float(), rtol=tolerance, atol=tolerance)
