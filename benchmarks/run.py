@@ -19,7 +19,7 @@ import psutil
 
 from benchmarks.server import ROOT
 
-SCRIPTS = ("serve", "overhead", "stall", "crash", "scheduler", "grammar", "roofline", "cpu", "latency", "loading")
+SCRIPTS = ("serve", "overhead", "stall", "crash", "scheduler", "grammar", "roofline", "cpu", "latency", "loading", "first_token")
 # Benchmarks of the cpu device, whose lines are of several kinds: (benchmark, kind) -> title. "": all kinds in one table.
 CPU_SECTIONS = {
     ("roofline", ""): "Where a step's time goes on the cpu device, beside what bytes and operations take at best",
@@ -31,6 +31,7 @@ CPU_SECTIONS = {
     ("latency", "daemon"): "The daemon beside a decoding engine",
     ("loading", "cold"): "A checkpoint of 2.2 GB from the drive into memory; ratio: to raw reads of the drive",
     ("loading", "warm"): "The same from the page cache; ratio: to buffered reads into two small buffers",
+    ("first_token", "cold"): "A request to a model that is only on the drive, beside loading first and computing afterwards",
 }
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 

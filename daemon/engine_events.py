@@ -32,6 +32,7 @@ class EngineEvents:
         self._dispatcher, self._budgets = dispatcher, budgets
         self._ring, self._metrics, self._open = dispatcher.ring, dispatcher.metrics, dispatcher.open
         self._kernel_kills = KernelKills()
+        self._loaded_s: dict[str, float] = {}  # model -> when its last load ended
         self._measure_prefill_at: dict[str, float] = {}  # model -> when a prefill may be measured again
         self._post, self._find = dispatcher.post, dispatcher.open.by_id.get
 
@@ -80,6 +81,9 @@ class EngineEvents:
             )
         elif kind is protocol.LoadProgress:
             self._load_progress(device, message)
+        elif kind is protocol.LoadStreams:
+            cause = f"load-{message.placement_id}"
+            self._post(events.LoadStreams(now=time.monotonic(), cause=cause, placement_id=message.placement_id))
         elif kind is protocol.LoadDone:
             self._metrics.loads[message.model, "done"] += 1
             self._load_done(device, message)
@@ -105,6 +109,7 @@ class EngineEvents:
             self._request_failed(message)
 
     def _load_done(self, device: str, message: protocol.LoadDone) -> None:
+        self._loaded_s[message.model] = time.monotonic()
         self._metrics.load_seconds[message.model] += message.seconds
         self._metrics.swaps.load_done(message)
         if message.source_rejected:
@@ -299,6 +304,7 @@ class EngineEvents:
             num_computed >= MEASURED_PREFILL_TOKENS
             and now >= self._measure_prefill_at.get(model, 0.0)
             and not generation.num_pauses
+            and generation.submitted_s >= self._loaded_s.get(model, 0.0)  # else it waited for the weights
         ):
             self._measure_prefill_at[model] = now + MEASURE_PREFILL_EVERY_S
             self._post(

@@ -8,6 +8,7 @@ from typing import Protocol, runtime_checkable
 
 from engine.grammar.row_masks import RowMasks
 from engine.protocol import LoadModel, PromptLogprobs, TokenLogprobs
+from engine.weight_gate import WeightGate
 from loader.sizing import KVGroupSpec as KVGroupSpec
 from scheduler.batch.plan import BatchPlan as BatchPlan
 from scheduler.batch.plan import BoolArray as BoolArray
@@ -81,6 +82,15 @@ class LaunchesAhead(Protocol):
         ...
 
 
+class StreamedModel(HostedModel, Protocol):
+    """One that can begin before its weights are there."""
+
+    def execute_behind(self, gate: WeightGate, plan: BatchPlan, table: SequenceTable) -> StepResult:
+        """As `execute`, layer by layer as the gate opens; its seconds are without the waits. Raises WeightsWithdrawn, and then what
+        it has written to the KV is of no use."""
+        ...
+
+
 @runtime_checkable
 class HostedEncoder(Protocol):
     """As HostedModel, of a model that turns texts into vectors."""
@@ -116,6 +126,8 @@ class LoadTask:
     source_rejected: str = ""
     read_as: str = ""
     kernels_seconds: float = 0.0
+    # Called once where a model can run its first step behind the weights; the caller opens the gate after the load.
+    begun: Callable[[StreamedModel, WeightGate], None] | None = None
 
 
 class Runner(Protocol):

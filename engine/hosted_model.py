@@ -27,6 +27,7 @@ from engine.protocol import LoadModel
 from engine.sampled_outputs import sampled_outputs
 from engine.sampler import SamplingRows, constrain, sampling_rows
 from engine.step_program import MAX_RECORDED_ROWS, Scratch, StepProgram
+from engine.weight_gate import WeightGate
 from loader import sizing
 from loader.hf_config import ModelShape
 
@@ -73,11 +74,30 @@ class TorchModel:
         return GroupMemory(kv, kv_flat, rotary, group.window_tokens)
 
     @torch.inference_mode()
+    def execute_behind(self, gate: WeightGate, plan: BatchPlan, table: SequenceTable) -> StepResult:
+        """As `execute`, of rows without masks, while the weights are still coming."""
+        model = self._loaded()
+        layers = model.layers
+        with gate.step():
+            gate.wait(0)
+            waited_s = gate.waited_s
+            model.layers = gate.behind(layers)
+            try:
+                result = self._execute(plan, table, None, recorded=False)  # programs' memory is for one step at a time
+            finally:
+                model.layers = layers
+        result.seconds -= gate.waited_s - waited_s
+        return result
+
+    @torch.inference_mode()
     def execute(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> StepResult:
         """One step: stores the new tokens' KV, samples one id for each sampling row."""
+        return self._execute(plan, table, masks, recorded=True)
+
+    def _execute(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None, recorded: bool) -> StepResult:
         begin = time.perf_counter()
         owed = owed_prompt_rows(plan, table)
-        step = self._decode(plan, table) if owed is None else None
+        step = self._decode(plan, table) if recorded and owed is None else None
         if step is not None:
             hidden, num_sampling, logits = step.hidden, len(plan.slots), lambda hidden: step.logits
         else:

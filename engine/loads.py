@@ -7,13 +7,16 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine import throttle
-from engine.contracts import HostedEncoder, HostedModel, LoadCancelled, LoadTask, Runner
+from engine.contracts import HostedEncoder, HostedModel, LoadCancelled, LoadTask, Runner, StreamedModel
+from engine.first_step import FirstStep
 from engine.kv_transfer import KVTransfer
 from engine.protocol import LoadModel, LoadProgress
 from engine.served_models import Place
+from engine.weight_gate import WeightGate
 
 log = logging.getLogger("engine")
 
@@ -32,6 +35,18 @@ class Load:
     hosted: HostedModel | HostedEncoder | None = None
     error: Exception | None = None
     seconds: float = 0.0
+    gate: WeightGate | None = None  # of weights that a step may run behind
+
+
+@dataclass(slots=True)
+class Begun:
+    """Of a load under way: the model is there but for its weights."""
+
+    load: Load
+    hosted: StreamedModel
+
+
+Told = LoadProgress | Load | Begun | FirstStep | KVTransfer
 
 
 class Loads:
@@ -42,7 +57,7 @@ class Loads:
         self._runner = runner
         self._disk_bytes_per_s, self._copy_bytes_per_s = test_disk_bytes_per_s, test_copy_bytes_per_s
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._told: deque[LoadProgress | Load | KVTransfer] = deque()
+        self._told: deque[Told] = deque()
         self.running: dict[str, Load] = {}
 
     def fileno(self) -> int:
@@ -60,6 +75,13 @@ class Loads:
 
         cancelled = threading.Event()
         load = Load(LoadTask(spec, place.weights, progress, cancelled.is_set), place, time.monotonic(), cancelled)
+
+        def begun(hosted: StreamedModel, gate: WeightGate) -> None:
+            load.gate = gate
+            self._tell(Begun(load, hosted))
+
+        if not spec.kv_index:  # KV that comes back has to be there before a prompt is looked up in it
+            load.task.begun = begun
         self.running[spec.model] = load
         threading.Thread(target=self._run, args=(load,), name=f"load {spec.model}", daemon=True).start()
 
@@ -76,13 +98,22 @@ class Loads:
 
         threading.Thread(target=work, name=f"KV of {transfer.served.spec.model}", daemon=True).start()
 
-    def take(self) -> list[LoadProgress | Load | KVTransfer]:
+    def step(self, work: Callable[[], None], first: FirstStep) -> None:
+        """Runs it; `take` tells when it is done."""
+
+        def run() -> None:
+            work()
+            self._tell(first)
+
+        threading.Thread(target=run, name=f"first step of {first.served.spec.model}", daemon=True).start()
+
+    def take(self) -> list[Told]:
         """What happened since the last call, in order; a finished Load is no longer in `running`."""
         try:
             os.eventfd_read(self._wake_fd)
         except BlockingIOError:
             return []
-        told: list[LoadProgress | Load | KVTransfer] = []
+        told: list[Told] = []
         while self._told:
             item = self._told.popleft()
             if isinstance(item, Load):
@@ -100,7 +131,10 @@ class Loads:
             log.warning("load of %s failed: %s: %s", load.task.spec.model, type(error).__name__, error)
             load.error = error
         load.seconds = time.monotonic() - load.started_s
+        load.task.begun = None  # it knows the load: nothing may be left to the garbage collector
         self._tell(load)
+        if load.gate is not None and load.hosted is not None:  # after it was told: no token comes before the load has ended well
+            load.gate.open()
 
     def _hold(self, load: Load) -> None:
         """As slow as the test wants it."""
@@ -111,6 +145,6 @@ class Loads:
             throttle.hold(load.started_s, load.hosted.weights_bytes, self._copy_bytes_per_s, task.cancelled)
             task.copy_seconds = time.monotonic() - load.started_s
 
-    def _tell(self, item: LoadProgress | Load | KVTransfer) -> None:
+    def _tell(self, item: Told) -> None:
         self._told.append(item)
         os.eventfd_write(self._wake_fd, 1)

@@ -24,6 +24,7 @@ from engine.protocol import Configure, LoadModel
 from engine.step_program import Scratch
 from engine.weight_copies import WeightCopies
 from engine.weight_decoder import weight_decoder
+from engine.weight_gate import WeightGate
 from loader import sizing
 from loader.errors import UnsupportedModel
 from loader.hf_config import CONFIG_NAME, ModelShape
@@ -97,12 +98,31 @@ class TorchRunner:
             started_s = time.perf_counter()
             weights.map(task.chunks[: weights.num_chunks].tolist())
             task.map_seconds = time.perf_counter() - started_s
+            gate: WeightGate | None = None
             try:
-                if not self._copies.take(task, weights):
+                hosted: TorchModel | None = None
+                if not self._gpu and not source.shape.pooling:
+                    hosted = TorchModel(
+                        spec, source.shape, weights, self.memory, self._scratch, self._options.block_tokens, num_threads
+                    )
+                    if task.begun is not None and ops.threads_may_share():
+                        gate = WeightGate(sizing.weight_layout(source.shape, spec.dtype, spec.quantize))
+                        task.begun(hosted, gate)
+                if not self._copies.take(task, weights, gate):
+                    if gate is not None and spec.source_slots:
+                        gate.begin_anew()
                     sink: WeightSink = DeviceSink(self.memory, weights) if self._gpu else HostSink(weights.buffer, weights.prepare)
                     decoder = self._decoder() if source.is_packed else Decoder()
                     report = stream_weights(
-                        source, spec.dtype, sink, self._ring, task.progress, task.cancelled, spec.quantize, decoder=decoder
+                        source,
+                        spec.dtype,
+                        sink,
+                        self._ring,
+                        task.progress,
+                        task.cancelled,
+                        spec.quantize,
+                        landed=lambda read: None if gate is None else gate.read_landed(read),
+                        decoder=decoder,
                     )
                     task.bytes_read = report.num_bytes
                     task.read_as = choice.reason or source.packed_reason
@@ -111,12 +131,14 @@ class TorchRunner:
                     return self._gpu_model(spec, source.shape, weights)
                 if source.shape.pooling:
                     return TorchEncoder(spec, source.shape, weights, num_threads)
-                return TorchModel(spec, source.shape, weights, self.memory, self._scratch, self._options.block_tokens, num_threads)
-            except ReadCancelled as error:
+                assert hosted is not None
+                return hosted
+            except BaseException as error:
+                if gate is not None:
+                    gate.withdraw(str(error))
                 weights.unmap()
-                raise LoadCancelled(str(error)) from None
-            except BaseException:
-                weights.unmap()
+                if isinstance(error, ReadCancelled):
+                    raise LoadCancelled(str(error)) from None
                 raise
 
     def _gpu_model(self, spec: LoadModel, shape: ModelShape, weights: WeightRange) -> CudaModel:

@@ -88,6 +88,11 @@ def prepare(dtype: str, num_threads: int, quantize: str = "") -> None:
             _kernels.prepare(dtype, num_threads > 1, quantize)
 
 
+def threads_may_share() -> bool:
+    """Whether two threads may run operations at a time. Numba's own queue serves one only."""
+    return _kernels is None or _threading_layer() == "omp"
+
+
 def set_num_threads(num_threads: int) -> None:
     """Threads of the operations the calling thread starts from here on."""
     if num_threads != torch.get_num_threads():

@@ -6,23 +6,28 @@ import gc
 import logging
 from collections.abc import Callable
 
+import msgspec
+
 from engine import kv_transfer
-from engine.contracts import HostedEncoder, LoadCancelled
+from engine.contracts import BatchPlan, HostedEncoder, LoadCancelled
+from engine.first_step import FirstStep
 from engine.kv_transfer import KVTransfer
-from engine.loads import Load, Loads
+from engine.loads import Begun, Load, Loads
 from engine.memory.chunk_memory import ChunkMemory
 from engine.memory.host_tier import HostTier
-from engine.protocol import Evicted, EvictModel, LoadDone, LoadFailed, LoadModel, LoadProgress, Message
+from engine.protocol import Evicted, EvictModel, LoadDone, LoadFailed, LoadModel, LoadProgress, LoadStreams, Message
 from engine.served_models import ServedModel, ServedModels
 
 log = logging.getLogger("engine")
 
 
 class Placements:
-    """`forget(model)` drops what the engine's loop knows of an evicted model's requests. memory: None where no model has any.
+    """`forget(model)` drops what the engine's loop knows of an evicted model's requests; `resume` takes in what a first step came
+    to, and what was put by meanwhile. memory: None where no model has any.
 
-    Not called while a step runs; copies run beside the steps of other models. A model is in one of these: loads.running, restoring
-    (its weights are there, its KV is coming), models, leaving (its KV is going)."""
+    Not called while a step runs; copies and first steps run beside the steps of other models. A model is in one of these:
+    loads.running (and in `first` if prompts may run behind its weights), first (its weights are there, the step is still running),
+    restoring (its weights are there, its KV is coming), models, leaving (its KV is going)."""
 
     def __init__(
         self,
@@ -32,8 +37,10 @@ class Placements:
         forget: Callable[[str], None],
         memory: ChunkMemory | None = None,
         tier: HostTier | None = None,
+        resume: Callable[[FirstStep], None] = lambda first: None,
     ) -> None:
-        self._models, self._loads, self._send, self._forget = models, loads, send, forget
+        self._models, self._loads, self._send, self._forget, self._resume = models, loads, send, forget, resume
+        self.first: dict[str, FirstStep] = {}
         self._memory, self._tier = memory, tier
         self._restoring: dict[str, tuple[Load, KVTransfer]] = {}
         self._leaving: dict[str, KVTransfer] = {}
@@ -45,11 +52,11 @@ class Placements:
     @property
     def busy(self) -> bool:
         """Whether anything is being loaded or copied."""
-        return bool(self._loads.running or self._restoring or self._leaving)
+        return bool(self._loads.running or self.first or self._restoring or self._leaving)
 
     def load(self, spec: LoadModel) -> None:
         name = spec.model
-        if name in self._models or name in self._loads.running or name in self._restoring or name in self._leaving:
+        if any(name in those for those in (self._models, self._loads.running, self.first, self._restoring, self._leaving)):
             text = f"model {name} is {'being evicted' if name in self._leaving else 'loaded or loading already'}"
             self._send(LoadFailed(spec.placement_id, name, text, False))
             return
@@ -66,6 +73,8 @@ class Placements:
         if (load := self._loads.running.get(name)) is not None:
             load.withdrawn_by.append(message.placement_id)
             load.cancelled.set()
+        elif name in self.first:
+            self.first[name].leaves_later.append(message)
         elif name in self._restoring:
             self._restoring[name][1].placement_ids.append(message.placement_id)
         elif name in self._leaving:
@@ -85,6 +94,10 @@ class Placements:
                 self._send(item)
             elif isinstance(item, Load):
                 self._loaded(item)
+            elif isinstance(item, Begun):
+                self._begun(item)
+            elif isinstance(item, FirstStep):
+                self._stepped(item)
             elif item.save:
                 self._saved(item)
             else:
@@ -92,8 +105,61 @@ class Placements:
 
     # ---- coming
 
+    def _begun(self, begun: Begun) -> None:
+        load = begun.load
+        assert load.gate is not None
+        spec = load.task.spec
+        if load.cancelled.is_set():
+            return
+        try:
+            served = self._models.make(spec, begun.hosted, load.place)
+        except (MemoryError, ValueError):
+            return  # it will be the same at the load's end, which tells of it
+        self.first[spec.model] = FirstStep(served, begun.hosted, load.gate)
+        self._send(LoadStreams(spec.placement_id, spec.model))
+
+    def start(self, first: FirstStep, step_id: int) -> BatchPlan | None:
+        """Its step, if there is anything to compute."""
+        return first.start(step_id, self._loads.step)
+
+    def _stepped(self, first: FirstStep) -> None:
+        if self.first.get(first.served.spec.model) is not first:  # its load has failed meanwhile
+            return
+        first.running = False
+        if first.loaded:
+            self._serve(first)
+        elif first.error is not None:
+            first.put_back()
+            self._resume(first)
+
+    def _serve(self, first: FirstStep) -> None:
+        del self.first[first.served.spec.model]
+        self._models.add(first.served)
+        self._models.turns.set_weight(first.served.spec.model, first.weight)
+        self._resume(first)
+        for message in first.leaves_later:  # leases have been told since
+            self.evict(msgspec.structs.replace(message, lease_chunks=self._models.chunks.lease_chunks))
+
+    def _streamed(self, load: Load, first: FirstStep) -> None:
+        """The end of a load behind whose weights a step may be running."""
+        name = load.task.spec.model
+        if load.hosted is None:
+            del self.first[name]
+            self._forget(name)
+            self._models.free(first.served)
+            self._told_failed(load, load.error)
+            return
+        first.loaded = True
+        self._told_loaded(load)
+        first.leaves_later += [EvictModel(placement_id, name, 0) for placement_id in load.withdrawn_by]
+        if not first.running:
+            self._serve(first)
+
     def _loaded(self, load: Load) -> None:
         spec, error = load.task.spec, load.error
+        if (first := self.first.get(spec.model)) is not None:
+            self._streamed(load, first)
+            return
         if load.hosted is not None and not load.cancelled.is_set():
             if isinstance(load.hosted, HostedEncoder):
                 self._models.add_encoder(spec, load.hosted, load.place)
@@ -110,6 +176,10 @@ class Placements:
             load.hosted.release()
             load.hosted = None
         self._models.give_up_place(load.place)
+        self._told_failed(load, error)
+
+    def _told_failed(self, load: Load, error: Exception | None) -> None:
+        spec = load.task.spec
         if load.cancelled.is_set():
             for placement_id in load.withdrawn_by:
                 self._send(Evicted(placement_id, spec.model))

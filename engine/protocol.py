@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 # How a sequence ended, as `TokensOut.finish` carries it. 0 is "goes on".
 FINISH_NONE, FINISH_STOP, FINISH_LENGTH, FINISH_ABORT = 0, 1, 2, 3
@@ -160,6 +160,14 @@ class LoadProgress(Message, frozen=True):
     bytes_total: int
 
 
+class LoadStreams(Message, frozen=True):
+    """Of a load under way: requests may be submitted, and are computed layer by layer as the weights come. None of them has a token
+    before LoadDone; LoadFailed and Evicted forget them, as Evicted does."""
+
+    placement_id: int
+    model: str
+
+
 class LoadDone(Message, frozen=True):
     placement_id: int
     model: str
@@ -264,6 +272,7 @@ FromEngine = (
     EngineReady
     | EngineFault
     | LoadProgress
+    | LoadStreams
     | LoadDone
     | LoadFailed
     | Evicted

@@ -7,6 +7,7 @@ takes memory for results from it; what a model does besides, with torch itself, 
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -55,6 +56,7 @@ class Recorder:
         self.missed = ""
         self._scratch = scratch
         self._calling = False
+        self.thread = threading.get_ident()  # a first step may be running beside it, in another
 
     def empty(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
         return self._scratch.take(num_rows, width, dtype)
@@ -82,7 +84,7 @@ _recorder: Recorder | None = None  # of the step that is being recorded
 
 @contextmanager
 def recording(recorder: Recorder) -> Iterator[None]:
-    """What is called through `call` meanwhile makes up the recorder's program. Steps are run by one thread of a process."""
+    """What this thread calls through `call` meanwhile makes up the recorder's program."""
     global _recorder
     _recorder = recorder
     try:
@@ -93,20 +95,25 @@ def recording(recorder: Recorder) -> Iterator[None]:
 
 
 def is_recording() -> bool:
-    return _recorder is not None
+    recorder = _recorder
+    return recorder is not None and recorder.thread == threading.get_ident()
 
 
 def call(kernel: Callable[..., Any], *args: Any) -> None:
     """args hold no tensor that the model has: it would seem to be in use as long as the program is kept."""
-    if _recorder is None:
+    recorder = _recorder
+    if recorder is None or recorder.thread != threading.get_ident():
         kernel(*args)
     else:
-        _recorder.call(kernel, *args)
+        recorder.call(kernel, *args)
 
 
 def empty(like: Tensor, num_rows: int, width: int) -> Tensor:
     """For a call's result."""
-    return like.new_empty(num_rows, width) if _recorder is None else _recorder.empty(num_rows, width, like.dtype)
+    recorder = _recorder
+    if recorder is None or recorder.thread != threading.get_ident():
+        return like.new_empty(num_rows, width)
+    return recorder.empty(num_rows, width, like.dtype)
 
 
 def into(out: Tensor, function: Callable[..., Tensor], *args: Any) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from engine.contracts import LoadCancelled, LoadTask
 from engine.memory.chunk_memory import ChunkMemory
 from engine.memory.host_tier import HostTier
 from engine.memory.transfers import TransferCancelled, transfer
 from engine.memory.weight_range import WeightRange
+from engine.weight_gate import WeightGate
 from loader import checksum
 
 
@@ -18,9 +20,9 @@ class WeightCopies:
     def __init__(self, memory: ChunkMemory, tier: HostTier | None) -> None:
         self._memory, self._tier = memory, tier
 
-    def take(self, task: LoadTask, weights: WeightRange) -> bool:
+    def take(self, task: LoadTask, weights: WeightRange, gate: WeightGate | None = None) -> bool:
         """Fills the mapped range from spec.source_slots; False if none were given, or with the reason in task.source_rejected if
-        they are not to be used. Raises LoadCancelled."""
+        they are not to be used. gate: is told what has landed. Raises LoadCancelled."""
         spec = task.spec
         if not spec.source_slots:
             return False
@@ -28,9 +30,16 @@ class WeightCopies:
             task.source_rejected = "this engine was given no host tier"
             return False
         started_s = time.perf_counter()
+
+        def copy_in(address: int, piece: Any) -> int:
+            checksum = self._memory.copy_in(address, piece)
+            if gate is not None:
+                gate.landed(address - weights.address, address - weights.address + len(piece))
+            return checksum
+
         try:
             sums = transfer(
-                self._memory.copy_in,
+                copy_in,
                 self._pieces(self._tier, spec.source_slots, weights),
                 task.cancelled,
                 lambda num_bytes: task.progress(num_bytes, weights.num_bytes),

@@ -20,6 +20,7 @@ import numpy as np
 from engine.channel import Channel, ChannelClosed
 from engine.contracts import BatchPlan, Runner, StepResult
 from engine.embedder import Embedder
+from engine.first_step import NO_REQUESTS, FirstStep
 from engine.grammar.constraints import Constraints, End
 from engine.grammar.row_masks import RowMasks
 from engine.loads import Loads
@@ -41,12 +42,12 @@ from engine.protocol import (
     Shutdown,
     Submit,
     TokensOut,
-    write_journal,
 )
+from engine.requests import batch_request
 from engine.served_models import ServedModel, ServedModels
+from engine.step_journal import StepJournal
 from engine.step_under_way import StepUnderWay
 from scheduler.batch.batch_scheduler import BatchScheduler
-from scheduler.batch.request import BatchRequest
 from scheduler.batch.step_room import StepRoom
 from scheduler.batch.steps_ahead import TokensNeeded
 
@@ -57,7 +58,6 @@ STATS_EVERY_S = 0.25
 COLLECT_AFTER_IDLE_S = 1.0
 CAPTURE_AFTER_IDLE_S = 0.02
 COLLECT_EVERY_STEPS = 4096
-NO_REQUESTS = np.zeros(0, np.int64)
 
 
 class Engine:
@@ -73,11 +73,11 @@ class Engine:
         tier: HostTier | None = None,
     ) -> None:
         self.channel = channel
-        self.journal = journal
         self.configure = configure
         self.models = ServedModels(configure, memory)
         loads = Loads(runner, configure.test_disk_bytes_per_s, configure.test_copy_bytes_per_s)
-        self.placements = Placements(self.models, loads, channel.send, self._forget, memory, tier)
+        self.placements = Placements(self.models, loads, channel.send, self._forget, memory, tier, self._resume)
+        self.journal = StepJournal(journal, self.placements.first)
         self.preparer = None if memory is None else Preparer(memory, self.models.chunks, tier)
         self.constraints = Constraints()
         self.num_steps = 0
@@ -88,7 +88,6 @@ class Engine:
         self._steps_at_collect = 0
         self._must_unfreeze = False
         self._shutdown = False
-        self._journal_names_a_step = False
 
     def run(self, first_messages: Iterable[Any] = ()) -> None:
         """first_messages: those that came in together with Configure."""
@@ -107,7 +106,7 @@ class Engine:
                 stalled = self.channel.backlog_bytes > MAX_BACKLOG_BYTES
                 busy = [] if stalled else self.models.busy()
                 if not busy and self._under_way is None:
-                    self._journal_no_step()
+                    self.journal.nothing_runs()
                 if watching_out != (self.channel.backlog_bytes > 0):
                     watching_out = not watching_out
                     poller.modify(self.channel.fileno(), select.EPOLLIN | (select.EPOLLOUT if watching_out else 0))
@@ -126,6 +125,8 @@ class Engine:
                         if events & ~select.EPOLLOUT:
                             for message in self.channel.receive():
                                 self._handle(message)
+                if self.placements.first:
+                    self._start_first_steps()
                 if self.preparer is not None and (busy or ready):
                     self.preparer.disturbed()
                 if busy:
@@ -169,8 +170,7 @@ class Engine:
         self.num_steps += 1
         before, request_ids = self._under_way, scheduler.table.request_id[plan.slots]
         # a fault may be that of either step: what a device says of it comes late
-        write_journal(self.journal, request_ids if before is None else np.union1d(before.request_ids, request_ids))
-        self._journal_names_a_step = True
+        self.journal.note(request_ids if before is None else np.union1d(before.request_ids, request_ids))
         masks = self.constraints.masks(served, plan)
         if served.ahead is None:
             result = served.hosted.execute(plan, scheduler.table, masks)
@@ -222,11 +222,27 @@ class Engine:
             self.channel.send(RequestFailed(request_id, "nan_logits", f"model {name}: logits are not finite"))
         self._stepped()
 
+    def _start_first_steps(self) -> None:
+        """Of models whose weights are still coming."""
+        for first in self.placements.first.values():
+            if first.can_start and self.placements.start(first, self.num_steps + 1) is not None:
+                self.num_steps += 1
+                self.journal.note(NO_REQUESTS)
+            if first.served.scheduler.failed:
+                self._fail_hopeless(first.served.scheduler)
+
+    def _resume(self, first: FirstStep) -> None:
+        """Its step has ended: well, or because its weights come once more."""
+        put_by, first.put_by = first.put_by, []
+        if first.plan is not None and first.result is not None:
+            self._take_in(first.served, first.plan, None, first.result)
+        for message in put_by:
+            self._handle(message)
+
     def _embed(self, name: str, embedder: Embedder) -> None:
         request_ids = embedder.next_texts()
         self.num_steps += 1
-        write_journal(self.journal, np.array(request_ids, np.int64))
-        self._journal_names_a_step = True
+        self.journal.note(np.array(request_ids, np.int64))
         out, failed = embedder.step(request_ids, self.num_steps)
         self.models.turns.charge(name, out.seconds)
         for request_id in request_ids:
@@ -261,12 +277,6 @@ class Engine:
         self._stats_dirty = True
 
     # ---- idle
-
-    def _journal_no_step(self) -> None:
-        """Not after every step: a fault in what follows a step is its requests' too."""
-        if self._journal_names_a_step:
-            write_journal(self.journal, NO_REQUESTS)
-            self._journal_names_a_step = False
 
     def _idle_timeout_s(self) -> float | None:
         """How long epoll may block; None: until something arrives."""
@@ -319,11 +329,14 @@ class Engine:
                 self._submit(message)
             case Abort():
                 for request_id in message.request_ids:
+                    if any(first.abort(request_id) for first in self.placements.first.values()):
+                        continue
                     name = self._model_of.pop(request_id, None)
                     if name in self.models.embedders:
                         self.models.embedders[name].abort(request_id)
                     elif name is not None:
-                        self.models.by_name[name].scheduler.abort(request_id)
+                        first = self.placements.first.get(name)
+                        (first.served if first is not None else self.models.by_name[name]).scheduler.abort(request_id)
                         self.constraints.drop(name, request_id)
             case LoadModel():
                 self.placements.load(message)
@@ -338,7 +351,7 @@ class Engine:
         self._stats_dirty = True
 
     def _submit(self, message: Submit) -> None:
-        request_id, params = message.request_id, message.params
+        request_id = message.request_id
         embedder = self.models.embedders.get(message.model)
         if embedder is not None and message.task == "embed" and request_id not in self._model_of:
             why_not = embedder.submit(message)
@@ -348,7 +361,10 @@ class Engine:
             self.models.turns.set_weight(message.model, message.weight if message.weight > 0 else 1.0)
             self._model_of[request_id] = message.model
             return
-        served = self.models.by_name.get(message.model)
+        first = self.placements.first.get(message.model)
+        if first is not None and first.put_aside(message):
+            return
+        served = self.models.by_name.get(message.model) if first is None else first.served
         if (embedder is None) == (message.task == "embed") and (embedder is not None or served is not None):
             text = f"model {message.model} does not do task {message.task}"
             self.channel.send(RequestFailed(request_id, "internal", text))
@@ -359,38 +375,23 @@ class Engine:
         if request_id in self._model_of:
             self.channel.send(RequestFailed(request_id, "internal", f"request {request_id} is here already"))
             return
-        try:
-            tokens = np.array(message.prompt + message.output, np.int64)
-        except OverflowError:
-            tokens = np.array([-1])
-        limit = served.spec.max_model_len
-        if not len(message.prompt):
-            self.channel.send(RequestFailed(request_id, "internal", "the prompt is empty"))
-        elif len(message.prompt) >= limit:
-            text = f"{len(message.prompt)} prompt tokens leave no room in max_model_len {limit} of {message.model}"
-            self.channel.send(RequestFailed(request_id, "too_long", text))
-        elif tokens.min() < 0 or tokens.max() >= served.hosted.vocab_size:
-            text = f"token ids must be from 0 to below vocab_size {served.hosted.vocab_size} of {message.model}"
-            self.channel.send(RequestFailed(request_id, "internal", text))
-        elif len(message.output) >= params.max_tokens or len(tokens) >= limit:
-            # Again after a crash, and nothing is left to do.
+        request = batch_request(message, served.spec, served.hosted.vocab_size)
+        if request is None:  # again after a crash, and nothing is left to do
             self.channel.send(TokensOut(message.model, self.num_steps, 0.0, [request_id], [], [0], [FINISH_LENGTH]))
+            return
+        if isinstance(request, RequestFailed):
+            self.channel.send(request)
+            return
+        weight = message.weight if message.weight > 0 else 1.0
+        if first is None:
+            self.models.turns.set_weight(message.model, weight)
         else:
-            self.models.turns.set_weight(message.model, message.weight if message.weight > 0 else 1.0)
-            self._model_of[request_id] = message.model
-            request = BatchRequest(
-                request_id,
-                tokens.astype(np.int32),
-                len(message.prompt),
-                params,
-                cache_salt=message.cache_salt,
-                weight=message.tenant_weight if message.tenant_weight > 0 else 1.0,
-                priority=message.priority,
-            )
-            if params.grammar:
-                self.constraints.submit(served, request, params, message.output)
-            else:
-                served.scheduler.submit(request)
+            first.weight = weight
+        self._model_of[request_id] = message.model
+        if message.params.grammar:
+            self.constraints.submit(served, request, message.params, message.output)
+        else:
+            served.scheduler.submit(request)
 
     def _forget(self, name: str) -> None:
         """An evicted model's requests."""

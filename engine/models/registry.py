@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -21,6 +21,8 @@ from loader.hf_config import ModelShape
 
 
 class CausalLM(Protocol):
+    layers: Any  # in their order; `forward` iterates over them once
+
     def forward(self, batch: ForwardBatch, wanted: Tensor | None) -> Tensor: ...
 
     def logits(self, hidden: Tensor) -> Tensor: ...

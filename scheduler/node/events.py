@@ -97,6 +97,14 @@ class LoadFinished(Event):
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
+class LoadStreams(Event):
+    """Its engine takes requests from now on, and computes their prompts behind the weights. Their first tokens come after
+    LoadFinished."""
+
+    placement_id: int
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
 class LoadFailed(Event):
     placement_id: int
     reason: str

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from scheduler.node import keeping, residency
+from scheduler.node import keeping, requests, residency
 from scheduler.node.actions import Refusal
 from scheduler.node.admission import retry_after_s
-from scheduler.node.events import LoadFailed, LoadFinished, LoadProgressed
+from scheduler.node.events import LoadFailed, LoadFinished, LoadProgressed, LoadStreams
 from scheduler.node.models import note_failed_load
 from scheduler.node.node import Copy, Model, Node
 from scheduler.node.placements import evict, release, set_load_deadline, undo
@@ -49,6 +49,16 @@ def _how(copy: Copy, event: LoadFinished) -> str:
     return f"loaded{source} in {event.seconds:.2f} s{kernels}{restored}"
 
 
+def load_streams(node: Node, event: LoadStreams) -> None:
+    model = _loading(node, event.placement_id)
+    if model is None:
+        return
+    assert model.copy is not None
+    model.copy.streams = True
+    model.story.tell(node.now, node.cause, "prompts run behind its weights")
+    node.touch(model)
+
+
 def load_progressed(node: Node, event: LoadProgressed) -> None:
     model = _loading(node, event.placement_id)
     if model is None:
@@ -72,6 +82,7 @@ def load_failed(node: Node, event: LoadFailed) -> None:
         note_failed_load(node, model, event.reason, event.permanent)
     if model.copy.from_host:
         node.host.drop_weights(model.name)  # it may be what is wrong
+    requests.recall(node, model)
     release(node, model, f"load failed: {event.reason}")
 
 
@@ -90,6 +101,7 @@ def load_overdue(node: Node, model: Model) -> None:
     reason = f"placement {copy.placement_id} on {copy.device} missed its deadline"
     copy.rolling_back = True
     node.set_state(model, residency.DRAINING, f"{reason}; rolling back")
+    requests.recall(node, model)
     refusal = Refusal("load_timeout", f"the load of {model.name} missed its deadline", retry_after_s(node, model))
     node.reject_queue(model, refusal)
     node.answer(model.load_causes, model.name, refusal)

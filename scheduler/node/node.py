@@ -58,6 +58,7 @@ class Copy:
     size: Size
     keep_slots: Slots = ()
     from_host: bool = False
+    streams: bool = False  # while it loads: prompts may run behind its weights
     ready_at: float | None = None
     tenure_ends: float = 0.0  # rule 9: when it may be made to leave though it is busy
     evict_sent: bool = False
@@ -130,6 +131,12 @@ class Model:
     def window(self) -> int:
         """Most requests it may have in its engine, in sequences; times window_per_sequence."""
         return (self.copy.facts if self.copy else self.facts).max_sequences
+
+    @property
+    def takes_requests(self) -> bool:
+        """They go to its engine at once."""
+        streams = self.state == residency.LOADING and self.copy is not None and self.copy.streams
+        return self.state == residency.READY or streams
 
     @property
     def leaves(self) -> bool:

@@ -46,6 +46,7 @@ _HANDLERS: dict[type[Event], Callable[[Node, Any], None]] = {
     events.ModelRemoved: registration.removed,
     events.EngineUp: engines.up,
     events.EngineDown: engines.down,
+    events.LoadStreams: loads.load_streams,
     events.LoadFinished: loads.load_finished,
     events.LoadFailed: loads.load_failed,
     events.LoadProgressed: loads.load_progressed,

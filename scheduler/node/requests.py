@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from scheduler.node import admission, residency
+from scheduler.node import admission
 from scheduler.node.actions import AbortInEngine, Refusal, Reject, RequestsPaused, Submit
 from scheduler.node.events import RequestArrived, RequestCancelled, RequestFinished
 from scheduler.node.node import Model, Node, Request
@@ -30,7 +30,7 @@ def arrived(node: Node, event: RequestArrived) -> None:
     model.arrivals.note(node.now)
     model.last_used = node.now
     model.mean_prompt_tokens += (facts.num_prompt_tokens - model.mean_prompt_tokens) * (0.1 if model.mean_prompt_tokens else 1.0)
-    if model.state == residency.READY and not model.queue and len(model.running) < node.window(model):
+    if model.takes_requests and not model.queue and len(model.running) < node.window(model):
         submit(node, model, request)
         return
     model.enqueue(request)
@@ -91,6 +91,18 @@ def take_back(node: Node, model: Model, running: Iterable[Request]) -> None:
         model.stop(request.facts.request_id)
         request.device, request.resubmission = "", True
         model.enqueue(request, first=True)
+    node.touch(model)
+
+
+def recall(node: Node, model: Model) -> None:
+    """Of a load that comes to nothing: they have had no token, and wait as though they had never been submitted."""
+    for request in reversed(list(model.running.values())):
+        request_id = request.facts.request_id
+        model.stop(request_id)
+        request.device = ""
+        model.enqueue(request, first=True)
+        if not request.resubmission:
+            node.waits.set(request_id, request.arrived + node.settings.max_wait_s)
     node.touch(model)
 
 

@@ -17,7 +17,7 @@ ALL = frozenset({COLD, WARM, LOADING, READY, PAUSED, DRAINING, FAILED, REFUSED, 
 IN_MEMORY = frozenset({LOADING, READY, DRAINING})
 # Holds none.
 AT_REST = ALL - IN_MEMORY
-# May have requests in an engine.
+# May have requests in an engine; while its weights stream in, a loading one, too (Model.takes_requests).
 RUNNING = frozenset({READY, DRAINING})
 # A placement may be made for it.
 PLACEABLE = frozenset({COLD, WARM, PAUSED})

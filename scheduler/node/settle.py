@@ -29,6 +29,8 @@ def settle_model(node: Node, model: Model) -> None:
         return
     if model.state == residency.DRAINING and not (copy.evict_sent or model.victim_of or model.leaves):
         node.set_state(model, residency.READY, "stays after all")
+    if model.state == residency.LOADING and model.leaves:
+        requests.recall(node, model)
     if model.state in (residency.READY, residency.LOADING) and model.leaves:
         node.set_state(model, residency.DRAINING, "its folder is gone" if model.removed else "disabled by the operator")
     if model.state == residency.READY:
@@ -37,6 +39,8 @@ def settle_model(node: Node, model: Model) -> None:
             requests.submit_queued(node, model)
         if not model.running:  # idle: somebody may want its room
             node.stir((copy.device,))
+    elif model.takes_requests and model.queue:
+        requests.submit_queued(node, model)
     elif model.state == residency.DRAINING and not model.running:
         if model.victim_of:
             placements.advance(node, node.placements[model.victim_of])

@@ -32,11 +32,12 @@ def check_model(node: Node, model: Model) -> None:
     name, copy = model.name, model.copy
     assert model.state in residency.ALL, f"state of {name}: {model.state!r}"
     assert (copy is not None) == (model.state in residency.IN_MEMORY), f"memory of {name}: {model.state} with copy {copy}"
-    assert not model.running or model.state in residency.RUNNING, f"{name} is {model.state} with running requests"
+    assert not model.running or model.state in residency.RUNNING or model.takes_requests, f"{name} has running requests"
     assert len(model.running) <= node.window(model) or model.state != residency.READY, f"window of {name}"
-    if model.state == residency.READY:
+    if model.takes_requests:
         full = len(model.running) >= node.window(model)
-        assert not model.queue or full, f"rule 4: {name} is ready and requests wait"
+        assert not model.queue or full, f"rule 4: {name} takes requests and some wait"
+    if model.state == residency.READY:
         assert not model.load_causes, f"commands wait for {name}, which is ready"
         assert not model.leaves, f"{name} is ready but shall leave"
         assert model.victim_of == 0, f"rule 1: {name} is a ready victim"

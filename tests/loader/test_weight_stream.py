@@ -107,7 +107,9 @@ def test_large_tensors_are_read_in_place(
 
 def test_what_has_landed_is_told_and_was_prepared_before(tmp_path: Path) -> None:
     """Every byte of the weights once, and then it is at its place; the layers come in order."""
-    folder = write_checkpoint(tmp_path / "m", LARGE | {"num_hidden_layers": 12}, shards=2, random_bytes=True)
+    folder = write_checkpoint(
+        tmp_path / "m", LARGE | {"num_hidden_layers": 12, "intermediate_size": 40}, shards=2, random_bytes=True
+    )
     prepared: list[tuple[int, int]] = []
     landed: list[tuple[int, int]] = []
     early: list[int] = []

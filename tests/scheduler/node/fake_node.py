@@ -47,6 +47,7 @@ class FakeNode:
         self.num_commands = 0
         self.up: set[str] = set()
         self.loads: dict[int, actions.Load] = {}  # under way
+        self.streaming: set[int] = set()  # placements of loads that take requests
         self.copies: dict[tuple[str, str], actions.Load] = {}  # (device, model) -> its load, done
         self.evicts: dict[int, actions.Evict] = {}  # under way
         self.memory: dict[int, tuple[str, int]] = {}  # placement -> device, chunks; until its eviction is answered
@@ -132,12 +133,28 @@ class FakeNode:
             kernels_s=kernels_s,
         )
 
+    def streams(self, model: str | None = None) -> list[actions.Action]:
+        """The load under way (of that model) takes requests from now on."""
+        load = next(load for load in self.loads.values() if model in (None, load.model))
+        self.streaming.add(load.placement_id)
+        return self.post(events.LoadStreams, placement_id=load.placement_id)
+
+    @property
+    def stepping(self) -> list[int]:
+        """Requests that may have had tokens: their models are loaded."""
+        return sorted(request for request, submit in self.running.items() if (submit.device, submit.model) in self.copies)
+
+    def forget_behind(self, load: actions.Load) -> None:
+        """The load comes to nothing, and its engine drops without a word what was computed behind it."""
+        self.running = {request: submit for request, submit in self.running.items() if submit.model != load.model}
+
     def note_kv(self, device: str, model: str, running_bytes: int, cached_bytes: int = 0) -> None:
         """The engine tells what the model holds in KV."""
         self.post(events.KVNoted, device=device, kv_bytes={model: (running_bytes, cached_bytes)})
 
     def load_fails(self, reason: str = "read error", permanent: bool = False) -> list[actions.Action]:
         placement_id = next(iter(self.loads))
+        self.forget_behind(self.loads[placement_id])
         del self.loads[placement_id], self.memory[placement_id]
         self.writing.pop(placement_id, None)
         return self.post(events.LoadFailed, placement_id=placement_id, reason=reason, permanent=permanent)
@@ -213,6 +230,8 @@ class FakeNode:
                 assert action.device in self.up, "evicts on a dead device"
                 assert action.placement_id in self.memory, f"evicts what is not there: {action}"
                 assert action.placement_id not in self.evicts, f"evicts twice: {action}"
+                if action.placement_id in self.loads:
+                    self.forget_behind(self.loads[action.placement_id])
                 runs = [request for request, submit in self.running.items() if submit.model == action.model]
                 assert not runs, f"rule 3: {action.model} evicted under requests {runs}"
                 assert action.reason in actions.EVICT_REASONS
@@ -229,7 +248,8 @@ class FakeNode:
                 assert action.device in self.up
                 self.lease[action.device] = action.lease_chunks
             case actions.Submit():
-                assert (action.device, action.model) in self.copies, f"submitted to a model that is not there: {action}"
+                behind = any(load.model == action.model and load.placement_id in self.streaming for load in self.loads.values())
+                assert behind or (action.device, action.model) in self.copies, f"submitted to a model that is not there: {action}"
                 assert self.open[action.request_id] == action.model
                 assert action.request_id not in self.running, f"submitted twice: {action}"
                 self.running[action.request_id] = action

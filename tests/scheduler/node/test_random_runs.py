@@ -14,6 +14,7 @@ WEIGHTS = {
     "arrive": 40,
     "finish": 30,
     "loaded": 20,
+    "streams": 10,
     "evicted": 15,
     "sleep": 12,
     "sleep long": 4,
@@ -28,14 +29,17 @@ WEIGHTS = {
 NUM_RUNS, NUM_STEPS = 80, 250
 
 
-def step(node: FakeNode, rng: random.Random) -> None:
+def step(node: FakeNode, rng: random.Random, seen: Counter[str]) -> None:
     name = rng.choice(list(MODELS))
     match rng.choices(list(WEIGHTS), WEIGHTS.values())[0]:
         case "arrive":
             for _ in range(rng.randrange(1, 4)):
                 node.arrive(name, rng.choice(["", "t1", "t2"]), rng.choice([1.0, 3.0]))
-        case "finish" if node.running:
-            node.finish(rng.choice(sorted(node.running)))
+        case "finish" if node.stepping:
+            node.finish(rng.choice(node.stepping))
+        case "streams" if node.loads:
+            node.streams(node.loads[rng.choice(sorted(node.loads))].model)
+            seen["computed behind a load"] += len(node.running) > len(node.stepping)
         case "loaded" if node.loads:
             rejected = "checksum" if rng.random() < 0.1 else ""
             node.loaded(node.loads[rng.choice(sorted(node.loads))].model, seconds=rng.choice([0.1, 1.0, 5.0]), rejected=rejected)
@@ -82,7 +86,7 @@ def test_what_is_accepted_ends_whatever_happens() -> None:
         node = FakeNode(devices, max_wait_s=40.0, failed_loads=2, quarantine_s=15.0, host_tier_slots=host_tier_slots)
         node.register(*MODELS.values())
         for _ in range(NUM_STEPS):
-            step(node, rng)
+            step(node, rng, seen)
             seen["waits for busy victims"] += any(
                 placement.stage == VICTIMS_DRAIN for placement in node.scheduler._node.placements.values()
             )
@@ -97,5 +101,6 @@ def test_what_is_accepted_ends_whatever_happens() -> None:
         *("cold -> loading", "loading -> ready", "ready -> draining", "draining -> ready", "draining -> cold", "ready -> cold"),
         *("draining -> warm", "warm -> loading", "warm -> cold", "draining -> paused", "paused -> loading"),
         *("draining -> disabled", "loading -> failed", "failed -> cold", "waits for busy victims"),
+        "computed behind a load",
     }
     assert {what for what in expected if seen[what] < 5} == set()

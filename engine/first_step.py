@@ -1,0 +1,87 @@
+"""The first step of a model whose weights are still coming: prompts that wait for it are computed layer by layer behind the reads.
+
+It runs in a thread of its own, beside the steps of other models. Until it has ended the model is not among the served ones: nobody
+takes its blocks or preempts its sequences, and what the daemon says of it meanwhile is put by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from engine.contracts import BatchPlan, LongArray, StepResult, StreamedModel
+from engine.protocol import Abort, EvictModel, Submit
+from engine.served_models import ServedModel
+from engine.weight_gate import WeightGate, WeightsWithdrawn
+
+NO_REQUESTS = np.zeros(0, np.int64)
+
+
+@dataclass(slots=True, eq=False)
+class FirstStep:
+    """running: in its thread, from `start` until it was told of; then one of `result` and `error` is set. loaded: the weights are
+    in, as the daemon knows. put_by, and then leaves_later: messages to take in afterwards."""
+
+    served: ServedModel
+    hosted: StreamedModel
+    gate: WeightGate
+    plan: BatchPlan | None = None
+    result: StepResult | None = None
+    error: BaseException | None = None
+    running: bool = False
+    loaded: bool = False
+    weight: float = 1.0  # in the round robin between models
+    put_by: list[Submit | Abort] = field(default_factory=list)
+    leaves_later: list[EvictModel] = field(default_factory=list)
+
+    @property
+    def can_start(self) -> bool:
+        return not self.running and self.served.scheduler.runnable
+
+    def start(self, step_id: int, run: Callable[[Callable[[], None], FirstStep], None]) -> BatchPlan | None:
+        """Plans it and hands it to `run`(work, what to tell of afterwards). None if nothing can run."""
+        plan = self.served.scheduler.plan(step_id)
+        if plan is not None:
+            self.plan, self.result, self.error, self.running = plan, None, None, True
+            run(self._work, self)
+        return plan
+
+    @property
+    def request_ids(self) -> LongArray:
+        """Of the step under way."""
+        return NO_REQUESTS if self.plan is None or not self.running else self.served.scheduler.table.request_id[self.plan.slots]
+
+    def put_aside(self, message: Submit) -> bool:
+        """Whether it has to wait until the step has ended, or the model is served."""
+        wait = self.running or bool(message.params.grammar)
+        if wait:
+            self.put_by.append(message)
+        return wait
+
+    def abort(self, request_id: int) -> bool:
+        """False if the batch scheduler can be told at once, or does not have it."""
+        for message in self.put_by:
+            if isinstance(message, Submit) and message.request_id == request_id:
+                self.put_by.remove(message)
+                return True
+        late = self.running and request_id in self.served.scheduler
+        if late:
+            self.put_by.append(Abort([request_id]))
+        return late
+
+    def _work(self) -> None:
+        assert self.plan is not None
+        try:
+            self.result = self.hosted.execute_behind(self.gate, self.plan, self.served.scheduler.table)
+        except BaseException as error:
+            self.error = error
+
+    def put_back(self) -> None:
+        """After WeightsWithdrawn: its sequences wait again. Raises whatever else it ended with."""
+        if not isinstance(self.error, WeightsWithdrawn):
+            assert self.error is not None
+            raise self.error
+        while self.served.scheduler.preempt_one():
+            pass

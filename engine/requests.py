@@ -1,0 +1,36 @@
+"""A request as the daemon submits it, turned into the batch scheduler's, or why it cannot be."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from engine.protocol import LoadModel, RequestFailed, Submit
+from scheduler.batch.request import BatchRequest
+
+
+def batch_request(message: Submit, spec: LoadModel, vocab_size: int) -> BatchRequest | RequestFailed | None:
+    """Of a model that generates. None: it has all its tokens."""
+    request_id, params, limit = message.request_id, message.params, spec.max_model_len
+    try:
+        tokens = np.array(message.prompt + message.output, np.int64)
+    except OverflowError:
+        tokens = np.array([-1])
+    if not len(message.prompt):
+        return RequestFailed(request_id, "internal", "the prompt is empty")
+    if len(message.prompt) >= limit:
+        text = f"{len(message.prompt)} prompt tokens leave no room in max_model_len {limit} of {message.model}"
+        return RequestFailed(request_id, "too_long", text)
+    if tokens.min() < 0 or tokens.max() >= vocab_size:
+        text = f"token ids must be from 0 to below vocab_size {vocab_size} of {message.model}"
+        return RequestFailed(request_id, "internal", text)
+    if len(message.output) >= params.max_tokens or len(tokens) >= limit:
+        return None
+    return BatchRequest(
+        request_id,
+        tokens.astype(np.int32),
+        len(message.prompt),
+        params,
+        cache_salt=message.cache_salt,
+        weight=message.tenant_weight if message.tenant_weight > 0 else 1.0,
+        priority=message.priority,
+    )

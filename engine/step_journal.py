@@ -1,0 +1,33 @@
+"""The step journal as the engine's loop writes it: whose death it would be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from engine.contracts import LongArray
+from engine.first_step import NO_REQUESTS, FirstStep
+from engine.protocol import write_journal
+
+
+class StepJournal:
+    """page: protocol.write_journal's. first: first steps, of which those that run are in any entry."""
+
+    def __init__(self, page: Any, first: Mapping[str, FirstStep]) -> None:
+        self._page, self._first = page, first
+        self._names_a_step = False
+
+    def note(self, request_ids: LongArray) -> None:
+        """These are in a step from now on."""
+        if self._first:
+            request_ids = np.concatenate((request_ids, *(first.request_ids for first in self._first.values())))
+        write_journal(self._page, request_ids)
+        self._names_a_step = True
+
+    def nothing_runs(self) -> None:
+        """Not to be called after every step: a fault in what follows a step is its requests' too."""
+        if self._names_a_step and not self._first:
+            write_journal(self._page, NO_REQUESTS)
+            self._names_a_step = False
