@@ -59,8 +59,8 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         str | None,
         key(
             "int8, or none (the default): with int8 the layers' matrices are rounded to 8 bits at load, one scale an output: half "
-            "the memory of bfloat16 and half to read for each token, hence faster up to 16 sequences, but slower above and for "
-            "prompts, and no faster for models of a few MB; on cpu devices, not for encoders"
+            "the memory of bfloat16 and half to read for each token, hence faster at 1 to 4 sequences, but slower from some 8 "
+            "on and for prompts, and no faster for models of a few MB; on cpu devices, not for encoders"
         ),
     ] = None
     sampling: Annotated[SamplingDefaults, key("defaults where a request names none", reload=LIVE)] = SamplingDefaults()
