@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from engine import ops
 from engine.contracts import LoadCancelled, LoadTask
-from engine.device import threads_for
+from engine.device import num_cores, threads_for
 from engine.device_sink import DeviceSink
 from engine.hosted_encoder import TorchEncoder
 from engine.hosted_model import TorchModel
@@ -22,6 +23,7 @@ from engine.memory.host_tier import HostTier
 from engine.memory.weight_range import WeightRange, WeightRanges
 from engine.protocol import Configure, LoadModel
 from engine.step_program import Scratch
+from engine.warm import compile_beside
 from engine.weight_copies import WeightCopies
 from engine.weight_decoder import weight_decoder
 from engine.weight_gate import WeightGate
@@ -57,6 +59,7 @@ class TorchRunner:
         self._ring = StagingRing()
         self._scratch = Scratch()
         self._rates = ReadRates(options.cache_dir)
+        self._beside: subprocess.Popen[bytes] | None = None
         self._kernels = _in_background(self._prepare_kernels)
         if tier is not None and isinstance(memory, RegistersHost):
             _in_background(partial(register, memory, "host tier", [tier.span]))
@@ -70,8 +73,15 @@ class TorchRunner:
             return
         ops.configure(self._options.cache_dir)
         for dtype in self._options.dtypes:
-            ops.prepare(dtype, 1)
+            ops.prepare_kernels(dtype, parallel=False, when_cold=self._compile_beside)
         self._decoder()
+
+    def _compile_beside(self) -> None:
+        """Kernels of several threads are compiled by another process, while this one compiles the rest."""
+        if self._beside is None and self._options.threads != 1 and num_cores() > 1:
+            dtypes = {"float32" if dtype == "float16" else dtype for dtype in self._options.dtypes}
+            self._beside = compile_beside(self._options.cache_dir, sorted(dtypes))
+            _in_background(self._beside.wait)
 
     def _decoder(self) -> Decoder:
         return weight_decoder(self._options.cache_dir)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import importlib
 import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -74,6 +75,13 @@ def _threading_layer() -> str:
 def prepare(dtype: str, num_threads: int, quantize: str = "") -> None:
     """Compiles what models of this dtype (and with weights quantised so) need, so that no step has to. Takes seconds once per
     machine, milliseconds later."""
+    for parallel in (False, True) if num_threads > 1 else (False,):
+        prepare_kernels(dtype, parallel, quantize)
+
+
+def prepare_kernels(dtype: str, parallel: bool, quantize: str = "", when_cold: Callable[[], None] | None = None) -> None:
+    """Those that run on one thread, or on several. Another process may do the one while this does the other.
+    when_cold: called once, if they are found not to be in the cache."""
     if _kernels is not None:
         import numba
 
@@ -82,10 +90,10 @@ def prepare(dtype: str, num_threads: int, quantize: str = "") -> None:
 
         folder = Path(numba.config.CACHE_DIR)
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / "lock").open("w") as lock:
-            # several engines start at once: the first compiles, the others read what it wrote
+        with (folder / f"lock-{'parallel' if parallel else 'single'}").open("w") as lock:
+            # several processes start at once: the first compiles, the others read what it wrote
             fcntl.flock(lock, fcntl.LOCK_EX)
-            _kernels.prepare(dtype, num_threads > 1, quantize)
+            _kernels.prepare(dtype, parallel, quantize, when_cold)
 
 
 def threads_may_share() -> bool:

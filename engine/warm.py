@@ -1,25 +1,53 @@
 """Compiles the CPU kernels ahead of the first load: python -m engine.warm CACHE_DIR [DTYPE ...]
 
 An engine does the same in the background when it starts; this is for set-up scripts and images, so that a node's first load need
-not wait for it. It takes some ten seconds once per machine and version.
+not wait for it. It takes some twenty seconds once per machine and version, on two cores: Numba compiles one kernel at a time in a
+process, so a second process compiles those that run on several threads.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import subprocess
 import sys
+import threading
 import time
+from collections.abc import Sequence
 
+from config.child_process import child_environment
 from engine.device import num_cores, prepare_process
+
+DTYPES = ("float32", "bfloat16")
+
+
+def compile_beside(cache_dir: str, dtypes: Sequence[str]) -> subprocess.Popen[bytes]:
+    """A process that compiles the kernels of several threads meanwhile. It ends with this one."""
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "engine.warm", cache_dir, *dtypes, "--parallel-only"],
+        cwd="/",
+        env=child_environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+    )
+
+
+def _end_with_parent() -> None:
+    sys.stdin.buffer.read()
+    os._exit(0)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="engine.warm", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cache_dir", help="as given to hearthd --cache-dir")
     parser.add_argument("dtype", nargs="*", help="float32, bfloat16 (default: both)")
+    parser.add_argument("--parallel-only", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if unknown := set(options.dtype) - {"float32", "bfloat16"}:
+    if unknown := set(options.dtype) - set(DTYPES):
         parser.error(f"no kernels for {', '.join(sorted(unknown))}; there are float32 and bfloat16")
+    if options.parallel_only:
+        threading.Thread(target=_end_with_parent, daemon=True).start()
+    dtypes = options.dtype or DTYPES
     prepare_process()
     from engine import ops
     from engine.weight_decoder import weight_decoder
@@ -27,11 +55,25 @@ def main() -> int:
     if not ops.configure(options.cache_dir):
         print("numba is not installed: the cpu device will run torch operations only")
         return 0
-    for dtype in options.dtype or ["float32", "bfloat16"]:
-        start = time.perf_counter()
-        ops.prepare(dtype, num_cores())
-        print(f"{dtype} kernels: {time.perf_counter() - start:.1f} s", flush=True)
+    start = time.perf_counter()
+    if options.parallel_only:
+        for dtype in dtypes:
+            ops.prepare_kernels(dtype, parallel=True)
+        return 0
+    beside: list[subprocess.Popen[bytes]] = []
+
+    def when_cold() -> None:
+        if not beside and num_cores() > 1:
+            beside.append(compile_beside(os.path.abspath(options.cache_dir), dtypes))
+
+    for dtype in dtypes:
+        ops.prepare_kernels(dtype, parallel=False, when_cold=when_cold)
     weight_decoder(options.cache_dir)
+    for process in beside:
+        process.wait()
+    for dtype in dtypes:
+        ops.prepare(dtype, num_cores())
+    print(f"{' and '.join(dtypes)} kernels: {time.perf_counter() - start:.1f} s", flush=True)
     return 0
 
 

@@ -6,6 +6,7 @@ Set the cache folder and the threading layer before this is imported. After `pre
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numba
@@ -61,26 +62,40 @@ _thread = _Thread()
 _preparing = threading.Lock()  # loads of two models may ask at the same time
 
 
-def prepare(dtype: str, parallel: bool, quantize: str = "") -> None:
-    """Compiles all kernels for float32 or bfloat16 (about 9 s, 13 s with the parallel ones), or loads them from the cache."""
+def prepare(dtype: str, parallel: bool, quantize: str = "", when_cold: Callable[[], None] | None = None) -> None:
+    """Compiles the kernels for float32 or bfloat16 that run on one thread, or the others (some 10 to 20 s each), or loads them from
+    the cache. when_cold: called once it is clear that they are not all there."""
+    with _preparing:
+        for kernel, signature in _wanted(dtype, parallel, quantize):
+            kernel.disable_compile(False)
+            before = sum(kernel.stats.cache_misses.values())
+            kernel.compile(signature)
+            kernel.disable_compile()  # arguments of other types are an error, not seconds of compiling inside a step
+            if when_cold is not None and sum(kernel.stats.cache_misses.values()) > before:
+                when_cold()
+                when_cold = None
+
+
+def _wanted(dtype: str, parallel: bool, quantize: str) -> list[tuple[Any, Any]]:
+    """Kernels and what they are compiled for, a small one first."""
     element = numba.float32 if dtype == "float32" else numba.uint16
-    wanted = [
+    single: list[tuple[Any, Any]] = [
+        (penalise, cpu_logprobs.PENALISE),
         (top_logprobs, cpu_logprobs.top_logprobs_signature(element)),
         (greedy_float32, cpu_sampling.GREEDY_FLOAT32),
-        (penalise, cpu_logprobs.PENALISE),
     ]
     if dtype == "bfloat16":
-        wanted.append((greedy_bfloat16, cpu_sampling.GREEDY_BFLOAT16))
+        single.append((greedy_bfloat16, cpu_sampling.GREEDY_BFLOAT16))
     shared = [
-        (sample_serial, sample_parallel, cpu_sampling.sample_signature(element)),
-        (paged_attention_serial, paged_attention_parallel, cpu_attention.paged_attention_signature(element)),
         (cpu_rows.gather_rows, cpu_rows.gather_rows_parallel, cpu_rows.gather_rows_signature(element)),
-        (prefill_attention_serial, prefill_attention_parallel, cpu_prefill.prefill_attention_signature(element)),
         (cpu_rows.rms_norm, cpu_rows.rms_norm_parallel, cpu_rows.rms_norm_signature(element)),
         (cpu_rows.add_rms_norm, cpu_rows.add_rms_norm_parallel, cpu_rows.add_rms_norm_signature(element)),
         (cpu_rows.rope_and_store, cpu_rows.rope_and_store_parallel, cpu_rows.rope_and_store_signature(element)),
         (cpu_rows.silu_and_mul, cpu_rows.silu_and_mul_parallel, cpu_rows.gate_signature(element)),
         (cpu_rows.gelu_and_mul, cpu_rows.gelu_and_mul_parallel, cpu_rows.gate_signature(element)),
+        (sample_serial, sample_parallel, cpu_sampling.sample_signature(element)),
+        (paged_attention_serial, paged_attention_parallel, cpu_attention.paged_attention_signature(element)),
+        (prefill_attention_serial, prefill_attention_parallel, cpu_prefill.prefill_attention_signature(element)),
         (few_rows_linear_serial, few_rows_linear_parallel, cpu_linear.few_rows_linear_signature(element, element)),
     ]
     if quantize == "int8":
@@ -88,15 +103,9 @@ def prepare(dtype: str, parallel: bool, quantize: str = "") -> None:
         shared.append((few_rows_linear_serial, few_rows_linear_parallel, signature))
     if dtype == "bfloat16":  # rows whose logits are edited are sampled in float32
         shared.append((sample_serial, sample_parallel, cpu_sampling.sample_signature(numba.float32)))
-    for serial_kernel, parallel_kernel, signature in shared:
-        wanted.append((serial_kernel, signature))
-        if parallel:
-            wanted.append((parallel_kernel, signature))
-    with _preparing:
-        for kernel, signature in wanted:
-            kernel.disable_compile(False)
-            kernel.compile(signature)
-            kernel.disable_compile()  # arguments of other types are an error, not seconds of compiling inside a step
+    if parallel:
+        return [(kernel, signature) for _, kernel, signature in shared]
+    return single + [(kernel, signature) for kernel, _, signature in shared]
 
 
 def set_num_threads(num_threads: int) -> None:
