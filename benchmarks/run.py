@@ -30,7 +30,7 @@ CPU_SECTIONS = {
     ("latency", "models"): "Inter-token latency of one stream while two other models are busy on the same device",
     ("latency", "daemon"): "The daemon beside a decoding engine",
     ("loading", "cold"): "A checkpoint of 2.2 GB from the drive into memory; ratio: to raw reads of the drive",
-    ("loading", "warm"): "The same from the page cache; ratio: to buffered reads into two small buffers",
+    ("loading", "warm"): "The same from the page cache; ratio: to buffered reads, each byte to its own place",
     ("first_token", "cold"): "A request to a model that is only on the drive, beside loading first and computing afterwards",
 }
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
@@ -151,6 +151,16 @@ def highlights(lines: list[dict[str, Any]]) -> str:
         "longest hold of the event loop: 1 MB prompt, new 128,000-entry tokenizer, 50 streams": f"{stall['stall_max_ms']} ms",
         "engine killed under 50 streams: failed, tokens flow again after": f"{crash['failed']}, {crash['serving_again_s']} s",
     }
+    cold = [r for r in lines if r.get("benchmark") == "first_token"]
+    if cold:
+        first = cold[0]
+        name = f"2.2 GB model only on the drive: request to first token, beside the drive's raw read of its file ({first['model']})"
+        rows[name] = f"{first['cold_s']} s, {first['raw_s']} s"
+    peer = [r for r in lines if r.get("peer") == "llama-server" and r.get("model") == "mid" and "ours_over_it" in r]
+    if peer:
+        streams = " / ".join(str(r["streams"]) for r in peer)
+        name = f"tokens per second over llama.cpp's server, same 125 M checkpoint in bfloat16, {streams} streams"
+        rows[name] = " / ".join(str(r["ours_over_it"]) for r in peer) + " times"
     about = lines[0]
     where = f"{about['cores']} cores of {about['machine']}, {about['date']}, client on the same machine"
     return "\n".join([f"| {where} | |", "|---|---|", *[f"| {name} | {value} |" for name, value in rows.items()]])
