@@ -72,13 +72,17 @@ class TorchRunner:
             ops.configure_gpu(self._options.cache_dir)
             return
         ops.configure(self._options.cache_dir)
+        num_threads = self._options.threads or num_cores()
         for dtype in self._options.dtypes:
-            ops.prepare_kernels(dtype, parallel=False, when_cold=self._compile_beside)
+            ops.prepare_share(dtype, num_threads, 0, when_cold=self._compile_beside)
+        if self._beside is None:
+            for dtype in self._options.dtypes:
+                ops.prepare(dtype, num_threads)
         self._decoder()
 
     def _compile_beside(self) -> None:
-        """Kernels of several threads are compiled by another process, while this one compiles the rest."""
-        if self._beside is None and self._options.threads != 1 and num_cores() > 1:
+        """Another process compiles share 1, while this one compiles the rest. A load looks for both."""
+        if self._beside is None and num_cores() > 1:
             dtypes = {"float32" if dtype == "float16" else dtype for dtype in self._options.dtypes}
             self._beside = compile_beside(self._options.cache_dir, sorted(dtypes))
             _in_background(self._beside.wait)

@@ -75,13 +75,15 @@ def _threading_layer() -> str:
 def prepare(dtype: str, num_threads: int, quantize: str = "") -> None:
     """Compiles what models of this dtype (and with weights quantised so) need, so that no step has to. Takes seconds once per
     machine, milliseconds later."""
-    for parallel in (False, True) if num_threads > 1 else (False,):
-        prepare_kernels(dtype, parallel, quantize)
+    for share in (0, 1):
+        prepare_share(dtype, num_threads, share, quantize)
 
 
-def prepare_kernels(dtype: str, parallel: bool, quantize: str = "", when_cold: Callable[[], None] | None = None) -> None:
-    """Those that run on one thread, or on several. Another process may do the one while this does the other.
-    when_cold: called once, if they are found not to be in the cache."""
+def prepare_share(
+    dtype: str, num_threads: int, share: int, quantize: str = "", when_cold: Callable[[], None] | None = None
+) -> None:
+    """Half of that (share 0 or 1), so that two processes can do it side by side: Numba compiles one kernel at a time in a process.
+    when_cold: called once, if the kernels are found not to be in the cache."""
     if _kernels is not None:
         import numba
 
@@ -90,10 +92,10 @@ def prepare_kernels(dtype: str, parallel: bool, quantize: str = "", when_cold: C
 
         folder = Path(numba.config.CACHE_DIR)
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / f"lock-{'parallel' if parallel else 'single'}").open("w") as lock:
+        with (folder / f"lock-{share}").open("w") as lock:
             # several processes start at once: the first compiles, the others read what it wrote
             fcntl.flock(lock, fcntl.LOCK_EX)
-            _kernels.prepare(dtype, parallel, quantize, when_cold)
+            _kernels.prepare(dtype, num_threads > 1, quantize, (share,), when_cold)
 
 
 def threads_may_share() -> bool:

@@ -1,8 +1,7 @@
 """Compiles the CPU kernels ahead of the first load: python -m engine.warm CACHE_DIR [DTYPE ...]
 
 An engine does the same in the background when it starts; this is for set-up scripts and images, so that a node's first load need
-not wait for it. It takes some twenty seconds once per machine and version, on two cores: Numba compiles one kernel at a time in a
-process, so a second process compiles those that run on several threads.
+not wait for it. It takes some twenty seconds a dtype once per machine and version, on two cores: a second process compiles a share.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ DTYPES = ("float32", "bfloat16")
 
 
 def compile_beside(cache_dir: str, dtypes: Sequence[str]) -> subprocess.Popen[bytes]:
-    """A process that compiles the kernels of several threads meanwhile. It ends with this one."""
+    """A process that compiles share 1 (engine.ops.prepare_share) meanwhile. It ends with this one."""
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "engine.warm", cache_dir, *dtypes, "--parallel-only"],
+        [sys.executable, "-P", "-m", "engine.warm", cache_dir, *dtypes, "--beside"],
         cwd="/",
         env=child_environment(),
         stdin=subprocess.PIPE,
@@ -42,11 +41,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="engine.warm", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cache_dir", help="as given to hearthd --cache-dir")
     parser.add_argument("dtype", nargs="*", help="float32, bfloat16 (default: both)")
-    parser.add_argument("--parallel-only", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--beside", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if unknown := set(options.dtype) - set(DTYPES):
         parser.error(f"no kernels for {', '.join(sorted(unknown))}; there are float32 and bfloat16")
-    if options.parallel_only:
+    if options.beside:
         threading.Thread(target=_end_with_parent, daemon=True).start()
     dtypes = options.dtype or DTYPES
     prepare_process()
@@ -57,9 +56,9 @@ def main() -> int:
         print("numba is not installed: the cpu device will run torch operations only")
         return 0
     start = time.perf_counter()
-    if options.parallel_only:
+    if options.beside:
         for dtype in dtypes:
-            ops.prepare_kernels(dtype, parallel=True)
+            ops.prepare_share(dtype, num_cores(), 1)
         return 0
     beside: list[subprocess.Popen[bytes]] = []
 
@@ -68,7 +67,7 @@ def main() -> int:
             beside.append(compile_beside(os.path.abspath(options.cache_dir), dtypes))
 
     for dtype in dtypes:
-        ops.prepare_kernels(dtype, parallel=False, when_cold=when_cold)
+        ops.prepare_share(dtype, num_cores(), 0, when_cold=when_cold)
     weight_decoder(options.cache_dir)
     for process in beside:
         process.wait()

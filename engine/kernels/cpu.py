@@ -6,7 +6,7 @@ Set the cache folder and the threading layer before this is imported. After `pre
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numba
@@ -59,14 +59,21 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
+SHARES = (0, 1)  # of the compiling
+_LONGEST = (paged_attention_serial, paged_attention_parallel)  # share 1: what they are made of is then compiled only once
 _preparing = threading.Lock()  # loads of two models may ask at the same time
 
 
-def prepare(dtype: str, parallel: bool, quantize: str = "", when_cold: Callable[[], None] | None = None) -> None:
-    """Compiles the kernels for float32 or bfloat16 that run on one thread, or the others (some 10 to 20 s each), or loads them from
-    the cache. when_cold: called once it is clear that they are not all there."""
+def prepare(
+    dtype: str, parallel: bool, quantize: str = "", shares: Collection[int] = SHARES, when_cold: Callable[[], None] | None = None
+) -> None:
+    """Compiles the kernels for float32 or bfloat16 (about 15 s, 30 s with the parallel ones), or loads them from the cache.
+
+    shares: which of them; each share takes about as long. when_cold: called once it is clear that they are not all there."""
     with _preparing:
         for kernel, signature in _wanted(dtype, parallel, quantize):
+            if (1 if kernel in _LONGEST else 0) not in shares:
+                continue
             kernel.disable_compile(False)
             before = sum(kernel.stats.cache_misses.values())
             kernel.compile(signature)
@@ -79,13 +86,13 @@ def prepare(dtype: str, parallel: bool, quantize: str = "", when_cold: Callable[
 def _wanted(dtype: str, parallel: bool, quantize: str) -> list[tuple[Any, Any]]:
     """Kernels and what they are compiled for, a small one first."""
     element = numba.float32 if dtype == "float32" else numba.uint16
-    single: list[tuple[Any, Any]] = [
+    wanted: list[tuple[Any, Any]] = [
         (penalise, cpu_logprobs.PENALISE),
         (top_logprobs, cpu_logprobs.top_logprobs_signature(element)),
         (greedy_float32, cpu_sampling.GREEDY_FLOAT32),
     ]
     if dtype == "bfloat16":
-        single.append((greedy_bfloat16, cpu_sampling.GREEDY_BFLOAT16))
+        wanted.append((greedy_bfloat16, cpu_sampling.GREEDY_BFLOAT16))
     shared = [
         (cpu_rows.gather_rows, cpu_rows.gather_rows_parallel, cpu_rows.gather_rows_signature(element)),
         (cpu_rows.rms_norm, cpu_rows.rms_norm_parallel, cpu_rows.rms_norm_signature(element)),
@@ -103,9 +110,11 @@ def _wanted(dtype: str, parallel: bool, quantize: str) -> list[tuple[Any, Any]]:
         shared.append((few_rows_linear_serial, few_rows_linear_parallel, signature))
     if dtype == "bfloat16":  # rows whose logits are edited are sampled in float32
         shared.append((sample_serial, sample_parallel, cpu_sampling.sample_signature(numba.float32)))
-    if parallel:
-        return [(kernel, signature) for _, kernel, signature in shared]
-    return single + [(kernel, signature) for kernel, _, signature in shared]
+    for serial_kernel, parallel_kernel, signature in shared:
+        wanted.append((serial_kernel, signature))
+        if parallel:
+            wanted.append((parallel_kernel, signature))
+    return wanted
 
 
 def set_num_threads(num_threads: int) -> None:

@@ -15,7 +15,7 @@ from engine.kernels import cpu
 from engine.warm import compile_beside
 
 
-@dataclass
+@dataclass(eq=False)
 class Kernel:
     """As far as `prepare` sees Numba's."""
 
@@ -41,11 +41,15 @@ def test_a_missing_kernel_is_told_of_once(monkeypatch: pytest.MonkeyPatch, cache
     assert len(calls) == told
 
 
-def test_both_halves_are_all_kernels_and_share_none() -> None:
-    single, parallel = ({id(kernel) for kernel, _ in cpu._wanted("bfloat16", half, "int8")} for half in (False, True))
-    assert single
-    assert parallel
-    assert not single & parallel
+def test_both_shares_are_all_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    all_kernels = [(Kernel(cached=True), "signature") for _ in range(5)]
+    monkeypatch.setattr(cpu, "_wanted", lambda *args: all_kernels)
+    monkeypatch.setattr(cpu, "_LONGEST", (all_kernels[2][0],))
+    compiled: list[Kernel] = []
+    monkeypatch.setattr(Kernel, "compile", lambda self, signature: compiled.append(self))
+    for share in cpu.SHARES:
+        cpu.prepare("float32", True, shares=(share,))
+    assert [all_kernels.index((kernel, "signature")) for kernel in compiled] == [0, 1, 3, 4, 2]
 
 
 def test_the_second_process_ends_with_the_first(tmp_path: Path) -> None:
