@@ -145,7 +145,7 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         key(
             "a step with a prompt's chunk may take so many times the step of its decoding sequences alone; 0: any; else at least 1"
         ),
-    ] = 2.5
+    ] = 2.0
     threads: Annotated[int, key("compute threads of one cpu engine; 0: the machine's cores", "threads")] = 0
     runner: Annotated[str, key("torch, or null: produces tokens without a model, to measure and test the serving path")] = "torch"
     loop_watch_ms: Annotated[float, key("how often the event loop's watch looks while requests are open", "ms")] = 5.0

@@ -66,7 +66,7 @@ class Configure(Message, frozen=True):
     test_disk_bytes_per_s: int = 0  # weights come from disk no faster than that; 0: as fast as they can
     test_copy_bytes_per_s: int = 0  # nor do copies between the host tier and the device
     host_tier_slots: int = 0  # of chunk_bytes each, in a memfd that the daemon made and hands over as --host-tier-fd; 0: none
-    max_step_stretch: float = 2.5  # a step that computes prompts too, against that of its decoding sequences; 0: any
+    max_step_stretch: float = 2.0  # a step that computes prompts too, against that of its decoding sequences; 0: any
 
 
 class LoadModel(Message, frozen=True):
