@@ -77,7 +77,7 @@ class TorchRunner:
             ops.prepare_share(dtype, num_threads, 0, when_cold=self._compile_beside)
         if self._beside is None:
             for dtype in self._options.dtypes:
-                ops.prepare(dtype, num_threads)
+                ops.prepare_share(dtype, num_threads, 1)
         self._decoder()
 
     def _compile_beside(self) -> None:

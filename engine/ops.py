@@ -95,7 +95,7 @@ def prepare_share(
         with (folder / f"lock-{share}").open("w") as lock:
             # several processes start at once: the first compiles, the others read what it wrote
             fcntl.flock(lock, fcntl.LOCK_EX)
-            _kernels.prepare(dtype, num_threads > 1, quantize, (share,), when_cold)
+            _kernels.prepare(dtype, num_threads > 1, quantize, share, when_cold)
 
 
 def threads_may_share() -> bool:

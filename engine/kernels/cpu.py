@@ -6,7 +6,7 @@ Set the cache folder and the threading layer before this is imported. After `pre
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import numba
@@ -59,20 +59,17 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-SHARES = (0, 1)  # of the compiling
 _LONGEST = (paged_attention_serial, paged_attention_parallel)  # share 1: what they are made of is then compiled only once
 _preparing = threading.Lock()  # loads of two models may ask at the same time
 
 
-def prepare(
-    dtype: str, parallel: bool, quantize: str = "", shares: Collection[int] = SHARES, when_cold: Callable[[], None] | None = None
-) -> None:
-    """Compiles the kernels for float32 or bfloat16 (about 15 s, 30 s with the parallel ones), or loads them from the cache.
+def prepare(dtype: str, parallel: bool, quantize: str, share: int, when_cold: Callable[[], None] | None = None) -> None:
+    """Compiles one share of the kernels for float32 or bfloat16 (some 10 to 20 s), or loads them from the cache.
 
-    shares: which of them; each share takes about as long. when_cold: called once it is clear that they are not all there."""
+    share: 0 or 1; each takes about as long. when_cold: called once it is clear that they are not all there."""
     with _preparing:
         for kernel, signature in _wanted(dtype, parallel, quantize):
-            if (1 if kernel in _LONGEST else 0) not in shares:
+            if (kernel in _LONGEST) != (share == 1):
                 continue
             kernel.disable_compile(False)
             before = sum(kernel.stats.cache_misses.values())

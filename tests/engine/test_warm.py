@@ -37,7 +37,7 @@ class Kernel:
 def test_a_missing_kernel_is_told_of_once(monkeypatch: pytest.MonkeyPatch, cached: list[bool], told: int) -> None:
     monkeypatch.setattr(cpu, "_wanted", lambda *args: [(Kernel(one), "signature") for one in cached])
     calls: list[int] = []
-    cpu.prepare("float32", False, when_cold=lambda: calls.append(1))
+    cpu.prepare("float32", False, "", 0, when_cold=lambda: calls.append(1))
     assert len(calls) == told
 
 
@@ -47,8 +47,8 @@ def test_both_shares_are_all_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "_LONGEST", (all_kernels[2][0],))
     compiled: list[Kernel] = []
     monkeypatch.setattr(Kernel, "compile", lambda self, signature: compiled.append(self))
-    for share in cpu.SHARES:
-        cpu.prepare("float32", True, shares=(share,))
+    for share in (0, 1):
+        cpu.prepare("float32", True, "", share)
     assert [all_kernels.index((kernel, "signature")) for kernel in compiled] == [0, 1, 3, 4, 2]
 
 
