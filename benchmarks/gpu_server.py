@@ -7,11 +7,9 @@ usage: python -m benchmarks.gpu_server [--what serve|cohost] [--tiny]
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import pathlib
-import random
 import re
 import shutil
 import tempfile
@@ -25,7 +23,7 @@ import uvloop
 from benchmarks import gpu_checkpoints
 from benchmarks.confined import confined
 from benchmarks.gpu_throughput import lengths
-from benchmarks.load import WORDS, Result, stream_one, summary, tree_cpu_s, tree_rss_bytes
+from benchmarks.load import drive_lengths, summary, tree_cpu_s, tree_rss_bytes
 from benchmarks.server import Server
 
 HALF = 0.5
@@ -52,35 +50,9 @@ def load(server: Server, name: str, num_bytes: int, what: str) -> None:
     tell(what=what, model=name, seconds=round(seconds, 2), gb_per_s=round(num_bytes / seconds / 1e9, 2))
 
 
-async def ask(server: Server, models: Sequence[str], pairs: Sequence[tuple[int, int]], streams: int) -> list[Result]:
-    """One request for each (words in, tokens out), the models in turn, `streams` at a time."""
-    host, _, port = server.url.rpartition("/")[2].partition(":")
-    rng = random.Random(3)
-    bodies: list[dict[str, object]] = [
-        {
-            "model": models[number % len(models)],
-            "prompt": " ".join(rng.choice(WORDS) for _ in range(num_in)),
-            "max_tokens": num_out,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        for number, (num_in, num_out) in enumerate(pairs)
-    ]
-    results: list[Result] = []
-
-    async def worker() -> None:
-        while bodies:
-            results.append(await stream_one(host, int(port), bodies.pop()))
-
-    await asyncio.gather(*(worker() for _ in range(streams)))
-    return results
-
-
 def measured(server: Server, models: Sequence[str], pairs: Sequence[tuple[int, int]], streams: int) -> dict[str, object]:
     cpu_s, began_s = tree_cpu_s(server.pid), time.perf_counter()
-    results = uvloop.run(ask(server, models, pairs, streams))
+    results = uvloop.run(drive_lengths(server.url, models, pairs, streams, seed=3))
     seconds = time.perf_counter() - began_s
     return summary(results, seconds, tree_cpu_s(server.pid) - cpu_s, tree_rss_bytes(server.pid))
 

@@ -106,13 +106,20 @@ async def stream_one(host: str, port: int, body: dict[str, object], keep_text: b
 async def drive(
     url: str, models: list[str], num: int, streams: int, num_in: int, num_out: int, seed: int = 0, keys: Sequence[str] = ("",)
 ) -> list[Result]:
-    """`num` requests over `streams` workers; prompts are random words, distinct, so that prefix caches do not help. keys: the
-    requests take turns with them."""
+    """`num` requests of one length: see drive_lengths."""
+    return await drive_lengths(url, models, [(num_in, num_out)] * num, streams, seed, keys)
+
+
+async def drive_lengths(
+    url: str, models: Sequence[str], lengths: Sequence[tuple[int, int]], streams: int, seed: int = 0, keys: Sequence[str] = ("",)
+) -> list[Result]:
+    """One request for each (words in, tokens out) over `streams` workers, the models in turn; prompts are random words, distinct,
+    so that prefix caches do not help. keys: the requests take turns with them."""
     where = urlsplit(url)
     rng = random.Random(seed)
     bodies: list[dict[str, object]] = [
         {
-            "model": models[i % len(models)],
+            "model": models[number % len(models)],
             "prompt": " ".join(rng.choice(WORDS) for _ in range(num_in)),
             "max_tokens": num_out,
             "temperature": 0,
@@ -120,7 +127,7 @@ async def drive(
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        for i in range(num)
+        for number, (num_in, num_out) in enumerate(lengths)
     ]
     results: list[Result] = []
 
