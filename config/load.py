@@ -183,7 +183,8 @@ def _convert(source: str, where: str, kind: Any, value: Any, key: str) -> Any:
         try:
             check(converted)
         except ValueError as error:
-            raise ConfigError(source, where, f"{value!r} {error}") from None
+            shown = value[0] if isinstance(value, list) and len(value) == 1 else value
+            raise ConfigError(source, where, f"{shown!r} {error}") from None
     return converted
 
 
@@ -287,6 +288,7 @@ _CHECKS: dict[str, Callable[[Any], None]] = {
     "chunk_bytes": _chunk,
     "max_body_bytes": _size,
     "host_tier_bytes": _size_or_share,
+    "isolate_bytes": _size,
     "preempt_after_s": _between(0),
     "block_tokens": _power_of_two,
     "max_num_batched_tokens": _between(16, 1 << 20),
@@ -325,8 +327,8 @@ def _check_across(source: str, config: NodeConfig) -> None:
     owners: dict[str, str] = {}
     for name, model in config.models.items():
         where = f'models."{name}"'
-        if model.isolate:
-            raise ConfigError(source, f"{where}.isolate", "true: a process of its own is not built yet; leave it out or false")
+        if model.isolate_bytes is not None and not model.isolate:
+            raise ConfigError(source, f"{where}.isolate_bytes", f"{model.isolate_bytes!r} needs isolate = true beside it")
         for alias in model.aliases:
             if alias in owners:
                 raise ConfigError(source, f"{where}.aliases", f'{alias!r} is already an alias of "{owners[alias]}"')

@@ -88,6 +88,8 @@ _EXAMPLES = {
     "max_queued": "64",
     "kv_floor_tokens": "16384",
     "devices": '["cpu:0"]',
+    "isolate": "true",
+    "isolate_bytes": '"6GiB"',
     "chat_template": '"/etc/hearthd/llama.jinja"',
     "temperature": "0.7",
     "quantize": '"int8"',
@@ -119,7 +121,7 @@ def example() -> str:
 def _entry(name: str, default: Any, unit: str, reload: str, description: str) -> list[str]:
     notes = ", ".join(part for part in (unit, reload) if part)
     unset = default is None or default == "" or default == []
-    value = _EXAMPLES.get(name, '"bfloat16"' if name == "dtype" else None) if unset else _toml(default)
+    value = _EXAMPLES.get(name, '"bfloat16"' if name == "dtype" and unset else None if unset else _toml(default))
     return [f"# {description} ({notes})", f"{'' if name == 'models_dir' else '# '}{name} = {value}"]
 
 

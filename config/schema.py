@@ -18,11 +18,21 @@ def key(description: str, unit: str = "", reload: str = RESTART) -> msgspec.Meta
 
 
 class DeviceBudget(msgspec.Struct, frozen=True):
-    """One `--device NAME=BUDGET`. name: `cpu:0`; budget_bytes: weights, KV and work space together; uuid: a cuda device's GPU."""
+    """One `--device NAME=BUDGET`, or the carve-out of one for an isolated model: an account and an engine of its own.
+
+    name: `cpu:0`, of a carve-out `cpu:0/org/name`; budget_bytes: weights, KV and work space together; uuid: a cuda device's GPU.
+    model: the only one a carve-out is for, "" for a device; whole_bytes: the budget its device had before it was divided."""
 
     name: str
     budget_bytes: int
     uuid: str = ""
+    model: str = ""
+    whole_bytes: int = 0
+
+    @property
+    def hardware(self) -> str:
+        """Where its engine computes: `cpu:0`."""
+        return self.name.partition("/")[0]
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -53,7 +63,16 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     priority: Annotated[float, key("factor on its value when victims are chosen, and on its turn", reload=LIVE)] = 1.0
     pinned: Annotated[bool, key("loaded at start, never evicted", reload=LIVE)] = False
     devices: Annotated[list[str], key("devices it may live on; empty: any", reload=LIVE)] = []
-    isolate: Annotated[bool, key("an engine process of its own (not built yet: refused when true)")] = False
+    isolate: Annotated[
+        bool, key("an engine process of its own, with a fixed part of its device's budget, set aside from start to stop")
+    ] = False
+    isolate_bytes: Annotated[
+        int | str | None,
+        key(
+            "that part; default: what its weights, work space and reserved KV (kv_floor_tokens) take, by its files at start",
+            "bytes",
+        ),
+    ] = None
     dtype: Annotated[str | None, key("auto, float32, bfloat16 or float16; default: the node's dtype")] = None
     quantize: Annotated[
         str | None,
@@ -146,7 +165,9 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "a step with a prompt's chunk may take so many times the step of its decoding sequences alone; 0: any; else at least 1"
         ),
     ] = 2.0
-    threads: Annotated[int, key("compute threads of one cpu engine; 0: the machine's cores", "threads")] = 0
+    threads: Annotated[
+        int, key("compute threads of each cpu engine; 0: the machine's cores, shared out equally among the cpu engines", "threads")
+    ] = 0
     runner: Annotated[str, key("torch, or null: produces tokens without a model, to measure and test the serving path")] = "torch"
     loop_watch_ms: Annotated[float, key("how often the event loop's watch looks while requests are open", "ms")] = 5.0
     null_step_ms: Annotated[float, key("how long one step of the null runner takes", "ms")] = 10.0

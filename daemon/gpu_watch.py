@@ -58,7 +58,8 @@ class GpuWatch:
     def _lost(self) -> list[str]:
         """Whom a fault without a name is about: GPUs that the driver has no more."""
         there = {gpu.uuid for gpu in self._inventory.gpus()}
-        lost = [device.uuid for device in self._devices if device.uuid not in there | self._known_lost]
+        ours = dict.fromkeys(device.uuid for device in self._devices)  # a device and its carve-outs are one GPU
+        lost = [uuid for uuid in ours if uuid not in there | self._known_lost]
         self._known_lost = self._known_lost - there | set(lost)
         return lost
 

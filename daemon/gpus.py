@@ -1,4 +1,4 @@
-"""The node's GPUs as the driver tells of them, whoever asks it; daemon/nvml.py does."""
+"""The node's GPUs as the driver tells of them, whoever asks it."""
 
 from __future__ import annotations
 
@@ -92,26 +92,6 @@ class Inventory(Protocol):
         ...
 
 
-class Driver:
-    """The machine's own inventory; the library that asks the driver is loaded with the first question."""
-
-    def __init__(self) -> None:
-        self._nvml: Inventory | None = None
-
-    def gpus(self) -> Sequence[Gpu]:
-        return self._loaded().gpus()
-
-    def next_fault(self, timeout_s: float) -> GpuFault | None:
-        return self._loaded().next_fault(timeout_s)
-
-    def _loaded(self) -> Inventory:
-        if self._nvml is None:
-            from daemon.nvml import Nvml
-
-            self._nvml = Nvml()
-        return self._nvml
-
-
 def memories(inventory: Inventory) -> list[GpuMemory]:
     """For config.devices. Raises NoGpus."""
     return [gpu.memory for gpu in inventory.gpus()]
@@ -140,14 +120,12 @@ def why_no_memory(inventory: Inventory, device: DeviceBudget, error: str) -> str
 
 def rows_of(gpus: Sequence[Gpu], devices: Sequence[DeviceBudget], faults: dict[str, list[int]]) -> list[dict[str, Any]]:
     """What `hearth gpus --json` prints. device: the node's name for it, "" where it does not use it; xids: seen since its start."""
-    names = {device.uuid: device for device in devices if device.uuid}
     found = []
     for gpu in gpus:
-        device = names.get(gpu.uuid)
-        use = (
-            {"device": device.name, "budget_bytes": device.budget_bytes}
-            if device is not None
-            else {"device": "", "budget_bytes": 0}
-        )
+        parts = [device for device in devices if device.uuid and device.uuid == gpu.uuid]  # the device itself, and its carve-outs
+        use = {
+            "device": parts[0].hardware if parts else "",
+            "budget_bytes": sum(part.budget_bytes for part in parts),
+        }
         found.append(asdict(gpu) | use | {"xids": list(faults.get(gpu.uuid, ()))})
     return found

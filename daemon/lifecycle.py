@@ -23,7 +23,7 @@ from config import load as config_load
 from config import reload as config_reload
 from config.devices import device_budgets
 from config.schema import DeviceBudget, NodeConfig
-from config.units import machine_memory_bytes
+from config.units import format_bytes, machine_memory_bytes
 from daemon import keys, listeners, logs, sockets
 from daemon.access import Access
 from daemon.api import paths
@@ -31,7 +31,8 @@ from daemon.api.app import http_log, make_app, make_runner
 from daemon.control import make_control_app
 from daemon.errors import BadRequest, NotNow
 from daemon.file_watch import FileWatch, signature
-from daemon.gpus import Driver, Inventory, memories
+from daemon.gpu_driver import Driver
+from daemon.gpus import Inventory, memories
 from daemon.node import Node, scheduler_settings
 from daemon.state import NodeState
 from daemon.systemd_notify import Notifier
@@ -132,8 +133,9 @@ class Lifecycle:
         return 0
 
     def _announce(self, node: Node) -> None:
-        for device in self._devices:
-            log.info("device %s: %.1f MiB for weights, KV and work space", device.name, device.budget_bytes / 2**20)
+        for device in node.devices:
+            alone = f", set aside for {device.model}" if device.model else ""
+            log.info("device %s: %s for weights, KV and work space%s", device.name, format_bytes(device.budget_bytes), alone)
         with contextlib.suppress(BrokenPipeError):
             print(f"hearthd {VERSION} serves {node.url} control {self._config.control}", flush=True)
         self._notify.ready(f"serves {node.url}")

@@ -15,8 +15,10 @@ from config.devices import device_budgets
 from config.schema import NodeConfig
 from config.units import format_bytes, machine_memory_bytes
 from daemon import keys, listeners
+from daemon.arguments import ArgumentParser
 from daemon.errors import EXIT_OK, EXIT_USAGE
-from daemon.gpus import Driver, Inventory, memories
+from daemon.gpu_driver import Driver
+from daemon.gpus import Inventory, memories
 from daemon.version import VERSION
 
 _METAVARS = {
@@ -33,7 +35,7 @@ _METAVARS = {
 
 def make_parser() -> argparse.ArgumentParser:
     """One flag for every key of the node; their values stay text until config.load has read the file too."""
-    parser = argparse.ArgumentParser(prog="hearthd", description="Serves the models of one folder over the OpenAI API.")
+    parser = ArgumentParser(prog="hearthd", description="Serves the models of one folder over the OpenAI API.")
     parser.add_argument("--config", metavar="FILE", help="TOML file; flags win over it")
     parser.add_argument("--check-config", action="store_true", help="check flags and file, print what would run, and end")
     parser.add_argument("--version", action="version", version=f"hearthd {VERSION}")

@@ -15,12 +15,14 @@ from typing import Any
 
 from config.schema import DeviceBudget, NodeConfig
 from daemon import metrics_page, node_metrics
+from daemon.carve_outs import divide
 from daemon.dispatcher import Dispatcher
 from daemon.engine_events import EngineEvents
 from daemon.errors import BadRequest, HearthError
 from daemon.event_ring import EventRing
+from daemon.gpu_driver import Driver
 from daemon.gpu_watch import GpuWatch
-from daemon.gpus import Driver, GpuFault, Inventory, rows_of, why_no_memory
+from daemon.gpus import GpuFault, Inventory, rows_of, why_no_memory
 from daemon.host_memory import HostMemory
 from daemon.live_settings import LiveSettings
 from daemon.logs import fields
@@ -62,7 +64,8 @@ class Node:
         self, config: NodeConfig, devices: Sequence[DeviceBudget], state: NodeState, inventory: Inventory | None = None
     ) -> None:
         loop = asyncio.get_running_loop()
-        self.devices = list(devices)
+        division = divide(config, devices, state)
+        self.devices = devices = division.devices
         self.inventory = inventory or Driver()
         self.state = state
         self.settings = LiveSettings(config)
@@ -72,7 +75,7 @@ class Node:
         settings = scheduler_settings(config)
         self.scheduler = NodeScheduler(settings, budgets)
         self.host_memory = HostMemory(settings.host_tier_slots, settings.chunk_bytes)
-        self.registry = Registry(config, devices, state)
+        self.registry = Registry(config, devices, state, division.problems)
         self.registry.refused = self._refused
         self.dispatcher = Dispatcher(self.scheduler, config, self.registry.source, self.ring, self.metric, self.watch)
         self.engine_events = EngineEvents(self.dispatcher, budgets)
@@ -106,7 +109,8 @@ class Node:
 
     def _spec_of(self, device: DeviceBudget, threads: int) -> Callable[[], EngineSpec]:
         def spec() -> EngineSpec:
-            usable = [one for one in self.registry.models.values() if one.entry is not None]
+            models = self.registry.models.values()
+            usable = [one for one in models if one.entry is not None and device.name in (one.facts.devices or [device.name])]
             facts = [one.facts for one in usable]
             fitting = [one.work_space_bytes for one in facts if one.weights_bytes + one.work_space_bytes < device.budget_bytes]
             dtypes = tuple(dtype for dtype, _ in Counter(one.dtype for one in usable).most_common())

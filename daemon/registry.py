@@ -10,7 +10,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from config.schema import DeviceBudget, ModelConfig, NodeConfig
@@ -44,8 +44,16 @@ class Registered:
 class Registry:
     """ModelPort for the API."""
 
-    def __init__(self, config: NodeConfig, devices: Sequence[DeviceBudget], state: NodeState) -> None:
+    def __init__(
+        self,
+        config: NodeConfig,
+        devices: Sequence[DeviceBudget],
+        state: NodeState,
+        without_carve_out: Mapping[str, str] | None = None,
+    ) -> None:
+        """without_carve_out: isolated models for which nothing could be set aside, and why."""
         self.config, self._devices, self._state = config, devices, state
+        self._without_carve_out = without_carve_out or {}
         self.models: dict[str, Registered] = {}
         self.refused: Callable[[str], HearthError | None] = lambda name: None  # set by the node: why a model can never run
         self._aliases: dict[str, str] = {}
@@ -119,7 +127,9 @@ class Registry:
         dtype = settings.dtype or config.dtype
         shape = checkpoint.shape
         quantize = "int8" if settings.quantize == "int8" else ""
-        misfit = "" if shape is None else self._encoder_misfit(name, settings, shape)
+        misfit = self._without_carve_out.get(name, "") if settings.isolate else ""
+        if shape is not None:
+            misfit = misfit or self._encoder_misfit(name, settings, shape)
         if quantize and shape is not None:
             misfit = misfit or self._quantize_misfit(name, settings, shape)
         if not checkpoint.complete or shape is None or misfit:
@@ -137,12 +147,12 @@ class Registry:
             )
             return Registered(checkpoint, facts, None, dtype, problem)
         dtype = shape.dtype if dtype == "auto" else dtype
-        max_model_len = self._max_model_len(config, settings, shape, dtype)
+        max_model_len = self._max_model_len(config, name, settings, shape, dtype)
         facts = events.ModelFacts(
             name=name,
             weights_bytes=sizing.weights_bytes(shape, dtype, quantize),
             kv_bytes_per_token=sizing.kv_bytes_per_token(shape, dtype),
-            work_space_bytes=self._work_space_bytes(config, settings, shape, dtype, max_model_len),
+            work_space_bytes=self._work_space_bytes(config, name, settings, shape, dtype, max_model_len),
             max_model_len=max_model_len,
             kv_floor_tokens=settings.kv_floor_tokens or 0,
             kv_reserved_bytes=_kv_reserved_bytes(config, shape, dtype, max(max_model_len, settings.kv_floor_tokens or 0)),
@@ -151,7 +161,7 @@ class Registry:
             priority=settings.priority,
             pinned=pinned,
             enabled=enabled,
-            devices=tuple(device.name for device in self._allowed(settings, shape)) if shape.pooling else tuple(settings.devices),
+            devices=self._named_devices(name, settings, shape),
             fingerprint=checkpoint.fingerprint,
         )
         generation = checkpoint.generation
@@ -180,17 +190,26 @@ class Registry:
         )
         return Registered(checkpoint, facts, entry, dtype, "", quantize)
 
-    def _allowed(self, settings: ModelConfig, shape: ModelShape) -> list[DeviceBudget]:
-        """Devices it may live on; of a GPU's kernels none are an encoder's."""
-        named = [device for device in self._devices if not settings.devices or device.name in settings.devices]
+    def _allowed(self, name: str, settings: ModelConfig, shape: ModelShape) -> list[DeviceBudget]:
+        """Devices it may live on: its carve-out alone, or any that is nobody's carve-out; of a GPU's kernels none are an
+        encoder's."""
+        own = [device for device in self._devices if device.model == name]
+        shared = [device for device in self._devices if not device.model]
+        named = own or [device for device in shared if not settings.devices or device.name in settings.devices]
         return [device for device in named if not (shape.pooling and device.name.startswith("cuda"))]
 
+    def _named_devices(self, name: str, settings: ModelConfig, shape: ModelShape) -> tuple[str, ...]:
+        """For ModelFacts.devices, where () is any."""
+        if shape.pooling or any(device.model for device in self._devices):
+            return tuple(device.name for device in self._allowed(name, settings, shape)) or tuple(settings.devices)
+        return tuple(settings.devices)
+
     def _work_space_bytes(
-        self, config: NodeConfig, settings: ModelConfig, shape: ModelShape, dtype: str, max_model_len: int
+        self, config: NodeConfig, name: str, settings: ModelConfig, shape: ModelShape, dtype: str, max_model_len: int
     ) -> int:
         """By the rule of the kind of device it may live on, the larger one's where it may live on both."""
         batch, sequences = config.max_num_batched_tokens, settings.max_sequences
-        kinds = {device.name.partition(":")[0] for device in self._allowed(settings, shape)}
+        kinds = {device.name.partition(":")[0] for device in self._allowed(name, settings, shape)}
         sizes = [gpu_work_space_bytes(shape, dtype, batch, sequences)] if "cuda" in kinds else []
         if kinds != {"cuda"}:
             quantize = "int8" if settings.quantize == "int8" else ""
@@ -199,7 +218,7 @@ class Registry:
 
     def _encoder_misfit(self, name: str, settings: ModelConfig, shape: ModelShape) -> str:
         """Why an encoder has no device, or ""."""
-        if not shape.pooling or self._allowed(settings, shape):
+        if not shape.pooling or self._allowed(name, settings, shape):
             return ""
         return f'models."{name}".devices: encoders are not built for cuda devices; give the node a cpu device for them'
 
@@ -210,13 +229,16 @@ class Registry:
             return f'models."{name}".quantize: int8 is not built for {gpus[0]}; name cpu devices in its "devices"'
         return f'models."{name}".quantize: int8 is not built for encoders' if shape.pooling else ""
 
-    def _max_model_len(self, config: NodeConfig, settings: ModelConfig, shape: ModelShape, dtype: str) -> int:
-        """The configured length, or the default: the checkpoint's or what 25 % of the largest allowed device holds as KV; halved
-        (down to 2,048) while the model with the work space for such contexts would not fit at all."""
+    def _max_model_len(self, config: NodeConfig, name: str, settings: ModelConfig, shape: ModelShape, dtype: str) -> int:
+        """The configured length, or the default: the checkpoint's or what 25 % of the largest allowed device holds as KV (for a
+        carve-out, of the device it is of); halved (down to 2,048) while the model with the work space for such contexts would not
+        fit at all."""
         if settings.max_model_len is not None:
             return min(settings.max_model_len, shape.max_position_embeddings)
-        budget_bytes = max((device.budget_bytes for device in self._allowed(settings, shape)), default=0)
-        length = sizing.default_max_model_len(shape, dtype, budget_bytes)
+        allowed = self._allowed(name, settings, shape)
+        budget_bytes = max((device.budget_bytes for device in allowed), default=0)
+        whole_bytes = max((device.whole_bytes or device.budget_bytes for device in allowed), default=0)
+        length = sizing.default_max_model_len(shape, dtype, whole_bytes)
         chunk_bytes = int(config.chunk_bytes)
         quantize = "int8" if settings.quantize == "int8" else ""
         while length > sizing.MIN_MODEL_LEN:
@@ -224,7 +246,7 @@ class Registry:
                 name="",
                 weights_bytes=sizing.weights_bytes(shape, dtype, quantize),
                 kv_bytes_per_token=sizing.kv_bytes_per_token(shape, dtype),
-                work_space_bytes=self._work_space_bytes(config, settings, shape, dtype, length),
+                work_space_bytes=self._work_space_bytes(config, name, settings, shape, dtype, length),
                 max_model_len=length,
                 kv_reserved_bytes=_kv_reserved_bytes(config, shape, dtype, length),
             )

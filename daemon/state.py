@@ -21,13 +21,17 @@ class NodeState:
         self.enabled: dict[str, bool] = {}
 
     def load(self) -> None:
-        """A file that cannot be understood is kept beside as state.json.bad-TIME and said so. Raises OSError if the folder can't
-        be made or read."""
-        self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        """A file that cannot be understood is kept beside as state.json.bad-TIME and said so. Raises OSError naming the setting
+        if the folder can't be made or the file not be read."""
         try:
+            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             text = self.path.read_bytes()
         except FileNotFoundError:
-            return
+            if self.path.parent.is_dir():
+                return
+            raise OSError(f"state_dir {self.path.parent} cannot be made; name another with --state-dir DIR") from None
+        except OSError as error:
+            raise OSError(f"state_dir {self.path.parent}: {error.strerror}; name another with --state-dir DIR") from None
         try:
             values = json.loads(text)
             if values["version"] != VERSION:

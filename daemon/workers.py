@@ -1,4 +1,5 @@
-"""One engine process per device: spawned, watched, started again with back-off; its end is told with the step it died in.
+"""One engine process per device or carve-out: spawned, watched, started again with back-off; its end is told with the step it
+died in.
 
 An engine ends at the end of its socketpair, so it cannot outlive the daemon, whatever ends the daemon.
 """
@@ -58,7 +59,7 @@ class EngineSpec:
     def configure(self) -> protocol.Configure:
         chunk_bytes = int(self.config.chunk_bytes)
         return protocol.Configure(
-            device=self.device.name,
+            device=self.device.hardware,
             # address space for the whole budget: how much of it may be used is what the ledger's leases leave beside the work space
             num_chunks=self.device.budget_bytes // chunk_bytes,
             chunk_bytes=chunk_bytes,
@@ -79,7 +80,7 @@ class EngineSpec:
 
 
 def threads_per_engine(config: NodeConfig, devices: Sequence[DeviceBudget]) -> int:
-    """The configured number, else the cores this process may use shared out among the cpu engines."""
+    """The configured number, else the cores this process may use shared out among the cpu engines, those of isolated models too."""
     num_cpu = sum(device.name.startswith("cpu") for device in devices)
     return config.threads or max(1, len(os.sched_getaffinity(0)) // max(1, num_cpu))
 
@@ -183,7 +184,7 @@ class Worker:
         loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        journal_fd = os.memfd_create(f"journal-{self.device}")
+        journal_fd = os.memfd_create(f"journal-{self.device[:64]}")  # its name may be no longer than some 240
         try:
             os.ftruncate(journal_fd, protocol.JOURNAL_BYTES)
             journal = mmap.mmap(journal_fd, protocol.JOURNAL_BYTES)

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from config.paths import client_control_path, daemon_status_path
+from daemon.arguments import ArgumentParser
 from daemon.cli import completion, gpus, keys, models, node, plan, queue, simulate, story, top
 from daemon.cli.client import Client, CommandError
 from daemon.cli.doctor import command as doctor
@@ -22,10 +23,10 @@ Command = Callable[[Client, argparse.Namespace], int | None]
 
 
 def make_parser() -> argparse.ArgumentParser:
-    common = argparse.ArgumentParser(add_help=False)
+    common = ArgumentParser(add_help=False)
     common.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print JSON")
     common.add_argument("--control", metavar="SOCKET", default=argparse.SUPPRESS, help="the daemon's control socket")
-    parser = argparse.ArgumentParser(prog="hearth", description="Looks after a running hearthd.", parents=[common])
+    parser = ArgumentParser(prog="hearth", description="Looks after a running hearthd.", parents=[common])
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def add(name: str, run: Command, text: str, argument: str = "", optional: bool = False) -> argparse.ArgumentParser:
@@ -83,6 +84,7 @@ def make_parser() -> argparse.ArgumentParser:
     simulate.add_trace_options(made)
     shell = add("completion", completion.completion, "what makes a shell complete this program's commands and models")
     shell.add_argument("shell", metavar="SHELL", choices=completion.SHELLS, help="bash, zsh or fish")
+    shell.set_defaults(parser=parser)  # what it is made from
     add("version", node.version, "versions of this program and of the daemon")
     return parser
 

@@ -60,9 +60,7 @@ def commands_of(parser: argparse.ArgumentParser) -> list[Command]:
 
 
 def completion(client: Client, options: argparse.Namespace) -> None:
-    from daemon.cli.__main__ import make_parser
-
-    print(script(options.shell, make_parser()), end="")
+    print(script(options.shell, options.parser), end="")
 
 
 def script(shell: str, parser: argparse.ArgumentParser) -> str:

@@ -6,9 +6,11 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from daemon.cli.client import Client, CommandError
 from daemon.cli.models_folder import add_models_option, models_folder
@@ -45,34 +47,41 @@ class Verified:
     against_original: bool
 
 
+Result = TypeVar("Result", Packed, Verified)
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_models_option(parser)
 
 
 def pack(client: Client, options: argparse.Namespace) -> None:
-    folder = models_folder(client, options.models)
-    with write_errors(folder):
-        result = packed(find(folder, options.name), sys.stdout.isatty() and not options.json)
-    if options.json:
-        print(json.dumps(asdict(result)))
-        return
-    sizes = f"{size(result.packed_bytes)} for {size(result.plain_bytes)}, {result.packed_bytes / result.plain_bytes:.3f} of it"
-    if result.done_before:
-        print(f"{result.name} is packed already, in {result.folder}: {sizes}")
-    else:
-        print(f"{result.name} is packed in {result.folder}: {sizes}; `hearth verify {result.name}` proves it")
+    _run(client, options, packed, _packed_text)
 
 
 def verify(client: Client, options: argparse.Namespace) -> None:
+    _run(client, options, verified, _verified_text)
+
+
+def _run(
+    client: Client, options: argparse.Namespace, work: Callable[[ModelFiles, bool], Result], text: Callable[[Result], str]
+) -> None:
     folder = models_folder(client, options.models)
     with write_errors(folder):
-        result = verified(find(folder, options.name), sys.stdout.isatty() and not options.json)
-    if options.json:
-        print(json.dumps(asdict(result)))
-        return
+        result = work(find(folder, options.name), sys.stdout.isatty() and not options.json)
+    print(json.dumps(asdict(result)) if options.json else text(result))
+
+
+def _packed_text(result: Packed) -> str:
+    sizes = f"{size(result.packed_bytes)} for {size(result.plain_bytes)}, {result.packed_bytes / result.plain_bytes:.3f} of it"
+    if result.done_before:
+        return f"{result.name} is packed already, in {result.folder}: {sizes}"
+    return f"{result.name} is packed in {result.folder}: {sizes}; `hearth verify {result.name}` proves it"
+
+
+def _verified_text(result: Verified) -> str:
     what = "equal to the original, bit by bit" if result.against_original else "what was packed, by SHA-256 (the original is gone)"
     tensors = f"{result.num_tensors} tensors, {result.num_packed_tensors} of them packed"
-    print(f"{result.name}: {tensors}, {size(result.packed_bytes)} for {size(result.plain_bytes)}: {what}")
+    return f"{result.name}: {tensors}, {size(result.packed_bytes)} for {size(result.plain_bytes)}: {what}"
 
 
 def packed(model: ModelFiles, with_bar: bool) -> Packed:

@@ -1,0 +1,27 @@
+"""The machine's own driver, asked through daemon/nvml.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from daemon.gpus import Gpu, GpuFault, Inventory
+
+
+class Driver:
+    """The machine's own inventory; the library that asks the driver is loaded with the first question."""
+
+    def __init__(self) -> None:
+        self._nvml: Inventory | None = None
+
+    def gpus(self) -> Sequence[Gpu]:
+        return self._loaded().gpus()
+
+    def next_fault(self, timeout_s: float) -> GpuFault | None:
+        return self._loaded().next_fault(timeout_s)
+
+    def _loaded(self) -> Inventory:
+        if self._nvml is None:
+            from daemon.nvml import Nvml
+
+            self._nvml = Nvml()
+        return self._nvml
