@@ -13,6 +13,7 @@ import json
 import os
 import pathlib
 import signal
+import sys
 import tempfile
 import time
 from typing import Any
@@ -25,19 +26,41 @@ from benchmarks.serve import STORE
 from benchmarks.server import Server
 
 THREE = ("mid-1", "mid-2", "mid-3")
+STREAMS, NUM_OUT = 50, 400  # so many tokens that the first stream still runs when the last has begun
+ALL_RUN_LIMIT_S, DONE_LIMIT_S, TELL_EVERY_S = 60.0, 140.0, 2.0
 
 
-async def kill_midway(server: Server, delay_s: float) -> float:
-    await asyncio.sleep(delay_s)
-    (engine,) = server.engines()
-    os.kill(engine.pid, signal.SIGKILL)
-    return time.perf_counter()
+async def all_run(followed: list[Result]) -> None:
+    """Returns when every stream has begun and none has ended; tells how far they are. Raises RuntimeError where it does not come to
+    that."""
+    begin_s = told_s = time.perf_counter()
+    while True:
+        running = sum(bool(result.stamps) and not result.ended for result in followed)
+        if running == STREAMS:
+            return
+        now_s = time.perf_counter()
+        if now_s - told_s > TELL_EVERY_S:
+            told_s = now_s
+            print(f"{running} of {STREAMS} streams run after {now_s - begin_s:.0f} s", file=sys.stderr, flush=True)
+        if ended := sum(result.ended for result in followed):
+            raise RuntimeError(f"{ended} streams ended before all {STREAMS} ran: their answers are too short for this machine")
+        if now_s - begin_s > ALL_RUN_LIMIT_S:
+            raise RuntimeError(f"after {ALL_RUN_LIMIT_S:.0f} s only {running} of {STREAMS} streams run")
+        await asyncio.sleep(0.02)
 
 
-async def scenario(server: Server, models: list[str], num_out: int, delay_s: float) -> tuple[list[Result], float]:
-    work = asyncio.wait_for(drive(server.url, models, 50, 50, 128, num_out), 140)
-    results, killed = await asyncio.gather(work, kill_midway(server, delay_s))
-    return results, killed
+async def scenario(server: Server, models: list[str], num_out: int) -> tuple[list[Result], float]:
+    """The results, and when the engine was killed: as soon as all streams ran."""
+    followed: list[Result] = []
+    work = asyncio.create_task(drive(server.url, models, STREAMS, STREAMS, 128, num_out, followed=followed))
+    try:
+        await all_run(followed)
+        (engine,) = server.engines()
+        os.kill(engine.pid, signal.SIGKILL)
+        killed = time.perf_counter()
+        return await asyncio.wait_for(work, DONE_LIMIT_S), killed
+    finally:
+        work.cancel()
 
 
 def figures(results: list[Result], killed: float, num_out: int) -> dict[str, Any]:
@@ -62,9 +85,9 @@ def one() -> dict[str, Any]:
     with Server(feather.parent, ["cpu=2GiB"], ["--dtype", "float32"]) as server:
         server.cli("load", "feather")
         uvloop.run(drive(server.url, ["feather"], 4, 4, 16, 8))
-        results, killed = uvloop.run(scenario(server, ["feather"], 400, 1.0))
+        results, killed = uvloop.run(scenario(server, ["feather"], NUM_OUT))
         status = server.cli("status", "--json")
-    return {"benchmark": "crash", **figures(results, killed, 400), "engine_restarts": status["engine_restarts"]}
+    return {"benchmark": "crash", **figures(results, killed, NUM_OUT), "engine_restarts": status["engine_restarts"]}
 
 
 def three() -> dict[str, Any]:
@@ -81,7 +104,7 @@ def three() -> dict[str, Any]:
                 server.cli("load", name)
             uvloop.run(drive(server.url, list(THREE), 6, 6, 16, 8))
             num_loads = len(_loads(server))
-            results, killed = uvloop.run(scenario(server, list(THREE), 64, 6.0))
+            results, killed = uvloop.run(scenario(server, list(THREE), NUM_OUT))
             again = _loads(server)[num_loads:]
             (engine,) = server.engines()
             read_chars = engine.io_counters().read_chars
@@ -89,7 +112,7 @@ def three() -> dict[str, Any]:
     return {
         "benchmark": "crash_host_tier",
         "models": len(THREE),
-        **figures(results, killed, 64),
+        **figures(results, killed, NUM_OUT),
         "loads": [event["model"] for event in again],
         "bytes_read_by_loads": sum(event["bytes_read"] for event in again),
         "load_s": [round(event["seconds"], 3) for event in again],

@@ -15,6 +15,7 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
@@ -54,15 +55,20 @@ class Result:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     error: str = ""
-    text: str = ""
+    text: str = ""  # the answer's whole body, where it was to be kept
+    usage: dict[str, Any] = field(default_factory=dict)
+    ended: bool = False
 
     @property
     def ok(self) -> bool:
         return self.status == 200 and not self.error and self.completion_tokens > 0
 
 
-async def stream_one(host: str, port: int, body: dict[str, object], keep_text: bool = False, key: str = "") -> Result:
-    """One streamed completion on a connection of its own. key: "" for a server without keys."""
+async def stream_one(
+    host: str, port: int, body: dict[str, object], keep_text: bool = False, key: str = "", followed: list[Result] | None = None
+) -> Result:
+    """One streamed completion on a connection of its own. key: "" for a server without keys. followed: gets the result at once, to
+    be watched as it grows; `ended` says when it grows no more."""
     payload = json.dumps(body).encode()
     authorization = f"Authorization: Bearer {key}\r\n" if key else ""
     head = (
@@ -70,6 +76,8 @@ async def stream_one(host: str, port: int, body: dict[str, object], keep_text: b
         f"{authorization}Connection: close\r\nContent-Length: {len(payload)}\r\n\r\n"
     ).encode()
     result = Result(time.perf_counter())
+    if followed is not None:
+        followed.append(result)
     tail = b""
     whole = bytearray()
     try:
@@ -90,31 +98,46 @@ async def stream_one(host: str, port: int, body: dict[str, object], keep_text: b
                 whole += data
         writer.close()
     except OSError as error:
-        result.error = f"{type(error).__name__}: {error}"
+        result.error, result.ended = f"{type(error).__name__}: {error}", True
         return result
     if b"data: [DONE]" not in tail:
         result.error = tail[-300:].decode(errors="replace") or "closed before [DONE]"
     last = tail.rfind(b"data: {")
     if last >= 0:
-        usage = json.loads(tail[last + 6 : tail.index(b"\n", last)]).get("usage") or {}
+        usage = result.usage = json.loads(tail[last + 6 : tail.index(b"\n", last)]).get("usage") or {}
         result.prompt_tokens, result.completion_tokens = usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0)
     if keep_text:
         result.text = bytes(whole).decode(errors="replace")
+    result.ended = True
     return result
 
 
 async def drive(
-    url: str, models: list[str], num: int, streams: int, num_in: int, num_out: int, seed: int = 0, keys: Sequence[str] = ("",)
+    url: str,
+    models: list[str],
+    num: int,
+    streams: int,
+    num_in: int,
+    num_out: int,
+    seed: int = 0,
+    keys: Sequence[str] = ("",),
+    followed: list[Result] | None = None,
 ) -> list[Result]:
     """`num` requests of one length: see drive_lengths."""
-    return await drive_lengths(url, models, [(num_in, num_out)] * num, streams, seed, keys)
+    return await drive_lengths(url, models, [(num_in, num_out)] * num, streams, seed, keys, followed)
 
 
 async def drive_lengths(
-    url: str, models: Sequence[str], lengths: Sequence[tuple[int, int]], streams: int, seed: int = 0, keys: Sequence[str] = ("",)
+    url: str,
+    models: Sequence[str],
+    lengths: Sequence[tuple[int, int]],
+    streams: int,
+    seed: int = 0,
+    keys: Sequence[str] = ("",),
+    followed: list[Result] | None = None,
 ) -> list[Result]:
     """One request for each (words in, tokens out) over `streams` workers, the models in turn; prompts are random words, distinct,
-    so that prefix caches do not help. keys: the requests take turns with them."""
+    so that prefix caches do not help. keys: the requests take turns with them. followed: see stream_one."""
     where = urlsplit(url)
     rng = random.Random(seed)
     bodies: list[dict[str, object]] = [
@@ -134,7 +157,7 @@ async def drive_lengths(
     async def worker() -> None:
         while bodies:
             key = keys[len(bodies) % len(keys)]
-            results.append(await stream_one(str(where.hostname), int(where.port or 80), bodies.pop(), key=key))
+            results.append(await stream_one(str(where.hostname), int(where.port or 80), bodies.pop(), key=key, followed=followed))
 
     await asyncio.gather(*[worker() for _ in range(streams)])
     return results

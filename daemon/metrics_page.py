@@ -42,6 +42,8 @@ class DeviceNow:
     lease_bytes: int = 0
     kv_used_bytes: int = 0
     preemptions: int = 0
+    kv_moved_bytes: int = 0
+    chunks: dict[str, int] = field(default_factory=dict)  # by state
     planned_bytes: int = 0
     measured_bytes: int = 0
 
@@ -113,6 +115,8 @@ def _all(metrics: Metrics, now: Now) -> Iterator[tuple[str, Rows]]:
     yield "hearth_device_lease_bytes", ((name, one.lease_bytes) for name, one in devices)
     yield "hearth_device_kv_used_bytes", ((name, one.kv_used_bytes) for name, one in devices)
     yield "hearth_device_preemptions_total", ((name, one.preemptions) for name, one in devices)
+    yield "hearth_kv_moved_bytes_total", ((name, one.kv_moved_bytes) for name, one in devices)
+    yield "hearth_device_chunks", (((name, state), num) for name, one in devices for state, num in one.chunks.items())
     yield "hearth_device_planned_bytes", ((name, one.planned_bytes) for name, one in devices)
     yield "hearth_device_measured_bytes", ((name, one.measured_bytes) for name, one in devices)
     swaps = metrics.swaps

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from daemon.metrics_page import DeviceNow, ModelNow, Now
 from daemon.version import VERSION
-from scheduler.node.views import ModelView
+from scheduler.node.views import DeviceView, ModelView
 
 if TYPE_CHECKING:
     from daemon.node import Node
@@ -72,6 +72,13 @@ def kv_share(node: Node, view: ModelView, kv_bytes: int) -> float:
     return min(1.0, kv_bytes / max(room_bytes, kv_bytes, 1))
 
 
+def chunks_by_state(view: DeviceView, kv_used: int) -> dict[str, int]:
+    """All of the device's. kv_used: as its engine said last, so it may be of a moment ago."""
+    used = {"work_space": view.work_space_chunks, "weights": view.weights_chunks}
+    used["kv"] = min(kv_used, view.total_chunks - sum(used.values()))
+    return used | {"free": view.total_chunks - sum(used.values())}
+
+
 def _resident_bytes(pid: int) -> int:
     """0 where there is no such process."""
     try:
@@ -93,6 +100,8 @@ def _devices(node: Node) -> dict[str, DeviceNow]:
             one.lease_bytes = view.lease_chunks * view.chunk_bytes
             if stats is not None:
                 one.kv_used_bytes, one.preemptions = stats.kv_chunks_used * view.chunk_bytes, stats.preemptions
+                one.kv_moved_bytes = stats.kv_moved_bytes
+            one.chunks = chunks_by_state(view, 0 if stats is None else stats.kv_chunks_used)
             one.planned_bytes = view.weights_chunks * view.chunk_bytes + one.kv_used_bytes
             one.measured_bytes = _resident_bytes(node.workers[device.name].pid)
     return found

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from engine.contracts import BatchPlan, LongArray, StepResult, StreamedModel
+from engine.kv_transfer import KVTransfer
 from engine.protocol import Abort, EvictModel, Submit
 from engine.served_models import ServedModel
 from engine.weight_gate import WeightGate, WeightsWithdrawn
@@ -22,7 +23,8 @@ NO_REQUESTS = np.zeros(0, np.int64)
 @dataclass(slots=True, eq=False)
 class FirstStep:
     """running: in its thread, from `start` until it was told of; then one of `result` and `error` is set. loaded: the weights are
-    in, as the daemon knows. put_by, and then leaves_later: messages to take in afterwards."""
+    in, as the daemon knows. restoring: saved KV on its way, which has to be there before a prompt is looked up in it.
+    put_by, and then leaves_later: messages to take in afterwards."""
 
     served: ServedModel
     hosted: StreamedModel
@@ -32,6 +34,8 @@ class FirstStep:
     error: BaseException | None = None
     running: bool = False
     loaded: bool = False
+    restoring: KVTransfer | None = None
+    restored_tokens: int = 0
     weight: float = 1.0  # in the round robin between models
     put_by: list[Submit | Abort] = field(default_factory=list)
     leaves_later: list[EvictModel] = field(default_factory=list)

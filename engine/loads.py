@@ -80,8 +80,7 @@ class Loads:
             load.gate = gate
             self._tell(Begun(load, hosted))
 
-        if not spec.kv_index:  # KV that comes back has to be there before a prompt is looked up in it
-            load.task.begun = begun
+        load.task.begun = begun
         self.running[spec.model] = load
         threading.Thread(target=self._run, args=(load,), name=f"load {spec.model}", daemon=True).start()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import time
 from collections.abc import Callable
 
 import msgspec
@@ -26,8 +27,8 @@ class Placements:
     to, and what was put by meanwhile. memory: None where no model has any.
 
     Not called while a step runs; copies and first steps run beside the steps of other models. A model is in one of these:
-    loads.running (and in `first` if prompts may run behind its weights), first (its weights are there, the step is still running),
-    restoring (its weights are there, its KV is coming), models, leaving (its KV is going)."""
+    loads.running (and in `first` if prompts may run behind its weights, once saved KV is there), first (its weights are there, the
+    step is still running), restoring (its load has ended, its KV is coming), models, leaving (its KV is going)."""
 
     def __init__(
         self,
@@ -115,8 +116,12 @@ class Placements:
             served = self._models.make(spec, begun.hosted, load.place)
         except (MemoryError, ValueError):
             return  # it will be the same at the load's end, which tells of it
-        self.first[spec.model] = FirstStep(served, begun.hosted, load.gate)
-        self._send(LoadStreams(spec.placement_id, spec.model))
+        first = self.first[spec.model] = FirstStep(served, begun.hosted, load.gate)
+        first.restoring = kv_transfer.restoring(served, self._tier, self._memory)
+        if first.restoring is not None:
+            self._loads.copy(first.restoring)
+        else:
+            self._send(LoadStreams(spec.placement_id, spec.model))
 
     def start(self, first: FirstStep, step_id: int) -> BatchPlan | None:
         """Its step, if there is anything to compute."""
@@ -143,6 +148,10 @@ class Placements:
     def _streamed(self, load: Load, first: FirstStep) -> None:
         """The end of a load behind whose weights a step may be running."""
         name = load.task.spec.model
+        if first.restoring is not None:  # nothing was asked of it yet
+            del self.first[name]
+            self._restoring[name] = (load, first.restoring)
+            return
         if load.hosted is None:
             del self.first[name]
             self._forget(name)
@@ -150,7 +159,7 @@ class Placements:
             self._told_failed(load, load.error)
             return
         first.loaded = True
-        self._told_loaded(load)
+        self._told_loaded(load, first.restored_tokens)
         first.leaves_later += [EvictModel(placement_id, name, 0) for placement_id in load.withdrawn_by]
         if not first.running:
             self._serve(first)
@@ -199,16 +208,24 @@ class Placements:
         self._loads.copy(transfer)
 
     def _restored(self, transfer: KVTransfer) -> None:
-        load, _ = self._restoring.pop(transfer.served.spec.model)
-        num_tokens = kv_transfer.restored(transfer)
-        if transfer.placement_ids:  # evicted meanwhile
+        spec, num_tokens = transfer.served.spec, kv_transfer.restored(transfer)
+        first = self.first.get(spec.model)
+        if first is not None:  # its weights are still coming
+            first.restoring, first.restored_tokens = None, num_tokens
+            self._send(LoadStreams(spec.placement_id, spec.model))
+            return
+        load, _ = self._restoring.pop(spec.model)
+        if load.cancelled.is_set() or load.hosted is None or transfer.placement_ids:
             self._models.free(transfer.served)
+            if load.cancelled.is_set() or load.hosted is None:
+                self._told_failed(load, load.error)
             for placement_id in transfer.placement_ids:
-                self._send(Evicted(placement_id, transfer.served.spec.model))
+                self._send(Evicted(placement_id, spec.model))
             return
         self._models.add(transfer.served)
-        load.task.copy_seconds += transfer.seconds
-        load.seconds += transfer.seconds
+        waited_s = max(0.0, time.monotonic() - load.started_s - load.seconds)
+        load.task.copy_seconds += waited_s
+        load.seconds += waited_s
         self._told_loaded(load, num_tokens)
 
     def _told_loaded(self, load: Load, restored_kv_tokens: int = 0) -> None:

@@ -162,7 +162,7 @@ class LoadProgress(Message, frozen=True):
 
 class LoadStreams(Message, frozen=True):
     """Of a load under way: requests may be submitted, and are computed layer by layer as the weights come. None of them has a token
-    before LoadDone; LoadFailed and Evicted forget them, as Evicted does."""
+    before LoadDone; LoadFailed and Evicted forget them, as Evicted does. Where saved KV comes back, it is there by then."""
 
     placement_id: int
     model: str
@@ -265,6 +265,7 @@ class Stats(Message, frozen=True):
     models: dict[str, list[int]]
     steps: int
     preemptions: int
+    kv_moved_bytes: int = 0  # of KV, copied from chunk to chunk so that sparse chunks came free; since the engine's start
 
 
 ToEngine = Configure | LoadModel | EvictModel | SetLease | Submit | Abort | Shutdown

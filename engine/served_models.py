@@ -202,7 +202,7 @@ class ServedModels:
             ]
             num_chunks += kv.num_used_chunks
             preemptions += scheduler.num_preemptions
-        return Stats(num_chunks, models, num_steps, preemptions)
+        return Stats(num_chunks, models, num_steps, preemptions, self.compaction.moved_bytes)
 
     def _reclaim(self, wanting: str, num_chunks: int) -> int:
         """Other models' sparse chunks, then their kept prefixes make room for `wanting`; returns how many chunks came back to the

@@ -9,8 +9,10 @@ import pytest
 from daemon import metrics_page, swap_counts
 from daemon.metrics import Metrics
 from daemon.metrics_page import DeviceNow, Now
+from daemon.node_metrics import chunks_by_state
 from engine import protocol
 from scheduler.node import actions
+from scheduler.node.views import DeviceView
 
 
 def load(placement_id: int, reason: str) -> actions.Load:
@@ -76,6 +78,17 @@ def test_memory_failures_are_counted_by_device_and_stay_on_the_page_at_zero() ->
     metrics.swaps.engine_down("cpu:0", killed_for_memory=False)
     page = metrics_page.render(metrics, Now("1", {}, {"cpu:0": DeviceNow(True, 1)})).decode()
     assert 'hearth_out_of_memory_total{device="cpu:0"} 2.0' in page
+
+
+def test_chunks_are_told_by_state_and_what_was_moved_between_them() -> None:
+    view = DeviceView("cpu:0", True, 100 << 20, 1 << 20, 100, 10, {"m": 40}, 30, 0, 50, "", 0, "")
+    chunks = chunks_by_state(view, kv_used=25)
+    assert chunks == {"work_space": 10, "weights": 30, "kv": 25, "free": 35}
+    assert chunks_by_state(view, kv_used=99)["free"] == 0, "the engine's figure is of a moment ago"
+    now = Now("1", {}, {"cpu:0": DeviceNow(True, 1, kv_moved_bytes=4096, chunks=chunks)})
+    page = metrics_page.render(Metrics(), now).decode()
+    assert 'hearth_device_chunks{device="cpu:0",state="kv"} 25.0' in page
+    assert 'hearth_kv_moved_bytes_total{device="cpu:0"} 4096.0' in page
 
 
 def test_an_engines_death_ends_what_it_had_and_no_others() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import mmap
 import os
+import select
 import threading
 import weakref
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from engine.kv_transfer import KVTransfer
 from engine.memory.host_tier import HostTier
 from engine.protocol import Evicted, EvictModel, LoadDone, LoadFailed
 from tests.engine.model_bench import BLOCK_TOKENS, CASES
@@ -240,7 +242,7 @@ def test_saved_twice_without_being_used(folder: Path) -> None:
     assert bench.output == undisturbed(folder, "llama")
 
 
-def test_an_eviction_during_a_save_and_during_a_restore(folder: Path) -> None:
+def test_an_eviction_during_a_save_and_during_a_restore(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = TierBench(folder)
     bench.load("llama")
     bench.submit("llama", 1, PROMPTS[6], OUTPUT_TOKENS)
@@ -254,10 +256,14 @@ def test_an_eviction_during_a_save_and_during_a_restore(folder: Path) -> None:
     assert bench.placements.busy
     gone = bench.pump(Evicted)
     assert [message.placement_id for message in bench.sent if isinstance(message, Evicted)] == [5, 6]
+    may_copy, run = threading.Event(), KVTransfer.run
+    monkeypatch.setattr(KVTransfer, "run", lambda transfer: (may_copy.wait(60), run(transfer)))
     bench.placements.load(bench.spec("llama", kv_slots=gone.kv_slots_used, kv_index=gone.kv_index))
     while not bench.placements._restoring:
+        assert select.select([bench.placements.fileno()], [], [], 60)[0]
         bench.placements.take()
     bench.placements.evict(EvictModel(7, "llama", 64, []))
+    may_copy.set()
     assert bench.pump(Evicted).placement_id == 7
     assert not any(isinstance(message, LoadDone) for message in bench.sent)
     bench.check_empty()

@@ -164,6 +164,8 @@ def test_a_smaller_lease_moves_blocks_before_it_stops_anybody(node: Node) -> Non
     assert stats.models["a"] == running
     assert node.arena.copied
     assert len(node.arena.copied) == len({target for _, target in node.arena.copied})
+    (group,) = node.models.by_name["a"].scheduler.kv.groups
+    assert stats.kv_moved_bytes == len(node.arena.copied) * group.block_bytes
     node.models.set_lease(0)
     assert node.models.stats(0).preemptions > 0, "there is no other way"
     node.models.set_lease(16)

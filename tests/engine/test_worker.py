@@ -281,17 +281,22 @@ def test_nan_fails_that_request_only(engine: EngineProcess, tmp_path: Path) -> N
 
 
 def test_turns_are_shared(engine: EngineProcess, tmp_path: Path) -> None:
-    """a has 64 requests for 32 slots, b has one: while both are busy they get the same time."""
+    """a has 64 requests for 32 slots, b has one: while both are busy they get the same time. Steps that are launched ahead tell the
+    milliseconds they were to take, however long this machine made them wait, so equal shares are equal numbers of steps."""
     for placement_id, model in enumerate(("a", "b"), 1):
-        engine.send(load_message(null_checkpoint(tmp_path / model), model, placement_id, max_model_len=128, kv_reserved_chunks=24))
+        path = null_checkpoint(tmp_path / model, launches_ahead=True)
+        engine.send(load_message(path, model, placement_id, max_model_len=128, kv_reserved_chunks=24))
     engine.wait_for(LoadDone, 2)
-    engine.send(*(submit_message(request_id, "a", max_tokens=100) for request_id in range(1, 65)))
-    engine.send(submit_message(100, "b", max_tokens=100))
+    requests = [submit_message(request_id, "a", max_tokens=100) for request_id in range(1, 65)]
+    engine.send(*requests, submit_message(100, "b", max_tokens=100))
     engine.wait_finished(*range(1, 65), 100)
-    models = [message.model for message in engine.of(TokensOut)]
-    until_b_ended = models[: len(models) - models[::-1].index("b")]
+    steps = [message for message in engine.of(TokensOut) if message.request_ids]
+    assert {message.seconds for message in steps} == {0.001}
+    models = [message.model for message in steps]
+    both_busy = models[models.index("b") : len(models) - models[::-1].index("b")]
     assert models.count("a") >= 200
-    assert 70 <= until_b_ended.count("a") <= 130
+    assert both_busy.count("b") == 100
+    assert abs(both_busy.count("a") - 100) <= 2 * 10, "a turn's budget of steps, at either end"
 
 
 def test_step_fault_ends_the_process_and_the_journal_names_the_requests(tmp_path: Path) -> None:
