@@ -1,13 +1,15 @@
 """Proves and measures the GPU path: the tests that need a GPU, then every GPU benchmark, each in a process of its own.
 
-One part's failure, or its running out of time, costs no other part; results are on disk as they come: `gpu.jsonl` (every line),
-`gpu.md` (tables), `PART.log` (what each part wrote). Exits 2 where there is no GPU, 1 if a part failed.
+One part's failure, or its running out of time, costs no other part: each has its own seconds, all of them together no more than
+--limit-s, and beside them those that the parts before it left. Results are on disk as they come: `gpu.jsonl` (every line), `gpu.md`
+(tables), `PART.log` (what each part wrote). Exits 2 where there is no GPU, 1 if a part failed.
 usage: python -m benchmarks.gpu [--check] [--out FOLDER] [--only tests,kernels] [--limit-s 530] [--tiny]
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
@@ -15,36 +17,40 @@ import pathlib
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TextIO
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
 @dataclass(slots=True, frozen=True)
 class Part:
-    """module and arguments; limit_s: it is ended then. tiny: whether it runs without a GPU."""
+    """module and arguments; limit_s: the time that is its own, whatever the others do."""
 
     name: str
     arguments: tuple[str, ...]
     limit_s: float
-    tiny: bool = True
 
 
 PROCESSES = ("-n", "6") if importlib.util.find_spec("xdist") else ()
-# The most valuable first: what comes last is what a slow machine does not get to.
+# The most valuable first: where time does not suffice, that of the first is cut last.
 PARTS = (
-    Part("forward", ("benchmarks.gpu_forward",), 120),
-    Part("server", ("benchmarks.gpu_server", "--what", "serve"), 150),
+    Part("forward", ("benchmarks.gpu_forward",), 95),
+    Part("server", ("benchmarks.gpu_server", "--what", "serve"), 115),
     # another torch's warnings are no failures; kernels are compiled in several processes where pytest can
-    Part("tests", ("pytest", "-q", "-ra", "-W", "default", "-p", "no:cacheprovider", *PROCESSES, "tests/gpu"), 120),
-    Part("kernels", ("benchmarks.gpu_kernels",), 70),
-    Part("cohost", ("benchmarks.gpu_server", "--what", "cohost"), 80),
-    Part("peer", ("benchmarks.gpu_throughput", "--engine", "transformers"), 100),
-    Part("memory", ("benchmarks.gpu_memory",), 50),
-    Part("throughput", ("benchmarks.gpu_throughput", "--engine", "ours"), 70),
+    Part("tests", ("pytest", "-q", "-ra", "-W", "default", "-p", "no:cacheprovider", *PROCESSES, "tests/gpu"), 80),
+    Part("kernels", ("benchmarks.gpu_kernels",), 50),
+    Part("cohost", ("benchmarks.gpu_server", "--what", "cohost"), 55),
+    Part("memory", ("benchmarks.gpu_memory",), 30),
+    Part("throughput", ("benchmarks.gpu_throughput", "--engine", "ours"), 40),
+    Part("peer", ("benchmarks.gpu_throughput", "--engine", "transformers"), 60),
 )
+LIMIT_S = 530.0
+MIN_S = 10.0  # with less a part is not begun
+KILL_LIMIT_S = 5.0  # a process that waits for the driver may not end even then
 
 
 def about_gpu() -> dict[str, Any] | None:
@@ -80,13 +86,15 @@ class Report:
     def __init__(self, out: pathlib.Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
         self.out, self.lines = out, list[dict[str, Any]]()
+        self._lock = threading.Lock()
         (out / "gpu.jsonl").write_text("")
 
     def add(self, line: dict[str, Any]) -> None:
-        self.lines.append(line)
-        with (self.out / "gpu.jsonl").open("a") as file:
-            file.write(json.dumps(line) + "\n")
-        (self.out / "gpu.md").write_text(self.markdown())
+        with self._lock:
+            self.lines.append(line)
+            with (self.out / "gpu.jsonl").open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            (self.out / "gpu.md").write_text(self.markdown())
 
     def markdown(self) -> str:
         parts = [" · ".join(f"{key} {value}" for key, value in self.lines[0].items())]
@@ -129,8 +137,24 @@ def run_part(part: Part, report: Report, limit_s: float, tiny: bool) -> bool:
             text=True,
             start_new_session=True,  # so that what it starts ends with it
         )
-        timer = _end_after(process, limit_s)
-        assert process.stdout is not None
+        printed = threading.Thread(target=_take_lines, args=(process, part, report, log), daemon=True)
+        printed.start()
+        ended = _end_of(process, limit_s)
+        printed.join(KILL_LIMIT_S)
+        if not printed.is_alive():  # else something it started holds the pipe
+            assert process.stdout is not None
+            process.stdout.close()
+    seconds = time.monotonic() - began_s
+    report.add({"benchmark": "gpu_parts", "part": part.name, "seconds": round(seconds, 1), "ended": ended})
+    if ended != "well":
+        print(f"{part.name}: {ended}; the end of {log_path}:", flush=True)
+        print("".join(f"    {line}\n" for line in log_path.read_text().splitlines()[-25:]), flush=True)
+    return ended == "well"
+
+
+def _take_lines(process: subprocess.Popen[str], part: Part, report: Report, log: TextIO) -> None:
+    assert process.stdout is not None
+    with contextlib.suppress(ValueError):  # the log is closed: the part was given up
         for text in process.stdout:
             log.write(text)
             log.flush()
@@ -139,29 +163,25 @@ def run_part(part: Part, report: Report, limit_s: float, tiny: bool) -> bool:
                 print(text, end="", flush=True)
             elif part.arguments[0] == "pytest":
                 print(text, end="", flush=True)
-        code = process.wait()
-        timer.cancel()
-    seconds = time.monotonic() - began_s
-    ended = "out of time" if code == -signal.SIGKILL and seconds >= limit_s - 1 else f"exit {code}"
-    well = code == 0
-    report.add({"benchmark": "gpu_parts", "part": part.name, "seconds": round(seconds, 1), "ended": "well" if well else ended})
-    if not well:
-        print(f"{part.name}: {ended}; the end of {log_path}:", flush=True)
-        print("".join(f"    {line}\n" for line in log_path.read_text().splitlines()[-25:]), flush=True)
-    return well
 
 
-def _end_after(process: subprocess.Popen[str], limit_s: float) -> Any:
-    import threading
+def _end_of(process: subprocess.Popen[str], limit_s: float) -> str:
+    """Waits for it, ends it after limit_s, and says which it was."""
+    try:
+        code = process.wait(limit_s)
+        return "well" if code == 0 else f"exit {code}"
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+    try:
+        process.wait(KILL_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        return "out of time, and not ended by SIGKILL"
+    return "out of time"
 
-    def end() -> None:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
 
-    timer = threading.Timer(limit_s, end)
-    timer.daemon = True
-    timer.start()
-    return timer
+def seconds_for(parts: Sequence[Part], left_s: float) -> float:
+    """What the first of these parts may take: all but what is the others' own; less where even that is not left."""
+    return min(left_s, max(left_s - sum(part.limit_s for part in parts[1:]), parts[0].limit_s))
 
 
 def main() -> int:
@@ -171,7 +191,7 @@ def main() -> int:
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path(".gpu-results"), help="folder for the results")
     parser.add_argument("--check", action="store_true", help="only say whether there is a GPU")
     parser.add_argument("--only", help=f"some of {','.join(part.name for part in PARTS)}")
-    parser.add_argument("--limit-s", type=float, default=530, help="for all parts together")
+    parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="for all parts together")
     parser.add_argument(
         "--tiny", action="store_true", help="no GPU: everything on the CPU, interpreted, to show that the scripts run"
     )
@@ -192,14 +212,13 @@ def main() -> int:
     report = Report(options.out)
     report.add({"benchmark": "gpu"} | about)
     failed = []
-    for part in PARTS:
-        left_s = end_s - time.monotonic()
-        if part.name not in wanted:
-            continue
-        if left_s < 15:
+    parts = [part for part in PARTS if part.name in wanted]
+    for number, part in enumerate(parts):
+        limit_s = seconds_for(parts[number:], end_s - time.monotonic() - KILL_LIMIT_S)
+        if limit_s < MIN_S:
             report.add({"benchmark": "gpu_parts", "part": part.name, "seconds": 0, "ended": "not started: no time left"})
             failed.append(part.name)
-        elif not run_part(part, report, min(part.limit_s, left_s), options.tiny):
+        elif not run_part(part, report, limit_s, options.tiny):
             failed.append(part.name)
     print(f"\n{report.markdown()}\nwritten to {options.out}" + (f"; failed: {', '.join(failed)}" if failed else ""))
     return 1 if failed else 0

@@ -1,5 +1,6 @@
 """What moving memory costs on a GPU: mapping and unmapping chunks of a few sizes, reading through such mappings, a captured graph
-whose memory was unmapped and mapped again, page-locking host memory, and the bus. One JSON line each.
+whose memory was unmapped and mapped again, page-locking host memory, and the bus; the engine's own swaps against that, and its
+chunks handed to another memory. One JSON line each.
 
 usage: python -m benchmarks.gpu_memory [--tiny]: without a GPU only copies on the CPU, to show that the script runs.
 """
@@ -8,12 +9,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from benchmarks.gpu_limits import seconds_of
+from benchmarks.gpu_limits import host_to_device_bytes_per_s, seconds_of
+from engine.memory.chunk_memory import ChunkMemory
+from engine.memory.cpu_memory import CpuMemory
+from engine.memory.host_registration import RegistersHost, register
+from engine.memory.host_tier import HostTier
+from engine.memory.transfers import transfer
+from loader import checksum
 
 RANGE_BYTES = 2 << 30
 CHUNKS_BYTES = (2 << 20, 16 << 20, 64 << 20)
@@ -170,17 +179,77 @@ def host(device: str, num_bytes: int) -> None:
         runtime.cudaHostUnregister(registered.data_ptr())
 
 
+def swaps(memory: ChunkMemory, bus_bytes_per_s: float) -> None:
+    """All chunks from a tier of as many slots and back, summed up on the way, as an eviction and a load have it."""
+    fd = os.memfd_create("tier")
+    os.ftruncate(fd, memory.num_chunks * memory.chunk_bytes)
+    tier = HostTier(fd, memory.num_chunks, memory.chunk_bytes)
+    address, num_bytes = memory.arena.data_ptr(), memory.num_chunks * memory.chunk_bytes
+    slots = list(range(memory.num_chunks))
+    pieces = [(address + slot * memory.chunk_bytes, tier.slot(slot)) for slot in slots]
+    for slot, (_, held) in zip(slots, pieces, strict=True):
+        held[:] = slot % 251
+    figures: dict[str, object] = {"mib": num_bytes >> 20}
+    if isinstance(memory, RegistersHost):
+        began_s = time.perf_counter()
+        register(memory, "host tier", [tier.span], tier.slot_bytes)
+        figures["register_s_per_gib"] = round((time.perf_counter() - began_s) / num_bytes * 2**30, 4)
+    transfer(memory.copy_in, pieces)
+    for name, copy in (("swap_in", memory.copy_in), ("swap_out", memory.copy_out)):
+        began_s = time.perf_counter()
+        sums = transfer(copy, pieces)
+        seconds = time.perf_counter() - began_s
+        figures[f"{name}_gb_s"] = round(num_bytes / seconds / 1e9, 2)
+        figures[f"{name}_of_bus"] = round(num_bytes / seconds / bus_bytes_per_s, 3)
+    began_s = time.perf_counter()
+    told = memory.checksum(address, num_bytes)
+    figures["checksum_gb_s"] = round(num_bytes / (time.perf_counter() - began_s) / 1e9, 2)
+    right = sums == [checksum.of(held) for _, held in pieces] and told == checksum.of(memory.arena.cpu().numpy())
+    tell(what="swaps", right=right, **figures)
+
+
+def handed_over(made: ChunkMemory, make: Callable[[list[int]], ChunkMemory]) -> None:
+    """The chunks' descriptors to a second memory, which finds what the first one left."""
+    told = made.checksum(made.arena.data_ptr(), made.num_chunks * made.chunk_bytes)
+    began_s = time.perf_counter()
+    handles = made.export()
+    exported_s = time.perf_counter()
+    second = make(handles)
+    had_s = time.perf_counter()
+    same = second.checksum(second.arena.data_ptr(), made.num_chunks * made.chunk_bytes) == told
+    tell(
+        what="handed over",
+        chunks=made.num_chunks,
+        export_us=round((exported_s - began_s) / made.num_chunks * 1e6, 1),
+        import_and_map_us=round((had_s - exported_s) / made.num_chunks * 1e6, 1),
+        right=same,
+    )
+    for fd in handles:
+        os.close(fd)
+    second.close()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.gpu_memory", description=__doc__)
     parser.add_argument("--tiny", action="store_true")
     if parser.parse_args().tiny:
         host("cpu", 1 << 20)
+        on_cpu = CpuMemory(4, 1 << 20)
+        swaps(on_cpu, host_to_device_bytes_per_s("cpu", tiny=True))
+        handed_over(on_cpu, lambda handles: CpuMemory(4, 1 << 20, handles))
+        on_cpu.close()
         tell(what="mapping", skipped="needs a CUDA device")
         return
     torch.zeros(1, device="cuda")  # makes the context that the driver calls below are for
     host("cuda", 1 << 30)
     from cuda.bindings import driver
 
+    from engine.memory.cuda_memory import CudaMemory
+
+    on_gpu = CudaMemory(128, 16 << 20, exportable=True)
+    swaps(on_gpu, host_to_device_bytes_per_s("cuda", tiny=False))
+    handed_over(on_gpu, lambda handles: CudaMemory(128, 16 << 20, handles=handles))
+    on_gpu.close()
     for chunk_bytes in CHUNKS_BYTES:
         mapping(driver, chunk_bytes)
     graph_survives(driver)

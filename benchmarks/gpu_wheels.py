@@ -38,6 +38,7 @@ PACKAGES = [
     "watchfiles",
     "anyio",
     "sniffio",
+    "typing-extensions",
     "safetensors",
     "cuda-bindings",
     "cuda-pathfinder",

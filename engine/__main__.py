@@ -41,8 +41,9 @@ def beside_work_space(configure: Configure) -> Configure:
     return msgspec.structs.replace(configure, num_chunks=configure.num_chunks - work_chunks, work_space_bytes=0)
 
 
-def make_runner(configure: Configure, tier: HostTier | None) -> tuple[Runner, ChunkMemory | None]:
-    """torch is imported only for the runner that computes. Raises ValueError for an unknown runner."""
+def make_runner(configure: Configure, tier: HostTier | None, work_space_bytes: int) -> tuple[Runner, ChunkMemory | None]:
+    """torch is imported only for the runner that computes. work_space_bytes: beside the chunks of a GPU. Raises ValueError for an
+    unknown runner."""
     if configure.runner == "null":
         from engine.null_runner import NullRunner
 
@@ -54,8 +55,11 @@ def make_runner(configure: Configure, tier: HostTier | None) -> tuple[Runner, Ch
         memory: ChunkMemory
         if configure.device.startswith("cuda"):
             from engine.memory.cuda_memory import CudaMemory
+            from engine.work_space import limit_torch
 
             memory = CudaMemory(configure.num_chunks, configure.chunk_bytes)
+            limit_bytes = limit_torch(work_space_bytes)
+            log.info("torch is held to %.2f GiB of work space", limit_bytes / 2**30)
         else:
             from engine.memory.cpu_memory import CpuMemory
 
@@ -88,9 +92,9 @@ def main() -> int:
             log.error("Configure.host_tier_slots is %d, but there is no --host-tier-fd", first.host_tier_slots)
             return 2
         tier = HostTier(options.host_tier_fd, first.host_tier_slots, first.chunk_bytes)
-    first = beside_work_space(first)
+    work_space_bytes, first = first.work_space_bytes, beside_work_space(first)
     try:
-        runner, memory = make_runner(first, tier)
+        runner, memory = make_runner(first, tier, work_space_bytes)
     except Exception as error:
         return _fault(channel, "no_memory" if isinstance(error, MemoryError) else "fault", error)
     try:

@@ -30,6 +30,10 @@ class StepResult:
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)  # of the prompt tokens this step computed, where owed
 
 
+class NoWorkSpace(Exception):
+    """The device has not the memory that a step computes with. Nothing was sampled; what else is under way goes on."""
+
+
 class HostedModel(Protocol):
     """A model in device memory, made by a Runner's load."""
 
@@ -69,7 +73,7 @@ class LaunchesAhead(Protocol):
 
     def launch(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> Launched:
         """Starts one step. Tokens that table.num_tokens does not count yet are those the slot's last step samples; rows in `masks`
-        have none."""
+        have none. Raises NoWorkSpace."""
         ...
 
     @property

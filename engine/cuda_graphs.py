@@ -8,6 +8,8 @@ Shapes: R rows, padded.
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,11 +20,14 @@ from torch import Tensor
 
 from engine.device_state import Staging
 
+log = logging.getLogger("engine")
+
 WARM_UP_STEPS = 2  # compile kernels and let libraries allocate what they keep, outside the capture
 
 # Every graph's memory, and the stream they are captured on (libraries keep a work space a stream), of all models of this process.
 _pool: Any = None
 _stream: Any = None
+_capturing = threading.Lock()  # a load captures its model's first graphs while the engine's loop may capture another's
 
 
 def graph_rows(num_rows: int) -> int:
@@ -49,48 +54,57 @@ class DecodeGraphs:
     def __init__(self, step: Callable[[dict[str, Tensor]], Tensor], staging: Staging, last_ids: Tensor, max_rows: int) -> None:
         self._step, self._staging, self._last_ids, self._max_rows = step, staging, last_ids, max_rows
         self.captured: dict[int, DecodeGraph] = {}
+        self._refused: set[int] = set()  # row counts for whose graph there was no memory
 
     def rows_for(self, num_rows: int) -> int:
         """0: no graph is to run this many rows."""
         rows = graph_rows(num_rows)
-        return rows if rows <= self._max_rows else 0
+        return rows if rows <= self._max_rows and rows not in self._refused else 0
 
     def missing(self, max_rows: int) -> list[int]:
         """Row counts of graphs that steps of up to max_rows may ask for and that are not captured, the smallest first."""
         sizes = dict.fromkeys(map(self.rows_for, range(1, min(max_rows, self._max_rows) + 1)))
         return [size for size in sizes if size and size not in self.captured]
 
-    def run(self, num_rows: int, columns: Mapping[str, Any]) -> Tensor:
-        """Runs a step of num_rows (as rows_for gave them) and returns [2, R] int32, overwritten by the next run."""
+    def run(self, num_rows: int, columns: Mapping[str, Any]) -> Tensor | None:
+        """Runs a step of num_rows (as rows_for gave them) and returns [2, R] int32, overwritten by the next run. None: there was no
+        memory to capture it with, and nothing has run; from now on these rows have no graph."""
         graph = self.captured.get(num_rows)
         if graph is None:
-            graph = self.captured[num_rows] = self._capture(columns)
+            try:
+                graph = self.captured[num_rows] = self._capture(columns)
+            except torch.OutOfMemoryError as error:
+                self._refused.add(num_rows)
+                log.warning("steps of %d rows have no graph: %s", num_rows, str(error).partition("\n")[0])
+                return None
         else:
             self._staging.send(columns, graph.inputs)
         graph.graph.replay()
         return graph.drawn
 
     def _capture(self, columns: Mapping[str, Any]) -> DecodeGraph:
+        """Beside loads and copies of other threads. They may not wait for the device as a whole meanwhile, only for its streams."""
         global _pool, _stream
         began_s = time.perf_counter()
         num_words = sum(-(-len(column) // 4) * 4 for column in columns.values())
         inputs = torch.zeros(num_words, dtype=torch.int32, device=self._last_ids.device)
         static = self._staging.send(columns, inputs)
         last_ids = self._last_ids.clone()
-        if _pool is None:
-            _pool, _stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-        _stream.wait_stream(current)
-        with torch.cuda.stream(_stream):
-            for _ in range(WARM_UP_STEPS):
-                self._step(static)
-                self._last_ids.copy_(last_ids)  # the step takes its inputs from there
-            reserved = torch.cuda.memory_reserved()
-            # other threads (loads, copies) go on while this one captures
-            graph.capture_begin(pool=_pool, capture_error_mode="thread_local")
-            try:
-                drawn = self._step(static)
-            finally:
-                graph.capture_end()
-        current.wait_stream(_stream)
-        return DecodeGraph(graph, inputs, drawn, time.perf_counter() - began_s, torch.cuda.memory_reserved() - reserved)
+        with _capturing:
+            if _pool is None:
+                _pool, _stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+            graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+            _stream.wait_stream(current)
+            with torch.cuda.stream(_stream):
+                for _ in range(WARM_UP_STEPS):
+                    self._step(static)
+                    self._last_ids.copy_(last_ids)  # the step takes its inputs from there
+                reserved = torch.cuda.memory_reserved()
+                graph.capture_begin(pool=_pool, capture_error_mode="thread_local")
+                try:
+                    drawn = self._step(static)
+                finally:
+                    graph.capture_end()
+            current.wait_stream(_stream)
+            grown = torch.cuda.memory_reserved() - reserved
+        return DecodeGraph(graph, inputs, drawn, time.perf_counter() - began_s, grown)

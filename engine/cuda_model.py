@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.contracts import BatchPlan, FloatArray, Launched, SequenceTable, StepResult
+from engine.contracts import BatchPlan, FloatArray, Launched, NoWorkSpace, SequenceTable, StepResult
 from engine.cuda_graphs import DecodeGraphs
 from engine.device_batch import DeviceBatch, DeviceGroup, QueryTiles
 from engine.device_state import DeviceSequences, Staging
@@ -122,9 +122,17 @@ class CudaModel:
         """One step, waited for."""
         return self.launch(plan, table, masks).wait()
 
-    @torch.inference_mode()
     def launch(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> Launched:
         """As LaunchesAhead has it. Rows whose logits the host edits, or whose log-probabilities are wanted, are waited for here."""
+        try:
+            return self._launch(plan, table, masks)
+        except torch.OutOfMemoryError as error:
+            why = str(error).partition("\n")[0]
+        # out here nothing holds what the step had taken
+        raise NoWorkSpace(f"a step of {int(plan.num_new.sum())} tokens of {len(plan.slots)} requests found no work space: {why}")
+
+    @torch.inference_mode()
+    def _launch(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None) -> Launched:
         began_s = time.perf_counter()
         self._update_blocks(plan, table)
         owed = owed_prompt_rows(plan, table)
@@ -136,7 +144,9 @@ class CudaModel:
         if rows is not None and not by_host and plan.samples.all() and plan.num_new.max() == 1:
             padded = self.graphs.rows_for(len(plan.slots))
             columns = decode_columns(plan, table, rows, padded or len(plan.slots))
-            drawn = self.graphs.run(padded, columns) if padded else self._decode(self._staging.send(columns))
+            drawn = self.graphs.run(padded, columns) if padded else None
+            if drawn is None:
+                drawn = self._decode(self._staging.send(columns))
             return self._pending(drawn[:, : len(plan.slots)], started, done, began_s)
         step = extend_step(plan, table, self._tile_tokens, None if owed is None else owed.tokens)
         hidden = self._forward(step)
@@ -210,7 +220,7 @@ class CudaModel:
     def release(self) -> None:
         """Unmaps the weights. Idempotent; any later step raises RuntimeError."""
         if self._device.type == "cuda" and self._model is not None:
-            torch.cuda.synchronize(self._device)  # nothing may run on memory that goes
+            torch.cuda.default_stream(self._device).synchronize()  # nothing may run on memory that goes
         self._model = None
         self._weights.unmap()
 

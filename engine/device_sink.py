@@ -10,9 +10,8 @@ from engine.memory.chunk_memory import ChunkMemory
 from engine.memory.weight_range import WeightRange
 from loader.range_plan import Span
 from loader.safetensors import DTYPE_BYTES
-from loader.sinks import HostSink
+from loader.sinks import Fence, HostSink
 from loader.sizing import ITEM_BYTES
-from loader.staging import StagingRing
 
 
 class DeviceSink:
@@ -33,7 +32,9 @@ class DeviceSink:
             read = np.empty(num_bytes, np.uint8)
             at_its_start = dataclasses.replace(span.segment, place_bytes=span.segment.begin - span.begin)
             HostSink(read.data).store(dataclasses.replace(span, segment=at_its_start), staged)
-        self._device.copy_in(self._address + span.place_bytes, read)
+        self._device.write(self._address + span.place_bytes, read)
+        if span.segment.target and (fence := self.fence()) is not None:
+            fence.wait()  # what was converted is in nobody's slot
 
-    def release(self, ring: StagingRing, slot: memoryview) -> None:
-        ring.give_back(slot)
+    def fence(self) -> Fence | None:
+        return self._device.fence()

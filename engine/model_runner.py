@@ -11,6 +11,8 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from engine import ops
 from engine.contracts import LoadCancelled, LoadTask
 from engine.device import num_cores, threads_for
@@ -62,14 +64,15 @@ class TorchRunner:
         self._beside: subprocess.Popen[bytes] | None = None
         self._kernels = _in_background(self._prepare_kernels)
         if tier is not None and isinstance(memory, RegistersHost):
-            _in_background(partial(register, memory, "host tier", [tier.span]))
+            _in_background(partial(register, memory, "host tier", [tier.span], tier.slot_bytes))
 
     def _prepare_kernels(self) -> None:
         self._ring.prepare()
         if isinstance(self.memory, RegistersHost):
-            register(self.memory, "staging", [self._ring.span])
+            register(self.memory, "staging", [self._ring.span], self._ring.slot_bytes)
         if self._gpu:
             ops.configure_gpu(self._options.cache_dir)
+            self.memory.copy_out(self.memory.arena.data_ptr(), np.zeros(8, np.uint8)).wait()  # compiles what sums copies up
             return
         ops.configure(self._options.cache_dir)
         num_threads = self._options.threads or num_cores()

@@ -4,8 +4,8 @@ A null model reads its shape and its windows from the checkpoint's config.json, 
 (seed, position) by `null_tokens`, so a test can foretell them. Steps are paced: over many of them each
 takes exactly `null_step_ms`.
 For tests of what goes wrong, config.json may hold an object `"hearthd_null"`: `load_s` (how long a load takes), `load_error` and
-`load_error_permanent`, `nan_token` and `crash_token` (a sequence that contains this id gives NaN, or raises); `token_ms` is what
-each token of a step adds to it.
+`load_error_permanent`, `nan_token`, `crash_token` and `no_memory_token` (a sequence that contains this id gives NaN, raises, or
+finds no memory for its step, where steps are launched ahead); `token_ms` is what each token of a step adds to it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from engine.contracts import BatchPlan, IntArray, KVGroupSpec, LoadCancelled, LoadTask, SequenceTable, StepResult
+from engine.contracts import BatchPlan, IntArray, KVGroupSpec, LoadCancelled, LoadTask, NoWorkSpace, SequenceTable, StepResult
 from engine.grammar.row_masks import RowMasks
 from engine.memory.host_tier import HostTier
 from engine.protocol import Configure, LoadModel, PromptLogprobs, TokenLogprobs
@@ -93,6 +93,7 @@ class NullModel:
         faults = config.get("hearthd_null", {})
         self._nan_token: int | None = faults.get("nan_token")
         self._crash_token: int | None = faults.get("crash_token")
+        self._no_memory_token: int | None = faults.get("no_memory_token")
         self._token_s = float(faults.get("token_ms", 0.0)) / 1e3
         self._candidates = null_candidates(self.vocab_size, spec.eos_token_ids)
         self._pacer = pacer
@@ -164,6 +165,8 @@ class AheadNullModel(NullModel):
         self.num_uncaptured -= 1
 
     def launch(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> PacedStep:
+        if self._no_memory_token is not None and self._holding(self._no_memory_token, plan.slots, table).any():
+            raise NoWorkSpace(f"no_memory_token {self._no_memory_token} met")
         return PacedStep(self._step(plan, table, masks), self._pacer, self._tokens_s(plan))
 
 

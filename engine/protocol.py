@@ -254,7 +254,7 @@ class PromptLogprobs(Message, frozen=True):
 
 class RequestFailed(Message, frozen=True):
     request_id: int
-    code: str  # nan_logits | too_long | unknown_model | internal
+    code: str  # nan_logits | no_work_space | too_long | unknown_model | unsupported_grammar | internal
     error: str
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 from engine.contracts import LoadCancelled, LoadTask
 from engine.memory.chunk_memory import ChunkMemory
 from engine.memory.host_tier import HostTier
-from engine.memory.transfers import TransferCancelled, transfer
+from engine.memory.transfers import Piece, TransferCancelled, transfer
 from engine.memory.weight_range import WeightRange
 from engine.weight_gate import WeightGate
 from loader import checksum
@@ -31,18 +30,18 @@ class WeightCopies:
             return False
         started_s = time.perf_counter()
 
-        def copy_in(address: int, piece: Any) -> int:
-            checksum = self._memory.copy_in(address, piece)
+        def landed(piece: Piece) -> None:
             if gate is not None:
-                gate.landed(address - weights.address, address - weights.address + len(piece))
-            return checksum
+                begin_bytes = piece[0] - weights.address
+                gate.landed(begin_bytes, begin_bytes + len(piece[1]))
 
         try:
             sums = transfer(
-                copy_in,
+                self._memory.copy_in,
                 self._pieces(self._tier, spec.source_slots, weights),
                 task.cancelled,
                 lambda num_bytes: task.progress(num_bytes, weights.num_bytes),
+                landed,
             )
         except (ValueError, IndexError) as error:
             task.source_rejected = str(error)
@@ -74,6 +73,6 @@ class WeightCopies:
         task.kept, task.checksum = True, checksum.combined(sums)
 
     @staticmethod
-    def _pieces(tier: HostTier, slots: list[int], weights: WeightRange) -> list[tuple[int, object]]:
+    def _pieces(tier: HostTier, slots: list[int], weights: WeightRange) -> list[Piece]:
         addresses = range(weights.address, weights.address + weights.num_bytes, tier.slot_bytes)
         return list(zip(addresses, tier.pieces(slots, weights.num_bytes), strict=True))

@@ -6,7 +6,6 @@ should the process not come back from it. Whatever a step raises ends the proces
 
 from __future__ import annotations
 
-import gc
 import logging
 import mmap
 import os
@@ -18,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from engine.channel import Channel, ChannelClosed
-from engine.contracts import BatchPlan, Runner, StepResult
+from engine.collector import Collector
+from engine.contracts import BatchPlan, NoWorkSpace, Runner, StepResult
 from engine.embedder import Embedder
 from engine.first_step import NO_REQUESTS, FirstStep
 from engine.grammar.constraints import Constraints, End
@@ -57,7 +57,6 @@ MAX_BACKLOG_BYTES = 8 << 20
 STATS_EVERY_S = 0.25
 COLLECT_AFTER_IDLE_S = 1.0
 CAPTURE_AFTER_IDLE_S = 0.02
-COLLECT_EVERY_STEPS = 4096
 
 
 class Engine:
@@ -85,14 +84,11 @@ class Engine:
         self._model_of: dict[int, str] = {}
         self._stats_dirty = True
         self._stats_sent_s = 0.0
-        self._steps_at_collect = 0
-        self._must_unfreeze = False
+        self._collector = Collector()
         self._shutdown = False
 
     def run(self, first_messages: Iterable[Any] = ()) -> None:
         """first_messages: those that came in together with Configure."""
-        gc.disable()
-        gc.freeze()
         poller = select.epoll()
         poller.register(self.channel.fileno(), select.EPOLLIN)
         poller.register(self.placements.fileno(), select.EPOLLIN)
@@ -176,11 +172,25 @@ class Engine:
             result = served.hosted.execute(plan, scheduler.table, masks)
             self._take_in(served, plan, masks, result)
             return
-        launched = served.ahead.launch(plan, scheduler.table, masks)
+        try:
+            launched = served.ahead.launch(plan, scheduler.table, masks)
+        except NoWorkSpace as error:
+            self._give_up(served, request_ids.tolist(), str(error))
+            return
         scheduler.start_step(plan)
         self._under_way = StepUnderWay(served, plan, masks, launched, request_ids)
         if before is not None:
             self._take_in(before.served, before.plan, before.masks, before.launched.wait())
+
+    def _give_up(self, served: ServedModel, request_ids: list[int], why: str) -> None:
+        """Of a step that was not started: its requests fail, so that all others go on."""
+        self._settle()
+        for request_id in request_ids:
+            if self._model_of.pop(request_id, None) is not None:  # else it ended with the step before
+                served.scheduler.abort(request_id)
+                self.constraints.drop(served.spec.model, request_id)
+                self.channel.send(RequestFailed(request_id, "no_work_space", f"model {served.spec.model}: {why}"))
+        self._stats_dirty = True
 
     def _settle(self) -> None:
         """Takes in the step under way, if there is one: afterwards nothing runs on the device."""
@@ -257,8 +267,8 @@ class Engine:
         now = time.monotonic()
         if now - self._stats_sent_s >= STATS_EVERY_S:
             self._send_stats(now)
-        if self.num_steps - self._steps_at_collect >= COLLECT_EVERY_STEPS:
-            self._collect()
+        if self._collector.overdue(self.num_steps):
+            self._collector.collect(self.num_steps, busy=True)
 
     def _end_constrained(self, ends: list[End]) -> None:
         for end in ends:
@@ -284,12 +294,9 @@ class Engine:
             return max(0.0, self._stats_sent_s + STATS_EVERY_S - time.monotonic())
         if self.models.uncaptured() is not None:
             return CAPTURE_AFTER_IDLE_S
-        if self._wants_collect():
+        if self._collector.wanted(self.num_steps):
             return COLLECT_AFTER_IDLE_S
         return None if self.preparer is None or self.placements.busy else self.preparer.wait_s()
-
-    def _wants_collect(self) -> bool:
-        return self.num_steps > self._steps_at_collect or self._must_unfreeze
 
     def _tidy(self) -> None:
         """Nothing runs and nothing came: tell how things stand, then, if it stays so, capture steps, collect garbage and prepare
@@ -298,21 +305,10 @@ class Engine:
             self._send_stats(time.monotonic())
         elif self.models.uncaptured() is not None:
             self.models.capture_next()
-        elif self._wants_collect():
-            self._collect()
+        elif self._collector.wanted(self.num_steps):
+            self._collector.collect(self.num_steps, bool(self.models.busy()))
         elif self.preparer is not None:
             self.preparer.step()
-
-    def _collect(self) -> None:
-        """Objects of evicted models are frozen: they are looked at only here, and only when nothing runs."""
-        self._steps_at_collect = self.num_steps
-        thaw = self._must_unfreeze and not self.models.busy()
-        if thaw:
-            self._must_unfreeze = False
-            gc.unfreeze()
-        gc.collect()
-        if thaw:
-            gc.freeze()
 
     def _send_stats(self, now: float) -> None:
         self._stats_dirty = False
@@ -397,4 +393,4 @@ class Engine:
         """An evicted model's requests."""
         self._model_of = {request: model for request, model in self._model_of.items() if model != name}
         self.constraints.close(name)
-        self._must_unfreeze = True
+        self._collector.thaw_later()

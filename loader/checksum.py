@@ -20,7 +20,7 @@ def of(source: Any) -> int:
     sums = np.zeros(2, np.uint64)
     whole = len(source) // 8 * 8
     add_words(source[:whole], sums)
-    add_rest(source, whole, sums)
+    add_rest(source[whole:], whole // 8, sums)
     return joined(sums)
 
 
@@ -36,13 +36,13 @@ def add_words(source: Any, sums: Any) -> None:
         sums += np.array([words.sum(dtype=np.uint64), (words * index).sum(dtype=np.uint64)])
 
 
-def add_rest(source: Any, whole: int, sums: Any) -> None:
-    """What is left behind `whole` bytes, less than a word."""
-    if whole < len(source):
+def add_rest(rest: Any, num_words: int, sums: Any) -> None:
+    """What is left behind so many whole words, less than one."""
+    if len(rest):
         last = np.zeros(8, np.uint8)
-        last[: len(source) - whole] = source[whole:]
+        last[: len(rest)] = rest
         word = last.view(np.uint64)
-        sums += np.concatenate((word, word * np.uint64(whole // 8)))
+        sums += np.concatenate((word, word * np.uint64(num_words)))
 
 
 def combined(pieces: Sequence[int]) -> int:

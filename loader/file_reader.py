@@ -12,7 +12,7 @@ import numpy as np
 from loader.direct_io import REFUSALS, Alignment, direct_alignment, is_cached, open_direct
 from loader.errors import CheckpointError, ReadFailed
 from loader.range_plan import ANY_ALIGNMENT, Read, Span, direct_spans, staged_spans
-from loader.sinks import WeightSink
+from loader.sinks import Fence, WeightSink
 from loader.sizing import BLOCK_BYTES
 from loader.staging import StagingRing
 from loader.unpack import Unpacker
@@ -22,11 +22,15 @@ log = logging.getLogger("loader")
 
 @dataclass(slots=True, frozen=True)
 class Fetched:
-    """A read that was carried out, in bytes of weights. direct_bytes: past the page cache; staged_bytes: through a slot."""
+    """A read that was carried out, in bytes of weights. direct_bytes: past the page cache; staged_bytes: through a slot.
+
+    fence: where its copies to a device are under way, what they have to pass before `slot` goes back to the ring."""
 
     read: Read
     direct_bytes: int
     staged_bytes: int
+    slot: memoryview
+    fence: Fence | None
 
 
 class FileReader:
@@ -47,9 +51,10 @@ class FileReader:
             self._refuse(error)
 
     def fetch(self, read: Read) -> Fetched:
-        """Returns when the read's weights are at their place, or on their way from a slot that returns by itself.
+        """Returns when the read's weights are at their place, or on their way there from a slot that stays the caller's until then.
 
         Raises ReadFailed, or CheckpointError if the file ends too early or a frame is damaged; all name file, tensor and offset.
+        RuntimeError: the device failed. The slot is back in the ring then.
         """
         for begin_bytes, end_bytes in read.places:
             self._sink.prepare(begin_bytes, end_bytes)
@@ -72,12 +77,27 @@ class FileReader:
                     self._sink.store(span, held)
                 else:
                     self._unpacker.store(span.segment, held)
-        except OSError as error:
-            tensor = read.segments[0].tensor.name
-            raise ReadFailed(self._file, tensor, f"can't read at offset {read.begin}: {error.strerror}") from None
-        finally:
-            self._sink.release(self._ring, slot)
-        return Fetched(read, read.num_bytes if direct_fd is not None else 0, sum(span.end - span.begin for span in staged))
+            fence = self._sink.fence()
+        except BaseException as error:
+            self._take_back(slot)
+            if isinstance(error, OSError):
+                tensor = read.segments[0].tensor.name
+                raise ReadFailed(self._file, tensor, f"can't read at offset {read.begin}: {error.strerror}") from None
+            raise
+        if fence is None:
+            self._ring.give_back(slot)
+        direct_bytes = read.num_bytes if direct_fd is not None else 0
+        return Fetched(read, direct_bytes, sum(span.end - span.begin for span in staged), slot, fence)
+
+    def _take_back(self, slot: memoryview) -> None:
+        """Of a read that failed: part of it may be on its way to the device."""
+        try:
+            fence = self._sink.fence()
+            if fence is not None:
+                fence.wait()
+        except RuntimeError as error:  # the load fails with what came first
+            log.warning("%s: %s", self._file, error)
+        self._ring.give_back(slot)
 
     def _into_place(self, read: Read, slot: memoryview, direct_fd: int | None) -> list[Span]:
         """Reads it all, what can't be left in place into the slot; returns the spans that are there."""

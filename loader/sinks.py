@@ -14,12 +14,19 @@ from loader.quantize import quantize_rows
 from loader.range_plan import QUANTIZED, Span
 from loader.safetensors import DTYPE_BYTES
 from loader.sizing import ITEM_BYTES, SCALE_BYTES
-from loader.staging import StagingRing
 
 # Elements converted at a time: torch runs that many without waking its thread pool, which belongs to the model that is stepping.
 CONVERT_ELEMENTS = 32768
 
 _STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+class Fence(Protocol):
+    """A point that copies to a device have to pass."""
+
+    def wait(self) -> None:
+        """Sleeps until everything started before it is over; from any thread. Raises RuntimeError if the device failed."""
+        ...
 
 
 class WeightSink(Protocol):
@@ -35,11 +42,12 @@ class WeightSink(Protocol):
         ...
 
     def store(self, span: Span, staged: memoryview) -> None:
-        """Starts bringing the span's bytes, which `staged` holds, to their place."""
+        """Starts bringing the span's bytes, which `staged` holds, to their place: they are to stay in `staged` until a fence taken
+        afterwards is passed. Raises CheckpointError for weights that cannot be stored, RuntimeError if the device failed."""
         ...
 
-    def release(self, ring: StagingRing, slot: memoryview) -> None:
-        """Gives the slot back as soon as everything stored from it has left it."""
+    def fence(self) -> Fence | None:
+        """Behind all that was stored so far; None if that is at its place already."""
         ...
 
 
@@ -83,5 +91,5 @@ class HostSink:
             tensor = segment.tensor
             raise CheckpointError(tensor.file, tensor.name, f"{error} (within bytes {span.begin} to {span.end})") from None
 
-    def release(self, ring: StagingRing, slot: memoryview) -> None:
-        ring.give_back(slot)
+    def fence(self) -> Fence | None:
+        return None

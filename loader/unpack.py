@@ -56,6 +56,9 @@ class Unpacker:
             raise self._damaged(segment, f"are no packed weights: {error}") from None
         if not in_place:
             self._sink.store(Span(content, content.begin, content.end), out.data)
+            fence = self._sink.fence()
+            if fence is not None:  # the next frame is decoded to the same place
+                fence.wait()
 
     def _buffer(self, num_bytes: int) -> Any:
         """This thread's own."""

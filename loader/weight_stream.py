@@ -134,9 +134,10 @@ def stream_weights(
     """Fills the sink's weight range, laid out by sizing.weight_layout, through slots of `ring` where it must, quantised on the way.
     decoder: of packed files.
 
-    progress(bytes done, all bytes) and `cancelled` are called by this thread between reads; `landed` by the reader's, once all that
-    a read brings (Read.places) is where it belongs: reads begin in the order of the plan, and end in any.
-    Raises CheckpointError naming file, tensor and offset, CheckpointChanged, or ReadCancelled.
+    progress(bytes done, all bytes) and `cancelled` are called by this thread between reads; `landed`, by this one or a reader's,
+    once all that a read brings (Read.places) is where it belongs: reads begin in the order of the plan, and end in any. No copy to
+    a device is under way when it returns, or raises.
+    Raises CheckpointError naming file, tensor and offset, CheckpointChanged, ReadCancelled, or RuntimeError if the device failed.
     """
     reads = planned_reads(source, dtype, ring, quantize)
     total = source.num_bytes
@@ -145,7 +146,7 @@ def stream_weights(
     with ExitStack() as stack:
         unpacker = Unpacker(sink, decoder)
         files = {file: FileReader(file, fd, sink, ring, stack, unpacker) for file, fd in source.descriptors.items()}
-        readers = stack.enter_context(_Readers(reads, files, landed))
+        readers = stack.enter_context(_Readers(reads, files, ring, landed))
         for _ in reads:
             fetched = readers.next_done()
             done += fetched.read.num_bytes
@@ -170,15 +171,18 @@ def stream_weights(
 
 
 class _Readers:
-    """Threads that carry out `reads`, each taking the next one in order. Leaving the context ends them after their read."""
+    """Threads that carry out `reads`, each taking the next one in order. Leaving the context ends them after their read.
 
-    def __init__(self, reads: list[Read], files: dict[str, FileReader], landed: Callable[[Read], None]) -> None:
-        self._files, self._landed = files, landed
+    They wait for no copy to a device: the caller's thread does, gives the slot back, and so lets the next read begin."""
+
+    def __init__(self, reads: list[Read], files: dict[str, FileReader], ring: StagingRing, landed: Callable[[Read], None]) -> None:
+        self._files, self._ring, self._landed = files, ring, landed
         self._left = enumerate(reads)  # next() on it is one step under the interpreter lock
-        self._done: SimpleQueue[Fetched | None] = SimpleQueue()  # None: that reader failed
+        self._done: SimpleQueue[Fetched | Exception | None] = SimpleQueue()  # None: a reader has ended
         self._failed: dict[int, Exception] = {}  # by the read's place in the plan
         self._stopped = False
         count = min(NUM_READERS, len(reads))
+        self._num_alive = count
         self._threads = [threading.Thread(target=self._run, name=f"reader {i}", daemon=True) for i in range(count)]
 
     def __enter__(self) -> _Readers:
@@ -187,30 +191,57 @@ class _Readers:
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Slots come back until the last reader has ended: one may be waiting for them."""
         self._stopped = True
+        while self._num_alive:
+            item = self._done.get()
+            if item is None:
+                self._num_alive -= 1
+            elif isinstance(item, Fetched) and item.fence is not None:
+                try:
+                    self._arrive(item)
+                except RuntimeError as error:  # what ended the load is on its way already
+                    log.warning("%s: %s", item.read.file, error)
         for thread in self._threads:
             thread.join()
 
     def next_done(self) -> Fetched:
-        """Waits for any read to end. Raises what the first one of those that fail raised."""
-        fetched = self._done.get()
-        if fetched is None:
+        """Waits for any read to end, with its copies. Raises what the first one of those that fail raised."""
+        item = self._done.get()
+        while item is None:
+            self._num_alive -= 1
+            item = self._done.get()
+        if isinstance(item, Exception):
             self.__exit__()
             raise self._failed[min(self._failed)]
-        return fetched
+        if item.fence is not None:
+            self._arrive(item)
+            self._landed(item.read)
+        return item
+
+    def _arrive(self, fetched: Fetched) -> None:
+        assert fetched.fence is not None
+        try:
+            fetched.fence.wait()
+        finally:  # a device that failed reads no slot any more
+            self._ring.give_back(fetched.slot)
 
     def _run(self) -> None:
-        for place, read in self._left:
-            if self._stopped:
-                return
-            try:
-                fetched = self._files[read.file].fetch(read)
-                self._landed(read)
-                self._done.put(fetched)
-            except Exception as error:
-                self._failed[place] = error
-                self._done.put(None)
-                return
+        try:
+            for place, read in self._left:
+                if self._stopped:
+                    return
+                try:
+                    fetched = self._files[read.file].fetch(read)
+                    if fetched.fence is None:
+                        self._landed(read)
+                    self._done.put(fetched)
+                except Exception as error:
+                    self._failed[place] = error
+                    self._done.put(error)
+                    return
+        finally:
+            self._done.put(None)
 
 
 def _check_unchanged(fd: int, file: str, size_bytes: int, mtime_ns: int) -> None:

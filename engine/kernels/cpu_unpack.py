@@ -135,5 +135,5 @@ def sum_of(data: Any) -> int:
         return codec.sum_of(data)
     sums = np.zeros(2, np.uint64)
     _sum(data[:whole].view(np.uint64), sums)
-    checksum.add_rest(data, whole, sums)
+    checksum.add_rest(data[whole:], whole // 8, sums)
     return checksum.combined([checksum.joined(sums)])

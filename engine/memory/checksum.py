@@ -31,7 +31,7 @@ def copy(target: Any, source: Any) -> int:
     else:
         _copy_and_sum(target[:whole], source[:whole], sums)
     target[whole:] = source[whole:]
-    add_rest(source, whole, sums)
+    add_rest(source[whole:], whole // 8, sums)
     return joined(sums)
 
 

@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from scheduler.batch.plan import IntArray
 
 if TYPE_CHECKING:  # engines of null models have no use for torch
     from torch import Tensor
+
+    from loader.sinks import Fence
+
+
+class Copy(Protocol):
+    """Under way between the host and a device. Until `wait` has returned or raised, its source stays as it is and nobody reads its
+    target."""
+
+    def done(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        ...
+
+    def wait(self) -> int:
+        """The checksum of what was copied (memory/checksum.py). Raises RuntimeError if the device failed."""
+        ...
 
 
 class ChunkMemory(Protocol):
@@ -48,12 +64,24 @@ class ChunkMemory(Protocol):
         """uint8 [num_bytes] at an address of this memory. It keeps nothing alive."""
         ...
 
-    def copy_in(self, address: int, source: Any) -> int:
-        """Host memory (uint8 array) to the device, waiting for the end; returns its checksum (memory/checksum.py)."""
+    def copy_in(self, address: int, source: Any) -> Copy:
+        """Starts copying host memory (uint8 array) to the device. address: on 8 bytes."""
         ...
 
-    def copy_out(self, address: int, target: Any) -> int:
-        """The device's memory to the host's (uint8 array); returns its checksum."""
+    def copy_out(self, address: int, target: Any) -> Copy:
+        """Starts copying the device's memory, as the steps launched so far leave it, to the host's (uint8 array)."""
+        ...
+
+    def write(self, address: int, source: Any) -> None:
+        """As copy_in, with no checksum: it is over once a fence taken afterwards is passed."""
+        ...
+
+    def copying(self) -> AbstractContextManager[object]:
+        """What a thread launches on the device within comes after every `write` before it, and counts as one for a fence."""
+        ...
+
+    def fence(self) -> Fence | None:
+        """Behind every `write` so far; None if they are over."""
         ...
 
     def prepare(self, chunk: int) -> int:
@@ -67,6 +95,15 @@ class ChunkMemory(Protocol):
     def copy_within(self, piece_bytes: int, sources: IntArray, targets: IntArray) -> None:
         """Copies piece sources[i] of the arena to targets[i], of which none is both; piece p is [p * piece_bytes, (p + 1) *
         piece_bytes)."""
+        ...
+
+    def checksum(self, address: int, num_bytes: int) -> int:
+        """Of the device's memory, as the steps launched so far leave it (memory/checksum.py). address: on 8 bytes."""
+        ...
+
+    def export(self) -> list[int]:
+        """Descriptors of all chunks, in order, which the caller closes (memory/handles.py): a memory made of them, in this process
+        or another, after the death of this one too, has the same chunks with what is in them."""
         ...
 
     def close(self) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,19 +18,37 @@ import torch
 
 from engine.memory import checksum, mappings
 from engine.memory.arena import copy_pieces
+from loader import checksum as sums
+from loader.sinks import Fence
 from scheduler.batch.plan import IntArray
 
 
-class CpuMemory:
-    """engine.memory.chunk_memory.ChunkMemory on Linux. Pages exist once touched. Raises MemoryError."""
+@dataclass(slots=True, frozen=True)
+class Copied:
+    """engine.memory.chunk_memory.Copy that was over when it was started."""
 
-    def __init__(self, num_chunks: int, chunk_bytes: int) -> None:
+    checksum: int
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> int:
+        return self.checksum
+
+
+class CpuMemory:
+    """engine.memory.chunk_memory.ChunkMemory on Linux. Pages exist once touched. handles: what `export` of another one gave, to be
+    this one's chunks, too; they stay the caller's. Raises MemoryError, ValueError."""
+
+    def __init__(self, num_chunks: int, chunk_bytes: int, handles: Sequence[int] = ()) -> None:
         if chunk_bytes % mmap.PAGESIZE:
             raise ValueError(f"chunk_bytes {chunk_bytes} is not a multiple of the page size {mmap.PAGESIZE}")
         self.num_chunks, self.chunk_bytes = num_chunks, chunk_bytes
         self.num_bytes = num_chunks * chunk_bytes
+        if handles and [os.fstat(fd).st_size for fd in handles] != [self.num_bytes]:
+            raise ValueError(f"{len(handles)} handles that are not those of {num_chunks} chunks of {chunk_bytes} bytes")
         self._arena_address = mappings.reserve(self.num_bytes)
-        self._fd = os.memfd_create("hearthd-chunks", os.MFD_CLOEXEC)
+        self._fd = os.dup(handles[0]) if handles else os.memfd_create("hearthd-chunks", os.MFD_CLOEXEC)
         try:
             os.ftruncate(self._fd, self.num_bytes)
             mappings.map_file(self._arena_address, self.num_bytes, self._fd, 0)
@@ -59,11 +79,24 @@ class CpuMemory:
     def tensor(self, address: int, num_bytes: int) -> torch.Tensor:
         return torch.frombuffer(mappings.bytes_at(address, num_bytes), dtype=torch.uint8)
 
-    def copy_in(self, address: int, source: Any) -> int:
-        return checksum.copy(np.frombuffer(mappings.bytes_at(address, len(source)), np.uint8), source)
+    def copy_in(self, address: int, source: Any) -> Copied:
+        return Copied(checksum.copy(self._bytes_at(address, len(source)), source))
 
-    def copy_out(self, address: int, target: Any) -> int:
-        return checksum.copy(target, np.frombuffer(mappings.bytes_at(address, len(target)), np.uint8))
+    def copy_out(self, address: int, target: Any) -> Copied:
+        return Copied(checksum.copy(target, self._bytes_at(address, len(target))))
+
+    def write(self, address: int, source: Any) -> None:
+        self._bytes_at(address, len(source))[:] = source
+
+    def copying(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def fence(self) -> Fence | None:
+        return None
+
+    @staticmethod
+    def _bytes_at(address: int, num_bytes: int) -> Any:
+        return np.frombuffer(mappings.bytes_at(address, num_bytes), np.uint8)
 
     def prepare(self, chunk: int) -> int:
         address = self._arena_address + chunk * self.chunk_bytes
@@ -85,6 +118,12 @@ class CpuMemory:
 
     def copy_within(self, piece_bytes: int, sources: IntArray, targets: IntArray) -> None:
         copy_pieces(self.arena, piece_bytes, sources, targets)
+
+    def checksum(self, address: int, num_bytes: int) -> int:
+        return sums.of(self._bytes_at(address, num_bytes))
+
+    def export(self) -> list[int]:
+        return [os.dup(self._fd)]
 
     def close(self) -> None:
         mappings.release(self._arena_address, self.num_bytes)

@@ -7,14 +7,17 @@ Source: CUDA driver API, "Virtual Memory Management". Imported only where cuda-b
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from cuda.bindings import driver
 
 from engine.memory.arena import copy_pieces
-from loader import checksum
+from engine.memory.cuda_copies import CudaStreams, EventFence, SummedCopy
 from scheduler.batch.plan import IntArray
+
+FILE_DESCRIPTOR = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
 
 class DeviceError(RuntimeError):
@@ -48,11 +51,15 @@ class _Bytes:
 class CudaMemory:
     """engine.memory.chunk_memory.ChunkMemory on device `index`, in torch's (primary) context. All memory is taken at once.
 
-    chunk_bytes: a multiple of the device's granularity (2 MiB). exportable: chunks may be handed to other processes (`export`).
-    Raises MemoryError, ValueError.
+    chunk_bytes: a multiple of the device's granularity (2 MiB). exportable: for `export`. handles: what `export` of another one
+    gave, to be this one's chunks, too; they stay the caller's. Raises MemoryError, ValueError, DeviceError.
     """
 
-    def __init__(self, num_chunks: int, chunk_bytes: int, index: int = 0, exportable: bool = False) -> None:
+    def __init__(
+        self, num_chunks: int, chunk_bytes: int, index: int = 0, exportable: bool = False, handles: Sequence[int] = ()
+    ) -> None:
+        if handles and len(handles) != num_chunks:
+            raise ValueError(f"{len(handles)} handles that are not those of {num_chunks} chunks of {chunk_bytes} bytes")
         self.num_chunks, self.chunk_bytes = num_chunks, chunk_bytes
         self.num_bytes = num_chunks * chunk_bytes
         self._index = index
@@ -65,7 +72,7 @@ class CudaMemory:
         wanted.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         wanted.location = place
         if exportable:
-            wanted.requestedHandleTypes = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+            wanted.requestedHandleTypes = FILE_DESCRIPTOR
         minimum = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
         granularity = int(_call(driver.cuMemGetAllocationGranularity, wanted, minimum))
         if chunk_bytes <= 0 or chunk_bytes % granularity:
@@ -75,10 +82,13 @@ class CudaMemory:
         self._access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         self._handles: list[Any] = []
         self._arena_address = self.reserve(self.num_bytes)
-        self._copies = torch.cuda.Stream(self._device)
+        self._streams = CudaStreams(self._device)
         try:
-            for _ in range(num_chunks):
-                self._handles.append(_call(driver.cuMemCreate, chunk_bytes, wanted, 0))
+            for number in range(num_chunks):
+                if handles:
+                    self._handles.append(_call(driver.cuMemImportFromShareableHandle, handles[number], FILE_DESCRIPTOR))
+                else:
+                    self._handles.append(_call(driver.cuMemCreate, chunk_bytes, wanted, 0))
             self.map(self._arena_address, range(num_chunks))
         except BaseException:
             self._drop()
@@ -109,7 +119,7 @@ class CudaMemory:
     def unmap(self, address: int, num_bytes: int) -> None:
         """Waits for what runs on the device: a kernel that still reads the range would take the context with it."""
         self._enter()
-        torch.cuda.synchronize(self._device)
+        self._streams.synchronise()
         for place in range(address, address + num_bytes, self.chunk_bytes):
             _call(driver.cuMemUnmap, driver.CUdeviceptr(place), self.chunk_bytes)
 
@@ -120,22 +130,29 @@ class CudaMemory:
     def tensor(self, address: int, num_bytes: int) -> torch.Tensor:
         return torch.as_tensor(_Bytes(address, num_bytes), device=self._device)
 
-    def copy_in(self, address: int, source: Any) -> int:
-        """Summed on the host while the device's copy engine reads it."""
-        self._enter()
-        stream = self._copies.cuda_stream
-        _call(driver.cuMemcpyHtoDAsync, driver.CUdeviceptr(address), source.ctypes.data, len(source), stream)
-        told = checksum.of(source)
-        _call(driver.cuStreamSynchronize, stream)
-        return told
+    def copy_in(self, address: int, source: Any) -> SummedCopy:
+        self.write(address, source)
+        return self._streams.summed(self.tensor(address, len(source)), self._streams.incoming, source)
 
-    def copy_out(self, address: int, target: Any) -> int:
+    def copy_out(self, address: int, target: Any) -> SummedCopy:
         self._enter()
-        stream = self._copies.cuda_stream
-        self._copies.wait_stream(torch.cuda.default_stream(self._device))
-        _call(driver.cuMemcpyDtoHAsync, target.ctypes.data, driver.CUdeviceptr(address), len(target), stream)
-        _call(driver.cuStreamSynchronize, stream)
-        return checksum.of(target)
+        self._streams.after_steps()
+        stream = self._streams.outgoing
+        _call(driver.cuMemcpyDtoHAsync, target.ctypes.data, driver.CUdeviceptr(address), len(target), stream.cuda_stream)
+        return self._streams.summed(self.tensor(address, len(target)), stream, target)
+
+    def write(self, address: int, source: Any) -> None:
+        self._enter()
+        stream = self._streams.incoming
+        _call(driver.cuMemcpyHtoDAsync, driver.CUdeviceptr(address), source.ctypes.data, len(source), stream.cuda_stream)
+
+    def copying(self) -> AbstractContextManager[object]:
+        self._enter()
+        return self._streams.on_incoming()
+
+    def fence(self) -> EventFence:
+        self._enter()
+        return EventFence(self._streams.incoming)
 
     def register_host(self, address: int, num_bytes: int) -> None:
         self._enter()
@@ -150,10 +167,13 @@ class CudaMemory:
         if not 0 <= first_chunk <= first_chunk + num_chunks <= self.num_chunks:
             raise IndexError(f"chunks {first_chunk}..{first_chunk + num_chunks} are outside the memory's {self.num_chunks}")
 
-    def export(self, chunk: int) -> int:
-        """A file descriptor through which another process can map the chunk; the caller closes it."""
-        kind = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-        return int(_call(driver.cuMemExportToShareableHandle, self._handles[chunk], kind, 0))
+    def checksum(self, address: int, num_bytes: int) -> int:
+        self._enter()
+        return self._streams.sum_of(self.tensor(address, num_bytes))
+
+    def export(self) -> list[int]:
+        """One a chunk. Raises DeviceError."""
+        return [int(_call(driver.cuMemExportToShareableHandle, handle, FILE_DESCRIPTOR, 0)) for handle in self._handles]
 
     def copy_within(self, piece_bytes: int, sources: IntArray, targets: IntArray) -> None:
         copy_pieces(self.arena, piece_bytes, sources, targets)

@@ -25,14 +25,16 @@ class RegistersHost(Protocol):
         ...
 
 
-def register(memory: RegistersHost, what: str, spans: Sequence[Span]) -> int:
+def register(memory: RegistersHost, what: str, spans: Sequence[Span], unit_bytes: int) -> int:
     """Registers the spans range by range, says how long it took, and returns how many bytes are registered. What cannot be is used
-    as it is: copies of it are slower, and the log says so."""
+    as it is: copies of it are slower, and the log says so. unit_bytes: no copy crosses a multiple of it from a span's beginning
+    (the driver refuses one that crosses the border of a range)."""
+    range_bytes = max(1, RANGE_BYTES // unit_bytes) * unit_bytes
     done, total, began_s = 0, sum(num_bytes for _, num_bytes in spans), time.perf_counter()
     try:
         for address, num_bytes in spans:
-            for at in range(0, num_bytes, RANGE_BYTES):
-                size = min(RANGE_BYTES, num_bytes - at)
+            for at in range(0, num_bytes, range_bytes):
+                size = min(range_bytes, num_bytes - at)
                 memory.register_host(address + at, size)
                 done += size
     except (MemoryError, RuntimeError) as error:

@@ -18,8 +18,10 @@ import torch
 pytest.importorskip("triton")
 
 from benchmarks.plain_memory import PlainRange
-from engine import cuda_graphs, ops
+from config.devices import CUDA_LEFT_BYTES
+from engine import cuda_graphs, ops, work_space
 from engine.__main__ import beside_work_space
+from engine.contracts import NoWorkSpace
 from engine.cuda_graphs import graph_rows
 from engine.cuda_model import CudaModel
 from engine.device_sink import DeviceSink
@@ -207,7 +209,8 @@ def stand_in_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         graph_pool_handle=lambda: (0, 0),
         memory_reserved=lambda: 0,
     )
-    monkeypatch.setattr(cuda_graphs, "torch", SimpleNamespace(cuda=cuda, zeros=torch.zeros, int32=torch.int32))
+    names = {"zeros": torch.zeros, "int32": torch.int32, "OutOfMemoryError": torch.OutOfMemoryError}
+    monkeypatch.setattr(cuda_graphs, "torch", SimpleNamespace(cuda=cuda, **names))
     monkeypatch.setattr(cuda_graphs, "_pool", None)
     monkeypatch.setattr(cuda_graphs, "_stream", None)
     yield
@@ -249,6 +252,53 @@ def test_captured_steps_are_padded_steps_with_other_columns(tmp_path: Path, stan
     assert list(model.graphs.captured) == [4]
     assert decoded(model, 3, 3) == plain
     assert list(model.graphs.captured) == [4]
+
+
+def test_a_step_without_memory_for_its_graph_runs_without_one(tmp_path: Path, stand_in_graphs: None) -> None:
+    make_checkpoint(tmp_path, kind="qwen2", num_hidden_layers=1)
+    plain = decoded(load_cuda_model(tmp_path), 3, 3)
+    model = load_cuda_model(tmp_path, max_graph_rows=8)
+
+    def refuse(columns: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.\nMore of it")
+
+    model.graphs._step = refuse
+    assert decoded(model, 3, 3) == plain
+    assert not model.graphs.captured
+    assert model.graphs.rows_for(3) == 0
+    assert model.graphs.rows_for(1) == 1
+    while model.num_uncaptured:
+        model.capture_next()
+    assert not model.graphs.captured
+
+
+def test_a_step_that_finds_no_memory_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the model steps on."""
+    make_checkpoint(tmp_path, kind="qwen2", num_hidden_layers=1)
+    model = load_cuda_model(tmp_path)
+    table = make_table(groups=model.kv_groups)
+    put(table, 0, PROMPT)
+    wanted = model.execute(plan((0, 0, 9)), table).ids.tolist()
+
+    def refuse(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.\nMore of it")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(model, "_forward", refuse)
+        with pytest.raises(NoWorkSpace, match=r"a step of 9 tokens of 1 requests .*Tried to allocate 2.00 MiB\.$"):
+            model.launch(plan((0, 0, 9)), table)
+    assert model.execute(plan((0, 0, 9)), table).ids.tolist() == wanted
+
+
+def test_torch_is_held_to_the_work_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_to: list[tuple[float, int]] = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (10 << 30, 80 << 30))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda fraction, index: set_to.append((fraction, index)))
+    assert work_space.limit_torch(3 << 30) == (3 << 30) + work_space.KEPT_BYTES
+    assert set_to == [(((3 << 30) + work_space.KEPT_BYTES) / (80 << 30), 0)]
+    assert work_space.limit_torch(90 << 30) == 80 << 30
+    assert set_to[1] == (1.0, 0)
+    assert work_space.KEPT_BYTES < CUDA_LEFT_BYTES
 
 
 def test_nothing_is_captured_after_a_second_load(tmp_path: Path, stand_in_graphs: None) -> None:

@@ -36,11 +36,13 @@ def test_ranges_cover_each_span_once(monkeypatch: pytest.MonkeyPatch, caplog: py
     monkeypatch.setattr(host_registration, "RANGE_BYTES", 100)
     memory = Registering(2, CHUNK)
     with caplog.at_level(logging.INFO, "engine"):
-        assert register(memory, "host tier", [(5000, 250), (9000, 100)]) == 350
-        assert memory.registered == ((5000, 100), (5100, 100), (5200, 50), (9000, 100))
+        assert register(memory, "host tier", [(5000, 250), (9000, 100)], unit_bytes=30) == 350
+        assert memory.registered == ((5000, 90), (5090, 90), (5180, 70), (9000, 90), (9090, 10))
         assert "s a GiB" in caplog.text
         memory.limit_bytes = 500
-        assert register(memory, "host tier", [(20_000, 250)]) == 100
+        assert register(memory, "host tier", [(20_000, 250)], unit_bytes=200) == 0
+        memory.limit_bytes = 700
+        assert register(memory, "host tier", [(30_000, 250)], unit_bytes=50) == 100
         assert (
             "host tier: 0.00 of 0.00 GiB are registered with the device: cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY" in caplog.text
         )

@@ -141,3 +141,23 @@ def test_steps_are_captured_in_idle_time(tmp_path: Path) -> None:
         while "steps of every size are captured" not in log.read_text():
             assert time.monotonic() < until_s
             time.sleep(0.02)
+
+
+def test_a_step_that_finds_no_memory_costs_its_requests_alone(tmp_path: Path) -> None:
+    """Those that run beside it get all their tokens, before and after; so does who comes later."""
+    with EngineProcess(null_configure(num_chunks=96)) as engine:
+        for number, name in enumerate("mn", 1):
+            path = null_checkpoint(tmp_path / name, launches_ahead=True, no_memory_token=7)
+            engine.send(load_message(path, name, number, eos_token_ids=EOS))
+            engine.wait_for(LoadDone, number)
+        beside = Submit(1, "n", [1] * 9, SamplingParams(max_tokens=80, seed=1))
+        engine.send(beside)
+        engine.until(lambda: len(engine.output().get(1, [])) > 5)
+        engine.send(Submit(2, "m", [3, 7], SamplingParams(max_tokens=9, seed=2)))
+        failed = engine.wait_for(RequestFailed)
+        assert (failed.request_id, failed.code) == (2, "no_work_space")
+        assert "model m: no_memory_token 7 met" in failed.error
+        after = Submit(3, "m", [3, 8], SamplingParams(max_tokens=20, seed=3))
+        engine.send(after)
+        check(engine, {1: beside, 3: after})
+        engine.until(lambda: engine.last_stats().kv_chunks_used == 0)

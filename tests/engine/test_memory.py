@@ -86,12 +86,12 @@ class MemorySuite:
         held = WeightRange(memory, 2 * CHUNK)
         held.map([5, 1])
         source = np.random.default_rng(0).integers(0, 256, CHUNK + 77, np.uint8)
-        told = memory.copy_in(held.address + 1000, source)
+        told = memory.copy_in(held.address + 1000, source).wait()
         target = np.zeros_like(source)
-        assert memory.copy_out(held.address + 1000, target) == told
+        assert memory.copy_out(held.address + 1000, target).wait() == told
         assert (target == source).all()
         source[12345] ^= 4
-        assert memory.copy_in(held.address + 1000, source) != told
+        assert memory.copy_in(held.address + 1000, source).wait() != told
         held.close()
 
     def test_pieces_of_the_arena_are_copied(self, memory: ChunkMemory) -> None:

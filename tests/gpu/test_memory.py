@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from engine.memory.weight_range import WeightRange
+from tests.engine.test_handles import outlive
 from tests.engine.test_memory import CHUNK, MemorySuite
 
 pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
@@ -76,10 +77,9 @@ def test_a_graph_survives_an_eviction(memory: CudaMemory) -> None:
     held.close()
 
 
-def test_a_chunk_can_be_handed_over(memory: CudaMemory) -> None:
-    fd = memory.export(3)
-    assert os.fstat(fd)
-    os.close(fd)
+def test_weights_outlive_their_process() -> None:
+    """Killed before its handles are taken in."""
+    outlive(("cuda_memory", "CudaMemory", "exportable=True, "))
 
 
 def test_touching_evicted_weights_is_a_fault() -> None:
@@ -112,8 +112,8 @@ def test_registered_host_memory_goes_there_and_back(memory: CudaMemory) -> None:
     os.ftruncate(fd, 2 * CHUNK)
     tier = HostTier(fd, 2, CHUNK)
     tier.slot(1)[:] = 7
-    assert register(memory, "host tier", [tier.span]) == 2 * CHUNK
-    told = memory.copy_in(memory.arena.data_ptr() + 3 * CHUNK, tier.slot(1))
+    assert register(memory, "host tier", [tier.span], CHUNK) == 2 * CHUNK
+    told = memory.copy_in(memory.arena.data_ptr() + 3 * CHUNK, tier.slot(1)).wait()
     assert (memory.arena[3 * CHUNK : 4 * CHUNK] == 7).all()
-    assert memory.copy_out(memory.arena.data_ptr() + 3 * CHUNK, tier.slot(0)) == told
+    assert memory.copy_out(memory.arena.data_ptr() + 3 * CHUNK, tier.slot(0)).wait() == told
     assert (tier.slot(0) == 7).all()

@@ -21,6 +21,7 @@ from triton.runtime.jit import JITFunction
 from engine.kernels import (
     gpu,
     gpu_linear,
+    triton_checksum,
     triton_decode,
     triton_extend,
     triton_inputs,
@@ -118,6 +119,8 @@ def main() -> None:
     triton_sampling.penalise(logits.float(), table, ints, ints, floats, floats, floats)
     gpu.top_logprobs(logits, ints, ints, 20)
     triton_unpack.unpack(torch.zeros(64, dtype=torch.uint8), longs, FRAME_VALUES // WIDTH * WIDTH, x)
+
+    triton_checksum.partial_sums(longs, triton_checksum.new_partial_sums("cpu"))
 
 
 if __name__ == "__main__":

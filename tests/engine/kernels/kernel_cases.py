@@ -16,6 +16,7 @@ from torch import Tensor
 from engine.forward_batch import Rotary
 from engine.kernels import (
     reference,
+    triton_checksum,
     triton_decode,
     triton_extend,
     triton_inputs,
@@ -25,7 +26,7 @@ from engine.kernels import (
     triton_sampling,
     triton_unpack,
 )
-from loader import codec
+from loader import checksum, codec
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 HEAD_DIMS = (64, 80, 96, 128, 256)
@@ -387,6 +388,15 @@ def packed_weights(draw: Draw) -> None:
     assert torch.equal(out.cpu(), values)
 
 
+def checksums(draw: Draw) -> None:
+    num_words = draw.one_of(1, 2047, 2048, 70000, draw.between(1, 200000))
+    words = torch.randint(-(2**63), 2**63 - 1, (num_words,), generator=draw.generator)
+    partial = triton_checksum.new_partial_sums(draw.device)
+    triton_checksum.partial_sums(draw.on(words), partial)
+    sums = partial.cpu().numpy().view(np.uint64).sum(axis=0, dtype=np.uint64)
+    assert checksum.joined(sums) == checksum.of(words.numpy().view(np.uint8))
+
+
 CASES: dict[str, Callable[[Draw], None]] = {
     case.__name__: case
     for case in (
@@ -403,5 +413,6 @@ CASES: dict[str, Callable[[Draw], None]] = {
         penalties,
         logprobs,
         packed_weights,
+        checksums,
     )
 }

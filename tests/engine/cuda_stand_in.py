@@ -1,0 +1,288 @@
+"""CUDA's virtual memory management on memfds, and the few words of torch that engine/memory/cuda_memory.py speaks: so its calls,
+their order and their arguments are proven where there is no GPU. As strict as the driver's documentation, or stricter: alignment,
+what is mapped where, what must not be freed yet. Streams are at their end at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import importlib
+import os
+import sys
+from contextlib import nullcontext
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from engine.memory import mappings
+
+GRANULARITY = 1 << 16  # 2 MiB on a GPU
+
+
+class CUresult(enum.IntEnum):
+    CUDA_SUCCESS = 0
+    CUDA_ERROR_INVALID_VALUE = 1
+    CUDA_ERROR_OUT_OF_MEMORY = 2
+
+
+class CUmemLocationType(enum.IntEnum):
+    CU_MEM_LOCATION_TYPE_DEVICE = 1
+
+
+class CUmemAllocationType(enum.IntEnum):
+    CU_MEM_ALLOCATION_TYPE_PINNED = 1
+
+
+class CUmemAllocationHandleType(enum.IntEnum):
+    CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR = 1
+
+
+class CUmemAccess_flags(enum.IntEnum):
+    CU_MEM_ACCESS_FLAGS_PROT_READWRITE = 3
+
+
+class CUmemAllocationGranularity_flags(enum.IntEnum):
+    CU_MEM_ALLOC_GRANULARITY_MINIMUM = 0
+
+
+class CUdeviceptr(int):
+    pass
+
+
+class CUmemLocation(SimpleNamespace):
+    pass
+
+
+class CUmemAllocationProp(SimpleNamespace):
+    requestedHandleTypes = 0
+
+
+class CUmemAccessDesc(SimpleNamespace):
+    pass
+
+
+class Handle:
+    """A physical allocation, as one process knows it."""
+
+    def __init__(self, fd: int, num_bytes: int, exportable: bool) -> None:
+        self.fd, self.num_bytes, self.exportable, self.released = fd, num_bytes, exportable, False
+
+
+class Refused(Exception):
+    """A call that the driver would not take: CUDA_ERROR_INVALID_VALUE, and a test that fails."""
+
+
+class Driver(ModuleType):
+    """cuda.bindings.driver. limit_bytes: what the device has. mapped: address -> handle; reserved: address -> bytes."""
+
+    CUresult, CUmemLocationType, CUmemAllocationType = CUresult, CUmemLocationType, CUmemAllocationType
+    CUmemAllocationHandleType, CUmemAccess_flags = CUmemAllocationHandleType, CUmemAccess_flags
+    CUmemAllocationGranularity_flags = CUmemAllocationGranularity_flags
+    CUdeviceptr, CUmemLocation, CUmemAllocationProp, CUmemAccessDesc = (
+        CUdeviceptr,
+        CUmemLocation,
+        CUmemAllocationProp,
+        CUmemAccessDesc,
+    )
+
+    def __init__(self, limit_bytes: int = 1 << 30) -> None:
+        super().__init__("cuda.bindings.driver")
+        self.limit_bytes = limit_bytes
+        self.handles: list[Handle] = []
+        self.mapped: dict[int, Handle] = {}
+        self.accessible: set[int] = set()
+        self.reserved: dict[int, int] = {}
+        self.registered: list[tuple[int, int]] = []
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(handle.num_bytes for handle in self.handles if not handle.released or handle in self.mapped.values())
+
+    def cuGetErrorName(self, error: CUresult) -> tuple[CUresult, bytes]:
+        return CUresult.CUDA_SUCCESS, error.name.encode()
+
+    def cuCtxGetCurrent(self) -> tuple[CUresult, str]:
+        return CUresult.CUDA_SUCCESS, "context"
+
+    def cuCtxSetCurrent(self, context: str) -> tuple[CUresult]:
+        self._check(context == "context", "an unknown context")
+        return (CUresult.CUDA_SUCCESS,)
+
+    def cuMemGetAllocationGranularity(self, prop: CUmemAllocationProp, option: Any) -> tuple[CUresult, int]:
+        self._check_prop(prop)
+        return CUresult.CUDA_SUCCESS, GRANULARITY
+
+    def cuMemCreate(self, size: int, prop: CUmemAllocationProp, flags: int) -> tuple[Any, ...]:
+        self._check_prop(prop)
+        self._check(size > 0 and size % GRANULARITY == 0 and flags == 0, f"cuMemCreate of {size} bytes")
+        if self.held_bytes + size > self.limit_bytes:
+            return CUresult.CUDA_ERROR_OUT_OF_MEMORY, None
+        fd = os.memfd_create("chunk")
+        os.ftruncate(fd, size)
+        return CUresult.CUDA_SUCCESS, self._known(Handle(fd, size, bool(prop.requestedHandleTypes)))
+
+    def cuMemRelease(self, handle: Handle) -> tuple[CUresult]:
+        self._check(not handle.released, "a handle released twice")
+        handle.released = True
+        os.close(handle.fd)
+        return (CUresult.CUDA_SUCCESS,)
+
+    def cuMemAddressReserve(self, size: int, alignment: int, address: CUdeviceptr, flags: int) -> tuple[CUresult, CUdeviceptr]:
+        self._check(size > 0 and size % GRANULARITY == 0, f"a reservation of {size} bytes")
+        self._check(alignment & (alignment - 1) == 0 and flags == 0, f"alignment {alignment}")
+        at = mappings.reserve(size)
+        self.reserved[at] = size
+        return CUresult.CUDA_SUCCESS, CUdeviceptr(at)
+
+    def cuMemAddressFree(self, address: CUdeviceptr, size: int) -> tuple[CUresult]:
+        self._check(self.reserved.pop(address, 0) == size, "freeing what was not reserved so")
+        self._check(not any(address <= at < address + size for at in self.mapped), "freeing a range with mappings")
+        mappings.release(address, size)
+        return (CUresult.CUDA_SUCCESS,)
+
+    def cuMemMap(self, address: CUdeviceptr, size: int, offset: int, handle: Handle, flags: int) -> tuple[CUresult]:
+        self._check(offset == 0 and flags == 0 and size == handle.num_bytes, "a mapping of part of an allocation")
+        self._check(not handle.released and address not in self.mapped, "mapping over a mapping, or nothing")
+        inside = any(begin <= address and address + size <= begin + length for begin, length in self.reserved.items())
+        self._check(inside, "mapping outside of a reservation")
+        mappings.map_file(address, size, handle.fd, 0)
+        self.mapped[int(address)] = handle
+        return (CUresult.CUDA_SUCCESS,)
+
+    def cuMemSetAccess(self, address: CUdeviceptr, size: int, desc: list[CUmemAccessDesc], count: int) -> tuple[CUresult]:
+        self._check(count == len(desc) == 1 and desc[0].location.id == 0, "an access descriptor of no device")
+        self._check(desc[0].flags == CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE, "no access to write")
+        at = int(address)
+        while at < address + size:
+            self._check(at in self.mapped, "access to what is not mapped")
+            self.accessible.add(at)
+            at += self.mapped[at].num_bytes
+        return (CUresult.CUDA_SUCCESS,)
+
+    def cuMemUnmap(self, address: CUdeviceptr, size: int) -> tuple[CUresult]:
+        self._check(int(address) in self.mapped and self.mapped[int(address)].num_bytes == size, "unmapping what is not mapped")
+        del self.mapped[int(address)]
+        self.accessible.discard(int(address))
+        mappings.unmap(address, size)
+        return (CUresult.CUDA_SUCCESS,)
+
+    def cuMemExportToShareableHandle(self, handle: Handle, kind: Any, flags: int) -> tuple[CUresult, int]:
+        self._check(handle.exportable and not handle.released and flags == 0, "an export of what is not exportable")
+        self._check(kind == CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, "an export of another kind")
+        return CUresult.CUDA_SUCCESS, os.dup(handle.fd)
+
+    def cuMemImportFromShareableHandle(self, fd: int, kind: Any) -> tuple[CUresult, Handle | None]:
+        self._check(kind == CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, "an import of another kind")
+        try:
+            size = os.fstat(fd).st_size
+        except OSError:
+            return CUresult.CUDA_ERROR_INVALID_VALUE, None
+        return CUresult.CUDA_SUCCESS, self._known(Handle(os.dup(fd), size, True))
+
+    def cuMemcpyHtoDAsync(self, target: CUdeviceptr, source: int, size: int, stream: int) -> tuple[CUresult]:
+        self._check_mapped(target, size)
+        ctypes.memmove(target, source, size)
+        return (CUresult.CUDA_SUCCESS,)
+
+    def cuMemcpyDtoHAsync(self, target: int, source: CUdeviceptr, size: int, stream: int) -> tuple[CUresult]:
+        self._check_mapped(source, size)
+        ctypes.memmove(target, source, size)
+        return (CUresult.CUDA_SUCCESS,)
+
+    def cuMemHostRegister(self, address: int, size: int, flags: int) -> tuple[CUresult]:
+        self._check(all(address + size <= at or at + length <= address for at, length in self.registered), "registered twice")
+        self.registered.append((address, size))
+        return (CUresult.CUDA_SUCCESS,)
+
+    def _known(self, handle: Handle) -> Handle:
+        self.handles.append(handle)
+        return handle
+
+    def _check_prop(self, prop: CUmemAllocationProp) -> None:
+        self._check(prop.type == CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED, "memory of another type")
+        place = prop.location
+        self._check(place.type == CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE and place.id == 0, "memory of another device")
+
+    def _check_mapped(self, address: int, size: int) -> None:
+        at = address
+        while at < address + size:
+            begin = next((begin for begin, held in self.mapped.items() if begin <= at < begin + held.num_bytes), None)
+            self._check(begin is not None and begin in self.accessible, f"a copy of {size} bytes touches what is not mapped")
+            assert begin is not None
+            at = begin + self.mapped[begin].num_bytes
+
+    @staticmethod
+    def _check(right: bool, what: str) -> None:
+        if not right:
+            raise Refused(what)
+
+
+class Stream:
+    cuda_stream = 0
+
+    def __init__(self, device: Any = None) -> None:
+        pass
+
+    def wait_stream(self, other: Stream) -> None:
+        assert isinstance(other, Stream)
+
+    def synchronize(self) -> None:
+        """At its end already."""
+
+
+class Event:
+    def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
+        assert blocking
+        assert not enable_timing
+        self._recorded = False
+
+    def record(self, stream: Stream) -> None:
+        self._recorded = True
+
+    def query(self) -> bool:
+        return self._recorded
+
+    def synchronize(self) -> None:
+        assert self._recorded
+
+
+class Torch:
+    """torch, whose CUDA device is the CPU."""
+
+    def __init__(self) -> None:
+        self.cuda = SimpleNamespace(
+            Stream=Stream,
+            Event=Event,
+            stream=lambda stream: nullcontext(),
+            default_stream=lambda device: Stream(),
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def device(self, kind: str, index: int) -> torch.device:
+        assert kind == "cuda"
+        return torch.device("cpu")
+
+    def as_tensor(self, held: Any, device: torch.device) -> torch.Tensor:
+        told = held.__cuda_array_interface__
+        assert (told["typestr"], told["version"], told["strides"]) == ("|u1", 3, None)
+        return torch.frombuffer(mappings.bytes_at(told["data"][0], told["shape"][0]), dtype=torch.uint8)
+
+
+def install(monkeypatch: pytest.MonkeyPatch, driver: Driver) -> Any:
+    """engine.memory.cuda_memory, on this driver."""
+    bindings, cuda = ModuleType("cuda.bindings"), ModuleType("cuda")
+    bindings.driver = driver  # type: ignore[attr-defined]
+    for name, module in (("cuda", cuda), ("cuda.bindings", bindings), ("cuda.bindings.driver", driver)):
+        monkeypatch.setitem(sys.modules, name, module)
+    for name in ("engine.memory.cuda_memory", "engine.memory.cuda_copies"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))  # so that what is imported now is forgotten afterwards
+        del sys.modules[name]
+    cuda_memory = importlib.import_module("engine.memory.cuda_memory")
+    monkeypatch.setattr(cuda_memory, "torch", Torch())
+    monkeypatch.setattr(sys.modules["engine.memory.cuda_copies"], "torch", Torch())
+    return cuda_memory

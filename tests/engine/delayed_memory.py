@@ -1,0 +1,106 @@
+"""A device whose copies take their time, as a GPU's do: they are carried out later, in the order they were started, from what their
+source holds by then."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+
+from engine.memory.cpu_memory import CpuMemory
+from loader import checksum
+
+MAX_DELAY_S = 1e-3
+
+
+@dataclass
+class Delayed:
+    """Fence and Copy of DelayedMemory."""
+
+    over: threading.Event = field(default_factory=threading.Event)
+    error: Exception | None = None
+    checksum: int = 0
+
+    def done(self) -> bool:
+        return self.over.is_set()
+
+    def wait(self) -> int:
+        assert self.over.wait(30), "a copy never came to its end"
+        if self.error is not None:
+            raise self.error
+        return self.checksum
+
+
+class DelayedMemory(CpuMemory):
+    """One thread copies; `running` cleared, it stops before the next copy. fail_at: that copy (from 1 on) and what follows fail.
+
+    most_under_way: copies started and not over, at most."""
+
+    def __init__(self, num_chunks: int, chunk_bytes: int, fail_at: int = 0) -> None:
+        super().__init__(num_chunks, chunk_bytes)
+        self.running = threading.Event()
+        self.running.set()
+        self.num_started = self.num_over = self.most_under_way = 0
+        self._fail_at, self._delays = fail_at, random.Random(1)
+        self._lock = threading.Lock()
+        self._queue: SimpleQueue[tuple[Delayed, Callable[[], int] | None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._thread.start()
+
+    def copy_in(self, address: int, source: Any) -> Delayed:  # type: ignore[override]
+        return self._copied(self._bytes_at(address, len(source)), source)
+
+    def copy_out(self, address: int, target: Any) -> Delayed:  # type: ignore[override]
+        return self._copied(target, self._bytes_at(address, len(target)))
+
+    def write(self, address: int, source: Any) -> None:
+        self._copied(self._bytes_at(address, len(source)), source)
+
+    def copying(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def fence(self) -> Delayed:
+        fence = Delayed()
+        self._queue.put((fence, None))
+        return fence
+
+    def close(self) -> None:
+        self.running.set()
+        self._queue.put(None)
+        self._thread.join()
+        super().close()
+
+    def _copied(self, target: Any, source: Any) -> Delayed:
+        def copy() -> int:
+            target[:] = source
+            return checksum.of(np.asarray(source))
+
+        started = Delayed()
+        with self._lock:
+            self.num_started += 1
+            self.most_under_way = max(self.most_under_way, self.num_started - self.num_over)
+            self._queue.put((started, copy))
+        return started
+
+    def _work(self) -> None:
+        broken: Exception | None = None
+        while (item := self._queue.get()) is not None:
+            delayed, copy = item
+            if copy is not None:
+                self.running.wait()
+                time.sleep(self._delays.random() * MAX_DELAY_S)
+                if self.num_over + 1 == self._fail_at:
+                    broken = RuntimeError("CUDA error: an illegal memory access was encountered")
+                if broken is None:
+                    delayed.checksum = copy()
+                with self._lock:
+                    self.num_over += 1
+            delayed.error = broken
+            delayed.over.set()

@@ -1,0 +1,94 @@
+"""engine/memory/cuda_memory.py on a stand-in for the driver: the suite of the cpu device's memory, and what a driver counts.
+tests/gpu runs the same on a GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from engine.memory.weight_range import WeightRange
+from loader import checksum
+from tests.engine import cuda_stand_in
+from tests.engine.test_memory import CHUNK, MemorySuite
+
+assert CHUNK % cuda_stand_in.GRANULARITY == 0
+
+
+@pytest.fixture
+def driver() -> cuda_stand_in.Driver:
+    return cuda_stand_in.Driver()
+
+
+@pytest.fixture
+def cuda_memory(driver: cuda_stand_in.Driver, monkeypatch: pytest.MonkeyPatch) -> Any:
+    return cuda_stand_in.install(monkeypatch, driver)
+
+
+@pytest.fixture
+def memory(cuda_memory: Any, driver: cuda_stand_in.Driver) -> Iterator[Any]:
+    made = cuda_memory.CudaMemory(12, CHUNK)
+    yield made
+    made.close()
+    assert not driver.mapped
+    assert driver.held_bytes == 0
+
+
+class TestCudaMemory(MemorySuite):
+    pass
+
+
+def test_chunks_are_taken_once_and_mapped_twice_at_most(memory: Any, driver: cuda_stand_in.Driver) -> None:
+    assert driver.held_bytes == 12 * CHUNK
+    address = memory.reserve(2 * CHUNK)
+    memory.map(address, [3, 7])
+    assert driver.held_bytes == 12 * CHUNK
+    assert len(driver.mapped) == 14
+    memory.unmap(address, 2 * CHUNK)
+    memory.release(address, 2 * CHUNK)
+
+
+def test_a_device_that_cannot_give_its_memory_keeps_nothing(cuda_memory: Any, driver: cuda_stand_in.Driver) -> None:
+    driver.limit_bytes = 5 * CHUNK
+    with pytest.raises(MemoryError, match="cuMemCreate: CUDA_ERROR_OUT_OF_MEMORY"):
+        cuda_memory.CudaMemory(6, CHUNK)
+    assert driver.held_bytes == 0
+    assert not driver.reserved
+
+
+def test_chunks_of_another_granularity(cuda_memory: Any) -> None:
+    with pytest.raises(ValueError, match="not a multiple of the device's granularity"):
+        cuda_memory.CudaMemory(6, CHUNK + 4096)
+
+
+def test_chunks_are_exported_and_had_again(cuda_memory: Any, driver: cuda_stand_in.Driver) -> None:
+    """By another memory, when the one that made them is closed: they hold what they held, and nothing more is taken."""
+    first = cuda_memory.CudaMemory(5, CHUNK, exportable=True)
+    weights = WeightRange(first, 2 * CHUNK + 100)
+    weights.map([3, 0, 4])
+    weights.tensor(0, (2 * CHUNK + 100,), torch.uint8)[:] = torch.arange(2 * CHUNK + 100).remainder(251).byte()
+    kept, told = first.export(), first.checksum(weights.address, 2 * CHUNK + 100)
+    assert told == checksum.of(torch.arange(2 * CHUNK + 100).remainder(251).byte().numpy())
+    weights.close()
+    first.close()
+    assert not driver.mapped
+    with pytest.raises(ValueError, match="5 handles that are not those of 6 chunks"):
+        cuda_memory.CudaMemory(6, CHUNK, handles=kept)
+    driver.limit_bytes = 5 * CHUNK
+    second = cuda_memory.CudaMemory(5, CHUNK, handles=kept)
+    again = WeightRange(second, 2 * CHUNK + 100)
+    again.map([3, 0, 4])
+    assert second.checksum(again.address, 2 * CHUNK + 100) == told
+    again.close()
+    second.close()
+    for fd in kept:
+        os.close(fd)
+    with pytest.raises(cuda_memory.DeviceError, match="cuMemImportFromShareableHandle: CUDA_ERROR_INVALID_VALUE"):
+        cuda_memory.CudaMemory(5, CHUNK, handles=kept)
+    assert driver.held_bytes == 0
+    assert not driver.reserved

@@ -1,0 +1,215 @@
+"""Copies that a device makes by itself: nothing is told, freed or used again before they are over."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("triton")
+
+from engine import ops
+from engine.contracts import LoadTask
+from engine.device_sink import DeviceSink
+from engine.memory.transfers import NUM_THREADS, UNDER_WAY, TransferCancelled, transfer
+from engine.memory.weight_range import WeightRange
+from engine.model_runner import TorchRunner
+from engine.protocol import Configure, LoadModel
+from loader import checksum, sizing
+from loader.catalog import scan_one
+from loader.range_plan import Read
+from loader.sinks import HostSink
+from loader.staging import StagingRing
+from loader.weight_stream import OpenCheckpoint, ReadCancelled, open_checkpoint, planned_reads, stream_weights
+from tests.engine.delayed_memory import DelayedMemory
+from tests.engine.model_bench import BLOCK_TOKENS, CACHE_DIR, CASES, MAX_LEN, make_checkpoint
+
+CHUNK = 64 << 10
+NUM_SLOTS, SLOT_BYTES = 2, 8 << 10
+NEVER: Callable[[], bool] = lambda: False  # noqa: E731
+
+
+class Device:
+    """A delayed memory with one model's range and a ring of two slots, far less than the model."""
+
+    def __init__(self, source: OpenCheckpoint, dtype: str, fail_at: int = 0) -> None:
+        self.source, self.dtype = source, dtype
+        self.memory = DelayedMemory(64, CHUNK, fail_at)
+        num_bytes = sizing.weights_bytes(source.shape, dtype)
+        self.weights = WeightRange(self.memory, num_bytes)
+        self.weights.map(list(range(self.weights.num_chunks)))
+        self.held = np.frombuffer(self.weights.buffer, np.uint8)
+        self.ring = StagingRing(NUM_SLOTS, SLOT_BYTES)
+        self.wanted = np.zeros(num_bytes, np.uint8)
+        stream_weights(source, dtype, HostSink(self.wanted.data), StagingRing(), lambda done, total: None, NEVER)
+
+    def stream(self, cancelled: Callable[[], bool] = NEVER, landed: Callable[[Read], None] = lambda read: None) -> None:
+        sink = DeviceSink(self.memory, self.weights)
+        stream_weights(self.source, self.dtype, sink, self.ring, lambda done, total: None, cancelled, landed=landed)
+
+    def check_slots_are_back(self) -> None:
+        slots = [self.ring.take() for _ in range(NUM_SLOTS)]
+        assert len({np.frombuffer(slot, np.uint8).ctypes.data for slot in slots}) == NUM_SLOTS
+        assert self.ring._free.empty()
+
+    def check_nothing_is_under_way(self) -> None:
+        assert self.memory.num_over == self.memory.num_started
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("llama")
+    make_checkpoint(made, **CASES["llama"])
+    return made
+
+
+@pytest.fixture
+def device(folder: Path) -> Iterator[Callable[..., Device]]:
+    with ExitStack() as stack:
+
+        def make(dtype: str = "float32", **options: Any) -> Device:
+            made = Device(open_checkpoint(folder, "", stack, in_place=False), dtype, **options)
+            stack.callback(made.memory.close)
+            return made
+
+        yield make
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_has_landed_is_there(device: Callable[..., Device], dtype: str) -> None:
+    """Though slots are filled again and again while copies lag behind; each read is told once."""
+    made = device(dtype)
+    told: list[tuple[int, int]] = []
+
+    def landed(read: Read) -> None:
+        for begin, end in read.places:
+            assert np.array_equal(made.held[begin:end], made.wanted[begin:end])
+        told.append((read.begin, read.end))
+
+    made.stream(landed=landed)
+    assert np.array_equal(made.held[: len(made.wanted)], made.wanted)
+    reads = planned_reads(made.source, dtype, made.ring)
+    assert len(reads) > 10 * NUM_SLOTS
+    assert sorted(told) == sorted((read.begin, read.end) for read in reads)
+    made.check_slots_are_back()
+    made.check_nothing_is_under_way()
+
+
+def test_a_full_ring_waits_for_the_device(device: Callable[..., Device]) -> None:
+    """While it copies nothing, as much is read as there are slots, and nothing is told."""
+    made, told = device(), []
+    made.memory.running.clear()
+    load = threading.Thread(target=made.stream, kwargs={"landed": told.append})
+    load.start()
+    while not made.ring._free.empty():
+        time.sleep(0.01)
+    time.sleep(0.2)
+    most = max(len(read.segments) for read in planned_reads(made.source, "float32", made.ring))
+    assert 0 < made.memory.num_started <= NUM_SLOTS * most
+    assert not told
+    made.memory.running.set()
+    load.join(30)
+    assert not load.is_alive()
+    assert np.array_equal(made.held[: len(made.wanted)], made.wanted)
+
+
+@pytest.mark.parametrize("fail_at", [1, 3, 40])
+def test_a_device_that_fails_fails_the_load(device: Callable[..., Device], fail_at: int) -> None:
+    made, told = device(fail_at=fail_at), []
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        made.stream(landed=told.append)
+    assert len(told) < fail_at
+    made.check_slots_are_back()
+    made.check_nothing_is_under_way()
+
+
+def test_a_cancelled_load_leaves_no_copy_under_way(device: Callable[..., Device]) -> None:
+    made, looks = device(), iter(range(100))
+    with pytest.raises(ReadCancelled):
+        made.stream(cancelled=lambda: next(looks) == 5)
+    made.check_slots_are_back()
+    made.check_nothing_is_under_way()
+
+
+# ---- swaps
+
+
+@pytest.fixture
+def memory() -> Iterator[DelayedMemory]:
+    made = DelayedMemory(16, CHUNK)
+    yield made
+    made.close()
+
+
+def pieces_of(memory: DelayedMemory, host: np.ndarray) -> list[tuple[int, Any]]:
+    address = memory.arena.data_ptr()
+    return [(address + at, host[at : at + CHUNK]) for at in range(0, len(host), CHUNK)]
+
+
+def test_pieces_go_there_and_back(memory: DelayedMemory) -> None:
+    """Several are under way at a time; progress grows; a piece that has landed is there; sums are the pieces'."""
+    host = np.random.default_rng(0).integers(0, 256, 16 * CHUNK, np.uint8)
+    pieces, done, told = pieces_of(memory, host), [], []
+
+    def landed(piece: tuple[int, Any]) -> None:
+        at = piece[0] - memory.arena.data_ptr()
+        assert np.array_equal(memory.arena.numpy()[at : at + CHUNK], piece[1])
+        told.append(at)
+
+    sums = transfer(memory.copy_in, pieces, progress=done.append, landed=landed)
+    assert sums == [checksum.of(piece) for _, piece in pieces]
+    assert done == list(range(CHUNK, 16 * CHUNK + 1, CHUNK))
+    assert sorted(told) == list(range(0, 16 * CHUNK, CHUNK))
+    assert 1 < memory.most_under_way <= NUM_THREADS * UNDER_WAY
+    back = np.zeros_like(host)
+    assert transfer(memory.copy_out, pieces_of(memory, back)) == sums
+    assert np.array_equal(back, host)
+
+
+def test_a_transfer_ends_with_its_copies(memory: DelayedMemory) -> None:
+    """Cancelled or failed, it returns when nothing reads or writes the memory any more."""
+    pieces = pieces_of(memory, np.ones(16 * CHUNK, np.uint8))
+    looks = iter(range(100))
+    with pytest.raises(TransferCancelled):
+        transfer(memory.copy_in, pieces, cancelled=lambda: next(looks) >= 5)
+    assert memory.num_over == memory.num_started < 16
+    broken = DelayedMemory(16, CHUNK, fail_at=4)
+    told: list[Any] = []
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        transfer(broken.copy_in, pieces_of(broken, np.ones(16 * CHUNK, np.uint8)), landed=told.append)
+    assert broken.num_over == broken.num_started < 16
+    assert len(told) <= 3
+    broken.close()
+
+
+# ---- a whole load
+
+
+@pytest.fixture
+def on_gpu_kernels() -> Iterator[None]:
+    yield
+    ops.configure(CACHE_DIR)
+
+
+@pytest.mark.parametrize("fail_at", [2, 30])
+def test_a_load_that_failed_leaves_its_chunks_free(folder: Path, on_gpu_kernels: None, fail_at: int) -> None:
+    """The runner tells the device's error as that load's; nothing is mapped or under way: the chunks have another use at once."""
+    memory = DelayedMemory(64, CHUNK, fail_at)
+    options = Configure("cuda:0", 64, CHUNK, 64 << 20, 512, BLOCK_TOKENS, 10.0, 1, cache_dir=CACHE_DIR)
+    runner = TorchRunner(memory, options, gpu=True)
+    runner._ring = StagingRing(NUM_SLOTS, SLOT_BYTES)
+    spec = LoadModel(1, "m", str(folder), "float32", scan_one(folder).fingerprint, 1 << 20, 0, 0, MAX_LEN, 8, [1])
+    chunks = np.arange(40, dtype=np.int32)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        runner.load(LoadTask(spec, chunks, lambda done, total: None, lambda: False))
+    assert memory.num_over == memory.num_started >= fail_at
+    weights = runner._ranges.of("m", (spec.fingerprint, "float32", ""), runner._ranges._ranges["m"][1].num_bytes)
+    weights.map(chunks[: weights.num_chunks].tolist())  # refused were it mapped still
+    weights.close()
+    memory.close()

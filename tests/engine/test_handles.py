@@ -1,0 +1,137 @@
+"""What is in a device's chunks outlives the process that put it there, in the hands of another that holds their descriptors."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine.memory import handles
+from engine.memory.cpu_memory import CpuMemory
+from engine.memory.weight_range import WeightRange
+
+ROOT = Path(__file__).parents[2]
+CHUNK = 2 << 20
+NUM_CHUNKS, WEIGHTS_BYTES, PLACES = 6, 2 * CHUNK + 1234, [4, 1, 2]
+
+# An engine's life, as far as its memory goes: "make" leaves weights there and waits to be killed, "have" says what it found.
+LIFE = """
+import socket, sys
+import torch
+from engine.memory import handles
+from engine.memory.{module} import {kind}
+from engine.memory.weight_range import WeightRange
+sock = socket.socket(fileno=int(sys.argv[2]))
+given, num_chunks, chunk_bytes = handles.receive(sock)
+memory = {kind}(num_chunks, chunk_bytes, {options}handles=given)
+weights = WeightRange(memory, {num_bytes})
+weights.map({places})
+if sys.argv[1] == "make":
+    weights.tensor(0, ({num_bytes},), torch.uint8)[:] = torch.arange({num_bytes}, device=memory.arena.device).remainder(251).byte()
+    handles.send(sock, memory.export(), num_chunks, chunk_bytes)
+print(memory.checksum(weights.address, {num_bytes}), flush=True)
+sys.stdin.read()
+"""
+
+
+def lives(what: str, kind: tuple[str, str, str], given: Sequence[int]) -> tuple[str, list[int]]:
+    """One process from birth to SIGKILL: what it printed, and the handles it sent."""
+    module, name, options = kind
+    program = LIFE.format(module=module, kind=name, options=options, num_bytes=WEIGHTS_BYTES, places=PLACES)
+    ours, theirs = socket.socketpair()
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, what, str(theirs.fileno())],
+        cwd=ROOT,
+        pass_fds=[theirs.fileno()],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    theirs.close()
+    handles.send(ours, given, NUM_CHUNKS, CHUNK)
+    assert process.stdout is not None
+    told = process.stdout.readline()
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=30)
+    assert process.returncode == -signal.SIGKILL
+    with ours:
+        return told, handles.receive(ours)[0] if what == "make" else []
+
+
+def outlive(kind: tuple[str, str, str]) -> None:
+    """The first process is dead before its handles are even taken in; the second one is given them, twice."""
+    told, kept = lives("make", kind, [])
+    assert int(told)
+    assert lives("have", kind, kept)[0] == told
+    assert lives("have", kind, kept)[0] == told
+    for fd in kept:
+        os.close(fd)
+    assert lives("have", kind, [])[0] != told
+
+
+def test_weights_outlive_their_process() -> None:
+    outlive(("cpu_memory", "CpuMemory", ""))
+
+
+def test_a_second_memory_of_the_same_chunks() -> None:
+    first = CpuMemory(NUM_CHUNKS, CHUNK)
+    weights = WeightRange(first, WEIGHTS_BYTES)
+    weights.map(PLACES)
+    np.frombuffer(weights.buffer, np.uint8)[:] = np.random.default_rng(3).integers(0, 256, WEIGHTS_BYTES, np.uint8)
+    kept, told = first.export(), first.checksum(weights.address, WEIGHTS_BYTES)
+    weights.close()
+    first.close()
+    with pytest.raises(ValueError, match="1 handles that are not those of 7 chunks"):
+        CpuMemory(NUM_CHUNKS + 1, CHUNK, handles=kept)
+    second = CpuMemory(NUM_CHUNKS, CHUNK, handles=kept)
+    for fd in kept:
+        os.close(fd)
+    again = WeightRange(second, WEIGHTS_BYTES)
+    again.map(PLACES)
+    assert second.checksum(again.address, WEIGHTS_BYTES) == told
+    again.unmap()
+    again.map(PLACES[::-1])
+    assert second.checksum(again.address, WEIGHTS_BYTES) != told
+    again.close()
+    second.close()
+
+
+def test_more_handles_than_a_message_takes() -> None:
+    ours, theirs = socket.socketpair()
+    made = [os.memfd_create(f"chunk {number}") for number in range(2 * handles.MAX_FDS + 7)]
+    for number, fd in enumerate(made):
+        os.write(fd, str(number).encode())
+    sender = threading.Thread(target=handles.send, args=(theirs, made, len(made), CHUNK))
+    sender.start()
+    came, num_chunks, chunk_bytes = handles.receive(ours)
+    sender.join()
+    assert (num_chunks, chunk_bytes) == (len(made), CHUNK)
+    assert [int(os.pread(fd, 9, 0)) for fd in came] == list(range(len(made)))
+    for fd in made + came:
+        os.close(fd)
+    ours.close()
+    theirs.close()
+
+
+def test_a_sender_that_ends_too_early_leaves_nothing_open() -> None:
+    ours, theirs = socket.socketpair()
+    fd = os.memfd_create("chunk")
+    theirs.sendall(handles._header.pack(2, 2, CHUNK))
+    socket.send_fds(theirs, [b"h"], [fd])
+    theirs.close()
+    before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(ConnectionResetError, match="1 of 2 handles came: the sender is gone"):
+        handles.receive(ours)
+    assert set(os.listdir("/proc/self/fd")) <= before
+    with pytest.raises(ConnectionResetError, match="the sender is gone"):
+        handles.receive(ours)
+    ours.close()
+    os.close(fd)
