@@ -188,8 +188,9 @@ def packed_weights(table: Table, num_values: int) -> None:
     begins = torch.tensor([0] + [len(frame) for frame in frames[:-1]]).cumsum(0).to(table.device)
     data = torch.frombuffer(bytearray(b"".join(frames)), dtype=torch.uint8).to(table.device)
     out = torch.empty(num_values, dtype=torch.int16, device=table.device)
+    refused = torch.zeros(1, dtype=torch.int32, device=table.device)
     case = f"{num_values} values"
-    table.bytes("packed weights", case, 2 * num_values, lambda: triton_unpack.unpack(data, begins, FRAME_VALUES, out))
+    table.bytes("packed weights", case, 2 * num_values, lambda: triton_unpack.unpack(data, begins, FRAME_VALUES, out, refused))
 
 
 def main() -> None:

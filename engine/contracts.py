@@ -89,9 +89,9 @@ class LaunchesAhead(Protocol):
 class StreamedModel(HostedModel, Protocol):
     """One that can begin before its weights are there."""
 
-    def execute_behind(self, gate: WeightGate, plan: BatchPlan, table: SequenceTable) -> StepResult:
-        """As `execute`, layer by layer as the gate opens; its seconds are without the waits. Raises WeightsWithdrawn, and then what
-        it has written to the KV is of no use."""
+    def execute_behind(self, gate: WeightGate, plan: BatchPlan, table: SequenceTable, max_tokens: int) -> StepResult:
+        """As `execute`, layer by layer as the gate opens, at most max_tokens at a time; its seconds are without the waits. Raises
+        WeightsWithdrawn, and then what it has written to the KV is of no use."""
         ...
 
 

@@ -1,26 +1,35 @@
-"""A checkpoint's bytes into memory that the host cannot write: through the reader's slots, each copied on as it fills."""
+"""A checkpoint's bytes into memory that the host cannot write: through the reader's slots, each copied on as it fills. Packed
+weights cross as they are, and are decoded there."""
 
 from __future__ import annotations
 
 import dataclasses
+import threading
 
 import numpy as np
+import torch
 
+from engine.device_frames import DeviceFrames
 from engine.memory.chunk_memory import ChunkMemory
 from engine.memory.weight_range import WeightRange
-from loader.range_plan import Span
+from loader.range_plan import Segment, Span
 from loader.safetensors import DTYPE_BYTES
 from loader.sinks import Fence, HostSink
 from loader.sizing import ITEM_BYTES
+from loader.unpack import damaged
 
 
 class DeviceSink:
-    """loader.sinks.WeightSink on a mapped range of any device. What has another dtype is converted on the host."""
+    """loader.sinks.WeightSink on a mapped range of any device. What has another dtype is converted on the host, and decoded there
+    first if it is packed. frames: None where the host decodes everything."""
 
     memory: memoryview | None = None
 
-    def __init__(self, device: ChunkMemory, weights: WeightRange) -> None:
-        self._device, self._address = device, weights.address
+    def __init__(self, device: ChunkMemory, weights: WeightRange, frames: DeviceFrames | None = None) -> None:
+        self._device, self._weights, self._address = device, weights, weights.address
+        self._frames, self._verdict = frames, None if frames is None else frames.verdict()
+        self._lock = threading.Lock()
+        self.decoded: list[Segment] = []  # frame number n is the one at n - 1
 
     def prepare(self, begin_bytes: int, end_bytes: int) -> None:
         """A device's memory is there once it is mapped."""
@@ -36,5 +45,23 @@ class DeviceSink:
         if span.segment.target and (fence := self.fence()) is not None:
             fence.wait()  # what was converted is in nobody's slot
 
+    def decode(self, segment: Segment, staged: memoryview) -> bool:
+        frame, content = segment.frame, segment.content
+        if self._frames is None or self._verdict is None or frame is None or content is None or content.target:
+            return False
+        out = self._weights.tensor(content.place_bytes, (frame.num_bytes // 2,), torch.int16)
+        with self._lock:
+            self.decoded.append(segment)
+            number = len(self.decoded)
+        self._frames.decode(np.frombuffer(staged, np.uint8), out, self._verdict, number)
+        return True
+
     def fence(self) -> Fence | None:
         return self._device.fence()
+
+    def finish(self) -> None:
+        if self._frames is None or self._verdict is None or not self.decoded:
+            return
+        number = self._frames.refused(self._verdict)
+        if number:
+            raise damaged(self.decoded[number - 1], "are no packed weights: its codes ask for other escapes than it has")

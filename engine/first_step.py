@@ -1,7 +1,8 @@
 """The first step of a model whose weights are still coming: prompts that wait for it are computed layer by layer behind the reads.
 
-It runs in a thread of its own, beside the steps of other models. Until it has ended the model is not among the served ones: nobody
-takes its blocks or preempts its sequences, and what the daemon says of it meanwhile is put by.
+What is more than a step may hold is computed in slices, each layer of all of them before the next. It runs in a thread of its own,
+beside the steps of other models. Until it has ended the model is not among the served ones: nobody takes its blocks or preempts its
+sequences, and what the daemon says of it meanwhile is put by.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from engine.kv_transfer import KVTransfer
 from engine.protocol import Abort, EvictModel, Submit
 from engine.served_models import ServedModel
 from engine.weight_gate import WeightGate, WeightsWithdrawn
+from loader.sizing import FIRST_STEP_SLICES
 
 NO_REQUESTS = np.zeros(0, np.int64)
 
@@ -23,8 +25,9 @@ NO_REQUESTS = np.zeros(0, np.int64)
 @dataclass(slots=True, eq=False)
 class FirstStep:
     """running: in its thread, from `start` until it was told of; then one of `result` and `error` is set. loaded: the weights are
-    in, as the daemon knows. restoring: saved KV on its way, which has to be there before a prompt is looked up in it.
-    put_by, and then leaves_later: messages to take in afterwards."""
+    in, as the daemon knows. has_begun: the weights that it needs first are there, and what is queued by now runs in it. restoring:
+    saved KV on its way, which has to be there before a prompt is looked up in it. put_by, and then leaves_later: messages to take
+    in afterwards."""
 
     served: ServedModel
     hosted: StreamedModel
@@ -34,6 +37,7 @@ class FirstStep:
     error: BaseException | None = None
     running: bool = False
     loaded: bool = False
+    has_begun: bool = False
     restoring: KVTransfer | None = None
     restored_tokens: int = 0
     weight: float = 1.0  # in the round robin between models
@@ -44,9 +48,11 @@ class FirstStep:
     def can_start(self) -> bool:
         return not self.running and self.served.scheduler.runnable
 
-    def start(self, step_id: int, run: Callable[[Callable[[], None], FirstStep], None]) -> BatchPlan | None:
-        """Plans it and hands it to `run`(work, what to tell of afterwards). None if nothing can run."""
-        plan = self.served.scheduler.plan(step_id)
+    def start(self, step_id: int, run: Callable[[Callable[[], None], FirstStep], None], alone: bool) -> BatchPlan | None:
+        """Plans it and hands it to `run`(work, what to tell of afterwards). None if nothing can run. alone: nobody else's steps
+        run, so it takes as much of the prompts as may be computed by the time the weights are there."""
+        scheduler = self.served.scheduler
+        plan = scheduler.plan(step_id, max_tokens=scheduler.limits.max_num_batched_tokens * (FIRST_STEP_SLICES if alone else 1))
         if plan is not None:
             self.plan, self.result, self.error, self.running = plan, None, None, True
             run(self._work, self)
@@ -78,7 +84,8 @@ class FirstStep:
     def _work(self) -> None:
         assert self.plan is not None
         try:
-            self.result = self.hosted.execute_behind(self.gate, self.plan, self.served.scheduler.table)
+            scheduler = self.served.scheduler
+            self.result = self.hosted.execute_behind(self.gate, self.plan, scheduler.table, scheduler.limits.max_num_batched_tokens)
         except BaseException as error:
             self.error = error
 

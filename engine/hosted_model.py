@@ -26,6 +26,7 @@ from engine.models.registry import CausalLM, build_model
 from engine.protocol import LoadModel
 from engine.sampled_outputs import sampled_outputs
 from engine.sampler import SamplingRows, constrain, sampling_rows
+from engine.sliced_step import in_slices, slices
 from engine.step_program import MAX_RECORDED_ROWS, Scratch, StepProgram
 from engine.weight_gate import WeightGate
 from loader import sizing
@@ -74,14 +75,17 @@ class TorchModel:
         return GroupMemory(kv, kv_flat, rotary, group.window_tokens)
 
     @torch.inference_mode()
-    def execute_behind(self, gate: WeightGate, plan: BatchPlan, table: SequenceTable) -> StepResult:
-        """As `execute`, of rows without masks, while the weights are still coming."""
+    def execute_behind(self, gate: WeightGate, plan: BatchPlan, table: SequenceTable, max_tokens: int) -> StepResult:
+        """As `execute`, of rows without masks, while the weights are still coming; a plan of more than max_tokens in slices."""
         model = self._loaded()
         layers = model.layers
         with gate.step():
             gate.wait(0)
             waited_s = gate.waited_s
             model.layers = gate.behind(layers)
+            if plan.num_new.sum() > max_tokens:
+                parts = [build_batch(part, table, self._kv, self._layer_places, self._padded) for part in slices(plan, max_tokens)]
+                model.layers = in_slices(model.layers, parts)
             try:
                 result = self._execute(plan, table, None, recorded=False)  # programs' memory is for one step at a time
             finally:

@@ -46,7 +46,14 @@ class Begun:
     hosted: StreamedModel
 
 
-Told = LoadProgress | Load | Begun | FirstStep | KVTransfer
+@dataclass(slots=True)
+class Streams:
+    """Of a load that was told Begun: the weights that a step needs first are there."""
+
+    load: Load
+
+
+Told = LoadProgress | Load | Begun | Streams | FirstStep | KVTransfer
 
 
 class Loads:
@@ -78,6 +85,7 @@ class Loads:
 
         def begun(hosted: StreamedModel, gate: WeightGate) -> None:
             load.gate = gate
+            gate.begun = lambda: self._tell(Streams(load))
             self._tell(Begun(load, hosted))
 
         load.task.begun = begun
@@ -130,7 +138,9 @@ class Loads:
             log.warning("load of %s failed: %s: %s", load.task.spec.model, type(error).__name__, error)
             load.error = error
         load.seconds = time.monotonic() - load.started_s
-        load.task.begun = None  # it knows the load: nothing may be left to the garbage collector
+        load.task.begun = None  # these know the load: nothing may be left to the garbage collector
+        if load.gate is not None:
+            load.gate.begun = None
         self._tell(load)
         if load.gate is not None and load.hosted is not None:  # after it was told: no token comes before the load has ended well
             load.gate.open()

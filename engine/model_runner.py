@@ -16,6 +16,7 @@ import numpy as np
 from engine import ops
 from engine.contracts import LoadCancelled, LoadTask
 from engine.device import num_cores, threads_for
+from engine.device_frames import DeviceFrames, device_frames
 from engine.device_sink import DeviceSink
 from engine.hosted_encoder import TorchEncoder
 from engine.hosted_model import TorchModel
@@ -61,6 +62,7 @@ class TorchRunner:
         self._ring = StagingRing()
         self._scratch = Scratch()
         self._rates = ReadRates(options.cache_dir)
+        self._frames: DeviceFrames | None = None  # where packed weights are decoded on a GPU
         self._beside: subprocess.Popen[bytes] | None = None
         self._kernels = _in_background(self._prepare_kernels)
         if tier is not None and isinstance(memory, RegistersHost):
@@ -73,6 +75,7 @@ class TorchRunner:
         if self._gpu:
             ops.configure_gpu(self._options.cache_dir)
             self.memory.copy_out(self.memory.arena.data_ptr(), np.zeros(8, np.uint8)).wait()  # compiles what sums copies up
+            self._frames = device_frames(self.memory)
             return
         ops.configure(self._options.cache_dir)
         num_threads = self._options.threads or num_cores()
@@ -93,12 +96,16 @@ class TorchRunner:
     def _decoder(self) -> Decoder:
         return weight_decoder(self._options.cache_dir)
 
+    def _measured_decoder(self) -> Decoder:
+        """Does what loads do, wherever the values go."""
+        return self._decoder() if self._frames is None else self._frames.measured_by(self._decoder())
+
     def load(self, task: LoadTask) -> TorchModel | CudaModel | TorchEncoder:
         """Runs beside steps of other models. Raises CheckpointError (permanent), CheckpointChanged, MemoryError, LoadCancelled."""
         spec, asked_s = task.spec, time.perf_counter()
         _wait_for_kernels(self._kernels, task)
         with ExitStack() as stack:
-            choice = SourceChoice(self._rates, self._ring, self._decoder)
+            choice = SourceChoice(self._rates, self._ring, self._measured_decoder)
             source = open_checkpoint(spec.path, spec.fingerprint, stack, not self._gpu, choice.wants_packed)
             if spec.quantize and (self._gpu or source.shape.pooling):
                 what = "on a GPU" if self._gpu else "for encoders"
@@ -128,7 +135,7 @@ class TorchRunner:
                 if not self._copies.take(task, weights, gate):
                     if gate is not None and spec.source_slots:
                         gate.begin_anew()
-                    sink: WeightSink = DeviceSink(self.memory, weights) if self._gpu else HostSink(weights.buffer, weights.prepare)
+                    sink = self._sink(weights)
                     decoder = self._decoder() if source.is_packed else Decoder()
                     report = stream_weights(
                         source,
@@ -157,6 +164,9 @@ class TorchRunner:
                 if isinstance(error, ReadCancelled):
                     raise LoadCancelled(str(error)) from None
                 raise
+
+    def _sink(self, weights: WeightRange) -> WeightSink:
+        return DeviceSink(self.memory, weights, self._frames) if self._gpu else HostSink(weights.buffer, weights.prepare)
 
     def _gpu_model(self, spec: LoadModel, shape: ModelShape, weights: WeightRange) -> CudaModel:
         """Of a model that was loaded before, the one there was: what its graphs have addresses of is where it was."""

@@ -13,7 +13,7 @@ from engine import kv_transfer
 from engine.contracts import BatchPlan, HostedEncoder, LoadCancelled
 from engine.first_step import FirstStep
 from engine.kv_transfer import KVTransfer
-from engine.loads import Begun, Load, Loads
+from engine.loads import Begun, Load, Loads, Streams
 from engine.memory.chunk_memory import ChunkMemory
 from engine.memory.host_tier import HostTier
 from engine.protocol import Evicted, EvictModel, LoadDone, LoadFailed, LoadModel, LoadProgress, LoadStreams, Message
@@ -97,6 +97,11 @@ class Placements:
                 self._loaded(item)
             elif isinstance(item, Begun):
                 self._begun(item)
+            elif isinstance(item, Streams):
+                first = self.first.get(item.load.task.spec.model)
+                if first is not None and first.gate is item.load.gate:
+                    first.has_begun = True
+                    self._take_requests(first)
             elif isinstance(item, FirstStep):
                 self._stepped(item)
             elif item.save:
@@ -120,12 +125,16 @@ class Placements:
         first.restoring = kv_transfer.restoring(served, self._tier, self._memory)
         if first.restoring is not None:
             self._loads.copy(first.restoring)
-        else:
-            self._send(LoadStreams(spec.placement_id, spec.model))
+
+    def _take_requests(self, first: FirstStep) -> None:
+        """Once all is there that its step begins with."""
+        if first.has_begun and first.restoring is None:
+            self._send(LoadStreams(first.served.spec.placement_id, first.served.spec.model))
 
     def start(self, first: FirstStep, step_id: int) -> BatchPlan | None:
         """Its step, if there is anything to compute."""
-        return first.start(step_id, self._loads.step)
+        others_run = bool(self._models.busy()) or any(one.running for one in self.first.values())
+        return first.start(step_id, self._loads.step, alone=not others_run)
 
     def _stepped(self, first: FirstStep) -> None:
         if self.first.get(first.served.spec.model) is not first:  # its load has failed meanwhile
@@ -212,7 +221,7 @@ class Placements:
         first = self.first.get(spec.model)
         if first is not None:  # its weights are still coming
             first.restoring, first.restored_tokens = None, num_tokens
-            self._send(LoadStreams(spec.placement_id, spec.model))
+            self._take_requests(first)
             return
         load, _ = self._restoring.pop(spec.model)
         if load.cancelled.is_set() or load.hosted is None or transfer.placement_ids:

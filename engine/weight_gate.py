@@ -22,8 +22,9 @@ class WeightsWithdrawn(Exception):
 class WeightGate:
     """Of one load. layout: sizing.weight_layout's; stages as range_plan.stages counts them.
 
-    The readers tell what `landed`; a stage is open when all bytes of its parameters have. What only the whole proves (checksums, a
-    file that changed) is proven before `open`, so no step ends on weights that are not good.
+    The readers tell what `landed`; a stage is open when all bytes of its parameters have; `begun`, if it is set, is called once
+    when the first one is, by any thread. What only the whole proves (checksums, a file that changed) is proven before `open`, so no
+    step ends on weights that are not good.
     """
 
     def __init__(self, layout: Iterable[WeightSlot]) -> None:
@@ -41,6 +42,7 @@ class WeightGate:
         self._num_inside = 0
         self._withdrawn = ""  # why
         self._all = False
+        self.begun: Callable[[], None] | None = None
         self.waited_s = 0.0  # by steps, for weights
 
     def _whole(self) -> list[int]:
@@ -60,6 +62,11 @@ class WeightGate:
                     break
                 self._left_bytes[stage] -= min(end, end_bytes) - max(begin, begin_bytes)
             self._changed.notify_all()
+            begun = None
+            if self._left_bytes[0] <= 0:
+                begun, self.begun = self.begun, None
+        if begun is not None:
+            begun()
 
     def read_landed(self, read: Read) -> None:
         for begin_bytes, end_bytes in read.places:

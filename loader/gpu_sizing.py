@@ -3,6 +3,7 @@ others: attention reads KV where it is, and logits of many rows are made at once
 
 from __future__ import annotations
 
+from loader import frame
 from loader.hf_config import ModelShape
 from loader.sizing import ITEM_BYTES
 
@@ -11,6 +12,8 @@ LOGITS_ROWS = 256  # sampling rows whose logits are computed at a time
 DECODE_PIECES = 2048
 # cuBLAS's work space of 32 MiB a stream, on the stream of steps and on that of captures
 LIBRARY_BYTES = 64 << 20
+# Through which packed weights pass, and as much again while their speed is measured (engine/device_frames.py).
+PACKED_BYTES = 2 * frame.frame_bytes(frame.FRAME_VALUES, frame.FRAME_VALUES)
 
 
 def gpu_work_space_bytes(shape: ModelShape, dtype: str, max_num_batched_tokens: int, max_sequences: int) -> int:
@@ -28,4 +31,4 @@ def gpu_work_space_bytes(shape: ModelShape, dtype: str, max_num_batched_tokens: 
     # as they come, an untouched copy where log-probabilities are wanted of masked rows, and in float32 where the host edits them
     logits = rows * (shape.vocab_size * (2 * item + 4) + hidden * item)
     # a quarter more for what an allocator of blocks cannot use
-    return (residual + max(attention, mlp, logits) + tokens * 64) * 5 // 4 + LIBRARY_BYTES
+    return (residual + max(attention, mlp, logits) + tokens * 64) * 5 // 4 + LIBRARY_BYTES + PACKED_BYTES

@@ -11,7 +11,7 @@ import torch
 
 from loader.errors import CheckpointError
 from loader.quantize import quantize_rows
-from loader.range_plan import QUANTIZED, Span
+from loader.range_plan import QUANTIZED, Segment, Span
 from loader.safetensors import DTYPE_BYTES
 from loader.sizing import ITEM_BYTES, SCALE_BYTES
 
@@ -46,8 +46,18 @@ class WeightSink(Protocol):
         afterwards is passed. Raises CheckpointError for weights that cannot be stored, RuntimeError if the device failed."""
         ...
 
+    def decode(self, segment: Segment, staged: memoryview) -> bool:
+        """Starts decoding a packed frame, whose checksum was compared, to its place, as `store` does. False where that is the
+        host's to do. Raises FrameError."""
+        ...
+
     def fence(self) -> Fence | None:
         """Behind all that was stored so far; None if that is at its place already."""
+        ...
+
+    def finish(self) -> None:
+        """Returns when all that was stored and decoded is at its place. Raises CheckpointError for a frame that could not be
+        decoded."""
         ...
 
 
@@ -91,5 +101,11 @@ class HostSink:
             tensor = segment.tensor
             raise CheckpointError(tensor.file, tensor.name, f"{error} (within bytes {span.begin} to {span.end})") from None
 
+    def decode(self, segment: Segment, staged: memoryview) -> bool:
+        return False
+
     def fence(self) -> Fence | None:
         return None
+
+    def finish(self) -> None:
+        """Everything is as it was stored."""

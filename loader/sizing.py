@@ -17,6 +17,8 @@ from functools import lru_cache
 from loader.hf_config import ModelShape
 from loader.safetensors import TensorRef
 
+# A first step may be so many times max_num_batched_tokens (engine/first_step.py), as long as that takes one layer's work space.
+FIRST_STEP_SLICES = 4
 ALIGN_BYTES = 64
 BLOCK_BYTES = 4096  # direct reads are in whole ones, of the file as of memory
 MIN_BLOCK_ALIGNED_BYTES = 64 << 10  # what is smaller is copied into place instead of costing up to a block of padding
@@ -273,6 +275,8 @@ def work_space_bytes(
     sampling = min(sampler_rows(shape.vocab_size), max_sequences) * shape.vocab_size * 4 * SAMPLER_COPIES
     if quantize:  # a part of a matrix, and its products before they are scaled
         mlp += DEQUANTIZED_BYTES + tokens * 2 * shape.intermediate_size * item
+    if not any(shape.layer_windows):  # the residual and its update in a first step's other slices
+        residual += (FIRST_STEP_SLICES - 1) * max_num_batched_tokens * (2 * hidden * item + shape.head_dim * 4)
     # measured: a quarter more than the arrays, for oneDNN's scratch and what malloc keeps
     return (residual + max(attention + gathered, mlp, logits + sampling) + tokens * 64) * 5 // 4
 

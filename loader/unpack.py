@@ -1,4 +1,5 @@
-"""From a frame of a packed file, as it was read, to the weights it holds: checked first, then decoded, in place where that goes."""
+"""From a frame of a packed file, as it was read, to the weights it holds: checked first, then decoded by the sink's device or here,
+in place where that goes."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import numpy as np
 from loader import codec
 from loader.errors import CheckpointError
 from loader.frame import FrameError
+from loader.packed import Frame
 from loader.range_plan import Segment, Span
 from loader.sinks import WeightSink
 
@@ -40,9 +42,17 @@ class Unpacker:
         assert content is not None
         data = np.frombuffer(staged, np.uint8)
         if self._decoder.sum_of(data) != frame.sum:
-            raise self._damaged(segment, "don't match their checksum")
+            raise damaged(segment, "don't match their checksum")
         if not frame.packed:
             self._sink.store(Span(content, content.begin, content.end), staged)
+            return
+        try:
+            self._decode(segment, frame, content, data)
+        except FrameError as error:
+            raise damaged(segment, f"are no packed weights: {error}") from None
+
+    def _decode(self, segment: Segment, frame: Frame, content: Segment, data: Any) -> None:
+        if self._sink.decode(segment, data.data):
             return
         in_place = self._memory is not None and not content.target
         if in_place:
@@ -50,10 +60,7 @@ class Unpacker:
             out = self._memory[content.place_bytes : content.place_bytes + frame.num_bytes]
         else:
             out = self._buffer(frame.num_bytes)
-        try:
-            self._decoder.decode(data, out.view(np.uint16))
-        except FrameError as error:
-            raise self._damaged(segment, f"are no packed weights: {error}") from None
+        self._decoder.decode(data, out.view(np.uint16))
         if not in_place:
             self._sink.store(Span(content, content.begin, content.end), out.data)
             fence = self._sink.fence()
@@ -67,7 +74,8 @@ class Unpacker:
             held = self._scratch.bytes = np.empty(num_bytes, np.uint8)
         return held[:num_bytes]
 
-    @staticmethod
-    def _damaged(segment: Segment, why: str) -> CheckpointError:
-        tensor = segment.tensor
-        return CheckpointError(tensor.file, tensor.name, f"bytes {segment.begin} to {segment.end} {why}")
+
+def damaged(segment: Segment, why: str) -> CheckpointError:
+    """Names file, tensor and offset."""
+    tensor = segment.tensor
+    return CheckpointError(tensor.file, tensor.name, f"bytes {segment.begin} to {segment.end} {why}")

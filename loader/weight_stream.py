@@ -156,6 +156,7 @@ def stream_weights(
             if cancelled():
                 tensor = fetched.read.segments[-1].tensor
                 raise ReadCancelled(f"{tensor.file}: read of tensor {tensor.name} was cancelled")
+    sink.finish()
     for info in source.files:
         _check_unchanged(source.descriptors[info.name], info.name, info.size_bytes, info.mtime_ns)
     report.refused = {name: reader.refused for name, reader in files.items() if reader.refused}

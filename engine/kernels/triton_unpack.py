@@ -1,7 +1,8 @@
 """Decoding packed weights on the GPU (Triton). Twin: loader.codec.decode; loader.frame has the format.
 
 Shapes: F frames, N values of a tensor. A program decodes one group of 1,024 values of one frame: 128 bytes of each plane, 8 values
-a byte. Which of the frame's escapes are its own, the frame's offsets and the bits before tell.
+a byte. Which of the frame's escapes are its own, the frame's offsets and the bits before tell; where they contradict each other,
+the frame is refused, and nothing outside of it was read.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ HEAD_BYTES, TABLE_AT = tl.constexpr(layout.HEAD_BYTES), tl.constexpr(layout.TABL
 ESCAPE = tl.constexpr(layout.ESCAPE)
 
 
-@triton.jit(do_not_specialize=["num_values"])
+@triton.jit(do_not_specialize=["num_values", "number"])
 def _unpack_kernel(
     data,  # [bytes] uint8, every frame on 64 bytes
     data32,  # the same as int32
     begins,  # [F] int64, of the frames in data
     out,  # [N] int16
+    refused,  # [1] int32
     num_values,
+    number,
     FRAME_VALUES: tl.constexpr,  # of every frame but the last one
 ):
     frame, group = tl.program_id(1), tl.program_id(0)
@@ -44,23 +47,29 @@ def _unpack_kernel(
     escape = is_escape.to(tl.int32)
     of_row = tl.sum(escape, axis=1)
     before = tl.cumsum(of_row, axis=0) - of_row
-    offsets_at = HEAD_BYTES + num_words * 88
-    place = tl.load(data32 + (begin + offsets_at) // 4 + group, mask=group * ROWS * 8 < held, other=0)
-    place = place + before[:, None] + tl.cumsum(escape, axis=1) - escape
+    offsets_at, num_groups = HEAD_BYTES + num_words * 88, (held + ROWS * 8 - 1) // (ROWS * 8)
+    offsets = data32 + (begin + offsets_at) // 4 + group
     num_escapes = tl.load(data32 + begin // 4 + 1)
-    escapes_at = offsets_at + (held + ROWS * 8 - 1) // (ROWS * 8) * 4
+    own = tl.load(offsets, mask=group < num_groups, other=0)
+    following = tl.load(offsets + 1, mask=group + 1 < num_groups, other=num_escapes)
+    wrong = ((group == 0) & (own != 0)) | (following - own != tl.sum(of_row, axis=0))
+    tl.store(refused, number + frame, mask=wrong & (group < num_groups))
+    place = own + before[:, None] + tl.cumsum(escape, axis=1) - escape
+    held_escape = is_escape & (place >= 0) & (place < num_escapes)
+    escapes_at = offsets_at + num_groups * 4
     known = tl.load(data + begin + TABLE_AT + code, mask=code < ESCAPE, other=0)
-    exponent = tl.load(data + begin + escapes_at + place, mask=is_escape & (place < num_escapes), other=0) | known
+    exponent = tl.load(data + begin + escapes_at + place, mask=held_escape, other=0) | known
     body = tl.load(data + begin + HEAD_BYTES + at, mask=at < num_words * 64, other=0).to(tl.int32)
     value = ((body & 0x80) << 8) | (body & 0x7F) | (exponent.to(tl.int32) << 7)
     tl.store(out + first + at, value.to(tl.int16), mask=at < held)
 
 
-def unpack(data: Tensor, begins: Tensor, frame_values: int, out: Tensor) -> None:
+def unpack(data: Tensor, begins: Tensor, frame_values: int, out: Tensor, refused: Tensor, number: int = 1) -> None:
     """data uint8: frames whose heads and checksums the host has compared, each on 64 bytes, at begins [F] int64; out [N] of any
-    type of two bytes, contiguous. All frames but the last hold frame_values values."""
+    type of two bytes, contiguous. All frames but the last hold frame_values values. refused [1] int32: what is there becomes
+    number + f if the codes of frame f ask for other escapes than it has."""
     groups = triton.cdiv(min(frame_values, out.numel()), layout.GROUP_VALUES)
     bits = out.view(-1).view(dtype=torch.int16)
     _unpack_kernel[(groups, len(begins))](
-        data, data.view(dtype=torch.int32), begins, bits, out.numel(), FRAME_VALUES=frame_values, num_warps=4
+        data, data.view(dtype=torch.int32), begins, bits, refused, out.numel(), number, FRAME_VALUES=frame_values, num_warps=4
     )

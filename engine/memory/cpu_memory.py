@@ -55,6 +55,7 @@ class CpuMemory:
         except OSError as error:
             os.close(self._fd)
             raise MemoryError(f"can't make {self.num_bytes} bytes of shared memory: {error.strerror}") from None
+        self._is_huge, self._is_populated = np.zeros(num_chunks, np.bool_), np.zeros(num_chunks, np.bool_)
         self.arena = self.tensor(self._arena_address, self.num_bytes)
 
     def reserve(self, num_bytes: int) -> int:
@@ -99,15 +100,17 @@ class CpuMemory:
         return np.frombuffer(mappings.bytes_at(address, num_bytes), np.uint8)
 
     def prepare(self, chunk: int) -> int:
-        address = self._arena_address + chunk * self.chunk_bytes
-        if self.chunk_bytes % mappings.HUGE_PAGE_BYTES:
-            mappings.populate(address, self.chunk_bytes)
-            return 0
-        # reading gives a page of a memfd memory, too, and harms nothing should the chunk be in use
-        self.arena[chunk * self.chunk_bytes : (chunk + 1) * self.chunk_bytes : mappings.HUGE_PAGE_BYTES].sum()
-        huge_bytes = mappings.collapse(address, self.chunk_bytes)
-        if huge_bytes < self.chunk_bytes:
-            mappings.populate(address, self.chunk_bytes)
+        """What a chunk has it keeps until it is discarded, so only what is missing is asked for again."""
+        if self._is_huge[chunk]:
+            return self.chunk_bytes
+        address, huge_bytes = self._arena_address + chunk * self.chunk_bytes, 0
+        if self.chunk_bytes % mappings.HUGE_PAGE_BYTES == 0:
+            # reading gives a page of a memfd memory, too, and harms nothing should the chunk be in use
+            self.arena[chunk * self.chunk_bytes : (chunk + 1) * self.chunk_bytes : mappings.HUGE_PAGE_BYTES].sum()
+            huge_bytes = mappings.collapse(address, self.chunk_bytes)
+        self._is_huge[chunk] = huge_bytes == self.chunk_bytes
+        if not self._is_huge[chunk] and not self._is_populated[chunk]:
+            self._is_populated[chunk] = mappings.populate(address, self.chunk_bytes)
         return huge_bytes
 
     def discard(self, first_chunk: int, num_chunks: int) -> None:
@@ -115,6 +118,7 @@ class CpuMemory:
         if not 0 <= first_chunk <= first_chunk + num_chunks <= self.num_chunks:
             raise IndexError(f"chunks {first_chunk}..{first_chunk + num_chunks} are outside the memory's {self.num_chunks}")
         mappings.punch_hole(self._fd, first_chunk * self.chunk_bytes, num_chunks * self.chunk_bytes)
+        self._is_huge[first_chunk : first_chunk + num_chunks] = self._is_populated[first_chunk : first_chunk + num_chunks] = False
 
     def copy_within(self, piece_bytes: int, sources: IntArray, targets: IntArray) -> None:
         copy_pieces(self.arena, piece_bytes, sources, targets)

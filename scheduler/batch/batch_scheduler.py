@@ -142,11 +142,12 @@ class BatchScheduler:
 
     # ---- a step
 
-    def plan(self, step_id: int, room: StepRoom | None = None) -> BatchPlan | None:
-        """The next step: at most max_num_batched_tokens, of them as many rows and tokens of prompts as `room` has (None: any).
-        While as many sequences run as it has rows for, none is admitted. None if nothing can run now. Raises TokensNeeded if that
-        depends on what a started step gives."""
-        room, budget, table = room or StepRoom(), self.limits.max_num_batched_tokens, self.table
+    def plan(self, step_id: int, room: StepRoom | None = None, max_tokens: int | None = None) -> BatchPlan | None:
+        """The next step: at most max_tokens (default: max_num_batched_tokens, which is the most where KV groups have windows), of
+        them as many rows and tokens of prompts as `room` has (None: any). While as many sequences run as it has rows for, none is
+        admitted. None if nothing can run now. Raises TokensNeeded if that depends on what a started step gives."""
+        room, table = room or StepRoom(), self.table
+        budget = self.limits.max_num_batched_tokens if max_tokens is None or self.blocks.windowed else max_tokens
         running = self._ahead.going_on(self._running)
         computed, total = self._ahead.computed(), self._ahead.total()
         max_rows = room.rows(budget, computed[running])

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 
-from engine.memory import checksum, preparing
+from engine.memory import checksum, mappings, preparing
 from engine.memory.arena import arena_blocks
 from engine.memory.chunk_memory import ChunkMemory
 from engine.memory.cpu_memory import CpuMemory
@@ -168,6 +168,32 @@ def test_a_part_of_a_range_is_prepared_and_keeps_its_content(memory: CpuMemory) 
     assert CHUNK <= shared_bytes() - before < 2 * CHUNK
     assert (memory.arena[4 * CHUNK : 5 * CHUNK] == 7).all()
     weights.close()
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_what_a_chunk_has_is_not_asked_for_again(memory: CpuMemory, monkeypatch: pytest.MonkeyPatch, allowed: bool) -> None:
+    """allowed: whether the system gives huge pages; where it does not, they are tried for each time, and pages once."""
+    calls: list[str] = []
+
+    def collapse(address: int, num_bytes: int) -> int:
+        calls.append("collapse")
+        return num_bytes if allowed else 0
+
+    def populate(address: int, num_bytes: int) -> bool:
+        calls.append("populate")
+        return True
+
+    monkeypatch.setattr(mappings, "collapse", collapse)
+    monkeypatch.setattr(mappings, "populate", populate)
+    first, again = (["collapse"], []) if allowed else (["collapse", "populate"], ["collapse"])
+    for wanted in (first, again, again):
+        calls.clear()
+        assert memory.prepare(5) == (CHUNK if allowed else 0)
+        assert calls == wanted
+    memory.discard(5, 1)
+    calls.clear()
+    memory.prepare(5)
+    assert calls == first
 
 
 def test_chunks_are_whole_pages() -> None:

@@ -118,7 +118,7 @@ def main() -> None:
     gpu.sample(logits, floats, floats, ints, floats, ints, ints)
     triton_sampling.penalise(logits.float(), table, ints, ints, floats, floats, floats)
     gpu.top_logprobs(logits, ints, ints, 20)
-    triton_unpack.unpack(torch.zeros(64, dtype=torch.uint8), longs, FRAME_VALUES // WIDTH * WIDTH, x)
+    triton_unpack.unpack(torch.zeros(64, dtype=torch.uint8), longs, FRAME_VALUES, x, ints[:1])
 
     triton_checksum.partial_sums(longs, triton_checksum.new_partial_sums("cpu"))
 

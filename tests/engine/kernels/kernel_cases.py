@@ -27,6 +27,7 @@ from engine.kernels import (
     triton_unpack,
 )
 from loader import checksum, codec
+from loader import frame as layout
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 HEAD_DIMS = (64, 80, 96, 128, 256)
@@ -380,12 +381,20 @@ def packed_weights(draw: Draw) -> None:
     begins = torch.tensor([0] + [len(frame) for frame in frames[:-1]]).cumsum(0)
     data = torch.frombuffer(bytearray(b"".join(frames)), dtype=torch.uint8)
     out = draw.like(values)
-    triton_unpack.unpack(draw.on(data), draw.on(begins), frame_values, out)
+    refused = draw.on(torch.zeros(1, dtype=torch.int32))
+    triton_unpack.unpack(draw.on(data), draw.on(begins), frame_values, out, refused)
+    assert refused.item() == 0
     wanted = np.empty(num_values, np.uint16)
     for frame, part in zip(frames, np.split(wanted, range(frame_values, num_values, frame_values)), strict=True):
         codec.decode(np.frombuffer(bytearray(frame), np.uint8), part)
     assert np.array_equal(out.cpu().numpy().view(np.uint16), wanted)
     assert torch.equal(out.cpu(), values)
+    spoilt = draw.between(0, len(frames) - 1)
+    held = min(frame_values, num_values - spoilt * frame_values)
+    count = int(begins[spoilt]) + layout.offsets_at(held) + 4 * draw.between(0, layout.num_groups(held) - 1)
+    data[count : count + 4] = torch.from_numpy(np.array([draw.one_of(1 << 20, -(1 << 30), -1)], np.int32).view(np.uint8))
+    triton_unpack.unpack(draw.on(data), draw.on(begins), frame_values, out, refused, 7)
+    assert refused.item() == 7 + spoilt  # and nothing outside was read
 
 
 def checksums(draw: Draw) -> None:
