@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.gpu_limits import copy_bytes_per_s, gemm_flops, seconds_of
+from benchmarks.gpu_limits import CACHE_DIR, copy_bytes_per_s, gemm_flops, seconds_of
+from engine import ops
 from engine.kernels import gpu, gpu_linear, triton_decode, triton_extend, triton_rope, triton_rows, triton_sampling, triton_unpack
 from loader import codec
 from loader.frame import FRAME_VALUES
@@ -197,6 +198,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.gpu_kernels", description=__doc__)
     parser.add_argument("--tiny", action="store_true")
     tiny = parser.parse_args().tiny
+    ops.configure_gpu(CACHE_DIR)
     table = Table("cpu" if tiny else "cuda", tiny)
     if tiny:
         decode(table, 2, 20, 4, 2, 16)

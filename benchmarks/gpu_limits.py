@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import pathlib
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+# As benchmarks/server.py's, so that kernels are compiled once.
+CACHE_DIR = str(pathlib.Path(__file__).resolve().parent.parent / ".cache")
 
 
 def seconds_of(call: Callable[[], Any], device: str, repeats: int = 20, warm_up: int = 3, captured: bool = True) -> float:

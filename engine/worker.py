@@ -2,6 +2,7 @@
 
 It blocks in epoll while nothing runs. A step is journalled in shared memory before it starts, so the daemon knows what was running
 should the process not come back from it. Whatever a step raises ends the process: the daemon starts a new one and submits again.
+But for one: a step that finds no memory to compute with fails its own requests.
 """
 
 from __future__ import annotations

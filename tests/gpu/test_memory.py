@@ -5,14 +5,26 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 import torch
 
+from engine.device_sink import DeviceSink
+from engine.memory.host_registration import register
+from engine.memory.transfers import transfer
 from engine.memory.weight_range import WeightRange
+from loader import checksum, sizing
+from loader.range_plan import Read
+from loader.sinks import HostSink
+from loader.staging import StagingRing
+from loader.weight_stream import open_checkpoint, planned_reads, stream_weights
+from tests.engine.model_bench import CASES, make_checkpoint
 from tests.engine.test_handles import outlive
 from tests.engine.test_memory import CHUNK, MemorySuite
 
@@ -21,6 +33,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 if TYPE_CHECKING:
     from engine.memory.cuda_memory import CudaMemory
+
+registered: list[StagingRing] = []  # for the life of the process, or the driver would take what comes to their addresses for them
 
 
 @pytest.fixture
@@ -105,7 +119,6 @@ print(tensor.sum().item())
 
 def test_registered_host_memory_goes_there_and_back(memory: CudaMemory) -> None:
     """A memfd's pages, as the host tier's are; what comes back is what was written."""
-    from engine.memory.host_registration import register
     from engine.memory.host_tier import HostTier
 
     fd = os.memfd_create("tier")
@@ -117,3 +130,100 @@ def test_registered_host_memory_goes_there_and_back(memory: CudaMemory) -> None:
     assert (memory.arena[3 * CHUNK : 4 * CHUNK] == 7).all()
     assert memory.copy_out(memory.arena.data_ptr() + 3 * CHUNK, tier.slot(0)).wait() == told
     assert (tier.slot(0) == 7).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_reach_the_gpu_as_they_reach_the_host(memory: CudaMemory, tmp_path: Path, dtype: str) -> None:
+    """Through two slots that are filled again and again; what has landed is there."""
+    make_checkpoint(tmp_path, **CASES["llama"])
+    memory.arena.zero_()  # between parameters nothing is written
+    with ExitStack() as stack:
+        source = open_checkpoint(tmp_path, "", stack, in_place=False)
+        wanted = np.zeros(sizing.weights_bytes(source.shape, dtype), np.uint8)
+        stream_weights(source, dtype, HostSink(wanted.data), StagingRing(), lambda done, total: None, lambda: False)
+        weights = WeightRange(memory, len(wanted))
+        weights.map(list(range(weights.num_chunks)))
+        held, ring, told = memory.tensor(weights.address, len(wanted)), StagingRing(2, 8 << 10), []
+        assert register(memory, "staging", [ring.span], ring.slot_bytes) == ring.span[1]
+        registered.append(ring)
+
+        def landed(read: Read) -> None:
+            for begin, end in read.places:
+                assert np.array_equal(held[begin:end].cpu().numpy(), wanted[begin:end])
+            told.append(read.begin)
+
+        sink = DeviceSink(memory, weights)
+        stream_weights(source, dtype, sink, ring, lambda done, total: None, lambda: False, landed=landed)
+        assert len(told) == len(planned_reads(source, dtype, ring))
+    assert np.array_equal(held.cpu().numpy(), wanted)
+    weights.close()
+
+
+def test_many_pieces_are_under_way(memory: CudaMemory) -> None:
+    """From page-locked and from ordinary memory, of odd lengths too."""
+    num_bytes, address = 12 * CHUNK - 5, memory.arena.data_ptr()
+    values = np.random.default_rng(1).integers(0, 256, num_bytes, np.uint8)
+    for pinned in (False, True):
+        there, back = (torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pinned).numpy() for _ in range(2))
+        there[:] = values
+        out, home = ([(address + at, host[at : at + CHUNK]) for at in range(0, num_bytes, CHUNK)] for host in (there, back))
+        wanted = [checksum.of(piece) for _, piece in out]
+        memory.arena.zero_()
+        assert transfer(memory.copy_in, out) == wanted
+        assert memory.checksum(address, num_bytes) == checksum.of(values)
+        assert transfer(memory.copy_out, home) == wanted
+        assert np.array_equal(back, values)
+
+
+def test_copies_and_evictions_beside_a_capture(memory: CudaMemory) -> None:
+    """One thread captures graph after graph, as idle time does, while another maps, fills, sums and unmaps weights."""
+    stop, failed = threading.Event(), []
+
+    def evict() -> None:
+        try:
+            held = WeightRange(memory, 3 * CHUNK)
+            source = np.full(3 * CHUNK, 7, np.uint8)
+            while not stop.is_set():
+                held.map([1, 2, 3])
+                assert memory.copy_in(held.address, source).wait() == checksum.of(source)
+                held.unmap()
+        except BaseException as error:
+            failed.append(error)
+
+    x = torch.ones(64, 64, device="cuda")
+    (x @ x).sum()
+    torch.cuda.synchronize()
+    other = threading.Thread(target=evict)
+    other.start()
+    try:
+        for _ in range(50):
+            graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+            with torch.cuda.stream(stream):
+                graph.capture_begin(capture_error_mode="thread_local")
+                product = x @ x
+                graph.capture_end()
+            graph.replay()
+            assert float(product[0, 0]) == 64.0
+    finally:
+        stop.set()
+        other.join(60)
+    assert not failed
+
+
+def test_torch_is_held_to_its_work_space() -> None:
+    """What it asks for beyond is refused as that, and it goes on."""
+    program = """
+import torch
+from engine.work_space import KEPT_BYTES, limit_torch
+assert limit_torch(64 << 20) == KEPT_BYTES + (64 << 20)
+try:
+    torch.empty(KEPT_BYTES + (65 << 20), dtype=torch.uint8, device="cuda")
+except torch.OutOfMemoryError as error:
+    print("refused", str(error).splitlines()[0])
+print("goes on", int(torch.ones(KEPT_BYTES, dtype=torch.uint8, device="cuda").sum()) == KEPT_BYTES)
+"""
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "refused" in done.stdout
+    assert "goes on True" in done.stdout
