@@ -11,10 +11,13 @@ class Collector:
     """Objects of evicted models are frozen (gc.freeze follows every load): `thaw_later` has them looked at, once nothing runs."""
 
     def __init__(self) -> None:
-        gc.disable()
-        gc.freeze()
         self._steps_at_last = 0
         self._must_thaw = False
+
+    def start(self) -> None:
+        """From now on nothing is collected but by `collect`."""
+        gc.disable()
+        gc.freeze()
 
     def thaw_later(self) -> None:
         self._must_thaw = True

@@ -90,6 +90,7 @@ class Engine:
 
     def run(self, first_messages: Iterable[Any] = ()) -> None:
         """first_messages: those that came in together with Configure."""
+        self._collector.start()
         poller = select.epoll()
         poller.register(self.channel.fileno(), select.EPOLLIN)
         poller.register(self.placements.fileno(), select.EPOLLIN)
