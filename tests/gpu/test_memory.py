@@ -56,15 +56,21 @@ def free_bytes() -> int:
 
 
 def test_all_memory_is_taken_once(memory: CudaMemory) -> None:
-    """Mapping and unmapping a model's weights takes nothing more and leaves at most 1 MiB behind."""
-    before = free_bytes()
-    held = WeightRange(memory, 10 * CHUNK)
-    for first in (0, 1, 2):
-        held.map([(first + number) % 12 for number in range(10)])
-        held.tensor(0, (10 * CHUNK,), torch.uint8).fill_(first)
-        held.unmap()
-    assert before - free_bytes() <= 1 << 20
-    held.close()
+    """Mapping and unmapping a model's weights takes nothing more and leaves at most 1 MiB behind. The device is not this process's
+    alone while tests run side by side: what others take shows in one attempt, what we leave behind in each."""
+    taken = []
+    for _ in range(5):
+        before = free_bytes()
+        held = WeightRange(memory, 10 * CHUNK)
+        for first in (0, 1, 2):
+            held.map([(first + number) % 12 for number in range(10)])
+            held.tensor(0, (10 * CHUNK,), torch.uint8).fill_(first)
+            held.unmap()
+        taken.append(before - free_bytes())
+        held.close()
+        if abs(taken[-1]) <= 1 << 20:
+            return
+    raise AssertionError(f"bytes that three loads took, in five attempts: {taken}")
 
 
 def test_a_graph_survives_an_eviction(memory: CudaMemory) -> None:
@@ -190,14 +196,15 @@ def test_copies_and_evictions_beside_a_capture(memory: CudaMemory) -> None:
         except BaseException as error:
             failed.append(error)
 
-    x = torch.ones(64, 64, device="cuda")
-    (x @ x).sum()
+    x, stream = torch.ones(64, 64, device="cuda"), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        (x @ x).sum()  # libraries set themselves up outside the capture
     torch.cuda.synchronize()
     other = threading.Thread(target=evict)
     other.start()
     try:
         for _ in range(50):
-            graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+            graph = torch.cuda.CUDAGraph()
             with torch.cuda.stream(stream):
                 graph.capture_begin(capture_error_mode="thread_local")
                 product = x @ x
