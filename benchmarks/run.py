@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks import aims
 from benchmarks.server import ROOT
 
 SCRIPTS = ("serve", "overhead", "stall", "crash", "scheduler", "grammar", "roofline", "cpu", "latency", "loading", "first_token")
@@ -33,7 +34,7 @@ CPU_SECTIONS = {
     ("loading", "warm"): "The same from the page cache; ratio: to buffered reads, each byte to its own place",
     ("first_token", "cold"): "A request to a model that is only on the drive, beside loading first and computing afterwards",
 }
-BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+MEASURED, AIMS = "measured", "aims"  # the marks between which tables are written
 
 
 def machine() -> dict[str, Any]:
@@ -166,10 +167,26 @@ def highlights(lines: list[dict[str, Any]]) -> str:
     return "\n".join([f"| {where} | |", "|---|---|", *[f"| {name} | {value} |" for name, value in rows.items()]])
 
 
-def write_between_markers(page: pathlib.Path, body: str) -> None:
-    text = page.read_text()
-    head, tail = text.split(BEGIN)[0], text.split(END)[1]
-    page.write_text(f"{head}{BEGIN}\n\n{body}\n\n{END}{tail}")
+def marks(name: str) -> tuple[str, str]:
+    return f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+
+
+def between_marks(page: pathlib.Path, name: str) -> str:
+    begin, end = marks(name)
+    return page.read_text().split(begin)[1].split(end)[0].strip()
+
+
+def write_between_marks(page: pathlib.Path, name: str, body: str) -> None:
+    text, (begin, end) = page.read_text(), marks(name)
+    head, tail = text.split(begin)[0], text.split(end)[1]
+    page.write_text(f"{head}{begin}\n\n{body}\n\n{end}{tail}")
+
+
+def write_docs(lines: list[dict[str, Any]]) -> None:
+    """lines: of the newest result file, which is written already."""
+    write_between_marks(ROOT / "docs" / "performance.md", AIMS, aims.table(aims.results()))
+    write_between_marks(ROOT / "docs" / "performance.md", MEASURED, report(lines))
+    write_between_marks(ROOT / "README.md", MEASURED, highlights(lines))
 
 
 def main() -> None:
@@ -204,8 +221,7 @@ def main() -> None:
     results = ROOT / "benchmarks" / "results" / f"{lines[0]['date']}-cpu.jsonl"
     results.parent.mkdir(exist_ok=True)
     results.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    write_between_markers(ROOT / "docs" / "performance.md", report(lines))
-    write_between_markers(ROOT / "README.md", highlights(lines))
+    write_docs(lines)
     print(f"\n{report(lines)}\n\nwritten to {results.relative_to(ROOT)}, docs/performance.md and README.md")
 
 

@@ -55,13 +55,14 @@ def test_every_flag_named_in_the_docs_exists() -> None:
 
 def test_figures_are_those_of_the_newest_result_file() -> None:
     """The tables are written by `make bench` together with the result file; a figure typed by hand would not be in it."""
-    from benchmarks.run import BEGIN, END, highlights, report
+    from benchmarks import aims
+    from benchmarks.run import AIMS, MEASURED, between_marks, highlights, report
 
     newest = max((ROOT / "benchmarks" / "results").glob("*-cpu.jsonl"))
     lines = [json.loads(line) for line in newest.read_text().splitlines()]
     for page, made in (("docs/performance.md", report), ("README.md", highlights)):
-        text = (ROOT / page).read_text()
-        assert text.split(BEGIN)[1].split(END)[0].strip() == made(lines), page
+        assert between_marks(ROOT / page, MEASURED) == made(lines), page
+    assert between_marks(ROOT / "docs" / "performance.md", AIMS) == aims.table(aims.results())
 
 
 def test_changelog_names_the_version() -> None:
