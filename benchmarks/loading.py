@@ -105,8 +105,9 @@ def _all_at_once(work: Callable[[], None], num_threads: int) -> None:
         thread.join()
 
 
-def ours(folder: Path, name: str) -> tuple[Callable[[], Any], int]:
-    """Into memory as an engine has it. And by how much the resident set grows for the weights themselves."""
+def ours(folder: Path, name: str, notes: list[str]) -> tuple[Callable[[], Any], int]:
+    """Into memory as an engine has it. And by how much the resident set grows for the weights themselves: chunks that were not
+    prepared are counted in both of their mappings. notes: what the system refused."""
     dtype, prepared = "float32" if "float32" in name else "bfloat16", "not prepared" not in name
     with ExitStack() as stack:
         num_bytes = weights_bytes(open_checkpoint(folder, "", stack).shape, dtype)
@@ -116,17 +117,22 @@ def ours(folder: Path, name: str) -> tuple[Callable[[], Any], int]:
     weights.map(range(num_chunks))
     ring.prepare()
     if prepared:
-        huge_bytes = sum(chunks.prepare(chunk) for chunk in range(num_chunks))
-        print(f"{huge_bytes / (num_chunks * CHUNK_BYTES):.0%} of the weights' memory in huge pages", file=sys.stderr)
+        share = sum(chunks.prepare(chunk) for chunk in range(num_chunks)) / (num_chunks * CHUNK_BYTES)
+        if share < 1:
+            notes.append(f"{share:.0%} of its memory in huge pages")
+    if not ring.huge_pages:
+        notes.append("staging slots without huge pages")
 
     def load() -> Any:
         with ExitStack() as opened:
             source = open_checkpoint(folder, "", opened)
-            return stream_weights(source, dtype, HostSink(weights.buffer, weights.prepare), ring, lambda *_: None, lambda: False)
+            sink = HostSink(weights.buffer, weights.prepare)
+            report = stream_weights(source, dtype, sink, ring, lambda *_: None, lambda: False)
+            notes.extend(sorted({f"no direct reads: {why}" for why in report.refused.values()}))
 
     gc.disable()
     gc.freeze()  # as an engine does
-    return load, num_bytes
+    return load, num_bytes if prepared else 2 * num_bytes
 
 
 def variants(paths: list[Path], every_thread: bool) -> list[str]:
@@ -137,12 +143,12 @@ def variants(paths: list[Path], every_thread: bool) -> list[str]:
     return names + list(LOADERS)
 
 
-def child(name: str, folder: Path) -> dict[str, float]:
+def child(name: str, folder: Path) -> dict[str, Any]:
     """Carries out one of `variants` that is not a peer."""
     paths = weight_files(folder)
-    weights_growth_bytes = 0
+    weights_growth_bytes, notes = 0, list[str]()
     if name.startswith("ours"):
-        load, weights_growth_bytes = ours(folder, name)
+        load, weights_growth_bytes = ours(folder, name, notes)
     elif name == SPREAD:
         load = spread(paths, 3, 8 * MIB)
     elif name == BUFFERED:
@@ -150,9 +156,9 @@ def child(name: str, folder: Path) -> dict[str, float]:
     else:
         words = name.split()
         load = raw(paths, int(words[1]), int(words[3]) * MIB, "huge" in name, direct=True)
-    result = timed(load)
+    result: dict[str, Any] = {**timed(load)}
     result["rss_growth_bytes"] -= weights_growth_bytes
-    return result
+    return result | ({"note": "; ".join(notes)} if notes else {})
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -218,7 +224,8 @@ def summary(runs: list[dict[str, Any]], num_gb: float, reference: float) -> dict
     if any("missing" in run for run in runs):
         return runs[-1]
     speeds = [num_gb / run["seconds"] for run in runs]
-    return {
+    note = "; ".join(sorted({run["note"] for run in runs if "note" in run}))
+    return ({"note": note} if note else {}) | {
         "gb_per_s": round(statistics.median(speeds), 2),
         "spread": [round(min(speeds), 2), round(max(speeds), 2)],
         "ratio": round(statistics.median(speeds) / reference, 3),
@@ -240,7 +247,8 @@ def table(result: dict[str, Any]) -> str:
                 continue
             low, high = row["spread"]
             speed = f"{row['gb_per_s']:.2f} | {low:.2f}-{high:.2f} | {row['ratio']:.2f}"
-            lines.append(f"| {name} | {speed} | {row['cpu_s_per_gb']:.3f} | {row['rss_gb']:.2f} |")
+            note = f" ({row['note']})" if "note" in row else ""
+            lines.append(f"| {name}{note} | {speed} | {row['cpu_s_per_gb']:.3f} | {row['rss_gb']:.2f} |")
     return "\n".join(lines)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import threading
 import time
@@ -31,14 +32,16 @@ from engine.weight_copies import WeightCopies
 from engine.weight_decoder import weight_decoder
 from engine.weight_gate import WeightGate
 from loader import sizing
-from loader.errors import UnsupportedModel
+from loader.errors import CheckpointError, UnsupportedModel
 from loader.hf_config import CONFIG_NAME, ModelShape
 from loader.read_rates import ReadRates
 from loader.sinks import HostSink, WeightSink
 from loader.source_choice import SourceChoice
 from loader.staging import StagingRing
 from loader.unpack import Decoder
-from loader.weight_stream import ReadCancelled, open_checkpoint, stream_weights
+from loader.weight_stream import OpenCheckpoint, ReadCancelled, open_checkpoint, stream_weights
+
+log = logging.getLogger("engine")
 
 if TYPE_CHECKING:  # Triton need not be there on the CPU
     from engine.cuda_model import CudaModel
@@ -135,21 +138,17 @@ class TorchRunner:
                 if not self._copies.take(task, weights, gate):
                     if gate is not None and spec.source_slots:
                         gate.begin_anew()
-                    sink = self._sink(weights)
-                    decoder = self._decoder() if source.is_packed else Decoder()
-                    report = stream_weights(
-                        source,
-                        spec.dtype,
-                        sink,
-                        self._ring,
-                        task.progress,
-                        task.cancelled,
-                        spec.quantize,
-                        landed=lambda read: None if gate is None else gate.read_landed(read),
-                        decoder=decoder,
-                    )
-                    task.bytes_read = report.num_bytes
-                    task.read_as = choice.reason or source.packed_reason
+                    try:
+                        self._read(task, source, weights, gate)
+                        task.read_as = choice.reason or source.packed_reason
+                    except CheckpointError as error:
+                        if not source.has_plain_files_beside:
+                            raise
+                        log.warning("%s: %s: reading its plain files", spec.model, error)
+                        if gate is not None:
+                            gate.begin_anew()
+                        self._read(task, open_checkpoint(spec.path, spec.fingerprint, stack, not self._gpu), weights, gate)
+                        task.read_as = f"read its plain files: the packed ones are damaged ({error})"
                     self._copies.keep(task, weights)
                 if self._gpu:
                     return self._gpu_model(spec, source.shape, weights)
@@ -164,6 +163,21 @@ class TorchRunner:
                 if isinstance(error, ReadCancelled):
                     raise LoadCancelled(str(error)) from None
                 raise
+
+    def _read(self, task: LoadTask, source: OpenCheckpoint, weights: WeightRange, gate: WeightGate | None) -> None:
+        """From its files to the range."""
+        report = stream_weights(
+            source,
+            task.spec.dtype,
+            self._sink(weights),
+            self._ring,
+            task.progress,
+            task.cancelled,
+            task.spec.quantize,
+            landed=lambda read: None if gate is None else gate.read_landed(read),
+            decoder=self._decoder() if source.is_packed else Decoder(),
+        )
+        task.bytes_read = report.num_bytes
 
     def _sink(self, weights: WeightRange) -> WeightSink:
         return DeviceSink(self.memory, weights, self._frames) if self._gpu else HostSink(weights.buffer, weights.prepare)

@@ -59,6 +59,11 @@ class OpenCheckpoint:
         return any(header.source is not None for header in self.headers.values())
 
     @property
+    def has_plain_files_beside(self) -> bool:
+        """These are the packed ones of two ways to read it."""
+        return self.is_packed and self.files != self.checkpoint.files
+
+    @property
     def packed_reason(self) -> str:
         """What there is to say of packed files where there was no choice."""
         if self.is_packed:

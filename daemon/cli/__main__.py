@@ -31,7 +31,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     def add(name: str, run: Command, text: str, argument: str = "", optional: bool = False) -> argparse.ArgumentParser:
         one = commands.add_parser(name, help=text, description=text, parents=[common])
-        one.set_defaults(run=run)
+        one.set_defaults(run=run, goes_on=False)
         if argument:
             one.add_argument("name", metavar=argument, nargs="?" if optional else None, default="")
         return one
@@ -72,9 +72,10 @@ def make_parser() -> argparse.ArgumentParser:
         "pull", pull.pull, "download a model from the Hugging Face hub into the models folder; goes on where it was", "REPO"
     )
     pull.add_options(pulling)
-    packing.add_options(
-        add("pack", packing.pack, "write a model's bfloat16 weights again, losslessly, in 0.7 of the bytes", "NAME")
-    )
+    packer = add("pack", packing.pack, "write a model's bfloat16 weights again, losslessly, in 0.7 of the bytes", "NAME")
+    packing.add_options(packer)
+    for each in (pulling, packer):
+        each.set_defaults(goes_on=True)
     packing.add_options(add("verify", packing.verify, "prove that packed weights are the original, bit by bit", "NAME"))
     examining = add("doctor", doctor.doctor, "what of this machine stands in the way, and what to change; exits 1 if a check fails")
     doctor.add_options(examining)
@@ -111,6 +112,8 @@ def run(argv: Sequence[str] | None = None) -> int:
         # the reader (a pager, head) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
+        if options.goes_on:
+            print("hearth: interrupted; the same command goes on where it was", file=sys.stderr)
         return 130
     else:
         return exit_code or EXIT_OK

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,11 +18,14 @@ import torch
 from engine import hosted_model, model_runner, ops
 from engine.contracts import LoadCancelled
 from engine.device import SINGLE_THREAD_WEIGHTS_BYTES, num_cores, threads_for
+from engine.hosted_model import TorchModel
 from engine.model_runner import TorchRunner
 from engine.protocol import LoadModel
+from engine.weight_gate import WeightGate
 from loader import sizing
 from loader.catalog import scan_one
 from loader.errors import CheckpointChanged, CheckpointError
+from loader.source_choice import SourceChoice
 from tests.engine.model_bench import (
     BLOCK_TOKENS,
     CHUNK_BYTES,
@@ -179,6 +183,43 @@ def test_corrupt_files_name_file_and_leave_others_serving(
     put(table, 0, PROMPT)
     assert not other.execute(plan((0, 0, 50)), table).bad.any()
     other.release()
+
+
+def test_damaged_packed_files_have_the_plain_ones_read(
+    runner: TorchRunner, saved: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """While prompts may run behind the weights: what they have seen of the damaged ones is void."""
+    copy.deepcopy(saved[1]).to(torch.bfloat16).save_pretrained(tmp_path)
+    table = make_table()
+    put(table, 0, PROMPT)
+    plain = load(runner, tmp_path, "bfloat16")
+    wanted = plain.logits(plan((0, 0, 50)), table, every_token=True)
+    plain.release()
+    pack_checkpoint(tmp_path)
+    path = tmp_path / "packed" / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-100] ^= 1
+    path.write_bytes(data)
+    monkeypatch.setattr(SourceChoice, "wants_packed", lambda self, checkpoint: True)
+    anew: list[int] = []
+    begin_anew = WeightGate.begin_anew
+    monkeypatch.setattr(WeightGate, "begin_anew", lambda gate: (anew.append(1), begin_anew(gate)))
+    task = load_task(spec(tmp_path, dtype="bfloat16"))
+    task.begun = lambda hosted, gate: None
+    model = runner.load(task)
+    assert isinstance(model, TorchModel)
+    assert np.array_equal(model.logits(plan((0, 0, 50)), table, every_token=True), wanted)
+    assert re.fullmatch(
+        r"read its plain files: the packed ones are damaged \(packed/model.safetensors: tensor \S+: bytes \d+ to \d+ "
+        r"don't match their checksum\)",
+        task.read_as,
+    )
+    assert "reading its plain files" in caplog.text
+    assert anew == [1]
+    model.release()
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="don't match their checksum"):
+        runner.load(load_task(spec(tmp_path, dtype="bfloat16")))
 
 
 def test_packed_weights_serve_and_damaged_ones_fail_alone(runner: TorchRunner, saved: tuple[Path, Any], tmp_path: Path) -> None:

@@ -73,9 +73,8 @@ def _run(
 
 def _packed_text(result: Packed) -> str:
     sizes = f"{size(result.packed_bytes)} for {size(result.plain_bytes)}, {result.packed_bytes / result.plain_bytes:.3f} of it"
-    if result.done_before:
-        return f"{result.name} is packed already, in {result.folder}: {sizes}"
-    return f"{result.name} is packed in {result.folder}: {sizes}; `hearth verify {result.name}` proves it"
+    already = " already," if result.done_before else ""
+    return f"{result.name} is packed{already} in {result.folder}: {sizes}; `hearth verify {result.name}` proves it"
 
 
 def _verified_text(result: Verified) -> str:
@@ -134,10 +133,11 @@ def verified(model: ModelFiles, with_bar: bool) -> Verified:
                 try:
                     verify_tensor(fd, tensor, plain_fd, plain.get(tensor.name), on_bytes)
                 except CheckpointError as error:
-                    raise _failed(model, str(error)) from None
+                    raise _failed(model, f"{error}; {_cure(model)}") from None
                 num_tensors, num_packed = num_tensors + 1, num_packed + tensor.is_packed
-    folder = str(model.folder / next(iter(model.packed))).rpartition("/")[0]
-    return Verified(model.name, folder, num_tensors, num_packed, model.plain_bytes, model.packed_bytes, bool(model.plain))
+    return Verified(
+        model.name, model.packed_folder, num_tensors, num_packed, model.plain_bytes, model.packed_bytes, bool(model.plain)
+    )
 
 
 def _expected_bytes(model: ModelFiles, descriptors: dict[str, int]) -> int:
@@ -184,6 +184,13 @@ def _drop_others(partial: Path, model: ModelFiles) -> None:
     for entry in os.scandir(partial):
         if entry.name not in keep:
             os.unlink(entry.path)
+
+
+def _cure(model: ModelFiles) -> str:
+    """Of packed files that are not what they should be."""
+    if not model.plain:
+        return "there is no original to pack it from again: fetch it once more"
+    return f"move {model.packed_folder} away, then `hearth pack {model.name}` makes it again"
 
 
 def _failed(model: ModelFiles, why: str) -> CommandError:

@@ -44,6 +44,10 @@ class ModelFiles:
         """Of the files."""
         return sum(header.file_bytes for header in self.packed.values())
 
+    @property
+    def packed_folder(self) -> str:
+        return os.path.dirname(self.folder / next(iter(self.packed)))
+
     def open(self, name: str, stack: ExitStack) -> int:
         fd = os.open(self.folder / name, os.O_RDONLY | os.O_CLOEXEC)
         stack.callback(os.close, fd)

@@ -13,7 +13,7 @@ import pytest
 from daemon.cli.__main__ import run
 from daemon.cli.packing import command
 from daemon.cli.partial_folder import locked
-from loader import packer
+from loader import packer, verifier
 from loader.catalog import scan_one
 from tests.loader.checkpoints import write_checkpoint, write_packable
 
@@ -134,4 +134,26 @@ def test_a_damaged_file_is_named(models: Path, capsys: pytest.CaptureFixture[str
     assert hearth(models, "verify") == 1
     err = refusal(capsys)
     assert "packed/model.safetensors: tensor model." in err
-    assert "don't match their checksum" in err
+    assert f"don't match their checksum; move {folder / 'packed'} away, then `hearth pack org/name` makes it again" in err
+    (folder / "model.safetensors").unlink()
+    assert hearth(models, "verify") == 1
+    assert "; there is no original to pack it from again" in refusal(capsys)
+
+
+def test_an_interrupted_run_says_that_it_goes_on(
+    models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_packable(models / NAME)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(packer, "pack_file", interrupted)
+        assert hearth(models, "pack") == 130
+    assert refusal(capsys) == "hearth: interrupted; the same command goes on where it was\n"
+    assert hearth(models, "pack") == 0
+    monkeypatch.setattr(verifier, "verify_tensor", interrupted)
+    capsys.readouterr()
+    assert hearth(models, "verify") == 130
+    assert capsys.readouterr().err == ""
