@@ -16,6 +16,7 @@ import torch
 from benchmarks.gpu_limits import CACHE_DIR, copy_bytes_per_s, gemm_flops, host_to_device_bytes_per_s
 from benchmarks.gpu_shapes import Bench
 from engine import ops
+from engine.work_space import KEPT_BYTES
 from loader import sizing
 from loader.gpu_sizing import gpu_work_space_bytes
 
@@ -115,10 +116,17 @@ def swap(bench: Bench, rate: float) -> None:
 
 
 def work_space(bench: Bench, num_tokens: int) -> None:
-    """What steps took beside weights and KV, against what loader/gpu_sizing.py keeps for them."""
+    """What steps took beside weights and KV, against what loader/gpu_sizing.py keeps for them; and what torch's allocator held for
+    that, graphs and tables included, against what an engine lets it have."""
     kept = gpu_work_space_bytes(bench.shape, bench.dtype, num_tokens, 256)
-    taken = torch.cuda.max_memory_allocated() - bench.weights.num_bytes - bench.num_blocks * bench.block_bytes
-    tell(what="work_space", taken_mib=round(taken / 2**20), kept_mib=round(kept / 2**20))
+    held = bench.weights.num_bytes + bench.num_blocks * bench.block_bytes
+    tell(
+        what="work_space",
+        taken_mib=round((torch.cuda.max_memory_allocated() - held) / 2**20),
+        kept_mib=round(kept / 2**20),
+        reserved_mib=round((torch.cuda.max_memory_reserved() - held) / 2**20),
+        limit_mib=round((kept + KEPT_BYTES) / 2**20),
+    )
 
 
 def synchronise(bench: Bench) -> None:
@@ -146,6 +154,7 @@ def main() -> None:
         gemm_tflops=round(gemm / 1e12, 1),
     )
     if not tiny:
+        torch.cuda.empty_cache()  # of what measuring the limits took
         torch.cuda.reset_peak_memory_stats()
     if tiny:
         decode(bench, 1, 20, 3, copy)
