@@ -6,7 +6,7 @@ caches are taken in turn so that none is found in a processor's cache. Rows of `
 attention of prompts with torch's over a gathered context; rows of `elementwise` what they read
 and write, each once, a second.
 
-usage: python -m benchmarks.kernels [--only linear,attention,prefill,elementwise] [--threads N]: one JSON line and a table for each.
+usage: python -m benchmarks.kernels [--only linear,attention,prefill,elementwise] [--threads N]: JSON lines and a table for each.
 """
 
 from __future__ import annotations
@@ -141,9 +141,9 @@ def _decode_batch(num_rows: int, context: int, kv_heads: int, head_dim: int, dty
 def attention(limit: dict[str, float], dtypes: tuple[torch.dtype, ...], context: int = 4096) -> Iterator[dict[str, Any]]:
     """Decode over `context` stored tokens a row."""
     for dtype in dtypes:
-        for num_rows in (1, 8):
+        for num_rows in (1, 8, 32):
             for head_dim in (64, 128):
-                for kv_heads, group in ((8, 1), (8, 4), (4, 8), (1, 8)):
+                for kv_heads, group in ((8, 1), (4, 3), (8, 4), (4, 8), (1, 8)):
                     batch = _decode_batch(num_rows, context, kv_heads, head_dim, dtype)
                     heads = kv_heads * group
                     qkv = _random(num_rows, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
@@ -248,7 +248,8 @@ def main() -> None:
                 rows = list(linear(limit, dtypes, tuple(map(int, options.rows.split(",")))))
             else:
                 rows = list({"attention": attention, "prefill": prefill, "elementwise": elementwise}[name](limit, dtypes))
-            print(json.dumps({"benchmark": "kernels", "part": name, "rows": rows}))
+            for row in rows:
+                print(json.dumps({"benchmark": "kernels", "kind": name, **row, "read_gb_s": limit["read_gb_s"]}))
             print(f"\n{table(rows, {key: key.replace('_', ' ') for key in rows[0]})}\n")
 
 

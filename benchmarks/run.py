@@ -20,10 +20,16 @@ import psutil
 from benchmarks import aims
 from benchmarks.server import ROOT
 
-SCRIPTS = ("serve", "overhead", "stall", "crash", "scheduler", "grammar", "roofline", "cpu", "latency", "loading", "first_token")
+SCRIPTS = (
+    *("serve", "overhead", "stall", "crash", "scheduler", "grammar", "roofline", "kernels", "cpu", "latency", "loading"),
+    "first_token",
+)
+ARGUMENTS = {"kernels": ["--only", "attention,prefill", "--dtypes", "bfloat16"]}
 # Benchmarks of the cpu device, whose lines are of several kinds: (benchmark, kind) -> title. "": all kinds in one table.
 CPU_SECTIONS = {
     ("roofline", ""): "Where a step's time goes on the cpu device, beside what bytes and operations take at best",
+    ("kernels", "attention"): "Attention of decode over 4,096 tokens a row; of reading: its time over that of reading its KV",
+    ("kernels", "prefill"): "Attention of prompts' last tokens; of gemm: operations a second over those of F.linear at 128 rows",
     ("cpu", "load"): "The cpu device beside other servers on the same checkpoint, in turn",
     ("cpu", "missing"): "Peers that took no part",
     ("cpu", "swap-in"): "A model that is not loaded: request to first token, its file in the page cache",
@@ -205,7 +211,7 @@ def main() -> None:
     for script in args.only.split(",") if args.only else SCRIPTS:
         print(f"$ python -m benchmarks.{script}", flush=True)
         done = subprocess.run(
-            [sys.executable, "-m", f"benchmarks.{script}", *(peers if script == "cpu" else [])],
+            [sys.executable, "-m", f"benchmarks.{script}", *ARGUMENTS.get(script, []), *(peers if script == "cpu" else [])],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             text=True,

@@ -12,6 +12,8 @@ from typing import Any
 import numba
 
 from engine.kernels import cpu_attention, cpu_linear, cpu_logprobs, cpu_prefill, cpu_rows, cpu_sampling
+from engine.kernels.cpu_amx import HAS_TILES, TILE_ROWS, fits_tiles, may_use_tiles
+from engine.kernels.cpu_amx_prefill import prefill_tiles_parallel, prefill_tiles_serial
 from engine.kernels.cpu_attention import paged_attention_parallel, paged_attention_serial
 from engine.kernels.cpu_linear import few_rows_linear_parallel, few_rows_linear_serial
 from engine.kernels.cpu_logprobs import penalise, top_logprobs
@@ -102,6 +104,8 @@ def _wanted(dtype: str, parallel: bool, quantize: str) -> list[tuple[Any, Any]]:
         (prefill_attention_serial, prefill_attention_parallel, cpu_prefill.prefill_attention_signature(element)),
         (few_rows_linear_serial, few_rows_linear_parallel, cpu_linear.few_rows_linear_signature(element, element)),
     ]
+    if HAS_TILES and dtype == "bfloat16":
+        shared.append((prefill_tiles_serial, prefill_tiles_parallel, cpu_prefill.prefill_attention_signature(element)))
     if quantize == "int8":
         signature = cpu_linear.few_rows_linear_signature(element, numba.int8)
         shared.append((few_rows_linear_serial, few_rows_linear_parallel, signature))
@@ -124,24 +128,34 @@ def set_num_threads(num_threads: int) -> None:
         _thread.num_threads = num_threads
 
 
+def _uses_tiles(out: Any, block_tokens: int, head_dim: int) -> bool:
+    """Whether AMX serves attention to such blocks, of bfloat16."""
+    return out.itemsize == 2 and fits_tiles(block_tokens, head_dim) and may_use_tiles()
+
+
 def paged_attention(*args: Any) -> None:
-    """As cpu_attention's, without num_shares."""
+    """As cpu_attention's, without use_tiles and num_shares."""
     *before, out = args
     contexts = args[11]
+    heads, kv_heads, block_tokens, head_dim = args[4:8]
+    # a single head has nothing to share a tile with (benchmarks/kernels.py)
+    use_tiles = kv_heads < heads <= kv_heads * TILE_ROWS and _uses_tiles(out, block_tokens, head_dim)
     if _parallel and int(contexts.sum()) * out.shape[1] >= _SHARED_ATTENTION:
-        paged_attention_parallel(*before, _thread.num_threads, out)
+        paged_attention_parallel(*before, use_tiles, _thread.num_threads, out)
     else:
-        paged_attention_serial(*before, 1, out)
+        paged_attention_serial(*before, use_tiles, 1, out)
 
 
 def prefill_attention(*args: Any) -> None:
     """As cpu_prefill's, without num_shares."""
     *before, out = args
     num_tokens, context = args[11], args[12]
-    if _parallel and num_tokens * context * out.shape[1] >= _SHARED_ATTENTION:
-        prefill_attention_parallel(*before, numba.get_num_threads(), out)
+    is_shared = _parallel and num_tokens * context * out.shape[1] >= _SHARED_ATTENTION
+    num_shares = numba.get_num_threads() if is_shared else 1
+    if _uses_tiles(out, *args[6:8]):
+        (prefill_tiles_parallel if is_shared else prefill_tiles_serial)(*before, num_shares, out)
     else:
-        prefill_attention_serial(*before, 1, out)
+        (prefill_attention_parallel if is_shared else prefill_attention_serial)(*before, num_shares, out)
 
 
 def few_rows_linear(x: Any, weight: Any, scale: Any, bias: Any, out: Any) -> None:

@@ -15,8 +15,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import float32, float64, int32, int64, njit, prange, types, void
+from numba import boolean, float32, float64, int32, int64, njit, prange, types, void
+from numba.extending import overload
 
+from engine.kernels.cpu_amx import HAS_TILES
+from engine.kernels.cpu_amx_decode import attend_tiles
 from engine.kernels.cpu_attention_blocks import CHUNK_TOKENS, HELPER, OPTIONS, add_block, score_block, soften_row, write_heads
 from engine.kernels.cpu_bits import exp, named
 
@@ -85,6 +88,28 @@ def _attend(
                         add_block(weights, start, stop, to + start, kv, at, ahead, head_dim, sums, head)
 
 
+def _attend_either(use_tiles: bool, qkv: Any, *rest: Any) -> None:
+    """attend_tiles if asked for, else _attend. Only the latter is there for other elements than bfloat16, and without AMX."""
+
+
+@overload(_attend_either, jit_options=HELPER)
+def _attend_either_of(use_tiles: Any, qkv: Any, *rest: Any) -> Any:
+    if HAS_TILES and qkv.dtype == types.uint16:
+
+        def either(use_tiles: Any, qkv: Any, *rest: Any) -> Any:
+            if use_tiles:
+                attend_tiles(qkv, *rest)
+            else:
+                _attend(qkv, *rest)
+
+        return either
+
+    def vectors(use_tiles: Any, qkv: Any, *rest: Any) -> Any:
+        _attend(qkv, *rest)
+
+    return vectors
+
+
 @njit(**HELPER)
 def _add_cut(tops: Any, totals: Any, sums: Any, to_tops: Any, to_totals: Any, to_sums: Any) -> None:
     """Puts two parts of one token together: to_* take in the others."""
@@ -121,6 +146,7 @@ def _attend_share(
     window: int,
     scale: float,
     softcap: float,
+    use_tiles: bool,
     share_begin: int,  # of all work, from this block
     share_end: int,  # to below this one
     out: Any,
@@ -148,7 +174,8 @@ def _attend_share(
             continue
         follower = min(n + 1, num_tokens - 1)
         next_begin, next_end = _blocks_of(contexts[follower], window, block_tokens)
-        _attend(
+        _attend_either(
+            use_tiles,
             qkv,
             tokens[n] * np.int64(qkv.shape[1]),
             kv,
@@ -198,6 +225,7 @@ def _paged_attention(
     window: int,  # of these, the last `window` only; 0: all
     scale: float,
     softcap: float,  # scores become softcap * tanh(score / softcap); 0: as they are
+    use_tiles: bool,  # of AMX: cpu_amx.fits_tiles says whether they can be used
     num_shares: int,
     out: Any,  # [T, H * D]; only the N tokens' rows are written
 ) -> None:
@@ -227,6 +255,7 @@ def _paged_attention(
             window,
             scale,
             softcap,
+            use_tiles,
             work * share // num_shares,
             work * (share + 1) // num_shares,
             out,
@@ -255,7 +284,7 @@ def _paged_attention(
 def paged_attention_signature(element: types.Type) -> Any:
     ints, table = int32[::1], int32[:, ::1]
     sizes = (int64,) * 6
-    shape = (int64, float64, float64, int64)
+    shape = (int64, float64, float64, boolean, int64)
     return void(element[:, ::1], element[::1], *sizes, table, ints, ints, ints, *shape, element[:, ::1])
 
 

@@ -13,6 +13,7 @@ from engine.kernels import reference
 from tests.kernel_cache import CACHE_DIR
 
 pytest.importorskip("numba")
+from engine.kernels import cpu_amx
 
 LAYERS, LAYER = 2, 1
 
@@ -27,7 +28,11 @@ def kernels() -> Iterator[None]:
     ops.set_num_threads(1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "use_tiles"),
+    [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)],
+    ids=["float32", "bfloat16", "bfloat16-tiles"],
+)
 @pytest.mark.parametrize("num_shares", [1, 2, 5, 64])
 @pytest.mark.parametrize(
     ("kv_heads", "group", "head_dim", "block_tokens", "window", "softcap"),
@@ -39,12 +44,26 @@ def kernels() -> Iterator[None]:
         (1, 3, 40, 4, 17, 5.0),
         (1, 5, 256, 512, 0, 0.0),
         (2, 2, 6, 16, 400, 0.0),
+        (2, 16, 64, 16, 0, 0.0),
+        (2, 3, 96, 32, 70, 20.0),
     ],
 )
 def test_is_the_twins(
-    dtype: torch.dtype, num_shares: int, kv_heads: int, group: int, head_dim: int, block_tokens: int, window: int, softcap: float
+    dtype: torch.dtype,
+    use_tiles: bool,
+    num_shares: int,
+    kv_heads: int,
+    group: int,
+    head_dim: int,
+    block_tokens: int,
+    window: int,
+    softcap: float,
 ) -> None:
     """What lies in the rows' blocks behind their contexts is NaN, and so are all blocks of other rows."""
+    if use_tiles and not cpu_amx.may_use_tiles():
+        pytest.skip("no AMX for this process: tiles cannot be run")
+    if use_tiles and not cpu_amx.fits_tiles(block_tokens, head_dim):
+        return  # cpu.py takes the other way
     generator = torch.Generator().manual_seed(head_dim)
     contexts = np.array([1, 700, 16, 255, 513, 257], np.int32)
     heads, num_rows = kv_heads * group, len(contexts)
@@ -66,6 +85,20 @@ def test_is_the_twins(
     kernel = ops._kernels.paged_attention_serial if num_shares == 1 else ops._kernels.paged_attention_parallel
     sizes = (LAYERS, LAYER, heads, kv_heads, block_tokens, head_dim)
     arrays = [ops._array(x) for x in (qkv, kv.view(-1), given)]
-    kernel(arrays[0], arrays[1], *sizes, table, tokens, rows, contexts, window, scale, softcap, num_shares, arrays[2])
+    kernel(arrays[0], arrays[1], *sizes, table, tokens, rows, contexts, window, scale, softcap, use_tiles, num_shares, arrays[2])
     tolerance = 5e-6 if dtype is torch.float32 else 2e-2
     torch.testing.assert_close(given.float(), wanted.float(), rtol=tolerance, atol=tolerance)
+
+
+def test_tiles_serve_what_fits_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """bfloat16 whose keys are whole tiles, if the process may use them."""
+    kernels = ops._kernels
+    bfloat16, float32 = np.zeros((1, 64), np.uint16), np.zeros((1, 64), np.float32)
+    monkeypatch.setattr(kernels, "may_use_tiles", lambda: True)
+    assert kernels._uses_tiles(bfloat16, 16, 64)
+    assert kernels._uses_tiles(bfloat16, 512, 96)
+    assert not kernels._uses_tiles(bfloat16, 8, 64)
+    assert not kernels._uses_tiles(bfloat16, 16, 80)
+    assert not kernels._uses_tiles(float32, 16, 64)
+    monkeypatch.setattr(kernels, "may_use_tiles", lambda: False)
+    assert not kernels._uses_tiles(bfloat16, 16, 64)

@@ -13,6 +13,7 @@ from engine.kernels import reference
 from tests.kernel_cache import CACHE_DIR
 
 pytest.importorskip("numba")
+from engine.kernels import cpu_amx
 
 LAYERS, LAYER = 2, 1
 
@@ -27,7 +28,11 @@ def kernels() -> Iterator[None]:
     ops.set_num_threads(1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "use_tiles"),
+    [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)],
+    ids=["float32", "bfloat16", "bfloat16-tiles"],
+)
 @pytest.mark.parametrize("num_shares", [1, 2, 5])
 @pytest.mark.parametrize(("context", "num_tokens"), [(17, 17), (130, 130), (513, 40), (700, 257), (1000, 1)])
 @pytest.mark.parametrize(
@@ -40,10 +45,13 @@ def kernels() -> Iterator[None]:
         (1, 3, 40, 4, 17, 5.0),
         (1, 5, 256, 512, 0, 0.0),
         (1, 40, 6, 16, 130, 0.0),
+        (1, 40, 64, 16, 130, 0.0),
+        (2, 3, 64, 16, 0, 0.0),
     ],
 )
 def test_is_the_twins(
     dtype: torch.dtype,
+    use_tiles: bool,
     num_shares: int,
     context: int,
     num_tokens: int,
@@ -56,6 +64,10 @@ def test_is_the_twins(
 ) -> None:
     """What no query may see is NaN: behind the context, before the window, other rows' blocks, other layers. Results of other
     tokens of the step stay as they were."""
+    if use_tiles and not cpu_amx.may_use_tiles():
+        pytest.skip("no AMX for this process: tiles cannot be run")
+    if use_tiles and not cpu_amx.fits_tiles(block_tokens, head_dim):
+        return  # cpu.py takes the other way
     generator = torch.Generator().manual_seed(head_dim)
     heads, before, others = kv_heads * group, 3, 4
     num_blocks = -(-context // block_tokens)
@@ -75,7 +87,8 @@ def test_is_the_twins(
     scale = head_dim**-0.5
     blocks, to = torch.from_numpy(table[1]), wanted[own].view(num_tokens, heads, head_dim)
     reference.long_row_attention(query, kv, LAYER, blocks, context, window, scale, softcap, to)
-    kernel = ops._kernels.prefill_attention_serial if num_shares == 1 else ops._kernels.prefill_attention_parallel
+    name = "prefill_tiles" if use_tiles else "prefill_attention"
+    kernel = getattr(ops._kernels, f"{name}_{'serial' if num_shares == 1 else 'parallel'}")
     sizes = (LAYERS, LAYER, heads, kv_heads, block_tokens, head_dim)
     arrays = [ops._array(x) for x in (qkv, kv.view(-1), given)]
     kernel(arrays[0], arrays[1], *sizes, table, 1, before, num_tokens, context, window, scale, softcap, num_shares, arrays[2])

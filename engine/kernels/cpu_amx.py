@@ -1,0 +1,130 @@
+"""Intel AMX in Numba kernels: products of tiles of 16 rows of bfloat16 pairs (tdpbf16ps), and whether this process may use them.
+
+A tile register holds 16 rows of 64 bytes. dot(c, a, b) adds to c [16, 16] float32 the product of a [16, 32] with b [32, 16], both
+bfloat16; rows of b are pairs: row i, column n holds elements 2 i and 2 i + 1 of column n (Intel 64 and IA-32 Architectures Software
+Developer's Manual, volume 1, chapter "Programming with Intel AMX").
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import platform
+from collections.abc import Callable
+from typing import Any
+
+import llvmlite.binding
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+TILE_ROWS = 16
+TILE_ROW_BYTES = 64
+_I8, _I64 = ir.IntType(8), ir.IntType(64)
+_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18  # asm/unistd_64.h, asm/prctl.h
+
+
+_FEATURES = llvmlite.binding.get_host_cpu_features()
+HAS_TILES = all(_FEATURES.get(name) for name in ("amx-tile", "amx-bf16", "avx512f")) and platform.system() == "Linux"
+
+
+@functools.cache
+def may_use_tiles() -> bool:
+    """Whether the processor multiplies tiles of bfloat16 and the kernel lets this process keep their registers. Asking is what
+    allows them (Linux 5.16); a process that was refused, or whose signal stacks are too small, does without."""
+    if not HAS_TILES:
+        return False
+    syscall = ctypes.CDLL(None, use_errno=True).syscall
+    return bool(syscall(_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA) == 0)
+
+
+def fits_tiles(block_tokens: int, head_dim: int) -> bool:
+    """Whether keys in such blocks are whole tiles."""
+    return block_tokens % TILE_ROWS == 0 and head_dim * 2 % TILE_ROW_BYTES == 0
+
+
+def tile_configuration() -> Any:
+    """[64] uint8 for configure_tiles: all eight tiles have 16 rows of 64 bytes."""
+    configuration = np.zeros(64, np.uint8)
+    configuration[0] = 1  # palette
+    configuration[16:32:2] = TILE_ROW_BYTES  # of each tile, 16 bits
+    configuration[48:56] = TILE_ROWS
+    return configuration
+
+
+def _call(builder: ir.IRBuilder, name: str, args: list[Any]) -> None:
+    kind = ir.FunctionType(ir.VoidType(), [arg.type for arg in args])
+    builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
+
+
+@intrinsic
+def configure_tiles(typing_context: Any, configuration: Any) -> Any:
+    """To be called by a thread before it uses tiles; release_tiles afterwards, which spares the system saving them."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        _call(builder, "llvm.x86.ldtilecfg", [data])
+        return context.get_dummy_value()
+
+    return types.void(configuration), generate
+
+
+@intrinsic
+def release_tiles(typing_context: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _call(builder, "llvm.x86.tilerelease", [])
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+def _at_array(name: str, tile: int) -> Callable[..., None]:
+    @intrinsic
+    def operation(typing_context: Any, array: Any, at: Any, stride: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            data = context.make_array(signature.args[0])(context, builder, args[0]).data
+            place = builder.bitcast(builder.gep(data, [args[1]]), _I8.as_pointer())
+            _call(builder, name, [_I8(tile), place, args[2]])
+            return context.get_dummy_value()
+
+        return types.void(array, types.int64, types.int64), generate
+
+    return operation
+
+
+def load(tile: int) -> Callable[..., None]:
+    """A function (array, at, stride): the tile's rows are 64 bytes each, from element `at` of an array on, `stride` bytes apart."""
+    return _at_array("llvm.x86.tileloadd64", tile)
+
+
+def store(tile: int) -> Callable[..., None]:
+    """A function (array, at, stride): the reverse."""
+    return _at_array("llvm.x86.tilestored64", tile)
+
+
+def zero(tile: int) -> Callable[..., None]:
+    @intrinsic
+    def operation(typing_context: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            _call(builder, "llvm.x86.tilezero", [_I8(tile)])
+            return context.get_dummy_value()
+
+        return types.void(), generate
+
+    return operation
+
+
+def dot(total: int, left: int, right: int) -> Callable[..., None]:
+    """A function (): tile `total` += tile `left` times tile `right`."""
+
+    @intrinsic
+    def operation(typing_context: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            _call(builder, "llvm.x86.tdpbf16ps", [_I8(total), _I8(left), _I8(right)])
+            return context.get_dummy_value()
+
+        return types.void(), generate
+
+    return operation

@@ -1,0 +1,102 @@
+"""Attention of one query token with AMX (Numba): what cpu_attention.py calls instead of its own where tiles can be used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import float32, njit
+
+from engine.kernels.cpu_amx import TILE_ROW_BYTES, configure_tiles, release_tiles
+from engine.kernels.cpu_amx_attention import (
+    LEAST_TOP,
+    add_rows,
+    fetch_keys,
+    pack_queries,
+    pair_values,
+    place_chunk,
+    score_rows,
+)
+from engine.kernels.cpu_amx_softmax import CHUNK_TOKENS, weigh_row
+from engine.kernels.cpu_attention_blocks import HELPER
+
+_LN_2 = float32(0.6931471805599453)
+_LOG2_E = 1.4426950408889634
+
+
+@njit(**HELPER)
+def attend_tiles(
+    qkv: Any,
+    query_at: int,
+    kv: Any,
+    layer_at: int,
+    kv_heads: int,
+    block_stride: int,
+    blocks: Any,
+    begin_block: int,
+    end_block: int,
+    next_blocks: Any,
+    next_begin: int,
+    next_end: int,
+    first: int,
+    context: int,
+    block_tokens: int,
+    head_dim: int,
+    scale: float,
+    softcap: float,
+    no_scores: Any,  # _attend's work space
+    no_weights: Any,
+    tops: Any,  # [H], totals [H] and sums [H, width]: results, as _attend's
+    totals: Any,
+    sums: Any,
+) -> None:
+    """As cpu_attention's _attend."""
+    heads = tops.shape[0]
+    group = heads // kv_heads
+    plane = block_tokens * head_dim
+    width = sums.shape[1]
+    unit = float32(scale) if softcap > 0.0 else float32(scale * _LOG2_E)
+    queries = np.zeros(kv_heads * 8 * head_dim, np.uint32)
+    scores, spread = np.empty(CHUNK_TOKENS * 16, np.float32), np.empty(CHUNK_TOKENS * 16, np.float32)
+    weights, pairs = np.empty(CHUNK_TOKENS // 2 * 16, np.uint32), np.empty(CHUNK_TOKENS // 2 * head_dim, np.uint32)
+    parts, places = np.zeros((heads, 16), np.float32), np.empty((2, 4 + CHUNK_TOKENS), np.int64)
+    configuration = np.zeros(64, np.uint8)
+    configuration[0] = 1
+    for tile in range(8):
+        configuration[16 + 2 * tile] = TILE_ROW_BYTES
+        configuration[48 + tile] = group if tile >= 4 else 16
+    tops[:] = LEAST_TOP
+    sums[:, :] = float32(0.0)
+    for kv_head in range(kv_heads):
+        pack_queries(qkv, query_at + kv_head * group * head_dim, group, kv_head * 16, head_dim, queries)
+    begin_position = max(first, begin_block * block_tokens)
+    stop = min(context, end_block * block_tokens)
+    configure_tiles(configuration)
+    chunk = begin_block * block_tokens
+    place_chunk(blocks, chunk, begin_position, stop, block_tokens, block_stride, head_dim, places[0])
+    turn = 0
+    while chunk < stop:
+        own, soon = places[turn], places[1 - turn]
+        turn = 1 - turn
+        if chunk + CHUNK_TOKENS < stop:
+            place_chunk(blocks, chunk + CHUNK_TOKENS, begin_position, stop, block_tokens, block_stride, head_dim, soon)
+        elif next_begin < next_end:
+            at, end = next_begin * block_tokens, next_end * block_tokens
+            place_chunk(next_blocks, at, at, end, block_tokens, block_stride, head_dim, soon)
+        else:
+            soon[:] = own
+        begin, end = max(begin_position - chunk, 0), min(stop - chunk, CHUNK_TOKENS)
+        for kv_head in range(kv_heads):
+            keys_at = layer_at + kv_head * plane
+            head = kv_head * group
+            score_rows(queries, kv_head * 16, group, kv, own, keys_at, head_dim, scores, spread)
+            for g in range(group):
+                weigh_row(spread, g, begin, end, unit, float32(softcap), weights, head + g, tops, parts, sums, width)
+                fetch_keys(kv, soon, keys_at, head_dim, g, group)
+            pair_values(kv, own, soon, keys_at + kv_heads * plane, head_dim, pairs)
+            add_rows(weights, pairs, head_dim, sums, head)
+        chunk += CHUNK_TOKENS
+    release_tiles()
+    for head in range(heads):
+        tops[head] *= _LN_2
+        totals[head] = parts[head].sum()
