@@ -45,6 +45,7 @@ LOOK_AGAIN_S = (1.0, 3.0, 10.0)
 GC_AFTER_OBJECTS = 20_000  # young objects between two collections; each walks only those
 SWITCH_INTERVAL_S = 0.0005  # a thread that reads headers may not keep the loop waiting for Python's usual 5 ms
 FLUSH_LIMIT_S = 2.0  # for handlers to write their last bytes
+JUST_NOW_S = 10.0
 TEAR_DOWN_S = 10.0  # what the stop may take beyond drain_timeout_s
 
 
@@ -74,6 +75,7 @@ class Lifecycle:
         self._watch: FileWatch | None = None
         self._own_sockets: list[str] = []  # paths to remove at the end; those systemd made are systemd's
         self._read = signature(self._files())  # as of the last reading
+        self._by_itself: tuple[float, list[str]] = (-JUST_NOW_S, [])  # when a changed file was last applied unasked, and what of it
 
     async def run(self) -> int:
         """Serves until told to stop. Raises sockets.SocketError or OSError where it can't start."""
@@ -88,7 +90,7 @@ class Lifecycle:
             self._remove_sockets()
             raise
         node = self._node = Node(self._config, self._devices, state, self._inventory)
-        node.reload = self.reload
+        node.reload = self.reload_as_asked
         node.num_tenants = None if self._keys is None else len(self._keys.tenants)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_stop_signal, number)
@@ -104,6 +106,7 @@ class Lifecycle:
         self._spawn(self._notify.watchdog(node.problem))
         try:
             await node.rescan()
+            node.registry.unknown_models()
             for worker in node.workers.values():
                 worker.configure()
             node.registry.watch(self._rescan.set)
@@ -227,7 +230,15 @@ class Lifecycle:
 
     async def _reload_logged(self) -> None:
         with contextlib.suppress(BadRequest):  # reload() has logged it
-            await self.reload()
+            self._by_itself = time.monotonic(), (await self.reload())["applied"]
+
+    async def reload_as_asked(self) -> dict[str, Any]:
+        """Who writes the file and then asks is told what has just been applied by itself: it is what was asked for."""
+        result = await self.reload()
+        at, applied = self._by_itself
+        if not result["applied"] and time.monotonic() - at < JUST_NOW_S:
+            result["applied"] = applied
+        return result
 
     async def reload(self) -> dict[str, Any]:
         """Reads the file again; all of it is valid or nothing changes. Raises HearthError invalid_config naming file and key."""
@@ -275,7 +286,8 @@ class Lifecycle:
         if plan.needs_restart:
             log.warning("these keys need a restart: %s", ", ".join(plan.needs_restart))
         node.ring.add("reload", applied=plan.applied, needs_restart=plan.needs_restart)
-        return {"ok": True, "applied": plan.applied, "needs_restart": plan.needs_restart}
+        unknown = node.registry.unknown_models()
+        return {"ok": True, "applied": plan.applied, "needs_restart": plan.needs_restart, "unknown_models": unknown}
 
     # ---- stop
 

@@ -71,9 +71,10 @@ class Registry:
         if found is None:
             raise no_model(name)
         if found.entry is None:
-            raise NotNow(
-                "model_incomplete", f"The model {found.checkpoint.name!r} is not complete: {found.problem}", retry_after_s=10.0
-            )
+            known, why = found.checkpoint.name, found.problem
+            if found.checkpoint.reason:  # it may still come
+                raise NotNow("model_incomplete", f"The model {known!r} is not complete: {why}", retry_after_s=10.0)
+            raise BadRequest("model_unusable", f"The model {known!r} cannot be served: {why}", param="model")
         refusal = self.refused(found.entry.name)
         if refusal is not None:
             raise refusal
@@ -275,6 +276,13 @@ class Registry:
                     self._aliases[alias] = name
         self._entries = [registered.entry for _, registered in sorted(found.items()) if registered.entry is not None]
         return changes
+
+    def unknown_models(self) -> list[str]:
+        """Models with settings and no folder; told to the log, too: a name may be misspelt."""
+        unknown = sorted(self.config.models.keys() - self.models.keys())
+        for name in unknown:
+            log.warning('settings for models."%s": there is no model of that name (yet)', name)
+        return unknown
 
     def describe(self, name: str) -> str:
         """The registration line of one model."""

@@ -17,6 +17,7 @@ from loader.packed import Source
 from loader.safetensors import INDEX_NAME, SINGLE_NAME, Header, check_index, read_header, read_index
 
 PACKED_DIR = "packed"
+OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")  # that people try
 
 
 class MissingFile(Exception):
@@ -51,9 +52,7 @@ def read_headers(folder: Path, below: str = "") -> dict[str, Header]:
             fd = os.open(folder / file, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
             wanted = next((tensor for tensor, at in (weight_map or {}).items() if at == name), None)
-            raise MissingFile(
-                f"{file} is missing (it holds tensor {wanted})" if wanted else f"neither {SINGLE_NAME} nor {INDEX_NAME} is there"
-            ) from None
+            raise MissingFile(f"{file} is missing (it holds tensor {wanted})" if wanted else _no_weights(folder)) from None
         try:
             headers[file] = read_header(fd, file)
         finally:
@@ -61,6 +60,12 @@ def read_headers(folder: Path, below: str = "") -> dict[str, Header]:
     if weight_map is not None:
         check_index({tensor: os.path.join(below, name) for tensor, name in weight_map.items()}, headers)
     return headers
+
+
+def _no_weights(folder: Path) -> str:
+    other = min((name for name in os.listdir(folder) if name.endswith(OTHER_FORMATS)), default="")
+    instead = f"; {other} is, but weights are read from safetensors alone: download or convert them as such" if other else ""
+    return f"neither {SINGLE_NAME} nor {INDEX_NAME} is there{instead}"
 
 
 def is_packed_only(folder: Path) -> bool:

@@ -146,7 +146,10 @@ async def _answer_errors(request: web.Request, context: ApiContext) -> web.Strea
 
 async def _handle(request: web.Request, context: ApiContext, target: paths.Target | None, request_id: str) -> web.StreamResponse:
     if target is None or target.endpoint in context.without or (context.only is not None and target.endpoint not in context.only):
-        raise BadRequest("not_found", f"no such path: {request.rel_url.raw_path[:256]}", status=404)
+        raw_path = request.rel_url.raw_path[:256]
+        near = paths.nearest(raw_path)
+        hint = f"did you mean {near}?" if near else "chats go to /v1/chat/completions, and /v1/models lists what there is"
+        raise BadRequest("not_found", f"no such path: {raw_path}; {hint}", status=404)
     allowed = paths.METHODS[target.endpoint]
     if request.method not in allowed:
         error = BadRequest("method_not_allowed", f"use {allowed[0]} for this path, not {request.method[:32]}", status=405)

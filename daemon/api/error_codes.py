@@ -19,6 +19,7 @@ CODES: dict[str, tuple[int, str, str]] = {
     "wrong_task": (400, "embeddings of a model that generates text, or the other way round", "name another model"),
     "no_chat_template": (400, "the checkpoint has no chat template", "use completions, or set `chat_template` for the model"),
     "unsupported_tokenizer": (400, "the checkpoint's tokenizer is of a kind that is not served", "choose another checkpoint"),
+    "model_unusable": (400, "the model's files or settings are of a kind that is not served", "see the message; `hearth doctor`"),
     "model_too_large": (
         400,
         "the model can never be loaded here; the message has the arithmetic",

@@ -66,6 +66,16 @@ def target(raw_path: str) -> Target | None:
     return None
 
 
+def nearest(raw_path: str) -> str:
+    """What a path that is none of these was perhaps meant to be; "" if nothing is near."""
+    path = raw_path.rstrip("/")
+    if f"/v1{path}" in _FIXED:
+        return f"/v1{path}"
+    from difflib import get_close_matches  # for this alone
+
+    return next(iter(get_close_matches(path[:64], _FIXED, 1, 0.8)), "")
+
+
 def _unquote(quoted: str) -> str | None:
     try:
         return unquote_to_bytes(quoted).decode()

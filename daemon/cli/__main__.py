@@ -36,7 +36,7 @@ def make_parser() -> argparse.ArgumentParser:
             one.add_argument("name", metavar=argument, nargs="?" if optional else None, default="")
         return one
 
-    add("ps", models.ps, "models that are not cold")
+    add("ps", models.ps, "what is loaded, where, and how busy")
     add("models", models.models, "all models")
     add("status", node.status, "the daemon, its devices and engines")
     add("gpus", gpus.gpus, "the machine's GPUs: who uses them, temperature, memory, faults; also without a daemon")

@@ -12,6 +12,7 @@ from daemon.cli.client import Client
 from daemon.cli.table import ago, size, table
 
 ROW_KEYS = ("name", "state", "device", "weights_bytes", "kv_bytes", "active", "queued", "pinned", "last_used")
+NOT_TO_BE_LOADED = ("disabled", "incomplete", "refused")
 DONE = {
     "load": "is loaded",
     "unload": "is unloaded",
@@ -23,14 +24,16 @@ DONE = {
 
 
 def ps(client: Client, options: argparse.Namespace) -> None:
-    """All but the cold models."""
-    rows = [row for row in client.get("/control/v1/models") if row["state"] != "cold"]
+    """What is on a device or on its way, warm, paused or failed; what cannot be loaded is counted."""
+    found = client.get("/control/v1/models")
+    rows = [row for row in found if row["state"] not in ("cold", *NOT_TO_BE_LOADED)]
+    num_others = sum(row["state"] in NOT_TO_BE_LOADED for row in found)
     if options.json:
         print(json.dumps([{key: row[key] for key in ROW_KEYS} for row in rows], indent=1))
-    elif not rows:
-        print("no model is loaded; `hearth models` lists all")
     else:
-        print(_table(rows))
+        print(_table(rows) if rows else "no model is loaded; `hearth models` lists all")
+        if num_others:
+            print(f"\n{num_others} cannot be loaded; `hearth models` says why")
 
 
 def models(client: Client, options: argparse.Namespace) -> None:
@@ -39,7 +42,7 @@ def models(client: Client, options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(rows, indent=1))
     elif not rows:
-        print("there are no models below the models folder")
+        print("there are no models below the models folder; one is a folder with config.json, *.safetensors and tokenizer.json")
     else:
         print(_table(rows))
         for row in rows:

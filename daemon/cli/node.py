@@ -18,7 +18,7 @@ def status(client: Client, options: argparse.Namespace) -> None:
         print(json.dumps(value, indent=1))
         return
     state = "draining" if value["draining"] else "ready" if value["ready"] else f"not ready: {value['reason']}"
-    print(f"hearthd {value['version']}, {state}, up {duration(value['uptime_s'])}, pid {value['pid']}")
+    print(f"hearthd {value['version']}, pid {value['pid']}, up {duration(value['uptime_s'])}: {state}")
     print(f"serves {value['url']}, {value['requests']} requests open")
     print(f"keys are set, tenants: {value['tenants']}" if value["keys"] else "no keys are set: whoever reaches it may use it")
     print(f"longest stall of the event loop {1000 * value['event_loop_stall_max_s']:.1f} ms\n")
@@ -64,6 +64,8 @@ def reload(client: Client, options: argparse.Namespace) -> None:
     print("applied: " + (", ".join(value["applied"]) or "nothing changed"))
     if value["needs_restart"]:
         print("needs a restart: " + ", ".join(value["needs_restart"]))
+    if value.get("unknown_models"):
+        print("settings for models that are not there (yet): " + ", ".join(value["unknown_models"]))
 
 
 def version(client: Client, options: argparse.Namespace) -> None:

@@ -89,6 +89,8 @@ class CheckpointText:
             source = _default_template(self._json(file).get("chat_template"))
             if source is not None:
                 return source
+        if not (self._folder / "tokenizer.json").is_file():
+            raise unsupported(f"model {self._name} has no tokenizer.json in {self._folder}: copy it there from where it came from")
         raise BadRequest(
             "no_chat_template",
             f"model {self._name} has no chat template; use /v1/completions with a plain prompt",

@@ -80,6 +80,11 @@ def test_ps_contract(node: Node) -> None:
     assert (states["huge"], states["half"], states["c"]) == ("refused", "incomplete", "cold")
 
 
+def test_ps_leaves_out_what_cannot_be_loaded_and_says_so(node: Node) -> None:
+    assert not {"huge", "half"} & {row["name"] for row in node.ps()}
+    assert "cannot be loaded; `hearth models` says why" in node.cli("ps").stdout
+
+
 def test_ps_shows_what_runs(node: Node) -> None:
     streams = [Stream(node, "a", "hello", 400) for _ in range(3)]
     for stream in streams:
@@ -293,6 +298,19 @@ def test_reload(node: Node) -> None:
     assert node.json("reload")["ok"] is True
     assert [applied for applied, _ in reloads(node) if applied] == 2 * [['models."a".aliases']]
     assert "404" in Stream(node, "ay", "x", 2).join().error
+
+
+def test_who_writes_the_file_and_asks_is_told_what_was_applied_by_itself(node: Node) -> None:
+    good = node.config.read_text()
+    count = len(reloads(node))
+    node.config.write_text(good + "\n[models.aa]\npriority = 2.0\n")
+    node.wait_for(lambda: len(reloads(node)) > count, "the file being read by itself")
+    told = node.cli("reload").stdout
+    assert 'applied: models."aa".priority' in told, "it was applied a moment ago, not 'nothing changed'"
+    assert "settings for models that are not there (yet): aa" in told
+    assert 'settings for models."aa": there is no model of that name' in node.log_text()
+    node.config.write_text(good)
+    assert node.json("reload")["ok"] is True
 
 
 def test_a_changed_file_is_read_by_itself(node: Node) -> None:

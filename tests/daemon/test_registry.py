@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from config.schema import DeviceBudget, ModelConfig, NodeConfig, SamplingDefaults
-from daemon.errors import HearthError, NotNow
+from daemon.errors import HearthError
 from daemon.registry import Registry
 from daemon.state import NodeState
 from loader.catalog import scan_one
@@ -91,6 +91,25 @@ async def test_incomplete_models_are_listed_with_the_reason(tmp_path: Path) -> N
     weights.write_bytes(whole)
     assert registered(await registry.rescan())["a"].incomplete == ""
     assert registry.resolve("a").name == "a"
+
+
+async def test_what_no_more_files_will_mend_is_no_matter_of_waiting(tmp_path: Path) -> None:
+    config = make_model(tmp_path / "a") / "config.json"
+    config.write_text(config.read_text().replace("LlamaForCausalLM", "FalconForCausalLM"))
+    registry = make_registry(tmp_path)
+    await registry.rescan()
+    with pytest.raises(HearthError) as caught:
+        registry.resolve("a")
+    assert (caught.value.code, caught.value.status, caught.value.retry_after_s) == ("model_unusable", 400, None)
+    assert "'a' cannot be served: config.json: key architectures: 'FalconForCausalLM'" in caught.value.message
+
+
+async def test_settings_for_no_model_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make_model(tmp_path / "a")
+    registry = make_registry(tmp_path, a=ModelConfig(), b=ModelConfig(pinned=True))
+    await registry.rescan()
+    assert registry.unknown_models() == ["b"]
+    assert 'settings for models."b": there is no model of that name (yet)' in caplog.text
 
 
 async def test_default_length_is_a_quarter_of_the_device_and_fits(tmp_path: Path) -> None:
@@ -208,5 +227,6 @@ async def test_an_encoder_lives_on_cpu_devices_only(tmp_path: Path) -> None:
     alone = Registry(config, [gpu], NodeState(""))
     (facts,) = registered(await alone.rescan()).values()
     assert "encoders are not built for cuda devices" in facts.incomplete
-    with pytest.raises(NotNow, match="give the node a cpu device"):
+    with pytest.raises(HearthError, match="give the node a cpu device") as caught:
         alone.resolve("enc")
+    assert caught.value.code == "model_unusable", "waiting would not help"

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine import hosted_model, model_runner, ops
+from engine import hosted_model
 from engine.contracts import LoadCancelled
 from engine.device import SINGLE_THREAD_WEIGHTS_BYTES, num_cores, threads_for
 from engine.hosted_model import TorchModel
@@ -402,42 +402,6 @@ def test_small_models_use_one_thread() -> None:
     assert threads_for(SINGLE_THREAD_WEIGHTS_BYTES - 1, 4) == 1
     assert threads_for(SINGLE_THREAD_WEIGHTS_BYTES, 4) == 4
     assert threads_for(1 << 40, 0) == num_cores()
-
-
-def test_kernels_that_fail_to_build_fail_the_load(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    def broken(cache_dir: str) -> bool:
-        raise OSError("no compiler")
-
-    monkeypatch.setattr(ops, "configure", broken)
-    with pytest.raises(RuntimeError, match="kernels: no compiler"):
-        load(make_runner(make_memory()), folder)
-
-
-def test_a_load_tells_that_it_waits_for_kernels(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    compiled = threading.Event()
-    monkeypatch.setattr(model_runner, "TELL_EVERY_S", 0.01)
-    monkeypatch.setattr(ops, "configure", lambda cache_dir: compiled.wait(10))
-    told: list[tuple[int, int]] = []
-
-    def progress(bytes_done: int, bytes_total: int) -> None:
-        told.append((bytes_done, bytes_total))
-        compiled.set()
-
-    task = load_task(spec(folder), progress=progress)
-    model = make_runner(make_memory()).load(task)
-    assert told[0] == (0, 0)
-    assert all(total for _, total in told[-1:])
-    assert task.kernels_seconds > 0
-    model.release()
-
-
-def test_a_load_that_waits_for_kernels_can_be_cancelled(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    compiled = threading.Event()
-    monkeypatch.setattr(model_runner, "TELL_EVERY_S", 0.01)
-    monkeypatch.setattr(ops, "configure", lambda cache_dir: compiled.wait(10))
-    with pytest.raises(LoadCancelled, match="kernels"):
-        make_runner(make_memory()).load(load_task(spec(folder), cancelled=lambda: True))
-    compiled.set()
 
 
 def test_runner_fits_its_contract(runner: TorchRunner) -> None:

@@ -56,7 +56,10 @@ def test_incomplete_until_everything_is_there(tmp_path: Path) -> None:
 def test_only_config(tmp_path: Path) -> None:
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "config.json").write_text(json.dumps(CONFIG))
-    assert scan(tmp_path)["m"].reason == "neither model.safetensors nor model.safetensors.index.json is there"
+    nothing = "neither model.safetensors nor model.safetensors.index.json is there"
+    assert scan(tmp_path)["m"].reason == nothing
+    (tmp_path / "m" / "pytorch_model.bin").write_bytes(b"pickle")
+    assert scan(tmp_path)["m"].reason.startswith(f"{nothing}; pytorch_model.bin is, but weights are read from safetensors alone")
 
 
 def test_mis_indexed_tensors_name_file_and_tensor(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def models(folder: str, found: Sequence[catalog.Checkpoint]) -> list[Finding]:
 
 def drive(rotational: bool | None, reading: Reading) -> Finding:
     """rotational: None where the kernel does not say."""
-    kind = {None: "a drive of unknown kind", True: "a rotating drive", False: "a solid-state drive"}[rotational]
+    kind = {None: "a drive of unknown kind", True: "a drive that calls itself rotating", False: "a solid-state drive"}[rotational]
     change = "put the models on NVMe; host_tier_bytes spares reads"
     if reading.problem or reading.num_bytes < MIN_READ_BYTES:
         why = reading.problem or f"the largest file has {reading.num_bytes >> 20} MiB"

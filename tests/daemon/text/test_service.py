@@ -157,6 +157,14 @@ async def test_no_template_points_to_completions(service, tmp_path):
     assert error.value.code == "no_chat_template"
 
 
+async def test_a_chat_without_any_tokenizer_says_so(service, tmp_path):
+    folder = checkpoint(tmp_path / "m", byte_level())
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(BadRequest, match=r"has no tokenizer\.json in .*m: copy it there") as error:
+        await service.encode_chat(model(folder), packed(MESSAGES), {})
+    assert error.value.code == "unsupported_tokenizer"
+
+
 @pytest.mark.parametrize("content", [None, "", "{", '{"model": {"type": "BPE", "vocab": 3}}'])
 async def test_a_missing_or_broken_tokenizer_names_its_file(service, tmp_path, content):
     folder = tmp_path / "m"

@@ -110,7 +110,12 @@ def test_drive() -> None:
     says(storage.drive(False, fast), OK, "3.22 GB/s")
     says(storage.drive(True, fast), OK, "3.22 GB/s")
     says(storage.drive(False, slow), WARN, "a solid-state drive, 0.27 GB/s", "NVMe")
-    says(storage.drive(True, storage.Reading(problem="no model")), WARN, "a rotating drive, speed unknown: no model", "NVMe")
+    says(
+        storage.drive(True, storage.Reading(problem="no model")),
+        WARN,
+        "a drive that calls itself rotating, speed unknown: no model",
+        "NVMe",
+    )
     says(storage.drive(None, storage.Reading(1 << 20, 0.1)), OK, "unknown kind, speed unknown: the largest file has 1 MiB")
 
 

@@ -1,0 +1,59 @@
+"""A load waits for the kernels it needs: it says so, can be cancelled meanwhile, and fails with them."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from engine import model_runner, ops
+from engine.contracts import LoadCancelled
+from engine.protocol import LoadModel
+from tests.engine.model_bench import MAX_LEN, load, load_task, make_checkpoint, make_memory, make_runner
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    make_checkpoint(tmp_path)
+    return tmp_path
+
+
+def spec(folder: Path) -> LoadModel:
+    return LoadModel(1, "tiny", str(folder), "float32", "", 1 << 10, 0, 0, MAX_LEN, 8, [1])
+
+
+def test_kernels_that_fail_to_build_fail_the_load(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    def broken(cache_dir: str) -> bool:
+        raise OSError("no compiler")
+
+    monkeypatch.setattr(ops, "configure", broken)
+    with pytest.raises(RuntimeError, match="kernels: no compiler"):
+        load(make_runner(make_memory()), folder)
+
+
+def test_a_load_tells_that_it_waits_for_kernels(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    compiled = threading.Event()
+    monkeypatch.setattr(model_runner, "TELL_EVERY_S", 0.01)
+    monkeypatch.setattr(ops, "configure", lambda cache_dir: compiled.wait(10))
+    told: list[tuple[int, int]] = []
+
+    def progress(bytes_done: int, bytes_total: int) -> None:
+        told.append((bytes_done, bytes_total))
+        compiled.set()
+
+    task = load_task(spec(folder), progress=progress)
+    model = make_runner(make_memory()).load(task)
+    assert told[0] == (0, 0)
+    assert all(total for _, total in told[-1:])
+    assert task.kernels_seconds > 0
+    model.release()
+
+
+def test_a_load_that_waits_for_kernels_can_be_cancelled(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    compiled = threading.Event()
+    monkeypatch.setattr(model_runner, "TELL_EVERY_S", 0.01)
+    monkeypatch.setattr(ops, "configure", lambda cache_dir: compiled.wait(10))
+    with pytest.raises(LoadCancelled, match="kernels"):
+        make_runner(make_memory()).load(load_task(spec(folder), cancelled=lambda: True))
+    compiled.set()
