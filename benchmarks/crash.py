@@ -1,7 +1,8 @@
 """kill -9 of the engine under 50 streams: how many requests fail or hang (should be none), and when tokens flow again.
 
 First one model with its weights on disk, then three of 125 M parameters that are resident and kept in host memory: these must come
-back without a read (what the engine's processes read is told), and when each of them serves again.
+back without a read (what the engine's processes read is told), and when each of them serves again. The engine is killed when all 50
+streams run.
 usage: python -m benchmarks.crash [--only one|three]
 """
 
@@ -26,7 +27,9 @@ from benchmarks.serve import STORE
 from benchmarks.server import Server
 
 THREE = ("mid-1", "mid-2", "mid-3")
-STREAMS, NUM_OUT = 50, 400  # so many tokens that the first stream still runs when the last has begun
+STREAMS = 50
+FEATHER, MID = (128, 400), (64, 800)  # words in, tokens out: so many that the first stream still runs when the last has begun
+TURN_MS = 100  # in a turn of the usual 10 ms each of three busy models decodes but a few streams, and the others wait
 ALL_RUN_LIMIT_S, DONE_LIMIT_S, TELL_EVERY_S = 60.0, 140.0, 2.0
 
 
@@ -49,10 +52,10 @@ async def all_run(followed: list[Result]) -> None:
         await asyncio.sleep(0.02)
 
 
-async def scenario(server: Server, models: list[str], num_out: int) -> tuple[list[Result], float]:
+async def scenario(server: Server, models: list[str], lengths: tuple[int, int]) -> tuple[list[Result], float]:
     """The results, and when the engine was killed: as soon as all streams ran."""
     followed: list[Result] = []
-    work = asyncio.create_task(drive(server.url, models, STREAMS, STREAMS, 128, num_out, followed=followed))
+    work = asyncio.create_task(drive(server.url, models, STREAMS, STREAMS, *lengths, followed=followed))
     try:
         await all_run(followed)
         (engine,) = server.engines()
@@ -85,9 +88,9 @@ def one() -> dict[str, Any]:
     with Server(feather.parent, ["cpu=2GiB"], ["--dtype", "float32"]) as server:
         server.cli("load", "feather")
         uvloop.run(drive(server.url, ["feather"], 4, 4, 16, 8))
-        results, killed = uvloop.run(scenario(server, ["feather"], NUM_OUT))
+        results, killed = uvloop.run(scenario(server, ["feather"], FEATHER))
         status = server.cli("status", "--json")
-    return {"benchmark": "crash", **figures(results, killed, NUM_OUT), "engine_restarts": status["engine_restarts"]}
+    return {"benchmark": "crash", **figures(results, killed, FEATHER[1]), "engine_restarts": status["engine_restarts"]}
 
 
 def three() -> dict[str, Any]:
@@ -99,12 +102,13 @@ def three() -> dict[str, Any]:
             for file in mid.iterdir():
                 if file.name != "done":
                     os.link(file, models / name / file.name)
-        with Server(models, ["cpu=2GiB"], ["--host-tier-bytes", "1GiB"]) as server:
+        flags = ["--host-tier-bytes", "1GiB", "--turn-budget-ms", str(TURN_MS)]
+        with Server(models, ["cpu=2GiB"], flags) as server:
             for name in THREE:
                 server.cli("load", name)
             uvloop.run(drive(server.url, list(THREE), 6, 6, 16, 8))
             num_loads = len(_loads(server))
-            results, killed = uvloop.run(scenario(server, list(THREE), NUM_OUT))
+            results, killed = uvloop.run(scenario(server, list(THREE), MID))
             again = _loads(server)[num_loads:]
             (engine,) = server.engines()
             read_chars = engine.io_counters().read_chars
@@ -112,7 +116,7 @@ def three() -> dict[str, Any]:
     return {
         "benchmark": "crash_host_tier",
         "models": len(THREE),
-        **figures(results, killed, NUM_OUT),
+        **figures(results, killed, MID[1]),
         "loads": [event["model"] for event in again],
         "bytes_read_by_loads": sum(event["bytes_read"] for event in again),
         "load_s": [round(event["seconds"], 3) for event in again],

@@ -3,9 +3,11 @@ leaves its device. One rule values both:
 
     value = priority x uses per second x seconds saved per use / bytes
 
-Uses per second are the model's arrivals, and its waiting requests as if they came within overdue_after_s. Weights save the
-seconds of a disk read less those of a copy; KV saves, per use, the prefill of one prompt of usual length less copying it back.
-What is worth least goes first, equal values by age, and only for something worth more.
+A copy of weights is used by a load, and saves the seconds of a disk read less those of a copy: its uses per second are the model's
+loads, and one within overdue_after_s where requests wait for it. What is asked for all the time and never leaves its device needs
+none. KV is used by requests, and saves, per use, the prefill of one prompt of usual length less copying it back: its uses per
+second are the model's arrivals, and its waiting requests as if they came within overdue_after_s. What is worth least goes first,
+equal values by age, and only for something worth more.
 """
 
 from __future__ import annotations
@@ -29,7 +31,11 @@ def same_files(one: ModelFacts, other: ModelFacts) -> bool:
 # ---- what it is worth
 
 
-def uses_per_s(node: Node, model: Model) -> float:
+def loads_per_s(node: Node, model: Model) -> float:
+    return model.loads.per_s(node.now) + bool(model.queue) / max(1.0, node.settings.overdue_after_s)
+
+
+def requests_per_s(node: Node, model: Model) -> float:
     return model.arrivals.per_s(node.now) + len(model.queue) / max(1.0, node.settings.overdue_after_s)
 
 
@@ -45,7 +51,7 @@ def weights_value(node: Node, model: Model, num_bytes: int) -> float:
         return 0.0
     costs = device.costs
     saved_s = costs.predict_s(model.name, num_bytes) - costs.predict_from_host_s(model.name, num_bytes)
-    return value(model.facts.priority, uses_per_s(node, model), max(0.0, saved_s), num_bytes)
+    return value(model.facts.priority, loads_per_s(node, model), max(0.0, saved_s), num_bytes)
 
 
 def kv_value(node: Node, model: Model, num_tokens: int, num_bytes: int) -> float:
@@ -54,7 +60,7 @@ def kv_value(node: Node, model: Model, num_tokens: int, num_bytes: int) -> float
         return 0.0
     per_use = min(float(num_tokens), max(model.mean_prompt_tokens, 1.0))
     saved_s = per_use * device.costs.saved_s_per_token(model.name, num_bytes / max(1, num_tokens))
-    return value(model.facts.priority, uses_per_s(node, model), max(0.0, saved_s), num_bytes)
+    return value(model.facts.priority, requests_per_s(node, model), max(0.0, saved_s), num_bytes)
 
 
 def value_of(node: Node, name: str, copy: HostCopy) -> float:

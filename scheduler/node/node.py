@@ -107,6 +107,7 @@ class Model:
     asked_at: float = 0.0  # since when a command or a pin wants it
     arrivals: Rate = field(default_factory=Rate)
     served: Rate = field(default_factory=Rate)
+    loads: Rate = field(default_factory=Rate)  # from wherever its weights came
     last_used: float | None = None
     failure: str = ""  # why it is failed
     failed_loads: int = 0  # in a row

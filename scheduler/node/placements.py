@@ -132,6 +132,7 @@ def load(node: Node, placement: Placement) -> None:
     ledger.hold(model.name, placement.size)
     if model.size.work_space_chunks > ledger.work_space_chunks:
         ledger.raise_work_space(model.size.work_space_chunks)
+    model.loads.note(node.now)
     keep, kept, saved = keeping.grants_of_load(node, placement)
     predicted_s = device.costs.predict_s(model.name, placement.facts.weights_bytes)
     about_s = node.reload_s(model, device)

@@ -157,23 +157,46 @@ def test_a_load_from_host_memory_that_fails_is_tried_again_from_disk() -> None:
     assert not load.source_slots
 
 
-def test_what_is_worth_most_per_byte_stays() -> None:
-    """Room for two of three; b is asked for least."""
+def test_what_is_loaded_most_per_byte_stays() -> None:
+    """Room for two of three; b is loaded least, and asked for most while it is there."""
     node = node_of(40, 40, 40, slots=45)
-    for name, num in (("a", 5), ("b", 1), ("c", 5)):
-        for _ in range(num):
-            node.arrive(name)
+    for name in "ac":
+        for seconds in (5.0, 0.1, 0.1):  # from disk, and then from host memory
+            node.command("load", name)
+            node.loaded(name, seconds)
+            node.command("unload", name, to="warm")
             node.evicted()
-            node.loaded(name) if node.loads else None
-            node.finish()
     assert kept(node) == {"a", "c"}
-    node.command("unload", "c", to="warm")
-    node.evicted()
+    node.command("load", "b")
+    node.loaded("b", 5.0)
+    assert kept(node) == {"a", "c"}, "b is not worth what it would cost the others"
+    for _ in range(20):
+        node.arrive("b")
+        node.finish()
     node.command("unload", "b")
     node.evicted()
     node.command("load", "b")
-    node.loaded("b")
-    assert kept(node) == {"a", "c"}, "b is not worth what it would cost the others"
+    node.loaded("b", 5.0)
+    assert kept(node) == {"a", "c"}
+
+
+def test_what_never_leaves_its_device_needs_no_copy() -> None:
+    """a stays there and is asked for all the time; b and c take turns beside it."""
+    node = node_of(40, 40, 40, slots=45)
+    node.command("pin", "a")
+    node.loaded("a")
+    assert kept(node) == {"a"}
+    for _ in range(3):
+        for name in "bc":
+            for _ in range(5):
+                node.arrive("a")
+                node.finish()
+            node.arrive(name)
+            node.evicted()
+            node.loaded(name)
+            node.finish()
+    assert kept(node) == {"b", "c"}
+    assert node.state("a") == "ready"
 
 
 def test_a_model_that_loses_its_copy_at_rest_is_cold() -> None:
