@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
 from collections.abc import Callable
@@ -24,7 +23,7 @@ log = logging.getLogger("engine")
 
 class Placements:
     """`forget(model)` drops what the engine's loop knows of an evicted model's requests; `resume` takes in what a first step came
-    to, and what was put by meanwhile. memory: None where no model has any.
+    to, and what was put by meanwhile; `loaded` when a load was told of. memory: None where no model has any.
 
     Not called while a step runs; copies and first steps run beside the steps of other models. A model is in one of these:
     loads.running (and in `first` if prompts may run behind its weights, once saved KV is there), first (its weights are there, the
@@ -39,8 +38,10 @@ class Placements:
         memory: ChunkMemory | None = None,
         tier: HostTier | None = None,
         resume: Callable[[FirstStep], None] = lambda first: None,
+        loaded: Callable[[], None] = lambda: None,
     ) -> None:
         self._models, self._loads, self._send, self._forget, self._resume = models, loads, send, forget, resume
+        self._has_loaded = loaded
         self.first: dict[str, FirstStep] = {}
         self._memory, self._tier = memory, tier
         self._restoring: dict[str, tuple[Load, KVTransfer]] = {}
@@ -238,8 +239,6 @@ class Placements:
         self._told_loaded(load, num_tokens)
 
     def _told_loaded(self, load: Load, restored_kv_tokens: int = 0) -> None:
-        gc.collect()
-        gc.freeze()
         task = load.task
         self._send(
             LoadDone(
@@ -257,6 +256,7 @@ class Placements:
                 kernels_seconds=task.kernels_seconds,
             )
         )
+        self._has_loaded()
 
     # ---- going
 

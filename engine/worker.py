@@ -76,7 +76,9 @@ class Engine:
         self.configure = configure
         self.models = ServedModels(configure, memory)
         loads = Loads(runner, configure.test_disk_bytes_per_s, configure.test_copy_bytes_per_s)
-        self.placements = Placements(self.models, loads, channel.send, self._forget, memory, tier, self._resume)
+        self._collector = Collector()
+        told = (channel.send, self._forget, memory, tier, self._resume, self._collector.loaded)
+        self.placements = Placements(self.models, loads, *told)
         self.journal = StepJournal(journal, self.placements.first)
         self.preparer = None if memory is None else Preparer(memory, self.models.chunks, tier)
         self.constraints = Constraints()
@@ -85,7 +87,6 @@ class Engine:
         self._model_of: dict[int, str] = {}
         self._stats_dirty = True
         self._stats_sent_s = 0.0
-        self._collector = Collector()
         self._shutdown = False
 
     def run(self, first_messages: Iterable[Any] = ()) -> None:
