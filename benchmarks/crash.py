@@ -28,7 +28,7 @@ from benchmarks.server import Server
 
 THREE = ("mid-1", "mid-2", "mid-3")
 STREAMS = 50
-FEATHER, MID = (128, 400), (64, 800)  # words in, tokens out: so many that the first stream still runs when the last has begun
+FEATHER, MID = (128, 400), (64, 200)  # words in, tokens out: so many that the first stream still runs when the last has begun
 TURN_MS = 100  # in a turn of the usual 10 ms each of three busy models decodes but a few streams, and the others wait
 ALL_RUN_LIMIT_S, DONE_LIMIT_S, TELL_EVERY_S = 60.0, 140.0, 2.0
 
