@@ -17,7 +17,7 @@ from tests.e2e.node import Node
 
 MIB = 1 << 20
 NAMES = ("ash", "birch", "cedar")
-NUM_TOKENS = 1200  # the first stream must still run when the last has begun, on a busy machine too
+NUM_TOKENS = 1200  # each model must still be at work when the last has begun, on a busy machine too
 
 
 @pytest.fixture(scope="module")
@@ -78,10 +78,11 @@ def test_a_killed_engine_costs_no_read_and_no_request(node: Node) -> None:
     expected = [stream.join().text for stream in [Stream(node, name, prompt, NUM_TOKENS) for name, prompt in prompts]]
     num_loads = len(loads(node))
     streams = [Stream(node, name, prompt, NUM_TOKENS) for name, prompt in prompts]
-    for stream in streams:
-        stream.wait_for_chunks(2)
+    of_model = [streams[at : at + 4] for at in range(0, len(streams), 4)]
+    for some in of_model:
+        some[0].wait_for_chunks(2)
     (killed,) = node.engine_pids()
-    assert all(stream.alive for stream in streams), "all were meant to be running"
+    assert all(any(stream.alive for stream in some) for some in of_model), "each model was meant to be at work"
     os.kill(killed, signal.SIGKILL)
     assert [stream.join().error for stream in streams] == [""] * len(streams)
     assert [stream.text for stream in streams] == expected
