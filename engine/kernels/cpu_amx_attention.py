@@ -16,12 +16,10 @@ from numba import float32, njit, uint32
 from engine.kernels.cpu_amx import dot, load, store, zero
 from engine.kernels.cpu_amx_softmax import CHUNK_TOKENS, by_rows, pair_positions
 from engine.kernels.cpu_attention_blocks import HELPER
-from engine.kernels.cpu_bits import prefetch
 
 LEAST_TOP = float32(-1e30)
 TILE_TOKENS = 16
 _TILE = 16 * 16  # elements of 32 bits
-_LINE = 32  # elements of 16 bits
 # Tiles 0 and 1 hold scores; 2 and 3 what is multiplied; 4 and 5 sums, and 6 and 7 weights, of as many rows as there are.
 _zero_0, _zero_1 = zero(0), zero(1)
 _load_2, _load_3, _load_4, _load_5, _load_6, _load_7 = (load(tile) for tile in range(2, 8))
@@ -111,24 +109,12 @@ def add_rows(weights: Any, pairs: Any, head_dim: int, sums: Any, row: int) -> No
 
 
 @njit(**HELPER)
-def pair_values(kv: Any, places: Any, next_places: Any, values_at: int, head_dim: int, pairs: Any) -> None:
+def pair_values(kv: Any, places: Any, values_at: int, head_dim: int, pairs: Any) -> None:
     """pairs [32, D] uint32 (flat) of the chunk's values: of positions 32 half + i and 16 behind it."""
     for half in range(2):
         for i in range(16):
             t = 4 + 32 * half + i
-            ahead = next_places[t] - places[t]
-            to = (16 * half + i) * head_dim
-            pair_positions(kv, values_at + places[t], values_at + places[t + 16], ahead, head_dim, pairs, to)
-
-
-@njit(**HELPER)
-def fetch_keys(kv: Any, next_places: Any, keys_at: int, head_dim: int, part: int, num_parts: int) -> None:
-    """Has a part of the next chunk's keys fetched."""
-    lines = 16 * head_dim // _LINE  # of a tile
-    for number in range(4):
-        at = keys_at + next_places[number]
-        for line in range(part, lines, num_parts):
-            prefetch(kv, at + line * _LINE)
+            pair_positions(kv, values_at + places[t], values_at + places[t + 16], head_dim, pairs, (16 * half + i) * head_dim)
 
 
 @njit(**HELPER)

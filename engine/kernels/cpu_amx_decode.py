@@ -11,7 +11,6 @@ from engine.kernels.cpu_amx import TILE_ROW_BYTES, configure_tiles, release_tile
 from engine.kernels.cpu_amx_attention import (
     LEAST_TOP,
     add_rows,
-    fetch_keys,
     pack_queries,
     pair_values,
     place_chunk,
@@ -35,7 +34,7 @@ def attend_tiles(
     blocks: Any,
     begin_block: int,
     end_block: int,
-    next_blocks: Any,
+    next_blocks: Any,  # not used, nor the two that follow: asking for what comes next gained nothing where AMX is
     next_begin: int,
     next_end: int,
     first: int,
@@ -59,7 +58,7 @@ def attend_tiles(
     queries = np.zeros(kv_heads * 8 * head_dim, np.uint32)
     scores, spread = np.empty(CHUNK_TOKENS * 16, np.float32), np.empty(CHUNK_TOKENS * 16, np.float32)
     weights, pairs = np.empty(CHUNK_TOKENS // 2 * 16, np.uint32), np.empty(CHUNK_TOKENS // 2 * head_dim, np.uint32)
-    parts, places = np.zeros((heads, 16), np.float32), np.empty((2, 4 + CHUNK_TOKENS), np.int64)
+    parts, places = np.zeros((heads, 16), np.float32), np.empty(4 + CHUNK_TOKENS, np.int64)
     configuration = np.zeros(64, np.uint8)
     configuration[0] = 1
     for tile in range(8):
@@ -72,30 +71,17 @@ def attend_tiles(
     begin_position = max(first, begin_block * block_tokens)
     stop = min(context, end_block * block_tokens)
     configure_tiles(configuration)
-    chunk = begin_block * block_tokens
-    place_chunk(blocks, chunk, begin_position, stop, block_tokens, block_stride, head_dim, places[0])
-    turn = 0
-    while chunk < stop:
-        own, soon = places[turn], places[1 - turn]
-        turn = 1 - turn
-        if chunk + CHUNK_TOKENS < stop:
-            place_chunk(blocks, chunk + CHUNK_TOKENS, begin_position, stop, block_tokens, block_stride, head_dim, soon)
-        elif next_begin < next_end:
-            at, end = next_begin * block_tokens, next_end * block_tokens
-            place_chunk(next_blocks, at, at, end, block_tokens, block_stride, head_dim, soon)
-        else:
-            soon[:] = own
+    for chunk in range(begin_block * block_tokens, stop, CHUNK_TOKENS):
+        place_chunk(blocks, chunk, begin_position, stop, block_tokens, block_stride, head_dim, places)
         begin, end = max(begin_position - chunk, 0), min(stop - chunk, CHUNK_TOKENS)
         for kv_head in range(kv_heads):
             keys_at = layer_at + kv_head * plane
             head = kv_head * group
-            score_rows(queries, kv_head * 16, group, kv, own, keys_at, head_dim, scores, spread)
+            score_rows(queries, kv_head * 16, group, kv, places, keys_at, head_dim, scores, spread)
             for g in range(group):
                 weigh_row(spread, g, begin, end, unit, float32(softcap), weights, head + g, tops, parts, sums, width)
-                fetch_keys(kv, soon, keys_at, head_dim, g, group)
-            pair_values(kv, own, soon, keys_at + kv_heads * plane, head_dim, pairs)
+            pair_values(kv, places, keys_at + kv_heads * plane, head_dim, pairs)
             add_rows(weights, pairs, head_dim, sums, head)
-        chunk += CHUNK_TOKENS
     release_tiles()
     for head in range(heads):
         tops[head] *= _LN_2

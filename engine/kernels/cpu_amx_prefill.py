@@ -41,7 +41,7 @@ def _attend_tokens(
     softcap: float,
     group: int,
     queries: Any,  # [rows / 16, C, 16, 16] uint32, flat: work space, as what follows
-    places: Any,  # [2, 4 + 64]
+    places: Any,  # [4 + 64]
     scores: Any,  # [64 * 16]
     spread: Any,  # [16 * 64]
     weights: Any,  # [2, 16, 16] uint32, flat
@@ -67,16 +67,12 @@ def _attend_tokens(
     first = max(0, context - window) if window > 0 else 0
     stop = context + num_tokens - 1
     base = first // TILE_TOKENS * TILE_TOKENS
-    turn = 0
-    place_chunk(blocks, base, first, stop, block_tokens, block_stride, head_dim, places[0])
     while base < stop:
-        own, soon = places[turn], places[1 - turn]
-        turn = 1 - turn
-        place_chunk(blocks, min(base + CHUNK_TOKENS, stop - 1), first, stop, block_tokens, block_stride, head_dim, soon)
-        pair_values(kv, own, soon, values_at, head_dim, pairs)
+        place_chunk(blocks, base, first, stop, block_tokens, block_stride, head_dim, places)
+        pair_values(kv, places, values_at, head_dim, pairs)
         for row in range(0, num_rows, 16):
             rows = min(16, num_rows - row)
-            score_rows(queries, row, 16, kv, own, keys_at, head_dim, scores, spread)
+            score_rows(queries, row, 16, kv, places, keys_at, head_dim, scores, spread)
             for r in range(rows):
                 last = context + (row + r) // group  # behind what the row sees
                 begin = max(last - window - base, 0) if window > 0 else 0
@@ -119,7 +115,7 @@ def _attend_share(
     num_rows = (at_once * group + 15) // 16 * 16
     plane = block_tokens * head_dim
     queries = np.empty(num_rows * head_dim // 2, np.uint32)
-    places = np.empty((2, 4 + CHUNK_TOKENS), np.int64)
+    places = np.empty(4 + CHUNK_TOKENS, np.int64)
     scores, spread = np.empty(CHUNK_TOKENS * 16, np.float32), np.empty(CHUNK_TOKENS * 16, np.float32)
     weights, pairs = np.zeros(CHUNK_TOKENS // 2 * 16, np.uint32), np.empty(CHUNK_TOKENS // 2 * head_dim, np.uint32)
     tops, totals = np.empty(num_rows, np.float32), np.empty((num_rows, 16), np.float32)

@@ -202,23 +202,19 @@ def weigh_row(
 
 
 @intrinsic
-def pair_positions(
-    typing_context: Any, values: Any, left_at: Any, right_at: Any, ahead: Any, length: Any, pairs: Any, at: Any
-) -> Any:
+def pair_positions(typing_context: Any, values: Any, left_at: Any, right_at: Any, length: Any, pairs: Any, at: Any) -> Any:
     """pairs from `at` on: of elements at left_at + d and right_at + d, for d below length, a multiple of 32; of each 32, those with
-    even places first. What lies `ahead` elements behind is fetched meanwhile."""
+    even places first."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        data, target = (context.make_array(signature.args[n])(context, builder, args[n]).data for n in (0, 5))
-        _, left, right, ahead_by, count, _, to = args
+        data, target = (context.make_array(signature.args[n])(context, builder, args[n]).data for n in (0, 4))
+        _, left, right, count, _, to = args
         load = Loader(builder, data, values.dtype, True)
         with cgutils.for_range_slice(builder, I64(0), count, I64(2 * LANES)) as (d, _):
             places = [builder.add(start, d) for start in (left, right)]
-            for place in places:
-                load.prefetch(builder.add(place, ahead_by))
             for number, made in enumerate(token_pairs(builder, [load(place) for place in places])):
                 place = builder.gep(target, [builder.add(builder.add(to, d), I64(number * LANES))])
                 builder.store(made, builder.bitcast(place, PAIRS.as_pointer()), align=4)
         return context.get_dummy_value()
 
-    return types.void(values, *(types.int64,) * 4, pairs, types.int64), generate
+    return types.void(values, *(types.int64,) * 3, pairs, types.int64), generate
