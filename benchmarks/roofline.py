@@ -32,6 +32,7 @@ from engine import ops  # noqa: E402
 from engine.contracts import LoadTask  # noqa: E402
 from engine.device import num_cores  # noqa: E402
 from engine.kernels import reference  # noqa: E402
+from engine.kernels.compiled import direct  # noqa: E402
 from engine.memory.cpu_memory import CpuMemory  # noqa: E402
 from engine.model_runner import TorchRunner  # noqa: E402
 from engine.protocol import JOURNAL_BYTES, Configure, LoadModel, SamplingParams, TokensOut, encode, write_journal  # noqa: E402
@@ -68,6 +69,7 @@ class Clocks:
                 self.seconds[sort] = self.seconds.get(sort, 0.0) + time.perf_counter() - begin
                 self._inside = False
 
+        timed.due = lambda args: self.around(sort, direct(function, args))  # type: ignore[attr-defined]  # of a recorded call
         return timed
 
     def watch(self, module: types.ModuleType) -> None:

@@ -22,6 +22,7 @@ from benchmarks.checkpoints import make
 from benchmarks.load import measure, tree_cpu_s
 from benchmarks.server import ROOT, Server
 
+WAVES = 6  # requests of each stream: two take half a second, of which what happens only once is a tenth
 SETTLE_S, QUIET_SHARE, QUIET_LIMIT_S = 4.0, 0.02, 120.0  # memory is prepared by an engine that has been idle for a while
 STORE = ROOT / ".cache" / "checkpoints"
 
@@ -70,7 +71,7 @@ def run(kind: str, streams: list[int]) -> list[dict[str, Any]]:
         uvloop.run(measure(server.url, ["feather"], server.pid, 8, 8, 128, 16))
         first |= idle(server)
         for count in streams:
-            num = max(4, 2 * count) if count > 1 else 4
+            num = WAVES * count if count > 1 else 4
             line = {"benchmark": "serve", "kind": kind, "streams": count}
             line |= uvloop.run(measure(server.url, ["feather"], server.pid, num, count, 128, 128))
             if kind == "null":

@@ -27,10 +27,11 @@ from engine.protocol import LoadModel
 from engine.sampled_outputs import sampled_outputs
 from engine.sampler import SamplingRows, constrain, sampling_rows
 from engine.sliced_step import in_slices, slices
-from engine.step_program import MAX_RECORDED_ROWS, Scratch, StepProgram
+from engine.step_program import Scratch, StepProgram
 from engine.weight_gate import WeightGate
 from loader import sizing
 from loader.hf_config import ModelShape
+from loader.sizing import MAX_RECORDED_ROWS
 
 
 class TorchModel:

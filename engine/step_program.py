@@ -16,35 +16,52 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
-MAX_RECORDED_ROWS = 128  # of a larger step calls are a small part
+from engine.kernels.compiled import direct
+
+_ALIGN_BYTES = 64
+_REGION_BYTES = 256 << 20  # of address space: pages that no step touches take no memory
 
 
-@dataclass(slots=True)
-class _Buffer:
-    memory: Tensor  # bytes
-    lent: Callable[[], Tensor | None] = lambda: None  # who has it
+@dataclass(slots=True, frozen=True)
+class _Piece:
+    begin: int
+    end: int
+    lent: Callable[[], Tensor | None]  # who has it
 
 
 class Scratch:
     """Memory of intermediate results, shared by all programs of a process: one step runs at a time.
 
-    A result's memory is free again when its tensor has died: what is recorded must hold other views of it.
+    A result lies in the first gap between those that live, so programs of all sizes and models use the same pages, as many as the
+    largest needs (sizing.recorded_bytes at most). Its memory is free again when its tensor has died: what is recorded must hold
+    other views of it.
     """
 
-    def __init__(self) -> None:
-        self._buffers: list[_Buffer] = []
+    def __init__(self, num_bytes: int = _REGION_BYTES) -> None:
+        self._num_bytes = num_bytes
+        self._region: Tensor | None = None
+        self._pieces: list[_Piece] = []  # in order
+        self.most_bytes = 0  # that were in use
 
     def take(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
-        """[num_rows, width], undefined. However many rows there are, they begin where the buffer does."""
-        capacity = MAX_RECORDED_ROWS * width * dtype.itemsize  # pages that no step touches take no memory
-        buffer = next((own for own in self._buffers if len(own.memory) == capacity and own.lent() is None), None)
-        if buffer is None:
-            buffer = _Buffer(torch.empty(capacity, dtype=torch.uint8))
-            self._buffers.append(buffer)
-        taken = buffer.memory[: num_rows * width * dtype.itemsize].view(dtype).view(num_rows, width)
-        buffer.lent = weakref.ref(taken)
+        """[num_rows, width], undefined. Once the region is full, memory of its own."""
+        if self._region is None:
+            self._region = torch.empty(self._num_bytes, dtype=torch.uint8)
+        num_bytes = num_rows * width * dtype.itemsize
+        self._pieces = [piece for piece in self._pieces if piece.lent() is not None]
+        begin = at = 0
+        for piece in self._pieces:
+            if piece.begin - begin >= num_bytes:
+                break
+            begin, at = -(-piece.end // _ALIGN_BYTES) * _ALIGN_BYTES, at + 1
+        end = begin + num_bytes
+        if end > self._num_bytes:
+            return torch.empty(num_rows, width, dtype=dtype)
+        self.most_bytes = max(self.most_bytes, end)
+        taken = self._region[begin:end].view(dtype).view(num_rows, width)
+        self._pieces.insert(at, _Piece(begin, end, weakref.ref(taken)))
         return taken
 
 
@@ -68,15 +85,15 @@ class Recorder:
             kernel(*args)
         finally:
             self._calling = False
-        self.calls.append((kernel, args))
+        self.calls.append((direct(kernel, args), args))
 
-    def watch(self) -> TorchDispatchMode:
+    def watch(self) -> TorchFunctionMode:
         """While entered, computations of torch that are not part of a call are noticed."""
         return _Watch(self)
 
-    def notice(self, operation: Any) -> None:
-        if not self._calling and not operation.is_view and not operation.name().startswith(("aten::empty", "aten::new_empty")):
-            self.missed = self.missed or operation.name()
+    def notice(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        if not self._calling and not _computes_nothing(function.__name__, args):
+            self.missed = self.missed or function.__name__
 
 
 _recorder: Recorder | None = None  # of the step that is being recorded
@@ -121,13 +138,30 @@ def into(out: Tensor, function: Callable[..., Tensor], *args: Any) -> None:
     out.copy_(function(*args))
 
 
-class _Watch(TorchDispatchMode):
+# Of torch and its tensors: what gives views and undefined memory, and what tells of a tensor (attributes come as __get__).
+_VIEWS = {"view", "t", "transpose", "unsqueeze", "squeeze", "narrow", "split", "chunk", "unbind", "tensor_split", "detach", "numpy"}
+_MEMORY = {"empty", "new_empty", "from_numpy"}
+_FACTS = {"__get__", "__len__", "size", "dim", "stride", "numel", "element_size", "is_contiguous", "data_ptr", "__hash__"}
+_HARMLESS = _VIEWS | _MEMORY | _FACTS
+
+
+def _computes_nothing(name: str, args: tuple[Any, ...]) -> bool:
+    if name != "__getitem__":
+        return name in _HARMLESS
+    index = args[1] if isinstance(args[1], tuple) else (args[1],)
+    return all(isinstance(one, int | slice) for one in index)
+
+
+class _Watch(TorchFunctionMode):
+    """Sees torch's functions as they are called from Python. Not a TorchDispatchMode, whose first use imports torch._dynamo: 0.9 s
+    in the middle of a step."""
+
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self._recorder = recorder
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._recorder.notice(func)
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._recorder.notice(func, args)
         return func(*args, **(kwargs or {}))
 
 

@@ -29,6 +29,8 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 DTYPE_OF = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # safetensors' name -> ours
 # Logits held at a time; sampling rows beyond it are computed in turn, so a large vocabulary can't outgrow the work space.
 LOGITS_BYTES = 8 << 20
+# Decode steps of up to so many rows are recorded on the cpu device (engine/decode_steps.py), and keep memory for their results.
+MAX_RECORDED_ROWS = 128
 # Float32 logits the sampler turns into tokens at a time (one row at least); it needs about six copies of them.
 SAMPLER_BYTES = 1 << 20
 SAMPLER_COPIES = 6
@@ -233,9 +235,20 @@ def kv_reserved_bytes(
 
 
 def logits_rows(shape: ModelShape, dtype: str, max_sequences: int) -> int:
-    """Sampling rows whose logits are computed at a time: a multiple of 8, or fewer than 8."""
-    rows = max(1, min(max_sequences, LOGITS_BYTES // (shape.vocab_size * ITEM_BYTES[dtype])))
+    """Sampling rows whose logits are computed at a time: a multiple of 8, in which max_sequences find room if it fits, or fewer."""
+    wanted = max_sequences if max_sequences < 8 else -(-max_sequences // 8) * 8
+    rows = max(1, min(wanted, LOGITS_BYTES // (shape.vocab_size * ITEM_BYTES[dtype])))
     return rows if rows < 8 else rows // 8 * 8
+
+
+def recorded_bytes(shape: ModelShape, dtype: str, max_sequences: int) -> int:
+    """Upper bound of the memory that results of recorded decode steps lie in, whatever else runs: what lives at a time in a layer,
+    or with the logits."""
+    rows = min(logits_rows(shape, dtype, max_sequences), MAX_RECORDED_ROWS)
+    query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    # residual, update, normed, output, and as much for gaps between those that are taken and given back
+    width = 8 * shape.hidden_size + max(2 * query + 2 * key, 3 * shape.intermediate_size, shape.vocab_size)
+    return rows * width * ITEM_BYTES[dtype]
 
 
 def sampler_rows(vocab_size: int) -> int:
@@ -251,7 +264,8 @@ def work_space_bytes(
     max_model_len: int | None = None,
     quantize: str = "",
 ) -> int:
-    """Upper bound of what one step allocates beside weights and KV: activations of one layer, or the logits being sampled.
+    """Upper bound of what one step allocates beside weights and KV: activations of one layer, or the logits being sampled. What
+    recorded steps keep between steps (recorded_bytes) is not in it.
 
     max_model_len: longest context; one prefill row at a time gathers its keys and values (default: the checkpoint's length).
     """

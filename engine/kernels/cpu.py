@@ -6,7 +6,8 @@ Set the cache folder and the threading layer before this is imported. After `pre
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numba
@@ -49,7 +50,7 @@ _SHARED_WEIGHTS, _ROWS_AS_READING = 2 << 20, 8
 # Rows up to which few_rows_linear is ahead of torch's linear (benchmarks/kernels.py), by element type.
 FEW_ROWS = {"bfloat16": 16 if HAS_BFLOAT16_PRODUCTS else 4, "float32": 64}
 FEW_ROWS_INT8 = {"bfloat16": 16 if HAS_BFLOAT16_PRODUCTS else 4, "float32": 64}
-_SHARED_ROWS = 1 << 18  # elements of row-wise work
+_SHARED_ROWS = 1 << 14  # elements of row-wise work: between products the others have not gone to sleep yet
 _SHARED_LOGITS = 1 << 16  # that are sampled from
 _parallel = False
 
@@ -133,6 +134,26 @@ def _uses_tiles(out: Any, block_tokens: int, head_dim: int) -> bool:
     return out.itemsize == 2 and fits_tiles(block_tokens, head_dim) and may_use_tiles()
 
 
+@dataclass(slots=True, frozen=True)
+class Forms:
+    """A kernel for one thread and for all of them. is_shared: whether a call is worth waking the others, by its arguments."""
+
+    serial: Any
+    parallel: Any
+    is_shared: Callable[[Sequence[Any]], bool]
+
+    def due(self, args: Sequence[Any]) -> Any:
+        """The one that a call with these arguments runs, now and when it is repeated."""
+        return self.parallel if self.is_shared(args) else self.serial
+
+    def __call__(self, *args: Any) -> None:
+        self.due(args)(*args)
+
+
+def _shares_weights(x: Any, weight: Any) -> bool:
+    return _parallel and weight.nbytes * (1 + len(x) / _ROWS_AS_READING) >= _SHARED_WEIGHTS
+
+
 def paged_attention(*args: Any) -> None:
     """As cpu_attention's, without use_tiles and num_shares."""
     *before, out = args
@@ -158,11 +179,6 @@ def prefill_attention(*args: Any) -> None:
         (prefill_attention_parallel if is_shared else prefill_attention_serial)(*before, num_shares, out)
 
 
-def few_rows_linear(x: Any, weight: Any, scale: Any, bias: Any, out: Any) -> None:
-    shared = _parallel and weight.nbytes * (1 + len(x) / _ROWS_AS_READING) >= _SHARED_WEIGHTS
-    (few_rows_linear_parallel if shared else few_rows_linear_serial)(x, weight, scale, bias, out)
-
-
 def sample(logits: Any, *args: Any) -> None:
     """As cpu_sampling's, without num_shares."""
     *settings, ids, bad = args
@@ -170,29 +186,14 @@ def sample(logits: Any, *args: Any) -> None:
     (sample_parallel if num_shares > 1 else sample_serial)(logits, *settings, num_shares, ids, bad)
 
 
-def _shares_rows(x: Any) -> bool:
+def _deals_out_rows(x: Any) -> bool:
     return _parallel and x.size >= _SHARED_ROWS and len(x) > 1
 
 
-def gather_rows(ids: Any, weight: Any, scale: float, out: Any) -> None:
-    (cpu_rows.gather_rows_parallel if _shares_rows(out) else cpu_rows.gather_rows)(ids, weight, scale, out)
-
-
-def rms_norm(x: Any, *rest: Any) -> None:
-    (cpu_rows.rms_norm_parallel if _shares_rows(x) else cpu_rows.rms_norm)(x, *rest)
-
-
-def add_rms_norm(x: Any, *rest: Any) -> None:
-    (cpu_rows.add_rms_norm_parallel if _shares_rows(x) else cpu_rows.add_rms_norm)(x, *rest)
-
-
-def rope_and_store(qkv: Any, *rest: Any) -> None:
-    (cpu_rows.rope_and_store_parallel if _shares_rows(qkv) else cpu_rows.rope_and_store)(qkv, *rest)
-
-
-def silu_and_mul(gate_up: Any, out: Any) -> None:
-    (cpu_rows.silu_and_mul_parallel if _shares_rows(gate_up) else cpu_rows.silu_and_mul)(gate_up, out)
-
-
-def gelu_and_mul(gate_up: Any, out: Any) -> None:
-    (cpu_rows.gelu_and_mul_parallel if _shares_rows(gate_up) else cpu_rows.gelu_and_mul)(gate_up, out)
+few_rows_linear = Forms(few_rows_linear_serial, few_rows_linear_parallel, lambda args: _shares_weights(args[0], args[1]))
+gather_rows = Forms(cpu_rows.gather_rows, cpu_rows.gather_rows_parallel, lambda args: _deals_out_rows(args[3]))
+rms_norm = Forms(cpu_rows.rms_norm, cpu_rows.rms_norm_parallel, lambda args: _deals_out_rows(args[0]))
+add_rms_norm = Forms(cpu_rows.add_rms_norm, cpu_rows.add_rms_norm_parallel, lambda args: _deals_out_rows(args[0]))
+rope_and_store = Forms(cpu_rows.rope_and_store, cpu_rows.rope_and_store_parallel, lambda args: _deals_out_rows(args[0]))
+silu_and_mul = Forms(cpu_rows.silu_and_mul, cpu_rows.silu_and_mul_parallel, lambda args: _deals_out_rows(args[0]))
+gelu_and_mul = Forms(cpu_rows.gelu_and_mul, cpu_rows.gelu_and_mul_parallel, lambda args: _deals_out_rows(args[0]))

@@ -125,20 +125,29 @@ def _top_p_cutoff(weights: Any, floor: Any, top_p: Any) -> Any:
     return low
 
 
+@njit(inline="always", fastmath=FASTMATH)
+def _reciprocal_below(x: float) -> float:
+    """1 / x or up to 0.3 % less, of a normal x from 2**-126 to 1: the exponent negated in the bits, then a step of Newton's method,
+    which comes from below. A third of what a division costs."""
+    guess = float_of_bits(int32(0x7EF311C7) - bits_of_float(x))
+    return guess * (float32(2.0) - x * guess)
+
+
 @njit(fastmath=FASTMATH, error_model="numpy")
 def _race(weights: Any, cutoff: Any, first: Any, second: Any, bounds: Any) -> int:
     """Which token at or above the cutoff comes first: its time is an exponential draw over its weight. A uniform draw in its place
     (bounds [V] int32: work space) is never later, costs half, and leaves few to look at."""
     vocab = weights.shape[0]
-    for i in range(vocab):
-        bound = bits_of_float(uniform(hash32(uint32(i), first, second)) / weights[i])
-        bounds[i] = bound if bits_of_float(weights[i]) >= cutoff else int32(_INFINITY_BITS)
     soonest, start = int32(0x7FFFFFFF), 0  # bits: of positive numbers they sort as these do, and their minima vectorise
     for begin in range(0, vocab, _STRIPE):
-        stripe = bounds[begin : min(begin + _STRIPE, vocab)]
+        stripe, stripe_weights = bounds[begin : min(begin + _STRIPE, vocab)], weights[begin : min(begin + _STRIPE, vocab)]
         stripe_soonest = int32(0x7FFFFFFF)
         for i in range(stripe.shape[0]):
-            stripe_soonest = min(stripe_soonest, stripe[i])
+            weight = stripe_weights[i]
+            bound = bits_of_float(uniform(hash32(uint32(begin + i), first, second)) * _reciprocal_below(weight))
+            bound = bound if bits_of_float(weight) >= cutoff else int32(_INFINITY_BITS)
+            stripe[i] = bound
+            stripe_soonest = min(stripe_soonest, bound)
         if stripe_soonest < soonest:
             soonest, start = stripe_soonest, begin
     winner = start
@@ -179,14 +188,18 @@ def _sample_row(
     factor = float32(1.0) / temperature
     for i in range(vocab):
         weights[i] = exp((widen(row[i]) - largest) * factor)
-    cutoff = int32(0)
+    floor = int32(0)
     if 0 < top_k < vocab:
-        cutoff = _top_k_cutoff(weights, top_k)
+        floor = _top_k_cutoff(weights, top_k)
     if min_p > float32(0.0):
-        cutoff = max(cutoff, min(bits_of_float(min_p), int32(_ONE_BITS)))
-    if top_p < float32(1.0):
-        cutoff = _top_p_cutoff(weights, cutoff, top_p)
-    return _race(weights, cutoff, first, second, bounds)
+        floor = max(floor, min(bits_of_float(min_p), int32(_ONE_BITS)))
+    winner = _race(weights, floor, first, second, bounds)
+    if top_p >= float32(1.0):
+        return winner
+    # Who wins among all wins among the likeliest, too, if it is one of them. It mostly is: where they end need not be found then.
+    if _mass(weights, bits_of_float(weights[winner]) + int32(1)) < float32(top_p) * _mass(weights, floor):
+        return winner
+    return _race(weights, _top_p_cutoff(weights, floor, top_p), first, second, bounds)
 
 
 def sample_signature(element: types.Type) -> Any:

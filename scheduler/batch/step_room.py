@@ -30,10 +30,10 @@ class StepRoom:
         self._contexts = (0.0, 0.0, 0.0)  # StepLimits.prompting has the meanings
         self._taken = False
 
-    def rows(self, most: int, contexts: IntArray) -> int:
-        """How many sequences may decode, `most` at most. contexts: the positions of each that runs."""
+    def rows(self, most: int, contexts: IntArray, running: IntArray) -> int:
+        """How many sequences may decode, `most` at most. contexts: the positions of each slot; running: slots."""
         if self._shared and self._limits is not None:
-            return self._limits.max_rows(most, float(contexts.mean()) if len(contexts) else 0.0)
+            return self._limits.max_rows(most, float(contexts[running].mean()) if len(running) else 0.0)
         return most if self._max_rows is None else min(most, self._max_rows)
 
     def rows_beside(self, loads: Sequence[TenantLoad], most: int, contexts: IntArray) -> int:

@@ -14,6 +14,7 @@ from engine import ops
 from engine.contracts import BatchPlan
 from engine.forward_batch import ForwardBatch, GroupMemory, Rotary, build_batch, padded_rows
 from engine.kernels import reference
+from engine.kernels.compiled import direct
 from tests.engine.model_bench import make_table
 from tests.kernel_cache import CACHE_DIR
 
@@ -342,6 +343,24 @@ def test_threads_have_a_compilation_of_their_own() -> None:
         (cpu_linear.few_rows_linear_serial, cpu_linear.few_rows_linear_parallel),
     ):
         assert serial.py_func.__qualname__ != parallel.py_func.__qualname__
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_repeated_call_enters_the_machine_code(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, threads: int) -> None:
+    """It is that of the form that is due and of these types; what was never compiled for them stays as it is."""
+    from engine.kernels import cpu_rows
+
+    share_everything(monkeypatch)
+    ops.set_num_threads(threads)
+    x, weight, out = torch.randn(3, 64).to(dtype), torch.rand(64).to(dtype), torch.empty(3, 64, dtype=dtype)
+    args = (ops._array(x), ops._array(weight), False, 1e-5, ops._array(out))
+    kernel, due = ops._kernels.rms_norm, cpu_rows.rms_norm if threads == 1 else cpu_rows.rms_norm_parallel
+    entry = direct(kernel, args)
+    assert entry in [found.entry_point for found in due.overloads.values()]
+    entry(*args)
+    same(out, reference.rms_norm(x, weight, 1e-5, False))
+    assert direct(kernel, (*args[:3], 1, args[4])) is due, "an integer for eps"
+    assert direct(print, args) is print
 
 
 def test_kernels_refuse_to_compile_inside_a_step() -> None:

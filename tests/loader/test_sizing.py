@@ -90,6 +90,14 @@ def test_figures_of_llama_3_8b() -> None:
     assert logits_rows(llama, "float32", 256) == 16
 
 
+def test_logits_of_all_sequences_are_computed_at_once_where_they_fit() -> None:
+    """Rows are padded to a multiple of 8, so logits have room for as many."""
+    rows = [logits_rows(shape(), "bfloat16", num) for num in (1, 7, 8, 9, 30, 32)]
+    assert rows == [1, 7, 8, 16, 32, 32]
+    large = shape(vocab_size=300_000)
+    assert [logits_rows(large, "bfloat16", num) for num in (9, 30)] == [8, 8]
+
+
 def test_default_length_never_exceeds_the_checkpoints() -> None:
     assert default_max_model_len(shape(), "float32", 1 << 20) == 64
 
