@@ -79,7 +79,7 @@ AIMS = (
     Aim("the same, three models in host memory", "crash_host_tier", "failed", {}, most=(0,),
         beside=("running_when_killed", "running")),
     Aim("there: bytes that loads read", "crash_host_tier", "bytes_read_by_loads", {}, most=(0,)),
-    Aim("cold load, memory prepared, over a raw read of the drive", "loading", "ratio",
+    Aim("cold load, memory prepared, over a raw read of the drive into as much memory", "loading", "ratio",
         {"kind": "cold", "read by": "ours, memory prepared"}, least=(0.9,)),
     Aim("its CPU seconds a GB", "loading", "cpu_s_per_gb", {"kind": "cold", "read by": "ours, memory prepared"}, most=(0.05,)),
     Aim("load from the page cache, memory prepared, over buffered reads with as many threads", "loading", "ratio",

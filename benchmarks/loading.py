@@ -41,9 +41,11 @@ HIDDEN, INNER, KV, VOCAB, LAYERS = 2048, 8192, 512, 32000, 16
 RAW = "raw 2 × 8 MiB, huge pages"
 BUFFERED = "buffered pread 2 × 8 MiB"
 SPREAD = "buffered pread 3 × 8 MiB, each byte to its own place"  # what a load from the page cache does at least
+DIRECT_SPREAD = "raw 2 × 8 MiB, each byte to its own place"  # what a load from the drive does at least
 OURS = "ours, memory prepared"
-REFERENCE = {"cold": RAW, "warm": SPREAD}
+REFERENCE = {"cold": DIRECT_SPREAD, "warm": SPREAD}
 MIB = 1 << 20
+BLOCK_BYTES = 4096  # of direct reads
 CHUNK_BYTES = 2 * MIB
 
 
@@ -77,13 +79,15 @@ def raw(paths: list[Path], num_threads: int, block_bytes: int, huge: bool, direc
     return lambda: _all_at_once(read, num_threads)
 
 
-def spread(paths: list[Path], num_threads: int, block_bytes: int) -> Callable[[], Any]:
-    """As `raw` through the page cache, but into prepared memory of the files' size."""
+def spread(paths: list[Path], num_threads: int, block_bytes: int, direct: bool) -> Callable[[], Any]:
+    """As `raw`, but into prepared memory of the files' size."""
     fds = [os.open(path, os.O_RDONLY) for path in paths]
-    whole = memory(sum(os.fstat(fd).st_size for fd in fds), huge=True, prepared=True)
+    sizes = [-(-os.fstat(fd).st_size // BLOCK_BYTES) * BLOCK_BYTES for fd in fds]
+    if direct:
+        fds = [open_direct(fd) for fd in fds]
+    whole = memory(sum(sizes), huge=True, prepared=True)
     blocks, place = list[tuple[int, int, memoryview]](), 0
-    for fd in fds:
-        size = os.fstat(fd).st_size
+    for fd, size in zip(fds, sizes, strict=True):
         for at in range(0, size, block_bytes):
             num_bytes = min(block_bytes, size - at)
             blocks.append((fd, at, whole[place : place + num_bytes]))
@@ -136,7 +140,8 @@ def ours(folder: Path, name: str, notes: list[str]) -> tuple[Callable[[], Any], 
 
 
 def variants(paths: list[Path], every_thread: bool) -> list[str]:
-    names = [RAW, "raw 2 × 8 MiB, 4 KiB pages", BUFFERED, SPREAD, OURS, "ours, memory not prepared", "ours, converted to float32"]
+    names = [RAW, DIRECT_SPREAD, "raw 2 × 8 MiB, 4 KiB pages", BUFFERED, SPREAD]
+    names += [OURS, "ours, memory not prepared", "ours, converted to float32"]
     if every_thread:
         for num_threads, block_mib in [(1, 1), (1, 4), (1, 8), (1, 16), (2, 1), (2, 4), (2, 16), (3, 8), (4, 4), (4, 8)]:
             names.append(f"raw {num_threads} × {block_mib} MiB, huge pages")
@@ -150,7 +155,9 @@ def child(name: str, folder: Path) -> dict[str, Any]:
     if name.startswith("ours"):
         load, weights_growth_bytes = ours(folder, name, notes)
     elif name == SPREAD:
-        load = spread(paths, 3, 8 * MIB)
+        load = spread(paths, 3, 8 * MIB, direct=False)
+    elif name == DIRECT_SPREAD:
+        load = spread(paths, 2, 8 * MIB, direct=True)
     elif name == BUFFERED:
         load = raw(paths, 2, 8 * MIB, huge=True, direct=False)
     else:

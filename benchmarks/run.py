@@ -36,7 +36,7 @@ CPU_SECTIONS = {
     ("latency", "prompt"): "Inter-token latency of 8 streams while prompts of 2,000 tokens arrive",
     ("latency", "models"): "Inter-token latency of one stream while two other models are busy on the same device",
     ("latency", "daemon"): "The daemon beside a decoding engine",
-    ("loading", "cold"): "A checkpoint of 2.2 GB from the drive into memory; ratio: to raw reads of the drive",
+    ("loading", "cold"): "A checkpoint of 2.2 GB from the drive into memory; ratio: to raw reads into as much memory",
     ("loading", "warm"): "The same from the page cache; ratio: to buffered reads, each byte to its own place",
     ("first_token", "cold"): "A request to a model that is only on the drive, beside loading first and computing afterwards",
 }
