@@ -93,7 +93,7 @@ class Clock:
 
 
 def load_model(
-    path: Path, dtype: str, num_rows: int, length: int, threads: int = 0, quantize: str = ""
+    path: Path, dtype: str, num_rows: int, length: int, threads: int = 0, quantize: str = "", kv_cache_dtype: str = ""
 ) -> tuple[TorchModel, ModelShape, float]:
     """The model, with KV for num_rows sequences of `length` tokens, its shape, and how many seconds its load took, kernels aside.
     dtype "auto": the checkpoint's."""
@@ -107,7 +107,9 @@ def load_model(
     place = ("cpu:0", num_chunks + weights_chunks, CHUNK_BYTES)
     configure = Configure(*place, 0, MAX_BATCHED_TOKENS, BLOCK_TOKENS, 10.0, threads, cache_dir=str(ROOT / ".cache"))
     runner = TorchRunner(CpuMemory(num_chunks + weights_chunks, CHUNK_BYTES), configure)
-    spec = LoadModel(1, path.name, str(path), dtype, checkpoint.fingerprint, weights_chunks, 0, 0, length, num_rows, [], quantize)
+    limits = (weights_chunks, 0, 0, length, num_rows)
+    identity = (1, path.name, str(path), dtype, checkpoint.fingerprint)
+    spec = LoadModel(*identity, *limits, [], quantize=quantize, kv_cache_dtype=kv_cache_dtype)
     begin = time.perf_counter()
     chunks = np.arange(num_chunks, num_chunks + weights_chunks, dtype=np.int32)
     task = LoadTask(spec, chunks, lambda done, total: None, lambda: False)

@@ -16,8 +16,19 @@ import torch
 
 from benchmarks.gpu_limits import CACHE_DIR, copy_bytes_per_s, gemm_flops, seconds_of
 from engine import ops
-from engine.kernels import gpu, gpu_linear, triton_decode, triton_extend, triton_rope, triton_rows, triton_sampling, triton_unpack
-from loader import codec
+from engine.kernels import (
+    gpu,
+    gpu_linear,
+    reference,
+    triton_decode,
+    triton_extend,
+    triton_rope,
+    triton_rows,
+    triton_sampling,
+    triton_unpack,
+)
+from engine.memory.arena import kv_views
+from loader import codec, sizing
 from loader.frame import FRAME_VALUES
 
 BLOCK_TOKENS = 16
@@ -52,13 +63,37 @@ class Table:
         print(json.dumps(line | figures), flush=True)
 
 
-def decode(table: Table, rows: int, context: int, heads: int, kv_heads: int, head_dim: int, window: int = 0) -> None:
+def make_kv(
+    num_blocks: int, layers: int, kv_heads: int, head_dim: int, kv_dtype: str, device: str
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Keys and values that are normal numbers, and their scales if they are fp8."""
+    block_bytes = layers * 2 * kv_heads * BLOCK_TOKENS * sizing.kv_head_bytes(head_dim, kv_dtype)
+    group = sizing.KVGroupSpec("full", BLOCK_TOKENS, block_bytes, tuple(range(layers)))
+    kv, scales = kv_views(
+        torch.empty(num_blocks * block_bytes, dtype=torch.uint8, device=device), group, kv_heads, head_dim, kv_dtype
+    )
+    if scales is None:
+        kv.normal_()
+    else:
+        kv.copy_(reference.quantize_fp8(torch.randn(kv.shape[1:], device=device))[0])  # each block holds the same
+        scales.fill_(120)
+    return kv, scales
+
+
+def about(heads: int, kv_heads: int, head_dim: int, kv_dtype: str) -> str:
+    return f"{heads}/{kv_heads} heads of {head_dim}{', fp8 KV' if kv_dtype == sizing.KV_FP8 else ''}"
+
+
+def decode(
+    table: Table, rows: int, context: int, heads: int, kv_heads: int, head_dim: int, window: int = 0, kv_dtype: str = ""
+) -> None:
     dtype, device = (torch.float32 if table.tiny else torch.bfloat16), table.device
+    kv_dtype = kv_dtype or str(dtype).removeprefix("torch.")
     seen = min(window or context, context)
-    layer_bytes = rows * seen * 2 * kv_heads * head_dim * dtype.itemsize
+    layer_bytes = rows * seen * 2 * kv_heads * sizing.kv_head_bytes(head_dim, kv_dtype)
     layers = 1 if table.tiny else max(1, min(8, CACHES_BYTES // layer_bytes))
     blocks = -(-context // BLOCK_TOKENS)
-    kv = torch.empty(rows * blocks, layers, 2, kv_heads, BLOCK_TOKENS, head_dim, dtype=dtype, device=device).normal_()
+    kv = make_kv(rows * blocks, layers, kv_heads, head_dim, kv_dtype, device)
     block_table = torch.randperm(rows * blocks).int().view(rows, blocks).to(device)
     qkv = torch.randn(rows, (heads + 2 * kv_heads) * head_dim).to(dtype).to(device)
     places = torch.arange(rows, dtype=torch.int32, device=device)
@@ -72,20 +107,20 @@ def decode(table: Table, rows: int, context: int, heads: int, kv_heads: int, hea
         def call(work: Any = work, turn: list[int] = turn) -> None:
             turn[0] = (turn[0] + 1) % layers
             triton_decode.decode_attention(
-                qkv, kv, turn[0], heads, block_table, places, work, head_dim**-0.5, 0.0, None, gpu.INTERPRETED, out
+                qkv, *kv, turn[0], heads, block_table, places, work, head_dim**-0.5, 0.0, None, gpu.INTERPRETED, out
             )
 
-        case = (
-            f"{rows} x {context}, {heads}/{kv_heads} heads of {head_dim}{f', window {window}' if window else ''}, {per_core} a core"
-        )
+        of_heads = about(heads, kv_heads, head_dim, kv_dtype)
+        case = f"{rows} x {context}, {of_heads}{f', window {window}' if window else ''}, {per_core} a core"
         table.bytes("decode attention", case, layer_bytes, call)
 
 
-def extend(table: Table, new: int, before: int, heads: int, kv_heads: int, head_dim: int) -> None:
+def extend(table: Table, new: int, before: int, heads: int, kv_heads: int, head_dim: int, kv_dtype: str = "") -> None:
     dtype, device = (torch.float32 if table.tiny else torch.bfloat16), table.device
+    kv_dtype = kv_dtype or str(dtype).removeprefix("torch.")
     context = before + new
     blocks = -(-context // BLOCK_TOKENS)
-    kv = torch.empty(blocks, 1, 2, kv_heads, BLOCK_TOKENS, head_dim, dtype=dtype, device=device).normal_()
+    kv = make_kv(blocks, 1, kv_heads, head_dim, kv_dtype, device)
     block_table = torch.randperm(blocks).int().view(1, blocks).to(device)
     qkv = torch.randn(new, (heads + 2 * kv_heads) * head_dim, device=device).to(dtype)
     out = torch.empty(new, heads * head_dim, dtype=dtype, device=device)
@@ -100,11 +135,11 @@ def extend(table: Table, new: int, before: int, heads: int, kv_heads: int, head_
 
     def call() -> None:
         triton_extend.extend_attention(
-            qkv, kv, 0, heads, block_table, zero, torch.zeros_like(firsts), firsts, *columns, 0, head_dim**-0.5, 0.0, None,
+            qkv, *kv, 0, heads, block_table, zero, torch.zeros_like(firsts), firsts, *columns, 0, head_dim**-0.5, 0.0, None,
             gpu.INTERPRETED, out,
         )  # fmt: skip
 
-    table.flops("extend attention", f"{new} after {before}, {heads}/{kv_heads} heads of {head_dim}", flops, call)
+    table.flops("extend attention", f"{new} after {before}, {about(heads, kv_heads, head_dim, kv_dtype)}", flops, call)
 
 
 def few_rows(table: Table, num_rows: int, num_outputs: int, num_inputs: int) -> None:
@@ -146,20 +181,22 @@ def rows(table: Table, num_rows: int, width: int, inner: int) -> None:
     )
 
 
-def rope(table: Table, num_tokens: int, heads: int, kv_heads: int, head_dim: int) -> None:
+def rope(table: Table, num_tokens: int, heads: int, kv_heads: int, head_dim: int, kv_dtype: str = "") -> None:
     dtype, device = (torch.float32 if table.tiny else torch.bfloat16), table.device
+    kv_dtype = kv_dtype or str(dtype).removeprefix("torch.")
     blocks = -(-num_tokens // BLOCK_TOKENS)
-    kv = torch.zeros(blocks, 1, 2, kv_heads, BLOCK_TOKENS, head_dim, dtype=dtype, device=device)
+    kv = make_kv(blocks, 1, kv_heads, head_dim, kv_dtype, device)
     qkv = torch.randn(num_tokens, (heads + 2 * kv_heads) * head_dim, device=device).to(dtype)
     turns = torch.randn(num_tokens, head_dim, device=device)
     slots, norm = torch.randperm(blocks * BLOCK_TOKENS)[:num_tokens].to(device), torch.ones(head_dim, dtype=dtype, device=device)
-    num_bytes = 2 * qkv.numel() * dtype.itemsize
+    stored = num_tokens * 2 * kv_heads * sizing.kv_head_bytes(head_dim, kv_dtype)
+    num_bytes = (qkv.numel() + num_tokens * heads * head_dim) * dtype.itemsize + stored
     for name, norms in (("RoPE + KV write", (None, None)), ("norms + RoPE + KV write", (norm, norm))):
 
         def call(norms: tuple[Any, Any] = norms) -> None:
-            triton_rope.rope_and_store(qkv, turns, *norms, False, 1e-6, kv, 0, heads, slots)
+            triton_rope.rope_and_store(qkv, turns, *norms, False, 1e-6, *kv, 0, heads, slots)
 
-        table.bytes(name, f"{num_tokens} tokens, {heads}/{kv_heads} heads of {head_dim}", num_bytes, call)
+        table.bytes(name, f"{num_tokens} tokens, {about(heads, kv_heads, head_dim, kv_dtype)}", num_bytes, call)
 
 
 def sampling(table: Table, num_rows: int, vocab: int) -> None:
@@ -206,6 +243,9 @@ def main() -> None:
         few_rows(table, 1, 8, 16)
         rows(table, 2, 16, 32)
         rope(table, 2, 4, 2, 16)
+        decode(table, 2, 20, 4, 2, 16, kv_dtype=sizing.KV_FP8)
+        extend(table, 20, 5, 4, 2, 16, kv_dtype=sizing.KV_FP8)
+        rope(table, 2, 4, 2, 16, kv_dtype=sizing.KV_FP8)
         sampling(table, 2, 50)
         packed_weights(table, 5000)
         return
@@ -215,6 +255,9 @@ def main() -> None:
     decode(table, 256, 512, 32, 8, 128)
     decode(table, 64, 4096, 32, 8, 64)
     decode(table, 64, 8192, 8, 4, 256, window=1024)
+    decode(table, 64, 4096, 32, 8, 128, kv_dtype=sizing.KV_FP8)
+    extend(table, 8192, 0, 32, 8, 128, kv_dtype=sizing.KV_FP8)
+    rope(table, 2048, 32, 8, 128, kv_dtype=sizing.KV_FP8)
     for num_rows in (1, 4):
         for num_outputs, num_inputs in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)):
             few_rows(table, num_rows, num_outputs, num_inputs)

@@ -59,8 +59,8 @@ def text_pieces(path: Path, num_tokens: int) -> np.ndarray:
     return np.array(ids[: min(num_tokens, len(ids)) // CONTEXT * CONTEXT], np.int32).reshape(-1, CONTEXT)
 
 
-def quality(models: list[TorchModel], sequences: SequenceTable, pieces: np.ndarray) -> dict[str, Any]:
-    """models: as it is, quantised. A few pieces at a time, so that the logits take no memory to speak of."""
+def quality(models: list[TorchModel], sequences: SequenceTable, pieces: np.ndarray, rounded_name: str = "int8") -> dict[str, Any]:
+    """models: as it is, rounded. A few pieces at a time, so that the logits take no memory to speak of."""
     followed = [0.0, 0.0]  # log-likelihood of the text
     divergence, same, worst, spread = [], 0, 0.0, []
     at_once = MAX_BATCHED_TOKENS // CONTEXT
@@ -90,7 +90,7 @@ def quality(models: list[TorchModel], sequences: SequenceTable, pieces: np.ndarr
     return {
         "tokens": len(told),
         "perplexity": round(perplexity[0], 3),
-        "int8_perplexity": round(perplexity[1], 3),
+        f"{rounded_name}_perplexity": round(perplexity[1], 3),
         "ratio": round(perplexity[1] / perplexity[0], 4),
         "kl_mean": round(float(told.mean()), 6),
         "kl_p99": round(float(told.quantile(0.99)), 6),

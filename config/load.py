@@ -18,6 +18,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("auto", "text", "json", "journal")
 RUNNERS = ("torch", "null")
 QUANTIZATIONS = ("int8", "none")
+KV_CACHE_DTYPES = ("auto", "fp8")
 TOOL_PARSERS = ("hermes", "llama3", "mistral", "none")
 REASONING_PARSERS = ("think", "none")
 # Of a node with a cuda device, where they are not given: its driver maps few large pieces faster than many small ones, and its
@@ -276,6 +277,7 @@ def _device_specs(value: Any) -> None:
 _CHECKS: dict[str, Callable[[Any], None]] = {
     "dtype": _one_of(*DTYPES),
     "quantize": _one_of(*QUANTIZATIONS),
+    "kv_cache_dtype": _one_of(*KV_CACHE_DTYPES),
     "log_level": _one_of(*LOG_LEVELS),
     "log_format": _one_of(*LOG_FORMATS),
     "admin_listen": _listen_or_none,

@@ -82,6 +82,14 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "on and for prompts, and no faster for models of a few MB; on cpu devices, not for encoders"
         ),
     ] = None
+    kv_cache_dtype: Annotated[
+        str,
+        key(
+            "auto (the model's dtype) or fp8: with fp8 keys and values are kept as float8_e4m3 with a scale for each token and "
+            "head, so the same memory holds nearly twice the tokens, at some cost in quality (docs/gpu.md); on cuda devices of "
+            "compute capability 8.9 and later, not for encoders"
+        ),
+    ] = "auto"
     sampling: Annotated[SamplingDefaults, key("defaults where a request names none", reload=LIVE)] = SamplingDefaults()
     chat_template: Annotated[str | None, key("a Jinja file used instead of the checkpoint's template", reload=LIVE)] = None
     tool_parser: Annotated[

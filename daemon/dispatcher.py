@@ -49,6 +49,7 @@ class LoadSource:
     dtype: str
     entry: ModelEntry
     quantize: str = ""
+    kv_cache_dtype: str = ""
 
 
 class Dispatcher:
@@ -233,6 +234,7 @@ class Dispatcher:
                 keep_slots=list(action.keep_slots),
                 kv_slots=list(action.kv_slots),
                 kv_index=action.kv_index,
+                kv_cache_dtype=source.kv_cache_dtype,
             ),
         )
 

@@ -39,6 +39,7 @@ class Registered:
     dtype: str
     problem: str
     quantize: str = ""  # int8: of the layers' matrices
+    kv_cache_dtype: str = ""  # fp8: of keys and values; empty: dtype
 
 
 class Registry:
@@ -98,7 +99,7 @@ class Registry:
         found = self.models.get(name)
         if found is None or found.entry is None:
             return None
-        return LoadSource(path=found.checkpoint.path, dtype=found.dtype, entry=found.entry, quantize=found.quantize)
+        return LoadSource(found.checkpoint.path, found.dtype, found.entry, found.quantize, found.kv_cache_dtype)
 
     # ---- scanning
 
@@ -130,7 +131,7 @@ class Registry:
         quantize = "int8" if settings.quantize == "int8" else ""
         misfit = self._without_carve_out.get(name, "") if settings.isolate else ""
         if shape is not None:
-            misfit = misfit or self._encoder_misfit(name, settings, shape)
+            misfit = misfit or self._encoder_misfit(name, settings, shape) or self._kv_misfit(name, settings, shape)
         if quantize and shape is not None:
             misfit = misfit or self._quantize_misfit(name, settings, shape)
         if not checkpoint.complete or shape is None or misfit:
@@ -148,15 +149,16 @@ class Registry:
             )
             return Registered(checkpoint, facts, None, dtype, problem)
         dtype = shape.dtype if dtype == "auto" else dtype
-        max_model_len = self._max_model_len(config, name, settings, shape, dtype)
+        kv_dtype = sizing.KV_FP8 if _has_fp8_kv(settings) else dtype
+        max_model_len = self._max_model_len(config, name, settings, shape, dtype, kv_dtype)
         facts = events.ModelFacts(
             name=name,
             weights_bytes=sizing.weights_bytes(shape, dtype, quantize),
-            kv_bytes_per_token=sizing.kv_bytes_per_token(shape, dtype),
+            kv_bytes_per_token=sizing.kv_bytes_per_token(shape, kv_dtype),
             work_space_bytes=self._work_space_bytes(config, name, settings, shape, dtype, max_model_len),
             max_model_len=max_model_len,
             kv_floor_tokens=settings.kv_floor_tokens or 0,
-            kv_reserved_bytes=_kv_reserved_bytes(config, shape, dtype, max(max_model_len, settings.kv_floor_tokens or 0)),
+            kv_reserved_bytes=_kv_reserved_bytes(config, shape, kv_dtype, max(max_model_len, settings.kv_floor_tokens or 0)),
             max_sequences=settings.max_sequences,
             max_queued=config.max_queued_per_model if settings.max_queued is None else settings.max_queued,
             priority=settings.priority,
@@ -189,19 +191,21 @@ class Registry:
             embedding_size=shape.hidden_size if shape.pooling else 0,
             cut_sizes=shape.cut_sizes,
         )
-        return Registered(checkpoint, facts, entry, dtype, "", quantize)
+        return Registered(checkpoint, facts, entry, dtype, "", quantize, sizing.KV_FP8 if _has_fp8_kv(settings) else "")
 
     def _allowed(self, name: str, settings: ModelConfig, shape: ModelShape) -> list[DeviceBudget]:
         """Devices it may live on: its carve-out alone, or any that is nobody's carve-out; of a GPU's kernels none are an
-        encoder's."""
+        encoder's, of a CPU's none read fp8 KV."""
         own = [device for device in self._devices if device.model == name]
         shared = [device for device in self._devices if not device.model]
         named = own or [device for device in shared if not settings.devices or device.name in settings.devices]
-        return [device for device in named if not (shape.pooling and device.name.startswith("cuda"))]
+        if not shape.pooling and not _has_fp8_kv(settings):
+            return named
+        return [device for device in named if device.name.startswith("cuda") != shape.pooling]
 
     def _named_devices(self, name: str, settings: ModelConfig, shape: ModelShape) -> tuple[str, ...]:
         """For ModelFacts.devices, where () is any."""
-        if shape.pooling or any(device.model for device in self._devices):
+        if shape.pooling or _has_fp8_kv(settings) or any(device.model for device in self._devices):
             return tuple(device.name for device in self._allowed(name, settings, shape)) or tuple(settings.devices)
         return tuple(settings.devices)
 
@@ -230,7 +234,20 @@ class Registry:
             return f'models."{name}".quantize: int8 is not built for {gpus[0]}; name cpu devices in its "devices"'
         return f'models."{name}".quantize: int8 is not built for encoders' if shape.pooling else ""
 
-    def _max_model_len(self, config: NodeConfig, name: str, settings: ModelConfig, shape: ModelShape, dtype: str) -> int:
+    def _kv_misfit(self, name: str, settings: ModelConfig, shape: ModelShape) -> str:
+        """Why KV can't be kept as asked, or ""."""
+        if not _has_fp8_kv(settings):
+            return ""
+        if shape.pooling:
+            return f'models."{name}".kv_cache_dtype: encoders keep no KV; leave it out'
+        if self._allowed(name, settings, shape):
+            return ""
+        where = ", ".join(settings.devices or [device.name for device in self._devices])
+        return f'models."{name}".kv_cache_dtype: fp8 is built for cuda devices only, and this model may live on {where}'
+
+    def _max_model_len(
+        self, config: NodeConfig, name: str, settings: ModelConfig, shape: ModelShape, dtype: str, kv_dtype: str
+    ) -> int:
         """The configured length, or the default: the checkpoint's or what 25 % of the largest allowed device holds as KV (for a
         carve-out, of the device it is of); halved (down to 2,048) while the model with the work space for such contexts would not
         fit at all."""
@@ -239,17 +256,17 @@ class Registry:
         allowed = self._allowed(name, settings, shape)
         budget_bytes = max((device.budget_bytes for device in allowed), default=0)
         whole_bytes = max((device.whole_bytes or device.budget_bytes for device in allowed), default=0)
-        length = sizing.default_max_model_len(shape, dtype, whole_bytes)
+        length = sizing.default_max_model_len(shape, kv_dtype, whole_bytes)
         chunk_bytes = int(config.chunk_bytes)
         quantize = "int8" if settings.quantize == "int8" else ""
         while length > sizing.MIN_MODEL_LEN:
             facts = events.ModelFacts(
                 name="",
                 weights_bytes=sizing.weights_bytes(shape, dtype, quantize),
-                kv_bytes_per_token=sizing.kv_bytes_per_token(shape, dtype),
+                kv_bytes_per_token=sizing.kv_bytes_per_token(shape, kv_dtype),
                 work_space_bytes=self._work_space_bytes(config, name, settings, shape, dtype, length),
                 max_model_len=length,
-                kv_reserved_bytes=_kv_reserved_bytes(config, shape, dtype, length),
+                kv_reserved_bytes=_kv_reserved_bytes(config, shape, kv_dtype, length),
             )
             size = size_of(facts, chunk_bytes)
             if size.chunks + size.work_space_chunks <= budget_bytes // chunk_bytes:
@@ -296,6 +313,7 @@ class Registry:
         if asked is not None and asked > facts.max_model_len:
             capped = f" (configured {asked} is more than the checkpoint has)"
         held = f"{found.dtype}, {found.quantize} matrices" if found.quantize else found.dtype
+        held += f", {found.kv_cache_dtype} KV" if found.kv_cache_dtype else ""
         return (
             f"{name}: {held}, max_model_len {facts.max_model_len}{capped}, weights {format_bytes(facts.weights_bytes)}, "
             f"reserved KV {format_bytes(kv_reserved_bytes(facts))}, "
@@ -336,10 +354,14 @@ class Registry:
             self._watch_thread.join(2.0)
 
 
-def _kv_reserved_bytes(config: NodeConfig, shape: ModelShape, dtype: str, num_tokens: int) -> int:
+def _has_fp8_kv(settings: ModelConfig) -> bool:
+    return settings.kv_cache_dtype == "fp8"
+
+
+def _kv_reserved_bytes(config: NodeConfig, shape: ModelShape, kv_dtype: str, num_tokens: int) -> int:
     """For ModelFacts: of a model with windows."""
     if not any(shape.layer_windows):
         return 0
     return sizing.kv_reserved_bytes(
-        shape, dtype, num_tokens, config.block_tokens, config.max_num_batched_tokens, int(config.chunk_bytes)
+        shape, kv_dtype, num_tokens, config.block_tokens, config.max_num_batched_tokens, int(config.chunk_bytes)
     )

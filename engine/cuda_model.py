@@ -28,6 +28,7 @@ from engine.kernels import gpu
 from engine.layers.rope import rotary_of
 from engine.layers.weights import Weights
 from engine.logprobs import owed_prompt_rows
+from engine.memory.arena import kv_views
 from engine.memory.weight_range import WeightRange
 from engine.models.registry import CausalLM, build_model
 from engine.protocol import LoadModel
@@ -44,9 +45,10 @@ CPU_CORES = 2  # what stands for multiprocessors where the kernels are interpret
 
 @dataclass(slots=True, frozen=True)
 class DeviceGroupMemory:
-    """One KV group of the model: kv as forward_batch.GroupMemory has it; rotary on the device."""
+    """One KV group of the model: kv and scales as forward_batch.GroupMemory has them; rotary on the device."""
 
     kv: Tensor
+    scales: Tensor | None
     rotary: Rotary
     window_tokens: int
     block_tokens: int
@@ -83,7 +85,7 @@ class CudaModel:
         max_graph_rows: int = 0,
     ) -> None:
         self.name, self.vocab_size, self.weights_bytes, self.shape = spec.model, shape.vocab_size, weights.num_bytes, shape
-        self.kv_groups = sizing.kv_groups(shape, spec.dtype, block_tokens)
+        self.kv_groups = sizing.kv_groups(shape, spec.kv_dtype, block_tokens)
         self._device = arena.device
         self._weights = weights
         self._eos_token_ids = spec.eos_token_ids
@@ -96,11 +98,9 @@ class CudaModel:
         local = rotary if shape.local_rope is None else self._rotary(shape.local_rope, spec.max_model_len)
         self._memory = []
         for group in self.kv_groups:
-            block_shape = (len(group.layers), 2, shape.num_kv_heads, group.block_tokens, shape.head_dim)
-            num_blocks = len(arena) // group.block_bytes
-            kv = arena[: num_blocks * group.block_bytes].view(dtype).view(num_blocks, *block_shape)
+            kv = kv_views(arena, group, shape.num_kv_heads, shape.head_dim, spec.kv_dtype)
             turning = local if group.window_tokens else rotary
-            self._memory.append(DeviceGroupMemory(kv, turning, group.window_tokens, group.block_tokens))
+            self._memory.append(DeviceGroupMemory(*kv, turning, group.window_tokens, group.block_tokens))
         places = {layer: (number, place) for number, group in enumerate(self.kv_groups) for place, layer in enumerate(group.layers)}
         self._layer_places = tuple(places[layer] for layer in range(shape.num_layers))
         self._staging = Staging(self._device)
@@ -306,7 +306,8 @@ class CudaModel:
                 turns[memory.rotary] = gpu.cos_sin(positions, memory.rotary.inv_freq, memory.rotary.scale)
             if num_decode and window not in work:
                 work[window] = gpu.split_contexts(contexts[:num_decode], window, self._num_pieces)
-            groups.append(DeviceGroup(memory.kv, window, block_table, kv_slots, turns[memory.rotary], work.get(window)))
+            turning = turns[memory.rotary]
+            groups.append(DeviceGroup(memory.kv, memory.scales, window, block_table, kv_slots, turning, work.get(window)))
         assert input_ids is not None
         return DeviceBatch(input_ids, num_decode, groups, self._layer_places, slots, contexts, tiles)
 

@@ -42,6 +42,7 @@ class DecodeInputs:
                 np.zeros((max_rows, max_blocks), np.int32),  # pages that no step touches take no memory
                 np.full(max_rows, -1, np.int64),
                 self._turns[own.rotary],
+                own.scales,
             )
             for own in memory
         ]
@@ -61,6 +62,7 @@ class DecodeInputs:
                 own.block_table[:num_rows],
                 own.slots[:num_rows],
                 own.cos_sin[:num_rows],
+                own.scales,
             )
             for own in self._groups
         ]

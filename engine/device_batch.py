@@ -15,10 +15,12 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class DeviceGroup:
-    """A step's view of one KV group. block_table [S, B] int32: the model's own, by slot; kv_slots [T] int64: block * block_tokens +
-    place of each token, -1 for padding; turns [T, 2 P] float32; work: pieces of the decode rows' contexts (None: no such row)."""
+    """A step's view of one KV group. scales: of fp8 KV (engine/memory/arena.py); block_table [S, B] int32: the model's own, by
+    slot; kv_slots [T] int64: block * block_tokens + place of each token, -1 for padding; turns [T, 2 P] float32; work: pieces of
+    the decode rows' contexts (None: no such row)."""
 
     kv: Tensor
+    scales: Tensor | None
     window_tokens: int
     block_table: Tensor
     kv_slots: Tensor

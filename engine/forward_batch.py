@@ -48,12 +48,14 @@ class Rotary:
 @dataclass(slots=True, frozen=True)
 class GroupMemory:
     """kv [num_blocks, layers of the group, 2, G, block_tokens, D] is the arena as one KV group of a model sees it, kv_flat the same
-    memory for kernels. rotary: of the group's layers. window_tokens: positions a query attends to, its own included; 0 for all."""
+    memory for kernels. rotary: of the group's layers. window_tokens: positions a query attends to, its own included; 0 for all.
+    scales: of fp8 KV (engine/memory/arena.py)."""
 
     kv: Tensor
     kv_flat: Any
     rotary: Rotary
     window_tokens: int = 0
+    scales: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -67,6 +69,7 @@ class GroupBatch:
     block_table: IntArray  # [R, B]
     slots: LongArray
     cos_sin: Tensor
+    scales: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -149,7 +152,7 @@ def build_batch(
         slots = block_table[rows, blocks].astype(np.int64) * block_tokens + places
         if missing:
             slots = np.concatenate((slots, nothing - 1))
-        groups.append(GroupBatch(own.kv, own.kv_flat, own.window_tokens, block_table, slots, turns[own.rotary]))
+        groups.append(GroupBatch(own.kv, own.kv_flat, own.window_tokens, block_table, slots, turns[own.rotary], own.scales))
     if missing:
         input_ids = np.concatenate((input_ids, nothing))
     return HostBatch(

@@ -19,7 +19,7 @@ from engine.grammar.row_masks import RowMasks
 from engine.layers.rope import rotary_of
 from engine.layers.weights import Weights
 from engine.logprobs import owed_prompt_rows
-from engine.memory.arena import arena_blocks
+from engine.memory.arena import kv_views
 from engine.memory.chunk_memory import ChunkMemory
 from engine.memory.weight_range import WeightRange
 from engine.models.registry import CausalLM, build_model
@@ -51,7 +51,7 @@ class TorchModel:
         self.vocab_size = shape.vocab_size
         self.weights_bytes = weights.num_bytes
         self.shape = shape
-        self.kv_groups = sizing.kv_groups(shape, spec.dtype, block_tokens)
+        self.kv_groups = sizing.kv_groups(shape, spec.kv_dtype, block_tokens)
         self.num_threads = num_threads
         self._eos_token_ids = spec.eos_token_ids
         self._weights = weights
@@ -59,7 +59,7 @@ class TorchModel:
         self._model: CausalLM | None = build_model(shape, Weights(shape, spec.dtype, weights, spec.quantize))
         rotary = rotary_of(shape.rope, shape.head_dim, spec.max_model_len)
         local = rotary if shape.local_rope is None else rotary_of(shape.local_rope, shape.head_dim, spec.max_model_len)
-        self._dtype: torch.dtype = getattr(torch, spec.dtype)
+        self._kv_dtype = spec.kv_dtype
         self._padded = spec.dtype != "float32"  # MKL, which serves float32, has no set-up per row count
         self._kv = [self._group_memory(memory, group, local if group.window_tokens else rotary) for group in self.kv_groups]
         places = {layer: (number, place) for number, group in enumerate(self.kv_groups) for place, layer in enumerate(group.layers)}
@@ -69,11 +69,10 @@ class TorchModel:
         self._decode_steps: DecodeSteps | None = DecodeSteps(self._loaded(), inputs, scratch, max_rows)
 
     def _group_memory(self, memory: ChunkMemory, group: KVGroupSpec, rotary: Rotary) -> GroupMemory:
-        block_shape = (len(group.layers), 2, self.shape.num_kv_heads, group.block_tokens, self.shape.head_dim)
-        kv = arena_blocks(memory, block_shape, self._dtype)
-        flat = kv.view(-1)
+        kv, scales = kv_views(memory.arena, group, self.shape.num_kv_heads, self.shape.head_dim, self._kv_dtype)
+        flat = memory.arena[:0] if scales is not None else kv.view(-1)  # no kernel of the CPU's reads fp8
         kv_flat = flat.view(torch.uint16).numpy() if kv.dtype is torch.bfloat16 else flat.numpy()
-        return GroupMemory(kv, kv_flat, rotary, group.window_tokens)
+        return GroupMemory(kv, kv_flat, rotary, group.window_tokens, scales)
 
     @torch.inference_mode()
     def execute_behind(self, gate: WeightGate, plan: BatchPlan, table: SequenceTable, max_tokens: int) -> StepResult:

@@ -102,7 +102,7 @@ def index_of(done: KVTransfer) -> bytes:
     return msgspec.msgpack.encode(
         KVIndex(
             spec.fingerprint,
-            spec.dtype,
+            spec.dtype + spec.kv_cache_dtype,
             kv.block_tokens,
             [group.block_bytes for group in kv.groups],
             b"".join(done.keys),
@@ -125,7 +125,8 @@ def restoring(served: ServedModel, tier: HostTier | None, memory: ChunkMemory | 
         num_tokens = np.frombuffer(index.num_tokens, np.int32)
         present = np.frombuffer(index.present, np.uint8).reshape(len(keys), len(kv.groups)).astype(np.bool_)
         sums = np.frombuffer(index.checksums, np.uint64)
-        same = (index.fingerprint, index.kv_dtype, index.block_tokens) == (spec.fingerprint, spec.dtype, kv.block_tokens)
+        ours = (spec.fingerprint, spec.dtype + spec.kv_cache_dtype, kv.block_tokens)
+        same = (index.fingerprint, index.kv_dtype, index.block_tokens) == ours
         if not same or index.block_bytes != [group.block_bytes for group in kv.groups]:
             raise ValueError("it is of other weights or blocks")
         if len(num_tokens) != len(keys) or len(sums) != np.count_nonzero(present):

@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from engine import ops
 from engine.contracts import LoadCancelled, LoadTask
@@ -48,6 +49,7 @@ if TYPE_CHECKING:  # Triton need not be there on the CPU
 
 MAX_GRAPH_ROWS = 256  # decode steps of more rows have no graph
 KERNELS_LIMIT_S, TELL_EVERY_S = 300.0, 1.0
+FP8_CAPABILITY = (8, 9)
 
 
 class TorchRunner:
@@ -113,6 +115,8 @@ class TorchRunner:
             if spec.quantize and (self._gpu or source.shape.pooling):
                 what = "on a GPU" if self._gpu else "for encoders"
                 raise UnsupportedModel(CONFIG_NAME, None, f"quantize: {spec.quantize} is not built {what}")
+            if spec.kv_cache_dtype and self.memory.arena.is_cuda:
+                _check_fp8(torch.cuda.get_device_capability())
             num_bytes = sizing.weights_bytes(source.shape, spec.dtype, spec.quantize)
             granted = len(task.chunks) * self._options.chunk_bytes
             if num_bytes > granted:
@@ -186,7 +190,7 @@ class TorchRunner:
         """Of a model that was loaded before, the one there was: what its graphs have addresses of is where it was."""
         if shape.pooling:
             raise UnsupportedModel(CONFIG_NAME, None, "encoders are not served on a GPU")
-        identity = (weights.address, spec.fingerprint, spec.dtype, spec.max_model_len, spec.max_sequences)
+        identity = (weights.address, spec.fingerprint, spec.dtype, spec.kv_dtype, spec.max_model_len, spec.max_sequences)
         known = self._gpu_models.get(spec.model)
         if known is not None and known[0] == identity:
             known[1].restore()
@@ -198,6 +202,13 @@ class TorchRunner:
         model.warm()
         self._gpu_models[spec.model] = identity, model
         return model
+
+
+def _check_fp8(capability: tuple[int, int]) -> None:
+    """Raises UnsupportedModel for a GPU whose processors do not convert float8_e4m3."""
+    if capability < FP8_CAPABILITY:
+        needed, there = (".".join(map(str, one)) for one in (FP8_CAPABILITY, capability))
+        raise UnsupportedModel(CONFIG_NAME, None, f"kv_cache_dtype: fp8 needs compute capability {needed}; this GPU has {there}")
 
 
 def _in_background(work: Callable[[], object]) -> Future[None]:

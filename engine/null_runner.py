@@ -28,7 +28,6 @@ from loader import sizing
 from loader.errors import CheckpointError
 from loader.hf_config import parse_config
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 PROGRESS_EVERY_S = 0.05
 
 
@@ -85,11 +84,11 @@ class NullModel:
         self.name = spec.model
         self.vocab_size = int(config.get("vocab_size", 1024))
         self.weights_bytes = spec.weights_chunks * configure.chunk_bytes
-        block_bytes = 2 * layers * kv_heads * head_dim * DTYPE_BYTES[spec.dtype] * configure.block_tokens
+        block_bytes = 2 * layers * kv_heads * sizing.kv_head_bytes(head_dim, spec.kv_dtype) * configure.block_tokens
         self.kv_groups: tuple[KVGroupSpec, ...] = (KVGroupSpec("full", configure.block_tokens, block_bytes, tuple(range(layers))),)
         if config.get("sliding_window"):
             shape = parse_config(json.dumps(config).encode(), f"{spec.path}/config.json")
-            self.kv_groups = sizing.kv_groups(shape, spec.dtype, configure.block_tokens)
+            self.kv_groups = sizing.kv_groups(shape, spec.kv_dtype, configure.block_tokens)
         faults = config.get("hearthd_null", {})
         self._nan_token: int | None = faults.get("nan_token")
         self._crash_token: int | None = faults.get("crash_token")

@@ -237,9 +237,10 @@ def rope_and_store(qkv: Tensor, norms: HeadNorms | None, layer: int, heads: int,
         return
     group, place = batch.group_of(layer)
     kv = group.kv
-    if not _served(qkv):
+    if not _served(qkv) or group.scales is not None:
         slots = torch.from_numpy(group.slots)
-        reference.rope_and_store(qkv, group.cos_sin, query_norm, key_norm, around_one, eps, kv, place, heads, slots)
+        norms = (query_norm, key_norm, around_one, eps)
+        reference.rope_and_store(qkv, group.cos_sin, *norms, kv, place, heads, slots, group.scales)
         return
     array = _array(qkv)
     none = array[0, :0]
@@ -275,7 +276,7 @@ def attention(qkv: Tensor, layer: int, heads: int, scale: float, softcap: float,
     out = empty(qkv, qkv.shape[0], heads * head_dim)
     if batch.num_tokens < len(out):
         call(out[batch.num_tokens :].zero_)
-    served = _served(qkv) and kv.shape[4] % BLOCK_TOKENS_STEP == 0
+    served = _served(qkv) and group.scales is None and kv.shape[4] % BLOCK_TOKENS_STEP == 0
     sizes = (kv.shape[1], place, heads, kv_heads, kv.shape[4], head_dim)
     how = (group.window_tokens, scale, softcap)
     if len(batch.paged_tokens):
@@ -284,7 +285,7 @@ def attention(qkv: Tensor, layer: int, heads: int, scale: float, softcap: float,
             call(_kernels.paged_attention, _array(qkv), group.kv_flat, *sizes, group.block_table, *queries, *how, _array(out))
         else:
             table, tokens, rows, contexts = (torch.from_numpy(x) for x in (group.block_table, *queries))
-            reference.paged_attention(qkv, kv, place, heads, table, tokens, rows, contexts, *how, out)
+            reference.paged_attention(qkv, kv, place, heads, table, tokens, rows, contexts, *how, out, None, group.scales)
     for row in batch.long_rows:
         start, num_new = int(batch.starts[row]), int(batch.num_new[row])
         if served:
@@ -301,6 +302,7 @@ def attention(qkv: Tensor, layer: int, heads: int, scale: float, softcap: float,
             scale,
             softcap,
             out[start : start + num_new].view(num_new, heads, head_dim),
+            group.scales,
         )
     return out
 

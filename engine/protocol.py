@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 # How a sequence ended, as `TokensOut.finish` carries it. 0 is "goes on".
 FINISH_NONE, FINISH_STOP, FINISH_LENGTH, FINISH_ABORT = 0, 1, 2, 3
@@ -92,6 +92,12 @@ class LoadModel(Message, frozen=True):
     keep_slots: list[int] = []  # to fill with the weights while they come from disk; empty: no copy is kept
     kv_slots: list[int] = []  # hold KV that an eviction saved (Evicted.kv_slots_used)
     kv_index: bytes = b""  # what is in them (Evicted.kv_index); empty: nothing is taken back
+    kv_cache_dtype: str = ""  # fp8: of keys and values; empty: dtype
+
+    @property
+    def kv_dtype(self) -> str:
+        """What keys and values are kept in."""
+        return self.kv_cache_dtype or self.dtype
 
 
 class EvictModel(Message, frozen=True):

@@ -122,10 +122,10 @@ class ServedModels:
             max_num_batched_tokens=self._configure.max_num_batched_tokens,
             eos_token_ids=tuple(spec.eos_token_ids),
             fingerprint=spec.fingerprint + spec.quantize,  # keys and values of quantised weights are others
-            kv_dtype=spec.dtype,
+            kv_dtype=spec.dtype + spec.kv_cache_dtype,
         )
         pace = self._limits.setdefault(
-            (spec.model, spec.fingerprint, spec.dtype), StepLimits(self.turns.budget_s, self._configure.max_step_stretch)
+            (spec.model, spec.fingerprint, limits.kv_dtype), StepLimits(self.turns.budget_s, self._configure.max_step_stretch)
         )
         ahead = hosted if isinstance(hosted, LaunchesAhead) else None
         return ServedModel(spec, hosted, BatchScheduler(spec.model, kv, limits), place, pace, ahead)

@@ -26,6 +26,7 @@ SCALE_BYTES = 4  # float32, one for each output of a quantised matrix
 # Of a quantised matrix in the model's dtype at a time, for steps of many rows.
 DEQUANTIZED_BYTES = 4 << 20
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+KV_FP8 = "fp8"  # keys and values as float8_e4m3fn; a head of a token has one scale, of one byte (engine/kernels/triton_fp8.py)
 DTYPE_OF = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # safetensors' name -> ours
 # Logits held at a time; sampling rows beyond it are computed in turn, so a large vocabulary can't outgrow the work space.
 LOGITS_BYTES = 8 << 20
@@ -192,22 +193,27 @@ def weights_bytes(shape: ModelShape, dtype: str, quantize: str = "") -> int:
     return max(_aligned(last.offset_bytes + last.num_bytes) for last in ends)
 
 
-def kv_bytes_per_token(shape: ModelShape, dtype: str) -> int:
+def kv_head_bytes(head_dim: int, kv_dtype: str) -> int:
+    """One token's keys, or values, in one KV head. kv_dtype: the model's dtype, or KV_FP8."""
+    return head_dim + 1 if kv_dtype == KV_FP8 else head_dim * ITEM_BYTES[kv_dtype]
+
+
+def kv_bytes_per_token(shape: ModelShape, kv_dtype: str) -> int:
     """Keys and values of one token over all layers; an encoder keeps none."""
     if shape.pooling:
         return 0
-    return shape.num_layers * 2 * shape.num_kv_heads * shape.head_dim * ITEM_BYTES[dtype]
+    return shape.num_layers * 2 * shape.num_kv_heads * kv_head_bytes(shape.head_dim, kv_dtype)
 
 
-def block_bytes(shape: ModelShape, dtype: str, block_tokens: int) -> int:
+def block_bytes(shape: ModelShape, kv_dtype: str, block_tokens: int) -> int:
     """One KV block of a dense model's only KV cache group."""
-    return kv_bytes_per_token(shape, dtype) * block_tokens
+    return kv_bytes_per_token(shape, kv_dtype) * block_tokens
 
 
-def kv_groups(shape: ModelShape, dtype: str, block_tokens: int) -> tuple[KVGroupSpec, ...]:
+def kv_groups(shape: ModelShape, kv_dtype: str, block_tokens: int) -> tuple[KVGroupSpec, ...]:
     """Layers by their window: full ones first, then the others by size. A block holds the layers of its group only."""
     windows = shape.layer_windows or (0,) * shape.num_layers
-    layer_bytes = 2 * shape.num_kv_heads * shape.head_dim * ITEM_BYTES[dtype] * block_tokens
+    layer_bytes = 2 * shape.num_kv_heads * kv_head_bytes(shape.head_dim, kv_dtype) * block_tokens
     groups = []
     for window in sorted(set(windows)):
         layers = tuple(layer for layer, own in enumerate(windows) if own == window)
@@ -226,11 +232,11 @@ def group_chunks(group: KVGroupSpec, max_model_len: int, max_num_batched_tokens:
 
 
 def kv_reserved_bytes(
-    shape: ModelShape, dtype: str, max_model_len: int, block_tokens: int, max_num_batched_tokens: int, chunk_bytes: int
+    shape: ModelShape, kv_dtype: str, max_model_len: int, block_tokens: int, max_num_batched_tokens: int, chunk_bytes: int
 ) -> int:
     """KV of one sequence of max_model_len over all groups, each in chunks of its own; without the one chunk that the ledger adds
     for every model."""
-    groups = kv_groups(shape, dtype, block_tokens)
+    groups = kv_groups(shape, kv_dtype, block_tokens)
     return (sum(group_chunks(group, max_model_len, max_num_batched_tokens, chunk_bytes) for group in groups) - 1) * chunk_bytes
 
 
@@ -304,15 +310,15 @@ def _encoder_work_space_bytes(shape: ModelShape, dtype: str, max_num_batched_tok
     return (tokens * (widths + 64) + scores) * 5 // 4
 
 
-def default_max_model_len(shape: ModelShape, dtype: str, device_budget_bytes: int) -> int:
+def default_max_model_len(shape: ModelShape, kv_dtype: str, device_budget_bytes: int) -> int:
     """The checkpoint's length, or what a quarter of the device holds as KV if that is less (but 2,048 at least). A layer with a
     window takes no more than that."""
     if shape.pooling:
         return shape.max_position_embeddings
-    layer_bytes = kv_bytes_per_token(shape, dtype) // shape.num_layers
+    layer_bytes = kv_bytes_per_token(shape, kv_dtype) // shape.num_layers
     windows = [window for window in shape.layer_windows if window]
     left_bytes = max(0, device_budget_bytes // 4 - sum(windows) * layer_bytes)
-    fits = device_budget_bytes // 4 // kv_bytes_per_token(shape, dtype)  # shorter than every window
+    fits = device_budget_bytes // 4 // kv_bytes_per_token(shape, kv_dtype)  # shorter than every window
     if windows and fits > max(windows):
         num_full = shape.num_layers - len(windows)
         fits = left_bytes // (num_full * layer_bytes) if num_full else shape.max_position_embeddings

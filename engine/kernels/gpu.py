@@ -56,7 +56,8 @@ def rope_and_store(
     batch: DeviceBatch,
 ) -> None:
     group, place = batch.group_of(layer)
-    triton_rope.rope_and_store(qkv, group.turns, query_norm, key_norm, around_one, eps, group.kv, place, heads, group.kv_slots)
+    norms, kv = (query_norm, key_norm, around_one, eps), (group.kv, group.scales)
+    triton_rope.rope_and_store(qkv, group.turns, *norms, *kv, place, heads, group.kv_slots)
 
 
 def attention(
@@ -65,15 +66,16 @@ def attention(
     """[T, H D]; tokens of no row are left undefined."""
     group, place = batch.group_of(layer)
     out = qkv.new_empty(qkv.shape[0], heads * group.kv.shape[5])
+    kv = (group.kv, group.scales)
     if batch.num_decode:
         triton_decode.decode_attention(
-            qkv, group.kv, place, heads, group.block_table, batch.slots, group.work, scale, softcap, sinks, INTERPRETED, out
+            qkv, *kv, place, heads, group.block_table, batch.slots, group.work, scale, softcap, sinks, INTERPRETED, out
         )
     if batch.tiles is not None:
         tiles = batch.tiles
         triton_extend.extend_attention(
             qkv,
-            group.kv,
+            *kv,
             place,
             heads,
             group.block_table,

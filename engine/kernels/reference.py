@@ -2,7 +2,8 @@
 the kernels to them.
 
 Shapes: T tokens, W width, H query heads, G KV heads, D head size, N query tokens, R rows, B blocks a row.
-KV: [num_blocks, layers, 2, G, block_tokens, D], keys at index 0 and values at 1 of the third axis.
+KV: [num_blocks, layers, 2, G, block_tokens, D], keys at index 0 and values at 1 of the third axis. With scales [num_blocks, layers,
+2, G, block_tokens] it is fp8, as quantize_fp8 makes it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from loader.sizing import PREFILL_TILE_TOKENS
+
+MIN_FP8_SCALE = 127 - 24  # 2**-24: float16 has it; of what is smaller than 448 times that, the smallest numbers are rounded more
 
 
 def int8_linear(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, held_bytes: int) -> Tensor:
@@ -64,6 +67,7 @@ def rope_and_store(
     layer: int,
     heads: int,
     slots: Tensor,
+    scales: Tensor | None = None,
 ) -> None:
     """qkv [T, (H + 2 G) D]: normalises (if norms are given) and rotates queries in place, and stores keys and values of the tokens
     at slots [T] (block * block_tokens + place; below 0: not stored)."""
@@ -77,16 +81,41 @@ def rope_and_store(
     key.copy_(rotate(key, cos_sin))
     stored = slots >= 0
     blocks, places = slots[stored] // block_tokens, slots[stored] % block_tokens
-    kv[blocks, layer, 0, :, places] = key[stored]
-    kv[blocks, layer, 1, :, places] = heads_of[stored, heads + kv_heads :]
+    for which, of_tokens in enumerate((key[stored], heads_of[stored, heads + kv_heads :])):
+        if scales is None:
+            kv[blocks, layer, which, :, places] = of_tokens
+        else:
+            kv[blocks, layer, which, :, places], scales[blocks, layer, which, :, places] = quantize_fp8(of_tokens)
 
 
-def gather_context(kv: Tensor, layer: int, blocks: Tensor, first: int, context: int) -> tuple[Tensor, Tensor]:
-    """Keys and values [G, context - first, D] of positions first to below context of one row; blocks [B]: its block table, of which
-    only the entries of these positions are read."""
+def quantize_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [..., D] -> codes of float8_e4m3fn [..., D] and of their scales [...], both uint8; x is about 2 ** (scale - 127) * value.
+
+    A scale is the power of two (E8M0 of the OCP's microscaling formats) that brings the largest of the D numbers to between 224 and
+    448, which is e4m3's largest; so nothing is clamped, and but for the rounding nothing is lost. NaN and infinities become NaN."""
+    wide = x.float()
+    largest = wide.abs().amax(-1).view(torch.int32)
+    scales = (((largest + 0x1FFFFF) >> 23) - 8).clamp(min=MIN_FP8_SCALE)  # the exponent, and one more above 1.75 times its power
+    inverse = ((254 - scales) << 23).view(torch.float32)
+    return (wide * inverse.unsqueeze(-1)).to(torch.float8_e4m3fn).view(torch.uint8), scales.to(torch.uint8)
+
+
+def widen_fp8(codes: Tensor, scales: Tensor) -> Tensor:
+    """What quantize_fp8 made, as float32 (without error)."""
+    return codes.view(torch.float8_e4m3fn).float() * (scales.int() << 23).view(torch.float32).unsqueeze(-1)
+
+
+def gather_context(
+    kv: Tensor, layer: int, blocks: Tensor, first: int, context: int, scales: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Keys and values [G, context - first, D] of positions first to below context of one row, fp8 ones as float32; blocks [B]: its
+    block table, of which only the entries of these positions are read."""
     kv_heads, block_tokens, head_dim = kv.shape[3:]
     first_block, end_block = first // block_tokens, -(-context // block_tokens)
-    pages = kv[blocks[first_block:end_block], layer].permute(1, 2, 0, 3, 4)
+    pages = kv[blocks[first_block:end_block], layer]
+    if scales is not None:
+        pages = widen_fp8(pages, scales[blocks[first_block:end_block], layer])
+    pages = pages.permute(1, 2, 0, 3, 4)
     pages = pages.reshape(2, kv_heads, (end_block - first_block) * block_tokens, head_dim)
     begin = first_block * block_tokens
     return pages[0, :, first - begin : context - begin], pages[1, :, first - begin : context - begin]
@@ -111,13 +140,14 @@ def paged_attention(
     softcap: float,
     out: Tensor,
     sinks: Tensor | None = None,
+    scales: Tensor | None = None,
 ) -> None:
     """Query tokens [N] of qkv [T, (H + 2 G) D] attend to the first contexts[n] positions of row rows[n], of these to the last
     `window` (0: all); out [T, H D]. Softmax in float32. sinks [H]: of each head one more score, whose value is 0."""
     kv_heads, _, head_dim = kv.shape[3:]
     for token, row, context in zip(tokens.tolist(), rows.tolist(), contexts.tolist(), strict=True):
         first = max(0, context - window) if window else 0
-        key, value = gather_context(kv, layer, block_table[row], first, context)
+        key, value = gather_context(kv, layer, block_table[row], first, context, scales)
         query = qkv[token, : heads * head_dim].view(kv_heads, heads // kv_heads, head_dim).float() * scale
         scores = capped(query @ key.float().transpose(1, 2), softcap)
         if sinks is not None:
@@ -190,13 +220,14 @@ def long_row_attention(
     scale: float,
     softcap: float,
     out: Tensor,
+    scales: Tensor | None = None,
 ) -> None:
     """query [H, N, D] are the last N of the row's `context` positions; block_table: the row's; out [N, H, D]. The keys and values
     that they see are gathered once."""
     num_new = query.shape[1]
     before = context - num_new
     first = max(0, before - window + 1) if window else 0  # what the first query sees first
-    key, value = gather_context(kv, layer, block_table, first, context)
+    key, value = (x.to(query.dtype) for x in gather_context(kv, layer, block_table, first, context, scales))
     if before == 0 and not 0 < window < context and softcap == 0:
         out.copy_(causal_attention(query, key, value, scale, 0.0, None).transpose(0, 1))
         return

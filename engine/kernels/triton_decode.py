@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.triton_fp8 import block_of, scale_of, scales_at, widened
 from engine.kernels.triton_softmax import LOG2_E, accumulate, scores_of
 
 SPLIT_TOKENS = 64  # the positions of a piece are a multiple of this
@@ -109,6 +110,7 @@ def split_contexts(contexts: Tensor, window: int, work: DecodeWork) -> None:
 def _piece_kernel(
     qkv,  # [T, (H + 2 G) D]; row r's query is token r
     kv,
+    scales,  # of fp8 KV
     block_table,  # [S, B] int32
     table_rows,  # [R] int32: each row's place in block_table
     rows,  # [I]
@@ -130,6 +132,7 @@ def _piece_kernel(
     PADDED_D: tl.constexpr,
     SOFTCAP: tl.constexpr,
     WIDEN: tl.constexpr,
+    FP8: tl.constexpr,
 ):
     item = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -150,16 +153,33 @@ def _piece_kernel(
     top = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     sums = tl.zeros([M, PADDED_D], tl.float32)
+    if FP8:
+        position = begin + place
+        block = block_of(table, position, position < end, BLOCK_TOKENS)
+        key_scale, value_scale = scales_at(
+            scales, block, position, position < end, keys_at // D, values_at // D, block_stride, BLOCK_TOKENS
+        )
+        next_block = block_of(table, position + N, position + N < end, BLOCK_TOKENS)
     for start in range(begin, end, N):
         position = start + place
         visible = position < end
         block = tl.load(table + position // BLOCK_TOKENS, mask=visible, other=0).to(tl.int64)
         cell = block * block_stride + position % BLOCK_TOKENS * D
         seen = visible[:, None] & (dim < D)[None, :]
-        key = tl.load(kv + cell[:, None] + keys_at + dim[None, :], mask=seen, other=0.0)
-        scores = scores_of(query, key, scale, softcap, SOFTCAP, WIDEN)
+        key = tl.load(kv + cell[:, None] + keys_at + dim[None, :], mask=seen, other=0)
+        if FP8:
+            scores = scores_of(query, widened(key, query.dtype), (scale * scale_of(key_scale))[None, :], softcap, SOFTCAP, WIDEN)
+        else:
+            scores = scores_of(query, key, scale, softcap, SOFTCAP, WIDEN)
         scores = tl.where(visible[None, :], scores, float("-inf"))
-        value = tl.load(kv + cell[:, None] + values_at + dim[None, :], mask=seen, other=0.0)
+        value = tl.load(kv + cell[:, None] + values_at + dim[None, :], mask=seen, other=0)
+        if FP8:
+            value = widened(value, query.dtype) * scale_of(value_scale).to(query.dtype)[:, None]
+            later = position + N
+            key_scale, value_scale = scales_at(
+                scales, next_block, later, later < end, keys_at // D, values_at // D, block_stride, BLOCK_TOKENS
+            )
+            next_block = block_of(table, later + N, later + N < end, BLOCK_TOKENS)
         top, total, sums = accumulate(scores, value, top, total, sums, WIDEN)
     at = (item * H + head).to(tl.int64)
     tl.store(partial + at[:, None] * D + dim[None, :], sums / total[:, None], mask=inside)
@@ -207,6 +227,7 @@ def _combine_kernel(
 def decode_attention(
     qkv: Tensor,
     kv: Tensor,
+    scales: Tensor | None,
     layer: int,
     heads: int,
     block_table: Tensor,
@@ -220,7 +241,8 @@ def decode_attention(
 ) -> None:
     """The first R tokens of qkv [T, (H + 2 G) D] are the rows' queries; out [T, H D], rows without a context get zeros.
 
-    block_table [S, B] int32; table_rows [R] int32: where each row's blocks are in it. sinks [H] float32: a score that takes weight
+    scales: of fp8 KV, which is widened to qkv's dtype for the products. block_table [S, B] int32; table_rows [R] int32: where each
+    row's blocks are in it. sinks [H] float32: a score that takes weight
     and gives no value. widen: as in triton_softmax."""
     kv_heads, block_tokens, head_dim = kv.shape[3:]
     num_items, num_rows = len(work.rows), len(work.firsts) - 1
@@ -231,6 +253,7 @@ def decode_attention(
     _piece_kernel[(num_items, kv_heads)](
         qkv,
         kv,
+        kv if scales is None else scales,
         block_table,
         table_rows,
         work.rows,
@@ -252,6 +275,7 @@ def decode_attention(
         PADDED_D=padded,
         SOFTCAP=softcap > 0,
         WIDEN=widen,
+        FP8=scales is not None,
         num_warps=4,
         num_stages=2 if wide_items else 3,
     )

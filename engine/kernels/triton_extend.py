@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.triton_fp8 import block_of, scale_of, scales_at, widened
 from engine.kernels.triton_softmax import LOG2_E, accumulate, scores_of
 
 
@@ -24,13 +25,19 @@ def tile_tokens(head_dim: int, dtype: torch.dtype) -> int:
 
 @triton.jit
 def _attend(
-    query, top, total, sums, kv, table, position_of_query, low, begin, end,
+    query, top, total, sums, kv, scales, table, position_of_query, low, begin, end,
     keys_at, values_at, block_stride, window, scale, softcap,
     D: tl.constexpr, BLOCK_TOKENS: tl.constexpr, N: tl.constexpr, PADDED_D: tl.constexpr,
-    MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, WIDEN: tl.constexpr,
+    MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, WIDEN: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     """Positions begin to end, of which those below `low` or after the queries' own exist only where MASKED."""
     dim, place = tl.arange(0, PADDED_D), tl.arange(0, N)
+    if FP8:
+        position = begin + place
+        there = (position >= low) & (position < end)
+        block = block_of(table, position, there, BLOCK_TOKENS)
+        key_scale, value_scale = scales_at(scales, block, position, there, keys_at // D, values_at // D, block_stride, BLOCK_TOKENS)
+        next_block = block_of(table, position + N, position + N < end, BLOCK_TOKENS)
     for start in range(begin, end, N):
         position = start + place
         if MASKED:
@@ -41,14 +48,24 @@ def _attend(
             block = tl.load(table + position // BLOCK_TOKENS).to(tl.int64)
             seen = (place >= 0)[:, None] & (dim < D)[None, :]
         cell = block * block_stride + position % BLOCK_TOKENS * D
-        key = tl.load(kv + cell[:, None] + keys_at + dim[None, :], mask=seen, other=0.0)
-        scores = scores_of(query, key, scale, softcap, SOFTCAP, WIDEN)
+        key = tl.load(kv + cell[:, None] + keys_at + dim[None, :], mask=seen, other=0)
+        if FP8:
+            scores = scores_of(query, widened(key, query.dtype), (scale * scale_of(key_scale))[None, :], softcap, SOFTCAP, WIDEN)
+        else:
+            scores = scores_of(query, key, scale, softcap, SOFTCAP, WIDEN)
         if MASKED:
             visible = there[None, :] & (position[None, :] <= position_of_query[:, None])
             if WINDOW:
                 visible &= position[None, :] > position_of_query[:, None] - window
             scores = tl.where(visible, scores, float("-inf"))
-        value = tl.load(kv + cell[:, None] + values_at + dim[None, :], mask=seen, other=0.0)
+        value = tl.load(kv + cell[:, None] + values_at + dim[None, :], mask=seen, other=0)
+        if FP8:
+            value = widened(value, query.dtype) * scale_of(value_scale).to(query.dtype)[:, None]
+            later = position + N
+            key_scale, value_scale = scales_at(
+                scales, next_block, later, later < end, keys_at // D, values_at // D, block_stride, BLOCK_TOKENS
+            )
+            next_block = block_of(table, later + N, later + N < end, BLOCK_TOKENS)
         top, total, sums = accumulate(scores, value, top, total, sums, WIDEN)
     return top, total, sums
 
@@ -57,6 +74,7 @@ def _attend(
 def _extend_kernel(
     qkv,  # [T, (H + 2 G) D]
     kv,
+    scales,  # of fp8 KV
     block_table,  # [S, B] int32
     table_rows,  # [R] int32: each row's place in block_table
     tile_rows,  # [I] int32
@@ -83,6 +101,7 @@ def _extend_kernel(
     SINKS: tl.constexpr,
     SOFTCAP: tl.constexpr,
     WIDEN: tl.constexpr,
+    FP8: tl.constexpr,
 ):
     head = tl.program_id(0)
     tile = tl.program_id(1)
@@ -115,17 +134,19 @@ def _extend_kernel(
     sums = tl.zeros([M, PADDED_D], tl.float32)
     if WINDOW:
         top, total, sums = _attend(
-            query, top, total, sums, kv, table, own, low, low // N * N, clear,
+            query, top, total, sums, kv, scales, table, own, low, low // N * N, clear,
             keys_at, values_at, block_stride, window, scale, softcap,
-            D, BLOCK_TOKENS, N, PADDED_D, True, WINDOW, SOFTCAP, WIDEN,
+            D, BLOCK_TOKENS, N, PADDED_D, True, WINDOW, SOFTCAP, WIDEN, FP8,
         )  # fmt: skip
     top, total, sums = _attend(
-        query, top, total, sums, kv, table, own, low, clear, common, keys_at, values_at, block_stride, window, scale, softcap,
-        D, BLOCK_TOKENS, N, PADDED_D, False, WINDOW, SOFTCAP, WIDEN,
+        query, top, total, sums, kv, scales, table, own, low, clear, common,
+        keys_at, values_at, block_stride, window, scale, softcap,
+        D, BLOCK_TOKENS, N, PADDED_D, False, WINDOW, SOFTCAP, WIDEN, FP8,
     )  # fmt: skip
     top, total, sums = _attend(
-        query, top, total, sums, kv, table, own, low, common, end, keys_at, values_at, block_stride, window, scale, softcap,
-        D, BLOCK_TOKENS, N, PADDED_D, True, WINDOW, SOFTCAP, WIDEN,
+        query, top, total, sums, kv, scales, table, own, low, common, end,
+        keys_at, values_at, block_stride, window, scale, softcap,
+        D, BLOCK_TOKENS, N, PADDED_D, True, WINDOW, SOFTCAP, WIDEN, FP8,
     )  # fmt: skip
     result = sums / tl.where(total > 0.0, total, 1.0)[:, None]
     tl.store(out + (token[:, None] * H + head) * D + dim[None, :], result.to(out.dtype.element_ty), mask=inside)
@@ -134,6 +155,7 @@ def _extend_kernel(
 def extend_attention(
     qkv: Tensor,
     kv: Tensor,
+    scales: Tensor | None,
     layer: int,
     heads: int,
     block_table: Tensor,
@@ -150,14 +172,15 @@ def extend_attention(
     widen: bool,
     out: Tensor,
 ) -> None:
-    """Tiles of `tile_tokens` queries; only their tokens' rows of out [T, H D] are written. table_rows, sinks, widen: as
-    triton_decode.decode_attention has them."""
+    """Tiles of `tile_tokens` queries; only their tokens' rows of out [T, H D] are written. scales, table_rows, sinks,
+    widen: as triton_decode.decode_attention has them."""
     kv_heads, block_tokens, head_dim = kv.shape[3:]
     tokens = tile_tokens(head_dim, qkv.dtype)
     wide_items = qkv.element_size() == 4
     _extend_kernel[(heads, len(tile_rows))](
         qkv,
         kv,
+        kv if scales is None else scales,
         block_table,
         table_rows,
         tile_rows,
@@ -184,6 +207,7 @@ def extend_attention(
         SINKS=sinks is not None,
         SOFTCAP=softcap > 0,
         WIDEN=widen,
+        FP8=scales is not None,
         num_warps=8 if tokens == 128 or wide_items else 4,
         num_stages=2 if wide_items else 3,
     )

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.triton_fp8 import e4m3_of, scale_of, shared_scale
+
 
 @triton.jit
 def _cos_sin_kernel(
@@ -52,6 +54,7 @@ def _rope_and_store_kernel(
     query_norm,  # [D]
     key_norm,  # [D]
     kv,  # the arena as one group sees it
+    scales,  # of fp8 KV
     slots,  # [T] int64, below 0: not stored
     eps,
     layer,
@@ -66,6 +69,7 @@ def _rope_and_store_kernel(
     HEADS: tl.constexpr,  # heads of a program
     PAIRS: tl.constexpr,  # P, padded
     REST: tl.constexpr,  # D - 2 P, padded; 0: every dimension turns
+    FP8: tl.constexpr,
 ):
     narrow: tl.constexpr = qkv.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
@@ -108,18 +112,33 @@ def _rope_and_store_kernel(
     keep = is_query[:, None] & (at < P)[None, :]
     tl.store(row + at[None, :], turned_left, mask=keep)
     tl.store(row + (P + at)[None, :], turned_right, mask=keep)
+    if REST > 0:
+        rest = rest.to(narrow)
+        if NORMS:
+            tl.store(row + beyond[None, :], rest, mask=is_query[:, None] & (beyond < D)[None, :])
     slot = tl.load(slots + token)
-    which = tl.where(is_value, G, 0) + layer * 2 * G
-    place = ((which + head - H - tl.where(is_value, G, 0)) * BLOCK_TOKENS + slot % BLOCK_TOKENS) * D
-    cell = kv + (slot // BLOCK_TOKENS) * block_stride + place[:, None]
+    which = layer * 2 * G + head - H  # values lie behind keys, in the block as in qkv
+    place = which * BLOCK_TOKENS + slot % BLOCK_TOKENS
+    block_at = (slot // BLOCK_TOKENS) * block_stride
     kept = (head >= H) & (head < H + 2 * G) & (tl.zeros_like(head) + slot >= 0)
+    if FP8:
+        left, right = turned_left.to(tl.float32), turned_right.to(tl.float32)
+        largest = tl.max(tl.maximum(tl.abs(left), tl.abs(right)), axis=1)
+        if REST > 0:
+            rest = rest.to(tl.float32)
+            largest = tl.maximum(largest, tl.max(tl.abs(rest), axis=1))
+        exponent = shared_scale(largest)
+        tl.store(scales + block_at + place, exponent.to(tl.uint8), mask=kept)
+        inverse = scale_of(254 - exponent)[:, None]
+        turned_left, turned_right = e4m3_of(left * inverse), e4m3_of(right * inverse)
+        if REST > 0:
+            rest = e4m3_of(rest * inverse)
+    cell = kv + block_at + (place * D)[:, None]
     stored = kept[:, None] & (at < P)[None, :]
     tl.store(cell + at[None, :], turned_left, mask=stored)
     tl.store(cell + (P + at)[None, :], turned_right, mask=stored)
     if REST > 0:
-        if NORMS:
-            tl.store(row + beyond[None, :], rest.to(narrow), mask=is_query[:, None] & (beyond < D)[None, :])
-        tl.store(cell + beyond[None, :], rest.to(narrow), mask=kept[:, None] & (beyond < D)[None, :])
+        tl.store(cell + beyond[None, :], rest, mask=kept[:, None] & (beyond < D)[None, :])
 
 
 def rope_and_store(
@@ -130,6 +149,7 @@ def rope_and_store(
     around_one: bool,
     eps: float,
     kv: Tensor,
+    scales: Tensor | None,
     layer: int,
     heads: int,
     slots: Tensor,
@@ -138,7 +158,8 @@ def rope_and_store(
     kv_heads, block_tokens, head_dim = kv.shape[3:]
     pairs = turns.shape[1] // 2
     padded = triton.next_power_of_2(pairs)
-    per_program = max(1, min(triton.next_power_of_2(heads + 2 * kv_heads), 1024 // padded))
+    most = 1024 if scales is None else 512  # rounding takes registers
+    per_program = max(1, min(triton.next_power_of_2(heads + 2 * kv_heads), most // padded))
     beyond = head_dim - 2 * pairs
     _rope_and_store_kernel[(qkv.shape[0], triton.cdiv(heads + 2 * kv_heads, per_program))](
         qkv,
@@ -146,6 +167,7 @@ def rope_and_store(
         qkv if query_norm is None else query_norm,
         qkv if key_norm is None else key_norm,
         kv,
+        kv if scales is None else scales,
         slots,
         eps,
         layer,
@@ -160,5 +182,6 @@ def rope_and_store(
         HEADS=per_program,
         PAIRS=padded,
         REST=triton.next_power_of_2(beyond) if beyond else 0,
+        FP8=scales is not None,
         num_warps=4,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -200,6 +201,35 @@ async def test_what_cannot_be_quantised_is_refused_by_field(tmp_path: Path) -> N
         (facts,) = registered(await registry.rescan()).values()
         assert wanted in facts.incomplete
         assert ('models."a".quantize' in facts.incomplete) == bool(wanted)
+
+
+async def test_fp8_kv_is_counted_asked_for_and_kept_from_cpu_devices(tmp_path: Path) -> None:
+    make_model(tmp_path / "a")
+    make_encoder(tmp_path / "encoder")
+    gpu, cpu = DeviceBudget("cuda:0", 64 * MIB, "GPU-a"), DeviceBudget("cpu:0", 64 * MIB)
+
+    async def scanned(there: list[DeviceBudget], **settings: Any) -> tuple[events.ModelFacts, events.ModelFacts, Registry]:
+        one = ModelConfig(**settings)
+        config = NodeConfig(models_dir=str(tmp_path), models={"a": one, "encoder": one}, chunk_bytes=2 * MIB)
+        registry = Registry(config, there, NodeState(str(tmp_path / "s")))
+        facts = registered(await registry.rescan())
+        return facts["a"], facts["encoder"], registry
+
+    plain, _, _ = await scanned([gpu, cpu])
+    halved, encoder, registry = await scanned([gpu, cpu], kv_cache_dtype="fp8")
+    assert plain.devices == ()
+    assert halved.devices == ("cuda:0",)
+    head_dim = 8
+    assert halved.kv_bytes_per_token * 4 * head_dim == plain.kv_bytes_per_token * (head_dim + 1)  # float32
+    source = registry.source("a")
+    assert source is not None
+    assert source.kv_cache_dtype == "fp8"
+    assert "float32, fp8 KV, max_model_len" in registry.describe("a")
+    assert encoder.incomplete == 'models."encoder".kv_cache_dtype: encoders keep no KV; leave it out'
+    for devices, named in (([cpu], []), ([gpu, cpu], ["cpu:0"])):
+        refused, _, _ = await scanned(devices, kv_cache_dtype="fp8", devices=named)
+        wanted = 'models."a".kv_cache_dtype: fp8 is built for cuda devices only, and this model may live on cpu:0'
+        assert refused.incomplete == wanted
 
 
 async def test_a_gpus_work_space_does_not_grow_with_the_context(tmp_path: Path) -> None:

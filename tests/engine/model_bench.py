@@ -154,10 +154,12 @@ def load(
     max_len: int = MAX_LEN,
     max_sequences: int = 8,
     quantize: str = "",
+    kv_cache_dtype: str = "",
 ) -> TorchModel:
     name = f"tiny{next(_names)}"  # each has a range of its own
     fingerprint = scan_one(folder).fingerprint
-    spec = LoadModel(1, name, str(folder), dtype, fingerprint, 1 << 20, 0, 0, max_len, max_sequences, list(eos), quantize=quantize)
+    limits = (1 << 20, 0, 0, max_len, max_sequences, list(eos))
+    spec = LoadModel(1, name, str(folder), dtype, fingerprint, *limits, quantize=quantize, kv_cache_dtype=kv_cache_dtype)
     model = runner.load(load_task(spec, memory=runner.memory))
     assert isinstance(model, TorchModel)
     return model

@@ -64,8 +64,11 @@ OTHER = np.random.default_rng(12).integers(0, 211, 45).tolist()
 KINDS = ["llama", "qwen3", "gemma2", "gemma3", "phi3-partial-window"]
 
 
-def load_cuda_model(folder: Path, device: str = "cpu", dtype: str = "float32", max_graph_rows: int = 0) -> CudaModel:
-    spec = LoadModel(1, "tiny", str(folder), dtype, scan_one(folder).fingerprint, 1 << 20, 0, 0, MAX_LEN, 8, [1])
+def load_cuda_model(
+    folder: Path, device: str = "cpu", dtype: str = "float32", max_graph_rows: int = 0, kv_cache_dtype: str = ""
+) -> CudaModel:
+    limits = (1 << 20, 0, 0, MAX_LEN, 8, [1])
+    spec = LoadModel(1, "tiny", str(folder), dtype, scan_one(folder).fingerprint, *limits, kv_cache_dtype=kv_cache_dtype)
     with ExitStack() as stack:
         source = open_checkpoint(folder, spec.fingerprint, stack, in_place=False)
         on_host = PlainRange(sizing.weights_bytes(source.shape, dtype), "cpu")

@@ -34,8 +34,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def undisturbed(folder: Path, name: str) -> dict[int, list[int]]:
-    bench = TierBench(folder)
+def undisturbed(folder: Path, name: str, bench_class: type[TierBench] = TierBench) -> dict[int, list[int]]:
+    bench = bench_class(folder)
     bench.load(name)
     for request_id, prompt in PROMPTS.items():
         bench.submit(name, request_id, prompt, OUTPUT_TOKENS)

@@ -15,13 +15,14 @@ import pytest
 import torch
 
 from engine.memory import checksum, mappings, preparing
-from engine.memory.arena import arena_blocks
+from engine.memory.arena import kv_views
 from engine.memory.chunk_memory import ChunkMemory
 from engine.memory.cpu_memory import CpuMemory
 from engine.memory.host_tier import HostTier
 from engine.memory.preparing import AFTER_IDLE_S, Preparer
 from engine.memory.weight_range import WeightRange, WeightRanges
 from loader import checksum as sums
+from loader.sizing import KVGroupSpec
 from scheduler.batch.chunk_pool import ChunkPool
 
 CHUNK = 2 << 20
@@ -31,11 +32,12 @@ class MemorySuite:
     """What holds of every ChunkMemory of 12 chunks of 2 MiB."""
 
     def test_two_groups_see_the_same_bytes(self, memory: ChunkMemory) -> None:
-        small = arena_blocks(memory, (2, 2, 1, 4, 8), torch.float32)
+        small, scales = kv_views(memory.arena, KVGroupSpec("full", 4, 512, (0, 1)), 1, 8, "float32")
+        assert scales is None
         assert small.shape == (12 * CHUNK // 512, 2, 2, 1, 4, 8)
         small[3] = 7.0
         assert (memory.arena[3 * 512 : 4 * 512].view(torch.float32) == 7.0).all()
-        odd = arena_blocks(memory, (3, 1000), torch.bfloat16)
+        odd, _ = kv_views(memory.arena, KVGroupSpec("full", 4, 6000, (0, 1, 2)), 1, 125, "bfloat16")
         assert len(odd) == 12 * CHUNK // 6000, "the last partial block is left out"
 
     def test_a_range_shows_its_chunks_in_order(self, memory: ChunkMemory) -> None:
@@ -95,7 +97,8 @@ class MemorySuite:
         held.close()
 
     def test_pieces_of_the_arena_are_copied(self, memory: ChunkMemory) -> None:
-        pieces = arena_blocks(memory, (1500,), torch.float32)  # of 6000 bytes: no chunk is full of them
+        whole = memory.arena[: len(memory.arena) // 6000 * 6000]
+        pieces = whole.view(torch.float32).view(-1, 1500)  # of 6000 bytes: no chunk is full of them
         for number in range(5):
             pieces[number] = float(number)
         sources, targets = np.array([0, 3, 4], np.int32), np.array([len(pieces) - 1, 7, 1000], np.int32)

@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from engine.model_runner import FP8_CAPABILITY
 from tests.engine.kernels.kernel_cases import CASES, Draw
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -17,5 +18,7 @@ NUM_SHAPES = {"decode_attention": 14, "extend_attention": 14, "rope": 20}
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("name", list(CASES))
 def test_kernel_equals_its_twin(name: str, dtype: torch.dtype) -> None:
-    for seed in range(NUM_SHAPES.get(name, 50)):
+    if name.endswith("fp8") and torch.cuda.get_device_capability() < FP8_CAPABILITY:
+        pytest.skip("the GPU does not convert float8_e4m3")
+    for seed in range(NUM_SHAPES.get(name.removesuffix("_fp8"), 50)):
         CASES[name](Draw(seed, dtype, "cuda"))

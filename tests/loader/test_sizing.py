@@ -11,6 +11,7 @@ from loader.hf_config import ModelShape, parse_config
 from loader.safetensors import TensorRef
 from loader.sizing import (
     BLOCK_BYTES,
+    KV_FP8,
     MIN_BLOCK_ALIGNED_BYTES,
     block_bytes,
     block_offsets,
@@ -88,6 +89,12 @@ def test_figures_of_llama_3_8b() -> None:
     assert default_max_model_len(llama, "bfloat16", 512 << 20) == 2048  # but at least that
     assert default_max_model_len(llama, "bfloat16", 80 << 40) == 131072  # and at most what the checkpoint says
     assert logits_rows(llama, "float32", 256) == 16
+    # fp8: a byte each, and one for the scale of 128 of them
+    assert kv_bytes_per_token(llama, KV_FP8) == 129 * 2 * 8 * 32
+    assert sum(group.block_bytes for group in kv_groups(llama, KV_FP8, 16)) == block_bytes(llama, KV_FP8, 16)
+    assert default_max_model_len(llama, KV_FP8, 24 << 30) == 49152 * 256 // 129
+    reserved = [kv_reserved_bytes(llama, kv_dtype, 65536, 16, 512, MIB) for kv_dtype in ("bfloat16", KV_FP8)]
+    assert reserved[1] / reserved[0] == pytest.approx(129 / 256, rel=1e-3)
 
 
 def test_logits_of_all_sequences_are_computed_at_once_where_they_fit() -> None:

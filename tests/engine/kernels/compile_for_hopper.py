@@ -30,8 +30,11 @@ from engine.kernels import (
     triton_sampling,
     triton_unpack,
 )
+from engine.memory.arena import kv_views
 from loader.frame import FRAME_VALUES
+from loader.sizing import KV_FP8, KVGroupSpec, kv_head_bytes
 
+BLOCK_TOKENS = 16
 HEADS, KV_HEADS, HEAD_DIM, WIDTH, INNER, VOCAB, ROWS = 32, 8, 128, 4096, 14336, 128256, 8
 CUOBJDUMP = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
@@ -69,6 +72,7 @@ def compile_instead_of_running() -> None:
             ptx = made.asm["ptx"]
             line = {
                 "kernel": self.fn.__name__,
+                "fp8": bool(options.get("FP8")),
                 "warps": made.metadata.num_warps,
                 "shared_bytes": made.metadata.shared,
                 "wgmma": ptx.count("wgmma.mma_async"),
@@ -82,12 +86,19 @@ def compile_instead_of_running() -> None:
     triton.runtime.driver.set_active(NoGpu())
 
 
+def kept_as(kv_dtype: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """KV of four layers."""
+    block_bytes = 4 * 2 * KV_HEADS * BLOCK_TOKENS * kv_head_bytes(HEAD_DIM, kv_dtype)
+    group = KVGroupSpec("full", BLOCK_TOKENS, block_bytes, (0, 1, 2, 3))
+    return kv_views(torch.zeros(ROWS * block_bytes, dtype=torch.uint8), group, KV_HEADS, HEAD_DIM, kv_dtype)
+
+
 def main() -> None:
     assert not gpu.INTERPRETED
     compile_instead_of_running()
     dtype = torch.bfloat16
     qkv = torch.zeros(ROWS, (HEADS + 2 * KV_HEADS) * HEAD_DIM, dtype=dtype)
-    kv, out = torch.zeros(ROWS, 4, 2, KV_HEADS, 16, HEAD_DIM, dtype=dtype), torch.zeros(ROWS, HEADS * HEAD_DIM, dtype=dtype)
+    out = torch.zeros(ROWS, HEADS * HEAD_DIM, dtype=dtype)
     table, ints, longs, floats = (
         torch.zeros(ROWS + 1, 64, dtype=torch.int32),
         torch.zeros(ROWS, dtype=torch.int32),
@@ -96,13 +107,14 @@ def main() -> None:
     )
     gpu.split_contexts(torch.zeros(gpu.MANY_ROWS, dtype=torch.int32), 0, 132)
     work = gpu.split_contexts(ints, 0, 132)
-    triton_decode.decode_attention(qkv, kv, 3, HEADS, table, ints, work, 0.1, 0.0, None, False, out)
-    for window, softcap in ((0, 0.0), (4096, 50.0)):
-        columns = (table, ints, ints, ints, ints, ints, ints)
-        triton_extend.extend_attention(qkv, kv, 3, HEADS, *columns, window, 0.1, softcap, None, False, out)
     turns, norm = gpu.cos_sin(ints, torch.zeros(HEAD_DIM // 2), 1.0), qkv[0, :HEAD_DIM]
-    for norms in ((None, None), (norm, norm)):
-        triton_rope.rope_and_store(qkv, turns, *norms, False, 1e-6, kv, 3, HEADS, longs)
+    for kv in kept_as("bfloat16"), kept_as(KV_FP8):
+        triton_decode.decode_attention(qkv, *kv, 3, HEADS, table, ints, work, 0.1, 0.0, None, False, out)
+        for window, softcap in ((0, 0.0), (4096, 50.0)):
+            columns = (table, ints, ints, ints, ints, ints, ints)
+            triton_extend.extend_attention(qkv, *kv, 3, HEADS, *columns, window, 0.1, softcap, None, False, out)
+        for norms in ((None, None), (norm, norm)):
+            triton_rope.rope_and_store(qkv, turns, *norms, False, 1e-6, *kv, 3, HEADS, longs)
     x = torch.zeros(ROWS, WIDTH, dtype=dtype)
     gpu.rms_norm(x, x[0], 1e-5, False)
     gpu.add_rms_norm(x, x, x[0], 1e-5, False)

@@ -7,10 +7,13 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from engine.forward_batch import Rotary
@@ -19,6 +22,7 @@ from engine.kernels import (
     triton_checksum,
     triton_decode,
     triton_extend,
+    triton_fp8,
     triton_inputs,
     triton_linear,
     triton_rope,
@@ -26,7 +30,8 @@ from engine.kernels import (
     triton_sampling,
     triton_unpack,
 )
-from loader import checksum, codec
+from engine.memory.arena import kv_views
+from loader import checksum, codec, sizing
 from loader import frame as layout
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -114,15 +119,24 @@ def gathers(draw: Draw) -> None:
 
 @dataclass(slots=True)
 class Paged:
-    """KV of a few rows: blocks scattered over an arena that holds NaN everywhere else."""
+    """KV of a few rows: blocks scattered over an arena that holds NaN everywhere else (as fp8, scales that are not finite)."""
 
-    kv: Tensor
+    arena: Tensor
+    view: Callable[[Tensor], tuple[Tensor, Tensor | None]]
     block_table: Tensor  # by row
     shuffled_table: Tensor  # the same, in another order
     table_rows: Tensor  # where each row is there
     contexts: list[int]
     heads: int
     layer: int
+
+    @property
+    def kv(self) -> Tensor:
+        return self.view(self.arena)[0]
+
+    @property
+    def scales(self) -> Tensor | None:
+        return self.view(self.arena)[1]
 
     @property
     def kv_heads(self) -> int:
@@ -133,14 +147,21 @@ class Paged:
         return self.kv.shape[5]
 
 
-def paged(draw: Draw, contexts: list[int], windows: list[int], groups: tuple[int, ...] = (1, 2, 3, 4, 5, 7, 8, 17)) -> Paged:
+def paged(
+    draw: Draw, contexts: list[int], windows: list[int], fp8: bool, groups: tuple[int, ...] = (1, 2, 3, 4, 5, 7, 8, 17)
+) -> Paged:
     """windows: positions at the end of each row that are read; what lies in blocks before them has no place (-1)."""
     head_dim, block_tokens, kv_heads = draw.one_of(*HEAD_DIMS), draw.one_of(*BLOCK_TOKENS), draw.one_of(1, 1, 2, 3)
     layers = draw.one_of(1, 2)
     layer = draw.between(0, layers - 1)
     heads = kv_heads * draw.one_of(*groups)
     num_blocks = sum(-(-c // block_tokens) for c in contexts) + 3
-    kv = torch.full((num_blocks, layers, 2, kv_heads, block_tokens, head_dim), math.nan, dtype=draw.dtype)
+    kv_dtype = sizing.KV_FP8 if fp8 else str(draw.dtype).removeprefix("torch.")
+    block_bytes = layers * 2 * kv_heads * block_tokens * sizing.kv_head_bytes(head_dim, kv_dtype)
+    group = sizing.KVGroupSpec("full", block_tokens, block_bytes, tuple(range(layers)))
+    view = partial(kv_views, group=group, kv_heads=kv_heads, head_dim=head_dim, kv_dtype=kv_dtype)
+    arena = torch.full((num_blocks * block_bytes,), 0xFF, dtype=torch.uint8)
+    kv, scales = view(arena)
     table = torch.full((len(contexts), max(1, max(-(-c // block_tokens) for c in contexts))), -1, dtype=torch.int32)
     places = torch.randperm(len(contexts), generator=draw.generator)
     free = torch.randperm(num_blocks, generator=draw.generator).tolist()
@@ -149,8 +170,14 @@ def paged(draw: Draw, contexts: list[int], windows: list[int], groups: tuple[int
             at = position // block_tokens
             if table[row, at] < 0:
                 table[row, at] = free.pop()
-            kv[table[row, at], :, :, :, position % block_tokens] = draw.normal(layers, 2, kv_heads, head_dim)
-    return Paged(kv, table, table[places.argsort()], places.int(), contexts, heads, layer)
+            place = (table[row, at], slice(None), slice(None), slice(None), position % block_tokens)
+            numbers = draw.normal(layers, 2, kv_heads, head_dim)
+            if scales is None:
+                kv[place] = numbers
+            else:  # heads of very different sizes
+                sizes = torch.exp2(torch.randint(-9, 1, (layers, 2, kv_heads, 1), generator=draw.generator))
+                kv[place], scales[place] = reference.quantize_fp8(numbers * sizes)
+    return Paged(arena, view, table, table[places.argsort()], places.int(), contexts, heads, layer)
 
 
 def attended(
@@ -167,9 +194,9 @@ def attended(
     """The twin's answer [T, H D] in float32 from the same (perhaps half precision) numbers."""
     out = torch.zeros(qkv.shape[0], case.heads * case.head_dim)
     columns = (torch.tensor(x, dtype=torch.int32) for x in (tokens, rows, seen))
-    reference.paged_attention(
-        qkv.float(), case.kv.float(), case.layer, case.heads, case.block_table, *columns, window, scale, softcap, out, sinks
-    )
+    kv = case.kv.float() if case.scales is None else case.kv
+    how = (window, scale, softcap, out, sinks, case.scales)
+    reference.paged_attention(qkv.float(), kv, case.layer, case.heads, case.block_table, *columns, *how)
     return out
 
 
@@ -184,12 +211,12 @@ def work_lists(draw: Draw) -> None:
         assert actual.tolist() == expected.tolist()
 
 
-def decode_attention(draw: Draw) -> None:
+def decode_attention(draw: Draw, fp8: bool = False) -> None:
     window = draw.one_of(0, 0, 1, 7, 64, 100)
     contexts = [
         draw.one_of(0, 1, draw.between(2, 40), draw.between(2, 40), draw.between(60, 330)) for _ in range(draw.between(1, 4))
     ]
-    case = paged(draw, contexts, [window or c for c in contexts])
+    case = paged(draw, contexts, [window or c for c in contexts], fp8)
     softcap, scale = draw.one_of(0.0, 0.0, 5.0), draw.one_of(case.head_dim**-0.5, 0.3)
     sinks = torch.randn(case.heads, generator=draw.generator) if draw.one_of(False, False, True) else None
     qkv = draw.normal(len(contexts), (case.heads + 2 * case.kv_heads) * case.head_dim)
@@ -199,7 +226,7 @@ def decode_attention(draw: Draw) -> None:
     out = draw.like(torch.empty(len(contexts), case.heads * case.head_dim, dtype=draw.dtype))
     triton_decode.decode_attention(
         draw.on(qkv),
-        draw.on(case.kv),
+        *case.view(draw.on(case.arena)),
         case.layer,
         case.heads,
         draw.on(case.shuffled_table),
@@ -215,11 +242,12 @@ def decode_attention(draw: Draw) -> None:
     close(out, attended(qkv, case, there, there, [contexts[r] for r in there], window, scale, softcap, sinks), draw.dtype)
 
 
-def extend_attention(draw: Draw) -> None:
+def extend_attention(draw: Draw, fp8: bool = False) -> None:
     window = draw.one_of(0, 0, 1, 7, 33, 90)
     new = [draw.one_of(1, 5, draw.between(2, 40), draw.between(33, 70)) for _ in range(draw.between(1, 2))]
     contexts = [n + draw.one_of(0, 0, draw.between(1, 70), draw.between(64, 100)) for n in new]
-    case = paged(draw, contexts, [window + n - 1 if window else c for n, c in zip(new, contexts, strict=True)], groups=(1, 2, 3, 4))
+    seen_of = [window + n - 1 if window else c for n, c in zip(new, contexts, strict=True)]
+    case = paged(draw, contexts, seen_of, fp8, groups=(1, 2, 3, 4))
     softcap, scale = draw.one_of(0.0, 0.0, 5.0), draw.one_of(case.head_dim**-0.5, 0.3)
     sinks = torch.randn(case.heads, generator=draw.generator) if draw.one_of(False, False, True) else None
     first = draw.one_of(0, 2)  # tokens before them are others' and stay as they are
@@ -234,7 +262,7 @@ def extend_attention(draw: Draw) -> None:
     out = draw.like(torch.empty(len(qkv), case.heads * case.head_dim, dtype=draw.dtype))
     triton_extend.extend_attention(
         draw.on(qkv),
-        draw.on(case.kv),
+        *case.view(draw.on(case.arena)),
         case.layer,
         case.heads,
         draw.on(case.shuffled_table),
@@ -258,9 +286,9 @@ def extend_attention(draw: Draw) -> None:
     close(out[first:], wanted[first:], draw.dtype)
 
 
-def rope(draw: Draw) -> None:
+def rope(draw: Draw, fp8: bool = False) -> None:
     rows = draw.between(1, 5)
-    case = paged(draw, [draw.between(rows, 30)], [40])
+    case = paged(draw, [draw.between(rows, 30)], [40], fp8)
     pairs = draw.one_of(case.head_dim // 2, case.head_dim // 2, case.head_dim // 4, 3)
     rotary = Rotary(1.0 / 10000 ** (torch.arange(pairs).float() / pairs), draw.one_of(1.0, 1.2))
     positions = torch.randint(0, draw.one_of(30, 30000), (rows,), generator=draw.generator)
@@ -273,15 +301,61 @@ def rope(draw: Draw) -> None:
     qkv = draw.normal(rows, (case.heads + 2 * case.kv_heads) * case.head_dim)
     query_norm, key_norm = (draw.normal(case.head_dim), draw.normal(case.head_dim)) if draw.one_of(False, True) else (None, None)
     around_one = draw.one_of(False, True)
-    ours, kv = draw.on(qkv), draw.on(case.kv)
+    ours, arena, layer = draw.on(qkv), draw.on(case.arena), (case.layer, case.heads)
     weights = tuple(None if x is None else draw.on(x) for x in (query_norm, key_norm))
-    triton_rope.rope_and_store(ours, draw.on(turns), *weights, around_one, 1e-6, kv, case.layer, case.heads, draw.on(slots))
-    reference.rope_and_store(qkv, turns, query_norm, key_norm, around_one, 1e-6, case.kv, case.layer, case.heads, slots)
+    triton_rope.rope_and_store(ours, draw.on(turns), *weights, around_one, 1e-6, *case.view(arena), *layer, draw.on(slots))
+    reference.rope_and_store(qkv, turns, query_norm, key_norm, around_one, 1e-6, case.kv, *layer, slots, case.scales)
     queries = case.heads * case.head_dim
     close(ours[:, :queries], qkv[:, :queries], draw.dtype)
-    kv = kv.cpu()
+    kv, scales = case.view(arena.cpu())
+    if scales is not None:
+        stored_alike(case, kv, scales)
+        return
     assert torch.equal(kv.isnan(), case.kv.isnan())
     close(kv.nan_to_num(0.0), case.kv.nan_to_num(0.0), draw.dtype)
+
+
+def stored_alike(case: Paged, kv: Tensor, scales: Tensor) -> None:
+    """Values are stored as they come, so their codes are the twin's; keys are computed first, and a difference in their last place
+    may round to the next code."""
+    assert case.scales is not None
+    assert torch.equal(kv[:, :, 1], case.kv[:, :, 1])
+    assert torch.equal(scales[:, :, 1], case.scales[:, :, 1])
+    assert (kv != case.kv).float().mean() < 0.01
+    ours, wanted = (reference.widen_fp8(*pair) for pair in ((kv, scales), (case.kv, case.scales)))
+    assert torch.equal(ours.isnan(), wanted.isnan())
+    torch.testing.assert_close(ours.nan_to_num(0.0), wanted.nan_to_num(0.0), rtol=1 / 8, atol=2e-3)
+
+
+@triton.jit
+def _round_kernel(x, codes, exponents, again, N: tl.constexpr, D: tl.constexpr):
+    at = tl.arange(0, N)[:, None] * D + tl.arange(0, D)[None, :]
+    wide = tl.load(x + at).to(tl.float32)
+    exponent = triton_fp8.shared_scale(tl.max(tl.abs(wide), axis=1))
+    code = triton_fp8.e4m3_of(wide * triton_fp8.scale_of(254 - exponent)[:, None])
+    tl.store(codes + at, code)
+    tl.store(exponents + tl.arange(0, N), exponent.to(tl.uint8))
+    tl.store(again + at, triton_fp8.widened(code, tl.float32) * triton_fp8.scale_of(exponent)[:, None])
+
+
+def fp8_rounding(draw: Draw) -> None:
+    """Every code and every tie between two, of numbers of any size, in heads of which one number decides the scale."""
+    wide = draw.one_of(torch.float32, draw.dtype)
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().nan_to_num(448.0)
+    ties = (codes[:126] + codes[1:127]) / 2
+    edges = torch.cat((codes, ties, -ties, ties * (1 + 1e-6), ties * (1 - 1e-6), torch.zeros(8)))
+    edges = edges[torch.randperm(len(edges), generator=draw.generator)][:512].view(32, 16)
+    normal = torch.randn(32, 16, generator=draw.generator) * torch.exp2(torch.randint(-30, 9, (32, 1), generator=draw.generator))
+    edges[:, 0] = draw.one_of(448.0, 449.0, 300.0, 1e-3)
+    x = torch.cat((edges * 2.0 ** draw.between(-14, 6), normal)).to(wide)
+    wanted, exponents = reference.quantize_fp8(x)
+    ours = draw.like(wanted), draw.like(exponents), draw.like(x.float())
+    _round_kernel[(1,)](draw.on(x), *ours, N=64, D=16)
+    assert torch.equal(ours[0].cpu(), wanted)
+    assert torch.equal(ours[1].cpu(), exponents)
+    assert torch.equal(ours[2].cpu(), reference.widen_fp8(wanted, exponents))
+    bound = torch.maximum(x.float().abs() / 16, torch.exp2(exponents.float() - 127 - 10).unsqueeze(1))
+    assert ((ours[2].cpu() - x.float()).abs() <= bound).all()
 
 
 def inputs(draw: Draw) -> None:
@@ -423,5 +497,6 @@ CASES: dict[str, Callable[[Draw], None]] = {
         logprobs,
         packed_weights,
         checksums,
+        fp8_rounding,
     )
-}
+} | {f"{case.__name__}_fp8": partial(case, fp8=True) for case in (rope, decode_attention, extend_attention)}

@@ -24,6 +24,7 @@ def test_kernels_compile_for_hopper_with_tensor_cores_and_without_spills(tmp_pat
     lines = [json.loads(text) for text in done.stdout.splitlines()]
     kernels = {line["kernel"] for line in lines}
     assert len(kernels) >= 14, kernels
+    assert {line["kernel"] for line in lines if line["fp8"]} == {"_piece_kernel", "_extend_kernel", "_rope_and_store_kernel"}
     for line in lines:
         assert line["stack_bytes"] == 0 or line["kernel"] == "_cos_sin_kernel", line  # angles of any size are reduced on the stack
         assert line["shared_bytes"] <= 227 << 10  # what a block may have

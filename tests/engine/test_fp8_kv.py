@@ -1,0 +1,153 @@
+"""Models that keep their keys and values as fp8: on the GPU's kernels (interpreted) and on their twins; KV that is saved and taken
+back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine import ops
+from engine.memory.arena import kv_views
+from engine.model_runner import _check_fp8
+from engine.null_runner import NullModel, Pacer
+from loader import sizing
+from loader.errors import UnsupportedModel
+from loader.sizing import KV_FP8, KVGroupSpec
+from tests.engine.model_bench import (
+    BLOCK_TOKENS,
+    CACHE_DIR,
+    CASES,
+    load,
+    make_checkpoint,
+    make_memory,
+    make_runner,
+    make_table,
+    plan,
+    put,
+)
+from tests.engine.test_host_tier import PROMPTS, preempted, undisturbed
+from tests.engine.tier_bench import NUM_SLOTS, TierBench, make_models
+
+PROMPT = np.random.default_rng(11).integers(0, 211, 60).tolist()
+OTHER = np.random.default_rng(12).integers(0, 211, 45).tolist()
+
+
+def test_a_block_holds_its_values_and_their_scales() -> None:
+    """Each byte of a block belongs to one value or one scale, and to nobody else's block."""
+    layers, heads, head_dim = 3, 2, 24
+    group = KVGroupSpec("full", 8, layers * 2 * heads * 8 * sizing.kv_head_bytes(head_dim, KV_FP8), tuple(range(layers)))
+    arena = torch.zeros(5 * group.block_bytes + 17, dtype=torch.uint8)
+    kv, scales = kv_views(arena, group, heads, head_dim, KV_FP8)
+    assert scales is not None
+    assert (kv.shape, scales.shape) == ((5, layers, 2, heads, 8, head_dim), (5, layers, 2, heads, 8))
+    for number in range(5):
+        kv[number] += 1 + number
+        scales[number] += 101 + number
+    blocks = arena[: 5 * group.block_bytes].view(5, group.block_bytes)
+    for number, block in enumerate(blocks):
+        assert (block == 1 + number).sum() == kv[0].numel()
+        assert (block == 101 + number).sum() == scales[0].numel()
+    assert (arena[5 * group.block_bytes :] == 0).all()
+
+
+def prefilled_and_mixed(model: Any) -> np.ndarray:
+    """Logits of two rows in chunks, then of a decode row beside a chunk."""
+    table = make_table(groups=model.kv_groups)
+    put(table, 0, PROMPT)
+    put(table, 1, OTHER)
+    parts = [model.logits(plan((0, 0, 30), (1, 0, 9)), table, True), model.logits(plan((0, 30, 1), (1, 9, 25)), table, True)]
+    parts += [model.logits(plan((0, 31, 1), (1, 34, 1)), table)]
+    return np.concatenate(parts)
+
+
+def wanted_logits(made: Any) -> np.ndarray:
+    with torch.inference_mode():
+        first, second = (made(torch.tensor([tokens])).logits[0].numpy() for tokens in (PROMPT, OTHER))
+    return np.concatenate((first[:30], second[:9], first[30:31], second[9:34], first[31:32], second[34:35]))
+
+
+@pytest.fixture
+def kernels_on_and_off() -> Iterator[None]:
+    """The twins in place of the CPU's kernels, which would serve all but what reads and writes KV."""
+    yield
+    ops.configure(CACHE_DIR)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU tests/gpu runs the same model")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy tells of infinities, a GPU does not
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "qwen3", "phi3-partial-window"])
+def test_the_gpus_model_equals_the_twins_and_both_are_near_the_truth(tmp_path: Path, kind: str, kernels_on_and_off: None) -> None:
+    pytest.importorskip("triton")
+    from tests.engine.test_cuda_model import load_cuda_model
+
+    truth = wanted_logits(make_checkpoint(tmp_path, **CASES[kind]))
+    runner = make_runner(make_memory())
+    runner._kernels.result()
+    ops.configure(CACHE_DIR, use_kernels=False)
+    twins = prefilled_and_mixed(load(runner, tmp_path, kv_cache_dtype=KV_FP8))
+    ops.configure_gpu(CACHE_DIR)
+    ours = prefilled_and_mixed(load_cuda_model(tmp_path, kv_cache_dtype=KV_FP8))
+    # a sum in another order may move a key over the middle between two codes, a sixteenth apart; so the mean is held closer
+    spread = float(truth.std())
+    assert np.abs(ours - twins).mean() < 2e-3 * spread
+    assert np.abs(ours - twins).max() < 0.1 * spread
+    error = np.abs(ours - truth)
+    assert 1e-3 * spread < error.mean() < 0.1 * spread, "of weights drawn at random, which no rounding is kind to"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("models")
+    make_models(made, llama=CASES["llama"], gemma=CASES["gemma2"])
+    return made
+
+
+class Fp8Bench(TierBench):
+    def spec(self, name: str, **changes: Any) -> Any:
+        return super().spec(name, **({"kv_cache_dtype": KV_FP8} | changes))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma"])
+def test_saved_kv_is_read_with_the_scales_it_was_written_with(folder: Path, name: str) -> None:
+    """Sequences stopped, saved, taken back and gone on with give the tokens they would have given; shared beginnings among them."""
+    bench = Fp8Bench(folder)
+    gone, done = preempted(bench, name, 18, range(NUM_SLOTS))
+    assert 0 < gone.saved_kv_tokens == done.restored_kv_tokens
+    assert [recomputed for _, recomputed in bench.resumed.values()] == [1] * len(PROMPTS), "the last token only"
+    assert bench.output == undisturbed(folder, name, Fp8Bench)
+    plain = TierBench(folder)
+    plain_gone, _ = preempted(plain, name, 18, range(NUM_SLOTS))
+    assert len(gone.kv_slots_used) < len(plain_gone.kv_slots_used) / 2, "17 bytes a head instead of 64"
+
+
+def test_saved_kv_of_another_type_is_left(folder: Path) -> None:
+    bench = Fp8Bench(folder)
+    bench.load("llama")
+    bench.submit("llama", 3, PROMPTS[3], 4)
+    bench.run("llama")
+    gone = bench.evict("llama", range(NUM_SLOTS))
+    assert gone.saved_kv_tokens > 0
+    saved = {"kv_slots": gone.kv_slots_used, "kv_index": gone.kv_index}
+    assert bench.load("llama", kv_cache_dtype="", **saved).restored_kv_tokens == 0
+    bench.evict("llama")
+    assert bench.load("llama", **saved).restored_kv_tokens == gone.saved_kv_tokens
+
+
+def test_a_null_model_takes_as_little(folder: Path) -> None:
+    bench = Fp8Bench(folder)
+    spec = bench.spec("llama")
+    config = {"num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16}
+    (group,) = NullModel(spec, config, bench.configure, Pacer(0.0)).kv_groups
+    assert group.block_bytes == 3 * 2 * 2 * 17 * BLOCK_TOKENS
+
+
+def test_gpus_that_cannot_convert_it_refuse_it() -> None:
+    _check_fp8((8, 9))
+    _check_fp8((10, 0))
+    with pytest.raises(UnsupportedModel, match=r"kv_cache_dtype: fp8 needs compute capability 8\.9; this GPU has 8\.0"):
+        _check_fp8((8, 0))
