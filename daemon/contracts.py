@@ -41,6 +41,17 @@ class ModelEntry:
     cut_sizes: Sequence[int] = ()  # what its embeddings may be cut to, beside that
 
 
+@dataclass(slots=True, frozen=True)
+class LoadSource:
+    """What LoadModel says beside the scheduler's figures."""
+
+    path: str
+    dtype: str
+    entry: ModelEntry
+    quantize: str = ""
+    kv_cache_dtype: str = ""
+
+
 class TokenSink(Protocol):
     """Where a request's tokens go. Both methods are called on the event loop and never block."""
 

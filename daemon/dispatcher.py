@@ -8,11 +8,10 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from config.schema import NodeConfig
-from daemon.contracts import Generation, ModelEntry
+from daemon.contracts import Generation, LoadSource
 from daemon.errors import HearthError, NotNow, ServerFault, from_refusal
 from daemon.event_ring import EventRing
 from daemon.logs import fields
@@ -39,17 +38,6 @@ class SchedulerPort(Protocol):
     def handle(self, event: events.Event) -> list[actions.Action]: ...
 
     def next_deadline(self) -> float | None: ...
-
-
-@dataclass(slots=True, frozen=True)
-class LoadSource:
-    """What LoadModel says beside the scheduler's figures."""
-
-    path: str
-    dtype: str
-    entry: ModelEntry
-    quantize: str = ""
-    kv_cache_dtype: str = ""
 
 
 class Dispatcher:

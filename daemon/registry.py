@@ -15,8 +15,7 @@ from dataclasses import dataclass
 
 from config.schema import DeviceBudget, ModelConfig, NodeConfig
 from config.units import format_bytes
-from daemon.contracts import ModelEntry
-from daemon.dispatcher import LoadSource
+from daemon.contracts import LoadSource, ModelEntry
 from daemon.errors import BadRequest, HearthError, NotNow, no_model
 from daemon.state import NodeState
 from loader import catalog, sizing

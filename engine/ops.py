@@ -239,8 +239,8 @@ def rope_and_store(qkv: Tensor, norms: HeadNorms | None, layer: int, heads: int,
     kv = group.kv
     if not _served(qkv) or group.scales is not None:
         slots = torch.from_numpy(group.slots)
-        norms = (query_norm, key_norm, around_one, eps)
-        reference.rope_and_store(qkv, group.cos_sin, *norms, kv, place, heads, slots, group.scales)
+        of_norms = (query_norm, key_norm, around_one, eps)
+        reference.rope_and_store(qkv, group.cos_sin, *of_norms, kv, place, heads, slots, group.scales)
         return
     array = _array(qkv)
     none = array[0, :0]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from config.schema import ModelConfig, NodeConfig
-from daemon.contracts import Generation, ModelEntry
-from daemon.dispatcher import Dispatcher, LoadSource
+from daemon.contracts import Generation, LoadSource, ModelEntry
+from daemon.dispatcher import Dispatcher
 from daemon.engine_events import EngineEvents
 from daemon.errors import HearthError, NotNow
 from daemon.event_ring import EventRing
