@@ -200,7 +200,7 @@ class Registry:
         named = own or [device for device in shared if not settings.devices or device.name in settings.devices]
         if not shape.pooling and not _has_fp8_kv(settings):
             return named
-        return [device for device in named if device.name.startswith("cuda") != shape.pooling]
+        return [device for device in named if device.name.startswith("cuda") != bool(shape.pooling)]
 
     def _named_devices(self, name: str, settings: ModelConfig, shape: ModelShape) -> tuple[str, ...]:
         """For ModelFacts.devices, where () is any."""
