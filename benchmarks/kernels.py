@@ -240,7 +240,7 @@ def main() -> None:
             ops.prepare(name, options.threads)
         ops.set_num_threads(options.threads)
         if options.few_rows:
-            ops._few_rows.update(dict.fromkeys(ops._few_rows, options.few_rows))
+            ops._kernels.FEW_ROWS.update(dict.fromkeys(ops._kernels.FEW_ROWS, options.few_rows))
         limit = {name: round(value, 1) for name, value in limits().items()}
         print(json.dumps({"benchmark": "kernels", **machine(), **limit, "threads": options.threads}))
         for name in options.only.split(","):

@@ -78,8 +78,9 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         str | None,
         key(
             "int8, or none (the default): with int8 the layers' matrices are rounded to 8 bits at load, one scale an output: half "
-            "the memory of bfloat16 and half to read for each token, hence faster at 1 to 4 sequences, but slower from some 8 "
-            "on and for prompts, and no faster for models of a few MB; on cpu devices, not for encoders"
+            "the memory of bfloat16 and half to read for each token, hence faster at 1 to 4 sequences, and with AMX up to 32; "
+            "slower from some 8 on where the processor has neither AMX nor AVX512-VNNI; prompts are no faster, nor models of a "
+            "few MB; on cpu devices, not for encoders"
         ),
     ] = None
     kv_cache_dtype: Annotated[

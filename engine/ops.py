@@ -20,19 +20,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine import cpu_products
+from engine.cpu_products import array as _array
 from engine.device_batch import DeviceBatch
 from engine.forward_batch import ForwardBatch
 from engine.kernels import compiled, reference
 from engine.step_program import call, empty, into, is_recording
 from loader.sizing import DEQUANTIZED_BYTES, sampler_rows
 
-MIN_OUTPUTS = 4  # of few_rows_linear
 BLOCK_TOKENS_STEP = 4  # of paged_attention
 _kernels: Any = None  # engine.kernels.cpu, once configured and if numba is there
 _gpu: Any = None  # engine.kernels.gpu, once configured for a GPU
-_few_rows: dict[torch.dtype, int] = {}  # up to which few_rows_linear is ahead of torch
-_few_rows_int8: dict[torch.dtype, int] = {}  # the same of int8 weights
-_NO_SCALES = np.empty(0, np.float32)
 
 
 def configure(cache_dir: str, use_kernels: bool = True) -> bool:
@@ -49,8 +47,6 @@ def configure(cache_dir: str, use_kernels: bool = True) -> bool:
     from engine.kernels import cpu
 
     _kernels = cpu
-    for table, rows in ((_few_rows, cpu.FEW_ROWS), (_few_rows_int8, cpu.FEW_ROWS_INT8)):
-        table.update({getattr(torch, name): num_rows for name, num_rows in rows.items()})
     return True
 
 
@@ -115,11 +111,6 @@ def _served(x: Tensor) -> bool:
     return _kernels is not None and x.dtype in (torch.float32, torch.bfloat16)
 
 
-def _array(x: Tensor) -> Any:
-    """The tensor's memory as numpy sees it: bfloat16 as uint16 bits."""
-    return x.view(torch.uint16 if x.dtype is torch.bfloat16 else x.dtype).numpy()
-
-
 def embedding(ids: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:
     """ids [T] int64 -> rows [T, W] of weight [V, W], times scale."""
     if _gpu is not None or not _served(weight):
@@ -143,8 +134,8 @@ def linear(x: Tensor, weight: Tensor | Int8Matrix, bias: Tensor | None = None) -
         return _int8_linear(x, weight, bias)
     if _gpu is not None:
         return _gpu.linear(x, weight, bias)
-    if _served(x) and 0 < len(x) <= _few_rows[x.dtype] and len(weight) >= MIN_OUTPUTS:
-        return _few_rows_linear(x, weight, _NO_SCALES, bias)
+    if _served(x) and (product := cpu_products.linear(_kernels, x, weight, bias)) is not None:
+        return product
     if is_recording() and _gpu is None:  # what torch's linear calls
         out = empty(x, len(x), len(weight))
         own, to = x.view(x.shape), out.view(out.shape)
@@ -156,18 +147,10 @@ def linear(x: Tensor, weight: Tensor | Int8Matrix, bias: Tensor | None = None) -
     return torch.nn.functional.linear(x, weight, bias)
 
 
-def _few_rows_linear(x: Tensor, weight: Tensor, scales: Any, bias: Tensor | None) -> Tensor:
-    out = empty(x, len(x), len(weight))
-    array = _array(x)
-    none = array[0, :0]
-    call(_kernels.few_rows_linear, array, _array(weight), scales, none if bias is None else _array(bias), _array(out))
-    return out
-
-
 def _int8_linear(x: Tensor, weight: Int8Matrix, bias: Tensor | None) -> Tensor:
-    """Many rows: some outputs' weights at a time in x's dtype, so that the matrix is never there in full."""
-    if _served(x) and 0 < len(x) <= _few_rows_int8[x.dtype] and len(weight.values) >= MIN_OUTPUTS:
-        return _few_rows_linear(x, weight.values, weight.scales.numpy(), bias)
+    """What no kernel multiplies: some outputs' weights at a time in x's dtype, so that the matrix is never there in full."""
+    if _served(x) and (product := cpu_products.int8_linear(_kernels, x, weight.values, weight.scales, bias)) is not None:
+        return product
     if not is_recording():
         return reference.int8_linear(x, weight.values, weight.scales, bias, DEQUANTIZED_BYTES)
     out = empty(x, len(x), len(weight.values))

@@ -12,10 +12,22 @@ from typing import Any
 
 import numba
 
-from engine.kernels import cpu_attention, cpu_linear, cpu_logprobs, cpu_prefill, cpu_rows, cpu_sampling
+from engine.kernels import (
+    cpu_amx_linear,
+    cpu_amx_tiles,
+    cpu_attention,
+    cpu_int8,
+    cpu_linear,
+    cpu_logprobs,
+    cpu_prefill,
+    cpu_rows,
+    cpu_sampling,
+)
 from engine.kernels.cpu_amx import HAS_TILES, TILE_ROWS, fits_tiles, may_use_tiles
+from engine.kernels.cpu_amx_linear import amx_int8_linear_parallel, amx_int8_linear_serial, amx_linear_parallel, amx_linear_serial
 from engine.kernels.cpu_amx_prefill import prefill_tiles_parallel, prefill_tiles_serial
 from engine.kernels.cpu_attention import paged_attention_parallel, paged_attention_serial
+from engine.kernels.cpu_int8 import int8_linear_parallel, int8_linear_serial
 from engine.kernels.cpu_linear import few_rows_linear_parallel, few_rows_linear_serial
 from engine.kernels.cpu_logprobs import penalise, top_logprobs
 from engine.kernels.cpu_prefill import prefill_attention_parallel, prefill_attention_serial
@@ -26,11 +38,16 @@ __all__ = [
     "FEW_ROWS",
     "FEW_ROWS_INT8",
     "add_rms_norm",
+    "amx_int8_linear",
+    "amx_linear",
     "few_rows_linear",
     "gather_rows",
     "gelu_and_mul",
     "greedy_bfloat16",
     "greedy_float32",
+    "int8_linear",
+    "int8_linear_kernel",
+    "linear_kernel",
     "paged_attention",
     "penalise",
     "prefill_attention",
@@ -47,9 +64,15 @@ __all__ = [
 # and what so many rows' products cost beside reading them.
 _SHARED_ATTENTION = 1 << 20
 _SHARED_WEIGHTS, _ROWS_AS_READING = 2 << 20, 8
-# Rows up to which few_rows_linear is ahead of torch's linear (benchmarks/kernels.py), by element type.
+_SHARED_TILES = 512 << 10  # bytes of weights that the matrix unit multiplies
+# Rows up to which few_rows_linear is ahead of torch's linear (benchmarks/kernels.py), by element type; the same of int8_linear and
+# the matrix unit's kernel. The latter is ahead of all others below that, and of int8 weights at any number of rows.
 FEW_ROWS = {"bfloat16": 16 if HAS_BFLOAT16_PRODUCTS else 4, "float32": 64}
 FEW_ROWS_INT8 = {"bfloat16": 16 if HAS_BFLOAT16_PRODUCTS else 4, "float32": 64}
+_INT8_PRODUCTS_ROWS = 32
+_MATRIX_UNIT_ROWS = 256
+_HAS_MATRIX_UNIT = may_use_tiles() and cpu_amx_tiles.HAS_INT8_TILES
+_HAS_INT8_PRODUCTS = cpu_int8.HAS_INT8_PRODUCTS and not _HAS_MATRIX_UNIT
 _SHARED_ROWS = 1 << 14  # elements of row-wise work: between products the others have not gone to sleep yet
 _SHARED_LOGITS = 1 << 16  # that are sampled from
 _parallel = False
@@ -107,15 +130,26 @@ def _wanted(dtype: str, parallel: bool, quantize: str) -> list[tuple[Any, Any]]:
     ]
     if HAS_TILES and dtype == "bfloat16":
         shared.append((prefill_tiles_serial, prefill_tiles_parallel, cpu_prefill.prefill_attention_signature(element)))
+    if dtype == "bfloat16" and _HAS_MATRIX_UNIT:
+        shared.append((amx_linear_serial, amx_linear_parallel, cpu_amx_linear.amx_linear_signature(element)))
     if quantize == "int8":
-        signature = cpu_linear.few_rows_linear_signature(element, numba.int8)
-        shared.append((few_rows_linear_serial, few_rows_linear_parallel, signature))
+        shared += _wanted_int8(dtype, element)
     if dtype == "bfloat16":  # rows whose logits are edited are sampled in float32
         shared.append((sample_serial, sample_parallel, cpu_sampling.sample_signature(numba.float32)))
     for serial_kernel, parallel_kernel, signature in shared:
         wanted.append((serial_kernel, signature))
         if parallel:
             wanted.append((parallel_kernel, signature))
+    return wanted
+
+
+def _wanted_int8(dtype: str, element: Any) -> list[tuple[Any, Any, Any]]:
+    signature = cpu_linear.few_rows_linear_signature(element, numba.int8)
+    wanted = [(few_rows_linear_serial, few_rows_linear_parallel, signature)]  # of matrices too narrow for those below
+    if dtype == "bfloat16" and _HAS_MATRIX_UNIT:
+        wanted.append((amx_int8_linear_serial, amx_int8_linear_parallel, cpu_amx_linear.amx_int8_linear_signature(element)))
+    elif dtype == "bfloat16" and _HAS_INT8_PRODUCTS:
+        wanted.append((int8_linear_serial, int8_linear_parallel, cpu_int8.int8_linear_signature(element)))
     return wanted
 
 
@@ -154,6 +188,10 @@ def _shares_weights(x: Any, weight: Any) -> bool:
     return _parallel and weight.nbytes * (1 + len(x) / _ROWS_AS_READING) >= _SHARED_WEIGHTS
 
 
+def _shares_tiles(weight: Any) -> bool:
+    return _parallel and weight.nbytes >= _SHARED_TILES
+
+
 def paged_attention(*args: Any) -> None:
     """As cpu_attention's, without use_tiles and num_shares."""
     *before, out = args
@@ -179,6 +217,29 @@ def prefill_attention(*args: Any) -> None:
         (prefill_attention_parallel if is_shared else prefill_attention_serial)(*before, num_shares, out)
 
 
+def linear_kernel(num_rows: int, num_inputs: int, num_outputs: int, dtype: str) -> Any:
+    """What multiplies rows of dtype with weights of the same. None: torch's linear is ahead."""
+    if dtype == "bfloat16" and num_rows <= _MATRIX_UNIT_ROWS and _fits_panels(num_inputs * 2, num_outputs) and num_rows:
+        return amx_linear
+    return few_rows_linear if 0 < num_rows <= FEW_ROWS[dtype] and num_outputs >= cpu_linear.MIN_OUTPUTS else None
+
+
+def int8_linear_kernel(num_rows: int, num_inputs: int, num_outputs: int, dtype: str) -> Any:
+    """What multiplies rows of dtype with int8 weights. None: too many rows for what there is."""
+    if not num_rows or num_outputs < cpu_linear.MIN_OUTPUTS:
+        return None
+    if dtype == "bfloat16" and num_inputs <= cpu_int8.MAX_INPUTS:
+        if _fits_panels(num_inputs, num_outputs):
+            return amx_int8_linear
+        if _HAS_INT8_PRODUCTS and num_inputs % cpu_int8.STEP == 0:
+            return int8_linear if num_rows <= _INT8_PRODUCTS_ROWS else None
+    return few_rows_linear if num_rows <= FEW_ROWS_INT8[dtype] else None
+
+
+def _fits_panels(row_bytes: int, num_outputs: int) -> bool:
+    return _HAS_MATRIX_UNIT and row_bytes % cpu_amx_tiles.STEP_BYTES == 0 and num_outputs >= cpu_amx_tiles.PANEL
+
+
 def sample(logits: Any, *args: Any) -> None:
     """As cpu_sampling's, without num_shares."""
     *settings, ids, bad = args
@@ -191,6 +252,9 @@ def _deals_out_rows(x: Any) -> bool:
 
 
 few_rows_linear = Forms(few_rows_linear_serial, few_rows_linear_parallel, lambda args: _shares_weights(args[0], args[1]))
+int8_linear = Forms(int8_linear_serial, int8_linear_parallel, lambda args: _shares_weights(args[0], args[1]))
+amx_linear = Forms(amx_linear_serial, amx_linear_parallel, lambda args: _shares_tiles(args[1]))
+amx_int8_linear = Forms(amx_int8_linear_serial, amx_int8_linear_parallel, lambda args: _shares_tiles(args[1]))
 gather_rows = Forms(cpu_rows.gather_rows, cpu_rows.gather_rows_parallel, lambda args: _deals_out_rows(args[3]))
 rms_norm = Forms(cpu_rows.rms_norm, cpu_rows.rms_norm_parallel, lambda args: _deals_out_rows(args[0]))
 add_rms_norm = Forms(cpu_rows.add_rms_norm, cpu_rows.add_rms_norm_parallel, lambda args: _deals_out_rows(args[0]))

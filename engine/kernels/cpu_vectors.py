@@ -37,6 +37,7 @@ class _BFloat(ir.Type):
 
 
 _BFLOATS = ir.VectorType(_BFloat(), 2 * LANES)
+HALF_BFLOATS = ir.VectorType(_BFloat(), LANES)
 
 
 def vector(kind: ir.Type, value: int | float) -> ir.Constant:
@@ -116,14 +117,15 @@ def add_products(builder: ir.IRBuilder, total: Any, left: Any, right: Any, paire
 
 
 def fold(builder: ir.IRBuilder, vectors: list[Any]) -> Any:
-    """Adds up the lanes of each of 16 vectors or fewer; lane i of the result is the sum of vector i."""
+    """Adds up the lanes of each of 16 vectors or fewer (float32 or words); lane i of the result is the sum of vector i."""
     width = LANES  # lanes that hold parts of one sum
+    add = builder.fadd if vectors[0].type == SUMS else builder.add
     while width > 1:
         half = width // 2
         both = [group * width + lane for group in range(2 * LANES // width) for lane in range(half)]
-        pairs = zip_longest(vectors[::2], vectors[1::2], fillvalue=ir.Constant(SUMS, ir.Undefined))
+        pairs = zip_longest(vectors[::2], vectors[1::2], fillvalue=ir.Constant(vectors[0].type, ir.Undefined))
         vectors = [
-            builder.fadd(shuffle(builder, left, right, both), shuffle(builder, left, right, [b + half for b in both]))
+            add(shuffle(builder, left, right, both), shuffle(builder, left, right, [b + half for b in both]))
             for left, right in pairs
         ]
         width = half

@@ -1,0 +1,67 @@
+"""Products of bfloat16 or float32 inputs with a weight matrix on the CPU: which kernel computes them, and what it is called with.
+
+kernels: engine.kernels.cpu. Shapes: R rows, K inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.step_program import call, empty
+
+_NO_SCALES = np.empty(0, np.float32)
+
+
+def array(x: Tensor) -> Any:
+    """The tensor's memory as numpy sees it: bfloat16 as uint16 bits."""
+    return x.view(torch.uint16 if x.dtype is torch.bfloat16 else x.dtype).numpy()
+
+
+def linear(kernels: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    """x [R, K] @ weight [N, K] transposed, plus bias [N]. None: torch's linear is the faster one."""
+    kernel = kernels.linear_kernel(*x.shape, len(weight), _element(x)) if x.is_contiguous() else None
+    if kernel is None:
+        return None
+    out = empty(x, len(x), len(weight))
+    if kernel is kernels.amx_linear:
+        call(kernel, x.view(torch.int32).numpy(), array(weight), _bias(x, bias), _columns(x), array(out))
+    else:
+        call(kernel, array(x), array(weight), _NO_SCALES, _bias(x, bias), array(out))
+    return out
+
+
+def int8_linear(kernels: Any, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor | None:
+    """x [R, K] @ (values [N, K] int8 * scales [N] float32) transposed, plus bias [N]. None: no kernel for so many rows."""
+    kernel = kernels.int8_linear_kernel(*x.shape, len(values), _element(x)) if x.is_contiguous() else None
+    if kernel is None:
+        return None
+    out = empty(x, len(x), len(values))  # before scratch, whose memory is lent for this call alone
+    scratch: tuple[Any, ...] = ()
+    if kernel is kernels.amx_int8_linear:
+        scratch = (_columns(x),)
+    elif kernel is kernels.int8_linear:
+        scratch = (_digits(x),)
+    call(kernel, array(x), values.numpy(), scales.numpy(), _bias(x, bias), *scratch, array(out))
+    return out
+
+
+def _element(x: Tensor) -> str:
+    return "bfloat16" if x.dtype is torch.bfloat16 else "float32"
+
+
+def _bias(x: Tensor, bias: Tensor | None) -> Any:
+    return array(x)[0, :0] if bias is None else array(bias)
+
+
+def _columns(x: Tensor) -> Any:
+    """Scratch for x in tiles of 16 rows, as words."""
+    return empty(x, -(-len(x) // 16) * 16, x.shape[1]).view(torch.int32).view(-1).numpy()
+
+
+def _digits(x: Tensor) -> Any:
+    """Scratch for two digits of every element: [2 R, K] int8."""
+    return empty(x, len(x), x.shape[1]).view(torch.int8).view(2 * len(x), -1).numpy()
