@@ -30,7 +30,7 @@ QUESTIONS = {
     "oak": "Tell me about the event loop.",
 }
 # Each device takes one of the three models at a time, with its KV and work space.
-DEVICES = ["cpu:0=28MiB", "cpu:1=28MiB"]
+DEVICES = ["cpu:0=32MiB", "cpu:1=32MiB"]
 BOLD, DIM, RESET = ("\x1b[1m", "\x1b[2m", "\x1b[0m") if sys.stdout.isatty() else ("", "", "")
 COLOURS = ("\x1b[33m", "\x1b[36m", "\x1b[35m") if sys.stdout.isatty() else ("", "", "")
 

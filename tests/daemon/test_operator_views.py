@@ -62,7 +62,7 @@ def test_evict(node: Node) -> None:
     dry = node.json("evict", "--dry-run", "c")
     assert (dry["name"], dry["device"], dry["active"]) == ("c", "cpu:0", 0)
     assert "c would free " in node.cli("evict", "--dry-run", "c").stdout
-    assert node.json("evict", "--dry-run", "--bytes", "60MiB")[0]["verdict"] == "evicts"
+    assert node.json("evict", "--dry-run", "--bytes", "50MiB")[0]["verdict"] == "evicts"
     assert node.json("evict", "--dry-run", "--bytes", "1GiB", "--device", "cpu:0")[0]["verdict"] == "waits"
     assert "c" in {row["name"] for row in node.ps()}
     assert node.cli("evict", "c").stdout.startswith("c is unloaded")

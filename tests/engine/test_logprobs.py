@@ -106,7 +106,7 @@ def test_tokens_of_rows_that_ask_and_no_others(model: TorchModel, checkpoint: tu
     for slot, num_top in ((0, 20), (2, 0), (3, 3)):
         wanted = own(model, PROMPT[slot : slot + 20])[-1]
         check(model, wanted, int(result.ids[slot]), *answers[100 + slot], num_top)
-        if model._dtype is torch.float32:
+        if model._kv_dtype == "float32":
             check(model, reference(checkpoint, PROMPT[slot : slot + 20])[-1], int(result.ids[slot]), *answers[100 + slot], num_top)
 
 
@@ -142,7 +142,7 @@ def test_prompts_in_chunks(model: TorchModel, checkpoint: tuple[Path, Any], chun
     model._logits_rows = before
     assert len(chosen) == 39
     wanted = own(model, PROMPT)
-    if model._dtype is torch.float32:
+    if model._kv_dtype == "float32":
         wanted = reference(checkpoint, PROMPT)
         tolerance = TOLERANCE
     else:
