@@ -19,7 +19,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from engine.kernels.cpu_bits import FASTMATH, bits_of_float, float_of_bits, named, narrow, widen
-from engine.kernels.cpu_vectors import I32, I64, LANES, PAIRS, fold, vector
+from engine.kernels.cpu_tiles import fold_sums
+from engine.kernels.cpu_vectors import I32, I64, LANES, PAIRS, vector
 
 STEP = 64  # int8 of a vector
 LARGEST = 127 * 256 + 127
@@ -105,23 +106,6 @@ def digit_tile(num_columns: int) -> Any:
 _one_row, _two_rows = digit_tile(2), digit_tile(4)
 
 
-@intrinsic
-def fold_words(typing_context: Any, sums: Any, at: Any, out: Any) -> Any:
-    """Adds up each of 16 times 16 partial sums (int32), from `at` on; the 16 results go to out."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        data = context.make_array(signature.args[0])(context, builder, args[0]).data
-        vectors = []
-        for number in range(LANES):
-            address = builder.gep(data, [builder.add(args[1], ir.Constant(I64, number * LANES))])
-            vectors.append(builder.load(builder.bitcast(address, PAIRS.as_pointer()), align=4))
-        folded = context.make_array(signature.args[2])(context, builder, args[2]).data
-        builder.store(fold(builder, vectors), builder.bitcast(folded, PAIRS.as_pointer()), align=4)
-        return context.get_dummy_value()
-
-    return types.void(sums, types.int64, out), generate
-
-
 @njit(fastmath=FASTMATH, error_model="numpy")
 def unit_of(row: Any) -> float:
     """What one unit of the row's digits stands for; NaN or infinity if an element is."""
@@ -183,7 +167,7 @@ def _stripe(digits: Any, units: Any, offsets: Any, weight: Any, scale: Any, bias
     for panel in range(panels):
         first = min(begin + 4 * panel, num_outputs - 4)
         for tile in range(row_tiles):
-            fold_words(sums, (panel * row_tiles + tile) * _TILE, folded)
+            fold_sums(sums, (panel * row_tiles + tile) * _TILE, folded)
             for r in range(2 * tile, min(2 * tile + 2, num_rows)):
                 for n in range(4):
                     high = folded[8 * (r - 2 * tile) + n] - offsets[2 * r]

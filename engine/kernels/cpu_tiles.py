@@ -12,7 +12,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from engine.kernels.cpu_vectors import I64, LANES, SUMS, Loader, add_products, fold, for_pieces
+from engine.kernels.cpu_vectors import I64, LANES, PAIRS, SUMS, Loader, add_products, fold, for_pieces
 
 
 def dot_tile(num_rows: int, num_outputs: int) -> Any:
@@ -87,16 +87,17 @@ def dot_tile(num_rows: int, num_outputs: int) -> Any:
 
 @intrinsic
 def fold_sums(typing_context: Any, sums: Any, at: Any, out: Any) -> Any:
-    """Adds up each of 16 times 16 partial sums, from `at` on; the 16 results go to out."""
+    """Adds up each of 16 times 16 partial sums (float32 or int32), from `at` on; the 16 results go to out."""
+    kind = PAIRS if sums.dtype == types.int32 else SUMS
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, args[0]).data
         vectors = []
         for number in range(LANES):
             address = builder.gep(data, [builder.add(args[1], ir.Constant(I64, number * LANES))])
-            vectors.append(builder.load(builder.bitcast(address, SUMS.as_pointer()), align=4))
+            vectors.append(builder.load(builder.bitcast(address, kind.as_pointer()), align=4))
         folded = context.make_array(signature.args[2])(context, builder, args[2]).data
-        builder.store(fold(builder, vectors), builder.bitcast(folded, SUMS.as_pointer()), align=4)
+        builder.store(fold(builder, vectors), builder.bitcast(folded, kind.as_pointer()), align=4)
         return context.get_dummy_value()
 
     return types.void(sums, types.int64, out), generate
