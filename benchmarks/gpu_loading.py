@@ -24,12 +24,12 @@ import torch
 from benchmarks.loading import MIB, make_checkpoint, raw, set_cache
 from benchmarks.packing import pack
 from engine import ops
-from engine.device_frames import DeviceFrames, device_frames
-from engine.device_sink import DeviceSink
+from engine.loading.device_frames import DeviceFrames, device_frames
+from engine.loading.device_sink import DeviceSink
+from engine.loading.weight_decoder import weight_decoder
 from engine.memory.chunk_memory import ChunkMemory
 from engine.memory.host_registration import RegistersHost, register
 from engine.memory.weight_range import WeightRange
-from engine.weight_decoder import weight_decoder
 from loader.catalog import scan_one
 from loader.sizing import weights_bytes
 from loader.staging import StagingRing

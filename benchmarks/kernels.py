@@ -33,8 +33,8 @@ from torch.nn import functional  # noqa: E402
 
 from benchmarks.run import machine, table  # noqa: E402
 from engine import ops  # noqa: E402
-from engine.forward_batch import GroupBatch, HostBatch  # noqa: E402
 from engine.memory.mappings import HUGE_PAGE_BYTES  # noqa: E402
+from engine.steps.forward_batch import GroupBatch, HostBatch  # noqa: E402
 
 COLD_BYTES = 192 << 20  # several times the largest cache
 MIN_S = 0.12  # a figure's share of the run

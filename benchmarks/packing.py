@@ -32,9 +32,9 @@ import numpy as np  # noqa: E402
 from benchmarks.loading import CHUNK_BYTES, MIB, make_checkpoint, raw, set_cache  # noqa: E402
 from benchmarks.loading_peers import cpu_s  # noqa: E402
 from benchmarks.run import machine  # noqa: E402
+from engine.loading.weight_decoder import weight_decoder  # noqa: E402
 from engine.memory.cpu_memory import CpuMemory  # noqa: E402
 from engine.memory.weight_range import WeightRange  # noqa: E402
-from engine.weight_decoder import weight_decoder  # noqa: E402
 from loader import codec  # noqa: E402
 from loader.catalog import scan_one  # noqa: E402
 from loader.frame import FRAME_VALUES  # noqa: E402

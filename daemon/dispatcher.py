@@ -16,7 +16,7 @@ from daemon.errors import HearthError, NotNow, ServerFault, from_refusal
 from daemon.event_ring import EventRing
 from daemon.logs import fields
 from daemon.loop_watch import LoopWatch
-from daemon.metrics import Metrics
+from daemon.metrics.counters import Metrics
 from daemon.open_requests import OpenRequests
 from engine import protocol
 from scheduler.node import actions, events

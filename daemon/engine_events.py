@@ -14,7 +14,7 @@ from daemon.contracts import Generation
 from daemon.dispatcher import Dispatcher
 from daemon.errors import BadRequest, HearthError, NotNow, ServerFault
 from daemon.logs import fields
-from daemon.swap_counts import KernelKills
+from daemon.metrics.swaps import KernelKills
 from engine import protocol
 from scheduler.node import events
 

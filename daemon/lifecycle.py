@@ -31,8 +31,8 @@ from daemon.api.app import http_log, make_app, make_runner
 from daemon.control import make_control_app
 from daemon.errors import BadRequest, NotNow
 from daemon.file_watch import FileWatch, signature
-from daemon.gpu_driver import Driver
-from daemon.gpus import Inventory, memories
+from daemon.gpu.driver import Driver
+from daemon.gpu.inventory import Inventory, memories
 from daemon.node import Node, scheduler_settings
 from daemon.state import NodeState
 from daemon.systemd_notify import Notifier

@@ -17,8 +17,8 @@ from config.units import format_bytes, machine_memory_bytes
 from daemon import keys, listeners
 from daemon.arguments import ArgumentParser
 from daemon.errors import EXIT_OK, EXIT_USAGE
-from daemon.gpu_driver import Driver
-from daemon.gpus import Inventory, memories
+from daemon.gpu.driver import Driver
+from daemon.gpu.inventory import Inventory, memories
 from daemon.version import VERSION
 
 _METAVARS = {

@@ -14,20 +14,21 @@ from functools import partial
 from typing import Any
 
 from config.schema import DeviceBudget, NodeConfig
-from daemon import metrics_page, node_metrics
 from daemon.carve_outs import divide
 from daemon.dispatcher import Dispatcher
 from daemon.engine_events import EngineEvents
 from daemon.errors import BadRequest, HearthError
 from daemon.event_ring import EventRing
-from daemon.gpu_driver import Driver
-from daemon.gpu_watch import GpuWatch
-from daemon.gpus import GpuFault, Inventory, rows_of, why_no_memory
+from daemon.gpu.driver import Driver
+from daemon.gpu.inventory import GpuFault, Inventory, rows_of, why_no_memory
+from daemon.gpu.watch import GpuWatch
 from daemon.host_memory import HostMemory
 from daemon.live_settings import LiveSettings
 from daemon.logs import fields
 from daemon.loop_watch import LoopWatch
-from daemon.metrics import Metrics
+from daemon.metrics import node as node_metrics
+from daemon.metrics import page as metrics_page
+from daemon.metrics.counters import Metrics
 from daemon.page.feed import PageFeed
 from daemon.page.snapshot import snapshot
 from daemon.registry import Registry

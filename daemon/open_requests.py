@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from daemon.contracts import Generation
 from daemon.loop_watch import LoopWatch
-from daemon.metrics import Metrics
+from daemon.metrics.counters import Metrics
 
 PUBLIC_IDS = 4096
 

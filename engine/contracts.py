@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from engine.grammar.row_masks import RowMasks
+from engine.loading.weight_gate import WeightGate
 from engine.protocol import LoadModel, PromptLogprobs, TokenLogprobs
-from engine.weight_gate import WeightGate
 from loader.sizing import KVGroupSpec as KVGroupSpec
 from scheduler.batch.plan import BatchPlan as BatchPlan
 from scheduler.batch.plan import BoolArray as BoolArray

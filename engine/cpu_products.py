@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.step_program import call, empty
+from engine.steps.program import call, empty
 
 _NO_SCALES = np.empty(0, np.float32)
 

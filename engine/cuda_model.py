@@ -2,7 +2,7 @@
 
 A step's inputs are worked out on the device (kernels/triton_inputs.py): the host sends a few columns a row, and a token that it has
 not seen yet is taken from where the step before left it. Steps that only decode, with settings that need no host, are one CUDA
-graph each (engine/cuda_graphs.py).
+graph each (engine/steps/cuda_graphs.py).
 
 Shapes: R rows, T tokens, N sampling rows, S slots, V vocabulary.
 """
@@ -19,22 +19,22 @@ import torch
 from torch import Tensor
 
 from engine.contracts import BatchPlan, FloatArray, Launched, NoWorkSpace, SequenceTable, StepResult
-from engine.cuda_graphs import DecodeGraphs
-from engine.device_batch import DeviceBatch, DeviceGroup, QueryTiles
-from engine.device_state import DeviceSequences, Staging
-from engine.forward_batch import Rotary
 from engine.grammar.row_masks import RowMasks
 from engine.kernels import gpu
 from engine.layers.rope import rotary_of
 from engine.layers.weights import Weights
-from engine.logprobs import owed_prompt_rows
 from engine.memory.arena import kv_views
 from engine.memory.weight_range import WeightRange
 from engine.models.registry import CausalLM, build_model
 from engine.protocol import LoadModel
-from engine.sampled_outputs import sampled_outputs
-from engine.sampler import constrain, sampling_rows
-from engine.step_columns import Columns, ExtendStep, decode_columns, extend_step, padding_columns, sampling_columns
+from engine.sampling.logprobs import owed_prompt_rows
+from engine.sampling.outputs import sampled_outputs
+from engine.sampling.sampler import constrain, sampling_rows
+from engine.steps.columns import Columns, ExtendStep, decode_columns, extend_step, padding_columns, sampling_columns
+from engine.steps.cuda_graphs import DecodeGraphs
+from engine.steps.device_batch import DeviceBatch, DeviceGroup, QueryTiles
+from engine.steps.device_state import DeviceSequences, Staging
+from engine.steps.forward_batch import Rotary
 from loader import sizing
 from loader.gpu_sizing import LOGITS_ROWS
 from loader.hf_config import ModelShape

@@ -13,22 +13,22 @@ from torch import Tensor
 
 from engine import ops
 from engine.contracts import BatchPlan, FloatArray, KVGroupSpec, LongArray, SequenceTable, StepResult
-from engine.decode_steps import DecodeInputs, DecodeSteps
-from engine.forward_batch import GroupMemory, Rotary, build_batch, padded_rows
 from engine.grammar.row_masks import RowMasks
 from engine.layers.rope import rotary_of
 from engine.layers.weights import Weights
-from engine.logprobs import owed_prompt_rows
+from engine.loading.weight_gate import WeightGate
 from engine.memory.arena import kv_views
 from engine.memory.chunk_memory import ChunkMemory
 from engine.memory.weight_range import WeightRange
 from engine.models.registry import CausalLM, build_model
 from engine.protocol import LoadModel
-from engine.sampled_outputs import sampled_outputs
-from engine.sampler import SamplingRows, constrain, sampling_rows
-from engine.sliced_step import in_slices, slices
-from engine.step_program import Scratch, StepProgram
-from engine.weight_gate import WeightGate
+from engine.sampling.logprobs import owed_prompt_rows
+from engine.sampling.outputs import sampled_outputs
+from engine.sampling.sampler import SamplingRows, constrain, sampling_rows
+from engine.steps.decode import DecodeInputs, DecodeSteps
+from engine.steps.forward_batch import GroupMemory, Rotary, build_batch, padded_rows
+from engine.steps.program import Scratch, StepProgram
+from engine.steps.sliced import in_slices, slices
 from loader import sizing
 from loader.hf_config import ModelShape
 from loader.sizing import MAX_RECORDED_ROWS

@@ -18,20 +18,20 @@ import torch
 from engine import ops
 from engine.contracts import LoadCancelled, LoadTask
 from engine.device import num_cores, threads_for
-from engine.device_frames import DeviceFrames, device_frames
-from engine.device_sink import DeviceSink
 from engine.hosted_encoder import TorchEncoder
 from engine.hosted_model import TorchModel
+from engine.loading.device_frames import DeviceFrames, device_frames
+from engine.loading.device_sink import DeviceSink
+from engine.loading.weight_copies import WeightCopies
+from engine.loading.weight_decoder import weight_decoder
+from engine.loading.weight_gate import WeightGate
 from engine.memory.chunk_memory import ChunkMemory
 from engine.memory.host_registration import RegistersHost, register
 from engine.memory.host_tier import HostTier
 from engine.memory.weight_range import WeightRange, WeightRanges
 from engine.protocol import Configure, LoadModel
-from engine.step_program import Scratch
+from engine.steps.program import Scratch
 from engine.warm import compile_beside
-from engine.weight_copies import WeightCopies
-from engine.weight_decoder import weight_decoder
-from engine.weight_gate import WeightGate
 from loader import sizing
 from loader.errors import CheckpointError, UnsupportedModel
 from loader.hf_config import CONFIG_NAME, ModelShape

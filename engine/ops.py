@@ -22,10 +22,10 @@ from torch import Tensor
 
 from engine import cpu_products
 from engine.cpu_products import array as _array
-from engine.device_batch import DeviceBatch
-from engine.forward_batch import ForwardBatch
 from engine.kernels import compiled, reference
-from engine.step_program import call, empty, into, is_recording
+from engine.steps.device_batch import DeviceBatch
+from engine.steps.forward_batch import ForwardBatch
+from engine.steps.program import call, empty, into, is_recording
 from loader.sizing import DEQUANTIZED_BYTES, sampler_rows
 
 BLOCK_TOKENS_STEP = 4  # of paged_attention

@@ -10,13 +10,13 @@ import msgspec
 
 from engine import kv_transfer
 from engine.contracts import BatchPlan, HostedEncoder, LoadCancelled
-from engine.first_step import FirstStep
 from engine.kv_transfer import KVTransfer
-from engine.loads import Begun, Load, Loads, Streams
+from engine.loading.loads import Begun, Load, Loads, Streams
 from engine.memory.chunk_memory import ChunkMemory
 from engine.memory.host_tier import HostTier
 from engine.protocol import Evicted, EvictModel, LoadDone, LoadFailed, LoadModel, LoadProgress, LoadStreams, Message
 from engine.served_models import ServedModel, ServedModels
+from engine.steps.first import FirstStep
 
 log = logging.getLogger("engine")
 

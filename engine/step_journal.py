@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from engine.contracts import LongArray
-from engine.first_step import NO_REQUESTS, FirstStep
 from engine.protocol import write_journal
+from engine.steps.first import NO_REQUESTS, FirstStep
 
 
 class StepJournal:

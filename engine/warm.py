@@ -50,7 +50,7 @@ def main() -> int:
     dtypes = options.dtype or DTYPES
     prepare_process()
     from engine import ops
-    from engine.weight_decoder import weight_decoder
+    from engine.loading.weight_decoder import weight_decoder
 
     if not ops.configure(options.cache_dir):
         print("numba is not installed: the cpu device will run torch operations only")

@@ -21,10 +21,9 @@ from engine.channel import Channel, ChannelClosed
 from engine.collector import Collector
 from engine.contracts import BatchPlan, NoWorkSpace, Runner, StepResult
 from engine.embedder import Embedder
-from engine.first_step import NO_REQUESTS, FirstStep
 from engine.grammar.constraints import Constraints, End
 from engine.grammar.row_masks import RowMasks
-from engine.loads import Loads
+from engine.loading.loads import Loads
 from engine.memory.chunk_memory import ChunkMemory
 from engine.memory.host_tier import HostTier
 from engine.memory.preparing import Preparer
@@ -47,7 +46,8 @@ from engine.protocol import (
 from engine.requests import batch_request
 from engine.served_models import ServedModel, ServedModels
 from engine.step_journal import StepJournal
-from engine.step_under_way import StepUnderWay
+from engine.steps.first import NO_REQUESTS, FirstStep
+from engine.steps.under_way import StepUnderWay
 from scheduler.batch.batch_scheduler import BatchScheduler
 from scheduler.batch.step_room import StepRoom
 from scheduler.batch.steps_ahead import TokensNeeded

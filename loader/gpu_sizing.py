@@ -12,7 +12,7 @@ LOGITS_ROWS = 256  # sampling rows whose logits are computed at a time
 DECODE_PIECES = 2048
 # cuBLAS's work space of 32 MiB a stream, on the stream of steps and on that of captures
 LIBRARY_BYTES = 64 << 20
-# Through which packed weights pass, and as much again while their speed is measured (engine/device_frames.py).
+# Through which packed weights pass, and as much again while their speed is measured (engine/loading/device_frames.py).
 PACKED_BYTES = 2 * frame.frame_bytes(frame.FRAME_VALUES, frame.FRAME_VALUES)
 
 

@@ -17,7 +17,7 @@ from functools import lru_cache
 from loader.hf_config import ModelShape
 from loader.safetensors import TensorRef
 
-# A first step may be so many times max_num_batched_tokens (engine/first_step.py), as long as that takes one layer's work space.
+# A first step may be so many times max_num_batched_tokens (engine/steps/first.py), as long as that takes one layer's work space.
 FIRST_STEP_SLICES = 4
 ALIGN_BYTES = 64
 BLOCK_BYTES = 4096  # direct reads are in whole ones, of the file as of memory
@@ -30,7 +30,7 @@ KV_FP8 = "fp8"  # keys and values as float8_e4m3fn; a head of a token has one sc
 DTYPE_OF = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # safetensors' name -> ours
 # Logits held at a time; sampling rows beyond it are computed in turn, so a large vocabulary can't outgrow the work space.
 LOGITS_BYTES = 8 << 20
-# Decode steps of up to so many rows are recorded on the cpu device (engine/decode_steps.py), and keep memory for their results.
+# Decode steps of up to so many rows are recorded on the cpu device (engine/steps/decode.py), and keep memory for their results.
 MAX_RECORDED_ROWS = 128
 # Float32 logits the sampler turns into tokens at a time (one row at least); it needs about six copies of them.
 SAMPLER_BYTES = 1 << 20

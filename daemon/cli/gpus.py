@@ -26,8 +26,8 @@ def gpus(client: Client, options: argparse.Namespace) -> None:
 def _of_driver() -> list[dict[str, Any]]:
     """Raises CommandError where there is no driver."""
     from config.devices import NoGpus
-    from daemon.gpu_driver import Driver
-    from daemon.gpus import rows_of
+    from daemon.gpu.driver import Driver
+    from daemon.gpu.inventory import rows_of
 
     try:
         return rows_of(Driver().gpus(), (), {})

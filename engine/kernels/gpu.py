@@ -10,8 +10,8 @@ import torch
 import triton
 from torch import Tensor
 
-from engine.device_batch import DeviceBatch
 from engine.kernels import gpu_linear, triton_decode, triton_extend, triton_inputs, triton_rope, triton_rows, triton_sampling
+from engine.steps.device_batch import DeviceBatch
 
 tile_tokens = triton_extend.tile_tokens
 MANY_ROWS = triton_decode.MANY_ROWS

@@ -5,14 +5,14 @@ from __future__ import annotations
 from torch import Tensor
 
 from engine import ops
-from engine.forward_batch import ForwardBatch
 from engine.layers.weights import Weights
+from engine.steps.forward_batch import ForwardBatch
 from loader.hf_config import ModelShape
 
 
 class Attention:
     """x [T, hidden] -> [T, hidden]. Keys and values of the T tokens are stored before any is read. The layer's window and rotary
-    embedding are its KV group's (engine/forward_batch.py).
+    embedding are its KV group's (engine/steps/forward_batch.py).
 
     projections: names of those that give queries, keys and values. norms_around_one: factors of their norms are 1 + weight.
     """

@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from engine.forward_batch import Rotary
+from engine.steps.forward_batch import Rotary
 from loader.hf_config import RopeParameters
 
 

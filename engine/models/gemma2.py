@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from engine import ops
-from engine.forward_batch import ForwardBatch
 from engine.layers.attention import Attention
 from engine.layers.mlp import GatedMLP
 from engine.layers.weights import Weights
+from engine.steps.forward_batch import ForwardBatch
 from loader.hf_config import ModelShape
 
 

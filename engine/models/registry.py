@@ -7,7 +7,6 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from engine.forward_batch import ForwardBatch
 from engine.layers.weights import Weights
 from engine.models.bert import BertModel
 from engine.models.gemma2 import Gemma2ForCausalLM
@@ -17,6 +16,7 @@ from engine.models.mistral import MistralForCausalLM
 from engine.models.phi3 import Phi3ForCausalLM
 from engine.models.qwen2 import Qwen2ForCausalLM
 from engine.models.qwen3 import Qwen3ForCausalLM
+from engine.steps.forward_batch import ForwardBatch
 from loader.hf_config import ModelShape
 
 

@@ -15,7 +15,7 @@ from daemon.engine_events import EngineEvents
 from daemon.errors import HearthError, NotNow
 from daemon.event_ring import EventRing
 from daemon.loop_watch import LoopWatch
-from daemon.metrics import Metrics
+from daemon.metrics.counters import Metrics
 from engine import protocol
 from engine.protocol import FINISH_ABORT, FINISH_LENGTH, FINISH_STOP, SamplingParams
 from scheduler.node import events

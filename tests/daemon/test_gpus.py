@@ -13,9 +13,9 @@ import pytest
 
 from config.devices import NoGpus
 from config.schema import DeviceBudget
-from daemon.gpu_watch import GpuWatch
-from daemon.gpus import Gpu, GpuFault, GpuProcess, holders, rows_of, why_no_memory
-from daemon.nvml import Nvml
+from daemon.gpu.inventory import Gpu, GpuFault, GpuProcess, holders, rows_of, why_no_memory
+from daemon.gpu.nvml import Nvml
+from daemon.gpu.watch import GpuWatch
 
 GIB = 1 << 30
 DEVICE = DeviceBudget("cuda:0", 79 * GIB, "GPU-a")

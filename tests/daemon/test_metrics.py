@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from daemon import keys, metric_families, metrics_page, node_metrics
+from daemon import keys
 from daemon.contracts import Generation
-from daemon.histogram import Histogram
-from daemon.metric_families import BY_NAME, FAMILIES, NUM_TENANTS
-from daemon.metrics import Metrics
-from daemon.metrics_page import ModelNow, Now
+from daemon.metrics import families as metric_families
+from daemon.metrics import node as node_metrics
+from daemon.metrics import page as metrics_page
+from daemon.metrics.counters import Metrics
+from daemon.metrics.families import BY_NAME, FAMILIES, NUM_TENANTS
+from daemon.metrics.histogram import Histogram
+from daemon.metrics.page import ModelNow, Now
 from engine.protocol import SamplingParams
 from tests.daemon.api.fakes import entry
 from tests.e2e.chat import Stream
@@ -67,7 +70,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 def test_the_page_is_made_from_the_table() -> None:
     page = (ROOT / "docs/reference/metrics.md").read_text()
-    assert page == metric_families.reference(), "run: python -m daemon.metric_families > docs/reference/metrics.md"
+    assert page == metric_families.reference(), "run: python -m daemon.metrics.families > docs/reference/metrics.md"
     assert list(documented()) == [family.name for family in FAMILIES]
 
 

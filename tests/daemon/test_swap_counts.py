@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from daemon import metrics_page, swap_counts
-from daemon.metrics import Metrics
-from daemon.metrics_page import DeviceNow, Now
-from daemon.node_metrics import chunks_by_state
+from daemon.metrics import page as metrics_page
+from daemon.metrics import swaps as swap_counts
+from daemon.metrics.counters import Metrics
+from daemon.metrics.node import chunks_by_state
+from daemon.metrics.page import DeviceNow, Now
 from engine import protocol
 from scheduler.node import actions
 from scheduler.node.views import DeviceView

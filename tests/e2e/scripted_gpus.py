@@ -1,7 +1,7 @@
 """GPUs as a file describes them, for nodes without any: `python -m tests.e2e.scripted_gpus FILE …` is hearthd with those.
 
-The file is JSON, {"gpus": [fields of daemon.gpus.Gpu], "faults": [[uuid, xid]]}, read again at each question; faults are told once,
-in order.
+The file is JSON, {"gpus": [fields of daemon.gpu.inventory.Gpu], "faults": [[uuid, xid]]}, read again at each question; faults are
+told once, in order.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 import msgspec
 
 from config.devices import NoGpus
-from daemon.gpus import Gpu, GpuFault
+from daemon.gpu.inventory import Gpu, GpuFault
 
 LOOK_EVERY_S = 0.02
 
 
 class ScriptedGpus:
-    """daemon.gpus.Inventory."""
+    """daemon.gpu.inventory.Inventory."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._num_told = path, 0

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from engine.contracts import LoadTask
-from engine.loads import Loads
+from engine.loading.loads import Loads
+from engine.loading.weight_copies import WeightCopies
 from engine.memory import mappings
 from engine.memory.cpu_memory import CpuMemory
 from engine.memory.host_tier import HostTier
@@ -23,7 +24,6 @@ from engine.null_runner import NullModel, NullRunner
 from engine.placements import Placements
 from engine.protocol import Evicted, EvictModel, LoadDone, LoadFailed, SamplingParams
 from engine.served_models import ServedModels
-from engine.weight_copies import WeightCopies
 from loader.errors import CheckpointError
 from scheduler.batch.request import BatchRequest
 from tests.engine.engine_process import load_message, null_checkpoint, null_configure

@@ -19,16 +19,17 @@ pytest.importorskip("triton")
 
 from benchmarks.plain_memory import PlainRange
 from config.devices import CUDA_LEFT_BYTES
-from engine import cuda_graphs, ops, work_space
+from engine import ops, work_space
 from engine.__main__ import beside_work_space
 from engine.contracts import NoWorkSpace
-from engine.cuda_graphs import graph_rows
 from engine.cuda_model import CudaModel
-from engine.device_sink import DeviceSink
 from engine.kv_caches import make_kv_cache
+from engine.loading.device_sink import DeviceSink
 from engine.memory.weight_range import WeightRange
 from engine.model_runner import TorchRunner
 from engine.protocol import Configure, LoadModel, SamplingParams
+from engine.steps import cuda_graphs
+from engine.steps.cuda_graphs import graph_rows
 from loader import sizing
 from loader.catalog import scan_one
 from loader.errors import UnsupportedModel

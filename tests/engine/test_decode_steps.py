@@ -14,10 +14,10 @@ from torch import Tensor
 
 from engine import hosted_model
 from engine.contracts import SequenceTable
-from engine.forward_batch import ForwardBatch
 from engine.hosted_model import TorchModel
 from engine.model_runner import TorchRunner
-from engine.step_program import Scratch
+from engine.steps.forward_batch import ForwardBatch
+from engine.steps.program import Scratch
 from loader import sizing
 from tests.engine.model_bench import (
     BLOCK_TOKENS,

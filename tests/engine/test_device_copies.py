@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 
 from engine import ops
 from engine.contracts import LoadTask
-from engine.device_sink import DeviceSink
+from engine.loading.device_sink import DeviceSink
 from engine.memory.transfers import NUM_THREADS, UNDER_WAY, TransferCancelled, transfer
 from engine.memory.weight_range import WeightRange
 from engine.model_runner import TorchRunner

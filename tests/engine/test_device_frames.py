@@ -16,9 +16,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from engine.device_frames import DeviceFrames, device_frames
-from engine.device_sink import DeviceSink
 from engine.kernels import triton_unpack
+from engine.loading.device_frames import DeviceFrames, device_frames
+from engine.loading.device_sink import DeviceSink
 from engine.memory.cpu_memory import CpuMemory
 from engine.memory.weight_range import WeightRange
 from engine.model_runner import TorchRunner

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from engine.contracts import BatchPlan, StepResult
-from engine.forward_batch import padded_rows
 from engine.hosted_model import TorchModel
 from engine.kv_transfer import KVTransfer
+from engine.loading.weight_gate import WeightGate, WeightsWithdrawn
 from engine.memory.cpu_memory import CpuMemory
 from engine.memory.host_tier import HostTier
 from engine.protocol import (
@@ -36,8 +36,8 @@ from engine.protocol import (
     TokensOut,
     read_journal,
 )
-from engine.sliced_step import slices
-from engine.weight_gate import WeightGate, WeightsWithdrawn
+from engine.steps.forward_batch import padded_rows
+from engine.steps.sliced import slices
 from engine.worker import Engine
 from loader.catalog import scan_one
 from loader.file_reader import Fetched, FileReader

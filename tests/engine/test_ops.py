@@ -12,9 +12,9 @@ from torch import Tensor
 
 from engine import ops
 from engine.contracts import BatchPlan
-from engine.forward_batch import ForwardBatch, GroupMemory, Rotary, build_batch, padded_rows
 from engine.kernels import compiled, reference
 from engine.kernels.compiled import direct
+from engine.steps.forward_batch import ForwardBatch, GroupMemory, Rotary, build_batch, padded_rows
 from tests.engine.model_bench import make_table
 from tests.kernel_cache import CACHE_DIR
 

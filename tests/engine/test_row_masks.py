@@ -10,7 +10,7 @@ import torch
 
 from engine.grammar.compile import compile_grammar
 from engine.grammar.row_masks import RowMasks, hold_ends_back
-from engine.token_mask import ROWS_AT_ONCE, apply_row_masks
+from engine.sampling.token_mask import ROWS_AT_ONCE, apply_row_masks
 
 
 def bits_of(*ids: int, words: int = 3) -> np.ndarray:

@@ -19,9 +19,9 @@ from engine import hosted_model
 from engine.contracts import LoadCancelled
 from engine.device import SINGLE_THREAD_WEIGHTS_BYTES, num_cores, threads_for
 from engine.hosted_model import TorchModel
+from engine.loading.weight_gate import WeightGate
 from engine.model_runner import TorchRunner
 from engine.protocol import LoadModel
-from engine.weight_gate import WeightGate
 from loader import sizing
 from loader.catalog import scan_one
 from loader.errors import CheckpointChanged, CheckpointError

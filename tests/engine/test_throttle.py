@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine import throttle
+from engine.loading import throttle
 
 
 class Clock:

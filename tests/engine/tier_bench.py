@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from engine.contracts import Runner
-from engine.loads import Loads
+from engine.loading.loads import Loads
 from engine.memory.cpu_memory import CpuMemory
 from engine.memory.host_tier import HostTier
 from engine.null_runner import NullRunner

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.device_sink import DeviceSink
+from engine.loading.device_sink import DeviceSink
 from engine.memory.host_registration import register
 from engine.memory.transfers import transfer
 from engine.memory.weight_range import WeightRange

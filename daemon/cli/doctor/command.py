@@ -33,7 +33,7 @@ def doctor(client: Client, options: argparse.Namespace) -> int:
     from config.units import machine_memory_bytes
     from daemon.cli.doctor.finding import FAIL
     from daemon.cli.doctor.settings import settings
-    from daemon.gpu_driver import Driver
+    from daemon.gpu.driver import Driver
 
     memory_bytes = machine_memory_bytes()
     against = settings(client, options.config, memory_bytes, Driver())
@@ -53,7 +53,7 @@ def examined(against: Settings, models_dir: str, memory_bytes: int) -> list[Find
     """All checks, in the order they are read in."""
     from daemon.cli.doctor import gpu, memory, network, storage, system
     from daemon.cli.doctor.finding import OK, Finding
-    from daemon.gpu_driver import Driver
+    from daemon.gpu.driver import Driver
 
     limits, whose = _limits(against.pid)
     return [

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from config.devices import NoGpus
 from daemon.cli.doctor.finding import FAIL, OK, WARN, Finding
 from daemon.cli.table import size
-from daemon.gpus import Gpu, Inventory, holders
+from daemon.gpu.inventory import Gpu, Inventory, holders
 
 MIN_CUDA = 12000  # what the driver must speak, as NVML writes 12.0
 

@@ -13,7 +13,7 @@ from config import host_tier, load, paths
 from config.devices import NoGpus, device_budgets
 from daemon.cli.client import Client, CommandError
 from daemon.errors import EXIT_USAGE
-from daemon.gpus import Inventory, memories
+from daemon.gpu.inventory import Inventory, memories
 
 
 @dataclass(slots=True, frozen=True)

@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.forward_batch import Rotary
 from engine.kernels import (
     reference,
     triton_checksum,
@@ -31,6 +30,7 @@ from engine.kernels import (
     triton_unpack,
 )
 from engine.memory.arena import kv_views
+from engine.steps.forward_batch import Rotary
 from loader import checksum, codec, sizing
 from loader import frame as layout
 

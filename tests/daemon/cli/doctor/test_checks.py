@@ -11,7 +11,7 @@ import pytest
 
 from daemon.cli.doctor import gpu, memory, network, storage, system
 from daemon.cli.doctor.finding import FAIL, OK, WARN, Finding
-from daemon.gpus import Gpu, GpuProcess
+from daemon.gpu.inventory import Gpu, GpuProcess
 from loader.catalog import scan
 from tests.loader.checkpoints import write_checkpoint
 

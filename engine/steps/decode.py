@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from engine.contracts import BatchPlan, SequenceTable
-from engine.forward_batch import GroupBatch, GroupMemory, HostBatch, padded_rows
 from engine.models.registry import CausalLM
-from engine.step_program import Recorder, Scratch, StepProgram, recording
+from engine.steps.forward_batch import GroupBatch, GroupMemory, HostBatch, padded_rows
+from engine.steps.program import Recorder, Scratch, StepProgram, recording
 
 log = logging.getLogger("engine")
 

@@ -1,5 +1,5 @@
 """A step of more tokens than the work space has room for: layer by layer, and each layer slice by slice. So prompts of any length
-run behind weights that are still coming (engine/first_step.py).
+run behind weights that are still coming (engine/steps/first.py).
 
 Shapes: T tokens of the whole step, W width.
 """
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.contracts import BatchPlan
-from engine.forward_batch import ForwardBatch, HostBatch
+from engine.steps.forward_batch import ForwardBatch, HostBatch
 
 Layer = Callable[[Tensor | None, Tensor, ForwardBatch], Tensor]
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.contracts import BatchPlan, IntArray, LongArray, SequenceTable
-from engine.sampler import SamplingRows
+from engine.sampling.sampler import SamplingRows
 
 Columns = dict[str, npt.NDArray[Any]]
 

@@ -1,4 +1,4 @@
-"""What one forward pass on a GPU computes: the counterpart of forward_batch.HostBatch, with every array on the device.
+"""What one forward pass on a GPU computes: the counterpart of HostBatch (`forward_batch.py`), with every array on the device.
 
 Shapes: R rows, T tokens, S slots of the model, B blocks a sequence may hold, P pairs of a head's dimensions that turn. Rows of one
 new token come first: row r's token is token r for r below num_decode.

@@ -1,5 +1,5 @@
 """Every metric of /metrics: name, kind, unit, labels, meaning. docs/reference/metrics.md is made from this table by
-`python -m daemon.metric_families`, and the page that is scraped has nothing that is not here."""
+`python -m daemon.metrics.families`, and the page that is scraped has nothing that is not here."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ BY_NAME = {family.name: family for family in FAMILIES}
 
 _INTRO = f"""# Metrics
 
-Made from `daemon/metric_families.py` by `python -m daemon.metric_families`; do not edit by hand.
+Made from `daemon/metrics/families.py` by `python -m daemon.metrics.families`; do not edit by hand.
 
 `GET /metrics` answers in Prometheus' text format. `GET /m/MODEL/metrics` has the same for one model: the families with a label
 `model` or `model_name`. Where keys are set both need one (`Authorization: Bearer KEY`, or the key as the password of Basic

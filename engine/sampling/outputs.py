@@ -12,8 +12,8 @@ import numpy as np
 from torch import Tensor
 
 from engine.contracts import BatchPlan, SequenceTable, StepResult
-from engine.logprobs import LogprobCollector, OwedPrompts
-from engine.sampler import SamplingRows, sample_tokens
+from engine.sampling.logprobs import LogprobCollector, OwedPrompts
+from engine.sampling.sampler import SamplingRows, sample_tokens
 
 
 def sampled_outputs(

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from daemon.metrics_page import DeviceNow, ModelNow, Now
+from daemon.metrics.page import DeviceNow, ModelNow, Now
 from daemon.version import VERSION
 from scheduler.node.views import DeviceView, ModelView
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.device_state import Staging
+from engine.steps.device_state import Staging
 
 log = logging.getLogger("engine")
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from config.devices import NoGpus
 from config.schema import DeviceBudget
-from daemon.gpus import GpuFault, Inventory
+from daemon.gpu.inventory import GpuFault, Inventory
 
 log = logging.getLogger("hearthd")
 LISTEN_S = 5.0

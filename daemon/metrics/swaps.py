@@ -7,7 +7,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from daemon.histogram import Histogram
+from daemon.metrics.histogram import Histogram
 from engine import protocol
 from scheduler.node import actions
 

@@ -9,7 +9,7 @@ import threading
 import numpy as np
 import torch
 
-from engine.device_frames import DeviceFrames
+from engine.loading.device_frames import DeviceFrames
 from engine.memory.chunk_memory import ChunkMemory
 from engine.memory.weight_range import WeightRange
 from loader.range_plan import Segment, Span

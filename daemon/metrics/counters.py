@@ -1,4 +1,4 @@
-"""The node's counters as plain numbers, added to once a step or request; daemon/metrics_page.py renders them when asked."""
+"""The node's counters as plain numbers, added to once a step or request; daemon/metrics/page.py renders them when asked."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from daemon.contracts import Generation
-from daemon.histogram import WAIT_BUCKETS_S, Histogram
 from daemon.keys import OTHER
-from daemon.metric_families import NUM_TENANTS
-from daemon.swap_counts import SwapCounts
+from daemon.metrics.families import NUM_TENANTS
+from daemon.metrics.histogram import WAIT_BUCKETS_S, Histogram
+from daemon.metrics.swaps import SwapCounts
 
 TOKEN_BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0)
 REQUEST_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)

@@ -1,10 +1,10 @@
-"""The machine's own driver, asked through daemon/nvml.py."""
+"""The machine's own driver, asked through daemon/gpu/nvml.py."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from daemon.gpus import Gpu, GpuFault, Inventory
+from daemon.gpu.inventory import Gpu, GpuFault, Inventory
 
 
 class Driver:
@@ -21,7 +21,7 @@ class Driver:
 
     def _loaded(self) -> Inventory:
         if self._nvml is None:
-            from daemon.nvml import Nvml
+            from daemon.gpu.nvml import Nvml
 
             self._nvml = Nvml()
         return self._nvml

@@ -1,7 +1,7 @@
 """A decode step as a list of kernel calls with their arguments: recorded while it runs for the first time, then run again as it is.
 
 The counterpart of a CUDA graph. A program holds addresses: of weights, of the KV arena, of the model's input arrays
-(engine/decode_steps.py) and of intermediate results. While a step is recorded, engine/ops.py has the recorder make its calls and
+(engine/steps/decode.py) and of intermediate results. While a step is recorded, engine/ops.py has the recorder make its calls and
 takes memory for results from it; what a model does besides, with torch itself, is noticed and makes the recording worthless.
 """
 

@@ -1,4 +1,4 @@
-"""daemon.gpus.Inventory on NVIDIA's management library. It is loaded with the first question: nodes without GPUs do without.
+"""The inventory by NVIDIA's management library, which is loaded with the first question: nodes without GPUs need none.
 
 Source: NVML API reference.
 """
@@ -14,7 +14,7 @@ from typing import Any
 import pynvml
 
 from config.devices import NoGpus
-from daemon.gpus import Gpu, GpuFault, GpuProcess
+from daemon.gpu.inventory import Gpu, GpuFault, GpuProcess
 
 VOLATILE, UNCORRECTED = pynvml.NVML_VOLATILE_ECC, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
 

@@ -18,7 +18,7 @@ from engine import ops
 from engine.contracts import BatchPlan, BoolArray, FloatArray, IntArray, SequenceTable
 from engine.grammar.row_masks import RowMasks
 from engine.protocol import SamplingParams
-from engine.token_mask import apply_row_masks
+from engine.sampling.token_mask import apply_row_masks
 from loader.sizing import sampler_rows
 
 KeyArray = npt.NDArray[np.uint32]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 
 from engine.contracts import LoadCancelled, LoadTask
+from engine.loading.weight_gate import WeightGate
 from engine.memory.chunk_memory import ChunkMemory
 from engine.memory.host_tier import HostTier
 from engine.memory.transfers import Piece, TransferCancelled, transfer
 from engine.memory.weight_range import WeightRange
-from engine.weight_gate import WeightGate
 from loader import checksum
 
 

@@ -14,9 +14,9 @@ import numpy as np
 
 from engine.contracts import BatchPlan, LongArray, StepResult, StreamedModel
 from engine.kv_transfer import KVTransfer
+from engine.loading.weight_gate import WeightGate, WeightsWithdrawn
 from engine.protocol import Abort, EvictModel, Submit
 from engine.served_models import ServedModel
-from engine.weight_gate import WeightGate, WeightsWithdrawn
 from loader.sizing import FIRST_STEP_SLICES
 
 NO_REQUESTS = np.zeros(0, np.int64)

@@ -1,4 +1,4 @@
-"""/metrics as text: the counters of daemon/metrics.py and what is true now, in the families of daemon/metric_families.py."""
+"""/metrics as text: the counters (`counters.py`) and what is true now, in the families of `families.py`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from daemon.histogram import Histogram
 from daemon.keys import OTHER
-from daemon.metric_families import BY_NAME, COUNTER, HISTOGRAM
-from daemon.metrics import Metrics
+from daemon.metrics.counters import Metrics
+from daemon.metrics.families import BY_NAME, COUNTER, HISTOGRAM
+from daemon.metrics.histogram import Histogram
 
 STATES = ("cold", "warm", "loading", "ready", "paused", "draining", "failed", "refused", "disabled", "incomplete")
 Key = str | tuple[str, ...]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.contracts import BatchPlan, IntArray, LongArray, SequenceTable
-from engine.device_batch import DeviceBatch
+from engine.steps.device_batch import DeviceBatch
 
 # Rows with more new tokens than this are prompts, of which many tokens attend to a block at a time; others do so token by token.
 LONG_ROW_TOKENS = 16

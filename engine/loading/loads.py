@@ -10,13 +10,13 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from engine import throttle
 from engine.contracts import HostedEncoder, HostedModel, LoadCancelled, LoadTask, Runner, StreamedModel
-from engine.first_step import FirstStep
 from engine.kv_transfer import KVTransfer
+from engine.loading import throttle
+from engine.loading.weight_gate import WeightGate
 from engine.protocol import LoadModel, LoadProgress
 from engine.served_models import Place
-from engine.weight_gate import WeightGate
+from engine.steps.first import FirstStep
 
 log = logging.getLogger("engine")
 
@@ -60,7 +60,7 @@ class Loads:
     """Starts loads and tells of them through an eventfd, so the engine's loop can sleep."""
 
     def __init__(self, runner: Runner, test_disk_bytes_per_s: int = 0, test_copy_bytes_per_s: int = 0) -> None:
-        """test_…: see engine/throttle.py."""
+        """test_…: see engine/loading/throttle.py."""
         self._runner = runner
         self._disk_bytes_per_s, self._copy_bytes_per_s = test_disk_bytes_per_s, test_copy_bytes_per_s
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)

@@ -1,0 +1,1 @@
+"""One forward pass: its inputs, its program or graph, and the forms it takes."""
