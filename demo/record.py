@@ -89,6 +89,7 @@ def recorded(command: list[str], rows: int) -> Screen:
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(ROOT)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a background job's children would ignore it
         os.execvp(command[0], command)
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", rows, COLUMNS, 0, 0))
     screen, rest, began, told = Screen(), b"", 0.0, ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import sys
 import xml.etree.ElementTree as ET
 
@@ -60,9 +61,15 @@ def test_the_picture_shows_the_last_rows_and_hides_what_has_not_come() -> None:
     assert len((scroll.get("keyTimes") or "").split(";")) == len((scroll.get("values") or "").split(";")) == 11
 
 
-def test_a_command_is_recorded_on_a_terminal() -> None:
+@pytest.mark.parametrize("given", [signal.SIG_DFL, signal.SIG_IGN], ids=["foreground", "background"])
+def test_a_command_is_recorded_on_a_terminal_and_stopped(given: signal.Handlers) -> None:
+    """A shell's background job ignores SIGINT, and so do the processes it starts."""
     told = f"import sys; print(sys.stdout.isatty(), 'é'); print({record.LAST_LINE!r}, flush=True); sys.stdin.read()"
-    assert shown(recorded([sys.executable, "-c", told], 30))[:2] == ["True é", record.LAST_LINE]
+    before = signal.signal(signal.SIGINT, given)
+    try:
+        assert shown(recorded([sys.executable, "-c", told], 30))[:2] == ["True é", record.LAST_LINE]
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_command_that_ends_early_is_told() -> None:

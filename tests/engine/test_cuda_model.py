@@ -4,50 +4,31 @@ can show (graphs, streams, page-locked memory) is in tests/gpu."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("triton")
-
-from benchmarks.plain_memory import PlainRange
-from config.devices import CUDA_LEFT_BYTES
-from engine import ops, work_space
-from engine.__main__ import beside_work_space
+from engine import ops
 from engine.contracts import NoWorkSpace
 from engine.cuda_model import CudaModel
 from engine.kv_caches import make_kv_cache
-from engine.loading.device_sink import DeviceSink
-from engine.memory.weight_range import WeightRange
-from engine.model_runner import TorchRunner
-from engine.protocol import Configure, LoadModel, SamplingParams
-from engine.steps import cuda_graphs
-from engine.steps.cuda_graphs import graph_rows
-from loader import sizing
-from loader.catalog import scan_one
-from loader.errors import UnsupportedModel
-from loader.sinks import HostSink
-from loader.staging import StagingRing
-from loader.weight_stream import open_checkpoint, stream_weights
+from engine.protocol import LoadModel, SamplingParams
 from scheduler.batch.batch_scheduler import BatchLimits, BatchScheduler
 from scheduler.batch.chunk_pool import ChunkPool
 from scheduler.batch.plan import BatchPlan, write_sampling
 from scheduler.batch.request import BatchRequest
+from tests.engine.cuda_bench import INTERPRETED, KINDS, OTHER, PROMPT, close, expected, load_cuda_model
 from tests.engine.model_bench import (
-    BLOCK_TOKENS,
     CACHE_DIR,
     CASES,
     CHUNK_BYTES,
     MAX_LEN,
     load,
-    load_task,
     make_checkpoint,
     make_memory,
     make_runner,
@@ -56,53 +37,14 @@ from tests.engine.model_bench import (
     put,
 )
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy tells of infinities, a GPU does not
-    pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU tests/gpu runs the same model"),
-]
-PROMPT = np.random.default_rng(11).integers(0, 211, 60).tolist()
-OTHER = np.random.default_rng(12).integers(0, 211, 45).tolist()
-KINDS = ["llama", "qwen3", "gemma2", "gemma3", "phi3-partial-window"]
-
-
-def load_cuda_model(
-    folder: Path, device: str = "cpu", dtype: str = "float32", max_graph_rows: int = 0, kv_cache_dtype: str = ""
-) -> CudaModel:
-    limits = (1 << 20, 0, 0, MAX_LEN, 8, [1])
-    spec = LoadModel(1, "tiny", str(folder), dtype, scan_one(folder).fingerprint, *limits, kv_cache_dtype=kv_cache_dtype)
-    with ExitStack() as stack:
-        source = open_checkpoint(folder, spec.fingerprint, stack, in_place=False)
-        on_host = PlainRange(sizing.weights_bytes(source.shape, dtype), "cpu")
-        sink = HostSink(on_host.memory.numpy().data)
-        stream_weights(source, dtype, sink, StagingRing(), lambda done, total: None, lambda: False)
-    weights = PlainRange(on_host.num_bytes, device)
-    weights.memory.copy_(on_host.memory)
-    arena = torch.full((4 << 20,), 0xFF, dtype=torch.uint8, device=device)  # NaN in every dtype
-    return CudaModel(spec, source.shape, weights, arena, BLOCK_TOKENS, max_graph_rows)
-
-
-@pytest.fixture(autouse=True)
-def on_gpu_kernels() -> Iterator[None]:
-    ops.configure_gpu(CACHE_DIR)
-    yield
-    ops.configure(CACHE_DIR)
+pytest.importorskip("triton")
+pytestmark = INTERPRETED
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     folder = tmp_path_factory.mktemp(request.param)
     return folder, make_checkpoint(folder, **CASES[request.param])
-
-
-def expected(made: tuple[Path, Any], tokens: list[int]) -> np.ndarray:
-    with torch.inference_mode():
-        return made[1](torch.tensor([tokens])).logits[0].numpy()
-
-
-def close(actual: np.ndarray, wanted: np.ndarray) -> None:
-    assert actual.shape == wanted.shape
-    assert np.abs(wanted).max() > 1.0, "the checkpoint's logits are too small to tell anything"
-    assert np.abs(actual - wanted).max() < 2e-4
 
 
 def test_prefill_in_chunks_then_a_mixed_batch(made: tuple[Path, Any]) -> None:
@@ -184,98 +126,6 @@ def test_a_row_that_is_not_finite_is_bad_and_no_other(tmp_path: Path) -> None:
     assert model.execute(plan((0, 12, 1), (1, 12, 1)), table).bad.tolist() == [False, True]
 
 
-class StandInGraph:
-    """In CUDAGraph's place: a replay runs the captured step again, into the same result."""
-
-    captured: ClassVar[list[StandInGraph]] = []
-    step: Any = None
-    drawn: Any = None
-
-    def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
-        assert capture_error_mode == "thread_local"
-        StandInGraph.captured.append(self)
-
-    def capture_end(self) -> None:
-        """The step between the two was the captured one."""
-
-    def replay(self) -> None:
-        self.drawn.copy_(self.step())
-
-
-@pytest.fixture
-def stand_in_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    stream = SimpleNamespace(wait_stream=lambda other: None)
-    cuda = SimpleNamespace(
-        CUDAGraph=StandInGraph,
-        Stream=lambda: stream,
-        current_stream=lambda: stream,
-        stream=lambda stream: nullcontext(),
-        graph_pool_handle=lambda: (0, 0),
-        memory_reserved=lambda: 0,
-    )
-    names = {"zeros": torch.zeros, "int32": torch.int32, "OutOfMemoryError": torch.OutOfMemoryError}
-    monkeypatch.setattr(cuda_graphs, "torch", SimpleNamespace(cuda=cuda, **names))
-    monkeypatch.setattr(cuda_graphs, "_pool", None)
-    monkeypatch.setattr(cuda_graphs, "_stream", None)
-    yield
-    StandInGraph.captured.clear()
-
-
-def remember_steps(model: CudaModel) -> None:
-    """Each stand-in for a graph gets the step that was captured with it."""
-    step = model.graphs._step
-
-    def remembered(columns: Any) -> Any:
-        drawn = step(columns)
-        if StandInGraph.captured and StandInGraph.captured[-1].step is None:
-            graph = StandInGraph.captured[-1]
-            graph.step, graph.drawn = lambda: step(columns), drawn
-        return drawn
-
-    model.graphs._step = remembered
-
-
-def decoded(model: CudaModel, rows: int, steps: int) -> list[list[int]]:
-    """Seeded and greedy rows, each step's tokens known to the next on the device alone."""
-    table = make_table(groups=model.kv_groups)
-    for slot in range(rows):
-        put(table, slot, PROMPT[slot : slot + 5])
-        write_sampling(table, slot, SamplingParams(max_tokens=90, temperature=0.8 * (slot % 2), top_p=0.9, seed=slot), 5, MAX_LEN)
-    ids = [model.execute(plan(*((slot, 0, 5) for slot in range(rows))), table).ids.tolist()]
-    ids += [model.execute(plan(*((slot, 5 + at, 1) for slot in range(rows))), table).ids.tolist() for at in range(steps)]
-    return ids
-
-
-def test_captured_steps_are_padded_steps_with_other_columns(tmp_path: Path, stand_in_graphs: None) -> None:
-    """What a graph runs again reads its columns where the first run's were; rows of padding change nothing."""
-    make_checkpoint(tmp_path, kind="qwen2", num_hidden_layers=1)
-    plain = decoded(load_cuda_model(tmp_path), 3, 3)
-    model = load_cuda_model(tmp_path, max_graph_rows=8)
-    remember_steps(model)
-    model.capture(3)
-    assert list(model.graphs.captured) == [4]
-    assert decoded(model, 3, 3) == plain
-    assert list(model.graphs.captured) == [4]
-
-
-def test_a_step_without_memory_for_its_graph_runs_without_one(tmp_path: Path, stand_in_graphs: None) -> None:
-    make_checkpoint(tmp_path, kind="qwen2", num_hidden_layers=1)
-    plain = decoded(load_cuda_model(tmp_path), 3, 3)
-    model = load_cuda_model(tmp_path, max_graph_rows=8)
-
-    def refuse(columns: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.\nMore of it")
-
-    model.graphs._step = refuse
-    assert decoded(model, 3, 3) == plain
-    assert not model.graphs.captured
-    assert model.graphs.rows_for(3) == 0
-    assert model.graphs.rows_for(1) == 1
-    while model.num_uncaptured:
-        model.capture_next()
-    assert not model.graphs.captured
-
-
 def test_a_step_that_finds_no_memory_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the model steps on."""
     make_checkpoint(tmp_path, kind="qwen2", num_hidden_layers=1)
@@ -294,98 +144,11 @@ def test_a_step_that_finds_no_memory_says_so(tmp_path: Path, monkeypatch: pytest
     assert model.execute(plan((0, 0, 9)), table).ids.tolist() == wanted
 
 
-def test_torch_is_held_to_the_work_space(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_to: list[tuple[float, int]] = []
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (10 << 30, 80 << 30))
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda fraction, index: set_to.append((fraction, index)))
-    assert work_space.limit_torch(3 << 30) == (3 << 30) + work_space.KEPT_BYTES
-    assert set_to == [(((3 << 30) + work_space.KEPT_BYTES) / (80 << 30), 0)]
-    assert work_space.limit_torch(90 << 30) == 80 << 30
-    assert set_to[1] == (1.0, 0)
-    assert work_space.KEPT_BYTES < CUDA_LEFT_BYTES
-
-
-def test_nothing_is_captured_after_a_second_load(tmp_path: Path, stand_in_graphs: None) -> None:
-    """The first load captures what it is asked for, idle time the rest, smallest first; what comes back has them all."""
-    make_checkpoint(tmp_path, kind="qwen2", num_hidden_layers=1)
-    model = load_cuda_model(tmp_path, max_graph_rows=8)
-    remember_steps(model)
-    model.capture(3)  # the stand-in's capture computes, which a real one does not: before there is a token to be spoilt
-    first = decoded(model, 3, 2)
-    order = []
-    while model.num_uncaptured:
-        model.capture_next()
-        order.append(list(model.graphs.captured)[-1])
-    assert (next(iter(model.graphs.captured)), order) == (4, [1, 2, 8])
-    num_captured = len(StandInGraph.captured)
-    kept = model._weights.memory.clone()
-    model.release()
-    assert model.num_uncaptured == 0, "an evicted model has no weights to capture with"
-    model._weights.memory.zero_()
-    model._weights.memory.copy_(kept)
-    model.restore()
-    assert decoded(model, 3, 2) == first
-    decoded(model, 7, 1)
-    assert (len(StandInGraph.captured), model.num_uncaptured) == (num_captured, 0)
-
-
 def test_warming_up_writes_no_kv(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, **CASES["gemma2"])
     model = load_cuda_model(tmp_path)
     model.warm(graph_rows=())
     assert all(memory.kv.isnan().all() for memory in model._memory)
-
-
-def test_the_runner_gives_the_model_of_the_last_load_back(tmp_path: Path) -> None:
-    """An evicted model's weights return to their addresses: what was captured over them stays."""
-    whole = make_checkpoint(tmp_path, **CASES["llama"])
-    memory = make_memory()
-    options = Configure("cpu:0", memory.num_chunks, memory.chunk_bytes, 64 << 20, 512, BLOCK_TOKENS, 10.0, 1, cache_dir=CACHE_DIR)
-    runner = TorchRunner(memory, options, gpu=True)
-    spec = LoadModel(1, "m", str(tmp_path), "float32", scan_one(tmp_path).fingerprint, 1 << 20, 0, 0, MAX_LEN, 8, [1])
-    wanted = expected((tmp_path, whole), PROMPT)[:9]
-    models = []
-    for _ in range(2):
-        model = runner.load(load_task(spec, memory=memory))
-        assert isinstance(model, CudaModel)
-        table = make_table(groups=model.kv_groups)
-        put(table, 0, PROMPT)
-        close(model.logits(plan((0, 0, 9)), table, True), wanted)
-        model.release()
-        models.append(model)
-    assert models[0] is models[1]
-    renamed = msgspec.structs.replace(spec, max_sequences=4)
-    assert runner.load(load_task(renamed, memory=memory)) is not models[0]
-    with pytest.raises(UnsupportedModel, match="quantize: int8 is not built on a GPU"):
-        runner.load(load_task(msgspec.structs.replace(spec, quantize="int8"), memory=memory))
-    memory.close()
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_weights_reach_a_device_as_they_reach_the_host(tmp_path: Path, dtype: str) -> None:
-    """Through slots smaller than a tensor, as they are and converted."""
-    make_checkpoint(tmp_path, **CASES["llama"])
-    memory = make_memory()
-    with ExitStack() as stack:
-        source = open_checkpoint(tmp_path, "", stack)
-        on_host = np.zeros(sizing.weights_bytes(source.shape, dtype), np.uint8)
-        weights = WeightRange(memory, len(on_host))
-        weights.map(list(range(weights.num_chunks)))
-        for sink in (HostSink(on_host.data), DeviceSink(memory, weights)):
-            stream_weights(source, dtype, sink, StagingRing(2, 8 << 10), lambda done, total: None, lambda: False)
-    for slot in sizing.weight_layout(source.shape, dtype):
-        wanted = torch.from_numpy(on_host[slot.offset_bytes : slot.offset_bytes + slot.num_bytes])
-        assert torch.equal(weights.tensor(slot.offset_bytes, (slot.num_bytes,), torch.uint8), wanted), slot.name
-    weights.close()
-    memory.close()
-
-
-def test_work_space_is_beside_the_chunks_of_a_gpu() -> None:
-    given = Configure("cuda:0", 100, 16 << 20, 33 << 20, 512, 16, 5.0, 0)
-    left = beside_work_space(given)
-    assert (left.num_chunks, left.work_space_bytes) == (97, 0)
-    on_cpu = msgspec.structs.replace(given, device="cpu:0")
-    assert beside_work_space(on_cpu) is on_cpu
 
 
 def test_released_weights_are_not_used(tmp_path: Path) -> None:
@@ -397,13 +160,6 @@ def test_released_weights_are_not_used(tmp_path: Path) -> None:
     model.release()
     with pytest.raises(RuntimeError, match="released"):
         model.execute(plan((0, 0, 5)), table)
-
-
-def test_graph_row_counts_are_few_and_not_much_larger() -> None:
-    sizes = [graph_rows(n) for n in range(1, 257)]
-    assert all(n <= size <= 2 * n for n, size in enumerate(sizes, start=1))
-    assert len(set(sizes)) < 24
-    assert sizes[:8] == [1, 2, 4, 4, 8, 8, 8, 8]
 
 
 def scheduled(model: CudaModel, ahead: bool, stop: Sequence[int] = ()) -> dict[int, list[int]]:

@@ -83,7 +83,7 @@ def kernels_on_and_off() -> Iterator[None]:
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "qwen3", "phi3-partial-window"])
 def test_the_gpus_model_equals_the_twins_and_both_are_near_the_truth(tmp_path: Path, kind: str, kernels_on_and_off: None) -> None:
     pytest.importorskip("triton")
-    from tests.engine.test_cuda_model import load_cuda_model
+    from tests.engine.cuda_bench import load_cuda_model
 
     truth = wanted_logits(make_checkpoint(tmp_path, **CASES[kind]))
     runner = make_runner(make_memory())

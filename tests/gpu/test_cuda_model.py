@@ -15,8 +15,8 @@ from engine import ops
 from engine.cuda_model import CudaModel
 from engine.protocol import SamplingParams
 from scheduler.batch.plan import write_sampling
+from tests.engine.cuda_bench import KINDS, OTHER, PROMPT, load_cuda_model
 from tests.engine.model_bench import CASES, MAX_LEN, make_checkpoint, make_table, plan, put
-from tests.engine.test_cuda_model import KINDS, OTHER, PROMPT, load_cuda_model
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.4}  # of logits up to tens; matrix products of bfloat16 differ between devices

@@ -28,10 +28,12 @@ from tests.e2e.checkpoints import make_model
 from tests.e2e.node import wait_gone
 
 ROOT = Path(__file__).resolve().parents[2]
-SITE = sysconfig.get_paths()["purelib"]
+# where it is, not where a link to it lies: the service's user may be let into the one and not into the other
+SITE = str(Path(sysconfig.get_paths()["purelib"]).resolve())
 
 
 def usable_by_others(path: str) -> bool:
+    """Whether any user may read it and pass through the folders it lies in."""
     real = Path(path).resolve()
     return all(folder.stat().st_mode & 0o005 == 0o005 for folder in [real, *real.parents])
 
@@ -114,7 +116,10 @@ class Service:
             )  # fmt: skip
             try:
                 try:
-                    notify.wait_for(lambda messages: any("READY" in one for one in messages), "READY=1")
+                    notify.wait_for(
+                        lambda messages: any("READY" in one for one in messages) or process.poll() is not None, "READY=1"
+                    )
+                    assert process.poll() is None
                 except AssertionError:
                     process.kill()
                     raise AssertionError(process.communicate()[1]) from None
@@ -161,6 +166,19 @@ def service(destdir: Path) -> Iterator[Service]:
         make_model(models / "a")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield Service(destdir, listener, user, group)
+
+
+def test_a_private_folder_is_not_usable_by_others(destdir: Path) -> None:
+    """What decides whether the service's user is simulated below."""
+    folder = destdir / "var/private"
+    (folder / "site").mkdir(parents=True)
+    link = destdir / "var/link"
+    link.symlink_to(folder / "site")
+    assert usable_by_others(str(link))
+    folder.chmod(0o700)
+    assert not usable_by_others(str(link))
+    link.unlink()
+    shutil.rmtree(folder)
 
 
 def test_what_lies_where(destdir: Path) -> None:

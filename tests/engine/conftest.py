@@ -1,0 +1,18 @@
+"""What several files set up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from engine import ops
+from tests.kernel_cache import CACHE_DIR
+
+
+@pytest.fixture
+def gpu_kernels() -> Iterator[None]:
+    """What a GPU runs; on the CPU it is interpreted."""
+    ops.configure_gpu(CACHE_DIR)
+    yield
+    ops.configure(CACHE_DIR)

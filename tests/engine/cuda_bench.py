@@ -1,0 +1,57 @@
+"""The GPU's model loaded on the CPU, where its kernels are interpreted."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.plain_memory import PlainRange
+from engine.cuda_model import CudaModel
+from engine.protocol import LoadModel
+from loader import sizing
+from loader.catalog import scan_one
+from loader.sinks import HostSink
+from loader.staging import StagingRing
+from loader.weight_stream import open_checkpoint, stream_weights
+from tests.engine.model_bench import BLOCK_TOKENS, MAX_LEN
+
+PROMPT = np.random.default_rng(11).integers(0, 211, 60).tolist()
+OTHER = np.random.default_rng(12).integers(0, 211, 45).tolist()
+KINDS = ["llama", "qwen3", "gemma2", "gemma3", "phi3-partial-window"]
+INTERPRETED = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy tells of infinities, a GPU does not
+    pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU tests/gpu runs the same model"),
+    pytest.mark.usefixtures("gpu_kernels"),
+]
+
+
+def load_cuda_model(
+    folder: Path, device: str = "cpu", dtype: str = "float32", max_graph_rows: int = 0, kv_cache_dtype: str = ""
+) -> CudaModel:
+    limits = (1 << 20, 0, 0, MAX_LEN, 8, [1])
+    spec = LoadModel(1, "tiny", str(folder), dtype, scan_one(folder).fingerprint, *limits, kv_cache_dtype=kv_cache_dtype)
+    with ExitStack() as stack:
+        source = open_checkpoint(folder, spec.fingerprint, stack, in_place=False)
+        on_host = PlainRange(sizing.weights_bytes(source.shape, dtype), "cpu")
+        sink = HostSink(on_host.memory.numpy().data)
+        stream_weights(source, dtype, sink, StagingRing(), lambda done, total: None, lambda: False)
+    weights = PlainRange(on_host.num_bytes, device)
+    weights.memory.copy_(on_host.memory)
+    arena = torch.full((4 << 20,), 0xFF, dtype=torch.uint8, device=device)  # NaN in every dtype
+    return CudaModel(spec, source.shape, weights, arena, BLOCK_TOKENS, max_graph_rows)
+
+
+def expected(made: tuple[Path, Any], tokens: list[int]) -> np.ndarray:
+    with torch.inference_mode():
+        return made[1](torch.tensor([tokens])).logits[0].numpy()
+
+
+def close(actual: np.ndarray, wanted: np.ndarray) -> None:
+    assert actual.shape == wanted.shape
+    assert np.abs(wanted).max() > 1.0, "the checkpoint's logits are too small to tell anything"
+    assert np.abs(actual - wanted).max() < 2e-4

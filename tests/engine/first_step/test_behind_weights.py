@@ -1,0 +1,164 @@
+"""Prompts computed behind the weights, layer by layer as they come."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from engine.loading.weight_gate import WeightGate
+from engine.protocol import Abort, Evicted, EvictModel, LoadDone, LoadFailed, LoadStreams, SetLease, read_journal
+from tests.engine.first_step.bench import PROMPT, Bench, truncate
+
+
+def test_a_prompt_is_computed_layer_by_layer_as_weights_come(bench: Bench, wanted: list[int]) -> None:
+    bench.allow(1)
+    bench.load()
+    bench.until(LoadStreams)
+    bench.submit(7)
+    bench.submit(8, PROMPT[:9])
+    bench.until_waits_for(2)  # the embedding and the first layer are computed, and the second is not there
+    assert set(read_journal(bench.journal)) == {7, 8}  # whose death it would be
+    assert bench.kinds().count("LoadDone") == 0
+    bench.allow(3)
+    bench.until_waits_for(3)
+    bench.submit(9)  # comes too late for the step that runs
+    bench.allow(99)
+    assert bench.until_answered(7, 9) == [wanted, wanted]
+    kinds = bench.kinds()
+    assert kinds.index("LoadStreams") < kinds.index("LoadDone") < kinds.index("TokensOut")
+    assert not bench.engine.placements.first
+    bench.pump(lambda: not bench.engine.models.busy())
+    bench.evict()
+
+
+def test_a_model_nobody_asks_is_loaded_as_ever(bench: Bench, wanted: list[int]) -> None:
+    bench.load()
+    bench.until(LoadDone)
+    bench.submit(3)
+    assert bench.until_answered(3) == [wanted]
+    bench.evict()
+
+
+def test_a_file_that_ends_too_early_fails_the_load_and_no_token_comes(bench: Bench, wanted: list[int], folder: Path) -> None:
+    file = folder / "model.safetensors"
+    whole, stat = file.read_bytes(), file.stat()
+    bench.allow(1)
+    bench.load()
+    bench.until(LoadStreams)
+    bench.submit(7)
+    bench.until_waits_for(2)
+    bench.spoil = lambda read: truncate(folder, read)
+    bench.allow(99)
+    failed: LoadFailed = bench.until(LoadFailed)
+    assert failed.permanent
+    for part in ("CheckpointError: model.safetensors: tensor model.layers.", "the file ends at offset", "bytes too early"):
+        assert part in failed.error
+    assert "TokensOut" not in bench.kinds()
+    assert not bench.engine._model_of
+    assert not bench.engine.placements.busy
+    assert bench.engine.models.chunks.free.all()
+    bench.spoil = lambda read: None
+    file.write_bytes(whole)
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    bench.load()  # what the failed one left behind is no hindrance
+    bench.until(LoadStreams)
+    bench.submit(7)
+    assert bench.until_answered(7) == [wanted]
+
+
+def test_a_file_that_changes_fails_the_load_at_its_end(bench: Bench, folder: Path) -> None:
+    """All layers are computed by then; nothing of it is told."""
+    bench.allow(3)
+    bench.load()
+    bench.until(LoadStreams)
+    bench.submit(7)
+    bench.until_waits_for(3)
+    os.utime(folder / "model.safetensors", ns=(1, 1))
+    bench.allow(99)
+    failed: LoadFailed = bench.until(LoadFailed)
+    assert not failed.permanent
+    assert "changed since the model was registered" in failed.error
+    assert "TokensOut" not in bench.kinds()
+
+
+def test_a_withdrawn_load_ends_its_step(bench: Bench) -> None:
+    bench.allow(1)
+    bench.load()
+    bench.until(LoadStreams)
+    bench.submit(7)
+    bench.until_waits_for(2)
+    bench.engine._handle(EvictModel(9, "m", 64))
+    bench.allow(99)
+    gone: Evicted = bench.until(Evicted)
+    assert gone.placement_id == 9
+    assert not {"TokensOut", "LoadDone", "LoadFailed"} & set(bench.kinds())
+    assert bench.engine.models.chunks.free.all()
+
+
+def test_what_comes_during_the_step_waits_for_its_end(bench: Bench, wanted: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """An abort, a lease, an eviction: of a step that goes on after its load has ended."""
+    may_end = threading.Event()
+    opened = WeightGate.open
+
+    def late_open(gate: WeightGate) -> None:
+        threading.Thread(target=lambda: (may_end.wait(60), opened(gate))).start()
+
+    monkeypatch.setattr(WeightGate, "open", late_open)
+    bench.allow(1)
+    bench.load()
+    bench.until(LoadStreams)
+    bench.submit(7)
+    bench.submit(8, PROMPT[:12])
+    bench.until_waits_for(2)
+    bench.allow(99)
+    bench.until(LoadDone)
+    bench.engine._handle(SetLease(0))
+    bench.submit(9)
+    bench.submit(10)
+    bench.engine._handle(Abort([8, 10, 11]))
+    assert bench.engine.placements.first
+    may_end.set()
+    bench.engine._handle(SetLease(64))
+    assert bench.until_answered(7, 9) == [wanted, wanted]
+    bench.pump(lambda: not bench.engine.models.busy())
+    assert not bench.tokens(10)
+    assert len(bench.tokens(8)) <= 1  # of the step that was under way
+    may_end.clear()
+    bench.evict()
+    bench.allow(1)
+    bench.load()
+    bench.until(LoadStreams)
+    bench.submit(7)
+    bench.until_waits_for(2)
+    bench.allow(99)
+    bench.until(LoadDone)
+    bench.channel.sent.clear()
+    bench.engine._handle(EvictModel(9, "m", 64))
+    assert "Evicted" not in bench.kinds()
+    may_end.set()
+    bench.until(Evicted)
+    assert bench.engine.models.chunks.free.all()
+
+
+@pytest.mark.parametrize("good", [True, False])
+def test_weights_from_the_host_tier_come_through_the_same_gate(bench: Bench, wanted: list[int], good: bool) -> None:
+    """A copy that does not match is noticed at its end: what was computed is void, and is computed again from the drive's."""
+    bench.load(keep_slots=list(range(12)))
+    done: LoadDone = bench.until(LoadDone)
+    bench.evict()
+    if not good:
+        bench.tier.slot(2)[100] ^= 1
+    bench.allow(1)  # holds the reads, should there be any
+    bench.load(source_slots=list(range(12)), checksum=done.checksum)
+    bench.until(LoadStreams)
+    bench.submit(7)
+    if not good:
+        bench.until_waits_for(2)
+        bench.allow(99)
+    assert bench.until_answered(7) == [wanted]
+    loaded: LoadDone = bench.until(LoadDone)
+    assert bool(loaded.source_rejected) == (not good)
+    assert (loaded.bytes_read == 0) == good

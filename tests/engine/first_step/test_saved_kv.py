@@ -1,0 +1,110 @@
+"""Saved KV that comes back beside the weights: a first prompt waits for it, and its blocks are freed whatever comes."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.kv_transfer import KVTransfer
+from engine.protocol import Evicted, EvictModel, LoadDone, LoadFailed, LoadStreams, TokensOut
+from tests.engine.first_step.bench import NUM_SLOTS, PROMPT, Bench, truncate
+from tests.engine.model_bench import BLOCK_TOKENS
+
+
+@pytest.fixture
+def may_copy(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Copies of KV wait for it."""
+    event, run = threading.Event(), KVTransfer.run
+    event.set()
+
+    def held_run(transfer: KVTransfer) -> None:
+        assert event.wait(60)
+        run(transfer)
+
+    monkeypatch.setattr(KVTransfer, "run", held_run)
+    return event
+
+
+def answered_and_saved(bench: Bench) -> dict[str, Any]:
+    """The model has said what it says to PROMPT and left; what a load must carry to take its KV back."""
+    bench.load()
+    bench.until(LoadDone)
+    bench.submit(1)
+    bench.until_answered(1)
+    bench.channel.sent.clear()
+    bench.engine._handle(EvictModel(9, "m", 64, list(range(NUM_SLOTS))))
+    gone: Evicted = bench.until(Evicted)
+    assert gone.saved_kv_tokens >= len(PROMPT)
+    return {"kv_slots": gone.kv_slots_used, "kv_index": gone.kv_index}
+
+
+def restored_blocks(bench: Bench, request_id: int) -> int:
+    """Tokens of its prompt that were found in restored KV."""
+    out = [message for message in bench.channel.sent if isinstance(message, TokensOut)]
+    return next((message.cached[request_id] for message in out if request_id in message.cached), 0)
+
+
+def test_saved_kv_comes_beside_the_weights_and_before_a_prompt(bench: Bench, wanted: list[int], may_copy: threading.Event) -> None:
+    saved = answered_and_saved(bench)
+    may_copy.clear()
+    bench.allow(1)
+    bench.load(**saved)
+    bench.pump(lambda: bench.engine.placements.first)
+    assert "LoadStreams" not in bench.kinds(), "a prompt would not find its KV"
+    may_copy.set()
+    bench.until(LoadStreams)
+    bench.submit(7)
+    bench.until_waits_for(2)
+    assert "LoadDone" not in bench.kinds()
+    bench.allow(99)
+    assert bench.until_answered(7) == [wanted]
+    assert bench.until(LoadDone).restored_kv_tokens >= len(PROMPT)
+    assert restored_blocks(bench, 7) >= len(PROMPT) - BLOCK_TOKENS
+    bench.pump(lambda: not bench.engine.models.busy())
+    bench.evict()
+
+
+def test_weights_that_are_there_first_wait_for_saved_kv(bench: Bench, wanted: list[int], may_copy: threading.Event) -> None:
+    saved = answered_and_saved(bench)
+    may_copy.clear()
+    bench.load(**saved)
+    bench.pump(lambda: bench.engine.placements._restoring)
+    assert "LoadDone" not in bench.kinds()
+    may_copy.set()
+    done: LoadDone = bench.until(LoadDone)
+    assert done.restored_kv_tokens >= len(PROMPT)
+    assert done.copy_seconds > 0, "what the KV took longer than the weights"
+    bench.submit(7)
+    assert bench.until_answered(7) == [wanted]
+    assert restored_blocks(bench, 7) >= len(PROMPT) - BLOCK_TOKENS
+    bench.evict()
+
+
+@pytest.mark.parametrize("how", ["withdrawn", "spoilt", "evicted"])
+def test_a_load_that_comes_to_nothing_frees_its_blocks_when_they_are_copied(
+    bench: Bench, wanted: list[int], folder: Path, may_copy: threading.Event, how: str
+) -> None:
+    saved = answered_and_saved(bench)
+    may_copy.clear()
+    bench.allow(1)
+    bench.load(**saved)
+    bench.pump(lambda: bench.engine.placements.first)
+    if how == "withdrawn":
+        bench.engine._handle(EvictModel(9, "m", 64))
+    elif how == "spoilt":
+        bench.spoil = lambda read: truncate(folder, read)
+    bench.allow(99)
+    bench.pump(lambda: bench.engine.placements._restoring)
+    if how == "evicted":
+        bench.engine._handle(EvictModel(9, "m", 64))
+    chunks = bench.engine.models.chunks
+    assert not chunks.free.all(), "KV is still on its way into them"
+    may_copy.set()
+    bench.until(LoadFailed if how == "spoilt" else Evicted)
+    assert bench.kinds().count("Evicted") + bench.kinds().count("LoadFailed") == 1
+    assert not {"LoadDone", "LoadStreams"} & set(bench.kinds())
+    assert chunks.free.all()
+    assert not bench.engine.placements.busy

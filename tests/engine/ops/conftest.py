@@ -1,0 +1,27 @@
+"""The CPU kernels in place, whatever other tests chose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from engine import ops
+from tests.kernel_cache import CACHE_DIR
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels() -> Iterator[None]:
+    ops.configure(CACHE_DIR)
+    for dtype in ("float32", "bfloat16"):
+        ops.prepare(dtype, 2, "int8")
+    yield
+    ops.configure(CACHE_DIR)
+    ops.set_num_threads(1)
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    kind: torch.dtype = request.param
+    return kind

@@ -1,0 +1,55 @@
+"""How compiled kernels are found and entered."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from engine import ops
+from engine.kernels import compiled, reference
+from engine.kernels.compiled import direct
+from tests.engine.ops.twins import same, share_everything
+from tests.kernel_cache import CACHE_DIR
+
+pytest.importorskip("numba")
+compiled.keep_in(CACHE_DIR)  # before a kernel is imported
+from engine.kernels import cpu_int8  # noqa: E402
+
+
+def test_threads_have_a_compilation_of_their_own() -> None:
+    """Numba's cache goes by name: with one name it hands out whichever was compiled first."""
+    from engine.kernels import cpu_amx_linear, cpu_attention, cpu_linear, cpu_rows
+
+    for serial, parallel in (
+        (cpu_rows.rms_norm, cpu_rows.rms_norm_parallel),
+        (cpu_attention.paged_attention_serial, cpu_attention.paged_attention_parallel),
+        (cpu_linear.few_rows_linear_serial, cpu_linear.few_rows_linear_parallel),
+        (cpu_int8.int8_linear_serial, cpu_int8.int8_linear_parallel),
+        (cpu_amx_linear.amx_linear_serial, cpu_amx_linear.amx_linear_parallel),
+        (cpu_amx_linear.amx_int8_linear_serial, cpu_amx_linear.amx_int8_linear_parallel),
+    ):
+        assert serial.py_func.__qualname__ != parallel.py_func.__qualname__
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_repeated_call_enters_the_machine_code(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, threads: int) -> None:
+    """It is that of the form that is due and of these types; what was never compiled for them stays as it is."""
+    from engine.kernels import cpu_rows
+
+    share_everything(monkeypatch)
+    ops.set_num_threads(threads)
+    x, weight, out = torch.randn(3, 64).to(dtype), torch.rand(64).to(dtype), torch.empty(3, 64, dtype=dtype)
+    args = (ops._array(x), ops._array(weight), False, 1e-5, ops._array(out))
+    kernel, due = ops._kernels.rms_norm, cpu_rows.rms_norm if threads == 1 else cpu_rows.rms_norm_parallel
+    entry = direct(kernel, args)
+    assert entry in [found.entry_point for found in due.overloads.values()]
+    entry(*args)
+    same(out, reference.rms_norm(x, weight, 1e-5, False))
+    assert direct(kernel, (*args[:3], 1, args[4])) is due, "an integer for eps"
+    assert direct(print, args) is print
+
+
+def test_kernels_refuse_to_compile_inside_a_step() -> None:
+    with pytest.raises(TypeError, match="No matching definition"):
+        ops._kernels.silu_and_mul(np.zeros((2, 8), np.float64), np.zeros((2, 4), np.float64))

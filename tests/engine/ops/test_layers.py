@@ -1,0 +1,129 @@
+"""Norms, activations, rotary positions and attention: the CPU kernels against their torch twins."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from engine import ops
+from engine.contracts import BatchPlan
+from engine.kernels import reference
+from engine.steps.forward_batch import ForwardBatch, GroupMemory, Rotary, build_batch, padded_rows
+from tests.engine.model_bench import make_table
+from tests.engine.ops.twins import both, random, same, share_everything
+
+pytest.importorskip("numba")
+HEADS, KV_HEADS, HEAD_DIM, LAYERS, BLOCK_TOKENS = 6, 2, 16, 2, 4
+
+
+def make_batch(
+    dtype: torch.dtype, rows: list[tuple[int, int, int]], padded: bool = False, window: int = 0, pairs: int = HEAD_DIM // 2
+) -> ForwardBatch:
+    columns = np.array(rows, np.int32)
+    plan = BatchPlan(0, "m", columns[:, 0].copy(), columns[:, 1].copy(), columns[:, 2].copy(), np.ones(len(rows), np.bool_))
+    kv = random(256, LAYERS, 2, KV_HEADS, BLOCK_TOKENS, HEAD_DIM, dtype=dtype)
+    flat = kv.view(-1).view(torch.uint16).numpy() if dtype is torch.bfloat16 else kv.view(-1).numpy()
+    places = [(0, layer) for layer in range(LAYERS)]
+    inv_freq = 1.0 / (10000.0 ** (torch.arange(0, HEAD_DIM, 2).float() / HEAD_DIM))
+    return build_batch(plan, make_table(), [GroupMemory(kv, flat, Rotary(inv_freq[:pairs]), window)], places, padded)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("around_one", [False, True])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 100.0])
+def test_rms_norms(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, scale: float, around_one: bool, threads: int) -> None:
+    ops.set_num_threads(threads)
+    share_everything(monkeypatch)
+    x, weight = random(7, 48, dtype=dtype, scale=scale), random(48, dtype=dtype)
+    same(*both(monkeypatch, lambda: ops.rms_norm(x, weight, 1e-5, around_one)))
+
+    def add() -> Tensor:
+        residual = random(7, 48, dtype=dtype, scale=3.0).clone()
+        return torch.cat((ops.add_rms_norm(x, residual, weight, 1e-5, around_one), residual))
+
+    same(*both(monkeypatch, add))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("scale", [0.1, 3.0, 60.0])
+def test_gated_activations(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, scale: float, threads: int) -> None:
+    ops.set_num_threads(threads)
+    share_everything(monkeypatch)
+    gate_up = random(5, 160, dtype=dtype, scale=scale)
+    same(*both(monkeypatch, lambda: ops.silu_and_mul(gate_up)))
+    gate_up[:, 80:] /= scale  # where gelu vanishes, torch's loses all its digits; up must not make them large
+    same(*both(monkeypatch, lambda: ops.gelu_and_mul(gate_up)))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("pairs", [HEAD_DIM // 2, 6, 3])
+@pytest.mark.parametrize("kind", ["no norms", "norms", "norms around one"])
+def test_rope_and_store(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, kind: str, pairs: int, threads: int) -> None:
+    ops.set_num_threads(threads)
+    share_everything(monkeypatch)
+    weights = random(HEAD_DIM, dtype=dtype), random(HEAD_DIM, dtype=dtype) + 1
+    norms = None if kind == "no norms" else ops.HeadNorms(*weights, 1e-5, kind == "norms around one")
+
+    def call() -> Tensor:
+        batch = make_batch(dtype, [(0, 17, 1), (1, 5, 4), (3, 0, 9)], padded=True, pairs=pairs)
+        qkv = random(len(batch.input_ids), (HEADS + 2 * KV_HEADS) * HEAD_DIM, dtype=dtype).clone()
+        ops.rope_and_store(qkv, norms, 1, HEADS, batch)
+        return torch.cat((qkv[: batch.num_tokens].flatten(), batch.groups[0].kv.flatten()))
+
+    same(*both(monkeypatch, call))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [(0, 0, 1)],
+        [(0, 99, 1), (1, 3, 1), (2, 4, 1), (3, 15, 1)],
+        [(0, 99, 1), (1, 3, 5), (2, 20, 40), (4, 0, 30)],
+    ],
+    ids=["first-token", "decode", "mixed"],
+)
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (1, 0.0), (7, 0.0), (8, 5.0), (0, 5.0), (200, 0.0)])
+def test_attention(
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    rows: list[tuple[int, int, int]],
+    threads: int,
+    window: int,
+    softcap: float,
+) -> None:
+    ops.set_num_threads(threads)
+    share_everything(monkeypatch)
+    batch = make_batch(dtype, rows, padded=True, window=window)
+    qkv = random(len(batch.input_ids), (HEADS + 2 * KV_HEADS) * HEAD_DIM, dtype=dtype, scale=2.0)
+    same(*both(monkeypatch, lambda: ops.attention(qkv, 1, HEADS, HEAD_DIM**-0.5, softcap, batch)))
+
+
+@pytest.mark.parametrize("window", [0, 3, 6, 30])
+def test_attention_reads_nothing_beyond_context_and_window(dtype: torch.dtype, window: int) -> None:
+    """NaN in blocks and places that don't belong to the rows stays where it is; blocks behind the window have no place at all."""
+    batch = make_batch(dtype, [(0, 5, 1), (1, 2, 3), (2, 50, 1), (3, 30, 40)], window=window)
+    owned = torch.zeros(batch.groups[0].kv.shape[0], BLOCK_TOKENS, dtype=torch.bool)
+    for row, context in enumerate(batch.contexts.tolist()):
+        first = max(0, context - int(batch.num_new[row]) - window + 1) if window else 0
+        for position in range(first, context):
+            owned[int(batch.groups[0].block_table[row, position // BLOCK_TOKENS]), position % BLOCK_TOKENS] = True
+        batch.groups[0].block_table[row, : first // BLOCK_TOKENS] = -1
+    batch.groups[0].kv.permute(0, 4, 1, 2, 3, 5)[~owned] = torch.nan
+    qkv = random(len(batch.input_ids), (HEADS + 2 * KV_HEADS) * HEAD_DIM, dtype=dtype)
+    for softcap in (0.0, 5.0):
+        assert torch.isfinite(ops.attention(qkv, 0, HEADS, 0.25, softcap, batch)).all()
+
+
+def test_padded_row_counts_are_few_and_not_much_larger() -> None:
+    sizes = [padded_rows(n) for n in range(1, 1025)]
+    assert all(n <= size <= n * 1.8 for n, size in enumerate(sizes, start=1))
+    assert len(set(sizes)) < 64
+    assert padded_rows(0) == 0
+
+
+def test_float16_runs_on_the_reference() -> None:
+    x = random(3, 16, dtype=torch.float16)
+    assert torch.equal(ops.rms_norm(x, x[0], 1e-5), reference.rms_norm(x, x[0], 1e-5))

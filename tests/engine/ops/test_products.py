@@ -1,0 +1,141 @@
+"""Products with weights, of float and of int8, by each kernel this processor has, against torch's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine import ops
+from engine.kernels import compiled
+from tests.engine.ops.twins import both, random, same, share_everything
+from tests.kernel_cache import CACHE_DIR
+
+pytest.importorskip("numba")
+compiled.keep_in(CACHE_DIR)  # before a kernel is imported
+from engine.kernels import cpu_int8  # noqa: E402
+
+SIZES = [(64, 32, 1), (768, 70, 5), (2048, 130, 16), (8192 + 64, 300, 33), (128, 600, 250)]  # inputs, outputs, rows
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 11, 16])
+@pytest.mark.parametrize(("num_inputs", "num_outputs"), [(48, 80), (551, 65), (2000, 130), (9000, 3)])
+def test_linear(
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    num_rows: int,
+    num_inputs: int,
+    num_outputs: int,
+    bias: bool,
+    threads: int,
+) -> None:
+    ops.set_num_threads(threads)
+    share_everything(monkeypatch)
+    x, weight = random(num_rows, num_inputs, dtype=dtype), random(num_outputs, num_inputs, dtype=dtype, scale=num_inputs**-0.5)
+    added = random(num_outputs, dtype=dtype) if bias else None
+    same(*both(monkeypatch, lambda: ops.linear(x, weight, added)))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 3, 8, 13, 100])
+@pytest.mark.parametrize(("num_inputs", "num_outputs"), [(48, 80), (551, 65), (2000, 130), (9000, 3)])
+def test_int8_linear(
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    num_rows: int,
+    num_inputs: int,
+    num_outputs: int,
+    bias: bool,
+    threads: int,
+) -> None:
+    """Against the product with what the matrix stands for, in parts of a few outputs where torch computes it."""
+    ops.set_num_threads(threads)
+    share_everything(monkeypatch)
+    monkeypatch.setattr(ops, "DEQUANTIZED_BYTES", 7 * num_inputs * dtype.itemsize)
+    x = random(num_rows, num_inputs, dtype=dtype)
+    values = (random(num_outputs, num_inputs, dtype=torch.float32) * 40).round().clamp(-127, 127).to(torch.int8)
+    weight = ops.Int8Matrix(values, random(num_outputs, dtype=torch.float32).abs() * 0.03 * num_inputs**-0.5)
+    added = random(num_outputs, dtype=dtype) if bias else None
+    wanted = x.double() @ (values * weight.scales.unsqueeze(1)).double().T + (0 if added is None else added.double())
+    tolerance = 1e-5 if dtype is torch.float32 else 2e-2
+    for given in both(monkeypatch, lambda: ops.linear(x, weight, added)):
+        assert given.dtype is dtype
+        torch.testing.assert_close(given.double(), wanted, rtol=tolerance, atol=tolerance)
+
+
+def of_int8(num_inputs: int, num_outputs: int) -> ops.Int8Matrix:
+    values = (random(num_outputs, num_inputs, dtype=torch.float32) * 40).round().clamp(-127, 127).to(torch.int8)
+    return ops.Int8Matrix(values, random(num_outputs, dtype=torch.float32).abs() * 0.03 * num_inputs**-0.5)
+
+
+def kernel_of(name: str) -> None:
+    """Skips where this processor has no such kernel."""
+    if name.startswith("amx") and not ops._kernels._HAS_MATRIX_UNIT:
+        pytest.skip("this processor has no AMX, or the kernel does not let this process use it")
+    if name == "int8_linear" and not cpu_int8.HAS_INT8_PRODUCTS:
+        pytest.skip("this processor has no AVX512-VNNI")
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("num_inputs", "num_outputs", "num_rows"), SIZES)
+def test_matrix_unit(
+    monkeypatch: pytest.MonkeyPatch, num_inputs: int, num_outputs: int, num_rows: int, bias: bool, threads: int
+) -> None:
+    """One piece of the inputs and several, rows and outputs that fill no tile, and more rows than stay in the cache."""
+    kernel_of("amx_linear")
+    ops.set_num_threads(threads)
+    share_everything(monkeypatch)
+    assert ops._kernels.linear_kernel(num_rows, num_inputs, num_outputs, "bfloat16") is ops._kernels.amx_linear
+    x = random(num_rows, num_inputs, dtype=torch.bfloat16)
+    weight = random(num_outputs, num_inputs, dtype=torch.bfloat16, scale=num_inputs**-0.5)
+    added = random(num_outputs, dtype=torch.bfloat16) if bias else None
+    wanted = x.double() @ weight.double().T + (0 if added is None else added.double())
+    torch.testing.assert_close(ops.linear(x, weight, added).double(), wanted, rtol=2**-8, atol=1e-5)
+
+
+def use_int8_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a processor without AMX."""
+    monkeypatch.setattr(ops._kernels, "_HAS_MATRIX_UNIT", False)
+    monkeypatch.setattr(ops._kernels, "_HAS_INT8_PRODUCTS", True)
+    monkeypatch.setattr(ops._kernels, "_INT8_PRODUCTS_ROWS", 250)
+    ops.prepare("bfloat16", 2, "int8")
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("kernel", ["amx_int8_linear", "int8_linear"])
+@pytest.mark.parametrize(("num_inputs", "num_outputs", "num_rows"), SIZES)
+def test_int8_is_multiplied_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, num_inputs: int, num_outputs: int, num_rows: int, kernel: str, threads: int
+) -> None:
+    """No more than the result's own rounding is lost, even in a row of which one element is a thousand times the others."""
+    kernel_of(kernel)
+    if kernel == "int8_linear":
+        use_int8_products(monkeypatch)
+    ops.set_num_threads(threads)
+    share_everything(monkeypatch)
+    assert ops._kernels.int8_linear_kernel(num_rows, num_inputs, num_outputs, "bfloat16") is getattr(ops._kernels, kernel)
+    x, weight = random(num_rows, num_inputs, dtype=torch.bfloat16), of_int8(num_inputs, num_outputs)
+    x[::3, 5] *= 1000
+    x[1::7] = 0
+    added = random(num_outputs, dtype=torch.bfloat16)
+    wanted = x.double() @ (weight.values * weight.scales.unsqueeze(1)).double().T + added.double()
+    unit = x.double().abs().amax(1, keepdim=True) / cpu_int8.LARGEST
+    lost = unit / 2 * (weight.values.abs().double().sum(1) * weight.scales.double())  # at most
+    error = (ops.linear(x, weight, added).double() - wanted).abs()
+    assert (error <= 2**-8 * wanted.abs() + lost + 1e-6).all()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("kernel", ["amx_int8_linear", "int8_linear"])
+def test_rows_that_are_not_finite_stay_so_in_digits(monkeypatch: pytest.MonkeyPatch, kernel: str, value: float) -> None:
+    kernel_of(kernel)
+    if kernel == "int8_linear":
+        use_int8_products(monkeypatch)
+    x = random(3, 128, dtype=torch.bfloat16)
+    x[1, 77] = value
+    finite = torch.isfinite(ops.linear(x, of_int8(128, 64)))
+    assert finite.all(dim=1).tolist() == [True, False, True]
+    assert not finite[1].any()

@@ -1,0 +1,135 @@
+"""Tokens drawn from logits: the CPU kernels against their torch twins."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine import ops
+from engine.kernels import reference
+from tests.engine.ops.twins import both, random
+
+pytest.importorskip("numba")
+
+
+@pytest.mark.parametrize("vocab", [1, 31, 1024, 5000])
+def test_greedy_takes_the_first_largest(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, vocab: int) -> None:
+    logits = random(9, vocab, dtype=dtype)
+    logits[0] = -3.0  # all equal
+    logits[1, vocab // 2 :] = 50.0
+    logits[2] = torch.finfo(dtype).min
+    logits[3] = -logits[3].abs() - 1
+    (ids, bad), (wanted, wanted_bad) = both(monkeypatch, lambda: ops.greedy(logits))
+    assert ids.tolist() == wanted.tolist() == logits.float().argmax(-1).tolist()
+    assert not bad.any()
+    assert not wanted_bad.any()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_rows_that_are_not_finite_are_bad_and_no_others(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, value: float, temperature: float
+) -> None:
+    logits = random(4, 300, dtype=dtype)
+    logits[1, 7] = value
+    logits[3, 299] = value
+    ones = np.ones(4, np.float32)
+    keys = np.arange(4, dtype=np.uint32)
+
+    def call() -> Any:
+        if temperature == 0.0:
+            return ops.greedy(logits)
+        return ops.sample(logits, ones, ones, np.zeros(4, np.int32), np.zeros(4, np.float32), keys, keys)
+
+    for _, bad in both(monkeypatch, call):
+        assert bad.tolist() == [False, True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_p", "top_k", "min_p"),
+    [
+        (1.0, 1.0, 0, 0.0),
+        (0.7, 0.9, 0, 0.0),
+        (1.5, 1.0, 20, 0.0),
+        (0.8, 0.5, 40, 0.0),
+        (1e-4, 1.0, 0, 0.0),
+        (1.0, 1.0, 0, 0.05),
+        (1.2, 0.8, 30, 0.01),
+    ],
+)
+def test_sample_draws_what_the_twin_draws(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, temperature: float, top_p: float, top_k: int, min_p: float
+) -> None:
+    rows = 200
+    logits = random(rows, 700, dtype=dtype, scale=2.0)
+    generator = np.random.default_rng(1)
+    keys = [generator.integers(0, 2**32, rows, dtype=np.uint32) for _ in range(2)]
+    settings = (np.full(rows, temperature, np.float32), np.full(rows, top_p, np.float32), np.full(rows, top_k, np.int32))
+    settings += (np.full(rows, min_p, np.float32),)
+    (ids, _), (wanted, _) = both(monkeypatch, lambda: ops.sample(logits, *settings, *keys))
+    assert (ids != wanted).sum() <= 1  # rounding at a cutoff or a dead heat
+
+
+def test_the_least_noise_does_not_pick_a_token_that_may_not_come(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """With key1 0 and this key0 the hash of `token` is 0, as it is once in 2**32 draws."""
+    vocab, token = 300, 7
+    logits = random(1, vocab, dtype=dtype)
+    logits[0, token] = torch.finfo(dtype).min
+    key0 = np.array([token * 0x9E3779B1 & 0xFFFFFFFF], np.uint32)
+    settings = (np.ones(1, np.float32), np.ones(1, np.float32), np.zeros(1, np.int32), np.zeros(1, np.float32))
+    for ids, _ in both(monkeypatch, lambda: ops.sample(logits, *settings, key0, np.zeros(1, np.uint32))):
+        assert ids[0] != token
+
+
+@pytest.mark.parametrize(("vocab", "num_top"), [(5000, 20), (5000, 0), (1025, 5), (7, 20), (1, 1)])
+def test_log_probabilities_are_the_twins(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, vocab: int, num_top: int) -> None:
+    """Of some rows, in any order; ties go to the lower id."""
+    logits = random(6, vocab, dtype=dtype, scale=3.0)
+    logits[2] = -1.5
+    rows, chosen = np.array([4, 2, 0], np.int32), np.array([vocab - 1, vocab // 2, 0], np.int32)
+    (picked, top_ids, top), wanted = both(monkeypatch, lambda: ops.top_logprobs(logits, rows, chosen, num_top))
+    assert top_ids.shape == (3, min(num_top, vocab))
+    assert np.abs(picked - wanted[0]).max() < 2e-6
+    assert top_ids.tolist() == wanted[1].tolist()
+    if num_top:
+        assert np.abs(top - wanted[2]).max() < 2e-6
+        exact = torch.log_softmax(logits[rows].double(), -1).numpy()
+        assert np.abs(np.take_along_axis(exact, top_ids.astype(np.int64), 1) - top).max() < 2e-6
+        assert top_ids[1].tolist() == list(range(min(num_top, vocab)))
+
+
+def test_penalties_are_the_twins(monkeypatch: pytest.MonkeyPatch, kernels: None) -> None:
+    generator = np.random.default_rng(2)
+    tokens = generator.integers(0, 300, 200).astype(np.int32)
+    row = torch.from_numpy(generator.normal(0, 4, 300).astype(np.float32))
+    row[tokens[3]], row[tokens[5]] = torch.nan, torch.inf
+
+    def call() -> Any:
+        out = row.clone()
+        ops.penalise(out, tokens, 150, 0.4, 0.7, 1.3)
+        ops.penalise(out, tokens[:9], 4, -0.4, -0.7, 1e-36)  # twice: nothing is left behind in between
+        return out.numpy()
+
+    ours, wanted = both(monkeypatch, call)
+    assert np.allclose(ours, wanted, rtol=1e-6, equal_nan=True)
+    assert (~np.isfinite(ours)).sum() == 2
+
+
+def test_hash_is_the_twins(kernels: None) -> None:
+    from numba import njit, uint32
+
+    from engine.kernels.cpu_bits import hash32
+
+    @njit
+    def run(num: int, key0: int, key1: int) -> Any:
+        out = np.empty(num, np.uint32)
+        for i in range(num):
+            out[i] = hash32(uint32(i), key0, key1)
+        return out
+
+    for key0, key1 in ((0, 0), (2**32 - 1, 2**32 - 1), (123456789, 3987654321)):
+        wanted = reference.hash32(torch.arange(5000), torch.tensor(key0), torch.tensor(key1))
+        assert run(5000, np.uint32(key0), np.uint32(key1)).astype(np.int64).tolist() == wanted.tolist()

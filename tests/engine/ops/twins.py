@@ -1,0 +1,41 @@
+"""The same call of ops with and without the CPU kernels, and how near the two must be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine import ops
+
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
+
+
+def both(monkeypatch: pytest.MonkeyPatch, call: Callable[[], Any]) -> tuple[Any, Any]:
+    """(with kernels, with the reference)."""
+    with_kernels = call()
+    with monkeypatch.context() as patch:
+        patch.setattr(ops, "_kernels", None)
+        return with_kernels, call()
+
+
+def share_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even what is too little to be worth it, if there are threads to share with."""
+    monkeypatch.setattr(ops._kernels, "_SHARED_ATTENTION", 0)
+    monkeypatch.setattr(ops._kernels, "_SHARED_WEIGHTS", 0)
+    monkeypatch.setattr(ops._kernels, "_SHARED_TILES", 0)
+    monkeypatch.setattr(ops._kernels, "_SHARED_ROWS", 0)
+
+
+def same(left: Tensor, right: Tensor) -> None:
+    assert left.dtype == right.dtype
+    assert left.shape == right.shape
+    tolerance = TOLERANCE[left.dtype]
+    torch.testing.assert_close(left.float(), right.float(), rtol=tolerance, atol=tolerance)
+
+
+def random(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))) * scale).to(dtype)

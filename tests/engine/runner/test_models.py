@@ -1,0 +1,187 @@
+"""What a loaded model computes: dtypes, batches, several models in one arena."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine import hosted_model
+from engine.device import SINGLE_THREAD_WEIGHTS_BYTES, num_cores, threads_for
+from engine.model_runner import TorchRunner
+from loader import sizing
+from loader.catalog import scan_one
+from tests.engine.model_bench import BLOCK_TOKENS, CHUNK_BYTES, NUM_CHUNKS, load, load_task, make_checkpoint, make_table, plan, put
+from tests.engine.runner.specs import PROMPT, spec
+
+
+def test_what_a_model_says_of_itself(runner: TorchRunner, saved: tuple[Path, Any], folder: Path) -> None:
+    progress: list[tuple[int, int]] = []
+    checkpoint = scan_one(folder)
+    assert checkpoint.shape is not None
+    model = runner.load(load_task(spec(folder), lambda done, total: progress.append((done, total))))
+    assert model.weights_bytes == checkpoint.weights_bytes["float32"]
+    assert model.vocab_size == 211
+    (group,) = model.kv_groups
+    assert (group.kind, group.block_tokens, group.layers) == ("full", BLOCK_TOKENS, (0, 1, 2))
+    assert group.block_bytes == sizing.block_bytes(checkpoint.shape, "float32", BLOCK_TOKENS)
+    assert progress[-1][0] == progress[-1][1] == sum(p.numel() * 4 for p in saved[1].parameters())
+    model.release()
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.1)])
+def test_int8_weights_are_the_rounded_ones(
+    runner: TorchRunner, saved: tuple[Path, Any], tmp_path: Path, dtype: str, tolerance: float
+) -> None:
+    """Against a checkpoint of the values that int8 stands for: prompts and single tokens, one row and many."""
+    rounded = copy.deepcopy(saved[1])
+    for name, parameter in rounded.named_parameters():
+        if name.endswith("_proj.weight"):
+            step = parameter.detach().abs().amax(1, keepdim=True) / 127
+            parameter.data = (parameter.detach() / step).round() * step
+    rounded.save_pretrained(tmp_path)
+    table = make_table()
+    for slot in range(6):
+        put(table, slot, PROMPT)
+    logits, sizes = [], []
+    for source, quantize in ((tmp_path, ""), (saved[0], "int8")):
+        model = runner.load(load_task(spec(source, dtype=dtype, quantize=quantize)))
+        found = [model.logits(plan((0, 0, 49)), table, every_token=True), model.logits(plan((0, 49, 1)), table)]
+        found += [model.logits(plan(*((slot, 0, 4) for slot in range(1, 6))), table, every_token=True)]
+        logits.append(np.concatenate(found))
+        sizes.append(model.weights_bytes)
+        model.release()
+    checkpoint = scan_one(saved[0])
+    assert checkpoint.shape is not None
+    assert sizes == [sizing.weights_bytes(checkpoint.shape, dtype, quantize) for quantize in ("", "int8")]
+    assert sizes[1] < sizes[0]
+    assert np.abs(logits[0] - logits[1]).max() < tolerance * np.abs(logits[0]).max()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_follows_transformers(runner: TorchRunner, saved: tuple[Path, Any], dtype: str) -> None:
+    """Loose: rounding differs from place to place. Mixed, padded and single steps are held to each other as well."""
+    model = load(runner, saved[0], dtype)
+    table = make_table()
+    put(table, 0, PROMPT)
+    whole = model.logits(plan((0, 0, 50)), table, every_token=True)
+    with torch.inference_mode():
+        half = copy.deepcopy(saved[1]).to(getattr(torch, dtype))
+        wanted = half(torch.tensor([PROMPT])).logits[0].float().numpy()
+    spread = wanted.std()
+    assert np.abs(whole - wanted).mean() < 0.03 * spread
+    put(table, 1, PROMPT)
+    model.logits(plan((1, 0, 30)), table)
+    mixed = model.logits(plan((0, 49, 1), (1, 30, 20)), table, every_token=True)
+    assert np.abs(mixed[0] - whole[49]).mean() < 0.03 * spread
+    assert np.abs(mixed[1:] - whole[30:]).mean() < 0.03 * spread
+    model.release()
+
+
+def test_nan_weights_make_bad_rows_not_errors(runner: TorchRunner, saved: tuple[Path, Any], folder: Path) -> None:
+    """NaN in one token's embedding: rows that contain it are bad, their neighbours are not."""
+    model = load(runner, folder)
+    model._weights.tensor(0, (211, 48), torch.float32)[77] = torch.nan
+    table = make_table()
+    put(table, 0, [3, 4, 77, 5])
+    put(table, 1, [3, 4, 78, 5])
+    put(table, 2, [9] * 30)
+    result = model.execute(plan((0, 0, 4), (1, 0, 4), (2, 0, 30)), table)
+    assert result.bad.tolist() == [True, False, False]
+    model.release()
+
+
+def test_a_step_in_which_nothing_samples(runner: TorchRunner, saved: tuple[Path, Any]) -> None:
+    for dtype in ("float32", "bfloat16"):
+        model = load(runner, saved[0], dtype)
+        table = make_table()
+        put(table, 0, PROMPT)
+        result = model.execute(plan((0, 0, 20), samples=(False,)), table)
+        assert len(result.ids) == len(result.bad) == 0
+        model.release()
+
+
+def test_logits_in_parts_are_the_same(runner: TorchRunner, saved: tuple[Path, Any]) -> None:
+    model = load(runner, saved[0])
+    table = make_table()
+    for slot in range(7):
+        put(table, slot, PROMPT[slot : slot + 20])
+    table.temperature[::2] = 1.0
+    table.seed[:] = np.arange(8)
+    step = plan(*((slot, 0, 20) for slot in range(7)))
+    whole = model.execute(step, table).ids.tolist()
+    model._logits_rows = 3
+    assert model.execute(step, table).ids.tolist() == whole
+    model.release()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_same_text_alone_and_in_a_full_batch_and_when_submitted_again(
+    runner: TorchRunner, saved: tuple[Path, Any], temperature: float
+) -> None:
+    model = load(runner, saved[0])
+
+    def generate(slots: list[int], given: list[list[int]], until: int) -> list[list[int]]:
+        table = make_table()
+        table.temperature[:] = temperature
+        tokens = [list(t) for t in given]
+        computed = [0] * len(slots)
+        for slot in range(8):
+            table.seed[slot] = 1234 + 7 * slot
+        while len(tokens[0]) < until:
+            for slot, text in zip(slots, tokens, strict=True):
+                put(table, slot, text)
+            rows = [(slot, done, len(text) - done) for slot, done, text in zip(slots, computed, tokens, strict=True)]
+            ids = model.execute(plan(*rows), table).ids.tolist()
+            computed = [len(text) for text in tokens]
+            for text, token in zip(tokens, ids, strict=True):
+                text.append(token)
+        return tokens
+
+    prompts = [PROMPT[slot : slot + 12] for slot in range(8)]
+    together = generate(list(range(8)), prompts, 40)
+    for slot in (0, 3, 7):
+        assert generate([slot], [prompts[slot]], 40) == [together[slot]]
+        assert generate([slot], [together[slot][:27]], 40) == [together[slot]]  # after a crash: prompt and output so far
+    assert temperature == 0.0 or len({tuple(text[12:]) for text in together}) == 8
+    model.release()
+
+
+def test_two_models_share_the_arena(runner: TorchRunner, saved: tuple[Path, Any], tmp_path: Path) -> None:
+    """Different block sizes over the same bytes: each keeps to blocks inside its own chunks, and neither disturbs the other."""
+    made = make_checkpoint(tmp_path, kind="qwen3", num_hidden_layers=2, tie_word_embeddings=True)
+    first, second = load(runner, saved[0]), load(runner, tmp_path)
+    table_one, table_two = make_table(), make_table()
+    half = NUM_CHUNKS // 2 * CHUNK_BYTES
+    table_one.block_tables[0][0, :20] = np.arange(20)
+    table_two.block_tables[0][0, :20] = -(-half // second.kv_groups[0].block_bytes) + np.arange(20)
+    for table in (table_one, table_two):
+        put(table, 0, PROMPT)
+    with torch.inference_mode():
+        wanted = [m(torch.tensor([PROMPT])).logits[0].numpy() for m in (saved[1], made)]
+    for at in range(0, 50, 10):
+        step = plan((0, at, 10))
+        for model, table, logits in ((first, table_one, wanted[0]), (second, table_two, wanted[1])):
+            assert np.abs(model.logits(step, table, every_token=True) - logits[at : at + 10]).max() < 2e-4
+    first.release()
+    second.release()
+
+
+def test_small_models_use_one_thread() -> None:
+    assert threads_for(SINGLE_THREAD_WEIGHTS_BYTES - 1, 4) == 1
+    assert threads_for(SINGLE_THREAD_WEIGHTS_BYTES, 4) == 4
+    assert threads_for(1 << 40, 0) == num_cores()
+
+
+def test_runner_fits_its_contract(runner: TorchRunner) -> None:
+    from engine.contracts import HostedModel, Runner
+
+    def accepts(made: Runner) -> None: ...
+
+    accepts(runner)
+    assert set(HostedModel.__annotations__) <= {"name", "kv_groups", "weights_bytes", "vocab_size"}
+    assert hasattr(hosted_model.TorchModel, "execute")

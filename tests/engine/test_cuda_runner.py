@@ -1,0 +1,105 @@
+"""TorchRunner for a GPU: weights on their way to the device, work space, and models that come back."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from config.devices import CUDA_LEFT_BYTES
+from engine import work_space
+from engine.__main__ import beside_work_space
+from engine.cuda_model import CudaModel
+from engine.loading.device_sink import DeviceSink
+from engine.memory.weight_range import WeightRange
+from engine.model_runner import TorchRunner
+from engine.protocol import Configure, LoadModel
+from loader import sizing
+from loader.catalog import scan_one
+from loader.errors import UnsupportedModel
+from loader.sinks import HostSink
+from loader.staging import StagingRing
+from loader.weight_stream import open_checkpoint, stream_weights
+from tests.engine.cuda_bench import INTERPRETED, PROMPT, close, expected
+from tests.engine.model_bench import (
+    BLOCK_TOKENS,
+    CACHE_DIR,
+    CASES,
+    MAX_LEN,
+    load_task,
+    make_checkpoint,
+    make_memory,
+    make_table,
+    plan,
+    put,
+)
+
+pytest.importorskip("triton")
+pytestmark = INTERPRETED
+
+
+def test_the_runner_gives_the_model_of_the_last_load_back(tmp_path: Path) -> None:
+    """An evicted model's weights return to their addresses: what was captured over them stays."""
+    whole = make_checkpoint(tmp_path, **CASES["llama"])
+    memory = make_memory()
+    options = Configure("cpu:0", memory.num_chunks, memory.chunk_bytes, 64 << 20, 512, BLOCK_TOKENS, 10.0, 1, cache_dir=CACHE_DIR)
+    runner = TorchRunner(memory, options, gpu=True)
+    spec = LoadModel(1, "m", str(tmp_path), "float32", scan_one(tmp_path).fingerprint, 1 << 20, 0, 0, MAX_LEN, 8, [1])
+    wanted = expected((tmp_path, whole), PROMPT)[:9]
+    models = []
+    for _ in range(2):
+        model = runner.load(load_task(spec, memory=memory))
+        assert isinstance(model, CudaModel)
+        table = make_table(groups=model.kv_groups)
+        put(table, 0, PROMPT)
+        close(model.logits(plan((0, 0, 9)), table, True), wanted)
+        model.release()
+        models.append(model)
+    assert models[0] is models[1]
+    renamed = msgspec.structs.replace(spec, max_sequences=4)
+    assert runner.load(load_task(renamed, memory=memory)) is not models[0]
+    with pytest.raises(UnsupportedModel, match="quantize: int8 is not built on a GPU"):
+        runner.load(load_task(msgspec.structs.replace(spec, quantize="int8"), memory=memory))
+    memory.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_reach_a_device_as_they_reach_the_host(tmp_path: Path, dtype: str) -> None:
+    """Through slots smaller than a tensor, as they are and converted."""
+    make_checkpoint(tmp_path, **CASES["llama"])
+    memory = make_memory()
+    with ExitStack() as stack:
+        source = open_checkpoint(tmp_path, "", stack)
+        on_host = np.zeros(sizing.weights_bytes(source.shape, dtype), np.uint8)
+        weights = WeightRange(memory, len(on_host))
+        weights.map(list(range(weights.num_chunks)))
+        for sink in (HostSink(on_host.data), DeviceSink(memory, weights)):
+            stream_weights(source, dtype, sink, StagingRing(2, 8 << 10), lambda done, total: None, lambda: False)
+    for slot in sizing.weight_layout(source.shape, dtype):
+        wanted = torch.from_numpy(on_host[slot.offset_bytes : slot.offset_bytes + slot.num_bytes])
+        assert torch.equal(weights.tensor(slot.offset_bytes, (slot.num_bytes,), torch.uint8), wanted), slot.name
+    weights.close()
+    memory.close()
+
+
+def test_work_space_is_beside_the_chunks_of_a_gpu() -> None:
+    given = Configure("cuda:0", 100, 16 << 20, 33 << 20, 512, 16, 5.0, 0)
+    left = beside_work_space(given)
+    assert (left.num_chunks, left.work_space_bytes) == (97, 0)
+    on_cpu = msgspec.structs.replace(given, device="cpu:0")
+    assert beside_work_space(on_cpu) is on_cpu
+
+
+def test_torch_is_held_to_the_work_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_to: list[tuple[float, int]] = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (10 << 30, 80 << 30))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda fraction, index: set_to.append((fraction, index)))
+    assert work_space.limit_torch(3 << 30) == (3 << 30) + work_space.KEPT_BYTES
+    assert set_to == [(((3 << 30) + work_space.KEPT_BYTES) / (80 << 30), 0)]
+    assert work_space.limit_torch(90 << 30) == 80 << 30
+    assert set_to[1] == (1.0, 0)
+    assert work_space.KEPT_BYTES < CUDA_LEFT_BYTES
