@@ -249,15 +249,21 @@ async def test_the_helper_ignores_the_daemons_signals_and_ends_with_it(tmp_path)
     assert not alive
 
 
+def helper_and_children(service):
+    if service._helper._process is None:
+        return []
+    helper = psutil.Process(service._helper._process.pid)
+    return [helper, *helper.children()]
+
+
 async def test_closing_waits_for_no_job(tmp_path):
     service = TextService()
     spin = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     evil = model(checkpoint(tmp_path / "evil", byte_level(), chat_template=spin))
     asking = asyncio.create_task(service.encode_chat(evil, packed(MESSAGES), {}))
-    await asyncio.sleep(0.5)
-    helper = psutil.Process(service._helper._process.pid)
-    family = [helper, *helper.children()]
-    assert len(family) == 2
+    async with asyncio.timeout(30):
+        while len(family := helper_and_children(service)) < 2:
+            await asyncio.sleep(0.05)
     await service.close()
     _, alive = await asyncio.to_thread(psutil.wait_procs, family, 1)
     assert not alive
