@@ -6,7 +6,7 @@ import logging
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from functools import partial
@@ -22,7 +22,8 @@ from engine.hosted_encoder import TorchEncoder
 from engine.hosted_model import TorchModel
 from engine.loading.device_frames import DeviceFrames, device_frames
 from engine.loading.device_sink import DeviceSink
-from engine.loading.weight_copies import WeightCopies
+from engine.loading.weight_arrivals import parameter_places
+from engine.loading.weight_copies import KeptCopy, WeightCopies
 from engine.loading.weight_decoder import weight_decoder
 from engine.loading.weight_gate import WeightGate
 from engine.memory.chunk_memory import ChunkMemory
@@ -35,6 +36,7 @@ from engine.warm import compile_beside
 from loader import sizing
 from loader.errors import CheckpointError, UnsupportedModel
 from loader.hf_config import CONFIG_NAME, ModelShape
+from loader.range_plan import Read
 from loader.read_rates import ReadRates
 from loader.sinks import HostSink, WeightSink
 from loader.source_choice import SourceChoice
@@ -140,20 +142,7 @@ class TorchRunner:
                         gate = WeightGate(sizing.weight_layout(source.shape, spec.dtype, spec.quantize))
                         task.begun(hosted, gate)
                 if not self._copies.take(task, weights, gate):
-                    if gate is not None and spec.source_slots:
-                        gate.begin_anew()
-                    try:
-                        self._read(task, source, weights, gate)
-                        task.read_as = choice.reason or source.packed_reason
-                    except CheckpointError as error:
-                        if not source.has_plain_files_beside:
-                            raise
-                        log.warning("%s: %s: reading its plain files", spec.model, error)
-                        if gate is not None:
-                            gate.begin_anew()
-                        self._read(task, open_checkpoint(spec.path, spec.fingerprint, stack, not self._gpu), weights, gate)
-                        task.read_as = f"read its plain files: the packed ones are damaged ({error})"
-                    self._copies.keep(task, weights)
+                    self._read(task, choice, source, weights, gate, stack)
                 if self._gpu:
                     return self._gpu_model(spec, source.shape, weights)
                 if source.shape.pooling:
@@ -168,8 +157,46 @@ class TorchRunner:
                     raise LoadCancelled(str(error)) from None
                 raise
 
-    def _read(self, task: LoadTask, source: OpenCheckpoint, weights: WeightRange, gate: WeightGate | None) -> None:
-        """From its files to the range."""
+    def _read(
+        self,
+        task: LoadTask,
+        choice: SourceChoice,
+        source: OpenCheckpoint,
+        weights: WeightRange,
+        gate: WeightGate | None,
+        stack: ExitStack,
+    ) -> None:
+        """From its files to the range, and on to the host tier where it is to be kept; from the plain files if packed ones are
+        damaged. stack: closes what is opened."""
+        spec = task.spec
+        if gate is not None and spec.source_slots:
+            gate.begin_anew()
+        layout = sizing.weight_layout(source.shape, spec.dtype, spec.quantize)
+        places = [(begin, end) for begin, end, _ in parameter_places(layout)]
+        with self._copies.keeping(task, weights, places) as kept:
+            behind = [each for each in (gate, kept) if each is not None]
+            try:
+                self._stream(task, source, weights, behind)
+                task.read_as = choice.reason or source.packed_reason
+            except CheckpointError as error:
+                if not source.has_plain_files_beside:
+                    raise
+                log.warning("%s: %s: reading its plain files", spec.model, error)
+                for each in behind:
+                    each.begin_anew()
+                self._stream(task, open_checkpoint(spec.path, spec.fingerprint, stack, not self._gpu), weights, behind)
+                task.read_as = f"read its plain files: the packed ones are damaged ({error})"
+
+    def _stream(
+        self, task: LoadTask, source: OpenCheckpoint, weights: WeightRange, behind: Sequence[WeightGate | KeptCopy]
+    ) -> None:
+        """behind: are told what has landed."""
+
+        def landed(read: Read) -> None:
+            for begin_bytes, end_bytes in read.places:
+                for each in behind:
+                    each.landed(begin_bytes, end_bytes)
+
         report = stream_weights(
             source,
             task.spec.dtype,
@@ -178,7 +205,7 @@ class TorchRunner:
             task.progress,
             task.cancelled,
             task.spec.quantize,
-            landed=lambda read: None if gate is None else gate.read_landed(read),
+            landed=landed,
             decoder=self._decoder() if source.is_packed else Decoder(),
         )
         task.bytes_read = report.num_bytes

@@ -2,22 +2,65 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import hashlib
+import logging
+import os
+import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+log = logging.getLogger("engine")
+
 
 def keep_in(cache_dir: str) -> None:
     """To be called before a kernel is imported. cache_dir: "" for the user's own. The folder's name has a digest of the kernels'
-    sources in it, because Numba looks only at the file of the kernel itself."""
+    sources in it, because Numba looks only at the file of the kernel itself. A folder that takes nothing, or nothing more, costs a
+    warning and the time to compile again."""
     import numba
 
     digest = hashlib.blake2b(digest_size=6)
     for source in sorted(Path(__file__).parent.glob("cpu*.py")):
         digest.update(source.read_bytes())
     base = Path(cache_dir) if cache_dir else Path.home() / ".cache" / "hearthd"
-    numba.config.CACHE_DIR = str(base / f"numba-{digest.hexdigest()}")
+    numba.config.CACHE_DIR = writable(str(base / f"numba-{digest.hexdigest()}"))
+    _forgive_failed_saves()
+
+
+@functools.cache
+def writable(folder: str, room_bytes: int = 0) -> str:
+    """The folder, made if it is not there, or a temporary one if files can't be written to it, or not that many bytes."""
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            if room_bytes:
+                os.posix_fallocate(probe.fileno(), 0, room_bytes)
+    except OSError as error:
+        instead = tempfile.mkdtemp(prefix="hearthd-kernels-")
+        atexit.register(shutil.rmtree, instead, ignore_errors=True)
+        log.warning("%s: %s: compiled kernels go to %s, and are compiled again next time", folder, error.strerror, instead)
+        return instead
+    return folder
+
+
+@functools.cache
+def _forgive_failed_saves() -> None:
+    """What is compiled is in use before Numba saves it; by itself it raises what the disk says to that, out of the kernel's first
+    call or of its module."""
+    from numba.core.caching import Cache
+
+    save = Cache.save_overload
+
+    def save_or_warn(cache: Any, signature: Any, data: Any) -> None:
+        try:
+            save(cache, signature, data)
+        except OSError as error:
+            log.warning("%s: %s: a kernel is compiled again next time", cache.cache_path, error.strerror)
+
+    Cache.save_overload = save_or_warn
 
 
 def direct(kernel: Callable[..., Any], args: Sequence[Any]) -> Callable[..., Any]:

@@ -10,7 +10,16 @@ import torch
 import triton
 from torch import Tensor
 
-from engine.kernels import gpu_linear, triton_decode, triton_extend, triton_inputs, triton_rope, triton_rows, triton_sampling
+from engine.kernels import (
+    compiled,
+    gpu_linear,
+    triton_decode,
+    triton_extend,
+    triton_inputs,
+    triton_rope,
+    triton_rows,
+    triton_sampling,
+)
 from engine.steps.device_batch import DeviceBatch
 
 tile_tokens = triton_extend.tile_tokens
@@ -19,12 +28,13 @@ linear = gpu_linear.linear
 measure_linear = gpu_linear.measure
 weights_of_products = gpu_linear.weights_of_products
 FEW_ROWS = (1, 2, 4)
+KERNELS_BYTES = 64 << 20  # there has to be room for so much: Triton can't go on from a file that it could not write
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 
 def configure(cache_dir: str) -> None:
-    """Compiled kernels are kept below cache_dir."""
-    triton.knobs.cache.dir = cache_dir
+    """Compiled kernels are kept below cache_dir, or, where that takes none, in a temporary folder."""
+    triton.knobs.cache.dir = compiled.writable(cache_dir, KERNELS_BYTES)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, around_one: bool) -> Tensor:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from queue import SimpleQueue
+from typing import Any
 
 from engine.contracts import LoadCancelled, LoadTask
+from engine.loading.weight_arrivals import WeightArrivals
 from engine.loading.weight_gate import WeightGate
-from engine.memory.chunk_memory import ChunkMemory
+from engine.memory.chunk_memory import ChunkMemory, Copy
 from engine.memory.host_tier import HostTier
-from engine.memory.transfers import Piece, TransferCancelled, transfer
+from engine.memory.transfers import NUM_THREADS, Piece, TransferCancelled, transfer
 from engine.memory.weight_range import WeightRange
 from loader import checksum
 
@@ -56,23 +62,109 @@ class WeightCopies:
         task.kept, task.checksum = True, found
         return True
 
-    def keep(self, task: LoadTask, weights: WeightRange) -> None:
-        """Copies the range, just read, to spec.keep_slots, if any were given. Raises LoadCancelled, or ValueError or IndexError for
-        slots that can't hold it."""
+    @contextmanager
+    def keeping(self, task: LoadTask, weights: WeightRange, places: Iterable[tuple[int, int]]) -> Iterator[KeptCopy | None]:
+        """Around the read of the weights: a copy of them to spec.keep_slots (None if none were given), which is to be told what has
+        landed. Where the block ends well it is whole, and the task says so; where it ends at all, nothing is written to the slots
+        any more. places: [begin, end) in the range of all that the read brings.
+
+        Raises LoadCancelled, or ValueError or IndexError for slots that can't hold it."""
         spec = task.spec
         if not spec.keep_slots:
+            yield None
             return
         if self._tier is None:
             raise ValueError(f"model {spec.model}: keep_slots given, but this engine was given no host tier")
-        started_s = time.perf_counter()
+        pieces = self._pieces(self._tier, spec.keep_slots, weights)
+        kept = KeptCopy(self._memory.copy_out, pieces, places, self._tier.slot_bytes, task.cancelled)
         try:
-            sums = transfer(self._memory.copy_out, self._pieces(self._tier, spec.keep_slots, weights), task.cancelled)
+            yield kept
+            started_s = time.perf_counter()
+            sums = kept.finish()
         except TransferCancelled:
             raise LoadCancelled(f"copy of {spec.model} to the host tier was cancelled") from None
-        task.copy_seconds += time.perf_counter() - started_s
+        finally:
+            kept.stop()
+        task.copy_seconds += time.perf_counter() - started_s  # for what was read last; the rest was copied beside the reads
         task.kept, task.checksum = True, checksum.combined(sums)
 
     @staticmethod
     def _pieces(tier: HostTier, slots: list[int], weights: WeightRange) -> list[Piece]:
         addresses = range(weights.address, weights.address + weights.num_bytes, tier.slot_bytes)
         return list(zip(addresses, tier.pieces(slots, weights.num_bytes), strict=True))
+
+
+class KeptCopy:
+    """Copies pieces of a weight range, the first bytes of slots of slot_bytes, each once all that the read brings of it has landed:
+    by threads of its own, so that neither the readers nor a step behind the weights wait for it."""
+
+    def __init__(
+        self,
+        copy_out: Callable[[int, Any], Copy],
+        pieces: Sequence[Piece],
+        places: Iterable[tuple[int, int]],
+        slot_bytes: int,
+        cancelled: Callable[[], bool],
+    ) -> None:
+        self._copy_out, self._pieces, self._cancelled = copy_out, pieces, cancelled
+        self._arrivals = WeightArrivals(_by_piece(places, slot_bytes), len(pieces))
+        self._lock = threading.Lock()
+        self._start()
+
+    def landed(self, begin_bytes: int, end_bytes: int) -> None:
+        """These bytes of the range are there; from any thread, each byte once."""
+        with self._lock:
+            whole = self._arrivals.landed(begin_bytes, end_bytes)
+        for piece in whole:
+            self._ready.put(piece)
+
+    def begin_anew(self) -> None:
+        """The weights come once more, from elsewhere; nothing lands meanwhile."""
+        self.stop()
+        self._arrivals.begin_anew()
+        self._start()
+
+    def finish(self) -> list[int]:
+        """Waits for the copies of what has landed, which is all of it; returns the pieces' checksums. Raises TransferCancelled, or
+        what a copy raised."""
+        assert max(self._arrivals.left_bytes, default=0) <= 0
+        self._join()
+        if self._error is not None:
+            raise self._error
+        return self._sums
+
+    def stop(self) -> None:
+        """Ends it, whole or not. Idempotent."""
+        self._stopped = True
+        self._join()
+
+    def _start(self) -> None:
+        self._stopped, self._sums = False, list[int]()
+        self._error: Exception | None = None
+        self._ready: SimpleQueue[int | None] = SimpleQueue()  # places in `pieces`
+        for piece, left in enumerate(self._arrivals.left_bytes):
+            if not left:  # nothing comes there
+                self._ready.put(piece)
+        self._thread = threading.Thread(target=self._run, name="keep weights", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        def cancelled() -> bool:
+            return self._stopped or self._cancelled()
+
+        try:
+            self._sums = transfer(self._copy_out, self._pieces, cancelled, next_piece=self._ready.get)
+        except Exception as error:
+            self._error = error
+
+    def _join(self) -> None:
+        for _ in range(NUM_THREADS):
+            self._ready.put(None)
+        self._thread.join()
+
+
+def _by_piece(places: Iterable[tuple[int, int]], piece_bytes: int) -> Iterator[tuple[int, int, int]]:
+    """(begin, end, piece) of places that are cut where pieces end."""
+    for begin, end in places:
+        for piece in range(begin // piece_bytes, -(-end // piece_bytes)):
+            yield max(begin, piece * piece_bytes), min(end, (piece + 1) * piece_bytes), piece

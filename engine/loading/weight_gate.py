@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from loader.range_plan import Read, stages
-from loader.sizing import SCALE_BYTES, WeightSlot
+from engine.loading.weight_arrivals import WeightArrivals, parameter_places
+from loader.range_plan import stages
+from loader.sizing import WeightSlot
 
 Layer = TypeVar("Layer")
 
@@ -30,14 +30,8 @@ class WeightGate:
     def __init__(self, layout: Iterable[WeightSlot]) -> None:
         slots = list(layout)
         stage_of = stages(slots)
-        places = [(slot.offset_bytes, slot.offset_bytes + slot.num_bytes, stage_of[slot.name]) for slot in slots]
-        for slot in slots:
-            if slot.scales_at_bytes >= 0:
-                end = slot.scales_at_bytes + slot.shape[0] * SCALE_BYTES
-                places.append((slot.scales_at_bytes, end, stage_of[slot.name]))
-        self._places = sorted(place for place in places if place[1] > place[0])
-        self._ends = [end for _, end, _ in self._places]
-        self._left_bytes = self._whole()
+        places = [(begin, end, stage_of[name]) for begin, end, name in parameter_places(slots)]
+        self._arrivals = WeightArrivals(places, 1 + max(stage_of.values(), default=0))
         self._changed = threading.Condition()
         self._num_inside = 0
         self._withdrawn = ""  # why
@@ -45,32 +39,19 @@ class WeightGate:
         self.begun: Callable[[], None] | None = None
         self.waited_s = 0.0  # by steps, for weights
 
-    def _whole(self) -> list[int]:
-        left = [0] * (1 + max((stage for _, _, stage in self._places), default=0))
-        for begin, end, stage in self._places:
-            left[stage] += end - begin
-        return left
-
     # ---- the load
 
     def landed(self, begin_bytes: int, end_bytes: int) -> None:
         """These bytes of the weight range are there; from any thread, each byte once. What lies between parameters counts for
         nothing."""
         with self._changed:
-            for begin, end, stage in self._places[bisect_right(self._ends, begin_bytes) :]:
-                if begin >= end_bytes:
-                    break
-                self._left_bytes[stage] -= min(end, end_bytes) - max(begin, begin_bytes)
+            self._arrivals.landed(begin_bytes, end_bytes)
             self._changed.notify_all()
             begun = None
-            if self._left_bytes[0] <= 0:
+            if self._is_there(0):
                 begun, self.begun = self.begun, None
         if begun is not None:
             begun()
-
-    def read_landed(self, read: Read) -> None:
-        for begin_bytes, end_bytes in read.places:
-            self.landed(begin_bytes, end_bytes)
 
     def open(self) -> None:
         """Everything is there, and good."""
@@ -90,7 +71,7 @@ class WeightGate:
         self.withdraw("they are read again")
         with self._changed:
             self._withdrawn = ""
-            self._left_bytes = self._whole()
+            self._arrivals.begin_anew()
 
     # ---- the step
 
@@ -116,7 +97,10 @@ class WeightGate:
 
     def wait(self, stage: int) -> None:
         """Raises WeightsWithdrawn."""
-        self._wait(lambda: self._left_bytes[stage] <= 0)
+        self._wait(lambda: self._is_there(stage))
+
+    def _is_there(self, stage: int) -> bool:
+        return self._arrivals.left_bytes[stage] <= 0
 
     def _wait(self, ready: Callable[[], bool]) -> None:
         begin_s = time.perf_counter()

@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from engine.memory.chunk_memory import Copy
@@ -29,14 +30,16 @@ def transfer(
     cancelled: Callable[[], bool] = lambda: False,
     progress: Callable[[int], None] = lambda num_bytes: None,
     landed: Callable[[Piece], None] = lambda piece: None,
+    next_piece: Callable[[], int | None] | None = None,
 ) -> list[int]:
     """Copies every piece by `copy` (ChunkMemory.copy_in or copy_out) and returns their checksums. progress: bytes done so far;
-    landed: of each piece that is there, in any thread.
+    landed: of each piece that is there, in any thread. next_piece: the place of one to copy, which a thread may have to wait for,
+    or None, once for each of NUM_THREADS; else all are copied in their order.
 
     Raises the first error of a copy, or TransferCancelled; no copy is under way then."""
     checksums = [0] * len(pieces)
     errors: list[BaseException] = []
-    order = iter(range(len(pieces)))
+    next_piece = next_piece or partial(next, iter(range(len(pieces))), None)
     lock = threading.Lock()
     num_bytes = 0
 
@@ -52,8 +55,7 @@ def transfer(
         under_way: deque[tuple[int, Copy]] = deque()
         try:
             while not errors:
-                with lock:
-                    at = next(order, None)
+                at = next_piece()
                 if at is None:
                     break
                 if cancelled():

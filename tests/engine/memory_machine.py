@@ -52,10 +52,12 @@ class StampedRunner(NullRunner):
         weights = self.ranges.of(spec.model, spec.fingerprint, spec.weights_chunks * CHUNK_BYTES - 100)
         weights.map(task.chunks.tolist())
         if not self.copies.take(task, weights):
-            for number in range(spec.weights_chunks):
-                stamp(weights.address + number * CHUNK_BYTES, f"{spec.model} {number}".encode())
+            with self.copies.keeping(task, weights, [(0, weights.num_bytes)]) as kept:
+                for number in range(spec.weights_chunks):
+                    stamp(weights.address + number * CHUNK_BYTES, f"{spec.model} {number}".encode())
+                    if kept is not None:
+                        kept.landed(number * CHUNK_BYTES, (number + 1) * CHUNK_BYTES)
             task.bytes_read = weights.num_bytes
-            self.copies.keep(task, weights)
         if spec.model in self.fails:
             weights.unmap()
             raise CheckpointError("model.safetensors", "w", "is broken")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,10 @@ pytest.importorskip("triton")
 from engine import ops
 from engine.contracts import LoadTask
 from engine.loading.device_sink import DeviceSink
+from engine.loading.weight_arrivals import parameter_places
+from engine.loading.weight_copies import WeightCopies
+from engine.memory import mappings
+from engine.memory.host_tier import HostTier
 from engine.memory.transfers import NUM_THREADS, UNDER_WAY, TransferCancelled, transfer
 from engine.memory.weight_range import WeightRange
 from engine.model_runner import TorchRunner
@@ -28,6 +33,7 @@ from loader.sinks import HostSink
 from loader.staging import StagingRing
 from loader.weight_stream import OpenCheckpoint, ReadCancelled, open_checkpoint, planned_reads, stream_weights
 from tests.engine.delayed_memory import DelayedMemory
+from tests.engine.engine_process import load_message
 from tests.engine.model_bench import BLOCK_TOKENS, CACHE_DIR, CASES, MAX_LEN, make_checkpoint
 
 CHUNK = 64 << 10
@@ -99,6 +105,40 @@ def test_what_has_landed_is_there(device: Callable[..., Device], dtype: str) -> 
     assert sorted(told) == sorted((read.begin, read.end) for read in reads)
     made.check_slots_are_back()
     made.check_nothing_is_under_way()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_weights_are_kept_from_the_device_as_they_land(device: Callable[..., Device], fails: bool) -> None:
+    """Copies to the device and back are under way at the same time; where it fails, none is when the load has ended."""
+    made = device(fail_at=60 if fails else 0)
+    fd = os.memfd_create("tier")
+    os.ftruncate(fd, 32 * CHUNK)
+    tier, slots = HostTier(fd, 32, CHUNK), list(range(5, 5 + made.weights.num_chunks))
+    task = LoadTask(load_message("", keep_slots=slots), np.arange(1, dtype=np.int32), lambda done, total: None, NEVER)
+    places = [(begin, end) for begin, end, _ in parameter_places(sizing.weight_layout(made.source.shape, "float32"))]
+
+    def load() -> None:
+        with WeightCopies(made.memory, tier).keeping(task, made.weights, places) as kept:
+            assert kept is not None
+
+            def landed(read: Read) -> None:
+                for begin, end in read.places:
+                    kept.landed(begin, end)
+
+            made.stream(landed=landed)
+
+    if fails:
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            load()
+        assert not task.kept
+    else:
+        load()
+        assert task.kept
+        assert b"".join(piece.tobytes() for piece in tier.pieces(slots, made.weights.num_bytes)) == made.held.tobytes()
+        assert made.memory.most_under_way > 1
+    made.check_slots_are_back()
+    made.check_nothing_is_under_way()
+    mappings.release(*tier.span)
 
 
 def test_a_full_ring_waits_for_the_device(device: Callable[..., Device]) -> None:

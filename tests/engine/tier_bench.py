@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ import numpy as np
 
 from engine.contracts import Runner
 from engine.loading.loads import Loads
+from engine.memory import mappings
 from engine.memory.cpu_memory import CpuMemory
 from engine.memory.host_tier import HostTier
+from engine.model_runner import TorchRunner
 from engine.null_runner import NullRunner
 from engine.placements import Placements
 from engine.protocol import Configure, Evicted, EvictModel, LoadDone, LoadModel, Message, SamplingParams
@@ -48,6 +51,9 @@ class TierBench:
         self.sent: list[Message] = []
         self.loads = Loads(self.runner)
         self.placements = Placements(self.models, self.loads, self.sent.append, lambda name: None, self.memory, self.tier)
+        weakref.finalize(
+            self, _close, self.runner, self.memory, self.tier, self.loads, None if slots_fd is not None else self.slots_fd
+        )
         self.output: dict[int, list[int]] = {}
         self.cached: dict[int, int] = {}
         self.resumed: dict[int, tuple[int, int]] = {}
@@ -108,6 +114,19 @@ class TierBench:
         chunks = self.models.chunks
         assert chunks.free.all()
         assert (chunks.num_drawn, chunks.num_reserved, chunks.num_weights, chunks.num_leaving) == (0, 0, 0, 0)
+
+
+def _close(runner: Runner, memory: CpuMemory | None, tier: HostTier, loads: Loads, slots_fd: int | None) -> None:
+    """What a bench took of descriptors and mappings."""
+    if isinstance(runner, TorchRunner):
+        for _, weights in runner._ranges._ranges.values():
+            weights.close()
+    if memory is not None:
+        memory.close()
+    mappings.release(*tier.span)
+    os.close(loads.fileno())
+    if slots_fd is not None:
+        os.close(slots_fd)
 
 
 def make_models(folder: Path, **kinds: dict[str, Any]) -> None:

@@ -96,6 +96,10 @@ def packed(model: ModelFiles, with_bar: bool) -> Packed:
         descriptors = {name: model.open(name, stack) for name in model.plain}
         try:
             expected = _expected_bytes(model, descriptors)
+            if expected >= model.plain_bytes:
+                dtypes = _dtypes(model)
+                message = f"{model.name} would not become smaller: packing is for bfloat16 weights, it holds {', '.join(dtypes)}"
+                raise CommandError(EXIT_USAGE, {"code": "not_packable", "message": message, "details": {"dtypes": dtypes}})
             partial = model.folder / PARTIAL
             _check_space(model, expected, _bytes_in(partial))
             with locked(partial, "pack"), byte_progress(model.name, model.plain_bytes, with_bar) as on_bytes:
@@ -120,8 +124,7 @@ def verified(model: ModelFiles, with_bar: bool) -> Verified:
     from loader.verifier import verify_tensor
 
     if not model.packed or model.why_not_packed:
-        why = model.why_not_packed or "nothing of it is packed"
-        raise _failed(model, f"{why}; `hearth pack {model.name}` packs it" if model.plain else why)
+        raise _failed(model, _why_not_verified(model))
     num_tensors = num_packed = 0
     with ExitStack() as stack, byte_progress(model.name, model.plain_bytes, with_bar) as on_bytes:
         for name, header in model.packed.items():
@@ -141,17 +144,35 @@ def verified(model: ModelFiles, with_bar: bool) -> Verified:
 
 
 def _expected_bytes(model: ModelFiles, descriptors: dict[str, int]) -> int:
-    """Raises CommandError where nothing of it would become smaller."""
+    """Of the packed files; plain_bytes or more where nothing would become smaller. descriptors: of the plain files. Raises
+    CheckpointError, OSError."""
     from loader.packer import expected_bytes
 
-    total = 0
-    for name, header in model.plain.items():
-        total += len(header.raw) + sum(expected_bytes(descriptors[name], tensor) for tensor in header.tensors)
-    if total >= model.plain_bytes:
-        dtypes = sorted({tensor.dtype for header in model.plain.values() for tensor in header.tensors})
-        message = f"{model.name} would not become smaller: packing is for bfloat16 weights, it holds {', '.join(dtypes)}"
-        raise CommandError(EXIT_USAGE, {"code": "not_packable", "message": message, "details": {"dtypes": dtypes}})
-    return total
+    return sum(
+        len(header.raw) + sum(expected_bytes(descriptors[name], tensor) for tensor in header.tensors)
+        for name, header in model.plain.items()
+    )
+
+
+def _dtypes(model: ModelFiles) -> list[str]:
+    return sorted({tensor.dtype for header in model.plain.values() for tensor in header.tensors})
+
+
+def _why_not_verified(model: ModelFiles) -> str:
+    """There are no packed files, or none that stand for the plain ones; and what helps."""
+    why = model.why_not_packed or "nothing of it is packed"
+    if not model.plain:
+        return why
+    from loader.errors import CheckpointError
+
+    with ExitStack() as stack:
+        try:
+            expected = _expected_bytes(model, {name: model.open(name, stack) for name in model.plain})
+        except CheckpointError as error:
+            return f"{why}; {error}"
+    if expected >= model.plain_bytes:
+        return f"{why}; nor can it be: packing is for bfloat16 weights, it holds {', '.join(_dtypes(model))}"
+    return f"{why}; `hearth pack {model.name}` packs it"
 
 
 def _check_space(model: ModelFiles, expected: int, there: int) -> None:

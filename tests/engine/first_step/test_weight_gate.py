@@ -95,4 +95,4 @@ def test_beginning_anew_counts_from_nothing() -> None:
 def test_the_layout_of_a_model_has_a_stage_for_each_layer(saved: Path) -> None:
     shape = scan_one(saved).shape
     assert shape is not None
-    assert len(WeightGate(weight_layout(shape, "float32"))._left_bytes) == shape.num_layers + 2
+    assert len(WeightGate(weight_layout(shape, "float32"))._arrivals.left_bytes) == shape.num_layers + 2

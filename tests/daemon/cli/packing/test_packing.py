@@ -64,7 +64,7 @@ def test_what_cannot_be_packed(models: Path, capsys: pytest.CaptureFixture[str])
     assert "would not become smaller: packing is for bfloat16 weights, it holds F32" in refusal(capsys)
     assert not (models / NAME / ".partial-packed").exists()
     assert hearth(models, "verify") == 1
-    assert "nothing of it is packed; `hearth pack org/name` packs it" in refusal(capsys)
+    assert "nothing of it is packed; nor can it be: packing is for bfloat16 weights, it holds F32" in refusal(capsys)
     assert hearth(models, "pack", name="org/none") == 3
     assert "has no model 'org/none'" in refusal(capsys)
     (models / NAME / "model.safetensors").unlink()
@@ -113,6 +113,8 @@ def test_only_one_at_a_time(models: Path, capsys: pytest.CaptureFixture[str]) ->
 
 def test_a_changed_model_is_packed_again(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_packable(models / NAME)
+    assert hearth(models, "verify") == 1
+    assert "nothing of it is packed; `hearth pack org/name` packs it" in refusal(capsys)
     assert hearth(models, "pack") == 0
     os.utime(folder / "model.safetensors", ns=(1, 1))
     capsys.readouterr()

@@ -1,0 +1,48 @@
+"""What has yet to land of a model's weights, counted in groups of bytes: the stages of a forward pass, the slots of a copy."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable
+
+from loader.sizing import SCALE_BYTES, WeightSlot
+
+
+def parameter_places(layout: Iterable[WeightSlot]) -> list[tuple[int, int, str]]:
+    """[begin, end) in the weight range and the parameter's name, of all that a load brings: values and, quantised, their scales.
+    layout: sizing.weight_layout's."""
+    places = []
+    for slot in layout:
+        places.append((slot.offset_bytes, slot.offset_bytes + slot.num_bytes, slot.name))
+        if slot.scales_at_bytes >= 0:
+            places.append((slot.scales_at_bytes, slot.scales_at_bytes + slot.shape[0] * SCALE_BYTES, slot.name))
+    return places
+
+
+class WeightArrivals:
+    """places: (begin, end, group) in bytes of the weight range, no byte in two; groups count from 0. What lies between them belongs
+    to no group. left_bytes: of each group. Not for two threads at once."""
+
+    def __init__(self, places: Iterable[tuple[int, int, int]], num_groups: int) -> None:
+        self._places = sorted(place for place in places if place[1] > place[0])
+        self._ends = [end for _, end, _ in self._places]
+        self.left_bytes = [0] * num_groups
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Everything comes once more."""
+        self.left_bytes = [0] * len(self.left_bytes)
+        for begin, end, group in self._places:
+            self.left_bytes[group] += end - begin
+
+    def landed(self, begin_bytes: int, end_bytes: int) -> list[int]:
+        """These bytes are there, each told once. Returns the groups that are whole with them."""
+        whole = []
+        for begin, end, group in self._places[bisect_right(self._ends, begin_bytes) :]:
+            if begin >= end_bytes:
+                break
+            before = self.left_bytes[group]
+            self.left_bytes[group] = before - (min(end, end_bytes) - max(begin, begin_bytes))
+            if self.left_bytes[group] <= 0 < before:
+                whole.append(group)
+        return whole

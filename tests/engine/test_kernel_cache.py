@@ -1,0 +1,63 @@
+"""Where compiled kernels are kept, and what a folder costs that takes none."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import numba
+import numpy as np
+import pytest
+from numba.core.caching import IndexDataCacheFile
+
+from engine.kernels import compiled
+
+
+@pytest.fixture(autouse=True)
+def keeps_cache_dir(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the other tests."""
+    monkeypatch.setattr(numba.config, "CACHE_DIR", numba.config.CACHE_DIR)
+
+
+def triple(values: np.ndarray) -> np.ndarray:
+    return values * 3
+
+
+def check_compiles() -> None:
+    kernel = numba.njit("float64[::1](float64[::1])", cache=True)(triple)
+    assert kernel(np.ones(3)).tolist() == [3.0, 3.0, 3.0]
+
+
+def test_a_full_disk_costs_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    compiled.keep_in(str(tmp_path))
+    monkeypatch.setattr(IndexDataCacheFile, "_save_data", full)
+    check_compiles()
+    assert "No space left on device: a kernel is compiled again next time" in caplog.text
+    monkeypatch.undo()
+
+
+def test_kernels_are_kept_where_that_goes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    compiled.keep_in(str(tmp_path / "cache"))
+    check_compiles()
+    assert list((tmp_path / "cache").rglob("*.nbc"))
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("room_bytes", [0, 1 << 60])
+def test_a_folder_that_takes_no_files_costs_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, room_bytes: int
+) -> None:
+    """Not a folder at all; or one without room for so much."""
+    monkeypatch.setattr(compiled.tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "file").write_text("")
+    wanted = str(tmp_path / "cache") if room_bytes else str(tmp_path / "file" / "cache")
+    instead = compiled.writable(wanted, room_bytes)
+    assert os.path.dirname(instead) == str(tmp_path)
+    assert os.path.basename(instead).startswith("hearthd-kernels-")
+    assert f"{wanted}: " in caplog.text
+    assert "compiled again next time" in caplog.text
+    assert compiled.writable(wanted, room_bytes) == instead, "one a process"
