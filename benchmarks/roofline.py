@@ -1,10 +1,10 @@
 """Where a step's time goes, beside what the machine's memory and arithmetic allow.
 
 The engine's own parts (batch scheduler, model, sampler, message) run decode steps, prompts and both together without a daemon, with
-a clock around every kernel: products with weights, attention, sampling, row-wise kernels (norms, rotary embedding, activations),
-and what is left, which is Python, numpy and torch's glue. `bound_ms` is the larger of bytes ÷ bandwidth and operations ÷ rate of
-every product, and the KV read ÷ bandwidth; bandwidth is that of the one-row kernel, the rate that of F.linear at 128 rows, both of
-this run.
+a clock around every kernel (recorded steps have their own): products with weights, attention, sampling, row-wise kernels (norms,
+rotary embedding, activations), and what is left, which is Python, numpy and torch's glue. `bound_ms` is the larger of bytes ÷
+bandwidth and operations ÷ rate of every product, and the KV read ÷ bandwidth; bandwidth is that of the one-row kernel, the rate
+that of F.linear at 128 rows, both of this run.
 usage: python -m benchmarks.roofline [--model mid,one-b] [--steps 30] [--only decode,prefill,mixed,sampled or machine]
 """
 
@@ -32,11 +32,11 @@ from engine import ops  # noqa: E402
 from engine.contracts import LoadTask  # noqa: E402
 from engine.device import num_cores  # noqa: E402
 from engine.kernels import reference  # noqa: E402
-from engine.kernels.compiled import direct  # noqa: E402
 from engine.memory.cpu_memory import CpuMemory  # noqa: E402
 from engine.model_runner import TorchRunner  # noqa: E402
 from engine.protocol import JOURNAL_BYTES, Configure, LoadModel, SamplingParams, TokensOut, encode, write_journal  # noqa: E402
 from engine.served_models import ServedModels  # noqa: E402
+from engine.steps.replay import StepProgram  # noqa: E402
 from loader import sizing  # noqa: E402
 from loader.catalog import scan_one  # noqa: E402
 from loader.hf_config import ModelShape  # noqa: E402
@@ -69,7 +69,6 @@ class Clocks:
                 self.seconds[sort] = self.seconds.get(sort, 0.0) + time.perf_counter() - begin
                 self._inside = False
 
-        timed.due = lambda args: self.around(sort, direct(function, args))  # type: ignore[attr-defined]  # of a recorded call
         return timed
 
     def watch(self, module: types.ModuleType) -> None:
@@ -79,11 +78,25 @@ class Clocks:
             if callable_here and name not in ("prepare", "set_num_threads") and (sort := sort_of(name)):
                 setattr(module, name, self.around(sort, function))
 
+    def add(self, program: StepProgram) -> None:
+        """A recorded step's own clock."""
+        assert program.seconds is not None
+        for call, seconds in zip(program.calls, program.seconds.tolist(), strict=True):
+            sort = sort_of(name_of(call.kernel))
+            self.seconds[sort] = self.seconds.get(sort, 0.0) + seconds
+
+
+def name_of(kernel: Any) -> str:
+    """Of what a recorded step calls: a kernel, its forms, or a function of torch with some of its arguments."""
+    kernel = getattr(kernel, "func", kernel)
+    kernel = getattr(kernel, "serial", kernel)
+    return str(getattr(kernel, "__name__", type(kernel).__name__))
+
 
 def sort_of(kernel: str) -> str:
-    if "linear" in kernel:
+    if "linear" in kernel or kernel in ("mm", "addmm"):
         return "products"
-    if "attention" in kernel or kernel == "gather_context":
+    if "attention" in kernel.lower() or kernel == "gather_context":
         return "attention"
     if kernel.startswith(("sample", "greedy", "top_logprobs", "penalise")):
         return "sampling"
@@ -163,6 +176,18 @@ class Steps:
         outcome = scheduler.finish_step(plan, result.ids, result.bad)
         encode(TokensOut("m", 1, result.seconds, outcome.request_ids, outcome.ids, finish=outcome.finish, cached=outcome.cached))
 
+    def record(self, num_rows: int, params: SamplingParams) -> StepProgram | None:
+        """The program of decode steps of so many rows, recorded before there are clocks around the kernels; it has its own."""
+        running = self.decode(num_rows, params)
+        next(running)
+        self.run()
+        self.forget_all()
+        steps = self.hosted._decode_steps
+        found: StepProgram | None = steps.programs.get(steps._inputs.recorded_rows(num_rows))
+        if found is not None:
+            found.watch()
+        return found
+
     def forget_all(self) -> None:
         for request_id in range(1, self._num_requests + 1):
             self.scheduler.abort(request_id)
@@ -208,7 +233,9 @@ class Steps:
         return 1e3 * seconds
 
 
-def account(steps: Steps, machine: Machine, clocks: Clocks, kind: str, size: int, num_steps: int) -> dict[str, Any]:
+def account(
+    steps: Steps, machine: Machine, clocks: Clocks, kind: str, size: int, num_steps: int, program: StepProgram | None
+) -> dict[str, Any]:
     rows = size if kind in ("decode", "sampled") else 8 if kind == "mixed" else 1
     running = {
         "decode": lambda: steps.decode(size, GREEDY),
@@ -220,12 +247,16 @@ def account(steps: Steps, machine: Machine, clocks: Clocks, kind: str, size: int
         next(running)
         steps.run()
     clocks.seconds.clear()
+    if program is not None:
+        program.watch()
     walls = []
     for _ in range(num_steps):
         next(running)
         begin = time.perf_counter()
         steps.run()
         walls.append(time.perf_counter() - begin)
+    if program is not None:
+        clocks.add(program)
     steps.forget_all()
     mean_ms = 1e3 * sum(walls) / num_steps
     parts = {sort: 1e3 * clocks.seconds.get(sort, 0.0) / num_steps for sort in ("products", "attention", "rows", "sampling")}
@@ -268,16 +299,23 @@ def main() -> None:
         folder = make(ROOT / ".cache" / "checkpoints", name)
         steps = Steps(folder, options.threads)
         machine = measure_machine()
+        decoding = {"decode": GREEDY, "sampled": SAMPLED}
+        programs = {
+            (kind, size): steps.record(size, decoding[kind])
+            for kind in options.only.split(",")
+            if kind in decoding
+            for size in sizes[kind]
+        }
         clocks = Clocks()
         from engine.kernels import cpu
 
         clocks.watch(cpu)
         clocks.watch(reference)
         torch.nn.functional.linear = clocks.around("products", torch.nn.functional.linear)
-        torch.mm, torch.addmm = clocks.around("products", torch.mm), clocks.around("products", torch.addmm)  # of recorded steps
         for kind in options.only.split(","):
             for size in sizes[kind]:
-                print(json.dumps(account(steps, machine, clocks, kind, size, options.steps)), flush=True)
+                found = account(steps, machine, clocks, kind, size, options.steps, programs.get((kind, size)))
+                print(json.dumps(found), flush=True)
         steps.hosted.release()
 
 

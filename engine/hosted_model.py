@@ -27,7 +27,8 @@ from engine.sampling.outputs import sampled_outputs
 from engine.sampling.sampler import SamplingRows, constrain, sampling_rows
 from engine.steps.decode import DecodeInputs, DecodeSteps
 from engine.steps.forward_batch import GroupMemory, Rotary, build_batch, padded_rows
-from engine.steps.program import Scratch, StepProgram
+from engine.steps.program import Scratch
+from engine.steps.replay import StepProgram
 from engine.steps.sliced import in_slices, slices
 from loader import sizing
 from loader.hf_config import ModelShape

@@ -63,16 +63,24 @@ def _forgive_failed_saves() -> None:
     Cache.save_overload = save_or_warn
 
 
-def direct(kernel: Callable[..., Any], args: Sequence[Any]) -> Callable[..., Any]:
-    """What a call of the kernel comes to as long as its arguments are these: of its forms (`due`) the one, of its machine code that
-    for these types, entered past Numba's choice between types (about 1 us). The kernel itself where it is no compiled one."""
+def compilation(kernel: Callable[..., Any], args: Sequence[Any]) -> Any:
+    """What Numba has made of the kernel (of its forms, `due`, the one) for arguments of these types. None: nothing."""
     due = getattr(kernel, "due", None)
-    if due is not None:
-        kernel = due(args)
-    overloads = getattr(kernel, "overloads", None)
+    overloads = getattr(kernel if due is None else due(args), "overloads", None)
     if overloads is None:
-        return kernel
+        return None
     import numba
 
-    found = overloads.get(tuple(numba.typeof(arg) for arg in args))
-    return kernel if found is None else found.entry_point
+    return overloads.get(tuple(numba.typeof(arg) for arg in args))
+
+
+def direct(kernel: Callable[..., Any], args: Sequence[Any]) -> Callable[..., Any]:
+    """What a call of the kernel comes to as long as its arguments are these: machine code, entered past Numba's choice between
+    types (about 1 us). The kernel itself, or its form, where that is not compiled."""
+    found = compilation(kernel, args)
+    if found is not None:
+        entry: Callable[..., Any] = found.entry_point
+        return entry
+    due = getattr(kernel, "due", None)
+    form: Callable[..., Any] = kernel if due is None else due(args)
+    return form

@@ -22,17 +22,18 @@ from engine.kernels import (
     cpu_prefill,
     cpu_rows,
     cpu_sampling,
+    native,
 )
 from engine.kernels.cpu_amx import HAS_TILES, TILE_ROWS, fits_tiles, may_use_tiles
 from engine.kernels.cpu_amx_linear import amx_int8_linear_parallel, amx_int8_linear_serial, amx_linear_parallel, amx_linear_serial
 from engine.kernels.cpu_amx_prefill import prefill_tiles_parallel, prefill_tiles_serial
 from engine.kernels.cpu_attention import paged_attention_parallel, paged_attention_serial
+from engine.kernels.cpu_bits import HAS_BFLOAT16_PRODUCTS
 from engine.kernels.cpu_int8 import int8_linear_parallel, int8_linear_serial
 from engine.kernels.cpu_linear import few_rows_linear_parallel, few_rows_linear_serial
 from engine.kernels.cpu_logprobs import penalise, top_logprobs
 from engine.kernels.cpu_prefill import prefill_attention_parallel, prefill_attention_serial
-from engine.kernels.cpu_sampling import greedy_bfloat16, greedy_float32, sample_parallel, sample_serial
-from engine.kernels.cpu_vectors import HAS_BFLOAT16_PRODUCTS
+from engine.kernels.cpu_sampling import sample_parallel, sample_serial
 
 __all__ = [
     "FEW_ROWS",
@@ -94,7 +95,10 @@ def prepare(dtype: str, parallel: bool, quantize: str, share: int, when_cold: Ca
 
     share: 0 or 1; each takes about as long. when_cold: called once it is clear that they are not all there."""
     with _preparing:
-        for kernel, signature in _wanted(dtype, parallel, quantize):
+        wanted = _wanted(dtype, parallel, quantize)
+        if share == 1:
+            native.prepare([signature.args for _, signature in wanted])
+        for kernel, signature in wanted:
             if (kernel in _LONGEST) != (share == 1):
                 continue
             kernel.disable_compile(False)
@@ -112,11 +116,9 @@ def _wanted(dtype: str, parallel: bool, quantize: str) -> list[tuple[Any, Any]]:
     wanted: list[tuple[Any, Any]] = [
         (penalise, cpu_logprobs.PENALISE),
         (top_logprobs, cpu_logprobs.top_logprobs_signature(element)),
-        (greedy_float32, cpu_sampling.GREEDY_FLOAT32),
     ]
-    if dtype == "bfloat16":
-        wanted.append((greedy_bfloat16, cpu_sampling.GREEDY_BFLOAT16))
     shared = [
+        (cpu_sampling.greedy_float32_serial, cpu_sampling.greedy_float32_parallel, cpu_sampling.GREEDY_FLOAT32),
         (cpu_rows.gather_rows, cpu_rows.gather_rows_parallel, cpu_rows.gather_rows_signature(element)),
         (cpu_rows.rms_norm, cpu_rows.rms_norm_parallel, cpu_rows.rms_norm_signature(element)),
         (cpu_rows.add_rms_norm, cpu_rows.add_rms_norm_parallel, cpu_rows.add_rms_norm_signature(element)),
@@ -134,7 +136,10 @@ def _wanted(dtype: str, parallel: bool, quantize: str) -> list[tuple[Any, Any]]:
         shared.append((amx_linear_serial, amx_linear_parallel, cpu_amx_linear.amx_linear_signature(element)))
     if quantize == "int8":
         shared += _wanted_int8(dtype, element)
-    if dtype == "bfloat16":  # rows whose logits are edited are sampled in float32
+    if dtype == "bfloat16":
+        greedy = (cpu_sampling.greedy_bfloat16_serial, cpu_sampling.greedy_bfloat16_parallel, cpu_sampling.GREEDY_BFLOAT16)
+        shared.append(greedy)
+        # rows whose logits are edited are sampled in float32
         shared.append((sample_serial, sample_parallel, cpu_sampling.sample_signature(numba.float32)))
     for serial_kernel, parallel_kernel, signature in shared:
         wanted.append((serial_kernel, signature))
@@ -192,17 +197,33 @@ def _shares_tiles(weight: Any) -> bool:
     return _parallel and weight.nbytes >= _SHARED_TILES
 
 
-def paged_attention(*args: Any) -> None:
-    """As cpu_attention's, without use_tiles and num_shares."""
-    *before, out = args
-    contexts = args[11]
-    heads, kv_heads, block_tokens, head_dim = args[4:8]
-    # a single head has nothing to share a tile with (benchmarks/kernels.py)
-    use_tiles = kv_heads < heads <= kv_heads * TILE_ROWS and _uses_tiles(out, block_tokens, head_dim)
-    if _parallel and int(contexts.sum()) * out.shape[1] >= _SHARED_ATTENTION:
-        paged_attention_parallel(*before, use_tiles, _thread.num_threads, out)
-    else:
-        paged_attention_serial(*before, use_tiles, 1, out)
+class PagedAttention:
+    """As cpu_attention's, without use_tiles and num_shares. Whether threads share it changes as contexts grow, from step to
+    step."""
+
+    def __call__(self, *args: Any) -> None:
+        kernel, own = self.forms(args)[self.is_shared(args)]
+        kernel(*own)
+
+    def is_shared(self, args: Sequence[Any]) -> bool:
+        contexts, out = args[11], args[15]
+        return _parallel and int(contexts.sum()) * out.shape[1] >= _SHARED_ATTENTION
+
+    def depends_on(self, args: Sequence[Any]) -> tuple[int, ...]:
+        """Calls of which this is the same are shared, or not, at the same time."""
+        contexts, out = args[11], args[15]
+        return contexts.ctypes.data, len(contexts), out.shape[1]
+
+    def forms(self, args: Sequence[Any]) -> tuple[tuple[Any, tuple[Any, ...]], tuple[Any, tuple[Any, ...]]]:
+        """Kernel and arguments for this thread, and for all of them."""
+        *before, out = args
+        heads, kv_heads, block_tokens, head_dim = args[4:8]
+        # a single head has nothing to share a tile with (benchmarks/kernels.py)
+        use_tiles = kv_heads < heads <= kv_heads * TILE_ROWS and _uses_tiles(out, block_tokens, head_dim)
+        return (
+            (paged_attention_serial, (*before, use_tiles, 1, out)),
+            (paged_attention_parallel, (*before, use_tiles, _thread.num_threads, out)),
+        )
 
 
 def prefill_attention(*args: Any) -> None:
@@ -243,18 +264,29 @@ def _fits_panels(row_bytes: int, num_outputs: int) -> bool:
 def sample(logits: Any, *args: Any) -> None:
     """As cpu_sampling's, without num_shares."""
     *settings, ids, bad = args
-    num_shares = min(_thread.num_threads, len(logits)) if _parallel and logits.size >= _SHARED_LOGITS else 1
+    num_shares = min(_thread.num_threads, len(logits)) if _deals_out_logits(logits) else 1
     (sample_parallel if num_shares > 1 else sample_serial)(logits, *settings, num_shares, ids, bad)
+
+
+def _deals_out_logits(logits: Any) -> bool:
+    return _parallel and logits.size >= _SHARED_LOGITS and len(logits) > 1
 
 
 def _deals_out_rows(x: Any) -> bool:
     return _parallel and x.size >= _SHARED_ROWS and len(x) > 1
 
 
+paged_attention = PagedAttention()
 few_rows_linear = Forms(few_rows_linear_serial, few_rows_linear_parallel, lambda args: _shares_weights(args[0], args[1]))
 int8_linear = Forms(int8_linear_serial, int8_linear_parallel, lambda args: _shares_weights(args[0], args[1]))
 amx_linear = Forms(amx_linear_serial, amx_linear_parallel, lambda args: _shares_tiles(args[1]))
 amx_int8_linear = Forms(amx_int8_linear_serial, amx_int8_linear_parallel, lambda args: _shares_tiles(args[1]))
+greedy_float32 = Forms(
+    cpu_sampling.greedy_float32_serial, cpu_sampling.greedy_float32_parallel, lambda args: _deals_out_logits(args[0])
+)
+greedy_bfloat16 = Forms(
+    cpu_sampling.greedy_bfloat16_serial, cpu_sampling.greedy_bfloat16_parallel, lambda args: _deals_out_logits(args[0])
+)
 gather_rows = Forms(cpu_rows.gather_rows, cpu_rows.gather_rows_parallel, lambda args: _deals_out_rows(args[3]))
 rms_norm = Forms(cpu_rows.rms_norm, cpu_rows.rms_norm_parallel, lambda args: _deals_out_rows(args[0]))
 add_rms_norm = Forms(cpu_rows.add_rms_norm, cpu_rows.add_rms_norm_parallel, lambda args: _deals_out_rows(args[0]))

@@ -10,7 +10,7 @@ from typing import Any
 from numba import float32, int32, njit
 
 from engine.kernels.cpu_attention_tiles import score_tile, value_tile
-from engine.kernels.cpu_bits import FASTMATH, bits_of_float, exp, float_of_bits, narrow
+from engine.kernels.cpu_bits import FASTMATH, bits_of_float, exp, float_of_bits, narrow, ordered
 
 CHUNK_TOKENS = 128  # positions that all heads go over before the next
 _one_score, _two_scores, _three_scores, _four_scores = (score_tile(num_rows, 4) for num_rows in (1, 2, 3, 4))
@@ -99,12 +99,11 @@ def soften_row(
         for t in range(begin, end):
             # tanh(x) = 1 - 2 / (e**2x + 1)
             own[t] = cap - (cap + cap) / (exp(own[t] * twice) + float32(1.0))
-    ordered = int32(-0x80000000)  # floats as integers of the same order: their maximum vectorises
+    top_bits = int32(-0x80000000)  # floats as integers of the same order: their maximum vectorises
     for t in range(begin, end):
-        bits = bits_of_float(own[t])
-        ordered = max(ordered, bits ^ ((bits >> int32(31)) & int32(0x7FFFFFFF)))
+        top_bits = max(top_bits, ordered(bits_of_float(own[t])))
     before = tops[head]
-    top = max(before, float_of_bits(ordered ^ ((ordered >> int32(31)) & int32(0x7FFFFFFF))))
+    top = max(before, float_of_bits(ordered(top_bits)))
     total = float32(0.0)
     for t in range(begin, end):
         weight = exp(own[t] - top)

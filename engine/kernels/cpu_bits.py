@@ -1,6 +1,8 @@
 """Scalar pieces of the Numba kernels: bfloat16 as uint16 bits, and an exponential that LLVM can vectorise.
 
 `widen` and `narrow` turn an element (float32, or bfloat16 bits as uint16) into float32 and back, so each kernel is written once.
+What works on bits is generated in the width of its arguments: Numba's own integers become 64 bits wide with the first operation,
+and a loop over them goes through a half or a quarter of the elements at a time.
 """
 
 from __future__ import annotations
@@ -8,14 +10,29 @@ from __future__ import annotations
 from types import FunctionType
 from typing import Any
 
-import numpy as np
+import llvmlite.binding
 from llvmlite import ir
-from numba import float32, int32, njit, types, uint32
+from numba import float32, int32, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 # Sums may be reordered, but NaN and infinity keep their meaning: rows with such logits are found, not hidden.
 FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
+HAS_BFLOAT16_PRODUCTS = bool(llvmlite.binding.get_host_cpu_features().get("avx512bf16"))  # and conversions
+_I32 = ir.IntType(32)
+
+
+class BFloat(ir.Type):
+    """LLVM's bfloat, which llvmlite does not name."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BFloat)
+
+    def __hash__(self) -> int:
+        return hash(BFloat)
 
 
 def named(name: str, function: Any) -> Any:
@@ -40,22 +57,41 @@ def widen(typing_context: Any, value: Any) -> Any:
     return types.float32(value), identity if value == types.float32 else shift
 
 
+def constant(kind: ir.Type, value: int | float) -> ir.Constant:
+    """Of a scalar type, or in all lanes of a vector's."""
+    return ir.Constant(kind, [value] * kind.count if isinstance(kind, ir.VectorType) else value)
+
+
+def as_many(kind: ir.Type, scalar: ir.Type) -> ir.Type:
+    """As many of this scalar type as `kind` has: a vector, or one."""
+    return ir.VectorType(scalar, kind.count) if isinstance(kind, ir.VectorType) else scalar
+
+
+def narrow_bits(builder: ir.IRBuilder, value: Any) -> Any:
+    """float32 (one, or a vector) as bfloat16 bits: to nearest even, NaN stays NaN. Where the processor converts (AVX512-BF16),
+    magnitudes below 2**-126 become 0."""
+    short = as_many(value.type, ir.IntType(16))
+    if HAS_BFLOAT16_PRODUCTS:
+        return builder.bitcast(builder.fptrunc(value, as_many(value.type, BFloat())), short)
+    words = as_many(value.type, _I32)
+    bits, sixteen = builder.bitcast(value, words), constant(words, 16)
+    odd = builder.and_(builder.lshr(bits, sixteen), constant(words, 1))
+    rounded = builder.lshr(builder.add(bits, builder.add(odd, constant(words, 0x7FFF))), sixteen)
+    is_nan = builder.fcmp_unordered("uno", value, value)
+    return builder.trunc(builder.select(is_nan, constant(words, 0x7FC0), rounded), short)
+
+
 @intrinsic
 def narrow(typing_context: Any, value: Any, like: Any) -> Any:
-    """value (float32) as an element of `like`'s type; bfloat16 rounds to nearest even, NaN stays NaN."""
+    """value (float32) as an element of `like`'s type; see narrow_bits."""
 
     def identity(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return args[0]
 
-    def round_to_even(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        i32 = ir.IntType(32)
-        bits = builder.bitcast(args[0], i32)
-        odd = builder.and_(builder.lshr(bits, ir.Constant(i32, 16)), ir.Constant(i32, 1))
-        rounded = builder.lshr(builder.add(bits, builder.add(odd, ir.Constant(i32, 0x7FFF))), ir.Constant(i32, 16))
-        is_nan = builder.fcmp_unordered("uno", args[0], args[0])
-        return builder.trunc(builder.select(is_nan, ir.Constant(i32, 0x7FC0), rounded), ir.IntType(16))
+    def to_bfloat16(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return narrow_bits(builder, args[0])
 
-    return like(types.float32, like), identity if like == types.float32 else round_to_even
+    return like(types.float32, like), identity if like == types.float32 else to_bfloat16
 
 
 @intrinsic
@@ -65,10 +101,9 @@ def prefetch(typing_context: Any, array: Any, index: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, args[0]).data
         address = builder.bitcast(builder.gep(data, [args[1]]), ir.IntType(8).as_pointer())
-        i32 = ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [address.type, i32, i32, i32])
+        kind = ir.FunctionType(ir.VoidType(), [address.type, _I32, _I32, _I32])
         function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
-        builder.call(function, [address, ir.Constant(i32, 0), ir.Constant(i32, 3), ir.Constant(i32, 1)])  # read, keep, data
+        builder.call(function, [address, ir.Constant(_I32, 0), ir.Constant(_I32, 3), ir.Constant(_I32, 1)])  # read, keep, data
         return context.get_dummy_value()
 
     return types.void(array, types.int64), generate
@@ -89,43 +124,114 @@ def bits_of_float(typing_context: Any, value: Any) -> Any:
     """float32 as int32 bits."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], ir.IntType(32))
+        return builder.bitcast(args[0], _I32)
 
     return types.int32(types.float32), generate
 
 
+@intrinsic
+def ordered(typing_context: Any, bits: Any) -> Any:
+    """A float's bits (int16 or int32) as an integer that sorts as the float does, and back: negative ones' magnitudes flipped."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = args[0].type
+        negative = builder.ashr(args[0], ir.Constant(kind, kind.width - 1))
+        return builder.xor(args[0], builder.and_(negative, ir.Constant(kind, (1 << (kind.width - 1)) - 1)))
+
+    return bits(bits), generate
+
+
+@intrinsic
+def magnitude(typing_context: Any, bits: Any) -> Any:
+    """A float's bits (int16 or int32) without its sign. Sorts as magnitudes do, infinity and then NaN above all."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = args[0].type
+        return builder.and_(args[0], ir.Constant(kind, (1 << (kind.width - 1)) - 1))
+
+    return bits(bits), generate
+
+
+@intrinsic
+def _clamped(typing_context: Any, value: Any) -> Any:
+    """Between -87 and 88."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        for sign, limit in (("<", 88.0), (">", -87.0)):
+            edge = constant(args[0].type, limit)
+            args = [builder.select(builder.fcmp_ordered(sign, args[0], edge), args[0], edge)]
+        return args[0]
+
+    return value(value), generate
+
+
+@intrinsic
+def _floor(typing_context: Any, value: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = args[0].type
+        name = f"llvm.floor.v{kind.count}f32" if isinstance(kind, ir.VectorType) else "llvm.floor.f32"
+        return builder.call(cgutils.get_or_insert_function(builder.module, ir.FunctionType(kind, [kind]), name), args)
+
+    return value(value), generate
+
+
+@intrinsic
+def _power_of_two(typing_context: Any, exponent: Any) -> Any:
+    """2**exponent, of a whole one from -126 to 127."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        words = as_many(args[0].type, _I32)
+        biased = builder.add(builder.fptosi(args[0], words), constant(words, 127))
+        return builder.bitcast(builder.shl(biased, constant(words, 23)), args[0].type)
+
+    return exponent(exponent), generate
+
+
 @njit(inline="always", fastmath=FASTMATH)
-def exp(x: float) -> float:
-    """e**x in float32, relative error below 3e-7; 0 below -87, clamped above 88.
+def exp(x: Any) -> Any:
+    """e**x of float32, one or in lanes (cpu_lanes.py), relative error below 3e-7; 0 below -87, clamped above 88.
 
     2**n * 2**f with f in [-0.5, 0.5] and the Taylor series of 2**f to the 7th power.
     """
-    clamped = max(float32(-87.0), min(float32(88.0), x))
-    scaled = clamped * float32(1.4426950408889634)
+    clamped = _clamped(x)
     # not the usual trick of adding and taking away 1.5 * 2**23: sums that may be reordered cancel out
-    whole = float32(np.floor(scaled + float32(0.5)))
+    whole = _floor(clamped * float32(1.4426950408889634) + float32(0.5))
     f = (clamped - whole * float32(0.693359375)) - whole * float32(-2.12194440e-4)
-    p = float32(1.9875691500e-4)
-    p = p * f + float32(1.3981999507e-3)
+    p = f * float32(1.9875691500e-4) + float32(1.3981999507e-3)
     p = p * f + float32(8.3334519073e-3)
     p = p * f + float32(4.1665795894e-2)
     p = p * f + float32(1.6666665459e-1)
     p = p * f + float32(5.0000001201e-1)
     p = p * f * f + f + float32(1.0)
-    power = float_of_bits((int32(whole) + int32(127)) << int32(23))
-    return p * power
+    return p * _power_of_two(whole)
 
 
-@njit(inline="always")
-def hash32(index: int, key0: int, key1: int) -> int:
-    """32 well mixed bits of (index, key0, key1), all uint32: two rounds of a multiply-xorshift finaliser."""
-    h = uint32(uint32(index) * uint32(0x9E3779B1)) ^ key0
-    h = uint32((h ^ (h >> uint32(16))) * uint32(0x85EBCA6B))
-    h = uint32((h ^ (h >> uint32(13))) * uint32(0xC2B2AE35))
-    h = uint32(uint32(h ^ (h >> uint32(16))) + key1)
-    h = uint32((h ^ (h >> uint32(15))) * uint32(0x2C1B3C6D))
-    h = uint32((h ^ (h >> uint32(12))) * uint32(0x297A2D39))
-    return uint32(h ^ (h >> uint32(15)))
+def hash_words(builder: ir.IRBuilder, index: Any, key0: Any, key1: Any) -> Any:
+    """32 well mixed bits of (index, key0, key1), each one word or a vector: two rounds of a multiply-xorshift finaliser."""
+
+    def mixed(h: Any, shift: int) -> Any:
+        return builder.xor(h, builder.lshr(h, constant(h.type, shift)))
+
+    def times(h: Any, factor: int) -> Any:
+        return builder.mul(h, constant(h.type, factor))
+
+    h = builder.xor(times(index, 0x9E3779B1), key0)
+    h = times(mixed(h, 16), 0x85EBCA6B)
+    h = times(mixed(h, 13), 0xC2B2AE35)
+    h = builder.add(mixed(h, 16), key1)
+    h = times(mixed(h, 15), 0x2C1B3C6D)
+    h = times(mixed(h, 12), 0x297A2D39)
+    return mixed(h, 15)
+
+
+@intrinsic
+def hash32(typing_context: Any, index: Any, key0: Any, key1: Any) -> Any:
+    """hash_words of uint32."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return hash_words(builder, *args)
+
+    return types.uint32(*(types.uint32,) * 3), generate
 
 
 @njit(inline="always", fastmath=FASTMATH)

@@ -18,7 +18,7 @@ from numba import float32, int8, int32, njit, prange, types, void
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from engine.kernels.cpu_bits import FASTMATH, bits_of_float, float_of_bits, named, narrow, widen
+from engine.kernels.cpu_bits import FASTMATH, bits_of_float, float_of_bits, magnitude, named, narrow, widen
 from engine.kernels.cpu_tiles import fold_sums
 from engine.kernels.cpu_vectors import I32, I64, LANES, PAIRS, vector
 
@@ -111,7 +111,7 @@ def unit_of(row: Any) -> float:
     """What one unit of the row's digits stands for; NaN or infinity if an element is."""
     largest = int32(0)
     for k in range(row.shape[0]):  # as bits, which are in order and have NaN above all
-        largest = max(largest, int32(bits_of_float(widen(row[k])) & int32(0x7FFFFFFF)))
+        largest = max(largest, magnitude(bits_of_float(widen(row[k]))))
     return float_of_bits(largest) / float32(LARGEST)
 
 

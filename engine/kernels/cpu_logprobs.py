@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numba import float32, float64, int32, int64, njit, types, void
 
-from engine.kernels.cpu_bits import FASTMATH, bits_of_float, exp, float_of_bits, widen
+from engine.kernels.cpu_bits import FASTMATH, bits_of_float, exp, float_of_bits, ordered, widen
 
 _OPTIONS: dict[str, Any] = {"fastmath": FASTMATH, "error_model": "numpy", "cache": True, "nogil": True}
 _STRIPE = 1024  # logits between two looks at the worst alternative so far
@@ -24,8 +24,7 @@ def top_logprobs_signature(element: types.Type) -> Any:
 @njit(fastmath=FASTMATH, inline="always")
 def _ordered(value: Any) -> Any:
     """Bits of a float32 as an integer that sorts as the float does."""
-    bits = bits_of_float(value)
-    return bits ^ ((bits >> int32(31)) & int32(0x7FFFFFFF))
+    return ordered(bits_of_float(value))
 
 
 @njit(**_OPTIONS)
@@ -38,7 +37,7 @@ def top_logprobs(logits: Any, rows: Any, chosen: Any, picked: Any, top_ids: Any,
         most = int32(-0x80000000)
         for i in range(vocab):
             most = max(most, _ordered(widen(row[i])))
-        largest = float_of_bits(most ^ ((most >> int32(31)) & int32(0x7FFFFFFF)))
+        largest = float_of_bits(ordered(most))
         total = float64(0.0)
         held = 0
         for start in range(0, vocab, _STRIPE):

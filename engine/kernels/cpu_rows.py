@@ -12,6 +12,8 @@ import numpy as np
 from numba import boolean, float32, float64, int64, njit, prange, types, void
 
 from engine.kernels.cpu_bits import FASTMATH, exp, named, narrow, widen
+from engine.kernels.cpu_lanes import load, rounded, store, total_of
+from engine.kernels.cpu_vectors import LANES
 
 # Python's error model puts a branch for zero before each division, which keeps loops from being vectorised.
 _OPTIONS: dict[str, Any] = {"fastmath": FASTMATH, "error_model": "numpy", "cache": True, "nogil": True}
@@ -43,52 +45,75 @@ def rms_norm_signature(element: types.Type) -> Any:
 
 
 @njit(inline="always", fastmath=FASTMATH)
-def _scale(vector: Any, factor: Any, weight: Any, around_one: bool, out: Any) -> None:
-    """out = vector * factor * weight, rounded to the element type before the weight as transformers does it; around_one (Gemma):
-    times 1 + weight instead, rounded once."""
+def _squares(values: Any, at: int, count: int) -> Any:
+    own = load(values, at, count)
+    return own * own
+
+
+@njit(inline="always", fastmath=FASTMATH)
+def _scale_lanes(values: Any, at: int, factor: Any, weight: Any, around_one: bool, out: Any, i: int, count: int) -> None:
+    scaled, weights = load(values, at + i, count) * factor, load(weight, i, count)
     if around_one:
-        for i in range(out.shape[0]):
-            out[i] = narrow(widen(vector[i]) * factor * (float32(1.0) + widen(weight[i])), weight[i])
+        store(out, at + i, count, scaled * (weights + float32(1.0)))
     else:
-        for i in range(out.shape[0]):
-            normed = widen(narrow(widen(vector[i]) * factor, weight[i]))
-            out[i] = narrow(normed * widen(weight[i]), weight[i])
+        store(out, at + i, count, rounded(scaled, weight[0]) * weights)
 
 
 @njit(**_HELPER)
-def _norm_row(vector: Any, weight: Any, around_one: bool, eps: float, out: Any) -> None:
-    total = float32(0.0)
-    for i in range(vector.shape[0]):
-        value = widen(vector[i])
-        total += value * value
-    _scale(vector, float32(1.0 / np.sqrt(float64(total) / vector.shape[0] + eps)), weight, around_one, out)
+def _scale(values: Any, at: int, total: Any, eps: float, weight: Any, around_one: bool, out: Any) -> None:
+    """Places at to at + W: out = values * weight over the root of their mean square (total: the squares' sum), rounded to the
+    element type before the weight as transformers does it; around_one (Gemma): times 1 + weight instead, rounded once."""
+    width = weight.shape[0]
+    factor = float32(1.0 / np.sqrt(float64(total) / width + eps))
+    whole = width - width % LANES
+    for i in range(0, whole, LANES):
+        _scale_lanes(values, at, factor, weight, around_one, out, i, LANES)
+    if whole < width:
+        _scale_lanes(values, at, factor, weight, around_one, out, whole, width - whole)
+
+
+@njit(**_HELPER)
+def _norm_vector(values: Any, at: int, weight: Any, around_one: bool, eps: float, out: Any) -> None:
+    width = weight.shape[0]
+    whole = width - width % LANES
+    squares = _squares(values, at + whole, width - whole)
+    for i in range(0, whole, LANES):
+        squares += _squares(values, at + i, LANES)
+    _scale(values, at, total_of(squares), eps, weight, around_one, out)
 
 
 def _rms_norm(x: Any, weight: Any, around_one: bool, eps: float, out: Any) -> None:
     """x [T, W] -> out [T, W]; the mean in float32."""
     for row in prange(x.shape[0]):
-        _norm_row(x[row], weight, around_one, eps, out[row])
+        _norm_vector(x, row * x.shape[1], weight, around_one, eps, out)
 
 
 def add_rms_norm_signature(element: types.Type) -> Any:
     return void(element[:, ::1], element[:, ::1], element[::1], boolean, float64, element[:, ::1])
 
 
+@njit(inline="always", fastmath=FASTMATH)
+def _add_lanes(x: Any, residual: Any, at: int, count: int, weight: Any) -> Any:
+    """Squares of the sum."""
+    values = rounded(load(residual, at, count) + load(x, at, count), weight[0])
+    store(residual, at, count, values)
+    return values * values
+
+
 @njit(**_HELPER)
-def _add_norm_row(vector: Any, residual: Any, weight: Any, around_one: bool, eps: float, out: Any) -> None:
-    total = float32(0.0)
-    for i in range(vector.shape[0]):
-        rounded = narrow(widen(residual[i]) + widen(vector[i]), weight[i])
-        residual[i] = rounded
-        value = widen(rounded)
-        total += value * value
-    _scale(residual, float32(1.0 / np.sqrt(float64(total) / vector.shape[0] + eps)), weight, around_one, out)
+def _add_norm_vector(x: Any, residual: Any, at: int, weight: Any, around_one: bool, eps: float, out: Any) -> None:
+    width = weight.shape[0]
+    whole = width - width % LANES
+    squares = _add_lanes(x, residual, at + whole, width - whole, weight)
+    for i in range(0, whole, LANES):
+        squares += _add_lanes(x, residual, at + i, LANES, weight)
+    _scale(residual, at, total_of(squares), eps, weight, around_one, out)
 
 
 def _add_rms_norm(x: Any, residual: Any, weight: Any, around_one: bool, eps: float, out: Any) -> None:
     """residual += x in place, then out = rms_norm(residual)."""
     for row in prange(x.shape[0]):
-        _add_norm_row(x[row], residual[row], weight, around_one, eps, out[row])
+        _add_norm_vector(x, residual, row * x.shape[1], weight, around_one, eps, out)
 
 
 def rope_and_store_signature(element: types.Type) -> Any:
@@ -97,46 +122,35 @@ def rope_and_store_signature(element: types.Type) -> Any:
     return void(element[:, ::1], float32[:, ::1], *norms, element[::1], *sizes, int64[::1])
 
 
+@njit(inline="always", fastmath=FASTMATH)
+def _turn_lanes(qkv: Any, at: int, turns: Any, turns_at: int, half: int, d: int, count: int) -> None:
+    """Of a head, the pairs (d, half + d) and those behind."""
+    left, right = load(qkv, at + d, count), load(qkv, at + half + d, count)
+    cosine, sine = load(turns, turns_at + d, count), load(turns, turns_at + half + d, count)
+    store(qkv, at + d, count, left * cosine - right * sine)
+    store(qkv, at + half + d, count, right * cosine + left * sine)
+
+
 @njit(**_HELPER)
-def _rope_token(
-    own: Any,  # [(H + 2 G) * D]
-    turns: Any,  # [2 P]
-    query_norm: Any,
-    key_norm: Any,
-    around_one: bool,
-    eps: float,
-    kv: Any,
-    at: int,  # element of the first KV head's key; below 0: store nothing
-    heads: int,
-    kv_heads: int,
-    plane: int,  # elements from one KV head's keys to the next's
-    head_dim: int,
-) -> None:
-    half = turns.shape[0] // 2
-    normed = query_norm.shape[0] > 0
-    for head in range(heads + kv_heads):
-        vector = own[head * head_dim : (head + 1) * head_dim]
-        if normed:
-            _norm_row(vector, query_norm if head < heads else key_norm, around_one, eps, vector)
-        for d in range(half):
-            left, right = widen(vector[d]), widen(vector[half + d])
-            cosine, sine = turns[d], turns[half + d]
-            vector[d] = narrow(left * cosine - right * sine, vector[d])
-            vector[half + d] = narrow(right * cosine + left * sine, vector[half + d])
-    if at < 0:
-        return
-    for head in range(kv_heads):
-        key = own[(heads + head) * head_dim : (heads + head + 1) * head_dim]
-        value = own[(heads + kv_heads + head) * head_dim : (heads + kv_heads + head + 1) * head_dim]
-        keys = kv[at + head * plane : at + head * plane + head_dim]
-        values = kv[at + (kv_heads + head) * plane : at + (kv_heads + head) * plane + head_dim]
-        for d in range(head_dim):
-            keys[d] = key[d]
-            values[d] = value[d]
+def _turn(qkv: Any, at: int, turns: Any, turns_at: int, half: int) -> None:
+    whole = half - half % LANES
+    for d in range(0, whole, LANES):
+        _turn_lanes(qkv, at, turns, turns_at, half, d, LANES)
+    if whole < half:
+        _turn_lanes(qkv, at, turns, turns_at, half, whole, half - whole)
+
+
+@njit(**_HELPER)
+def _copy(values: Any, at: int, out: Any, out_at: int, width: int) -> None:
+    whole = width - width % LANES
+    for i in range(0, whole, LANES):
+        store(out, out_at + i, LANES, load(values, at + i, LANES))
+    if whole < width:
+        store(out, out_at + whole, width - whole, load(values, at + whole, width - whole))
 
 
 def _rope_and_store(
-    qkv: Any,  # [T, (H + 2 G) * D]; queries are rotated in place
+    qkv: Any,  # [T, (H + 2 G) * D]; queries and keys are rotated in place
     cos_sin: Any,  # [T, 2 P]: P cosines, then P sines; the first 2 P dimensions of a head turn, the others stay
     query_norm: Any,  # [D], or [0] for none
     key_norm: Any,
@@ -151,47 +165,60 @@ def _rope_and_store(
     head_dim: int,
     slots: Any,  # [T] int64: block * block_tokens + place in the block; below 0: store nothing
 ) -> None:
-    plane = block_tokens * head_dim
+    plane, turning = block_tokens * head_dim, cos_sin.shape[1]  # elements from one KV head's keys to the next's
     for token in prange(slots.shape[0]):
-        block, place = slots[token] // block_tokens, slots[token] % block_tokens
-        at = ((block * layers + layer) * 2 * kv_heads) * plane + place * head_dim
-        at = at if slots[token] >= 0 else -1
-        _rope_token(qkv[token], cos_sin[token], query_norm, key_norm, around_one, eps, kv, at, heads, kv_heads, plane, head_dim)
+        own = token * qkv.shape[1]
+        for head in range(heads + kv_heads):
+            at = own + head * head_dim
+            if query_norm.shape[0] > 0:
+                _norm_vector(qkv, at, query_norm if head < heads else key_norm, around_one, eps, qkv)
+            _turn(qkv, at, cos_sin, token * turning, turning // 2)
+        if slots[token] >= 0:
+            block, place = slots[token] // block_tokens, slots[token] % block_tokens
+            to = ((block * layers + layer) * 2 * kv_heads) * plane + place * head_dim
+            for head in range(2 * kv_heads):
+                _copy(qkv, own + (heads + head) * head_dim, kv, to + head * plane, head_dim)
 
 
 def gate_signature(element: types.Type) -> Any:
     return void(element[:, ::1], element[:, ::1])
 
 
-@njit(**_HELPER)
-def _silu_row(gate_up: Any, out: Any) -> None:
-    width = out.shape[0]
-    for i in range(width):
-        gate = widen(gate_up[i])
-        activated = widen(narrow(gate / (float32(1.0) + exp(-gate)), out[i]))
-        out[i] = narrow(activated * widen(gate_up[width + i]), out[i])
+@njit(inline="always", fastmath=FASTMATH)
+def _silu_lanes(gate_up: Any, at: int, width: int, out: Any, out_at: int, count: int) -> None:
+    gate, up = load(gate_up, at, count), load(gate_up, at + width, count)
+    activated = rounded(gate / (exp(float32(0.0) - gate) + float32(1.0)), out[0, 0])
+    store(out, out_at, count, activated * up)
 
 
 def _silu_and_mul(gate_up: Any, out: Any) -> None:
     """gate_up [T, 2 W] -> out [T, W] = silu(gate) * up."""
+    width = out.shape[1]
+    whole = width - width % LANES
     for row in prange(out.shape[0]):
-        _silu_row(gate_up[row], out[row])
+        for i in range(0, whole, LANES):
+            _silu_lanes(gate_up, 2 * row * width + i, width, out, row * width + i, LANES)
+        if whole < width:
+            _silu_lanes(gate_up, 2 * row * width + whole, width, out, row * width + whole, width - whole)
 
 
-@njit(**_HELPER)
-def _gelu_row(gate_up: Any, out: Any) -> None:
-    width = out.shape[0]
-    for i in range(width):
-        gate = widen(gate_up[i])
-        twice = float32(1.5957691216057308) * (gate + float32(0.044715) * gate * gate * gate)
-        activated = widen(narrow(gate / (float32(1.0) + exp(-twice)), out[i]))
-        out[i] = narrow(activated * widen(gate_up[width + i]), out[i])
+@njit(inline="always", fastmath=FASTMATH)
+def _gelu_lanes(gate_up: Any, at: int, width: int, out: Any, out_at: int, count: int) -> None:
+    gate, up = load(gate_up, at, count), load(gate_up, at + width, count)
+    twice = (gate + gate * gate * gate * float32(0.044715)) * float32(1.5957691216057308)
+    activated = rounded(gate / (exp(float32(0.0) - twice) + float32(1.0)), out[0, 0])
+    store(out, out_at, count, activated * up)
 
 
 def _gelu_and_mul(gate_up: Any, out: Any) -> None:
     """gate_up [T, 2 W] -> out [T, W] = gelu(gate) * up, in the form with tanh: g * sigmoid(2 sqrt(2 / pi) (g + 0.044715 g**3))."""
+    width = out.shape[1]
+    whole = width - width % LANES
     for row in prange(out.shape[0]):
-        _gelu_row(gate_up[row], out[row])
+        for i in range(0, whole, LANES):
+            _gelu_lanes(gate_up, 2 * row * width + i, width, out, row * width + i, LANES)
+        if whole < width:
+            _gelu_lanes(gate_up, 2 * row * width + whole, width, out, row * width + whole, width - whole)
 
 
 gather_rows, gather_rows_parallel = _compiled(_gather_rows)

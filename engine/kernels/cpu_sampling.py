@@ -11,7 +11,20 @@ from typing import Any
 import numpy as np
 from numba import boolean, float32, int16, int32, int64, njit, prange, types, uint32, void
 
-from engine.kernels.cpu_bits import FASTMATH, bits_of_float, exp, exponential, float_of_bits, hash32, named, uniform, widen
+from engine.kernels.cpu_bits import (
+    FASTMATH,
+    bits_of_float,
+    exp,
+    exponential,
+    float_of_bits,
+    hash32,
+    magnitude,
+    named,
+    ordered,
+    widen,
+)
+from engine.kernels.cpu_lanes import bits_of, counted_from, floats_of, hashed, kept, lanes_of, least_of, load, lower, store
+from engine.kernels.cpu_vectors import LANES
 
 # Python's error model puts a branch for zero before each division, which keeps loops from being vectorised.
 _OPTIONS: dict[str, Any] = {"fastmath": FASTMATH, "error_model": "numpy", "cache": True, "nogil": True}
@@ -21,10 +34,9 @@ _STRIPE = 1024  # logits between two comparisons of the running maximum; the win
 _ONE_BITS, _INFINITY_BITS = 0x3F800000, 0x7F800000
 
 
-@njit(**_OPTIONS)
-def greedy_float32(logits: Any, ids: Any, bad: Any) -> None:
+def _greedy_float32(logits: Any, ids: Any, bad: Any) -> None:
     vocab = logits.shape[1]
-    for n in range(logits.shape[0]):
+    for n in prange(logits.shape[0]):
         row = logits[n]
         top, size, best = int32(-0x80000000), int32(0), 0
         for start in range(0, vocab, _STRIPE):
@@ -32,23 +44,21 @@ def greedy_float32(logits: Any, ids: Any, bad: Any) -> None:
             stripe_top = int32(-0x80000000)
             for i in range(stripe.shape[0]):
                 bits = bits_of_float(stripe[i])
-                size = max(size, bits & int32(0x7FFFFFFF))
-                stripe_top = max(stripe_top, bits ^ ((bits >> int32(31)) & int32(0x7FFFFFFF)))
+                size = max(size, magnitude(bits))
+                stripe_top = max(stripe_top, ordered(bits))
             if stripe_top > top:
                 top, best = stripe_top, start
         bad[n] = size >= int32(0x7F800000)
         for i in range(best, vocab):
-            bits = bits_of_float(row[i])
-            if bits ^ ((bits >> int32(31)) & int32(0x7FFFFFFF)) == top:
+            if ordered(bits_of_float(row[i])) == top:
                 ids[n] = i
                 break
 
 
-@njit(**_OPTIONS)
-def greedy_bfloat16(logits: Any, ids: Any, bad: Any) -> None:
+def _greedy_bfloat16(logits: Any, ids: Any, bad: Any) -> None:
     """logits: bfloat16 bits as int16."""
     vocab = logits.shape[1]
-    for n in range(logits.shape[0]):
+    for n in prange(logits.shape[0]):
         row = logits[n]
         top, size, best = int16(-0x8000), int16(0), 0
         for start in range(0, vocab, _STRIPE):
@@ -56,15 +66,21 @@ def greedy_bfloat16(logits: Any, ids: Any, bad: Any) -> None:
             stripe_top = int16(-0x8000)
             for i in range(stripe.shape[0]):
                 bits = stripe[i]
-                size = max(size, int16(bits & int16(0x7FFF)))
-                stripe_top = max(stripe_top, int16(bits ^ ((bits >> int16(15)) & int16(0x7FFF))))
+                size = max(size, magnitude(bits))
+                stripe_top = max(stripe_top, ordered(bits))
             if stripe_top > top:
                 top, best = stripe_top, start
         bad[n] = size >= int16(0x7F80)
         for i in range(best, vocab):
-            if int16(row[i] ^ ((row[i] >> int16(15)) & int16(0x7FFF))) == top:
+            if ordered(row[i]) == top:
                 ids[n] = i
                 break
+
+
+greedy_float32_serial = njit(**_OPTIONS)(_greedy_float32)
+greedy_float32_parallel = njit(**_OPTIONS, parallel=True)(named("_greedy_float32_parallel", _greedy_float32))
+greedy_bfloat16_serial = njit(**_OPTIONS)(_greedy_bfloat16)
+greedy_bfloat16_parallel = njit(**_OPTIONS, parallel=True)(named("_greedy_bfloat16_parallel", _greedy_bfloat16))
 
 
 @njit(fastmath=FASTMATH)
@@ -126,11 +142,20 @@ def _top_p_cutoff(weights: Any, floor: Any, top_p: Any) -> Any:
 
 
 @njit(inline="always", fastmath=FASTMATH)
-def _reciprocal_below(x: float) -> float:
-    """1 / x or up to 0.3 % less, of a normal x from 2**-126 to 1: the exponent negated in the bits, then a step of Newton's method,
-    which comes from below. A third of what a division costs."""
-    guess = float_of_bits(int32(0x7EF311C7) - bits_of_float(x))
+def _reciprocal_below(x: Any) -> Any:
+    """1 / x or up to 0.3 % less, of normal x (lanes) from 2**-126 to 1, and something large of 0: the exponent negated in the bits,
+    then a step of Newton's method, which comes from below. A third of what a division costs."""
+    guess = floats_of(int32(0x7EF311C7) - bits_of(x))
     return guess * (float32(2.0) - x * guess)
+
+
+@njit(inline="always", fastmath=FASTMATH)
+def _bound_lanes(weights: Any, cutoff: Any, first: Any, second: Any, bounds: Any, at: int, count: int) -> Any:
+    weight = load(weights, at, count)  # 0 behind the last: later than the likeliest, which has 1
+    draw = (hashed(counted_from(at), first, second) + float32(0.5)) * float32(2.0**-32)
+    bound = kept(bits_of(draw * _reciprocal_below(weight)), bits_of(weight), cutoff, int32(_INFINITY_BITS))
+    store(bounds, at, count, bound)
+    return bound
 
 
 @njit(fastmath=FASTMATH, error_model="numpy")
@@ -138,36 +163,35 @@ def _race(weights: Any, cutoff: Any, first: Any, second: Any, bounds: Any) -> in
     """Which token at or above the cutoff comes first: its time is an exponential draw over its weight. A uniform draw in its place
     (bounds [V] int32: work space) is never later, costs half, and leaves few to look at."""
     vocab = weights.shape[0]
-    soonest, start = int32(0x7FFFFFFF), 0  # bits: of positive numbers they sort as these do, and their minima vectorise
-    for begin in range(0, vocab, _STRIPE):
-        stripe, stripe_weights = bounds[begin : min(begin + _STRIPE, vocab)], weights[begin : min(begin + _STRIPE, vocab)]
-        stripe_soonest = int32(0x7FFFFFFF)
-        for i in range(stripe.shape[0]):
-            weight = stripe_weights[i]
-            bound = bits_of_float(uniform(hash32(uint32(begin + i), first, second)) * _reciprocal_below(weight))
-            bound = bound if bits_of_float(weight) >= cutoff else int32(_INFINITY_BITS)
-            stripe[i] = bound
-            stripe_soonest = min(stripe_soonest, bound)
-        if stripe_soonest < soonest:
-            soonest, start = stripe_soonest, begin
-    winner = start
-    while bounds[winner] != soonest:
+    earliest = np.empty((vocab + _STRIPE - 1) // _STRIPE, np.int32)  # bounds' bits, of each stripe
+    for stripe in range(earliest.shape[0]):
+        begin, end = _STRIPE * stripe, min(_STRIPE * (stripe + 1), vocab)
+        whole = end - (end - begin) % LANES
+        soonest = lanes_of(int32(0x7FFFFFFF))  # of positive numbers bits sort as these do
+        for i in range(begin, whole, LANES):
+            soonest = lower(soonest, _bound_lanes(weights, cutoff, first, second, bounds, i, LANES))
+        if whole < end:
+            soonest = lower(soonest, _bound_lanes(weights, cutoff, first, second, bounds, whole, end - whole))
+        earliest[stripe] = least_of(soonest)
+    start = int(np.argmin(earliest))
+    winner = _STRIPE * start
+    while bounds[winner] != earliest[start]:
         winner += 1
     best = exponential(hash32(uint32(winner), first, second)) / weights[winner]
     limit = bits_of_float(best * float32(1.00001))  # rounding must not hide one that is as early
-    for begin in range(0, vocab, _STRIPE):
-        stripe = bounds[begin : min(begin + _STRIPE, vocab)]
-        num = int32(0)
-        for i in range(stripe.shape[0]):
-            num += stripe[i] <= limit
-        if num > 0:
-            for i in range(stripe.shape[0]):
-                if stripe[i] <= limit:
-                    token = begin + i
+    for stripe in range(earliest.shape[0]):
+        if earliest[stripe] <= limit:
+            for token in range(_STRIPE * stripe, min(_STRIPE * (stripe + 1), vocab)):
+                if bounds[token] <= limit:
                     time = exponential(hash32(uint32(token), first, second)) / weights[token]
                     if time < best or (time == best and token < winner):
                         best, winner = time, token
     return winner
+
+
+@njit(inline="always", fastmath=FASTMATH)
+def _weigh_lanes(row: Any, largest: Any, factor: Any, weights: Any, at: int, count: int) -> None:
+    store(weights, at, count, exp((load(row, at, count) - largest) * factor))
 
 
 @njit(fastmath=FASTMATH, error_model="numpy")
@@ -180,14 +204,17 @@ def _sample_row(
     top = int32(-0x80000000)
     for i in range(vocab):
         bits = bits_of_float(widen(row[i]))
-        size = max(size, bits & int32(0x7FFFFFFF))
-        top = max(top, bits ^ ((bits >> int32(31)) & int32(0x7FFFFFFF)))
+        size = max(size, magnitude(bits))
+        top = max(top, ordered(bits))
     if size >= int32(0x7F800000):
         return -1
-    largest = float_of_bits(top ^ ((top >> int32(31)) & int32(0x7FFFFFFF)))
+    largest = float_of_bits(ordered(top))
     factor = float32(1.0) / temperature
-    for i in range(vocab):
-        weights[i] = exp((widen(row[i]) - largest) * factor)
+    whole = vocab - vocab % LANES
+    for i in range(0, whole, LANES):
+        _weigh_lanes(row, largest, factor, weights, i, LANES)
+    if whole < vocab:
+        _weigh_lanes(row, largest, factor, weights, whole, vocab - whole)
     floor = int32(0)
     if 0 < top_k < vocab:
         floor = _top_k_cutoff(weights, top_k)

@@ -9,35 +9,20 @@ from __future__ import annotations
 from itertools import zip_longest
 from typing import Any
 
-import llvmlite.binding
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
+from engine.kernels.cpu_bits import HAS_BFLOAT16_PRODUCTS, BFloat
+
 LANES = 16  # float32 sums of a vector
-HAS_BFLOAT16_PRODUCTS = bool(llvmlite.binding.get_host_cpu_features().get("avx512bf16"))
 
 I32, I64 = ir.IntType(32), ir.IntType(64)
 FLOAT = ir.FloatType()
 SUMS = ir.VectorType(FLOAT, LANES)
 PAIRS = ir.VectorType(I32, LANES)
-
-
-class _BFloat(ir.Type):
-    """LLVM's bfloat, which llvmlite does not name."""
-
-    def _to_string(self) -> str:
-        return "bfloat"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BFloat)
-
-    def __hash__(self) -> int:
-        return hash(_BFloat)
-
-
-_BFLOATS = ir.VectorType(_BFloat(), 2 * LANES)
-HALF_BFLOATS = ir.VectorType(_BFloat(), LANES)
+_BFLOATS = ir.VectorType(BFloat(), 2 * LANES)
+HALF_BFLOATS = ir.VectorType(BFloat(), LANES)
 
 
 def vector(kind: ir.Type, value: int | float) -> ir.Constant:

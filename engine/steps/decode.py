@@ -14,7 +14,8 @@ import torch
 from engine.contracts import BatchPlan, SequenceTable
 from engine.models.registry import CausalLM
 from engine.steps.forward_batch import GroupBatch, GroupMemory, HostBatch, padded_rows
-from engine.steps.program import Recorder, Scratch, StepProgram, recording
+from engine.steps.program import Recorder, Scratch, recording
+from engine.steps.replay import StepProgram
 
 log = logging.getLogger("engine")
 

@@ -1,8 +1,9 @@
-"""A decode step as a list of kernel calls with their arguments: recorded while it runs for the first time, then run again as it is.
+"""Recording a decode step: its kernel calls with their arguments, as it runs for the first time.
 
-The counterpart of a CUDA graph. A program holds addresses: of weights, of the KV arena, of the model's input arrays
-(engine/steps/decode.py) and of intermediate results. While a step is recorded, engine/ops.py has the recorder make its calls and
-takes memory for results from it; what a model does besides, with torch itself, is noticed and makes the recording worthless.
+With engine/steps/replay.py, which makes the calls again, the counterpart of a CUDA graph. A program holds addresses: of weights, of
+the KV arena, of the model's input arrays (engine/steps/decode.py) and of intermediate results. While a step is recorded,
+engine/ops.py has the recorder make its calls and takes memory for results from it; what a model does besides, with torch itself, is
+noticed and makes the recording worthless.
 """
 
 from __future__ import annotations
@@ -17,8 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-
-from engine.kernels.compiled import direct
 
 _ALIGN_BYTES = 64
 _REGION_BYTES = 256 << 20  # of address space: pages that no step touches take no memory
@@ -65,11 +64,19 @@ class Scratch:
         return taken
 
 
+@dataclass(slots=True, frozen=True)
+class Call:
+    """Of a step. args: arrays and numbers, or tensors that nobody else holds."""
+
+    kernel: Callable[..., Any]
+    args: tuple[Any, ...]
+
+
 class Recorder:
     """Makes the calls of a step and keeps them. missed: what was computed beside them, so that they are not the whole step."""
 
     def __init__(self, scratch: Scratch) -> None:
-        self.calls: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
+        self.calls: list[Call] = []
         self.missed = ""
         self._scratch = scratch
         self._calling = False
@@ -85,7 +92,7 @@ class Recorder:
             kernel(*args)
         finally:
             self._calling = False
-        self.calls.append((direct(kernel, args), args))
+        self.calls.append(Call(kernel, args))
 
     def watch(self) -> TorchFunctionMode:
         """While entered, computations of torch that are not part of a call are noticed."""
@@ -163,14 +170,3 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._recorder.notice(func, args)
         return func(*args, **(kwargs or {}))
-
-
-class StepProgram:
-    """calls, in order, leave the normed hidden states [T, width] and the logits [T, V]."""
-
-    def __init__(self, calls: list[tuple[Callable[..., Any], tuple[Any, ...]]], hidden: Tensor, logits: Tensor) -> None:
-        self.calls, self.hidden, self.logits = calls, hidden.view(hidden.shape), logits.view(logits.shape)
-
-    def run(self) -> None:
-        for kernel, args in self.calls:
-            kernel(*args)

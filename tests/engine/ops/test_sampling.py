@@ -10,13 +10,16 @@ import torch
 
 from engine import ops
 from engine.kernels import reference
-from tests.engine.ops.twins import both, random
+from tests.engine.ops.twins import both, random, share_everything
 
 pytest.importorskip("numba")
 
 
+@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("vocab", [1, 31, 1024, 5000])
-def test_greedy_takes_the_first_largest(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, vocab: int) -> None:
+def test_greedy_takes_the_first_largest(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, vocab: int, threads: int) -> None:
+    share_everything(monkeypatch)
+    ops.set_num_threads(threads)
     logits = random(9, vocab, dtype=dtype)
     logits[0] = -3.0  # all equal
     logits[1, vocab // 2 :] = 50.0

@@ -28,6 +28,7 @@ def share_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops._kernels, "_SHARED_WEIGHTS", 0)
     monkeypatch.setattr(ops._kernels, "_SHARED_TILES", 0)
     monkeypatch.setattr(ops._kernels, "_SHARED_ROWS", 0)
+    monkeypatch.setattr(ops._kernels, "_SHARED_LOGITS", 0)
 
 
 def same(left: Tensor, right: Tensor) -> None:

@@ -1,0 +1,165 @@
+"""Calls of compiled kernels with fixed arguments, made one after the other without Python between them.
+
+Between two products that stream weights through the caches, what the interpreter needs for a call has left them: the call costs ten
+times what it does in a tight loop. Here a list of calls is laid out as words in memory (of each call: its kernel's machine code,
+and the arguments as Numba's calling convention has them), and one small function, generated with llvmlite, makes them all.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import llvmlite.binding
+import numba
+import numpy as np
+import numpy.typing as npt
+from llvmlite import ir
+from numba.core.registry import cpu_target
+
+_I32, _I64, _BYTES = ir.IntType(32), ir.IntType(64), ir.IntType(8).as_pointer()
+_ENTRY_WORDS = 3  # of a call in the table: the function that unpacks its arguments, the kernel, the arguments
+_CALL = ir.FunctionType(_I32, [_I64, _I64.as_pointer()])
+_alive: list[Any] = []  # engines whose code is in use
+_unpackers: dict[tuple[Any, ...], int] = {}  # argument types -> address of what calls a kernel that takes them
+_preparing = threading.Lock()
+
+
+class NativeCalls:
+    """calls: kernels' compilations (of a dispatcher's `overloads`) and the arguments of each: arrays whose rows lie end to end, and
+    numbers. They are read again in every run, from the same memory."""
+
+    def __init__(self, calls: Sequence[tuple[Any, Sequence[Any]]]) -> None:
+        prepare([overload.signature.args for overload, _ in calls])
+        self._calls = calls  # the arrays must stay
+        words = [_words(overload, args) for overload, args in calls]
+        self._arguments = np.concatenate(words) if words else np.empty(0, np.int64)
+        starts = np.cumsum([0, *(len(own) for own in words)])[:-1]
+        self._table = np.array(
+            [
+                (_unpackers[overload.signature.args], _code(overload), self._arguments.ctypes.data + 8 * int(start))
+                for (overload, _), start in zip(calls, starts, strict=True)
+            ],
+            np.int64,
+        ).reshape(len(calls), _ENTRY_WORDS)
+        self._runner = _runner()
+        self._table_at = self._table.ctypes.data
+
+    def run(self, ticks: npt.NDArray[np.int64] | None = None) -> None:
+        """ticks [calls + 1]: the processor's clock before the first call and after each. Raises what the call that fails raises."""
+        num_calls = len(self._calls)
+        made = self._runner(self._table_at, num_calls, 0 if ticks is None else ticks.ctypes.data)
+        if made < num_calls:
+            overload, args = self._calls[made]
+            overload.entry_point(*args)
+            raise RuntimeError(f"{overload.fndesc.qualname} failed once and then did not")
+
+
+def _code(overload: Any) -> int:
+    address: int = overload.library.get_pointer_to_function(overload.fndesc.llvm_func_name)
+    return address
+
+
+def _words(overload: Any, args: Sequence[Any]) -> npt.NDArray[np.int64]:
+    """Of each argument as many words as Numba passes values for it."""
+    words: list[int] = []
+    for arg, kind in zip(args, overload.signature.args, strict=True):
+        if isinstance(kind, numba.types.Array):
+            # owner and parent object: none, as nothing counts references here
+            words += [0, 0, arg.size, arg.itemsize, arg.ctypes.data, *arg.shape, *arg.strides]
+        elif kind == numba.float64:
+            words.append(int(np.float64(arg).view(np.int64)))
+        elif isinstance(kind, numba.types.Integer | numba.types.Boolean):
+            words.append(int(arg))
+        else:
+            raise TypeError(f"{overload.fndesc.qualname} takes {kind}, which has no place among words")
+    return np.array(words, np.int64)
+
+
+def prepare(signatures: Sequence[tuple[Any, ...]]) -> None:
+    """Compiles what calls of kernels with these argument types need, if it is not there: 60 ms for all that cpu.py has."""
+    with _preparing:
+        _runner()
+        missing = [kinds for kinds in dict.fromkeys(signatures) if kinds not in _unpackers]
+        if missing:
+            module = ir.Module()
+            for number, kinds in enumerate(missing):
+                _write_unpacker(ir.Function(module, _CALL, f"call{number}"), kinds)
+            _unpackers.update(zip(missing, _addresses(module), strict=True))
+
+
+def _write_unpacker(function: ir.Function, kinds: tuple[Any, ...]) -> None:
+    """(kernel, its arguments' words) -> the kernel's status, for one that takes these types."""
+    kernel_type = cpu_target.target_context.call_conv.get_function_type(numba.types.none, kinds)
+    builder = ir.IRBuilder(function.append_basic_block())
+    kernel = builder.inttoptr(function.args[0], kernel_type.as_pointer())
+    # the first two are where a result and an exception would go
+    values: list[Any] = [builder.alloca(one.pointee) for one in kernel_type.args[:2]]
+    for at, kind in enumerate(kernel_type.args[2:]):
+        word = builder.load(builder.gep(function.args[1], [ir.Constant(_I64, at)]))
+        if isinstance(kind, ir.PointerType):
+            word = builder.inttoptr(word, kind)
+        elif isinstance(kind, ir.DoubleType):
+            word = builder.bitcast(word, kind)
+        elif kind != _I64:
+            word = builder.trunc(word, kind)
+        values.append(word)
+    builder.ret(builder.call(kernel, values))
+
+
+@cache
+def _runner() -> Any:
+    """(table, calls, ticks or 0) -> calls made: all, or those before the one that failed."""
+    function = ir.Function(ir.Module(), ir.FunctionType(_I64, [_I64.as_pointer(), _I64, _I64.as_pointer()]), "run")
+    table, num_calls, ticks = function.args
+    names = ("begin", "next", "call", "well", "tick", "done")
+    begin, following, calling, well, ticking, done = (function.append_basic_block(name) for name in names)
+    builder = ir.IRBuilder(begin)
+    clock = ir.Function(function.module, ir.FunctionType(_I64, []), "llvm.readcyclecounter")
+    timed = builder.icmp_unsigned("!=", builder.ptrtoint(ticks, _I64), ir.Constant(_I64, 0))
+    builder.cbranch(timed, ticking, following)
+
+    builder.position_at_end(following)
+    at = builder.phi(_I64)
+    builder.cbranch(builder.icmp_unsigned("<", at, num_calls), calling, done)
+
+    builder.position_at_end(calling)
+    entry = builder.gep(table, [builder.mul(at, ir.Constant(_I64, _ENTRY_WORDS))])
+    unpacker, kernel, words = (builder.load(builder.gep(entry, [ir.Constant(_I64, n)])) for n in range(_ENTRY_WORDS))
+    arguments = builder.inttoptr(words, _I64.as_pointer())
+    status = builder.call(builder.inttoptr(unpacker, _CALL.as_pointer()), [kernel, arguments])
+    builder.cbranch(builder.icmp_unsigned("==", status, ir.Constant(_I32, 0)), well, done)
+
+    builder.position_at_end(well)
+    made = builder.add(at, ir.Constant(_I64, 1))
+    builder.cbranch(timed, ticking, following)
+
+    builder.position_at_end(ticking)
+    ticked = builder.phi(_I64)
+    builder.store(builder.call(clock, []), builder.gep(ticks, [ticked]))
+    builder.branch(following)
+
+    for phi, block, value in (
+        (at, begin, ir.Constant(_I64, 0)),
+        (at, well, made),
+        (at, ticking, ticked),
+        (ticked, begin, ir.Constant(_I64, 0)),
+        (ticked, well, made),
+    ):
+        phi.add_incoming(value, block)
+    builder.position_at_end(done)
+    builder.ret(at)
+    return ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)(_addresses(function.module)[0])
+
+
+def _addresses(module: ir.Module) -> list[int]:
+    """Of its functions' machine code, in order."""
+    module.triple = llvmlite.binding.get_process_triple()
+    machine = llvmlite.binding.Target.from_default_triple().create_target_machine(opt=1)
+    engine = llvmlite.binding.create_mcjit_compiler(llvmlite.binding.parse_assembly(str(module)), machine)
+    engine.finalize_object()
+    _alive.append(engine)
+    return [engine.get_function_address(function.name) for function in module.functions if function.blocks]
