@@ -2,9 +2,7 @@
 
 Loads are throttled (test_disk_bytes_per_s, test_copy_bytes_per_s) as the scenario says, so that memory is what is tested and not
 this machine's page cache. The models are one checkpoint under several names. Before the trace the node's own speed is measured
-(prompt tokens a second beside other sequences, seconds of a decode step), and the prediction is made with that. Turns are longer
-than by default: where one row's step takes 10 ms, a turn of as much lets two or three sequences of a busy model run at a time, and
-what the device computes falls to a fraction, which is not what is tested and not in the simulator.
+(prompt tokens a second beside other sequences, seconds of a decode step), and the prediction is made with that.
 usage: python -m benchmarks.cohost [--scenario docs/simulate/eight.toml] [--trace FILE] [--minutes 20] [--host-tier 1GiB]
 """
 
@@ -39,7 +37,6 @@ from daemon.simulate.generate import generate
 from scheduler.simulate.trace import TraceRequest
 
 VOCABULARY = range(300, 30_000)
-TURN_MS = 40.0
 SPEEDS = ("prefill_tokens_per_s", "decode_step_s", "decode_s_per_sequence")
 
 
@@ -159,7 +156,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         config.write_text("max_queued_per_model = 100000\n" + "".join(tables))
         flags = ["--config", str(config), "--host-tier-bytes", options.host_tier, "--max-wait-s", "3600"]
         flags += ["--request-timeout-s", "3600", "--test-disk-bytes-per-s", str(int(costs["disk_bytes_per_s"]))]
-        flags += ["--test-copy-bytes-per-s", str(int(costs["copy_bytes_per_s"])), "--turn-budget-ms", str(options.turn_ms)]
+        flags += ["--test-copy-bytes-per-s", str(int(costs["copy_bytes_per_s"]))]
+        if options.turn_ms:
+            flags += ["--turn-budget-ms", str(options.turn_ms)]
         devices = [f"{name}={budget_bytes}" for name, budget_bytes in known.devices.items()]
         with Server(models, devices, flags) as server:
             client = Client(server.url)
@@ -228,7 +227,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=20.0, help="of the trace")
     parser.add_argument("--host-tier", default="0", help="host_tier_bytes of the node")
     parser.add_argument("--checkpoint", default="mid", help="one of benchmarks.checkpoints")
-    parser.add_argument("--turn-ms", type=float, default=TURN_MS, help="turn_budget_ms of the node")
+    parser.add_argument("--turn-ms", type=float, default=0.0, help="turn_budget_ms of the node; 0: its default")
     parser.add_argument("--simulate", nargs="*", default=[], help="further options of hearth simulate")
     found = run(parser.parse_args())
     guess = found["predicted"]

@@ -22,7 +22,7 @@ from benchmarks.server import ROOT
 
 SCRIPTS = (
     *("serve", "overhead", "stall", "crash", "scheduler", "grammar", "roofline", "kernels", "cpu", "latency", "loading"),
-    "first_token",
+    *("first_token", "pauses"),
 )
 ARGUMENTS = {"kernels": ["--only", "attention,prefill", "--dtypes", "bfloat16"]}
 # Benchmarks of the cpu device, whose lines are of several kinds: (benchmark, kind) -> title. "": all kinds in one table.
@@ -108,6 +108,7 @@ def report(lines: list[dict[str, Any]]) -> str:
         ("stall", "A 1 MB prompt and a 128,000-entry vocabulary arrive while 50 streams run"),
         ("crash", "kill -9 of the engine under 50 streams"),
         ("crash_host_tier", "The same with three models of 125 M parameters resident and kept in host memory"),
+        ("pauses", "Streams paused three times for other models' overdue work"),
         ("scheduler", "Node scheduler, cost of an event"),
         ("grammar", "Grammars: masks on a vocabulary of 32,000, and 500 schemas of everyday difficulty"),
     ):

@@ -163,8 +163,8 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     turn_budget_ms: Annotated[
         float,
         key(
-            "device time a model may take before another busy one has its turn; while several are busy it bounds batch and chunk; "
-            "with a cuda device 5 if not set",
+            "device time a model may take before another busy one has its turn; while several are busy it bounds batch and chunk, "
+            "and those with more to do pool their turns; with a cuda device 5 if not set",
             "ms",
         ),
     ] = 10.0

@@ -127,7 +127,7 @@ class Submit(Message, frozen=True):
     cache_salt: str = ""  # tenants never share prefix blocks
     priority: int = 0
     task: str = "generate"  # | embed: of encoders, answered by EmbeddingsOut; params are not looked at
-    weight: float = 1.0  # share in the round robin between models
+    weight: float = 1.0  # share of the device between models
     tenant_weight: float = 1.0  # share of cache_salt's tenant among those that want this model
 
 

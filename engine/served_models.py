@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,7 +15,8 @@ from scheduler.batch.batch_scheduler import BatchLimits, BatchScheduler
 from scheduler.batch.chunk_pool import ChunkPool
 from scheduler.batch.compaction import Compaction
 from scheduler.batch.plan import IntArray
-from scheduler.batch.step_limits import StepLimits
+from scheduler.batch.step_limits import StepLimits, turns_of_step
+from scheduler.batch.step_room import StepRoom
 from scheduler.batch.turns import Turns
 
 log = logging.getLogger("engine")
@@ -51,6 +53,7 @@ class ServedModel:
     limits: StepLimits
     ahead: LaunchesAhead | None = None  # the hosted model, where it is one
     num_leaving_chunks: int = 0
+    backlogged: bool = False  # it had more to do than fits a turn when its latest step was planned
 
 
 class ServedModels:
@@ -60,7 +63,7 @@ class ServedModels:
         self.by_name: dict[str, ServedModel] = {}
         self.embedders: dict[str, Embedder] = {}
         self._encoder_places: dict[str, Place] = {}
-        self.turns = Turns(configure.turn_budget_ms / 1e3)
+        self.turns = Turns()
         self._configure = configure
         self._arena = arena
         work_chunks = -(-configure.work_space_bytes // configure.chunk_bytes)
@@ -75,6 +78,11 @@ class ServedModels:
         """Models that may have a step to run."""
         busy = [name for name, served in self.by_name.items() if served.scheduler.runnable]
         return busy + [name for name, embedder in self.embedders.items() if embedder.waiting]
+
+    def room_of(self, served: ServedModel, busy: Sequence[str]) -> StepRoom:
+        """For a model's next step."""
+        backlogged = sum(name in self.by_name and self.by_name[name].backlogged for name in busy)
+        return StepRoom(served.limits, turns_of_step(len(busy), backlogged, served.backlogged))
 
     def uncaptured(self) -> LaunchesAhead | None:
         """A model with steps to capture in idle time; None if there is none."""
@@ -125,7 +133,8 @@ class ServedModels:
             kv_dtype=spec.dtype + spec.kv_cache_dtype,
         )
         pace = self._limits.setdefault(
-            (spec.model, spec.fingerprint, limits.kv_dtype), StepLimits(self.turns.budget_s, self._configure.max_step_stretch)
+            (spec.model, spec.fingerprint, limits.kv_dtype),
+            StepLimits(self._configure.turn_budget_ms / 1e3, self._configure.max_step_stretch),
         )
         ahead = hosted if isinstance(hosted, LaunchesAhead) else None
         return ServedModel(spec, hosted, BatchScheduler(spec.model, kv, limits), place, pace, ahead)

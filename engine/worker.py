@@ -49,7 +49,6 @@ from engine.step_journal import StepJournal
 from engine.steps.first import NO_REQUESTS, FirstStep
 from engine.steps.under_way import StepUnderWay
 from scheduler.batch.batch_scheduler import BatchScheduler
-from scheduler.batch.step_room import StepRoom
 from scheduler.batch.steps_ahead import TokensNeeded
 
 log = logging.getLogger("engine")
@@ -156,10 +155,12 @@ class Engine:
             self._settle()
         scheduler = served.scheduler
         self._end_constrained(self.constraints.settle(name))
+        room = self.models.room_of(served, busy)
         try:
-            plan = scheduler.plan(self.num_steps + 1, StepRoom(served.limits, shared=len(busy) > 1))
+            plan = scheduler.plan(self.num_steps + 1, room)
         except TokensNeeded:
             plan = None
+        served.backlogged = room.backlogged
         if scheduler.failed:
             self._fail_hopeless(scheduler)
         self.models.discard_returned()

@@ -40,7 +40,7 @@ class FirstStep:
     has_begun: bool = False
     restoring: KVTransfer | None = None
     restored_tokens: int = 0
-    weight: float = 1.0  # in the round robin between models
+    weight: float = 1.0  # share of the device between models
     put_by: list[Submit | Abort] = field(default_factory=list)
     leaves_later: list[EvictModel] = field(default_factory=list)
 

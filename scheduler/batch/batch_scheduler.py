@@ -150,7 +150,7 @@ class BatchScheduler:
         budget = self.limits.max_num_batched_tokens if max_tokens is None or self.blocks.windowed else max_tokens
         running = self._ahead.going_on(self._running)
         computed, total = self._ahead.computed(), self._ahead.total()
-        max_rows = room.rows(budget, computed, running)
+        max_rows = room.rows(budget, computed, running, len(self.waiting))
         if self._held.any():
             running = running[~self._held[running]]
         prefill: IntArray = running[:0]

@@ -5,6 +5,10 @@ steps took on average, at which contexts. Between known classes cost is a straig
 one, so a class above a later one (a first product's set-up, a stall) counts as that one. What contexts cost is learned from how
 steps of one class differ: sizes do not enter. What makes all steps of the moment dearer than those known is a factor that follows
 the latest steps.
+
+Who asks keeps to what is known, so what is known too dear is not tried again. Hence a class is hardly judged by its first step, in
+which its products are made ready and recorded (up to three times a step, as measured), nor by a stall in the second; and one that
+was not seen for long is forgotten, to be tried anew.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ _KEPT = 0.98  # of what was seen of contexts, with each measurement
 _UNMOVED = 0.1  # contexts that differ by less than this share of their size teach little
 _MOST_AT_ONCE = 2.0  # one stall must not make every later step small
 _MOST_DRIFT = 4.0
+_FORGOTTEN = 1000  # measurements after its last
 _ROOM = 1.2  # a larger step than any known is tried if so many times the largest one's seconds are allowed
 
 
@@ -33,11 +38,12 @@ _CLASSES = sorted({class_tokens(tokens) for tokens in range(1, 1 << 15)})
 
 @dataclass(slots=True)
 class _Class:
-    """Averages over the steps of one class."""
+    """Averages over the steps of one class. last: the number of its latest measurement."""
 
     num: int
     contexts: list[float]
     seconds: float
+    last: int
 
 
 class StepCosts:
@@ -46,6 +52,7 @@ class StepCosts:
 
     def __init__(self, num_contexts: int = 0) -> None:
         self._classes: dict[int, _Class] = {}
+        self._num = 0  # measurements
         self._curve: list[tuple[int, float]] | None = []  # (tokens, seconds without contexts) in order; None: to be made again
         self._each_s = [0.0] * num_contexts  # a context's seconds for one
         self._together = [[0.0] * num_contexts for _ in range(num_contexts)]  # how contexts vary within classes
@@ -57,9 +64,15 @@ class StepCosts:
         at = class_tokens(num_tokens)
         known = self._classes.get(at)
         self._curve = None
-        if known is None:
-            self._classes[at] = _Class(1, list(contexts), seconds)
+        self._num += 1
+        if known is None or known.num == 1:
+            if known is None or seconds < known.seconds:
+                known = self._classes[at] = _Class(known.num if known else 0, list(contexts), seconds, 0)
+            known.num, known.last = known.num + 1, self._num
             return
+        known.last = self._num
+        if self._num % _FORGOTTEN == 0:
+            self._forget()
         apart = [context - mean for context, mean in zip(contexts, known.contexts, strict=True)]
         expected = known.seconds + self._contexts_s(apart)
         if expected > 0:
@@ -74,9 +87,9 @@ class StepCosts:
             known.contexts[i] += weight * difference
 
     def least(self) -> float:
-        """The cheapest step; 0.0 if none is known."""
+        """The cheapest step as things are now; 0.0 if none is known."""
         curve = self._known()
-        return curve[0][1] if curve else 0.0
+        return curve[0][1] * max(1.0, self._drift) if curve else 0.0
 
     @property
     def fewest_tokens(self) -> int:
@@ -98,7 +111,7 @@ class StepCosts:
         seconds /= max(1.0, self._drift)
         largest, dearest = curve[-1]
         tried = 0
-        if dearest + self._contexts_s(contexts_of(largest)) <= seconds / _ROOM:
+        if self._classes[largest].num > 1 and dearest + self._contexts_s(contexts_of(largest)) <= seconds / _ROOM:
             tried = 2 * largest
 
         def too_dear(tokens: int) -> bool:
@@ -108,6 +121,11 @@ class StepCosts:
             return most
         at = bisect_right(_CLASSES, False, hi=bisect_right(_CLASSES, most - 1), key=too_dear)
         return _CLASSES[at - 1] if at else 0
+
+    def _forget(self) -> None:
+        """The classes of long ago, but for the smallest: what a step takes at least is asked for all the time."""
+        fewest = self.fewest_tokens
+        self._classes = {at: known for at, known in self._classes.items() if at == fewest or self._num - known.last < _FORGOTTEN}
 
     def _learn_contexts(self, apart: list[float], seconds: float, weight: float, size: list[float]) -> None:
         """From one step, by how much its contexts and seconds are apart from its class's: one round of least squares, coordinate by
@@ -142,9 +160,16 @@ class StepCosts:
     def _known(self) -> list[tuple[int, float]]:
         if self._curve is None:
             curve, above = [], float("inf")
-            for at in sorted(self._classes, reverse=True):
-                known = self._classes[at]
-                above = min(above, max(0.0, known.seconds - self._contexts_s(known.contexts)))
+            for at, seconds in reversed(self._without_contexts()):
+                above = min(above, seconds)
                 curve.append((at, above))
             self._curve = curve[::-1]
         return self._curve
+
+    def _without_contexts(self) -> list[tuple[int, float]]:
+        """(tokens, seconds) of each class in order. Its first step alone does not make one much dearer than the class below it."""
+        found: list[tuple[int, float]] = []
+        for at, known in sorted(self._classes.items()):
+            seconds = max(0.0, known.seconds - self._contexts_s(known.contexts))
+            found.append((at, min(seconds, _ROOM * found[-1][1]) if known.num == 1 and found else seconds))
+        return found

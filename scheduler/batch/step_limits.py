@@ -3,8 +3,12 @@
 A model that has the device to itself computes prompts as fast as it can while nobody decodes. Beside decoding sequences a prompt's
 chunk may stretch their step by a factor, and by more the more prompts there are for each of them: who waits for a first token waits
 too. Of several tenants each has that for its own sequences and prompts: what others add may stretch the step its sequences would
-have alone by the same factor, or to what its share of the device leaves it. Where several models are busy each step keeps within a
-turn: batch and chunk alike, and what does not fit queues.
+have alone by the same factor, or to what its share of the device leaves it.
+
+Where several models are busy each step keeps within a turn, batch and chunk alike, and what does not fit queues. Where several of
+them have more to do than fits, they pool their turns: instead of a turn each between two steps of a neighbour, one of them takes
+all those turns in one step, and the next time it is another's. A neighbour waits as long as before, each has as much of the device
+as before, and in so much larger steps it computes more: weights are read once for all rows.
 """
 
 from __future__ import annotations
@@ -18,6 +22,15 @@ from scheduler.batch.tenant_time import TenantLoad
 
 # A step reads all weights whatever its size, so one that costs hardly more than the model's cheapest is let through.
 NEARLY_FREE = 1.25
+MOST_TURNS = 4  # pooled in one step: its own streams have their next tokens no sooner
+
+
+def turns_of_step(num_busy: int, num_backlogged: int, backlogged: bool) -> int:
+    """How many turns a model's next step may take; 0: as long as it likes, for no other model is busy. num_backlogged: of the busy
+    models; backlogged: whether this one is."""
+    if num_busy <= 1:
+        return 0
+    return min(max(1, num_backlogged), MOST_TURNS) if backlogged else 1
 
 
 @dataclass(slots=True)
@@ -47,17 +60,17 @@ class StepLimits:
         pairs = float((num_new * (contexts - num_new // 2))[chunks].sum())
         self.prompting.note(num_tokens, seconds, (float(contexts.sum()) - read, read, pairs))
 
-    def max_rows(self, most: int, context: float) -> int:
-        """Of `most` sequences, each of so many positions, how many may decode in a step while other models wait."""
+    def max_rows(self, most: int, context: float, turns: int = 1) -> int:
+        """Of `most` sequences, each of so many positions, how many may decode in a step of so many turns while others wait."""
         fewest = self.decoding.fewest_tokens
         if fewest > 1 and self.decoding.least() > self.turn_s:  # whether fewer take less is not known yet
             return min(most, fewest // 2)
-        return max(1, self.decoding.tokens_within(self._turn_s(), most, lambda rows: (rows * context,)))
+        return max(1, self.decoding.tokens_within(turns * self._turn_s(), most, lambda rows: (rows * context,)))
 
     def rows_beside(self, loads: Sequence[TenantLoad], most: int, context: float) -> int:
         """As max_rows, where several tenants' sequences want to decode and no other model waits. Prompts have their part of the
         step, too."""
-        longest_s = self.longest_s(loads, context, False)
+        longest_s = self.longest_s(loads, context, 0)
         if longest_s is None:
             return most
         fewest = min(load.num_rows for load in loads if load.num_rows)
@@ -67,11 +80,11 @@ class StepLimits:
             longest_s = max(self.turn_s, longest_s / self.stretch)
         return max(1, self.decoding.tokens_within(longest_s, most, lambda rows: (rows * context,)))
 
-    def longest_s(self, loads: Sequence[TenantLoad], context: float, shared: bool) -> float | None:
-        """Of a step with prompts' tokens, where each row that decodes reads `context` positions; None: any. shared: other models
-        wait."""
-        if shared:
-            return self._turn_s()
+    def longest_s(self, loads: Sequence[TenantLoad], context: float, turns: int) -> float | None:
+        """Of a step with prompts' tokens, where each row that decodes reads `context` positions; None: any. turns: StepRoom has its
+        meaning."""
+        if turns:
+            return turns * self._turn_s()
         decoding = [load for load in loads if load.num_rows]
         if not decoding or self.stretch <= 0:
             return None

@@ -15,30 +15,35 @@ LEAST_CHUNK_TOKENS = 8
 class StepRoom:
     """Of one step. `open` says what it decodes, then prompts take one after the other.
 
-    limits: None for none but max_tokens (of prompts) and max_rows. shared: other models wait."""
+    limits: None for none but max_tokens (of prompts) and max_rows. turns: how many the step may take while other models wait; 0: no
+    other does. backlogged: afterwards, whether there was more to do than fits one turn."""
 
     def __init__(
         self,
         limits: StepLimits | None = None,
-        shared: bool = False,
+        turns: int = 0,
         max_tokens: int | None = None,
         max_rows: int | None = None,
     ) -> None:
-        self._limits, self._shared, self._max_tokens, self._max_rows = limits, shared, max_tokens, max_rows
+        self._limits, self._turns, self._max_tokens, self._max_rows = limits, turns, max_tokens, max_rows
+        self.backlogged = False
         self._left = self._tokens = 0
         self._longest_s: float | None = None
         self._contexts = (0.0, 0.0, 0.0)  # StepLimits.prompting has the meanings
         self._taken = False
 
-    def rows(self, most: int, contexts: IntArray, running: IntArray) -> int:
+    def rows(self, most: int, contexts: IntArray, running: IntArray, num_waiting: int = 0) -> int:
         """How many sequences may decode, `most` at most. contexts: the positions of each slot; running: slots."""
-        if self._shared and self._limits is not None:
-            return self._limits.max_rows(most, float(contexts[running].mean()) if len(running) else 0.0)
+        if self._turns and self._limits is not None:
+            context = float(contexts[running].mean()) if len(running) else 0.0
+            of_one = self._limits.max_rows(most, context)
+            self.backlogged = of_one < min(most, len(running) + num_waiting)
+            return of_one if self._turns == 1 else self._limits.max_rows(most, context, self._turns)
         return most if self._max_rows is None else min(most, self._max_rows)
 
     def rows_beside(self, loads: Sequence[TenantLoad], most: int, contexts: IntArray) -> int:
         """As rows, of several tenants' sequences."""
-        if self._shared or self._limits is None or not len(contexts):
+        if self._turns or self._limits is None or not len(contexts):
             return most
         return self._limits.rows_beside(loads, most, float(contexts.mean()))
 
@@ -50,7 +55,7 @@ class StepRoom:
             self._left = min(self._left, max(1, self._max_tokens))
         self._tokens, self._contexts, self._taken = num_rows, (context, 0.0, 0.0), False
         if self._limits is not None:
-            self._longest_s = self._limits.longest_s(loads, context / max(1, num_rows), self._shared)
+            self._longest_s = self._limits.longest_s(loads, context / max(1, num_rows), self._turns)
 
     @property
     def is_full(self) -> bool:
@@ -63,17 +68,24 @@ class StepRoom:
         if most <= 0:
             return 0
         num = most
-        if self._longest_s is not None and self._limits is not None:
-            before = self._tokens
-            within = self._limits.prompting.tokens_within(
-                self._longest_s, before + most, lambda tokens: self._with(num_computed, tokens - before)
-            )
-            num = max(within - before, 0 if self._taken else min(most, LEAST_CHUNK_TOKENS))
+        if self._longest_s is not None:
+            num = max(self._within(num_computed, most, self._longest_s), 0 if self._taken else min(most, LEAST_CHUNK_TOKENS))
+            if self._turns and not self.backlogged:
+                self.backlogged = self._within(num_computed, most, self._longest_s / self._turns) < most
         self._contexts = self._with(num_computed, num)
         self._tokens += num
         self._left = self._left - num if num == wanted else 0
         self._taken = True
         return num
+
+    def _within(self, num_computed: int, most: int, longest_s: float) -> int:
+        """Tokens of a prompt of which num_computed are stored, `most` at most, that a step of longest_s has room for."""
+        assert self._limits is not None
+        before = self._tokens
+        tokens = self._limits.prompting.tokens_within(
+            longest_s, before + most, lambda all_: self._with(num_computed, all_ - before)
+        )
+        return tokens - before
 
     def _with(self, num_computed: int, num: int) -> tuple[float, float, float]:
         decoding, read, pairs = self._contexts

@@ -1,39 +1,43 @@
-"""Whose step is next: deficit round robin between the models of one device, on measured device time.
+"""Whose step is next: equal shares of one device's time, in the order that keeps everybody's streams even.
 
-A model's turn grants it a quantum times its weight: the longest step among those that are busy, or `budget_s` where one of them
-takes many times that. So models with like steps take them one by one: who waits waits for one step of each other, not for a
-budget's worth, and nobody sits out a round for having run a little over. A turn goes on while its credit covers one more step like
-its latest. A step that takes longer leaves a debt, which its model's next turns pay off before it runs again.
+While several models are busy, a model's share would give it one of its steps in as much time as one of its steps takes, times the
+shares there are: so long after its last step it is due again, and who is due first is next. Models with like steps so take them one
+by one, in one order; one with short steps has them between the others' long ones, not all in a row. Nobody is ahead of its share by
+more than a step: who is waits, whenever it is due. (Earliest eligible virtual deadline first, as Stoica and Abdel-Wahab named it in
+1995 and as Linux shares processors; deficit round robin keeps the same shares, but has the second step of a turn right behind the
+first, and where steps are noisy one is taken in place of another's.)
+
+Steps are never broken off. So after it is due a model waits for one step of each other at most, and for what it is ahead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
-_NEAR = 2.0  # steps of up to so many budgets are let through every round
-_NEWEST = 0.3  # weight of the last step
+_NEWEST = 0.3  # weight of the last step in what a model's steps take
+_FORGIVEN = 0.25  # of a share: who has so much more than its own is not made to wait for it
 
 
 class Turns:
     """Models by name. Times are device seconds, measured by the caller."""
 
-    def __init__(self, budget_s: float) -> None:
-        if budget_s <= 0:
-            raise ValueError(f"budget_s {budget_s} must be positive")
-        self.budget_s = budget_s
-        self._credit_s: dict[str, float] = {}  # in the order of turns; the first has its turn
+    def __init__(self) -> None:
+        self._now_s = 0.0  # of device time that was charged
+        self._ahead_s: dict[str, float] = {}  # of its share: time had less time due; below zero: behind
         self._weight: dict[str, float] = {}
         self._step_s: dict[str, float] = {}  # what each one's latest steps took
+        self._ended_s: dict[str, float] = {}  # when its last step did
+        self._busy: tuple[str, ...] = ()  # as last seen
 
     def add(self, model: str) -> None:
-        self._credit_s[model] = 0.0
+        self._ahead_s[model] = self._step_s[model] = 0.0
         self._weight[model] = 1.0
-        self._step_s[model] = 0.0
+        self._ended_s[model] = self._now_s
 
     def remove(self, model: str) -> None:
-        self._credit_s.pop(model, None)
-        self._weight.pop(model, None)
-        self._step_s.pop(model, None)
+        for column in (self._ahead_s, self._weight, self._step_s, self._ended_s):
+            column.pop(model, None)
+        self._busy = tuple(name for name in self._busy if name != model)
 
     def set_weight(self, model: str, weight: float) -> None:
         """Raises ValueError for a weight that is not positive."""
@@ -42,44 +46,35 @@ class Turns:
         self._weight[model] = weight
 
     def charge(self, model: str, seconds: float) -> None:
-        """After a step."""
-        self._credit_s[model] -= seconds
+        """After a step. Its time was due to all that were busy, by weight."""
+        self._now_s += seconds
+        self._ended_s[model] = self._now_s
         before = self._step_s[model] or seconds
         self._step_s[model] = before + _NEWEST * (seconds - before)
+        shared = len(self._busy) > 1
+        if shared:
+            self._ahead_s[model] += seconds
+        total = sum(self._weight[name] for name in self._busy)
+        for name, ahead_s in self._ahead_s.items():
+            due_s = seconds * self._weight[name] / total if total else 0.0
+            if ahead_s > due_s:
+                self._ahead_s[name] = max(0.0, ahead_s - (1 + _FORGIVEN) * due_s)
+            elif ahead_s > 0 or (shared and name in self._busy):
+                self._ahead_s[name] = ahead_s - due_s
 
     def next(self, busy: Collection[str]) -> str | None:
-        """The busy model whose step is next; None if none is busy. A model that is not busy keeps neither credit nor debt."""
-        if len(busy) <= 1:
-            for model in busy:
-                self._credit_s[model] = 0.0
-                return model
+        """The busy model whose step is next; None if none is busy. Who is alone or not busy falls behind by nothing; what it is
+        ahead is made up for as time passes."""
+        for name, ahead_s in self._ahead_s.items():
+            if ahead_s < 0 and (name not in busy or len(busy) == 1):
+                self._ahead_s[name] = 0.0
+        self._busy = tuple(busy)
+        if not busy:
             return None
-        credit = self._credit_s
-        order = [model for model in credit if model in busy]
-        for model in credit:
-            if model not in busy:
-                credit[model] = 0.0
-        if credit[order[0]] > 0 and credit[order[0]] >= self._step_s[order[0]]:
-            return order[0]
-        # The turn goes on. What all have left over is nobody's advantage: it would add up to second steps.
-        spare = min(credit[model] for model in order)
-        if spare > 0:
-            for model in order:
-                credit[model] -= spare
-        longest_s = max(self._step_s[model] for model in order)
-        quantum_s = longest_s if 0 < longest_s <= _NEAR * self.budget_s else self.budget_s
-        self._to_back(order[0])
-        order = order[1:] + order[:1]
-        for model in order:
-            credit[model] += quantum_s * self._weight[model]
-            if credit[model] > 0:
-                return model
-            self._to_back(model)
-        # All are in debt: grant so many whole rounds at once that somebody can run.
-        rounds = min(-credit[model] // (quantum_s * self._weight[model]) for model in order)
-        for model in order:
-            credit[model] += rounds * quantum_s * self._weight[model]
-        return self.next(busy)
+        may = [name for name in busy if self._ahead_s[name] <= self._step_s[name]]
+        # All are ahead only where those who were behind have gone since.
+        return min(may or busy, key=self._due_at)
 
-    def _to_back(self, model: str) -> None:
-        self._credit_s[model] = self._credit_s.pop(model)
+    def _due_at(self, model: str) -> float:
+        shares = sum(self._weight[name] for name in self._busy) / self._weight[model]
+        return self._ended_s[model] + shares * self._step_s[model]

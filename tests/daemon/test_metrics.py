@@ -204,6 +204,7 @@ def test_the_dashboard_uses_listed_metrics_only() -> None:
             for label in re.findall(r'[{,](\w+)=~?"', text):
                 assert label in {*family.labels, "job", "instance"} or len(names) > 1, f"{label} in {text}"
     assert len(used) > 30
+    assert {"hearth_device_chunks", "hearth_kv_moved_bytes_total"} <= used
 
 
 def test_the_dashboards_ids_and_places_are_sound() -> None:

@@ -81,6 +81,31 @@ def test_when_all_steps_get_dearer_fewer_tokens_are_allowed() -> None:
     assert costs.tokens_within(0.020, 1000) == pytest.approx(before, rel=0.1)
 
 
+def test_the_first_step_of_a_size_is_no_measure_of_it() -> None:
+    """In it products are made ready. Were it believed, no such step would be allowed again, and it would stay so."""
+    costs = learned(1, 2)
+    costs.note(4, 0.050)
+    assert costs.tokens_within(0.008, 100) >= 4
+    costs.note(4, device_s(4))
+    assert costs.seconds(4) == pytest.approx(device_s(4))
+    costs = learned(1, 2)
+    for seconds in (device_s(4), 0.050):  # nor a stall in the second
+        costs.note(4, seconds)
+    assert costs.seconds(4) == pytest.approx(device_s(4))
+
+
+def test_what_has_been_too_dear_is_tried_again() -> None:
+    """Something else ran beside for a while. Such steps were not taken since."""
+    costs, sizes = learned(1, 8), []
+    for _ in range(10):
+        costs.note(8, 3 * device_s(8))
+    assert costs.tokens_within(1.5 * device_s(8), 8) < 8
+    for _ in range(5000):
+        sizes.append(max(1, costs.tokens_within(1.5 * device_s(8), 8)))
+        costs.note(sizes[-1], device_s(sizes[-1]))
+    assert sizes[-1] == 8
+
+
 def contexts_of(num_tokens: int, context: int) -> tuple[float, float]:
     """A chunk's positions, and its pairs."""
     return float(context + num_tokens), num_tokens * (context + num_tokens / 2)

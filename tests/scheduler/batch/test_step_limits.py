@@ -37,9 +37,9 @@ def limits_of(turn_s: float, stretch: float, *sizes: int) -> StepLimits:
     return limits
 
 
-def chunk_of(limits: StepLimits, num_rows: int, num_prompts: int = 1, context: int = 0, shared: bool = False) -> int:
+def chunk_of(limits: StepLimits, num_rows: int, num_prompts: int = 1, context: int = 0, turns: int = 0) -> int:
     """Tokens of the first of num_prompts long prompts beside num_rows that decode."""
-    room = StepRoom(limits, shared)
+    room = StepRoom(limits, turns)
     room.open(100_000, np.full(num_rows, 100, np.int32), [TenantLoad(num_rows, num_prompts)])
     return room.take(context, 10_000)
 
@@ -108,9 +108,9 @@ def test_while_others_wait_batch_and_chunk_keep_within_a_turn() -> None:
     limits = limits_of(0.010, 2.0, *SIZES)
     assert limits.max_rows(512, 100.0) == 48
     assert limits.max_rows(6, 100.0) == 6
-    assert device_s(20 + chunk_of(limits, 20, shared=True)) <= 0.010 + 1e-9
-    assert 32 <= chunk_of(limits, 0, shared=True) <= 56
-    assert chunk_of(limits, 200, shared=True) == LEAST_CHUNK_TOKENS
+    assert device_s(20 + chunk_of(limits, 20, turns=1)) <= 0.010 + 1e-9
+    assert 32 <= chunk_of(limits, 0, turns=1) <= 56
+    assert chunk_of(limits, 200, turns=1) == LEAST_CHUNK_TOKENS
 
 
 def test_batches_that_are_too_long_for_a_turn_get_smaller_though_no_smaller_one_is_known() -> None:
