@@ -20,15 +20,22 @@ $(VENV)/.run: pyproject.toml constraints.txt demo/setup.sh
 	@sh demo/setup.sh "$(PYTHON)" "$(VENV)"
 	@touch $@
 
-$(VENV)/.test: $(VENV)/.run pyproject.toml
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -c $(firstword $(wildcard $(VENV)/constraints.txt) constraints.txt) -e '.[test,cpu]'
-	@touch $@
+$(VENV)/.test: pyproject.toml constraints.txt demo/setup.sh
+	@sh demo/setup.sh "$(PYTHON)" "$(VENV)" test
+	@touch $(VENV)/.run $@
 
 demo: $(VENV)/.run
+	@echo "\$$ $(BIN)/python -m engine.warm .demo/cache float32   # compiles the CPU kernels: half a minute the first time"
+	@$(BIN)/python -m engine.warm .demo/cache float32
 	@$(BIN)/python -m demo.run $(if $(MODEL),--model '$(MODEL)')
 
+# So many processes take the test files one after the other: TESTS_AT_ONCE=0 runs all in one, as `$(BIN)/python -m pytest` does.
+TESTS_AT_ONCE ?= 2
+
 test: $(VENV)/.test
-	$(BIN)/python -m pytest
+	@echo "\$$ $(BIN)/python -m tests.kernel_cache   # compiles the CPU kernels: a minute the first time"
+	@$(BIN)/python -m tests.kernel_cache
+	$(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --dist loadfile
 
 check: $(VENV)/.test
 	$(BIN)/ruff check .

@@ -224,6 +224,11 @@ class Registry:
         """Why an encoder has no device, or ""."""
         if not shape.pooling or self._allowed(name, settings, shape):
             return ""
+        if own := [device for device in self._devices if device.model == name]:
+            return (
+                f'models."{name}".isolate: its part was set aside on {own[0].hardware}, and encoders are not built for cuda '
+                'devices; name a cpu device in its "devices" and restart hearthd'
+            )
         return f'models."{name}".devices: encoders are not built for cuda devices; give the node a cpu device for them'
 
     def _quantize_misfit(self, name: str, settings: ModelConfig, shape: ModelShape) -> str:
@@ -241,7 +246,8 @@ class Registry:
             return f'models."{name}".kv_cache_dtype: encoders keep no KV; leave it out'
         if self._allowed(name, settings, shape):
             return ""
-        where = ", ".join(settings.devices or [device.name for device in self._devices])
+        own = [device.hardware for device in self._devices if device.model == name]
+        where = ", ".join(own or settings.devices or [device.name for device in self._devices if not device.model])
         return f'models."{name}".kv_cache_dtype: fp8 is built for cuda devices only, and this model may live on {where}'
 
     def _max_model_len(

@@ -1,8 +1,10 @@
 #!/bin/sh
-# Makes the virtual environment: setup.sh PYTHON VENV. Says first what it will do; leaves nothing outside VENV but pip's own cache.
+# Makes the virtual environment: setup.sh PYTHON VENV [test]. Says first what it will do; leaves nothing outside VENV but pip's own
+# cache. With `test`: also what the test suite needs.
 set -eu
 python=$1
 venv=$2
+what=${3:-run}
 
 "$python" - <<'PY' || exit 1
 import sys
@@ -27,7 +29,26 @@ else
     echo "Setting up $venv: torch and a dozen smaller packages (about 1.2 GB of disk with a CPU build of torch, several more with"
     echo "a CUDA build; about a minute where packages arrive at 20 MB/s)."
 fi
-echo "\$ $venv/bin/python -m pip install -c $constraints -e '.[cpu]'"
-"$venv/bin/python" -m pip install -q --disable-pip-version-check -c "$constraints" -e '.[cpu]'
-echo "\$ $venv/bin/python -m engine.warm .demo/cache float32   # compiles the CPU kernels, once"
-"$venv/bin/python" -m engine.warm .demo/cache float32
+extras=cpu
+if [ "$what" = test ]; then
+    echo "And what tests and checks need: pytest, transformers, triton, mypy, ruff and others (about 1 GB of disk)."
+    extras=test,cpu
+fi
+echo "\$ $venv/bin/python -m pip install -c $constraints -e '.[$extras]'"
+# what takes its time is shown: downloads of megabytes, and the unpacking at the end; errors arrive as they are
+failed=$venv/.failed
+{
+    "$venv/bin/python" -m pip install --progress-bar off --disable-pip-version-check -c "$constraints" -e ".[$extras]" ||
+        echo >"$failed"
+} | awk '
+    /Downloading .* MB\)/ { sub(/^ */, "  "); print; fflush() }
+    /^Installing collected packages/ { print "  Installing " NF - 3 " packages"; fflush() }'
+if [ -e "$failed" ]; then
+    rm -f "$failed"
+    {
+        echo
+        echo "$venv could not be set up: what pip says is above. Where PyPI cannot be reached, pip can be told of a mirror or of a folder"
+        echo "of wheels: PIP_INDEX_URL=https://mirror/simple, or PIP_NO_INDEX=1 PIP_FIND_LINKS=/folder, before the same command."
+    } >&2
+    exit 1
+fi

@@ -10,10 +10,12 @@ from config.schema import DeviceBudget, ModelConfig, NodeConfig
 from daemon.carve_outs import Division, divide
 from daemon.registry import Registry
 from daemon.state import NodeState
-from scheduler.node.events import ModelRegistered
+from scheduler.node.events import ModelFacts, ModelRegistered
+from scheduler.node.ledger import size_of
 from scheduler.node.node_scheduler import NodeScheduler
 from scheduler.node.settings import SchedulerSettings
 from tests.e2e.checkpoints import make_model
+from tests.e2e.test_embeddings import make_encoder
 
 MIB = 1 << 20
 CHUNK = 2 * MIB
@@ -111,3 +113,40 @@ def test_on_a_gpu_the_new_process_takes_its_context_too(tmp_path: Path) -> None:
     shared, own = divided(config, DeviceBudget("cuda:0", 8 << 30, "GPU-a")).devices
     assert (own.uuid, own.hardware, own.budget_bytes) == ("GPU-a", "cuda:0", 1 << 30)
     assert shared.budget_bytes == 6 << 30, "1 GiB for the model, 1 GiB for the context of its engine"
+
+
+MIXED = (DeviceBudget("cuda:0", 8 << 30, "GPU-a"), DeviceBudget("cpu:0", 256 * MIB))
+
+
+async def facts_of(config: NodeConfig, division: Division) -> ModelFacts:
+    """What the scheduler is told of the only model."""
+    (change,) = await Registry(config, division.devices, NodeState(""), division.problems).rescan()
+    assert isinstance(change, ModelRegistered)
+    return change.facts
+
+
+async def test_an_encoder_gets_a_part_of_a_cpu_device(tmp_path: Path) -> None:
+    """Though the GPU has more room."""
+    make_encoder(tmp_path / "enc")
+    config = config_of(tmp_path, enc=ModelConfig(isolate=True))
+    division = divided(config, *MIXED)
+    assert [one.name for one in division.devices] == ["cuda:0", "cpu:0", "cpu:0/enc"]
+    facts = await facts_of(config, division)
+    assert (facts.devices, facts.incomplete) == (("cpu:0/enc",), "")
+    size = size_of(facts, CHUNK)
+    assert (size.chunks + size.work_space_chunks) * CHUNK == division.devices[2].budget_bytes
+
+
+async def test_a_part_that_was_set_aside_on_the_wrong_kind_of_device_is_told(tmp_path: Path) -> None:
+    """Before the files were there, nobody knew that it is an encoder; of the model with fp8 KV it was asked for so."""
+    config = config_of(tmp_path, enc=ModelConfig(isolate=True, isolate_bytes="64MiB"))
+    division = divided(config, *MIXED)
+    assert [one.name for one in division.devices] == ["cuda:0", "cuda:0/enc", "cpu:0"]
+    make_encoder(tmp_path / "enc")
+    told = (await facts_of(config, division)).incomplete
+    assert 'models."enc".isolate: its part was set aside on cuda:0, and encoders are not built for cuda devices' in told
+    settings = ModelConfig(isolate=True, isolate_bytes="64MiB", kv_cache_dtype="fp8", devices=["cpu:0"])
+    make_model(tmp_path / "only" / "m")
+    config = config_of(tmp_path / "only", m=settings)
+    told = (await facts_of(config, divided(config, *MIXED))).incomplete
+    assert told.endswith("this model may live on cpu:0")

@@ -12,7 +12,8 @@ from tests.e2e.node import Node
 
 
 class Stream:
-    """One streamed completion. text, finish_reason, error are set when it has ended; num_chunks grows as it runs."""
+    """One streamed completion. text, finish_reason, error are set when it has ended; num_chunks grows as it runs. hang_up: what
+    has come is enough."""
 
     def __init__(self, node: Node, model: str, prompt: str, max_tokens: int, **options: Any) -> None:
         self.text, self.error, self.finish_reason, self.num_chunks = "", "", "", 0
@@ -21,6 +22,7 @@ class Stream:
         key = options.pop("key", "unused")
         extra = {"ignore_eos": True, **options.pop("extra_body", {})}
         options = {"temperature": 0, "seed": 1, **options}
+        self._hung_up = False
         self._thread = threading.Thread(target=self._run, args=(node, model, prompt, max_tokens, extra, options, key), daemon=True)
         self._thread.start()
 
@@ -40,6 +42,8 @@ class Stream:
                         self.usage = chunk.usage.model_dump()
                     self.num_chunks += 1
                     self.stamps.append(time.monotonic())
+                    if self._hung_up:
+                        break
         except openai.OpenAIError as error:
             self.error = str(error) or type(error).__name__
 
@@ -48,6 +52,11 @@ class Stream:
         while self.num_chunks < number and self._thread.is_alive():
             assert time.monotonic() < end, "no tokens"
             time.sleep(0.002)
+
+    def hang_up(self) -> Stream:
+        """Closes the connection after the next chunk."""
+        self._hung_up = True
+        return self.join()
 
     def join(self) -> Stream:
         self._thread.join(90)
