@@ -262,7 +262,7 @@ async def test_closing_waits_for_no_job(tmp_path):
     evil = model(checkpoint(tmp_path / "evil", byte_level(), chat_template=spin))
     asking = asyncio.create_task(service.encode_chat(evil, packed(MESSAGES), {}))
     async with asyncio.timeout(30):
-        while len(family := helper_and_children(service)) < 2:
+        while len(family := helper_and_children(service)) < 2:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
     await service.close()
     _, alive = await asyncio.to_thread(psutil.wait_procs, family, 1)
