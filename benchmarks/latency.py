@@ -3,8 +3,9 @@
 `prompt`: 8 streams decode; prompts of 2,000 words arrive one after the other. Bar: their p99 while one is computed <= 3 x the
 undisturbed p50; `quiet_after_p50_ms` is what the streams take when they are longer, `beside_p99_ms_by_third_of_the_prompt` tells
 whether contexts are what makes steps long. `models`: three copies of a checkpoint, first each with a stream of its own, then two of
-them with 32. Bar: the quiet one's p99 <= 1.3 x (its step alone + 2 turns). `daemon`: how long /healthz takes while 8 streams decode
-and while nothing runs, and the CPU time of an idle node.
+them with 32. Bar: the quiet one's p99 <= 1.3 x (its step alone + 2 turns); `own_beside_ms` is its mean step while the others run
+(three models' weights may not fit a cache that one's do), `p99_over_bar_beside` the same with that. `daemon`: how long /healthz
+takes while 8 streams decode and while nothing runs, and the CPU time of an idle node.
 usage: python -m benchmarks.latency [--model mid] [--only prompt,models,daemon] [--threads N]
 """
 
@@ -24,6 +25,7 @@ from urllib.parse import urlsplit
 import uvloop
 
 from benchmarks.checkpoints import make
+from benchmarks.cohost import scraped
 from benchmarks.load import Result, drive, percentile, stream_one, tree_cpu_s
 from benchmarks.server import ROOT, Server
 
@@ -102,7 +104,7 @@ async def share(url: str, models: list[str], streams: list[int], num_out: int, s
         if number
     ]
     await asyncio.sleep(2.0)  # costs of steps are learned, queues have built up
-    quiet = await drive(url, [models[0]], 2 * streams[0], streams[0], 32, num_out, seed=seed + 50)
+    quiet = await drive(url, [models[0]], 4 * streams[0], streams[0], 32, num_out, seed=seed + 50)
     for flood in floods:
         flood.cancel()
     await asyncio.gather(*floods, return_exceptions=True)
@@ -125,9 +127,12 @@ def between_models(model: str, threads: list[str]) -> list[dict[str, Any]]:
             alone = percentile(gaps_ms(uvloop.run(share(server.url, names, [1, 0, 0], 128, 1))[0]), 0.5)
             bar = 1.3 * (alone + 2 * TURN_MS)
             for title, streams in (("a stream each", [1, 1, 1]), ("two flooded", [1, FLOOD, FLOOD])):
-                begin = time.perf_counter()
+                before, begin = scraped(server.url), time.perf_counter()
                 (quiet,) = uvloop.run(share(server.url, names, streams, 128, 100 + streams[1]))
-                gaps = gaps_ms(quiet)
+                time.sleep(0.5)  # counts are told now and then
+                counted, gaps = scraped(server.url) - before, gaps_ms(quiet)
+                of = f'{{model="{names[0]}"}}'
+                beside = 1e3 * counted[f"hearth_step_seconds_total{of}"] / counted[f"hearth_steps_total{of}"]
                 lines.append(
                     {
                         "benchmark": "latency",
@@ -139,6 +144,8 @@ def between_models(model: str, threads: list[str]) -> list[dict[str, Any]]:
                         "p99_ms": round(percentile(gaps, 0.99), 2),
                         "bar_ms": round(bar, 2),
                         "p99_over_bar": round(percentile(gaps, 0.99) / bar, 2),
+                        "own_beside_ms": round(beside, 2),
+                        "p99_over_bar_beside": round(percentile(gaps, 0.99) / (1.3 * (beside + 2 * TURN_MS)), 2),
                         "failed": sum(not result.ok for result in quiet),
                         "wall_s": round(time.perf_counter() - begin, 1),
                     }

@@ -22,6 +22,7 @@ from scheduler.batch.tenant_time import TenantLoad
 
 # A step reads all weights whatever its size, so one that costs hardly more than the model's cheapest is let through.
 NEARLY_FREE = 1.25
+SMALL_CHUNK_TOKENS = 16  # with the rows beside it
 MOST_TURNS = 4  # pooled in one step: its own streams have their next tokens no sooner
 
 
@@ -84,7 +85,7 @@ class StepLimits:
         """Of a step with prompts' tokens, where each row that decodes reads `context` positions; None: any. turns: StepRoom has its
         meaning."""
         if turns:
-            return turns * self._turn_s()
+            return max(turns * self._turn_s(), self._chunk_s())
         decoding = [load for load in loads if load.num_rows]
         if not decoding or self.stretch <= 0:
             return None
@@ -99,6 +100,13 @@ class StepLimits:
         alone = self.decoding.seconds(num_rows, (context,))
         with_prompts = self.prompting.seconds(num_rows, (context, 0.0, 0.0))
         return min(alone, with_prompts) if alone and with_prompts else alone
+
+    def _chunk_s(self) -> float:
+        """Of a step with a prompt's chunk, which costs something whatever its size: it may take a little more than the smallest, or
+        the prompt would hold up others the more often. At most two turns; 0.0 where small ones are not known."""
+        if not 0 < self.prompting.fewest_tokens <= SMALL_CHUNK_TOKENS:
+            return 0.0
+        return min(NEARLY_FREE * self.prompting.least(), 2 * self._turn_s())
 
     def _turn_s(self) -> float:
         return max(self.turn_s, NEARLY_FREE * self.decoding.least())

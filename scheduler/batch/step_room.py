@@ -29,6 +29,7 @@ class StepRoom:
         self.backlogged = False
         self._left = self._tokens = 0
         self._longest_s: float | None = None
+        self._turn_s: float | None = None  # the same of one turn
         self._contexts = (0.0, 0.0, 0.0)  # StepLimits.prompting has the meanings
         self._taken = False
 
@@ -55,7 +56,9 @@ class StepRoom:
             self._left = min(self._left, max(1, self._max_tokens))
         self._tokens, self._contexts, self._taken = num_rows, (context, 0.0, 0.0), False
         if self._limits is not None:
-            self._longest_s = self._limits.longest_s(loads, context / max(1, num_rows), self._turns)
+            context /= max(1, num_rows)
+            self._longest_s = self._limits.longest_s(loads, context, self._turns)
+            self._turn_s = self._limits.longest_s(loads, context, 1) if self._turns > 1 else self._longest_s
 
     @property
     def is_full(self) -> bool:
@@ -70,8 +73,8 @@ class StepRoom:
         num = most
         if self._longest_s is not None:
             num = max(self._within(num_computed, most, self._longest_s), 0 if self._taken else min(most, LEAST_CHUNK_TOKENS))
-            if self._turns and not self.backlogged:
-                self.backlogged = self._within(num_computed, most, self._longest_s / self._turns) < most
+            if self._turns and self._turn_s is not None and not self.backlogged:
+                self.backlogged = self._within(num_computed, most, self._turn_s) < most
         self._contexts = self._with(num_computed, num)
         self._tokens += num
         self._left = self._left - num if num == wanted else 0

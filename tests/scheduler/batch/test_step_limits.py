@@ -113,6 +113,22 @@ def test_while_others_wait_batch_and_chunk_keep_within_a_turn() -> None:
     assert chunk_of(limits, 200, turns=1) == LEAST_CHUNK_TOKENS
 
 
+def test_where_any_chunk_is_dear_it_may_as_well_be_larger() -> None:
+    """A step with a prompt has 6 ms of its own: in chunks of 8 tokens a prompt would hold the others up the more often."""
+    limits = StepLimits(0.010, 2.0)
+    for _ in range(20):
+        limits.note(plan_of(1), device_s(1))
+        for chunk in (8, 16, 32, 128):
+            limits.note(plan_of(1, chunk), 0.006 + device_s(1 + chunk))
+    assert 24 <= chunk_of(limits, 1, turns=1) <= 40  # 15 ms, in place of 12 for 8
+    assert limits.longest_s([TenantLoad(1, 1)], 100.0, 1) <= 2 * 0.010
+    only_long = StepLimits(0.010, 2.0)
+    for _ in range(3):
+        only_long.note(plan_of(1), device_s(1))
+        only_long.note(plan_of(0, 512), 0.5)
+    assert only_long.longest_s([TenantLoad(1, 1)], 100.0, 1) == pytest.approx(0.010), "of small chunks nothing is known"
+
+
 def test_batches_that_are_too_long_for_a_turn_get_smaller_though_no_smaller_one_is_known() -> None:
     limits, sizes = StepLimits(0.010, 2.0), [400]
     for _ in range(12):
