@@ -23,7 +23,7 @@ _KEPT = 0.98  # of what was seen of contexts, with each measurement
 _UNMOVED = 0.1  # contexts that differ by less than this share of their size teach little
 _MOST_AT_ONCE = 2.0  # one stall must not make every later step small
 _MOST_DRIFT = 4.0
-_FORGOTTEN = 1000  # measurements after its last
+_FORGOTTEN = 250  # measurements after its last: seconds, while several models are busy
 _ROOM = 1.2  # a larger step than any known is tried if so many times the largest one's seconds are allowed
 
 
@@ -66,6 +66,7 @@ class StepCosts:
         self._curve = None
         self._num += 1
         if known is None or known.num == 1:
+            seconds /= max(1.0, self._drift)
             if known is None or seconds < known.seconds:
                 known = self._classes[at] = _Class(known.num if known else 0, list(contexts), seconds, 0)
             known.num, known.last = known.num + 1, self._num
