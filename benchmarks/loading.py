@@ -19,7 +19,7 @@ import statistics
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -28,23 +28,31 @@ from xml.sax.saxutils import escape
 import numpy as np
 
 from benchmarks.loading_peers import LOADERS, timed
+from engine.contracts import LoadTask
+from engine.loading.weight_arrivals import parameter_places
+from engine.loading.weight_copies import WeightCopies
+from engine.memory import checksum
 from engine.memory.cpu_memory import CpuMemory
+from engine.memory.host_tier import HostTier
 from engine.memory.weight_range import WeightRange
+from engine.protocol import LoadModel
 from loader.direct_io import is_cached, open_direct
+from loader.range_plan import Read
 from loader.sinks import HostSink
-from loader.sizing import weights_bytes
-from loader.staging import HUGE_PAGE_BYTES, StagingRing
-from loader.weight_stream import open_checkpoint, stream_weights
+from loader.sizing import weight_layout, weights_bytes
+from loader.staging import HUGE_PAGE_BYTES, SLOT_BYTES, StagingRing
+from loader.weight_stream import NUM_READERS, open_checkpoint, stream_weights
 
 STORE = Path(".cache/checkpoints")
 HIDDEN, INNER, KV, VOCAB, LAYERS = 2048, 8192, 512, 32000, 16
 RAW = "raw 2 × 8 MiB, huge pages"
 BUFFERED = "buffered pread 2 × 8 MiB"
-SPREAD = "buffered pread 3 × 8 MiB, each byte to its own place"  # what a load from the page cache does at least
-DIRECT_SPREAD = "raw 2 × 8 MiB, each byte to its own place"  # what a load from the drive does at least
-OURS = "ours, memory prepared"
-REFERENCE = {"cold": DIRECT_SPREAD, "warm": SPREAD}
 MIB = 1 << 20
+AS_LOADS = f"{NUM_READERS} × {SLOT_BYTES // MIB} MiB, each byte to its own place"  # what a load does at least
+SPREAD, DIRECT_SPREAD = f"buffered pread {AS_LOADS}", f"raw {AS_LOADS}"
+OURS = "ours, memory prepared"
+KEPT = "ours, kept in the host tier on the way"
+REFERENCE = {"cold": DIRECT_SPREAD, "warm": SPREAD}
 BLOCK_BYTES = 4096  # of direct reads
 CHUNK_BYTES = 2 * MIB
 
@@ -114,7 +122,8 @@ def ours(folder: Path, name: str, notes: list[str]) -> tuple[Callable[[], Any], 
     prepared are counted in both of their mappings. notes: what the system refused."""
     dtype, prepared = "float32" if "float32" in name else "bfloat16", "not prepared" not in name
     with ExitStack() as stack:
-        num_bytes = weights_bytes(open_checkpoint(folder, "", stack).shape, dtype)
+        shape = open_checkpoint(folder, "", stack).shape
+    num_bytes = weights_bytes(shape, dtype)
     num_chunks = -(-num_bytes // CHUNK_BYTES)
     chunks, ring = CpuMemory(num_chunks, CHUNK_BYTES), StagingRing()
     weights = WeightRange(chunks, num_bytes)
@@ -126,12 +135,22 @@ def ours(folder: Path, name: str, notes: list[str]) -> tuple[Callable[[], Any], 
             notes.append(f"{share:.0%} of its memory in huge pages")
     if not ring.huge_pages:
         notes.append("staging slots without huge pages")
+    tier = host_tier(num_chunks) if name == KEPT else None
+    task = load_task(range(num_chunks) if tier is not None else ())
+    places = [(begin, end) for begin, end, _ in parameter_places(weight_layout(shape, dtype))]
 
     def load() -> Any:
         with ExitStack() as opened:
             source = open_checkpoint(folder, "", opened)
             sink = HostSink(weights.buffer, weights.prepare)
-            report = stream_weights(source, dtype, sink, ring, lambda *_: None, lambda: False)
+            kept = opened.enter_context(WeightCopies(chunks, tier).keeping(task, weights, places))
+
+            def landed(read: Read) -> None:
+                if kept is not None:
+                    for begin, end in read.places:
+                        kept.landed(begin, end)
+
+            report = stream_weights(source, dtype, sink, ring, lambda *_: None, lambda: False, landed=landed)
             notes.extend(sorted({f"no direct reads: {why}" for why in report.refused.values()}))
 
     gc.disable()
@@ -139,9 +158,26 @@ def ours(folder: Path, name: str, notes: list[str]) -> tuple[Callable[[], Any], 
     return load, num_bytes if prepared else 2 * num_bytes
 
 
+def host_tier(num_slots: int) -> HostTier:
+    """Prepared, and the kernel that copies to it compiled."""
+    fd = os.memfd_create("tier")
+    os.ftruncate(fd, num_slots * CHUNK_BYTES)
+    tier = HostTier(fd, num_slots, CHUNK_BYTES)
+    for slot in range(num_slots):
+        tier.prepare(slot)
+    checksum.copy(np.zeros(8, np.uint8), np.zeros(8, np.uint8))
+    return tier
+
+
+def load_task(keep_slots: Sequence[int]) -> LoadTask:
+    """Of a load that nobody watches or cancels."""
+    spec = LoadModel(1, "m", "", "bfloat16", "", len(keep_slots), 0, 0, 1, 1, [], keep_slots=list(keep_slots))
+    return LoadTask(spec, np.arange(len(keep_slots)), lambda done, total: None, lambda: False)
+
+
 def variants(paths: list[Path], every_thread: bool) -> list[str]:
     names = [RAW, DIRECT_SPREAD, "raw 2 × 8 MiB, 4 KiB pages", BUFFERED, SPREAD]
-    names += [OURS, "ours, memory not prepared", "ours, converted to float32"]
+    names += [OURS, KEPT, "ours, memory not prepared", "ours, converted to float32"]
     if every_thread:
         for num_threads, block_mib in [(1, 1), (1, 4), (1, 8), (1, 16), (2, 1), (2, 4), (2, 16), (3, 8), (4, 4), (4, 8)]:
             names.append(f"raw {num_threads} × {block_mib} MiB, huge pages")
@@ -155,9 +191,9 @@ def child(name: str, folder: Path) -> dict[str, Any]:
     if name.startswith("ours"):
         load, weights_growth_bytes = ours(folder, name, notes)
     elif name == SPREAD:
-        load = spread(paths, 3, 8 * MIB, direct=False)
+        load = spread(paths, NUM_READERS, SLOT_BYTES, direct=False)
     elif name == DIRECT_SPREAD:
-        load = spread(paths, 2, 8 * MIB, direct=True)
+        load = spread(paths, NUM_READERS, SLOT_BYTES, direct=True)
     elif name == BUFFERED:
         load = raw(paths, 2, 8 * MIB, huge=True, direct=False)
     else:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import shutil
 import statistics
 import tempfile
@@ -218,14 +219,16 @@ def loads(folder: Path, decoder: Decoder, rounds: int) -> dict[str, Any]:
         result["packed_at_gb_per_s"] = round(num_gb / packed_s, 2)
     for state in ("cold", "warm"):
         told: dict[str, list[tuple[float, float]]] = {name: [] for name in kinds if state == "cold" or name != RAW}
-        for _ in range(rounds):
-            for name, speeds in told.items():
+        for number in range(rounds):
+            order = list(told)
+            random.Random(number).shuffle(order)
+            for name in order:
                 files, ready = kinds[name]
                 set_cache(files, state == "warm")
                 work = ready()
                 cpu, started_s = cpu_s(), time.perf_counter()
                 work()
-                speeds.append((num_gb / (time.perf_counter() - started_s), (cpu_s() - cpu) / num_gb))
+                told[name].append((num_gb / (time.perf_counter() - started_s), (cpu_s() - cpu) / num_gb))
         result[state] = {
             name: {
                 "gb_per_s": round(statistics.median(speed for speed, _ in speeds), 2),

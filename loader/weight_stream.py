@@ -29,7 +29,7 @@ from loader.weight_files import FileInfo
 
 log = logging.getLogger("loader")
 
-# Of each load. Two requests keep a drive busy, and a third hides what happens between them.
+# Of each load. Two reads keep a drive busy, and a third hides what happens between them where they do not end together.
 NUM_READERS = 3
 MIB = 1 << 20
 NUMPY_DECODER = Decoder()
