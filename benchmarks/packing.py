@@ -30,7 +30,7 @@ prepare_process()
 
 import numpy as np  # noqa: E402
 
-from benchmarks.loading import CHUNK_BYTES, MIB, make_checkpoint, raw, set_cache  # noqa: E402
+from benchmarks.loading import CHUNK_BYTES, make_checkpoint, set_cache, spread  # noqa: E402
 from benchmarks.loading_peers import cpu_s  # noqa: E402
 from benchmarks.run import machine  # noqa: E402
 from engine.loading.weight_decoder import weight_decoder  # noqa: E402
@@ -43,11 +43,11 @@ from loader.packer import pack_file  # noqa: E402
 from loader.safetensors import INDEX_NAME, read_header  # noqa: E402
 from loader.sinks import HostSink  # noqa: E402
 from loader.sizing import weights_bytes  # noqa: E402
-from loader.staging import StagingRing  # noqa: E402
+from loader.staging import SLOT_BYTES, StagingRing  # noqa: E402
 from loader.unpack import Decoder  # noqa: E402
 from loader.verifier import verify_tensor  # noqa: E402
 from loader.weight_files import PACKED_DIR, read_headers, source_of  # noqa: E402
-from loader.weight_stream import open_checkpoint, stream_weights  # noqa: E402
+from loader.weight_stream import NUM_READERS, open_checkpoint, stream_weights  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO_MODELS = ROOT / "demo" / "models"
@@ -209,7 +209,7 @@ def loads(folder: Path, decoder: Decoder, rounds: int) -> dict[str, Any]:
             stream_weights(source, "bfloat16", sink, ring, lambda *_: None, lambda: False, decoder=with_decoder)
 
     kinds: dict[str, tuple[list[Path], Callable[[], Callable[[], Any]]]] = {
-        RAW: (paths, lambda: raw(paths, 2, 8 * MIB, huge=True, direct=True)),
+        RAW: (paths, lambda: spread(paths, NUM_READERS, SLOT_BYTES, direct=True)),
         PLAIN: (paths, lambda: lambda: load(False, decoder)),
         PACKED: (packed_paths, lambda: lambda: load(True, decoder)),
         UNCHECKED: (packed_paths, lambda: lambda: load(True, unchecked)),
