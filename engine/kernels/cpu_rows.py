@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numba import boolean, float32, float64, int64, njit, prange, types, void
 
-from engine.kernels.cpu_bits import FASTMATH, exp, named, narrow, widen
+from engine.kernels.cpu_bits import FASTMATH, exp, named, narrow, prefetch, widen
 from engine.kernels.cpu_lanes import load, rounded, store, total_of
 from engine.kernels.cpu_vectors import LANES
 
@@ -19,6 +19,7 @@ from engine.kernels.cpu_vectors import LANES
 _OPTIONS: dict[str, Any] = {"fastmath": FASTMATH, "error_model": "numpy", "cache": True, "nogil": True}
 
 
+_FETCHED_AHEAD = 2  # tokens: of those, places in the KV cache are fetched before they are written
 _HELPER: dict[str, Any] = {"fastmath": FASTMATH, "error_model": "numpy"}
 
 
@@ -149,6 +150,13 @@ def _copy(values: Any, at: int, out: Any, out_at: int, width: int) -> None:
         store(out, out_at + whole, width - whole, load(values, at + whole, width - whole))
 
 
+@njit(inline="always")
+def _place_of(slot: int, layers: int, layer: int, kv_heads: int, block_tokens: int, head_dim: int) -> int:
+    """Element of the arena where a token's first KV head has its key."""
+    block, place = slot // block_tokens, slot % block_tokens
+    return ((block * layers + layer) * 2 * kv_heads * block_tokens + place) * head_dim
+
+
 def _rope_and_store(
     qkv: Any,  # [T, (H + 2 G) * D]; queries and keys are rotated in place
     cos_sin: Any,  # [T, 2 P]: P cosines, then P sines; the first 2 P dimensions of a head turn, the others stay
@@ -166,7 +174,14 @@ def _rope_and_store(
     slots: Any,  # [T] int64: block * block_tokens + place in the block; below 0: store nothing
 ) -> None:
     plane, turning = block_tokens * head_dim, cos_sin.shape[1]  # elements from one KV head's keys to the next's
+    line = 64 // kv.itemsize
     for token in prange(slots.shape[0]):
+        following = min(token + _FETCHED_AHEAD, slots.shape[0] - 1)
+        if slots[following] >= 0:  # nobody has touched these places lately
+            to = _place_of(slots[following], layers, layer, kv_heads, block_tokens, head_dim)
+            for head in range(2 * kv_heads):
+                for i in range(0, head_dim, line):
+                    prefetch(kv, to + head * plane + i)
         own = token * qkv.shape[1]
         for head in range(heads + kv_heads):
             at = own + head * head_dim
@@ -174,8 +189,7 @@ def _rope_and_store(
                 _norm_vector(qkv, at, query_norm if head < heads else key_norm, around_one, eps, qkv)
             _turn(qkv, at, cos_sin, token * turning, turning // 2)
         if slots[token] >= 0:
-            block, place = slots[token] // block_tokens, slots[token] % block_tokens
-            to = ((block * layers + layer) * 2 * kv_heads) * plane + place * head_dim
+            to = _place_of(slots[token], layers, layer, kv_heads, block_tokens, head_dim)
             for head in range(2 * kv_heads):
                 _copy(qkv, own + (heads + head) * head_dim, kv, to + head * plane, head_dim)
 

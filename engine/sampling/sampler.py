@@ -57,6 +57,7 @@ class SamplingRows:
 
     greedy: BoolArray
     all_greedy: bool
+    none_greedy: bool
     temperature: FloatArray
     top_p: FloatArray
     top_k: IntArray
@@ -98,11 +99,21 @@ def sampling_rows(plan: BatchPlan, table: SequenceTable, eos_token_ids: list[int
     if num_top is not None and num_top.max() < 0:
         num_top = None
     key0 = key1 = np.empty(0, np.uint32)
-    all_greedy = bool(greedy.all())
-    if not all_greedy:
+    num_greedy = np.count_nonzero(greedy)
+    if num_greedy < len(greedy):
         key0, key1 = noise_keys(table.seed[slots], position)
     return SamplingRows(
-        greedy, all_greedy, temperature, table.top_p[slots], table.top_k[slots], table.min_p[slots], key0, key1, edits, num_top
+        greedy,
+        num_greedy == len(greedy),
+        num_greedy == 0,
+        temperature,
+        table.top_p[slots],
+        table.top_k[slots],
+        table.min_p[slots],
+        key0,
+        key1,
+        edits,
+        num_top,
     )
 
 
@@ -133,6 +144,8 @@ def sample_tokens(logits: Tensor, rows: SamplingRows, first: int) -> tuple[IntAr
     edited = [row for row in rows.edits if first <= row < end] if rows.edits else []
     if rows.all_greedy:
         ids, bad = ops.greedy(logits)
+    elif rows.none_greedy and not edited:
+        return _draw(logits, rows, slice(first, end))
     else:
         wanted = ~rows.greedy[first:end]
         if edited:
@@ -167,5 +180,5 @@ def _sample_edited(
         )
 
 
-def _draw(logits: Tensor, rows: SamplingRows, at: npt.NDArray[np.intp]) -> tuple[IntArray, BoolArray]:
+def _draw(logits: Tensor, rows: SamplingRows, at: npt.NDArray[np.intp] | slice) -> tuple[IntArray, BoolArray]:
     return ops.sample(logits, rows.temperature[at], rows.top_p[at], rows.top_k[at], rows.min_p[at], rows.key0[at], rows.key1[at])

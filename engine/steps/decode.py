@@ -98,10 +98,9 @@ class DecodeInputs:
             slots *= self._block_tokens
             slots += places
             own.slots[num_rows:] = -1
-        positions_of = self._positions[:num_rows]
-        positions_of[:, 0] = torch.from_numpy(positions)
+        self._positions.numpy()[:num_rows, 0] = positions
         for rotary, turns in self._turns.items():
-            rotary.turn(positions_of, turns[:num_rows])
+            rotary.turn(self._positions[:num_rows], turns[:num_rows])
 
 
 class DecodeSteps:
