@@ -3,8 +3,9 @@
 The engine's own parts (batch scheduler, model, sampler, message) run decode steps, prompts and both together without a daemon, with
 a clock around every kernel (recorded steps have their own): products with weights, attention, sampling, row-wise kernels (norms,
 rotary embedding, activations), and what is left, which is Python, numpy and torch's glue. `bound_ms` is the larger of bytes ÷
-bandwidth and operations ÷ rate of every product, and the KV read ÷ bandwidth; bandwidth is that of the one-row kernel, the rate
-that of F.linear at 128 rows, both of this run.
+bandwidth and operations ÷ rate of every product, and the KV read ÷ bandwidth; bandwidth is that of the one-row kernel over
+2 GiB of matrices, one after the other (a single one may stay in the processor's cache), the rate that of F.linear at 128 rows, both
+of this run.
 usage: python -m benchmarks.roofline [--model mid,one-b] [--steps 30] [--only decode,prefill,mixed,sampled or machine]
 """
 
@@ -27,6 +28,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 from benchmarks.checkpoints import make  # noqa: E402
+from benchmarks.huge_pages import placed  # noqa: E402
 from benchmarks.server import ROOT  # noqa: E402
 from engine import ops  # noqa: E402
 from engine.contracts import LoadTask  # noqa: E402
@@ -42,6 +44,7 @@ from loader.catalog import scan_one  # noqa: E402
 from loader.hf_config import ModelShape  # noqa: E402
 from scheduler.batch.request import BatchRequest  # noqa: E402
 
+MACHINE_BYTES = 2 << 30  # of matrices that the bandwidth is measured with
 CHUNK_BYTES = 2 << 20
 BLOCK_TOKENS = 16
 MAX_BATCHED_TOKENS = 512
@@ -109,10 +112,11 @@ class Machine:
     gflop_s: float
 
 
-def measure_machine(seconds: float = 0.5) -> Machine:
-    """Best of several: the one-row product with a matrix no cache holds, and F.linear at 128 rows."""
-    weight = torch.randn(32000, 2048).to(torch.bfloat16)
+def measure_machine(seconds: float = 1.0) -> Machine:
+    """Best of several: one-row products with a model's worth of matrices, and F.linear at 128 rows."""
+    matrix = torch.randn(8192, 2048).to(torch.bfloat16)
     one, many = torch.randn(1, 2048).to(torch.bfloat16), torch.randn(128, 2048).to(torch.bfloat16)
+    weights = placed(MACHINE_BYTES // matrix.nbytes, *matrix.shape, dtype=matrix.dtype).copy_(matrix)
 
     def best(run: Callable[[], Any]) -> float:
         shortest, end = float("inf"), time.perf_counter() + seconds
@@ -124,10 +128,9 @@ def measure_machine(seconds: float = 0.5) -> Machine:
 
     with torch.inference_mode():
         ops.set_num_threads(num_cores())
-        moved = best(lambda: ops.linear(one, weight))
-        small = weight[:8192].contiguous()
-        computed = best(lambda: torch.nn.functional.linear(many, small))
-    return Machine(weight.nbytes / moved / 1e9, 2 * 128 * small.numel() / computed / 1e9)
+        moved = best(lambda: [ops.linear(one, weight) for weight in weights])
+        computed = best(lambda: torch.nn.functional.linear(many, matrix))
+    return Machine(weights.nbytes / moved / 1e9, 2 * 128 * matrix.numel() / computed / 1e9)
 
 
 class Steps:

@@ -28,7 +28,7 @@ def linear(kernels: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
         return None
     out = empty(x, len(x), len(weight))
     if kernel is kernels.amx_linear:
-        call(kernel, x.view(torch.int32).numpy(), array(weight), _bias(x, bias), _columns(x), array(out))
+        call(kernel, x.view(torch.int32).numpy(), array(weight), _bias(x, bias), *_columns(kernels, x, False), array(out))
     else:
         call(kernel, array(x), array(weight), _NO_SCALES, _bias(x, bias), array(out))
     return out
@@ -42,7 +42,7 @@ def int8_linear(kernels: Any, x: Tensor, values: Tensor, scales: Tensor, bias: T
     out = empty(x, len(x), len(values))  # before scratch, whose memory is lent for this call alone
     scratch: tuple[Any, ...] = ()
     if kernel is kernels.amx_int8_linear:
-        scratch = (_columns(x),)
+        scratch = _columns(kernels, x, True)
     elif kernel is kernels.int8_linear:
         scratch = (_digits(x),)
     call(kernel, array(x), values.numpy(), scales.numpy(), _bias(x, bias), *scratch, array(out))
@@ -57,9 +57,11 @@ def _bias(x: Tensor, bias: Tensor | None) -> Any:
     return array(x)[0, :0] if bias is None else array(bias)
 
 
-def _columns(x: Tensor) -> Any:
-    """Scratch for x in tiles of 16 rows, as words."""
-    return empty(x, -(-len(x) // 16) * 16, x.shape[1]).view(torch.int32).view(-1).numpy()
+def _columns(kernels: Any, x: Tensor, of_int8: bool) -> tuple[Any, int]:
+    """Scratch for x in tiles of 16 rows and for packed weights, as words; into how many shares the outputs are cut."""
+    num_shares = kernels.num_shares()
+    num_words = kernels.amx_scratch_words(*x.shape, of_int8, num_shares)
+    return empty(x, 1, 2 * num_words).view(torch.int32).view(-1).numpy(), num_shares
 
 
 def _digits(x: Tensor) -> Any:

@@ -249,7 +249,7 @@ def logits_rows(shape: ModelShape, dtype: str, max_sequences: int) -> int:
 
 def recorded_bytes(shape: ModelShape, dtype: str, max_sequences: int) -> int:
     """Upper bound of the memory that results of recorded decode steps lie in, whatever else runs: what lives at a time in a layer,
-    or with the logits."""
+    or with the logits. Not in it: 260 KiB for each thread that packs weights for the matrix unit (cpu_amx_linear.scratch_words)."""
     rows = min(logits_rows(shape, dtype, max_sequences), MAX_RECORDED_ROWS)
     query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     # residual, update, normed, output, and as much for gaps between those that are taken and given back

@@ -26,6 +26,7 @@ from engine.kernels import (
 )
 from engine.kernels.cpu_amx import HAS_TILES, TILE_ROWS, fits_tiles, may_use_tiles
 from engine.kernels.cpu_amx_linear import amx_int8_linear_parallel, amx_int8_linear_serial, amx_linear_parallel, amx_linear_serial
+from engine.kernels.cpu_amx_linear import scratch_words as amx_scratch_words
 from engine.kernels.cpu_amx_prefill import prefill_tiles_parallel, prefill_tiles_serial
 from engine.kernels.cpu_attention import paged_attention_parallel, paged_attention_serial
 from engine.kernels.cpu_bits import HAS_BFLOAT16_PRODUCTS
@@ -41,6 +42,7 @@ __all__ = [
     "add_rms_norm",
     "amx_int8_linear",
     "amx_linear",
+    "amx_scratch_words",
     "few_rows_linear",
     "gather_rows",
     "gelu_and_mul",
@@ -49,6 +51,7 @@ __all__ = [
     "int8_linear",
     "int8_linear_kernel",
     "linear_kernel",
+    "num_shares",
     "paged_attention",
     "penalise",
     "prefill_attention",
@@ -67,11 +70,12 @@ _SHARED_ATTENTION = 1 << 20
 _SHARED_WEIGHTS, _ROWS_AS_READING = 2 << 20, 8
 _SHARED_TILES = 512 << 10  # bytes of weights that the matrix unit multiplies
 # Rows up to which few_rows_linear is ahead of torch's linear (benchmarks/kernels.py), by element type; the same of int8_linear and
-# the matrix unit's kernel. The latter is ahead of all others below that, and of int8 weights at any number of rows.
+# the matrix unit's kernel. The latter is ahead of all others from _VECTOR_ROWS on (below, vectors are, which read each line of the
+# memory once wherever rows begin), and of int8 weights at any number of rows.
 FEW_ROWS = {"bfloat16": 16 if HAS_BFLOAT16_PRODUCTS else 4, "float32": 64}
 FEW_ROWS_INT8 = {"bfloat16": 16 if HAS_BFLOAT16_PRODUCTS else 4, "float32": 64}
 _INT8_PRODUCTS_ROWS = 32
-_MATRIX_UNIT_ROWS = 256
+_VECTOR_ROWS, _MATRIX_UNIT_ROWS = 4, 256
 _HAS_MATRIX_UNIT = may_use_tiles() and cpu_amx_tiles.HAS_INT8_TILES
 _HAS_INT8_PRODUCTS = cpu_int8.HAS_INT8_PRODUCTS and not _HAS_MATRIX_UNIT
 _SHARED_ROWS = 1 << 14  # elements of row-wise work: between products the others have not gone to sleep yet
@@ -189,6 +193,11 @@ class Forms:
         self.due(args)(*args)
 
 
+def num_shares() -> int:
+    """Into how many parts the calling thread's work is cut that is dealt out so."""
+    return _thread.num_threads if _parallel else 1
+
+
 def _shares_weights(x: Any, weight: Any) -> bool:
     return _parallel and weight.nbytes * (1 + len(x) / _ROWS_AS_READING) >= _SHARED_WEIGHTS
 
@@ -240,7 +249,7 @@ def prefill_attention(*args: Any) -> None:
 
 def linear_kernel(num_rows: int, num_inputs: int, num_outputs: int, dtype: str) -> Any:
     """What multiplies rows of dtype with weights of the same. None: torch's linear is ahead."""
-    if dtype == "bfloat16" and num_rows <= _MATRIX_UNIT_ROWS and _fits_panels(num_inputs * 2, num_outputs) and num_rows:
+    if dtype == "bfloat16" and _VECTOR_ROWS < num_rows <= _MATRIX_UNIT_ROWS and _fits_panels(num_inputs * 2, num_outputs):
         return amx_linear
     return few_rows_linear if 0 < num_rows <= FEW_ROWS[dtype] and num_outputs >= cpu_linear.MIN_OUTPUTS else None
 

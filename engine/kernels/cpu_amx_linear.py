@@ -1,8 +1,9 @@
 """Products with weights on the CPU's matrix unit: bfloat16, or int8 with x rounded to two digits (engine/kernels/cpu_int8.py).
 
-Inputs are interleaved once, all threads together. Then each thread takes panels of 32 outputs; of these a piece is read from memory
-once and stays in the second-level cache for all rows, while the next panel's is fetched. Shapes: R rows, K inputs (a multiple of
-32; of 64 for int8), N outputs (32 at least), S steps of 64 bytes of K, C tiles of 16 columns (engine/kernels/cpu_amx_tiles.py).
+Inputs are interleaved once, all threads together. Each thread takes panels of 32 outputs, of these a piece at a time. Up to four
+tiles of columns read it as it lies, while the next one is fetched; for more it is packed, while the one before is multiplied, and
+stays in the second-level cache for all rows. Shapes: R rows, K inputs (a multiple of 32; of 64 for int8), N outputs (32 at least),
+S steps of 64 bytes of K, C tiles of 16 columns (engine/kernels/cpu_amx_tiles.py).
 Twins: torch's linear, reference.int8_linear.
 """
 
@@ -11,15 +12,18 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import float32, int8, int32, njit, prange, types, void
+from numba import float32, int8, int32, int64, njit, prange, types, void
 
 from engine.kernels.cpu_amx import configure_tiles, release_tiles, tile_configuration
 from engine.kernels.cpu_amx_tiles import (
+    PACKED_ROW_BYTES,
     PANEL,
+    PIECE_STEPS,
     STEP_BYTES,
     TILE,
     TILE_WORDS,
     interleave,
+    pack_rows,
     tile_products,
     write_tile,
 )
@@ -27,13 +31,22 @@ from engine.kernels.cpu_bits import FASTMATH, named, widen
 from engine.kernels.cpu_int8 import split, unit_of
 
 _CONFIGURATION = tile_configuration()
-_STRIPE = 4 * PANEL  # outputs a thread takes at a time
-# Steps of a piece: two panels' (current and next) are 512 KiB, and all columns' a megabyte at most.
-_PIECE_STEPS, _COLUMN_STEPS = 64, 1024
+_STRIPE = 4 * PANEL  # outputs whose sums are kept while the pieces of their weights are multiplied
+_COLUMN_STEPS = 1024  # of a piece of all columns: a megabyte at most
+UNPACKED_COLUMNS = 4  # of more, weights are packed
+_PACKED_WORDS = PANEL * PACKED_ROW_BYTES // 4
 _APART = 16  # tiles from which on threads interleave inputs together
 _PAIR_WORDS = 4 * TILE_WORDS  # sums of a panel and two columns
 _OPTIONS: dict[str, Any] = {"fastmath": FASTMATH, "error_model": "numpy", "cache": True, "nogil": True}
-_one_column, _two_columns = tile_products(1), tile_products(2)
+_one_column, _two_columns = tile_products(1, False), tile_products(2, False)
+_one_packed_column, _two_packed_columns = tile_products(1, True), tile_products(2, True)
+
+
+def scratch_words(num_rows: int, num_inputs: int, of_int8: bool, num_shares: int) -> int:
+    """Of 32 bits, that a product needs: all columns, and panels being packed."""
+    tiles = (num_rows + TILE - 1) // TILE
+    packed = 2 * _PACKED_WORDS * num_shares if tiles * (1 + of_int8) > UNPACKED_COLUMNS else 0
+    return tiles * TILE * num_inputs // 2 + packed
 
 
 @njit(fastmath=FASTMATH, error_model="numpy")
@@ -61,40 +74,72 @@ def _write(
 
 
 @njit(fastmath=FASTMATH, error_model="numpy")
-def _stripe(
-    words: Any, columns: int, units: Any, weight: Any, scale: Any, bias: Any, sums: Any, out: Any, begin: int, end: int
+def _share(
+    words: Any, columns: int, units: Any, weight: Any, scale: Any, bias: Any, sums: Any, packed: Any, out: Any, begin: int, end: int
 ) -> None:
-    """Outputs from begin to below end. words [C, S, 16, 16]; sums: a stripe's, float32, or int32 of int8 weights."""
+    """Outputs from begin to below end. words [C, S, 16, 16]; sums: a stripe's, float32, or int32 of int8 weights; packed: of two
+    panels, as words, or [0]: weights are read as they lie."""
     num_outputs, width = weight.shape
     steps, step = width * weight.itemsize // STEP_BYTES, STEP_BYTES // weight.itemsize
-    at_once = max(1, min(_PIECE_STEPS, _COLUMN_STEPS // columns))
+    at_once = max(1, min(PIECE_STEPS, _COLUMN_STEPS // columns))
     num_pieces = (steps + at_once - 1) // at_once
     piece = (steps + num_pieces - 1) // num_pieces
-    panels, pairs = (end - begin + PANEL - 1) // PANEL, (columns + 1) // 2
+    pairs = (columns + 1) // 2
     factors = np.empty(2 * PANEL, np.float32)
+    packs, packed_at = packed.shape[0] > 0, 0
     configure_tiles(_CONFIGURATION)
-    for first in range(0, steps, piece):
-        count = min(piece, steps - first)
-        for panel in range(panels):
-            output = min(begin + PANEL * panel, num_outputs - PANEL)  # the last panel may overlap the one before
-            at = output * width + first * step
-            ahead = PANEL * width
-            if panel + 1 == panels:  # next is this stripe's next piece, or the next stripe
-                ahead = begin * width + (first + piece) * step - at if first + piece < steps else ahead - first * step
-            _factors(scale, bias, output, factors)
-            for pair in range(pairs):
-                fetch_from, fetch_to = PANEL * pair // pairs, PANEL * (pair + 1) // pairs
-                words_at, apart = (2 * pair * steps + first) * TILE_WORDS, steps * TILE_WORDS
-                sums_at = (panel * pairs + pair) * _PAIR_WORDS if num_pieces > 1 else 0
-                num_columns = min(2, columns - 2 * pair)
-                places = (count, first == 0, ahead, fetch_from, fetch_to)
-                if num_columns == 2:
-                    _two_columns(weight, at, width, words, words_at, apart, *places, sums, sums_at)
-                else:
-                    _one_column(weight, at, width, words, words_at, apart, *places, sums, sums_at)
-                if first + count == steps:
-                    _write(weight, sums, sums_at, units, factors, output, 2 * pair, num_columns, out)
+    if packs and begin < end:
+        pack_rows(weight, min(begin, num_outputs - PANEL) * width, width, piece, packed, packed_at)
+    for stripe in range(begin, end, _STRIPE):
+        stripe_end = min(stripe + _STRIPE, end)
+        for first in range(0, steps, piece):
+            count = min(piece, steps - first)
+            for panel in range(stripe, stripe_end, PANEL):
+                next_panel, next_first = panel + PANEL, first
+                if next_panel >= stripe_end:  # next is this stripe's next piece, or the next stripe
+                    next_first = first + piece if first + piece < steps else 0
+                    next_panel = stripe if next_first else stripe_end
+                next_count = min(piece, steps - next_first) if next_panel < end else 0
+                # the last panel may overlap the one before
+                output, next_output = min(panel, num_outputs - PANEL), min(next_panel, num_outputs - PANEL)
+                _factors(scale, bias, output, factors)
+                for column in range(0, columns, 2):
+                    num_columns, pair = min(2, columns - column), column // 2
+                    sums_at = ((panel - stripe) // PANEL * pairs + pair) * _PAIR_WORDS if num_pieces > 1 else 0
+                    of_columns = (words, (column * steps + first) * TILE_WORDS, steps * TILE_WORDS, count)
+                    to = (first == 0, sums, sums_at)
+                    rows = (PANEL * pair // pairs, PANEL * (pair + 1) // pairs) if next_count else (0, 0)
+                    soon = (weight, next_output * width + next_first * step, width, next_count, *rows)
+                    if packs:
+                        own = (packed, packed_at, PACKED_ROW_BYTES)
+                        if num_columns == 2:
+                            _two_packed_columns(*own, *of_columns, *to, *soon, _PACKED_WORDS - packed_at)
+                        else:
+                            _one_packed_column(*own, *of_columns, *to, *soon, _PACKED_WORDS - packed_at)
+                    elif num_columns == 2:
+                        _two_columns(weight, output * width + first * step, width * weight.itemsize, *of_columns, *to, *soon, 0)
+                    else:
+                        _one_column(weight, output * width + first * step, width * weight.itemsize, *of_columns, *to, *soon, 0)
+                    if first + count == steps:
+                        _write(weight, sums, sums_at, units, factors, output, column, num_columns, out)
+                packed_at = _PACKED_WORDS - packed_at
     release_tiles()
+
+
+@njit(fastmath=FASTMATH, error_model="numpy")
+def _outputs_of(share: int, num_shares: int, num_outputs: int) -> tuple[int, int]:
+    """Whole panels, from the first to behind the last."""
+    panels = (num_outputs + PANEL - 1) // PANEL
+    return PANEL * (panels * share // num_shares), min(PANEL * (panels * (share + 1) // num_shares), num_outputs)
+
+
+@njit(fastmath=FASTMATH, error_model="numpy")
+def _packed_of(words: Any, columns: int, share: int, num_shares: int) -> Any:
+    """The share's own part of words, [0] if weights are not packed."""
+    if columns <= UNPACKED_COLUMNS:
+        return words[:0]
+    end = words.shape[0] - 2 * _PACKED_WORDS * (num_shares - 1 - share)
+    return words[end - 2 * _PACKED_WORDS : end]
 
 
 @njit(fastmath=FASTMATH, error_model="numpy")
@@ -120,14 +165,15 @@ def _split_and_pack(x: Any, units: Any, tile: int, step: int, words: Any) -> Non
 
 
 def amx_linear_signature(element: types.Type) -> Any:
-    return void(int32[:, ::1], element[:, ::1], element[::1], int32[::1], element[:, ::1])
+    return void(int32[:, ::1], element[:, ::1], element[::1], int32[::1], int64, element[:, ::1])
 
 
 def _amx_linear(
     inputs: Any,  # [R, K / 2] int32: x, two elements a word
     weight: Any,  # [N, K] bfloat16 bits
     bias: Any,  # [N], or [0] for none
-    words: Any,  # [16 C K / 2]: scratch
+    words: Any,  # [scratch_words]
+    num_shares: int,  # that the outputs are cut into, one for each thread
     out: Any,  # [R, N]
 ) -> None:
     num_rows, num_outputs = out.shape
@@ -139,14 +185,15 @@ def _amx_linear(
     else:
         for place in range(tiles * steps):
             _pack(inputs, place // steps, place % steps, words)
-    for stripe in prange((num_outputs + _STRIPE - 1) // _STRIPE):
+    for share in prange(num_shares):
         sums = np.empty((_STRIPE // PANEL) * ((tiles + 1) // 2) * _PAIR_WORDS, np.float32)
-        begin = stripe * _STRIPE
-        _stripe(words, tiles, none, weight, none, bias, sums, out, begin, min(begin + _STRIPE, num_outputs))
+        packed = _packed_of(words, tiles, share, num_shares)
+        begin, end = _outputs_of(share, num_shares, num_outputs)
+        _share(words, tiles, none, weight, none, bias, sums, packed, out, begin, end)
 
 
 def amx_int8_linear_signature(element: types.Type) -> Any:
-    return void(element[:, ::1], int8[:, ::1], float32[::1], element[::1], int32[::1], element[:, ::1])
+    return void(element[:, ::1], int8[:, ::1], float32[::1], element[::1], int32[::1], int64, element[:, ::1])
 
 
 def _amx_int8_linear(
@@ -154,7 +201,8 @@ def _amx_int8_linear(
     weight: Any,  # [N, K] int8
     scale: Any,  # [N]: of each output's weights
     bias: Any,  # [N], or [0] for none
-    words: Any,  # [16 C K / 2]: scratch
+    words: Any,  # [scratch_words]
+    num_shares: int,  # that the outputs are cut into, one for each thread
     out: Any,  # [R, N]
 ) -> None:
     num_rows, num_outputs = out.shape
@@ -170,10 +218,11 @@ def _amx_int8_linear(
             units[row] = unit_of(x[row])
         for place in range(tiles * steps):
             _split_and_pack(x, units, place // steps, place % steps, words)
-    for stripe in prange((num_outputs + _STRIPE - 1) // _STRIPE):
+    for share in prange(num_shares):
         sums = np.empty((_STRIPE // PANEL) * tiles * _PAIR_WORDS, np.int32)
-        begin = stripe * _STRIPE
-        _stripe(words, 2 * tiles, units, weight, scale, bias, sums, out, begin, min(begin + _STRIPE, num_outputs))
+        packed = _packed_of(words, 2 * tiles, share, num_shares)
+        begin, end = _outputs_of(share, num_shares, num_outputs)
+        _share(words, 2 * tiles, units, weight, scale, bias, sums, packed, out, begin, end)
 
 
 amx_linear_serial = njit(**_OPTIONS)(_amx_linear)

@@ -88,6 +88,7 @@ def test_matrix_unit(
     kernel_of("amx_linear")
     ops.set_num_threads(threads)
     share_everything(monkeypatch)
+    monkeypatch.setattr(ops._kernels, "_VECTOR_ROWS", 0)
     assert ops._kernels.linear_kernel(num_rows, num_inputs, num_outputs, "bfloat16") is ops._kernels.amx_linear
     x = random(num_rows, num_inputs, dtype=torch.bfloat16)
     weight = random(num_outputs, num_inputs, dtype=torch.bfloat16, scale=num_inputs**-0.5)
