@@ -102,18 +102,28 @@ class StepCosts:
         curve = self._known()
         return self._base_s(curve, num_tokens) + self._contexts_s(contexts) if curve else 0.0
 
-    def tokens_within(self, seconds: float, most: int, contexts_of: Callable[[int], Sequence[float]] = lambda tokens: ()) -> int:
+    def tokens_within(
+        self,
+        seconds: float,
+        most: int,
+        contexts_of: Callable[[int], Sequence[float]] = lambda tokens: (),
+        one_more: bool = False,
+    ) -> int:
         """The largest step of up to `most` tokens that takes no longer now, at the end of a class if it is not `most`. Beyond what
-        is known, where there is room, twice the tokens are tried. 0 if none is known or even the smallest takes longer.
-        contexts_of: those of a step of so many tokens; they grow with it."""
+        is known, where there is room, twice the tokens are tried; one_more: where there is little, one class more. 0 if none is
+        known or the smallest takes longer. contexts_of: those of a step of so many tokens; they grow with it."""
         curve = self._known()
         if not curve:
             return 0
         seconds /= max(1.0, self._drift)
         largest, dearest = curve[-1]
         tried = 0
-        if self._classes[largest].num > 1 and dearest + self._contexts_s(contexts_of(largest)) <= seconds / _ROOM:
-            tried = 2 * largest
+        if self._classes[largest].num > 1:
+            dearest += self._contexts_s(contexts_of(largest))
+            if dearest <= seconds / _ROOM:
+                tried = 2 * largest
+            elif one_more and dearest <= seconds:
+                tried = class_tokens(largest + 1)
 
         def too_dear(tokens: int) -> bool:
             return tokens > tried and self._base_s(curve, tokens) + self._contexts_s(contexts_of(tokens)) > seconds

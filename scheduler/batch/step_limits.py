@@ -66,7 +66,7 @@ class StepLimits:
         fewest = self.decoding.fewest_tokens
         if fewest > 1 and self.decoding.least() > self.turn_s:  # whether fewer take less is not known yet
             return min(most, fewest // 2)
-        return max(1, self.decoding.tokens_within(turns * self._turn_s(), most, lambda rows: (rows * context,)))
+        return max(1, self.decoding.tokens_within(turns * self._turn_s(), most, lambda rows: (rows * context,), one_more=True))
 
     def rows_beside(self, loads: Sequence[TenantLoad], most: int, context: float) -> int:
         """As max_rows, where several tenants' sequences want to decode and no other model waits. Prompts have their part of the

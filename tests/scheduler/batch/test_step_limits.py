@@ -113,6 +113,14 @@ def test_while_others_wait_batch_and_chunk_keep_within_a_turn() -> None:
     assert chunk_of(limits, 200, turns=1) == LEAST_CHUNK_TOKENS
 
 
+def test_a_busy_model_finds_its_batch_from_one_row_on_though_a_turn_hardly_holds_one() -> None:
+    limits, rows = StepLimits(0.010, 2.0), 1
+    for _ in range(60):
+        limits.note(plan_of(rows), 0.0112 + 0.00035 * rows)
+        rows = limits.max_rows(32, 100.0)
+    assert rows == 8, "14.0 of 14.4 ms"
+
+
 def test_where_any_chunk_is_dear_it_may_as_well_be_larger() -> None:
     """A step with a prompt has 6 ms of its own: in chunks of 8 tokens a prompt would hold the others up the more often."""
     limits = StepLimits(0.010, 2.0)
