@@ -183,7 +183,8 @@ class Steps:
         """The program of decode steps of so many rows, recorded before there are clocks around the kernels; it has its own."""
         running = self.decode(num_rows, params)
         next(running)
-        self.run()
+        for _ in range(2):  # recorded, then laid out
+            self.run()
         self.forget_all()
         steps = self.hosted._decode_steps
         found: StepProgram | None = steps.programs.get(steps._inputs.recorded_rows(num_rows))
