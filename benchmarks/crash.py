@@ -1,9 +1,10 @@
 """kill -9 of the engine under 50 streams: how many requests fail or hang (should be none), and when tokens flow again.
 
 First one model with its weights on disk, then three of 125 M parameters that are resident and kept in host memory: these must come
-back without a read (what the engine's processes read is told), and when each of them serves again. The engine is killed when all 50
-streams run.
-usage: python -m benchmarks.crash [--only one|three]
+back without a read (what the engine's processes read is told), and when each of them serves again. Then the same three, whose
+weights the next engine takes over where they are on the device (`adopt_weights`): what loads copy and take then. The engine is killed
+when all 50 streams run.
+usage: python -m benchmarks.crash [--only one|three|adopted]
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import signal
 import sys
 import tempfile
 import time
+import urllib.request
 from typing import Any
 
 import uvloop
@@ -93,7 +95,7 @@ def one() -> dict[str, Any]:
     return {"benchmark": "crash", **figures(results, killed, FEATHER[1]), "engine_restarts": status["engine_restarts"]}
 
 
-def three() -> dict[str, Any]:
+def three(benchmark: str = "crash_host_tier", *more_flags: str) -> dict[str, Any]:
     mid = make(STORE, "mid")
     with tempfile.TemporaryDirectory(prefix="hearth-crash-", dir=STORE.parent) as place:
         models = pathlib.Path(place)
@@ -102,27 +104,40 @@ def three() -> dict[str, Any]:
             for file in mid.iterdir():
                 if file.name != "done":
                     os.link(file, models / name / file.name)
-        flags = ["--host-tier-bytes", "1GiB", "--turn-budget-ms", str(TURN_MS)]
+        flags = ["--host-tier-bytes", "1GiB", "--turn-budget-ms", str(TURN_MS), *more_flags]
         with Server(models, ["cpu=2GiB"], flags) as server:
             for name in THREE:
                 server.cli("load", name)
             uvloop.run(drive(server.url, list(THREE), 6, 6, 16, 8))
-            num_loads = len(_loads(server))
+            num_loads, copied_s = len(_loads(server)), _copy_seconds(server)
             results, killed = uvloop.run(scenario(server, list(THREE), MID))
-            again = _loads(server)[num_loads:]
+            again, copied_s = _loads(server)[num_loads:], _copy_seconds(server) - copied_s
             (engine,) = server.engines()
             read_chars = engine.io_counters().read_chars
             status = server.cli("status", "--json")
     return {
-        "benchmark": "crash_host_tier",
+        "benchmark": benchmark,
         "models": len(THREE),
         **figures(results, killed, MID[1]),
         "loads": [event["model"] for event in again],
         "bytes_read_by_loads": sum(event["bytes_read"] for event in again),
+        "adopted": sum(event["adopted"] for event in again),
+        "copy_s": round(copied_s, 4),
         "load_s": [round(event["seconds"], 3) for event in again],
         "engine_read_chars": read_chars,  # its libraries and messages; the weights of the three are 750 MB
         "engine_restarts": status["engine_restarts"],
     }
+
+
+def adopted() -> dict[str, Any]:
+    return three("crash_adopted", "--adopt-weights", "true")
+
+
+def _copy_seconds(server: Server) -> float:
+    """Spent copying between host memory and the device, so far."""
+    with urllib.request.urlopen(f"{server.url}/metrics") as answer:
+        lines = answer.read().decode().splitlines()
+    return next(float(line.split()[1]) for line in lines if line.startswith('hearth_swap_seconds_total{phase="copy"}'))
 
 
 def _loads(server: Server) -> list[dict[str, Any]]:
@@ -131,11 +146,11 @@ def _loads(server: Server) -> list[dict[str, Any]]:
 
 
 def run(only: str = "") -> list[dict[str, Any]]:
-    return [make_line() for name, make_line in (("one", one), ("three", three)) if only in ("", name)]
+    return [make_line() for name, make_line in (("one", one), ("three", three), ("adopted", adopted)) if only in ("", name)]
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("one", "three"), default="")
+    parser.add_argument("--only", choices=("one", "three", "adopted"), default="")
     for line in run(parser.parse_args().only):
         print(json.dumps(line), flush=True)

@@ -108,6 +108,7 @@ def report(lines: list[dict[str, Any]]) -> str:
         ("stall", "A 1 MB prompt and a 128,000-entry vocabulary arrive while 50 streams run"),
         ("crash", "kill -9 of the engine under 50 streams"),
         ("crash_host_tier", "The same with three models of 125 M parameters resident and kept in host memory"),
+        ("crash_adopted", "The same three, their weights taken over on the device by the next engine"),
         ("pauses", "Streams paused three times for other models' overdue work"),
         ("scheduler", "Node scheduler, cost of an event"),
         ("grammar", "Grammars: masks on a vocabulary of 32,000, and 500 schemas of everyday difficulty"),

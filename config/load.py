@@ -140,7 +140,9 @@ def _from_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
     for key, text in flags.items():
         value = text
         kinds = _plain_kinds(types[key])
-        if isinstance(text, str) and str not in kinds:
+        if isinstance(text, str) and bool in kinds:
+            value = {"true": True, "false": False}.get(text, text)
+        elif isinstance(text, str) and str not in kinds:
             try:
                 value = int(text) if int in kinds and float not in kinds else float(text)
             except ValueError:

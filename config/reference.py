@@ -82,6 +82,7 @@ _EXAMPLES = {
     "state_dir": '"/var/lib/hearthd"',
     "cache_dir": '"/var/cache/hearthd"',
     "host_tier_bytes": '"64GiB"',
+    "adopt_weights": "true",
     "load_deadline_s": "120.0",
     "aliases": '["gpt-4o-mini", "default"]',
     "max_model_len": "8192",

@@ -151,6 +151,13 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "bytes",
         ),
     ] = None
+    adopt_weights: Annotated[
+        bool | None,
+        key(
+            "when an engine dies, the next one takes over the weights on the device as they are, with nothing read or copied; the "
+            "daemon holds the device's memory meanwhile; default: on GPUs"
+        ),
+    ] = None
     preempt_after_s: Annotated[
         float,
         key(

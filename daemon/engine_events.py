@@ -122,6 +122,7 @@ class EngineEvents:
             seconds=round(message.seconds, 6),
             bytes_read=message.bytes_read,
             restored_kv_tokens=message.restored_kv_tokens,
+            adopted=message.adopted,
         )
         self._post(
             events.LoadFinished(
@@ -135,6 +136,7 @@ class EngineEvents:
                 source_rejected=message.source_rejected,
                 read_as=message.read_as,
                 kernels_s=message.kernels_seconds,
+                adopted=message.adopted,
                 restored_kv_tokens=message.restored_kv_tokens,
             )
         )

@@ -23,6 +23,7 @@ from daemon.gpu.driver import Driver
 from daemon.gpu.inventory import GpuFault, Inventory, rows_of, why_no_memory
 from daemon.gpu.watch import GpuWatch
 from daemon.host_memory import HostMemory
+from daemon.left_memory import LeftMemory
 from daemon.live_settings import LiveSettings
 from daemon.logs import fields
 from daemon.loop_watch import LoopWatch
@@ -90,6 +91,7 @@ class Node:
                 self.host_memory.fd,
                 device.uuid,
                 partial(why_no_memory, self.inventory, device),
+                self._left_memory(device),
             )
             for device in devices
         }
@@ -119,13 +121,18 @@ class Node:
 
         return spec
 
+    def _left_memory(self, device: DeviceBudget) -> LeftMemory | None:
+        is_host = device.hardware.startswith("cpu")
+        wanted = not is_host if self.config.adopt_weights is None else self.config.adopt_weights
+        return LeftMemory(device.name, is_host) if wanted and self.config.runner == "torch" else None
+
     def _gpu_fault(self, device: DeviceBudget, fault: GpuFault) -> None:
         """Its engine may not come back from what it waits for; the others have nothing to do with it."""
         log.error("GPU %s: %s", device.uuid, fault, extra=fields(device=device.name))
         self.ring.add("gpu_fault", device=device.name, uuid=device.uuid, xid=fault.xid, fatal=fault.is_fatal)
         self.metric.gpu_faults[device.name, str(fault.xid)] += 1
         if fault.is_fatal:
-            self.workers[device.name].restart(f"was ended: {fault} on {device.uuid}")
+            self.workers[device.name].restart(f"was ended: {fault} on {device.uuid}", distrust_memory=True)
 
     async def gpu_rows(self) -> list[dict[str, Any]]:
         """For `hearth gpus`. Raises NoGpus."""

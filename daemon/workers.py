@@ -11,10 +11,12 @@ import contextlib
 import logging
 import mmap
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,13 +24,18 @@ from typing import Any, Protocol
 
 from config.child_process import child_environment
 from config.schema import DeviceBudget, NodeConfig
+from daemon.left_memory import LeftMemory
 from daemon.logs import fields
+from daemon.metrics.swaps import KernelKills
 from daemon.worker_channel import WorkerChannel
 from engine import protocol
 
 BACK_OFF_S, MAX_BACK_OFF_S, HEALTHY_AFTER_S = 0.2, 10.0, 60.0
 START_LIMIT_S = 120.0  # from spawn to EngineReady; importing torch from a cold disk takes a while
 STOP_LIMIT_S = 3.0
+
+# What CUDA calls errors of the device's memory (cuGetErrorString: ECC uncorrectable, contained, hardware stack error).
+FAULTY_MEMORY = re.compile(r"\bECC\b|contained|hardware", re.IGNORECASE)
 
 ENGINE_LEVELS = {"INFO": logging.INFO, "WARNING": logging.WARNING, "ERROR": logging.ERROR, "CRITICAL": logging.CRITICAL}
 
@@ -88,7 +95,8 @@ def threads_per_engine(config: NodeConfig, devices: Sequence[DeviceBudget]) -> i
 class Worker:
     """One device's engine through all its lives. `spec` may be asked for late: the process imports its libraries meanwhile.
     host_tier_fd: the host tier's memfd, -1 where there is none. gpu: UUID of the only GPU it sees, "" for a cpu device.
-    no_memory: in one line, why the device cannot give what was asked for; in a thread, with the engine's own words.
+    no_memory: in one line, why the device cannot give what was asked for; in a thread, with the engine's own words. left: holds the
+    device's memory between its engines; None: an engine's memory ends with it.
 
     problem: why there is no engine now, "" while there is one."""
 
@@ -101,9 +109,12 @@ class Worker:
         host_tier_fd: int = -1,
         gpu: str = "",
         no_memory: Callable[[str], str] = str,
+        left: LeftMemory | None = None,
     ) -> None:
         self.device, self._threads, self._spec, self._events = device, threads, spec, events
-        self._host_tier_fd, self._gpu, self._no_memory = host_tier_fd, gpu, no_memory
+        self._host_tier_fd, self._gpu, self._no_memory, self._left = host_tier_fd, gpu, no_memory, left
+        self._kernel_kills = KernelKills()
+        self._came_up = self._distrusted = False  # of the life under way
         self.problem = ""
         self._fault: protocol.EngineFault | None = None
         self.pid = 0
@@ -125,11 +136,13 @@ class Worker:
 
     def send(self, message: protocol.Message) -> None:
         if self._channel is not None:
+            if self._left is not None:
+                self._left.sent(message)
             self._channel.send(message)
 
-    def restart(self, reason: str) -> None:
-        """Kills the process; the usual road of a death follows."""
-        self._kill_reason = reason
+    def restart(self, reason: str, distrust_memory: bool = False) -> None:
+        """Kills the process; the usual road of a death follows. distrust_memory: what is on the device is not to be used again."""
+        self._kill_reason, self._distrusted = reason, distrust_memory
         self._kill()
 
     async def stop(self) -> None:
@@ -168,6 +181,10 @@ class Worker:
             except Exception as error:  # a fault of this file must not leave the device without an engine for good
                 log.exception("looking after an engine failed", extra=fields(device=self.device))
                 reason, running = f"could not be looked after: {error}", ()
+            if self._left is not None:
+                killed, lasted_s = self._kernel_kills.look() and "SIGKILL" in reason, time.monotonic() - started
+                distrusted = self._distrusted or FAULTY_MEMORY.search(reason) is not None
+                await asyncio.to_thread(self._left.ended, self._came_up, lasted_s, distrusted, killed)
             if self._stopping:
                 return
             if time.monotonic() - started > HEALTHY_AFTER_S:
@@ -182,20 +199,24 @@ class Worker:
     async def _one_life(self) -> tuple[str, tuple[int, ...]]:
         """From spawn to death: (why it ended, the requests of the step it died in). Raises OSError if it can't be spawned."""
         loop = asyncio.get_running_loop()
+        self._came_up = self._distrusted = False
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
+        handover = _Handover(self._left, self.device) if self._left is not None else None
         journal_fd = os.memfd_create(f"journal-{self.device[:64]}")  # its name may be no longer than some 240
         try:
             os.ftruncate(journal_fd, protocol.JOURNAL_BYTES)
             journal = mmap.mmap(journal_fd, protocol.JOURNAL_BYTES)
             # in a thread: fork and exec of a large parent may take longer than the loop may be held
-            process = await asyncio.to_thread(self._spawn, theirs.fileno(), journal_fd)
+            process = await asyncio.to_thread(self._spawn, theirs.fileno(), journal_fd, handover.fd if handover else -1)
         except BaseException:
             ours.close()
             raise
         finally:
             theirs.close()
             os.close(journal_fd)
+            if handover is not None:
+                handover.spawned()
         self._process, self.pid, self._kill_reason, self._fault = process, process.pid, "", None
         exited = loop.create_future()
         pidfd = os.pidfd_open(process.pid)
@@ -232,6 +253,8 @@ class Worker:
             if process.poll() is None:
                 process.kill()
             code = await asyncio.to_thread(process.wait)
+            if handover is not None:
+                await asyncio.to_thread(handover.join)
             if stderr is not None:
                 stderr.close()
         running = protocol.read_journal(journal)
@@ -245,12 +268,15 @@ class Worker:
             return f"could not start: {await asyncio.to_thread(self._no_memory, self._fault.error)}"
         return f"{_describe(code)}: {self._fault.error}"
 
-    def _spawn(self, channel_fd: int, journal_fd: int) -> subprocess.Popen[bytes]:
+    def _spawn(self, channel_fd: int, journal_fd: int, handover_fd: int) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-P", "-m", "engine", "--channel-fd", str(channel_fd), "--journal-fd", str(journal_fd)]
         passed = [channel_fd, journal_fd]
         if self._host_tier_fd >= 0:
             command += ["--host-tier-fd", str(self._host_tier_fd)]
             passed.append(self._host_tier_fd)
+        if handover_fd >= 0:
+            command += ["--handover-fd", str(handover_fd)]
+            passed.append(handover_fd)
         threads = str(self._threads)
         visible = {"CUDA_VISIBLE_DEVICES": self._gpu} if self._gpu else {}
         # its own process group: a terminal's Ctrl-C is for the daemon, which drains first
@@ -270,16 +296,36 @@ class Worker:
             if message.version != protocol.PROTOCOL_VERSION:
                 self.restart(f"speaks protocol {message.version}, the daemon {protocol.PROTOCOL_VERSION}")
                 return
-            self.up, self.problem = True, ""
+            self.up, self._came_up, self.problem = True, True, ""
             self._events.engine_up(self.device, message)
         elif type(message) is protocol.EngineFault:
             self._fault = message
+        elif type(message) is protocol.WeightsHeld:
+            if self._left is not None:
+                self._left.told(message)
         else:
             self._events.engine_message(self.device, message)
 
     def _too_slow(self) -> None:
         if not self.up:
             self.restart(f"was not ready within {START_LIMIT_S:.0f} s")
+
+
+class _Handover:
+    """The daemon's end of the socket on which one engine asks for the memory left by the one before."""
+
+    def __init__(self, left: LeftMemory, device: str) -> None:
+        ours, self._theirs = socket.socketpair()
+        self.fd = self._theirs.fileno()
+        self._thread = threading.Thread(target=left.exchange, args=(ours,), name=f"memory of {device}", daemon=True)
+        self._thread.start()
+
+    def spawned(self) -> None:
+        """The engine has its end, or there is none: ours ends with it."""
+        self._theirs.close()
+
+    def join(self) -> None:
+        self._thread.join()
 
 
 def _describe(code: int) -> str:

@@ -1,4 +1,5 @@
-"""`python -P -m engine --channel-fd N --journal-fd M [--host-tier-fd L]`: one engine process. It lives as long as its socketpair.
+"""`python -P -m engine --channel-fd N --journal-fd M [--host-tier-fd L] [--handover-fd K]`: one engine process. It lives as long as
+its socketpair.
 
 Signals are the daemon's business: SIGTERM and SIGINT, which reach a whole process group, are ignored here.
 """
@@ -21,9 +22,11 @@ import msgspec
 from engine.channel import Channel, ChannelClosed
 from engine.contracts import Runner
 from engine.device import prepare_process
+from engine.handover import Handover
+from engine.memory import handles
 from engine.memory.chunk_memory import ChunkMemory
 from engine.memory.host_tier import HostTier
-from engine.protocol import JOURNAL_BYTES, Configure, EngineFault
+from engine.protocol import JOURNAL_BYTES, Configure, EngineFault, WeightsHeld
 from engine.worker import Engine
 
 log = logging.getLogger("engine")
@@ -41,30 +44,37 @@ def beside_work_space(configure: Configure) -> Configure:
     return msgspec.structs.replace(configure, num_chunks=configure.num_chunks - work_chunks, work_space_bytes=0)
 
 
-def make_runner(configure: Configure, tier: HostTier | None, work_space_bytes: int) -> tuple[Runner, ChunkMemory | None]:
-    """torch is imported only for the runner that computes. work_space_bytes: beside the chunks of a GPU. Raises ValueError for an
-    unknown runner."""
+def make_runner(
+    configure: Configure, tier: HostTier | None, work_space_bytes: int, handover: Handover | None
+) -> tuple[Runner, ChunkMemory | None, list[WeightsHeld] | None]:
+    """The third: as Engine wants it. torch is imported only for the runner that computes. work_space_bytes: beside the chunks of a
+    GPU. handover: None where the memory is this process's alone. Raises ValueError for an unknown runner."""
     if configure.runner == "null":
         from engine.null_runner import NullRunner
 
-        return NullRunner(configure, tier), None
+        return NullRunner(configure, tier), None, None
     if configure.runner == "torch":
         prepare_process()
         from engine.model_runner import TorchRunner
 
+        given, left = handover.ask(configure.num_chunks, configure.chunk_bytes) if handover is not None else ([], None)
         memory: ChunkMemory
         if configure.device.startswith("cuda"):
             from engine.memory.cuda_memory import CudaMemory
             from engine.work_space import limit_torch
 
-            memory = CudaMemory(configure.num_chunks, configure.chunk_bytes)
+            outlives = handover is not None
+            memory = CudaMemory(configure.num_chunks, configure.chunk_bytes, exportable=outlives, handles=given)
             limit_bytes = limit_torch(work_space_bytes)
             log.info("torch is held to %.2f GiB of work space", limit_bytes / 2**30)
         else:
             from engine.memory.cpu_memory import CpuMemory
 
-            memory = CpuMemory(configure.num_chunks, configure.chunk_bytes)
-        return TorchRunner(memory, configure, tier), memory
+            memory = CpuMemory(configure.num_chunks, configure.chunk_bytes, given)
+        handles.close(given)
+        if handover is not None and not given:
+            handover.give(memory)
+        return TorchRunner(memory, configure, tier), memory, left
     raise ValueError(f"Configure.runner {configure.runner!r}: allowed are torch and null")
 
 
@@ -75,6 +85,7 @@ def main() -> int:
     parser.add_argument("--channel-fd", type=int, required=True, help="socketpair to the daemon")
     parser.add_argument("--journal-fd", type=int, required=True, help="memfd for the step journal")
     parser.add_argument("--host-tier-fd", type=int, default=-1, help="memfd of Configure.host_tier_slots slots")
+    parser.add_argument("--handover-fd", type=int, default=-1, help="socket for the device's memory to outlive this process")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stderr)
     channel = Channel(socket.socket(fileno=options.channel_fd))
@@ -94,11 +105,12 @@ def main() -> int:
         tier = HostTier(options.host_tier_fd, first.host_tier_slots, first.chunk_bytes)
     work_space_bytes, first = first.work_space_bytes, beside_work_space(first)
     try:
-        runner, memory = make_runner(first, tier, work_space_bytes)
+        handover = Handover(socket.socket(fileno=options.handover_fd)) if options.handover_fd >= 0 else None
+        runner, memory, left = make_runner(first, tier, work_space_bytes, handover)
     except Exception as error:
         return _fault(channel, "no_memory" if isinstance(error, MemoryError) else "fault", error)
     try:
-        Engine(channel, journal, first, runner, memory, tier).run(rest)
+        Engine(channel, journal, first, runner, memory, tier, left).run(rest)
     except Exception as error:
         return _fault(channel, "fault", error)
     return 0

@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 
 from engine.grammar.row_masks import RowMasks
 from engine.loading.weight_gate import WeightGate
-from engine.protocol import LoadModel, PromptLogprobs, TokenLogprobs
+from engine.protocol import LoadModel, PromptLogprobs, TokenLogprobs, WeightsHeld
 from loader.sizing import KVGroupSpec as KVGroupSpec
 from scheduler.batch.plan import BatchPlan as BatchPlan
 from scheduler.batch.plan import BoolArray as BoolArray
@@ -122,6 +122,7 @@ class LoadTask:
     chunks: IntArray
     progress: Callable[[int, int], None]
     cancelled: Callable[[], bool]
+    left: WeightsHeld | None = None  # what the chunks hold already, left by an engine before this one
     bytes_read: int = 0
     kept: bool = False
     checksum: int = 0
@@ -130,6 +131,9 @@ class LoadTask:
     source_rejected: str = ""
     read_as: str = ""
     kernels_seconds: float = 0.0
+    adopted: bool = False
+    weights_bytes: int = 0  # from the first chunk's beginning on; 0: there are none that another engine could take over
+    weights_checksum: int = 0  # of them, where it is known
     # Called once where a model can run its first step behind the weights; the caller opens the gate after the load.
     begun: Callable[[StreamedModel, WeightGate], None] | None = None
 

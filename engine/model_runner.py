@@ -22,6 +22,7 @@ from engine.hosted_encoder import TorchEncoder
 from engine.hosted_model import TorchModel
 from engine.loading.device_frames import DeviceFrames, device_frames
 from engine.loading.device_sink import DeviceSink
+from engine.loading.left_weights import adopt
 from engine.loading.weight_arrivals import parameter_places
 from engine.loading.weight_copies import KeptCopy, WeightCopies
 from engine.loading.weight_decoder import weight_decoder
@@ -141,8 +142,9 @@ class TorchRunner:
                     if task.begun is not None and ops.threads_may_share():
                         gate = WeightGate(sizing.weight_layout(source.shape, spec.dtype, spec.quantize))
                         task.begun(hosted, gate)
-                if not self._copies.take(task, weights, gate):
+                if not self._in_memory(task, weights, gate):
                     self._read(task, choice, source, weights, gate, stack)
+                task.weights_bytes = num_bytes
                 if self._gpu:
                     return self._gpu_model(spec, source.shape, weights)
                 if source.shape.pooling:
@@ -157,6 +159,16 @@ class TorchRunner:
                     raise LoadCancelled(str(error)) from None
                 raise
 
+    def _in_memory(self, task: LoadTask, weights: WeightRange, gate: WeightGate | None) -> bool:
+        """Whether the range holds the weights now with nothing read: they were on the device, or are copied from the host tier."""
+        for way, given in ((partial(adopt, self.memory), task.left), (self._copies.take, task.spec.source_slots)):
+            if given:
+                if way(task, weights, gate):
+                    return True
+                if gate is not None:
+                    gate.begin_anew()
+        return False
+
     def _read(
         self,
         task: LoadTask,
@@ -169,8 +181,6 @@ class TorchRunner:
         """From its files to the range, and on to the host tier where it is to be kept; from the plain files if packed ones are
         damaged. stack: closes what is opened."""
         spec = task.spec
-        if gate is not None and spec.source_slots:
-            gate.begin_anew()
         layout = sizing.weight_layout(source.shape, spec.dtype, spec.quantize)
         places = [(begin, end) for begin, end, _ in parameter_places(layout)]
         with self._copies.keeping(task, weights, places) as kept:

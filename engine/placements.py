@@ -5,16 +5,18 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
 from engine import kv_transfer
 from engine.contracts import BatchPlan, HostedEncoder, LoadCancelled
 from engine.kv_transfer import KVTransfer
-from engine.loading.loads import Begun, Load, Loads, Streams
+from engine.loading.left_weights import checksum_of
+from engine.loading.loads import Begun, Load, Loads, Streams, Summed
 from engine.memory.chunk_memory import ChunkMemory
 from engine.memory.host_tier import HostTier
-from engine.protocol import Evicted, EvictModel, LoadDone, LoadFailed, LoadModel, LoadProgress, LoadStreams, Message
+from engine.protocol import Evicted, EvictModel, LoadDone, LoadFailed, LoadModel, LoadProgress, LoadStreams, Message, WeightsHeld
 from engine.served_models import ServedModel, ServedModels
 from engine.steps.first import FirstStep
 
@@ -23,7 +25,8 @@ log = logging.getLogger("engine")
 
 class Placements:
     """`forget(model)` drops what the engine's loop knows of an evicted model's requests; `resume` takes in what a first step came
-    to, and what was put by meanwhile; `loaded` when a load was told of. memory: None where no model has any.
+    to, and what was put by meanwhile; `loaded` when a load was told of. memory: None where no model has any. outlives: whether the
+    daemon holds the memory beyond this process, and is told where weights are.
 
     Not called while a step runs; copies and first steps run beside the steps of other models. A model is in one of these:
     loads.running (and in `first` if prompts may run behind its weights, once saved KV is there), first (its weights are there, the
@@ -39,9 +42,10 @@ class Placements:
         tier: HostTier | None = None,
         resume: Callable[[FirstStep], None] = lambda first: None,
         loaded: Callable[[], None] = lambda: None,
+        outlives: bool = False,
     ) -> None:
         self._models, self._loads, self._send, self._forget, self._resume = models, loads, send, forget, resume
-        self._has_loaded = loaded
+        self._has_loaded, self._outlives = loaded, outlives
         self.first: dict[str, FirstStep] = {}
         self._memory, self._tier = memory, tier
         self._restoring: dict[str, tuple[Load, KVTransfer]] = {}
@@ -105,6 +109,8 @@ class Placements:
                     self._take_requests(first)
             elif isinstance(item, FirstStep):
                 self._stepped(item)
+            elif isinstance(item, Summed):
+                self._tell_held(item.load)
             elif item.save:
                 self._saved(item)
             else:
@@ -254,9 +260,24 @@ class Placements:
                 source_rejected=task.source_rejected,
                 read_as=task.read_as,
                 kernels_seconds=task.kernels_seconds,
+                adopted=task.adopted,
             )
         )
         self._has_loaded()
+        if self._outlives and task.weights_bytes and self._memory is not None:
+            if task.weights_checksum:
+                self._tell_held(load)
+            else:
+                chunks = load.place.weights
+                self._loads.sum_up(load, partial(checksum_of, self._memory, chunks, task.weights_bytes))
+
+    def _tell_held(self, load: Load) -> None:
+        """Where the weights are. Of a model that has begun to leave the daemon knows better."""
+        task, spec, size = load.task, load.task.spec, self._memory.chunk_bytes if self._memory is not None else 1
+        chunks = load.place.weights[: -(-task.weights_bytes // size)].tolist()
+        if chunks:  # it has not left
+            told = (spec.fingerprint, spec.dtype, spec.quantize, task.weights_bytes, chunks, task.weights_checksum)
+            self._send(WeightsHeld(spec.placement_id, spec.model, *told))
 
     # ---- going
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 # How a sequence ended, as `TokensOut.finish` carries it. 0 is "goes on".
 FINISH_NONE, FINISH_STOP, FINISH_LENGTH, FINISH_ABORT = 0, 1, 2, 3
@@ -187,6 +187,21 @@ class LoadDone(Message, frozen=True):
     source_rejected: str = ""  # why source_slots were given but not used (the weights came from disk instead)
     read_as: str = ""  # which of its files were read and why, where some are packed
     kernels_seconds: float = 0.0  # of the seconds, spent waiting for kernels to be compiled, once a machine
+    adopted: bool = False  # the weights were on the device already, left by an engine that died: nothing was read or copied
+
+
+class WeightsHeld(Message, frozen=True):
+    """Where a ready model's weights are. Nothing writes there until the model is told to leave, so the engine after this one, given
+    the same memory, may take them over if they sum up to `checksum` still."""
+
+    placement_id: int
+    model: str
+    fingerprint: str
+    dtype: str
+    quantize: str
+    num_bytes: int
+    chunks: list[int]  # of the device, in the weights' order
+    checksum: int  # as LoadModel.checksum
 
 
 class LoadFailed(Message, frozen=True):
@@ -281,6 +296,7 @@ FromEngine = (
     | LoadProgress
     | LoadStreams
     | LoadDone
+    | WeightsHeld
     | LoadFailed
     | Evicted
     | TokensOut
@@ -291,6 +307,7 @@ FromEngine = (
 )
 
 _encoder = msgspec.msgpack.Encoder()
+_held_decoder = msgspec.msgpack.Decoder(list[WeightsHeld])
 _length = struct.Struct("<I")
 
 
@@ -298,6 +315,16 @@ def encode(message: Message) -> bytes:
     """One frame, length prefix included."""
     body = _encoder.encode(message)
     return _length.pack(len(body)) + body
+
+
+def encode_held(weights: list[WeightsHeld]) -> bytes:
+    """What goes with the descriptors of a dead engine's memory (engine/memory/handles.py)."""
+    return _encoder.encode(weights)
+
+
+def decode_held(note: bytes) -> list[WeightsHeld]:
+    """Raises msgspec.DecodeError."""
+    return _held_decoder.decode(note) if note else []
 
 
 class FrameReader:

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from engine.contracts import HostedEncoder, HostedModel, LaunchesAhead
 from engine.embedder import Embedder
 from engine.kv_caches import make_kv_cache
-from engine.protocol import Configure, LoadModel, Stats
+from engine.protocol import Configure, LoadModel, Stats, WeightsHeld
 from scheduler.batch.batch_scheduler import BatchLimits, BatchScheduler
-from scheduler.batch.chunk_pool import ChunkPool
+from scheduler.batch.chunk_pool import ChunkPool, free_runs
 from scheduler.batch.compaction import Compaction
 from scheduler.batch.plan import IntArray
 from scheduler.batch.step_limits import StepLimits, turns_of_step
@@ -40,6 +42,7 @@ class Place:
 
     weights: IntArray
     kv: IntArray
+    left: WeightsHeld | None = None  # what is in the weights' chunks already
 
 
 @dataclass(slots=True)
@@ -59,7 +62,8 @@ class ServedModel:
 class ServedModels:
     """Everything loaded on one device. Not called while a step runs."""
 
-    def __init__(self, configure: Configure, arena: Arena | None) -> None:
+    def __init__(self, configure: Configure, arena: Arena | None, left: Sequence[WeightsHeld] = ()) -> None:
+        """left: by an engine before this one, in the arena."""
         self.by_name: dict[str, ServedModel] = {}
         self.embedders: dict[str, Embedder] = {}
         self._encoder_places: dict[str, Place] = {}
@@ -73,6 +77,9 @@ class ServedModels:
         self.compaction = Compaction(self._copy_blocks)
         self._preempted_before = 0  # by models that are gone
         self._limits: dict[tuple[str, str, str], StepLimits] = {}  # of all ever loaded: what their steps cost is still so
+        self._left: dict[str, WeightsHeld] = {}
+        if left:
+            self._take_over(left)
 
     def busy(self) -> list[str]:
         """Models that may have a step to run."""
@@ -101,14 +108,18 @@ class ServedModels:
 
     def take_place(self, spec: LoadModel) -> Place:
         """What a model will own, before its load. Raises MemoryError, taking nothing."""
-        kv = self.chunks.hold(spec.kv_reserved_chunks)
+        left = self._left_of(spec)
+        weights = self.chunks.take_left(spec.model) if left is not None else np.zeros(0, np.int32)
+        kv = weights[:0]
         try:
-            weights = self.chunks.take_weights(spec.weights_chunks)
+            kv = self.chunks.hold(spec.kv_reserved_chunks)
+            weights = np.concatenate((weights, self.chunks.take_weights(spec.weights_chunks - len(weights))))
         except MemoryError:
             self.chunks.release_hold(kv)
+            self.chunks.give_back_weights(weights)
             raise
         self.discard_returned()
-        return Place(weights, kv)
+        return Place(weights, kv, left)
 
     def give_up_place(self, place: Place) -> None:
         """Of a load that came to nothing, or of a model whose sequences are closed and whose weights are out of use."""
@@ -212,6 +223,34 @@ class ServedModels:
             num_chunks += kv.num_used_chunks
             preemptions += scheduler.num_preemptions
         return Stats(num_chunks, models, num_steps, preemptions, self.compaction.moved_bytes)
+
+    # ---- what an engine before this one has left
+
+    def _take_over(self, left: Sequence[WeightsHeld]) -> None:
+        """Keeps what is left where it is; all else on the device is free."""
+        for weights in left:
+            try:
+                self.chunks.leave(weights.model, np.array(weights.chunks, np.int32))
+            except ValueError as error:
+                log.warning("not taken over: %s", error)
+            else:
+                self._left[weights.model] = weights
+        if self._arena is not None:
+            for first_chunk, num_chunks in free_runs(self.chunks.choosable(0)).tolist():
+                self._arena.discard(first_chunk, num_chunks)
+        num_bytes = sum(weights.num_bytes for weights in self._left.values())
+        log.info("an engine before this one has left %.2f GiB of weights: %s", num_bytes / 2**30, ", ".join(self._left))
+
+    def _left_of(self, spec: LoadModel) -> WeightsHeld | None:
+        """The weights this load wants, if they are on the device. Other weights of that name are nothing to keep."""
+        left = self._left.pop(spec.model, None)
+        if left is None or spec.model not in self.chunks.left:
+            return None
+        same = (left.fingerprint, left.dtype, left.quantize) == (spec.fingerprint, spec.dtype, spec.quantize)
+        if not same or len(left.chunks) > spec.weights_chunks:
+            self.chunks.forget_left(spec.model)
+            return None
+        return left
 
     def _reclaim(self, wanting: str, num_chunks: int) -> int:
         """Other models' sparse chunks, then their kept prefixes make room for `wanting`; returns how many chunks came back to the

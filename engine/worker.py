@@ -12,7 +12,7 @@ import mmap
 import os
 import select
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,6 +42,7 @@ from engine.protocol import (
     Shutdown,
     Submit,
     TokensOut,
+    WeightsHeld,
 )
 from engine.requests import batch_request
 from engine.served_models import ServedModel, ServedModels
@@ -60,7 +61,8 @@ CAPTURE_AFTER_IDLE_S = 0.02
 
 
 class Engine:
-    """One device. `run` returns when the daemon's end of the channel is closed or it sends Shutdown."""
+    """One device. `run` returns when the daemon's end of the channel is closed or it sends Shutdown. left: weights that an engine
+    before this one has left in the memory; None: the memory ends with this process."""
 
     def __init__(
         self,
@@ -70,23 +72,22 @@ class Engine:
         runner: Runner,
         memory: ChunkMemory | None,
         tier: HostTier | None = None,
+        left: Sequence[WeightsHeld] | None = None,
     ) -> None:
         self.channel = channel
         self.configure = configure
-        self.models = ServedModels(configure, memory)
+        self.models = ServedModels(configure, memory, left or ())
         loads = Loads(runner, configure.test_disk_bytes_per_s, configure.test_copy_bytes_per_s)
         self._collector = Collector()
         told = (channel.send, self._forget, memory, tier, self._resume, self._collector.loaded)
-        self.placements = Placements(self.models, loads, *told)
+        self.placements = Placements(self.models, loads, *told, left is not None)
         self.journal = StepJournal(journal, self.placements.first)
         self.preparer = None if memory is None else Preparer(memory, self.models.chunks, tier)
         self.constraints = Constraints()
         self.num_steps = 0
         self._under_way: StepUnderWay | None = None
         self._model_of: dict[int, str] = {}
-        self._stats_dirty = True
-        self._stats_sent_s = 0.0
-        self._shutdown = False
+        self._stats_dirty, self._stats_sent_s, self._shutdown = True, 0.0, False
 
     def run(self, first_messages: Iterable[Any] = ()) -> None:
         """first_messages: those that came in together with Configure."""

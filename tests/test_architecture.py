@@ -21,7 +21,8 @@ MAY_IMPORT = {
     "engine": {"config", "scheduler", "loader"},
     "daemon": {"config", "scheduler", "loader", "engine"},
 }
-DAEMON_FROM_ENGINE = {"engine.protocol", "engine.grammar.compile"}
+# memory.handles: descriptors over a socket, system calls alone
+DAEMON_FROM_ENGINE = {"engine.protocol", "engine.grammar.compile", "engine.memory.handles"}
 # direct_io: system calls alone; `hearth doctor` reads from the drive with it; packer and verifier: `hearth pack`, on numpy
 DAEMON_FROM_LOADER = {
     "loader.catalog",

@@ -82,8 +82,8 @@ FAMILIES = (
     _of(GAUGE, "hearth_host_tier_bytes", "bytes", "kind",
         "Host memory for weights and KV: free, in transit (being written), kept weights, saved kv"),
     _of(COUNTER, "hearth_swap_ins_total", "loads", "tier reason",
-        "Loads that were done, by where the weights came from (disk, host) and why: request, resumed (paused, or after a crash), "
-        "operator, pinned"),
+        "Loads that were done, by where the weights came from (disk, host; device: left there by an engine that died) and why: "
+        "request, resumed (paused, or after a crash), operator, pinned"),
     _of(COUNTER, "hearth_swap_outs_total", "evictions", "tier reason",
         "Evictions, by where the weights are left (disk, host) and why: room, preempted, kv, operator, rolled_back, removed"),
     _of(COUNTER, "hearth_swap_seconds_total", "seconds", "phase",

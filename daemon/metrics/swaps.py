@@ -12,7 +12,7 @@ from engine import protocol
 from scheduler.node import actions
 
 AGE_BUCKETS_S = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 14_400.0, 86_400.0)
-DISK, HOST = "disk", "host"
+DISK, HOST, DEVICE = "disk", "host", "device"
 
 
 def _pairs() -> defaultdict[tuple[str, str], int]:
@@ -29,7 +29,7 @@ def _seconds() -> defaultdict[str, float]:
 
 @dataclass(slots=True)
 class SwapCounts:
-    """Counters since start. tier: disk or host, where weights came from or are left."""
+    """Counters since start. tier: disk or host, where weights came from or are left; device: where a dead engine had left them."""
 
     ins: defaultdict[tuple[str, str], int] = field(default_factory=_pairs)  # (tier, reason), loads that were done
     outs: defaultdict[tuple[str, str], int] = field(default_factory=_pairs)  # (tier, reason)
@@ -54,7 +54,7 @@ class SwapCounts:
 
     def load_done(self, message: protocol.LoadDone) -> None:
         _, reason = self._load_reason.pop(message.placement_id, ("", ""))
-        self.ins[DISK if message.bytes_read else HOST, reason] += 1
+        self.ins[DEVICE if message.adopted else DISK if message.bytes_read else HOST, reason] += 1
         phases = self.phase_seconds
         phases["copy"] += message.copy_seconds
         phases["map"] += message.map_seconds

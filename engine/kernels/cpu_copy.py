@@ -39,3 +39,15 @@ def copy_and_sum(target: Any, source: Any, sums: Any) -> None:
         _store_past_cache(target, np.uint64(index), word)
     sums[0] += plain
     sums[1] += weighted
+
+
+@njit(void(uint64[::1], uint64[::1]), error_model="numpy", cache=True, nogil=True)
+def sum_up(source: Any, sums: Any) -> None:
+    """copy_and_sum without the copy."""
+    plain, weighted = np.uint64(0), np.uint64(0)
+    for index in range(source.shape[0]):
+        word = source[index]
+        plain += word
+        weighted += word * np.uint64(index)
+    sums[0] += plain
+    sums[1] += weighted

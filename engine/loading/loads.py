@@ -53,7 +53,14 @@ class Streams:
     load: Load
 
 
-Told = LoadProgress | Load | Begun | Streams | FirstStep | KVTransfer
+@dataclass(slots=True)
+class Summed:
+    """The checksum of a load's weights is known: task.weights_checksum."""
+
+    load: Load
+
+
+Told = LoadProgress | Load | Begun | Streams | FirstStep | KVTransfer | Summed
 
 
 class Loads:
@@ -81,7 +88,8 @@ class Loads:
                 self._tell(LoadProgress(spec.placement_id, bytes_done, bytes_total))
 
         cancelled = threading.Event()
-        load = Load(LoadTask(spec, place.weights, progress, cancelled.is_set), place, time.monotonic(), cancelled)
+        task = LoadTask(spec, place.weights, progress, cancelled.is_set, place.left)
+        load = Load(task, place, time.monotonic(), cancelled)
 
         def begun(hosted: StreamedModel, gate: WeightGate) -> None:
             load.gate = gate
@@ -104,6 +112,15 @@ class Loads:
             self._tell(transfer)
 
         threading.Thread(target=work, name=f"KV of {transfer.served.spec.model}", daemon=True).start()
+
+    def sum_up(self, load: Load, checksum: Callable[[], int]) -> None:
+        """Of a load that has ended; `take` tells when it is known."""
+
+        def work() -> None:
+            load.task.weights_checksum = checksum()
+            self._tell(Summed(load))
+
+        threading.Thread(target=work, name=f"checksum of {load.task.spec.model}", daemon=True).start()
 
     def step(self, work: Callable[[], None], first: FirstStep) -> None:
         """Runs it; `take` tells when it is done."""
@@ -150,7 +167,7 @@ class Loads:
         task = load.task
         if task.bytes_read:
             throttle.hold(load.started_s, task.bytes_read, self._disk_bytes_per_s, task.cancelled)
-        elif self._copy_bytes_per_s and load.hosted is not None:
+        elif self._copy_bytes_per_s and load.hosted is not None and not task.adopted:
             throttle.hold(load.started_s, load.hosted.weights_bytes, self._copy_bytes_per_s, task.cancelled)
             task.copy_seconds = time.monotonic() - load.started_s
 

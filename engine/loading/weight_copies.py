@@ -59,7 +59,7 @@ class WeightCopies:
         if found != spec.checksum:
             task.source_rejected = f"the copy in the host tier has checksum {found:#x}, not {spec.checksum:#x}"
             return False
-        task.kept, task.checksum = True, found
+        task.kept, task.checksum, task.weights_checksum = True, found, found
         return True
 
     @contextmanager
@@ -87,6 +87,7 @@ class WeightCopies:
             kept.stop()
         task.copy_seconds += time.perf_counter() - started_s  # for what was read last; the rest was copied beside the reads
         task.kept, task.checksum = True, checksum.combined(sums)
+        task.weights_checksum = task.checksum
 
     @staticmethod
     def _pieces(tier: HostTier, slots: list[int], weights: WeightRange) -> list[Piece]:

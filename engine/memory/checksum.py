@@ -9,25 +9,38 @@ from typing import Any
 
 import numpy as np
 
+from loader import checksum as loader_checksum
 from loader.checksum import add_rest, add_words, joined
 
 
 @functools.cache
-def _kernel() -> Callable[[Any, Any, Any], None] | None:
+def _kernels() -> tuple[Callable[[Any, Any, Any], None], Callable[[Any, Any], None]] | None:
     if importlib.util.find_spec("numba") is None:
         return None
-    from engine.kernels.cpu_copy import copy_and_sum
+    from engine.kernels.cpu_copy import copy_and_sum, sum_up
 
-    return copy_and_sum
+    return copy_and_sum, sum_up
+
+
+def of(source: Any) -> int:
+    """loader.checksum.of, at memory's speed; releases the GIL."""
+    kernels = _kernels()
+    if kernels is None or source.ctypes.data % 8:
+        return loader_checksum.of(source)
+    sums = np.zeros(2, np.uint64)
+    whole = len(source) // 8 * 8
+    kernels[1](source[:whole].view(np.uint64), sums)
+    add_rest(source[whole:], whole // 8, sums)
+    return joined(sums)
 
 
 def copy(target: Any, source: Any) -> int:
     """uint8 arrays of one length. Returns the checksum of `source`; releases the GIL."""
     sums = np.zeros(2, np.uint64)
     whole = len(source) // 8 * 8
-    kernel = _kernel()
-    if kernel is not None and target.ctypes.data % 8 == source.ctypes.data % 8 == 0:
-        kernel(target[:whole].view(np.uint64), source[:whole].view(np.uint64), sums)
+    kernels = _kernels()
+    if kernels is not None and target.ctypes.data % 8 == source.ctypes.data % 8 == 0:
+        kernels[0](target[:whole].view(np.uint64), source[:whole].view(np.uint64), sums)
     else:
         _copy_and_sum(target[:whole], source[:whole], sums)
     target[whole:] = source[whole:]

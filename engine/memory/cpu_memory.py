@@ -18,7 +18,6 @@ import torch
 
 from engine.memory import checksum, mappings
 from engine.memory.arena import copy_pieces
-from loader import checksum as sums
 from loader.sinks import Fence
 from scheduler.batch.plan import IntArray
 
@@ -124,7 +123,7 @@ class CpuMemory:
         copy_pieces(self.arena, piece_bytes, sources, targets)
 
     def checksum(self, address: int, num_bytes: int) -> int:
-        return sums.of(self._bytes_at(address, num_bytes))
+        return checksum.of(self._bytes_at(address, num_bytes))
 
     def export(self) -> list[int]:
         return [os.dup(self._fd)]

@@ -1,6 +1,9 @@
 """A device's chunks as file descriptors: whoever holds them holds the memory, whatever becomes of the process that made it. They
 cross between processes over a Unix socket.
 
+An engine sends none, but what memory it is to have; the daemon answers with the descriptors of such memory, if an engine before has
+left any, and with what is in it; if not, the engine makes its own and sends their descriptors.
+
 Source: unix(7), SCM_RIGHTS; CUDA driver API, cuMemExportToShareableHandle ("once all shareable handles are closed and the
 allocation is released, the memory is released").
 """
@@ -8,32 +11,43 @@ allocation is released, the memory is released").
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import struct
 from collections.abc import Sequence
+from typing import NamedTuple
 
 MAX_FDS = 253  # the kernel's limit for one message
 
-_header = struct.Struct("<IIQ")  # descriptors, chunks, bytes of a chunk
+_header = struct.Struct("<IIQI")  # descriptors, chunks, bytes of a chunk, bytes of the note
 
 
-def send(sock: socket.socket, handles: Sequence[int], num_chunks: int, chunk_bytes: int) -> None:
+class Received(NamedTuple):
+    """The descriptors are the receiver's to close."""
+
+    handles: list[int]
+    num_chunks: int
+    chunk_bytes: int
+    note: bytes
+
+
+def allow_many_files() -> None:
+    """As many descriptors as the system lets this process have: a device of 140 GiB in chunks of 16 MiB has 9,000."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def send(sock: socket.socket, handles: Sequence[int], num_chunks: int, chunk_bytes: int, note: bytes = b"") -> None:
     """The descriptors stay the caller's, too. sock: a blocking stream socket. Raises OSError."""
-    sock.sendall(_header.pack(len(handles), num_chunks, chunk_bytes))
+    sock.sendall(_header.pack(len(handles), num_chunks, chunk_bytes, len(note)) + note)
     for first in range(0, len(handles), MAX_FDS):
         socket.send_fds(sock, [b"h"], list(handles[first : first + MAX_FDS]))
 
 
-def receive(sock: socket.socket) -> tuple[list[int], int, int]:
-    """(descriptors, which the caller closes; chunks; bytes of a chunk), as another process sent them. Raises OSError if it ended
-    before the last one; none is left open then."""
-    head = b""
-    while len(head) < _header.size:
-        part = sock.recv(_header.size - len(head))
-        if not part:
-            raise ConnectionResetError("no handles: the sender is gone")
-        head += part
-    count, num_chunks, chunk_bytes = _header.unpack(head)
+def receive(sock: socket.socket) -> Received:
+    """What another process sent. Raises OSError if it ended before the last descriptor; none is left open then."""
+    count, num_chunks, chunk_bytes, note_bytes = _header.unpack(_exactly(sock, _header.size))
+    note = _exactly(sock, note_bytes)
     handles: list[int] = []
     try:
         while len(handles) < count:
@@ -43,7 +57,21 @@ def receive(sock: socket.socket) -> tuple[list[int], int, int]:
                 why = "this process may open no more files" if data else "the sender is gone"
                 raise ConnectionResetError(f"{len(handles)} of {count} handles came: {why}")
     except BaseException:
-        for fd in handles:
-            os.close(fd)
+        close(handles)
         raise
-    return handles, num_chunks, chunk_bytes
+    return Received(handles, num_chunks, chunk_bytes, note)
+
+
+def close(handles: Sequence[int]) -> None:
+    for fd in handles:
+        os.close(fd)
+
+
+def _exactly(sock: socket.socket, num_bytes: int) -> bytes:
+    data = b""
+    while len(data) < num_bytes:
+        part = sock.recv(num_bytes - len(data))
+        if not part:
+            raise ConnectionResetError("no handles: the sender is gone")
+        data += part
+    return data

@@ -213,9 +213,16 @@ class BlockPool:
 
         Smallest run that holds them all, else the largest; inside it the position that yields most whole blocks.
         """
+        blank = self.chunks.choosable(num_chunks)
+        width = self._acquire_of(blank, num_chunks, reserved=reserved)
+        if not width and blank is not self.chunks.free:
+            width = self._acquire_of(self.chunks.free, num_chunks, reserved=reserved)
+        return width
+
+    def _acquire_of(self, free: BoolArray, num_chunks: int, *, reserved: bool) -> int:
         size, block = self.chunks.chunk_bytes, self.block_bytes
         limit = num_chunks if reserved else self.chunks.room_chunks
-        runs = free_runs(self.chunks.free)
+        runs = free_runs(free)
         fitting = runs[runs[:, 1] >= num_chunks]
         order = fitting[np.argsort(fitting[:, 1], kind="stable")] if len(fitting) else runs[np.argsort(-runs[:, 1], kind="stable")]
         owned = self._home | self._drawn

@@ -3,6 +3,9 @@
 A model owns the chunks of its weights and its reserved KV from load to eviction. Whatever KV it needs beyond them it draws from the
 engine's lease, which all models share: `num_drawn <= lease_chunks` holds after every call, except between `set_lease` and the
 reclaim that follows it. Weights can lie anywhere, KV blocks want neighbours: weights fill the gaps.
+
+Free chunks may hold weights that an engine before this one has left (`left`). They are free for everybody, but chosen last, and
+once one of a model's is chosen for something else the others hold nothing any more.
 """
 
 from __future__ import annotations
@@ -33,6 +36,8 @@ class ChunkPool:
         self.version = 0
         self.resident: BoolArray = np.zeros(num_chunks, np.bool_)  # have physical memory: in use, used before, or prepared
         self.resident_limit = num_chunks if resident_limit is None else resident_limit
+        self.left: dict[str, IntArray] = {}  # model -> free chunks with its weights, in their order
+        self._is_left: BoolArray = np.zeros(num_chunks, np.bool_)
 
     @property
     def room_chunks(self) -> int:
@@ -52,7 +57,7 @@ class ChunkPool:
             raise ValueError("a chunk was taken twice")
         if not reserved and len(chunks) > self.room_chunks:
             raise ValueError(f"lease: {len(chunks)} chunks asked, {self.room_chunks} left of {self.lease_chunks}")
-        self.free[chunks] = False
+        self._claim(chunks)
         self.resident[chunks] = True
         if reserved:
             self.num_reserved += len(chunks)
@@ -72,7 +77,7 @@ class ChunkPool:
     def hold(self, num: int) -> IntArray:
         """[num] free chunks, in one run if there is one, kept from everybody until `release_hold`: those that a model's reserved KV
         will be made of, before its weights are placed around them. Raises MemoryError, holding none."""
-        runs = free_runs(self.free)
+        runs = free_runs(self.choosable(num))
         runs = runs[np.argsort(runs[:, 1], kind="stable")]
         fitting = runs[runs[:, 1] >= num][:1]
         longest_first = fitting if len(fitting) else runs[::-1]
@@ -80,7 +85,7 @@ class ChunkPool:
         if len(chunks) < num:
             raise MemoryError(f"KV: {num} reserved chunks asked, {num - len(chunks)} are not free")
         chunks = chunks[:num].astype(np.int32)
-        self.free[chunks] = False
+        self._claim(chunks)
         return chunks
 
     def release_hold(self, chunks: IntArray) -> None:
@@ -95,14 +100,15 @@ class ChunkPool:
         """[num] chunks, ascending; those that have memory first, then those of the shortest gaps.
 
         Raises MemoryError, taking none."""
-        free = np.flatnonzero(self.free)
+        choosable = self.choosable(num)
+        free = np.flatnonzero(choosable)
         if len(free) < num:
             raise MemoryError(f"weights: {num} chunks asked, {len(free)} of {self.num_chunks} are free")
-        runs = free_runs(self.free)
+        runs = free_runs(choosable)
         gap = np.repeat(runs[:, 1], runs[:, 1])
         order = np.lexsort((-free, gap, ~self.resident[free]))
         chunks = np.sort(free[order[:num]]).astype(np.int32)
-        self.free[chunks] = False
+        self._claim(chunks)
         self.resident[chunks] = True
         self.num_weights += num
         return chunks
@@ -119,10 +125,48 @@ class ChunkPool:
         excess = int(np.count_nonzero(self.resident)) - self.resident_limit
         if excess <= 0:
             return []
+        while self.left and np.count_nonzero(self.resident & self.choosable(0)) < excess:
+            self.forget_left(next(iter(self.left)))
         gone = np.zeros(self.num_chunks, np.bool_)
-        gone[np.flatnonzero(self.resident & self.free)[-excess:]] = True
+        gone[np.flatnonzero(self.resident & self.choosable(0))[-excess:]] = True
         self.resident &= ~gone
         return [(int(first), int(length)) for first, length in free_runs(gone)]
+
+    # ---- what an engine before this one has left
+
+    def leave(self, model: str, chunks: IntArray) -> None:
+        """Free chunks that hold a model's weights, from before this engine began. Raises ValueError for chunks that there are not,
+        or that hold another's."""
+        inside = len(chunks) and 0 <= int(chunks.min()) <= int(chunks.max()) < self.num_chunks
+        if not inside or not self.free[chunks].all() or self._is_left[chunks].any() or model in self.left:
+            raise ValueError(f"weights of {model}: chunks {chunks.tolist()[:8]} are not free, or hold others'")
+        self.left[model] = chunks
+        self._is_left[chunks] = self.resident[chunks] = True
+
+    def take_left(self, model: str) -> IntArray:
+        """As take_weights: the chunks in which the model's weights are. Raises KeyError if they are not there any more."""
+        chunks = self.left[model]
+        self._claim(chunks)
+        self.num_weights += len(chunks)
+        return chunks
+
+    def forget_left(self, model: str) -> None:
+        """Its chunks are as any others."""
+        self._is_left[self.left.pop(model)] = False
+
+    def choosable(self, num: int) -> BoolArray:
+        """The free chunks to choose `num` from: those that hold nothing, as long as they are enough."""
+        if not self.left:
+            return self.free
+        blank: BoolArray = self.free & ~self._is_left
+        return blank if np.count_nonzero(blank) >= num else self.free
+
+    def _claim(self, chunks: IntArray) -> None:
+        self.free[chunks] = False
+        if self.left and self._is_left[chunks].any():
+            for model, held in list(self.left.items()):
+                if np.isin(held, chunks).any():
+                    self.forget_left(model)
 
     def _free(self, chunks: IntArray) -> None:
         if self.free[chunks].any():

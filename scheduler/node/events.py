@@ -94,6 +94,7 @@ class LoadFinished(Event):
     read_as: str = ""  # which of its files were read and why, where some are packed
     kernels_s: float = 0.0  # of the seconds, spent waiting for kernels to be compiled: the next load has them
     restored_kv_tokens: int = 0
+    adopted: bool = False  # the weights were on the device already: nothing is learnt of the disk or the host's memory
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

@@ -26,14 +26,14 @@ def load_finished(node: Node, event: LoadFinished) -> None:
         model.story.tell(node.now, node.cause, f"its copy in host memory was not used: {event.source_rejected}")
     if event.read_as:
         model.story.tell(node.now, node.cause, event.read_as)
-    if copy.from_host and not event.source_rejected:
+    source = _source(copy, event)
+    if source == "host":
         costs.learn_from_host(model.name, weights_bytes, event.seconds - event.kernels_s, event.copy_s)
-    else:
+    elif source == "disk":
         costs.learn(model.name, weights_bytes, event.seconds - event.kernels_s)
     keeping.load_ended(node, model, copy, event.checksum if event.kept else None)
     copy.ready_at = node.now
     copy.tenure_ends = node.now + node.tenure_s(model, node.devices[copy.device])
-    source = "host" if copy.from_host and not event.source_rejected else "disk"
     node.history.ended(copy.placement_id, node.now, "ready", event.seconds, source)
     model.paused = False
     model.failed_loads = model.num_quarantines = 0
@@ -42,8 +42,17 @@ def load_finished(node: Node, event: LoadFinished) -> None:
     node.touch(model)
 
 
+def _source(copy: Copy, event: LoadFinished) -> str:
+    """Where the weights were: device (a dead engine's memory), host or disk."""
+    if event.adopted:
+        return "device"
+    return "host" if copy.from_host and not event.source_rejected else "disk"
+
+
 def _how(copy: Copy, event: LoadFinished) -> str:
-    source = " from host memory" if copy.from_host and not event.source_rejected else ""
+    source = {"host": " from host memory", "device": ", its weights taken over from the engine before,"}.get(
+        _source(copy, event), ""
+    )
     restored = f", KV of {event.restored_kv_tokens} tokens with it" if event.restored_kv_tokens else ""
     kernels = f", {event.kernels_s:.2f} s of it for kernels" if event.kernels_s >= NOTABLE_KERNELS_S else ""
     return f"loaded{source} in {event.seconds:.2f} s{kernels}{restored}"

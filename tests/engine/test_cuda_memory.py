@@ -7,14 +7,19 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+from engine.contracts import LoadTask
+from engine.loading.left_weights import adopt, checksum_of
 from engine.memory.weight_range import WeightRange
+from engine.protocol import WeightsHeld
 from loader import checksum
 from tests.engine import cuda_stand_in
+from tests.engine.engine_process import load_message
 from tests.engine.test_memory import CHUNK, MemorySuite
 
 assert CHUNK % cuda_stand_in.GRANULARITY == 0
@@ -84,6 +89,12 @@ def test_chunks_are_exported_and_had_again(cuda_memory: Any, driver: cuda_stand_
     again = WeightRange(second, 2 * CHUNK + 100)
     again.map([3, 0, 4])
     assert second.checksum(again.address, 2 * CHUNK + 100) == told
+    total = checksum_of(second, np.array([3, 0, 4], np.int32), 2 * CHUNK + 100)
+    for left_checksum, adopted in ((total, True), (total + 1, False)):
+        spec = load_message("path")
+        left = WeightsHeld(1, "m", spec.fingerprint, spec.dtype, "", 2 * CHUNK + 100, [3, 0, 4], left_checksum)
+        task = LoadTask(spec, np.array([3, 0, 4], np.int32), lambda done, total: None, lambda: False, left)
+        assert adopt(second, task, again) == task.adopted == adopted
     again.close()
     second.close()
     for fd in kept:

@@ -30,7 +30,7 @@ from engine.memory import handles
 from engine.memory.{module} import {kind}
 from engine.memory.weight_range import WeightRange
 sock = socket.socket(fileno=int(sys.argv[2]))
-given, num_chunks, chunk_bytes = handles.receive(sock)
+given, num_chunks, chunk_bytes, note = handles.receive(sock)
 memory = {kind}(num_chunks, chunk_bytes, {options}handles=given)
 weights = WeightRange(memory, {num_bytes})
 weights.map({places})
@@ -63,7 +63,7 @@ def lives(what: str, kind: tuple[str, str, str], given: Sequence[int]) -> tuple[
     process.communicate(timeout=30)
     assert process.returncode == -signal.SIGKILL
     with ours:
-        return told, handles.receive(ours)[0] if what == "make" else []
+        return told, handles.receive(ours).handles if what == "make" else []
 
 
 def outlive(kind: tuple[str, str, str]) -> None:
@@ -109,11 +109,11 @@ def test_more_handles_than_a_message_takes() -> None:
     made = [os.memfd_create(f"chunk {number}") for number in range(2 * handles.MAX_FDS + 7)]
     for number, fd in enumerate(made):
         os.write(fd, str(number).encode())
-    sender = threading.Thread(target=handles.send, args=(theirs, made, len(made), CHUNK))
+    sender = threading.Thread(target=handles.send, args=(theirs, made, len(made), CHUNK, b"of whom" * 9999))
     sender.start()
-    came, num_chunks, chunk_bytes = handles.receive(ours)
+    came, num_chunks, chunk_bytes, note = handles.receive(ours)
     sender.join()
-    assert (num_chunks, chunk_bytes) == (len(made), CHUNK)
+    assert (num_chunks, chunk_bytes, note) == (len(made), CHUNK, b"of whom" * 9999)
     assert [int(os.pread(fd, 9, 0)) for fd in came] == list(range(len(made)))
     for fd in made + came:
         os.close(fd)
@@ -124,7 +124,7 @@ def test_more_handles_than_a_message_takes() -> None:
 def test_a_sender_that_ends_too_early_leaves_nothing_open() -> None:
     ours, theirs = socket.socketpair()
     fd = os.memfd_create("chunk")
-    theirs.sendall(handles._header.pack(2, 2, CHUNK))
+    theirs.sendall(handles._header.pack(2, 2, CHUNK, 0))
     socket.send_fds(theirs, [b"h"], [fd])
     theirs.close()
     before = set(os.listdir("/proc/self/fd"))

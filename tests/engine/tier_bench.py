@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,13 @@ import numpy as np
 
 from engine.contracts import Runner
 from engine.loading.loads import Loads
-from engine.memory import mappings
+from engine.memory import handles, mappings
 from engine.memory.cpu_memory import CpuMemory
 from engine.memory.host_tier import HostTier
 from engine.model_runner import TorchRunner
 from engine.null_runner import NullRunner
 from engine.placements import Placements
-from engine.protocol import Configure, Evicted, EvictModel, LoadDone, LoadModel, Message, SamplingParams
+from engine.protocol import Configure, Evicted, EvictModel, LoadDone, LoadModel, Message, SamplingParams, WeightsHeld
 from engine.served_models import ServedModels
 from loader.catalog import scan_one
 from scheduler.batch.request import BatchRequest
@@ -33,8 +34,20 @@ NUM_SLOTS = 64
 class TierBench:
     """One device of 256 chunks of 64 KiB and a tier of as large slots. `sent`: what the daemon would get."""
 
-    def __init__(self, folder: Path, null: bool = False, slots_fd: int | None = None, num_chunks: int = 256) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        null: bool = False,
+        slots_fd: int | None = None,
+        num_chunks: int = 256,
+        before: TierBench | None = None,
+        left: Sequence[WeightsHeld] = (),
+        outlives: bool = False,
+    ) -> None:
+        """before: one whose memory and slots this one takes over, as the engine after it; left: what is in them; outlives: it tells
+        of each load where the weights are, some time after it, which a test waits for (`pump(WeightsHeld)`)."""
         self.folder, self.null = folder, null
+        slots_fd = before.slots_fd if before is not None else slots_fd
         self.slots_fd = os.memfd_create("tier") if slots_fd is None else slots_fd
         os.ftruncate(self.slots_fd, NUM_SLOTS * CHUNK_BYTES)
         self.tier = HostTier(os.dup(self.slots_fd), NUM_SLOTS, CHUNK_BYTES)
@@ -44,13 +57,16 @@ class TierBench:
             self.configure = null_configure(num_chunks=num_chunks, null_step_ms=0.0)
             self.runner = NullRunner(self.configure, self.tier)
         else:
-            self.memory = CpuMemory(num_chunks, CHUNK_BYTES)
+            given = before.memory.export() if before is not None and before.memory is not None else []
+            self.memory = CpuMemory(num_chunks, CHUNK_BYTES, given)
+            handles.close(given)
             self.configure = Configure("cpu:0", num_chunks, CHUNK_BYTES, 0, 64, BLOCK_TOKENS, 10.0, 1, cache_dir=CACHE_DIR)
             self.runner = make_runner(self.memory, tier=self.tier)
-        self.models = ServedModels(self.configure, self.memory)
+        self.models = ServedModels(self.configure, self.memory, left)
         self.sent: list[Message] = []
         self.loads = Loads(self.runner)
-        self.placements = Placements(self.models, self.loads, self.sent.append, lambda name: None, self.memory, self.tier)
+        told = (self.sent.append, lambda name: None, self.memory, self.tier)
+        self.placements = Placements(self.models, self.loads, *told, outlives=outlives)
         weakref.finalize(
             self, _close, self.runner, self.memory, self.tier, self.loads, None if slots_fd is not None else self.slots_fd
         )
@@ -69,7 +85,8 @@ class TierBench:
 
     def pump(self, kind: type[Any]) -> Any:
         """Waits for the next message of that kind."""
-        self.sent.clear()
+        if kind is not WeightsHeld:  # it comes by itself
+            self.sent.clear()
         while not (found := [message for message in self.sent if isinstance(message, kind)]):
             assert select.select([self.placements.fileno()], [], [], 60)[0], f"nothing came of it; {self.sent}"
             self.placements.take()

@@ -1,0 +1,70 @@
+"""A model's weights that an engine before this one has left in the device's memory: used where they are, once every byte of them
+has been summed up."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from engine.contracts import IntArray, LoadCancelled, LoadTask
+from engine.loading.weight_gate import WeightGate
+from engine.memory.chunk_memory import ChunkMemory
+from engine.memory.transfers import Piece, TransferCancelled, transfer
+from engine.memory.weight_range import WeightRange
+from loader import checksum
+
+log = logging.getLogger("engine")
+
+
+@dataclass(slots=True, frozen=True)
+class Summed:
+    """engine.memory.chunk_memory.Copy that copies nothing."""
+
+    checksum: int
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> int:
+        return self.checksum
+
+
+def adopt(memory: ChunkMemory, task: LoadTask, weights: WeightRange, gate: WeightGate | None = None) -> bool:
+    """Whether the mapped range holds what task.left says. gate: is told what has landed. Raises LoadCancelled."""
+    left = task.left
+    if left is None or left.num_bytes != weights.num_bytes:
+        return False
+
+    def landed(piece: Piece) -> None:
+        if gate is not None:
+            begin_bytes = piece[0] - weights.address
+            gate.landed(begin_bytes, begin_bytes + len(piece[1]))
+
+    size, total = memory.chunk_bytes, weights.num_bytes
+    pieces: list[Piece] = [(weights.address + at, range(min(size, total - at))) for at in range(0, total, size)]
+    try:
+        sums = transfer(
+            lambda address, extent: Summed(memory.checksum(address, len(extent))),
+            pieces,
+            task.cancelled,
+            lambda num_bytes: task.progress(num_bytes, total),
+            landed,
+        )
+    except TransferCancelled:
+        raise LoadCancelled(f"{task.spec.model}: cancelled while its weights were summed up") from None
+    found = checksum.combined(sums)
+    if found != left.checksum:
+        text = "the weights of %s that an engine before this one has left are not used: checksum %#x, not %#x"
+        log.warning(text, task.spec.model, found, left.checksum)
+        return False
+    task.adopted, task.weights_checksum = True, found
+    if task.spec.source_slots:  # as good as before: nobody has looked
+        task.kept, task.checksum = True, task.spec.checksum
+    return True
+
+
+def checksum_of(memory: ChunkMemory, chunks: IntArray, num_bytes: int) -> int:
+    """Of weights that fill these chunks in that order: read through the arena, so that they may leave meanwhile."""
+    size, arena = memory.chunk_bytes, memory.arena.data_ptr()
+    places = zip(chunks.tolist(), range(0, num_bytes, size), strict=False)
+    return checksum.combined([memory.checksum(arena + chunk * size, min(size, num_bytes - at)) for chunk, at in places])
