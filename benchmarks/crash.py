@@ -2,8 +2,8 @@
 
 First one model with its weights on disk, then three of 125 M parameters that are resident and kept in host memory: these must come
 back without a read (what the engine's processes read is told), and when each of them serves again. Then the same three, whose
-weights the next engine takes over where they are on the device (`adopt_weights`): what loads copy and take then. The engine is killed
-when all 50 streams run.
+weights the next engine takes over where they are on the device (`adopt_weights`): what loads copy and take then. The engine is
+killed when all 50 streams run.
 usage: python -m benchmarks.crash [--only one|three|adopted]
 """
 
@@ -30,7 +30,7 @@ from benchmarks.server import Server
 
 THREE = ("mid-1", "mid-2", "mid-3")
 STREAMS = 50
-FEATHER, MID = (128, 400), (64, 200)  # words in, tokens out: so many that the first stream still runs when the last has begun
+FEATHER, MID = (128, 400), (64, 400)  # words in, tokens out: so many that the first stream still runs when the last has begun
 TURN_MS = 100  # in a turn of the usual 10 ms each of three busy models decodes but a few streams, and the others wait
 ALL_RUN_LIMIT_S, DONE_LIMIT_S, TELL_EVERY_S = 60.0, 140.0, 2.0
 

@@ -112,22 +112,29 @@ class FakeNode:
         return done
 
     def loaded(
-        self, model: str | None = None, seconds: float = 0.5, rejected: str = "", kernels_s: float = 0.0, read_as: str = ""
+        self,
+        model: str | None = None,
+        seconds: float = 0.5,
+        rejected: str = "",
+        kernels_s: float = 0.0,
+        read_as: str = "",
+        adopted: bool = False,
     ) -> list[actions.Action]:
-        """The load under way (of that model) is done."""
+        """The load under way (of that model) is done. adopted: its weights were on the device, so nothing is kept that was not."""
         load = next(load for load in self.loads.values() if model in (None, load.model))
         del self.loads[load.placement_id]
         self.copies[load.device, load.model] = load
-        for slot in self.writing.pop(load.placement_id, ()):
+        for slot in self.writing.pop(load.placement_id, ()) if not adopted else ():
             self.host[slot] = ("weights", load.model, load.fingerprint)
-        kept = bool(load.keep_slots or load.source_slots) and not rejected
+        kept = bool((load.keep_slots and not adopted) or load.source_slots) and not rejected
         return self.post(
             events.LoadFinished,
             placement_id=load.placement_id,
             seconds=seconds,
             kept=kept,
             checksum=CHECKSUM if kept else 0,
-            copy_s=seconds if load.source_slots and not rejected else 0.0,
+            copy_s=seconds if load.source_slots and not (rejected or adopted) else 0.0,
+            adopted=adopted,
             source_rejected=rejected,
             read_as=read_as,
             kernels_s=kernels_s,

@@ -250,3 +250,27 @@ def test_the_account_itself() -> None:
     tier.returned("a")
     assert tier.num_free == 4
     tier.validate()
+
+
+def test_weights_taken_over_on_the_device_teach_nothing_and_keep_what_is_kept() -> None:
+    """An engine dies; the next one finds the weights of both on the device. One has a copy in host memory, the other has none."""
+    node = node_of(40, 40, slots=20)
+    node.arrive("a")
+    node.loaded("a", seconds=4.0)
+    node.arrive("b")
+    node.loaded("b", seconds=4.0)
+    assert kept(node) == {"a"}
+    node.engine_down("cpu:0")
+    node.engine_up("cpu:0")
+    about = {}
+    for _ in range(2):
+        (load,) = node.loads.values()
+        about[load.model] = node.view(load.model).reason.split(", about ")[1]
+        node.loaded(load.model, seconds=0.01, adopted=True)
+        assert "taken over from the engine before, in 0.01 s" in node.view(load.model).reason
+    assert kept(node) == {"a"}
+    assert slots(node)["transit"] == 0
+    node.engine_down("cpu:0")
+    node.engine_up("cpu:0")
+    (load,) = node.loads.values()
+    assert node.view(load.model).reason.split(", about ")[1] == about[load.model], "0.01 s is what no disk and no copy takes"
