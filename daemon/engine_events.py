@@ -45,6 +45,7 @@ class EngineEvents:
                 cause=self._dispatcher.next_cause(f"engine-{device}"),
                 device=device,
                 budget_bytes=self._budgets[device],
+                left=tuple(message.left),
             )
         )
 

@@ -148,6 +148,7 @@ class EngineReady(Message, frozen=True):
     pid: int
     version: int
     num_chunks: int
+    left: list[str] = []  # models whose weights an engine before this one has left on the device
 
 
 class EngineFault(Message, frozen=True):

@@ -98,7 +98,7 @@ class Engine:
         poller.register(self.constraints.fileno(), select.EPOLLIN)
         watching_out = False
         try:
-            self.channel.send(EngineReady(os.getpid(), PROTOCOL_VERSION, self.configure.num_chunks))
+            self.channel.send(EngineReady(os.getpid(), PROTOCOL_VERSION, self.configure.num_chunks, list(self.models.chunks.left)))
             for message in first_messages:
                 self._handle(message)
             while not self._shutdown:

@@ -33,7 +33,7 @@ def up(node: Node, event: EngineUp) -> None:
         device.budget_bytes = event.budget_bytes
         device.ledger = DeviceLedger(event.budget_bytes // node.settings.chunk_bytes)
         judge_all(node)
-    device.up, device.problem = True, ""
+    device.up, device.problem, device.left = True, "", set(event.left)
     node.grant(device)
     node.stir((device.name,))
 

@@ -70,6 +70,7 @@ class ModelRemoved(Event):
 class EngineUp(Event):
     device: str
     budget_bytes: int
+    left: tuple[str, ...] = ()  # models whose weights are on the device still: loading them reads and copies nothing
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

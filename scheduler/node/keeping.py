@@ -73,14 +73,15 @@ def value_of(node: Node, name: str, copy: HostCopy) -> float:
 # ---- at a load
 
 
-def grants_of_load(node: Node, placement: Placement) -> tuple[Slots, KeptWeights | None, SavedKV | None]:
-    """(slots to keep the weights in while they are read, the copy to load from, the KV to take back) for a load that begins."""
+def grants_of_load(node: Node, placement: Placement, left: bool) -> tuple[Slots, KeptWeights | None, SavedKV | None]:
+    """(slots to keep the weights in while they are read, the copy to load from, the KV to take back) for a load that begins. left:
+    the weights are on the device, so nothing is read that could be kept."""
     model, host = node.models[placement.model], node.host
     if not host.num_slots:
         return (), None, None
     kept = host.weights.get(model.name)
     keep: Slots = ()
-    if kept is None:
+    if kept is None and not left:
         num_slots = placement.size.weights_chunks
         num_bytes = placement.facts.weights_bytes
         if make_room(node, model, num_slots, weights_value(node, model, num_bytes), whole=True):

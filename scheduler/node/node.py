@@ -200,6 +200,7 @@ class Device:
     pinned: Size = NOTHING  # room kept for pinned models whose home this is
     lease_told_chunks: int = 0  # what its engine was last told
     problem: str = ""
+    left: set[str] = field(default_factory=set)  # models whose weights an engine that died has left here, until they are loaded
 
     @property
     def draining(self) -> Placement | None:

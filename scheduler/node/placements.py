@@ -133,7 +133,9 @@ def load(node: Node, placement: Placement) -> None:
     if model.size.work_space_chunks > ledger.work_space_chunks:
         ledger.raise_work_space(model.size.work_space_chunks)
     model.loads.note(node.now)
-    keep, kept, saved = keeping.grants_of_load(node, placement)
+    left = model.name in device.left
+    device.left.discard(model.name)
+    keep, kept, saved = keeping.grants_of_load(node, placement, left)
     predicted_s = device.costs.predict_s(model.name, placement.facts.weights_bytes)
     about_s = node.reload_s(model, device)
     placement.stage, device.loading = LOADS, placement
@@ -145,7 +147,7 @@ def load(node: Node, placement: Placement) -> None:
         pins.recount(node, device)
     device.lease_told_chunks = ledger.lease_chunks
     deadline_s = set_load_deadline(node, model.name, predicted_s)
-    source = "host memory" if kept else "disk"
+    source = "what was left there" if left else "host memory" if kept else "disk"
     node.set_state(model, residency.LOADING, f"placement {placement.id} on {device.name} from {source}, about {about_s:.1f} s")
     node.emit(
         Load(

@@ -71,7 +71,7 @@ def test_chunks_of_another_granularity(cuda_memory: Any) -> None:
         cuda_memory.CudaMemory(6, CHUNK + 4096)
 
 
-def test_chunks_are_exported_and_had_again(cuda_memory: Any, driver: cuda_stand_in.Driver) -> None:
+def test_chunks_are_exported_and_had_again(cuda_memory: Any, driver: cuda_stand_in.Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """By another memory, when the one that made them is closed: they hold what they held, and nothing more is taken."""
     first = cuda_memory.CudaMemory(5, CHUNK, exportable=True)
     weights = WeightRange(first, 2 * CHUNK + 100)
@@ -90,6 +90,7 @@ def test_chunks_are_exported_and_had_again(cuda_memory: Any, driver: cuda_stand_
     again.map([3, 0, 4])
     assert second.checksum(again.address, 2 * CHUNK + 100) == told
     total = checksum_of(second, np.array([3, 0, 4], np.int32), 2 * CHUNK + 100)
+    monkeypatch.setattr("engine.memory.transfers.NUM_THREADS", 1)  # Triton's interpreter is for one thread
     for left_checksum, adopted in ((total, True), (total + 1, False)):
         spec = load_message("path")
         left = WeightsHeld(1, "m", spec.fingerprint, spec.dtype, "", 2 * CHUNK + 100, [3, 0, 4], left_checksum)

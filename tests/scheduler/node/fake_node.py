@@ -124,9 +124,10 @@ class FakeNode:
         load = next(load for load in self.loads.values() if model in (None, load.model))
         del self.loads[load.placement_id]
         self.copies[load.device, load.model] = load
-        for slot in self.writing.pop(load.placement_id, ()) if not adopted else ():
+        for slot in self.writing.pop(load.placement_id, ()):
             self.host[slot] = ("weights", load.model, load.fingerprint)
-        kept = bool((load.keep_slots and not adopted) or load.source_slots) and not rejected
+        assert not (adopted and load.keep_slots), "slots were taken from others for nothing"
+        kept = bool(load.keep_slots or load.source_slots) and not rejected
         return self.post(
             events.LoadFinished,
             placement_id=load.placement_id,
@@ -192,9 +193,9 @@ class FakeNode:
         self.post(COMMANDS[verb], cause, model=model, **fields)
         return cause
 
-    def engine_up(self, device: str) -> list[actions.Action]:
+    def engine_up(self, device: str, left: tuple[str, ...] = ()) -> list[actions.Action]:
         self.up.add(device)
-        return self.post(events.EngineUp, device=device, budget_bytes=self.budgets[device])
+        return self.post(events.EngineUp, device=device, budget_bytes=self.budgets[device], left=left)
 
     def engine_down(self, device: str, running: tuple[int, ...] = (), reason: str = "killed") -> list[actions.Action]:
         self.up.discard(device)
