@@ -61,8 +61,7 @@ CAPTURE_AFTER_IDLE_S = 0.02
 
 
 class Engine:
-    """One device. `run` returns when the daemon's end of the channel is closed or it sends Shutdown. left: weights that an engine
-    before this one has left in the memory; None: the memory ends with this process."""
+    """One device. `run` returns at the channel's end or on Shutdown. left: what is in the memory already; None: it ends with us."""
 
     def __init__(
         self,
