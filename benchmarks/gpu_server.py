@@ -12,6 +12,7 @@ import os
 import pathlib
 import re
 import shutil
+import sys
 import tempfile
 import time
 import urllib.request
@@ -102,7 +103,7 @@ def cohost(folder: pathlib.Path, tiny: bool) -> None:
     for name in "bc":
         shutil.copytree(folder / "a", folder / name)
     # room for two of the three, each with one request's KV, and for what steps compute with
-    devices = ["cpu=4456448"] if tiny else [f"cuda:0={int(2.4 * num_bytes + (800 << 20))}"]
+    devices = ["cpu=4864KiB"] if tiny else [f"cuda:0={int(2.4 * num_bytes + (800 << 20))}"]
     flags = ["--runner", "null", "--null-step-ms", "1", "--chunk-bytes", "64KiB"] if tiny else ["--max-num-batched-tokens", "2048"]
     flags += ["--host-tier-bytes", "64MiB" if tiny else "16GiB", "--max-wait-s", "120"]
     with Server(folder, devices, [*flags, *settings(folder, "abc", 256 if tiny else 4096)]) as server:
@@ -122,6 +123,8 @@ def cohost(folder: pathlib.Path, tiny: bool) -> None:
             preemptions=counter(server, "hearth_model_preemptions_total"),
             **line,
         )
+    if line["failed"] or not swaps:
+        sys.exit(f"cohost: {line['failed']} requests failed, {swaps} swaps: {line['errors']}")
 
 
 def main() -> None:

@@ -60,11 +60,17 @@ def make_runner(
         given, left = handover.ask(configure.num_chunks, configure.chunk_bytes) if handover is not None else ([], None)
         memory: ChunkMemory
         if configure.device.startswith("cuda"):
-            from engine.memory.cuda_memory import CudaMemory
+            from engine.memory.cuda_memory import CudaMemory, DeviceError
             from engine.work_space import limit_torch
 
-            outlives = handover is not None
-            memory = CudaMemory(configure.num_chunks, configure.chunk_bytes, exportable=outlives, handles=given)
+            size = (configure.num_chunks, configure.chunk_bytes)
+            try:
+                memory = CudaMemory(*size, exportable=handover is not None, handles=given)
+            except DeviceError as error:
+                if handover is None or given:
+                    raise
+                log.warning("this engine's memory does not outlive it: %s", error)
+                handover, left, memory = None, None, CudaMemory(*size)
             limit_bytes = limit_torch(work_space_bytes)
             log.info("torch is held to %.2f GiB of work space", limit_bytes / 2**30)
         else:
