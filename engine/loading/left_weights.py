@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from engine.contracts import IntArray, LoadCancelled, LoadTask
 from engine.loading.weight_gate import WeightGate
 from engine.memory.chunk_memory import ChunkMemory
 from engine.memory.transfers import Piece, TransferCancelled, transfer
-from engine.memory.weight_range import WeightRange
 from loader import checksum
+
+if TYPE_CHECKING:  # engines of null models have no use for torch
+    from engine.memory.weight_range import WeightRange
 
 log = logging.getLogger("engine")
 
