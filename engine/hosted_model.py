@@ -57,7 +57,8 @@ class TorchModel:
         self._eos_token_ids = spec.eos_token_ids
         self._weights = weights
         self._logits_rows = sizing.logits_rows(shape, spec.dtype, spec.max_sequences)
-        self._model: CausalLM | None = build_model(shape, Weights(shape, spec.dtype, weights, spec.quantize))
+        self._model: CausalLM = build_model(shape, Weights(shape, spec.dtype, weights, spec.quantize))
+        self._released = False
         rotary = rotary_of(shape.rope, shape.head_dim, spec.max_model_len)
         local = rotary if shape.local_rope is None else rotary_of(shape.local_rope, shape.head_dim, spec.max_model_len)
         self._kv_dtype = spec.kv_dtype
@@ -67,7 +68,7 @@ class TorchModel:
         self._layer_places = tuple(places[layer] for layer in range(shape.num_layers))
         max_rows, max_blocks = min(spec.max_sequences, self._logits_rows, MAX_RECORDED_ROWS), -(-spec.max_model_len // block_tokens)
         inputs = DecodeInputs(self._kv, self._layer_places, max_rows, max_blocks, self._padded)
-        self._decode_steps: DecodeSteps | None = DecodeSteps(self._loaded(), inputs, scratch, max_rows)
+        self._decode_steps = DecodeSteps(self._model, inputs, scratch, max_rows)
 
     def _group_memory(self, memory: ChunkMemory, group: KVGroupSpec, rotary: Rotary) -> GroupMemory:
         kv, scales = kv_views(memory.arena, group, self.shape.num_kv_heads, self.shape.head_dim, self._kv_dtype)
@@ -125,14 +126,13 @@ class TorchModel:
         return self._loaded().logits(hidden)[:num].float().numpy()
 
     def _loaded(self) -> CausalLM:
-        if self._model is None:
+        if self._released:
             raise RuntimeError(f"model {self.name} was released")
         return self._model
 
     def _decode(self, plan: BatchPlan, table: SequenceTable) -> StepProgram | None:
         """None: this step is computed by _forward."""
-        if self._decode_steps is None:
-            raise RuntimeError(f"model {self.name} was released")
+        self._loaded()
         ops.set_num_threads(self.num_threads)
         return self._decode_steps.run(plan, table)
 
@@ -155,6 +155,11 @@ class TorchModel:
         return model.forward(batch, torch.from_numpy(wanted)), num_sampling
 
     def release(self) -> None:
-        """Unmaps the weights. Idempotent; any later step raises RuntimeError."""
-        self._model = self._decode_steps = None
+        """Unmaps the weights. Idempotent; until `restore` any step raises RuntimeError."""
+        self._released = True
         self._weights.unmap()
+
+    def restore(self, spec: LoadModel) -> None:
+        """The weights are back, or on their way, in the same range: steps recorded before are as good as ever."""
+        self._eos_token_ids = spec.eos_token_ids
+        self._released = False

@@ -51,6 +51,7 @@ if TYPE_CHECKING:  # Triton need not be there on the CPU
     from engine.cuda_model import CudaModel
 
 MAX_GRAPH_ROWS = 256  # decode steps of more rows have no graph
+MAX_KEPT_MODELS = 32  # with recorded steps: some hundred KiB for each number of rows
 KERNELS_LIMIT_S, TELL_EVERY_S = 300.0, 1.0
 FP8_CAPABILITY = (8, 9)
 
@@ -66,6 +67,7 @@ class TorchRunner:
         self.memory, self._options = memory, options
         self._ranges = WeightRanges(memory)
         self._gpu_models: dict[str, tuple[object, CudaModel]] = {}  # every model's last, with its graphs
+        self._cpu_models: dict[str, tuple[object, TorchModel]] = {}  # those loaded last, with their recorded steps
         self._copies = WeightCopies(memory, tier)
         self._ring = StagingRing()
         self._scratch = Scratch()
@@ -133,12 +135,10 @@ class TorchRunner:
             weights.map(task.chunks[: weights.num_chunks].tolist())
             task.map_seconds = time.perf_counter() - started_s
             gate: WeightGate | None = None
+            hosted: TorchModel | None = None
             try:
-                hosted: TorchModel | None = None
                 if not self._gpu and not source.shape.pooling:
-                    hosted = TorchModel(
-                        spec, source.shape, weights, self.memory, self._scratch, self._options.block_tokens, num_threads
-                    )
+                    hosted = self._cpu_model(spec, source.shape, weights, num_threads)
                     if task.begun is not None and ops.threads_may_share():
                         gate = WeightGate(sizing.weight_layout(source.shape, spec.dtype, spec.quantize))
                         task.begun(hosted, gate)
@@ -154,6 +154,8 @@ class TorchRunner:
             except BaseException as error:
                 if gate is not None:
                     gate.withdraw(str(error))
+                if hosted is not None:
+                    hosted.release()
                 weights.unmap()
                 if isinstance(error, ReadCancelled):
                     raise LoadCancelled(str(error)) from None
@@ -222,6 +224,20 @@ class TorchRunner:
 
     def _sink(self, weights: WeightRange) -> WeightSink:
         return DeviceSink(self.memory, weights, self._frames) if self._gpu else HostSink(weights.buffer, weights.prepare)
+
+    def _cpu_model(self, spec: LoadModel, shape: ModelShape, weights: WeightRange, num_threads: int) -> TorchModel:
+        """As _gpu_model; recorded steps are to it what graphs are there. They take host memory, so few models' are kept."""
+        identity = (weights, spec.kv_dtype, spec.max_model_len, spec.max_sequences)
+        known = self._cpu_models.pop(spec.model, None)
+        if known is not None and known[0] == identity:
+            model = known[1]
+            model.restore(spec)
+        else:
+            model = TorchModel(spec, shape, weights, self.memory, self._scratch, self._options.block_tokens, num_threads)
+        self._cpu_models[spec.model] = identity, model
+        while len(self._cpu_models) > MAX_KEPT_MODELS:
+            del self._cpu_models[next(iter(self._cpu_models))]
+        return model
 
     def _gpu_model(self, spec: LoadModel, shape: ModelShape, weights: WeightRange) -> CudaModel:
         """Of a model that was loaded before, the one there was: what its graphs have addresses of is where it was."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -98,3 +99,23 @@ def test_a_cuda_device_without_a_driver_is_an_error_that_says_so(tmp_path: Path)
     ended = subprocess.run(node.command(), capture_output=True, text=True, timeout=60, env=environment())
     assert ended.returncode == 2
     assert "device: 'cuda:0': NVIDIA's driver cannot be asked: Driver Not Loaded" in ended.stderr
+
+
+def test_fp8_kv_takes_what_it_is_sized_for(tmp_path: Path) -> None:
+    """A quarter of float32's, and a scale a head: the daemon's sums, and what an engine keeps of the same conversation."""
+    for name in ("plain", "small"):
+        make_model(tmp_path / "n" / "models" / name, hidden_size=512, num_heads=4)  # heads of 128: 129 bytes instead of 512
+    config = 'chunk_bytes = "1MiB"\n[models.small]\nkv_cache_dtype = "fp8"\n'
+    node, _ = make_node(tmp_path / "n", devices=["cuda:0"], null_step_ms=1, config=config)
+    with node:
+        assert "small: float32, fp8 KV, max_model_len 2048, " in node.log_text()
+        reserved = {name: float(found) for name, found in re.findall(r"(\w+): float32.*reserved KV ([\d.]+) ?MiB", node.log_text())}
+        assert reserved["small"] < reserved["plain"] / 2  # whole chunks
+        for name in ("plain", "small"):
+            assert Stream(node, name, "x", 400).join().error == ""
+
+        def kept() -> dict[str, int]:
+            return {row["name"]: row["kv_cached_bytes"] for row in node.json("top")["models"]}
+
+        node.wait_for(lambda: all(kept().values()), "kept prefixes")
+        assert kept()["small"] * 512 == kept()["plain"] * 129

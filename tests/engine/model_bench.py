@@ -155,8 +155,9 @@ def load(
     max_sequences: int = 8,
     quantize: str = "",
     kv_cache_dtype: str = "",
+    name: str = "",
 ) -> TorchModel:
-    name = f"tiny{next(_names)}"  # each has a range of its own
+    name = name or f"tiny{next(_names)}"  # each has a range of its own
     fingerprint = scan_one(folder).fingerprint
     limits = (1 << 20, 0, 0, max_len, max_sequences, list(eos))
     spec = LoadModel(1, name, str(folder), dtype, fingerprint, *limits, quantize=quantize, kv_cache_dtype=kv_cache_dtype)

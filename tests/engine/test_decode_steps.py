@@ -12,13 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import hosted_model
+from engine import hosted_model, model_runner
 from engine.contracts import SequenceTable
 from engine.hosted_model import TorchModel
 from engine.model_runner import TorchRunner
 from engine.steps.forward_batch import ForwardBatch
 from engine.steps.program import Scratch
 from loader import sizing
+from loader.errors import CheckpointError
 from tests.engine.model_bench import (
     BLOCK_TOKENS,
     CASES,
@@ -65,7 +66,6 @@ def load_both(runner: TorchRunner, folder: Path, dtype: str, quantize: str = "")
 
 
 def programs(model: TorchModel) -> set[int]:
-    assert model._decode_steps is not None
     return set(model._decode_steps.programs)
 
 
@@ -150,6 +150,53 @@ def test_two_models_share_scratch_memory_and_one_comes_back(runner: TorchRunner,
         first.execute(plan((0, 1, 1)), make_table(SLOTS, 48, first.kv_groups))
     first = load(runner, folders[0], "bfloat16", max_sequences=SLOTS)
     assert all(np.array_equal(*pair) for pair in zip(steps(first, filled(first), positions()), wanted[0], strict=True))
+
+
+def test_a_model_that_comes_back_still_has_its_steps(runner: TorchRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its weights are in other chunks, and what ends an answer may have changed."""
+    make_checkpoint(tmp_path)
+
+    def again(eos: int = 1, **limits: int) -> TorchModel:
+        return load(runner, tmp_path, "bfloat16", (eos,), name="comes-back", **{"max_sequences": SLOTS} | limits)
+
+    model = again()
+    wanted = list(steps(model, filled(model), positions()))
+    recorded = dict(model._decode_steps.programs)
+    model.release()
+    table = make_table(SLOTS, 48, model.kv_groups)
+    for step in (model.execute, model.logits):
+        with pytest.raises(RuntimeError, match="released"):
+            step(plan((0, 1, 1)), table)
+
+    back = again(eos=7)
+    assert back is model
+    assert back._eos_token_ids == [7]
+    assert all(np.array_equal(*pair) for pair in zip(steps(back, filled(back), positions()), wanted, strict=True))
+    assert back._decode_steps.programs == recorded
+    back.release()
+
+    other = again(max_len=64)  # its arrays have another shape
+    assert other is not model
+    other.release()
+    monkeypatch.setattr(model_runner, "MAX_KEPT_MODELS", 1)
+    load(runner, tmp_path, "bfloat16", max_sequences=SLOTS).release()
+    assert again(max_len=64) is not other
+
+
+def test_a_load_that_fails_leaves_a_model_that_can_come_back(runner: TorchRunner, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    model = load(runner, tmp_path, "bfloat16", max_sequences=SLOTS, name="fails-once")
+    wanted = list(steps(model, filled(model), positions()))
+    model.release()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TorchRunner, "_read", lambda *args: (_ for _ in ()).throw(CheckpointError("model.safetensors", None, "gone")))
+        with pytest.raises(CheckpointError):
+            load(runner, tmp_path, "bfloat16", max_sequences=SLOTS, name="fails-once")
+    with pytest.raises(RuntimeError, match="released"):
+        model.execute(plan((0, 1, 1)), make_table(SLOTS, 48, model.kv_groups))
+    back = load(runner, tmp_path, "bfloat16", max_sequences=SLOTS, name="fails-once")
+    assert all(np.array_equal(*pair) for pair in zip(steps(back, filled(back), positions()), wanted, strict=True))
+    back.release()
 
 
 @pytest.mark.parametrize(
