@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from engine import model_runner
 from engine.kv_transfer import KVTransfer
 from engine.memory.host_tier import HostTier
 from engine.protocol import Evicted, EvictModel, LoadDone, LoadFailed
@@ -270,8 +271,10 @@ def test_an_eviction_during_a_save_and_during_a_restore(folder: Path, monkeypatc
     assert not bench.placements.busy
 
 
-def test_nothing_of_an_evicted_model_waits_for_the_garbage_collector(folder: Path) -> None:
-    """The engine's is off while it works: whatever refers to itself would stay, chunk maps and tables included."""
+def test_nothing_of_an_evicted_model_waits_for_the_garbage_collector(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's is off while it works: whatever refers to itself would stay, chunk maps and tables included. What the runner
+    keeps of few models, on purpose, is left out here."""
+    monkeypatch.setattr(model_runner, "MAX_KEPT_MODELS", 0)
     bench = TierBench(folder)
     bench.load("llama")
     bench.submit("llama", 1, PROMPTS[3], 8)
