@@ -4,12 +4,11 @@ has been summed up."""
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from engine.contracts import IntArray, LoadCancelled, LoadTask
 from engine.loading.weight_gate import WeightGate
-from engine.memory.chunk_memory import ChunkMemory
+from engine.memory.chunk_memory import ChunkMemory, Copied
 from engine.memory.transfers import Piece, TransferCancelled, transfer
 from loader import checksum
 
@@ -17,19 +16,6 @@ if TYPE_CHECKING:  # engines of null models have no use for torch
     from engine.memory.weight_range import WeightRange
 
 log = logging.getLogger("engine")
-
-
-@dataclass(slots=True, frozen=True)
-class Summed:
-    """engine.memory.chunk_memory.Copy that copies nothing."""
-
-    checksum: int
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self) -> int:
-        return self.checksum
 
 
 def adopt(memory: ChunkMemory, task: LoadTask, weights: WeightRange, gate: WeightGate | None = None) -> bool:
@@ -47,7 +33,7 @@ def adopt(memory: ChunkMemory, task: LoadTask, weights: WeightRange, gate: Weigh
     pieces: list[Piece] = [(weights.address + at, range(min(size, total - at))) for at in range(0, total, size)]
     try:
         sums = transfer(
-            lambda address, extent: Summed(memory.checksum(address, len(extent))),
+            lambda address, extent: Copied(memory.checksum(address, len(extent))),
             pieces,
             task.cancelled,
             lambda num_bytes: task.progress(num_bytes, total),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from scheduler.batch.plan import IntArray
@@ -25,6 +26,19 @@ class Copy(Protocol):
     def wait(self) -> int:
         """The checksum of what was copied (memory/checksum.py). Raises RuntimeError if the device failed."""
         ...
+
+
+@dataclass(slots=True, frozen=True)
+class Copied:
+    """A Copy that was over when it was started, or that there was no need to make."""
+
+    checksum: int
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> int:
+        return self.checksum
 
 
 class ChunkMemory(Protocol):

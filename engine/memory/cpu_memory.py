@@ -10,7 +10,6 @@ import mmap
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,21 +17,9 @@ import torch
 
 from engine.memory import checksum, mappings
 from engine.memory.arena import copy_pieces
+from engine.memory.chunk_memory import Copied
 from loader.sinks import Fence
 from scheduler.batch.plan import IntArray
-
-
-@dataclass(slots=True, frozen=True)
-class Copied:
-    """engine.memory.chunk_memory.Copy that was over when it was started."""
-
-    checksum: int
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self) -> int:
-        return self.checksum
 
 
 class CpuMemory:

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.e2e.chat import Stream
 from tests.e2e.checkpoints import make_model
 from tests.e2e.node import Node
-
-MIB = 1 << 20
-NAMES = ("ash", "birch", "cedar")
-NUM_TOKENS = 1200  # each model must still be at work when the last has begun, on a busy machine too
+from tests.e2e.test_host_tier import MIB, NAMES, NUM_TOKENS, loads, read_chars
 
 
 @pytest.fixture(scope="module")
@@ -30,16 +24,6 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     flags += ["--load-deadline-s", "80", "--max-wait-s", "80"]  # the first load waits for kernels to be compiled
     with Node(folder, devices=["cpu:0=96MiB"], runner="torch", flags=flags) as running:
         yield running
-
-
-def loads(node: Node) -> list[dict[str, Any]]:
-    events = [json.loads(line) for line in node.cli("events", "--json").stdout.splitlines()]
-    return [event for event in events if event["event"] == "loaded"]
-
-
-def read_chars(pid: int) -> int:
-    fields = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
-    return int(fields["rchar"])
 
 
 def kill(node: Node) -> int:

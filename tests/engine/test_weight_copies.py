@@ -17,7 +17,8 @@ from engine.contracts import LoadCancelled, LoadTask
 from engine.loading.weight_arrivals import WeightArrivals
 from engine.loading.weight_copies import WeightCopies
 from engine.memory import transfers
-from engine.memory.cpu_memory import Copied, CpuMemory
+from engine.memory.chunk_memory import Copied
+from engine.memory.cpu_memory import CpuMemory
 from engine.memory.host_tier import HostTier
 from engine.memory.weight_range import WeightRange
 from engine.protocol import Evicted, EvictModel, LoadDone, LoadFailed
