@@ -79,9 +79,9 @@ class TorchModel:
     @torch.inference_mode()
     def execute_behind(self, gate: WeightGate, plan: BatchPlan, table: SequenceTable, max_tokens: int) -> StepResult:
         """As `execute`, of rows without masks, while the weights are still coming; a plan of more than max_tokens in slices."""
-        model = self._loaded()
-        layers = model.layers
-        with gate.step():
+        with gate.step():  # before anything is asked of the model: a load that failed has withdrawn its gate, then released it
+            model = self._loaded()
+            layers = model.layers
             gate.wait(0)
             waited_s = gate.waited_s
             model.layers = gate.behind(layers)

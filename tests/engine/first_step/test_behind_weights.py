@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from engine.contracts import StepResult
+from engine.hosted_model import TorchModel
+from engine.loading.loads import Load, Loads, Told
 from engine.loading.weight_gate import WeightGate
 from engine.protocol import Abort, Evicted, EvictModel, LoadDone, LoadFailed, LoadStreams, SetLease, read_journal
 from tests.engine.first_step.bench import PROMPT, Bench, truncate
@@ -82,6 +86,37 @@ def test_a_file_that_changes_fails_the_load_at_its_end(bench: Bench, folder: Pat
     assert not failed.permanent
     assert "changed since the model was registered" in failed.error
     assert "TokensOut" not in bench.kinds()
+
+
+def test_a_step_that_begins_anew_before_the_failure_is_told_is_withdrawn_too(
+    bench: Bench, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The load's thread has withdrawn and released the model, and the engine hears first of the step that this has ended."""
+    may_tell, tell, execute, begun = threading.Event(), Loads._tell, TorchModel.execute_behind, []
+
+    def late(loads: Loads, item: Told) -> None:
+        if isinstance(item, Load):
+            assert may_tell.wait(60)
+        tell(loads, item)
+
+    def noted(model: TorchModel, gate: WeightGate, *rest: Any) -> StepResult:
+        begun.append(model._released)
+        return execute(model, gate, *rest)
+
+    monkeypatch.setattr(Loads, "_tell", late)
+    monkeypatch.setattr(TorchModel, "execute_behind", noted)
+    bench.allow(3)
+    bench.load()
+    bench.until(LoadStreams)
+    bench.submit(7)
+    bench.until_waits_for(3)
+    os.utime(folder / "model.safetensors", ns=(1, 1))
+    bench.allow(99)
+    bench.pump(lambda: any(begun))
+    may_tell.set()
+    assert "changed since the model was registered" in bench.until(LoadFailed).error
+    assert "TokensOut" not in bench.kinds()
+    assert bench.engine.models.chunks.free.all()
 
 
 def test_a_withdrawn_load_ends_its_step(bench: Bench) -> None:
