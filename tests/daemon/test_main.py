@@ -116,8 +116,8 @@ def test_small_ready_and_clean(tmp_path: Path) -> None:
 def test_a_signal_drains(tmp_path: Path, number: signal.Signals) -> None:
     """The whole process group gets it, engines included, as from systemd or a terminal."""
     make_model(tmp_path / "n" / "models" / "a")
-    with Node(tmp_path / "n", devices=["cpu:0=64MiB", "cpu:1=64MiB"], null_step_ms=5) as node:
-        streams = [Stream(node, "a", f"{i}", 150) for i in range(8)]
+    with Node(tmp_path / "n", devices=["cpu:0=64MiB", "cpu:1=64MiB"], null_step_ms=20) as node:
+        streams = [Stream(node, "a", f"{i}", 250) for i in range(8)]  # 5 s: still there when the last question is asked
         for stream in streams:
             stream.wait_for_chunks(3)
         engines = node.engine_pids()

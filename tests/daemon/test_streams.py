@@ -207,15 +207,19 @@ async def test_an_abort_is_never_a_silent_end():
 
 
 async def test_a_silent_stream_is_commented_on_a_busy_one_is_not():
-    rig = Rig(comment_every_s=0.15)
+    rig = Rig(comment_every_s=0.6)
     rig.stream.tokens([97], FINISH_NONE)
     rig.open()
-    for _ in range(20):
+    for _ in range(40):
         rig.stream.tokens([97], FINISH_NONE)
         await asyncio.sleep(0.02)
     assert ": waiting" not in rig.connection.body()
-    await asyncio.sleep(0.5)
-    assert rig.connection.body().count(": waiting\n\n") >= 2
+    for _ in range(600):
+        await asyncio.sleep(0.05)
+        if rig.connection.body().count(": waiting\n\n") == 2:
+            break
+    else:
+        raise AssertionError(rig.connection.body())
     rig.group.close()
     assert rig.clock._timer is None
 

@@ -7,7 +7,7 @@ import json
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,7 +18,7 @@ from tests.e2e.checkpoints import make_model
 from tests.e2e.node import Node
 
 MODEL, NUM_REQUESTS, CONTEXT = "oak", 48, 1024
-NEXT_S = 1.0  # the bar for the request after them
+NEXT_S = 1.0  # the bar for the request after them, beside what one takes that comes after nobody
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER: close() sends RST
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 TOOLS = [{"type": "function", "function": {"name": "get", "parameters": SCHEMA, "strict": True}}]
@@ -77,6 +77,12 @@ def ask(node: Node) -> None:
         client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "next"}], max_tokens=1)
 
 
+def seconds_of(work: Callable[[Node], None], node: Node) -> float:
+    begin = time.monotonic()
+    work(node)
+    return time.monotonic() - begin
+
+
 def row(node: Node) -> dict[str, Any]:
     return next(each for each in node.json("ps") if each["name"] == MODEL)
 
@@ -89,13 +95,12 @@ def device_kv_used(node: Node) -> float:
 @pytest.mark.parametrize("stay_s", [0.0, 0.1, 0.5])
 @pytest.mark.parametrize("kind", [*KINDS, "mixed"])
 async def test_many_opened_and_dropped_at_once(node: Node, kind: str, stay_s: float) -> None:
+    alone_s = await asyncio.to_thread(seconds_of, ask, node)
     kinds = list(KINDS) if kind == "mixed" else [kind]
     chosen = [kinds[number % len(kinds)] for number in range(NUM_REQUESTS)]
     seen = await asyncio.gather(*(open_and_drop(node, each, at, stay_s) for at, each in enumerate(chosen)))
     assert set(seen) <= {"", "200", "429"}
-    start = time.monotonic()
-    await asyncio.to_thread(ask, node)
-    assert time.monotonic() - start <= NEXT_S
+    assert await asyncio.to_thread(seconds_of, ask, node) <= NEXT_S + 3 * alone_s
 
     def all_free() -> bool:
         state = row(node)
