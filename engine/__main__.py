@@ -11,7 +11,6 @@ import contextlib
 import logging
 import mmap
 import os
-import select
 import signal
 import socket
 import sys
@@ -131,7 +130,7 @@ def _fault(channel: Channel, kind: str, error: Exception) -> int:
     with contextlib.suppress(ChannelClosed):
         channel.send(EngineFault(kind, f"{type(error).__name__}: {line}"))
         while channel.backlog_bytes and time.monotonic() < until_s:
-            select.select([], [channel], [], TELL_LIMIT_S)
+            channel.wait_for_room(TELL_LIMIT_S)
             channel.flush()
     return EXIT_FAULT
 

@@ -11,6 +11,15 @@ from engine.protocol import FrameReader, Message, ToEngine, encode
 RECV_BYTES = 1 << 18
 
 
+def wait_until(sock: socket.socket, events: int, limit_s: float | None = None) -> bool:
+    """Blocks until a poll finds one of these events (select.POLLIN, select.POLLOUT) or the end of the stream; False after limit_s.
+    Not select(2): a daemon that holds a device's memory has thousands of descriptors, and the engines it starts get higher numbers
+    than select takes."""
+    poller = select.poll()
+    poller.register(sock, events)
+    return bool(poller.poll(None if limit_s is None else limit_s * 1e3))
+
+
 class ChannelClosed(Exception):
     """The daemon's end is gone."""
 
@@ -65,10 +74,14 @@ class Channel:
             if len(data) < RECV_BYTES:
                 return messages
 
+    def wait_for_room(self, limit_s: float) -> None:
+        """Until the kernel takes more."""
+        wait_until(self._sock, select.POLLOUT, limit_s)
+
     def wait_for_message(self) -> list[Any]:
         """Blocks until at least one message is there."""
         while True:
-            select.select([self._sock], [], [])
+            wait_until(self._sock, select.POLLIN)
             messages = self.receive()
             if messages:
                 return messages

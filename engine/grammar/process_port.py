@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from config.child_process import child_environment
+from engine.channel import wait_until
 from engine.grammar.messages import FromGrammar, row_bytes
 from engine.protocol import FrameReader, LoadModel, Message, encode
 
@@ -52,7 +53,7 @@ class GrammarPort:
 
     def wait(self, seconds: float) -> bool:
         """Whether there is something to receive."""
-        return bool(select.select([self._socket], [], [], seconds)[0])
+        return wait_until(self._socket, select.POLLIN, seconds)
 
     def receive(self) -> list[object]:
         """At least one message if the socket is readable. Raises ProcessDied."""

@@ -75,7 +75,7 @@ class ChunkMemory(Protocol):
         ...
 
     def tensor(self, address: int, num_bytes: int) -> Tensor:
-        """uint8 [num_bytes] at an address of this memory. It keeps nothing alive."""
+        """uint8 [num_bytes] at an address with chunks behind it, valid whenever it has some. It keeps nothing alive."""
         ...
 
     def copy_in(self, address: int, source: Any) -> Copy:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from cuda.bindings import driver
 
+from engine.memory import handles as descriptors
 from engine.memory.arena import copy_pieces
 from engine.memory.cuda_copies import CudaStreams, EventFence, SummedCopy
 from scheduler.batch.plan import IntArray
@@ -172,7 +173,8 @@ class CudaMemory:
         return self._streams.sum_of(self.tensor(address, num_bytes))
 
     def export(self) -> list[int]:
-        """One a chunk. Raises DeviceError."""
+        """One a chunk. Raises DeviceError, and OSError where this process may not have so many."""
+        descriptors.allow_many_files(len(self._handles))
         return [int(_call(driver.cuMemExportToShareableHandle, handle, FILE_DESCRIPTOR, 0)) for handle in self._handles]
 
     def copy_within(self, piece_bytes: int, sources: IntArray, targets: IntArray) -> None:

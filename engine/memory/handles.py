@@ -10,6 +10,7 @@ allocation is released, the memory is released").
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import socket
@@ -18,6 +19,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 MAX_FDS = 253  # the kernel's limit for one message
+OTHER_FILES = 512
 
 _header = struct.Struct("<IIQI")  # descriptors, chunks, bytes of a chunk, bytes of the note
 
@@ -31,10 +33,13 @@ class Received(NamedTuple):
     note: bytes
 
 
-def allow_many_files() -> None:
-    """As many descriptors as the system lets this process have: a device of 140 GiB in chunks of 16 MiB has 9,000."""
+def allow_many_files(num_files: int = 0) -> None:
+    """As many descriptors as the system lets this process have: a device of 140 GiB in chunks of 16 MiB has 9,000. Raises OSError
+    where those are fewer than num_files and what else a process opens."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if hard < num_files + OTHER_FILES:
+        raise OSError(errno.EMFILE, f"{num_files} descriptors are more than a process may have here: {hard} files (ulimit -Hn)")
 
 
 def send(sock: socket.socket, handles: Sequence[int], num_chunks: int, chunk_bytes: int, note: bytes = b"") -> None:

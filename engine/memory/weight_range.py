@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -24,10 +25,15 @@ class WeightRange:
         self._memory = memory
         self._reserved_bytes = max(1, self.num_chunks) * memory.chunk_bytes
         self.address = memory.reserve(self._reserved_bytes)
-        self._all = memory.tensor(self.address, num_bytes)
         self._mapped = False
         self._chunks: Sequence[int] = ()
         self._preparing = [threading.Lock() for _ in range(PREPARING_LOCKS)]
+
+    @cached_property
+    def _all(self) -> torch.Tensor:
+        """Made when there is memory behind it, and kept: torch asks the driver whose an address is, and without memory it is
+        nobody's."""
+        return self._memory.tensor(self.address, self.num_bytes)
 
     @property
     def buffer(self) -> Any:

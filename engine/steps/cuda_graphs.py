@@ -27,6 +27,7 @@ WARM_UP_STEPS = 2  # compile kernels and let libraries allocate what they keep, 
 # Every graph's memory, and the stream they are captured on (libraries keep a work space a stream), of all models of this process.
 _pool: Any = None
 _stream: Any = None
+_keeper: Any = None
 _capturing = threading.Lock()  # a load captures its model's first graphs while the engine's loop may capture another's
 
 
@@ -45,6 +46,19 @@ class DecodeGraph:
     drawn: Tensor  # [2, R] int32
     capture_s: float
     num_bytes: int  # what the pool grew by
+
+
+def _make_pool(device: torch.device) -> None:
+    """With a graph that takes none of its memory and stays: torch lets nobody into a pool whose last graph is gone."""
+    global _pool, _stream, _keeper
+    pool, stream, keeper = torch.cuda.graph_pool_handle(), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    word = torch.zeros(1, dtype=torch.int32, device=device)
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        keeper.capture_begin(pool=pool, capture_error_mode="thread_local")
+        word.zero_()
+        keeper.capture_end()
+    _pool, _stream, _keeper = pool, stream, keeper
 
 
 class DecodeGraphs:
@@ -84,7 +98,6 @@ class DecodeGraphs:
 
     def _capture(self, columns: Mapping[str, Any]) -> DecodeGraph:
         """Beside loads and copies of other threads. They may not wait for the device as a whole meanwhile, only for its streams."""
-        global _pool, _stream
         began_s = time.perf_counter()
         num_words = sum(-(-len(column) // 4) * 4 for column in columns.values())
         inputs = torch.zeros(num_words, dtype=torch.int32, device=self._last_ids.device)
@@ -92,7 +105,7 @@ class DecodeGraphs:
         last_ids = self._last_ids.clone()
         with _capturing:
             if _pool is None:
-                _pool, _stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+                _make_pool(inputs.device)
             graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
             _stream.wait_stream(current)
             with torch.cuda.stream(_stream):

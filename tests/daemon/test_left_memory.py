@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import resource
+import select
 import socket
 import threading
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ import pytest
 from daemon.left_memory import EARLY_S, LeftMemory
 from daemon.workers import FAULTY_MEMORY
 from engine import protocol
+from engine.channel import wait_until
 from engine.memory import handles
 from tests.engine.engine_process import load_message
 
@@ -157,3 +160,32 @@ def test_memory_without_weights_is_not_kept() -> None:
 )
 def test_what_the_driver_calls_its_memorys_fault(reason: str, faulty: bool) -> None:
     assert bool(FAULTY_MEMORY.search(reason)) == faulty
+
+
+@pytest.fixture
+def few_files() -> Iterator[None]:
+    """A shell's limit, or less."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (400, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_device_may_have_more_chunks_than_a_shell_allows_files(few_files: None) -> None:
+    left, num_chunks = LeftMemory("cuda:0", is_host=False), 1100
+    with engine(left) as sock:
+        assert ask(sock, num_chunks).handles == []
+        fd = memory(b"weights")
+        handles.send(sock, [fd] * num_chunks, num_chunks, CHUNK_BYTES)
+        os.close(fd)
+        left.sent(load_message("path", "ash", 1))
+        left.told(held("ash", 1, 0, 1))
+    left.ended(came_up=True, lasted_s=9.0, distrusted=False, kernel_killed=False)
+    assert left.models == ["ash"]
+    with engine(left) as sock:
+        given = ask(sock, num_chunks)
+        assert sock.fileno() > 1023, "an engine's sockets have such numbers now"
+        assert wait_until(sock, select.POLLIN, 10.0), "its other end closes"
+    assert len(given.handles) == num_chunks
+    handles.close(given.handles)
+    left.let_go("")

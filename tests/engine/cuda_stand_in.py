@@ -183,12 +183,12 @@ class Driver(ModuleType):
         return CUresult.CUDA_SUCCESS, self._known(Handle(os.dup(fd), size, True))
 
     def cuMemcpyHtoDAsync(self, target: CUdeviceptr, source: int, size: int, stream: int) -> tuple[CUresult]:
-        self._check_mapped(target, size)
+        self.check_mapped(target, size)
         ctypes.memmove(target, source, size)
         return (CUresult.CUDA_SUCCESS,)
 
     def cuMemcpyDtoHAsync(self, target: int, source: CUdeviceptr, size: int, stream: int) -> tuple[CUresult]:
-        self._check_mapped(source, size)
+        self.check_mapped(source, size)
         ctypes.memmove(target, source, size)
         return (CUresult.CUDA_SUCCESS,)
 
@@ -206,7 +206,7 @@ class Driver(ModuleType):
         place = prop.location
         self._check(place.type == CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE and place.id == 0, "memory of another device")
 
-    def _check_mapped(self, address: int, size: int) -> None:
+    def check_mapped(self, address: int, size: int) -> None:
         at = address
         while at < address + size:
             begin = next((begin for begin, held in self.mapped.items() if begin <= at < begin + held.num_bytes), None)
@@ -250,9 +250,10 @@ class Event:
 
 
 class Torch:
-    """torch, whose CUDA device is the CPU."""
+    """torch, whose CUDA device is the CPU. It asks the driver whose an address is, as the real one does."""
 
-    def __init__(self) -> None:
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
         self.cuda = SimpleNamespace(
             Stream=Stream,
             Event=Event,
@@ -270,6 +271,7 @@ class Torch:
     def as_tensor(self, held: Any, device: torch.device) -> torch.Tensor:
         told = held.__cuda_array_interface__
         assert (told["typestr"], told["version"], told["strides"]) == ("|u1", 3, None)
+        self._driver.check_mapped(told["data"][0], 1)
         return torch.frombuffer(mappings.bytes_at(told["data"][0], told["shape"][0]), dtype=torch.uint8)
 
 
@@ -283,6 +285,6 @@ def install(monkeypatch: pytest.MonkeyPatch, driver: Driver) -> Any:
         monkeypatch.setitem(sys.modules, name, ModuleType(name))  # so that what is imported now is forgotten afterwards
         del sys.modules[name]
     cuda_memory = importlib.import_module("engine.memory.cuda_memory")
-    monkeypatch.setattr(cuda_memory, "torch", Torch())
-    monkeypatch.setattr(sys.modules["engine.memory.cuda_copies"], "torch", Torch())
+    monkeypatch.setattr(cuda_memory, "torch", Torch(driver))
+    monkeypatch.setattr(sys.modules["engine.memory.cuda_copies"], "torch", Torch(driver))
     return cuda_memory

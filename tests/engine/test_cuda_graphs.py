@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -22,17 +24,29 @@ from tests.engine.model_bench import MAX_LEN, make_checkpoint, make_table, plan,
 pytest.importorskip("triton")
 pytestmark = INTERPRETED
 
+HANDLES = itertools.count()
+
 
 class StandInGraph:
-    """In CUDAGraph's place: a replay runs the captured step again, into the same result."""
+    """In CUDAGraph's place: a replay runs the captured step again, into the same result. As torch's allocator has it, a pool is
+    closed to new graphs once the last one in it is gone."""
 
     captured: ClassVar[list[StandInGraph]] = []
+    alive: ClassVar[dict[Any, int]] = {}  # graphs of each pool
     step: Any = None
     drawn: Any = None
+    pool: Any = None
 
     def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
         assert capture_error_mode == "thread_local"
+        assert self.alive.get(pool) != 0, "use_count > 0 INTERNAL ASSERT FAILED"
+        self.alive[pool] = self.alive.get(pool, 0) + 1
+        self.pool = pool
         StandInGraph.captured.append(self)
+
+    def __del__(self) -> None:
+        if self.pool is not None:
+            self.alive[self.pool] -= 1
 
     def capture_end(self) -> None:
         """The step between the two was the captured one."""
@@ -49,13 +63,13 @@ def stand_in_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         Stream=lambda: stream,
         current_stream=lambda: stream,
         stream=lambda stream: nullcontext(),
-        graph_pool_handle=lambda: (0, 0),
+        graph_pool_handle=lambda: (0, next(HANDLES)),
         memory_reserved=lambda: 0,
     )
     names = {"zeros": torch.zeros, "int32": torch.int32, "OutOfMemoryError": torch.OutOfMemoryError}
     monkeypatch.setattr(cuda_graphs, "torch", SimpleNamespace(cuda=cuda, **names))
-    monkeypatch.setattr(cuda_graphs, "_pool", None)
-    monkeypatch.setattr(cuda_graphs, "_stream", None)
+    for name in ("_pool", "_stream", "_keeper"):
+        monkeypatch.setattr(cuda_graphs, name, None)
     yield
     StandInGraph.captured.clear()
 
@@ -137,6 +151,18 @@ def test_nothing_is_captured_after_a_second_load(tmp_path: Path, stand_in_graphs
     assert decoded(model, 3, 2) == first
     decoded(model, 7, 1)
     assert (len(StandInGraph.captured), model.num_uncaptured) == (num_captured, 0)
+
+
+def test_graphs_are_captured_when_all_before_them_are_gone(tmp_path: Path, stand_in_graphs: None) -> None:
+    make_checkpoint(tmp_path, kind="qwen2", num_hidden_layers=1)
+    model = load_cuda_model(tmp_path, max_graph_rows=8)
+    remember_steps(model)
+    model.capture(3)
+    model.graphs.captured.clear()
+    StandInGraph.captured.clear()
+    gc.collect()
+    model.capture(3)
+    assert list(model.graphs.captured) == [4]
 
 
 def test_graph_row_counts_are_few_and_not_much_larger() -> None:

@@ -4,6 +4,7 @@ tests/gpu runs the same on a GPU."""
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ pytest.importorskip("triton")
 
 from engine.contracts import LoadTask
 from engine.loading.left_weights import adopt, checksum_of
+from engine.memory import handles
 from engine.memory.weight_range import WeightRange
 from engine.protocol import WeightsHeld
 from loader import checksum
@@ -104,3 +106,12 @@ def test_chunks_are_exported_and_had_again(cuda_memory: Any, driver: cuda_stand_
         cuda_memory.CudaMemory(5, CHUNK, handles=kept)
     assert driver.held_bytes == 0
     assert not driver.reserved
+
+
+def test_more_chunks_than_a_process_may_open_files_are_not_exported(cuda_memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = cuda_memory.CudaMemory(5, CHUNK, exportable=True)
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (100, handles.OTHER_FILES + 4))
+    monkeypatch.setattr(resource, "setrlimit", lambda which, limits: None)
+    with pytest.raises(OSError, match=r"5 descriptors are more than a process may have here: 516 files"):
+        made.export()
+    made.close()
