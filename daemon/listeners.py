@@ -51,6 +51,8 @@ def bind(config: NodeConfig, passed: Mapping[str, Sequence[socket.socket]], has_
             text = problem(_addresses(listening), has_keys or config.insecure)
             if text is not None:
                 raise sockets.SocketError(f"{name}: {text}")
+            for sock in listening:
+                sockets.keep_alive(sock)
     except sockets.SocketError:
         found.close()
         raise

@@ -12,6 +12,7 @@ import os
 import re
 import sys
 import time
+from functools import lru_cache
 from typing import Any
 
 log = logging.getLogger("hearthd")
@@ -38,8 +39,7 @@ class TextLines(logging.Formatter):
     """`12:30:01.250 warning api: text model=a`; the date is left to who keeps the log."""
 
     def format(self, record: logging.LogRecord) -> str:
-        stamp = time.strftime("%H:%M:%S", time.localtime(record.created))
-        return f"{stamp}.{int(record.msecs):03d} {record.levelname.lower()} {self.text(record)}"
+        return f"{_clock(int(record.created))}.{int(record.msecs):03d} {record.levelname.lower()} {self.text(record)}"
 
     def text(self, record: logging.LogRecord) -> str:
         name = _logger(record)
@@ -53,6 +53,11 @@ class TextLines(logging.Formatter):
         if record.exc_info:
             line += "\n" + self.formatException(record.exc_info)
         return line
+
+
+@lru_cache(maxsize=1)
+def _clock(unix_s: int) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(unix_s))
 
 
 class JournalLines(TextLines):
@@ -97,6 +102,7 @@ def set_up(level: str, log_format: str = "") -> None:
         _handler.setFormatter(_FORMATS[name]())
     # what no format shows is not looked up for each line
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
+    logging._srcfile = None  # the way of the library's manual to leave out the caller's file and line
     root.setLevel(logging.WARNING)
     logging.getLogger("hearthd").setLevel(level.upper())
 

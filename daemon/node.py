@@ -163,9 +163,10 @@ class Node:
                 self.ring.add("registered", model=name, text=line)
 
     def _refused(self, name: str) -> HearthError | None:
-        view = self._view(name)
-        if view is None or view.state != "refused":
+        if self.scheduler.state(name) != "refused":  # asked for each request
             return None
+        view = self._view(name)
+        assert view is not None
         message = f"The model {name!r} can never be loaded on this node: {view.reason}"
         return BadRequest("model_too_large", message, param="model", details={"arithmetic": view.reason})
 

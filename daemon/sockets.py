@@ -84,6 +84,11 @@ def bind_http(listen: str) -> list[socket.socket]:
     return bound
 
 
+def keep_alive(listener: socket.socket) -> None:
+    """The connections it accepts inherit this: clients that vanished without a word are noticed after a while."""
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+
 def url_of(sock: socket.socket) -> str:
     host, port = sock.getsockname()[:2]
     if host in ("0.0.0.0", "::"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -40,6 +41,17 @@ class Connection(Protocol):
     def writing_paused(self) -> bool: ...
 
 
+@dataclass(slots=True, frozen=True)
+class Channel:
+    """A response's way to its client. head: status line and headers, which go out with the first frame. chunked: each write is a
+    chunk of HTTP/1.1."""
+
+    transport: asyncio.WriteTransport
+    connection: Connection
+    head: bytes
+    chunked: bool
+
+
 class Member(Protocol):
     """A sequence of a StreamGroup."""
 
@@ -47,7 +59,7 @@ class Member(Protocol):
     num_tokens: int
 
     def opened(self, connection: Connection, write: Callable[[bytes], None]) -> None:
-        """The headers are out."""
+        """The response has begun: `write` takes whole chunks, behind a first one that goes through the group."""
         ...
 
     def flush(self) -> None:

@@ -2,9 +2,9 @@
 
 A `Stream` is the TokenSink of one streamed sequence, a `Collector` of one that is answered in one piece. All sequences of a request
 are a group (`StreamGroup`, `CollectorGroup`) whose `done` the request's handler awaits. Frames go to the transport directly, in
-chunked encoding where the client speaks HTTP/1.1. Every token has a frame of its own while the client keeps up; where the
-transport's buffer is over its limit the tokens' text waits in a list (8 bytes a token) and goes out as one frame when the buffer
-has drained.
+chunked encoding where the client speaks HTTP/1.1. A write is a system call: the headers go out with the first frame, and what ends
+the response with the last. Every token has a frame of its own while the client keeps up; where the transport's buffer is over its
+limit the tokens' text waits in a list (8 bytes a token) and goes out as one frame when the buffer has drained.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from collections.abc import Callable, Sequence
 
 from daemon.errors import HearthError, ServerFault
 from daemon.stream_clock import StreamClock
-from daemon.stream_parts import Connection, Frames, GroupEnd, Member
+from daemon.stream_parts import Channel, Connection, Frames, GroupEnd, Member
 from daemon.text.detokenizer import Detokenizer, detokenizer
 from daemon.text.stop_strings import StopStrings
 from daemon.text.token_table import TokenTable, escape
 from engine.protocol import FINISH_ABORT, FINISH_LENGTH, FINISH_NONE, FINISH_STOP
 
+LAST_CHUNK = b"0\r\n\r\n"
 REASONS = {FINISH_STOP: "stop", FINISH_LENGTH: "length"}
 
 
@@ -169,7 +170,6 @@ class Stream:
 
     def opened(self, connection: Connection, write: Callable[[bytes], None]) -> None:
         self._connection, self._write = connection, write
-        self.flush()
 
     def failed(self, error: HearthError) -> None:
         if not self._ended:
@@ -185,52 +185,66 @@ class Stream:
 
 
 class StreamGroup:
-    """The sequences of one streamed response. `started` is done at the first token or the end, `done` when nothing more will be
-    written; both are resolved, never failed: `error` tells what happened."""
+    """The sequences of one streamed response. It is opened by the first of them that has something to write, or by the clock.
+    `done` is resolved when nothing more will be written, and never failed: `error` tells what happened."""
 
-    def __init__(self, end: GroupEnd, clock: StreamClock, cancel: Callable[[int], None]) -> None:
-        loop = asyncio.get_running_loop()
-        self.end, self._clock, self._cancel = end, clock, cancel
+    def __init__(
+        self, end: GroupEnd, clock: StreamClock, cancel: Callable[[int], None], connect: Callable[[], Channel | None]
+    ) -> None:
+        """connect: called once, when the response begins; None: the client is gone."""
+        self.end, self._clock, self._cancel, self._connect = end, clock, cancel, connect
         self.streams: list[Member] = []
         self.error: HearthError | None = None
-        self.started: asyncio.Future[None] = loop.create_future()
-        self.done: asyncio.Future[None] = loop.create_future()
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.chunked = True
         self.num_seen = 0  # tokens at the clock's last look
         self.behind_since_s: float | None = None
         self._num_ended = 0
-        self._transport: asyncio.Transport | None = None
+        self._head = b""  # not written yet
+        self._transport: asyncio.WriteTransport | None = None
         self._connection: Connection | None = None
 
     @property
     def num_tokens(self) -> int:
         return sum(stream.num_tokens for stream in self.streams)
 
-    def open(self, transport: asyncio.Transport, connection: Connection, chunked: bool) -> None:
-        """The headers are out: from now on the sequences write for themselves."""
-        self._transport, self._connection, self.chunked = transport, connection, chunked
-        self._clock.add(self)
-        if self.error is not None:
-            self._end(self.end.error(self.error))
+    @property
+    def is_open(self) -> bool:
+        """The client has been promised a stream: what goes wrong from now on is told in it."""
+        return self._connection is not None
+
+    def open(self) -> None:
+        if self._connection is not None or self.done.done():
             return
+        channel = self._connect()
+        if channel is None:
+            self.lost()
+            return
+        self._transport, self._connection, self.chunked, self._head = (
+            channel.transport, channel.connection, channel.chunked, channel.head,
+        )  # fmt: skip
+        self._clock.opened(self)
         for stream in self.streams:
-            stream.opened(connection, transport.write)
+            stream.opened(channel.connection, channel.transport.write)
 
     def may_write(self, waiting: bool) -> bool:
         if self._connection is None:
             if waiting:
-                _resolve(self.started)
-            return False
+                self.open()
+            if self._connection is None:
+                return False
         if self._connection.writing_paused:
             if self.behind_since_s is None:
                 self.behind_since_s = self._clock.behind(self)
             return False
         return True
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: bytes, after: bytes = b"") -> None:
+        """after: of a chunked response, behind the chunk."""
         assert self._transport is not None
+        head, self._head = self._head, b""
         try:
-            self._transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self.chunked else data)
+            self._transport.write(b"%b%x\r\n%b\r\n%b" % (head, len(data), data, after) if self.chunked else head + data)
         except RuntimeError:
             self.lost()
 
@@ -249,9 +263,10 @@ class StreamGroup:
         self.cancel_all()
         for stream in self.streams:
             stream.close()
-        _resolve(self.started)
         if self._transport is not None:
             self._end(self.end.error(error))
+        else:
+            _resolve(self.done)
 
     def comment(self) -> None:
         if self._connection is not None and not self.done.done() and not self._connection.writing_paused:
@@ -291,11 +306,10 @@ class StreamGroup:
         self._clock.discard(self)
         for stream in self.streams:
             stream.close()
-        _resolve(self.started)
         _resolve(self.done)
 
     def _end(self, out: bytes) -> None:
-        self.write(out)
+        self.write(out, after=LAST_CHUNK)
         self._clock.discard(self)
         _resolve(self.done)
 

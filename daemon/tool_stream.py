@@ -73,6 +73,7 @@ class ToolStream:
         heir.num_tokens = self.num_tokens
         self._group.streams[self.index] = heir
         heir.opened(self._connection, self._write)
+        heir.flush()
 
     def flush(self) -> None:
         group = self._group
@@ -92,7 +93,6 @@ class ToolStream:
 
     def opened(self, connection: Connection, write: Callable[[bytes], None]) -> None:
         self._connection, self._write = connection, write
-        self.flush()
 
     def failed(self, error: HearthError) -> None:
         if self._heir is not None:

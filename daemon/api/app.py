@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from aiohttp import web
@@ -82,6 +81,7 @@ def make_runner(app: web.Application, shutdown_timeout_s: float = 30.0, **option
         access_log=None,
         logger=http_log,
         shutdown_timeout=shutdown_timeout_s,
+        tcp_keepalive=False,  # connections have it from the listener (daemon/listeners.py): a system call less for each
         **options,
     )
 
@@ -113,7 +113,7 @@ async def _answer_errors(request: web.Request, context: ApiContext) -> web.Strea
         tenant = context.access.admit(request, target)
         if tenant is not None:
             scope = RequestScope(tenant, context.models, context.requests)
-            response = await _handle(request, replace(context, models=scope, requests=scope), target, name)
+            response = await _handle(request, context.scoped(scope, scope), target, name)
         elif target is not None and target.endpoint == paths.PAGE:
             response = await _handle(request, context, target, name)
         else:

@@ -34,19 +34,30 @@ async def read_body(request: web.Request, max_bytes: int, timeout_s: float) -> b
     length = request.content_length
     if length is not None and length > max_bytes:
         raise _too_large(max_bytes)
-    body = bytearray()
     try:
-        async with asyncio.timeout(timeout_s):
-            while chunk := await _next(request):
-                body += chunk
-                if len(body) > max_bytes:
-                    raise _too_large(max_bytes)
+        if request.content.is_eof():  # it came with the headers, as short ones do
+            body = request.content.read_nowait()
+            if len(body) > max_bytes:
+                raise _too_large(max_bytes)
+        else:
+            body = await _come(request, max_bytes, timeout_s)
     except TimeoutError:
         raise BadRequest("body_timeout", f"the request body was not in within {timeout_s:g} s", status=408) from None
     except web.RequestPayloadError as error:
         raise BadRequest("invalid_body", f"the request body could not be read: {error}") from None
     if not body:
         raise BadRequest("invalid_json", "the request has no body")
+    return body
+
+
+async def _come(request: web.Request, max_bytes: int, timeout_s: float) -> bytes:
+    """A body that is still on its way. Raises TimeoutError."""
+    body = bytearray()
+    async with asyncio.timeout(timeout_s):
+        while chunk := await _next(request):
+            body += chunk
+            if len(body) > max_bytes:
+                raise _too_large(max_bytes)
     return bytes(body)
 
 

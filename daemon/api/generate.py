@@ -10,16 +10,17 @@ from dataclasses import replace
 from functools import partial
 
 import msgspec
-from aiohttp import HttpVersion11, hdrs, web
+from aiohttp import web
 
 from daemon.api.body_parts import read_parts
 from daemon.api.context import ApiContext
+from daemon.api.event_stream import EventStream
 from daemon.api.logprobs import whole_logprobs_json
 from daemon.api.outputs import check_n, nth
 from daemon.api.piece_frames import PieceFrames
 from daemon.api.prompt_first import prompt_first
 from daemon.api.reply_format import ReplyFormat, reply_format
-from daemon.api.responses import SERVER, answer, json_response
+from daemon.api.responses import answer, json_response
 from daemon.api.sampling import sampling_params
 from daemon.api.schema import CHAT, Head
 from daemon.api.sse import StreamShape
@@ -29,8 +30,6 @@ from daemon.errors import BadRequest
 from daemon.streams import Collector, CollectorGroup, Stream, StreamGroup, Text
 from daemon.text.token_table import TokenTable
 from daemon.tool_stream import ToolStream
-
-HOLD_STATUS_S = 2.0  # a stream's status line waits that long for the first token or a refusal
 
 _head_decoder = msgspec.msgpack.Decoder(Head)
 _ids_decoder = msgspec.msgpack.Decoder(list[bytes])
@@ -46,7 +45,8 @@ async def generate(
         raise BadRequest("wrong_task", f"{model.name} is an encoder: it makes embeddings and generates no text", param="model")
     if head.grammar:
         await context.text.check_grammar(head.grammar_field, head.grammar)
-    prompts, table = await asyncio.gather(_prompt_ids(context, model, head, prompt), context.text.table(model))
+    prompts = await _prompt_ids(context, model, head, prompt)
+    table = await context.text.table(model)
     form = await reply_format(context, head, model, table) if endpoint == CHAT else None
     if form is not None and form.grammar:
         head.grammar = form.grammar
@@ -188,7 +188,8 @@ async def _stream(
         continuous_usage=head.continuous_usage,
         generations=generations,
     )
-    group = StreamGroup(shape, context.clock, lambda index: context.requests.cancel(generations[index]))
+    response = EventStream(request, request_id)
+    group = StreamGroup(shape, context.clock, lambda index: context.requests.cancel(generations[index]), response.connect)
     for at, text in enumerate(texts):
         if form is None:
             stream = Stream(group, at, table, shape.frames(at), text)
@@ -202,25 +203,15 @@ async def _stream(
             group.streams.append(parsed)
             generations[at].sink = parsed
     _submit(context, generations)
-    response = web.StreamResponse(headers={hdrs.CONTENT_TYPE: "text/event-stream; charset=utf-8", hdrs.CACHE_CONTROL: "no-cache"})
-    response.headers["X-Request-Id"] = request_id
-    response.headers["X-Accel-Buffering"] = "no"
-    response.headers["Server"] = SERVER
+    context.clock.add(group)
     try:
-        await asyncio.wait((group.started,), timeout=HOLD_STATUS_S)
-        if group.error is not None:
-            raise group.error
-        await response.prepare(request)
-        transport = request.transport
-        if transport is None:
-            raise ConnectionResetError
-        group.open(transport, request.protocol, request.version >= HttpVersion11)
-        if not group.started.done():
-            group.comment()
         await group.done
-        # a client that stops reading right at the end must not keep this connection for ever
-        async with asyncio.timeout(context.settings.request_timeout_s):
-            await response.write_eof()
+        if group.error is not None and not group.is_open:
+            raise group.error
+        if response.is_behind:
+            # a client that stops reading right at the end must not keep this connection for ever
+            async with asyncio.timeout(context.settings.request_timeout_s):
+                await request.writer.drain()
     except ConnectionError:  # the client is gone; aiohttp finds the same and closes
         group.cancel_all()
     except TimeoutError:  # it stopped reading

@@ -18,7 +18,7 @@ class PieceFrames:
 
     def __init__(self, shape: StreamShape, index: int, new_call_id: Callable[[], str]) -> None:
         self._shape, self._index, self._new_call_id = shape, index, new_call_id
-        self._head = shape.head() + b'{"index":%d,"delta":{' % index
+        self._head = shape.head + b'{"index":%d,"delta":{' % index
         plain = shape.frames(index)
         self.first = plain.first
         # of a frame that holds neither log-probabilities nor usage

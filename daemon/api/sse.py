@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -17,7 +17,7 @@ _json = msgspec.json.encode
 DONE = b"data: [DONE]\n\n"
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)
 class StreamShape:
     """What all chunks of one response share. Implements streams.GroupEnd."""
 
@@ -28,11 +28,11 @@ class StreamShape:
     include_usage: bool
     continuous_usage: bool
     generations: Sequence[Generation]
+    head: bytes = field(init=False)  # of every chunk, up to the choice
 
-    def head(self) -> bytes:
-        """Up to the choice."""
+    def __post_init__(self) -> None:
         kind = "chat.completion.chunk" if self.chat else "text_completion"
-        return b'data: {"id":%b,"object":"%b","created":%d,"model":%b,"choices":[' % (
+        self.head = b'data: {"id":%b,"object":"%b","created":%d,"model":%b,"choices":[' % (
             _json(self.public_id),
             kind.encode(),
             self.created,
@@ -55,10 +55,10 @@ class StreamShape:
     def frames(self, index: int) -> Frames:
         end = b"}" if self.chat else b""
         rest = end + b',"logprobs":null,"finish_reason":null}'
-        prefix = self.head() + b'{"index":%d,%b"' % (index, b'"delta":{"content":' if self.chat else b'"text":')
+        prefix = self.head + b'{"index":%d,%b"' % (index, b'"delta":{"content":' if self.chat else b'"text":')
         first = b""
         if self.chat:
-            first = self.head() + b'{"index":%d,"delta":{"role":"assistant","content":""' % index + rest + self.tail_of_chunk(0)
+            first = self.head + b'{"index":%d,"delta":{"role":"assistant","content":""' % index + rest + self.tail_of_chunk(0)
         continuous: Callable[[int], bytes] | None = None
         if self.continuous_usage or self.generations[index].logprobs is not None:
 
@@ -70,7 +70,7 @@ class StreamShape:
     def finish(self, index: int, reason: str, num_tokens: int) -> bytes:
         body = b'"delta":{}' if self.chat else b'"text":""'
         return (
-            self.head()
+            self.head
             + b'{"index":%d,%b' % (index, body)
             + self.rest_of_choice(index, b'"%b"' % reason.encode())
             + self.tail_of_chunk(num_tokens)
@@ -79,7 +79,7 @@ class StreamShape:
     def tail(self, num_tokens: int) -> bytes:
         if not self.include_usage:
             return DONE
-        return self.head() + b'],"usage":%b}\n\n' % _json(self._usage(num_tokens)) + DONE
+        return self.head + b'],"usage":%b}\n\n' % _json(self._usage(num_tokens)) + DONE
 
     def error(self, error: HearthError) -> bytes:
         return b"data: %b\n\n" % _json(error.body())

@@ -42,7 +42,7 @@ class Helper:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "daemon.text", str(theirs.fileno())],
                 cwd="/",
-                env=child_environment(),
+                env=_environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
@@ -143,6 +143,15 @@ class Worker(asyncio.Protocol):
         self.alive = False
         if self._transport is not None:
             self._transport.close()
+
+
+def _environment() -> dict[str, str]:
+    """Encoding a prompt allocates and frees thousands of small blocks of one size. glibc keeps 7 of a size at hand and merges the
+    others with their neighbours, to cut them up again; with thousands at hand a prompt takes a quarter less time."""
+    tunables = os.environ.get("GLIBC_TUNABLES", "")
+    if "tcache_count" not in tunables:
+        tunables = ":".join(filter(None, (tunables, "glibc.malloc.tcache_count=4000")))
+    return child_environment(GLIBC_TUNABLES=tunables)
 
 
 def _error(failed: Failed) -> HearthError:

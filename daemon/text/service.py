@@ -8,6 +8,7 @@ import os
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import lru_cache
 
 import msgspec
 
@@ -110,7 +111,7 @@ class TextService:
                 self._tables.popitem(last=False)
         self._tables.move_to_end(key)
         # shared: one client's disconnect must not fail the others'
-        return await asyncio.shield(task)
+        return task.result() if task.done() else await asyncio.shield(task)
 
     async def _build(self, model: ModelEntry) -> TokenTable:
         parts = await self._run(_open(model), BuildTable, "model")
@@ -142,7 +143,7 @@ class TextService:
             task = self._workers[key] = asyncio.get_running_loop().create_task(self._helper.connect(opening))
             self._end_idle(key)
         self._workers.move_to_end(key)
-        return await asyncio.shield(task)
+        return task.result() if task.done() else await asyncio.shield(task)
 
     def _end_idle(self, but: _Key) -> None:
         """The least recently used workers without a job, down to the limit. Those without a model do not count."""
@@ -159,11 +160,16 @@ class TextService:
 
 
 def _open(model: ModelEntry) -> tuple[_Key, Open]:
+    return _opening(model.name, model.path, model.fingerprint, model.chat_template)
+
+
+@lru_cache(maxsize=MAX_FACTS)
+def _opening(name: str, path: str, fingerprint: str, template: str | None) -> tuple[_Key, Open]:
     # the helper's working folder is /
-    path, template = os.path.abspath(model.path), model.chat_template
+    path = os.path.abspath(path)
     if template is not None and not is_template_text(template):
         template = os.path.abspath(template)
-    return (path, model.fingerprint, template), Open(model.name, path, template)
+    return (path, fingerprint, template), Open(name, path, template)
 
 
 def _unpacked(part: bytes) -> array[int]:

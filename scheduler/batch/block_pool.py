@@ -34,6 +34,7 @@ class BlockPool:
         self._home: BoolArray = np.zeros(chunks.num_chunks, np.bool_)  # reserved chunks
         self._drawn: BoolArray = np.zeros(chunks.num_chunks, np.bool_)
         self._stack: IntArray = np.empty(self.num_blocks, np.int32)
+        self._is_free: BoolArray = np.zeros(self.num_blocks, np.bool_)  # whether it is on the stack: a small model has 100,000s
         self.num_free = 0
         self.num_usable = 0
         missing = reserved_chunks
@@ -54,6 +55,7 @@ class BlockPool:
         blocks = self._stack[top - num : top][::-1].copy()
         self.num_free = top - num
         self.refcount[blocks] = 1
+        self._is_free[blocks] = False
         return blocks
 
     def release(self, blocks: IntArray) -> IntArray:
@@ -162,6 +164,7 @@ class BlockPool:
         left = free[~taken[free]]
         self._stack[: len(left)] = left
         self.num_free = len(left)
+        self._is_free[targets] = False
         self._push(sources)
 
     def num_used_chunks(self) -> int:
@@ -181,6 +184,7 @@ class BlockPool:
         """Gives every chunk back, whatever is in it."""
         drawn, home = np.flatnonzero(self._drawn).astype(np.int32), np.flatnonzero(self._home).astype(np.int32)
         self._usable[:] = False
+        self._is_free[:] = False
         self.refcount[:] = 0
         self.num_free = self.num_usable = 0
         self._drawn[:] = False
@@ -202,6 +206,7 @@ class BlockPool:
         free = self._stack[: self.num_free]
         assert len(np.unique(free)) == len(free), "a block is free twice"
         assert self._usable[free].all()
+        assert np.array_equal(np.flatnonzero(self._is_free), np.sort(free))
         assert (self.refcount[free] == 0).all()
         assert (self.refcount >= 0).all()
         assert (self.refcount[~self._usable] == 0).all()
@@ -269,6 +274,7 @@ class BlockPool:
     def _push(self, blocks: IntArray) -> None:
         self._stack[self.num_free : self.num_free + len(blocks)] = blocks[::-1]
         self.num_free += len(blocks)
+        self._is_free[blocks] = True
 
     def _drop_chunks(self, given: IntArray) -> None:
         gone = np.zeros(self.chunks.num_chunks, np.bool_)
@@ -276,6 +282,7 @@ class BlockPool:
         touched = np.concatenate(([0], np.cumsum(gone)))
         lost = self._usable & (touched[self._last_chunk + 1] > touched[self._first_chunk])
         self._usable &= ~lost
+        self._is_free &= ~lost
         self.num_usable -= int(np.count_nonzero(lost))
         free = self._stack[: self.num_free]
         kept = free[~lost[free]]
@@ -285,9 +292,7 @@ class BlockPool:
 
     def _busy_blocks(self) -> IntArray:
         """Those in use or kept, ascending."""
-        busy = self._usable.copy()
-        busy[self._stack[: self.num_free]] = False
-        return np.flatnonzero(busy).astype(np.int32)
+        return np.flatnonzero(self._usable & ~self._is_free).astype(np.int32)
 
     def _num_busy_blocks(self) -> IntArray:
         """[num_chunks] how many blocks in use or kept a chunk holds (a part of)."""

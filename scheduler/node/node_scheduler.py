@@ -115,6 +115,11 @@ class NodeScheduler:
         model = self._node.models.get(name)
         return None if model is None else _model_view(self._node, model)
 
+    def state(self, name: str) -> str | None:
+        """Of one model, without the rest of its view; None when it is unknown."""
+        model = self._node.models.get(name)
+        return None if model is None else model.state
+
     def devices(self) -> list[DeviceView]:
         return [_device_view(self._node, device) for device in self._node.devices.values()]
 

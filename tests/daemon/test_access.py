@@ -238,3 +238,17 @@ def test_sockets_that_systemd_passed_are_looked_at_too() -> None:
 
 def test_addresses() -> None:
     assert [access.is_address(host) for host in ("1.2.3.4", "::1", "fe80::1%eth0", "a.b", "", "1.2.3")] == [True] * 3 + [False] * 3
+
+
+@pytest.mark.parametrize("is_passed", [True, False])
+def test_connections_inherit_keepalive_from_the_listener(is_passed: bool) -> None:
+    """The HTTP server sets it on none of them."""
+    passed = sockets.bind_http("127.0.0.1:0") if is_passed else []
+    bound = listeners.bind(NodeConfig(listen="127.0.0.1:0"), {sockets.HTTP: passed}, False)
+    try:
+        (listener,) = bound.main
+        listener.setblocking(True)
+        with socket.create_connection(listener.getsockname()), listener.accept()[0] as accepted:
+            assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    finally:
+        bound.close()

@@ -13,11 +13,14 @@ from daemon.api.sse import StreamShape
 from daemon.contracts import Generation
 from daemon.errors import HearthError, NotNow
 from daemon.stream_clock import StreamClock
+from daemon.stream_parts import Channel
 from daemon.streams import Collector, CollectorGroup, Stream, StreamGroup, Text
 from daemon.text.detokenizer import decode
 from engine.protocol import FINISH_ABORT, FINISH_LENGTH, FINISH_NONE, FINISH_STOP, SamplingParams
 from tests.daemon.api.fakes import EOS, VOCAB, byte_table, entry
 from tests.daemon.api.sse_events import events, text_of
+
+HEAD = b"HTTP/1.1 200 OK\r\n\r\n"
 
 
 class Connection:
@@ -38,12 +41,18 @@ class Connection:
         self.aborted = True
 
     def body(self) -> str:
-        """Checks the chunked encoding: every write is whole chunks."""
+        """Checks the chunked encoding: every write is whole chunks, the first one behind the head, and none of them is the last
+        chunk but at the end."""
         out = b""
-        for data in self.writes:
+        assert self.writes[0].startswith(HEAD)
+        for at, data in enumerate(self.writes):
+            data = data.removeprefix(HEAD) if at == 0 else data
+            if at == len(self.writes) - 1:
+                data = data.removesuffix(b"0\r\n\r\n")
             while data:
                 size, _, rest = data.partition(b"\r\n")
                 length = int(size, 16)
+                assert length
                 assert rest[length : length + 2] == b"\r\n"
                 out += rest[:length]
                 data = rest[length + 2 :]
@@ -59,23 +68,22 @@ class Rig:
         self.clock = StreamClock(lambda: clock.get("comment_every_s", 5.0), lambda: clock.get("stall_timeout_s", 600.0))
         generations = [Generation(entry(), [1, 2], SamplingParams(9), sink=None) for _ in range(num_sequences)]
         shape = StreamShape(True, "chatcmpl-x", 1, "m", False, False, generations)
-        self.group = StreamGroup(shape, self.clock, self.cancelled.append)
+        self.connection: Connection | None = Connection()
+        self.group = StreamGroup(shape, self.clock, self.cancelled.append, self.connect)
         for at in range(num_sequences):
             text = Text(self.table, frozenset({EOS}), stops, 0)
             self.group.streams.append(Stream(self.group, at, self.table, shape.frames(at), text))
         self.stream = self.group.streams[0]
-        self.connection = Connection()
+        self.clock.add(self.group)
 
-    def open(self) -> None:
-        self.group.open(self.connection, self.connection, True)
+    def connect(self) -> Channel | None:
+        return Channel(self.connection, self.connection, HEAD, True) if self.connection is not None else None
 
 
 async def test_a_token_is_one_write_and_nothing_else():
     rig = Rig()
     rig.stream.tokens([257], FINISH_NONE)
-    assert rig.group.started.done()
-    rig.open()
-    assert len(rig.connection.writes) == 1  # the role and the first token
+    assert len(rig.connection.writes) == 1  # the head, the role and the first token
     for token_id in (258, 259, 260, 261, 97) * 2:
         rig.stream.tokens([token_id], FINISH_NONE)
     assert len(rig.connection.writes) == 11
@@ -88,22 +96,31 @@ async def test_a_token_is_one_write_and_nothing_else():
     assert rig.stream.num_tokens == 12
 
 
-async def test_tokens_before_the_headers_wait_and_come_together():
+async def test_a_response_of_one_step_is_one_write():
     rig = Rig()
-    for token_id in (257, 258):
-        rig.stream.tokens([token_id], FINISH_NONE)
-    rig.stream.tokens([], FINISH_LENGTH)
-    rig.open()
+    assert not rig.group.is_open
+    rig.stream.tokens([257, 258], FINISH_LENGTH)
     assert len(rig.connection.writes) == 1
+    assert rig.connection.writes[0].endswith(b"\r\n0\r\n\r\n")
     data, _, done = events(rig.connection.body())
     assert text_of(data) == "Hello world"
     assert done
 
 
+async def test_a_client_that_is_gone_before_the_first_token_is_written_nothing():
+    rig = Rig()
+    rig.connection = None
+    rig.stream.tokens([257], FINISH_NONE)
+    assert rig.group.done.done()
+    assert not rig.group.is_open
+    await asyncio.sleep(0)
+    assert rig.cancelled == [0]
+    assert rig.clock._timer is None
+
+
 async def test_a_client_that_is_behind_gets_its_text_in_one_event_later():
     rig = Rig()
     rig.stream.tokens([257], FINISH_NONE)
-    rig.open()
     rig.connection.writing_paused = True
     for _ in range(1000):
         rig.stream.tokens([97], FINISH_NONE)
@@ -128,7 +145,6 @@ async def test_a_client_that_is_behind_gets_its_text_in_one_event_later():
 async def test_a_stop_string_cancels_even_while_the_client_is_behind():
     rig = Rig(stops=("END",))
     rig.stream.tokens([97], FINISH_NONE)
-    rig.open()
     rig.connection.writing_paused = True
     for value in b"xxENDyy":
         rig.stream.tokens([value], FINISH_NONE)
@@ -141,7 +157,6 @@ async def test_a_stop_string_cancels_even_while_the_client_is_behind():
 async def test_a_stalled_client_is_dropped():
     rig = Rig(stall_timeout_s=0.05)
     rig.stream.tokens([97], FINISH_NONE)
-    rig.open()
     rig.connection.writing_paused = True
     rig.stream.tokens([98], FINISH_NONE)
     await asyncio.wait_for(rig.group.done, 5)
@@ -152,7 +167,6 @@ async def test_a_stalled_client_is_dropped():
 async def test_a_closed_transport_ends_the_stream_quietly():
     rig = Rig()
     rig.stream.tokens([97], FINISH_NONE)
-    rig.open()
     rig.stream.tokens([97], FINISH_NONE)
     rig.connection.closed = True
     rig.stream.tokens([97], FINISH_NONE)
@@ -168,7 +182,6 @@ async def test_a_closed_transport_ends_the_stream_quietly():
 async def test_ids_beyond_the_vocabulary_read_as_nothing():
     rig = Rig()
     rig.stream.tokens([97], FINISH_NONE)
-    rig.open()
     rig.stream.tokens([VOCAB + 1000], FINISH_NONE)
     rig.stream.tokens([98], FINISH_NONE)
     rig.stream.tokens([VOCAB + 5, 99], FINISH_LENGTH)
@@ -182,13 +195,12 @@ async def test_a_failure_ends_all_sequences_of_a_response(at_start):
     error = NotNow("load_timeout", "late")
     if not at_start:
         rig.stream.tokens([97], FINISH_NONE)
-        rig.open()
     rig.group.streams[1].failed(error)
     assert rig.group.error is error
     assert sorted(rig.cancelled) == [0, 1]
     rig.stream.tokens([98], FINISH_NONE)
     if at_start:
-        assert rig.group.started.done()
+        assert rig.group.done.done()
         assert not rig.connection.writes
     else:
         data, _, done = events(rig.connection.body())
@@ -199,7 +211,6 @@ async def test_a_failure_ends_all_sequences_of_a_response(at_start):
 async def test_an_abort_is_never_a_silent_end():
     rig = Rig()
     rig.stream.tokens([97], FINISH_NONE)
-    rig.open()
     rig.stream.tokens([], FINISH_ABORT)
     data, _, done = events(rig.connection.body())
     assert data[-1]["error"]["code"] == "aborted"
@@ -209,7 +220,6 @@ async def test_an_abort_is_never_a_silent_end():
 async def test_a_silent_stream_is_commented_on_a_busy_one_is_not():
     rig = Rig(comment_every_s=0.6)
     rig.stream.tokens([97], FINISH_NONE)
-    rig.open()
     for _ in range(40):
         rig.stream.tokens([97], FINISH_NONE)
         await asyncio.sleep(0.02)
@@ -234,12 +244,10 @@ async def test_whatever_the_steps_pauses_and_stops_the_text_is_the_same(steps, s
     rig = Rig(stops=tuple(stops))
     for at, (ids, paused) in enumerate(steps):
         if at == open_at:
-            rig.open()
+            rig.group.open()
         rig.connection.writing_paused = paused
         rig.stream.tokens(ids, FINISH_NONE)
     rig.connection.writing_paused = False
-    if open_at >= len(steps):
-        rig.open()
     rig.stream.tokens([], FINISH_LENGTH)
     rig.group.poll()  # what the clock does for a client that was behind when its stop string came
     text = decode(rig.table, [token_id for ids, _ in steps for token_id in ids])

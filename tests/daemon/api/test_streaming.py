@@ -38,7 +38,7 @@ async def test_a_chat_streams_with_the_role_first_and_done_last(http):
     assert not comments
     assert {chunk["object"] for chunk in data} == {"chat.completion.chunk"}
     assert {chunk["model"] for chunk in data} == {"org/tiny"}
-    assert len(data) >= len("Grüße, 😀!")  # the first tokens may share a chunk while the status line goes out
+    assert len(data) >= len("Grüße, 😀!")
 
 
 async def test_the_connection_serves_again_after_a_stream(http):
@@ -51,6 +51,35 @@ async def test_the_connection_serves_again_after_a_stream(http):
                     ports.add(answer.connection.transport.get_extra_info("sockname"))
                     assert text_of(events(await answer.text())[0]) == "abc"
             assert len(ports) == 1
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+async def test_who_asks_for_no_other_answer_is_closed_at_the_end(version):
+    """HTTP/1.0 knows no chunks: there the connection's end is the body's."""
+    async with serve(lambda _: text_script(b"abc")) as node:
+        reader, writer = await asyncio.open_connection(node.host, node.port)
+        body = json.dumps(CHAT)
+        writer.write(
+            f"POST /v1/chat/completions HTTP/{version}\r\nHost: localhost\r\nConnection: close\r\nX-Request-Id: mine\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
+        )
+        answer = (await asyncio.wait_for(reader.read(), 10)).decode()
+        writer.close()
+    head, _, rest = answer.partition("\r\n\r\n")
+    status, *lines = head.split("\r\n")
+    headers = dict(line.split(": ", 1) for line in lines)
+    assert status == f"HTTP/{version} 200 OK"
+    assert headers["Content-Type"] == "text/event-stream; charset=utf-8"
+    assert headers["X-Request-Id"] == "mine"
+    assert headers["Date"].endswith(" GMT")
+    chunked = {"Transfer-Encoding": "chunked", "Connection": "close"}
+    assert {name: headers.get(name) for name in chunked} == (chunked if version == "1.1" else dict.fromkeys(chunked))
+    if version == "1.0":
+        data, _, done = events(rest)
+        assert text_of(data) == "abc"
+        assert done
+    else:
+        assert rest.endswith("data: [DONE]\n\n\r\n0\r\n\r\n")
 
 
 async def post(http, node, path="/v1/chat/completions", **body):
@@ -89,7 +118,7 @@ async def test_a_failure_in_mid_stream_is_an_event_without_done(http):
 
 
 async def test_the_status_line_waits_for_the_first_token_but_not_for_ever(http, monkeypatch):
-    monkeypatch.setattr("daemon.api.generate.HOLD_STATUS_S", 0.15)
+    monkeypatch.setattr("daemon.stream_clock.HOLD_STATUS_S", 0.15)
     loop = asyncio.get_running_loop()
     async with serve(lambda _: text_script(b"late", delay_s=0.6), Settings(sse_comment_every_s=0.1)) as node:
         start_s = loop.time()
@@ -106,7 +135,7 @@ async def test_the_status_line_waits_for_the_first_token_but_not_for_ever(http, 
 
 
 async def test_a_late_failure_after_the_status_line_is_an_event(http, monkeypatch):
-    monkeypatch.setattr("daemon.api.generate.HOLD_STATUS_S", 0.05)
+    monkeypatch.setattr("daemon.stream_clock.HOLD_STATUS_S", 0.05)
     async with serve(lambda _: [0.2, NotNow("load_timeout", "too long", retry_after_s=1)]) as node:
         answer, body = await post(http, node)
     data, _, done = events(body)
