@@ -163,6 +163,8 @@ class BatchScheduler:
             if self.tenants.several:
                 loads = self.tenants.loads(decode, prefill, self.waiting.by_tenant())
                 most = room.rows_beside(loads, max_rows, computed[decode])
+            if len(prefill) or self._may_admit(max_rows):
+                most = room.rows_beside_prompt(most, computed[decode])
             decode = self._give_blocks(self.tenants.choose(decode, most), computed)
             if len(prefill):  # a preemption may have taken some away
                 prefill = self.tenants.in_order(prefill[table.request_id[prefill] != 0])
@@ -267,14 +269,16 @@ class BatchScheduler:
         self._let_in(room, max_rows, slots, tokens, len(self._free_slots))
         return decode, np.array(slots, np.int32), np.array(tokens, np.int32)
 
+    def _may_admit(self, max_rows: int) -> bool:
+        """Whether one waits, a slot is free, fewer than max_rows run and memory has moved since the head of the queue was tried."""
+        if not len(self.waiting) or not self._free_slots or self._blocked_version == self.kv.chunks.version:
+            return False
+        return self.num_running - int(np.count_nonzero(self._held)) < max_rows
+
     def _let_in(self, room: StepRoom, max_rows: int, slots: list[int], tokens: list[int], most: int) -> None:
         """Admits `most` of those that wait, while there is room and fewer than max_rows run; adds their chunks."""
-        if not len(self.waiting) or self._blocked_version == self.kv.chunks.version:
-            return
         for _ in range(most):
-            if room.is_full or not self._free_slots or self.num_running - np.count_nonzero(self._held) >= max_rows:
-                return
-            slot = self._admit()
+            slot = None if room.is_full or not self._may_admit(max_rows) else self._admit()
             if slot is None:
                 return
             if self._held[slot]:

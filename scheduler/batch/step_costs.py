@@ -1,10 +1,10 @@
 """What a step costs, learned from the steps that ran: so much for its tokens, and so much for the contexts they attend to.
 
 Sizes fall into classes, four to an octave (products are made for multiples of so many rows), and for each class is known what its
-steps took on average, at which contexts. Between known classes cost is a straight line; a larger step costs no less than a smaller
-one, so a class above a later one (a first product's set-up, a stall) counts as that one. What contexts cost is learned from how
-steps of one class differ: sizes do not enter. What makes all steps of the moment dearer than those known is a factor that follows
-the latest steps.
+steps took on average, at which contexts. Between known classes cost is a straight line, and so it goes on to twice the largest; a
+larger step costs no less than a smaller one, so a class above a later one (a first product's set-up, a stall) counts as that one.
+What contexts cost is learned from how steps of one class differ: sizes do not enter. What makes all steps of the moment dearer than
+those known is a factor that follows the latest steps.
 
 Who asks keeps to what is known, so what is known too dear is not tried again. Hence a class is hardly judged by its first step, in
 which its products are made ready and recorded (up to three times a step, as measured), nor by a stall in the second; and one that
@@ -24,7 +24,7 @@ _UNMOVED = 0.1  # contexts that differ by less than this share of their size tea
 _MOST_AT_ONCE = 2.0  # one stall must not make every later step small
 _MOST_DRIFT = 4.0
 _FORGOTTEN = 250  # measurements after its last: seconds, while several models are busy
-_ROOM = 1.2  # a larger step than any known is tried if so many times the largest one's seconds are allowed
+_ROOM = 1.2  # from one class to the next cost grows by no more, or a first step did not tell it
 
 
 def class_tokens(num_tokens: int) -> int:
@@ -109,9 +109,10 @@ class StepCosts:
         contexts_of: Callable[[int], Sequence[float]] = lambda tokens: (),
         one_more: bool = False,
     ) -> int:
-        """The largest step of up to `most` tokens that takes no longer now, at the end of a class if it is not `most`. Beyond what
-        is known, where there is room, twice the tokens are tried; one_more: where there is little, one class more. 0 if none is
-        known or the smallest takes longer. contexts_of: those of a step of so many tokens; they grow with it."""
+        """The largest step of up to `most` tokens that takes no longer now, at the end of a class if it is not `most`. Where one
+        class is known and there is room, twice its tokens are tried; one_more: where there is little beyond the largest known, one
+        class more. 0 if none is known or the smallest takes longer. contexts_of: those of a step of so many tokens; they grow with
+        it."""
         curve = self._known()
         if not curve:
             return 0
@@ -120,7 +121,7 @@ class StepCosts:
         tried = 0
         if self._classes[largest].num > 1:
             dearest += self._contexts_s(contexts_of(largest))
-            if dearest <= seconds / _ROOM:
+            if len(curve) == 1 and dearest <= seconds / _ROOM:
                 tried = 2 * largest
             elif one_more and dearest <= seconds:
                 tried = class_tokens(largest + 1)
@@ -156,15 +157,17 @@ class StepCosts:
     def _contexts_s(self, contexts: Sequence[float]) -> float:
         return sum(one * context for one, context in zip(self._each_s, contexts, strict=False))
 
-    @staticmethod
-    def _base_s(curve: list[tuple[int, float]], num_tokens: int) -> float:
+    def _base_s(self, curve: list[tuple[int, float]], num_tokens: int) -> float:
         num_tokens = class_tokens(num_tokens)
         at = bisect_left(curve, num_tokens, key=itemgetter(0))
         if at == 0:
             return curve[0][1]
         few, low = curve[at - 1]
         if at == len(curve):
-            return low * num_tokens / few
+            if at == 1 or num_tokens > 2 * few or self._classes[few].num == 1:
+                return low * num_tokens / few
+            fewest, lowest = curve[0]  # neighbours are too close to tell a slope
+            return low + (low - lowest) * (num_tokens - few) / (few - fewest)
         many, high = curve[at]
         return low + (high - low) * (num_tokens - few) / (many - few)
 
@@ -178,9 +181,13 @@ class StepCosts:
         return self._curve
 
     def _without_contexts(self) -> list[tuple[int, float]]:
-        """(tokens, seconds) of each class in order. Its first step alone does not make one much dearer than the class below it."""
+        """(tokens, seconds) of each class in order. Its first step alone does not make one much dearer than those below it."""
         found: list[tuple[int, float]] = []
         for at, known in sorted(self._classes.items()):
             seconds = max(0.0, known.seconds - self._contexts_s(known.contexts))
-            found.append((at, min(seconds, _ROOM * found[-1][1]) if known.num == 1 and found else seconds))
+            if known.num == 1 and found:
+                below, low = found[-1]
+                classes_apart = bisect_left(_CLASSES, at) - bisect_left(_CLASSES, below)
+                seconds = min(seconds, low * _ROOM**classes_apart)
+            found.append((at, seconds))
         return found

@@ -22,6 +22,7 @@ from scheduler.batch.tenant_time import TenantLoad
 
 # A step reads all weights whatever its size, so one that costs hardly more than the model's cheapest is let through.
 NEARLY_FREE = 1.25
+LEAST_CHUNK_TOKENS = 8  # of a prompt in one step: smaller chunks would cost a multiple of the prompt's time
 SMALL_CHUNK_TOKENS = 16  # with the rows beside it
 MOST_TURNS = 4  # pooled in one step: its own streams have their next tokens no sooner
 
@@ -68,6 +69,16 @@ class StepLimits:
             return min(most, fewest // 2)
         return max(1, self.decoding.tokens_within(turns * self._turn_s(), most, lambda rows: (rows * context,), one_more=True))
 
+    def rows_beside_prompt(self, most: int, context: float, turns: int) -> int:
+        """As max_rows, of a step that a prompt has a part of: its smallest chunk finds room, too. Nothing is known of the prompt:
+        it counts as one that begins. turns: StepRoom has its meaning; 0: any."""
+        if not turns or not self.prompting.fewest_tokens:
+            return most
+        chunk, longest_s = LEAST_CHUNK_TOKENS, self._longest_turns_s(turns)
+        contexts = (float(chunk), chunk * chunk / 2)
+        within = self.prompting.tokens_within(longest_s, most + chunk, lambda tokens: ((tokens - chunk) * context, *contexts))
+        return min(most, max(1, within - chunk))
+
     def rows_beside(self, loads: Sequence[TenantLoad], most: int, context: float) -> int:
         """As max_rows, where several tenants' sequences want to decode and no other model waits. Prompts have their part of the
         step, too."""
@@ -85,11 +96,14 @@ class StepLimits:
         """Of a step with prompts' tokens, where each row that decodes reads `context` positions; None: any. turns: StepRoom has its
         meaning."""
         if turns:
-            return max(turns * self._turn_s(), self._chunk_s())
+            return self._longest_turns_s(turns)
         decoding = [load for load in loads if load.num_rows]
         if not decoding or self.stretch <= 0:
             return None
         return max(self.turn_s, min(self._longest_s(load, context) for load in decoding))
+
+    def _longest_turns_s(self, turns: int) -> float:
+        return max(turns * self._turn_s(), self._chunk_s())
 
     def _longest_s(self, load: TenantLoad, context: float) -> float:
         times = max(self.stretch * max(1.0, load.num_prompts / load.num_rows), 1 / load.share)

@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from scheduler.batch.plan import IntArray
-from scheduler.batch.step_limits import StepLimits
+from scheduler.batch.step_limits import LEAST_CHUNK_TOKENS, StepLimits
 from scheduler.batch.tenant_time import TenantLoad
-
-# Least tokens of a prompt in one step: smaller chunks would cost a multiple of the prompt's time.
-LEAST_CHUNK_TOKENS = 8
 
 
 class StepRoom:
     """Of one step. `open` says what it decodes, then prompts take one after the other.
 
     limits: None for none but max_tokens (of prompts) and max_rows. turns: how many the step may take while other models wait; 0: no
-    other does. backlogged: afterwards, whether there was more to do than fits one turn."""
+    other does. backlogged: afterwards, whether there were more rows than fit one turn, or a prompt's part is left."""
 
     def __init__(
         self,
@@ -29,7 +26,6 @@ class StepRoom:
         self.backlogged = False
         self._left = self._tokens = 0
         self._longest_s: float | None = None
-        self._turn_s: float | None = None  # the same of one turn
         self._contexts = (0.0, 0.0, 0.0)  # StepLimits.prompting has the meanings
         self._taken = False
 
@@ -41,6 +37,13 @@ class StepRoom:
             self.backlogged = of_one < min(most, len(running) + num_waiting)
             return of_one if self._turns == 1 else self._limits.max_rows(most, context, self._turns)
         return most if self._max_rows is None else min(most, self._max_rows)
+
+    def rows_beside_prompt(self, most: int, contexts: IntArray) -> int:
+        """As rows, of a step that a prompt has a part of: while other models wait, room for its smallest chunk is kept. contexts:
+        of the sequences that want to decode."""
+        if self._limits is None or not len(contexts):
+            return most
+        return self._limits.rows_beside_prompt(min(most, len(contexts)), float(contexts.mean()), self._turns)
 
     def rows_beside(self, loads: Sequence[TenantLoad], most: int, contexts: IntArray) -> int:
         """As rows, of several tenants' sequences."""
@@ -58,7 +61,6 @@ class StepRoom:
         if self._limits is not None:
             context /= max(1, num_rows)
             self._longest_s = self._limits.longest_s(loads, context, self._turns)
-            self._turn_s = self._limits.longest_s(loads, context, 1) if self._turns > 1 else self._longest_s
 
     @property
     def is_full(self) -> bool:
@@ -73,8 +75,8 @@ class StepRoom:
         num = most
         if self._longest_s is not None:
             num = max(self._within(num_computed, most, self._longest_s), 0 if self._taken else min(most, LEAST_CHUNK_TOKENS))
-            if self._turns and self._turn_s is not None and not self.backlogged:
-                self.backlogged = self._within(num_computed, most, self._turn_s) < most
+        if self._turns and num < wanted:
+            self.backlogged = True
         self._contexts = self._with(num_computed, num)
         self._tokens += num
         self._left = self._left - num if num == wanted else 0

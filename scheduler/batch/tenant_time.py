@@ -33,6 +33,7 @@ class TenantTime:
     def __init__(self, num_slots: int) -> None:
         self._of_slot: IntArray = np.zeros(num_slots, np.int32)
         self._ran_at: LongArray = np.zeros(num_slots, np.int64)  # which of the limited steps a row was last in
+        self._num_runs: LongArray = np.zeros(num_slots, np.int64)  # limited steps a row was in
         self._num_limited = 0
         self._index: dict[str, int] = {}
         self._num_sequences: dict[str, int] = {}
@@ -50,7 +51,7 @@ class TenantTime:
         self._weight[index] = weight
         self._num_sequences[tenant] += 1
         self._of_slot[slot] = index
-        self._ran_at[slot] = 0
+        self._ran_at[slot] = self._num_runs[slot] = 0
 
     def leave(self, tenant: str) -> None:
         self._num_sequences[tenant] -= 1
@@ -73,12 +74,15 @@ class TenantTime:
         self._used_s[active] = np.maximum(used, used.max() - FORGIVEN_S)
 
     def choose(self, slots: IntArray, most: int) -> IntArray:
-        """`most` of them at most: of the tenants served least first, of one tenant those that have waited longest."""
+        """`most` of them at most: of the tenants served least first, of one tenant those that have waited longest, and of those
+        that were in the same step who was in fewest: were it by place, the last of each step would fall behind for good."""
         if len(slots) <= most:
             return slots
         self._num_limited += 1
-        chosen = slots[np.lexsort((self._ran_at[slots], self._used_s[self._of_slot[slots]]))[:most]]
+        order = np.lexsort((self._num_runs[slots], self._ran_at[slots], self._used_s[self._of_slot[slots]]))
+        chosen = slots[order[:most]]
         self._ran_at[chosen] = self._num_limited
+        self._num_runs[chosen] += 1
         return chosen
 
     def in_order(self, slots: IntArray) -> IntArray:

@@ -94,6 +94,23 @@ def test_the_first_step_of_a_size_is_no_measure_of_it() -> None:
     assert costs.seconds(4) == pytest.approx(device_s(4))
 
 
+def test_first_steps_of_sizes_far_apart_are_no_measure_of_each_other() -> None:
+    """A few small steps, one long prompt: were each held to little more than the one below, 512 tokens would seem to cost 7 ms."""
+    costs = StepCosts()
+    for size in (1, 64, 512):
+        costs.note(size, device_s(size))
+    assert costs.seconds(512) == pytest.approx(device_s(512))
+    assert costs.tokens_within(0.015, 512) < 100
+
+
+def test_beyond_the_largest_known_step_cost_goes_on_as_before() -> None:
+    costs = learned(8, 64)
+    assert costs.seconds(128) == pytest.approx(device_s(128))
+    assert costs.tokens_within(device_s(112) + 1e-6, 1000) == 112, "not twice the largest, which would take 17.8 ms"
+    assert costs.tokens_within(1.0, 128) == 128
+    assert learned(8).tokens_within(2 * device_s(8), 1000) == 16, "of one size nothing tells what more would cost"
+
+
 def test_what_has_been_too_dear_is_tried_again() -> None:
     """Something else ran beside for a while. Such steps were not taken since."""
     costs, sizes = learned(1, 8), []

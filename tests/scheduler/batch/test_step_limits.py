@@ -121,6 +121,60 @@ def test_a_busy_model_finds_its_batch_from_one_row_on_though_a_turn_hardly_holds
     assert rows == 8, "14.0 of 14.4 ms"
 
 
+def chunks_are_dear(turn_s: float) -> StepLimits:
+    """A step with a prompt has 4 ms of its own."""
+    limits = StepLimits(turn_s, 2.0)
+    for _ in range(20):
+        for rows in (1, 8, 16, 32, 64):
+            limits.note(plan_of(rows), device_s(rows))
+            limits.note(plan_of(rows, 8), 0.004 + device_s(rows + 8, 8 * 4.0))
+    return limits
+
+
+def test_rows_leave_room_for_a_prompts_smallest_chunk() -> None:
+    limits = chunks_are_dear(0.012)
+    assert limits.max_rows(64, 100.0) == 64
+    rows = limits.rows_beside_prompt(64, 100.0, 1)
+    assert 0.9 * 0.012 <= 0.004 + device_s(rows + LEAST_CHUNK_TOKENS) <= 1.05 * 0.012
+    assert limits.rows_beside_prompt(64, 100.0, 2) == 64
+    assert limits.rows_beside_prompt(4, 100.0, 1) == 4, "no more than there are"
+    assert limits.rows_beside_prompt(64, 100.0, 0) == 64, "alone there are no turns"
+    assert StepLimits(0.012, 2.0).rows_beside_prompt(64, 100.0, 1) == 64, "of chunks nothing is known"
+
+
+def test_a_step_with_a_chunk_keeps_within_the_turn_that_its_rows_alone_would_fill() -> None:
+    harness, limits = Harness(reserved_chunks=1024, max_sequences=64, max_num_batched_tokens=128), chunks_are_dear(0.012)
+    for request_id in range(1, 41):
+        harness.submit(request_id, [1 + request_id, 2], Params(max_tokens=40, ignore_eos=True))
+    harness.step()
+    harness.submit(41, list(range(30)), Params(max_tokens=20, ignore_eos=True))
+    plans = []
+    for _ in range(6):
+        plan = harness.scheduler.plan(0, StepRoom(limits, turns=1))
+        assert plan is not None
+        plans.append(plan)
+        harness.scheduler.finish_step(plan, *harness.model.execute(plan, harness.scheduler.table))
+    chunked = [plan for plan in plans if plan.num_new.max() > 1]
+    assert [int(plan.num_new.max()) for plan in chunked] == [8, 8, 8, 6], "the prompt goes on"
+    for plan in chunked:
+        assert 0.004 + device_s(int(plan.num_new.sum())) <= 1.05 * 0.012, "with all rows it were 13.8 ms"
+    assert len(plans[-1].slots) == 41, "rows that a chunk leaves no room for are put by, not queued"
+    ran = np.bincount(np.concatenate([plan.slots for plan in chunked]), minlength=40)[:40]
+    assert ran.max() - ran.min() <= 1, "by turns"
+
+
+def test_more_to_do_is_what_a_step_leaves() -> None:
+    """A short prompt that ends in this step is no reason for the next to take more turns."""
+    limits = limits_of(0.010, 2.0, *SIZES)
+    room = StepRoom(limits, turns=2)
+    room.open(512, np.full(8, 100, np.int32), [TenantLoad(8, 1)])
+    assert (room.take(0, 60), room.backlogged) == (60, False)
+    room = StepRoom(limits, turns=2)
+    room.open(512, np.full(8, 100, np.int32), [TenantLoad(8, 1)])
+    assert room.take(0, 500) < 500
+    assert room.backlogged
+
+
 def test_where_any_chunk_is_dear_it_may_as_well_be_larger() -> None:
     """A step with a prompt has 6 ms of its own: in chunks of 8 tokens a prompt would hold the others up the more often."""
     limits = StepLimits(0.010, 2.0)
