@@ -2,7 +2,8 @@
 
 Loads are throttled (test_disk_bytes_per_s, test_copy_bytes_per_s) as the scenario says, so that memory is what is tested and not
 this machine's page cache. The models are one checkpoint under several names. Before the trace the node's own speed is measured
-(prompt tokens a second beside other sequences, seconds of a decode step), and the prediction is made with that.
+(seconds of a decode step, of a sequence in it, of a step with a prompt's chunk and of its tokens), and the prediction is made with
+that.
 usage: python -m benchmarks.cohost [--scenario docs/simulate/eight.toml] [--trace FILE] [--minutes 20] [--host-tier 1GiB]
 """
 
@@ -22,6 +23,7 @@ import time
 import tomllib
 import urllib.request
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -38,7 +40,8 @@ from scheduler.simulate.trace import TraceRequest
 
 VOCABULARY = range(300, 30_000)
 NUM_RESIDENT = 3  # models of the scenario that fit
-SPEEDS = ("prefill_tokens_per_s", "decode_step_s", "decode_s_per_sequence")
+SPEEDS = ("prefill_tokens_per_s", "prefill_step_s", "decode_step_s", "decode_s_per_sequence")
+NUM_LONE, NUM_CHUNKED = 48, 24  # prompts that are computed in a step each, and beside others' steps
 
 
 def models_folder(folder: pathlib.Path, checkpoint: pathlib.Path, names: list[str]) -> pathlib.Path:
@@ -65,36 +68,90 @@ def body(model: str, num_in: int, num_out: int, draw: random.Random) -> dict[str
     }
 
 
+@dataclass(slots=True)
+class Steps:
+    """So many of an engine; device seconds and tokens (of prompts or generated) of them all, or of one on average."""
+
+    num: int
+    seconds: float
+    num_tokens: float
+
+
 class Client:
     def __init__(self, url: str) -> None:
-        where = urlsplit(url)
+        self._url, where = url, urlsplit(url)
         self._host, self._port = str(where.hostname), int(where.port or 80)
         self._draw = random.Random(1)
 
     async def ask(self, model: str, num_in: int, num_out: int) -> Result:
         return await stream_one(self._host, self._port, body(model, num_in, num_out, self._draw))
 
-    async def speeds(self, models: list[str], num_in: int) -> dict[str, float]:
-        """What the simulator's costs ask for. Prompts of num_in tokens, beside two sequences that decode: a step's latency budget
-        lets them in piece by piece, and so they come in a trace. Decode steps of all these models (as many as fit) by turns: a
-        model that has the device to itself would find its weights in the processor's caches, where the others' have been."""
+    async def speeds(self, models: list[str], prompts: list[int]) -> dict[str, float]:
+        """What the simulator's costs ask for, as the engine's own count of steps and device seconds tells it; to a step's is added
+        what passes between two. Steps of all these models (as many as fit) by turns: a model that has the device to itself would
+        find its weights in the processor's caches, where the others' have been. prompts: lengths as the trace has them, since the
+        first steps of a size take a multiple of later ones. Means, for stalls pass in a trace, too."""
         for model in models:
-            await self.ask(model, 128, 16)
-        model = models[0]
-        beside = [asyncio.create_task(self.ask(model, 16, 400)) for _ in range(2)]
-        await asyncio.sleep(0.5)
-        firsts, steps = [], {}
-        for _ in range(8):
-            result = await self.ask(model, num_in, 8)
-            firsts.append((result.stamps[0] - result.started) / num_in)
-        await asyncio.gather(*beside)
-        for streams in (1, 8):
-            results = await asyncio.gather(*[self.ask(each, 16, 96) for each in models for _ in range(streams)])
-            gaps = [b - a for each in results for a, b in zip(each.stamps[8:-8], each.stamps[9:-8], strict=False)]
-            steps[streams] = percentile(gaps, 0.5) / len(models)
-        each_s = max(0.0, (steps[8] - steps[1]) / 7)
-        values = (1 / percentile(firsts, 0.5), max(1e-4, steps[1] - each_s), each_s)
+            await self.ask(model, 16, 16)
+        one, between_s = await self._decoding(models, 1)
+        eight, _ = await self._decoding(models, 8)
+        each_s = max(0.0, (eight.seconds - one.seconds) / (eight.num_tokens - one.num_tokens))
+        fixed_s = one.seconds - one.num_tokens * each_s
+        lone = sorted(prompts[:NUM_LONE])
+        short, long = [await self._lone_prompts(models, half) for half in (lone[: NUM_LONE // 2], lone[NUM_LONE // 2 :])]
+        token_s = max(1e-6, (long.seconds - short.seconds) / (long.num_tokens - short.num_tokens))
+        chunk = await self._chunks(models, prompts[NUM_LONE:])
+        prompt_s = max(0.0, chunk.seconds - fixed_s - token_s * chunk.num_tokens)
+        values = (1 / token_s, prompt_s, fixed_s + between_s, each_s)
         return {name: round(value, 6) for name, value in zip(SPEEDS, values, strict=True)}
+
+    async def _decoding(self, models: list[str], streams: int) -> tuple[Steps, float]:
+        """Steps of so many streams of each model, and the seconds that pass between two steps."""
+        asked = [asyncio.create_task(self.ask(each, 16, 160)) for each in models for _ in range(streams)]
+        await asyncio.sleep(1.0)  # the prompts are computed
+        before, started = await self._counted(models), time.perf_counter()
+        await asyncio.sleep(1.5)
+        after, wall_s = await self._counted(models), time.perf_counter() - started
+        if any(task.done() for task in asked):
+            raise RuntimeError("the calibration's streams ended before they were measured: give them more tokens")
+        await asyncio.gather(*asked)
+        num = after.num - before.num
+        seconds = after.seconds - before.seconds
+        return Steps(num, seconds / num, (after.num_tokens - before.num_tokens) / num), max(0.0, (wall_s - seconds) / num)
+
+    async def _lone_prompts(self, models: list[str], lengths: list[int]) -> Steps:
+        """Steps with one prompt each, and nothing beside it."""
+        before = await self._counted(models)
+        for at, num_tokens in enumerate(lengths):
+            await self.ask(models[at % len(models)], num_tokens, 1)
+        after = await self._counted(models)
+        num_steps = after.num - before.num
+        return Steps(num_steps, (after.seconds - before.seconds) / num_steps, sum(lengths) / num_steps)
+
+    async def _chunks(self, models: list[str], lengths: list[int]) -> Steps:
+        """Steps of one model with parts of prompts, while the others decode."""
+        first, *others = models
+        asked = [asyncio.create_task(self.ask(each, 16, 400)) for each in others]
+        await asyncio.sleep(0.5)
+        before, num_tokens = await self._counted([first]), 0
+        for length in lengths:
+            if any(task.done() for task in asked):
+                break
+            await self.ask(first, length, 1)
+            num_tokens += length
+        after = await self._counted([first])
+        await asyncio.gather(*asked)
+        num_steps = after.num - before.num
+        return Steps(num_steps, (after.seconds - before.seconds) / num_steps, num_tokens / num_steps)
+
+    async def _counted(self, models: list[str]) -> Steps:
+        """Of these models, by now: the engine tells of a step when it ends."""
+        found = await asyncio.to_thread(scraped, self._url)
+
+        def of(metric: str) -> float:
+            return sum(float(found[f'hearth_{metric}{{model="{model}"}}']) for model in models)
+
+        return Steps(int(of("steps_total")), of("step_seconds_total"), of("generated_tokens_total"))
 
     async def replay(self, trace: list[TraceRequest]) -> list[Result]:
         start = time.perf_counter()
@@ -166,8 +223,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         devices = [f"{name}={budget_bytes}" for name, budget_bytes in known.devices.items()]
         with Server(models, devices, flags) as server:
             client = Client(server.url)
-            num_in = sum(request.input_tokens for request in trace) // len(trace)
-            speeds = uvloop.run(client.speeds(names[:NUM_RESIDENT], num_in))
+            prompts = random.Random(2).choices([request.input_tokens for request in trace], k=NUM_LONE + NUM_CHUNKED)
+            speeds = uvloop.run(client.speeds(names[:NUM_RESIDENT], prompts))
             for name in names[:NUM_RESIDENT]:
                 server.cli("unload", name)
             before = scraped(server.url)

@@ -32,6 +32,12 @@ class NodeCosts(msgspec.Struct, frozen=True):
     flops_per_s: Annotated[float, key("computing a prompt")] = _DEFAULTS.flops_per_s
     decode_overhead_s: Annotated[float, key("of each decode step, beside reading the weights")] = _DEFAULTS.decode_overhead_s
     decode_s_per_sequence: Annotated[float, key("of each sequence in a decode step")] = _DEFAULTS.decode_s_per_sequence
+    prefill_step_s: Annotated[float, key("of a step with tokens of prompts, beside a decode step's and theirs")] = (
+        _DEFAULTS.prefill_step_s
+    )
+    turn_budget_ms: Annotated[float | None, key("the engine's, as in the configuration; default: the device's")] = None
+    max_step_stretch: float | None = None
+    max_num_batched_tokens: int | None = None
 
 
 class ScenarioModel(msgspec.Struct, frozen=True):
@@ -49,6 +55,7 @@ class ScenarioModel(msgspec.Struct, frozen=True):
     prefill_tokens_per_s: float | None = None
     decode_step_s: float | None = None
     decode_s_per_sequence: float | None = None
+    prefill_step_s: float | None = None
 
 
 class TraceTable(msgspec.Struct, frozen=True):
@@ -173,7 +180,12 @@ def _model(path: str, prefix: str, name: str, entry: dict[str, Any]) -> tuple[Mo
         pinned=model.pinned,
     )
     return facts, ModelCosts(
-        model.disk_load_s, model.host_load_s, model.prefill_tokens_per_s, model.decode_step_s, model.decode_s_per_sequence
+        model.disk_load_s,
+        model.host_load_s,
+        model.prefill_tokens_per_s,
+        model.decode_step_s,
+        model.decode_s_per_sequence,
+        model.prefill_step_s,
     )
 
 

@@ -59,6 +59,16 @@ class StepCosts:
         self._with_s = [0.0] * num_contexts  # how seconds vary with them
         self._drift = 1.0  # what the latest steps took, over what was known of them
 
+    @classmethod
+    def known(cls, seconds: Callable[[int], float], each_s: Sequence[float] = ()) -> StepCosts:
+        """As if all sizes had been seen: seconds(tokens) without contexts, each_s of them. For simulations."""
+        costs = cls(len(each_s))
+        costs._each_s = list(each_s)
+        nothing = [0.0] * len(each_s)
+        costs._classes = {tokens: _Class(2, nothing, seconds(tokens), 0) for tokens in _CLASSES}
+        costs._curve = None
+        return costs
+
     def note(self, num_tokens: int, seconds: float, contexts: Sequence[float] = ()) -> None:
         """A step of num_tokens > 0 took `seconds`."""
         at = class_tokens(num_tokens)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from scheduler.node.events import ModelFacts
+from scheduler.simulate.steps import CPU_STEPS, CUDA_STEPS, StepSeconds, StepSettings
 
 
 @dataclass(slots=True, frozen=True)
@@ -17,13 +18,14 @@ class ModelCosts:
     prefill_tokens_per_s: float | None = None
     decode_step_s: float | None = None
     decode_s_per_sequence: float | None = None
+    prefill_step_s: float | None = None
 
 
 @dataclass(slots=True, frozen=True)
 class Costs:
-    """Bandwidths are those of one device; the defaults are those of a data-centre GPU with one NVMe drive. A decode step reads the
-    weights once, whatever the batch, and takes a little more for each sequence in it; a prompt token takes two operations for each
-    parameter, that is one for each byte of 16-bit weights."""
+    """Bandwidths are those of one device; the defaults are those of a data-centre GPU with one NVMe drive. A step reads the weights
+    once, whatever is in it, and takes a little more for each sequence that decodes; a prompt's token takes two operations for each
+    parameter, that is one for each byte of 16-bit weights. The last three are the engine's settings; None: its defaults."""
 
     disk_bytes_per_s: float = 6.5e9
     copy_bytes_per_s: float = 25e9
@@ -33,6 +35,10 @@ class Costs:
     flops_per_s: float = 3e14
     decode_overhead_s: float = 0.002
     decode_s_per_sequence: float = 5e-5
+    prefill_step_s: float = 0.0
+    turn_budget_ms: float | None = None
+    max_step_stretch: float | None = None
+    max_num_batched_tokens: int | None = None
     models: Mapping[str, ModelCosts] = field(default_factory=dict)
 
     def of(self, name: str) -> ModelCosts:
@@ -55,20 +61,24 @@ class Costs:
         seconds = facts.weights_bytes / self.copy_bytes_per_s
         return seconds if known is None else min(seconds, known)
 
-    def prefill_s(self, facts: ModelFacts, num_tokens: int) -> float:
-        """Device seconds of a prompt, when the device does nothing else."""
-        known = self.of(facts.name).prefill_tokens_per_s
-        per_token = facts.weights_bytes / self.flops_per_s if known is None else 1 / known
-        return num_tokens * per_token
-
-    def decode_s(self, facts: ModelFacts) -> tuple[float, float]:
-        """Device seconds of a decode step: (whatever the batch, for each sequence in it)."""
+    def step_seconds(self, facts: ModelFacts) -> StepSeconds:
         known = self.of(facts.name)
-        fixed = known.decode_step_s
-        each = known.decode_s_per_sequence
-        return (
+        fixed, each = known.decode_step_s, known.decode_s_per_sequence
+        rate, prompt = known.prefill_tokens_per_s, known.prefill_step_s
+        return StepSeconds(
             self.decode_overhead_s + facts.weights_bytes / self.memory_bytes_per_s if fixed is None else fixed,
             self.decode_s_per_sequence if each is None else each,
+            self.prefill_step_s if prompt is None else prompt,
+            facts.weights_bytes / self.flops_per_s if rate is None else 1 / rate,
+        )
+
+    def step_settings(self, device: str) -> StepSettings:
+        """Of the engine on a device, by the device's name."""
+        default = CUDA_STEPS if device.startswith("cuda") else CPU_STEPS
+        return StepSettings(
+            default.turn_s if self.turn_budget_ms is None else self.turn_budget_ms / 1e3,
+            default.stretch if self.max_step_stretch is None else self.max_step_stretch,
+            self.max_num_batched_tokens or default.max_tokens,
         )
 
     def without_loads(self) -> Costs:

@@ -73,7 +73,7 @@ class Simulation:
         told: Callable[[int, int], None] | None = None,
     ) -> None:
         self.node, self.decider, self.told = node, decider, told
-        self.engines = {name: SimulatedEngine(node.costs) for name in node.devices}
+        self.engines = {name: SimulatedEngine(node.costs, node.costs.step_settings(name)) for name in node.devices}
         self.outcomes = [RequestOutcome(at, request) for at, request in enumerate(trace)]
         self.swaps = Swaps()
         self.now = 0.0
@@ -102,12 +102,11 @@ class Simulation:
         arrivals = iter(self.outcomes)
         arrival = next(arrivals, None)
         while self.num_ended < len(self.outcomes):
-            at = self._next_at(arrival)
-            self.now = max(self.now, at)
+            self.now = max(self.now, self._run_engines(self._next_event_at(arrival)))
             for name, engine in self.engines.items():
                 engine.advance(self.now)
-                ended = engine.collect(self.now)
                 self._measure(name, engine)
+                ended, engine.ended = engine.ended, []
                 for outcome in ended:
                     self._ended(outcome)
                     self._post(
@@ -153,18 +152,33 @@ class Simulation:
             )
         engine.first_tokens.clear()
 
-    def _next_at(self, arrival: RequestOutcome | None) -> float:
-        times = [engine.next_at() for engine in self.engines.values()]
-        times.append(self._due[0][0] if self._due else None)
-        times.append(arrival.request.time_s if arrival is not None else None)
-        times.append(self.decider.next_deadline())
-        first = min((at for at in times if at is not None), default=None)
-        if first is None:
-            left = [one.request.model for one in self.outcomes if one.finished_s is None and not one.refusal]
-            raise SimulationError(
-                f"{len(left)} requests are left and nothing is under way for them: {', '.join(sorted(set(left)))}"
-            )
-        return first
+    def _next_event_at(self, arrival: RequestOutcome | None) -> float | None:
+        """But for what the engines do."""
+        times = (
+            self._due[0][0] if self._due else None,
+            arrival.request.time_s if arrival is not None else None,
+            self.decider.next_deadline(),
+        )
+        return min((at for at in times if at is not None), default=None)
+
+    def _run_engines(self, until: float | None) -> float:
+        """Until one of them has something to tell, or until then; when that is."""
+        while True:
+            at, first = until, None
+            for engine in self.engines.values():
+                ends_at = engine.next_at()
+                if ends_at is not None and (at is None or ends_at <= at):
+                    at, first = ends_at, engine
+            if at is None:
+                left = [one.request.model for one in self.outcomes if one.finished_s is None and not one.refusal]
+                raise SimulationError(
+                    f"{len(left)} requests are left and nothing is under way for them: {', '.join(sorted(set(left)))}"
+                )
+            if first is None:
+                return at
+            first.advance(at)
+            if first.first_tokens or first.ended:
+                return at
 
     def _post(self, event: Event) -> None:
         self.num_events += 1
@@ -210,7 +224,7 @@ class Simulation:
         """Weights from host memory or disk, then the KV that was saved."""
         copy = self._copies[action.placement_id] = _Copy(action, restored=self._saved_kv.pop(action.kv_index, {}))
         self._placement_of[action.device, action.model] = action.placement_id
-        self.engines[action.device].lease_bytes = action.lease_chunks * self.node.chunk_bytes
+        self.engines[action.device].set_lease(action.lease_chunks * self.node.chunk_bytes)
         facts, costs = self.node.models[action.model], self.node.costs
         num_tokens = sum(copy.restored.values())
         restore_s = num_tokens * facts.kv_bytes_per_token / costs.copy_bytes_per_s
@@ -239,9 +253,11 @@ class Simulation:
         """KV of what runs is saved as far as the slots reach, whole requests in the order in which they came."""
         copy = self._copies.pop(action.placement_id)
         engine, facts, chunk_bytes = self.engines[action.device], self.node.models[action.model], self.node.chunk_bytes
-        engine.lease_bytes = action.lease_chunks * chunk_bytes
+        engine.set_lease(action.lease_chunks * chunk_bytes)
         saved: dict[int, int] = {}
+        step_s = 0.0
         if copy.ready_s is not None:
+            step_s = engine.end_step_of(action.model)
             room = len(action.save_slots) * chunk_bytes
             for request_id, num_tokens in engine.hosted[action.model].kv_tokens().items():
                 room -= num_tokens * facts.kv_bytes_per_token
@@ -258,7 +274,7 @@ class Simulation:
         if saved:
             self._saved_kv[index] = saved
             self.swaps.saved_kv_tokens += num_tokens
-        seconds = self.node.costs.evict_s + num_bytes / self.node.costs.copy_bytes_per_s
+        seconds = step_s + self.node.costs.evict_s + num_bytes / self.node.costs.copy_bytes_per_s
         finished = events.EvictFinished(
             now=self.now + seconds,
             cause="evict",
@@ -270,7 +286,7 @@ class Simulation:
         self._later(seconds, finished)
 
     def _grant(self, action: actions.GrantLease) -> None:
-        self.engines[action.device].lease_bytes = action.lease_chunks * self.node.chunk_bytes
+        self.engines[action.device].set_lease(action.lease_chunks * self.node.chunk_bytes)
 
     def _submit(self, action: actions.Submit) -> None:
         outcome = self.outcomes[action.request_id]

@@ -44,8 +44,8 @@ def test_ollama_holds_three_models_and_five_minutes() -> None:
 def test_a_busy_victim_drains() -> None:
     made = [TraceRequest(0.0, "a", 10, 501), TraceRequest(2.0, "b", 10, 11)]
     first, second = run_policy("lru", node(room_for=1), made, SETTINGS).outcomes
-    assert first.finished_s == pytest.approx(1.1 + 5.0)
-    assert second.submitted_s == pytest.approx(6.1 + 1.0)
+    assert first.finished_s == pytest.approx(1.11 + 5.0)
+    assert second.submitted_s == pytest.approx(6.11 + 1.0)
 
 
 def test_the_bound_is_the_best_of_all_choices() -> None:

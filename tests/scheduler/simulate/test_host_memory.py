@@ -40,8 +40,8 @@ def test_whose_weights_host_memory_keeps(policy: str, kept: str) -> None:
     other = "b" if kept == "a" else "a"
     asked = trace((0, "a"), (5, "b"), (10, "c"), (20, kept), (30, other))
     outcomes = run_policy(policy, with_host(200), asked, SETTINGS).outcomes
-    assert outcomes[3].wait_s == pytest.approx(0.25 + 0.1)
-    assert outcomes[4].wait_s == pytest.approx(1.0 + 0.1)
+    assert outcomes[3].wait_s == pytest.approx(0.25 + 0.11)
+    assert outcomes[4].wait_s == pytest.approx(1.0 + 0.11)
 
 
 def test_kv_of_what_is_paused_comes_back() -> None:

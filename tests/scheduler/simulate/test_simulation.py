@@ -37,16 +37,16 @@ def test_a_load_a_hit_and_a_swap(policy: str) -> None:
     first, second, third = run.outcomes
     assert (first.missed, second.missed, third.missed) == (True, False, True)
     assert first.submitted_s == pytest.approx(1.0)
-    assert first.first_token_s == pytest.approx(1.1)
-    assert first.finished_s == pytest.approx(1.2)
-    assert second.wait_s == pytest.approx(0.1)
-    assert third.wait_s == pytest.approx(1.1)
+    assert first.first_token_s == pytest.approx(1.11)
+    assert first.finished_s == pytest.approx(1.21)
+    assert second.wait_s == pytest.approx(0.11)
+    assert third.wait_s == pytest.approx(1.11)
     assert (run.swaps.num_disk_loads, run.swaps.num_evictions, run.swaps.disk_bytes) == (2, 1, 200 * MIB)
 
 
 def test_all_resident_waits_for_the_device_only() -> None:
     run = run_policy(ALL_RESIDENT, node(room_for=1), trace((0, "a"), (5, "b"), (10, "c")), SETTINGS)
-    assert [one.wait_s for one in run.outcomes] == [pytest.approx(0.1)] * 3
+    assert [one.wait_s for one in run.outcomes] == [pytest.approx(0.11)] * 3
     assert not any(one.missed for one in run.outcomes)
 
 
