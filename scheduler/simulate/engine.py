@@ -242,6 +242,8 @@ class SimulatedEngine:
         num_wanted = hosted.num_running + len(hosted.waiting)
         hosted.backlogged = bool(turns) and costs.max_rows(1) < num_wanted
         rows = hosted.rows(turns)
+        if rows and (hosted.prompts or (hosted.num_running < costs.max_rows(turns) and self._fits(hosted))):
+            rows = costs.rows_beside_prompt(turns, rows)
         part = rows / len(hosted.decoding) if rows else 0.0
         chunks = self._chunks(hosted, turns, rows)
         return _Step(hosted, part, chunks, costs.seconds(rows, sum(tokens for _, tokens in chunks)))
@@ -252,8 +254,6 @@ class SimulatedEngine:
             return []
         costs, num_prompts = hosted.costs, len(hosted.prompts) + len(hosted.waiting)
         left = costs.prompt_tokens(turns, rows, num_prompts)
-        of_one_turn = costs.prompt_tokens(1, rows, num_prompts) if turns > 1 else left
-        beyond = left - of_one_turn
         chunks: list[tuple[Job, int]] = []
         most_rows = costs.max_rows(turns)
         at = 0
@@ -268,8 +268,6 @@ class SimulatedEngine:
             if tokens < job.prompt_left:
                 left = 0
                 hosted.backlogged = hosted.backlogged or bool(turns)
-        if turns and left < beyond:
-            hosted.backlogged = True
         return chunks
 
     def _fits(self, hosted: Hosted) -> bool:

@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from scheduler.batch.step_costs import StepCosts
-from scheduler.batch.step_limits import StepLimits
-from scheduler.batch.step_room import LEAST_CHUNK_TOKENS
+from scheduler.batch.step_limits import LEAST_CHUNK_TOKENS, StepLimits
 from scheduler.batch.tenant_time import TenantLoad
 
 _CONTEXT = 1.0  # of every sequence, so that a step's context is how many sequences decode in it
@@ -58,6 +57,7 @@ class ModelSteps:
             StepCosts.known(lambda tokens: seconds.of(0, tokens), (beyond_token_s, 0.0, 0.0)),
         )
         self._max_rows: dict[int, int] = {}  # by turns
+        self._rows_beside_prompt: dict[tuple[int, int], int] = {}  # by turns and rows
         self._room: dict[tuple[int, int, int], int] = {}  # by turns, rows and prompts
 
     def max_rows(self, turns: int) -> int:
@@ -67,6 +67,14 @@ class ModelSteps:
         found = self._max_rows.get(turns)
         if found is None:
             found = self._max_rows[turns] = self._limits.max_rows(self._max_tokens, _CONTEXT, turns)
+        return found
+
+    def rows_beside_prompt(self, turns: int, num_rows: int) -> int:
+        """Of num_rows that want to decode, how many may in a step that a prompt has a part of."""
+        key = turns, num_rows
+        found = self._rows_beside_prompt.get(key)
+        if found is None:
+            found = self._rows_beside_prompt[key] = self._limits.rows_beside_prompt(num_rows, _CONTEXT, turns)
         return found
 
     def prompt_tokens(self, turns: int, num_rows: int, num_prompts: int) -> int:
