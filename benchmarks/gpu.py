@@ -2,7 +2,7 @@
 
 One part's failure, or its running out of time, costs no other part: each has its own seconds, all of them together no more than
 --limit-s, and beside them those that the parts before it left. Results are on disk as they come: `gpu.jsonl` (every line), `gpu.md`
-(tables), `PART.log` (what each part wrote). Exits 2 where there is no GPU, 1 if a part failed.
+(tables), `gpu.log` (what each part wrote). Exits 2 where there is no GPU, 1 if a part failed.
 usage: python -m benchmarks.gpu [--check] [--out FOLDER] [--only tests,kernels] [--limit-s 530] [--tiny]
 """
 
@@ -39,17 +39,19 @@ PROCESSES = ("-n", "6") if importlib.util.find_spec("xdist") else ()
 # The most valuable first: where time does not suffice, that of the first is cut last.
 PARTS = (
     Part("forward", ("benchmarks.gpu_forward",), 90),
-    Part("server", ("benchmarks.gpu_server", "--what", "serve"), 105),
+    Part("server", ("benchmarks.gpu_server", "--what", "serve"), 100),
     # another torch's warnings are no failures; kernels are compiled in several processes where pytest can
-    Part("tests", ("pytest", "-q", "-ra", "-W", "default", "-p", "no:cacheprovider", *PROCESSES, "tests/gpu"), 75),
-    Part("kernels", ("benchmarks.gpu_kernels",), 50),
-    Part("cohost", ("benchmarks.gpu_server", "--what", "cohost"), 50),
+    Part("tests", ("pytest", "-q", "-ra", "-W", "default", "-p", "no:cacheprovider", *PROCESSES, "tests/gpu"), 70),
+    Part("kernels", ("benchmarks.gpu_kernels",), 45),
+    Part("cohost", ("benchmarks.gpu_server", "--what", "cohost"), 45),
     Part("memory", ("benchmarks.gpu_memory",), 25),
+    Part("adoption", ("benchmarks.gpu_adoption",), 45),
     Part("loading", ("benchmarks.gpu_loading",), 40),
-    Part("throughput", ("benchmarks.gpu_throughput", "--engine", "ours"), 35),
-    Part("peer", ("benchmarks.gpu_throughput", "--engine", "transformers"), 55),
+    Part("throughput", ("benchmarks.gpu_throughput", "--engine", "ours"), 30),
+    Part("peer", ("benchmarks.gpu_throughput", "--engine", "transformers"), 45),
 )
-LIMIT_S = 530.0
+LIMIT_S = 540.0
+LOG = "gpu.log"
 MIN_S = 10.0  # with less a part is not begun
 KILL_LIMIT_S = 5.0  # a process that waits for the driver may not end even then
 
@@ -89,6 +91,7 @@ class Report:
         self.out, self.lines = out, list[dict[str, Any]]()
         self._lock = threading.Lock()
         (out / "gpu.jsonl").write_text("")
+        (out / LOG).write_text("")
 
     def add(self, line: dict[str, Any]) -> None:
         with self._lock:
@@ -127,8 +130,11 @@ def run_part(part: Part, report: Report, limit_s: float, tiny: bool) -> bool:
             arguments.append("--tiny")
     print(f"$ python -m {' '.join(arguments)}   # at most {limit_s:.0f} s", flush=True)
     began_s = time.monotonic()
-    log_path = report.out / f"{part.name}.log"
-    with log_path.open("w") as log:
+    log_path = report.out / LOG
+    begins_at = log_path.stat().st_size if log_path.exists() else 0
+    with log_path.open("a") as log:
+        log.write(f"==== {part.name}\n")
+        log.flush()
         process = subprocess.Popen(
             [sys.executable, "-m", *arguments],
             cwd=ROOT,
@@ -149,7 +155,8 @@ def run_part(part: Part, report: Report, limit_s: float, tiny: bool) -> bool:
     report.add({"benchmark": "gpu_parts", "part": part.name, "seconds": round(seconds, 1), "ended": ended})
     if ended != "well":
         print(f"{part.name}: {ended}; the end of {log_path}:", flush=True)
-        print("".join(f"    {line}\n" for line in log_path.read_text().splitlines()[-25:]), flush=True)
+        own = log_path.read_bytes()[begins_at:].decode(errors="replace")
+        print("".join(f"    {line}\n" for line in own.splitlines()[-25:]), flush=True)
     return ended == "well"
 
 

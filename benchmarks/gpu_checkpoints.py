@@ -17,6 +17,7 @@ from benchmarks.checkpoints import make_large_tokenizer, train_tokenizer, write_
 from benchmarks.gpu_shapes import CONFIGS, LLAMA, shape_of
 from loader import sizing
 
+TRAINED_SIZE = 32_000
 TOKENIZER_SIZE = {"8b": 128_000, "1b": 128_000, "tiny": 300}
 
 
@@ -45,11 +46,12 @@ def make(folder: pathlib.Path, name: str, device: str) -> int:
 
 def _write_tokenizer(folder: pathlib.Path, size: int) -> None:
     """Trained on the standard library; a large one is filled up with random merges."""
-    write_tokenizer(folder, train_tokenizer(min(size, 32_000)))
-    if size > 32_000:
-        with tempfile.TemporaryDirectory() as small:
-            write_tokenizer(pathlib.Path(small), train_tokenizer(32_000))
-            make_large_tokenizer(folder, pathlib.Path(small), size)
+    if size <= TRAINED_SIZE:
+        write_tokenizer(folder, train_tokenizer(size))
+        return
+    with tempfile.TemporaryDirectory() as small:
+        write_tokenizer(pathlib.Path(small), train_tokenizer(TRAINED_SIZE))
+        make_large_tokenizer(folder, pathlib.Path(small), size)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from benchmarks.confined import confined
 from benchmarks.gpu_throughput import lengths
 from benchmarks.load import drive_lengths, summary, tree_cpu_s, tree_rss_bytes
 from benchmarks.server import Server
+from config.units import machine_memory_bytes
 
 HALF = 0.5
 
@@ -65,6 +66,12 @@ def settings(folder: pathlib.Path, models: Sequence[str], max_model_len: int) ->
     return ["--config", str(path)]
 
 
+def host_tier(wanted_gib: int) -> str:
+    """Less on a machine that has less now: a virtual one may get its memory as it is used, and the daemon refuses what it does not
+    see."""
+    return f"{min(wanted_gib << 10, machine_memory_bytes() * 3 // 4 >> 20)}MiB"
+
+
 def counter(server: Server, family: str) -> int:
     """The sum of one metric over its labels."""
     with urllib.request.urlopen(server.url + "/metrics", timeout=30) as response:
@@ -80,7 +87,7 @@ def serve(folder: pathlib.Path, tiny: bool) -> None:
     pairs = lengths(6, 6, 4) if tiny else lengths(200, 220, 200)
     devices = ["cpu=256MiB"] if tiny else ["cuda:0=70GiB"]
     flags = ["--runner", "null", "--null-step-ms", "1"] if tiny else ["--max-num-batched-tokens", "8192"]
-    flags += ["--max-queued-per-model", "512", "--host-tier-bytes", "1GiB" if tiny else "20GiB"]
+    flags += ["--max-queued-per-model", "512", "--host-tier-bytes", host_tier(1 if tiny else 20)]
     with Server(folder, devices, [*flags, *settings(folder, [name], 256 if tiny else 8192)]) as server:
         tell(what="ready", seconds=round(server.ready_s, 2), gpus=server.cli("gpus", "--json", check=False) if not tiny else [])
         drop_from_page_cache(folder / name)
@@ -105,7 +112,7 @@ def cohost(folder: pathlib.Path, tiny: bool) -> None:
     # room for two of the three, each with one request's KV, and for what steps compute with
     devices = ["cpu=4864KiB"] if tiny else [f"cuda:0={int(2.4 * num_bytes + (800 << 20))}"]
     flags = ["--runner", "null", "--null-step-ms", "1", "--chunk-bytes", "64KiB"] if tiny else ["--max-num-batched-tokens", "2048"]
-    flags += ["--host-tier-bytes", "64MiB" if tiny else "16GiB", "--max-wait-s", "120"]
+    flags += ["--host-tier-bytes", "64MiB" if tiny else host_tier(16), "--max-wait-s", "120"]
     with Server(folder, devices, [*flags, *settings(folder, "abc", 256 if tiny else 4096)]) as server:
         measured(server, ["a", "b", "c"], [(8, 4)] * 3, 1)
         before = counter(server, "hearth_swap_ins_total")

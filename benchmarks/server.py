@@ -85,6 +85,15 @@ class Server:
             raise RuntimeError(f"hearth {' '.join(args)}: exit {done.returncode}: {done.stderr[-500:]}")
         return done.stdout
 
+    def metric(self, name: str) -> float:
+        """Of one line of /metrics, labels included; 0 where there is none."""
+        with urllib.request.urlopen(self.url + "/metrics", timeout=30) as response:
+            lines = response.read().decode().splitlines()
+        return next((float(line.rpartition(" ")[2]) for line in lines if line.rpartition(" ")[0] == name), 0.0)
+
+    def log_end(self) -> str:
+        return self.log.read_text(errors="replace")[-2000:] if self.log.exists() else ""
+
     def engines(self) -> list[psutil.Process]:
         """The engine processes, by command line."""
         return [p for p in psutil.Process(self.pid).children(recursive=True) if "engine" in p.cmdline()]

@@ -8,15 +8,15 @@ import torch
 pytest.importorskip("triton")
 
 from engine.model_runner import FP8_CAPABILITY
-from tests.engine.kernels.kernel_cases import CASES, Draw
+from tests.engine.kernels.draw import Draw
+from tests.engine.kernels.kernel_cases import CASES, of_dtypes
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 # each shape of attention is compiled by itself, which takes seconds
 NUM_SHAPES = {"decode_attention": 14, "extend_attention": 14, "rope": 20}
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize(("name", "dtype"), of_dtypes(torch.bfloat16, torch.float16, torch.float32))
 def test_kernel_equals_its_twin(name: str, dtype: torch.dtype) -> None:
     if name.endswith("fp8") and torch.cuda.get_device_capability() < FP8_CAPABILITY:
         pytest.skip("the GPU does not convert float8_e4m3")

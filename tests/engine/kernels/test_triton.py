@@ -7,15 +7,15 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.engine.kernels.kernel_cases import CASES, Draw
+from tests.engine.kernels.draw import Draw
+from tests.engine.kernels.kernel_cases import CASES, of_dtypes
 
 NUM_SHAPES = 50
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy tells of infinities, a GPU does not
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU tests/gpu runs the same cases")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize(("name", "dtype"), of_dtypes(torch.float32, torch.float16))
 def test_kernel_equals_its_twin(name: str, dtype: torch.dtype) -> None:
     for seed in range(NUM_SHAPES):
         CASES[name](Draw(seed, dtype, "cpu"))

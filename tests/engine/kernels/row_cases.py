@@ -1,0 +1,54 @@
+"""Kernels along rows: norms, gated activations, products of few rows, gathered rows."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.kernels import reference, triton_linear, triton_rows
+from tests.engine.kernels.draw import Draw, close
+
+
+def norms(draw: Draw) -> None:
+    width, rows = draw.one_of(1, 7, 48, 64, 100, 513, 896), draw.between(1, 5)
+    x, residual = draw.normal(rows, width, scale=draw.one_of(1e-2, 1.0, 50.0)), draw.normal(rows, width, scale=3.0)
+    weight, around_one = draw.normal(width), draw.one_of(False, True)
+    out = draw.like(x)
+    triton_rows.rms_norm(draw.on(x), None, draw.on(weight), 1e-5, around_one, out)
+    close(out, reference.rms_norm(x, weight, 1e-5, around_one), draw.dtype)
+    added = draw.on(residual)
+    triton_rows.rms_norm(draw.on(x), added, draw.on(weight), 1e-5, around_one, out)
+    wanted = reference.add_rms_norm(x, residual, weight, 1e-5, around_one)
+    close(out, wanted, draw.dtype)
+    close(added, residual, draw.dtype)
+
+
+def gates(draw: Draw) -> None:
+    rows, width, scale = draw.between(1, 5), draw.one_of(1, 31, 80, 1024, 1500), draw.one_of(0.1, 3.0, 60.0)
+    gate_up = draw.normal(rows, 2 * width, scale=scale)
+    gate_up[:, width:] /= scale  # where gelu vanishes, torch's loses all its digits; up must not make them large
+    for gelu, twin in ((False, reference.silu_and_mul), (True, reference.gelu_and_mul)):
+        wanted = twin(gate_up)
+        out = draw.like(wanted)
+        triton_rows.gate_and_mul(draw.on(gate_up), gelu, out)
+        close(out, wanted, draw.dtype)
+
+
+def few_rows_linear(draw: Draw) -> None:
+    rows, outputs, inputs = draw.between(1, 4), draw.one_of(1, 3, 5, 9), draw.one_of(1, 40, 512, 700, 2049, 4500)
+    x, weight = draw.normal(rows, inputs), draw.normal(outputs, inputs, scale=inputs**-0.5)
+    bias = draw.normal(outputs) if draw.one_of(False, True) else None
+    out = draw.like(torch.empty(rows, outputs, dtype=draw.dtype))
+    triton_linear.few_rows_linear(draw.on(x), draw.on(weight), None if bias is None else draw.on(bias), out)
+    wanted = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    close(out, wanted, draw.dtype)
+
+
+def gathers(draw: Draw) -> None:
+    vocab, width, rows = draw.between(1, 90), draw.one_of(3, 64, 500, 2100), draw.between(1, 6)
+    table = draw.normal(vocab, width)
+    ids = torch.randint(0, vocab, (rows,), generator=draw.generator).to(draw.one_of(torch.int32, torch.int64))
+    scale = draw.one_of(1.0, 22.6)
+    wanted = reference.gather_rows(table, ids, scale)
+    out = draw.like(wanted)
+    triton_rows.gather_rows(draw.on(table), draw.on(ids), scale, out)
+    close(out, wanted, draw.dtype)
