@@ -46,11 +46,11 @@ def null_candidates(vocab_size: int, eos_token_ids: list[int]) -> IntArray:
 
 def null_tokens(seeds: npt.NDArray[np.uint64], positions: IntArray, candidates: IntArray) -> IntArray:
     """[N] int32 ids for tokens at `positions` (absolute index in prompt + output) of rows with `seeds`: SplitMix64 of both."""
-    with np.errstate(over="ignore"):
-        x = seeds + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        x ^= x >> np.uint64(31)
+    # arrays of integers wrap around without a word
+    x = seeds + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    x ^= x >> np.uint64(31)
     return candidates[(x % np.uint64(len(candidates))).astype(np.intp)]
 
 

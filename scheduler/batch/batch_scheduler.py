@@ -52,6 +52,7 @@ class BatchScheduler:
         self.failed: list[tuple[int, str]] = []  # (request id, why): can never run; the engine takes them from here
         self._running: IntArray = np.zeros(0, np.int32)  # slots in order of admission
         self._free_slots = list(range(slots - 1, -1, -1))
+        self._ones: IntArray = np.ones(slots, np.int32)  # tokens of rows that decode; plans share it
         self._requests: list[BatchRequest | None] = [None] * slots
         self._slot_of: dict[int, int] = {}
         self._ahead = StepsAhead(self.table)
@@ -174,11 +175,11 @@ class BatchScheduler:
             room.open(budget, computed[decode], self.tenants.loads(decode, prefill, self.waiting.by_tenant()))
             decode, chunk_slots, chunk_tokens = self._plan_prefill(decode, prefill, computed, room, max_rows)
             # A chunk of one token that ends its sequence is a decode row like any other; the order of rows is free among those.
-            rows, new = np.concatenate((decode, chunk_slots)), np.concatenate((np.ones(len(decode), np.int32), chunk_tokens))
+            rows, new = np.concatenate((decode, chunk_slots)), np.concatenate((self._ones[: len(decode)], chunk_tokens))
             order = np.argsort(new > 1, kind="stable")
             rows, new = rows[order], new[order]
         else:
-            rows, new = decode, np.ones(len(decode), np.int32)
+            rows, new = decode, self._ones[: len(decode)]
         if not len(rows):
             return None
         first = self._ahead.computed()[rows]  # some have come in since

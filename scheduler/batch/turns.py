@@ -69,8 +69,8 @@ class Turns:
             if ahead_s < 0 and (name not in busy or len(busy) == 1):
                 self._ahead_s[name] = 0.0
         self._busy = tuple(busy)
-        if not busy:
-            return None
+        if len(busy) <= 1:
+            return next(iter(busy), None)
         may = [name for name in busy if self._ahead_s[name] <= self._step_s[name]]
         # All are ahead only where those who were behind have gone since.
         return min(may or busy, key=self._due_at)
