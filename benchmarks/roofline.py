@@ -82,11 +82,18 @@ class Clocks:
                 setattr(module, name, self.around(sort, function))
 
     def add(self, program: StepProgram) -> None:
-        """A recorded step's own clock."""
-        assert program.seconds is not None
-        for call, seconds in zip(program.calls, program.seconds.tolist(), strict=True):
-            sort = sort_of(name_of(call.kernel))
-            self.seconds[sort] = self.seconds.get(sort, 0.0) + seconds
+        """A recorded step's own clocks, since `watch_step`."""
+        for replay in (program, *program.drawings.values()):
+            assert replay.seconds is not None
+            for call, seconds in zip(replay.calls, replay.seconds.tolist(), strict=True):
+                sort = sort_of(name_of(call.kernel))
+                self.seconds[sort] = self.seconds.get(sort, 0.0) + seconds
+
+
+def watch_step(program: StepProgram) -> None:
+    """Starts the clocks of its calls, and of those that draw tokens from its logits."""
+    for replay in (program, *program.drawings.values()):
+        replay.watch()
 
 
 def name_of(kernel: Any) -> str:
@@ -101,9 +108,9 @@ def sort_of(kernel: str) -> str:
         return "products"
     if "attention" in kernel.lower() or kernel == "gather_context":
         return "attention"
-    if kernel.startswith(("sample", "greedy", "top_logprobs", "penalise")):
+    if kernel.lstrip("_").startswith(("sample", "greedy", "top_logprobs", "penalise")):
         return "sampling"
-    return "rows" if any(part in kernel for part in ("norm", "rope", "silu", "gelu", "rotate", "gather_rows")) else ""
+    return "rows" if any(part in kernel for part in ("norm", "rope", "rota", "silu", "gelu", "gather_rows")) else ""
 
 
 @dataclass(slots=True)
@@ -150,6 +157,8 @@ class Steps:
             "cpu:0", num_chunks, CHUNK_BYTES, 0, MAX_BATCHED_TOKENS, BLOCK_TOKENS, 10.0, threads, cache_dir=str(ROOT / ".cache")
         )
         memory = CpuMemory(num_chunks, CHUNK_BYTES)
+        for chunk in range(num_chunks):
+            memory.prepare(chunk)  # as an engine does before it has anything to do
         spec = LoadModel(
             1, folder.name, str(folder), self.dtype, checkpoint.fingerprint, weights_chunks, kv_chunks, 0, length, 64, []
         )
@@ -183,13 +192,11 @@ class Steps:
         """The program of decode steps of so many rows, recorded before there are clocks around the kernels; it has its own."""
         running = self.decode(num_rows, params)
         next(running)
-        for _ in range(2):  # recorded, then laid out
+        for _ in range(3):  # the step is recorded, then how its tokens are drawn
             self.run()
         self.forget_all()
         steps = self.hosted._decode_steps
         found: StepProgram | None = steps.programs.get(steps._inputs.recorded_rows(num_rows))
-        if found is not None:
-            found.watch()
         return found
 
     def forget_all(self) -> None:
@@ -252,7 +259,7 @@ def account(
         steps.run()
     clocks.seconds.clear()
     if program is not None:
-        program.watch()
+        watch_step(program)
     walls = []
     for _ in range(num_steps):
         next(running)

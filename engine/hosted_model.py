@@ -25,8 +25,9 @@ from engine.protocol import LoadModel
 from engine.sampling.logprobs import owed_prompt_rows
 from engine.sampling.outputs import sampled_outputs
 from engine.sampling.sampler import SamplingRows, constrain, sampling_rows
-from engine.steps.decode import DecodeInputs, DecodeSteps
+from engine.steps.decode import DecodeSteps
 from engine.steps.forward_batch import GroupMemory, Rotary, build_batch, padded_rows
+from engine.steps.inputs import DecodeInputs
 from engine.steps.program import Scratch
 from engine.steps.replay import StepProgram
 from engine.steps.sliced import in_slices, slices
@@ -86,7 +87,10 @@ class TorchModel:
             waited_s = gate.waited_s
             model.layers = gate.behind(layers)
             if plan.num_new.sum() > max_tokens:
-                parts = [build_batch(part, table, self._kv, self._layer_places, self._padded) for part in slices(plan, max_tokens)]
+                parts = [
+                    build_batch(part, table, self._kv, self._layer_places, ops.cos_sin, self._padded)
+                    for part in slices(plan, max_tokens)
+                ]
                 model.layers = in_slices(model.layers, parts)
             try:
                 result = self._execute(plan, table, None, recorded=False)  # programs' memory is for one step at a time
@@ -95,10 +99,16 @@ class TorchModel:
         result.seconds -= gate.waited_s - waited_s
         return result
 
-    @torch.inference_mode()
     def execute(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> StepResult:
         """One step: stores the new tokens' KV, samples one id for each sampling row."""
-        return self._execute(plan, table, masks, recorded=True)
+        begin = time.perf_counter()
+        if masks is None:
+            self._prepare()
+            drawn = self._decode_steps.draw(plan, table)
+            if drawn is not None:
+                return StepResult(*drawn, time.perf_counter() - begin)
+        with torch.inference_mode():
+            return self._execute(plan, table, masks, recorded=True)
 
     def _execute(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None, recorded: bool) -> StepResult:
         begin = time.perf_counter()
@@ -132,9 +142,12 @@ class TorchModel:
 
     def _decode(self, plan: BatchPlan, table: SequenceTable) -> StepProgram | None:
         """None: this step is computed by _forward."""
+        self._prepare()
+        return self._decode_steps.run(plan, table)
+
+    def _prepare(self) -> None:
         self._loaded()
         ops.set_num_threads(self.num_threads)
-        return self._decode_steps.run(plan, table)
 
     def _forward(
         self, plan: BatchPlan, table: SequenceTable, every_token: bool, also: LongArray | None = None
@@ -143,7 +156,7 @@ class TorchModel:
         into T), and padding."""
         model = self._loaded()
         ops.set_num_threads(self.num_threads)
-        batch = build_batch(plan, table, self._kv, self._layer_places, self._padded)
+        batch = build_batch(plan, table, self._kv, self._layer_places, ops.cos_sin, self._padded)
         if every_token or (also is None and plan.samples.all() and batch.num_tokens == len(plan.slots)):
             return model.forward(batch, None), batch.num_tokens
         wanted = (batch.starts + plan.num_new - 1)[plan.samples].astype(np.int64)
@@ -157,6 +170,7 @@ class TorchModel:
     def release(self) -> None:
         """Unmaps the weights. Idempotent; until `restore` any step raises RuntimeError."""
         self._released = True
+        self._decode_steps.forget_table()
         self._weights.unmap()
 
     def restore(self, spec: LoadModel) -> None:

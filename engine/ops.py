@@ -22,9 +22,9 @@ from torch import Tensor
 
 from engine import cpu_products
 from engine.cpu_products import array as _array
-from engine.kernels import compiled, reference
+from engine.kernels import compiled, reference, reference_inputs
 from engine.steps.device_batch import DeviceBatch
-from engine.steps.forward_batch import ForwardBatch
+from engine.steps.forward_batch import ForwardBatch, Rotary
 from engine.steps.program import call, empty, into, is_recording
 from loader.sizing import DEQUANTIZED_BYTES, sampler_rows
 
@@ -105,6 +105,23 @@ def set_num_threads(num_threads: int) -> None:
         torch.set_num_threads(num_threads)
     if _kernels is not None:
         _kernels.set_num_threads(num_threads)
+
+
+def input_kernels() -> Any:
+    """What reads a decode step's inputs off the sequence table: a module with the functions of reference_inputs.py."""
+    return reference_inputs if _kernels is None else _kernels
+
+
+def rotary_turns(rotary: Rotary, positions: Any, turns: Tensor) -> None:
+    """positions [T] (int32 array) -> turns [T, 2 P] float32: cosines, then sines, of the dimensions that turn."""
+    call(input_kernels().rotary_turns, positions, rotary.inv_freq.numpy(), rotary.scale, turns.numpy())
+
+
+def cos_sin(rotary: Rotary, positions: Any) -> Tensor:
+    """As rotary_turns, to a new tensor."""
+    turns = torch.empty(len(positions), 2 * len(rotary.inv_freq))
+    rotary_turns(rotary, positions, turns)
+    return turns
 
 
 def _served(x: Tensor) -> bool:
@@ -306,14 +323,15 @@ def greedy(logits: Tensor) -> tuple[Any, Any]:
         return best.to(torch.int32).numpy(), not_finite.numpy()
     ids, bad = np.empty(len(logits), np.int32), np.empty(len(logits), np.bool_)
     if logits.dtype is torch.bfloat16:
-        _kernels.greedy_bfloat16(logits.view(torch.int16).numpy(), ids, bad)
+        call(_kernels.greedy_bfloat16, logits.view(torch.int16).numpy(), ids, bad)
     else:
-        _kernels.greedy_float32(logits.numpy(), ids, bad)
+        call(_kernels.greedy_float32, logits.view(logits.shape).numpy(), ids, bad)
     return ids, bad
 
 
 def sample(logits: Tensor, temperature: Any, top_p: Any, top_k: Any, min_p: Any, key0: Any, key1: Any) -> tuple[Any, Any]:
-    """Draws one token for each row of logits [N, V]; the rest are numpy arrays [N] (keys uint32). Returns as `greedy` does."""
+    """Draws one token for each row of logits [N, V]; the rest are numpy arrays [N] (keys uint32). Rows of temperature 0 take their
+    likeliest. Returns as `greedy` does."""
     if _gpu is not None:
         arrays = (temperature, top_p, top_k, min_p, key0.view(np.int32), key1.view(np.int32))
         return _drawn(*_gpu.sample(logits, *(_gpu.column(x, logits.device) for x in arrays)))
@@ -328,7 +346,9 @@ def sample(logits: Tensor, temperature: Any, top_p: Any, top_k: Any, min_p: Any,
         drawn, not_finite = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
         return drawn.to(torch.int32).numpy(), not_finite.numpy()
     ids, bad = np.empty(len(logits), np.int32), np.empty(len(logits), np.bool_)
-    _kernels.sample(_array(logits), temperature, top_p, top_k, min_p, key0, key1, ids, bad)
+    array = _array(logits)
+    shares = _kernels.sampling_shares(array)
+    call(_kernels.sample, array, temperature, top_p, top_k, min_p, key0, key1, shares, ids, bad)
     return ids, bad
 
 

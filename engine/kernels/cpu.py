@@ -16,6 +16,7 @@ from engine.kernels import (
     cpu_amx_linear,
     cpu_amx_tiles,
     cpu_attention,
+    cpu_inputs,
     cpu_int8,
     cpu_linear,
     cpu_logprobs,
@@ -30,6 +31,7 @@ from engine.kernels.cpu_amx_linear import scratch_words as amx_scratch_words
 from engine.kernels.cpu_amx_prefill import prefill_tiles_parallel, prefill_tiles_serial
 from engine.kernels.cpu_attention import paged_attention_parallel, paged_attention_serial
 from engine.kernels.cpu_bits import HAS_BFLOAT16_PRODUCTS
+from engine.kernels.cpu_inputs import decode_blocks, decode_rows, rotary_turns, sampling_settings
 from engine.kernels.cpu_int8 import int8_linear_parallel, int8_linear_serial
 from engine.kernels.cpu_linear import few_rows_linear_parallel, few_rows_linear_serial
 from engine.kernels.cpu_logprobs import penalise, top_logprobs
@@ -43,6 +45,8 @@ __all__ = [
     "amx_int8_linear",
     "amx_linear",
     "amx_scratch_words",
+    "decode_blocks",
+    "decode_rows",
     "few_rows_linear",
     "gather_rows",
     "gelu_and_mul",
@@ -58,7 +62,10 @@ __all__ = [
     "prepare",
     "rms_norm",
     "rope_and_store",
+    "rotary_turns",
     "sample",
+    "sampling_settings",
+    "sampling_shares",
     "set_num_threads",
     "silu_and_mul",
     "top_logprobs",
@@ -119,6 +126,10 @@ def _wanted(dtype: str, parallel: bool, quantize: str) -> list[tuple[Any, Any]]:
     element = numba.float32 if dtype == "float32" else numba.uint16
     wanted: list[tuple[Any, Any]] = [
         (penalise, cpu_logprobs.PENALISE),
+        (decode_rows, cpu_inputs.DECODE_ROWS),
+        (decode_blocks, cpu_inputs.DECODE_BLOCKS),
+        (sampling_settings, cpu_inputs.SAMPLING_SETTINGS),
+        (rotary_turns, cpu_inputs.ROTARY_TURNS),
         (top_logprobs, cpu_logprobs.top_logprobs_signature(element)),
     ]
     shared = [
@@ -270,11 +281,9 @@ def _fits_panels(row_bytes: int, num_outputs: int) -> bool:
     return _HAS_MATRIX_UNIT and row_bytes % cpu_amx_tiles.STEP_BYTES == 0 and num_outputs >= cpu_amx_tiles.PANEL
 
 
-def sample(logits: Any, *args: Any) -> None:
-    """As cpu_sampling's, without num_shares."""
-    *settings, ids, bad = args
-    num_shares = min(_thread.num_threads, len(logits)) if _deals_out_logits(logits) else 1
-    (sample_parallel if num_shares > 1 else sample_serial)(logits, *settings, num_shares, ids, bad)
+def sampling_shares(logits: Any) -> int:
+    """That the rows of logits [N, V] are dealt out to."""
+    return min(_thread.num_threads, len(logits)) if _deals_out_logits(logits) else 1
 
 
 def _deals_out_logits(logits: Any) -> bool:
@@ -296,6 +305,7 @@ greedy_float32 = Forms(
 greedy_bfloat16 = Forms(
     cpu_sampling.greedy_bfloat16_serial, cpu_sampling.greedy_bfloat16_parallel, lambda args: _deals_out_logits(args[0])
 )
+sample = Forms(sample_serial, sample_parallel, lambda args: args[7] > 1)
 gather_rows = Forms(cpu_rows.gather_rows, cpu_rows.gather_rows_parallel, lambda args: _deals_out_rows(args[3]))
 rms_norm = Forms(cpu_rows.rms_norm, cpu_rows.rms_norm_parallel, lambda args: _deals_out_rows(args[0]))
 add_rms_norm = Forms(cpu_rows.add_rms_norm, cpu_rows.add_rms_norm_parallel, lambda args: _deals_out_rows(args[0]))

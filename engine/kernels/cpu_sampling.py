@@ -208,6 +208,11 @@ def _sample_row(
         top = max(top, ordered(bits))
     if size >= int32(0x7F800000):
         return -1
+    if temperature <= float32(0.0):
+        likeliest = 0
+        while ordered(bits_of_float(widen(row[likeliest]))) != top:
+            likeliest += 1
+        return likeliest
     largest = float_of_bits(ordered(top))
     factor = float32(1.0) / temperature
     whole = vocab - vocab % LANES
@@ -247,7 +252,7 @@ def _sample(
     bad: Any,
 ) -> None:
     """Each of [N] rows draws from softmax(logits / temperature) cut to top_k and to min_p of the likeliest, then to top_p (0, 0
-    and 1: off); temperature > 0. num_shares: that rows are dealt out to.
+    and 1: off); of temperature 0 takes its likeliest. num_shares: that rows are dealt out to.
 
     An exponential race: token i's time is an exponential draw keyed by (key0, key1, i) over its weight; the first wins. Which
     token that is depends on the row alone, and hardly ever on the last bits of the logits.

@@ -294,10 +294,12 @@ def sample(
 ) -> tuple[Tensor, Tensor]:
     """logits [N, V], the rest [N] (keys int64 below 2**32) -> (ids, bad). Draws from softmax(logits / temperature) cut to the
     top_k largest and to min_p of the likeliest, then to the smallest set that holds top_p (0, 0 and 1: off; ties stay in). An
-    exponential race decides: token i's time is an exponential draw keyed by (key0, key1, i) over its weight, the first wins."""
-    bad = ~torch.isfinite(logits).all(-1)
+    exponential race decides: token i's time is an exponential draw keyed by (key0, key1, i) over its weight, the first wins. Rows
+    of temperature 0 take their likeliest."""
+    likeliest, bad = greedy(logits)
+    draws = temperature > 0.0
     wide = torch.nan_to_num(logits.float()).double()
-    weights = torch.exp((wide - wide.amax(-1, keepdim=True)) / temperature.unsqueeze(1))
+    weights = torch.exp((wide - wide.amax(-1, keepdim=True)) / torch.where(draws, temperature, 1.0).unsqueeze(1))
     ordered = weights.sort(-1, descending=True).values
     vocab = logits.shape[1]
     k = torch.where(top_k > 0, top_k.clamp(max=vocab), vocab).long().unsqueeze(1)
@@ -309,7 +311,7 @@ def sample(
     # one half: a draw of 0 would win whatever its weight
     uniform = (hash32(torch.arange(vocab), key0.unsqueeze(1), key1.unsqueeze(1)).double() + 0.5) / 2**32
     times = -torch.log1p(-uniform) / weights
-    return times.masked_fill(weights < cutoff, torch.inf).argmin(-1), bad
+    return torch.where(draws, times.masked_fill(weights < cutoff, torch.inf).argmin(-1), likeliest), bad
 
 
 def top_logprobs(logits: Tensor, chosen: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:

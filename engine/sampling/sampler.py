@@ -7,7 +7,6 @@ Shapes: N sampling rows, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +16,7 @@ from torch import Tensor
 from engine import ops
 from engine.contracts import BatchPlan, BoolArray, FloatArray, IntArray, SequenceTable
 from engine.grammar.row_masks import RowMasks
+from engine.kernels.reference_inputs import noise_keys
 from engine.protocol import SamplingParams
 from engine.sampling.token_mask import apply_row_masks
 from loader.sizing import sampler_rows
@@ -55,9 +55,7 @@ class SamplingRows:
     """Settings of the rows that sample, in plan order, each [N]. edits: of the rows that have any. num_top: alternatives whose
     log-probabilities are wanted beside the token's, -1 for none at all; None if no row wants any."""
 
-    greedy: BoolArray
     all_greedy: bool
-    none_greedy: bool
     temperature: FloatArray
     top_p: FloatArray
     top_k: IntArray
@@ -69,26 +67,11 @@ class SamplingRows:
     allowed: RowMasks | None = None  # of the rows that follow a grammar; what may not come early is left out of it already
 
 
-def noise_keys(seed: npt.NDArray[np.uint64], position: npt.NDArray[Any]) -> tuple[KeyArray, KeyArray]:
-    """Two 32-bit keys for each (seed, position): splitmix64 of the seed, then of that and the position."""
-    mixed = _splitmix64(_splitmix64(seed.astype(np.uint64)) ^ position.astype(np.uint64))
-    return (mixed & np.uint64(0xFFFFFFFF)).astype(np.uint32), (mixed >> np.uint64(32)).astype(np.uint32)
-
-
-def _splitmix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (2014); arithmetic modulo 2**64."""
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
-
-
 def sampling_rows(plan: BatchPlan, table: SequenceTable, eos_token_ids: list[int], vocab_size: int) -> SamplingRows:
     """Reads the settings of the plan's sampling rows from the table's columns."""
     slots = plan.slots[plan.samples]
     position = (plan.num_computed + plan.num_new)[plan.samples]  # index of the token about to be sampled
     temperature = table.temperature[slots]
-    greedy = temperature <= 0.0
     edits = {}
     early = position < table.min_tokens_until[slots]
     edited = early | table.edits_logits[slots]
@@ -99,13 +82,11 @@ def sampling_rows(plan: BatchPlan, table: SequenceTable, eos_token_ids: list[int
     if num_top is not None and num_top.max() < 0:
         num_top = None
     key0 = key1 = np.empty(0, np.uint32)
-    num_greedy = np.count_nonzero(greedy)
-    if num_greedy < len(greedy):
+    all_greedy = bool((temperature <= 0.0).all())
+    if not all_greedy:
         key0, key1 = noise_keys(table.seed[slots], position)
     return SamplingRows(
-        greedy,
-        num_greedy == len(greedy),
-        num_greedy == 0,
+        all_greedy,
         temperature,
         table.top_p[slots],
         table.top_k[slots],
@@ -141,44 +122,20 @@ def sample_tokens(logits: Tensor, rows: SamplingRows, first: int) -> tuple[IntAr
     end = first + len(logits)
     if rows.allowed is not None:
         apply_row_masks(logits, rows.allowed, first)
+    ids, bad = _draw(logits, rows, slice(first, end))
     edited = [row for row in rows.edits if first <= row < end] if rows.edits else []
-    if rows.all_greedy:
-        ids, bad = ops.greedy(logits)
-    elif rows.none_greedy and not edited:
-        return _draw(logits, rows, slice(first, end))
-    else:
-        wanted = ~rows.greedy[first:end]
-        if edited:
-            wanted[np.array(edited) - first] = False
-        drawn = np.flatnonzero(wanted)
-        if len(drawn) == len(logits):
-            return _draw(logits, rows, drawn + first)
-        ids, bad = ops.greedy(logits)
-        if len(drawn):
-            ids[drawn], bad[drawn] = _draw(logits[torch.from_numpy(drawn).to(logits.device)], rows, drawn + first)
     step = sampler_rows(logits.shape[1])
-    for at in range(0, len(edited), step):
-        _sample_edited(logits, rows, np.array(edited[at : at + step]), first, ids, bad)
+    for begin in range(0, len(edited), step):
+        part = np.array(edited[begin : begin + step])
+        at = part - first
+        copy = logits[torch.from_numpy(at).to(logits.device)].float()  # in half precision a small penalty would be lost
+        for row, number in zip(copy, part.tolist(), strict=True):
+            rows.edits[number].apply(row)
+        ids[at], bad[at] = _draw(copy, rows, part)
     return ids, bad
 
 
-def _sample_edited(
-    logits: Tensor, rows: SamplingRows, edited: npt.NDArray[np.intp], first: int, ids: IntArray, bad: BoolArray
-) -> None:
-    """Picks tokens for these rows from a float32 copy: in half precision a small penalty would be lost."""
-    copy = logits[torch.from_numpy(edited - first).to(logits.device)].float()
-    for row, number in zip(copy, edited.tolist(), strict=True):
-        rows.edits[number].apply(row)
-    greedy = rows.greedy[edited]
-    if greedy.any():
-        ids[edited - first], bad[edited - first] = ops.greedy(copy)
-    drawn = np.flatnonzero(~greedy)
-    if len(drawn):
-        at = edited[drawn]
-        ids[at - first], bad[at - first] = _draw(
-            copy if len(drawn) == len(copy) else copy[torch.from_numpy(drawn).to(copy.device)], rows, at
-        )
-
-
 def _draw(logits: Tensor, rows: SamplingRows, at: npt.NDArray[np.intp] | slice) -> tuple[IntArray, BoolArray]:
+    if rows.all_greedy:
+        return ops.greedy(logits)
     return ops.sample(logits, rows.temperature[at], rows.top_p[at], rows.top_k[at], rows.min_p[at], rows.key0[at], rows.key1[at])

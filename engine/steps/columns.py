@@ -22,7 +22,7 @@ def sampling_columns(rows: SamplingRows) -> Columns:
     """[N] each: what gpu.sample takes."""
     keys = rows.key0, rows.key1
     if rows.all_greedy:
-        keys = (np.zeros(len(rows.greedy), np.uint32),) * 2
+        keys = (np.zeros(len(rows.temperature), np.uint32),) * 2
     return {
         "temperature": rows.temperature,
         "top_p": rows.top_p,

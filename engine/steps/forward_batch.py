@@ -7,7 +7,7 @@ P pairs of a head's dimensions that turn.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,21 +28,6 @@ class Rotary:
 
     inv_freq: Tensor
     scale: float = 1.0
-
-    def cos_sin(self, positions: Tensor) -> Tensor:
-        """positions [T] -> [T, 2 P] float32: cosines, then sines."""
-        turns = torch.empty(len(positions), 2 * len(self.inv_freq), device=self.inv_freq.device)
-        self.turn(positions.float().unsqueeze(1), turns)
-        return turns
-
-    def turn(self, positions: Tensor, turns: Tensor) -> None:
-        """As cos_sin, of positions [T, 1] float32 into turns [T, 2 P]."""
-        cosines, sines = turns.tensor_split(2, dim=1)
-        torch.mul(positions, self.inv_freq, out=cosines)
-        torch.sin(cosines, out=sines)
-        torch.cos(cosines, out=cosines)
-        if self.scale != 1.0:
-            turns.mul_(self.scale)
 
 
 @dataclass(slots=True, frozen=True)
@@ -115,9 +100,10 @@ def build_batch(
     table: SequenceTable,
     memory: Sequence[GroupMemory],
     layer_places: Sequence[tuple[int, int]],
+    cos_sin: Callable[[Rotary, IntArray], Tensor],
     padded: bool = False,
 ) -> HostBatch:
-    """padded: T is one of few counts (the last tokens are not stored and attend to nothing). Work is per
+    """cos_sin: ops.cos_sin. padded: T is one of few counts (the last tokens are not stored and attend to nothing). Work is per
     array, never per row."""
     block_tokens = memory[0].kv.shape[4]
     num_new, first = plan.num_new, plan.num_computed
@@ -144,8 +130,8 @@ def build_batch(
     missing = padded_rows(num_tokens) - num_tokens if padded else 0
     nothing = np.zeros(missing, np.int64)
     blocks, places = positions // block_tokens, positions % block_tokens
-    padded_positions = torch.from_numpy(np.concatenate((positions, nothing)) if missing else positions)
-    turns = {rotary: rotary.cos_sin(padded_positions) for rotary in {own.rotary for own in memory}}  # most groups share theirs
+    padded_positions = np.concatenate((positions, nothing), dtype=np.int32, casting="same_kind")
+    turns = {rotary: cos_sin(rotary, padded_positions) for rotary in {own.rotary for own in memory}}  # most groups share theirs
     groups = []
     for own, block_tables in zip(memory, table.block_tables, strict=True):
         block_table = np.ascontiguousarray(block_tables[plan.slots, :num_blocks])

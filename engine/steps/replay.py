@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from engine.contracts import BoolArray, IntArray
 from engine.kernels.compiled import compilation, direct
 from engine.steps.program import Call
 
@@ -69,15 +70,22 @@ class _NativePart:
         seconds += passed * (spent_s / passed.sum())
 
 
-class StepProgram:
-    """calls, in order, leave the normed hidden states [T, width] and the logits [T, V]."""
+class Replay:
+    """Makes the same calls, in order, as often as it is run."""
 
-    def __init__(self, calls: Sequence[Call], hidden: Tensor, logits: Tensor) -> None:
-        self.calls, self.hidden, self.logits = calls, hidden.view(hidden.shape), logits.view(logits.shape)
+    def __init__(self, calls: Sequence[Call]) -> None:
+        self.calls = calls
         self.seconds: npt.NDArray[np.float64] | None = None  # [calls], once somebody wants to know
         self._is_shared: Callable[[], bool] | None = None
         self._varying_on: tuple[int, ...] = ()
         self._parts: list[_Part] = []
+
+    @property
+    def is_native(self) -> bool:
+        """Whether Python makes none of the calls."""
+        if not self._parts:
+            self._parts = self._lay_out()
+        return all(isinstance(part, _NativePart) for part in self._parts)
 
     def run(self) -> None:
         if not self._parts:
@@ -124,3 +132,21 @@ class StepProgram:
         if self._is_shared is None:
             self._is_shared, self._varying_on = partial(kernel.is_shared, call.args), depends_on
         return (serial, shared) if depends_on == self._varying_on else None
+
+
+class Drawing(Replay):
+    """calls leave ids [N] and bad [N], as ops.sample gives them."""
+
+    def __init__(self, calls: Sequence[Call], ids: IntArray, bad: BoolArray) -> None:
+        super().__init__(calls)
+        self.ids, self.bad = ids, bad
+
+
+class StepProgram(Replay):
+    """calls leave the normed hidden states [T, width] and the logits [T, V]. drawings: of tokens from these logits, by number of
+    rows and whether all of them are greedy."""
+
+    def __init__(self, calls: Sequence[Call], hidden: Tensor, logits: Tensor) -> None:
+        super().__init__(calls)
+        self.hidden, self.logits = hidden.view(hidden.shape), logits.view(logits.shape)
+        self.drawings: dict[tuple[int, bool], Drawing] = {}

@@ -183,7 +183,7 @@ class BatchScheduler:
         if not len(rows):
             return None
         first = self._ahead.computed()[rows]  # some have come in since
-        return BatchPlan(step_id, self.model, rows, first, new, first + new == self._ahead.total()[rows])
+        return BatchPlan(step_id, self.model, rows, first, new, first + new == self._ahead.total()[rows], rows is decode)
 
     def start_step(self, plan: BatchPlan) -> None:
         """The step is under way; finish_step follows in the same order. What has ended by then was computed in vain."""

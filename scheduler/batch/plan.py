@@ -140,7 +140,8 @@ def write_sampling(table: SequenceTable, slot: int, params: Sampling, num_prompt
 @dataclass(slots=True)
 class BatchPlan:
     """What one step computes: row i runs `num_new[i]` tokens of slot `slots[i]` from position `num_computed[i]` on, and
-    samples one token if `samples[i]` (its last token is in this step). Decode rows (num_new 1) come first."""
+    samples one token if `samples[i]` (its last token is in this step). Decode rows (num_new 1) come first. all_decode: every row
+    has one new token and samples; False where nobody looked."""
 
     step_id: int
     model: str
@@ -148,6 +149,7 @@ class BatchPlan:
     num_computed: IntArray  # [R]
     num_new: IntArray  # [R]
     samples: BoolArray  # [R]
+    all_decode: bool = False
 
 
 @dataclass(slots=True)

@@ -15,7 +15,10 @@ from torch import Tensor
 from engine import hosted_model, model_runner
 from engine.contracts import SequenceTable
 from engine.hosted_model import TorchModel
+from engine.kernels import reference
 from engine.model_runner import TorchRunner
+from engine.protocol import SamplingParams
+from engine.steps import decode
 from engine.steps.forward_batch import ForwardBatch
 from engine.steps.program import Scratch
 from loader import sizing
@@ -114,6 +117,70 @@ def test_they_equal_steps_that_are_not_recorded(runner: TorchRunner, folder: Pat
     assert programs(plain) == set()
     recorded.release()
     plain.release()
+
+
+def drawn(model: TorchModel, table: SequenceTable, at: dict[int, int]) -> Iterator[tuple[list[int], list[bool]]]:
+    """Tokens of every batch. Before some of them a row's settings change."""
+    for number, slots in enumerate(BATCHES):
+        table.edits_logits[3] = number == 2
+        table.params[3] = SamplingParams(9, temperature=0.8, presence_penalty=0.5)
+        table.num_logprobs[19] = 2 if number == 4 else -1
+        for slot in slots:
+            if slot != 5:
+                forget_behind_windows(model, table, slot, at[slot])
+        result = model.execute(plan(*((slot, at[slot], 1) for slot in slots)), table)
+        assert (result.logprobs is not None) == (number == 4)
+        yield result.ids.tolist(), result.bad.tolist()
+        for slot in slots:
+            at[slot] += 1
+
+
+@pytest.mark.parametrize("temperatures", ["greedy", "drawn", "mixed"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_tokens_are_those_of_steps_that_are_not_recorded(
+    runner: TorchRunner, folder: Path, dtype: str, temperatures: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drawn by recorded calls where settings alone decide, and in either way where they do not."""
+
+    def table_of(model: TorchModel) -> SequenceTable:
+        table = filled(model)
+        table.temperature[:] = 0.0 if temperatures == "greedy" else 0.8
+        table.top_p[::2], table.top_k[::3], table.min_p[::5] = 0.7, 20, 0.02
+        table.seed[:] = np.arange(SLOTS)
+        if temperatures == "mixed":
+            table.temperature[1::2] = 0.0
+        return table
+
+    recorded, plain = load_both(runner, folder, dtype)
+    wanted = list(drawn(plain, table_of(plain), positions()))
+    for _ in range(2):  # recorded, then run again from another table
+        assert list(drawn(recorded, table_of(recorded), positions())) == wanted
+    drawings = [key for program in recorded._decode_steps.programs.values() for key in program.drawings]
+    assert {num_rows for num_rows, _ in drawings} == {1, 2, 12, 17}
+    assert {greedy for _, greedy in drawings} == {"greedy": {True}, "drawn": {False}, "mixed": {True, False}}[temperatures]
+    made = []
+    monkeypatch.setattr(hosted_model, "sampling_rows", lambda *args: made.append(args) or pytest.fail("settings alone decide"))
+    recorded.execute(plan((0, 30, 1), (1, 30, 1)), table_of(recorded))
+    recorded.release()
+    plain.release()
+
+
+def test_what_torch_draws_is_not_taken_for_recorded(runner: TorchRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_checkpoint(tmp_path)
+    model = load(runner, tmp_path, "float32", max_sequences=SLOTS)
+    table = filled(model)
+    likeliest = [int(row.argmax()) for row in model.logits(plan((0, 20, 1), (1, 21, 1)), table)]
+    monkeypatch.setattr(decode.ops, "greedy", reference_greedy)
+    for _ in range(3):
+        assert model.execute(plan((0, 20, 1), (1, 21, 1)), table).ids.tolist() == likeliest
+        table.tokens[:, 20:22] = np.random.default_rng(5).integers(2, 211, (SLOTS, 2))
+        likeliest = [int(row.argmax()) for row in model.logits(plan((0, 20, 1), (1, 21, 1)), table)]
+    model.release()
+
+
+def reference_greedy(logits: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    ids, bad = reference.greedy(logits)
+    return ids.to(torch.int32).numpy(), bad.numpy()
 
 
 def test_all_that_may_run_are_recorded_within_the_memory_they_may_take(runner: TorchRunner, folder: Path) -> None:

@@ -8,8 +8,9 @@ import torch
 
 from engine import ops
 from engine.contracts import SequenceTable
+from engine.kernels.reference_inputs import noise_keys
 from engine.protocol import SamplingParams
-from engine.sampling.sampler import noise_keys, sample_tokens, sampling_rows
+from engine.sampling.sampler import sample_tokens, sampling_rows
 from scheduler.batch.plan import write_sampling
 from tests.engine.model_bench import make_table, plan, put
 from tests.kernel_cache import CACHE_DIR

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels import reference, triton_fp8, triton_rope
+from engine.kernels import reference, reference_inputs, triton_fp8, triton_rope
 from engine.steps.forward_batch import Rotary
 from tests.engine.kernels.draw import Draw, close
 from tests.engine.kernels.paged_kv import Paged, paged
@@ -19,7 +19,8 @@ def rope(draw: Draw, fp8: bool = False) -> None:
     pairs = draw.one_of(case.head_dim // 2, case.head_dim // 2, case.head_dim // 4, 3)
     rotary = Rotary(1.0 / 10000 ** (torch.arange(pairs).float() / pairs), draw.one_of(1.0, 1.2))
     positions = torch.randint(0, draw.one_of(30, 30000), (rows,), generator=draw.generator)
-    turns = rotary.cos_sin(positions)
+    turns = torch.empty(rows, 2 * pairs)
+    reference_inputs.rotary_turns(positions.int().numpy(), rotary.inv_freq.numpy(), rotary.scale, turns.numpy())
     on_device = draw.like(turns)
     triton_rope.cos_sin(draw.on(positions), draw.on(rotary.inv_freq), rotary.scale, on_device)
     torch.testing.assert_close(on_device.cpu(), turns, rtol=1e-5, atol=1e-5)

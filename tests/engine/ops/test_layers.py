@@ -27,7 +27,7 @@ def make_batch(
     flat = kv.view(-1).view(torch.uint16).numpy() if dtype is torch.bfloat16 else kv.view(-1).numpy()
     places = [(0, layer) for layer in range(LAYERS)]
     inv_freq = 1.0 / (10000.0 ** (torch.arange(0, HEAD_DIM, 2).float() / HEAD_DIM))
-    return build_batch(plan, make_table(), [GroupMemory(kv, flat, Rotary(inv_freq[:pairs]), window)], places, padded)
+    return build_batch(plan, make_table(), [GroupMemory(kv, flat, Rotary(inv_freq[:pairs]), window)], places, ops.cos_sin, padded)
 
 
 @pytest.mark.parametrize("threads", [1, 2])

@@ -76,6 +76,27 @@ def test_sample_draws_what_the_twin_draws(
     assert (ids != wanted).sum() <= 1  # rounding at a cutoff or a dead heat
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_rows_of_temperature_0_take_their_likeliest_among_rows_that_draw(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, threads: int
+) -> None:
+    share_everything(monkeypatch)
+    ops.set_num_threads(threads)
+    rows = 40
+    logits = random(rows, 700, dtype=dtype)
+    logits[3] = -2.0  # all equal
+    logits[9, 5] = torch.nan
+    generator = np.random.default_rng(1)
+    temperature = np.where(np.arange(rows) % 3 == 0, 0.0, 0.9).astype(np.float32)
+    keys = [generator.integers(0, 2**32, rows, dtype=np.uint32) for _ in range(2)]
+    others = (np.full(rows, 0.9, np.float32), np.zeros(rows, np.int32), np.zeros(rows, np.float32))
+    (ids, bad), (wanted, wanted_bad) = both(monkeypatch, lambda: ops.sample(logits, temperature, *others, *keys))
+    assert bad.tolist() == wanted_bad.tolist() == [row == 9 for row in range(rows)]
+    greedy = (temperature == 0) & ~bad
+    assert ids[greedy].tolist() == wanted[greedy].tolist() == ops.greedy(logits)[0][greedy].tolist()
+    assert (ids != wanted)[~bad].sum() <= 1
+
+
 def test_the_least_noise_does_not_pick_a_token_that_may_not_come(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     """With key1 0 and this key0 the hash of `token` is 0, as it is once in 2**32 draws."""
     vocab, token = 300, 7

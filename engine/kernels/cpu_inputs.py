@@ -1,0 +1,120 @@
+"""What a decode step is computed from, read off the sequence table (Numba). Array by array it takes the interpreter a third of a
+millisecond a step: products that stream weights through the caches leave nothing of it there.
+
+Shapes and twins: reference_inputs.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import boolean, float32, float64, int32, int64, njit, uint32, uint64, void
+
+from engine.kernels.reference_inputs import APART, GREEDY, ROWS
+
+# No reordering: the two parts of pi / 2 must not be put together.
+_OPTIONS: dict[str, Any] = {"fastmath": {"contract"}, "error_model": "numpy", "cache": True, "nogil": True}
+_HELPER: dict[str, Any] = {"fastmath": {"contract"}, "error_model": "numpy"}
+_COLUMNS = (float32[::1], float32[::1], int32[::1], float32[::1])  # temperature, top_p, top_k, min_p
+DECODE_ROWS = void(int64[::1], int32[::1], int32[::1], int32[:, ::1], int64[::1], int32[::1])
+DECODE_BLOCKS = void(int64[::1], int32[::1], int32[::1], int32[:, ::1], int64, int32[:, ::1], int64[::1])
+SAMPLING_SETTINGS = void(
+    *(int64[::1], int32[::1], int32[::1]),
+    *_COLUMNS,
+    *(uint64[::1], int32[::1], int32[::1], boolean[::1], boolean[::1]),
+    *_COLUMNS,
+    *(uint32[::1], uint32[::1]),
+)
+ROTARY_TURNS = void(int32[::1], float32[::1], float64, float32[:, ::1])
+# pi / 2 is the sum of these; the first has 33 bits, so that its products with whole numbers below 2**20 are exact
+_QUARTER, _QUARTER_REST = 1.57079632673412561417, 6.07710050650619224932e-11
+
+
+@njit(**_OPTIONS)
+def decode_rows(counts: Any, slots: Any, computed: Any, tokens: Any, input_ids: Any, contexts: Any) -> None:
+    num_rows = counts[ROWS]
+    for row in range(num_rows):
+        input_ids[row] = tokens[slots[row], computed[row]]
+        contexts[row] = computed[row] + 1
+    contexts[num_rows:] = 0
+
+
+@njit(**_OPTIONS)
+def decode_blocks(
+    counts: Any, slots: Any, computed: Any, block_tables: Any, block_tokens: int, block_table: Any, places: Any
+) -> None:
+    num_rows = counts[ROWS]
+    for row in range(num_rows):
+        own, kept = block_tables[slots[row]], block_table[row]
+        last = computed[row] // block_tokens
+        for block in range(last + 1):
+            kept[block] = own[block]
+        places[row] = int64(kept[last]) * block_tokens + computed[row] % block_tokens
+    places[num_rows:] = -1
+
+
+@njit(**_HELPER)
+def _mixed(x: Any) -> Any:
+    """splitmix64 (reference_inputs.noise_keys)."""
+    x += uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> uint64(30))) * uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> uint64(27))) * uint64(0x94D049BB133111EB)
+    return x ^ (x >> uint64(31))
+
+
+@njit(**_OPTIONS)
+def sampling_settings(
+    counts: Any,
+    slots: Any,
+    computed: Any,
+    temperature: Any,
+    top_p: Any,
+    top_k: Any,
+    min_p: Any,
+    seed: Any,
+    num_logprobs: Any,
+    min_tokens_until: Any,
+    edits_logits: Any,
+    prompt_logprobs: Any,
+    row_temperature: Any,
+    row_top_p: Any,
+    row_top_k: Any,
+    row_min_p: Any,
+    key0: Any,
+    key1: Any,
+) -> None:
+    num_greedy = num_apart = 0
+    for row in range(counts[ROWS]):
+        slot, position = slots[row], computed[row] + 1
+        row_temperature[row], row_top_p[row] = temperature[slot], top_p[slot]
+        row_top_k[row], row_min_p[row] = top_k[slot], min_p[slot]
+        key = _mixed(_mixed(seed[slot]) ^ uint64(position))
+        key0[row], key1[row] = uint32(key & uint64(0xFFFFFFFF)), uint32(key >> uint64(32))
+        num_greedy += temperature[slot] <= float32(0.0)
+        edited = edits_logits[slot] or position < min_tokens_until[slot]
+        num_apart += edited or prompt_logprobs[slot] or num_logprobs[slot] >= 0
+    counts[GREEDY], counts[APART] = num_greedy, num_apart
+
+
+@njit(**_OPTIONS)
+def rotary_turns(positions: Any, inv_freq: Any, scale: float, turns: Any) -> None:
+    """In float64 within a quarter turn, by Taylor series whose first term left out is below 1e-11."""
+    factor, pairs = float32(scale), inv_freq.shape[0]
+    for row in range(positions.shape[0]):
+        position = float32(positions[row])
+        cosines, sines = turns[row, :pairs], turns[row, pairs:]
+        for p in range(pairs):
+            angle = float64(position * inv_freq[p])
+            quarters = np.floor(angle * 0.6366197723675814 + 0.5)
+            x = (angle - quarters * _QUARTER) - quarters * _QUARTER_REST
+            square = x * x
+            sine = 1.0 + square * (-1 / 6 + square * (1 / 120 + square * (-1 / 5040 + square * (1 / 362880 - square / 39916800))))
+            sine *= x
+            cosine = -1 / 720 + square * (1 / 40320 + square * (-1 / 3628800 + square / 479001600))
+            cosine = 1.0 + square * (-1 / 2 + square * (1 / 24 + square * cosine))
+            turned = int32(quarters)
+            swapped = (turned & int32(1)) != 0
+            first, second = (sine, cosine) if swapped else (cosine, sine)
+            cosines[p] = float32(first * (1 - ((turned + int32(1)) & int32(2)))) * factor
+            sines[p] = float32(second * (1 - (turned & int32(2)))) * factor

@@ -1,0 +1,103 @@
+"""Inputs of decode steps: the CPU kernels against their twins."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.kernels import reference_inputs
+from engine.kernels.reference_inputs import APART, GREEDY, NUM_COUNTS, ROWS
+
+pytest.importorskip("numba")
+SLOTS, LENGTH, MAX_ROWS = 30, 200, 24
+
+
+def step(seed: int) -> tuple[np.random.Generator, np.ndarray, np.ndarray, np.ndarray]:
+    """A generator, and counts, slots and computed of a step of some rows; behind them lies what an earlier one left."""
+    generator = np.random.default_rng(seed)
+    num_rows = int(generator.integers(1, MAX_ROWS + 1))
+    counts = np.array([num_rows, *generator.integers(0, 99, NUM_COUNTS - 1)], np.int64)
+    assert ROWS == 0
+    slots = generator.permutation(SLOTS)[:MAX_ROWS].astype(np.int32)
+    return generator, counts, slots, generator.integers(0, LENGTH, MAX_ROWS).astype(np.int32)
+
+
+def both(name: str, given: tuple[Any, ...], *out: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Each of `out` as the kernel and as its twin leave it."""
+    from engine.kernels import cpu_inputs
+
+    copies = [[array.copy() for array in out] for _ in range(2)]
+    for module, own in zip((cpu_inputs, reference_inputs), copies, strict=True):
+        getattr(module, name)(*given, *own)
+    return list(zip(*copies, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_rows_and_their_blocks(seed: int) -> None:
+    generator, counts, slots, computed = step(seed)
+    num_rows = counts[ROWS]
+    tokens = generator.integers(0, 1000, (SLOTS, LENGTH)).astype(np.int32)
+    left = generator.integers(0, 99, MAX_ROWS)
+    ids, contexts = both("decode_rows", (counts, slots, computed, tokens), left, left.astype(np.int32))
+    assert np.array_equal(*ids)
+    assert np.array_equal(ids[0][:num_rows], tokens[slots[:num_rows], computed[:num_rows]])
+    assert np.array_equal(*contexts)
+    assert contexts[0][num_rows:].tolist() == [0] * (MAX_ROWS - num_rows), "padding attends to nothing"
+    block_tokens = int(generator.integers(1, 33))
+    tables = generator.integers(-1, 1 << 20, (SLOTS, LENGTH // block_tokens + 1)).astype(np.int32)
+    kept = np.full((MAX_ROWS, tables.shape[1] + 3), -7, np.int32)
+    block_table, places = both("decode_blocks", (counts, slots, computed, tables, block_tokens), kept, left.astype(np.int64))
+    assert np.array_equal(*places)
+    assert (places[0][num_rows:] == -1).all(), "padding stores nothing"
+    for row in range(num_rows):
+        own = computed[row] // block_tokens + 1
+        for table in block_table:
+            assert np.array_equal(table[row, :own], tables[slots[row], :own])
+        assert places[0][row] == int(tables[slots[row], own - 1]) * block_tokens + computed[row] % block_tokens
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_settings_and_noise_of_the_rows(seed: int) -> None:
+    generator, counts, slots, computed = step(seed)
+    shares = (0.0, 0.5, 1.0)
+
+    def some() -> np.ndarray:
+        return generator.random(SLOTS) < shares[generator.integers(3)]
+
+    temperature = np.where(some(), 0.0, generator.random(SLOTS)).astype(np.float32)
+    others = (generator.random(SLOTS).astype(np.float32), generator.integers(0, 99, SLOTS).astype(np.int32))
+    settings = (temperature, *others, generator.random(SLOTS).astype(np.float32))
+    seeds = generator.integers(0, 2**64, SLOTS, dtype=np.uint64, endpoint=False)
+    told = np.where(some(), 3, -1).astype(np.int32), np.where(some(), LENGTH // 2, 0).astype(np.int32), some(), some()
+    floats, ints, keys = (np.zeros(MAX_ROWS, kind) for kind in (np.float32, np.int32, np.uint32))
+    given = (slots, computed, *settings, seeds, *told)
+    out = []
+    for module in (pytest.importorskip("engine.kernels.cpu_inputs"), reference_inputs):
+        own = (counts.copy(), floats.copy(), floats.copy(), ints.copy(), floats.copy(), keys.copy(), keys.copy())
+        module.sampling_settings(own[0], *given, *own[1:])
+        out.append(own)
+    for kernel, twin in zip(*out, strict=True):
+        assert kernel.dtype == twin.dtype
+        assert np.array_equal(kernel, twin)
+    rows = slots[: counts[ROWS]]
+    assert out[0][0][GREEDY] == (temperature[rows] == 0).sum()
+    wants = (told[0] >= 0) | told[2] | told[3]
+    early = computed[: counts[ROWS]] + 1 < told[1][rows]
+    assert out[0][0][APART] == (wants[rows] | early).sum()
+
+
+@pytest.mark.parametrize("longest", [30, 4096, 1 << 20])
+@pytest.mark.parametrize(("pairs", "scale"), [(64, 1.0), (3, 1.19), (1, 1.0), (37, 0.5)])
+def test_turns_are_those_of_the_angle(pairs: int, scale: float, longest: int) -> None:
+    """As near as float32 has them, and the twin's."""
+    positions = np.random.default_rng(pairs).integers(0, longest, 50).astype(np.int32)
+    positions[:2] = 0, longest - 1
+    inv_freq = (1.0 / 10000.0 ** (torch.arange(pairs) / pairs)).numpy()
+    [(turns, wanted)] = both("rotary_turns", (positions, inv_freq, scale), np.empty((50, 2 * pairs), np.float32))
+    angles = (positions.astype(np.float32)[:, None] * inv_freq).astype(np.float64)
+    exact = np.concatenate((np.cos(angles), np.sin(angles)), axis=1) * np.float32(scale)
+    assert np.abs(turns - exact).max() < 1.3e-7
+    assert np.abs(wanted - exact).max() < 3e-7
