@@ -238,8 +238,7 @@ class PagedAttention:
         """Kernel and arguments for this thread, and for all of them."""
         *before, out = args
         heads, kv_heads, block_tokens, head_dim = args[4:8]
-        # a single head has nothing to share a tile with (benchmarks/kernels.py)
-        use_tiles = kv_heads < heads <= kv_heads * TILE_ROWS and _uses_tiles(out, block_tokens, head_dim)
+        use_tiles = heads <= kv_heads * TILE_ROWS and _uses_tiles(out, block_tokens, head_dim)
         return (
             (paged_attention_serial, (*before, use_tiles, 1, out)),
             (paged_attention_parallel, (*before, use_tiles, _thread.num_threads, out)),

@@ -10,14 +10,19 @@ from numba import float32, njit
 from engine.kernels.cpu_amx import TILE_ROW_BYTES, configure_tiles, release_tiles
 from engine.kernels.cpu_amx_attention import (
     LEAST_TOP,
+    PAIR_FETCHES,
+    SCORE_FETCHES,
+    WEIGH_FETCHES,
     add_rows,
     pack_queries,
     pair_values,
+    place_ahead,
     place_chunk,
     score_rows,
 )
 from engine.kernels.cpu_amx_softmax import CHUNK_TOKENS, weigh_row
 from engine.kernels.cpu_attention_blocks import HELPER
+from engine.kernels.cpu_bits import fetch_lines
 
 _LN_2 = float32(0.6931471805599453)
 _LOG2_E = 1.4426950408889634
@@ -34,7 +39,7 @@ def attend_tiles(
     blocks: Any,
     begin_block: int,
     end_block: int,
-    next_blocks: Any,  # not used, nor the two that follow: asking for what comes next gained nothing where AMX is
+    next_blocks: Any,
     next_begin: int,
     next_end: int,
     first: int,
@@ -52,13 +57,15 @@ def attend_tiles(
     """As cpu_attention's _attend."""
     heads = tops.shape[0]
     group = heads // kv_heads
-    plane = block_tokens * head_dim
+    plane, pieces = block_tokens * head_dim, head_dim // 32
     width = sums.shape[1]
     unit = float32(scale) if softcap > 0.0 else float32(scale * _LOG2_E)
     queries = np.zeros(kv_heads * 8 * head_dim, np.uint32)
     scores, spread = np.empty(CHUNK_TOKENS * 16, np.float32), np.empty(CHUNK_TOKENS * 16, np.float32)
     weights, pairs = np.empty(CHUNK_TOKENS // 2 * 16, np.uint32), np.empty(CHUNK_TOKENS // 2 * head_dim, np.uint32)
-    parts, places = np.zeros((heads, 16), np.float32), np.empty(4 + CHUNK_TOKENS, np.int64)
+    parts = np.zeros((heads, 16), np.float32)
+    places, soon = np.empty(4 + CHUNK_TOKENS, np.int64), np.empty(4 + CHUNK_TOKENS, np.int64)
+    ahead = np.empty(kv_heads * (head_dim // 2), np.int64)
     configuration = np.zeros(64, np.uint8)
     configuration[0] = 1
     for tile in range(8):
@@ -71,17 +78,31 @@ def attend_tiles(
     begin_position = max(first, begin_block * block_tokens)
     stop = min(context, end_block * block_tokens)
     configure_tiles(configuration)
+    place_chunk(blocks, begin_block * block_tokens, begin_position, stop, block_tokens, block_stride, head_dim, soon)
     for chunk in range(begin_block * block_tokens, stop, CHUNK_TOKENS):
-        place_chunk(blocks, chunk, begin_position, stop, block_tokens, block_stride, head_dim, places)
+        places, soon = soon, places
+        if chunk + CHUNK_TOKENS < stop:
+            place_chunk(blocks, chunk + CHUNK_TOKENS, begin_position, stop, block_tokens, block_stride, head_dim, soon)
+        elif next_begin < next_end:
+            at, end = next_begin * block_tokens, next_end * block_tokens
+            place_chunk(next_blocks, at, at, end, block_tokens, block_stride, head_dim, soon)
+        else:  # what is in the caches already
+            soon[:] = places
+        place_ahead(soon, layer_at, kv_heads, plane, head_dim, ahead)
         begin, end = max(begin_position - chunk, 0), min(stop - chunk, CHUNK_TOKENS)
         for kv_head in range(kv_heads):
             keys_at = layer_at + kv_head * plane
             head = kv_head * group
-            score_rows(queries, kv_head * 16, group, kv, places, keys_at, head_dim, scores, spread)
+            number = kv_head * (head_dim // 2)
+            score_rows(queries, kv_head * 16, group, kv, places, keys_at, head_dim, scores, spread, ahead, number)
+            number += pieces * SCORE_FETCHES
             for g in range(group):
+                for fetch in range(pieces * WEIGH_FETCHES * g // group, pieces * WEIGH_FETCHES * (g + 1) // group):
+                    fetch_lines(kv, ahead[number + fetch])
                 weigh_row(spread, g, begin, end, unit, float32(softcap), weights, head + g, tops, parts, sums, width)
-            pair_values(kv, places, keys_at + kv_heads * plane, head_dim, pairs)
-            add_rows(weights, pairs, head_dim, sums, head)
+            number += pieces * WEIGH_FETCHES
+            pair_values(kv, places, keys_at + kv_heads * plane, head_dim, pairs, ahead, number)
+            add_rows(weights, pairs, head_dim, sums, head, kv, ahead, number + pieces * PAIR_FETCHES)
     release_tiles()
     for head in range(heads):
         tops[head] *= _LN_2

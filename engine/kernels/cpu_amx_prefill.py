@@ -69,16 +69,16 @@ def _attend_tokens(
     base = first // TILE_TOKENS * TILE_TOKENS
     while base < stop:
         place_chunk(blocks, base, first, stop, block_tokens, block_stride, head_dim, places)
-        pair_values(kv, places, values_at, head_dim, pairs)
+        pair_values(kv, places, values_at, head_dim, pairs, None, 0)
         for row in range(0, num_rows, 16):
             rows = min(16, num_rows - row)
-            score_rows(queries, row, 16, kv, places, keys_at, head_dim, scores, spread)
+            score_rows(queries, row, 16, kv, places, keys_at, head_dim, scores, spread, None, 0)
             for r in range(rows):
                 last = context + (row + r) // group  # behind what the row sees
                 begin = max(last - window - base, 0) if window > 0 else 0
                 end = min(last - base, CHUNK_TOKENS)
                 weigh_row(spread, r, begin, end, unit, float32(softcap), weights, row + r, tops, totals, sums, width)
-            add_rows(weights, pairs, head_dim, sums, row)
+            add_rows(weights, pairs, head_dim, sums, row, kv, None, 0)
         base += CHUNK_TOKENS
     for n in range(num_tokens):
         to = kv_head * group * head_dim

@@ -20,6 +20,7 @@ from numba.extending import intrinsic
 FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
 HAS_BFLOAT16_PRODUCTS = bool(llvmlite.binding.get_host_cpu_features().get("avx512bf16"))  # and conversions
 _I32 = ir.IntType(32)
+_LINE_BYTES = 64
 
 
 class BFloat(ir.Type):
@@ -104,6 +105,26 @@ def prefetch(typing_context: Any, array: Any, index: Any) -> Any:
         kind = ir.FunctionType(ir.VoidType(), [address.type, _I32, _I32, _I32])
         function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
         builder.call(function, [address, ir.Constant(_I32, 0), ir.Constant(_I32, 3), ir.Constant(_I32, 1)])  # read, keep, data
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64), generate
+
+
+FETCHED_BYTES = 512  # by one call of fetch_lines
+
+
+@intrinsic
+def fetch_lines(typing_context: Any, array: Any, index: Any) -> Any:
+    """Has FETCHED_BYTES from array[index] on brought into the second-level cache. The index may be any number: nothing is read."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        begin = builder.bitcast(builder.gep(data, [args[1]]), ir.IntType(8).as_pointer())
+        kind = ir.FunctionType(ir.VoidType(), [begin.type, _I32, _I32, _I32])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+        for offset in range(0, FETCHED_BYTES, _LINE_BYTES):
+            address = builder.gep(begin, [ir.Constant(ir.IntType(64), offset)])
+            builder.call(function, [address, ir.Constant(_I32, 0), ir.Constant(_I32, 2), ir.Constant(_I32, 1)])
         return context.get_dummy_value()
 
     return types.void(array, types.int64), generate
