@@ -1,10 +1,11 @@
 """What the CPU kernels do, beside what the machine can do in the same run.
 
-Limits: bytes a second that all threads read (a sum over 2 GiB), and operations a second of `F.linear` at 128 rows. Matrices and
-caches are taken in turn, together twice as large as the processor's largest cache, so that next to nothing is found there. Rows of
-`linear` compare ops.linear with `F.linear`; rows of `attention` give a decode step's time over that of reading its keys and values
-at the limit; rows of `prefill` compare attention of prompts with torch's over a gathered context; rows of `elementwise` what they
-read and write, each once, a second.
+Limits, all of this run: bytes a second of the one-row kernel (ops.linear) over 2 GiB of matrices, and of a plain sum over the same;
+operations a second of `F.linear` at 128 rows. Matrices and caches are views of those 2 GiB, taken in turn, together twice as large
+as the processor's largest cache, so that next to nothing is found there. Rows of `linear` compare ops.linear with `F.linear`; rows
+of `attention` give a decode step's time over that of reading its keys and values at the one-row kernel's rate, mid's and one-b's
+shapes among them; rows of `prefill` compare attention of prompts with torch's over a gathered context; rows of `elementwise` what
+they read and write, each once, a second. Kernels are compiled once, into .cache.
 
 usage: python -m benchmarks.kernels [--only linear,attention,prefill,elementwise] [--threads N]: JSON lines and a table for each.
 """
@@ -12,12 +13,15 @@ usage: python -m benchmarks.kernels [--only linear,attention,prefill,elementwise
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import math
+import mmap
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +37,13 @@ from torch.nn import functional  # noqa: E402
 
 from benchmarks.huge_pages import placed  # noqa: E402
 from benchmarks.run import machine, table  # noqa: E402
+from benchmarks.server import ROOT  # noqa: E402
 from engine import ops  # noqa: E402
 from engine.steps.forward_batch import GroupBatch, HostBatch  # noqa: E402
 
-READ_BYTES = 2 << 30  # that the limit is measured over: a model's worth, of which no cache holds much
+READ_BYTES = 2 << 30  # that the limits are measured over: a model's worth, of which no cache holds much
+HEADS = ((8, 1), (4, 3), (8, 4), (4, 8), (1, 8))  # KV heads, query heads of each
+MODEL_OF = {(64, 4, 3): "mid", (64, 8, 4): "one-b"}  # by head size and heads
 MIN_S = 0.12  # a figure's share of the run
 BLOCK_TOKENS = 16
 # [outputs, inputs] of mid and one-b: queries, keys and values; output; gate and up; down; head
@@ -44,6 +51,7 @@ SHAPES = {
     "mid": ((1280, 768), (768, 768), (4096, 768), (768, 2048), (32000, 768)),
     "one-b": ((3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192), (32000, 2048)),
 }
+BANDWIDTHS = ("one_row_gb_s", "read_gb_s")
 ROWS = (1, 2, 4, 6, 8, 12, 16, 32, 128)
 
 
@@ -54,6 +62,7 @@ def _largest_cache_bytes() -> int:
 
 
 COLD_BYTES = max(192 << 20, 2 * _largest_cache_bytes())  # more than half of what is taken in turn is in no cache
+_LARGEST_LAYER_BYTES = 32 * 4096 * 2 * 8 * 128 * 4  # of attention's shapes, in float32
 
 
 @numba.njit(parallel=True, fastmath=True)
@@ -78,29 +87,40 @@ def seconds(calls: list[Callable[[], Any]], *, min_s: float | None = None) -> fl
     return statistics.median(times)
 
 
+@functools.cache
+def _memory() -> Tensor:
+    """[elements] bfloat16 from -0.5 to 0.5; so they are as pairs, read as float32. One piece for all that is measured: to have as
+    much anew for each shape took most of the run."""
+    pattern = _random(1 << 20)
+    memory = placed(max(READ_BYTES, COLD_BYTES + _LARGEST_LAYER_BYTES) // pattern.nbytes, pattern.numel(), dtype=pattern.dtype)
+    return memory.copy_(pattern).view(-1)
+
+
 def limits() -> dict[str, float]:
-    words = np.ones(READ_BYTES // 4, np.float32)
+    matrices = _memory()[: READ_BYTES // 2].view(-1, 8192, 2048)
+    words, x = matrices.view(-1).view(torch.float32).numpy(), _random(128, 2048)
+    _read(words[:1024])
     read_s = seconds([lambda: _read(words)], min_s=0.6)
-    x, weight = _random(128, 2048), _random(8192, 2048)
-    gemm_s = seconds([lambda: functional.linear(x, weight)], min_s=0.4)
-    return {"read_gb_s": words.nbytes / read_s / 1e9, "gemm_gflop_s": 2 * 128 * weight.numel() / gemm_s / 1e9}
+    one_row_s = seconds([lambda: [ops.linear(x[:1], matrix) for matrix in matrices]], min_s=0.6)
+    gemm_s = seconds([lambda: functional.linear(x, matrices[0])], min_s=0.4)
+    return {
+        "read_gb_s": words.nbytes / read_s / 1e9,
+        "one_row_gb_s": words.nbytes / one_row_s / 1e9,
+        "gemm_gflop_s": 2 * 128 * matrices[0].numel() / gemm_s / 1e9,
+    }
 
 
 def _random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return (torch.rand(*shape) - 0.5).to(dtype)
 
 
-def _placed_copy(source: Tensor, behind: int) -> Tensor:
-    """`behind` elements behind a huge page's boundary: a checkpoint's matrices lie at any multiple of 8 bytes, in memory as in
-    its file."""
-    place = placed(source.numel() + behind, dtype=source.dtype)[behind:].view(source.shape)
-    return place.copy_(source)
-
-
-def _copies(weight: Tensor) -> list[Tensor]:
-    """Equal tensors that together outgrow the caches."""
-    behind = 8 // weight.element_size()
-    return [_placed_copy(weight, behind) for _ in range(1 + int(COLD_BYTES // (weight.numel() * weight.element_size())))]
+def _copies(num_outputs: int, num_inputs: int, dtype: torch.dtype) -> list[Tensor]:
+    """Matrices that together outgrow the caches, 8 bytes behind a page's boundary: a checkpoint's matrices lie at any multiple of
+    8 bytes, in memory as in its file."""
+    memory, behind, size = _memory().view(dtype), 8 // dtype.itemsize, num_outputs * num_inputs
+    apart = -(-(size + behind) * dtype.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE // dtype.itemsize
+    begins = range(behind, behind + (1 + COLD_BYTES // (size * dtype.itemsize)) * apart, apart)
+    return [memory[begin : begin + size].view(num_outputs, num_inputs) for begin in begins]
 
 
 def linear(limit: dict[str, float], dtypes: tuple[torch.dtype, ...], rows: tuple[int, ...]) -> Iterator[dict[str, Any]]:
@@ -108,7 +128,7 @@ def linear(limit: dict[str, float], dtypes: tuple[torch.dtype, ...], rows: tuple
     for dtype in dtypes:
         for model, shapes in SHAPES.items():
             for num_outputs, num_inputs in shapes:
-                weights = _copies(_random(num_outputs, num_inputs, dtype=dtype))
+                weights = _copies(num_outputs, num_inputs, dtype)
                 for num_rows in rows:
                     x = _random(num_rows, num_inputs, dtype=dtype)
                     ours_s = seconds([partial(ops.linear, x, weight) for weight in weights])
@@ -134,8 +154,8 @@ def _decode_batch(num_rows: int, context: int, kv_heads: int, head_dim: int, dty
     blocks = num_rows * -(-context // BLOCK_TOKENS)
     layer_bytes = blocks * BLOCK_TOKENS * 2 * kv_heads * head_dim * dtype.itemsize
     layers = layers or max(1, -(-COLD_BYTES // layer_bytes))
-    kv = placed(blocks, layers, 2, kv_heads, BLOCK_TOKENS, head_dim, dtype=dtype)
-    kv.copy_(_random(1, layers, 2, kv_heads, BLOCK_TOKENS, head_dim, dtype=dtype))  # every block alike: reading them costs the same
+    shape = (blocks, layers, 2, kv_heads, BLOCK_TOKENS, head_dim)
+    kv = _memory().view(dtype)[: math.prod(shape)].view(shape)
     table_of = np.random.default_rng(0).permutation(blocks).astype(np.int32).reshape(num_rows, -1)
     rows = np.arange(num_rows, dtype=np.int32)
     contexts = np.full(num_rows, context, np.int32)
@@ -148,29 +168,24 @@ def _decode_batch(num_rows: int, context: int, kv_heads: int, head_dim: int, dty
 
 def attention(limit: dict[str, float], dtypes: tuple[torch.dtype, ...], context: int = 4096) -> Iterator[dict[str, Any]]:
     """Decode over `context` stored tokens a row."""
-    for dtype in dtypes:
-        for num_rows in (1, 8, 32):
-            for head_dim in (64, 128):
-                for kv_heads, group in ((8, 1), (4, 3), (8, 4), (4, 8), (1, 8)):
-                    batch = _decode_batch(num_rows, context, kv_heads, head_dim, dtype)
-                    heads = kv_heads * group
-                    qkv = _random(num_rows, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
-                    calls = [
-                        partial(ops.attention, qkv, layer, heads, head_dim**-0.5, 0.0, batch)
-                        for layer in range(len(batch.layer_places))
-                    ]
-                    ours_s = seconds(calls)
-                    num_bytes = num_rows * context * 2 * kv_heads * head_dim * dtype.itemsize
-                    yield {
-                        "dtype": str(dtype).removeprefix("torch."),
-                        "rows": num_rows,
-                        "head_dim": head_dim,
-                        "kv_heads": kv_heads,
-                        "heads_per_kv": group,
-                        "us": round(ours_s * 1e6, 1),
-                        "gb_s": round(num_bytes / ours_s / 1e9, 1),
-                        "of_reading": round(ours_s * limit["read_gb_s"] * 1e9 / num_bytes, 2),
-                    }
+    for dtype, num_rows, head_dim, (kv_heads, group) in product(dtypes, (1, 8, 32), (64, 128), HEADS):
+        batch = _decode_batch(num_rows, context, kv_heads, head_dim, dtype)
+        heads = kv_heads * group
+        qkv = _random(num_rows, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
+        places = range(len(batch.layer_places))
+        ours_s = seconds([partial(ops.attention, qkv, layer, heads, head_dim**-0.5, 0.0, batch) for layer in places])
+        num_bytes = num_rows * context * 2 * kv_heads * head_dim * dtype.itemsize
+        yield {
+            "dtype": str(dtype).removeprefix("torch."),
+            "model": MODEL_OF.get((head_dim, kv_heads, group), ""),
+            "rows": num_rows,
+            "head_dim": head_dim,
+            "kv_heads": kv_heads,
+            "heads_per_kv": group,
+            "us": round(ours_s * 1e6, 1),
+            "gb_s": round(num_bytes / ours_s / 1e9, 1),
+            "of_reading": round(ours_s * limit["one_row_gb_s"] * 1e9 / num_bytes, 2),
+        }
 
 
 def prefill(limit: dict[str, float], dtypes: tuple[torch.dtype, ...]) -> Iterator[dict[str, Any]]:
@@ -242,23 +257,22 @@ def main() -> None:
     options = parser.parse_args()
     globals()["MIN_S"] = options.min_s
     dtypes = tuple(getattr(torch, name) for name in options.dtypes.split(","))
-    with tempfile.TemporaryDirectory() as folder:
-        ops.configure(folder)
-        for name in options.dtypes.split(","):
-            ops.prepare(name, options.threads)
-        ops.set_num_threads(options.threads)
-        if options.few_rows:
-            ops._kernels.FEW_ROWS.update(dict.fromkeys(ops._kernels.FEW_ROWS, options.few_rows))
-        limit = {name: round(value, 1) for name, value in limits().items()}
-        print(json.dumps({"benchmark": "kernels", **machine(), **limit, "threads": options.threads}))
-        for name in options.only.split(","):
-            if name == "linear":
-                rows = list(linear(limit, dtypes, tuple(map(int, options.rows.split(",")))))
-            else:
-                rows = list({"attention": attention, "prefill": prefill, "elementwise": elementwise}[name](limit, dtypes))
-            for row in rows:
-                print(json.dumps({"benchmark": "kernels", "kind": name, **row, "read_gb_s": limit["read_gb_s"]}))
-            print(f"\n{table(rows, {key: key.replace('_', ' ') for key in rows[0]})}\n")
+    ops.configure(str(ROOT / ".cache"))
+    for name in options.dtypes.split(","):
+        ops.prepare(name, options.threads)
+    ops.set_num_threads(options.threads)
+    if options.few_rows:
+        ops._kernels.FEW_ROWS.update(dict.fromkeys(ops._kernels.FEW_ROWS, options.few_rows))
+    limit = {name: round(value, 1) for name, value in limits().items()}
+    print(json.dumps({"benchmark": "kernels", **machine(), **limit, "threads": options.threads}))
+    for name in options.only.split(","):
+        if name == "linear":
+            rows = list(linear(limit, dtypes, tuple(map(int, options.rows.split(",")))))
+        else:
+            rows = list({"attention": attention, "prefill": prefill, "elementwise": elementwise}[name](limit, dtypes))
+        for row in rows:
+            print(json.dumps({"benchmark": "kernels", "kind": name, **row, **{key: limit[key] for key in BANDWIDTHS}}))
+        print(f"\n{table(rows, {key: key.replace('_', ' ') for key in rows[0]})}\n")
 
 
 if __name__ == "__main__":
