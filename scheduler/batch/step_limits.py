@@ -100,7 +100,18 @@ class StepLimits:
         decoding = [load for load in loads if load.num_rows]
         if not decoding or self.stretch <= 0:
             return None
-        return max(self.turn_s, min(self._longest_s(load, context) for load in decoding))
+        stretched_s = min(self._longest_s(load, context) for load in decoding)
+        if len(loads) > 1:  # nobody's own prompt may stretch another's step
+            return max(self.turn_s, stretched_s)
+        return max(self.turn_s, stretched_s, self._little_more_s(loads[0].num_rows, context))
+
+    def _little_more_s(self, num_rows: int, context: float) -> float:
+        """Than the smallest chunk beside so many rows costs: where that is beyond what it may stretch their step already, many such
+        steps would hold them up the more often. 0.0 where it is not known."""
+        tokens = num_rows + LEAST_CHUNK_TOKENS
+        if not 0 < self.prompting.fewest_tokens <= tokens + LEAST_CHUNK_TOKENS:
+            return 0.0
+        return NEARLY_FREE * self.prompting.seconds(tokens, (num_rows * context, LEAST_CHUNK_TOKENS, LEAST_CHUNK_TOKENS**2 / 2))
 
     def _longest_turns_s(self, turns: int) -> float:
         return max(turns * self._turn_s(), self._chunk_s())

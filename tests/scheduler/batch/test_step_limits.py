@@ -175,6 +175,21 @@ def test_more_to_do_is_what_a_step_leaves() -> None:
     assert room.backlogged
 
 
+def test_where_the_smallest_chunk_stretches_a_step_too_far_it_may_as_well_be_a_little_larger() -> None:
+    """8 rows take 10 ms; any chunk beside them adds 11, and 24 tokens cost hardly more than 8. Else a prompt goes on by 8."""
+    limits = StepLimits(0.010, 2.0)
+    for _ in range(20):
+        limits.note(plan_of(8), 0.010)
+        for chunk in (8, 24, 56, 312):
+            limits.note(plan_of(8, chunk), 0.021 + 0.0001 * chunk)
+    assert 24 <= chunk_of(limits, 8) <= 56
+    only_long = StepLimits(0.010, 2.0)
+    for _ in range(3):
+        only_long.note(plan_of(8), 0.010)
+        only_long.note(plan_of(0, 512), 0.090)
+    assert chunk_of(only_long, 8) == LEAST_CHUNK_TOKENS, "of small chunks nothing is known"
+
+
 def test_where_any_chunk_is_dear_it_may_as_well_be_larger() -> None:
     """A step with a prompt has 6 ms of its own: in chunks of 8 tokens a prompt would hold the others up the more often."""
     limits = StepLimits(0.010, 2.0)
