@@ -145,17 +145,17 @@ class TorchModel:
         self._prepare()
         return self._decode_steps.run(plan, table)
 
-    def _prepare(self) -> None:
-        self._loaded()
+    def _prepare(self) -> CausalLM:
+        model = self._loaded()
         ops.set_num_threads(self.num_threads)
+        return model
 
     def _forward(
         self, plan: BatchPlan, table: SequenceTable, every_token: bool, also: LongArray | None = None
     ) -> tuple[Tensor, int]:
         """Hidden states of the sampling rows' last tokens, or of all tokens, and their number; behind them those of `also` (indices
         into T), and padding."""
-        model = self._loaded()
-        ops.set_num_threads(self.num_threads)
+        model = self._prepare()
         batch = build_batch(plan, table, self._kv, self._layer_places, ops.cos_sin, self._padded)
         if every_token or (also is None and plan.samples.all() and batch.num_tokens == len(plan.slots)):
             return model.forward(batch, None), batch.num_tokens

@@ -7,6 +7,7 @@ and a loop over them goes through a half or a quarter of the elements at a time.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import FunctionType
 from typing import Any
 
@@ -95,16 +96,23 @@ def narrow(typing_context: Any, value: Any, like: Any) -> Any:
     return like(types.float32, like), identity if like == types.float32 else to_bfloat16
 
 
+def _ask_for(offsets: Iterable[int], nearness: int, context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> None:
+    """Has the cache lines `offsets` bytes behind array[index] fetched to be read. nearness: 3 for the first cache, 2 the second."""
+    data = context.make_array(array_type)(context, builder, array).data
+    begin = builder.bitcast(builder.gep(data, [index]), ir.IntType(8).as_pointer())
+    kind = ir.FunctionType(ir.VoidType(), [begin.type, _I32, _I32, _I32])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+    for offset in offsets:
+        address = builder.gep(begin, [ir.Constant(ir.IntType(64), offset)])
+        builder.call(function, [address, ir.Constant(_I32, 0), ir.Constant(_I32, nearness), ir.Constant(_I32, 1)])  # read, data
+
+
 @intrinsic
 def prefetch(typing_context: Any, array: Any, index: Any) -> Any:
     """Has the cache line of array[index] fetched while other work goes on. The index may be any number: nothing is read."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        data = context.make_array(signature.args[0])(context, builder, args[0]).data
-        address = builder.bitcast(builder.gep(data, [args[1]]), ir.IntType(8).as_pointer())
-        kind = ir.FunctionType(ir.VoidType(), [address.type, _I32, _I32, _I32])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
-        builder.call(function, [address, ir.Constant(_I32, 0), ir.Constant(_I32, 3), ir.Constant(_I32, 1)])  # read, keep, data
+        _ask_for((0,), 3, context, builder, signature.args[0], *args)
         return context.get_dummy_value()
 
     return types.void(array, types.int64), generate
@@ -118,13 +126,7 @@ def fetch_lines(typing_context: Any, array: Any, index: Any) -> Any:
     """Has FETCHED_BYTES from array[index] on brought into the second-level cache. The index may be any number: nothing is read."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        data = context.make_array(signature.args[0])(context, builder, args[0]).data
-        begin = builder.bitcast(builder.gep(data, [args[1]]), ir.IntType(8).as_pointer())
-        kind = ir.FunctionType(ir.VoidType(), [begin.type, _I32, _I32, _I32])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
-        for offset in range(0, FETCHED_BYTES, _LINE_BYTES):
-            address = builder.gep(begin, [ir.Constant(ir.IntType(64), offset)])
-            builder.call(function, [address, ir.Constant(_I32, 0), ir.Constant(_I32, 2), ir.Constant(_I32, 1)])
+        _ask_for(range(0, FETCHED_BYTES, _LINE_BYTES), 2, context, builder, signature.args[0], *args)
         return context.get_dummy_value()
 
     return types.void(array, types.int64), generate

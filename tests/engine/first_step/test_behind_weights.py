@@ -17,6 +17,17 @@ from engine.protocol import Abort, Evicted, EvictModel, LoadDone, LoadFailed, Lo
 from tests.engine.first_step.bench import PROMPT, Bench, truncate
 
 
+def change_behind_a_step(bench: Bench, folder: Path) -> None:
+    """A load whose file changes while a step waits for the last layer."""
+    bench.allow(3)
+    bench.load()
+    bench.until(LoadStreams)
+    bench.submit(7)
+    bench.until_waits_for(3)
+    os.utime(folder / "model.safetensors", ns=(1, 1))
+    bench.allow(99)
+
+
 def test_a_prompt_is_computed_layer_by_layer_as_weights_come(bench: Bench, wanted: list[int]) -> None:
     bench.allow(1)
     bench.load()
@@ -75,13 +86,7 @@ def test_a_file_that_ends_too_early_fails_the_load_and_no_token_comes(bench: Ben
 
 def test_a_file_that_changes_fails_the_load_at_its_end(bench: Bench, folder: Path) -> None:
     """All layers are computed by then; nothing of it is told."""
-    bench.allow(3)
-    bench.load()
-    bench.until(LoadStreams)
-    bench.submit(7)
-    bench.until_waits_for(3)
-    os.utime(folder / "model.safetensors", ns=(1, 1))
-    bench.allow(99)
+    change_behind_a_step(bench, folder)
     failed: LoadFailed = bench.until(LoadFailed)
     assert not failed.permanent
     assert "changed since the model was registered" in failed.error
@@ -105,13 +110,7 @@ def test_a_step_that_begins_anew_before_the_failure_is_told_is_withdrawn_too(
 
     monkeypatch.setattr(Loads, "_tell", late)
     monkeypatch.setattr(TorchModel, "execute_behind", noted)
-    bench.allow(3)
-    bench.load()
-    bench.until(LoadStreams)
-    bench.submit(7)
-    bench.until_waits_for(3)
-    os.utime(folder / "model.safetensors", ns=(1, 1))
-    bench.allow(99)
+    change_behind_a_step(bench, folder)
     bench.pump(lambda: any(begun))
     may_tell.set()
     assert "changed since the model was registered" in bench.until(LoadFailed).error
