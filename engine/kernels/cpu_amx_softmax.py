@@ -15,7 +15,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from engine.kernels.cpu_vectors import FLOAT, I32, I64, LANES, PAIRS, SUMS, Loader, fma, shuffle, splat, token_pairs, vector
+from engine.kernels.cpu_vectors import FLOAT, I32, I64, LANES, PAIRS, SUMS, Loader, exp2, shuffle, splat, token_pairs, vector
 
 CHUNK_TOKENS = 64
 _VECTORS = CHUNK_TOKENS // LANES
@@ -30,26 +30,11 @@ _EXP2 = (
     0.009675541332768824,
     0.0013276471782186472,
 )
-_ROUNDER = 1.5 * 2.0**23  # a float32 that has no places behind the point left: what is added to it is rounded
-
-
-def _fenced(builder: ir.IRBuilder, values: Any) -> Any:
-    """The values, not to be reordered with what they are used in."""
-    kind = ir.FunctionType(SUMS, [SUMS])
-    return builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.arithmetic.fence.v{LANES}f32"), [values])
 
 
 def _exp2(builder: ir.IRBuilder, x: Any) -> Any:
-    """2**x in float32 for x up to 127, relative error below 3e-7; 2**-126 below that; NaN and infinity become NaN."""
-    least = vector(SUMS, -126.0)
-    x = builder.select(builder.fcmp_ordered("<", x, least), least, x)
-    shifted = _fenced(builder, builder.fadd(x, vector(SUMS, _ROUNDER)))
-    f = builder.fsub(x, _fenced(builder, builder.fsub(shifted, vector(SUMS, _ROUNDER))))
-    power = vector(SUMS, _EXP2[-1])
-    for coefficient in _EXP2[-2::-1]:
-        power = fma(builder, power, f, vector(SUMS, coefficient))
-    whole = builder.shl(builder.bitcast(shifted, PAIRS), vector(PAIRS, 23))  # in the places of an exponent
-    return builder.bitcast(builder.add(builder.bitcast(power, PAIRS), whole), SUMS)
+    """exp2 with a relative error below 3e-7."""
+    return exp2(builder, x, _EXP2)
 
 
 def _capped(builder: ir.IRBuilder, scores: Any, cap: Any) -> Any:

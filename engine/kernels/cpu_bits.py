@@ -153,6 +153,28 @@ def bits_of_float(typing_context: Any, value: Any) -> Any:
 
 
 @intrinsic
+def bits_of_element(typing_context: Any, element: Any) -> Any:
+    """An element (float32, or bfloat16 bits as uint16) as an integer of its own width, signed, for `ordered` and `magnitude`."""
+    kind = types.int32 if element == types.float32 else types.int16
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], _I32) if element == types.float32 else args[0]
+
+    return kind(element), generate
+
+
+@intrinsic
+def value_of_bits(typing_context: Any, bits: Any) -> Any:
+    """float32 of what bits_of_element gives."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        wide = args[0] if bits == types.int32 else builder.shl(builder.zext(args[0], _I32), _I32(16))
+        return builder.bitcast(wide, ir.FloatType())
+
+    return types.float32(bits), generate
+
+
+@intrinsic
 def ordered(typing_context: Any, bits: Any) -> Any:
     """A float's bits (int16 or int32) as an integer that sorts as the float does, and back: negative ones' magnitudes flipped."""
 
@@ -229,22 +251,32 @@ def exp(x: Any) -> Any:
     return p * _power_of_two(whole)
 
 
-def hash_words(builder: ir.IRBuilder, index: Any, key0: Any, key1: Any) -> Any:
-    """32 well mixed bits of (index, key0, key1), each one word or a vector: two rounds of a multiply-xorshift finaliser."""
+HASH_STEP = 0x9E3779B1  # that an index is multiplied with first
+UNMIXED_BITS = 17  # low bits of a hash that its last step changes
 
-    def mixed(h: Any, shift: int) -> Any:
-        return builder.xor(h, builder.lshr(h, constant(h.type, shift)))
+
+def mixed(builder: ir.IRBuilder, h: Any, shift: int = 32 - UNMIXED_BITS) -> Any:
+    """A word, or a vector of them, and its own high bits over the low ones. Without `shift`, the last step of hash_words."""
+    return builder.xor(h, builder.lshr(h, constant(h.type, shift)))
+
+
+def unmixed_words(builder: ir.IRBuilder, index: Any, key0: Any, key1: Any) -> Any:
+    """hash_words of index / HASH_STEP (modulo 2**32), without its last step: the bits above UNMIXED_BITS are right."""
 
     def times(h: Any, factor: int) -> Any:
         return builder.mul(h, constant(h.type, factor))
 
-    h = builder.xor(times(index, 0x9E3779B1), key0)
-    h = times(mixed(h, 16), 0x85EBCA6B)
-    h = times(mixed(h, 13), 0xC2B2AE35)
-    h = builder.add(mixed(h, 16), key1)
-    h = times(mixed(h, 15), 0x2C1B3C6D)
-    h = times(mixed(h, 12), 0x297A2D39)
-    return mixed(h, 15)
+    h = builder.xor(index, key0)
+    h = times(mixed(builder, h, 16), 0x85EBCA6B)
+    h = times(mixed(builder, h, 13), 0xC2B2AE35)
+    h = builder.add(mixed(builder, h, 16), key1)
+    h = times(mixed(builder, h, 15), 0x2C1B3C6D)
+    return times(mixed(builder, h, 12), 0x297A2D39)
+
+
+def hash_words(builder: ir.IRBuilder, index: Any, key0: Any, key1: Any) -> Any:
+    """32 well mixed bits of (index, key0, key1), each one word or a vector: two rounds of a multiply-xorshift finaliser."""
+    return mixed(builder, unmixed_words(builder, builder.mul(index, constant(index.type, HASH_STEP)), key0, key1))
 
 
 @intrinsic

@@ -23,6 +23,7 @@ SUMS = ir.VectorType(FLOAT, LANES)
 PAIRS = ir.VectorType(I32, LANES)
 _BFLOATS = ir.VectorType(BFloat(), 2 * LANES)
 HALF_BFLOATS = ir.VectorType(BFloat(), LANES)
+_ROUNDER = 1.5 * 2.0**23  # a float32 that has no places behind the point left: what is added to it is rounded
 
 
 def vector(kind: ir.Type, value: int | float) -> ir.Constant:
@@ -85,6 +86,26 @@ def fma(builder: ir.IRBuilder, left: Any, right: Any, total: Any) -> Any:
     kind = ir.FunctionType(SUMS, [SUMS] * 3)
     function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{LANES}f32")
     return builder.call(function, [left, right, total])
+
+
+def fenced(builder: ir.IRBuilder, values: Any) -> Any:
+    """The values, not to be reordered with what they are used in."""
+    kind = ir.FunctionType(SUMS, [SUMS])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.arithmetic.fence.v{LANES}f32"), [values])
+
+
+def exp2(builder: ir.IRBuilder, x: Any, coefficients: tuple[float, ...]) -> Any:
+    """2**x in float32 for x up to 127, as exact as the polynomial is for 2**f, f from -0.5 to 0.5; 2**-126 below that; NaN and
+    infinity become NaN."""
+    least = vector(SUMS, -126.0)
+    x = builder.select(builder.fcmp_ordered("<", x, least), least, x)
+    shifted = fenced(builder, builder.fadd(x, vector(SUMS, _ROUNDER)))
+    f = builder.fsub(x, fenced(builder, builder.fsub(shifted, vector(SUMS, _ROUNDER))))
+    power = vector(SUMS, coefficients[-1])
+    for coefficient in coefficients[-2::-1]:
+        power = fma(builder, power, f, vector(SUMS, coefficient))
+    whole = builder.shl(builder.bitcast(shifted, PAIRS), vector(PAIRS, 23))  # in the places of an exponent
+    return builder.bitcast(builder.add(builder.bitcast(power, PAIRS), whole), SUMS)
 
 
 def add_products(builder: ir.IRBuilder, total: Any, left: Any, right: Any, paired: bool) -> Any:

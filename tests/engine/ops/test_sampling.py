@@ -76,6 +76,48 @@ def test_sample_draws_what_the_twin_draws(
     assert (ids != wanted).sum() <= 1  # rounding at a cutoff or a dead heat
 
 
+@pytest.mark.parametrize("vocab", [1, 15, 256, 300, 5000])
+@pytest.mark.parametrize("scale", [0.0, 0.5, 2.0, 8.0])
+def test_sample_draws_what_the_twin_draws_of_any_vocabulary(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, vocab: int, scale: float
+) -> None:
+    """From rows that are alike in all tokens (scale 0) to rows of which few count. Settings differ from row to row."""
+    rows = 160
+    logits = random(rows, vocab, dtype=dtype, scale=scale) - 3.0
+    generator = np.random.default_rng(vocab)
+    keys = [generator.integers(0, 2**32, rows, dtype=np.uint32) for _ in range(2)]
+
+    def column(*values: float) -> Any:
+        return generator.choice(np.array(values, np.float32), rows)
+
+    top_k = column(0, 0, 1, 3, 19, 20, 21, 300, 4000, 9000).astype(np.int32)
+    settings = (column(0.0, 0.4, 1.0, 30.0), column(1.0, 0.97, 0.5, 0.1, 0.0), top_k, column(0.0, 0.0, 0.1, 1.0))
+    (ids, bad), (wanted, _) = both(monkeypatch, lambda: ops.sample(logits, *settings, *keys))
+    assert not bad.any()
+    assert (ids != wanted).sum() <= 1  # rounding at a cutoff or a dead heat
+
+
+@pytest.mark.parametrize("top_p", [0.25, 0.5, 0.75])
+def test_top_p_that_parts_likely_tokens_of_equal_weight_is_the_twins(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, top_p: float
+) -> None:
+    """1000 tokens of four weights, whose masses are top_p within a part in 10,000: rough sums can't tell who is within."""
+    rows = 400
+    logits = torch.full((rows, 1000), -2.0).to(dtype)
+    for weight, share in enumerate((0.0, 0.25, 0.5, 0.75)):
+        logits[:, int(1000 * share) :] = -0.0078125 * weight
+    generator = np.random.default_rng(5)
+    keys = [generator.integers(0, 2**32, rows, dtype=np.uint32) for _ in range(2)]
+    exact = torch.exp(logits[0].double()).reshape(4, 250).sum(1)
+    mass = float(exact[: int(4 * top_p)].sum() / exact.sum())
+    for beside, parts in ((0.99999, int(4 * top_p)), (1.00001, int(4 * top_p) + 1)):
+        settings = (np.ones(rows, np.float32), np.full(rows, mass * beside, np.float32))
+        settings += (np.zeros(rows, np.int32), np.zeros(rows, np.float32))
+        (ids, _), (wanted, _) = both(monkeypatch, lambda settings=settings: ops.sample(logits, *settings, *keys))
+        assert (ids != wanted).sum() <= 1
+        assert ids.max() // 250 == parts - 1
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 def test_rows_of_temperature_0_take_their_likeliest_among_rows_that_draw(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, threads: int
