@@ -38,7 +38,7 @@ from engine.memory.cpu_memory import CpuMemory  # noqa: E402
 from engine.model_runner import TorchRunner  # noqa: E402
 from engine.protocol import JOURNAL_BYTES, Configure, LoadModel, SamplingParams, TokensOut, encode, write_journal  # noqa: E402
 from engine.served_models import ServedModels  # noqa: E402
-from engine.steps.replay import StepProgram  # noqa: E402
+from engine.steps.replay import DecodeProgram, Replay, StepProgram  # noqa: E402
 from loader import sizing  # noqa: E402
 from loader.catalog import scan_one  # noqa: E402
 from loader.hf_config import ModelShape  # noqa: E402
@@ -83,16 +83,21 @@ class Clocks:
 
     def add(self, program: StepProgram) -> None:
         """A recorded step's own clocks, since `watch_step`."""
-        for replay in (program, *program.drawings.values()):
+        for replay in replays(program):
             assert replay.seconds is not None
             for call, seconds in zip(replay.calls, replay.seconds.tolist(), strict=True):
                 sort = sort_of(name_of(call.kernel))
                 self.seconds[sort] = self.seconds.get(sort, 0.0) + seconds
 
 
+def replays(program: StepProgram) -> list[Replay]:
+    """Its own, and those that draw tokens from its logits."""
+    return [program, *(program.drawings.values() if isinstance(program, DecodeProgram) else ())]
+
+
 def watch_step(program: StepProgram) -> None:
-    """Starts the clocks of its calls, and of those that draw tokens from its logits."""
-    for replay in (program, *program.drawings.values()):
+    """Starts the clocks of its calls."""
+    for replay in replays(program):
         replay.watch()
 
 
@@ -188,22 +193,32 @@ class Steps:
         outcome = scheduler.finish_step(plan, result.ids, result.bad)
         encode(TokensOut("m", 1, result.seconds, outcome.request_ids, outcome.ids, finish=outcome.finish, cached=outcome.cached))
 
-    def record(self, num_rows: int, params: SamplingParams) -> StepProgram | None:
-        """The program of decode steps of so many rows, recorded before there are clocks around the kernels; it has its own."""
-        running = self.decode(num_rows, params)
-        next(running)
+    def running(self, kind: str, size: int) -> Iterator[None]:
+        """What is measured: yields before every step that counts."""
+        if kind == "prefill":
+            return self.prefill(size)
+        if kind == "mixed":
+            return self.mixed(8, size)
+        return self.decode(size, SAMPLED if kind == "sampled" else GREEDY)
+
+    def record(self, kind: str, size: int) -> StepProgram | None:
+        """The program of such steps, recorded before there are clocks around the kernels; it has its own. None: they are too
+        large."""
+        running = self.running(kind, size)
         for _ in range(3):  # the step is recorded, then how its tokens are drawn
+            next(running)
             self.run()
         self.forget_all()
-        steps = self.hosted._decode_steps
-        found: StepProgram | None = steps.programs.get(steps._inputs.recorded_rows(num_rows))
-        return found
+        steps = self.hosted._steps
+        if kind in ("prefill", "mixed"):
+            chunk: StepProgram | None = steps.chunks.get(sizing.recorded_tokens(size))
+            return chunk
+        decode: StepProgram | None = steps.decodes.get(steps._inputs.recorded_rows(size))
+        return decode
 
     def forget_all(self) -> None:
         for request_id in range(1, self._num_requests + 1):
             self.scheduler.abort(request_id)
-
-    # ---- what is measured: each yields before every step that counts
 
     def decode(self, rows: int, params: SamplingParams) -> Iterator[None]:
         for _ in range(rows):
@@ -248,12 +263,7 @@ def account(
     steps: Steps, machine: Machine, clocks: Clocks, kind: str, size: int, num_steps: int, program: StepProgram | None
 ) -> dict[str, Any]:
     rows = size if kind in ("decode", "sampled") else 8 if kind == "mixed" else 1
-    running = {
-        "decode": lambda: steps.decode(size, GREEDY),
-        "sampled": lambda: steps.decode(size, SAMPLED),
-        "prefill": lambda: steps.prefill(size),
-        "mixed": lambda: steps.mixed(8, size),
-    }[kind]()
+    running = steps.running(kind, size)
     for _ in range(3):
         next(running)
         steps.run()
@@ -310,13 +320,7 @@ def main() -> None:
         folder = make(ROOT / ".cache" / "checkpoints", name)
         steps = Steps(folder, options.threads)
         machine = measure_machine()
-        decoding = {"decode": GREEDY, "sampled": SAMPLED}
-        programs = {
-            (kind, size): steps.record(size, decoding[kind])
-            for kind in options.only.split(",")
-            if kind in decoding
-            for size in sizes[kind]
-        }
+        programs = {(kind, size): steps.record(kind, size) for kind in options.only.split(",") for size in sizes[kind]}
         clocks = Clocks()
         from engine.kernels import cpu
 

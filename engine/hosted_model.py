@@ -25,15 +25,15 @@ from engine.protocol import LoadModel
 from engine.sampling.logprobs import owed_prompt_rows
 from engine.sampling.outputs import sampled_outputs
 from engine.sampling.sampler import SamplingRows, constrain, sampling_rows
-from engine.steps.decode import DecodeSteps
 from engine.steps.forward_batch import GroupMemory, Rotary, build_batch, padded_rows
-from engine.steps.inputs import DecodeInputs
+from engine.steps.inputs import StepInputs
 from engine.steps.program import Scratch
-from engine.steps.replay import StepProgram
+from engine.steps.recorded import RecordedSteps
+from engine.steps.replay import DecodeProgram
 from engine.steps.sliced import in_slices, slices
 from loader import sizing
 from loader.hf_config import ModelShape
-from loader.sizing import MAX_RECORDED_ROWS
+from loader.sizing import MAX_RECORDED_ROWS, MAX_RECORDED_TOKENS
 
 
 class TorchModel:
@@ -67,9 +67,10 @@ class TorchModel:
         self._kv = [self._group_memory(memory, group, local if group.window_tokens else rotary) for group in self.kv_groups]
         places = {layer: (number, place) for number, group in enumerate(self.kv_groups) for place, layer in enumerate(group.layers)}
         self._layer_places = tuple(places[layer] for layer in range(shape.num_layers))
-        max_rows, max_blocks = min(spec.max_sequences, self._logits_rows, MAX_RECORDED_ROWS), -(-spec.max_model_len // block_tokens)
-        inputs = DecodeInputs(self._kv, self._layer_places, max_rows, max_blocks, self._padded)
-        self._decode_steps = DecodeSteps(self._model, inputs, scratch, max_rows)
+        max_rows, max_blocks = min(spec.max_sequences, MAX_RECORDED_ROWS), -(-spec.max_model_len // block_tokens)
+        inputs = StepInputs(self._kv, self._layer_places, max_rows, MAX_RECORDED_TOKENS, max_blocks, self._padded)
+        max_decodes = min(max_rows, self._logits_rows)
+        self._steps = RecordedSteps(self._model, inputs, scratch, max_decodes, max_rows, MAX_RECORDED_TOKENS)
 
     def _group_memory(self, memory: ChunkMemory, group: KVGroupSpec, rotary: Rotary) -> GroupMemory:
         kv, scales = kv_views(memory.arena, group, self.shape.num_kv_heads, self.shape.head_dim, self._kv_dtype)
@@ -104,7 +105,7 @@ class TorchModel:
         begin = time.perf_counter()
         if masks is None:
             self._prepare()
-            drawn = self._decode_steps.draw(plan, table)
+            drawn = self._steps.draw(plan, table)
             if drawn is not None:
                 return StepResult(*drawn, time.perf_counter() - begin)
         with torch.inference_mode():
@@ -117,7 +118,8 @@ class TorchModel:
         if step is not None:
             hidden, num_sampling, logits = step.hidden, len(plan.slots), lambda hidden: step.logits
         else:
-            hidden, num_sampling = self._forward(plan, table, every_token=False, also=None if owed is None else owed.tokens)
+            also = None if owed is None else owed.tokens
+            hidden, num_sampling = self._forward(plan, table, every_token=False, also=also, recorded=recorded)
             logits = self._loaded().logits
         rows: SamplingRows | None = None
         if num_sampling:
@@ -140,10 +142,10 @@ class TorchModel:
             raise RuntimeError(f"model {self.name} was released")
         return self._model
 
-    def _decode(self, plan: BatchPlan, table: SequenceTable) -> StepProgram | None:
+    def _decode(self, plan: BatchPlan, table: SequenceTable) -> DecodeProgram | None:
         """None: this step is computed by _forward."""
         self._prepare()
-        return self._decode_steps.run(plan, table)
+        return self._steps.decode(plan, table)
 
     def _prepare(self) -> CausalLM:
         model = self._loaded()
@@ -151,26 +153,31 @@ class TorchModel:
         return model
 
     def _forward(
-        self, plan: BatchPlan, table: SequenceTable, every_token: bool, also: LongArray | None = None
+        self, plan: BatchPlan, table: SequenceTable, every_token: bool, also: LongArray | None = None, recorded: bool = True
     ) -> tuple[Tensor, int]:
         """Hidden states of the sampling rows' last tokens, or of all tokens, and their number; behind them those of `also` (indices
-        into T), and padding."""
-        model = self._prepare()
+        into T), and padding. recorded: whether recorded steps may be run."""
+        model, num_tokens = self._prepare(), int(plan.num_new.sum())
+        wanted: Tensor | None = None
+        num_wanted = num_tokens
+        if not every_token and (also is not None or not plan.samples.all() or num_tokens > len(plan.slots)):
+            indices = (np.cumsum(plan.num_new, dtype=np.int64) - 1)[plan.samples]
+            num_wanted = len(indices)
+            if also is not None:
+                indices = np.concatenate((indices, also))
+            if self._padded:
+                indices = np.concatenate((indices, np.zeros(padded_rows(len(indices)) - len(indices), np.int64)))
+            wanted = torch.from_numpy(indices)
+        hidden = self._steps.hidden(plan, table) if recorded else None
+        if hidden is not None:
+            return hidden if wanted is None else hidden[wanted], num_wanted
         batch = build_batch(plan, table, self._kv, self._layer_places, ops.cos_sin, self._padded)
-        if every_token or (also is None and plan.samples.all() and batch.num_tokens == len(plan.slots)):
-            return model.forward(batch, None), batch.num_tokens
-        wanted = (batch.starts + plan.num_new - 1)[plan.samples].astype(np.int64)
-        num_sampling = len(wanted)
-        if also is not None:
-            wanted = np.concatenate((wanted, also))
-        if self._padded:
-            wanted = np.concatenate((wanted, np.zeros(padded_rows(len(wanted)) - len(wanted), np.int64)))
-        return model.forward(batch, torch.from_numpy(wanted)), num_sampling
+        return model.forward(batch, wanted), num_wanted
 
     def release(self) -> None:
         """Unmaps the weights. Idempotent; until `restore` any step raises RuntimeError."""
         self._released = True
-        self._decode_steps.forget_table()
+        self._steps.forget_table()
         self._weights.unmap()
 
     def restore(self, spec: LoadModel) -> None:

@@ -24,7 +24,7 @@ from engine import cpu_products
 from engine.cpu_products import array as _array
 from engine.kernels import compiled, reference, reference_inputs
 from engine.steps.device_batch import DeviceBatch
-from engine.steps.forward_batch import ForwardBatch, Rotary
+from engine.steps.forward_batch import LONG_ROW_TOKENS, ForwardBatch, Rotary
 from engine.steps.program import call, empty, into, is_recording
 from loader.sizing import DEQUANTIZED_BYTES, sampler_rows
 
@@ -108,7 +108,7 @@ def set_num_threads(num_threads: int) -> None:
 
 
 def input_kernels() -> Any:
-    """What reads a decode step's inputs off the sequence table: a module with the functions of reference_inputs.py."""
+    """What reads a recorded step's inputs off the sequence table: a module with the functions of reference_inputs.py."""
     return reference_inputs if _kernels is None else _kernels
 
 
@@ -282,16 +282,19 @@ def attention(qkv: Tensor, layer: int, heads: int, scale: float, softcap: float,
     if len(batch.paged_tokens):
         queries = (batch.paged_tokens, batch.paged_rows, batch.paged_contexts)
         if served:
-            call(_kernels.paged_attention, _array(qkv), group.kv_flat, *sizes, group.block_table, *queries, *how, _array(out))
+            where = (group.block_table, *queries, *how, batch.attended)
+            call(_kernels.paged_attention, _array(qkv), group.kv_flat, *sizes, *where, _array(out))
         else:
             table, tokens, rows, contexts = (torch.from_numpy(x) for x in (group.block_table, *queries))
             reference.paged_attention(qkv, kv, place, heads, table, tokens, rows, contexts, *how, out, None, group.scales)
-    for row in batch.long_rows:
+    if not batch.has_long_rows:
+        return out
+    if served:
+        rows_of = (group.block_table, batch.starts, batch.num_new, batch.contexts, LONG_ROW_TOKENS)
+        call(_kernels.prefill_attention, _array(qkv), group.kv_flat, *sizes, *rows_of, *how, batch.attended, _array(out))
+        return out
+    for row in np.flatnonzero(batch.num_new > LONG_ROW_TOKENS):
         start, num_new = int(batch.starts[row]), int(batch.num_new[row])
-        if served:
-            where = (row, start, num_new, int(batch.contexts[row]))
-            _kernels.prefill_attention(_array(qkv), group.kv_flat, *sizes, group.block_table, *where, *how, _array(out))
-            continue
         reference.long_row_attention(
             qkv[start : start + num_new, : heads * head_dim].view(num_new, heads, head_dim).transpose(0, 1),
             kv,

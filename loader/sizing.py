@@ -30,8 +30,9 @@ KV_FP8 = "fp8"  # keys and values as float8_e4m3fn; a head of a token has one sc
 DTYPE_OF = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # safetensors' name -> ours
 # Logits held at a time; sampling rows beyond it are computed in turn, so a large vocabulary can't outgrow the work space.
 LOGITS_BYTES = 8 << 20
-# Decode steps of up to so many rows are recorded on the cpu device (engine/steps/decode.py), and keep memory for their results.
-MAX_RECORDED_ROWS = 128
+# Steps of up to so many rows, and with chunks of prompts of up to so many tokens, are recorded on the cpu device
+# (engine/steps/recorded.py), and keep memory for their results. Of longer ones the interpreter takes a few hundredths.
+MAX_RECORDED_ROWS, MAX_RECORDED_TOKENS = 128, 256
 # Float32 logits the sampler turns into tokens at a time (one row at least); it needs about six copies of them.
 SAMPLER_BYTES = 1 << 20
 SAMPLER_COPIES = 6
@@ -247,14 +248,22 @@ def logits_rows(shape: ModelShape, dtype: str, max_sequences: int) -> int:
     return rows if rows < 8 else rows // 8 * 8
 
 
-def recorded_bytes(shape: ModelShape, dtype: str, max_sequences: int) -> int:
-    """Upper bound of the memory that results of recorded decode steps lie in, whatever else runs: what lives at a time in a layer,
-    or with the logits. Not in it: 260 KiB for each thread that packs weights for the matrix unit (cpu_amx_linear.scratch_words)."""
-    rows = min(logits_rows(shape, dtype, max_sequences), MAX_RECORDED_ROWS)
+def recorded_tokens(num_tokens: int) -> int:
+    """The next of few token counts, for each of which a step with chunks of prompts is recorded: whole tiles of the matrix unit."""
+    step = 16 if num_tokens <= 128 else 32
+    return -(-num_tokens // step) * step
+
+
+def recorded_bytes(shape: ModelShape, dtype: str, max_sequences: int, max_num_batched_tokens: int) -> int:
+    """Upper bound of the memory that results of recorded steps lie in, whatever else runs: what lives at a time in a layer, or with
+    the logits. Not in it: 260 KiB for each thread that packs weights for the matrix unit (cpu_amx_linear.scratch_words)."""
     query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    layer = max(2 * query + 2 * key, 3 * shape.intermediate_size)
     # residual, update, normed, output, and as much for gaps between those that are taken and given back
-    width = 8 * shape.hidden_size + max(2 * query + 2 * key, 3 * shape.intermediate_size, shape.vocab_size)
-    return rows * width * ITEM_BYTES[dtype]
+    around = 8 * shape.hidden_size
+    rows = min(logits_rows(shape, dtype, max_sequences), MAX_RECORDED_ROWS)
+    tokens = recorded_tokens(min(max_num_batched_tokens, MAX_RECORDED_TOKENS))
+    return max(rows * (around + max(layer, shape.vocab_size)), tokens * (around + layer)) * ITEM_BYTES[dtype]
 
 
 def sampler_rows(vocab_size: int) -> int:

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 log = logging.getLogger("engine")
 
 
@@ -63,15 +65,33 @@ def _forgive_failed_saves() -> None:
     Cache.save_overload = save_or_warn
 
 
+_found: dict[tuple[Any, ...], Any] = {}  # kernel, then what `_kind` says of each argument -> its compilation
+
+
 def compilation(kernel: Callable[..., Any], args: Sequence[Any]) -> Any:
     """What Numba has made of the kernel (of its forms, `due`, the one) for arguments of these types. None: nothing."""
     due = getattr(kernel, "due", None)
-    overloads = getattr(kernel if due is None else due(args), "overloads", None)
+    form = kernel if due is None else due(args)
+    overloads = getattr(form, "overloads", None)
     if overloads is None:
         return None
-    import numba
+    key = form, *map(_kind, args)
+    found = _found.get(key)
+    if found is None:
+        import numba
 
-    return overloads.get(tuple(numba.typeof(arg) for arg in args))
+        found = overloads.get(tuple(numba.typeof(arg) for arg in args))  # 7 us an array
+        if found is not None:
+            _found[key] = found
+    return found
+
+
+def _kind(arg: Any) -> Any:
+    """What Numba's type of it follows from."""
+    if isinstance(arg, np.ndarray):
+        flags = arg.flags
+        return arg.dtype, arg.ndim, flags.c_contiguous, flags.f_contiguous, flags.aligned, flags.writeable
+    return type(arg)
 
 
 def direct(kernel: Callable[..., Any], args: Sequence[Any]) -> Callable[..., Any]:

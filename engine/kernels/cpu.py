@@ -31,7 +31,7 @@ from engine.kernels.cpu_amx_linear import scratch_words as amx_scratch_words
 from engine.kernels.cpu_amx_prefill import prefill_tiles_parallel, prefill_tiles_serial
 from engine.kernels.cpu_attention import paged_attention_parallel, paged_attention_serial
 from engine.kernels.cpu_bits import HAS_BFLOAT16_PRODUCTS
-from engine.kernels.cpu_inputs import decode_blocks, decode_rows, rotary_turns, sampling_settings
+from engine.kernels.cpu_inputs import rotary_turns, sampling_settings, step_blocks, step_tokens
 from engine.kernels.cpu_int8 import int8_linear_parallel, int8_linear_serial
 from engine.kernels.cpu_linear import few_rows_linear_parallel, few_rows_linear_serial
 from engine.kernels.cpu_logprobs import penalise, top_logprobs
@@ -45,8 +45,6 @@ __all__ = [
     "amx_int8_linear",
     "amx_linear",
     "amx_scratch_words",
-    "decode_blocks",
-    "decode_rows",
     "few_rows_linear",
     "gather_rows",
     "gelu_and_mul",
@@ -68,6 +66,8 @@ __all__ = [
     "sampling_shares",
     "set_num_threads",
     "silu_and_mul",
+    "step_blocks",
+    "step_tokens",
     "top_logprobs",
 ]
 
@@ -126,8 +126,8 @@ def _wanted(dtype: str, parallel: bool, quantize: str) -> list[tuple[Any, Any]]:
     element = numba.float32 if dtype == "float32" else numba.uint16
     wanted: list[tuple[Any, Any]] = [
         (penalise, cpu_logprobs.PENALISE),
-        (decode_rows, cpu_inputs.DECODE_ROWS),
-        (decode_blocks, cpu_inputs.DECODE_BLOCKS),
+        (step_tokens, cpu_inputs.STEP_TOKENS),
+        (step_blocks, cpu_inputs.STEP_BLOCKS),
         (sampling_settings, cpu_inputs.SAMPLING_SETTINGS),
         (rotary_turns, cpu_inputs.ROTARY_TURNS),
         (top_logprobs, cpu_logprobs.top_logprobs_signature(element)),
@@ -217,8 +217,9 @@ def _shares_tiles(weight: Any) -> bool:
     return _parallel and weight.nbytes >= _SHARED_TILES
 
 
-class PagedAttention:
-    """As cpu_attention's, without use_tiles and num_shares. Whether threads share it changes as contexts grow, from step to
+class Attention:
+    """Kernels of attention, called without what follows from the other arguments (use_tiles, num_shares) and with attended [1]
+    before out: the positions that all tokens of the step attend to. Whether threads share the work changes with them, from step to
     step."""
 
     def __call__(self, *args: Any) -> None:
@@ -226,17 +227,24 @@ class PagedAttention:
         kernel(*own)
 
     def is_shared(self, args: Sequence[Any]) -> bool:
-        contexts, out = args[11], args[15]
-        return _parallel and int(contexts.sum()) * out.shape[1] >= _SHARED_ATTENTION
+        attended, out = args[-2:]
+        return _parallel and int(attended[0]) * out.shape[1] >= _SHARED_ATTENTION
 
     def depends_on(self, args: Sequence[Any]) -> tuple[int, ...]:
         """Calls of which this is the same are shared, or not, at the same time."""
-        contexts, out = args[11], args[15]
-        return contexts.ctypes.data, len(contexts), out.shape[1]
+        attended, out = args[-2:]
+        return attended.ctypes.data, out.shape[1]
 
     def forms(self, args: Sequence[Any]) -> tuple[tuple[Any, tuple[Any, ...]], tuple[Any, tuple[Any, ...]]]:
         """Kernel and arguments for this thread, and for all of them."""
-        *before, out = args
+        raise NotImplementedError
+
+
+class PagedAttention(Attention):
+    """Of single tokens."""
+
+    def forms(self, args: Sequence[Any]) -> tuple[tuple[Any, tuple[Any, ...]], tuple[Any, tuple[Any, ...]]]:
+        *before, _, out = args
         heads, kv_heads, block_tokens, head_dim = args[4:8]
         use_tiles = heads <= kv_heads * TILE_ROWS and _uses_tiles(out, block_tokens, head_dim)
         return (
@@ -245,16 +253,15 @@ class PagedAttention:
         )
 
 
-def prefill_attention(*args: Any) -> None:
-    """As cpu_prefill's, without num_shares."""
-    *before, out = args
-    num_tokens, context = args[11], args[12]
-    is_shared = _parallel and num_tokens * context * out.shape[1] >= _SHARED_ATTENTION
-    num_shares = numba.get_num_threads() if is_shared else 1
-    if _uses_tiles(out, *args[6:8]):
-        (prefill_tiles_parallel if is_shared else prefill_tiles_serial)(*before, num_shares, out)
-    else:
-        (prefill_attention_parallel if is_shared else prefill_attention_serial)(*before, num_shares, out)
+class PrefillAttention(Attention):
+    """Of rows with many tokens."""
+
+    def forms(self, args: Sequence[Any]) -> tuple[tuple[Any, tuple[Any, ...]], tuple[Any, tuple[Any, ...]]]:
+        *before, _, out = args
+        serial, parallel = prefill_attention_serial, prefill_attention_parallel
+        if _uses_tiles(out, *args[6:8]):
+            serial, parallel = prefill_tiles_serial, prefill_tiles_parallel
+        return (serial, (*before, 1, out)), (parallel, (*before, _thread.num_threads, out))
 
 
 def linear_kernel(num_rows: int, num_inputs: int, num_outputs: int, dtype: str) -> Any:
@@ -294,6 +301,7 @@ def _deals_out_rows(x: Any) -> bool:
 
 
 paged_attention = PagedAttention()
+prefill_attention = PrefillAttention()
 few_rows_linear = Forms(few_rows_linear_serial, few_rows_linear_parallel, lambda args: _shares_weights(args[0], args[1]))
 int8_linear = Forms(int8_linear_serial, int8_linear_parallel, lambda args: _shares_weights(args[0], args[1]))
 amx_linear = Forms(amx_linear_serial, amx_linear_parallel, lambda args: _shares_tiles(args[1]))

@@ -97,10 +97,11 @@ def _attend_share(
     kv_heads: int,
     block_tokens: int,
     head_dim: int,
-    blocks: Any,
-    first_token: int,
-    num_tokens: int,
-    before: int,
+    block_table: Any,
+    starts: Any,
+    num_new: Any,
+    contexts: Any,
+    longer_than: int,
     window: int,
     scale: float,
     softcap: float,
@@ -109,9 +110,8 @@ def _attend_share(
     num_shares: int,
     out: Any,
 ) -> None:
-    """Of parts of the tokens, with one KV head each, those whose turn it is."""
+    """Of parts of the rows' tokens, with one KV head each, those whose turn it is."""
     at_once = max(1, _ROWS // group)
-    num_parts = (num_tokens + at_once - 1) // at_once
     num_rows = (at_once * group + 15) // 16 * 16
     plane = block_tokens * head_dim
     queries = np.empty(num_rows * head_dim // 2, np.uint32)
@@ -121,36 +121,43 @@ def _attend_share(
     tops, totals = np.empty(num_rows, np.float32), np.empty((num_rows, 16), np.float32)
     sums = np.empty((num_rows, head_dim), np.float32)
     configure_tiles(_CONFIGURATION)
-    for item in range(share, num_parts * kv_heads, num_shares):
-        token = item // kv_heads * at_once
-        _attend_tokens(
-            qkv,
-            first_token + token,
-            min(at_once, num_tokens - token),
-            before + token + 1,
-            item % kv_heads,
-            kv,
-            layer * 2 * kv_heads * plane,
-            kv_heads,
-            layers * 2 * kv_heads * plane,
-            blocks,
-            block_tokens,
-            head_dim,
-            window,
-            scale,
-            softcap,
-            group,
-            queries,
-            places,
-            scores,
-            spread,
-            weights,
-            pairs,
-            tops,
-            totals,
-            sums,
-            out,
-        )
+    passed = 0
+    for row in range(num_new.shape[0]):
+        num_tokens = num_new[row]
+        if num_tokens <= longer_than:
+            continue
+        num_items = (num_tokens + at_once - 1) // at_once * kv_heads
+        for item in range((share - passed) % num_shares, num_items, num_shares):
+            token = item // kv_heads * at_once
+            _attend_tokens(
+                qkv,
+                starts[row] + token,
+                min(at_once, num_tokens - token),
+                contexts[row] - num_tokens + token + 1,
+                item % kv_heads,
+                kv,
+                layer * 2 * kv_heads * plane,
+                kv_heads,
+                layers * 2 * kv_heads * plane,
+                block_table[row],
+                block_tokens,
+                head_dim,
+                window,
+                scale,
+                softcap,
+                group,
+                queries,
+                places,
+                scores,
+                spread,
+                weights,
+                pairs,
+                tops,
+                totals,
+                sums,
+                out,
+            )
+        passed += num_items
     release_tiles()
 
 
@@ -164,10 +171,10 @@ def _prefill_attention_tiles(
     block_tokens: int,  # a multiple of 16
     head_dim: int,  # a multiple of 32
     block_table: Any,
-    row: int,
-    first_token: int,
-    num_tokens: int,
-    context: int,
+    starts: Any,
+    num_new: Any,
+    contexts: Any,
+    longer_than: int,
     window: int,
     scale: float,
     softcap: float,
@@ -184,10 +191,11 @@ def _prefill_attention_tiles(
             kv_heads,
             block_tokens,
             head_dim,
-            block_table[row],
-            first_token,
-            num_tokens,
-            context - num_tokens,
+            block_table,
+            starts,
+            num_new,
+            contexts,
+            longer_than,
             window,
             scale,
             softcap,

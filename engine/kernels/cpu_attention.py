@@ -221,17 +221,19 @@ def _paged_attention(
     block_table: Any,  # [R, B] int32
     tokens: Any,  # [N] int32: index into T
     rows: Any,  # [N] int32: index into R
-    contexts: Any,  # [N] int32: positions attended to, the token's own included
+    contexts: Any,  # [N] int32: positions attended to, the token's own included; 0: padding, which gets zeros; -1: not served here
     window: int,  # of these, the last `window` only; 0: all
     scale: float,
     softcap: float,  # scores become softcap * tanh(score / softcap); 0: as they are
     use_tiles: bool,  # of AMX: cpu_amx.fits_tiles says whether they can be used
     num_shares: int,
-    out: Any,  # [T, H * D]; only the N tokens' rows are written
+    out: Any,  # [T, H * D]; only the rows of tokens that are served are written
 ) -> None:
     width = (head_dim + 63) // 64 * 64
     work = np.int64(0)
     for n in range(tokens.shape[0]):
+        if contexts[n] == 0:  # oneDNN lets what lies behind a row's end, the next row, take part in its products, times 0
+            out[tokens[n], :] = 0
         first_block, end_block = _blocks_of(contexts[n], window, block_tokens)
         work += end_block - first_block
     cut = np.full((num_shares, 2), -1, np.int64)

@@ -1,4 +1,4 @@
-"""What a decode step is computed from, read off the sequence table (Numba). Array by array it takes the interpreter a third of a
+"""What a recorded step is computed from, read off the sequence table (Numba). Array by array it takes the interpreter a third of a
 millisecond a step: products that stream weights through the caches leave nothing of it there.
 
 Shapes and twins: reference_inputs.py.
@@ -11,14 +11,15 @@ from typing import Any
 import numpy as np
 from numba import boolean, float32, float64, int32, int64, njit, uint32, uint64, void
 
-from engine.kernels.reference_inputs import APART, GREEDY, ROWS
+from engine.kernels.reference_inputs import APART, ATTENDED, GREEDY, ROWS, TOKENS
 
 # No reordering: the two parts of pi / 2 must not be put together.
 _OPTIONS: dict[str, Any] = {"fastmath": {"contract"}, "error_model": "numpy", "cache": True, "nogil": True}
 _HELPER: dict[str, Any] = {"fastmath": {"contract"}, "error_model": "numpy"}
 _COLUMNS = (float32[::1], float32[::1], int32[::1], float32[::1])  # temperature, top_p, top_k, min_p
-DECODE_ROWS = void(int64[::1], int32[::1], int32[::1], int32[:, ::1], int64[::1], int32[::1])
-DECODE_BLOCKS = void(int64[::1], int32[::1], int32[::1], int32[:, ::1], int64, int32[:, ::1], int64[::1])
+_ROWS = (int64[::1], int32[::1], int32[::1], int32[::1])  # counts, slots, then two of each row
+STEP_TOKENS = void(*_ROWS, int64, int32[:, ::1], int64[::1], *(int32[::1],) * 5)
+STEP_BLOCKS = void(*_ROWS, int32[::1], int32[:, ::1], int64, int32[:, ::1], int64[::1])
 SAMPLING_SETTINGS = void(
     *(int64[::1], int32[::1], int32[::1]),
     *_COLUMNS,
@@ -32,26 +33,55 @@ _QUARTER, _QUARTER_REST = 1.57079632673412561417, 6.07710050650619224932e-11
 
 
 @njit(**_OPTIONS)
-def decode_rows(counts: Any, slots: Any, computed: Any, tokens: Any, input_ids: Any, contexts: Any) -> None:
-    num_rows = counts[ROWS]
-    for row in range(num_rows):
-        input_ids[row] = tokens[slots[row], computed[row]]
-        contexts[row] = computed[row] + 1
-    contexts[num_rows:] = 0
+def step_tokens(
+    counts: Any,
+    slots: Any,
+    computed: Any,
+    num_new: Any,
+    long_row: int,
+    tokens: Any,
+    input_ids: Any,
+    positions: Any,
+    starts: Any,
+    contexts: Any,
+    paged_rows: Any,
+    paged_contexts: Any,
+) -> None:
+    at = attended = 0
+    for row in range(counts[ROWS]):
+        new, first, own = num_new[row], computed[row], tokens[slots[row]]
+        starts[row], contexts[row] = at, first + new
+        attended += int64(new) * contexts[row]
+        for position in range(first, first + new):
+            input_ids[at], positions[at] = own[position], position
+            paged_rows[at], paged_contexts[at] = row, -1 if new > long_row else position + 1
+            at += 1
+    paged_rows[at:] = 0
+    paged_contexts[at:] = 0
+    counts[ATTENDED] = attended
 
 
 @njit(**_OPTIONS)
-def decode_blocks(
-    counts: Any, slots: Any, computed: Any, block_tables: Any, block_tokens: int, block_table: Any, places: Any
+def step_blocks(
+    counts: Any,
+    slots: Any,
+    contexts: Any,
+    positions: Any,
+    paged_rows: Any,
+    block_tables: Any,
+    block_tokens: int,
+    block_table: Any,
+    places: Any,
 ) -> None:
-    num_rows = counts[ROWS]
-    for row in range(num_rows):
+    for row in range(counts[ROWS]):
         own, kept = block_tables[slots[row]], block_table[row]
-        last = computed[row] // block_tokens
-        for block in range(last + 1):
+        for block in range((contexts[row] + block_tokens - 1) // block_tokens):
             kept[block] = own[block]
-        places[row] = int64(kept[last]) * block_tokens + computed[row] % block_tokens
-    places[num_rows:] = -1
+    num_tokens = counts[TOKENS]
+    for token in range(num_tokens):
+        position = positions[token]
+        places[token] = int64(block_table[paged_rows[token], position // block_tokens]) * block_tokens + position % block_tokens
+    places[num_tokens:] = -1
 
 
 @njit(**_HELPER)

@@ -1,4 +1,4 @@
-"""Attention of prompts on the CPU (Numba): many query tokens of one sequence against its KV blocks, read where they lie.
+"""Attention of prompts on the CPU (Numba): many query tokens of a sequence against its KV blocks, read where they lie.
 
 Shapes: T tokens of the step, R rows, B blocks a row, H query heads, G KV heads, D head size; KV as in cpu_attention.py.
 Twin: reference.gather_context and reference.causal_attention.
@@ -108,55 +108,60 @@ def _prefill_attention(
     block_tokens: int,  # a multiple of 4
     head_dim: int,
     block_table: Any,  # [R, B] int32
-    row: int,
-    first_token: int,  # of the row, in the step
-    num_tokens: int,
-    context: int,  # positions stored for the row, those of these tokens included
+    starts: Any,  # [R] int32, as what follows: a row's first token in the step
+    num_new: Any,  # its tokens
+    contexts: Any,  # positions stored for it, those of these tokens included
+    longer_than: int,  # rows of more tokens than this are served, no others
     window: int,  # a token attends to the last `window` positions up to its own; 0: to all
     scale: float,
     softcap: float,  # scores become softcap * tanh(score / softcap); 0: as they are
     num_shares: int,
-    out: Any,  # [T, H * D]; only the row's tokens are written
+    out: Any,  # [T, H * D]; only these rows' tokens are written
 ) -> None:
     group = heads // kv_heads
     at_once = max(1, _TILE_ROWS // group)
-    num_tiles = (num_tokens + at_once - 1) // at_once
     width = (head_dim + 63) // 64 * 64
     plane = block_tokens * head_dim
-    before = context - num_tokens
     for share in prange(num_shares):
         queries = np.empty(at_once * group * head_dim, kv.dtype)
         scores = np.empty((at_once * group, max(CHUNK_TOKENS, block_tokens)), np.float32)
         weights = np.empty(scores.shape, kv.dtype)
         tops, totals = np.empty(at_once * group, np.float32), np.empty(at_once * group, np.float32)
         sums = np.empty((at_once * group, width), np.float32)
-        for item in range(share, num_tiles * kv_heads, num_shares):
-            tile = item // kv_heads * at_once
-            _attend_tile(
-                qkv,
-                first_token + tile,
-                min(at_once, num_tokens - tile),
-                before + tile + 1,
-                item % kv_heads,
-                kv,
-                layer * 2 * kv_heads * plane,
-                kv_heads,
-                layers * 2 * kv_heads * plane,
-                block_table[row],
-                block_tokens,
-                head_dim,
-                window,
-                scale,
-                softcap,
-                group,
-                queries,
-                scores,
-                weights,
-                tops,
-                totals,
-                sums,
-                out,
-            )
+        passed = 0
+        for row in range(num_new.shape[0]):
+            num_tokens = num_new[row]
+            if num_tokens <= longer_than:
+                continue
+            num_items = (num_tokens + at_once - 1) // at_once * kv_heads
+            for item in range((share - passed) % num_shares, num_items, num_shares):
+                tile = item // kv_heads * at_once
+                _attend_tile(
+                    qkv,
+                    starts[row] + tile,
+                    min(at_once, num_tokens - tile),
+                    contexts[row] - num_tokens + tile + 1,
+                    item % kv_heads,
+                    kv,
+                    layer * 2 * kv_heads * plane,
+                    kv_heads,
+                    layers * 2 * kv_heads * plane,
+                    block_table[row],
+                    block_tokens,
+                    head_dim,
+                    window,
+                    scale,
+                    softcap,
+                    group,
+                    queries,
+                    scores,
+                    weights,
+                    tops,
+                    totals,
+                    sums,
+                    out,
+                )
+            passed += num_items
 
 
 def prefill_attention_signature(element: types.Type) -> Any:
@@ -165,7 +170,8 @@ def prefill_attention_signature(element: types.Type) -> Any:
         element[::1],
         *(int64,) * 6,
         int32[:, ::1],
-        *(int64,) * 5,
+        *(int32[::1],) * 3,
+        *(int64,) * 2,
         float64,
         float64,
         int64,

@@ -33,18 +33,18 @@ class NativeCalls:
     numbers. They are read again in every run, from the same memory."""
 
     def __init__(self, calls: Sequence[tuple[Any, Sequence[Any]]]) -> None:
-        prepare([overload.signature.args for overload, _ in calls])
         self._calls = calls  # the arrays must stay
-        words = [_words(overload, args) for overload, args in calls]
-        self._arguments = np.concatenate(words) if words else np.empty(0, np.int64)
-        starts = np.cumsum([0, *(len(own) for own in words)])[:-1]
-        self._table = np.array(
-            [
-                (_unpackers[overload.signature.args], _code(overload), self._arguments.ctypes.data + 8 * int(start))
-                for (overload, _), start in zip(calls, starts, strict=True)
-            ],
-            np.int64,
-        ).reshape(len(calls), _ENTRY_WORDS)
+        overloads = {id(overload): overload for overload, _ in calls}  # types take long to hash
+        prepare([overload.signature.args for overload in overloads.values()])
+        forms = {key: _forms(overload) for key, overload in overloads.items()}
+        code = {key: (_unpackers[overload.signature.args], _code(overload)) for key, overload in overloads.items()}
+        words = [_words(forms[id(overload)], args) for overload, args in calls]
+        self._arguments = np.array([word for own in words for word in own], np.int64)
+        table, at = [], self._arguments.ctypes.data
+        for (overload, _), own in zip(calls, words, strict=True):
+            table.append((*code[id(overload)], at))
+            at += 8 * len(own)
+        self._table = np.array(table, np.int64).reshape(len(calls), _ENTRY_WORDS)
         self._runner = _runner()
         self._table_at = self._table.ctypes.data
 
@@ -63,20 +63,33 @@ def _code(overload: Any) -> int:
     return address
 
 
-def _words(overload: Any, args: Sequence[Any]) -> npt.NDArray[np.int64]:
-    """Of each argument as many words as Numba passes values for it."""
-    words: list[int] = []
-    for arg, kind in zip(args, overload.signature.args, strict=True):
+def _forms(overload: Any) -> list[str]:
+    """How each argument is passed: array, float or whole number."""
+    forms = []
+    for kind in overload.signature.args:
         if isinstance(kind, numba.types.Array):
-            # owner and parent object: none, as nothing counts references here
-            words += [0, 0, arg.size, arg.itemsize, arg.ctypes.data, *arg.shape, *arg.strides]
+            forms.append("array")
         elif kind == numba.float64:
-            words.append(int(np.float64(arg).view(np.int64)))
+            forms.append("float")
         elif isinstance(kind, numba.types.Integer | numba.types.Boolean):
-            words.append(int(arg))
+            forms.append("whole")
         else:
             raise TypeError(f"{overload.fndesc.qualname} takes {kind}, which has no place among words")
-    return np.array(words, np.int64)
+    return forms
+
+
+def _words(forms: Sequence[str], args: Sequence[Any]) -> list[int]:
+    """Of each argument as many words as Numba passes values for it."""
+    words: list[int] = []
+    for arg, form in zip(args, forms, strict=True):
+        if form == "array":
+            # owner and parent object: none, as nothing counts references here
+            words += (0, 0, arg.size, arg.itemsize, arg.__array_interface__["data"][0], *arg.shape, *arg.strides)
+        elif form == "float":
+            words.append(int(np.float64(arg).view(np.int64)))
+        else:
+            words.append(int(arg))
+    return words
 
 
 def prepare(signatures: Sequence[tuple[Any, ...]]) -> None:

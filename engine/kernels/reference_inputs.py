@@ -1,7 +1,8 @@
-"""What a decode step's inputs must be, in numpy: the twins of cpu_inputs.py, which run where there is no Numba.
+"""What a recorded step's inputs must be, in numpy: the twins of cpu_inputs.py, which run where there is no Numba.
 
-Arrays of R rows have a place for every row that a step may have; counts[ROWS] are the step's, those behind are padding. Shapes: S
-slots, L tokens, B blocks of the longest context, P pairs of a head's dimensions that turn.
+Arrays of R rows and of T tokens have a place for every one that a step may have; counts[ROWS] and counts[TOKENS] are the step's,
+those behind are padding. A step's tokens lie end to end, row after row. Shapes: S slots, L tokens of a sequence, B blocks of the
+longest context, P pairs of a head's dimensions that turn.
 """
 
 from __future__ import annotations
@@ -12,33 +13,59 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-# Of counts: rows of the step (given); of these, rows that take their likeliest token; and rows that ask for more than a token drawn
-# by its settings: logits edited, log-probabilities told.
-ROWS, GREEDY, APART = 0, 1, 2
-NUM_COUNTS = 3
+# Of counts: rows and tokens of the step (given); rows that take their likeliest token; rows that ask for more than a token drawn by
+# its settings: logits edited, log-probabilities told; positions that all tokens attend to.
+ROWS, TOKENS, GREEDY, APART, ATTENDED = 0, 1, 2, 3, 4
+NUM_COUNTS = 5
 
 
-def decode_rows(counts: Any, slots: Any, computed: Any, tokens: Any, input_ids: Any, contexts: Any) -> None:
-    """slots, computed [R] int32: of each row, and positions stored before the step. tokens [S, L] int32 -> input_ids [R] int64 (as
-    they are behind the step's rows), contexts [R] int32: positions stored after it; 0 of padding."""
-    num_rows = counts[ROWS]
-    rows = slots[:num_rows]
-    input_ids[:num_rows] = tokens[rows, computed[:num_rows]]
-    contexts[:num_rows] = computed[:num_rows] + 1
-    contexts[num_rows:] = 0
-
-
-def decode_blocks(
-    counts: Any, slots: Any, computed: Any, block_tables: Any, block_tokens: int, block_table: Any, places: Any
+def step_tokens(
+    counts: Any,
+    slots: Any,  # [R] int32, as what follows: of each row
+    computed: Any,  # positions stored before the step
+    num_new: Any,  # tokens of the step
+    long_row: int,  # a row with more tokens attends as a whole, others token by token
+    tokens: Any,  # [S, L] int32
+    input_ids: Any,  # [T] int64; behind the step's tokens as they are
+    positions: Any,  # [T] int32; behind the step's tokens as they are
+    starts: Any,  # [R] int32: of each row, its first token in the step
+    contexts: Any,  # [R] int32: positions stored after it; of padding as they are, as are starts
+    paged_rows: Any,  # [T] int32: the token's row
+    paged_contexts: Any,  # [T] int32: positions it attends to, by itself; -1 of a long row's, 0 of padding
 ) -> None:
-    """Of one KV group: block_tables [S, B] int32 -> block_table [R, B], each row's up to its new token's; places [R] int64: block *
-    block_tokens + place of that token, -1 of padding."""
-    num_rows = counts[ROWS]
-    blocks, rest = np.divmod(computed[:num_rows], block_tokens)
-    most = int(blocks.max()) + 1
+    """The step's tokens, and counts[ATTENDED]."""
+    num_rows, num_tokens = counts[ROWS], counts[TOKENS]
+    first, new, own = computed[:num_rows], num_new[:num_rows], slots[:num_rows]
+    starts[:num_rows] = np.cumsum(new) - new
+    contexts[:num_rows] = first + new
+    rows = np.repeat(np.arange(num_rows, dtype=np.int32), new)
+    at = positions[:num_tokens]
+    at[:] = np.arange(num_tokens) + (first - starts[:num_rows])[rows]
+    input_ids[:num_tokens] = tokens[own[rows], at]
+    paged_rows[:num_tokens], paged_rows[num_tokens:] = rows, 0
+    paged_contexts[:num_tokens], paged_contexts[num_tokens:] = np.where(new[rows] > long_row, -1, at + 1), 0
+    counts[ATTENDED] = int((new.astype(np.int64) * contexts[:num_rows]).sum())
+
+
+def step_blocks(
+    counts: Any,
+    slots: Any,
+    contexts: Any,
+    positions: Any,
+    paged_rows: Any,
+    block_tables: Any,
+    block_tokens: int,
+    block_table: Any,
+    places: Any,
+) -> None:
+    """Of one KV group: block_tables [S, B] int32 -> block_table [R, B], each row's up to its last token's; places [T] int64:
+    block * block_tokens + place of each token, -1 of padding. The rest as step_tokens leaves them."""
+    num_rows, num_tokens = counts[ROWS], counts[TOKENS]
+    most = -(-int(contexts[:num_rows].max()) // block_tokens)
     block_table[:num_rows, :most] = block_tables[slots[:num_rows], :most]
-    places[:num_rows] = block_table[np.arange(num_rows), blocks].astype(np.int64) * block_tokens + rest
-    places[num_rows:] = -1
+    blocks, rest = np.divmod(positions[:num_tokens], block_tokens)
+    places[:num_tokens] = block_table[paged_rows[:num_tokens], blocks].astype(np.int64) * block_tokens + rest
+    places[num_tokens:] = -1
 
 
 def sampling_settings(

@@ -63,7 +63,8 @@ class HostBatch:
 
     num_tokens: T without padding · starts, num_new,
     contexts [R]: first token, tokens of this step, and positions stored after it · paged_* [N]: token, row and context of each
-    query that reads its blocks directly · long_rows: the other rows.
+    query that reads its blocks directly (context 0: padding; -1: one of the others) · has_long_rows: whether there may be others,
+    of rows with more than LONG_ROW_TOKENS · attended [1]: positions that all of them attend to, at most.
     """
 
     input_ids: Tensor  # [T] int64
@@ -76,7 +77,8 @@ class HostBatch:
     paged_tokens: IntArray
     paged_rows: IntArray
     paged_contexts: IntArray
-    long_rows: list[int]
+    has_long_rows: bool
+    attended: LongArray
 
     def group_of(self, layer: int) -> tuple[GroupBatch, int]:
         """A layer's KV group, and its place among the group's layers."""
@@ -111,7 +113,7 @@ def build_batch(
     contexts = (first + num_new).astype(np.int32)
     num_blocks = -(-int(contexts.max()) // block_tokens)
     num_tokens = int(num_new.sum())
-    long_rows: list[int] = []
+    has_long_rows = False
     if num_tokens == num_rows:
         starts = rows = np.arange(num_rows, dtype=np.int32)
         positions = first.astype(np.int64)
@@ -122,7 +124,7 @@ def build_batch(
         rows = np.repeat(np.arange(num_rows, dtype=np.int32), num_new)
         positions = np.arange(num_tokens, dtype=np.int64) + (first - starts).astype(np.int64)[rows]
         is_long = num_new > LONG_ROW_TOKENS
-        long_rows = np.flatnonzero(is_long).tolist()
+        has_long_rows = bool(is_long.any())
         paged_tokens = np.flatnonzero(~is_long[rows]).astype(np.int32)
         paged_rows = rows[paged_tokens]
         paged_contexts = (positions[paged_tokens] + 1).astype(np.int32)
@@ -152,5 +154,6 @@ def build_batch(
         paged_tokens=paged_tokens,
         paged_rows=paged_rows,
         paged_contexts=paged_contexts,
-        long_rows=long_rows,
+        has_long_rows=has_long_rows,
+        attended=np.array([num_new.astype(np.int64) @ contexts]),
     )

@@ -1,5 +1,5 @@
-"""The arrays a decode step is computed from. They stay where they are, so that recorded steps can count on them, and are filled
-from the sequence table by kernels whose calls are laid out once for each table.
+"""The arrays a recorded step is computed from. They stay where they are, so that programs can count on them, and are filled from
+the sequence table by kernels whose calls are laid out once for each table.
 
 Shapes: R rows, T tokens (R and padding), B blocks of the longest context a model may have.
 """
@@ -16,8 +16,8 @@ import torch
 
 from engine import ops
 from engine.contracts import BatchPlan, FloatArray, IntArray, SequenceTable
-from engine.kernels.reference_inputs import APART, GREEDY, NUM_COUNTS, ROWS
-from engine.steps.forward_batch import GroupBatch, GroupMemory, HostBatch, padded_rows
+from engine.kernels.reference_inputs import APART, ATTENDED, GREEDY, NUM_COUNTS, ROWS, TOKENS
+from engine.steps.forward_batch import LONG_ROW_TOKENS, GroupBatch, GroupMemory, HostBatch, padded_rows
 from engine.steps.program import Call
 from engine.steps.replay import Replay
 
@@ -38,33 +38,43 @@ class Settings:
         return tuple(column[:num_rows] for column in every)
 
 
-class DecodeInputs:
-    """Of steps in which every row has one new token, for max_rows rows; the first of each array are a smaller step's, and padding.
+class StepInputs:
+    """Of steps of up to max_rows rows and max_tokens tokens, or as many tokens as rows; the first of each array are a smaller
+    step's, and padding.
 
     settings: of the rows of the latest step."""
 
     def __init__(
-        self, memory: Sequence[GroupMemory], layer_places: Sequence[tuple[int, int]], max_rows: int, max_blocks: int, padded: bool
+        self,
+        memory: Sequence[GroupMemory],
+        layer_places: Sequence[tuple[int, int]],
+        max_rows: int,
+        max_tokens: int,
+        max_blocks: int,
+        padded: bool,
     ) -> None:
         self._layer_places, self._padded = layer_places, padded
         self._block_tokens = memory[0].kv.shape[4]
         max_rows = self.recorded_rows(max_rows)
-        self._rows = np.arange(max_rows, dtype=np.int32)
-        self._ones = np.ones(max_rows, np.int32)
+        max_tokens = max(max_rows, max_tokens)
         self._counts = np.zeros(NUM_COUNTS, np.int64)
-        self._slots, self._computed = np.zeros(max_rows, np.int32), np.zeros(max_rows, np.int32)
-        self._contexts = np.zeros(max_rows, np.int32)
-        self._input_ids = np.zeros(max_rows, np.int64)  # padding has some row's of an earlier step, as it has a position
+        # of rows
+        self._slots, self._computed, self._num_new = (np.zeros(max_rows, np.int32) for _ in range(3))
+        self._starts, self._contexts = np.zeros(max_rows, np.int32), np.zeros(max_rows, np.int32)
         floats, ints, keys = (np.zeros((2, max_rows), kind) for kind in (np.float32, np.int32, np.uint32))
         self.settings = Settings(floats[0], floats[1], ints[0], np.zeros(max_rows, np.float32), keys[0], keys[1])
-        self._turns = {own.rotary: torch.zeros(max_rows, 2 * len(own.rotary.inv_freq)) for own in memory}
+        # of tokens; padding has some earlier step's id, and its position
+        self._tokens = np.arange(max_tokens, dtype=np.int32)
+        self._input_ids = np.zeros(max_tokens, np.int64)
+        self._positions, self._paged_rows, self._paged_contexts = (np.zeros(max_tokens, np.int32) for _ in range(3))
+        self._turns = {own.rotary: torch.zeros(max_tokens, 2 * len(own.rotary.inv_freq)) for own in memory}
         self._groups = [
             GroupBatch(
                 own.kv,
                 own.kv_flat,
                 own.window_tokens,
                 np.zeros((max_rows, max_blocks), np.int32),  # pages that no step touches take no memory
-                np.full(max_rows, -1, np.int64),
+                np.full(max_tokens, -1, np.int64),
                 self._turns[own.rotary],
                 own.scales,
             )
@@ -73,47 +83,48 @@ class DecodeInputs:
         self._filling: tuple[SequenceTable, Replay] | None = None
 
     def recorded_rows(self, num_rows: int) -> int:
-        """Rows of the program that computes a step of num_rows: the last ones are padding, which stores nothing and attends to
-        nothing. oneDNN wants few row counts anyway."""
+        """Rows of the program that computes a decode step of num_rows: the last ones are padding, which stores nothing and attends
+        to nothing. oneDNN wants few row counts anyway."""
         return padded_rows(num_rows) if self._padded else num_rows
 
-    def batch(self, num_rows: int) -> HostBatch:
-        """A program of num_rows, padding included, as views; what it recorded first, turns positions."""
+    def batch(self, num_tokens: int, with_long_rows: bool) -> HostBatch:
+        """A program of num_tokens, padding included, as views; what it recorded first, turns positions."""
         for rotary, turns in self._turns.items():
-            ops.rotary_turns(rotary, self._computed[:num_rows], turns[:num_rows])
+            ops.rotary_turns(rotary, self._positions[:num_tokens], turns[:num_tokens])
         groups = [
             GroupBatch(
                 own.kv,
                 own.kv_flat,
                 own.window_tokens,
-                own.block_table[:num_rows],
-                own.slots[:num_rows],
-                own.cos_sin[:num_rows],
+                own.block_table,
+                own.slots[:num_tokens],
+                own.cos_sin[:num_tokens],
                 own.scales,
             )
             for own in self._groups
         ]
-        rows, contexts = self._rows[:num_rows], self._contexts[:num_rows]
         return HostBatch(
-            input_ids=torch.from_numpy(self._input_ids[:num_rows]),
-            num_tokens=num_rows,
+            input_ids=torch.from_numpy(self._input_ids[:num_tokens]),
+            num_tokens=num_tokens,
             groups=groups,
             layer_places=self._layer_places,
-            starts=rows,
-            num_new=self._ones[:num_rows],
-            contexts=contexts,
-            paged_tokens=rows,
-            paged_rows=rows,
-            paged_contexts=contexts,
-            long_rows=[],
+            starts=self._starts,
+            num_new=self._num_new,
+            contexts=self._contexts,
+            paged_tokens=self._tokens[:num_tokens],
+            paged_rows=self._paged_rows[:num_tokens],
+            paged_contexts=self._paged_contexts[:num_tokens],
+            has_long_rows=with_long_rows,
+            attended=self._counts[ATTENDED : ATTENDED + 1],
         )
 
     def fill(self, plan: BatchPlan, table: SequenceTable) -> None:
-        """Takes in a step, and makes padding of all rows behind it."""
+        """Takes in a step, and makes padding of all rows and tokens behind it."""
         num_rows = len(plan.slots)
-        self._counts[ROWS] = num_rows
+        self._counts[ROWS], self._counts[TOKENS] = num_rows, plan.num_new.sum()
         self._slots[:num_rows] = plan.slots
         self._computed[:num_rows] = plan.num_computed
+        self._num_new[:num_rows], self._num_new[num_rows:] = plan.num_new, 0
         if self._filling is None or self._filling[0] is not table:
             self._filling = table, self._fill_from(table)
         self._filling[1].run()
@@ -133,11 +144,14 @@ class DecodeInputs:
         return not self._counts[APART]
 
     def _fill_from(self, table: SequenceTable) -> Replay:
-        kernels, rows, own = ops.input_kernels(), (self._counts, self._slots, self._computed), self.settings
-        calls = [Call(kernels.decode_rows, (*rows, table.tokens, self._input_ids, self._contexts))]
+        kernels, own = ops.input_kernels(), self.settings
+        counts, slots, computed, contexts = self._counts, self._slots, self._computed, self._contexts
+        rows, tokens = (counts, slots, computed), (self._positions, self._paged_rows)
+        begun = (table.tokens, self._input_ids, self._positions, self._starts, contexts, self._paged_rows, self._paged_contexts)
+        calls = [Call(kernels.step_tokens, (*rows, self._num_new, LONG_ROW_TOKENS, *begun))]
         for group, block_tables in zip(self._groups, table.block_tables, strict=True):
             to = (group.block_table, group.slots)
-            calls.append(Call(kernels.decode_blocks, (*rows, block_tables, self._block_tokens, *to)))
+            calls.append(Call(kernels.step_blocks, (counts, slots, contexts, *tokens, block_tables, self._block_tokens, *to)))
         columns = (
             *(table.temperature, table.top_p, table.top_k, table.min_p, table.seed),
             *(table.num_logprobs, table.min_tokens_until, table.edits_logits, table.prompt_logprobs),

@@ -1,7 +1,7 @@
-"""Recording a decode step: its kernel calls with their arguments, as it runs for the first time.
+"""Recording a step: its kernel calls with their arguments, as it runs for the first time.
 
 With engine/steps/replay.py, which makes the calls again, the counterpart of a CUDA graph. A program holds addresses: of weights, of
-the KV arena, of the model's input arrays (engine/steps/decode.py) and of intermediate results. While a step is recorded,
+the KV arena, of the model's input arrays (engine/steps/inputs.py) and of intermediate results. While a step is recorded,
 engine/ops.py has the recorder make its calls and takes memory for results from it; what a model does besides, with torch itself, is
 noticed and makes the recording worthless.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,12 +73,13 @@ class Call:
 
 
 class Recorder:
-    """Makes the calls of a step and keeps them. missed: what was computed beside them, so that they are not the whole step."""
+    """Makes the calls of a step and keeps them. missed: what was computed beside them, so that they are not the whole step.
+    watches: whether that is looked for, which takes a third as long as recording does."""
 
-    def __init__(self, scratch: Scratch) -> None:
+    def __init__(self, scratch: Scratch, watches: bool = True) -> None:
         self.calls: list[Call] = []
         self.missed = ""
-        self._scratch = scratch
+        self._scratch, self._watches = scratch, watches
         self._calling = False
         self.thread = threading.get_ident()  # a first step may be running beside it, in another
 
@@ -94,9 +95,9 @@ class Recorder:
             self._calling = False
         self.calls.append(Call(kernel, args))
 
-    def watch(self) -> TorchFunctionMode:
+    def watch(self) -> AbstractContextManager[Any]:
         """While entered, computations of torch that are not part of a call are noticed."""
-        return _Watch(self)
+        return _Watch(self) if self._watches else nullcontext()
 
     def notice(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         if not self._calling and not _computes_nothing(function.__name__, args):

@@ -1,4 +1,4 @@
-"""Running a recorded decode step again.
+"""Running a recorded step again.
 
 Calls of compiled kernels that follow one another are laid out once and then made without Python between them
 (engine/kernels/native.py); what torch computes is called in its place.
@@ -143,10 +143,18 @@ class Drawing(Replay):
 
 
 class StepProgram(Replay):
-    """calls leave the normed hidden states [T, width] and the logits [T, V]. drawings: of tokens from these logits, by number of
-    rows and whether all of them are greedy."""
+    """calls leave the normed hidden states [T, width]."""
+
+    def __init__(self, calls: Sequence[Call], hidden: Tensor) -> None:
+        super().__init__(calls)
+        self.hidden = hidden.view(hidden.shape)
+
+
+class DecodeProgram(StepProgram):
+    """calls leave the logits [T, V] as well. drawings: of tokens from these, by number of rows and whether all of them are
+    greedy."""
 
     def __init__(self, calls: Sequence[Call], hidden: Tensor, logits: Tensor) -> None:
-        super().__init__(calls)
-        self.hidden, self.logits = hidden.view(hidden.shape), logits.view(logits.shape)
+        super().__init__(calls, hidden)
+        self.logits = logits.view(logits.shape)
         self.drawings: dict[tuple[int, bool], Drawing] = {}

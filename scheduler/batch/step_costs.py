@@ -16,6 +16,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from operator import itemgetter
 
 _NEWEST = 0.2  # weight of a new measurement
@@ -27,13 +28,15 @@ _FORGOTTEN = 250  # measurements after its last: seconds, while several models a
 _ROOM = 1.2  # from one class to the next cost grows by no more, or a first step did not tell it
 
 
-def class_tokens(num_tokens: int) -> int:
-    """The largest step of num_tokens' class."""
-    step = 1 << max(0, (num_tokens - 1).bit_length() - 3)
+def class_tokens(num_tokens: int, least_step: int = 1) -> int:
+    """The largest step of num_tokens' class. least_step: from one class to the next."""
+    step = max(least_step, 1 << max(0, (num_tokens - 1).bit_length() - 3))
     return -(-num_tokens // step) * step
 
 
-_CLASSES = sorted({class_tokens(tokens) for tokens in range(1, 1 << 15)})
+@cache
+def _classes(least_step: int) -> list[int]:
+    return sorted({class_tokens(tokens, least_step) for tokens in range(1, 1 << 15)})
 
 
 @dataclass(slots=True)
@@ -48,9 +51,10 @@ class _Class:
 
 class StepCosts:
     """Of one model on one device. Times are device seconds, measured by the caller; contexts are any num_contexts numbers that cost
-    grows with (positions read, queries times positions)."""
+    grows with (positions read, queries times positions). least_step: tokens from one class to the next, at least."""
 
-    def __init__(self, num_contexts: int = 0) -> None:
+    def __init__(self, num_contexts: int = 0, least_step: int = 1) -> None:
+        self._least_step, self._all_classes = least_step, _classes(least_step)
         self._classes: dict[int, _Class] = {}
         self._num = 0  # measurements
         self._curve: list[tuple[int, float]] | None = []  # (tokens, seconds without contexts) in order; None: to be made again
@@ -60,18 +64,18 @@ class StepCosts:
         self._drift = 1.0  # what the latest steps took, over what was known of them
 
     @classmethod
-    def known(cls, seconds: Callable[[int], float], each_s: Sequence[float] = ()) -> StepCosts:
+    def known(cls, seconds: Callable[[int], float], each_s: Sequence[float] = (), least_step: int = 1) -> StepCosts:
         """As if all sizes had been seen: seconds(tokens) without contexts, each_s of them. For simulations."""
-        costs = cls(len(each_s))
+        costs = cls(len(each_s), least_step)
         costs._each_s = list(each_s)
         nothing = [0.0] * len(each_s)
-        costs._classes = {tokens: _Class(2, nothing, seconds(tokens), 0) for tokens in _CLASSES}
+        costs._classes = {tokens: _Class(2, nothing, seconds(tokens), 0) for tokens in costs._all_classes}
         costs._curve = None
         return costs
 
     def note(self, num_tokens: int, seconds: float, contexts: Sequence[float] = ()) -> None:
         """A step of num_tokens > 0 took `seconds`."""
-        at = class_tokens(num_tokens)
+        at = self.filled(num_tokens)
         known = self._classes.get(at)
         self._curve = None
         self._num += 1
@@ -134,15 +138,20 @@ class StepCosts:
             if len(curve) == 1 and dearest <= seconds / _ROOM:
                 tried = 2 * largest
             elif one_more and dearest <= seconds:
-                tried = class_tokens(largest + 1)
+                tried = self.filled(largest + 1)
 
         def too_dear(tokens: int) -> bool:
             return tokens > tried and self._base_s(curve, tokens) + self._contexts_s(contexts_of(tokens)) > seconds
 
         if not too_dear(most):
             return most
-        at = bisect_right(_CLASSES, False, hi=bisect_right(_CLASSES, most - 1), key=too_dear)
-        return _CLASSES[at - 1] if at else 0
+        classes = self._all_classes
+        at = bisect_right(classes, False, hi=bisect_right(classes, most - 1), key=too_dear)
+        return classes[at - 1] if at else 0
+
+    def filled(self, num_tokens: int) -> int:
+        """The largest step that costs what one of num_tokens does."""
+        return class_tokens(num_tokens, self._least_step)
 
     def _forget(self) -> None:
         """The classes of long ago, but for the smallest: what a step takes at least is asked for all the time."""
@@ -168,7 +177,7 @@ class StepCosts:
         return sum(one * context for one, context in zip(self._each_s, contexts, strict=False))
 
     def _base_s(self, curve: list[tuple[int, float]], num_tokens: int) -> float:
-        num_tokens = class_tokens(num_tokens)
+        num_tokens = self.filled(num_tokens)
         at = bisect_left(curve, num_tokens, key=itemgetter(0))
         if at == 0:
             return curve[0][1]
@@ -197,7 +206,7 @@ class StepCosts:
             seconds = max(0.0, known.seconds - self._contexts_s(known.contexts))
             if known.num == 1 and found:
                 below, low = found[-1]
-                classes_apart = bisect_left(_CLASSES, at) - bisect_left(_CLASSES, below)
+                classes_apart = bisect_left(self._all_classes, at) - bisect_left(self._all_classes, below)
                 seconds = min(seconds, low * _ROOM**classes_apart)
             found.append((at, seconds))
         return found

@@ -24,6 +24,7 @@ from scheduler.batch.tenant_time import TenantLoad
 NEARLY_FREE = 1.25
 LEAST_CHUNK_TOKENS = 8  # of a prompt in one step: smaller chunks would cost a multiple of the prompt's time
 SMALL_CHUNK_TOKENS = 16  # with the rows beside it
+CHUNK_STEP_TOKENS = 16  # steps with chunks are computed in whole tiles of so many tokens: those in between cost as much
 MOST_TURNS = 4  # pooled in one step: its own streams have their next tokens no sooner
 
 
@@ -47,7 +48,7 @@ class StepLimits:
     turn_s: float
     stretch: float
     decoding: StepCosts = field(default_factory=lambda: StepCosts(1))
-    prompting: StepCosts = field(default_factory=lambda: StepCosts(3))
+    prompting: StepCosts = field(default_factory=lambda: StepCosts(3, CHUNK_STEP_TOKENS))
 
     def note(self, plan: BatchPlan, seconds: float) -> None:
         """A step took `seconds` of the device."""

@@ -68,13 +68,13 @@ class StepRoom:
 
     def take(self, num_computed: int, wanted: int) -> int:
         """Tokens for a prompt of which num_computed are stored; 0: the step is full, which it is once one got less than wanted.
-        Where there is no room, the first gets LEAST_CHUNK_TOKENS: prompts go on, if slowly."""
+        Where there is no room, the first gets LEAST_CHUNK_TOKENS, and what costs no more: prompts go on, if slowly."""
         most = min(wanted, self._left)
         if most <= 0:
             return 0
         num = most
         if self._longest_s is not None:
-            num = max(self._within(num_computed, most, self._longest_s), 0 if self._taken else min(most, LEAST_CHUNK_TOKENS))
+            num = max(self._within(num_computed, most, self._longest_s), 0 if self._taken else min(most, self._least_chunk()))
         if self._turns and num < wanted:
             self.backlogged = True
         self._contexts = self._with(num_computed, num)
@@ -82,6 +82,10 @@ class StepRoom:
         self._left = self._left - num if num == wanted else 0
         self._taken = True
         return num
+
+    def _least_chunk(self) -> int:
+        assert self._limits is not None
+        return self._limits.prompting.filled(self._tokens + LEAST_CHUNK_TOKENS) - self._tokens
 
     def _within(self, num_computed: int, most: int, longest_s: float) -> int:
         """Tokens of a prompt of which num_computed are stored, `most` at most, that a step of longest_s has room for."""

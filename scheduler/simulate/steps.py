@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from scheduler.batch.step_costs import StepCosts
-from scheduler.batch.step_limits import LEAST_CHUNK_TOKENS, StepLimits
+from scheduler.batch.step_limits import CHUNK_STEP_TOKENS, LEAST_CHUNK_TOKENS, StepLimits
 from scheduler.batch.tenant_time import TenantLoad
 
 _CONTEXT = 1.0  # of every sequence, so that a step's context is how many sequences decode in it
@@ -54,7 +54,7 @@ class ModelSteps:
             settings.turn_s,
             settings.stretch,
             StepCosts.known(seconds.of),
-            StepCosts.known(lambda tokens: seconds.of(0, tokens), (beyond_token_s, 0.0, 0.0)),
+            StepCosts.known(lambda tokens: seconds.of(0, tokens), (beyond_token_s, 0.0, 0.0), CHUNK_STEP_TOKENS),
         )
         self._max_rows: dict[int, int] = {}  # by turns
         self._rows_beside_prompt: dict[tuple[int, int], int] = {}  # by turns and rows

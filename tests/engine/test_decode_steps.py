@@ -18,7 +18,7 @@ from engine.hosted_model import TorchModel
 from engine.kernels import reference
 from engine.model_runner import TorchRunner
 from engine.protocol import SamplingParams
-from engine.steps import decode
+from engine.steps import recorded as recorded_steps
 from engine.steps.forward_batch import ForwardBatch
 from engine.steps.program import Scratch
 from loader import sizing
@@ -69,7 +69,7 @@ def load_both(runner: TorchRunner, folder: Path, dtype: str, quantize: str = "")
 
 
 def programs(model: TorchModel) -> set[int]:
-    return set(model._decode_steps.programs)
+    return set(model._steps.decodes)
 
 
 def filled(model: TorchModel) -> SequenceTable:
@@ -155,7 +155,7 @@ def test_tokens_are_those_of_steps_that_are_not_recorded(
     wanted = list(drawn(plain, table_of(plain), positions()))
     for _ in range(2):  # recorded, then run again from another table
         assert list(drawn(recorded, table_of(recorded), positions())) == wanted
-    drawings = [key for program in recorded._decode_steps.programs.values() for key in program.drawings]
+    drawings = [key for program in recorded._steps.decodes.values() for key in program.drawings]
     assert {num_rows for num_rows, _ in drawings} == {1, 2, 12, 17}
     assert {greedy for _, greedy in drawings} == {"greedy": {True}, "drawn": {False}, "mixed": {True, False}}[temperatures]
     made = []
@@ -170,7 +170,7 @@ def test_what_torch_draws_is_not_taken_for_recorded(runner: TorchRunner, tmp_pat
     model = load(runner, tmp_path, "float32", max_sequences=SLOTS)
     table = filled(model)
     likeliest = [int(row.argmax()) for row in model.logits(plan((0, 20, 1), (1, 21, 1)), table)]
-    monkeypatch.setattr(decode.ops, "greedy", reference_greedy)
+    monkeypatch.setattr(recorded_steps.ops, "greedy", reference_greedy)
     for _ in range(3):
         assert model.execute(plan((0, 20, 1), (1, 21, 1)), table).ids.tolist() == likeliest
         table.tokens[:, 20:22] = np.random.default_rng(5).integers(2, 211, (SLOTS, 2))
@@ -192,7 +192,7 @@ def test_all_that_may_run_are_recorded_within_the_memory_they_may_take(runner: T
     for num in (21, 9):
         model.logits(plan(*((slot, at[slot], 1) for slot in range(num) if slot != 5), (5, at[5], 1)), table)
     assert programs(model) == {16, 24}
-    assert 0 < scratch.most_bytes <= sizing.recorded_bytes(model.shape, "bfloat16", 21)
+    assert 0 < scratch.most_bytes <= sizing.recorded_bytes(model.shape, "bfloat16", 21, 512)
     model.release()
 
 
@@ -228,7 +228,7 @@ def test_a_model_that_comes_back_still_has_its_steps(runner: TorchRunner, tmp_pa
 
     model = again()
     wanted = list(steps(model, filled(model), positions()))
-    recorded = dict(model._decode_steps.programs)
+    recorded = dict(model._steps.decodes)
     model.release()
     table = make_table(SLOTS, 48, model.kv_groups)
     for step in (model.execute, model.logits):
@@ -239,7 +239,7 @@ def test_a_model_that_comes_back_still_has_its_steps(runner: TorchRunner, tmp_pa
     assert back is model
     assert back._eos_token_ids == [7]
     assert all(np.array_equal(*pair) for pair in zip(steps(back, filled(back), positions()), wanted, strict=True))
-    assert back._decode_steps.programs == recorded
+    assert back._steps.decodes == recorded
     back.release()
 
     other = again(max_len=64)  # its arrays have another shape

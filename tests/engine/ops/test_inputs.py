@@ -1,4 +1,4 @@
-"""Inputs of decode steps: the CPU kernels against their twins."""
+"""Inputs of recorded steps: the CPU kernels against their twins."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from engine.kernels import reference_inputs
-from engine.kernels.reference_inputs import APART, GREEDY, NUM_COUNTS, ROWS
+from engine.kernels.reference_inputs import APART, ATTENDED, GREEDY, NUM_COUNTS, ROWS, TOKENS
 
 pytest.importorskip("numba")
-SLOTS, LENGTH, MAX_ROWS = 30, 200, 24
+SLOTS, LENGTH, MAX_ROWS, MAX_TOKENS = 30, 200, 24, 300
 
 
 def step(seed: int) -> tuple[np.random.Generator, np.ndarray, np.ndarray, np.ndarray]:
@@ -20,7 +20,7 @@ def step(seed: int) -> tuple[np.random.Generator, np.ndarray, np.ndarray, np.nda
     generator = np.random.default_rng(seed)
     num_rows = int(generator.integers(1, MAX_ROWS + 1))
     counts = np.array([num_rows, *generator.integers(0, 99, NUM_COUNTS - 1)], np.int64)
-    assert ROWS == 0
+    assert (ROWS, TOKENS) == (0, 1)
     slots = generator.permutation(SLOTS)[:MAX_ROWS].astype(np.int32)
     return generator, counts, slots, generator.integers(0, LENGTH, MAX_ROWS).astype(np.int32)
 
@@ -35,28 +35,63 @@ def both(name: str, given: tuple[Any, ...], *out: np.ndarray) -> list[tuple[np.n
     return list(zip(*copies, strict=True))
 
 
+def chunks(generator: np.random.Generator, counts: np.ndarray, computed: np.ndarray, decode: bool) -> np.ndarray:
+    """The new tokens of each row, and counts[TOKENS]; no row becomes longer than a sequence may be."""
+    num_new = np.ones(MAX_ROWS, np.int32)
+    if not decode:
+        some = generator.random(MAX_ROWS) < 0.4
+        num_new[some] = np.minimum(generator.integers(1, 40, some.sum()), LENGTH - computed[some])
+        while num_new[: counts[ROWS]].sum() > MAX_TOKENS:
+            num_new[num_new.argmax()] = 1
+    counts[TOKENS] = num_new[: counts[ROWS]].sum()
+    return num_new
+
+
+@pytest.mark.parametrize("decode", [True, False], ids=["decode", "chunks"])
 @pytest.mark.parametrize("seed", range(20))
-def test_rows_and_their_blocks(seed: int) -> None:
+def test_tokens_and_their_blocks(seed: int, decode: bool) -> None:
     generator, counts, slots, computed = step(seed)
-    num_rows = counts[ROWS]
+    num_new = chunks(generator, counts, computed, decode)
+    num_rows, num_tokens = counts[ROWS], counts[TOKENS]
     tokens = generator.integers(0, 1000, (SLOTS, LENGTH)).astype(np.int32)
-    left = generator.integers(0, 99, MAX_ROWS)
-    ids, contexts = both("decode_rows", (counts, slots, computed, tokens), left, left.astype(np.int32))
-    assert np.array_equal(*ids)
-    assert np.array_equal(ids[0][:num_rows], tokens[slots[:num_rows], computed[:num_rows]])
-    assert np.array_equal(*contexts)
-    assert contexts[0][num_rows:].tolist() == [0] * (MAX_ROWS - num_rows), "padding attends to nothing"
+    left = generator.integers(0, 99, MAX_TOKENS).astype(np.int32)
+    out = (left.astype(np.int64), left, left[:MAX_ROWS], left[:MAX_ROWS], left, left)
+    counted = []
+    for module in (pytest.importorskip("engine.kernels.cpu_inputs"), reference_inputs):
+        own = counts.copy(), *(array.copy() for array in out)
+        module.step_tokens(own[0], slots, computed, num_new, 16, tokens, *own[1:])
+        counted.append(own)
+    for kernel, twin in zip(*counted, strict=True):
+        assert np.array_equal(kernel, twin)
+    after, ids, positions, starts, contexts, rows, paged = counted[0]
+    at = attended = 0
+    for row in range(num_rows):
+        new, first = int(num_new[row]), int(computed[row])
+        of_row = slice(at, at + new)
+        assert (starts[row], contexts[row]) == (at, first + new)
+        assert positions[of_row].tolist() == list(range(first, first + new))
+        assert ids[of_row].tolist() == tokens[slots[row], first : first + new].tolist()
+        assert rows[of_row].tolist() == [row] * new
+        assert paged[of_row].tolist() == ([-1] * new if new > 16 else list(range(first + 1, first + new + 1)))
+        at, attended = at + new, attended + new * (first + new)
+    assert after[ATTENDED] == attended
+    assert not paged[num_tokens:].any(), "padding attends to nothing"
+    assert not rows[num_tokens:].any()
+
     block_tokens = int(generator.integers(1, 33))
     tables = generator.integers(-1, 1 << 20, (SLOTS, LENGTH // block_tokens + 1)).astype(np.int32)
     kept = np.full((MAX_ROWS, tables.shape[1] + 3), -7, np.int32)
-    block_table, places = both("decode_blocks", (counts, slots, computed, tables, block_tokens), kept, left.astype(np.int64))
+    given = (counts, slots, contexts, positions, rows, tables, block_tokens)
+    block_table, places = both("step_blocks", given, kept, left.astype(np.int64))
     assert np.array_equal(*places)
-    assert (places[0][num_rows:] == -1).all(), "padding stores nothing"
+    assert (places[0][num_tokens:] == -1).all(), "padding stores nothing"
     for row in range(num_rows):
-        own = computed[row] // block_tokens + 1
+        own_blocks = -(-int(contexts[row]) // block_tokens)
         for table in block_table:
-            assert np.array_equal(table[row, :own], tables[slots[row], :own])
-        assert places[0][row] == int(tables[slots[row], own - 1]) * block_tokens + computed[row] % block_tokens
+            assert np.array_equal(table[row, :own_blocks], tables[slots[row], :own_blocks])
+    for token in range(num_tokens):
+        block = int(tables[slots[rows[token]], positions[token] // block_tokens])
+        assert places[0][token] == block * block_tokens + positions[token] % block_tokens
 
 
 @pytest.mark.parametrize("seed", range(20))

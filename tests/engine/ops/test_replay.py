@@ -7,7 +7,7 @@ import torch
 
 from engine import ops
 from engine.steps.program import Recorder, Scratch, call, recording
-from engine.steps.replay import StepProgram
+from engine.steps.replay import DecodeProgram
 from tests.engine.ops.test_layers import HEAD_DIM, HEADS, KV_HEADS, make_batch
 from tests.engine.ops.twins import random, share_everything
 
@@ -36,10 +36,10 @@ def test_attention_is_shared_as_soon_as_contexts_are_long(
         call(first.view(first.shape).add_, second.view(second.shape))  # torch, between kernels
         out = ops.silu_and_mul(first)
     assert not recorder.missed
-    program = StepProgram(recorder.calls, first, out)
+    program = DecodeProgram(recorder.calls, first, out)
     attention, arguments = recorder.calls[0].kernel, recorder.calls[0].args
     for contexts, is_shared in (((100, 15), True), ((7, 15), False), ((3, 9), False), ((80, 2), True)):
-        batch.paged_contexts[:] = contexts
+        batch.paged_contexts[:], batch.attended[:] = contexts, sum(contexts)
         assert attention.is_shared(arguments) == (is_shared and threads == 2)  # type: ignore[attr-defined]
         program.run()
         assert torch.equal(program.logits, attend()), contexts
@@ -52,7 +52,7 @@ def test_each_call_has_its_seconds_once_they_are_wanted(dtype: torch.dtype) -> N
         ops.rms_norm(small, weight, 1e-5)
         normed = ops.rms_norm(large, weight, 1e-5)
         call(normed.view(normed.shape).mul_, 2.0)
-    program = StepProgram(recorder.calls, normed, normed)
+    program = DecodeProgram(recorder.calls, normed, normed)
     program.run()
     assert program.seconds is None
     program.watch()

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from scheduler.batch.plan import BatchPlan
-from scheduler.batch.step_limits import StepLimits
+from scheduler.batch.step_costs import class_tokens
+from scheduler.batch.step_limits import CHUNK_STEP_TOKENS, StepLimits
 from scheduler.batch.step_room import LEAST_CHUNK_TOKENS, StepRoom
 from scheduler.batch.tenant_time import TenantLoad
 from tests.scheduler.batch.fake_model import Harness, Params
@@ -110,7 +111,7 @@ def test_while_others_wait_batch_and_chunk_keep_within_a_turn() -> None:
     assert limits.max_rows(6, 100.0) == 6
     assert device_s(20 + chunk_of(limits, 20, turns=1)) <= 0.010 + 1e-9
     assert 32 <= chunk_of(limits, 0, turns=1) <= 56
-    assert chunk_of(limits, 200, turns=1) == LEAST_CHUNK_TOKENS
+    assert chunk_of(limits, 200, turns=1) == 24, "the smallest, and what costs no more: steps of 208 and 224 tokens are one class"
 
 
 def test_a_busy_model_finds_its_batch_from_one_row_on_though_a_turn_hardly_holds_one() -> None:
@@ -127,15 +128,19 @@ def chunks_are_dear(turn_s: float) -> StepLimits:
     for _ in range(20):
         for rows in (1, 8, 16, 32, 64):
             limits.note(plan_of(rows), device_s(rows))
-            limits.note(plan_of(rows, 8), 0.004 + device_s(rows + 8, 8 * 4.0))
+            limits.note(plan_of(rows, 8), chunk_step_s(rows + 8))
     return limits
+
+
+def chunk_step_s(num_tokens: int) -> float:
+    return 0.004 + device_s(class_tokens(num_tokens, CHUNK_STEP_TOKENS))
 
 
 def test_rows_leave_room_for_a_prompts_smallest_chunk() -> None:
     limits = chunks_are_dear(0.012)
     assert limits.max_rows(64, 100.0) == 64
     rows = limits.rows_beside_prompt(64, 100.0, 1)
-    assert 0.9 * 0.012 <= 0.004 + device_s(rows + LEAST_CHUNK_TOKENS) <= 1.05 * 0.012
+    assert 0.9 * 0.012 <= chunk_step_s(rows + LEAST_CHUNK_TOKENS) <= 1.05 * 0.012
     assert limits.rows_beside_prompt(64, 100.0, 2) == 64
     assert limits.rows_beside_prompt(4, 100.0, 1) == 4, "no more than there are"
     assert limits.rows_beside_prompt(64, 100.0, 0) == 64, "alone there are no turns"
@@ -157,7 +162,7 @@ def test_a_step_with_a_chunk_keeps_within_the_turn_that_its_rows_alone_would_fil
     chunked = [plan for plan in plans if plan.num_new.max() > 1]
     assert [int(plan.num_new.max()) for plan in chunked] == [8, 8, 8, 6], "the prompt goes on"
     for plan in chunked:
-        assert 0.004 + device_s(int(plan.num_new.sum())) <= 1.05 * 0.012, "with all rows it were 13.8 ms"
+        assert chunk_step_s(int(plan.num_new.sum())) <= 1.05 * 0.012, "with all rows it were more"
     assert len(plans[-1].slots) == 41, "rows that a chunk leaves no room for are put by, not queued"
     ran = np.bincount(np.concatenate([plan.slots for plan in chunked]), minlength=40)[:40]
     assert ran.max() - ran.min() <= 1, "by turns"
@@ -196,7 +201,7 @@ def test_where_any_chunk_is_dear_it_may_as_well_be_larger() -> None:
     for _ in range(20):
         limits.note(plan_of(1), device_s(1))
         for chunk in (8, 16, 32, 128):
-            limits.note(plan_of(1, chunk), 0.006 + device_s(1 + chunk))
+            limits.note(plan_of(1, chunk), 0.002 + chunk_step_s(1 + chunk))
     assert 24 <= chunk_of(limits, 1, turns=1) <= 40  # 15 ms, in place of 12 for 8
     assert limits.longest_s([TenantLoad(1, 1)], 100.0, 1) <= 2 * 0.010
     only_long = StepLimits(0.010, 2.0)

@@ -1,0 +1,150 @@
+"""Recorded steps with chunks of prompts compute what steps that are made call by call do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine import hosted_model
+from engine.contracts import SequenceTable
+from engine.hosted_model import TorchModel
+from engine.model_runner import TorchRunner
+from engine.steps.program import Scratch
+from loader import sizing
+from loader.sizing import recorded_tokens
+from tests.engine.model_bench import (
+    CASES,
+    forget_behind_windows,
+    load,
+    make_checkpoint,
+    make_memory,
+    make_runner,
+    make_table,
+    plan,
+    put,
+)
+
+SLOTS, LENGTH = 12, 128
+TOKENS = np.random.default_rng(4).integers(2, 211, (SLOTS, LENGTH)).tolist()
+FAMILIES = ["llama-biases-linear", "qwen3-tied-biases", "mistral-window", "phi3-partial-window", "gemma2", "gemma3"]
+# (slot, first position, tokens), and which rows sample. Chunks of up to 16 tokens attend token by token, longer ones as a whole.
+STEPS = [
+    (((0, 0, 20),), (True,)),
+    (((1, 0, 5), (2, 0, 40), (3, 0, 17)), (True, False, True)),
+    (((0, 20, 1), (1, 5, 1), (2, 40, 16)), (True, True, False)),
+    (((0, 21, 1), (1, 6, 1), (2, 56, 30), (4, 0, 18), (5, 0, 3)), (True, True, True, False, True)),
+    (((0, 22, 1), (2, 86, 1), (4, 18, 1), (5, 3, 2)), (True, True, True, True)),
+    (((0, 23, 1), (2, 87, 1), (4, 19, 100), (6, 0, 90), (7, 0, 33)), (True, True, True, False, True)),  # 226 tokens
+    (((0, 24, 1), (6, 90, 1), (8, 0, 128), (9, 0, 128)), (True, True, True, False)),  # 258: too many to be recorded
+    (((0, 25, 20),), (True,)),  # the first one's size again
+    (((3, 17, 1), (8, 64, 64), (10, 0, 12)), (False, True, True)),
+]
+SIZES = [16, 32, 64, 80, 256]
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[TorchRunner]:
+    pytest.importorskip("numba")
+    memory = make_memory(chunk_bytes=512 << 10)
+    runner = make_runner(memory)
+    runner._kernels.result()
+    yield runner
+    memory.close()
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp(request.param)
+    make_checkpoint(folder, **CASES[request.param])
+    return folder
+
+
+def load_both(runner: TorchRunner, folder: Path, dtype: str, quantize: str = "") -> tuple[TorchModel, TorchModel]:
+    """A model that records its steps, and one that does not."""
+    recorded = load(runner, folder, dtype, max_sequences=SLOTS, quantize=quantize, max_len=LENGTH)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hosted_model, "MAX_RECORDED_ROWS", 0)
+        return recorded, load(runner, folder, dtype, max_sequences=SLOTS, quantize=quantize, max_len=LENGTH)
+
+
+def new_table(model: TorchModel) -> SequenceTable:
+    table = make_table(SLOTS, LENGTH, model.kv_groups)
+    for slot, tokens in enumerate(TOKENS):
+        put(table, slot, tokens)
+    return table
+
+
+def logits(model: TorchModel, table: SequenceTable) -> Iterator[np.ndarray]:
+    for rows, samples in STEPS:
+        for slot, first, _ in rows:
+            forget_behind_windows(model, table, slot, first)
+        yield model.logits(plan(*rows, samples=samples), table)
+
+
+@pytest.mark.parametrize(("dtype", "quantize"), [("float32", ""), ("bfloat16", ""), ("bfloat16", "int8")])
+def test_they_equal_steps_that_are_not_recorded(runner: TorchRunner, folder: Path, dtype: str, quantize: str) -> None:
+    """Padding aside, for which torch may take other products."""
+    recorded, plain = load_both(runner, folder, dtype, quantize)
+    wanted = list(logits(plain, new_table(plain)))
+    tolerance = 1e-4 if dtype == "float32" else 0.06
+    for _ in range(2):  # recorded, then run again from another table
+        for number, (step, other) in enumerate(zip(logits(recorded, new_table(recorded)), wanted, strict=True)):
+            np.testing.assert_allclose(step, other, rtol=tolerance, atol=tolerance, err_msg=f"step {number}")
+    assert sorted(recorded._steps.chunks) == SIZES
+    assert not plain._steps.chunks
+    recorded.release()
+    plain.release()
+
+
+def test_tokens_and_what_is_told_of_a_prompt_are_the_same(runner: TorchRunner, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    told = []
+    for model in load_both(runner, tmp_path, "float32"):
+        table = new_table(model)
+        table.temperature[:], table.seed[:] = 0.8, np.arange(SLOTS)
+        table.prompt_logprobs[2], table.num_prompt[:], table.num_logprobs[2] = True, LENGTH, 2
+        ids = []
+        for _ in range(2):
+            for rows, samples in STEPS:
+                result = model.execute(plan(*rows, samples=samples), table)
+                ids.append((result.ids.tolist(), result.bad.tolist()))
+                of_prompt = [np.array([*each.chosen, *each.top]) for each in result.prompt_logprobs]
+                told.append(of_prompt)
+        told.append(ids)
+        model.release()
+    recorded, plain = told[: len(told) // 2], told[len(told) // 2 :]
+    assert recorded[-1] == plain[-1]
+    assert any(recorded[:-1]), "the prompt in slot 2 asks for it"
+    for one, other in zip(recorded[:-1], plain[:-1], strict=True):
+        assert len(one) == len(other)
+        for values, wanted in zip(one, other, strict=True):
+            np.testing.assert_allclose(values, wanted, rtol=1e-3, atol=1e-3)
+
+
+def test_results_find_room_where_they_are_said_to(runner: TorchRunner, folder: Path) -> None:
+    runner._scratch = scratch = Scratch()
+    model = load(runner, folder, "bfloat16", max_sequences=SLOTS, max_len=LENGTH)
+    model.logits(plan((0, 0, 120), (1, 0, 120)), new_table(model))
+    assert set(model._steps.chunks) == {256}
+    packed = 2 * (260 << 10)  # weights, by two threads
+    assert 0 < scratch.most_bytes <= sizing.recorded_bytes(model.shape, "bfloat16", SLOTS, 512) + packed
+    model.release()
+
+
+def test_a_step_behind_a_gate_or_of_a_dtype_without_kernels_is_not_recorded(runner: TorchRunner, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    model = load(runner, tmp_path, "float16", max_sequences=SLOTS, max_len=LENGTH)
+    steps = list(logits(model, new_table(model)))
+    assert not model._steps.chunks
+    assert all(np.isfinite(step).all() for step in steps)
+    model.release()
+
+
+def test_padding_is_whole_tiles_of_the_matrix_unit() -> None:
+    sizes = [recorded_tokens(n) for n in range(1, 257)]
+    assert all(size >= n and size % 16 == 0 for n, size in enumerate(sizes, 1))
+    assert len(set(sizes)) == 12
+    assert all(recorded_tokens(size) == size for size in sizes)
