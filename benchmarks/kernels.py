@@ -4,8 +4,9 @@ Limits, all of this run: bytes a second of the one-row kernel (ops.linear) over 
 operations a second of `F.linear` at 128 rows. Matrices and caches are views of those 2 GiB, taken in turn, together twice as large
 as the processor's largest cache, so that next to nothing is found there. Rows of `linear` compare ops.linear with `F.linear`; rows
 of `attention` give a decode step's time over that of reading its keys and values at the one-row kernel's rate, mid's and one-b's
-shapes among them; rows of `prefill` compare attention of prompts with torch's over a gathered context; rows of `elementwise` what
-they read and write, each once, a second. Kernels are compiled once, into .cache.
+shapes among them, both as recorded steps make their calls (`called_us`: from Python, for whose own data a call's leave no room in
+the caches); rows of `prefill` compare attention of prompts with torch's over a gathered context; rows of `elementwise` what they
+read and write, each once, a second. Kernels are compiled once, into .cache.
 
 usage: python -m benchmarks.kernels [--only linear,attention,prefill,elementwise] [--threads N]: JSON lines and a table for each.
 """
@@ -40,6 +41,8 @@ from benchmarks.run import machine, table  # noqa: E402
 from benchmarks.server import ROOT  # noqa: E402
 from engine import ops  # noqa: E402
 from engine.steps.forward_batch import GroupBatch, HostBatch  # noqa: E402
+from engine.steps.program import Recorder, Scratch, recording  # noqa: E402
+from engine.steps.replay import Replay  # noqa: E402
 
 READ_BYTES = 2 << 30  # that the limits are measured over: a model's worth, of which no cache holds much
 HEADS = ((8, 1), (4, 3), (8, 4), (4, 8), (1, 8))  # KV heads, query heads of each
@@ -87,6 +90,15 @@ def seconds(calls: list[Callable[[], Any]], *, min_s: float | None = None) -> fl
     return statistics.median(times)
 
 
+def replayed_s(calls: list[Callable[[], Any]]) -> float:
+    """Of one of these calls of ops, made one after the other as a recorded step makes its own; the median of several runs."""
+    recorder = Recorder(Scratch())
+    with recording(recorder):
+        for call in calls:
+            call()
+    return seconds([Replay(recorder.calls).run]) / len(calls)
+
+
 @functools.cache
 def _memory() -> Tensor:
     """[elements] bfloat16 from -0.5 to 0.5; so they are as pairs, read as float32. One piece for all that is measured: to have as
@@ -101,11 +113,11 @@ def limits() -> dict[str, float]:
     words, x = matrices.view(-1).view(torch.float32).numpy(), _random(128, 2048)
     _read(words[:1024])
     read_s = seconds([lambda: _read(words)], min_s=0.6)
-    one_row_s = seconds([lambda: [ops.linear(x[:1], matrix) for matrix in matrices]], min_s=0.6)
+    one_row_s = replayed_s([partial(ops.linear, x[:1], matrix) for matrix in matrices])
     gemm_s = seconds([lambda: functional.linear(x, matrices[0])], min_s=0.4)
     return {
         "read_gb_s": words.nbytes / read_s / 1e9,
-        "one_row_gb_s": words.nbytes / one_row_s / 1e9,
+        "one_row_gb_s": matrices[0].nbytes / one_row_s / 1e9,
         "gemm_gflop_s": 2 * 128 * matrices[0].numel() / gemm_s / 1e9,
     }
 
@@ -172,8 +184,8 @@ def attention(limit: dict[str, float], dtypes: tuple[torch.dtype, ...], context:
         batch = _decode_batch(num_rows, context, kv_heads, head_dim, dtype)
         heads = kv_heads * group
         qkv = _random(num_rows, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
-        places = range(len(batch.layer_places))
-        ours_s = seconds([partial(ops.attention, qkv, layer, heads, head_dim**-0.5, 0.0, batch) for layer in places])
+        calls = [partial(ops.attention, qkv, layer, heads, head_dim**-0.5, 0.0, batch) for layer in range(len(batch.layer_places))]
+        ours_s, called_s = replayed_s(calls), seconds(calls)
         num_bytes = num_rows * context * 2 * kv_heads * head_dim * dtype.itemsize
         yield {
             "dtype": str(dtype).removeprefix("torch."),
@@ -185,6 +197,7 @@ def attention(limit: dict[str, float], dtypes: tuple[torch.dtype, ...], context:
             "us": round(ours_s * 1e6, 1),
             "gb_s": round(num_bytes / ours_s / 1e9, 1),
             "of_reading": round(ours_s * limit["one_row_gb_s"] * 1e9 / num_bytes, 2),
+            "called_us": round(called_s * 1e6, 1),
         }
 
 
