@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from engine.protocol import Configure
+
 # Below this a model's matrix products end sooner than a second thread wakes up.
 SINGLE_THREAD_WEIGHTS_BYTES = 32 << 20
 # Looks a waiting thread takes before it sleeps: some 50 to 100 us.
@@ -24,6 +26,13 @@ def prepare_process() -> None:
 def num_cores() -> int:
     """Cores this process may run on."""
     return len(os.sched_getaffinity(0))
+
+
+def compute_threads(configure: Configure) -> int:
+    """That the steps of a large model share; 1 where they are not the cpu's."""
+    if configure.runner != "torch" or configure.device.startswith("cuda"):
+        return 1
+    return configure.threads or num_cores()
 
 
 def threads_for(weights_bytes: int, configured: int) -> int:

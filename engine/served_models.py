@@ -10,9 +10,11 @@ from typing import Protocol
 import numpy as np
 
 from engine.contracts import HostedEncoder, HostedModel, LaunchesAhead
+from engine.device import compute_threads
 from engine.embedder import Embedder
 from engine.kv_caches import make_kv_cache
 from engine.protocol import Configure, LoadModel, Stats, WeightsHeld
+from engine.threads_apart import ThreadsApart
 from scheduler.batch.batch_scheduler import BatchLimits, BatchScheduler
 from scheduler.batch.chunk_pool import ChunkPool, free_runs
 from scheduler.batch.compaction import Compaction
@@ -68,6 +70,7 @@ class ServedModels:
         self.embedders: dict[str, Embedder] = {}
         self._encoder_places: dict[str, Place] = {}
         self.turns = Turns()
+        self.threads = ThreadsApart(compute_threads(configure))
         self._configure = configure
         self._arena = arena
         work_chunks = -(-configure.work_space_bytes // configure.chunk_bytes)

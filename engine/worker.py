@@ -173,7 +173,7 @@ class Engine:
         self.journal.note(request_ids if before is None else np.union1d(before.request_ids, request_ids))
         masks = self.constraints.masks(served, plan)
         if served.ahead is None:
-            result = served.hosted.execute(plan, scheduler.table, masks)
+            result = self.models.threads.run(lambda: served.hosted.execute(plan, scheduler.table, masks))
             self._take_in(served, plan, masks, result)
             return
         try:
@@ -257,7 +257,7 @@ class Engine:
         request_ids = embedder.next_texts()
         self.num_steps += 1
         self.journal.note(np.array(request_ids, np.int64))
-        out, failed = embedder.step(request_ids, self.num_steps)
+        out, failed = self.models.threads.run(lambda: embedder.step(request_ids, self.num_steps))
         self.models.turns.charge(name, out.seconds)
         for request_id in request_ids:
             del self._model_of[request_id]
