@@ -6,9 +6,9 @@ larger step costs no less than a smaller one, so a class above a later one (a fi
 What contexts cost is learned from how steps of one class differ: sizes do not enter. What makes all steps of the moment dearer than
 those known is a factor that follows the latest steps.
 
-Who asks keeps to what is known, so what is known too dear is not tried again. Hence a class is hardly judged by its first step, in
-which its products are made ready and recorded (up to three times a step, as measured), nor by a stall in the second; and one that
-was not seen for long is forgotten, to be tried anew.
+Who asks keeps to what is known, so what is known too dear is not tried again. Hence a class is hardly judged by its first two
+steps, in which its products are made ready and its calls recorded and laid out (1.3 to 3 times a step, as measured), nor by a stall
+in the third; and one that was not seen for long is forgotten, to be tried anew.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _UNMOVED = 0.1  # contexts that differ by less than this share of their size tea
 _MOST_AT_ONCE = 2.0  # one stall must not make every later step small
 _MOST_DRIFT = 4.0
 _FORGOTTEN = 250  # measurements after its last: seconds, while several models are busy
-_ROOM = 1.2  # from one class to the next cost grows by no more, or a first step did not tell it
+_FIRM = 3  # steps after which a class is judged by what they took
+_ROOM = 1.2  # from one class to the next cost grows by no more, or first steps did not tell it
 
 
 def class_tokens(num_tokens: int, least_step: int = 1) -> int:
@@ -69,7 +70,7 @@ class StepCosts:
         costs = cls(len(each_s), least_step)
         costs._each_s = list(each_s)
         nothing = [0.0] * len(each_s)
-        costs._classes = {tokens: _Class(2, nothing, seconds(tokens), 0) for tokens in costs._all_classes}
+        costs._classes = {tokens: _Class(_FIRM, nothing, seconds(tokens), 0) for tokens in costs._all_classes}
         costs._curve = None
         return costs
 
@@ -79,7 +80,7 @@ class StepCosts:
         known = self._classes.get(at)
         self._curve = None
         self._num += 1
-        if known is None or known.num == 1:
+        if known is None or known.num < _FIRM:
             seconds /= max(1.0, self._drift)
             if known is None or seconds < known.seconds:
                 known = self._classes[at] = _Class(known.num if known else 0, list(contexts), seconds, 0)
@@ -183,7 +184,7 @@ class StepCosts:
             return curve[0][1]
         few, low = curve[at - 1]
         if at == len(curve):
-            if at == 1 or num_tokens > 2 * few or self._classes[few].num == 1:
+            if at == 1 or num_tokens > 2 * few or self._classes[few].num < _FIRM:
                 return low * num_tokens / few
             fewest, lowest = curve[0]  # neighbours are too close to tell a slope
             return low + (low - lowest) * (num_tokens - few) / (few - fewest)
@@ -200,11 +201,11 @@ class StepCosts:
         return self._curve
 
     def _without_contexts(self) -> list[tuple[int, float]]:
-        """(tokens, seconds) of each class in order. Its first step alone does not make one much dearer than those below it."""
+        """(tokens, seconds) of each class in order. Its first steps do not make one much dearer than those below it."""
         found: list[tuple[int, float]] = []
         for at, known in sorted(self._classes.items()):
             seconds = max(0.0, known.seconds - self._contexts_s(known.contexts))
-            if known.num == 1 and found:
+            if known.num < _FIRM and found:
                 below, low = found[-1]
                 classes_apart = bisect_left(self._all_classes, at) - bisect_left(self._all_classes, below)
                 seconds = min(seconds, low * _ROOM**classes_apart)

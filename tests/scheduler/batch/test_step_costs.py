@@ -94,6 +94,19 @@ def test_the_first_step_of_a_size_is_no_measure_of_it() -> None:
     assert costs.seconds(4) == pytest.approx(device_s(4))
 
 
+def test_the_second_step_of_a_size_is_no_measure_either() -> None:
+    """The first is recorded, the second lays out what was: 20 ms each where later ones take 10. The size below costs 8.6."""
+    costs = learned(1)
+    for seconds in (2 * device_s(2), 1.9 * device_s(2)):
+        costs.note(2, seconds)
+    assert costs.tokens_within(1.25 * device_s(1), 100) >= 2, "it is tried once more"
+    costs.note(2, device_s(2))
+    assert costs.seconds(2) == pytest.approx(device_s(2))
+    for _ in range(2):
+        costs.note(2, 2 * device_s(2))
+    assert costs.seconds(2) > 1.2 * device_s(2), "what is firm is believed"
+
+
 def test_first_steps_of_sizes_far_apart_are_no_measure_of_each_other() -> None:
     """A few small steps, one long prompt: were each held to little more than the one below, 512 tokens would seem to cost 7 ms."""
     costs = StepCosts()
