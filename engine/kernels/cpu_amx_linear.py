@@ -2,8 +2,9 @@
 
 Inputs are interleaved once, all threads together. Each thread takes panels of 32 outputs, of these a piece at a time. Up to four
 tiles of columns read it as it lies, while the next one is fetched; for more it is packed, while the one before is multiplied, and
-stays in the second-level cache for all rows. Shapes: R rows, K inputs (a multiple of 32; of 64 for int8), N outputs (32 at least),
-S steps of 64 bytes of K, C tiles of 16 columns (engine/kernels/cpu_amx_tiles.py).
+stays in the second-level cache for all rows, as do the columns of that piece and the sums of some panels. Scratch begins where a
+cache line does: a tile whose rows lie in two lines each takes nearly twice as long. Shapes: R rows, K inputs (a multiple of 32; of
+64 for int8), N outputs (32 at least), S steps of 64 bytes of K, C tiles of 16 columns (engine/kernels/cpu_amx_tiles.py).
 Twins: torch's linear, reference.int8_linear.
 """
 
@@ -16,7 +17,7 @@ from numba import float32, int8, int32, int64, njit, prange, types, void
 
 from engine.kernels.cpu_amx import configure_tiles, release_tiles, tile_configuration
 from engine.kernels.cpu_amx_tiles import (
-    PACKED_ROW_BYTES,
+    PACKED_WORDS,
     PANEL,
     PIECE_STEPS,
     STEP_BYTES,
@@ -31,10 +32,11 @@ from engine.kernels.cpu_bits import FASTMATH, named, widen
 from engine.kernels.cpu_int8 import split, unit_of
 
 _CONFIGURATION = tile_configuration()
-_STRIPE = 4 * PANEL  # outputs whose sums are kept while the pieces of their weights are multiplied
+# Panels whose sums are kept while pieces of their weights are multiplied, with the same piece of the columns: the more, the less
+# often columns come from beyond the second-level cache.
+_LEAST_STRIPE, _SUMS_WORDS = 4, 64 << 10
 _COLUMN_STEPS = 1024  # of a piece of all columns: a megabyte at most
 UNPACKED_COLUMNS = 4  # of more, weights are packed
-_PACKED_WORDS = PANEL * PACKED_ROW_BYTES // 4
 _APART = 16  # tiles from which on threads interleave inputs together
 _PAIR_WORDS = 4 * TILE_WORDS  # sums of a panel and two columns
 _OPTIONS: dict[str, Any] = {"fastmath": FASTMATH, "error_model": "numpy", "cache": True, "nogil": True}
@@ -43,10 +45,13 @@ _one_packed_column, _two_packed_columns = tile_products(1, True), tile_products(
 
 
 def scratch_words(num_rows: int, num_inputs: int, of_int8: bool, num_shares: int) -> int:
-    """Of 32 bits, that a product needs: all columns, and panels being packed."""
+    """Of 32 bits, that a product needs: all columns, and of each share two packed panels (if weights are packed) and its sums."""
     tiles = (num_rows + TILE - 1) // TILE
-    packed = 2 * _PACKED_WORDS * num_shares if tiles * (1 + of_int8) > UNPACKED_COLUMNS else 0
-    return tiles * TILE * num_inputs // 2 + packed
+    columns = tiles * (1 + of_int8)
+    panel_sums = (columns + 1) // 2 * _PAIR_WORDS
+    stripe = max(_LEAST_STRIPE, min(2 * columns, _SUMS_WORDS // panel_sums))
+    packed = 2 * PACKED_WORDS if columns > UNPACKED_COLUMNS else 0
+    return tiles * TILE * num_inputs // 2 + num_shares * (packed + stripe * panel_sums)
 
 
 @njit(fastmath=FASTMATH, error_model="numpy")
@@ -74,11 +79,16 @@ def _write(
 
 
 @njit(fastmath=FASTMATH, error_model="numpy")
-def _share(
-    words: Any, columns: int, units: Any, weight: Any, scale: Any, bias: Any, sums: Any, packed: Any, out: Any, begin: int, end: int
-) -> None:
-    """Outputs from begin to below end. words [C, S, 16, 16]; sums: a stripe's, float32, or int32 of int8 weights; packed: of two
-    panels, as words, or [0]: weights are read as they lie."""
+def _outputs_of(share: int, num_shares: int, num_outputs: int) -> tuple[int, int]:
+    """Whole panels, from the first to behind the last."""
+    panels = (num_outputs + PANEL - 1) // PANEL
+    return PANEL * (panels * share // num_shares), min(PANEL * (panels * (share + 1) // num_shares), num_outputs)
+
+
+@njit(fastmath=FASTMATH, error_model="numpy")
+def _share(words: Any, columns: int, units: Any, weight: Any, scale: Any, bias: Any, share: int, num_shares: int, out: Any) -> None:
+    """One share of the outputs. words: columns [C, S, 16, 16], then what each share has for itself (scratch_words)."""
+    begin, end = _outputs_of(share, num_shares, out.shape[1])
     num_outputs, width = weight.shape
     steps, step = width * weight.itemsize // STEP_BYTES, STEP_BYTES // weight.itemsize
     at_once = max(1, min(PIECE_STEPS, _COLUMN_STEPS // columns))
@@ -86,12 +96,16 @@ def _share(
     piece = (steps + num_pieces - 1) // num_pieces
     pairs = (columns + 1) // 2
     factors = np.empty(2 * PANEL, np.float32)
-    packs, packed_at = packed.shape[0] > 0, 0
+    own_words = (words.shape[0] - columns * steps * TILE_WORDS) // num_shares
+    own = words[words.shape[0] - own_words * (num_shares - share) :][:own_words]
+    packs, packed_at = columns > UNPACKED_COLUMNS, 0
+    packed, sums = own, own[2 * PACKED_WORDS if packs else 0 :]
+    stripe_outputs = PANEL * (sums.shape[0] // (pairs * _PAIR_WORDS))
     configure_tiles(_CONFIGURATION)
     if packs and begin < end:
-        pack_rows(weight, min(begin, num_outputs - PANEL) * width, width, piece, packed, packed_at)
-    for stripe in range(begin, end, _STRIPE):
-        stripe_end = min(stripe + _STRIPE, end)
+        pack_rows(weight, min(begin, num_outputs - PANEL) * width, width, TILE * width, piece, packed, packed_at)
+    for stripe in range(begin, end, stripe_outputs):
+        stripe_end = min(stripe + stripe_outputs, end)
         for first in range(0, steps, piece):
             count = min(piece, steps - first)
             for panel in range(stripe, stripe_end, PANEL):
@@ -109,37 +123,20 @@ def _share(
                     of_columns = (words, (column * steps + first) * TILE_WORDS, steps * TILE_WORDS, count)
                     to = (first == 0, sums, sums_at)
                     rows = (PANEL * pair // pairs, PANEL * (pair + 1) // pairs) if next_count else (0, 0)
-                    soon = (weight, next_output * width + next_first * step, width, next_count, *rows)
+                    soon = (weight, next_output * width + next_first * step, width, TILE * width, next_count, *rows)
                     if packs:
-                        own = (packed, packed_at, PACKED_ROW_BYTES)
                         if num_columns == 2:
-                            _two_packed_columns(*own, *of_columns, *to, *soon, _PACKED_WORDS - packed_at)
+                            _two_packed_columns(packed, packed_at, *of_columns, *to, *soon, PACKED_WORDS - packed_at)
                         else:
-                            _one_packed_column(*own, *of_columns, *to, *soon, _PACKED_WORDS - packed_at)
+                            _one_packed_column(packed, packed_at, *of_columns, *to, *soon, PACKED_WORDS - packed_at)
                     elif num_columns == 2:
-                        _two_columns(weight, output * width + first * step, width * weight.itemsize, *of_columns, *to, *soon, 0)
+                        _two_columns(weight, output * width + first * step, *of_columns, *to, *soon, 0)
                     else:
-                        _one_column(weight, output * width + first * step, width * weight.itemsize, *of_columns, *to, *soon, 0)
+                        _one_column(weight, output * width + first * step, *of_columns, *to, *soon, 0)
                     if first + count == steps:
                         _write(weight, sums, sums_at, units, factors, output, column, num_columns, out)
-                packed_at = _PACKED_WORDS - packed_at
+                packed_at = PACKED_WORDS - packed_at
     release_tiles()
-
-
-@njit(fastmath=FASTMATH, error_model="numpy")
-def _outputs_of(share: int, num_shares: int, num_outputs: int) -> tuple[int, int]:
-    """Whole panels, from the first to behind the last."""
-    panels = (num_outputs + PANEL - 1) // PANEL
-    return PANEL * (panels * share // num_shares), min(PANEL * (panels * (share + 1) // num_shares), num_outputs)
-
-
-@njit(fastmath=FASTMATH, error_model="numpy")
-def _packed_of(words: Any, columns: int, share: int, num_shares: int) -> Any:
-    """The share's own part of words, [0] if weights are not packed."""
-    if columns <= UNPACKED_COLUMNS:
-        return words[:0]
-    end = words.shape[0] - 2 * _PACKED_WORDS * (num_shares - 1 - share)
-    return words[end - 2 * _PACKED_WORDS : end]
 
 
 @njit(fastmath=FASTMATH, error_model="numpy")
@@ -176,7 +173,7 @@ def _amx_linear(
     num_shares: int,  # that the outputs are cut into, one for each thread
     out: Any,  # [R, N]
 ) -> None:
-    num_rows, num_outputs = out.shape
+    num_rows = out.shape[0]
     tiles, steps = (num_rows + TILE - 1) // TILE, inputs.shape[1] // TILE
     none = np.empty(0, np.float32)
     if tiles * steps >= _APART:
@@ -186,10 +183,7 @@ def _amx_linear(
         for place in range(tiles * steps):
             _pack(inputs, place // steps, place % steps, words)
     for share in prange(num_shares):
-        sums = np.empty((_STRIPE // PANEL) * ((tiles + 1) // 2) * _PAIR_WORDS, np.float32)
-        packed = _packed_of(words, tiles, share, num_shares)
-        begin, end = _outputs_of(share, num_shares, num_outputs)
-        _share(words, tiles, none, weight, none, bias, sums, packed, out, begin, end)
+        _share(words, tiles, none, weight, none, bias, share, num_shares, out)
 
 
 def amx_int8_linear_signature(element: types.Type) -> Any:
@@ -205,7 +199,7 @@ def _amx_int8_linear(
     num_shares: int,  # that the outputs are cut into, one for each thread
     out: Any,  # [R, N]
 ) -> None:
-    num_rows, num_outputs = out.shape
+    num_rows = out.shape[0]
     tiles, steps = (num_rows + TILE - 1) // TILE, x.shape[1] // STEP_BYTES
     units = np.zeros(tiles * TILE, np.float32)  # of no row too: what lies in memory could be tiny, and slow to multiply with
     if tiles * steps >= _APART:
@@ -219,10 +213,7 @@ def _amx_int8_linear(
         for place in range(tiles * steps):
             _split_and_pack(x, units, place // steps, place % steps, words)
     for share in prange(num_shares):
-        sums = np.empty((_STRIPE // PANEL) * tiles * _PAIR_WORDS, np.int32)
-        packed = _packed_of(words, 2 * tiles, share, num_shares)
-        begin, end = _outputs_of(share, num_shares, num_outputs)
-        _share(words, 2 * tiles, units, weight, scale, bias, sums, packed, out, begin, end)
+        _share(words, 2 * tiles, units, weight, scale, bias, share, num_shares, out)
 
 
 amx_linear_serial = njit(**_OPTIONS)(_amx_linear)

@@ -29,10 +29,11 @@ TILE, STEP_BYTES = TILE_ROWS, TILE_ROW_BYTES  # rows of a tile, and words of its
 TILE_WORDS, WORD_BYTES = TILE * TILE, 4
 TILE_BYTES = TILE * STEP_BYTES
 PANEL = 2 * TILE  # outputs that are computed together
-# Steps of a row that are multiplied before the next panel's; packed, rows are a line further apart, or the first-level cache would
-# keep 12 of them (its lines at equal places of a page share one set).
-PIECE_STEPS = 64
-PACKED_ROW_BYTES = (PIECE_STEPS + 1) * STEP_BYTES
+PIECE_STEPS = 64  # of a row, that are multiplied before the next panel's
+PACKED_WORDS = PANEL * PIECE_STEPS * STEP_BYTES // WORD_BYTES  # of a panel's piece
+# Of each row, from where it is being packed. The processor fetches ahead by itself, but less so for about a millisecond after half
+# of one in the interpreter: then a panel takes 24 us instead of 15; with this, 17 (128 rows of 2048 inputs on 2 cores of a Xeon).
+_PACKED_AHEAD_BYTES = 4 * STEP_BYTES
 HAS_INT8_TILES = bool(llvmlite.binding.get_host_cpu_features().get("amx-int8"))
 
 I8 = ir.IntType(8)
@@ -67,17 +68,19 @@ def _store(builder: ir.IRBuilder, value: Any, address: Any) -> None:
 
 
 def tile_products(num_columns: int, packs: bool) -> Any:
-    """A function (own, at, row_bytes, words, words_at, apart, steps, fresh, sums, sums_at, weight, next_at, width, next_steps,
-    from_row, to_row, packed_at).
+    """A function (own, at, words, words_at, columns_apart, steps, fresh, sums, sums_at, weight, next_at, width, halves_apart,
+    next_steps, from_row, to_row, packed_at).
 
-    `steps` steps of 32 outputs, whose weights lie from element `at` of own on in rows of row_bytes, times num_columns (1 or 2)
-    tiles of columns, the first at words_at and the next `apart` words behind, are added to sums [2, num_columns, 16, 16] at sums_at
-    (float32, or int32 of int8 weights); fresh: to nothing.
+    `steps` steps of a panel, whose weights lie from element `at` of own on, times num_columns (1 or 2) tiles of columns, the first
+    at words_at and the next columns_apart words behind, are added to sums [2, num_columns, 16, 16] at sums_at (float32, or int32 of
+    int8 weights); fresh: to nothing. A panel's rows of weights lie `width` elements apart, its second 16 halves_apart elements
+    behind its first.
 
-    Meanwhile what is needed next is fetched: of the 32 rows of weight that begin at element next_at and are `width` apart, rows
-    from_row to below to_row, next_steps steps of each. packs: own is packed, and they are packed too, to packed_at; else own is
-    weight, and they come into the second-level cache: row by row for one tile of columns, which the processor's own fetching can
-    follow, all rows side by side for two (measured: 8 rows of mid 1.2 times as fast, of one-b the same; 32 of one-b 0.9 times).
+    Meanwhile what is needed next is fetched: of the panel that begins at element next_at of weight, rows from_row to below to_row,
+    next_steps steps of each. packs: own is packed (step by step, of each two whole tiles), and they are packed too, to packed_at;
+    else own is weight, and they come into the second-level cache. All rows side by side: a load that waits for memory holds up few
+    of those behind it, as the processor fetches ahead in each row (measured, 128 rows of one-b: 1.3 times as fast as row after
+    row). Only of one tile of columns that is not packed row after row (8 rows of mid 1.2 times as fast).
     """
 
     @intrinsic
@@ -85,10 +88,9 @@ def tile_products(num_columns: int, packs: bool) -> Any:
         typing_context: Any,
         own: Any,
         at: Any,
-        row_bytes: Any,
         words: Any,
         words_at: Any,
-        apart: Any,
+        columns_apart: Any,
         steps: Any,
         fresh: Any,
         sums: Any,
@@ -96,72 +98,111 @@ def tile_products(num_columns: int, packs: bool) -> Any:
         weight: Any,
         next_at: Any,
         width: Any,
+        halves_apart: Any,
         next_steps: Any,
         from_row: Any,
         to_row: Any,
         packed_at: Any,
     ) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            next_begin, row, next_count, first, end, to = args[11:]
-            source = _address(context, builder, signature, args, 10, next_begin)
-            stride = builder.mul(row, _constant(_size(weight)))
-            by_rows = packs or num_columns == 1
-            if by_rows:
-                target = _address(context, builder, signature, args, 0, to) if packs else None
-                rows = _Rows(builder, source, stride, target, next_count, first, end)
-                share = builder.sdiv(builder.add(rows.num_lines, builder.sub(args[6], _constant(1))), args[6])
+            steps, (next_begin, row, apart, next_count, first, end, to) = args[5], args[10:]
+            source = _address(context, builder, signature, args, 9, next_begin)
+            rows = _Rows(builder, source, _bytes_of(builder, weight, row), _bytes_of(builder, weight, apart))
+            own_rows = None if packs else rows
+            if packs:
+                target = _address(context, builder, signature, args, 0, to)
 
-            def fetch(k: Any) -> None:
-                if by_rows:
-                    rows.fetch(share)
-                    return
-                with cgutils.for_range_slice(builder, first, end, _constant(1)) as (n, _):
-                    _prefetch(builder, builder.gep(source, [builder.add(k, builder.mul(stride, n))]))
+                def fetch(k: Any) -> None:
+                    rows.pack(k, target, first, builder.select(builder.icmp_signed("<", k, next_bytes), end, first))
 
-            _multiply(context, builder, signature, args, num_columns, weight.dtype == types.int8, fetch)
+                next_bytes = builder.mul(next_count, _constant(STEP_BYTES))
+            elif num_columns == 1:
+                in_turn = _InTurn(rows, next_count, first, end)
+                share = builder.sdiv(builder.add(in_turn.num_lines, builder.sub(steps, _constant(1))), steps)
+
+                def fetch(k: Any) -> None:
+                    in_turn.fetch(share)
+            else:
+
+                def fetch(k: Any) -> None:
+                    rows.each(first, end, lambda n, place: _prefetch(builder, builder.gep(place, [k])))
+
+            _multiply(context, builder, signature, args, num_columns, weight.dtype == types.int8, own_rows, fetch)
+            if packs:  # what these steps were too few for
+                begin = builder.mul(steps, _constant(STEP_BYTES))
+                with cgutils.for_range_slice(builder, begin, next_bytes, _constant(STEP_BYTES)) as (k, _):
+                    rows.pack(k, target, first, end)
             return context.get_dummy_value()
 
         sizes = (types.int64,)
-        before = (own, *sizes * 2, words, *sizes * 3, types.boolean, sums, types.int64)
-        return types.void(*before, weight, *sizes * 6), generate
+        before = (own, *sizes, words, *sizes * 3, types.boolean, sums, *sizes)
+        return types.void(*before, weight, *sizes * 7), generate
 
     return products
 
 
 @intrinsic
-def pack_rows(typing_context: Any, weight: Any, at: Any, width: Any, steps: Any, packed: Any, packed_at: Any) -> Any:
-    """Packs `steps` steps of 32 rows of weights that begin at element `at` and are `width` apart."""
+def pack_rows(
+    typing_context: Any, weight: Any, at: Any, width: Any, halves_apart: Any, steps: Any, packed: Any, packed_at: Any
+) -> Any:
+    """Packs `steps` steps of the panel that begins at element `at`; see tile_products."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _, begin, row, count, _, to = args
-        source, target = (_address(context, builder, signature, args, n, at) for n, at in ((0, begin), (4, to)))
-        stride = builder.mul(row, _constant(_size(weight)))
-        rows = _Rows(builder, source, stride, target, count, _constant(0), _constant(PANEL))
-        rows.fetch(rows.num_lines)
+        _, begin, row, apart, count, _, to = args
+        source, target = (_address(context, builder, signature, args, n, at) for n, at in ((0, begin), (5, to)))
+        rows = _Rows(builder, source, _bytes_of(builder, weight, row), _bytes_of(builder, weight, apart))
+        end = builder.mul(count, _constant(STEP_BYTES))
+        with cgutils.for_range_slice(builder, _constant(0), end, _constant(STEP_BYTES)) as (k, _):
+            rows.pack(k, target, _constant(0), _constant(PANEL))
         return context.get_dummy_value()
 
     sizes = (types.int64,)
-    return types.void(weight, *sizes * 3, packed, types.int64), generate
+    return types.void(weight, *sizes * 4, packed, types.int64), generate
 
 
-def _size(array: Any) -> int:
-    return int(array.dtype.bitwidth) // 8
+def _bytes_of(builder: ir.IRBuilder, array: Any, num_elements: Any) -> Any:
+    return builder.mul(num_elements, _constant(int(array.dtype.bitwidth) // 8))
 
 
 class _Rows:
-    """Rows of weights that are fetched, num_lines of 64 bytes in all. target: where they are packed, PACKED_ROW_BYTES apart; None:
-    they come into the cache."""
+    """A panel's rows of weights in memory: where the first begins, bytes from one to the next, and from the first to the 16th."""
 
-    def __init__(
-        self, builder: ir.IRBuilder, source: Any, stride: Any, target: Any, steps: Any, from_row: Any, to_row: Any
-    ) -> None:
-        self._builder, self._row_bytes = builder, builder.mul(steps, _constant(STEP_BYTES))
-        self.num_lines = builder.mul(steps, builder.sub(to_row, from_row))
+    def __init__(self, builder: ir.IRBuilder, begin: Any, stride: Any, halves_apart: Any) -> None:
+        self.builder, self.begin, self.stride = builder, begin, stride
+        self.jump = builder.sub(halves_apart, builder.mul(stride, _constant(TILE)))  # beyond the place behind the first 16
+
+    def place(self, row: Any) -> Any:
+        builder = self.builder
+        jump = builder.select(builder.icmp_signed("<", row, _constant(TILE)), _constant(0), self.jump)
+        return builder.gep(self.begin, [builder.add(builder.mul(row, self.stride), jump)])
+
+    def each(self, first: Any, end: Any, visit: Callable[[Any, Any], None]) -> None:
+        """visit(row, its place) of rows first to below end."""
+        with cgutils.for_range_slice(self.builder, first, end, _constant(1)) as (row, _):
+            visit(row, self.place(row))
+
+    def pack(self, k: Any, target: Any, first: Any, end: Any) -> None:
+        """The step k bytes behind the rows' beginning."""
+        builder = self.builder
+        step = builder.gep(target, [builder.mul(k, _constant(PANEL))])
+
+        def copy(row: Any, place: Any) -> None:
+            to = builder.gep(step, [builder.mul(row, _constant(STEP_BYTES))])
+            _store(builder, _load(builder, builder.gep(place, [k]), PAIRS), to)
+            _prefetch(builder, builder.gep(place, [builder.add(k, _constant(_PACKED_AHEAD_BYTES))]), 3)
+
+        self.each(first, end, copy)
+
+
+class _InTurn:
+    """`steps` steps of rows first to below end, num_lines in all, brought into the cache row after row."""
+
+    def __init__(self, rows: _Rows, steps: Any, first: Any, end: Any) -> None:
+        builder = self._builder = rows.builder
+        self._rows, self._row_bytes = rows, builder.mul(steps, _constant(STEP_BYTES))
+        self.num_lines = builder.mul(steps, builder.sub(end, first))
         self._left = cgutils.alloca_once_value(builder, self.num_lines)
-        self._column = cgutils.alloca_once_value(builder, _constant(0))
-        self._ends = [(source, stride)] + ([] if target is None else [(target, _constant(PACKED_ROW_BYTES))])
-        begins = (builder.gep(at, [builder.mul(apart, from_row)]) for at, apart in self._ends)
-        self._rows = [cgutils.alloca_once_value(builder, begin) for begin in begins]
+        self._row, self._column = cgutils.alloca_once_value(builder, first), cgutils.alloca_once_value(builder, _constant(0))
 
     def fetch(self, num_lines: Any) -> None:
         """The next so many lines, if there are."""
@@ -170,25 +211,19 @@ class _Rows:
         some = builder.select(builder.icmp_signed("<", num_lines, left), num_lines, left)
         builder.store(builder.sub(left, some), self._left)
         with cgutils.for_range_slice(builder, _constant(0), some, _constant(1)):
-            column = builder.load(self._column)
-            source, *target = (builder.gep(builder.load(row), [column]) for row in self._rows)
-            if target:
-                _store(builder, _load(builder, source, PAIRS), target[0])
-            else:
-                _prefetch(builder, source)
+            row, column = builder.load(self._row), builder.load(self._column)
+            _prefetch(builder, builder.gep(self._rows.place(row), [column]))
             column = builder.add(column, _constant(STEP_BYTES))
             is_over = builder.icmp_signed("==", column, self._row_bytes)
             builder.store(builder.select(is_over, _constant(0), column), self._column)
-            for row, (_, apart) in zip(self._rows, self._ends, strict=True):
-                place = builder.load(row)
-                builder.store(builder.select(is_over, builder.gep(place, [apart]), place), row)
+            builder.store(builder.add(row, builder.zext(is_over, I64)), self._row)
 
 
-def _prefetch(builder: ir.IRBuilder, address: Any) -> None:
-    """Into the second-level cache, where a panel has room."""
+def _prefetch(builder: ir.IRBuilder, address: Any, nearness: int = 2) -> None:
+    """Into the second-level cache, where a panel has room; nearness 3: into the first."""
     kind = ir.FunctionType(ir.VoidType(), [_BYTES, I32, I32, I32])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    builder.call(function, [address, *(ir.Constant(I32, value) for value in (0, 2, 1))])
+    builder.call(function, [address, *(ir.Constant(I32, value) for value in (0, nearness, 1))])
 
 
 def _multiply(
@@ -198,15 +233,21 @@ def _multiply(
     args: Any,
     num_columns: int,
     of_int8: bool,
+    rows: _Rows | None,
     meanwhile: Callable[[Any], None],
 ) -> None:
-    """What tile_products does with its first ten arguments; meanwhile: what else is done in every step, which
-    begins k bytes into a row."""
-    _, begin, stride, _, words_begin, columns_apart, count, anew, _, sums_begin = args[:10]
+    """What tile_products does with its first nine arguments; rows: how the weights lie, None: packed; meanwhile: what else is done
+    in every step, which begins k bytes into a row."""
+    _, begin, _, words_begin, columns_apart, count, anew, _, sums_begin = args[:9]
     weights = _address(context, builder, signature, args, 0, begin)
-    columns = _address(context, builder, signature, args, 3, words_begin)
+    columns = _address(context, builder, signature, args, 2, words_begin)
     column_bytes = builder.mul(columns_apart, _constant(WORD_BYTES))
-    to = _address(context, builder, signature, args, 8, sums_begin)
+    to = _address(context, builder, signature, args, 7, sums_begin)
+    halves = [weights, builder.gep(weights, [_constant(TILE_BYTES)])]
+    stride, step_bytes = _constant(STEP_BYTES), PANEL * STEP_BYTES
+    if rows is not None:
+        halves = [weights, builder.gep(weights, [builder.add(builder.mul(rows.stride, _constant(TILE)), rows.jump)])]
+        stride, step_bytes = rows.stride, STEP_BYTES
     totals = [(_tile(number), builder.gep(to, [_constant(number * TILE_BYTES)])) for number in range(2 * num_columns)]
     with builder.if_else(anew) as (then, otherwise):
         with then:
@@ -218,8 +259,8 @@ def _multiply(
     end = builder.mul(count, _constant(STEP_BYTES))
     with cgutils.for_range_slice(builder, _constant(0), end, _constant(STEP_BYTES)) as (k, _):
         for half in range(2):
-            place = builder.add(k, builder.mul(stride, _constant(half * TILE)))
-            _call(builder, "tileloadd64", _tile(4 + half), builder.gep(weights, [place]), stride)
+            place = builder.gep(halves[half], [builder.mul(k, _constant(step_bytes // STEP_BYTES))])
+            _call(builder, "tileloadd64", _tile(4 + half), place, stride)
         for column in range(num_columns):
             place = builder.add(builder.mul(k, _constant(TILE)), builder.mul(column_bytes, _constant(column)))
             _call(builder, "tileloadd64", _tile(6 + column), builder.gep(columns, [place]), _constant(STEP_BYTES))
