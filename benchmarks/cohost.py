@@ -2,8 +2,8 @@
 
 Loads are throttled (test_disk_bytes_per_s, test_copy_bytes_per_s) as the scenario says, so that memory is what is tested and not
 this machine's page cache. The models are one checkpoint under several names. Before the trace the node's own speed is measured
-(seconds of a decode step, of a sequence in it, of a step with a prompt's chunk and of its tokens), and the prediction is made with
-that.
+(seconds of a load beside its bytes, of a decode step, of a sequence in it, of a step with a prompt and of its tokens), on another
+daemon, for a node keeps in mind who was asked for; the prediction is made with that.
 usage: python -m benchmarks.cohost [--scenario docs/simulate/eight.toml] [--trace FILE] [--minutes 20] [--host-tier 1GiB]
 """
 
@@ -41,7 +41,8 @@ from scheduler.simulate.trace import TraceRequest
 VOCABULARY = range(300, 30_000)
 NUM_RESIDENT = 3  # models of the scenario that fit
 SPEEDS = ("prefill_tokens_per_s", "prefill_step_s", "decode_step_s", "decode_s_per_sequence")
-NUM_LONE, NUM_CHUNKED = 48, 24  # prompts that are computed in a step each, and beside others' steps
+NUM_PROMPTS = 48  # whose steps are measured
+PAUSE_S = 0.15  # before each of them: cores and caches are as a trace's prompts find them
 
 
 def models_folder(folder: pathlib.Path, checkpoint: pathlib.Path, names: list[str]) -> pathlib.Path:
@@ -91,17 +92,15 @@ class Client:
         what passes between two. Steps of all these models (as many as fit) by turns: a model that has the device to itself would
         find its weights in the processor's caches, where the others' have been. prompts: lengths as the trace has them, since the
         first steps of a size take a multiple of later ones. Means, for stalls pass in a trace, too."""
-        for model in models:
-            await self.ask(model, 16, 16)
         one, between_s = await self._decoding(models, 1)
         eight, _ = await self._decoding(models, 8)
         each_s = max(0.0, (eight.seconds - one.seconds) / (eight.num_tokens - one.num_tokens))
         fixed_s = one.seconds - one.num_tokens * each_s
-        lone = sorted(prompts[:NUM_LONE])
-        short, long = [await self._lone_prompts(models, half) for half in (lone[: NUM_LONE // 2], lone[NUM_LONE // 2 :])]
+        prompts = sorted(prompts)
+        half = len(prompts) // 2
+        short, long = [await self._prompts(models, some) for some in (prompts[:half], prompts[half:])]
         token_s = max(1e-6, (long.seconds - short.seconds) / (long.num_tokens - short.num_tokens))
-        chunk = await self._chunks(models, prompts[NUM_LONE:])
-        prompt_s = max(0.0, chunk.seconds - fixed_s - token_s * chunk.num_tokens)
+        prompt_s = max(0.0, short.seconds - fixed_s - token_s * short.num_tokens)
         values = (1 / token_s, prompt_s, fixed_s + between_s, each_s)
         return {name: round(value, 6) for name, value in zip(SPEEDS, values, strict=True)}
 
@@ -119,30 +118,23 @@ class Client:
         seconds = after.seconds - before.seconds
         return Steps(num, seconds / num, (after.num_tokens - before.num_tokens) / num), max(0.0, (wall_s - seconds) / num)
 
-    async def _lone_prompts(self, models: list[str], lengths: list[int]) -> Steps:
+    async def load_s(self, models: list[str]) -> float:
+        """Seconds of a load by itself, as the engine tells them, on average."""
+        before = await asyncio.to_thread(scraped, self._url)
+        for model in models:
+            await self.ask(model, 16, 16)
+        after = await asyncio.to_thread(scraped, self._url)
+        return float(after["hearth_model_load_seconds_total"] - before["hearth_model_load_seconds_total"]) / len(models)
+
+    async def _prompts(self, models: list[str], lengths: list[int]) -> Steps:
         """Steps with one prompt each, and nothing beside it."""
         before = await self._counted(models)
         for at, num_tokens in enumerate(lengths):
+            await asyncio.sleep(PAUSE_S)
             await self.ask(models[at % len(models)], num_tokens, 1)
         after = await self._counted(models)
         num_steps = after.num - before.num
         return Steps(num_steps, (after.seconds - before.seconds) / num_steps, sum(lengths) / num_steps)
-
-    async def _chunks(self, models: list[str], lengths: list[int]) -> Steps:
-        """Steps of one model with parts of prompts, while the others decode."""
-        first, *others = models
-        asked = [asyncio.create_task(self.ask(each, 16, 400)) for each in others]
-        await asyncio.sleep(0.5)
-        before, num_tokens = await self._counted([first]), 0
-        for length in lengths:
-            if any(task.done() for task in asked):
-                break
-            await self.ask(first, length, 1)
-            num_tokens += length
-        after = await self._counted([first])
-        await asyncio.gather(*asked)
-        num_steps = after.num - before.num
-        return Steps(num_steps, (after.seconds - before.seconds) / num_steps, num_tokens / num_steps)
 
     async def _counted(self, models: list[str]) -> Steps:
         """Of these models, by now: the engine tells of a step when it ends."""
@@ -181,6 +173,8 @@ def scraped(url: str) -> Counter[str]:
 def predicted(folder: pathlib.Path, told: str, trace: pathlib.Path, speeds: dict[str, float], flags: list[str]) -> dict[str, Any]:
     """What `hearth simulate` says of the trace, the scenario's speeds replaced by those measured here."""
     for name, value in speeds.items():
+        if not re.search(rf"(?m)^{name} = ", told):
+            raise RuntimeError(f"the scenario has no {name} to be replaced by what was measured")
         told = re.sub(rf"(?m)^{name} = .*$", f"{name} = {value:.6f}", told)
     costs = folder / "costs.toml"
     costs.write_text(told)
@@ -221,12 +215,15 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         if options.turn_ms:
             flags += ["--turn-budget-ms", str(options.turn_ms)]
         devices = [f"{name}={budget_bytes}" for name, budget_bytes in known.devices.items()]
+        prompts = random.Random(2).choices([request.input_tokens for request in trace], k=NUM_PROMPTS)
+        with Server(models, devices, flags) as server:
+            client, resident = Client(server.url), names[:NUM_RESIDENT]
+            load_s = uvloop.run(client.load_s(resident))
+            speeds = uvloop.run(client.speeds(resident, prompts))
+        weights_s = known.models[names[0]].weights_bytes / min(costs["disk_bytes_per_s"], costs["copy_bytes_per_s"])
+        speeds["load_overhead_s"] = round(max(0.0, load_s - weights_s), 6)
         with Server(models, devices, flags) as server:
             client = Client(server.url)
-            prompts = random.Random(2).choices([request.input_tokens for request in trace], k=NUM_LONE + NUM_CHUNKED)
-            speeds = uvloop.run(client.speeds(names[:NUM_RESIDENT], prompts))
-            for name in names[:NUM_RESIDENT]:
-                server.cli("unload", name)
             before = scraped(server.url)
             start = time.perf_counter()
             results = uvloop.run(client.replay(trace))
