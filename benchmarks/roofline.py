@@ -38,7 +38,7 @@ from engine.memory.cpu_memory import CpuMemory  # noqa: E402
 from engine.model_runner import TorchRunner  # noqa: E402
 from engine.protocol import JOURNAL_BYTES, Configure, LoadModel, SamplingParams, TokensOut, encode, write_journal  # noqa: E402
 from engine.served_models import ServedModels  # noqa: E402
-from engine.steps.replay import DecodeProgram, Replay, StepProgram  # noqa: E402
+from engine.steps.replay import ChunkProgram, Head, Replay  # noqa: E402
 from loader import sizing  # noqa: E402
 from loader.catalog import scan_one  # noqa: E402
 from loader.hf_config import ModelShape  # noqa: E402
@@ -81,23 +81,30 @@ class Clocks:
             if callable_here and name not in ("prepare", "set_num_threads") and (sort := sort_of(name)):
                 setattr(module, name, self.around(sort, function))
 
-    def add(self, program: StepProgram) -> None:
+    def add(self, program: Program) -> None:
         """A recorded step's own clocks, since `watch_step`."""
-        for replay in replays(program):
+        for replay in program.replays():
             assert replay.seconds is not None
             for call, seconds in zip(replay.calls, replay.seconds.tolist(), strict=True):
                 sort = sort_of(name_of(call.kernel))
                 self.seconds[sort] = self.seconds.get(sort, 0.0) + seconds
 
 
-def replays(program: StepProgram) -> list[Replay]:
-    """Its own, and those that draw tokens from its logits."""
-    return [program, *(program.drawings.values() if isinstance(program, DecodeProgram) else ())]
+@dataclass(slots=True)
+class Program:
+    """What is run again of a step: one recording, or one to the hidden states and a head."""
+
+    parts: list[ChunkProgram | Head]
+
+    def replays(self) -> list[Replay]:
+        """With those that draw tokens from logits."""
+        drawings = [drawing for part in self.parts if isinstance(part, Head) for drawing in part.drawings.values()]
+        return [*self.parts, *drawings]
 
 
-def watch_step(program: StepProgram) -> None:
+def watch_step(program: Program) -> None:
     """Starts the clocks of its calls."""
-    for replay in replays(program):
+    for replay in program.replays():
         replay.watch()
 
 
@@ -201,7 +208,7 @@ class Steps:
             return self.mixed(8, size)
         return self.decode(size, SAMPLED if kind == "sampled" else GREEDY)
 
-    def record(self, kind: str, size: int) -> StepProgram | None:
+    def record(self, kind: str, size: int) -> Program | None:
         """The program of such steps, recorded before there are clocks around the kernels; it has its own. None: they are too
         large."""
         running = self.running(kind, size)
@@ -211,10 +218,10 @@ class Steps:
         self.forget_all()
         steps = self.hosted._steps
         if kind in ("prefill", "mixed"):
-            chunk: StepProgram | None = steps.chunks.get(sizing.recorded_tokens(size))
-            return chunk
-        decode: StepProgram | None = steps.decodes.get(steps._inputs.recorded_rows(size))
-        return decode
+            parts = [steps.chunks.get(sizing.recorded_tokens(size)), *steps.heads.values()]
+        else:
+            parts = [steps.decodes.get(steps._inputs.recorded_rows(size))]
+        return None if parts[0] is None else Program(parts)
 
     def forget_all(self) -> None:
         for request_id in range(1, self._num_requests + 1):
@@ -260,7 +267,7 @@ class Steps:
 
 
 def account(
-    steps: Steps, machine: Machine, clocks: Clocks, kind: str, size: int, num_steps: int, program: StepProgram | None
+    steps: Steps, machine: Machine, clocks: Clocks, kind: str, size: int, num_steps: int, program: Program | None
 ) -> dict[str, Any]:
     rows = size if kind in ("decode", "sampled") else 8 if kind == "mixed" else 1
     running = steps.running(kind, size)

@@ -137,6 +137,14 @@ def embedding(ids: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:
     return out
 
 
+def pick(x: Tensor, rows: Tensor, out: Tensor) -> None:
+    """out [N, W] = rows [N] int64 of x [T, W]."""
+    if _gpu is not None or not _served(x):
+        torch.index_select(x, 0, rows, out=out)
+    else:
+        call(_kernels.gather_rows, rows.numpy(), _array(x), 1.0, _array(out))
+
+
 @dataclass(slots=True, frozen=True)
 class Int8Matrix:
     """values [N, K] int8 times scales [N] float32: one for each output."""

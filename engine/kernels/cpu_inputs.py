@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numba import boolean, float32, float64, int32, int64, njit, uint32, uint64, void
 
-from engine.kernels.reference_inputs import APART, ATTENDED, GREEDY, ROWS, TOKENS
+from engine.kernels.reference_inputs import APART, ATTENDED, GREEDY, ROWS, SAMPLING, TOKENS
 
 # No reordering: the two parts of pi / 2 must not be put together.
 _OPTIONS: dict[str, Any] = {"fastmath": {"contract"}, "error_model": "numpy", "cache": True, "nogil": True}
@@ -21,11 +21,12 @@ _ROWS = (int64[::1], int32[::1], int32[::1], int32[::1])  # counts, slots, then 
 STEP_TOKENS = void(*_ROWS, int64, int32[:, ::1], int64[::1], *(int32[::1],) * 5)
 STEP_BLOCKS = void(*_ROWS, int32[::1], int32[:, ::1], int64, int32[:, ::1], int64[::1])
 SAMPLING_SETTINGS = void(
-    *(int64[::1], int32[::1], int32[::1]),
+    *_ROWS,
+    *(int32[::1], boolean[::1]),
     *_COLUMNS,
     *(uint64[::1], int32[::1], int32[::1], boolean[::1], boolean[::1]),
     *_COLUMNS,
-    *(uint32[::1], uint32[::1]),
+    *(uint32[::1], uint32[::1], int64[::1]),
 )
 ROTARY_TURNS = void(int32[::1], float32[::1], float64, float32[:, ::1])
 # pi / 2 is the sum of these; the first has 33 bits, so that its products with whole numbers below 2**20 are exact
@@ -98,6 +99,9 @@ def sampling_settings(
     counts: Any,
     slots: Any,
     computed: Any,
+    num_new: Any,
+    starts: Any,
+    samples: Any,
     temperature: Any,
     top_p: Any,
     top_k: Any,
@@ -113,18 +117,24 @@ def sampling_settings(
     row_min_p: Any,
     key0: Any,
     key1: Any,
+    last_tokens: Any,
 ) -> None:
-    num_greedy = num_apart = 0
+    num = num_greedy = num_apart = 0
     for row in range(counts[ROWS]):
-        slot, position = slots[row], computed[row] + 1
-        row_temperature[row], row_top_p[row] = temperature[slot], top_p[slot]
-        row_top_k[row], row_min_p[row] = top_k[slot], min_p[slot]
+        slot, position = slots[row], computed[row] + num_new[row]
+        num_apart += prompt_logprobs[slot]
+        if not samples[row]:
+            continue
+        row_temperature[num], row_top_p[num] = temperature[slot], top_p[slot]
+        row_top_k[num], row_min_p[num] = top_k[slot], min_p[slot]
         key = _mixed(_mixed(seed[slot]) ^ uint64(position))
-        key0[row], key1[row] = uint32(key & uint64(0xFFFFFFFF)), uint32(key >> uint64(32))
+        key0[num], key1[num] = uint32(key & uint64(0xFFFFFFFF)), uint32(key >> uint64(32))
+        last_tokens[num] = starts[row] + num_new[row] - 1
         num_greedy += temperature[slot] <= float32(0.0)
-        edited = edits_logits[slot] or position < min_tokens_until[slot]
-        num_apart += edited or prompt_logprobs[slot] or num_logprobs[slot] >= 0
-    counts[GREEDY], counts[APART] = num_greedy, num_apart
+        num_apart += edits_logits[slot] or position < min_tokens_until[slot] or num_logprobs[slot] >= 0
+        num += 1
+    last_tokens[num:] = 0
+    counts[SAMPLING], counts[GREEDY], counts[APART] = num, num_greedy, num_apart
 
 
 @njit(**_OPTIONS)

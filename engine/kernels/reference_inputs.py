@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-# Of counts: rows and tokens of the step (given); rows that take their likeliest token; rows that ask for more than a token drawn by
-# its settings: logits edited, log-probabilities told; positions that all tokens attend to.
-ROWS, TOKENS, GREEDY, APART, ATTENDED = 0, 1, 2, 3, 4
-NUM_COUNTS = 5
+# Of counts: rows and tokens of the step (given); rows that sample, and of these, those that take their likeliest token; rows that
+# ask for more than a token drawn by its settings: logits edited, log-probabilities told; positions that all tokens attend to.
+ROWS, TOKENS, SAMPLING, GREEDY, APART, ATTENDED = 0, 1, 2, 3, 4, 5
+NUM_COUNTS = 6
 
 
 def step_tokens(
@@ -70,8 +70,11 @@ def step_blocks(
 
 def sampling_settings(
     counts: Any,
-    slots: Any,
+    slots: Any,  # [R] each; the first three as step_tokens takes them
     computed: Any,
+    num_new: Any,
+    starts: Any,  # as it leaves them
+    samples: Any,  # bool
     temperature: Any,  # [S] each, as the sequence table has them
     top_p: Any,
     top_k: Any,
@@ -81,23 +84,27 @@ def sampling_settings(
     min_tokens_until: Any,
     edits_logits: Any,
     prompt_logprobs: Any,
-    row_temperature: Any,  # [R] each
+    row_temperature: Any,  # [R] each, as what follows: of rows that sample, in order
     row_top_p: Any,
     row_top_k: Any,
     row_min_p: Any,
     key0: Any,  # uint32
     key1: Any,
+    last_tokens: Any,  # int64: of each, its last token in the step; 0 behind them
 ) -> None:
-    """The step's rows of the first four, the keys of their noise, and counts[GREEDY] and counts[APART]."""
+    """The settings of the rows that sample, the keys of their noise, and counts[SAMPLING], counts[GREEDY] and counts[APART]."""
     num_rows = counts[ROWS]
-    rows = slots[:num_rows]
-    for column, own in ((temperature, row_temperature), (top_p, row_top_p), (top_k, row_top_k), (min_p, row_min_p)):
-        own[:num_rows] = column[rows]
-    position = computed[:num_rows] + 1
-    key0[:num_rows], key1[:num_rows] = noise_keys(seed[rows], position)
-    counts[GREEDY] = np.count_nonzero(row_temperature[:num_rows] <= 0.0)
+    own = np.flatnonzero(samples[:num_rows])
+    num, rows = len(own), slots[own]
+    for column, to in ((temperature, row_temperature), (top_p, row_top_p), (top_k, row_top_k), (min_p, row_min_p)):
+        to[:num] = column[rows]
+    position = computed[own] + num_new[own]
+    key0[:num], key1[:num] = noise_keys(seed[rows], position)
+    last_tokens[:num], last_tokens[num:] = starts[own] + num_new[own] - 1, 0
+    counts[SAMPLING], counts[GREEDY] = num, np.count_nonzero(row_temperature[:num] <= 0.0)
     edited = edits_logits[rows] | (position < min_tokens_until[rows])
-    counts[APART] = np.count_nonzero(edited | prompt_logprobs[rows] | (num_logprobs[rows] >= 0))
+    apart = np.count_nonzero(edited | (num_logprobs[rows] >= 0))
+    counts[APART] = apart + np.count_nonzero(prompt_logprobs[slots[:num_rows]])
 
 
 def noise_keys(seed: npt.NDArray[np.uint64], position: npt.NDArray[Any]) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:

@@ -16,7 +16,7 @@ import torch
 
 from engine import ops
 from engine.contracts import BatchPlan, FloatArray, IntArray, SequenceTable
-from engine.kernels.reference_inputs import APART, ATTENDED, GREEDY, NUM_COUNTS, ROWS, TOKENS
+from engine.kernels.reference_inputs import APART, ATTENDED, GREEDY, NUM_COUNTS, ROWS, SAMPLING, TOKENS
 from engine.steps.forward_batch import LONG_ROW_TOKENS, GroupBatch, GroupMemory, HostBatch, padded_rows
 from engine.steps.program import Call
 from engine.steps.replay import Replay
@@ -42,7 +42,7 @@ class StepInputs:
     """Of steps of up to max_rows rows and max_tokens tokens, or as many tokens as rows; the first of each array are a smaller
     step's, and padding.
 
-    settings: of the rows of the latest step."""
+    settings: of the latest step's rows that sample; last_tokens: of each, its last token in the step, then zeros."""
 
     def __init__(
         self,
@@ -61,6 +61,7 @@ class StepInputs:
         # of rows
         self._slots, self._computed, self._num_new = (np.zeros(max_rows, np.int32) for _ in range(3))
         self._starts, self._contexts = np.zeros(max_rows, np.int32), np.zeros(max_rows, np.int32)
+        self._samples, self.last_tokens = np.zeros(max_rows, np.bool_), np.zeros(max_rows, np.int64)
         floats, ints, keys = (np.zeros((2, max_rows), kind) for kind in (np.float32, np.int32, np.uint32))
         self.settings = Settings(floats[0], floats[1], ints[0], np.zeros(max_rows, np.float32), keys[0], keys[1])
         # of tokens; padding has some earlier step's id, and its position
@@ -125,6 +126,7 @@ class StepInputs:
         self._slots[:num_rows] = plan.slots
         self._computed[:num_rows] = plan.num_computed
         self._num_new[:num_rows], self._num_new[num_rows:] = plan.num_new, 0
+        self._samples[:num_rows] = plan.samples
         if self._filling is None or self._filling[0] is not table:
             self._filling = table, self._fill_from(table)
         self._filling[1].run()
@@ -134,9 +136,14 @@ class StepInputs:
         self._filling = None
 
     @property
-    def num_greedy(self) -> int:
-        """Rows of the latest step that take their likeliest token."""
-        return int(self._counts[GREEDY])
+    def num_sampling(self) -> int:
+        """Rows of the latest step that sample."""
+        return int(self._counts[SAMPLING])
+
+    @property
+    def all_greedy(self) -> bool:
+        """Whether all of these take their likeliest token."""
+        return bool(self._counts[GREEDY] == self._counts[SAMPLING])
 
     @property
     def settings_suffice(self) -> bool:
@@ -156,5 +163,6 @@ class StepInputs:
             *(table.temperature, table.top_p, table.top_k, table.min_p, table.seed),
             *(table.num_logprobs, table.min_tokens_until, table.edits_logits, table.prompt_logprobs),
         )
-        calls.append(Call(kernels.sampling_settings, (*rows, *columns, *own.of(len(self._slots)))))
+        sampling = (*rows, self._num_new, self._starts, self._samples)
+        calls.append(Call(kernels.sampling_settings, (*sampling, *columns, *own.of(len(self._slots)), self.last_tokens)))
         return Replay(calls)

@@ -1,7 +1,8 @@
 """Steps that are recorded the first time one of their kind comes, and run again from then on.
 
-Of two kinds: decode steps, in which every row has one new token and samples, are recorded to their logits, and how tokens are drawn
-from these as well; steps with chunks of prompts are recorded to their hidden states.
+Of two kinds: decode steps, in which every row has one new token and samples, are recorded to their logits; steps with chunks of
+prompts to the hidden states of what is sampled from, and for any of them the logits of so many rows. How tokens are drawn from
+logits is recorded as well.
 
 Shapes: R rows, T tokens, N sampling rows, W width.
 """
@@ -9,7 +10,9 @@ Shapes: R rows, T tokens, N sampling rows, W width.
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,7 +21,7 @@ from engine.contracts import BatchPlan, BoolArray, IntArray, SequenceTable
 from engine.models.registry import CausalLM
 from engine.steps.inputs import StepInputs
 from engine.steps.program import Recorder, Scratch, recording
-from engine.steps.replay import DecodeProgram, Drawing, StepProgram
+from engine.steps.replay import ChunkProgram, DecodeProgram, Drawing, Head
 from loader.sizing import recorded_tokens
 
 log = logging.getLogger("engine")
@@ -27,18 +30,21 @@ log = logging.getLogger("engine")
 class RecordedSteps:
     """Programs of one model. A step's results stay as they are until the next one of any model.
 
-    decodes: by number of rows; chunks: by number of tokens; padding counts.
+    decodes: by number of rows; chunks: by number of tokens; heads, of steps with chunks: by number of rows that sample; padding
+    counts.
     """
 
     def __init__(
         self, model: CausalLM, inputs: StepInputs, scratch: Scratch, max_decodes: int, max_rows: int, max_tokens: int
     ) -> None:
-        """max_decodes: rows of decode steps; max_rows, max_tokens: of steps with chunks. 0: such steps are not recorded."""
+        """max_decodes: rows that sample at a time; max_rows, max_tokens: of steps with chunks. 0: such steps are not recorded."""
         self._model, self._inputs, self._scratch = model, inputs, scratch
         self._max_decodes, self._max_rows, self._max_tokens = max_decodes, max_rows, max_tokens
         self._draws = True  # while no drawing has been found to be more than kernels' calls
+        self._picked: Tensor | None = None  # [rows, W]: hidden states that a step with chunks samples from
         self.decodes: dict[int, DecodeProgram] = {}
-        self.chunks: dict[int, StepProgram] = {}
+        self.chunks: dict[int, ChunkProgram] = {}
+        self.heads: dict[int, Head] = {}
 
     def decode(self, plan: BatchPlan, table: SequenceTable) -> DecodeProgram | None:
         """One decode step's hidden states and logits. None: it is not one, or not of a kind that can be run here."""
@@ -52,44 +58,51 @@ class RecordedSteps:
         program.run()
         return program
 
-    def draw(self, plan: BatchPlan, table: SequenceTable) -> tuple[IntArray, BoolArray] | None:
-        """One decode step's ids and bad rows, [N] each, with nothing of torch between kernels where there is nothing else. None:
-        this step has not run, as it is not of a kind recorded already, or a row wants more than a token drawn by its settings."""
-        num_rows = len(plan.slots)
-        if not self._draws or not self._decodes(plan):
-            return None
-        program = self.decodes.get(self._inputs.recorded_rows(num_rows))
-        if program is None:
-            return None
-        self._inputs.fill(plan, table)
-        if not self._inputs.settings_suffice:
-            return None
-        key = num_rows, self._inputs.num_greedy == num_rows
-        drawing = program.drawings.get(key)
-        if drawing is not None and program.is_native:
-            program.run()
-            drawing.run()
-        else:
-            with torch.inference_mode():
-                program.run()
-                if drawing is None:
-                    drawing = program.drawings[key] = self._record_drawing(program, *key)
-                else:
-                    drawing.run()
-        return drawing.ids.copy(), drawing.bad.copy()
-
     def hidden(self, plan: BatchPlan, table: SequenceTable) -> Tensor | None:
         """Any step's normed hidden states [T and padding, W]. None: it is not of a kind that can be run here."""
-        num_tokens = int(plan.num_new.sum())
-        if num_tokens > self._max_tokens or len(plan.slots) > self._max_rows:
+        if not self._chunks(plan):
             return None
         self._inputs.fill(plan, table)
-        size = recorded_tokens(num_tokens)
+        size = recorded_tokens(int(plan.num_new.sum()))
         program = self.chunks.get(size)
         if program is None:
             return self._record_chunk(size).hidden
         program.run()
         return program.hidden
+
+    def draw(self, plan: BatchPlan, table: SequenceTable) -> tuple[IntArray, BoolArray] | None:
+        """One step's ids and bad rows, [N] each, with nothing of torch between kernels where there is nothing else. None: this step
+        has not run, as it is not of a kind recorded already, or a row wants more than a token drawn by its settings."""
+        if not self._draws:
+            return None
+        decodes = self._decodes(plan)
+        program: DecodeProgram | ChunkProgram | None = None
+        if decodes:
+            program = self.decodes.get(self._inputs.recorded_rows(len(plan.slots)))
+        elif self._chunks(plan) and int(plan.samples.sum()) <= self._max_decodes:
+            program = self.chunks.get(recorded_tokens(int(plan.num_new.sum())))
+        if program is None:
+            return None
+        self._inputs.fill(plan, table)
+        if not self._inputs.settings_suffice:
+            return None
+        if not self._inputs.num_sampling:
+            with nullcontext() if program.is_native else torch.inference_mode():
+                program.run()
+            return np.empty(0, np.int32), np.empty(0, np.bool_)
+        head = program if isinstance(program, DecodeProgram) else self.heads.get(self._head_rows())
+        key = self._inputs.num_sampling, self._inputs.all_greedy
+        drawing = None if head is None else head.drawings.get(key)
+        if head is not None and drawing is not None and program.is_native and head.is_native:
+            program.run()
+            if head is not program:
+                head.run()
+            drawing.run()
+        else:
+            with torch.inference_mode():
+                program.run()
+                drawing = self._draw_slowly(program, key)
+        return drawing.ids.copy(), drawing.bad.copy()
 
     def forget_table(self) -> None:
         """The model's sequences are gone."""
@@ -100,6 +113,26 @@ class RecordedSteps:
             return False
         return plan.all_decode or bool(int(plan.num_new.max()) == 1 and plan.samples.all())
 
+    def _chunks(self, plan: BatchPlan) -> bool:
+        return len(plan.slots) <= self._max_rows and int(plan.num_new.sum()) <= self._max_tokens
+
+    def _head_rows(self) -> int:
+        return self._inputs.recorded_rows(self._inputs.num_sampling)
+
+    def _draw_slowly(self, program: DecodeProgram | ChunkProgram, key: tuple[int, bool]) -> Drawing:
+        """Tokens of the step that has just run: what is not recorded yet is now."""
+        head: Head | None = program if isinstance(program, DecodeProgram) else self.heads.get(self._head_rows())
+        if head is None:
+            head = self._record_head(self._head_rows())
+        elif head is not program:
+            head.run()
+        drawing = head.drawings.get(key)
+        if drawing is None:
+            drawing = head.drawings[key] = self._record_drawing(head, *key)
+        else:
+            drawing.run()
+        return drawing
+
     def _record_decode(self, num_rows: int) -> DecodeProgram:
         recorder = Recorder(self._scratch, watches=not self.decodes)  # a model's code is the same for all sizes
         with recording(recorder):
@@ -109,14 +142,28 @@ class RecordedSteps:
             self.decodes[num_rows] = program
         return program
 
-    def _record_chunk(self, num_tokens: int) -> StepProgram:
+    def _record_chunk(self, num_tokens: int) -> ChunkProgram:
         recorder = Recorder(self._scratch, watches=not self.chunks)
+        last_tokens = self._inputs.last_tokens
         with recording(recorder):
             hidden = self._model.forward(self._inputs.batch(num_tokens, with_long_rows=True), None)
-            program = StepProgram(recorder.calls, hidden)
+            if self._picked is None:
+                self._picked = torch.empty(len(last_tokens), hidden.shape[1], dtype=hidden.dtype)
+            num_picked = min(num_tokens, len(last_tokens))
+            ops.pick(hidden, torch.from_numpy(last_tokens[:num_picked]), self._picked[:num_picked])
+            program = ChunkProgram(recorder.calls, hidden)
         if self._may_repeat(recorder):
             self.chunks[num_tokens] = program
         return program
+
+    def _record_head(self, num_rows: int) -> Head:
+        assert self._picked is not None
+        recorder = Recorder(self._scratch, watches=not self.heads)
+        with recording(recorder):
+            head = Head(recorder.calls, self._model.logits(self._picked[:num_rows]))
+        if self._may_repeat(recorder):
+            self.heads[num_rows] = head
+        return head
 
     def _may_repeat(self, recorder: Recorder) -> bool:
         if recorder.missed:
@@ -124,11 +171,11 @@ class RecordedSteps:
             self._max_decodes = self._max_rows = 0
         return not recorder.missed
 
-    def _record_drawing(self, program: DecodeProgram, num_rows: int, greedy: bool) -> Drawing:
-        """Draws the tokens of the step that has just run."""
+    def _record_drawing(self, head: Head, num_rows: int, greedy: bool) -> Drawing:
+        """Draws tokens from the logits that were just computed."""
         recorder = Recorder(self._scratch)
         with recording(recorder):
-            logits = program.logits[:num_rows]
+            logits = head.logits[:num_rows]
             ids, bad = ops.greedy(logits) if greedy else ops.sample(logits, *self._inputs.settings.of(num_rows))
         self._draws = not recorder.missed  # else what was drawn now is right, and what repeats it is not
         return Drawing(recorder.calls, ids, bad)

@@ -142,19 +142,26 @@ class Drawing(Replay):
         self.ids, self.bad = ids, bad
 
 
-class StepProgram(Replay):
-    """calls leave the normed hidden states [T, width]."""
+class ChunkProgram(Replay):
+    """calls leave the normed hidden states [T, width], and those of tokens that are sampled from where all chunks leave them."""
 
     def __init__(self, calls: Sequence[Call], hidden: Tensor) -> None:
         super().__init__(calls)
         self.hidden = hidden.view(hidden.shape)
 
 
-class DecodeProgram(StepProgram):
-    """calls leave the logits [T, V] as well. drawings: of tokens from these, by number of rows and whether all of them are
-    greedy."""
+class Head(Replay):
+    """calls leave the logits [N, V]. drawings: of tokens from these, by number of rows and whether all of them are greedy."""
 
-    def __init__(self, calls: Sequence[Call], hidden: Tensor, logits: Tensor) -> None:
-        super().__init__(calls, hidden)
+    def __init__(self, calls: Sequence[Call], logits: Tensor) -> None:
+        super().__init__(calls)
         self.logits = logits.view(logits.shape)
         self.drawings: dict[tuple[int, bool], Drawing] = {}
+
+
+class DecodeProgram(Head):
+    """calls leave the normed hidden states [N, width] as well."""
+
+    def __init__(self, calls: Sequence[Call], hidden: Tensor, logits: Tensor) -> None:
+        super().__init__(calls, logits)
+        self.hidden = hidden.view(hidden.shape)

@@ -124,6 +124,39 @@ def test_tokens_and_what_is_told_of_a_prompt_are_the_same(runner: TorchRunner, t
             np.testing.assert_allclose(values, wanted, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_where_settings_alone_decide_tokens_are_drawn_by_recorded_calls(
+    runner: TorchRunner, folder: Path, dtype: str, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def drawn(model: TorchModel) -> list[list[int]]:
+        table = new_table(model)
+        table.temperature[:], table.seed[:] = temperature, np.arange(SLOTS)
+        ids = []
+        for rows, samples in STEPS:
+            for slot, first, _ in rows:
+                forget_behind_windows(model, table, slot, first)
+            result = model.execute(plan(*rows, samples=samples), table)
+            assert len(result.ids) == len(result.bad) == sum(samples)
+            assert not result.bad.any()
+            ids.append(result.ids.tolist())
+        return ids
+
+    recorded, plain = load_both(runner, folder, dtype)
+    first = drawn(recorded)
+    if dtype == "float32":
+        assert first == drawn(plain)
+    large = next(number for number, (rows, _) in enumerate(STEPS) if sum(new for *_, new in rows) > 256)
+    made = []
+    original = hosted_model.sampling_rows
+    monkeypatch.setattr(hosted_model, "sampling_rows", lambda plan, *args: made.append(plan) or original(plan, *args))
+    assert drawn(recorded) == first
+    assert [int(one.num_new.sum()) for one in made] == [sum(new for *_, new in STEPS[large][0])]
+    assert set(recorded._steps.heads) == {1, 2, 4}
+    recorded.release()
+    plain.release()
+
+
 def test_results_find_room_where_they_are_said_to(runner: TorchRunner, folder: Path) -> None:
     runner._scratch = scratch = Scratch()
     model = load(runner, folder, "bfloat16", max_sequences=SLOTS, max_len=LENGTH)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.kernels import reference_inputs
-from engine.kernels.reference_inputs import APART, ATTENDED, GREEDY, NUM_COUNTS, ROWS, TOKENS
+from engine.kernels.reference_inputs import APART, ATTENDED, GREEDY, NUM_COUNTS, ROWS, SAMPLING, TOKENS
 
 pytest.importorskip("numba")
 SLOTS, LENGTH, MAX_ROWS, MAX_TOKENS = 30, 200, 24, 300
@@ -94,34 +94,53 @@ def test_tokens_and_their_blocks(seed: int, decode: bool) -> None:
         assert places[0][token] == block * block_tokens + positions[token] % block_tokens
 
 
+@pytest.mark.parametrize("decode", [True, False], ids=["decode", "chunks"])
 @pytest.mark.parametrize("seed", range(20))
-def test_settings_and_noise_of_the_rows(seed: int) -> None:
+def test_settings_and_noise_of_the_rows_that_sample(seed: int, decode: bool) -> None:
     generator, counts, slots, computed = step(seed)
+    num_new = chunks(generator, counts, computed, decode)
+    starts = (np.cumsum(num_new) - num_new).astype(np.int32)
     shares = (0.0, 0.5, 1.0)
 
-    def some() -> np.ndarray:
-        return generator.random(SLOTS) < shares[generator.integers(3)]
+    def some(num: int = SLOTS) -> np.ndarray:
+        return generator.random(num) < shares[generator.integers(3)]
 
+    samples = some(MAX_ROWS) | decode
     temperature = np.where(some(), 0.0, generator.random(SLOTS)).astype(np.float32)
     others = (generator.random(SLOTS).astype(np.float32), generator.integers(0, 99, SLOTS).astype(np.int32))
     settings = (temperature, *others, generator.random(SLOTS).astype(np.float32))
     seeds = generator.integers(0, 2**64, SLOTS, dtype=np.uint64, endpoint=False)
     told = np.where(some(), 3, -1).astype(np.int32), np.where(some(), LENGTH // 2, 0).astype(np.int32), some(), some()
     floats, ints, keys = (np.zeros(MAX_ROWS, kind) for kind in (np.float32, np.int32, np.uint32))
-    given = (slots, computed, *settings, seeds, *told)
+    given = (slots, computed, num_new, starts, samples, *settings, seeds, *told)
     out = []
     for module in (pytest.importorskip("engine.kernels.cpu_inputs"), reference_inputs):
-        own = (counts.copy(), floats.copy(), floats.copy(), ints.copy(), floats.copy(), keys.copy(), keys.copy())
+        own = (
+            counts.copy(),
+            floats.copy(),
+            floats.copy(),
+            ints.copy(),
+            floats.copy(),
+            keys.copy(),
+            keys.copy(),
+            keys.astype(np.int64),
+        )
         module.sampling_settings(own[0], *given, *own[1:])
         out.append(own)
     for kernel, twin in zip(*out, strict=True):
         assert kernel.dtype == twin.dtype
         assert np.array_equal(kernel, twin)
-    rows = slots[: counts[ROWS]]
-    assert out[0][0][GREEDY] == (temperature[rows] == 0).sum()
-    wants = (told[0] >= 0) | told[2] | told[3]
-    early = computed[: counts[ROWS]] + 1 < told[1][rows]
-    assert out[0][0][APART] == (wants[rows] | early).sum()
+    after, num_rows = out[0][0], counts[ROWS]
+    sampling = np.flatnonzero(samples[:num_rows])
+    rows = slots[sampling]
+    assert after[SAMPLING] == len(rows)
+    assert after[GREEDY] == (temperature[rows] == 0).sum()
+    assert np.array_equal(out[0][1][: len(rows)], temperature[rows])
+    wants = (told[0][rows] >= 0) | told[2][rows] | ((computed + num_new)[sampling] < told[1][rows])
+    assert after[APART] == wants.sum() + told[3][slots[:num_rows]].sum()
+    last = out[0][-1]
+    assert last[: len(rows)].tolist() == (starts + num_new - 1)[sampling].tolist()
+    assert not last[len(rows) :].any()
 
 
 @pytest.mark.parametrize("longest", [30, 4096, 1 << 20])
