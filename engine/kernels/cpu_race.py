@@ -176,6 +176,21 @@ def _race_stripe(
 
 
 @njit(**_HELPER)
+def _in_order(heaviest: Any, floor: Any, order: Any) -> int:
+    """order: the stripes that may hold weights of at least `floor`, heavier than the mean first; how many there are. Heavy ones
+    give early times, which make the others short."""
+    mean, num_heavy, num_light, last = heaviest.mean(), 0, 0, heaviest.shape[0] - 1
+    for stripe in range(heaviest.shape[0]):  # without branches: which stripe is heavy can't be foreseen
+        order[num_heavy], order[last - num_light] = stripe, stripe
+        takes_part, is_heavy = bits_of_float(heaviest[stripe]) >= floor, heaviest[stripe] >= mean
+        num_heavy += int64(takes_part and is_heavy)
+        num_light += int64(takes_part and not is_heavy)
+    for number in range(num_light):
+        order[num_heavy + number] = order[last + 1 - num_light + number]
+    return num_heavy + num_light
+
+
+@njit(**_HELPER)
 def race(
     row: Any,
     heaviest: Any,
@@ -184,22 +199,20 @@ def race(
     floor: Any,  # bits of a weight: lighter tokens take no part
     first: Any,
     second: Any,
-    drawn: Any,  # [2, 16] int32: work space
+    order: Any,  # [stripes] int32, drawn [2, 16] int32: work space
+    drawn: Any,
     ahead: int,  # elements from the row to the one that is looked at next, which is fetched meanwhile
 ) -> int:
     """Which token comes first."""
     vocab = row.shape[0]
     best, winner = float32(np.inf), 0
-    mean = heaviest.mean()  # those above come first: early times make the others short
-    for of_light in range(2):
-        for stripe in range(heaviest.shape[0]):
-            if (heaviest[stripe] < mean) != (of_light == 1) or bits_of_float(heaviest[stripe]) < floor:
-                continue
-            begin, end = STRIPE * stripe, min(STRIPE * (stripe + 1), vocab)
-            for at in range(begin, end, FETCHED_BYTES // row.itemsize):
-                fetch_lines(row, at + ahead)
-            heavy = heaviest[stripe]
-            best, winner = _race_stripe(row, begin, end, heavy, largest, factor, floor, first, second, drawn, best, winner)
+    for number in range(_in_order(heaviest, floor, order)):
+        stripe = int64(order[number])
+        begin, end = STRIPE * stripe, min(STRIPE * (stripe + 1), vocab)
+        for at in range(begin, end, FETCHED_BYTES // row.itemsize):
+            fetch_lines(row, at + ahead)
+        heavy = heaviest[stripe]
+        best, winner = _race_stripe(row, begin, end, heavy, largest, factor, floor, first, second, drawn, best, winner)
     return winner
 
 

@@ -90,7 +90,8 @@ def _sample_row(
     min_p: Any,
     first: Any,
     second: Any,
-    stripes: Any,  # [2, stripes] float32, drawn [2, 16] int32: work space
+    stripes: Any,  # [2, stripes] float32, order [stripes] int32, drawn [2, 16] int32: work space
+    order: Any,
     drawn: Any,
     ahead: int,  # elements to the row that comes next
 ) -> int:
@@ -110,7 +111,7 @@ def _sample_row(
         floor = max(floor, min(bits_of_float(min_p), int32(_ONE_BITS)))
     cutoff = floor
     while True:
-        winner = race(row, heaviest, largest, factor, cutoff, first, second, drawn, ahead)
+        winner = race(row, heaviest, largest, factor, cutoff, first, second, order, drawn, ahead)
         own = bits_of_weight(widen(row[winner]), largest, factor, drawn)
         if top_p >= float32(1.0) or own >= int32(_ONE_BITS) or is_within(row, heaviest, largest, factor, floor, top_p, winner, own):
             return winner
@@ -144,11 +145,11 @@ def _sample(
     """
     for share in prange(num_shares):
         stripes = np.empty((2, (logits.shape[1] + STRIPE - 1) // STRIPE), np.float32)
-        drawn = np.empty((2, LANES), np.int32)
+        order, drawn = np.empty(stripes.shape[1], np.int32), np.empty((2, LANES), np.int32)
         for n in range(share, logits.shape[0], num_shares):
             settings = (temperature[n], top_p[n], top_k[n], min_p[n], key0[n], key1[n])
             ahead = num_shares * logits.shape[1] if n + num_shares < logits.shape[0] else 0
-            token = _sample_row(logits[n], *settings, stripes, drawn, ahead)
+            token = _sample_row(logits[n], *settings, stripes, order, drawn, ahead)
             bad[n] = token < 0
             ids[n] = max(token, 0)
 
