@@ -203,20 +203,25 @@ class _InTurn:
         self.num_lines = builder.mul(steps, builder.sub(end, first))
         self._left = cgutils.alloca_once_value(builder, self.num_lines)
         self._row, self._column = cgutils.alloca_once_value(builder, first), cgutils.alloca_once_value(builder, _constant(0))
+        self._place = cgutils.alloca_once_value(builder, rows.place(first))  # of the row
 
     def fetch(self, num_lines: Any) -> None:
         """The next so many lines, if there are."""
-        builder = self._builder
+        builder, rows = self._builder, self._rows
         left = builder.load(self._left)
         some = builder.select(builder.icmp_signed("<", num_lines, left), num_lines, left)
         builder.store(builder.sub(left, some), self._left)
         with cgutils.for_range_slice(builder, _constant(0), some, _constant(1)):
-            row, column = builder.load(self._row), builder.load(self._column)
-            _prefetch(builder, builder.gep(self._rows.place(row), [column]))
+            place, column = builder.load(self._place), builder.load(self._column)
+            _prefetch(builder, builder.gep(place, [column]))
             column = builder.add(column, _constant(STEP_BYTES))
             is_over = builder.icmp_signed("==", column, self._row_bytes)
             builder.store(builder.select(is_over, _constant(0), column), self._column)
-            builder.store(builder.add(row, builder.zext(is_over, I64)), self._row)
+            row = builder.add(builder.load(self._row), builder.zext(is_over, I64))
+            builder.store(row, self._row)
+            begins_half = builder.and_(is_over, builder.icmp_signed("==", row, _constant(TILE)))
+            apart = builder.select(begins_half, builder.add(rows.stride, rows.jump), rows.stride)
+            builder.store(builder.select(is_over, builder.gep(place, [apart]), place), self._place)
 
 
 def _prefetch(builder: ir.IRBuilder, address: Any, nearness: int = 2) -> None:
