@@ -65,24 +65,29 @@ class Launched(Protocol):
 
 
 @runtime_checkable
-class LaunchesAhead(Protocol):
-    """A HostedModel whose next step can be started before the last one's tokens are known."""
+class CapturesSteps(Protocol):
+    """A HostedModel that can make steps ready to be run again, as a graph or a program, before they are met."""
 
     @property
     def name(self) -> str: ...
 
-    def launch(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> Launched:
-        """Starts one step. Tokens that table.num_tokens does not count yet are those the slot's last step samples; rows in `masks`
-        have none. Raises NoWorkSpace."""
-        ...
-
     @property
     def num_uncaptured(self) -> int:
-        """Sizes of steps that would be captured as a graph when they are first met."""
+        """Sizes of steps that would be captured when they are first met."""
         ...
 
     def capture_next(self) -> None:
         """Captures one of them, in idle time: no step is under way."""
+        ...
+
+
+@runtime_checkable
+class LaunchesAhead(CapturesSteps, Protocol):
+    """A HostedModel whose next step can be started before the last one's tokens are known."""
+
+    def launch(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> Launched:
+        """Starts one step. Tokens that table.num_tokens does not count yet are those the slot's last step samples; rows in `masks`
+        have none. Raises NoWorkSpace."""
         ...
 
 

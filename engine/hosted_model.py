@@ -174,6 +174,17 @@ class TorchModel:
         batch = build_batch(plan, table, self._kv, self._layer_places, ops.cos_sin, self._padded)
         return model.forward(batch, wanted), num_wanted
 
+    @property
+    def num_uncaptured(self) -> int:
+        """Sizes of steps with chunks of prompts that are not recorded."""
+        return 0 if self._released else len(self._steps.missing)
+
+    @torch.inference_mode()
+    def capture_next(self) -> None:
+        """Records one of them; some 10 ms of the interpreter, nothing is computed."""
+        self._prepare()
+        self._steps.record_next()
+
     def release(self) -> None:
         """Unmaps the weights. Idempotent; until `restore` any step raises RuntimeError."""
         self._released = True

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from engine.contracts import HostedEncoder, HostedModel, LaunchesAhead
+from engine.contracts import CapturesSteps, HostedEncoder, HostedModel, LaunchesAhead
 from engine.device import compute_threads
 from engine.embedder import Embedder
 from engine.kv_caches import make_kv_cache
@@ -18,12 +18,14 @@ from engine.threads_apart import ThreadsApart
 from scheduler.batch.batch_scheduler import BatchLimits, BatchScheduler
 from scheduler.batch.chunk_pool import ChunkPool, free_runs
 from scheduler.batch.compaction import Compaction
-from scheduler.batch.plan import IntArray
+from scheduler.batch.plan import BatchPlan, IntArray
 from scheduler.batch.step_limits import StepLimits, turns_of_step
 from scheduler.batch.step_room import StepRoom
 from scheduler.batch.turns import Turns
 
 log = logging.getLogger("engine")
+
+CAPTURE_EVERY_DECODES = 16
 
 
 class Arena(Protocol):
@@ -57,6 +59,8 @@ class ServedModel:
     place: Place
     limits: StepLimits
     ahead: LaunchesAhead | None = None  # the hosted model, where it is one
+    captures: CapturesSteps | None = None
+    num_decodes: int = 0  # steps that only decoded
     num_leaving_chunks: int = 0
     backlogged: bool = False  # it had more to do than fits a turn when its latest step was planned
 
@@ -94,9 +98,11 @@ class ServedModels:
         backlogged = sum(name in self.by_name and self.by_name[name].backlogged for name in busy)
         return StepRoom(served.limits, turns_of_step(len(busy), backlogged, served.backlogged))
 
-    def uncaptured(self) -> LaunchesAhead | None:
+    def uncaptured(self) -> CapturesSteps | None:
         """A model with steps to capture in idle time; None if there is none."""
-        return next((one.ahead for one in self.by_name.values() if one.ahead is not None and one.ahead.num_uncaptured), None)
+        return next(
+            (one.captures for one in self.by_name.values() if one.captures is not None and one.captures.num_uncaptured), None
+        )
 
     def capture_next(self) -> None:
         """Captures one size of its steps."""
@@ -105,6 +111,22 @@ class ServedModels:
             model.capture_next()
             if not model.num_uncaptured:
                 log.info("%s: steps of every size are captured", model.name)
+
+    def capture_between(self, served: ServedModel, plan: BatchPlan) -> None:
+        """After a step that only decoded, with no other model busy: now and then one size, where that takes the interpreter alone.
+        A model that is asked from its load on has no idle time, and the first prompt beside its streams would meet all sizes
+        anew."""
+        if served.captures is None or served.ahead is not None or not plan.all_decode:
+            return
+        served.num_decodes += 1
+        if served.num_decodes % CAPTURE_EVERY_DECODES == 0 and served.captures.num_uncaptured and len(self.busy()) <= 1:
+            served.captures.capture_next()
+
+    def charge(self, served: ServedModel, plan: BatchPlan, seconds: float) -> None:
+        """A step took `seconds` of the device."""
+        self.turns.charge(served.spec.model, seconds)
+        served.limits.note(plan, seconds)
+        served.scheduler.tenants.charge(plan, seconds)
 
     def __contains__(self, name: str) -> bool:
         return name in self.by_name or name in self.embedders
@@ -151,7 +173,8 @@ class ServedModels:
             StepLimits(self._configure.turn_budget_ms / 1e3, self._configure.max_step_stretch),
         )
         ahead = hosted if isinstance(hosted, LaunchesAhead) else None
-        return ServedModel(spec, hosted, BatchScheduler(spec.model, kv, limits), place, pace, ahead)
+        captures = hosted if isinstance(hosted, CapturesSteps) else None
+        return ServedModel(spec, hosted, BatchScheduler(spec.model, kv, limits), place, pace, ahead, captures)
 
     def add(self, served: ServedModel) -> None:
         self.by_name[served.spec.model] = served

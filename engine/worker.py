@@ -205,9 +205,7 @@ class Engine:
     def _take_in(self, served: ServedModel, plan: BatchPlan, masks: RowMasks | None, result: StepResult) -> None:
         """A step is over: its tokens go to the scheduler and to the daemon."""
         name, scheduler = served.spec.model, served.scheduler
-        self.models.turns.charge(name, result.seconds)
-        served.limits.note(plan, result.seconds)
-        scheduler.tenants.charge(plan, result.seconds)
+        self.models.charge(served, plan, result.seconds)
         for told in result.prompt_logprobs:
             self.channel.send(told)
         outcome = scheduler.finish_step(plan, result.ids, result.bad)
@@ -235,6 +233,7 @@ class Engine:
             del self._model_of[request_id]
             self.channel.send(RequestFailed(request_id, "nan_logits", f"model {name}: logits are not finite"))
         self._stepped()
+        self.models.capture_between(served, plan)
 
     def _start_first_steps(self) -> None:
         """Of models whose weights are still coming."""

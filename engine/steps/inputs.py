@@ -122,7 +122,7 @@ class StepInputs:
     def fill(self, plan: BatchPlan, table: SequenceTable) -> None:
         """Takes in a step, and makes padding of all rows and tokens behind it."""
         num_rows = len(plan.slots)
-        self._counts[ROWS], self._counts[TOKENS] = num_rows, plan.num_new.sum()
+        self._counts[ROWS], self._counts[TOKENS] = num_rows, num_rows if plan.all_decode else plan.num_new.sum()
         self._slots[:num_rows] = plan.slots
         self._computed[:num_rows] = plan.num_computed
         self._num_new[:num_rows], self._num_new[num_rows:] = plan.num_new, 0
@@ -130,6 +130,14 @@ class StepInputs:
         if self._filling is None or self._filling[0] is not table:
             self._filling = table, self._fill_from(table)
         self._filling[1].run()
+
+    def clear(self) -> None:
+        """Makes padding of all rows and tokens: it stores nothing and attends to nothing."""
+        self._counts[:] = 0
+        self._num_new[:] = 0
+        self._paged_contexts[:] = 0
+        for group in self._groups:
+            group.slots[:] = -1
 
     def forget(self) -> None:
         """The table is out of use."""

@@ -74,12 +74,12 @@ class Call:
 
 class Recorder:
     """Makes the calls of a step and keeps them. missed: what was computed beside them, so that they are not the whole step.
-    watches: whether that is looked for, which takes a third as long as recording does."""
+    watches: whether that is looked for, which takes a third as long as recording does. dry: no call is made."""
 
-    def __init__(self, scratch: Scratch, watches: bool = True) -> None:
+    def __init__(self, scratch: Scratch, watches: bool = True, dry: bool = False) -> None:
         self.calls: list[Call] = []
         self.missed = ""
-        self._scratch, self._watches = scratch, watches
+        self._scratch, self._watches, self._dry = scratch, watches, dry
         self._calling = False
         self.thread = threading.get_ident()  # a first step may be running beside it, in another
 
@@ -88,11 +88,12 @@ class Recorder:
 
     def call(self, kernel: Callable[..., Any], *args: Any) -> None:
         """args: arrays, or tensors that nobody else holds."""
-        self._calling = True
-        try:
-            kernel(*args)
-        finally:
-            self._calling = False
+        if not self._dry:
+            self._calling = True
+            try:
+                kernel(*args)
+            finally:
+                self._calling = False
         self.calls.append(Call(kernel, args))
 
     def watch(self) -> AbstractContextManager[Any]:

@@ -22,9 +22,11 @@ from engine.models.registry import CausalLM
 from engine.steps.inputs import StepInputs
 from engine.steps.program import Recorder, Scratch, recording
 from engine.steps.replay import ChunkProgram, DecodeProgram, Drawing, Head
-from loader.sizing import recorded_tokens
+from loader.sizing import MAX_RECORDED_TOKENS, recorded_tokens
 
 log = logging.getLogger("engine")
+
+_CHUNK_SIZES = sorted({recorded_tokens(num_tokens) for num_tokens in range(1, MAX_RECORDED_TOKENS + 1)})
 
 
 class RecordedSteps:
@@ -104,6 +106,20 @@ class RecordedSteps:
                 drawing = self._draw_slowly(program, key)
         return drawing.ids.copy(), drawing.bad.copy()
 
+    @property
+    def missing(self) -> list[int]:
+        """Sizes of steps with chunks that are not recorded yet. Until a step has shown that they can be: none."""
+        if not (self.decodes or self.chunks) or not self._max_rows:
+            return []
+        return [size for size in _CHUNK_SIZES if size <= self._max_tokens and size not in self.chunks]
+
+    def record_next(self) -> None:
+        """The smallest of them, without running it: its first step then costs no more than later ones."""
+        self._inputs.clear()
+        size = self.missing[0]
+        self._record_chunk(size, dry=True)
+        self.chunks[size].lay_out()
+
     def forget_table(self) -> None:
         """The model's sequences are gone."""
         self._inputs.forget()
@@ -142,8 +158,8 @@ class RecordedSteps:
             self.decodes[num_rows] = program
         return program
 
-    def _record_chunk(self, num_tokens: int) -> ChunkProgram:
-        recorder = Recorder(self._scratch, watches=not self.chunks)
+    def _record_chunk(self, num_tokens: int, dry: bool = False) -> ChunkProgram:
+        recorder = Recorder(self._scratch, watches=not self.chunks and not dry, dry=dry)
         last_tokens = self._inputs.last_tokens
         with recording(recorder):
             hidden = self._model.forward(self._inputs.batch(num_tokens, with_long_rows=True), None)

@@ -83,17 +83,20 @@ class Replay:
     @property
     def is_native(self) -> bool:
         """Whether Python makes none of the calls."""
-        if not self._parts:
-            self._parts = self._lay_out()
+        self.lay_out()
         return all(isinstance(part, _NativePart) for part in self._parts)
 
     def run(self) -> None:
-        if not self._parts:
-            self._parts = self._lay_out()
+        self.lay_out()
         shared = self._is_shared is not None and self._is_shared()
         seconds = self.seconds
         for part in self._parts:
             part.run(shared, None if seconds is None else seconds[part.first : part.end])
+
+    def lay_out(self) -> None:
+        """What the first run does, and later ones find done."""
+        if not self._parts:
+            self._parts = self._lay_out()
 
     def watch(self) -> None:
         """From here on the seconds of each call are added up."""

@@ -195,12 +195,11 @@ class BatchScheduler:
         if self._ahead:
             plan, ids, bad = self._ahead.finish(plan, ids, bad)
         table.num_computed[plan.slots] += plan.num_new
-        chunked = plan.slots[plan.num_new > 1]
-        for slot in chunked.tolist():
+        slots = plan.slots if plan.all_decode else plan.slots[plan.samples]
+        for slot in () if plan.all_decode else plan.slots[plan.num_new > 1].tolist():
             self._learn(slot, int(min(table.num_computed[slot], table.num_prompt[slot])))
             if self.blocks.windowed:
                 self.blocks.free_behind(slot, int(table.num_computed[slot]))
-        slots = plan.slots if plan.samples.all() else plan.slots[plan.samples]
         failed: list[int] = []
         if bad.any():
             failed = table.request_id[slots[bad]].tolist()

@@ -53,7 +53,7 @@ class StepLimits:
     def note(self, plan: BatchPlan, seconds: float) -> None:
         """A step took `seconds` of the device."""
         num_new, num_computed = plan.num_new, plan.num_computed
-        num_tokens = int(num_new.sum())
+        num_tokens = len(num_new) if plan.all_decode else int(num_new.sum())
         if num_tokens == len(num_new):
             self.decoding.note(num_tokens, seconds, (float(num_computed.sum()),))
             return

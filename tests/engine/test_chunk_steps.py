@@ -12,6 +12,7 @@ from engine import hosted_model
 from engine.contracts import SequenceTable
 from engine.hosted_model import TorchModel
 from engine.model_runner import TorchRunner
+from engine.steps import recorded as recorded_steps
 from engine.steps.program import Scratch
 from loader import sizing
 from loader.sizing import recorded_tokens
@@ -154,6 +155,32 @@ def test_where_settings_alone_decide_tokens_are_drawn_by_recorded_calls(
     assert [int(one.num_new.sum()) for one in made] == [sum(new for *_, new in STEPS[large][0])]
     assert set(recorded._steps.heads) == {1, 2, 4}
     recorded.release()
+    plain.release()
+
+
+@pytest.mark.parametrize(("dtype", "quantize"), [("float32", ""), ("bfloat16", ""), ("bfloat16", "int8")])
+def test_recorded_in_idle_time_they_are_the_same_from_the_first_on(
+    runner: TorchRunner, folder: Path, dtype: str, quantize: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what sequences have stored is as it was."""
+    model, plain = load_both(runner, folder, dtype, quantize)
+    wanted = list(logits(plain, new_table(plain)))
+    table = new_table(model)
+    assert model.num_uncaptured == 0, "whether its steps can be recorded is not known yet"
+    steps = logits(model, table)
+    found = [next(steps), next(steps)]
+    while model.num_uncaptured:
+        before = model.num_uncaptured
+        model.capture_next()
+        assert model.num_uncaptured == before - 1
+    assert sorted(model._steps.chunks) == sorted({recorded_tokens(n) for n in range(1, 257)})
+    monkeypatch.setattr(recorded_steps, "Recorder", lambda *args, **options: pytest.fail("all are recorded"))
+    found += steps
+    tolerance = 1e-4 if dtype == "float32" else 0.06
+    for number, (step, other) in enumerate(zip(found, wanted, strict=True)):
+        np.testing.assert_allclose(step, other, rtol=tolerance, atol=tolerance, err_msg=f"step {number}")
+    model.release()
+    assert model.num_uncaptured == 0
     plain.release()
 
 

@@ -12,7 +12,7 @@ import pytest
 from engine.contracts import KVGroupSpec, LoadTask
 from engine.null_runner import NullModel, NullRunner
 from engine.protocol import LoadModel, SamplingParams
-from engine.served_models import ServedModels
+from engine.served_models import CAPTURE_EVERY_DECODES, ServedModels
 from scheduler.batch.plan import IntArray
 from scheduler.batch.request import BatchRequest
 from tests.engine.engine_process import load_message, null_checkpoint, null_configure
@@ -286,3 +286,43 @@ def test_other_kv_groups_are_named(node: Node) -> None:
     hosted.kv_groups = (KVGroupSpec("latent", 16, 8192, (0, 1)),)
     with pytest.raises(ValueError, match=r"kind latent.*supported: full, window"):
         node.models.make(spec, hosted, place)
+
+
+class Captures:
+    """A model with three sizes of steps to capture."""
+
+    name, num_uncaptured = "a", 3
+
+    def capture_next(self) -> None:
+        self.num_uncaptured -= 1
+
+
+def test_a_model_without_idle_time_captures_between_its_steps_while_no_other_wants_the_device(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    for name in ("a", "b"):
+        node.load(name)
+    served, captures = node.models.by_name["a"], Captures()
+    assert served.captures is None, "a null model has nothing to capture"
+    served.captures = captures
+    node.submit("a", 1, 20, max_tokens=500)
+
+    def decode(num_steps: int) -> None:
+        for _ in range(num_steps):
+            plan = served.scheduler.plan(node.steps)
+            assert plan is not None
+            result = served.hosted.execute(plan, served.scheduler.table)
+            served.scheduler.finish_step(plan, result.ids, result.bad)
+            node.models.capture_between(served, plan)
+
+    decode(1)
+    assert served.num_decodes == 0, "that was its prompt"
+    decode(CAPTURE_EVERY_DECODES - 1)
+    assert captures.num_uncaptured == 3
+    decode(1)
+    assert captures.num_uncaptured == 2
+    node.submit("b", 2, 20)
+    decode(2 * CAPTURE_EVERY_DECODES)
+    assert captures.num_uncaptured == 2, "another model waits for the device"
+    node.run("b")
+    decode(5 * CAPTURE_EVERY_DECODES)
+    assert captures.num_uncaptured == 0
