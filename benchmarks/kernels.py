@@ -175,7 +175,8 @@ def _decode_batch(num_rows: int, context: int, kv_heads: int, head_dim: int, dty
     group = GroupBatch(kv, flat, 0, table_of, rows.astype(np.int64), torch.zeros(num_rows, head_dim))
     places = [(0, layer) for layer in range(layers)]
     ids = torch.zeros(num_rows, dtype=torch.int64)
-    return HostBatch(ids, num_rows, [group], places, rows, rows * 0 + 1, contexts, rows, rows, contexts, [])
+    attended = np.array([num_rows * context])
+    return HostBatch(ids, num_rows, [group], places, rows, rows * 0 + 1, contexts, rows, rows, contexts, False, attended)
 
 
 def attention(limit: dict[str, float], dtypes: tuple[torch.dtype, ...], context: int = 4096) -> Iterator[dict[str, Any]]:
@@ -211,7 +212,8 @@ def prefill(limit: dict[str, float], dtypes: tuple[torch.dtype, ...]) -> Iterato
                 num_new, contexts = np.array([num_tokens], np.int32), np.array([context], np.int32)
                 ids = torch.zeros(num_tokens, dtype=torch.int64)
                 starts = np.zeros(1, np.int32)
-                batch = HostBatch(ids, num_tokens, decode.groups, [(0, 0)], starts, num_new, contexts, none, none, none, [0])
+                shape = (starts, num_new, contexts, none, none, none)
+                batch = HostBatch(ids, num_tokens, decode.groups, [(0, 0)], *shape, True, np.array([num_tokens * context]))
                 qkv = _random(num_tokens, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
                 call = partial(ops.attention, qkv, 0, heads, head_dim**-0.5, 0.0, batch)
                 ours_s = seconds([call])
