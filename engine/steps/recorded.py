@@ -77,9 +77,8 @@ class RecordedSteps:
         has not run, as it is not of a kind recorded already, or a row wants more than a token drawn by its settings."""
         if not self._draws:
             return None
-        decodes = self._decodes(plan)
         program: DecodeProgram | ChunkProgram | None = None
-        if decodes:
+        if self._decodes(plan):
             program = self.decodes.get(self._inputs.recorded_rows(len(plan.slots)))
         elif self._chunks(plan) and int(plan.samples.sum()) <= self._max_decodes:
             program = self.chunks.get(recorded_tokens(int(plan.num_new.sum())))
@@ -88,22 +87,23 @@ class RecordedSteps:
         self._inputs.fill(plan, table)
         if not self._inputs.settings_suffice:
             return None
-        if not self._inputs.num_sampling:
-            with nullcontext() if program.is_native else torch.inference_mode():
-                program.run()
-            return np.empty(0, np.int32), np.empty(0, np.bool_)
-        head = program if isinstance(program, DecodeProgram) else self.heads.get(self._head_rows())
-        key = self._inputs.num_sampling, self._inputs.all_greedy
+        num_sampling, greedy = key = self._inputs.num_sampling, self._inputs.all_greedy
+        head_rows = self._inputs.recorded_rows(num_sampling)
+        head = program if isinstance(program, DecodeProgram) else self.heads.get(head_rows)
         drawing = None if head is None else head.drawings.get(key)
-        if head is not None and drawing is not None and program.is_native and head.is_native:
+        is_drawn_natively = head is not None and head.is_native and drawing is not None
+        with nullcontext() if program.is_native and (is_drawn_natively or not num_sampling) else torch.inference_mode():
             program.run()
-            if head is not program:
+            if not num_sampling:
+                return np.empty(0, np.int32), np.empty(0, np.bool_)
+            if head is None:
+                head = self._record_head(head_rows)
+            elif head is not program:
                 head.run()
-            drawing.run()
-        else:
-            with torch.inference_mode():
-                program.run()
-                drawing = self._draw_slowly(program, key)
+            if drawing is None:
+                drawing = head.drawings[key] = self._record_drawing(head, num_sampling, greedy)
+            else:
+                drawing.run()
         return drawing.ids.copy(), drawing.bad.copy()
 
     @property
@@ -131,23 +131,6 @@ class RecordedSteps:
 
     def _chunks(self, plan: BatchPlan) -> bool:
         return len(plan.slots) <= self._max_rows and int(plan.num_new.sum()) <= self._max_tokens
-
-    def _head_rows(self) -> int:
-        return self._inputs.recorded_rows(self._inputs.num_sampling)
-
-    def _draw_slowly(self, program: DecodeProgram | ChunkProgram, key: tuple[int, bool]) -> Drawing:
-        """Tokens of the step that has just run: what is not recorded yet is now."""
-        head: Head | None = program if isinstance(program, DecodeProgram) else self.heads.get(self._head_rows())
-        if head is None:
-            head = self._record_head(self._head_rows())
-        elif head is not program:
-            head.run()
-        drawing = head.drawings.get(key)
-        if drawing is None:
-            drawing = head.drawings[key] = self._record_drawing(head, *key)
-        else:
-            drawing.run()
-        return drawing
 
     def _record_decode(self, num_rows: int) -> DecodeProgram:
         recorder = Recorder(self._scratch, watches=not self.decodes)  # a model's code is the same for all sizes

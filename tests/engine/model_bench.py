@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
+from engine import hosted_model
 from engine.contracts import BatchPlan, KVGroupSpec, LoadTask, SequenceTable
 from engine.hosted_model import TorchModel
 from engine.memory.cpu_memory import CpuMemory
@@ -164,6 +166,16 @@ def load(
     model = runner.load(load_task(spec, memory=runner.memory))
     assert isinstance(model, TorchModel)
     return model
+
+
+def load_both(
+    runner: TorchRunner, folder: Path, dtype: str, quantize: str = "", max_sequences: int = 8
+) -> tuple[TorchModel, TorchModel]:
+    """A model that records its steps, and one that does not."""
+    recorded = load(runner, folder, dtype, max_sequences=max_sequences, quantize=quantize)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hosted_model, "MAX_RECORDED_ROWS", 0)
+        return recorded, load(runner, folder, dtype, max_sequences=max_sequences, quantize=quantize)
 
 
 def make_table(slots: int = 8, length: int = MAX_LEN, groups: Sequence[KVGroupSpec] = ()) -> SequenceTable:

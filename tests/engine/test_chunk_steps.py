@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,9 @@ from engine.steps import recorded as recorded_steps
 from engine.steps.program import Scratch
 from loader import sizing
 from loader.sizing import recorded_tokens
+from scheduler.batch.step_costs import class_tokens
+from scheduler.batch.step_limits import CHUNK_STEP_TOKENS
+from tests.engine import model_bench
 from tests.engine.model_bench import (
     CASES,
     forget_behind_windows,
@@ -63,12 +67,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return folder
 
 
-def load_both(runner: TorchRunner, folder: Path, dtype: str, quantize: str = "") -> tuple[TorchModel, TorchModel]:
-    """A model that records its steps, and one that does not."""
-    recorded = load(runner, folder, dtype, max_sequences=SLOTS, quantize=quantize, max_len=LENGTH)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hosted_model, "MAX_RECORDED_ROWS", 0)
-        return recorded, load(runner, folder, dtype, max_sequences=SLOTS, quantize=quantize, max_len=LENGTH)
+load_both = partial(model_bench.load_both, max_sequences=SLOTS)
 
 
 def new_table(model: TorchModel) -> SequenceTable:
@@ -208,3 +207,4 @@ def test_padding_is_whole_tiles_of_the_matrix_unit() -> None:
     assert all(size >= n and size % 16 == 0 for n, size in enumerate(sizes, 1))
     assert len(set(sizes)) == 12
     assert all(recorded_tokens(size) == size for size in sizes)
+    assert sizes == [class_tokens(n, CHUNK_STEP_TOKENS) for n in range(1, 257)], "what the scheduler takes for equally dear"

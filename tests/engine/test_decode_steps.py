@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from engine.steps.forward_batch import ForwardBatch
 from engine.steps.program import Scratch
 from loader import sizing
 from loader.errors import CheckpointError
+from tests.engine import model_bench
 from tests.engine.model_bench import (
     BLOCK_TOKENS,
     CASES,
@@ -60,12 +62,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return folder
 
 
-def load_both(runner: TorchRunner, folder: Path, dtype: str, quantize: str = "") -> tuple[TorchModel, TorchModel]:
-    """A model that records its steps, and one that does not."""
-    recorded = load(runner, folder, dtype, max_sequences=SLOTS, quantize=quantize)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hosted_model, "MAX_RECORDED_ROWS", 0)
-        return recorded, load(runner, folder, dtype, max_sequences=SLOTS, quantize=quantize)
+load_both = partial(model_bench.load_both, max_sequences=SLOTS)
 
 
 def programs(model: TorchModel) -> set[int]:
