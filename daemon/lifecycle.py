@@ -67,6 +67,7 @@ class Lifecycle:
         self._keys = known
         self._accesses: list[Access] = []  # of listeners that ask for keys
         self._stop = asyncio.Event()
+        self._stop_signal = ""
         self._stop_now = asyncio.Event()
         self._rescan = asyncio.Event()
         self._reload_lock = asyncio.Lock()
@@ -127,6 +128,7 @@ class Lifecycle:
             if sockets.HTTP in passed:
                 for site in sites:  # systemd holds the listeners: new connections wait there for the next hearthd
                     await site.stop()
+            log.info("%s: draining for at most %g s", self._stop_signal, self._config.drain_timeout_s)
             await self._drain(node)
         finally:
             node.listening = False
@@ -297,7 +299,7 @@ class Lifecycle:
             log.warning("%s again: stopping at once", name)
             self._stop_now.set()
         else:
-            log.info("%s: draining for at most %g s", name, self._config.drain_timeout_s)
+            self._stop_signal = name
             self._stop.set()
 
     async def _drain(self, node: Node) -> None:

@@ -88,11 +88,12 @@ class ThreadsApart:
         self._bound.clear()
 
     def _learn(self) -> None:
-        """The threads that ran most since it was last asked, of those that Python knows nothing of."""
+        """The threads that ran most since it was last asked, of those that Python knows nothing of; as before where none ran."""
         known = {thread.native_id or 0 for thread in threading.enumerate()}
         ran_ns = {thread: _ran_ns(thread) for thread in _threads() - known}
         lately = {thread: ns - self._ran_ns.get(thread, 0) for thread, ns in ran_ns.items()}
-        self._others = [thread for thread in sorted(lately, key=lately.__getitem__)[-self._num_others :] if lately[thread] > 0]
+        most = [thread for thread in sorted(lately, key=lately.__getitem__)[-self._num_others :] if lately[thread] > 0]
+        self._others = most or self._others
         self._ran_ns = ran_ns
 
 

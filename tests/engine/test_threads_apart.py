@@ -98,6 +98,15 @@ def test_steps_soon_after_the_first_are_bound_later_ones_are_not(apart: ThreadsA
 
 
 @two_cores
+def test_steps_in_which_no_other_thread_ran_change_nothing_known(apart: ThreadsApart, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = apart._others
+    monkeypatch.setattr(threads_apart, "_ran_ns", lambda _: 0)
+    for _ in range(8):  # it learns after the fourth and the eighth of all
+        apart.run(lambda: None)
+    assert apart._others == known != []
+
+
+@two_cores
 def test_a_thread_that_is_made_in_a_bound_step_may_run_anywhere(apart: ThreadsApart, after_a_pause: None) -> None:
     done, began = threading.Event(), threading.Event()
     inherited: list[set[int]] = []
