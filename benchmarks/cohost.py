@@ -182,8 +182,8 @@ def predicted(folder: pathlib.Path, told: str, trace: pathlib.Path, speeds: dict
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     if done.returncode:
         raise RuntimeError(f"hearth simulate: {done.stderr[-800:]}")
-    value: dict[str, Any] = json.loads(done.stdout)
-    return value
+    said: dict[str, Any] = json.loads(done.stdout)
+    return said
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:

@@ -113,7 +113,9 @@ def main() -> None:
     parser.add_argument("--ticks", type=int, default=6000)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    kinds = [({"burst": burst}, bursts(options.ticks, options.seed, burst)) for burst in BURSTS]
+    kinds: list[tuple[dict[str, object], Any]] = [
+        ({"burst": burst}, bursts(options.ticks, options.seed, burst)) for burst in BURSTS
+    ]
     kinds += [({"trace": TRACE, "times": times}, shipped_trace(options.ticks, options.seed, times)) for times in TIMES]
     for named, trace in kinds:
         ways = {

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -211,11 +212,8 @@ def sampling(table: Table, num_rows: int, vocab: int) -> None:
         ("top_k 20, top_p 0.95", 0.6, 0.95, 20),
     ):
         column = torch.ones(num_rows, device=device)
-        settings = (column * temperature, column * top_p, (column * top_k).int(), column * 0, keys, keys)
-
-        def call(settings: Any = settings) -> None:
-            triton_sampling.sample(logits, *settings, ids, bad)
-
+        settings = (column * temperature, column * top_p, (column * top_k).int(), column * 0)
+        call = partial(triton_sampling.sample, logits, *settings, keys, keys, ids, bad)
         table.bytes("sampling", f"{num_rows} x {vocab}, {name}", logits.numel() * dtype.itemsize, call)
 
 

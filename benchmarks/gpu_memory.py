@@ -12,6 +12,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -102,9 +103,7 @@ def mapping(driver: Any, chunk_bytes: int) -> None:
     target = torch.empty_like(view)
     plain = torch.ones_like(view)
     view.copy_(plain)
-    copy_s, plain_s = (
-        seconds_of(lambda source=source: target.copy_(source), "cuda", 10, captured=False) for source in (view, plain)
-    )
+    copy_s, plain_s = (seconds_of(partial(target.copy_, source), "cuda", 10, captured=False) for source in (view, plain))
     map_s, unmap_s = (sorted(column)[2] for column in zip(*times, strict=True))
     num = len(chunks)
     tell(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -74,7 +74,7 @@ class Bench:
         self.num_blocks = num_rows * blocks + SPARE_BLOCKS
         arena = torch.zeros(self.num_blocks * self.block_bytes, dtype=torch.uint8, device=device)
         spec = LoadModel(1, name, "", self.dtype, "", 0, 0, 0, length, num_rows, [])
-        self.model = CudaModel(spec, self.shape, self.weights, arena, BLOCK_TOKENS, max_graph_rows)
+        self.model = CudaModel(spec, self.shape, cast(Any, self.weights), arena, BLOCK_TOKENS, max_graph_rows)
         began_s = time.perf_counter()
         self.model.warm()
         self.warm_s = time.perf_counter() - began_s

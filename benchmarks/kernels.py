@@ -20,7 +20,7 @@ import math
 import mmap
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -69,14 +69,14 @@ _LARGEST_LAYER_BYTES = 32 * 4096 * 2 * 8 * 128 * 4  # of attention's shapes, in 
 
 
 @numba.njit(parallel=True, fastmath=True)
-def _read(words: Any) -> float:
+def _read(words: Any) -> Any:
     total = np.float32(0.0)
     for i in numba.prange(words.shape[0]):
         total += words[i]
     return total
 
 
-def seconds(calls: list[Callable[[], Any]], *, min_s: float | None = None) -> float:
+def seconds(calls: Sequence[Callable[[], Any]], *, min_s: float | None = None) -> float:
     """Median time of a call, the calls taken in turn for min_s at least."""
     for call in calls[:2]:
         call()
@@ -90,7 +90,7 @@ def seconds(calls: list[Callable[[], Any]], *, min_s: float | None = None) -> fl
     return statistics.median(times)
 
 
-def replayed_s(calls: list[Callable[[], Any]]) -> float:
+def replayed_s(calls: Sequence[Callable[[], Any]]) -> float:
     """Of one of these calls of ops, made one after the other as a recorded step makes its own; the median of several runs."""
     recorder = Recorder(Scratch())
     with recording(recorder):

@@ -172,7 +172,7 @@ def host_tier(num_slots: int) -> HostTier:
 def load_task(keep_slots: Sequence[int]) -> LoadTask:
     """Of a load that nobody watches or cancels."""
     spec = LoadModel(1, "m", "", "bfloat16", "", len(keep_slots), 0, 0, 1, 1, [], keep_slots=list(keep_slots))
-    return LoadTask(spec, np.arange(len(keep_slots)), lambda done, total: None, lambda: False)
+    return LoadTask(spec, np.arange(len(keep_slots), dtype=np.int32), lambda done, total: None, lambda: False)
 
 
 def variants(paths: list[Path], every_thread: bool) -> list[str]:
@@ -344,7 +344,7 @@ def make_checkpoint(folder: Path, num_layers: int = LAYERS) -> Path:
         shapes |= {f"{at}mlp.{name}_proj.weight": (INNER, HIDDEN) for name in ("gate", "up")}
         shapes[f"{at}mlp.down_proj.weight"] = (HIDDEN, INNER)
     names = sorted(shapes)
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     torch.manual_seed(7)
     for shard, part in enumerate((names[: len(names) // 2], names[len(names) // 2 :])):
         file = f"model-{shard + 1:05}-of-00002.safetensors"

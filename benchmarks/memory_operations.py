@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any, cast
 
 from hypothesis import HealthCheck, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
@@ -36,7 +37,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         make = memory_machine(Path(folder), done)
         while done.total() < options.operations:
-            run_state_machine_as_test(seed(options.seed + lives)(make), settings=checks)
+            run_state_machine_as_test(cast(Any, seed(options.seed + lives)(make)), settings=checks)
             lives += 1
     row = {"benchmark": "memory_operations", "operations": done.total(), "seconds": round(time.perf_counter() - started_s, 1)}
     print(json.dumps(row | dict(sorted(done.items()))), flush=True)

@@ -33,6 +33,7 @@ from benchmarks.server import ROOT  # noqa: E402
 from engine import ops  # noqa: E402
 from engine.contracts import LoadTask  # noqa: E402
 from engine.device import num_cores  # noqa: E402
+from engine.hosted_model import TorchModel  # noqa: E402
 from engine.kernels import reference  # noqa: E402
 from engine.memory.cpu_memory import CpuMemory  # noqa: E402
 from engine.model_runner import TorchRunner  # noqa: E402
@@ -176,9 +177,10 @@ class Steps:
         )
         models = ServedModels(configure, memory)
         place = models.take_place(spec)
-        self.hosted: Any = TorchRunner(memory, configure).load(
-            LoadTask(spec, place.weights, lambda done, total: None, lambda: False)
-        )
+        task = LoadTask(spec, place.weights, lambda done, total: None, lambda: False)
+        hosted = TorchRunner(memory, configure).load(task)
+        assert isinstance(hosted, TorchModel)
+        self.hosted = hosted
         models.add(models.make(spec, self.hosted, place))
         self.scheduler = models.by_name[folder.name].scheduler
         self.journal = bytearray(JOURNAL_BYTES)
@@ -217,11 +219,11 @@ class Steps:
             self.run()
         self.forget_all()
         steps = self.hosted._steps
-        if kind in ("prefill", "mixed"):
-            parts = [steps.chunks.get(sizing.recorded_tokens(size)), *steps.heads.values()]
-        else:
-            parts = [steps.decodes.get(steps._inputs.recorded_rows(size))]
-        return None if parts[0] is None else Program(parts)
+        has_chunks = kind in ("prefill", "mixed")
+        first: ChunkProgram | Head | None = (
+            steps.chunks.get(sizing.recorded_tokens(size)) if has_chunks else steps.decodes.get(steps._inputs.recorded_rows(size))
+        )
+        return None if first is None else Program([first, *(steps.heads.values() if has_chunks else ())])
 
     def forget_all(self) -> None:
         for request_id in range(1, self._num_requests + 1):

@@ -16,6 +16,7 @@ import random
 from collections import defaultdict
 from math import log2
 from time import thread_time_ns
+from typing import Any
 
 from scheduler.node import actions, events
 from scheduler.node.events import Event, ModelFacts, RequestFacts
@@ -46,9 +47,9 @@ class Load:
         size = 20 + hash_of(name) % 60
         return ModelFacts(name, size * MIB, 1024, 8 * MIB, 4096, max_sequences=64, max_queued=10_000, fingerprint=fingerprint)
 
-    def post(self, kind: type[Event], **fields: object) -> None:
+    def post(self, kind: type[Event], **fields: Any) -> None:
         self.now += 0.0005
-        event = kind(now=self.now, cause="bench", **fields)  # type: ignore[arg-type]
+        event = kind(now=self.now, cause="bench", **fields)
         start = thread_time_ns()
         done = self.scheduler.handle(event)
         spent_us = (thread_time_ns() - start) / 1000

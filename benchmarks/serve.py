@@ -72,7 +72,7 @@ def run(kind: str, streams: list[int]) -> list[dict[str, Any]]:
         first |= idle(server)
         for count in streams:
             num = WAVES * count if count > 1 else 4
-            line = {"benchmark": "serve", "kind": kind, "streams": count}
+            line: dict[str, Any] = {"benchmark": "serve", "kind": kind, "streams": count}
             line |= uvloop.run(measure(server.url, ["feather"], server.pid, num, count, 128, 128))
             if kind == "null":
                 events = float(line["events_per_token"])

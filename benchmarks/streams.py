@@ -16,7 +16,7 @@ import selectors
 import socket
 import time
 from array import array
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 import uvloop
@@ -112,13 +112,13 @@ class Health:
 
     ready = health
 
-    def metrics(self) -> bytes:
+    def metrics(self, model: str | None = None) -> bytes:
         return b""
 
 
 async def measure(num_streams: int, num_tokens: int) -> dict[str, object]:
     steps = Steps()
-    runner = make_runner(make_app(steps, Models(), Words(), Settings(), Health()), shutdown_timeout_s=1)
+    runner = make_runner(make_app(steps, cast(Any, Models()), cast(Any, Words()), Settings(), Health()), shutdown_timeout_s=1)
     await runner.setup()
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
     await web.SockSite(runner, listener).start()

@@ -100,6 +100,8 @@ class MemoryMachine(RuleBasedStateMachine):
         self.saved: dict[str, Evicted] = {}
         self.waiting: dict[str, dict[int, tuple[list[int], int]]] = {}  # of evicted models: request -> tokens, prompt
         self.memory: CpuMemory | None = None
+        self.runner: StampedRunner
+        self.tier: HostTier
         self.next_request = 1
         self.contents: dict[tuple[str, bytes], bytes] = {}  # of kept prefixes, by their keys
         self._start()
