@@ -279,8 +279,8 @@ def work_space_bytes(
     max_model_len: int | None = None,
     quantize: str = "",
 ) -> int:
-    """Upper bound of what one step allocates beside weights and KV: activations of one layer, or the logits being sampled. What
-    recorded steps keep between steps (recorded_bytes) is not in it.
+    """Upper bound of what one step allocates beside weights and KV: activations of one layer, or the logits being sampled; and of
+    what recorded steps keep between steps.
 
     max_model_len: longest context; one prefill row at a time gathers its keys and values (default: the checkpoint's length).
     """
@@ -307,7 +307,8 @@ def work_space_bytes(
     if not any(shape.layer_windows):  # the residual and its update in a first step's other slices
         residual += (FIRST_STEP_SLICES - 1) * max_num_batched_tokens * (2 * hidden * item + shape.head_dim * 4)
     # measured: a quarter more than the arrays, for oneDNN's scratch and what malloc keeps
-    return (residual + max(attention + gathered, mlp, logits + sampling) + tokens * 64) * 5 // 4
+    step = (residual + max(attention + gathered, mlp, logits + sampling) + tokens * 64) * 5 // 4
+    return step + recorded_bytes(shape, dtype, max_sequences, max_num_batched_tokens)
 
 
 def _encoder_work_space_bytes(shape: ModelShape, dtype: str, max_num_batched_tokens: int) -> int:

@@ -36,7 +36,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     make_model(folder / "models" / "huge", weights_bytes=80 * MIB)
     (folder / "models" / "half").mkdir()
     (folder / "models" / "half" / "config.json").write_text("{}")
-    with Node(folder, devices=["cpu=80MiB"], null_step_ms=2, config='[models."org/b"]\naliases = ["bee"]\n') as running:
+    with Node(folder, devices=["cpu=84MiB"], null_step_ms=2, config='[models."org/b"]\naliases = ["bee"]\n') as running:
         yield running
 
 
@@ -361,7 +361,7 @@ def test_metrics(node: Node) -> None:
     for line in (
         'hearth_model_state{model="a",state="ready"} 1.0',
         'hearth_model_state{model="huge",state="refused"} 1.0',
-        'hearth_device_budget_bytes{device="cpu:0"} 8.388608e+07',
+        'hearth_device_budget_bytes{device="cpu:0"} 8.8080384e+07',
         "hearth_draining 0.0",
     ):
         assert line in text

@@ -19,7 +19,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     for name in ("a", "org/b", "c"):  # two fit
         make_model(folder / "models" / name, weights_bytes=20 * MIB)
     make_model(folder / "models" / "huge", weights_bytes=80 * MIB)
-    with Node(folder, devices=["cpu=80MiB"], null_step_ms=2, config='[models."org/b"]\naliases = ["bee"]\n') as running:
+    with Node(folder, devices=["cpu=84MiB"], null_step_ms=2, config='[models."org/b"]\naliases = ["bee"]\n') as running:
         yield running
 
 
