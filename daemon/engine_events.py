@@ -219,7 +219,7 @@ class EngineEvents:
         find = self._find
         ids, finish = message.ids, message.finish
         metrics, model = self._metrics, message.model
-        metrics.steps[model] += 1
+        metrics.steps[model] += message.steps
         metrics.step_seconds[model] += message.seconds
         metrics.generated_tokens[model] += len(ids)
         if message.cached:

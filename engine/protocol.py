@@ -239,7 +239,7 @@ class TokensOut(Message, frozen=True):
 
     model: str
     step_id: int
-    seconds: float  # of this step on the device
+    seconds: float  # on the device: of this step and of those since the model's last message that gave no token
     request_ids: list[int]
     ids: list[int]
     counts: list[int] = []
@@ -250,6 +250,7 @@ class TokensOut(Message, frozen=True):
     # request id -> [tokens whose KV was found, tokens computed again], of requests submitted with `output`; only in the step in
     # which they got their next token
     resumed: dict[int, tuple[int, int]] = {}
+    steps: int = 1  # how many `seconds` are of; 0 where a sequence just ends
 
 
 class EmbeddingsOut(Message, frozen=True):

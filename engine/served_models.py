@@ -63,6 +63,14 @@ class ServedModel:
     num_decodes: int = 0  # steps that only decoded
     num_leaving_chunks: int = 0
     backlogged: bool = False  # it had more to do than fits a turn when its latest step was planned
+    untold_steps: int = 0  # since the last that gave tokens
+    untold_s: float = 0.0  # they took on the device
+
+    def tell_steps(self) -> tuple[int, float]:
+        """How many steps there were since this was asked last, and the seconds they took on the device."""
+        told = self.untold_steps, self.untold_s
+        self.untold_steps, self.untold_s = 0, 0.0
+        return told
 
 
 class ServedModels:
@@ -125,6 +133,8 @@ class ServedModels:
     def charge(self, served: ServedModel, plan: BatchPlan, seconds: float) -> None:
         """A step took `seconds` of the device."""
         self.turns.charge(served.spec.model, seconds)
+        served.untold_steps += 1
+        served.untold_s += seconds
         served.limits.note(plan, seconds)
         served.scheduler.tenants.charge(plan, seconds)
 

@@ -13,6 +13,7 @@ import os
 import select
 import time
 from collections.abc import Iterable, Sequence
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -212,23 +213,23 @@ class Engine:
         if masks is not None:
             self.constraints.sampled(served, masks, result.ids, result.bad)
         if outcome.request_ids:
+            steps, seconds = served.tell_steps()
             self.channel.send(
                 TokensOut(
                     name,
                     plan.step_id,
-                    result.seconds,
+                    seconds,
                     outcome.request_ids,
                     outcome.ids,
                     finish=outcome.finish,
                     cached=outcome.cached,
                     resumed=outcome.resumed,
                     logprobs=result.logprobs,
+                    steps=steps,
                 )
             )
-            if outcome.finish:
-                for request_id, finish in zip(outcome.request_ids, outcome.finish, strict=True):
-                    if finish:
-                        del self._model_of[request_id]
+            for request_id in compress(outcome.request_ids, outcome.finish):
+                del self._model_of[request_id]
         for request_id in outcome.bad:
             del self._model_of[request_id]
             self.channel.send(RequestFailed(request_id, "nan_logits", f"model {name}: logits are not finite"))
@@ -279,7 +280,7 @@ class Engine:
             if end.error:
                 self.channel.send(RequestFailed(end.request_id, "unsupported_grammar", f"model {end.model}: {end.error}"))
             else:
-                self.channel.send(TokensOut(end.model, self.num_steps, 0.0, [end.request_id], [], [0], [FINISH_STOP]))
+                self.channel.send(TokensOut(end.model, self.num_steps, 0.0, [end.request_id], [], [0], [FINISH_STOP], steps=0))
             self._stats_dirty = True
 
     def _fail_hopeless(self, scheduler: BatchScheduler) -> None:
@@ -376,7 +377,7 @@ class Engine:
             return
         request = batch_request(message, served.spec, served.hosted.vocab_size)
         if request is None:  # again after a crash, and nothing is left to do
-            self.channel.send(TokensOut(message.model, self.num_steps, 0.0, [request_id], [], [0], [FINISH_LENGTH]))
+            self.channel.send(TokensOut(message.model, self.num_steps, 0.0, [request_id], [], [0], [FINISH_LENGTH], steps=0))
             return
         if isinstance(request, RequestFailed):
             self.channel.send(request)

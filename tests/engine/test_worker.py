@@ -96,6 +96,20 @@ def test_one_message_a_step(loaded: EngineProcess) -> None:
     assert len(steps) < 16 * 20 / 4
 
 
+def test_steps_without_tokens_are_told_with_the_next_that_gave_some(tmp_path: Path) -> None:
+    """A prompt of 40 in chunks of 16; what stops after no token at all is no step."""
+    with EngineProcess(null_configure(null_step_ms=60.0, max_num_batched_tokens=16)) as engine:
+        engine.send(load_message(null_checkpoint(tmp_path / "m"), lease_chunks=16))
+        engine.wait_for(LoadDone)
+        engine.send(submit_message(1, prompt=list(range(10, 50)), max_tokens=3))
+        engine.wait_finished(1)
+        engine.send(submit_message(2, max_tokens=2, output=[1, 2]))
+        engine.wait_finished(2)
+        told = engine.of(TokensOut)
+        assert [(message.step_id, message.steps) for message in told] == [(3, 3), (4, 1), (5, 1), (5, 0)]
+        assert told[0].seconds > 0.1 > told[3].seconds == 0.0
+
+
 def test_stop_token_ids(loaded: EngineProcess) -> None:
     end = foretold(1, 3, 5)[4]
     first = foretold(1, 3, 5).index(end) + 1
