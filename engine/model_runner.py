@@ -74,6 +74,7 @@ class TorchRunner:
         self._rates = ReadRates(options.cache_dir)
         self._frames: DeviceFrames | None = None  # where packed weights are decoded on a GPU
         self._beside: subprocess.Popen[bytes] | None = None
+        self._cold_since_s: float | None = None  # when kernels were found not to be compiled
         self._kernels = _in_background(self._prepare_kernels)
         if tier is not None and isinstance(memory, RegistersHost):
             _in_background(partial(register, memory, "host tier", [tier.span], tier.slot_bytes))
@@ -95,9 +96,15 @@ class TorchRunner:
             for dtype in self._options.dtypes:
                 ops.prepare_share(dtype, num_threads, 1)
         self._decoder()
+        if self._cold_since_s is not None:
+            log.info("kernels are compiled: %.1f s", time.monotonic() - self._cold_since_s)
 
     def _compile_beside(self) -> None:
         """Another process compiles share 1, while this one compiles the rest. A load looks for both."""
+        if self._cold_since_s is None:
+            self._cold_since_s = time.monotonic()
+            where = self._options.cache_dir
+            log.info("kernels are being compiled, once for this version and machine (%s); loads wait for them", where)
         if self._beside is None and num_cores() > 1:
             dtypes = {"float32" if dtype == "float16" else dtype for dtype in self._options.dtypes}
             self._beside = compile_beside(self._options.cache_dir, sorted(dtypes))
