@@ -1,9 +1,9 @@
 """What int8 weights give and cost: the same model as it is and with quantize = "int8", in turn.
 
-Given: bytes of weights, milliseconds of decode steps and of a prefill, by rows. Cost: docstrings of the standard library (the like
-of what the demo's models were trained on) through both; perplexity of each, divergence of the next token's distribution (KL, nats,
-mean and 99th percentile), how often the likeliest token is the same, and the largest difference of a logit beside the logits'
-standard deviation. Of a checkpoint with random weights, as `mid` is, perplexity says nothing and divergence still does.
+Given: bytes of weights, milliseconds of decode steps and of prompts, by rows and tokens. Cost: docstrings of the standard library
+(the like of what the demo's models were trained on) through both; perplexity of each, divergence of the next token's distribution
+(KL, nats, mean and 99th percentile), how often the likeliest token is the same, and the largest difference of a logit beside the
+logits' standard deviation. Of a checkpoint with random weights, as `mid` is, perplexity says nothing and divergence still does.
 
 usage: python -m benchmarks.quantize [MODEL_DIR ...] [--tokens N] [--dtype D]: two JSON lines a model, and tables.
 """
@@ -36,6 +36,7 @@ from engine.hosted_model import TorchModel  # noqa: E402
 DEMO_MODELS = ROOT / "demo" / "models"
 CONTEXT = 256
 ROWS = (1, 4, 8, 32)
+PROMPTS = (64, 128, CONTEXT)
 ROUNDS, STEPS = 5, 8  # of each, in turn; the fastest round counts
 
 
@@ -102,7 +103,7 @@ def quality(models: list[TorchModel], sequences: SequenceTable, pieces: np.ndarr
 
 def speed(models: list[TorchModel], sequences: SequenceTable) -> list[dict[str, Any]]:
     """Milliseconds of a step of each kind."""
-    kinds = [(f"decode {rows}", rows, CONTEXT, 1) for rows in ROWS] + [(f"prefill {CONTEXT}", 1, 0, CONTEXT)]
+    kinds = [(f"decode {rows}", rows, CONTEXT, 1) for rows in ROWS] + [(f"prefill {length}", 1, 0, length) for length in PROMPTS]
     found = []
     for kind, rows, start, num_new in kinds:
         slots = np.arange(rows, dtype=np.int32)

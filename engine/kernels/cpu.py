@@ -79,7 +79,7 @@ _SHARED_TILES = 512 << 10  # bytes of weights that the matrix unit multiplies
 # Rows up to which few_rows_linear is ahead of torch's linear (benchmarks/kernels.py), by element type; the same of int8_linear and
 # the matrix unit's kernel. The latter is ahead of all others from _VECTOR_ROWS on (below, vectors are, which read each line of the
 # memory once wherever rows begin, unless a matrix has _WIDE times as many outputs as inputs: vectors end every output with a sum
-# across their lanes), and of int8 weights at any number of rows.
+# across their lanes), and of int8 weights at any number of rows: up to 32 as they are, then as bfloat16 (cpu_amx_linear.py).
 FEW_ROWS = {"bfloat16": 16 if HAS_BFLOAT16_PRODUCTS else 4, "float32": 64}
 FEW_ROWS_INT8 = {"bfloat16": 16 if HAS_BFLOAT16_PRODUCTS else 4, "float32": 64}
 _INT8_PRODUCTS_ROWS = 32

@@ -1,11 +1,17 @@
-"""Products with weights on the CPU's matrix unit: bfloat16, or int8 with x rounded to two digits (engine/kernels/cpu_int8.py).
+"""Products with weights on the CPU's matrix unit: of bfloat16, or int8.
 
 Inputs are interleaved once, all threads together. Each thread takes panels of 32 outputs, of these a piece at a time. Up to four
 tiles of columns read it as it lies, while the next one is fetched; for more it is packed, while the one before is multiplied, and
 stays in the second-level cache for all rows, as do the columns of that piece and the sums of some panels. Scratch begins where a
-cache line does: a tile whose rows lie in two lines each takes nearly twice as long. Shapes: R rows, K inputs (a multiple of 32; of
-64 for int8), N outputs (32 at least), S steps of 64 bytes of K, C tiles of 16 columns (engine/kernels/cpu_amx_tiles.py).
-Twins: torch's linear, reference.int8_linear.
+cache line does: a tile whose rows lie in two lines each takes nearly twice as long.
+
+Int8 weights that are read as they lie are multiplied with two digits of x (engine/kernels/cpu_int8.py), which are a column each: as
+many products as with bfloat16 ones, but half the bytes. From 33 rows on these columns are too many for that, and weights are packed
+as bfloat16, which is exact: one conversion for all rows instead of digits of all inputs and twice the sums (128 and 256 rows of mid
+and one-b: 1.1 to 1.2 times as fast as bfloat16 weights, where digits were 0.75 to 0.98 times).
+
+Shapes: R rows, K inputs (a multiple of 32; of 64 for int8), N outputs (32 at least), S steps of 64 bytes of K, C tiles of 16
+columns (engine/kernels/cpu_amx_tiles.py). Twins: torch's linear, reference.int8_linear.
 """
 
 from __future__ import annotations
@@ -36,21 +42,32 @@ _CONFIGURATION = tile_configuration()
 # often columns come from beyond the second-level cache.
 _LEAST_STRIPE, _SUMS_WORDS = 4, 64 << 10
 _COLUMN_STEPS = 1024  # of a piece of all columns: a megabyte at most
-UNPACKED_COLUMNS = 4  # of more, weights are packed
+_UNPACKED_COLUMNS = 4  # of more, weights are packed
 _APART = 16  # tiles from which on threads interleave inputs together
 _PAIR_WORDS = 4 * TILE_WORDS  # sums of a panel and two columns
 _OPTIONS: dict[str, Any] = {"fastmath": FASTMATH, "error_model": "numpy", "cache": True, "nogil": True}
 _one_column, _two_columns = tile_products(1, False), tile_products(2, False)
+_write_sums, _write_digits = write_tile(False), write_tile(True)
 _one_packed_column, _two_packed_columns = tile_products(1, True), tile_products(2, True)
+
+
+def _columns(tiles: int, of_int8: bool) -> tuple[int, bool]:
+    """Of so many tiles of rows: how many tiles of columns they become, and whether weights are packed for them."""
+    columns = 2 * tiles if of_int8 else tiles
+    packs = columns > _UNPACKED_COLUMNS
+    return (tiles, True) if packs else (columns, False)
+
+
+_columns_of = njit(_columns)
 
 
 def scratch_words(num_rows: int, num_inputs: int, of_int8: bool, num_shares: int) -> int:
     """Of 32 bits, that a product needs: all columns, and of each share two packed panels (if weights are packed) and its sums."""
     tiles = (num_rows + TILE - 1) // TILE
-    columns = tiles * (1 + of_int8)
+    columns, packs = _columns(tiles, of_int8)
     panel_sums = (columns + 1) // 2 * _PAIR_WORDS
     stripe = max(_LEAST_STRIPE, min(2 * columns, _SUMS_WORDS // panel_sums))
-    packed = 2 * PACKED_WORDS if columns > UNPACKED_COLUMNS else 0
+    packed = 2 * PACKED_WORDS if packs else 0
     return tiles * TILE * num_inputs // 2 + num_shares * (packed + stripe * panel_sums)
 
 
@@ -64,10 +81,9 @@ def _factors(scale: Any, bias: Any, at: int, factors: Any) -> None:
 
 @njit(fastmath=FASTMATH, error_model="numpy")
 def _write(
-    weight: Any, sums: Any, sums_at: int, units: Any, factors: Any, at: int, column: int, num_columns: int, out: Any
+    weight: Any, sums: Any, sums_at: int, units: Any, factors: Any, at: int, column: int, num_columns: int, digits: int, out: Any
 ) -> None:
-    """Sums of a panel and num_columns columns to out; of int8 weights the columns are both digits of the same rows."""
-    digits = 2 if weight.itemsize == 1 else 1
+    """Sums of a panel and num_columns columns to out; of two digits the columns are both of the same rows."""
     num_rows, num_outputs = out.shape
     for half in range(2):
         for tile in range(num_columns // digits):
@@ -75,7 +91,10 @@ def _write(
             place = sums_at + (half * num_columns + tile) * TILE_WORDS
             out_at = row * num_outputs + at + TILE * half
             count = min(TILE, num_rows - row)
-            write_tile(weight, sums, place, units, row, factors, TILE * half, count, out, out_at, num_outputs)
+            if digits == 2:
+                _write_digits(weight, sums, place, units, row, factors, TILE * half, count, out, out_at, num_outputs)
+            else:
+                _write_sums(weight, sums, place, units, row, factors, TILE * half, count, out, out_at, num_outputs)
 
 
 @njit(fastmath=FASTMATH, error_model="numpy")
@@ -86,11 +105,16 @@ def _outputs_of(share: int, num_shares: int, num_outputs: int) -> tuple[int, int
 
 
 @njit(fastmath=FASTMATH, error_model="numpy")
-def _share(words: Any, columns: int, units: Any, weight: Any, scale: Any, bias: Any, share: int, num_shares: int, out: Any) -> None:
+def _share(
+    words: Any, columns: int, packs: bool, units: Any, weight: Any, scale: Any, bias: Any, share: int, num_shares: int, out: Any
+) -> None:
     """One share of the outputs. words: columns [C, S, 16, 16], then what each share has for itself (scratch_words)."""
     begin, end = _outputs_of(share, num_shares, out.shape[1])
     num_outputs, width = weight.shape
-    steps, step = width * weight.itemsize // STEP_BYTES, STEP_BYTES // weight.itemsize
+    packed_at = 0
+    digits = 2 if weight.itemsize == 1 and not packs else 1
+    step = STEP_BYTES // 2 * digits
+    steps = width // step
     at_once = max(1, min(PIECE_STEPS, _COLUMN_STEPS // columns))
     num_pieces = (steps + at_once - 1) // at_once
     piece = (steps + num_pieces - 1) // num_pieces
@@ -98,7 +122,6 @@ def _share(words: Any, columns: int, units: Any, weight: Any, scale: Any, bias: 
     factors = np.empty(2 * PANEL, np.float32)
     own_words = (words.shape[0] - columns * steps * TILE_WORDS) // num_shares
     own = words[words.shape[0] - own_words * (num_shares - share) :][:own_words]
-    packs, packed_at = columns > UNPACKED_COLUMNS, 0
     packed, sums = own, own[2 * PACKED_WORDS if packs else 0 :]
     stripe_outputs = PANEL * (sums.shape[0] // (pairs * _PAIR_WORDS))
     configure_tiles(_CONFIGURATION)
@@ -134,7 +157,7 @@ def _share(words: Any, columns: int, units: Any, weight: Any, scale: Any, bias: 
                     else:
                         _one_column(weight, output * width + first * step, *of_columns, *to, *soon, 0)
                     if first + count == steps:
-                        _write(weight, sums, sums_at, units, factors, output, column, num_columns, out)
+                        _write(weight, sums, sums_at, units, factors, output, column, num_columns, digits, out)
                 packed_at = PACKED_WORDS - packed_at
     release_tiles()
 
@@ -183,7 +206,7 @@ def _amx_linear(
         for place in range(tiles * steps):
             _pack(inputs, place // steps, place % steps, words)
     for share in prange(num_shares):
-        _share(words, tiles, none, weight, none, bias, share, num_shares, out)
+        _share(words, *_columns_of(tiles, False), none, weight, none, bias, share, num_shares, out)
 
 
 def amx_int8_linear_signature(element: types.Type) -> Any:
@@ -200,20 +223,28 @@ def _amx_int8_linear(
     out: Any,  # [R, N]
 ) -> None:
     num_rows = out.shape[0]
-    tiles, steps = (num_rows + TILE - 1) // TILE, x.shape[1] // STEP_BYTES
+    tiles = (num_rows + TILE - 1) // TILE
+    columns, packs = _columns_of(tiles, True)
+    inputs, width = x.view(np.int32), x.shape[1]
     units = np.zeros(tiles * TILE, np.float32)  # of no row too: what lies in memory could be tiny, and slow to multiply with
-    if tiles * steps >= _APART:
-        for row in prange(num_rows):
-            units[row] = unit_of(x[row])
+    if packs:
+        steps = width * 2 // STEP_BYTES
         for place in prange(tiles * steps):
-            _split_and_pack(x, units, place // steps, place % steps, words)
+            _pack(inputs, place // steps, place % steps, words)
     else:
-        for row in range(num_rows):
-            units[row] = unit_of(x[row])
-        for place in range(tiles * steps):
-            _split_and_pack(x, units, place // steps, place % steps, words)
+        steps = width // STEP_BYTES
+        if tiles * steps >= _APART:
+            for row in prange(num_rows):
+                units[row] = unit_of(x[row])
+            for place in prange(tiles * steps):
+                _split_and_pack(x, units, place // steps, place % steps, words)
+        else:
+            for row in range(num_rows):
+                units[row] = unit_of(x[row])
+            for place in range(tiles * steps):
+                _split_and_pack(x, units, place // steps, place % steps, words)
     for share in prange(num_shares):
-        _share(words, 2 * tiles, units, weight, scale, bias, share, num_shares, out)
+        _share(words, columns, packs, units, weight, scale, bias, share, num_shares, out)
 
 
 amx_linear_serial = njit(**_OPTIONS)(_amx_linear)

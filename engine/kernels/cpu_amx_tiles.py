@@ -4,11 +4,12 @@ A tile instruction multiplies 16 rows of 64 bytes as they lie in memory with 16 
 at a time. Taken as rows, weights [N, K] need no other order; it is the inputs, far fewer, that are interleaved, and what comes out
 is the product transposed, 16 outputs times 16 columns at a time.
 
-A step is 64 bytes of a row of weights and of 16 columns; a word is four bytes. bfloat16: columns are rows of x. int8: columns are
-digits of rows of x (engine/kernels/cpu_int8.py). engine/kernels/cpu_amx_linear.py is what uses all this.
+A step is 64 bytes of a row of weights, as they are multiplied, and of 16 columns; a word is four bytes. bfloat16: columns are rows
+of x. int8: columns are digits of rows of x (engine/kernels/cpu_int8.py). engine/kernels/cpu_amx_linear.py is what uses all this.
 
 Where many columns meet the same weights, these are copied first. In memory a row begins at any multiple of eight bytes, so that a
 row of a tile lies in two lines of the cache, and rows are often whole pages apart, which makes their lines push each other out.
+Copies of int8 weights are bfloat16.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from engine.kernels.cpu_amx import TILE_ROW_BYTES, TILE_ROWS
-from engine.kernels.cpu_vectors import HALF_BFLOATS, I32, I64, LANES, PAIRS, SUMS, fma, shuffle, vector
+from engine.kernels.cpu_vectors import BFLOATS, HALF_BFLOATS, I32, I64, LANES, PAIRS, SUMS, fma, shuffle, vector
 
 TILE, STEP_BYTES = TILE_ROWS, TILE_ROW_BYTES  # rows of a tile, and words of its columns; bytes of a row
 TILE_WORDS, WORD_BYTES = TILE * TILE, 4
@@ -60,7 +61,7 @@ def _address(context: Any, builder: ir.IRBuilder, signature: Any, args: Any, pos
 
 
 def _load(builder: ir.IRBuilder, address: Any, kind: ir.VectorType) -> Any:
-    return builder.load(builder.bitcast(address, kind.as_pointer()), align=4)
+    return builder.load(builder.bitcast(address, kind.as_pointer()), align=1 if kind.element == I8 else 4)
 
 
 def _store(builder: ir.IRBuilder, value: Any, address: Any) -> None:
@@ -73,8 +74,8 @@ def tile_products(num_columns: int, packs: bool) -> Any:
 
     `steps` steps of a panel, whose weights lie from element `at` of own on, times num_columns (1 or 2) tiles of columns, the first
     at words_at and the next columns_apart words behind, are added to sums [2, num_columns, 16, 16] at sums_at (float32, or int32 of
-    int8 weights); fresh: to nothing. A panel's rows of weights lie `width` elements apart, its second 16 halves_apart elements
-    behind its first.
+    int8 weights as they lie); fresh: to nothing. A panel's rows of weights lie `width` elements apart, its second 16 halves_apart
+    elements behind its first.
 
     Meanwhile what is needed next is fetched: of the panel that begins at element next_at of weight, rows from_row to below to_row,
     next_steps steps of each. packs: own is packed (step by step, of each two whole tiles), and they are packed too, to packed_at;
@@ -107,7 +108,7 @@ def tile_products(num_columns: int, packs: bool) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             steps, (next_begin, row, apart, next_count, first, end, to) = args[5], args[10:]
             source = _address(context, builder, signature, args, 9, next_begin)
-            rows = _Rows(builder, source, _bytes_of(builder, weight, row), _bytes_of(builder, weight, apart))
+            rows = _Rows(builder, source, _bytes_of(builder, weight, row), _bytes_of(builder, weight, apart), weight.dtype)
             own_rows = None if packs else rows
             if packs:
                 target = _address(context, builder, signature, args, 0, to)
@@ -127,7 +128,7 @@ def tile_products(num_columns: int, packs: bool) -> Any:
                 def fetch(k: Any) -> None:
                     rows.each(first, end, lambda n, place: _prefetch(builder, builder.gep(place, [k])))
 
-            _multiply(context, builder, signature, args, num_columns, weight.dtype == types.int8, own_rows, fetch)
+            _multiply(context, builder, signature, args, num_columns, weight.dtype == types.int8 and not packs, own_rows, fetch)
             if packs:  # what these steps were too few for
                 begin = builder.mul(steps, _constant(STEP_BYTES))
                 with cgutils.for_range_slice(builder, begin, next_bytes, _constant(STEP_BYTES)) as (k, _):
@@ -150,7 +151,7 @@ def pack_rows(
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _, begin, row, apart, count, _, to = args
         source, target = (_address(context, builder, signature, args, n, at) for n, at in ((0, begin), (5, to)))
-        rows = _Rows(builder, source, _bytes_of(builder, weight, row), _bytes_of(builder, weight, apart))
+        rows = _Rows(builder, source, _bytes_of(builder, weight, row), _bytes_of(builder, weight, apart), weight.dtype)
         end = builder.mul(count, _constant(STEP_BYTES))
         with cgutils.for_range_slice(builder, _constant(0), end, _constant(STEP_BYTES)) as (k, _):
             rows.pack(k, target, _constant(0), _constant(PANEL))
@@ -164,11 +165,18 @@ def _bytes_of(builder: ir.IRBuilder, array: Any, num_elements: Any) -> Any:
     return builder.mul(num_elements, _constant(int(array.dtype.bitwidth) // 8))
 
 
+def _as_bfloats(builder: ir.IRBuilder, place: Any) -> Any:
+    """Of 32 int8, each exactly."""
+    wide = builder.sitofp(_load(builder, place, ir.VectorType(I8, 2 * LANES)), ir.VectorType(ir.FloatType(), 2 * LANES))
+    return builder.fptrunc(wide, BFLOATS)
+
+
 class _Rows:
     """A panel's rows of weights in memory: where the first begins, bytes from one to the next, and from the first to the 16th."""
 
-    def __init__(self, builder: ir.IRBuilder, begin: Any, stride: Any, halves_apart: Any) -> None:
+    def __init__(self, builder: ir.IRBuilder, begin: Any, stride: Any, halves_apart: Any, element: types.Type) -> None:
         self.builder, self.begin, self.stride = builder, begin, stride
+        self._of_int8 = element == types.int8
         self.jump = builder.sub(halves_apart, builder.mul(stride, _constant(TILE)))  # beyond the place behind the first 16
 
     def place(self, row: Any) -> Any:
@@ -182,14 +190,15 @@ class _Rows:
             visit(row, self.place(row))
 
     def pack(self, k: Any, target: Any, first: Any, end: Any) -> None:
-        """The step k bytes behind the rows' beginning."""
+        """The step that is packed k bytes behind the rows' beginning; of int8 half as far behind in memory."""
         builder = self.builder
         step = builder.gep(target, [builder.mul(k, _constant(PANEL))])
+        at = builder.lshr(k, _constant(1)) if self._of_int8 else k
 
         def copy(row: Any, place: Any) -> None:
-            to = builder.gep(step, [builder.mul(row, _constant(STEP_BYTES))])
-            _store(builder, _load(builder, builder.gep(place, [k]), PAIRS), to)
-            _prefetch(builder, builder.gep(place, [builder.add(k, _constant(_PACKED_AHEAD_BYTES))]), 3)
+            to, source = builder.gep(step, [builder.mul(row, _constant(STEP_BYTES))]), builder.gep(place, [at])
+            _store(builder, _as_bfloats(builder, source) if self._of_int8 else _load(builder, source, PAIRS), to)
+            _prefetch(builder, builder.gep(source, [_constant(_PACKED_AHEAD_BYTES)]), 3)
 
         self.each(first, end, copy)
 
@@ -315,55 +324,61 @@ def interleave(typing_context: Any, words: Any, at: Any, stride: Any, num_rows: 
     return types.void(words, *sizes * 3, out, types.int64), generate
 
 
-@intrinsic
-def write_tile(
-    typing_context: Any,
-    weight: Any,
-    sums: Any,
-    at: Any,
-    units: Any,
-    unit_at: Any,
-    factors: Any,
-    factors_at: Any,
-    num_rows: Any,
-    out: Any,
-    out_at: Any,
-    width: Any,
-) -> Any:
-    """Sums [16 outputs, 16 columns] at `at` to 16 outputs of num_rows (1 to 16) rows of out (bfloat16), `width` apart, from out_at.
+def write_tile(of_digits: bool) -> Any:
+    """A function (weight, sums, at, units, unit_at, factors, factors_at, num_rows, out, out_at, width): sums [16 outputs, 16
+    columns] at `at` to 16 outputs of num_rows (1 to 16) rows of out (bfloat16), `width` apart, from out_at.
 
-    factors[factors_at + 32 + output] is added. Of int8 weights the 16 times 16 sums behind are of the low digits; high and low ones
-    together are multiplied by units[unit_at + row] and factors[factors_at + output] before."""
-    of_digits = weight.dtype == types.int8
+    of_digits: the sums are whole numbers, of high digits, and the 16 times 16 behind are of the low ones; both together are
+    multiplied by units[unit_at + row]. Then each is, of int8 weights, by factors[factors_at + output], and factors[factors_at + 32
+    + output] is added."""
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        def load(position: int, index: Any, kind: Any = SUMS) -> Any:
-            return _load(builder, _address(context, builder, signature, args, position, index), kind)
+    @intrinsic
+    def write(
+        typing_context: Any,
+        weight: Any,
+        sums: Any,
+        at: Any,
+        units: Any,
+        unit_at: Any,
+        factors: Any,
+        factors_at: Any,
+        num_rows: Any,
+        out: Any,
+        out_at: Any,
+        width: Any,
+    ) -> Any:
+        scales = weight.dtype == types.int8
 
-        _, _, begin, _, unit_begin, _, factors_begin, count, _, out_begin, row_width = args
-        rows = []
-        for output in range(LANES):
-            place = builder.add(begin, _constant(output * LANES))
-            if of_digits:
-                high, low = (
-                    builder.sitofp(load(1, each, PAIRS), SUMS) for each in (place, builder.add(place, _constant(TILE_WORDS)))
-                )
-                rows.append(fma(builder, high, vector(SUMS, 256.0), low))
-            else:
-                rows.append(load(1, place))
-        if of_digits:
-            unit = load(3, unit_begin)
-            rows = [builder.fmul(row, unit) for row in rows]
-        added = load(5, builder.add(factors_begin, _constant(PANEL)))
-        for number, row in enumerate(_transposed(builder, rows)):
-            with builder.if_then(builder.icmp_signed("<", _constant(number), count)):
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            def load(position: int, index: Any, kind: Any = SUMS) -> Any:
+                return _load(builder, _address(context, builder, signature, args, position, index), kind)
+
+            _, _, begin, _, unit_begin, _, factors_begin, count, _, out_begin, row_width = args
+            rows = []
+            for output in range(LANES):
+                place = builder.add(begin, _constant(output * LANES))
                 if of_digits:
-                    row = builder.fmul(row, load(5, factors_begin))
-                narrow = builder.fptrunc(builder.fadd(row, added), HALF_BFLOATS)
-                place = builder.add(out_begin, builder.mul(row_width, _constant(number)))
-                _store(builder, narrow, _address(context, builder, signature, args, 8, place))
-        return context.get_dummy_value()
+                    high, low = (
+                        builder.sitofp(load(1, each, PAIRS), SUMS) for each in (place, builder.add(place, _constant(TILE_WORDS)))
+                    )
+                    rows.append(fma(builder, high, vector(SUMS, 256.0), low))
+                else:
+                    rows.append(load(1, place))
+            if of_digits:
+                unit = load(3, unit_begin)
+                rows = [builder.fmul(row, unit) for row in rows]
+            added = load(5, builder.add(factors_begin, _constant(PANEL)))
+            for number, row in enumerate(_transposed(builder, rows)):
+                with builder.if_then(builder.icmp_signed("<", _constant(number), count)):
+                    if scales:
+                        row = builder.fmul(row, load(5, factors_begin))
+                    narrow = builder.fptrunc(builder.fadd(row, added), HALF_BFLOATS)
+                    place = builder.add(out_begin, builder.mul(row_width, _constant(number)))
+                    _store(builder, narrow, _address(context, builder, signature, args, 8, place))
+            return context.get_dummy_value()
 
-    places = (types.int64,)
-    arrays = (weight, sums, *places, units, *places, factors, *places * 2, out, *places * 2)
-    return types.void(*arrays), generate
+        places = (types.int64,)
+        arrays = (weight, sums, *places, units, *places, factors, *places * 2, out, *places * 2)
+        return types.void(*arrays), generate
+
+    return write

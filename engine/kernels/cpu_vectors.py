@@ -21,7 +21,7 @@ I32, I64 = ir.IntType(32), ir.IntType(64)
 FLOAT = ir.FloatType()
 SUMS = ir.VectorType(FLOAT, LANES)
 PAIRS = ir.VectorType(I32, LANES)
-_BFLOATS = ir.VectorType(BFloat(), 2 * LANES)
+BFLOATS = ir.VectorType(BFloat(), 2 * LANES)
 HALF_BFLOATS = ir.VectorType(BFloat(), LANES)
 _ROUNDER = 1.5 * 2.0**23  # a float32 that has no places behind the point left: what is added to it is rounded
 
@@ -66,7 +66,7 @@ class Loader:
             wide = builder.sitofp(loaded, ir.VectorType(FLOAT, self.step))
             if not self._paired:
                 return wide
-            return builder.bitcast(builder.fptrunc(wide, _BFLOATS), PAIRS)
+            return builder.bitcast(builder.fptrunc(wide, BFLOATS), PAIRS)
         if self._paired:
             return builder.bitcast(loaded, PAIRS)
         if self._element == types.uint16:
@@ -113,9 +113,9 @@ def add_products(builder: ir.IRBuilder, total: Any, left: Any, right: Any, paire
     if not paired:
         return fma(builder, left, right, total)
     if HAS_BFLOAT16_PRODUCTS:
-        kind = ir.FunctionType(SUMS, [SUMS, _BFLOATS, _BFLOATS])
+        kind = ir.FunctionType(SUMS, [SUMS, BFLOATS, BFLOATS])
         function = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
-        return builder.call(function, [total, builder.bitcast(left, _BFLOATS), builder.bitcast(right, _BFLOATS)])
+        return builder.call(function, [total, builder.bitcast(left, BFLOATS), builder.bitcast(right, BFLOATS)])
     upper, sixteen = vector(PAIRS, 0xFFFF0000), vector(PAIRS, 16)
     for part in (lambda pairs: builder.and_(pairs, upper), lambda pairs: builder.shl(pairs, sixteen)):
         total = fma(builder, builder.bitcast(part(left), SUMS), builder.bitcast(part(right), SUMS), total)

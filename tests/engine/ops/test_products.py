@@ -129,14 +129,32 @@ def test_int8_is_multiplied_as_it_is(
     assert (error <= 2**-8 * wanted.abs() + lost + 1e-6).all()
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("num_rows", [33, 64, 250])
+@pytest.mark.parametrize(("num_inputs", "num_outputs"), [(64, 32), (832, 70), (8192 + 64, 130)])
+def test_int8_of_many_rows_is_multiplied_as_bfloat16(
+    monkeypatch: pytest.MonkeyPatch, num_inputs: int, num_outputs: int, num_rows: int, threads: int
+) -> None:
+    """Bit for bit: with scales that are powers of two, the matrix exists in bfloat16, too."""
+    kernel_of("amx_int8_linear")
+    ops.set_num_threads(threads)
+    share_everything(monkeypatch)
+    x, values = random(num_rows, num_inputs, dtype=torch.bfloat16), of_int8(num_inputs, num_outputs).values
+    scales = 2.0 ** torch.randint(-12, -6, (num_outputs,))
+    added = random(num_outputs, dtype=torch.bfloat16)
+    plain = ops.linear(x, (values * scales.unsqueeze(1)).bfloat16(), added)
+    assert torch.equal(ops.linear(x, ops.Int8Matrix(values, scales), added), plain)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("num_rows", [3, 70])
 @pytest.mark.parametrize("kernel", ["amx_int8_linear", "int8_linear"])
-def test_rows_that_are_not_finite_stay_so_in_digits(monkeypatch: pytest.MonkeyPatch, kernel: str, value: float) -> None:
+def test_rows_that_are_not_finite_stay_so(monkeypatch: pytest.MonkeyPatch, kernel: str, num_rows: int, value: float) -> None:
     kernel_of(kernel)
     if kernel == "int8_linear":
         use_int8_products(monkeypatch)
-    x = random(3, 128, dtype=torch.bfloat16)
+    x = random(num_rows, 128, dtype=torch.bfloat16)
     x[1, 77] = value
     finite = torch.isfinite(ops.linear(x, of_int8(128, 64)))
-    assert finite.all(dim=1).tolist() == [True, False, True]
+    assert finite.all(dim=1).tolist() == [row != 1 for row in range(num_rows)]
     assert not finite[1].any()
