@@ -49,21 +49,25 @@ class Helper:
                 start_new_session=True,
             )
         self._control = ours
+        if self._ended:  # meanwhile
+            self._close()
 
     async def connect(self, opening: Open) -> Worker:
         for attempt in (1, 2):
             await self.start()
-            if self._control is None:  # ended this very moment
+            control = self._control  # `end` takes it away in another thread
+            if control is None:
                 raise ServerFault("internal_error", "the text helper has been ended")
             ours, theirs = socket.socketpair()
             try:
                 with theirs:
-                    socket.send_fds(self._control, [b"w"], [theirs.fileno()])
-            except OSError:  # it has just died
+                    socket.send_fds(control, [b"w"], [theirs.fileno()])
+            except OSError:  # it has just died, or was ended
                 ours.close()
                 if attempt == 2:
                     raise ServerFault("internal_error", "the text helper does not start") from None
-                self._close()
+                if not self._ended:
+                    self._close()
                 continue
             break
         ours.setblocking(False)
@@ -77,16 +81,16 @@ class Helper:
         self._close()
 
     def _close(self) -> None:
-        if self._control is not None:
-            self._control.close()
-            self._control = None
-        if self._process is not None:
+        control, self._control = self._control, None
+        if control is not None:
+            control.close()
+        process, self._process = self._process, None
+        if process is not None:
             try:
-                self._process.wait(timeout=2.0)
+                process.wait(timeout=2.0)
             except subprocess.TimeoutExpired:
-                os.killpg(self._process.pid, signal.SIGKILL)
-                self._process.wait()
-            self._process = None
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
 
 
 class Worker(asyncio.Protocol):

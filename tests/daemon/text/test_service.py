@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -17,6 +18,8 @@ from tokenizers import Tokenizer
 from daemon.contracts import ModelEntry
 from daemon.errors import BadRequest, HearthError
 from daemon.text.detokenizer import decode
+from daemon.text.helper import Helper
+from daemon.text.jobs import Open
 from daemon.text.service import TextService
 from tests.daemon.api.fakes import entry
 from tests.daemon.text.tokenizers_made import CHATML, byte_fallback, byte_level, checkpoint
@@ -271,6 +274,22 @@ async def test_closing_waits_for_no_job(tmp_path):
         await asyncio.wait_for(asking, 5)
     with pytest.raises(HearthError):
         await service.encode(evil, "x")
+
+
+@pytest.mark.parametrize("before", ["socketpair", "send_fds"])
+async def test_a_helper_that_is_ended_while_a_worker_is_asked_for_says_so(before, monkeypatch):
+    helper = Helper()
+    await helper.start()
+    call = getattr(socket, before)
+
+    def end_first(*args):
+        helper.end()
+        return call(*args)
+
+    monkeypatch.setattr(socket, before, end_first)
+    for _ in range(2):
+        with pytest.raises(HearthError, match="has been ended"):
+            await helper.connect(Open("", "", None))
 
 
 async def test_large_bodies_are_parsed_in_the_helper(service):
