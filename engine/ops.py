@@ -8,8 +8,8 @@ H query heads, G KV heads, D head size, V vocabulary.
 from __future__ import annotations
 
 import fcntl
-import importlib
 import importlib.util
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -33,17 +33,24 @@ _kernels: Any = None  # engine.kernels.cpu, once configured and if numba is ther
 _gpu: Any = None  # engine.kernels.gpu, once configured for a GPU
 
 
+class _Told(threading.local):
+    num_threads = 0  # that the calling thread has told torch and the kernels
+
+
+_told = _Told()
+
+
 def configure(cache_dir: str, use_kernels: bool = True) -> bool:
     """Finds the kernels, to be kept compiled in cache_dir. Returns whether they are in use."""
-    global _kernels, _gpu
-    _gpu = None
+    global _kernels, _gpu, _told
+    _gpu, _told = None, _Told()
     if not use_kernels or importlib.util.find_spec("numba") is None:
         _kernels = None
         return False
     import numba
 
     compiled.keep_in(cache_dir)
-    numba.config.THREADING_LAYER = _threading_layer()
+    numba.config.THREADING_LAYER = compiled.threading_layer()
     from engine.kernels import cpu
 
     _kernels = cpu
@@ -57,15 +64,6 @@ def configure_gpu(cache_dir: str) -> None:
 
     gpu.configure(str(Path(cache_dir or Path.home() / ".cache" / "hearthd") / "triton"))
     _kernels, _gpu = None, gpu
-
-
-def _threading_layer() -> str:
-    """OpenMP's where the system has libgomp: it shares the machine best with torch's own threads. Numba's queue otherwise."""
-    try:
-        importlib.import_module("numba.np.ufunc.omppool")
-    except ImportError:
-        return "workqueue"
-    return "omp"
 
 
 def prepare(dtype: str, num_threads: int, quantize: str = "") -> None:
@@ -96,15 +94,16 @@ def prepare_share(
 
 def threads_may_share() -> bool:
     """Whether two threads may run operations at a time. Numba's own queue serves one only."""
-    return _kernels is None or _threading_layer() == "omp"
+    return _kernels is None or compiled.threading_layer() == "omp"
 
 
 def set_num_threads(num_threads: int) -> None:
-    """Threads of the operations the calling thread starts from here on."""
-    if num_threads != torch.get_num_threads():
+    """Threads of the operations the calling thread starts from here on. Nothing else tells torch or the kernels."""
+    if num_threads != _told.num_threads:  # to ask torch takes 20 us in the middle of a step
+        _told.num_threads = num_threads
         torch.set_num_threads(num_threads)
-    if _kernels is not None:
-        _kernels.set_num_threads(num_threads)
+        if _kernels is not None:
+            _kernels.set_num_threads(num_threads)
 
 
 def input_kernels() -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import hashlib
+import importlib
 import logging
 import os
 import shutil
@@ -30,6 +31,16 @@ def keep_in(cache_dir: str) -> None:
     base = Path(cache_dir) if cache_dir else Path.home() / ".cache" / "hearthd"
     numba.config.CACHE_DIR = writable(str(base / f"numba-{digest.hexdigest()}"))
     _forgive_failed_saves()
+
+
+def threading_layer() -> str:
+    """For Numba: OpenMP's where the system has libgomp, which shares the machine best with torch's own threads. Its queue
+    otherwise."""
+    try:
+        importlib.import_module("numba.np.ufunc.omppool")
+    except ImportError:
+        return "workqueue"
+    return "omp"
 
 
 @functools.cache

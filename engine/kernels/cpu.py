@@ -88,11 +88,10 @@ _HAS_MATRIX_UNIT = may_use_tiles() and cpu_amx_tiles.HAS_INT8_TILES
 _HAS_INT8_PRODUCTS = cpu_int8.HAS_INT8_PRODUCTS and not _HAS_MATRIX_UNIT
 _SHARED_ROWS = 1 << 14  # elements of row-wise work: between products the others have not gone to sleep yet
 _SHARED_LOGITS = 1 << 16  # that are sampled from
-_parallel = False
 
 
 class _Thread(threading.local):
-    """What the calling thread has told Numba."""
+    """num_threads: that share the calling thread's kernels."""
 
     num_threads = 1
 
@@ -176,12 +175,11 @@ def _wanted_int8(dtype: str, element: Any) -> list[tuple[Any, Any, Any]]:
 
 def set_num_threads(num_threads: int) -> None:
     """Of the calling thread's kernels. Above the number of cores Numba started with, that number is used."""
-    global _parallel
-    _parallel = num_threads > 1
     num_threads = min(num_threads, numba.config.NUMBA_NUM_THREADS)
-    if _parallel and _thread.num_threads != num_threads:  # Numba takes a lock, to set the number and to tell it
-        numba.set_num_threads(num_threads)
+    if _thread.num_threads != num_threads:
         _thread.num_threads = num_threads
+        if num_threads > 1:  # one has kernels of its own
+            numba.set_num_threads(num_threads)
 
 
 def _uses_tiles(out: Any, block_tokens: int, head_dim: int) -> bool:
@@ -207,15 +205,15 @@ class Forms:
 
 def num_shares() -> int:
     """Into how many parts the calling thread's work is cut that is dealt out so."""
-    return _thread.num_threads if _parallel else 1
+    return _thread.num_threads
 
 
 def _shares_weights(x: Any, weight: Any) -> bool:
-    return _parallel and weight.nbytes * (1 + len(x) / _ROWS_AS_READING) >= _SHARED_WEIGHTS
+    return _thread.num_threads > 1 and weight.nbytes * (1 + len(x) / _ROWS_AS_READING) >= _SHARED_WEIGHTS
 
 
 def _shares_tiles(weight: Any) -> bool:
-    return _parallel and weight.nbytes >= _SHARED_TILES
+    return _thread.num_threads > 1 and weight.nbytes >= _SHARED_TILES
 
 
 class Attention:
@@ -229,7 +227,7 @@ class Attention:
 
     def is_shared(self, args: Sequence[Any]) -> bool:
         attended, out = args[-2:]
-        return _parallel and int(attended[0]) * out.shape[1] >= _SHARED_ATTENTION
+        return _thread.num_threads > 1 and int(attended[0]) * out.shape[1] >= _SHARED_ATTENTION
 
     def depends_on(self, args: Sequence[Any]) -> tuple[int, ...]:
         """Calls of which this is the same are shared, or not, at the same time."""
@@ -295,11 +293,11 @@ def sampling_shares(logits: Any) -> int:
 
 
 def _deals_out_logits(logits: Any) -> bool:
-    return _parallel and logits.size >= _SHARED_LOGITS and len(logits) > 1
+    return _thread.num_threads > 1 and logits.size >= _SHARED_LOGITS and len(logits) > 1
 
 
 def _deals_out_rows(x: Any) -> bool:
-    return _parallel and x.size >= _SHARED_ROWS and len(x) > 1
+    return _thread.num_threads > 1 and x.size >= _SHARED_ROWS and len(x) > 1
 
 
 paged_attention = PagedAttention()

@@ -58,6 +58,7 @@ class StepInputs:
         max_rows = self.recorded_rows(max_rows)
         max_tokens = max(max_rows, max_tokens)
         self._counts = np.zeros(NUM_COUNTS, np.int64)
+        self._told = memoryview(self._counts.data)  # gives numbers of Python's
         # of rows
         self._slots, self._computed, self._num_new = (np.zeros(max_rows, np.int32) for _ in range(3))
         self._starts, self._contexts = np.zeros(max_rows, np.int32), np.zeros(max_rows, np.int32)
@@ -82,6 +83,7 @@ class StepInputs:
             for own in memory
         ]
         self._filling: tuple[SequenceTable, Replay] | None = None
+        self._decoding: IntArray | None = None  # slots of the latest step, if it only decoded: the next one's may be the same array
 
     def recorded_rows(self, num_rows: int) -> int:
         """Rows of the program that computes a decode step of num_rows: the last ones are padding, which stores nothing and attends
@@ -122,11 +124,13 @@ class StepInputs:
     def fill(self, plan: BatchPlan, table: SequenceTable) -> None:
         """Takes in a step, and makes padding of all rows and tokens behind it."""
         num_rows = len(plan.slots)
-        self._counts[ROWS], self._counts[TOKENS] = num_rows, num_rows if plan.all_decode else plan.num_new.sum()
-        self._slots[:num_rows] = plan.slots
         self._computed[:num_rows] = plan.num_computed
-        self._num_new[:num_rows], self._num_new[num_rows:] = plan.num_new, 0
-        self._samples[:num_rows] = plan.samples
+        if not plan.all_decode or plan.slots is not self._decoding:
+            self._told[ROWS], self._told[TOKENS] = num_rows, num_rows if plan.all_decode else int(plan.num_new.sum())
+            self._slots[:num_rows] = plan.slots
+            self._num_new[:num_rows], self._num_new[num_rows:] = plan.num_new, 0
+            self._samples[:num_rows] = plan.samples
+            self._decoding = plan.slots if plan.all_decode else None
         if self._filling is None or self._filling[0] is not table:
             self._filling = table, self._fill_from(table)
         self._filling[1].run()
@@ -135,6 +139,7 @@ class StepInputs:
         """Makes padding of all rows and tokens: it stores nothing and attends to nothing."""
         self._counts[:] = 0
         self._num_new[:] = 0
+        self._decoding = None
         self._paged_contexts[:] = 0
         for group in self._groups:
             group.slots[:] = -1
@@ -146,17 +151,17 @@ class StepInputs:
     @property
     def num_sampling(self) -> int:
         """Rows of the latest step that sample."""
-        return int(self._counts[SAMPLING])
+        return self._told[SAMPLING]
 
     @property
     def all_greedy(self) -> bool:
         """Whether all of these take their likeliest token."""
-        return bool(self._counts[GREEDY] == self._counts[SAMPLING])
+        return self._told[GREEDY] == self._told[SAMPLING]
 
     @property
     def settings_suffice(self) -> bool:
         """Whether the latest step's tokens are drawn by `settings` alone: no row edits its logits or has log-probabilities told."""
-        return not self._counts[APART]
+        return self._told[APART] == 0
 
     def _fill_from(self, table: SequenceTable) -> Replay:
         kernels, own = ops.input_kernels(), self.settings

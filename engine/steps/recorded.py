@@ -21,7 +21,7 @@ from engine.contracts import BatchPlan, BoolArray, IntArray, SequenceTable
 from engine.models.registry import CausalLM
 from engine.steps.inputs import StepInputs
 from engine.steps.program import Recorder, Scratch, recording
-from engine.steps.replay import ChunkProgram, DecodeProgram, Drawing, Head
+from engine.steps.replay import ChunkProgram, DecodeProgram, Drawing, Head, Replay
 from loader.sizing import MAX_RECORDED_TOKENS, recorded_tokens
 
 log = logging.getLogger("engine")
@@ -84,26 +84,22 @@ class RecordedSteps:
             program = self.chunks.get(recorded_tokens(int(plan.num_new.sum())))
         if program is None:
             return None
-        self._inputs.fill(plan, table)
-        if not self._inputs.settings_suffice:
+        inputs = self._inputs
+        inputs.fill(plan, table)
+        if not inputs.settings_suffice:
             return None
-        num_sampling, greedy = key = self._inputs.num_sampling, self._inputs.all_greedy
-        head_rows = self._inputs.recorded_rows(num_sampling)
-        head = program if isinstance(program, DecodeProgram) else self.heads.get(head_rows)
-        drawing = None if head is None else head.drawings.get(key)
-        is_drawn_natively = head is not None and head.is_native and drawing is not None
-        with nullcontext() if program.is_native and (is_drawn_natively or not num_sampling) else torch.inference_mode():
-            program.run()
-            if not num_sampling:
-                return np.empty(0, np.int32), np.empty(0, np.bool_)
-            if head is None:
-                head = self._record_head(head_rows)
-            elif head is not program:
-                head.run()
-            if drawing is None:
-                drawing = head.drawings[key] = self._record_drawing(head, num_sampling, greedy)
-            else:
-                drawing.run()
+        num_sampling, greedy = inputs.num_sampling, inputs.all_greedy
+        if not num_sampling:
+            _run(program)
+            return np.empty(0, np.int32), np.empty(0, np.bool_)
+        head = program if isinstance(program, DecodeProgram) else self.heads.get(inputs.recorded_rows(num_sampling))
+        drawing = None if head is None else head.drawings.get((num_sampling, greedy))
+        if head is None or drawing is None:
+            drawing = self._draw_first(program, head, num_sampling, greedy)
+        elif head is program:
+            _run(drawing)
+        else:
+            _run(program, head, drawing)
         return drawing.ids.copy(), drawing.bad.copy()
 
     @property
@@ -170,11 +166,26 @@ class RecordedSteps:
             self._max_decodes = self._max_rows = 0
         return not recorder.missed
 
-    def _record_drawing(self, head: Head, num_rows: int, greedy: bool) -> Drawing:
-        """Draws tokens from the logits that were just computed."""
+    @torch.inference_mode()
+    def _draw_first(self, program: DecodeProgram | ChunkProgram, head: Head | None, num_rows: int, greedy: bool) -> Drawing:
+        """Runs a step, and records how tokens are drawn from logits of so many rows. head: None if it is not recorded, either."""
+        program.run()
+        if head is None:
+            head = self._record_head(self._inputs.recorded_rows(num_rows))
+        elif head is not program:
+            head.run()
         recorder = Recorder(self._scratch)
         with recording(recorder):
             logits = head.logits[:num_rows]
             ids, bad = ops.greedy(logits) if greedy else ops.sample(logits, *self._inputs.settings.of(num_rows))
         self._draws = not recorder.missed  # else what was drawn now is right, and what repeats it is not
-        return Drawing(recorder.calls, ids, bad)
+        step = program if isinstance(program, DecodeProgram) else None
+        drawing = head.drawings[num_rows, greedy] = Drawing(recorder.calls, ids, bad, step)
+        return drawing
+
+
+def _run(*replays: Replay) -> None:
+    """What torch computes of them, it computes without a look at gradients."""
+    with nullcontext() if all(replay.is_native for replay in replays) else torch.inference_mode():
+        for replay in replays:
+            replay.run()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,9 @@ from torch import Tensor
 from engine.contracts import BoolArray, IntArray
 from engine.kernels.compiled import compilation, direct
 from engine.steps.program import Call
+
+if TYPE_CHECKING:
+    from engine.kernels.native import NativeCalls
 
 
 class _Part(Protocol):
@@ -49,13 +52,23 @@ _Forms = tuple[tuple[Any, Sequence[Any]], tuple[Any, Sequence[Any]]]  # (compile
 
 
 class _NativePart:
-    def __init__(self, forms: Sequence[_Forms], first: int) -> None:
+    def __init__(self, serial: NativeCalls, shared: NativeCalls, first: int, end: int) -> None:
+        self.first, self.end = first, end
+        self._serial, self._shared = serial, shared
+
+    @classmethod
+    def of(cls, forms: Sequence[_Forms], first: int) -> _NativePart:
         from engine.kernels.native import NativeCalls
 
-        self.first, self.end = first, first + len(forms)
         varies = any(one is not other for one, other in forms)
-        self._serial = NativeCalls([one for one, _ in forms])
-        self._shared = NativeCalls([other for _, other in forms]) if varies else self._serial
+        serial = NativeCalls([one for one, _ in forms])
+        shared = NativeCalls([other for _, other in forms]) if varies else serial
+        return cls(serial, shared, first, first + len(forms))
+
+    def followed_by(self, other: _NativePart) -> _NativePart:
+        """Both in one: nothing of Python comes between them."""
+        serial, shared = self._serial.followed_by(other._serial), self._shared.followed_by(other._shared)
+        return _NativePart(serial, shared, self.first, self.end + other.end - other.first)
 
     def run(self, shared: bool, seconds: npt.NDArray[np.float64] | None) -> None:
         calls = self._shared if shared else self._serial
@@ -73,21 +86,26 @@ class _NativePart:
 class Replay:
     """Makes the same calls, in order, as often as it is run."""
 
-    def __init__(self, calls: Sequence[Call]) -> None:
-        self.calls = calls
+    def __init__(self, calls: Sequence[Call], after: Replay | None = None) -> None:
+        """after: whose calls are made first."""
+        self._own, self._after = calls, after
+        self.calls: Sequence[Call] = calls if after is None else (*after.calls, *calls)
         self.seconds: npt.NDArray[np.float64] | None = None  # [calls], once somebody wants to know
         self._is_shared: Callable[[], bool] | None = None
         self._varying_on: tuple[int, ...] = ()
         self._parts: list[_Part] = []
+        self._is_native = False
 
     @property
     def is_native(self) -> bool:
         """Whether Python makes none of the calls."""
-        self.lay_out()
-        return all(isinstance(part, _NativePart) for part in self._parts)
+        if not self._parts:
+            self.lay_out()
+        return self._is_native
 
     def run(self) -> None:
-        self.lay_out()
+        if not self._parts:
+            self.lay_out()
         shared = self._is_shared is not None and self._is_shared()
         seconds = self.seconds
         for part in self._parts:
@@ -95,27 +113,35 @@ class Replay:
 
     def lay_out(self) -> None:
         """What the first run does, and later ones find done."""
-        if not self._parts:
-            self._parts = self._lay_out()
+        if self._parts:
+            return
+        before: list[_Part] = []
+        after = self._after
+        if after is not None:
+            after.lay_out()
+            before, self._is_shared, self._varying_on = after._parts, after._is_shared, after._varying_on
+        self._parts = _joined(before, self._lay_out(len(self.calls) - len(self._own)))
+        self._is_native = all(isinstance(part, _NativePart) for part in self._parts)
 
     def watch(self) -> None:
         """From here on the seconds of each call are added up."""
         self.seconds = np.zeros(len(self.calls))
 
-    def _lay_out(self) -> list[_Part]:
+    def _lay_out(self, first: int) -> list[_Part]:
+        """Of its own calls, of which the first one's number is given."""
         parts: list[_Part] = []
         run: list[_Forms] = []
-        for at, call in enumerate(self.calls):
+        for at, call in enumerate(self._own, first):
             forms = self._forms(call)
             if forms is not None:
                 run.append(forms)
                 continue
             if run:
-                parts.append(_NativePart(run, at - len(run)))
+                parts.append(_NativePart.of(run, at - len(run)))
                 run = []
             parts.append(_PythonCall(call, at))
         if run:
-            parts.append(_NativePart(run, len(self.calls) - len(run)))
+            parts.append(_NativePart.of(run, len(self.calls) - len(run)))
         return parts
 
     def _forms(self, call: Call) -> _Forms | None:
@@ -137,11 +163,18 @@ class Replay:
         return (serial, shared) if depends_on == self._varying_on else None
 
 
-class Drawing(Replay):
-    """calls leave ids [N] and bad [N], as ops.sample gives them."""
+def _joined(before: list[_Part], behind: list[_Part]) -> list[_Part]:
+    if before and behind and isinstance(before[-1], _NativePart) and isinstance(behind[0], _NativePart):
+        return [*before[:-1], before[-1].followed_by(behind[0]), *behind[1:]]
+    return before + behind
 
-    def __init__(self, calls: Sequence[Call], ids: IntArray, bad: BoolArray) -> None:
-        super().__init__(calls)
+
+class Drawing(Replay):
+    """calls leave ids [N] and bad [N], as ops.sample gives them. step: what leaves the logits they are drawn from, and is run with
+    it; None: that is run apart."""
+
+    def __init__(self, calls: Sequence[Call], ids: IntArray, bad: BoolArray, step: DecodeProgram | None = None) -> None:
+        super().__init__(calls, step)
         self.ids, self.bad = ids, bad
 
 
@@ -154,7 +187,8 @@ class ChunkProgram(Replay):
 
 
 class Head(Replay):
-    """calls leave the logits [N, V]. drawings: of tokens from these, by number of rows and whether all of them are greedy."""
+    """calls leave the logits [N, V]. drawings: of tokens from these, by number of rows and whether all of them are greedy; of a
+    decode step, with the step itself."""
 
     def __init__(self, calls: Sequence[Call], logits: Tensor) -> None:
         super().__init__(calls)

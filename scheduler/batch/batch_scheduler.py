@@ -11,11 +11,9 @@ from __future__ import annotations
 import numpy as np
 
 from scheduler.batch.batch_limits import BatchLimits as BatchLimits
-from scheduler.batch.first_tokens import FirstTokens
 from scheduler.batch.kv_cache import KVCache
+from scheduler.batch.outcomes import Outcomes
 from scheduler.batch.plan import (
-    FINISH_LENGTH,
-    FINISH_STOP,
     BatchPlan,
     BoolArray,
     IntArray,
@@ -25,11 +23,11 @@ from scheduler.batch.plan import (
 )
 from scheduler.batch.prefix_cache import extend_keys, prefix_seed
 from scheduler.batch.request import BatchRequest, WaitingQueue
+from scheduler.batch.running import Running
 from scheduler.batch.same_prompts import SamePrompts
 from scheduler.batch.sequence_blocks import Admission, SequenceBlocks
 from scheduler.batch.step_room import StepRoom
 from scheduler.batch.steps_ahead import StepsAhead, TokensNeeded
-from scheduler.batch.stop_ids import StopIds
 from scheduler.batch.tenant_time import TenantTime
 
 
@@ -50,15 +48,17 @@ class BatchScheduler:
         self.tenants = TenantTime(slots)
         self.num_preemptions = 0
         self.failed: list[tuple[int, str]] = []  # (request id, why): can never run; the engine takes them from here
-        self._running: IntArray = np.zeros(0, np.int32)  # slots in order of admission
         self._free_slots = list(range(slots - 1, -1, -1))
-        self._ones: IntArray = np.ones(slots, np.int32)  # tokens of rows that decode; plans share it
+        # of rows that decode, which plans share: tokens, and that they sample
+        self._ones: IntArray = np.ones(slots, np.int32)
+        self._trues: BoolArray = np.ones(slots, np.bool_)
         self._requests: list[BatchRequest | None] = [None] * slots
+        self.running = Running(self.table, self._requests)
         self._slot_of: dict[int, int] = {}
         self._ahead = StepsAhead(self.table)
-        self._stop_ids = StopIds(limits.eos_token_ids, self.table)
+        self._outcomes = Outcomes(limits.eos_token_ids, self.table, self._requests)
         self._held: BoolArray = np.zeros(slots, np.bool_)  # constrained rows that may not have their next token yet
-        self._first_tokens = FirstTokens(self.table, self._requests)
+        self._num_constrained = 0  # rows
         self._same_prompts = SamePrompts(self._slot_of, self.table.num_computed, self._held, kv.block_tokens)
         self._next_order = 0
         self._blocked_version = -1  # chunk pool's version when the head of the queue last found no memory
@@ -67,19 +67,17 @@ class BatchScheduler:
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return len(self.running)
 
     @property
     def num_decoding(self) -> int:
         """Running sequences that have one token to compute."""
-        return int(np.count_nonzero(self._ahead.total()[self._running] - self._ahead.computed()[self._running] == 1))
+        return len(self.running.split(self.running.slots, self._ahead.computed(), self._ahead.total())[0])
 
     @property
     def runnable(self) -> bool:
         """Whether `plan` may find something to do: sequences run, or memory moved since the head of the queue was tried."""
-        return len(self._running) > int(np.count_nonzero(self._held)) or (
-            len(self.waiting) > 0 and self._blocked_version != self.kv.chunks.version
-        )
+        return len(self.running) > self._num_held or (len(self.waiting) > 0 and self._blocked_version != self.kv.chunks.version)
 
     def submit(self, request: BatchRequest) -> None:
         """Queues it. The caller has checked that 0 < len(tokens) < max_model_len and that the id is not here yet."""
@@ -101,7 +99,7 @@ class BatchScheduler:
         if slot is None:
             return False
         self._leave(slot)
-        self._drop_from_running()
+        self.running.drop_gone()
         return True
 
     def hold(self, request_id: int, held: bool) -> None:
@@ -114,16 +112,12 @@ class BatchScheduler:
 
     def preempt_one(self) -> bool:
         """Puts the newest sequence of the lowest priority back to wait; False if none runs. Between steps only."""
-        if not len(self._running):
+        if not len(self.running):
             return False
-        self._preempt(self._victim())
+        self._preempt(self.running.victim(self.waiting.shares.crowding()))
         return True
 
     # ---- for saving KV (kv_saving.py)
-
-    def running_requests(self) -> list[tuple[int, BatchRequest]]:
-        """(slot, request), the oldest first."""
-        return [(slot, request) for slot in self._running.tolist() if (request := self._requests[slot]) is not None]
 
     def seed_of(self, request: BatchRequest) -> bytes:
         return prefix_seed(request.cache_salt, self.limits.fingerprint, self.limits.kv_dtype)
@@ -135,9 +129,8 @@ class BatchScheduler:
     def close(self) -> None:
         """Forgets every request and gives all KV back."""
         self.waiting = WaitingQueue()
-        for slot in self._running.tolist():
-            self.table.request_id[slot] = 0
-        self._running = np.zeros(0, np.int32)
+        self.table.request_id[self.running.slots] = 0
+        self.running.drop_gone()
         self._slot_of.clear()
         self.kv.close()
 
@@ -149,41 +142,38 @@ class BatchScheduler:
         admitted. None if nothing can run now. Raises TokensNeeded if that depends on what a started step gives."""
         room, table = room or StepRoom(), self.table
         budget = self.limits.max_num_batched_tokens if max_tokens is None or self.blocks.windowed else max_tokens
-        running = self._ahead.going_on(self._running)
-        computed, total = self._ahead.computed(), self._ahead.total()
+        running = self._ahead.going_on(self.running.slots)
+        computed = self._ahead.computed()
         max_rows = room.rows(budget, computed, running, len(self.waiting))
-        if self._held.any():
+        if self._num_constrained and self._held.any():
             running = running[~self._held[running]]
         prefill: IntArray = running[:0]
         if len(running):
-            decode_rows = total[running] - computed[running] == 1
-            decode = running
-            if not decode_rows.all():
-                decode, prefill = running[decode_rows], running[~decode_rows]
+            decode, prefill = self.running.split(running, computed, self._ahead.total())
             most = max_rows
             if self.tenants.several:
                 loads = self.tenants.loads(decode, prefill, self.waiting.by_tenant())
                 most = room.rows_beside(loads, max_rows, computed[decode])
             if len(prefill) or self._may_admit(max_rows):
                 most = room.rows_beside_prompt(most, computed[decode])
-            decode = self._give_blocks(self.tenants.choose(decode, most), computed)
+            decode, first = self._give_blocks(self.tenants.choose(decode, most), computed)
             if len(prefill):  # a preemption may have taken some away
                 prefill = self.tenants.in_order(prefill[table.request_id[prefill] != 0])
         else:
-            decode = running
+            decode, first = running, computed[running]
         if len(prefill) or len(self.waiting):
             room.open(budget, computed[decode], self.tenants.loads(decode, prefill, self.waiting.by_tenant()))
             decode, chunk_slots, chunk_tokens = self._plan_prefill(decode, prefill, computed, room, max_rows)
-            # A chunk of one token that ends its sequence is a decode row like any other; the order of rows is free among those.
-            rows, new = np.concatenate((decode, chunk_slots)), np.concatenate((self._ones[: len(decode)], chunk_tokens))
-            order = np.argsort(new > 1, kind="stable")
-            rows, new = rows[order], new[order]
-        else:
-            rows, new = decode, self._ones[: len(decode)]
-        if not len(rows):
-            return None
-        first = self._ahead.computed()[rows]  # some have come in since
-        return BatchPlan(step_id, self.model, rows, first, new, first + new == self._ahead.total()[rows], rows is decode)
+            if len(chunk_slots):
+                # A chunk of one token that ends its sequence is a decode row like any other; the order of rows is free among those.
+                rows, new = np.concatenate((decode, chunk_slots)), np.concatenate((self._ones[: len(decode)], chunk_tokens))
+                order = np.argsort(new > 1, kind="stable")
+                rows, new = rows[order], new[order]
+                first = self._ahead.computed()[rows]  # some have come in since
+                return BatchPlan(step_id, self.model, rows, first, new, first + new == self._ahead.total()[rows])
+            first = computed[decode]  # some may have gone
+        num = len(decode)
+        return BatchPlan(step_id, self.model, decode, first, self._ones[:num], self._trues[:num], True) if num else None
 
     def start_step(self, plan: BatchPlan) -> None:
         """The step is under way; finish_step follows in the same order. What has ended by then was computed in vain."""
@@ -194,51 +184,64 @@ class BatchScheduler:
         table = self.table
         if self._ahead:
             plan, ids, bad = self._ahead.finish(plan, ids, bad)
-        table.num_computed[plan.slots] += plan.num_new
-        slots = plan.slots if plan.all_decode else plan.slots[plan.samples]
-        for slot in () if plan.all_decode else plan.slots[plan.num_new > 1].tolist():
-            self._learn(slot, int(min(table.num_computed[slot], table.num_prompt[slot])))
-            if self.blocks.windowed:
-                self.blocks.free_behind(slot, int(table.num_computed[slot]))
+        if plan.all_decode:
+            slots, position = plan.slots, plan.num_computed + 1
+            table.num_computed[slots] = position
+        else:
+            slots = self._note_computed(plan)
+            position = table.num_tokens[slots]
+        told: list[int] = ids.tolist()
         failed: list[int] = []
-        if bad.any():
+        if True in bad.tolist():
             failed = table.request_id[slots[bad]].tolist()
             for slot in slots[bad].tolist():
                 self._leave(slot, poisoned=True)
-            slots, ids = slots[~bad], ids[~bad]
-        position = table.num_tokens[slots]
+            slots, position, ids = slots[~bad], position[~bad], ids[~bad]
+            told = ids.tolist()
         table.tokens[slots, position] = ids
-        total = position + 1
-        table.num_tokens[slots] = total
-        outcome = StepOutcome(table.request_id[slots].tolist(), ids.tolist(), bad=failed)
-        self._held[slots] = table.constrained[slots]
-        stop = self._stop_ids.stopped(slots, ids, position)
-        ended = stop | (total >= table.max_total_tokens[slots])
-        self._first_tokens.note(slots, outcome)
-        if ended.any():
-            outcome.finish = np.where(stop, FINISH_STOP, np.where(ended, FINISH_LENGTH, 0)).tolist()
-            for slot in slots[ended].tolist():
+        table.num_tokens[slots] = position + 1
+        if self._num_constrained:
+            self._held[slots] = table.constrained[slots]
+        outcome = self._outcomes.of(slots, told, failed, self.running.slots)
+        for slot, finish in zip(slots.tolist(), outcome.finish, strict=True) if outcome.finish else ():
+            if finish:
                 self._leave(slot)
         if outcome.finish or failed:
-            self._drop_from_running()
+            self.running.drop_gone()
         return outcome
 
     # ---- inside a step
 
-    def _give_blocks(self, decode: IntArray, computed: IntArray) -> IntArray:
-        """A block for each decode row at a block boundary; preempts until they suffice. Returns the rows that are still there."""
+    @property
+    def _num_held(self) -> int:
+        return int(np.count_nonzero(self._held)) if self._num_constrained else 0
+
+    def _note_computed(self, plan: BatchPlan) -> IntArray:
+        """The KV of a step with chunks of prompts is stored; returns the slots that sampled."""
+        num_computed = self.table.num_computed
+        num_computed[plan.slots] += plan.num_new
+        for slot in plan.slots[plan.num_new > 1].tolist():
+            self._learn(slot, int(min(num_computed[slot], self.table.num_prompt[slot])))
+            if self.blocks.windowed:
+                self.blocks.free_behind(slot, int(num_computed[slot]))
+        return plan.slots[plan.samples]
+
+    def _give_blocks(self, decode: IntArray, computed: IntArray) -> tuple[IntArray, IntArray]:
+        """A block for each decode row at a block boundary; preempts until they suffice. Returns the rows that are still there, and
+        of each the tokens computed."""
         while True:
-            wanting = decode[computed[decode] >= self.blocks.capacity[decode]]
+            first = computed[decode]
+            wanting = decode[first >= self.blocks.capacity[decode]]
             if not len(wanting) or self.blocks.extend(wanting, computed):
-                return decode
-            self._preempt(self._victim())
+                return decode, first
+            self._preempt(self.running.victim(self.waiting.shares.crowding()))
             decode = decode[self.table.request_id[decode] != 0]
 
     def _cover(self, slot: int, num_tokens: int) -> bool:
         """Window groups' blocks for a slot's first num_tokens; preempts until they suffice. False if the slot itself had to go."""
         self.blocks.free_behind(slot, int(self.table.num_computed[slot]))
         while not self.blocks.cover(slot, num_tokens):
-            victim = self._victim()
+            victim = self.running.victim(self.waiting.shares.crowding())
             self._preempt(victim)
             if victim == slot:
                 return False
@@ -273,7 +276,7 @@ class BatchScheduler:
         """Whether one waits, a slot is free, fewer than max_rows run and memory has moved since the head of the queue was tried."""
         if not len(self.waiting) or not self._free_slots or self._blocked_version == self.kv.chunks.version:
             return False
-        return self.num_running - int(np.count_nonzero(self._held)) < max_rows
+        return self.num_running - self._num_held < max_rows
 
     def _let_in(self, room: StepRoom, max_rows: int, slots: list[int], tokens: list[int], most: int) -> None:
         """Admits `most` of those that wait, while there is room and fewer than max_rows run; adds their chunks."""
@@ -332,10 +335,10 @@ class BatchScheduler:
         write_sampling(table, slot, params, request.num_prompt, self.limits.max_model_len)
         table.prompt_logprobs[slot] = params.prompt_logprobs and not request.has_first_token
         table.constrained[slot] = request.constrained
+        self._num_constrained += request.constrained
         self._held[slot] = request.held
         self._ahead.join(slot)
-        self._stop_ids.join(slot, params)
-        self._first_tokens.join(slot, request)
+        self._outcomes.join(slot, request, params)
         if request.resubmitted:
             request.num_cached, request.num_recomputed = num_cached, num_tokens - num_cached
         elif not request.has_first_token:
@@ -343,7 +346,7 @@ class BatchScheduler:
         self._requests[slot] = request
         self.tenants.join(slot, request.cache_salt, request.weight)
         self._slot_of[request.request_id] = slot
-        self._running = np.append(self._running, np.int32(slot))
+        self.running.join(slot)
         return slot
 
     def _learn(self, slot: int, num_tokens: int) -> None:
@@ -356,7 +359,7 @@ class BatchScheduler:
             self.blocks.learn(slot, request.keys[:full])
 
     def _leave(self, slot: int, poisoned: bool = False) -> None:
-        """Frees a slot and its blocks; `_drop_from_running` must follow."""
+        """Frees a slot and its blocks; `_running.drop_gone` must follow."""
         request = self._requests[slot]
         assert request is not None
         if poisoned:
@@ -371,19 +374,11 @@ class BatchScheduler:
         self.table.request_id[slot] = 0
         self.table.params[slot] = None
         self._held[slot] = False
+        self._num_constrained -= request.constrained
         self._ahead.leave(slot)
+        self._outcomes.leave(slot)
         self._free_slots.append(slot)
         self._blocked_version = -1
-
-    def _drop_from_running(self) -> None:
-        self._running = self._running[self.table.request_id[self._running] != 0]
-
-    def _victim(self) -> int:
-        running = self.running_requests()
-        tenant = self.waiting.shares.crowding()
-        if tenant is not None:  # its own excess makes room, whatever priority it gives itself
-            running = [(slot, request) for slot, request in running if request.cache_salt == tenant]
-        return min(running, key=lambda each: (each[1].priority, -each[1].order))[0]
 
     def _preempt(self, slot: int) -> None:
         """Raises TokensNeeded while a started step has not told the tokens that are to be kept."""
@@ -394,6 +389,6 @@ class BatchScheduler:
         request.held = bool(self._held[slot])
         request.tokens = self.table.tokens[slot, : self.table.num_tokens[slot]].copy()
         self._leave(slot)
-        self._drop_from_running()
+        self.running.drop_gone()
         self.waiting.push(request)
         self.num_preemptions += 1

@@ -50,6 +50,6 @@ class Compaction:
             return 0
         self._copy(group.block_bytes, sources, targets)
         group.move(sources, targets)
-        scheduler.blocks.moved(g, sources, targets, [slot for slot, _ in scheduler.running_requests()])
+        scheduler.blocks.moved(g, sources, targets, [slot for slot, _ in scheduler.running.requests()])
         self.moved_bytes += len(sources) * group.block_bytes
         return group.pool.shrink(num_chunks)

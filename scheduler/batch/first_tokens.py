@@ -4,29 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
-from scheduler.batch.plan import BoolArray, IntArray, SequenceTable, StepOutcome
+from scheduler.batch.plan import IntArray, SequenceTable, StepOutcome
 from scheduler.batch.request import BatchRequest
 
 
 class FirstTokens:
-    """A column beside the sequence table; requests [S]: of its rows, the batch scheduler's own."""
+    """Beside the sequence table; requests [S]: of its rows, the batch scheduler's own."""
 
     def __init__(self, table: SequenceTable, requests: Sequence[BatchRequest | None]) -> None:
         self._table, self._requests = table, requests
-        self._wanted: BoolArray = np.zeros(len(requests), np.bool_)
+        self._wanted: set[int] = set()  # slots
 
     def join(self, slot: int, request: BatchRequest) -> None:
-        self._wanted[slot] = request.resubmitted or not request.has_first_token
+        if request.resubmitted or not request.has_first_token:
+            self._wanted.add(slot)
+
+    def leave(self, slot: int) -> None:
+        self._wanted.discard(slot)
 
     def note(self, slots: IntArray, outcome: StepOutcome) -> None:
         """These slots have a new token."""
-        first = slots[self._wanted[slots]]
-        if not len(first):
+        if not self._wanted:
             return
-        self._wanted[first] = self._table.prompt_logprobs[first] = False
-        for slot in first.tolist():
+        for slot in slots.tolist():
+            if slot not in self._wanted:
+                continue
+            self._wanted.remove(slot)
+            self._table.prompt_logprobs[slot] = False
             request = self._requests[slot]
             assert request is not None
             request.has_first_token = True

@@ -76,7 +76,7 @@ def select(scheduler: BatchScheduler, room_bytes: int) -> SavedKV:
     selection = _Selection(kv, room_bytes)
     lost = 0
     windowed = scheduler.blocks.windowed  # a sequence without its last window is worth nothing
-    for slot, request in scheduler.running_requests():
+    for slot, request in scheduler.running.requests():
         num_computed = int(table.num_computed[slot])
         num_full, num_tail = divmod(num_computed, kv.block_tokens)
         scheduler.learn_computed(slot)

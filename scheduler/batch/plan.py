@@ -156,7 +156,8 @@ class BatchPlan:
 class StepOutcome:
     """What a step gave: row k is one request and its token. `finish` is empty when none ended (plan.FINISH_*). `bad`: requests that
     ended because their logits were not finite. `cached`: prompt tokens found in the prefix cache, with a request's first token.
-    `resumed`: tokens found and tokens computed again, with the next token of a request that came with output."""
+    `resumed`: tokens found and tokens computed again, with the next token of a request that came with output. Steps of the same
+    requests may share the list of their ids."""
 
     request_ids: list[int]
     ids: list[int]

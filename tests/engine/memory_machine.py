@@ -200,7 +200,7 @@ class MemoryMachine(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(self.loaded))
         scheduler = self.models.by_name[name].scheduler
         requests = {r.request_id: (r.tokens.tolist(), r.num_prompt) for r in scheduler.waiting.requests()}
-        for slot, request in scheduler.running_requests():
+        for slot, request in scheduler.running.requests():
             tokens = scheduler.table.tokens[slot, : scheduler.table.num_tokens[slot]].tolist()
             requests[request.request_id] = (tokens, request.num_prompt)
         slots = sorted(self.free_slots)[:num_slots]
@@ -234,7 +234,7 @@ class MemoryMachine(RuleBasedStateMachine):
             self._submit(name, self.next_request, [400 + self.next_request % 500, 300 + number] * prompt, 2 * prompt)
             self.next_request += 1
         self._step(name, 4)
-        for _, request in scheduler.running_requests()[::2]:
+        for _, request in scheduler.running.requests()[::2]:
             scheduler.abort(request.request_id)
 
     def _submit(self, name: str, request_id: int, tokens: list[int], num_prompt: int) -> None:
@@ -265,7 +265,7 @@ class MemoryMachine(RuleBasedStateMachine):
     def abort(self, data: st.DataObject, num: int) -> None:
         """Some sequences go, and what they computed with them: the chunks of those that stay have gaps."""
         scheduler = self.models.by_name[data.draw(st.sampled_from(self.loaded))].scheduler
-        running = [request.request_id for _, request in scheduler.running_requests()]
+        running = [request.request_id for _, request in scheduler.running.requests()]
         for request_id in running[::2][:num]:
             self.done["aborts"] += scheduler.abort(request_id)
         for group in scheduler.kv.groups:
@@ -361,7 +361,7 @@ class MemoryMachine(RuleBasedStateMachine):
                 drawn += group.pool.num_drawn_chunks
                 reserved += int(np.count_nonzero(group.pool._home))
                 counts = np.zeros(group.pool.num_blocks, np.int32)
-                for slot, _ in scheduler.running_requests():
+                for slot, _ in scheduler.running.requests():
                     computed = int(scheduler.table.num_computed[slot])
                     for index in range(int(scheduler.blocks._ends[0][slot])):
                         block = int(scheduler.table.block_tables[0][slot, index])

@@ -64,6 +64,22 @@ def test_what_a_kernel_raises_is_raised_and_no_later_call_is_made() -> None:
     assert numbers[0] == 16.0
 
 
+def test_calls_that_are_joined_are_made_in_order_and_by_themselves_as_before() -> None:
+    numbers = np.array([64.0])
+    overload = next(iter(_divide.overloads.values()))
+    halves, thirds = (NativeCalls([(overload, (numbers, np.uint64(by)))] * 2) for by in (2, 3))
+    joined, ticks = halves.followed_by(thirds), np.zeros(5, np.int64)
+    joined.run(ticks)
+    assert numbers[0] == 64.0 / 4 / 9
+    assert (np.diff(ticks) > 0).all()
+    thirds.run()
+    assert numbers[0] == 64.0 / 4 / 9 / 9
+    fails = NativeCalls([(overload, (numbers, np.uint64(0)))])
+    with pytest.raises(ZeroDivisionError, match="by nothing"):
+        halves.followed_by(fails).followed_by(halves).run()
+    assert numbers[0] == 64.0 / 4 / 9 / 9 / 4
+
+
 def test_the_clock_is_read_around_every_call(dtype: torch.dtype) -> None:
     small, large = (random(rows, 640, dtype=dtype) for rows in (1, 4000))
     weight, kernel = random(640, dtype=dtype), ops._kernels.rms_norm.serial

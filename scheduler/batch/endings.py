@@ -1,0 +1,60 @@
+"""Which sequences end with the token just sampled: it is an end id of the model's, one of the request's own, or its last.
+
+In most steps none does. That takes a look at the ids as a list, and a count of the steps in which no sequence can have reached its
+length: array by array, the same costs a step's interpreter several times as much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from scheduler.batch.plan import FINISH_LENGTH, FINISH_STOP, INT32_MAX, BoolArray, IntArray, Sampling, SequenceTable
+
+
+class Endings:
+    """Beside the sequence table, of the sequences in its slots."""
+
+    def __init__(self, end_ids: Sequence[int], table: SequenceTable) -> None:
+        self._end_ids, self._table = frozenset(end_ids), table
+        self._own: dict[int, frozenset[int]] = {}  # slot -> stop ids of its request
+        self._least_left = INT32_MAX  # tokens that no sequence has fewer of before it reaches its length
+
+    def join(self, slot: int, params: Sampling) -> None:
+        """Its columns are in the table."""
+        table = self._table
+        self._least_left = min(self._least_left, int(table.max_total_tokens[slot] - table.num_tokens[slot]))
+        if params.stop_token_ids:
+            self._own[slot] = frozenset(params.stop_token_ids)
+
+    def leave(self, slot: int) -> None:
+        self._own.pop(slot, None)
+
+    def finishes(self, slots: IntArray, ids: Sequence[int], running: IntArray) -> list[int]:
+        """How the sequences in `slots` go on (plan.FINISH_*) after their newest tokens, `ids`, which are in the table; [] if none
+        ends. Of every step; running: slots of all sequences."""
+        if not ids:
+            return []
+        self._least_left -= 1
+        may_stop = bool(self._own) or not self._end_ids.isdisjoint(ids)
+        if self._least_left > 0 and not may_stop:
+            return []
+        table = self._table
+        left = table.max_total_tokens[running] - table.num_tokens[running]
+        self._least_left = int(left[left > 0].min(initial=INT32_MAX))
+        stopped = self._stopped(slots, ids)
+        ended = stopped | (table.num_tokens[slots] >= table.max_total_tokens[slots])
+        if not ended.any():
+            return []
+        finishes: list[int] = np.where(stopped, FINISH_STOP, np.where(ended, FINISH_LENGTH, 0)).tolist()
+        return finishes
+
+    def _stopped(self, slots: IntArray, ids: Sequence[int]) -> BoolArray:
+        """[len(slots)] whether the newest token is an end id that counts."""
+        table, end_ids, own = self._table, self._end_ids, self._own
+        stop = np.array([token in end_ids for token in ids], np.bool_)
+        stop &= ~table.ignore_eos[slots]
+        if own:
+            stop |= [token in own.get(slot, ()) for slot, token in zip(slots.tolist(), ids, strict=True)]
+        return stop & (table.num_tokens[slots] > table.min_tokens_until[slots])

@@ -1,0 +1,38 @@
+"""What a step's tokens come to: whose they are, which sequences end with theirs, what is told with a first one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from scheduler.batch.endings import Endings
+from scheduler.batch.first_tokens import FirstTokens
+from scheduler.batch.plan import IntArray, Sampling, SequenceTable, StepOutcome
+from scheduler.batch.request import BatchRequest
+
+
+class Outcomes:
+    """Beside the sequence table; requests [S]: of its rows, the batch scheduler's own."""
+
+    def __init__(self, end_ids: Sequence[int], table: SequenceTable, requests: Sequence[BatchRequest | None]) -> None:
+        self._table = table
+        self._endings = Endings(end_ids, table)
+        self._first_tokens = FirstTokens(table, requests)
+        self._named: tuple[IntArray | None, list[int]] = (None, [])  # slots, and the requests in them
+
+    def join(self, slot: int, request: BatchRequest, params: Sampling) -> None:
+        """Its columns are in the table."""
+        self._endings.join(slot, params)
+        self._first_tokens.join(slot, request)
+
+    def leave(self, slot: int) -> None:
+        self._endings.leave(slot)
+        self._first_tokens.leave(slot)
+
+    def of(self, slots: IntArray, ids: list[int], failed: list[int], running: IntArray) -> StepOutcome:
+        """Of every step. ids: the newest tokens of the sequences in `slots`, in the table already; failed: requests that got none;
+        running: slots of all sequences. While the same sequences sample, `slots` may be the same array."""
+        if slots is not self._named[0]:
+            self._named = slots, self._table.request_id[slots].tolist()
+        outcome = StepOutcome(self._named[1], ids, self._endings.finishes(slots, ids, running), failed)
+        self._first_tokens.note(slots, outcome)
+        return outcome
