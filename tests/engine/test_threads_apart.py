@@ -49,6 +49,16 @@ def apart() -> Iterator[ThreadsApart]:
 
 
 @pytest.fixture
+def cores_to_spare(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ThreadsApart, "_take_all_cores", lambda self: False)
+
+
+@pytest.fixture
+def no_core_to_spare(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ThreadsApart, "_take_all_cores", lambda self: True)
+
+
+@pytest.fixture
 def after_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads_apart, "AFTER_PAUSE_S", 0.0)
 
@@ -64,7 +74,9 @@ def masks() -> dict[int, frozenset[int]]:
 
 
 @two_cores
-def test_threads_are_bound_for_the_first_step_after_a_pause(apart: ThreadsApart, after_a_pause: None) -> None:
+def test_threads_are_bound_for_the_first_step_after_a_pause(
+    cores_to_spare: None, apart: ThreadsApart, after_a_pause: None
+) -> None:
     before = masks()
     during = apart.run(lambda: (product(), masks())[1])
     bound = {thread: cores for thread, cores in during.items() if cores != before.get(thread)}
@@ -77,7 +89,9 @@ def test_threads_are_bound_for_the_first_step_after_a_pause(apart: ThreadsApart,
 
 
 @two_cores
-def test_steps_soon_after_the_first_are_bound_later_ones_are_not(apart: ThreadsApart, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_soon_after_the_first_are_bound_later_ones_are_not(
+    cores_to_spare: None, apart: ThreadsApart, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now_s = 1e9
     monkeypatch.setattr(threads_apart.time, "monotonic", lambda: now_s)
 
@@ -95,6 +109,38 @@ def test_steps_soon_after_the_first_are_bound_later_ones_are_not(apart: ThreadsA
     pause_s, for_s = 2 * threads_apart.AFTER_PAUSE_S, threads_apart.FOR_S
     steps = [(pause_s, for_s / 5), (0.0, for_s / 5), (0.001, for_s), (0.001, for_s), (pause_s, for_s)]
     assert [is_bound(*step) for step in steps] == [True, True, True, False, True]
+
+
+@two_cores
+def test_threads_that_take_all_cores_are_bound_in_every_step_and_the_caller_is_free_between(
+    apart: ThreadsApart, no_core_to_spare: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s, me = time.monotonic(), threading.get_native_id()
+    monkeypatch.setattr(threads_apart.time, "monotonic", lambda: now_s)
+    others = apart._others
+    cores = set()
+    for pause_s in (0.0, 2 * threads_apart.FOR_S, *[threads_apart.AFTER_PAUSE_S / 2] * 20):
+        now_s += pause_s
+        during, after = apart.run(masks), masks()
+        bound = [during[thread] for thread in (me, *others)]
+        assert [len(each) for each in bound] == [1, 1]
+        assert bound[0] != bound[1]
+        assert after[me] == CORES
+        assert after[others[0]] == bound[1], "it stays where it is"
+        if now_s > apart._until_s:
+            cores.add(bound[1])
+    assert len(cores) == 1
+
+
+@two_cores
+def test_after_a_pause_those_that_take_all_cores_are_told_theirs_anew(
+    apart: ThreadsApart, no_core_to_spare: None, after_a_pause: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    me, first, second = threading.get_native_id(), *sorted(CORES)[:2]
+    for mine, other in ((first, second), (second, first)):
+        monkeypatch.setattr(threads_apart, "_core_of", lambda thread, mine=mine, other=other: mine if thread == me else other)
+        during = apart.run(masks)
+        assert [during[thread] for thread in (me, *apart._others)] == [{mine}, {other}]
 
 
 @two_cores
