@@ -19,11 +19,12 @@ from dataclasses import dataclass
 from functools import cache
 from operator import itemgetter
 
-_NEWEST = 0.2  # weight of a new measurement
+_NEWEST = 0.1  # weight of a new measurement
+_NEWEST_DRIFT = 0.2  # the same, in what all steps of the moment take
 _KEPT = 0.98  # of what was seen of contexts, with each measurement
 _UNMOVED = 0.1  # contexts that differ by less than this share of their size teach little
-_MOST_AT_ONCE = 2.0  # one stall must not make every later step small
-_MOST_DRIFT = 4.0
+_MOST_AT_ONCE = 1.25  # a measurement counts as so many times what was expected at most: a stall is not what a size costs
+_MOST_DRIFT_AT_ONCE, _MOST_DRIFT = 1.5, 4.0
 _FORGOTTEN = 250  # measurements after its last: seconds, while several models are busy
 _FIRM = 3  # steps after which a class is judged by what they took
 _ROOM = 1.2  # from one class to the next cost grows by no more, or first steps did not tell it
@@ -92,8 +93,8 @@ class StepCosts:
         apart = [context - mean for context, mean in zip(contexts, known.contexts, strict=True)]
         expected = known.seconds + self._contexts_s(apart)
         if expected > 0:
-            times = min(max(seconds / expected, 1 / _MOST_DRIFT), _MOST_DRIFT)
-            self._drift += _NEWEST * (times - self._drift)
+            times = min(max(seconds / expected, 1 / _MOST_DRIFT), _MOST_DRIFT_AT_ONCE * self._drift, _MOST_DRIFT)
+            self._drift += _NEWEST_DRIFT * (times - self._drift)
             seconds = min(seconds, _MOST_AT_ONCE * expected)
         known.num += 1
         weight = max(_NEWEST, 1 / known.num)

@@ -70,6 +70,14 @@ def test_a_stall_is_soon_forgotten() -> None:
     assert costs.seconds(128) < 1.5 * device_s(128)
 
 
+def test_stalls_now_and_then_are_no_part_of_what_a_size_costs() -> None:
+    """One step in ten takes three times as long. What streams may be stretched to follows from what their steps cost."""
+    costs = learned(8, 128)
+    for number in range(200):
+        costs.note(8, (3 if number % 10 == 0 else 1) * device_s(8))
+        assert costs.seconds(8) <= 1.05 * device_s(8)
+
+
 def test_when_all_steps_get_dearer_fewer_tokens_are_allowed() -> None:
     costs = learned(8, 64, 512)
     before = costs.tokens_within(0.020, 1000)
@@ -102,7 +110,7 @@ def test_the_second_step_of_a_size_is_no_measure_either() -> None:
     assert costs.tokens_within(1.25 * device_s(1), 100) >= 2, "it is tried once more"
     costs.note(2, device_s(2))
     assert costs.seconds(2) == pytest.approx(device_s(2))
-    for _ in range(2):
+    for _ in range(6):
         costs.note(2, 2 * device_s(2))
     assert costs.seconds(2) > 1.2 * device_s(2), "what is firm is believed"
 
