@@ -62,7 +62,8 @@ class ServedModel:
     captures: CapturesSteps | None = None
     num_decodes: int = 0  # steps that only decoded
     num_leaving_chunks: int = 0
-    backlogged: bool = False  # it had more to do than fits a turn when its latest step was planned
+    turns: int = 0  # that its latest step was planned to take (StepRoom)
+    backlogged: bool = False  # it had more to do than fits a turn when that was planned
     untold_steps: int = 0  # since the last that gave tokens
     untold_s: float = 0.0  # they took on the device
 
@@ -101,10 +102,18 @@ class ServedModels:
         busy = [name for name, served in self.by_name.items() if served.scheduler.runnable]
         return busy + [name for name, embedder in self.embedders.items() if embedder.waiting]
 
+    def next(self, busy: Sequence[str]) -> str | None:
+        """The busy model whose step is next; None if none is busy."""
+        backlogged = self._backlogged(busy)
+        return self.turns.next(busy, backlogged if len(backlogged) > 1 else ())
+
     def room_of(self, served: ServedModel, busy: Sequence[str]) -> StepRoom:
         """For a model's next step."""
-        backlogged = sum(name in self.by_name and self.by_name[name].backlogged for name in busy)
-        return StepRoom(served.limits, turns_of_step(len(busy), backlogged, served.backlogged))
+        served.turns = turns_of_step(len(busy), len(self._backlogged(busy)), served.backlogged)
+        return StepRoom(served.limits, served.turns, strict=self.turns.is_over)
+
+    def _backlogged(self, busy: Sequence[str]) -> list[str]:
+        return [name for name in busy if name in self.by_name and self.by_name[name].backlogged]
 
     def uncaptured(self) -> CapturesSteps | None:
         """A model with steps to capture in idle time; None if there is none."""
@@ -132,7 +141,7 @@ class ServedModels:
 
     def charge(self, served: ServedModel, plan: BatchPlan, seconds: float) -> None:
         """A step took `seconds` of the device."""
-        self.turns.charge(served.spec.model, seconds)
+        self.turns.charge(served.spec.model, seconds, served.limits.turns_s(served.turns) if served.turns else None)
         served.untold_steps += 1
         served.untold_s += seconds
         served.limits.note(plan, seconds)

@@ -143,7 +143,7 @@ class Engine:
 
     def _turn(self, busy: list[str]) -> None:
         """Starts one step of the model whose turn it is among those that have something to do, then takes in the one before."""
-        name = self.models.turns.next(busy)
+        name = self.models.next(busy)
         if name is None:
             return
         embedder = self.models.embedders.get(name)

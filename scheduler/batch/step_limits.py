@@ -68,14 +68,14 @@ class StepLimits:
         fewest = self.decoding.fewest_tokens
         if fewest > 1 and self.decoding.least() > self.turn_s:  # whether fewer take less is not known yet
             return min(most, fewest // 2)
-        return max(1, self.decoding.tokens_within(turns * self._turn_s(), most, lambda rows: (rows * context,), one_more=True))
+        return max(1, self.decoding.tokens_within(self.turns_s(turns), most, lambda rows: (rows * context,), one_more=True))
 
-    def rows_beside_prompt(self, most: int, context: float, turns: int) -> int:
+    def rows_beside_prompt(self, most: int, context: float, turns: int, strict: bool = False) -> int:
         """As max_rows, of a step that a prompt has a part of: its smallest chunk finds room, too. Nothing is known of the prompt:
-        it counts as one that begins. turns: StepRoom has its meaning; 0: any."""
+        it counts as one that begins. turns: StepRoom has its meaning; 0: any. strict: as in longest_s."""
         if not turns or not self.prompting.fewest_tokens:
             return most
-        chunk, longest_s = LEAST_CHUNK_TOKENS, self._longest_turns_s(turns)
+        chunk, longest_s = LEAST_CHUNK_TOKENS, self._longest_turns_s(turns, strict)
         contexts = (float(chunk), chunk * chunk / 2)
         within = self.prompting.tokens_within(longest_s, most + chunk, lambda tokens: ((tokens - chunk) * context, *contexts))
         return min(most, max(1, within - chunk))
@@ -93,11 +93,16 @@ class StepLimits:
             longest_s = max(self.turn_s, longest_s / self.stretch)
         return max(1, self.decoding.tokens_within(longest_s, most, lambda rows: (rows * context,)))
 
-    def longest_s(self, loads: Sequence[TenantLoad], context: float, turns: int) -> float | None:
+    def turns_s(self, turns: int) -> float:
+        """Of a step that takes so many turns; where a model's steps are longer than that, of as many of its cheapest, and a little
+        more."""
+        return max(turns * self.turn_s, (turns - 1 + NEARLY_FREE) * self.decoding.least())
+
+    def longest_s(self, loads: Sequence[TenantLoad], context: float, turns: int, strict: bool = False) -> float | None:
         """Of a step with prompts' tokens, where each row that decodes reads `context` positions; None: any. turns: StepRoom has its
-        meaning."""
+        meaning. strict: no longer than those turns, whatever chunks cost."""
         if turns:
-            return self._longest_turns_s(turns)
+            return self._longest_turns_s(turns, strict)
         decoding = [load for load in loads if load.num_rows]
         if not decoding or self.stretch <= 0:
             return None
@@ -114,8 +119,8 @@ class StepLimits:
             return 0.0
         return NEARLY_FREE * self.prompting.seconds(tokens, (num_rows * context, LEAST_CHUNK_TOKENS, LEAST_CHUNK_TOKENS**2 / 2))
 
-    def _longest_turns_s(self, turns: int) -> float:
-        return max(turns * self._turn_s(), self._chunk_s())
+    def _longest_turns_s(self, turns: int, strict: bool) -> float:
+        return self.turns_s(turns) if strict else max(self.turns_s(turns), self._chunk_s())
 
     def _longest_s(self, load: TenantLoad, context: float) -> float:
         times = max(self.stretch * max(1.0, load.num_prompts / load.num_rows), 1 / load.share)
@@ -132,7 +137,4 @@ class StepLimits:
         the prompt would hold up others the more often. At most two turns; 0.0 where small ones are not known."""
         if not 0 < self.prompting.fewest_tokens <= SMALL_CHUNK_TOKENS:
             return 0.0
-        return min(NEARLY_FREE * self.prompting.least(), 2 * self._turn_s())
-
-    def _turn_s(self) -> float:
-        return max(self.turn_s, NEARLY_FREE * self.decoding.least())
+        return min(NEARLY_FREE * self.prompting.least(), 2 * self.turns_s(1))

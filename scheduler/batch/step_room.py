@@ -13,7 +13,8 @@ class StepRoom:
     """Of one step. `open` says what it decodes, then prompts take one after the other.
 
     limits: None for none but max_tokens (of prompts) and max_rows. turns: how many the step may take while other models wait; 0: no
-    other does. backlogged: afterwards, whether there were more rows than fit one turn, or a prompt's part is left."""
+    other does. strict: prompts keep within them, too (StepLimits.longest_s). backlogged: afterwards, whether there were more rows
+    than fit one turn, or a prompt's part is left."""
 
     def __init__(
         self,
@@ -21,8 +22,10 @@ class StepRoom:
         turns: int = 0,
         max_tokens: int | None = None,
         max_rows: int | None = None,
+        strict: bool = False,
     ) -> None:
         self._limits, self._turns, self._max_tokens, self._max_rows = limits, turns, max_tokens, max_rows
+        self._strict = strict
         self.backlogged = False
         self._left = self._tokens = 0
         self._longest_s: float | None = None
@@ -43,7 +46,7 @@ class StepRoom:
         of the sequences that want to decode."""
         if self._limits is None or not len(contexts):
             return most
-        return self._limits.rows_beside_prompt(min(most, len(contexts)), float(contexts.mean()), self._turns)
+        return self._limits.rows_beside_prompt(min(most, len(contexts)), float(contexts.mean()), self._turns, self._strict)
 
     def rows_beside(self, loads: Sequence[TenantLoad], most: int, contexts: IntArray) -> int:
         """As rows, of several tenants' sequences."""
@@ -60,7 +63,7 @@ class StepRoom:
         self._tokens, self._contexts, self._taken = num_rows, (context, 0.0, 0.0), False
         if self._limits is not None:
             context /= max(1, num_rows)
-            self._longest_s = self._limits.longest_s(loads, context, self._turns)
+            self._longest_s = self._limits.longest_s(loads, context, self._turns, self._strict)
 
     @property
     def is_full(self) -> bool:

@@ -8,6 +8,9 @@ more than a step: who is waits, whenever it is due. (Earliest eligible virtual d
 first, and where steps are noisy one is taken in place of another's.)
 
 Steps are never broken off. So after it is due a model waits for one step of each other at most, and for what it is ahead.
+
+Where several have more to do than fits their turns, a step of theirs takes the turns of all of them (step_limits.turns_of_step). So
+between two such steps everybody else has one, whoever is due: else a neighbour might wait for those turns twice.
 """
 
 from __future__ import annotations
@@ -28,6 +31,8 @@ class Turns:
         self._step_s: dict[str, float] = {}  # what each one's latest steps took
         self._ended_s: dict[str, float] = {}  # when its last step did
         self._busy: tuple[str, ...] = ()  # as last seen
+        self._before_pooled: set[str] = set()  # who is to have a step before the next of those that pool
+        self._over_s = 0.0  # what steps took beyond their turns, less what later ones left of theirs
 
     def add(self, model: str) -> None:
         self._ahead_s[model] = self._step_s[model] = 0.0
@@ -38,6 +43,7 @@ class Turns:
         for column in (self._ahead_s, self._weight, self._step_s, self._ended_s):
             column.pop(model, None)
         self._busy = tuple(name for name in self._busy if name != model)
+        self._before_pooled.discard(model)
 
     def set_weight(self, model: str, weight: float) -> None:
         """Raises ValueError for a weight that is not positive."""
@@ -45,8 +51,14 @@ class Turns:
             raise ValueError(f"weight {weight} of model {model} must be positive")
         self._weight[model] = weight
 
-    def charge(self, model: str, seconds: float) -> None:
-        """After a step. Its time was due to all that were busy, by weight."""
+    @property
+    def is_over(self) -> bool:
+        """Whether the latest steps took longer than their turns, all in all: others have waited for it."""
+        return self._over_s > 0
+
+    def charge(self, model: str, seconds: float, turn_s: float | None = None) -> None:
+        """After a step. Its time was due to all that were busy, by weight. turn_s: what its turn, or turns, came to; None: any."""
+        self._over_s = 0.0 if turn_s is None else max(0.0, self._over_s + seconds - turn_s)
         self._now_s += seconds
         self._ended_s[model] = self._now_s
         before = self._step_s[model] or seconds
@@ -62,9 +74,9 @@ class Turns:
             elif ahead_s > 0 or (shared and name in self._busy):
                 self._ahead_s[name] = ahead_s - due_s
 
-    def next(self, busy: Collection[str]) -> str | None:
+    def next(self, busy: Collection[str], pooling: Collection[str] = ()) -> str | None:
         """The busy model whose step is next; None if none is busy. Who is alone or not busy falls behind by nothing; what it is
-        ahead is made up for as time passes."""
+        ahead is made up for as time passes. pooling: of the busy, whose steps take each other's turns."""
         for name, ahead_s in self._ahead_s.items():
             if ahead_s < 0 and (name not in busy or len(busy) == 1):
                 self._ahead_s[name] = 0.0
@@ -72,8 +84,13 @@ class Turns:
         if len(busy) <= 1:
             return next(iter(busy), None)
         may = [name for name in busy if self._ahead_s[name] <= self._step_s[name]]
+        first = [name for name in may if name in self._before_pooled and name not in pooling]
         # All are ahead only where those who were behind have gone since.
-        return min(may or busy, key=self._due_at)
+        chosen = min(first or may or busy, key=self._due_at)
+        if chosen in pooling:
+            self._before_pooled = set(busy)
+        self._before_pooled.discard(chosen)
+        return chosen
 
     def _due_at(self, model: str) -> float:
         shares = sum(self._weight[name] for name in self._busy) / self._weight[model]

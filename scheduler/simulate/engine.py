@@ -83,6 +83,7 @@ class _Step:
     part: float
     chunks: list[tuple[Job, int]]
     seconds: float
+    turns: int  # it was planned to take
 
 
 @dataclass(slots=True)
@@ -235,25 +236,26 @@ class SimulatedEngine:
         return turns_of_step(len(backlogged), sum(backlogged), hosted.backlogged)
 
     def _step(self, busy: Mapping[str, Hosted]) -> _Step:
-        name = self.turns.next(list(busy))
+        backlogged = [name for name, hosted in busy.items() if hosted.backlogged]
+        name = self.turns.next(list(busy), backlogged if len(backlogged) > 1 else ())
         assert name is not None
-        hosted = busy[name]
+        hosted, strict = busy[name], self.turns.is_over
         costs, turns = hosted.costs, self._turns_of(hosted, busy.values())
         num_wanted = hosted.num_running + len(hosted.waiting)
         hosted.backlogged = bool(turns) and costs.max_rows(1) < num_wanted
         rows = hosted.rows(turns)
         if rows and (hosted.prompts or (hosted.num_running < costs.max_rows(turns) and self._fits(hosted))):
-            rows = costs.rows_beside_prompt(turns, rows)
+            rows = costs.rows_beside_prompt(turns, rows, strict)
         part = rows / len(hosted.decoding) if rows else 0.0
-        chunks = self._chunks(hosted, turns, rows)
-        return _Step(hosted, part, chunks, costs.seconds(rows, sum(tokens for _, tokens in chunks)))
+        chunks = self._chunks(hosted, turns, rows, strict)
+        return _Step(hosted, part, chunks, costs.seconds(rows, sum(tokens for _, tokens in chunks)), turns)
 
-    def _chunks(self, hosted: Hosted, turns: int, rows: int) -> list[tuple[Job, int]]:
+    def _chunks(self, hosted: Hosted, turns: int, rows: int, strict: bool) -> list[tuple[Job, int]]:
         """Prompts that are under way go on in order, then those that wait are let in, until the step is full."""
         if not (hosted.prompts or hosted.waiting):
             return []
         costs, num_prompts = hosted.costs, len(hosted.prompts) + len(hosted.waiting)
-        left = costs.prompt_tokens(turns, rows, num_prompts)
+        left = costs.prompt_tokens(turns, rows, num_prompts, strict)
         chunks: list[tuple[Job, int]] = []
         most_rows = costs.max_rows(turns)
         at = 0
@@ -313,7 +315,7 @@ class SimulatedEngine:
 
     def _end_step(self, step: _Step, now: float) -> None:
         hosted = step.hosted
-        self.turns.charge(hosted.facts.name, step.seconds)
+        self.turns.charge(hosted.facts.name, step.seconds, hosted.costs.turns_s(step.turns))
         hosted.steps += step.part
         self._end_decoded(hosted)
         for job, tokens in step.chunks:

@@ -57,8 +57,8 @@ class ModelSteps:
             StepCosts.known(lambda tokens: seconds.of(0, tokens), (beyond_token_s, 0.0, 0.0), CHUNK_STEP_TOKENS),
         )
         self._max_rows: dict[int, int] = {}  # by turns
-        self._rows_beside_prompt: dict[tuple[int, int], int] = {}  # by turns and rows
-        self._room: dict[tuple[int, int, int], int] = {}  # by turns, rows and prompts
+        self._rows_beside_prompt: dict[tuple[int, int, bool], int] = {}  # by turns, rows and whether strict
+        self._room: dict[tuple[int, int, int, bool], int] = {}  # by turns, rows, prompts and whether strict
 
     def max_rows(self, turns: int) -> int:
         """Sequences that may decode in one step."""
@@ -69,25 +69,28 @@ class ModelSteps:
             found = self._max_rows[turns] = self._limits.max_rows(self._max_tokens, _CONTEXT, turns)
         return found
 
-    def rows_beside_prompt(self, turns: int, num_rows: int) -> int:
-        """Of num_rows that want to decode, how many may in a step that a prompt has a part of."""
-        key = turns, num_rows
+    def turns_s(self, turns: int) -> float | None:
+        return self._limits.turns_s(turns) if turns else None
+
+    def rows_beside_prompt(self, turns: int, num_rows: int, strict: bool = False) -> int:
+        """Of num_rows that want to decode, how many may in a step that a prompt has a part of. strict: StepRoom has its meaning."""
+        key = turns, num_rows, strict
         found = self._rows_beside_prompt.get(key)
         if found is None:
-            found = self._rows_beside_prompt[key] = self._limits.rows_beside_prompt(num_rows, _CONTEXT, turns)
+            found = self._rows_beside_prompt[key] = self._limits.rows_beside_prompt(num_rows, _CONTEXT, turns, strict)
         return found
 
-    def prompt_tokens(self, turns: int, num_rows: int, num_prompts: int) -> int:
+    def prompt_tokens(self, turns: int, num_rows: int, num_prompts: int, strict: bool = False) -> int:
         """Tokens of prompts a step has room for beside num_rows that decode; num_prompts: under way or waiting. Where there is no
-        room a few go in all the same."""
-        key = turns, num_rows, num_prompts
+        room a few go in all the same. strict: StepRoom has its meaning."""
+        key = turns, num_rows, num_prompts, strict
         found = self._room.get(key)
         if found is None:
             found = self._room[key] = max(min(LEAST_CHUNK_TOKENS, self._max_tokens - num_rows), self._tokens_within(*key))
         return found
 
-    def _tokens_within(self, turns: int, num_rows: int, num_prompts: int) -> int:
-        longest_s = self._limits.longest_s([TenantLoad(num_rows, num_prompts)], _CONTEXT, turns)
+    def _tokens_within(self, turns: int, num_rows: int, num_prompts: int, strict: bool) -> int:
+        longest_s = self._limits.longest_s([TenantLoad(num_rows, num_prompts)], _CONTEXT, turns, strict)
         if longest_s is None:
             return self._max_tokens - num_rows
         contexts = (num_rows * _CONTEXT, 0.0, 0.0)

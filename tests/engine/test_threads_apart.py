@@ -74,9 +74,7 @@ def masks() -> dict[int, frozenset[int]]:
 
 
 @two_cores
-def test_threads_are_bound_for_the_first_step_after_a_pause(
-    cores_to_spare: None, apart: ThreadsApart, after_a_pause: None
-) -> None:
+def test_threads_are_bound_for_the_first_step_after_a_pause(cores_to_spare: None, apart: ThreadsApart, after_a_pause: None) -> None:
     before = masks()
     during = apart.run(lambda: (product(), masks())[1])
     bound = {thread: cores for thread, cores in during.items() if cores != before.get(thread)}

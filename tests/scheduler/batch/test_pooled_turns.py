@@ -49,18 +49,19 @@ def run(num_streams: list[int], seconds: float = 12.0, pooled: bool = True) -> l
     while now < seconds:
         for model in models.values():
             model.ask()
-        name = turns.next(list(models))
+        backlogged = [name for name, model in models.items() if model.backlogged] if pooled else ["one"]
+        name = turns.next(list(models), backlogged if len(backlogged) > 1 else ())
         assert name is not None
         model = models[name]
-        num_backlogged = sum(one.backlogged for one in models.values()) if pooled else 1
-        room = StepRoom(model.limits, turns_of_step(len(models), num_backlogged, model.backlogged))
+        num_turns = turns_of_step(len(models), len(backlogged), model.backlogged)
+        room = StepRoom(model.limits, num_turns, strict=turns.is_over)
         scheduler = model.harness.scheduler
         plan = scheduler.plan(0, room)
         assert plan is not None
         model.backlogged = room.backlogged
         took_s = FIXED_S + ROW_S * int(plan.num_new.sum())
         now += took_s
-        turns.charge(name, took_s)
+        turns.charge(name, took_s, model.limits.turns_s(num_turns) if num_turns else None)
         model.limits.note(plan, took_s)
         outcome = scheduler.finish_step(plan, *model.harness.model.execute(plan, scheduler.table))
         model.num_tokens += len(outcome.ids)

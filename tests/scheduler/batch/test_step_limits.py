@@ -38,9 +38,11 @@ def limits_of(turn_s: float, stretch: float, *sizes: int) -> StepLimits:
     return limits
 
 
-def chunk_of(limits: StepLimits, num_rows: int, num_prompts: int = 1, context: int = 0, turns: int = 0) -> int:
+def chunk_of(
+    limits: StepLimits, num_rows: int, num_prompts: int = 1, context: int = 0, turns: int = 0, strict: bool = False
+) -> int:
     """Tokens of the first of num_prompts long prompts beside num_rows that decode."""
-    room = StepRoom(limits, turns)
+    room = StepRoom(limits, turns, strict=strict)
     room.open(100_000, np.full(num_rows, 100, np.int32), [TenantLoad(num_rows, num_prompts)])
     return room.take(context, 10_000)
 
@@ -204,11 +206,20 @@ def test_where_any_chunk_is_dear_it_may_as_well_be_larger() -> None:
             limits.note(plan_of(1, chunk), 0.002 + chunk_step_s(1 + chunk))
     assert 24 <= chunk_of(limits, 1, turns=1) <= 40  # 15 ms, in place of 12 for 8
     assert limits.longest_s([TenantLoad(1, 1)], 100.0, 1) <= 2 * 0.010
+    assert chunk_of(limits, 1, turns=1, strict=True) == CHUNK_STEP_TOKENS - 1, "others have waited for such a step just now"
     only_long = StepLimits(0.010, 2.0)
     for _ in range(3):
         only_long.note(plan_of(1), device_s(1))
         only_long.note(plan_of(0, 512), 0.5)
     assert only_long.longest_s([TenantLoad(1, 1)], 100.0, 1) == pytest.approx(0.010), "of small chunks nothing is known"
+
+
+def test_turns_that_are_pooled_are_no_longer_than_turns_unless_steps_are() -> None:
+    assert limits_of(0.010, 2.0, 1, 8, 32).turns_s(1) == pytest.approx(0.010)
+    assert limits_of(0.010, 2.0, 1, 8, 32).turns_s(3) == pytest.approx(0.030)
+    long = limits_of(0.004, 2.0, 1, 8, 32)
+    assert long.turns_s(1) == pytest.approx(1.25 * device_s(1), rel=0.01)
+    assert long.turns_s(3) == pytest.approx(3.25 * device_s(1), rel=0.01)
 
 
 def test_batches_that_are_too_long_for_a_turn_get_smaller_though_no_smaller_one_is_known() -> None:

@@ -112,6 +112,25 @@ def test_a_long_prompt_takes_its_chunks_turns_beside_another_models_streams() ->
     assert held <= 2 * 0.010625
 
 
+def test_two_prompts_do_not_both_go_beyond_their_turns_between_two_steps_of_a_third() -> None:
+    """16 tokens take 12 ms, not more than a quarter above the smallest chunk; where one had that, the other's come by eights."""
+    made = engine("a", "b", "c")
+    submit(made, 0, "c", 1, 1000)
+    made.advance(1.0)
+    for request_id, model in enumerate("ab", 1):
+        submit(made, request_id, model, 16, 1)
+    chunks: list[tuple[str, int]] = []
+    while made.hosted["a"].jobs or made.hosted["b"].jobs:
+        at = made.next_at()
+        assert at is not None
+        step = made._under_way
+        if isinstance(step, engine_module._Step):
+            chunks += [(step.hosted.facts.name, tokens) for _, tokens in step.chunks]
+        made.advance(at)
+    first, second = ("a", "b") if chunks[0][0] == "a" else ("b", "a")
+    assert chunks == [(first, 16), (second, CHUNK_OF_A_TURN), (second, CHUNK_OF_A_TURN)]
+
+
 def test_no_more_sequences_run_than_fit_a_turn_while_another_model_is_busy() -> None:
     made = engine("a", "b")
     submit(made, 100, "b", 1, 10_000)
