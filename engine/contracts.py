@@ -21,7 +21,7 @@ from scheduler.batch.plan import SequenceTable as SequenceTable
 @dataclass(slots=True)
 class StepResult:
     """`ids[k]` is the token of the k-th sampling row of the plan (in plan order); `bad[k]` marks a row whose logits were not
-    finite. seconds: device time."""
+    finite; both stay as they are until the model's next step. seconds: device time."""
 
     ids: IntArray
     bad: BoolArray

@@ -284,6 +284,17 @@ def first_lanes(typing_context: Any, values: Any, count: Any) -> Any:
     return FLOATS(FLOATS, types.int64), generate
 
 
+@intrinsic
+def exp_for_bfloat16(typing_context: Any, values: Any) -> Any:
+    """e**x with a relative error below 1e-5, in two thirds of the instructions of cpu_bits.exp; from 2**-126 to 2**127."""
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        power, most = builder.fmul(args[0], vector(SUMS, 1.4426950408889634)), vector(SUMS, 127.0)
+        return exp2(builder, builder.select(builder.fcmp_ordered(">", power, most), most, power))
+
+    return FLOATS(FLOATS), generate
+
+
 ROUGH_ERROR = 2e-3
 # 2**f for f from -0.5 to 0.5, fitted to the least largest relative error (1.73e-3)
 _ROUGH_EXP2 = (1.00044314, 0.70344803, 0.23842894)

@@ -12,7 +12,7 @@ import numpy as np
 from numba import boolean, float32, float64, int64, njit, prange, types, void
 
 from engine.kernels.cpu_bits import FASTMATH, exp, named, narrow, prefetch, widen
-from engine.kernels.cpu_lanes import load, rounded, store, total_of
+from engine.kernels.cpu_lanes import exp_for_bfloat16, load, rounded, store, total_of
 from engine.kernels.cpu_vectors import LANES
 
 # Python's error model puts a branch for zero before each division, which keeps loops from being vectorised.
@@ -199,9 +199,15 @@ def gate_signature(element: types.Type) -> Any:
 
 
 @njit(inline="always", fastmath=FASTMATH)
+def _exp(x: Any, out: Any) -> Any:
+    """e**x, as exact as elements of `out` can tell."""
+    return exp_for_bfloat16(x) if out.itemsize == 2 else exp(x)
+
+
+@njit(inline="always", fastmath=FASTMATH)
 def _silu_lanes(gate_up: Any, at: int, width: int, out: Any, out_at: int, count: int) -> None:
     gate, up = load(gate_up, at, count), load(gate_up, at + width, count)
-    activated = rounded(gate / (exp(float32(0.0) - gate) + float32(1.0)), out[0, 0])
+    activated = rounded(gate / (_exp(float32(0.0) - gate, out) + float32(1.0)), out[0, 0])
     store(out, out_at, count, activated * up)
 
 
@@ -220,7 +226,7 @@ def _silu_and_mul(gate_up: Any, out: Any) -> None:
 def _gelu_lanes(gate_up: Any, at: int, width: int, out: Any, out_at: int, count: int) -> None:
     gate, up = load(gate_up, at, count), load(gate_up, at + width, count)
     twice = (gate + gate * gate * gate * float32(0.044715)) * float32(1.5957691216057308)
-    activated = rounded(gate / (exp(float32(0.0) - twice) + float32(1.0)), out[0, 0])
+    activated = rounded(gate / (_exp(float32(0.0) - twice, out) + float32(1.0)), out[0, 0])
     store(out, out_at, count, activated * up)
 
 

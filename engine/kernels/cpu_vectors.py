@@ -23,6 +23,15 @@ SUMS = ir.VectorType(FLOAT, LANES)
 PAIRS = ir.VectorType(I32, LANES)
 BFLOATS = ir.VectorType(BFloat(), 2 * LANES)
 HALF_BFLOATS = ir.VectorType(BFloat(), LANES)
+# 2**f for f from -0.5 to 0.5, fitted to the least largest relative error (8e-8; 2.4e-7 as computed in float32)
+EXP2 = (
+    1.0000000716546715,
+    0.6931469670643626,
+    0.2402211972388193,
+    0.05550713274148667,
+    0.009675541332768824,
+    0.0013276471782186472,
+)
 _ROUNDER = 1.5 * 2.0**23  # a float32 that has no places behind the point left: what is added to it is rounded
 
 
@@ -94,7 +103,7 @@ def fenced(builder: ir.IRBuilder, values: Any) -> Any:
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.arithmetic.fence.v{LANES}f32"), [values])
 
 
-def exp2(builder: ir.IRBuilder, x: Any, coefficients: tuple[float, ...]) -> Any:
+def exp2(builder: ir.IRBuilder, x: Any, coefficients: tuple[float, ...] = EXP2) -> Any:
     """2**x in float32 for x up to 127, as exact as the polynomial is for 2**f, f from -0.5 to 0.5; 2**-126 below that; NaN and
     infinity become NaN."""
     least = vector(SUMS, -126.0)

@@ -96,11 +96,13 @@ class RecordedSteps:
         drawing = None if head is None else head.drawings.get((num_sampling, greedy))
         if head is None or drawing is None:
             drawing = self._draw_first(program, head, num_sampling, greedy)
+        elif head is program and drawing.is_native:
+            drawing.run()
         elif head is program:
             _run(drawing)
         else:
             _run(program, head, drawing)
-        return drawing.ids.copy(), drawing.bad.copy()
+        return drawing.ids, drawing.bad
 
     @property
     def missing(self) -> list[int]:

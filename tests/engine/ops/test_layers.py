@@ -127,3 +127,17 @@ def test_padded_row_counts_are_few_and_not_much_larger() -> None:
 def test_float16_runs_on_the_reference() -> None:
     x = random(3, 16, dtype=torch.float16)
     assert torch.equal(ops.rms_norm(x, x[0], 1e-5), reference.rms_norm(x, x[0], 1e-5))
+
+
+def test_silu_of_every_bfloat16_gate_is_the_exact_one_rounded() -> None:
+    """But for gates that hardly lie on one side of a rounding; below -80 what is left is less than 1e-33."""
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    gates = every[(every.float().abs() <= 80) & (every.float().abs() >= 1e-30)]
+    gates = gates[: len(gates) // 16 * 16].view(16, -1)
+    exact = gates.double() * torch.sigmoid(gates.double())
+    activated = ops.silu_and_mul(torch.cat((gates, torch.ones_like(gates)), 1))
+    assert (activated != exact.to(torch.bfloat16)).sum() < len(every) // 1000
+    assert ((activated.double() - exact).abs() <= 0.501 * 2.0**-7 * exact.abs()).all()
+    ends = torch.tensor([[torch.inf, -torch.inf, torch.nan, -1000.0, 1000.0, 1.0, 1.0, 1.0, 1.0, 1.0]]).to(torch.bfloat16)
+    assert [str(float(x)) for x in ops.silu_and_mul(ends)[0, :3]] == ["inf", "-inf", "nan"]
+    assert ops.silu_and_mul(ends)[0, 3:].float().abs().tolist() == [pytest.approx(0.0, abs=1e-30), 1000.0]
