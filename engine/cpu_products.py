@@ -39,13 +39,17 @@ def int8_linear(kernels: Any, x: Tensor, values: Tensor, scales: Tensor, bias: T
     kernel = kernels.int8_linear_kernel(*x.shape, len(values), _element(x)) if x.is_contiguous() else None
     if kernel is None:
         return None
-    out = empty(x, len(x), len(values))  # before scratch, whose memory is lent for this call alone
+    out = empty(x, len(x), len(values))  # before scratch, whose memory is lent for these calls alone
     scratch: tuple[Any, ...] = ()
-    if kernel is kernels.amx_int8_linear:
-        scratch = _columns(kernels, x, True)
-    elif kernel is kernels.int8_linear:
+    if kernel is kernels.int8_linear:
         scratch = (_digits(x),)
-    call(kernel, array(x), values.numpy(), scales.numpy(), _bias(x, bias), *scratch, array(out))
+    at_once = kernels.MATRIX_UNIT_ROWS if kernel is kernels.amx_int8_linear else len(x)
+    for first in range(0, len(x), at_once):
+        rows = x[first : first + at_once]
+        if kernel is kernels.amx_int8_linear:
+            scratch = _columns(kernels, rows, True)
+        to = array(out[first : first + at_once])
+        call(kernel, array(rows), values.numpy(), scales.numpy(), _bias(x, bias), *scratch, to)
     return out
 
 

@@ -41,6 +41,7 @@ from engine.kernels.cpu_sampling import sample_parallel, sample_serial
 __all__ = [
     "FEW_ROWS",
     "FEW_ROWS_INT8",
+    "MATRIX_UNIT_ROWS",
     "add_rms_norm",
     "amx_int8_linear",
     "amx_linear",
@@ -79,11 +80,13 @@ _SHARED_TILES = 512 << 10  # bytes of weights that the matrix unit multiplies
 # Rows up to which few_rows_linear is ahead of torch's linear (benchmarks/kernels.py), by element type; the same of int8_linear and
 # the matrix unit's kernel. The latter is ahead of all others from _VECTOR_ROWS on (below, vectors are, which read each line of the
 # memory once wherever rows begin, unless a matrix has _WIDE times as many outputs as inputs: vectors end every output with a sum
-# across their lanes), and of int8 weights at any number of rows: up to 32 as they are, then as bfloat16 (cpu_amx_linear.py).
+# across their lanes), and of int8 weights at any number of rows: up to 32 as they are, then as bfloat16 (cpu_amx_linear.py),
+# MATRIX_UNIT_ROWS at a time: their columns stay in the second-level cache. Of bfloat16 torch's linear is ahead with more.
 FEW_ROWS = {"bfloat16": 16 if HAS_BFLOAT16_PRODUCTS else 4, "float32": 64}
 FEW_ROWS_INT8 = {"bfloat16": 16 if HAS_BFLOAT16_PRODUCTS else 4, "float32": 64}
 _INT8_PRODUCTS_ROWS = 32
-_VECTOR_ROWS, _WIDE, _MATRIX_UNIT_ROWS = 4, 4, 256
+_VECTOR_ROWS, _WIDE = 4, 4
+MATRIX_UNIT_ROWS = 256
 _HAS_MATRIX_UNIT = may_use_tiles() and cpu_amx_tiles.HAS_INT8_TILES
 _HAS_INT8_PRODUCTS = cpu_int8.HAS_INT8_PRODUCTS and not _HAS_MATRIX_UNIT
 _SHARED_ROWS = 1 << 14  # elements of row-wise work: between products the others have not gone to sleep yet
@@ -266,7 +269,7 @@ class PrefillAttention(Attention):
 def linear_kernel(num_rows: int, num_inputs: int, num_outputs: int, dtype: str) -> Any:
     """What multiplies rows of dtype with weights of the same. None: torch's linear is ahead."""
     by_tiles = num_rows > _VECTOR_ROWS or num_outputs >= _WIDE * num_inputs
-    if dtype == "bfloat16" and by_tiles and num_rows <= _MATRIX_UNIT_ROWS and _fits_panels(num_inputs * 2, num_outputs):
+    if dtype == "bfloat16" and by_tiles and num_rows <= MATRIX_UNIT_ROWS and _fits_panels(num_inputs * 2, num_outputs):
         return amx_linear
     return few_rows_linear if 0 < num_rows <= FEW_ROWS[dtype] and num_outputs >= cpu_linear.MIN_OUTPUTS else None
 

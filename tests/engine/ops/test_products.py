@@ -146,6 +146,15 @@ def test_int8_of_many_rows_is_multiplied_as_bfloat16(
     assert torch.equal(ops.linear(x, ops.Int8Matrix(values, scales), added), plain)
 
 
+@pytest.mark.parametrize("num_rows", [257, 600])
+def test_int8_of_very_many_rows_is_multiplied_in_blocks(monkeypatch: pytest.MonkeyPatch, num_rows: int) -> None:
+    kernel_of("amx_int8_linear")
+    share_everything(monkeypatch)
+    x, weight, added = random(num_rows, 128, dtype=torch.bfloat16), of_int8(128, 70), random(70, dtype=torch.bfloat16)
+    blocks = [ops.linear(some, weight, added) for some in x.split(ops._kernels.MATRIX_UNIT_ROWS)]
+    assert torch.equal(ops.linear(x, weight, added), torch.cat(blocks))
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("num_rows", [3, 70])
 @pytest.mark.parametrize("kernel", ["amx_int8_linear", "int8_linear"])
