@@ -15,7 +15,7 @@ import numpy as np
 
 from engine.memory.chunk_memory import ChunkMemory
 from engine.memory.host_tier import HostTier
-from engine.memory.transfers import Piece, transfer
+from engine.memory.transfers import Piece, copies_several, transfer
 from engine.served_models import ServedModel
 from loader import checksum
 from scheduler.batch import kv_saving
@@ -79,7 +79,8 @@ class KVTransfer:
     def _copied(self, pieces: list[Piece]) -> list[int]:
         if self.memory is None:
             return [0] * len(pieces)
-        return transfer(self.memory.copy_out if self.save else self.memory.copy_in, pieces)
+        copy = self.memory.copy_out if self.save else self.memory.copy_in
+        return transfer(copy, pieces, several=copies_several(self.memory, out=self.save))
 
 
 def saving(served: ServedModel, slots: Sequence[int], tier: HostTier | None, memory: ChunkMemory | None) -> KVTransfer:

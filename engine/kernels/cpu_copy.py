@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types, uint64, void
+from numba import carray, int64, njit, types, uint64, void
 from numba.extending import intrinsic
 
 
@@ -39,6 +39,24 @@ def copy_and_sum(target: Any, source: Any, sums: Any) -> None:
         _store_past_cache(target, np.uint64(index), word)
     sums[0] += plain
     sums[1] += weighted
+
+
+@intrinsic
+def _words_at(typing_context: Any, address: Any) -> Any:
+    """The 8-byte words from an address on."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+
+    return types.CPointer(types.uint64)(types.int64), generate
+
+
+@njit(void(int64[::1], int64[::1], int64[::1], uint64[:, ::1]), error_model="numpy", cache=True, nogil=True)
+def copy_and_sum_each(targets: Any, sources: Any, num_words: Any, sums: Any) -> None:
+    """copy_and_sum of P pieces, of which targets and sources [P] are the addresses; sums [P, 2]."""
+    for piece in range(targets.shape[0]):
+        extent = (num_words[piece],)
+        copy_and_sum(carray(_words_at(targets[piece]), extent), carray(_words_at(sources[piece]), extent), sums[piece])
 
 
 @njit(void(uint64[::1], uint64[::1]), error_model="numpy", cache=True, nogil=True)

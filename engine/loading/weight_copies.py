@@ -14,7 +14,7 @@ from engine.loading.weight_arrivals import WeightArrivals
 from engine.loading.weight_gate import WeightGate
 from engine.memory.chunk_memory import ChunkMemory, Copy
 from engine.memory.host_tier import HostTier
-from engine.memory.transfers import NUM_THREADS, Piece, TransferCancelled, transfer
+from engine.memory.transfers import NUM_THREADS, Piece, TransferCancelled, copies_several, transfer
 from engine.memory.weight_range import WeightRange
 from loader import checksum
 
@@ -48,6 +48,7 @@ class WeightCopies:
                 task.cancelled,
                 lambda num_bytes: task.progress(num_bytes, weights.num_bytes),
                 landed,
+                several=copies_several(self._memory, out=False),
             )
         except (ValueError, IndexError) as error:
             task.source_rejected = str(error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,12 +14,12 @@ from loader.checksum import add_rest, add_words, joined
 
 
 @functools.cache
-def _kernels() -> tuple[Callable[[Any, Any, Any], None], Callable[[Any, Any], None]] | None:
+def _kernels() -> tuple[Callable[[Any, Any, Any], None], Callable[[Any, Any], None], Callable[..., None]] | None:
     if importlib.util.find_spec("numba") is None:
         return None
-    from engine.kernels.cpu_copy import copy_and_sum, sum_up
+    from engine.kernels.cpu_copy import copy_and_sum, copy_and_sum_each, sum_up
 
-    return copy_and_sum, sum_up
+    return copy_and_sum, sum_up, copy_and_sum_each
 
 
 def of(source: Any) -> int:
@@ -46,6 +46,18 @@ def copy(target: Any, source: Any) -> int:
     target[whole:] = source[whole:]
     add_rest(source[whole:], whole // 8, sums)
     return joined(sums)
+
+
+def copy_each(targets: Sequence[int], sources: Sequence[int], num_bytes: Sequence[int]) -> list[int] | None:
+    """Of several pieces, by their addresses, in one go: as `copy` of each. None, with nothing copied: it takes whole words and a
+    compiled kernel."""
+    kernels = _kernels()
+    pieces = np.array([targets, sources, num_bytes], np.int64)
+    if kernels is None or (pieces % 8).any():
+        return None
+    sums = np.zeros((len(targets), 2), np.uint64)
+    kernels[2](pieces[0], pieces[1], pieces[2] // 8, sums)
+    return [joined(own) for own in sums]
 
 
 def _copy_and_sum(target: Any, source: Any, sums: Any) -> None:

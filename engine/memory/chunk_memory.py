@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from scheduler.batch.plan import IntArray
 
@@ -39,6 +39,19 @@ class Copied:
 
     def wait(self) -> int:
         return self.checksum
+
+
+# (address on the device, uint8 array of the host)
+Piece = tuple[int, Any]
+
+
+@runtime_checkable
+class CopiesSeveral(Protocol):
+    """A ChunkMemory to and from which the calling thread copies by itself."""
+
+    def copy_several(self, pieces: Sequence[Piece], out: bool) -> list[int]:
+        """As copy_in of each piece, or copy_out; their checksums. The interpreter is let go once for all of them."""
+        ...
 
 
 class ChunkMemory(Protocol):

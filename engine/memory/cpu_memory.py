@@ -17,7 +17,7 @@ import torch
 
 from engine.memory import checksum, mappings
 from engine.memory.arena import copy_pieces
-from engine.memory.chunk_memory import Copied
+from engine.memory.chunk_memory import Copied, Piece
 from loader.sinks import Fence
 from scheduler.batch.plan import IntArray
 
@@ -71,6 +71,16 @@ class CpuMemory:
 
     def copy_out(self, address: int, target: Any) -> Copied:
         return Copied(checksum.copy(target, self._bytes_at(address, len(target))))
+
+    def copy_several(self, pieces: Sequence[Piece], out: bool) -> list[int]:
+        device = [address for address, _ in pieces]
+        host = [held.__array_interface__["data"][0] for _, held in pieces]
+        targets, sources = (host, device) if out else (device, host)
+        sums = checksum.copy_each(targets, sources, [len(held) for _, held in pieces])
+        if sums is None:
+            copy = self.copy_out if out else self.copy_in
+            return [copy(*piece).checksum for piece in pieces]
+        return sums
 
     def write(self, address: int, source: Any) -> None:
         self._bytes_at(address, len(source))[:] = source

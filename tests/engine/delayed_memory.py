@@ -54,6 +54,8 @@ class DelayedMemory(CpuMemory):
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
 
+    copy_several = None  # type: ignore[assignment]
+
     def copy_in(self, address: int, source: Any) -> Delayed:  # type: ignore[override]
         return self._copied(self._bytes_at(address, len(source)), source)
 

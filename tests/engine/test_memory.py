@@ -16,7 +16,7 @@ import torch
 
 from engine.memory import checksum, mappings, preparing
 from engine.memory.arena import kv_views
-from engine.memory.chunk_memory import ChunkMemory
+from engine.memory.chunk_memory import ChunkMemory, CopiesSeveral
 from engine.memory.cpu_memory import CpuMemory
 from engine.memory.host_tier import HostTier
 from engine.memory.preparing import AFTER_IDLE_S, Preparer
@@ -94,6 +94,24 @@ class MemorySuite:
         assert (target == source).all()
         source[12345] ^= 4
         assert memory.copy_in(held.address + 1000, source).wait() != told
+        held.close()
+
+    def test_several_pieces_are_copied_as_one_by_one(self, memory: ChunkMemory) -> None:
+        """Among them one that is not whole words."""
+        if not isinstance(memory, CopiesSeveral):
+            pytest.skip("this device copies by itself")
+        held = WeightRange(memory, 2 * CHUNK)
+        held.map([5, 1])
+        host = np.random.default_rng(0).integers(0, 256, CHUNK, np.uint8)
+        for sizes in ((4096, 8, 20_000), (4096, 77, 800)):
+            ends = [at + size for at, size in zip((0, 8192, 16384), sizes, strict=True)]
+            pieces = [(held.address + 64 + end - size, host[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
+            told = memory.copy_several(pieces, out=False)
+            assert told == [checksum.of(piece) for _, piece in pieces]
+            back = [(address, np.zeros_like(piece)) for address, piece in pieces]
+            assert memory.copy_several(back, out=True) == told
+            for (_, piece), (_, copied) in zip(pieces, back, strict=True):
+                assert (piece == copied).all()
         held.close()
 
     def test_pieces_of_the_arena_are_copied(self, memory: ChunkMemory) -> None:
