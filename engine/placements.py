@@ -129,6 +129,8 @@ class Placements:
         except (MemoryError, ValueError):
             return  # it will be the same at the load's end, which tells of it
         first = self.first[spec.model] = FirstStep(served, begun.hosted, load.gate)
+        if spec.source_slots and self._models.copies_take_all_cores:
+            first.waits_for = load.task
         first.restoring = kv_transfer.restoring(served, self._tier, self._memory)
         if first.restoring is not None:
             self._loads.copy(first.restoring)

@@ -13,6 +13,7 @@ from engine.contracts import CapturesSteps, HostedEncoder, HostedModel, Launches
 from engine.device import compute_threads
 from engine.embedder import Embedder
 from engine.kv_caches import make_kv_cache
+from engine.memory.transfers import NUM_THREADS as NUM_COPY_THREADS
 from engine.protocol import Configure, LoadModel, Stats, WeightsHeld
 from engine.threads_apart import ThreadsApart
 from scheduler.batch.batch_scheduler import BatchLimits, BatchScheduler
@@ -84,6 +85,9 @@ class ServedModels:
         self._encoder_places: dict[str, Place] = {}
         self.turns = Turns()
         self.threads = ThreadsApart(compute_threads(configure))
+        # A copy from the host tier and a step beside it then only take from each other: first token of one-b in a conversation of
+        # 1,000 tokens, 2 cores, over both by themselves: 1.04-1.07 beside the copy, 1.01-1.03 after it, where the step is recorded.
+        self.copies_take_all_cores = compute_threads(configure) <= NUM_COPY_THREADS
         self._configure = configure
         self._arena = arena
         work_chunks = -(-configure.work_space_bytes // configure.chunk_bytes)

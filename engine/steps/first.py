@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from engine.contracts import BatchPlan, LongArray, StepResult, StreamedModel
+from engine.contracts import BatchPlan, LoadTask, LongArray, StepResult, StreamedModel
 from engine.kv_transfer import KVTransfer
 from engine.loading.weight_gate import WeightGate, WeightsWithdrawn
 from engine.protocol import Abort, EvictModel, Submit
@@ -26,8 +26,9 @@ NO_REQUESTS = np.zeros(0, np.int64)
 class FirstStep:
     """running: in its thread, from `start` until it was told of; then one of `result` and `error` is set. loaded: the weights are
     in, as the daemon knows. has_begun: the weights that it needs first are there, and what is queued by now runs in it. restoring:
-    saved KV on its way, which has to be there before a prompt is looked up in it. put_by, and then leaves_later: messages to take
-    in afterwards."""
+    saved KV on its way, which has to be there before a prompt is looked up in it. waits_for: a load whose copy from the host tier
+    ends before the step begins; should the copy be rejected, it runs behind what is read instead. put_by, and then leaves_later:
+    messages to take in afterwards."""
 
     served: ServedModel
     hosted: StreamedModel
@@ -40,13 +41,15 @@ class FirstStep:
     has_begun: bool = False
     restoring: KVTransfer | None = None
     restored_tokens: int = 0
+    waits_for: LoadTask | None = None
     weight: float = 1.0  # share of the device between models
     put_by: list[Submit | Abort] = field(default_factory=list)
     leaves_later: list[EvictModel] = field(default_factory=list)
 
     @property
     def can_start(self) -> bool:
-        return not self.running and self.served.scheduler.runnable
+        is_copied = self.waits_for is not None and not self.waits_for.source_rejected
+        return not self.running and not is_copied and self.served.scheduler.runnable
 
     def start(self, step_id: int, run: Callable[[Callable[[], None], FirstStep], None], alone: bool) -> BatchPlan | None:
         """Plans it and hands it to `run`(work, what to tell of afterwards). None if nothing can run. alone: nobody else's steps

@@ -178,8 +178,22 @@ def test_what_comes_during_the_step_waits_for_its_end(bench: Bench, wanted: list
 
 
 @pytest.mark.parametrize("good", [True, False])
-def test_weights_from_the_host_tier_come_through_the_same_gate(bench: Bench, wanted: list[int], good: bool) -> None:
-    """A copy that does not match is noticed at its end: what was computed is void, and is computed again from the drive's."""
+@pytest.mark.parametrize("waits", [True, False])
+def test_weights_from_the_host_tier_come_through_the_same_gate(
+    bench: Bench, wanted: list[int], good: bool, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy that does not match is noticed at its end: what was computed is void, and is computed again from the drive's. waits:
+    where copies take all cores, nothing is computed beside one."""
+    num_behind = 0
+    execute_behind = TorchModel.execute_behind
+
+    def counted(*args: Any) -> StepResult:
+        nonlocal num_behind
+        num_behind += 1
+        return execute_behind(*args)
+
+    monkeypatch.setattr(TorchModel, "execute_behind", counted)
+    bench.engine.models.copies_take_all_cores = waits
     bench.load(keep_slots=list(range(12)))
     done: LoadDone = bench.until(LoadDone)
     bench.evict()
@@ -196,3 +210,5 @@ def test_weights_from_the_host_tier_come_through_the_same_gate(bench: Bench, wan
     loaded: LoadDone = bench.until(LoadDone)
     assert bool(loaded.source_rejected) == (not good)
     assert (loaded.bytes_read == 0) == good
+    if waits:
+        assert (num_behind == 0) == good
