@@ -108,8 +108,7 @@ class ServedModels:
 
     def next(self, busy: Sequence[str]) -> str | None:
         """The busy model whose step is next; None if none is busy."""
-        backlogged = self._backlogged(busy)
-        return self.turns.next(busy, backlogged if len(backlogged) > 1 else ())
+        return self.turns.next(busy, self._backlogged(busy))
 
     def room_of(self, served: ServedModel, busy: Sequence[str]) -> StepRoom:
         """For a model's next step."""

@@ -74,9 +74,11 @@ class Turns:
             elif ahead_s > 0 or (shared and name in self._busy):
                 self._ahead_s[name] = ahead_s - due_s
 
-    def next(self, busy: Collection[str], pooling: Collection[str] = ()) -> str | None:
+    def next(self, busy: Collection[str], backlogged: Collection[str] = ()) -> str | None:
         """The busy model whose step is next; None if none is busy. Who is alone or not busy falls behind by nothing; what it is
-        ahead is made up for as time passes. pooling: of the busy, whose steps take each other's turns."""
+        ahead is made up for as time passes. backlogged: of the busy, who have more to do than fits their turns; if
+        there are several, their steps take each other's."""
+        pooling = backlogged if len(backlogged) > 1 else ()
         for name, ahead_s in self._ahead_s.items():
             if ahead_s < 0 and (name not in busy or len(busy) == 1):
                 self._ahead_s[name] = 0.0

@@ -237,7 +237,7 @@ class SimulatedEngine:
 
     def _step(self, busy: Mapping[str, Hosted]) -> _Step:
         backlogged = [name for name, hosted in busy.items() if hosted.backlogged]
-        name = self.turns.next(list(busy), backlogged if len(backlogged) > 1 else ())
+        name = self.turns.next(list(busy), backlogged)
         assert name is not None
         hosted, strict = busy[name], self.turns.is_over
         costs, turns = hosted.costs, self._turns_of(hosted, busy.values())

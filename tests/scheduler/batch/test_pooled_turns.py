@@ -50,7 +50,7 @@ def run(num_streams: list[int], seconds: float = 12.0, pooled: bool = True) -> l
         for model in models.values():
             model.ask()
         backlogged = [name for name, model in models.items() if model.backlogged] if pooled else ["one"]
-        name = turns.next(list(models), backlogged if len(backlogged) > 1 else ())
+        name = turns.next(list(models), backlogged)
         assert name is not None
         model = models[name]
         num_turns = turns_of_step(len(models), len(backlogged), model.backlogged)
