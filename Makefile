@@ -3,11 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo test check bench gpu gpu-dry gpu-wheels install uninstall clean
+.PHONY: help demo test test-tiers check bench gpu gpu-dry gpu-wheels install uninstall clean
 
 help:
 	@echo "make demo    one daemon, three models, one memory budget: chats, evictions, a killed engine (a minute or two the first time)"
 	@echo "make test    the test suite"
+	@echo "make test-tiers    the same, once for each kind of processor that this one can stand for: a quarter of an hour each"
 	@echo "make check   ruff, mypy, architecture and docs tests"
 	@echo "make gpu     the tests and figures of docs/gpu.md, on a machine with a CUDA device; OUT=folder for the results"
 	@echo "make gpu-dry    the same scripts, interpreted on the CPU at tiny sizes; make gpu-wheels gets what an offline machine may lack"
@@ -36,6 +37,12 @@ test: $(VENV)/.test
 	@echo "\$$ $(BIN)/python -m tests.kernel_cache   # compiles the CPU kernels: a minute the first time"
 	@$(BIN)/python -m tests.kernel_cache
 	$(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --dist loadfile
+
+# Features of the processor that are taken away (config/processor.py); the tests print what they skip for it.
+TIERS ?= -amx -avx512bf16 -avx512vnni -avx512
+
+test-tiers: $(VENV)/.test
+	@for tier in $(TIERS); do echo "HEARTHD_CPU_FEATURES=$$tier"; HEARTHD_CPU_FEATURES=$$tier $(MAKE) test || exit 1; done
 
 check: $(VENV)/.test
 	$(BIN)/ruff check .

@@ -19,6 +19,7 @@ import psutil
 
 from benchmarks import aims
 from benchmarks.server import ROOT
+from config.processor import this_processor
 
 SCRIPTS = (
     *("serve", "overhead", "stall", "crash", "scheduler", "grammar", "roofline", "kernels", "cpu", "latency", "loading"),
@@ -52,6 +53,7 @@ def machine() -> dict[str, Any]:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False).stdout
     return {
         "machine": cpu,
+        "features": sorted(this_processor().features),
         "cores": psutil.cpu_count(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30),
         "python": platform.python_version(),

@@ -12,6 +12,7 @@ from typing import Any
 from config import host_tier, reference
 from config import load as config_load
 from config.devices import device_budgets
+from config.processor import UnknownFeature, this_processor
 from config.schema import NodeConfig
 from config.units import format_bytes, machine_memory_bytes
 from daemon import keys, listeners
@@ -71,7 +72,8 @@ def main(argv: Sequence[str] | None = None, inventory: Inventory | None = None) 
             raise config_load.ConfigError(source, "models_dir", f"{config.models_dir!r} is no folder")
         known = keys.load(config.keys_file) if config.keys_file else None
         listeners.check(config, known is not None, source)
-    except config_load.ConfigError as error:
+        processor = this_processor()
+    except (config_load.ConfigError, UnknownFeature) as error:
         print(f"hearthd: {error}", file=sys.stderr)
         return EXIT_USAGE
     if check:
@@ -85,6 +87,8 @@ def main(argv: Sequence[str] | None = None, inventory: Inventory | None = None) 
         logs.log.info("%s: keys of %d tenants", config.keys_file, len(known.tenants))
     elif config.insecure:
         logs.log.warning("no keys and --insecure: anybody who reaches %s may use the models", config.listen)
+    if any(device.name.startswith("cpu") for device in devices):
+        logs.log.info("processor: %s", processor.describe())
     if not config.device:
         logs.log.info("no --device: cpu:0 gets %s, half of the machine's memory", format_bytes(devices[0].budget_bytes))
     return lifecycle.serve(config, devices, path, flags, known, inventory)

@@ -27,7 +27,9 @@ def linear(kernels: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
     if kernel is None:
         return None
     out = empty(x, len(x), len(weight))
-    if kernel is kernels.amx_linear:
+    if kernel is kernels.widened_linear:
+        _widened_linear(kernels, x, array(weight), _NO_SCALES, bias, out)
+    elif kernel is kernels.amx_linear:
         call(kernel, x.view(torch.int32).numpy(), array(weight), _bias(x, bias), *_columns(kernels, x, False), array(out))
     else:
         call(kernel, array(x), array(weight), _NO_SCALES, _bias(x, bias), array(out))
@@ -40,10 +42,13 @@ def int8_linear(kernels: Any, x: Tensor, values: Tensor, scales: Tensor, bias: T
     if kernel is None:
         return None
     out = empty(x, len(x), len(values))  # before scratch, whose memory is lent for these calls alone
+    if kernel is kernels.widened_linear:
+        _widened_linear(kernels, x, values.numpy(), scales.numpy(), bias, out)
+        return out
     scratch: tuple[Any, ...] = ()
     if kernel is kernels.int8_linear:
         scratch = (_digits(x),)
-    at_once = kernels.MATRIX_UNIT_ROWS if kernel is kernels.amx_int8_linear else len(x)
+    at_once = kernels.MOST_ROWS if kernel is kernels.amx_int8_linear else len(x)
     for first in range(0, len(x), at_once):
         rows = x[first : first + at_once]
         if kernel is kernels.amx_int8_linear:
@@ -51,6 +56,16 @@ def int8_linear(kernels: Any, x: Tensor, values: Tensor, scales: Tensor, bias: T
         to = array(out[first : first + at_once])
         call(kernel, array(rows), values.numpy(), scales.numpy(), _bias(x, bias), *scratch, to)
     return out
+
+
+def _widened_linear(kernels: Any, x: Tensor, weight: Any, scales: Any, bias: Tensor | None, out: Tensor) -> None:
+    """So many rows at a time that what is made of them stays in the caches."""
+    num_shares = kernels.num_shares()
+    for first in range(0, len(x), kernels.MOST_ROWS):
+        rows, to = x[first : first + kernels.MOST_ROWS], out[first : first + kernels.MOST_ROWS]
+        num_floats = kernels.widened_scratch_floats(*rows.shape, num_shares)
+        words = empty(x, 1, 2 * num_floats).view(torch.float32).view(-1).numpy()
+        call(kernels.widened_linear, array(rows), weight, scales, _bias(x, bias), words, num_shares, array(to))
 
 
 def _element(x: Tensor) -> str:

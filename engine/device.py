@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from config import processor
 from engine.protocol import Configure
 
 # Below this a model's matrix products end sooner than a second thread wakes up.
@@ -13,7 +14,8 @@ SPIN_COUNT = "3000"
 
 
 def prepare_process() -> None:
-    """Settings of the OpenMP runtime, whose threads torch's products and Numba's kernels share; it reads them when it is loaded.
+    """Settings of the libraries that compute: which of the processor's features they may use (config/processor.py), and those of
+    the OpenMP runtime, whose threads torch's products and Numba's kernels share; they read them when they are loaded.
 
     A thread spins long enough to meet the next product of the same step, then sleeps. Measured with 2 threads on 2 cores: never
     spinning takes 15 % longer for steps of 8 to 32 rows, spinning ten times as long costs a third more CPU at 32 rows, and without
@@ -23,6 +25,7 @@ def prepare_process() -> None:
     first step are that waits for weights: never by the passive policy, 1,000 times by the active one, which changes nothing else
     where a count is given. Measured beside a team that waits: steps of 8 rows of mid 17.6 ms passively, 9.1 actively, 8.6 with no
     other team; beside one that computes 18.4 and 21.4."""
+    processor.limit_libraries()
     os.environ["OMP_WAIT_POLICY"] = "ACTIVE"
     os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
     os.environ["KMP_BLOCKTIME"] = "0"

@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 
 from config.child_process import child_environment
+from config.processor import UnknownFeature
 from engine.device import num_cores, prepare_process
 
 DTYPES = ("float32", "bfloat16")
@@ -48,7 +49,10 @@ def main() -> int:
     if options.beside:
         threading.Thread(target=_end_with_parent, daemon=True).start()
     dtypes = options.dtype or DTYPES
-    prepare_process()
+    try:
+        prepare_process()
+    except UnknownFeature as error:
+        parser.error(str(error))
     from engine import ops
     from engine.loading.weight_decoder import weight_decoder
 

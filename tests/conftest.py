@@ -4,7 +4,22 @@ from __future__ import annotations
 
 import os
 
-import torch
+from config import processor
+
+processor.limit_libraries()  # torch reads it when it is imported
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+REPORTED = "reported"  # a property of a test whose value is printed at the end of the run
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What tests that run others in a process of their own have to say of those, whichever worker they ran in."""
+    for report in terminalreporter.getreports("passed"):
+        for name, value in report.user_properties:
+            if name == REPORTED:
+                terminalreporter.write_line(str(value))

@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from config import processor
+
 log = logging.getLogger("engine")
 
 
@@ -25,12 +27,23 @@ def keep_in(cache_dir: str) -> None:
     warning and the time to compile again."""
     import numba
 
+    _compile_for_this_processor()
     digest = hashlib.blake2b(digest_size=6)
     for source in sorted(Path(__file__).parent.glob("cpu*.py")):
         digest.update(source.read_bytes())
     base = Path(cache_dir) if cache_dir else Path.home() / ".cache" / "hearthd"
     numba.config.CACHE_DIR = writable(str(base / f"numba-{digest.hexdigest()}"))
     _forgive_failed_saves()
+
+
+def _compile_for_this_processor() -> None:
+    """Has Numba use no feature that was taken away. Kernels for other features are other files of the same cache."""
+    import llvmlite.binding
+    import numba
+
+    target = processor.llvm_target(processor.this_processor(), llvmlite.binding.get_host_cpu_features())
+    if target is not None:
+        numba.config.CPU_NAME, numba.config.CPU_FEATURES = target
 
 
 def threading_layer() -> str:

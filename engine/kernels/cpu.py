@@ -12,6 +12,7 @@ from typing import Any
 
 import numba
 
+from config.processor import this_processor
 from engine.kernels import (
     cpu_amx_linear,
     cpu_amx_tiles,
@@ -23,6 +24,7 @@ from engine.kernels import (
     cpu_prefill,
     cpu_rows,
     cpu_sampling,
+    cpu_widened_linear,
     native,
 )
 from engine.kernels.cpu_amx import HAS_TILES, TILE_ROWS, fits_tiles, may_use_tiles
@@ -37,11 +39,13 @@ from engine.kernels.cpu_linear import few_rows_linear_parallel, few_rows_linear_
 from engine.kernels.cpu_logprobs import penalise, top_logprobs
 from engine.kernels.cpu_prefill import prefill_attention_parallel, prefill_attention_serial
 from engine.kernels.cpu_sampling import sample_parallel, sample_serial
+from engine.kernels.cpu_widened_linear import scratch_floats as widened_scratch_floats
+from engine.kernels.cpu_widened_linear import widened_linear_parallel, widened_linear_serial
 
 __all__ = [
     "FEW_ROWS",
     "FEW_ROWS_INT8",
-    "MATRIX_UNIT_ROWS",
+    "MOST_ROWS",
     "add_rms_norm",
     "amx_int8_linear",
     "amx_linear",
@@ -70,6 +74,8 @@ __all__ = [
     "step_blocks",
     "step_tokens",
     "top_logprobs",
+    "widened_linear",
+    "widened_scratch_floats",
 ]
 
 # Below these, waking the other threads (30 to 40 us) costs more than they save. Elements of keys that are read; bytes of weights,
@@ -77,17 +83,19 @@ __all__ = [
 _SHARED_ATTENTION = 1 << 20
 _SHARED_WEIGHTS, _ROWS_AS_READING = 2 << 20, 8
 _SHARED_TILES = 512 << 10  # bytes of weights that the matrix unit multiplies
-# Rows up to which few_rows_linear is ahead of torch's linear (benchmarks/kernels.py), by element type; the same of int8_linear and
-# the matrix unit's kernel. The latter is ahead of all others from _VECTOR_ROWS on (below, vectors are, which read each line of the
-# memory once wherever rows begin, unless a matrix has _WIDE times as many outputs as inputs: vectors end every output with a sum
-# across their lanes), and of int8 weights at any number of rows: up to 32 as they are, then as bfloat16 (cpu_amx_linear.py),
-# MATRIX_UNIT_ROWS at a time: their columns stay in the second-level cache. Of bfloat16 torch's linear is ahead with more.
-FEW_ROWS = {"bfloat16": 16 if HAS_BFLOAT16_PRODUCTS else 4, "float32": 64}
-FEW_ROWS_INT8 = {"bfloat16": 16 if HAS_BFLOAT16_PRODUCTS else 4, "float32": 64}
-_INT8_PRODUCTS_ROWS = 32
+# Rows up to which few_rows_linear is ahead of torch's linear (benchmarks/kernels.py), by element type (tiles of float32 are made
+# for 32 registers of 512 bits); the same of int8_linear and the matrix unit's kernel. The latter is ahead of all others from
+# _VECTOR_ROWS on (below, vectors are, which read each line of the memory once wherever rows begin, unless a matrix has _WIDE
+# times as many outputs as inputs: vectors end every output with a sum across their lanes), and of int8 weights at any number of
+# rows: up to 32 as they are, then as bfloat16 (cpu_amx_linear.py), MOST_ROWS at a time: their columns stay in the second-level
+# cache. Of bfloat16 torch's linear is ahead with more. Processors that do not multiply bfloat16 have widened_linear for any
+# number of rows of it, and of int8 weights from where two digits are more work than one widened weight.
+FEW_ROWS = {"bfloat16": 16, "float32": 64 if "avx512" in this_processor().features else 8}
+FEW_ROWS_INT8 = {"bfloat16": 16, "float32": 64}
+_INT8_PRODUCTS_ROWS = 32 if HAS_BFLOAT16_PRODUCTS else 16
 _VECTOR_ROWS, _WIDE = 4, 4
-MATRIX_UNIT_ROWS = 256
-_HAS_MATRIX_UNIT = may_use_tiles() and cpu_amx_tiles.HAS_INT8_TILES
+MOST_ROWS = 256
+_HAS_MATRIX_UNIT = may_use_tiles()
 _HAS_INT8_PRODUCTS = cpu_int8.HAS_INT8_PRODUCTS and not _HAS_MATRIX_UNIT
 _SHARED_ROWS = 1 << 14  # elements of row-wise work: between products the others have not gone to sleep yet
 _SHARED_LOGITS = 1 << 16  # that are sampled from
@@ -146,8 +154,13 @@ def _wanted(dtype: str, parallel: bool, quantize: str) -> list[tuple[Any, Any]]:
         (sample_serial, sample_parallel, cpu_sampling.sample_signature(element)),
         (paged_attention_serial, paged_attention_parallel, cpu_attention.paged_attention_signature(element)),
         (prefill_attention_serial, prefill_attention_parallel, cpu_prefill.prefill_attention_signature(element)),
-        (few_rows_linear_serial, few_rows_linear_parallel, cpu_linear.few_rows_linear_signature(element, element)),
     ]
+    if dtype == "bfloat16" and not HAS_BFLOAT16_PRODUCTS:
+        widened = cpu_widened_linear.widened_linear_signature(element, element)
+        shared.append((widened_linear_serial, widened_linear_parallel, widened))
+    else:
+        few_rows = cpu_linear.few_rows_linear_signature(element, element)
+        shared.append((few_rows_linear_serial, few_rows_linear_parallel, few_rows))
     if HAS_TILES and dtype == "bfloat16":
         shared.append((prefill_tiles_serial, prefill_tiles_parallel, cpu_prefill.prefill_attention_signature(element)))
     if dtype == "bfloat16" and _HAS_MATRIX_UNIT:
@@ -167,8 +180,13 @@ def _wanted(dtype: str, parallel: bool, quantize: str) -> list[tuple[Any, Any]]:
 
 
 def _wanted_int8(dtype: str, element: Any) -> list[tuple[Any, Any, Any]]:
-    signature = cpu_linear.few_rows_linear_signature(element, numba.int8)
-    wanted = [(few_rows_linear_serial, few_rows_linear_parallel, signature)]  # of matrices too narrow for those below
+    wanted = []  # for matrices too narrow for those below, or too many rows
+    if dtype == "bfloat16" and not HAS_BFLOAT16_PRODUCTS:
+        widened = cpu_widened_linear.widened_linear_signature(element, numba.int8)
+        wanted.append((widened_linear_serial, widened_linear_parallel, widened))
+    else:
+        few_rows = cpu_linear.few_rows_linear_signature(element, numba.int8)
+        wanted.append((few_rows_linear_serial, few_rows_linear_parallel, few_rows))
     if dtype == "bfloat16" and _HAS_MATRIX_UNIT:
         wanted.append((amx_int8_linear_serial, amx_int8_linear_parallel, cpu_amx_linear.amx_int8_linear_signature(element)))
     elif dtype == "bfloat16" and _HAS_INT8_PRODUCTS:
@@ -269,8 +287,10 @@ class PrefillAttention(Attention):
 def linear_kernel(num_rows: int, num_inputs: int, num_outputs: int, dtype: str) -> Any:
     """What multiplies rows of dtype with weights of the same. None: torch's linear is ahead."""
     by_tiles = num_rows > _VECTOR_ROWS or num_outputs >= _WIDE * num_inputs
-    if dtype == "bfloat16" and by_tiles and num_rows <= MATRIX_UNIT_ROWS and _fits_panels(num_inputs * 2, num_outputs):
+    if dtype == "bfloat16" and by_tiles and num_rows <= MOST_ROWS and _fits_panels(num_inputs * 2, num_outputs):
         return amx_linear
+    if dtype == "bfloat16" and not HAS_BFLOAT16_PRODUCTS:
+        return widened_linear if num_rows > 0 and num_outputs >= cpu_linear.MIN_OUTPUTS else None
     return few_rows_linear if 0 < num_rows <= FEW_ROWS[dtype] and num_outputs >= cpu_linear.MIN_OUTPUTS else None
 
 
@@ -278,11 +298,17 @@ def int8_linear_kernel(num_rows: int, num_inputs: int, num_outputs: int, dtype: 
     """What multiplies rows of dtype with int8 weights. None: too many rows for what there is."""
     if not num_rows or num_outputs < cpu_linear.MIN_OUTPUTS:
         return None
-    if dtype == "bfloat16" and num_inputs <= cpu_int8.MAX_INPUTS:
-        if _fits_panels(num_inputs, num_outputs):
+    if dtype == "bfloat16":
+        has_digits = num_inputs <= cpu_int8.MAX_INPUTS
+        if has_digits and _fits_panels(num_inputs, num_outputs):
             return amx_int8_linear
-        if _HAS_INT8_PRODUCTS and num_inputs % cpu_int8.STEP == 0:
-            return int8_linear if num_rows <= _INT8_PRODUCTS_ROWS else None
+        has_digits = has_digits and _HAS_INT8_PRODUCTS and num_inputs % cpu_int8.STEP == 0
+        if has_digits and num_rows <= _INT8_PRODUCTS_ROWS:
+            return int8_linear
+        if not HAS_BFLOAT16_PRODUCTS:
+            return widened_linear
+        if has_digits:
+            return None
     return few_rows_linear if num_rows <= FEW_ROWS_INT8[dtype] else None
 
 
@@ -306,6 +332,7 @@ def _deals_out_rows(x: Any) -> bool:
 paged_attention = PagedAttention()
 prefill_attention = PrefillAttention()
 few_rows_linear = Forms(few_rows_linear_serial, few_rows_linear_parallel, lambda args: _shares_weights(args[0], args[1]))
+widened_linear = Forms(widened_linear_serial, widened_linear_parallel, lambda args: _shares_weights(args[0], args[1]))
 int8_linear = Forms(int8_linear_serial, int8_linear_parallel, lambda args: _shares_weights(args[0], args[1]))
 amx_linear = Forms(amx_linear_serial, amx_linear_parallel, lambda args: _shares_tiles(args[1]))
 amx_int8_linear = Forms(amx_int8_linear_serial, amx_int8_linear_parallel, lambda args: _shares_tiles(args[1]))

@@ -13,12 +13,13 @@ import platform
 from collections.abc import Callable
 from typing import Any
 
-import llvmlite.binding
 import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+from config import processor
 
 TILE_ROWS = 16
 TILE_ROW_BYTES = 64
@@ -26,8 +27,7 @@ _I8, _I64 = ir.IntType(8), ir.IntType(64)
 _SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18  # asm/unistd_64.h, asm/prctl.h
 
 
-_FEATURES = llvmlite.binding.get_host_cpu_features()
-HAS_TILES = all(_FEATURES.get(name) for name in ("amx-tile", "amx-bf16", "avx512f")) and platform.system() == "Linux"
+HAS_TILES = processor.runs("tiles") and platform.system() == "Linux"
 
 
 @functools.cache

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import llvmlite.binding
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -35,7 +34,6 @@ PACKED_WORDS = PANEL * PIECE_STEPS * STEP_BYTES // WORD_BYTES  # of a panel's pi
 # Of each row, from where it is being packed. The processor fetches ahead by itself, but less so for about a millisecond after half
 # of one in the interpreter: then a panel takes 24 us instead of 15; with this, 17 (128 rows of 2048 inputs on 2 cores of a Xeon).
 _PACKED_AHEAD_BYTES = 4 * STEP_BYTES
-HAS_INT8_TILES = bool(llvmlite.binding.get_host_cpu_features().get("amx-int8"))
 
 I8 = ir.IntType(8)
 _BYTES = I8.as_pointer()

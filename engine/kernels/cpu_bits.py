@@ -11,15 +11,16 @@ from collections.abc import Iterable
 from types import FunctionType
 from typing import Any
 
-import llvmlite.binding
 from llvmlite import ir
 from numba import float32, int32, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from config import processor
+
 # Sums may be reordered, but NaN and infinity keep their meaning: rows with such logits are found, not hidden.
 FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
-HAS_BFLOAT16_PRODUCTS = bool(llvmlite.binding.get_host_cpu_features().get("avx512bf16"))  # and conversions
+HAS_BFLOAT16_PRODUCTS = processor.runs("bfloat16_pairs")  # and conversions
 _I32 = ir.IntType(32)
 _LINE_BYTES = 64
 

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import llvmlite.binding
 import numpy as np
 from llvmlite import ir
 from numba import float32, int8, int32, njit, prange, types, void
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from config import processor
 from engine.kernels.cpu_bits import FASTMATH, bits_of_float, float_of_bits, magnitude, named, narrow, widen
 from engine.kernels.cpu_tiles import fold_sums
 from engine.kernels.cpu_vectors import I32, I64, LANES, PAIRS, vector
@@ -29,8 +29,7 @@ _STRIPE = 32  # outputs a thread takes at a time
 _TILE = 4 * 4 * LANES  # partial sums of two rows' digits and four outputs
 _PIECE_BYTES = 32 << 10  # of all rows' digits that are used at a time
 _OPTIONS: dict[str, Any] = {"fastmath": FASTMATH, "error_model": "numpy", "cache": True, "nogil": True}
-_features = llvmlite.binding.get_host_cpu_features()
-HAS_INT8_PRODUCTS = bool(_features.get("avx512vnni") and _features.get("avx512bw"))
+HAS_INT8_PRODUCTS = processor.runs("int8_linear")
 
 
 def digit_tile(num_columns: int) -> Any:

@@ -1,7 +1,8 @@
 """What the tiles of the CPU kernels are written in: LLVM vectors of 16 float32, and loads and products of elements.
 
 Elements: float32, bfloat16 as uint16 bits, and for weights int8. Two sides of at most 16 bits are multiplied as bfloat16 pairs
-where the processor can (AVX512-BF16, vdpbf16ps; Numba's vectoriser does not know them); elsewhere pairs are widened first.
+where the processor can (AVX512-BF16, vdpbf16ps; Numba's vectoriser does not know them); elsewhere pairs of bfloat16 are widened
+first, and int8 weights are multiplied by cpu_widened_linear.py.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def splat(builder: ir.IRBuilder, value: Any, kind: ir.VectorType) -> Any:
 
 def fma(builder: ir.IRBuilder, left: Any, right: Any, total: Any) -> Any:
     kind = ir.FunctionType(SUMS, [SUMS] * 3)
-    function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{LANES}f32")
+    function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fmuladd.v{LANES}f32")
     return builder.call(function, [left, right, total])
 
 

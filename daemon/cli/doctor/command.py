@@ -58,6 +58,7 @@ def examined(against: Settings, models_dir: str, memory_bytes: int) -> list[Find
     limits, whose = _limits(against.pid)
     return [
         system.kernel(os.uname().release),
+        system.find_processor(system.environment_of(against.pid or os.getpid())),
         gpu.find_driver(against.wants_gpu),
         *gpu.find_devices(Driver(), against.uuids, against.budgets, is_running=bool(against.pid)),
         system.find_compiler(against.wants_gpu),

@@ -6,8 +6,10 @@ import os
 import re
 import shutil
 import sysconfig
+from collections.abc import Mapping
 from pathlib import Path
 
+from config.processor import VARIABLE, Processor, UnknownFeature, host_features, processor_of
 from daemon.cli.doctor.finding import FAIL, OK, WARN, Finding
 
 MIN_OPEN_FILES = 65536  # two a connection, and the service's unit asks for more
@@ -30,6 +32,31 @@ def kernel(release: str) -> Finding:
     if lacking:
         return Finding("kernel", WARN, f"Linux {release} lacks " + ", ".join(lacking), "upgrade to Linux 6.5 or newer")
     return Finding("kernel", OK, f"Linux {release}")
+
+
+def processor(found: Processor) -> Finding:
+    if found.taken_away:
+        return Finding("processor", WARN, found.describe(), f"unset {VARIABLE} to use all it has")
+    if found.tier.is_slow:
+        return Finding("processor", WARN, found.describe(), "for the cpu device a processor with AVX-512; GPUs don't mind")
+    return Finding("processor", OK, found.describe())
+
+
+def find_processor(environment: Mapping[str, str]) -> Finding:
+    """environment: hearthd's."""
+    try:
+        return processor(processor_of(host_features(), environment))
+    except UnknownFeature as error:
+        return Finding("processor", FAIL, str(error), "hearthd does not start with it")
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    """Of the process, as it was started; this process's own if that may not be read."""
+    try:
+        entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return dict(os.environ)
+    return dict(os.fsdecode(entry).partition("=")[::2] for entry in entries)
 
 
 def soft_limits(text: str) -> dict[str, int]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
+from config.processor import this_processor
 from engine import ops
 from engine.kernels import compiled
 from tests.engine.ops.twins import both, random, same, share_everything
@@ -13,6 +16,16 @@ from tests.kernel_cache import CACHE_DIR
 pytest.importorskip("numba")
 compiled.keep_in(CACHE_DIR)  # before a kernel is imported
 from engine.kernels import cpu_int8  # noqa: E402
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels() -> Iterator[None]:
+    """In place of the folder's: compiles only what these tests call, so that they can be run for many kinds of processor."""
+    ops.configure(CACHE_DIR)
+    yield
+    ops.configure(CACHE_DIR)
+    ops.set_num_threads(1)
+
 
 SIZES = [(64, 32, 1), (768, 70, 5), (2048, 130, 16), (8192 + 64, 300, 33), (128, 600, 250)]  # inputs, outputs, rows
 
@@ -65,7 +78,7 @@ def test_int8_linear(
         torch.testing.assert_close(given.double(), wanted, rtol=tolerance, atol=tolerance)
 
 
-def of_int8(num_inputs: int, num_outputs: int) -> ops.Int8Matrix:
+def of_int8_matrix(num_inputs: int, num_outputs: int) -> ops.Int8Matrix:
     values = (random(num_outputs, num_inputs, dtype=torch.float32) * 40).round().clamp(-127, 127).to(torch.int8)
     return ops.Int8Matrix(values, random(num_outputs, dtype=torch.float32).abs() * 0.03 * num_inputs**-0.5)
 
@@ -102,7 +115,54 @@ def use_int8_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops._kernels, "_HAS_MATRIX_UNIT", False)
     monkeypatch.setattr(ops._kernels, "_HAS_INT8_PRODUCTS", True)
     monkeypatch.setattr(ops._kernels, "_INT8_PRODUCTS_ROWS", 250)
-    ops.prepare("bfloat16", 2, "int8")
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("of_int8", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 6, 7, 13, 28, 29, 35, 37, 64, 256, 300])
+@pytest.mark.parametrize(("num_inputs", "num_outputs"), [(64, 32), (551, 65), (1100, 131), (2, 4), (31, 200)])
+def test_widened_weights(
+    monkeypatch: pytest.MonkeyPatch, num_inputs: int, num_outputs: int, num_rows: int, of_int8: bool, threads: int
+) -> None:
+    """As on a processor that multiplies neither bfloat16 nor int8: few rows and many, inputs and outputs that fill no tile."""
+    monkeypatch.setattr(ops._kernels, "HAS_BFLOAT16_PRODUCTS", False)
+    monkeypatch.setattr(ops._kernels, "_HAS_MATRIX_UNIT", False)
+    monkeypatch.setattr(ops._kernels, "_HAS_INT8_PRODUCTS", False)
+    ops.set_num_threads(threads)
+    share_everything(monkeypatch)
+    choose = ops._kernels.int8_linear_kernel if of_int8 else ops._kernels.linear_kernel
+    assert choose(num_rows, num_inputs, num_outputs, "bfloat16") is ops._kernels.widened_linear
+    x = random(num_rows, num_inputs, dtype=torch.bfloat16)
+    weight: torch.Tensor | ops.Int8Matrix = random(num_outputs, num_inputs, dtype=torch.bfloat16, scale=num_inputs**-0.5)
+    dense = weight
+    if of_int8:
+        weight = of_int8_matrix(num_inputs, num_outputs)
+        dense = weight.values * weight.scales.unsqueeze(1)
+    added = random(num_outputs, dtype=torch.bfloat16)
+    for bias in (None, added):
+        wanted = x.double() @ dense.double().T + (0 if bias is None else bias.double())
+        torch.testing.assert_close(ops.linear(x, weight, bias).double(), wanted, rtol=2**-8, atol=1e-5)
+    x[num_rows // 2, 0] = float("nan")
+    finite = torch.isfinite(ops.linear(x, weight, None))
+    assert finite.all(dim=1).tolist() == [row != num_rows // 2 for row in range(num_rows)]
+
+
+def test_each_processor_has_kernels_of_its_own() -> None:
+    """What is chosen, by what the processor has: for bfloat16 weights of one row and of 200, and for int8 ones of eight."""
+    features, kernels = this_processor().features, ops._kernels
+    chosen = (
+        kernels.linear_kernel(1, 768, 768, "bfloat16"),
+        kernels.linear_kernel(200, 768, 768, "bfloat16"),
+        kernels.int8_linear_kernel(8, 768, 768, "bfloat16"),
+    )
+    if kernels._HAS_MATRIX_UNIT:
+        assert chosen == (kernels.few_rows_linear, kernels.amx_linear, kernels.amx_int8_linear)
+    elif "avx512bf16" in features:
+        assert chosen == (kernels.few_rows_linear, None, kernels.int8_linear)
+    elif "avx512vnni" in features:
+        assert chosen == (kernels.widened_linear, kernels.widened_linear, kernels.int8_linear)
+    else:
+        assert chosen == (kernels.widened_linear,) * 3
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -118,7 +178,7 @@ def test_int8_is_multiplied_as_it_is(
     ops.set_num_threads(threads)
     share_everything(monkeypatch)
     assert ops._kernels.int8_linear_kernel(num_rows, num_inputs, num_outputs, "bfloat16") is getattr(ops._kernels, kernel)
-    x, weight = random(num_rows, num_inputs, dtype=torch.bfloat16), of_int8(num_inputs, num_outputs)
+    x, weight = random(num_rows, num_inputs, dtype=torch.bfloat16), of_int8_matrix(num_inputs, num_outputs)
     x[::3, 5] *= 1000
     x[1::7] = 0
     added = random(num_outputs, dtype=torch.bfloat16)
@@ -139,7 +199,7 @@ def test_int8_of_many_rows_is_multiplied_as_bfloat16(
     kernel_of("amx_int8_linear")
     ops.set_num_threads(threads)
     share_everything(monkeypatch)
-    x, values = random(num_rows, num_inputs, dtype=torch.bfloat16), of_int8(num_inputs, num_outputs).values
+    x, values = random(num_rows, num_inputs, dtype=torch.bfloat16), of_int8_matrix(num_inputs, num_outputs).values
     scales = 2.0 ** torch.randint(-12, -6, (num_outputs,))
     added = random(num_outputs, dtype=torch.bfloat16)
     plain = ops.linear(x, (values * scales.unsqueeze(1)).bfloat16(), added)
@@ -150,8 +210,8 @@ def test_int8_of_many_rows_is_multiplied_as_bfloat16(
 def test_int8_of_very_many_rows_is_multiplied_in_blocks(monkeypatch: pytest.MonkeyPatch, num_rows: int) -> None:
     kernel_of("amx_int8_linear")
     share_everything(monkeypatch)
-    x, weight, added = random(num_rows, 128, dtype=torch.bfloat16), of_int8(128, 70), random(70, dtype=torch.bfloat16)
-    blocks = [ops.linear(some, weight, added) for some in x.split(ops._kernels.MATRIX_UNIT_ROWS)]
+    x, weight, added = random(num_rows, 128, dtype=torch.bfloat16), of_int8_matrix(128, 70), random(70, dtype=torch.bfloat16)
+    blocks = [ops.linear(some, weight, added) for some in x.split(ops._kernels.MOST_ROWS)]
     assert torch.equal(ops.linear(x, weight, added), torch.cat(blocks))
 
 
@@ -164,6 +224,6 @@ def test_rows_that_are_not_finite_stay_so(monkeypatch: pytest.MonkeyPatch, kerne
         use_int8_products(monkeypatch)
     x = random(num_rows, 128, dtype=torch.bfloat16)
     x[1, 77] = value
-    finite = torch.isfinite(ops.linear(x, of_int8(128, 64)))
+    finite = torch.isfinite(ops.linear(x, of_int8_matrix(128, 64)))
     assert finite.all(dim=1).tolist() == [row != 1 for row in range(num_rows)]
     assert not finite[1].any()

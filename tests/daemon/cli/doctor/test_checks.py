@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from config.processor import Processor
 from daemon.cli.doctor import gpu, memory, network, storage, system
 from daemon.cli.doctor.finding import FAIL, OK, WARN, Finding
 from daemon.gpu.inventory import Gpu, GpuProcess
@@ -42,6 +45,25 @@ def says(finding: Finding, level: str, *texts: str) -> None:
 )
 def test_kernel(release: str, level: str, text: str) -> None:
     says(system.kernel(release), level, text)
+
+
+def test_processor() -> None:
+    amx = frozenset({"avx2", "avx512", "avx512vnni", "avx512bf16", "avx512fp16", "amx"})
+    says(system.processor(Processor(amx)), OK, "AMX: bfloat16")
+    says(system.processor(Processor(frozenset({"avx2", "avx512", "avx512vnni"}))), OK, "AVX-512 with VNNI: ", "widened")
+    says(system.processor(Processor(frozenset({"avx2"}))), WARN, "AVX2: ", "AVX-512")
+    says(system.processor(Processor(amx - {"amx"}, frozenset({"amx"}))), WARN, "without amx", "unset HEARTHD_CPU_FEATURES")
+    says(
+        system.find_processor({"HEARTHD_CPU_FEATURES": "-amx,sse"}), FAIL, "HEARTHD_CPU_FEATURES: 'sse'", "-avx2", "does not start"
+    )
+    assert system.find_processor({}).level != FAIL
+
+
+def test_the_environment_of_another_process() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env={"A": "b=c"}) as process:
+        assert system.environment_of(process.pid)["A"] == "b=c"
+        process.communicate(b"\n")
+    assert system.environment_of(1 << 30) == dict(os.environ)
 
 
 def test_limits() -> None:

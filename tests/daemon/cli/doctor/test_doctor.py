@@ -16,6 +16,7 @@ from tests.loader.checkpoints import write_checkpoint
 Capture = pytest.CaptureFixture[str]
 CHECKS = [
     "kernel",
+    "processor",
     "driver",
     "C compiler",
     "cache folder",

@@ -1,0 +1,330 @@
+"""Tiles of products whose weights (bfloat16 or int8) are widened to float32, for processors that multiply nothing shorter.
+
+Written as LLVM code because Numba's vectoriser keeps no tile of sums in registers. Vectors are as wide as the processor's
+registers and tiles as large as it has registers for, so this file serves AVX-512, AVX2, NEON and what has none of them. Shapes: W
+float32 of a vector, K inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import zip_longest
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from config.processor import this_processor
+
+_FEATURES = this_processor().features
+WIDTH = 16 if "avx512" in _FEATURES else 8 if "avx2" in _FEATURES else 4
+_HAS_32_REGISTERS = bool({"avx512", "neon"} & _FEATURES)
+STEP = 2 * WIDTH  # inputs of a step: a vector of bfloat16 pairs
+# A tile of sums across K (add_products): rows and outputs, each sum a vector whose lanes are added up in the end.
+ROWS, OUTPUTS = (6, 4) if _HAS_32_REGISTERS else (3, 3)
+# A tile of sums across outputs (add_packed): rows, and vectors of outputs.
+PACKED_ROWS, _PACKED_VECTORS = (12, 2) if WIDTH == 16 else (6, 4) if _HAS_32_REGISTERS else (6, 2)
+PANEL = _PACKED_VECTORS * WIDTH  # outputs whose weights are packed together
+TILE_FLOATS = ROWS * OUTPUTS * WIDTH  # of a tile's sums across K
+_BLOCK = 32  # inputs between two looks at what to fetch: a line of the cache of bfloat16, half of one of int8
+
+_I32, _I64 = ir.IntType(32), ir.IntType(64)
+_FLOATS, _WORDS = ir.VectorType(ir.FloatType(), WIDTH), ir.VectorType(_I32, WIDTH)
+_SECOND_CACHE = 2  # as llvm.prefetch has it
+
+
+def _with_data(context: Any, builder: Any, signature: Any, args: Any) -> list[Any]:
+    """The arguments, with a pointer to its first element for each array."""
+    return [
+        context.make_array(kind)(context, builder, arg).data if isinstance(kind, types.Array) else arg
+        for kind, arg in zip(signature.args, args, strict=True)
+    ]
+
+
+def _same(kind: ir.VectorType, value: int | float) -> ir.Constant:
+    return ir.Constant(kind, [value] * kind.count)
+
+
+def _load(builder: ir.IRBuilder, data: Any, at: Any, kind: ir.Type = _FLOATS, align: int = 4) -> Any:
+    return builder.load(builder.bitcast(builder.gep(data, [at]), kind.as_pointer()), align=align)
+
+
+def _store(builder: ir.IRBuilder, value: Any, data: Any, at: Any) -> None:
+    builder.store(value, builder.bitcast(builder.gep(data, [at]), value.type.as_pointer()), align=4)
+
+
+def _fma(builder: ir.IRBuilder, left: Any, right: Any, total: Any) -> Any:
+    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_FLOATS, [_FLOATS] * 3), f"llvm.fmuladd.v{WIDTH}f32")
+    return builder.call(function, [left, right, total])
+
+
+def _prefetch(builder: ir.IRBuilder, data: Any, at: Any) -> None:
+    kind = ir.FunctionType(ir.VoidType(), [data.type, _I32, _I32, _I32])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    builder.call(function, [builder.gep(data, [at]), _I32(0), _I32(_SECOND_CACHE), _I32(1)])  # read, data
+
+
+def _shuffle(builder: ir.IRBuilder, left: Any, right: Any, lanes: list[int]) -> Any:
+    return builder.shuffle_vector(left, right, ir.Constant(_WORDS, lanes))
+
+
+def _halves(builder: ir.IRBuilder, pairs: Any) -> list[Any]:
+    """Float32 of the even and of the odd elements of a vector of bfloat16 pairs."""
+    even, odd = builder.shl(pairs, _same(_WORDS, 16)), builder.and_(pairs, _same(_WORDS, 0xFFFF0000))
+    return [builder.bitcast(even, _FLOATS), builder.bitcast(odd, _FLOATS)]
+
+
+def _bytes_as_floats(builder: ir.IRBuilder, data: Any, at: Any) -> Any:
+    """W int8 from index `at` on."""
+    return builder.sitofp(_load(builder, data, at, ir.VectorType(ir.IntType(8), WIDTH), 1), _FLOATS)
+
+
+def _call_own(builder: ir.IRBuilder, name: str, args: list[Any], body: Callable[[Any, list[Any]], None]) -> None:
+    """Calls a function of its own with these arguments: within the loops of its caller the compiler keeps neither a tile's sums nor
+    its addresses in registers (16 rows take twice as long). body(builder, args) writes it when it is not there yet."""
+    function = builder.module.globals.get(name)
+    if function is None:
+        function = ir.Function(builder.module, ir.FunctionType(ir.VoidType(), [arg.type for arg in args]), name)
+        function.linkage = "internal"
+        function.attributes.add("noinline")
+        function.attributes.add("nounwind")
+        own = ir.IRBuilder(function.append_basic_block("entry"))
+        body(own, list(function.args))
+        own.ret_void()
+    builder.call(function, args)
+
+
+@intrinsic
+def widen_weight(typing_context: Any, value: Any) -> Any:
+    """float32 of a weight, bfloat16 bits or int8; exact."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if value == types.int8:
+            return builder.sitofp(args[0], ir.FloatType())
+        return builder.bitcast(builder.shl(builder.zext(args[0], _I32), _I32(16)), ir.FloatType())
+
+    return types.float32(value), generate
+
+
+@intrinsic
+def widen_step(typing_context: Any, x: Any, at: Any, to: Any, to_at: Any, weight: Any) -> Any:
+    """STEP bfloat16 elements of x from `at` on to `to`, as add_products wants them beside such weights: elements of even index
+    and then those of odd one for bfloat16, in their order for int8."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        source, at, target, to_at, _ = _with_data(context, builder, signature, args)
+        if weight.dtype == types.int8:
+            parts = []
+            for half in range(2):
+                bits = _load(builder, source, builder.add(at, _I64(half * WIDTH)), ir.VectorType(ir.IntType(16), WIDTH), 2)
+                parts.append(builder.bitcast(builder.shl(builder.zext(bits, _WORDS), _same(_WORDS, 16)), _FLOATS))
+        else:
+            parts = _halves(builder, _load(builder, source, at, _WORDS, 2))
+        for half, part in enumerate(parts):
+            _store(builder, part, target, builder.add(to_at, _I64(half * WIDTH)))
+        return context.get_dummy_value()
+
+    return types.void(x, types.int64, to, types.int64, weight), generate
+
+
+def add_products(num_rows: int) -> Any:
+    """A function (x, x_at, weight, weight_at, width, steps, ahead, fetched, fresh, sums, sums_at) that adds the products of `steps`
+    steps of num_rows rows with OUTPUTS weight rows, `width` apart, to the tile of sums at sums_at; fresh: what is there is 0.
+
+    x: float32 [steps, num_rows, STEP] as widen_step leaves them. Meanwhile `fetched` (1 to OUTPUTS) weight rows that lie `ahead`
+    elements behind are brought to the second-level cache. Tiles of other rows that use the same weights share that work."""
+
+    @intrinsic
+    def tile(
+        typing_context: Any,
+        x: Any,
+        x_at: Any,
+        weight: Any,
+        weight_at: Any,
+        width: Any,
+        steps: Any,
+        ahead: Any,
+        fetched: Any,
+        fresh: Any,
+        sums: Any,
+        sums_at: Any,
+    ) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            own = _with_data(context, builder, signature, args)
+            _call_own(builder, f"add_products_{num_rows}_{weight.dtype}", own, body)
+            return context.get_dummy_value()
+
+        def body(builder: Any, args: list[Any]) -> None:
+            rows, x_begin, weights, begin, row, count, ahead_by, num_fetched, is_fresh, totals_data, sums_begin = args
+            weights_at = [builder.add(begin, builder.mul(row, _I64(n))) for n in range(OUTPUTS)]
+            fetch_at = []
+            for n in range(OUTPUTS):
+                fetch_row = builder.udiv(builder.mul(num_fetched, _I64(n)), _I64(OUTPUTS))
+                fetch_at.append(builder.add(builder.add(begin, ahead_by), builder.mul(fetch_row, row)))
+            totals_at = [builder.add(sums_begin, _I64(number * WIDTH)) for number in range(num_rows * OUTPUTS)]
+            totals = [cgutils.alloca_once(builder, _FLOATS) for _ in totals_at]
+            for total in totals:
+                builder.store(_same(_FLOATS, 0.0), total)
+            with builder.if_then(builder.icmp_signed("==", is_fresh, _I64(0))):
+                for total, at in zip(totals, totals_at, strict=True):
+                    builder.store(_load(builder, totals_data, at), total)
+            with cgutils.for_range_slice(builder, _I64(0), count, _I64(1)) as (step, _):
+                k = builder.mul(step, _I64(STEP))
+                row_at = builder.add(x_begin, builder.mul(k, _I64(num_rows)))
+                pairs = []
+                if weight.dtype != types.int8:
+                    pairs = [_load(builder, weights, builder.add(at, k), _WORDS, 2) for at in weights_at]
+                for at in fetch_at:
+                    _prefetch(builder, weights, builder.add(at, k))
+                for half in range(2):
+                    if weight.dtype == types.int8:
+                        places = [builder.add(builder.add(at, k), _I64(half * WIDTH)) for at in weights_at]
+                        columns = [_bytes_as_floats(builder, weights, place) for place in places]
+                    else:
+                        columns = [_halves(builder, pair)[half] for pair in pairs]
+                    for r in range(num_rows):
+                        own = _load(builder, rows, builder.add(row_at, _I64(r * STEP + half * WIDTH)))
+                        for n, column in enumerate(columns):
+                            total = totals[r * OUTPUTS + n]
+                            builder.store(_fma(builder, own, column, builder.load(total)), total)
+            for total, at in zip(totals, totals_at, strict=True):
+                _store(builder, builder.load(total), totals_data, at)
+
+        one = types.int64
+        return types.void(x, one, weight, *(one,) * 6, sums, one), generate
+
+    return tile
+
+
+@intrinsic
+def fold_tile(typing_context: Any, sums: Any, at: Any, out: Any) -> Any:
+    """Adds up the lanes of each of a tile's ROWS * OUTPUTS sums; they go to out [as many, rounded up to W], row by row."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        source, at, target = _with_data(context, builder, signature, args)
+        for first in range(0, ROWS * OUTPUTS, WIDTH):
+            numbers = range(first, min(first + WIDTH, ROWS * OUTPUTS))
+            vectors = [_load(builder, source, builder.add(at, _I64(number * WIDTH))) for number in numbers]
+            _store(builder, _fold(builder, vectors), target, _I64(first))
+        return context.get_dummy_value()
+
+    return types.void(sums, types.int64, out), generate
+
+
+FOLDED_FLOATS = -(-ROWS * OUTPUTS // WIDTH) * WIDTH  # that fold_tile writes
+
+
+def _fold(builder: ir.IRBuilder, vectors: list[Any]) -> Any:
+    """Lane i of the result is the sum of vector i, of W or fewer."""
+    lanes = WIDTH  # that hold parts of one sum
+    while lanes > 1:
+        half = lanes // 2
+        both = [group * lanes + lane for group in range(STEP // lanes) for lane in range(half)]
+        pairs = zip_longest(vectors[::2], vectors[1::2], fillvalue=ir.Constant(_FLOATS, ir.Undefined))
+        vectors = [
+            builder.fadd(_shuffle(builder, left, right, both), _shuffle(builder, left, right, [lane + half for lane in both]))
+            for left, right in pairs
+        ]
+        lanes = half
+    return vectors[0]
+
+
+@intrinsic
+def pack_step(typing_context: Any, weight: Any, at: Any, width: Any, packed: Any, to_at: Any) -> Any:
+    """W weight rows, `width` apart, widened and transposed: their next STEP inputs (W if int8) from `at` on become as many vectors
+    of W outputs, PANEL apart in packed from to_at on."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        weights, begin, row, target, to_begin = _with_data(context, builder, signature, args)
+        rows = [builder.add(begin, builder.mul(row, _I64(n))) for n in range(WIDTH)]
+        if weight.dtype == types.int8:
+            vectors = [_bytes_as_floats(builder, weights, place) for place in rows]
+            columns = _transposed(builder, vectors)
+        else:
+            pairs = _transposed(builder, [_load(builder, weights, place, _WORDS, 2) for place in rows])
+            columns = [half for pair in pairs for half in _halves(builder, pair)]
+        for k, column in enumerate(columns):
+            _store(builder, column, target, builder.add(to_begin, _I64(k * PANEL)))
+        return context.get_dummy_value()
+
+    return types.void(weight, types.int64, types.int64, packed, types.int64), generate
+
+
+def packed_step(of_int8: bool) -> int:
+    """Inputs that pack_step takes at a time."""
+    return WIDTH if of_int8 else STEP
+
+
+def _transposed(builder: ir.IRBuilder, vectors: list[Any]) -> list[Any]:
+    """W vectors of W: lane j of vector i becomes lane i of vector j. Each round exchanges half of the lanes of two vectors."""
+    span = WIDTH // 2
+    while span:
+        lower = [lane if lane // span % 2 == 0 else lane - span + WIDTH for lane in range(WIDTH)]
+        upper = [lane + span if lane // span % 2 == 0 else lane + WIDTH for lane in range(WIDTH)]
+        for first in (number for number in range(WIDTH) if number // span % 2 == 0):
+            left, right = vectors[first], vectors[first + span]
+            vectors[first], vectors[first + span] = (_shuffle(builder, left, right, lanes) for lanes in (lower, upper))
+        span //= 2
+    return vectors
+
+
+def add_packed(num_rows: int) -> Any:
+    """A function (x, x_at, packed, count, fresh, sums, sums_at, weight, fetch_at, width, fetched) that adds the products of `count`
+    inputs of num_rows rows with a packed panel of weights to the sums [num_rows, PANEL] at sums_at; fresh: what is there is 0.
+
+    x: float32 [count, num_rows] from x_at on. packed: [count, PANEL]. Meanwhile the same inputs of `fetched` weight rows from
+    fetch_at on, `width` apart, are brought to the second-level cache."""
+
+    @intrinsic
+    def tile(
+        typing_context: Any,
+        x: Any,
+        x_at: Any,
+        packed: Any,
+        count: Any,
+        fresh: Any,
+        sums: Any,
+        sums_at: Any,
+        weight: Any,
+        fetch_at: Any,
+        width: Any,
+        fetched: Any,
+    ) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            own = _with_data(context, builder, signature, args)
+            _call_own(builder, f"add_packed_{num_rows}_{weight.dtype}", own, body)
+            return context.get_dummy_value()
+
+        def body(builder: Any, args: list[Any]) -> None:
+            rows, x_begin, panel, num_inputs, is_fresh, totals_data, sums_begin, weights, fetch_begin, row, num_fetched = args
+            totals_at = [builder.add(sums_begin, _I64(number * WIDTH)) for number in range(num_rows * _PACKED_VECTORS)]
+            totals = [cgutils.alloca_once(builder, _FLOATS) for _ in totals_at]
+            for total in totals:
+                builder.store(_same(_FLOATS, 0.0), total)
+            with builder.if_then(builder.icmp_signed("==", is_fresh, _I64(0))):
+                for total, at in zip(totals, totals_at, strict=True):
+                    builder.store(_load(builder, totals_data, at), total)
+            with cgutils.for_range_slice(builder, _I64(0), num_inputs, _I64(_BLOCK)) as (block, _):
+                with cgutils.for_range_slice(builder, _I64(0), num_fetched, _I64(1)) as (n, _):
+                    _prefetch(builder, weights, builder.add(builder.add(fetch_begin, builder.mul(n, row)), block))
+                end = builder.add(block, _I64(_BLOCK))
+                end = builder.select(builder.icmp_signed("<", end, num_inputs), end, num_inputs)
+                with cgutils.for_range_slice(builder, block, end, _I64(1)) as (k, _):
+                    row_at, panel_at = builder.add(x_begin, builder.mul(k, _I64(num_rows))), builder.mul(k, _I64(PANEL))
+                    columns = [_load(builder, panel, builder.add(panel_at, _I64(v * WIDTH))) for v in range(_PACKED_VECTORS)]
+                    for r in range(num_rows):
+                        single = builder.load(builder.gep(rows, [builder.add(row_at, _I64(r))]))
+                        lane = builder.insert_element(ir.Constant(_FLOATS, ir.Undefined), single, _I32(0))
+                        own = _shuffle(builder, lane, lane, [0] * WIDTH)
+                        for v, column in enumerate(columns):
+                            total = totals[r * _PACKED_VECTORS + v]
+                            builder.store(_fma(builder, own, column, builder.load(total)), total)
+            for total, at in zip(totals, totals_at, strict=True):
+                _store(builder, builder.load(total), totals_data, at)
+
+        one = types.int64
+        return types.void(x, one, packed, one, one, sums, one, weight, one, one, one), generate
+
+    return tile

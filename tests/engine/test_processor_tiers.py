@@ -1,0 +1,67 @@
+"""Products on the processors that this one can stand for: features are taken away in a process of its own, where kernels are
+compiled and compared for what is left. `make test-tiers` runs the whole suite so."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from config.processor import VARIABLE, host_features
+from tests.conftest import REPORTED
+from tests.kernel_cache import ROOT
+
+TIERS = ["-avx512bf16", "-avx512vnni", "-avx512", "-sve,-bf16"]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("removal", TIERS)
+def test_products(removal: str, record_property: Callable[[str, str], None]) -> None:
+    """The compiler ends the process where it is asked for what the processor has not, so this has to be another one."""
+    if os.environ.get(VARIABLE):
+        pytest.skip(f"features are taken away already: {VARIABLE}={os.environ[VARIABLE]}")
+    missing = {name.lstrip("-") for name in removal.split(",")} - host_features()
+    if missing:
+        pytest.skip(f"this processor has no {', '.join(sorted(missing))} to take away")
+    result = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-rs",
+            "-p",
+            "no:cacheprovider",
+            "-o",
+            "timeout=300",
+            "tests/engine/ops/test_products.py",
+        ],
+        cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")} | {VARIABLE: removal},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    skipped = [line for line in result.stdout.splitlines() if line.startswith("SKIPPED")]
+    record_property(REPORTED, "\n".join((f"{VARIABLE}={removal}: {result.stdout.splitlines()[-1]}", *skipped)))
+    assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-4000:]
+    assert int(re.findall(r"(\d+) passed", result.stdout)[-1]) > 500
+
+
+def test_a_feature_that_is_unknown_ends_a_start_with_its_name() -> None:
+    command = [sys.executable, "-P", "-m", "engine.warm", "/nowhere"]
+    result = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=os.environ | {VARIABLE: "-sse9", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 2
+    assert f"{VARIABLE}: '-sse9' is none of -avx2" in result.stderr
+    assert "Traceback" not in result.stderr
