@@ -55,7 +55,7 @@ SHAPES = {
     "one-b": ((3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192), (32000, 2048)),
 }
 BANDWIDTHS = ("one_row_gb_s", "read_gb_s")
-ROWS = (1, 2, 4, 6, 8, 12, 16, 32, 128)
+ROWS = (1, 2, 4, 6, 8, 12, 16, 32, 64, 128, 256)
 
 
 def _largest_cache_bytes() -> int:
@@ -136,7 +136,8 @@ def _copies(num_outputs: int, num_inputs: int, dtype: torch.dtype) -> list[Tenso
 
 
 def linear(limit: dict[str, float], dtypes: tuple[torch.dtype, ...], rows: tuple[int, ...]) -> Iterator[dict[str, Any]]:
-    """ops.linear and F.linear on the same weights, in turn."""
+    """ops.linear and F.linear on the same weights, in turn. times_float32: of bfloat16, how many times as fast ours is, as recorded
+    steps call it, as F.linear is with float32 of the same shape."""
     for dtype in dtypes:
         for model, shapes in SHAPES.items():
             for num_outputs, num_inputs in shapes:
@@ -145,6 +146,15 @@ def linear(limit: dict[str, float], dtypes: tuple[torch.dtype, ...], rows: tuple
                     x = _random(num_rows, num_inputs, dtype=dtype)
                     ours_s = seconds([partial(ops.linear, x, weight) for weight in weights])
                     torch_s = seconds([partial(functional.linear, x, weight) for weight in weights])
+                    beside_float32 = {}
+                    if dtype is torch.bfloat16:
+                        recorded_s = replayed_s([partial(ops.linear, x, weight) for weight in weights])
+                        wide, wide_x = _copies(num_outputs, num_inputs, torch.float32), x.float()
+                        float32_s = seconds([partial(functional.linear, wide_x, weight) for weight in wide])
+                        beside_float32 = {
+                            "recorded_us": round(recorded_s * 1e6, 1),
+                            "times_float32": round(float32_s / recorded_s, 2),
+                        }
                     num_bytes = weights[0].numel() * weights[0].element_size()
                     gflop = 2 * num_rows * weights[0].numel() / 1e9
                     yield {
@@ -158,6 +168,7 @@ def linear(limit: dict[str, float], dtypes: tuple[torch.dtype, ...], rows: tuple
                         "gflop_s": round(gflop / ours_s, 1),
                         "of_gemm": round(gflop / ours_s / limit["gemm_gflop_s"], 2),
                         "times_torch": round(torch_s / ours_s, 2),
+                        **beside_float32,
                     }
 
 

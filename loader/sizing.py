@@ -256,7 +256,8 @@ def recorded_tokens(num_tokens: int) -> int:
 
 def recorded_bytes(shape: ModelShape, dtype: str, max_sequences: int, max_num_batched_tokens: int) -> int:
     """Upper bound of the memory that results of recorded steps lie in, whatever else runs: what lives at a time in a layer, or with
-    the logits. Not in it: 0.5 MB for each thread that packs weights for the matrix unit (cpu_amx_linear.scratch_words)."""
+    the logits. Not in it: 0.5 MB for each thread that packs weights (scratch_words of cpu_amx_linear.py, scratch_floats of
+    cpu_widened_linear.py)."""
     query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     layer = max(2 * query + 2 * key, 3 * shape.intermediate_size)
     # residual, update, normed, output, and as much for gaps between those that are taken and given back

@@ -17,7 +17,6 @@ from engine.kernels.cpu_bits import FASTMATH, named, widen
 from engine.kernels.cpu_lanes import load, store
 from engine.kernels.cpu_vectors import LANES
 from engine.kernels.cpu_widened_tiles import (
-    FOLDED_FLOATS,
     OUTPUTS,
     PACKED_ROWS,
     PANEL,
@@ -160,7 +159,6 @@ def _stripe(columns: Any, num_tiles: int, weight: Any, scale: Any, bias: Any, su
     # next come the outputs behind, or, if these are used by several tiles, the stripe behind
     next_at = (OUTPUTS if num_tiles == 1 else _STRIPE) * num_inputs
     last = np.zeros((OUTPUTS, STEP), weight.dtype)
-    folded = np.empty(FOLDED_FLOATS, np.float32)
     results = np.empty((ROWS, _STRIPE + OUTPUTS), np.float32)
     for tile in range(num_tiles):
         first, rows = _tile_rows(tile, num_tiles, num_rows)
@@ -180,10 +178,7 @@ def _stripe(columns: Any, num_tiles: int, weight: Any, scale: Any, bias: Any, su
                     for k in range(whole, num_inputs):
                         last[n, k - whole] = weight[output + n, k]
                 _add(rows, columns, at, last, 0, STEP, 1, 0, 1, 1 if whole == 0 else 0, sums, panel * TILE_FLOATS)
-            fold_tile(sums, panel * TILE_FLOATS, folded)
-            for r in range(rows):
-                for n in range(OUTPUTS):
-                    results[r, output - base + n] = folded[r * OUTPUTS + n]
+            fold_tile(sums, panel * TILE_FLOATS, rows, results, output - base, results.shape[1])
         for r in range(rows):
             _write_row(results, r * results.shape[1] + begin - base, begin, end, scale, bias, out, first + r)
 

@@ -28,7 +28,8 @@ ROWS, OUTPUTS = (6, 4) if _HAS_32_REGISTERS else (3, 3)
 PACKED_ROWS, _PACKED_VECTORS = (12, 2) if WIDTH == 16 else (6, 4) if _HAS_32_REGISTERS else (6, 2)
 PANEL = _PACKED_VECTORS * WIDTH  # outputs whose weights are packed together
 TILE_FLOATS = ROWS * OUTPUTS * WIDTH  # of a tile's sums across K
-_BLOCK = 32  # inputs between two looks at what to fetch: a line of the cache of bfloat16, half of one of int8
+_BLOCK = 128  # inputs between two looks at what to fetch, of so many of each row
+_LINE_BYTES = 64
 
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 _FLOATS, _WORDS = ir.VectorType(ir.FloatType(), WIDTH), ir.VectorType(_I32, WIDTH)
@@ -199,21 +200,30 @@ def add_products(num_rows: int) -> Any:
 
 
 @intrinsic
-def fold_tile(typing_context: Any, sums: Any, at: Any, out: Any) -> Any:
-    """Adds up the lanes of each of a tile's ROWS * OUTPUTS sums; they go to out [as many, rounded up to W], row by row."""
+def fold_tile(typing_context: Any, sums: Any, at: Any, num_rows: Any, out: Any, out_at: Any, stride: Any) -> Any:
+    """Adds up the lanes of the sums of a tile's first num_rows rows; OUTPUTS results of each go to out from out_at on, rows
+    `stride` apart."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        source, at, target = _with_data(context, builder, signature, args)
-        for first in range(0, ROWS * OUTPUTS, WIDTH):
-            numbers = range(first, min(first + WIDTH, ROWS * OUTPUTS))
-            vectors = [_load(builder, source, builder.add(at, _I64(number * WIDTH))) for number in numbers]
-            _store(builder, _fold(builder, vectors), target, _I64(first))
+        source, at, count, target, to, row_stride = _with_data(context, builder, signature, args)
+        at_once = WIDTH // OUTPUTS
+        for first in range(0, ROWS, at_once):
+            rows = range(first, min(first + at_once, ROWS))
+            with builder.if_then(builder.icmp_signed(">", count, _I64(first))):
+                numbers = [r * OUTPUTS + n for r in rows for n in range(OUTPUTS)]
+                folded = _fold(builder, [_load(builder, source, builder.add(at, _I64(number * WIDTH))) for number in numbers])
+                for r in rows:  # those behind the last have room, too
+                    lanes = ir.Constant(ir.VectorType(_I32, OUTPUTS), [(r - first) * OUTPUTS + n for n in range(OUTPUTS)])
+                    _store(
+                        builder,
+                        builder.shuffle_vector(folded, folded, lanes),
+                        target,
+                        builder.add(to, builder.mul(row_stride, _I64(r))),
+                    )
         return context.get_dummy_value()
 
-    return types.void(sums, types.int64, out), generate
-
-
-FOLDED_FLOATS = -(-ROWS * OUTPUTS // WIDTH) * WIDTH  # that fold_tile writes
+    one = types.int64
+    return types.void(sums, one, one, out, one, one), generate
 
 
 def _fold(builder: ir.IRBuilder, vectors: list[Any]) -> Any:
@@ -308,7 +318,9 @@ def add_packed(num_rows: int) -> Any:
                     builder.store(_load(builder, totals_data, at), total)
             with cgutils.for_range_slice(builder, _I64(0), num_inputs, _I64(_BLOCK)) as (block, _):
                 with cgutils.for_range_slice(builder, _I64(0), num_fetched, _I64(1)) as (n, _):
-                    _prefetch(builder, weights, builder.add(builder.add(fetch_begin, builder.mul(n, row)), block))
+                    at = builder.add(builder.add(fetch_begin, builder.mul(n, row)), block)
+                    for line in range(0, _BLOCK, _LINE_BYTES // (weight.dtype.bitwidth // 8)):
+                        _prefetch(builder, weights, builder.add(at, _I64(line)))
                 end = builder.add(block, _I64(_BLOCK))
                 end = builder.select(builder.icmp_signed("<", end, num_inputs), end, num_inputs)
                 with cgutils.for_range_slice(builder, block, end, _I64(1)) as (k, _):
