@@ -60,7 +60,11 @@ def test_processor() -> None:
 
 
 def test_the_environment_of_another_process() -> None:
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env={"A": "b=c"}) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", "print(); input()"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={"A": "b=c"}
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()  # until it runs, its environment is not written yet
         assert system.environment_of(process.pid)["A"] == "b=c"
         process.communicate(b"\n")
     assert system.environment_of(1 << 30) == dict(os.environ)
