@@ -3,11 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo test check bench gpu gpu-dry gpu-wheels install uninstall clean
+.PHONY: help demo test test-aarch64 check bench gpu gpu-dry gpu-wheels install uninstall clean
 
 help:
 	@echo "make demo    one daemon, three models, one memory budget: chats, evictions, a killed engine (a minute or two the first time)"
 	@echo "make test    the test suite"
+	@echo "sudo make test-aarch64   kernels, models and a daemon on an emulated aarch64 processor; docs/aarch64.md"
 	@echo "make check   ruff, mypy, architecture and docs tests"
 	@echo "make gpu     the tests and figures of docs/gpu.md, on a machine with a CUDA device; OUT=folder for the results"
 	@echo "make gpu-dry    the same scripts, interpreted on the CPU at tiny sizes; make gpu-wheels gets what an offline machine may lack"
@@ -36,6 +37,10 @@ test: $(VENV)/.test
 	@echo "\$$ $(BIN)/python -m tests.kernel_cache   # compiles the CPU kernels: a minute the first time"
 	@$(BIN)/python -m tests.kernel_cache
 	$(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --dist loadfile
+
+# Not part of `make test`: it needs root and four Debian packages, and takes half an hour and more.
+test-aarch64:
+	@$(PYTHON) -m tests.aarch64.run $(PARTS) $(if $(PROCESSOR),--processor $(PROCESSOR))
 
 check: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -69,4 +74,4 @@ uninstall:
 	@PREFIX="$(PREFIX)" DESTDIR="$(DESTDIR)" sh systemd/install.sh uninstall
 
 clean:
-	rm -rf $(VENV) .demo .cache .wheels .gpu-results
+	rm -rf $(VENV) .demo .cache .wheels .gpu-results .aarch64
