@@ -3,12 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo test test-tiers check bench gpu gpu-dry gpu-wheels install uninstall clean
+.PHONY: help demo test test-tiers test-aarch64 check bench gpu gpu-dry gpu-wheels install uninstall clean
 
 help:
 	@echo "make demo    one daemon, three models, one memory budget: chats, evictions, a killed engine (a minute or two the first time)"
 	@echo "make test    the test suite"
 	@echo "make test-tiers    the same, once for each kind of processor that this one can stand for: a quarter of an hour each"
+	@echo "sudo make test-aarch64   kernels, models and a daemon on an emulated aarch64 processor; docs/aarch64.md"
 	@echo "make check   ruff, mypy, architecture and docs tests"
 	@echo "make gpu     the tests and figures of docs/gpu.md, on a machine with a CUDA device; OUT=folder for the results"
 	@echo "make gpu-dry    the same scripts, interpreted on the CPU at tiny sizes; make gpu-wheels gets what an offline machine may lack"
@@ -44,6 +45,10 @@ TIERS ?= -amx -avx512bf16 -avx512vnni -avx512
 test-tiers: $(VENV)/.test
 	@for tier in $(TIERS); do echo "HEARTHD_CPU_FEATURES=$$tier"; HEARTHD_CPU_FEATURES=$$tier $(MAKE) test || exit 1; done
 
+# Not part of `make test`: it needs root and four Debian packages, and takes half an hour and more.
+test-aarch64:
+	@$(PYTHON) -m tests.aarch64.run $(PARTS) $(if $(PROCESSOR),--processor $(PROCESSOR))
+
 check: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -76,4 +81,4 @@ uninstall:
 	@PREFIX="$(PREFIX)" DESTDIR="$(DESTDIR)" sh systemd/install.sh uninstall
 
 clean:
-	rm -rf $(VENV) .demo .cache .wheels .gpu-results
+	rm -rf $(VENV) .demo .cache .wheels .gpu-results .aarch64

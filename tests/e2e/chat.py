@@ -8,7 +8,7 @@ from typing import Any
 
 import openai
 
-from tests.e2e.node import Node
+from tests.e2e.node import SAFETY_S, Node
 
 
 class Stream:
@@ -48,7 +48,7 @@ class Stream:
             self.error = str(error) or type(error).__name__
 
     def wait_for_chunks(self, number: int) -> None:
-        end = time.monotonic() + 60
+        end = time.monotonic() + SAFETY_S
         while self.num_chunks < number and self._thread.is_alive():
             assert time.monotonic() < end, "no tokens"
             time.sleep(0.002)

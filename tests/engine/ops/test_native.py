@@ -71,7 +71,8 @@ def test_calls_that_are_joined_are_made_in_order_and_by_themselves_as_before() -
     joined, ticks = halves.followed_by(thirds), np.zeros(5, np.int64)
     joined.run(ticks)
     assert numbers[0] == 64.0 / 4 / 9
-    assert (np.diff(ticks) > 0).all()
+    assert (np.diff(ticks) >= 0).all(), "aarch64 has clocks of 25 MHz, which are slower than these calls"
+    assert ticks[-1] > ticks[0] > 0
     thirds.run()
     assert numbers[0] == 64.0 / 4 / 9 / 9
     fails = NativeCalls([(overload, (numbers, np.uint64(0)))])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -62,3 +64,26 @@ def test_each_call_has_its_seconds_once_they_are_wanted(dtype: torch.dtype) -> N
     few, many, python = program.seconds.tolist()
     assert 0 < few < many
     assert python > 0
+
+
+def test_where_no_clock_can_be_read_calls_share_the_seconds(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    from engine.kernels.native import NativeCalls
+
+    run = NativeCalls.run
+
+    def without_clock(calls: NativeCalls, ticks: Any = None) -> None:
+        run(calls)
+        if ticks is not None:
+            ticks[:] = 0
+
+    monkeypatch.setattr(NativeCalls, "run", without_clock)
+    x, weight = random(1, 64, dtype=dtype), random(64, dtype=dtype)
+    recorder = Recorder(Scratch(1 << 20))
+    with recording(recorder):
+        out = ops.rms_norm(ops.rms_norm(x, weight, 1e-5), weight, 1e-5)
+    program = DecodeProgram(recorder.calls, out, out)
+    program.watch()
+    program.run()
+    assert program.seconds is not None
+    first, second = program.seconds.tolist()
+    assert first == second > 0

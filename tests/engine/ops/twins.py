@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,8 @@ from torch import Tensor
 
 from engine import ops
 
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
+# Against float64, torch's own float32 product of 2,000 inputs is off by 7e-6 on aarch64, the kernels' by 9e-7.
+TOLERANCE = {torch.float32: 1e-5 if platform.machine() == "aarch64" else 2e-6, torch.bfloat16: 2e-2}
 
 
 def both(monkeypatch: pytest.MonkeyPatch, call: Callable[[], Any]) -> tuple[Any, Any]:
