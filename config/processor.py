@@ -170,7 +170,7 @@ def library_environment(processor: Processor, machine: str) -> dict[str, str]:
     if not processor.taken_away:
         return {}
     if machine == "aarch64":
-        return {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "ADVSIMD"}
+        return {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "ADVANCED_SIMD"}
     onednn, mkl, aten = next(level for feature, *level in _LIBRARY_LEVELS if feature in processor.features or not feature)
     return {"ONEDNN_MAX_CPU_ISA": onednn, "MKL_ENABLE_INSTRUCTIONS": mkl, "ATEN_CPU_CAPABILITY": aten}
 

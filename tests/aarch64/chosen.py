@@ -58,6 +58,6 @@ LEFT_OUT = (
     ("tests of daemon, scheduler and config", "Python alone, which is the same on every architecture"),
     ("tests/engine/test_threads_apart.py", "a thousand large products, minutes each; it reads /proc, as everywhere"),
     ("tests/gpu, Triton", "no CUDA here; Triton's interpreter is numpy"),
-    ("other tests of tests/e2e", "what they add to the two above is Python's; each takes minutes where importing torch takes 13 s"),
+    ("other tests of tests/e2e", "what they add is Python's; each takes minutes where importing torch takes 13 s"),
     ("benchmarks", "what an emulator takes says nothing of a processor"),
 )

@@ -59,7 +59,7 @@ class Stream:
         return self.join()
 
     def join(self) -> Stream:
-        self._thread.join(90)
+        self._thread.join(1.5 * SAFETY_S)
         assert not self._thread.is_alive(), "the stream hangs"
         return self
 
