@@ -51,7 +51,7 @@ def find_processor(environment: Mapping[str, str]) -> Finding:
 
 
 def environment_of(pid: int) -> dict[str, str]:
-    """Of the process, as it was started; this process's own if that may not be read."""
+    """Returns the environment a process was started with, or this process's own if that may not be read."""
     try:
         entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:

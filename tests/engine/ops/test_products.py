@@ -124,7 +124,7 @@ def use_int8_products(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_widened_weights(
     monkeypatch: pytest.MonkeyPatch, num_inputs: int, num_outputs: int, num_rows: int, of_int8: bool, threads: int
 ) -> None:
-    """As on a processor that multiplies neither bfloat16 nor int8: few rows and many, inputs and outputs that fill no tile."""
+    """A processor that multiplies neither bfloat16 nor int8 widens: few rows and many, inputs and outputs that fill no tile."""
     monkeypatch.setattr(ops._kernels, "HAS_BFLOAT16_PRODUCTS", False)
     monkeypatch.setattr(ops._kernels, "_HAS_MATRIX_UNIT", False)
     monkeypatch.setattr(ops._kernels, "_HAS_INT8_PRODUCTS", False)
