@@ -93,8 +93,8 @@ def splat(builder: ir.IRBuilder, value: Any, kind: ir.VectorType) -> Any:
 
 
 def fma(builder: ir.IRBuilder, left: Any, right: Any, total: Any) -> Any:
-    kind = ir.FunctionType(SUMS, [SUMS] * 3)
-    function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fmuladd.v{LANES}f32")
+    kind = ir.FunctionType(total.type, [total.type] * 3)
+    function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fmuladd.v{total.type.count}f32")
     return builder.call(function, [left, right, total])
 
 
@@ -133,12 +133,13 @@ def add_products(builder: ir.IRBuilder, total: Any, left: Any, right: Any, paire
 
 
 def fold(builder: ir.IRBuilder, vectors: list[Any]) -> Any:
-    """Adds up the lanes of each of 16 vectors or fewer (float32 or words); lane i of the result is the sum of vector i."""
-    width = LANES  # lanes that hold parts of one sum
-    add = builder.fadd if vectors[0].type == SUMS else builder.add
+    """Adds up the lanes of each of as many vectors as they have lanes, or fewer (float32 or words); lane i of the result is the sum
+    of vector i."""
+    lanes = width = vectors[0].type.count  # width: lanes that hold parts of one sum
+    add = builder.fadd if vectors[0].type.element == FLOAT else builder.add
     while width > 1:
         half = width // 2
-        both = [group * width + lane for group in range(2 * LANES // width) for lane in range(half)]
+        both = [group * width + lane for group in range(2 * lanes // width) for lane in range(half)]
         pairs = zip_longest(vectors[::2], vectors[1::2], fillvalue=ir.Constant(vectors[0].type, ir.Undefined))
         vectors = [
             add(shuffle(builder, left, right, both), shuffle(builder, left, right, [b + half for b in both]))
@@ -149,7 +150,7 @@ def fold(builder: ir.IRBuilder, vectors: list[Any]) -> Any:
 
 
 def shuffle(builder: ir.IRBuilder, left: Any, right: Any, lanes: list[int]) -> Any:
-    return builder.shuffle_vector(left, right, ir.Constant(PAIRS, lanes))
+    return builder.shuffle_vector(left, right, ir.Constant(ir.VectorType(I32, len(lanes)), lanes))
 
 
 def token_pairs(builder: ir.IRBuilder, loaded: list[Any]) -> list[Any]:

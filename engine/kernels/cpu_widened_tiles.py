@@ -7,8 +7,8 @@ float32 of a vector, K inputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import zip_longest
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from llvmlite import ir
@@ -17,6 +17,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from config.processor import this_processor
+from engine.kernels.cpu_vectors import I32, I64, fma, fold, shuffle, vector
 
 _FEATURES = this_processor().features
 WIDTH = 16 if "avx512" in _FEATURES else 8 if "avx2" in _FEATURES else 4
@@ -31,8 +32,7 @@ TILE_FLOATS = ROWS * OUTPUTS * WIDTH  # of a tile's sums across K
 _BLOCK = 128  # inputs between two looks at what to fetch, of so many of each row
 _LINE_BYTES = 64
 
-_I32, _I64 = ir.IntType(32), ir.IntType(64)
-_FLOATS, _WORDS = ir.VectorType(ir.FloatType(), WIDTH), ir.VectorType(_I32, WIDTH)
+_FLOATS, _WORDS = ir.VectorType(ir.FloatType(), WIDTH), ir.VectorType(I32, WIDTH)
 _SECOND_CACHE = 2  # as llvm.prefetch has it
 
 
@@ -44,10 +44,6 @@ def _with_data(context: Any, builder: Any, signature: Any, args: Any) -> list[An
     ]
 
 
-def _same(kind: ir.VectorType, value: int | float) -> ir.Constant:
-    return ir.Constant(kind, [value] * kind.count)
-
-
 def _load(builder: ir.IRBuilder, data: Any, at: Any, kind: ir.Type = _FLOATS, align: int = 4) -> Any:
     return builder.load(builder.bitcast(builder.gep(data, [at]), kind.as_pointer()), align=align)
 
@@ -56,24 +52,15 @@ def _store(builder: ir.IRBuilder, value: Any, data: Any, at: Any) -> None:
     builder.store(value, builder.bitcast(builder.gep(data, [at]), value.type.as_pointer()), align=4)
 
 
-def _fma(builder: ir.IRBuilder, left: Any, right: Any, total: Any) -> Any:
-    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_FLOATS, [_FLOATS] * 3), f"llvm.fmuladd.v{WIDTH}f32")
-    return builder.call(function, [left, right, total])
-
-
 def _prefetch(builder: ir.IRBuilder, data: Any, at: Any) -> None:
-    kind = ir.FunctionType(ir.VoidType(), [data.type, _I32, _I32, _I32])
+    kind = ir.FunctionType(ir.VoidType(), [data.type, I32, I32, I32])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    builder.call(function, [builder.gep(data, [at]), _I32(0), _I32(_SECOND_CACHE), _I32(1)])  # read, data
-
-
-def _shuffle(builder: ir.IRBuilder, left: Any, right: Any, lanes: list[int]) -> Any:
-    return builder.shuffle_vector(left, right, ir.Constant(_WORDS, lanes))
+    builder.call(function, [builder.gep(data, [at]), I32(0), I32(_SECOND_CACHE), I32(1)])  # read, data
 
 
 def _halves(builder: ir.IRBuilder, pairs: Any) -> list[Any]:
     """Float32 of the even and of the odd elements of a vector of bfloat16 pairs."""
-    even, odd = builder.shl(pairs, _same(_WORDS, 16)), builder.and_(pairs, _same(_WORDS, 0xFFFF0000))
+    even, odd = builder.shl(pairs, vector(_WORDS, 16)), builder.and_(pairs, vector(_WORDS, 0xFFFF0000))
     return [builder.bitcast(even, _FLOATS), builder.bitcast(odd, _FLOATS)]
 
 
@@ -97,6 +84,21 @@ def _call_own(builder: ir.IRBuilder, name: str, args: list[Any], body: Callable[
     builder.call(function, args)
 
 
+@contextmanager
+def _in_registers(builder: ir.IRBuilder, data: Any, begin: Any, count: int, is_fresh: Any) -> Iterator[list[Any]]:
+    """Yields places of `count` sums, vectors from data[begin] on (0 if is_fresh), that are written back at the end."""
+    places = [builder.add(begin, I64(number * WIDTH)) for number in range(count)]
+    totals = [cgutils.alloca_once(builder, _FLOATS) for _ in places]
+    for total in totals:
+        builder.store(vector(_FLOATS, 0.0), total)
+    with builder.if_then(builder.icmp_signed("==", is_fresh, I64(0))):
+        for total, place in zip(totals, places, strict=True):
+            builder.store(_load(builder, data, place), total)
+    yield totals
+    for total, place in zip(totals, places, strict=True):
+        _store(builder, builder.load(total), data, place)
+
+
 @intrinsic
 def widen_weight(typing_context: Any, value: Any) -> Any:
     """float32 of a weight, bfloat16 bits or int8; exact."""
@@ -104,7 +106,7 @@ def widen_weight(typing_context: Any, value: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         if value == types.int8:
             return builder.sitofp(args[0], ir.FloatType())
-        return builder.bitcast(builder.shl(builder.zext(args[0], _I32), _I32(16)), ir.FloatType())
+        return builder.bitcast(builder.shl(builder.zext(args[0], I32), I32(16)), ir.FloatType())
 
     return types.float32(value), generate
 
@@ -119,12 +121,12 @@ def widen_step(typing_context: Any, x: Any, at: Any, to: Any, to_at: Any, weight
         if weight.dtype == types.int8:
             parts = []
             for half in range(2):
-                bits = _load(builder, source, builder.add(at, _I64(half * WIDTH)), ir.VectorType(ir.IntType(16), WIDTH), 2)
-                parts.append(builder.bitcast(builder.shl(builder.zext(bits, _WORDS), _same(_WORDS, 16)), _FLOATS))
+                bits = _load(builder, source, builder.add(at, I64(half * WIDTH)), ir.VectorType(ir.IntType(16), WIDTH), 2)
+                parts.append(builder.bitcast(builder.shl(builder.zext(bits, _WORDS), vector(_WORDS, 16)), _FLOATS))
         else:
             parts = _halves(builder, _load(builder, source, at, _WORDS, 2))
         for half, part in enumerate(parts):
-            _store(builder, part, target, builder.add(to_at, _I64(half * WIDTH)))
+            _store(builder, part, target, builder.add(to_at, I64(half * WIDTH)))
         return context.get_dummy_value()
 
     return types.void(x, types.int64, to, types.int64, weight), generate
@@ -159,21 +161,17 @@ def add_products(num_rows: int) -> Any:
 
         def body(builder: Any, args: list[Any]) -> None:
             rows, x_begin, weights, begin, row, count, ahead_by, num_fetched, is_fresh, totals_data, sums_begin = args
-            weights_at = [builder.add(begin, builder.mul(row, _I64(n))) for n in range(OUTPUTS)]
+            weights_at = [builder.add(begin, builder.mul(row, I64(n))) for n in range(OUTPUTS)]
             fetch_at = []
             for n in range(OUTPUTS):
-                fetch_row = builder.udiv(builder.mul(num_fetched, _I64(n)), _I64(OUTPUTS))
+                fetch_row = builder.udiv(builder.mul(num_fetched, I64(n)), I64(OUTPUTS))
                 fetch_at.append(builder.add(builder.add(begin, ahead_by), builder.mul(fetch_row, row)))
-            totals_at = [builder.add(sums_begin, _I64(number * WIDTH)) for number in range(num_rows * OUTPUTS)]
-            totals = [cgutils.alloca_once(builder, _FLOATS) for _ in totals_at]
-            for total in totals:
-                builder.store(_same(_FLOATS, 0.0), total)
-            with builder.if_then(builder.icmp_signed("==", is_fresh, _I64(0))):
-                for total, at in zip(totals, totals_at, strict=True):
-                    builder.store(_load(builder, totals_data, at), total)
-            with cgutils.for_range_slice(builder, _I64(0), count, _I64(1)) as (step, _):
-                k = builder.mul(step, _I64(STEP))
-                row_at = builder.add(x_begin, builder.mul(k, _I64(num_rows)))
+            with (
+                _in_registers(builder, totals_data, sums_begin, num_rows * OUTPUTS, is_fresh) as totals,
+                cgutils.for_range_slice(builder, I64(0), count, I64(1)) as (step, _),
+            ):
+                k = builder.mul(step, I64(STEP))
+                row_at = builder.add(x_begin, builder.mul(k, I64(num_rows)))
                 pairs = []
                 if weight.dtype != types.int8:
                     pairs = [_load(builder, weights, builder.add(at, k), _WORDS, 2) for at in weights_at]
@@ -181,17 +179,15 @@ def add_products(num_rows: int) -> Any:
                     _prefetch(builder, weights, builder.add(at, k))
                 for half in range(2):
                     if weight.dtype == types.int8:
-                        places = [builder.add(builder.add(at, k), _I64(half * WIDTH)) for at in weights_at]
+                        places = [builder.add(builder.add(at, k), I64(half * WIDTH)) for at in weights_at]
                         columns = [_bytes_as_floats(builder, weights, place) for place in places]
                     else:
                         columns = [_halves(builder, pair)[half] for pair in pairs]
                     for r in range(num_rows):
-                        own = _load(builder, rows, builder.add(row_at, _I64(r * STEP + half * WIDTH)))
+                        own = _load(builder, rows, builder.add(row_at, I64(r * STEP + half * WIDTH)))
                         for n, column in enumerate(columns):
                             total = totals[r * OUTPUTS + n]
-                            builder.store(_fma(builder, own, column, builder.load(total)), total)
-            for total, at in zip(totals, totals_at, strict=True):
-                _store(builder, builder.load(total), totals_data, at)
+                            builder.store(fma(builder, own, column, builder.load(total)), total)
 
         one = types.int64
         return types.void(x, one, weight, *(one,) * 6, sums, one), generate
@@ -209,36 +205,21 @@ def fold_tile(typing_context: Any, sums: Any, at: Any, num_rows: Any, out: Any, 
         at_once = WIDTH // OUTPUTS
         for first in range(0, ROWS, at_once):
             rows = range(first, min(first + at_once, ROWS))
-            with builder.if_then(builder.icmp_signed(">", count, _I64(first))):
+            with builder.if_then(builder.icmp_signed(">", count, I64(first))):
                 numbers = [r * OUTPUTS + n for r in rows for n in range(OUTPUTS)]
-                folded = _fold(builder, [_load(builder, source, builder.add(at, _I64(number * WIDTH))) for number in numbers])
+                folded = fold(builder, [_load(builder, source, builder.add(at, I64(number * WIDTH))) for number in numbers])
                 for r in rows:  # those behind the last have room, too
-                    lanes = ir.Constant(ir.VectorType(_I32, OUTPUTS), [(r - first) * OUTPUTS + n for n in range(OUTPUTS)])
+                    lanes = ir.Constant(ir.VectorType(I32, OUTPUTS), [(r - first) * OUTPUTS + n for n in range(OUTPUTS)])
                     _store(
                         builder,
                         builder.shuffle_vector(folded, folded, lanes),
                         target,
-                        builder.add(to, builder.mul(row_stride, _I64(r))),
+                        builder.add(to, builder.mul(row_stride, I64(r))),
                     )
         return context.get_dummy_value()
 
     one = types.int64
     return types.void(sums, one, one, out, one, one), generate
-
-
-def _fold(builder: ir.IRBuilder, vectors: list[Any]) -> Any:
-    """Lane i of the result is the sum of vector i, of W or fewer."""
-    lanes = WIDTH  # that hold parts of one sum
-    while lanes > 1:
-        half = lanes // 2
-        both = [group * lanes + lane for group in range(STEP // lanes) for lane in range(half)]
-        pairs = zip_longest(vectors[::2], vectors[1::2], fillvalue=ir.Constant(_FLOATS, ir.Undefined))
-        vectors = [
-            builder.fadd(_shuffle(builder, left, right, both), _shuffle(builder, left, right, [lane + half for lane in both]))
-            for left, right in pairs
-        ]
-        lanes = half
-    return vectors[0]
 
 
 @intrinsic
@@ -248,7 +229,7 @@ def pack_step(typing_context: Any, weight: Any, at: Any, width: Any, packed: Any
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         weights, begin, row, target, to_begin = _with_data(context, builder, signature, args)
-        rows = [builder.add(begin, builder.mul(row, _I64(n))) for n in range(WIDTH)]
+        rows = [builder.add(begin, builder.mul(row, I64(n))) for n in range(WIDTH)]
         if weight.dtype == types.int8:
             vectors = [_bytes_as_floats(builder, weights, place) for place in rows]
             columns = _transposed(builder, vectors)
@@ -256,7 +237,7 @@ def pack_step(typing_context: Any, weight: Any, at: Any, width: Any, packed: Any
             pairs = _transposed(builder, [_load(builder, weights, place, _WORDS, 2) for place in rows])
             columns = [half for pair in pairs for half in _halves(builder, pair)]
         for k, column in enumerate(columns):
-            _store(builder, column, target, builder.add(to_begin, _I64(k * PANEL)))
+            _store(builder, column, target, builder.add(to_begin, I64(k * PANEL)))
         return context.get_dummy_value()
 
     return types.void(weight, types.int64, types.int64, packed, types.int64), generate
@@ -275,7 +256,7 @@ def _transposed(builder: ir.IRBuilder, vectors: list[Any]) -> list[Any]:
         upper = [lane + span if lane // span % 2 == 0 else lane + WIDTH for lane in range(WIDTH)]
         for first in (number for number in range(WIDTH) if number // span % 2 == 0):
             left, right = vectors[first], vectors[first + span]
-            vectors[first], vectors[first + span] = (_shuffle(builder, left, right, lanes) for lanes in (lower, upper))
+            vectors[first], vectors[first + span] = (shuffle(builder, left, right, lanes) for lanes in (lower, upper))
         span //= 2
     return vectors
 
@@ -309,32 +290,26 @@ def add_packed(num_rows: int) -> Any:
 
         def body(builder: Any, args: list[Any]) -> None:
             rows, x_begin, panel, num_inputs, is_fresh, totals_data, sums_begin, weights, fetch_begin, row, num_fetched = args
-            totals_at = [builder.add(sums_begin, _I64(number * WIDTH)) for number in range(num_rows * _PACKED_VECTORS)]
-            totals = [cgutils.alloca_once(builder, _FLOATS) for _ in totals_at]
-            for total in totals:
-                builder.store(_same(_FLOATS, 0.0), total)
-            with builder.if_then(builder.icmp_signed("==", is_fresh, _I64(0))):
-                for total, at in zip(totals, totals_at, strict=True):
-                    builder.store(_load(builder, totals_data, at), total)
-            with cgutils.for_range_slice(builder, _I64(0), num_inputs, _I64(_BLOCK)) as (block, _):
-                with cgutils.for_range_slice(builder, _I64(0), num_fetched, _I64(1)) as (n, _):
+            with (
+                _in_registers(builder, totals_data, sums_begin, num_rows * _PACKED_VECTORS, is_fresh) as totals,
+                cgutils.for_range_slice(builder, I64(0), num_inputs, I64(_BLOCK)) as (block, _),
+            ):
+                with cgutils.for_range_slice(builder, I64(0), num_fetched, I64(1)) as (n, _):
                     at = builder.add(builder.add(fetch_begin, builder.mul(n, row)), block)
                     for line in range(0, _BLOCK, _LINE_BYTES // (weight.dtype.bitwidth // 8)):
-                        _prefetch(builder, weights, builder.add(at, _I64(line)))
-                end = builder.add(block, _I64(_BLOCK))
+                        _prefetch(builder, weights, builder.add(at, I64(line)))
+                end = builder.add(block, I64(_BLOCK))
                 end = builder.select(builder.icmp_signed("<", end, num_inputs), end, num_inputs)
-                with cgutils.for_range_slice(builder, block, end, _I64(1)) as (k, _):
-                    row_at, panel_at = builder.add(x_begin, builder.mul(k, _I64(num_rows))), builder.mul(k, _I64(PANEL))
-                    columns = [_load(builder, panel, builder.add(panel_at, _I64(v * WIDTH))) for v in range(_PACKED_VECTORS)]
+                with cgutils.for_range_slice(builder, block, end, I64(1)) as (k, _):
+                    row_at, panel_at = builder.add(x_begin, builder.mul(k, I64(num_rows))), builder.mul(k, I64(PANEL))
+                    columns = [_load(builder, panel, builder.add(panel_at, I64(v * WIDTH))) for v in range(_PACKED_VECTORS)]
                     for r in range(num_rows):
-                        single = builder.load(builder.gep(rows, [builder.add(row_at, _I64(r))]))
-                        lane = builder.insert_element(ir.Constant(_FLOATS, ir.Undefined), single, _I32(0))
-                        own = _shuffle(builder, lane, lane, [0] * WIDTH)
+                        single = builder.load(builder.gep(rows, [builder.add(row_at, I64(r))]))
+                        lane = builder.insert_element(ir.Constant(_FLOATS, ir.Undefined), single, I32(0))
+                        own = shuffle(builder, lane, lane, [0] * WIDTH)
                         for v, column in enumerate(columns):
                             total = totals[r * _PACKED_VECTORS + v]
-                            builder.store(_fma(builder, own, column, builder.load(total)), total)
-            for total, at in zip(totals, totals_at, strict=True):
-                _store(builder, builder.load(total), totals_data, at)
+                            builder.store(fma(builder, own, column, builder.load(total)), total)
 
         one = types.int64
         return types.void(x, one, packed, one, one, sums, one, weight, one, one, one), generate
