@@ -71,7 +71,7 @@ class Node:
         ]
 
     def start(self, ready: bool = True) -> Node:
-        """Starts the daemon in its own session and waits for its address (and, with `ready`, for /readyz)."""
+        """Starts the daemon in its own session and waits for its address (and, with `ready`, for all of its engines)."""
         if self.runner == "torch":
             kernel_cache.warm()
         with self.log.open("ab") as log:
@@ -87,7 +87,7 @@ class Node:
             self.process.wait(SAFETY_S)
             raise AssertionError(f"hearthd ended with {self.process.returncode}:\n{self.log_text()}")
         if ready:
-            self.wait_for(self.is_ready, "readyz")
+            self.wait_for(self.has_all_engines, "readyz")
         return self
 
     def stop(self) -> int:
@@ -151,6 +151,13 @@ class Node:
     def is_ready(self) -> bool:
         with contextlib.suppress(OSError):
             return self.get("/readyz")[0] == 200
+        return False
+
+    def has_all_engines(self) -> bool:
+        """Whether it is ready with every engine up. /readyz itself is content with one, and names none to those without a key."""
+        with contextlib.suppress(OSError):
+            status, told = self.get("/readyz")
+            return status == 200 and set(told.get("engines", {}).values()) <= {"up"}
         return False
 
     def openai(self, key: str = "unused", **options: Any) -> Any:

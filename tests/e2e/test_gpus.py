@@ -82,7 +82,7 @@ def test_a_device_that_fails_says_why_while_the_others_serve(tmp_path: Path) -> 
     make_model(tmp_path / "n" / "models" / "a")
     # `runner` as a flag: no kernel is needed, so none is compiled beforehand
     node, _ = make_node(tmp_path / "n", devices=["cuda:0=1GiB", "cpu=256MiB"], flags=["--runner", "torch"])
-    with node:
+    with node.start(ready=False):
         # there is no such GPU: its engine ends with what CUDA says of that
         node.wait_for(lambda: node.json("status")["devices"][0]["restarts"], "the engine's end")
         first, second = node.json("status")["devices"]
