@@ -7,7 +7,7 @@ it to the driver (docs/design.md), so what an isolated model left could not beco
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -17,7 +17,7 @@ from config.schema import DeviceBudget, ModelConfig, NodeConfig
 from config.units import format_bytes, parse_bytes
 from daemon.registry import Registered, Registry
 from daemon.state import NodeState
-from loader import catalog
+from loader.catalog import Checkpoint
 from scheduler.node.ledger import size_of
 
 
@@ -30,16 +30,18 @@ class Division:
     problems: dict[str, str]
 
 
-def divide(config: NodeConfig, devices: Sequence[DeviceBudget], state: NodeState) -> Division:
-    """Reads the headers of the models folder where a model is isolated. A folder that can't be read counts as empty: the first
-    scan of the registry tells of it."""
-    isolated = {name: settings for name, settings in sorted(config.models.items()) if settings.isolate}
+def isolated_models(config: NodeConfig) -> dict[str, ModelConfig]:
+    """Settings of the models that get a carve-out, by name."""
+    return {name: settings for name, settings in sorted(config.models.items()) if settings.isolate}
+
+
+def divide(
+    config: NodeConfig, devices: Sequence[DeviceBudget], state: NodeState, checkpoints: Mapping[str, Checkpoint]
+) -> Division:
+    """checkpoints: what is in the models folder; asked for only where a model is isolated."""
+    isolated = isolated_models(config)
     if not isolated:
         return Division(list(devices), {})
-    try:
-        checkpoints = catalog.scan(config.models_dir)
-    except OSError:
-        checkpoints = {}
     undivided = Registry(config, devices, state)
     found = {name: undivided.register(config, checkpoints[name]) for name in isolated if name in checkpoints}
     left = {device.name: device.budget_bytes for device in devices}

@@ -28,20 +28,23 @@ from daemon import keys, listeners, logs, sockets
 from daemon.access import Access
 from daemon.api import paths
 from daemon.api.app import http_log, make_app, make_runner
+from daemon.carve_outs import isolated_models
 from daemon.control import make_control_app
 from daemon.errors import BadRequest, NotNow
 from daemon.file_watch import FileWatch, signature
 from daemon.gpu.driver import Driver
 from daemon.gpu.inventory import Inventory, memories
 from daemon.node import Node, scheduler_settings
+from daemon.scanning.rescans import Rescans
+from daemon.scanning.scanner import ModelScanner
 from daemon.state import NodeState
 from daemon.systemd_notify import Notifier
 from daemon.text.service import TextService
 from daemon.version import VERSION
+from loader.catalog import Checkpoint
 from scheduler.node import events
 
 log = logging.getLogger("hearthd")
-LOOK_AGAIN_S = (1.0, 3.0, 10.0)
 GC_AFTER_OBJECTS = 20_000  # young objects between two collections; each walks only those
 SWITCH_INTERVAL_S = 0.0005  # a thread that reads headers may not keep the loop waiting for Python's usual 5 ms
 FLUSH_LIMIT_S = 2.0  # for handlers to write their last bytes
@@ -69,9 +72,7 @@ class Lifecycle:
         self._stop = asyncio.Event()
         self._stop_signal = ""
         self._stop_now = asyncio.Event()
-        self._rescan = asyncio.Event()
         self._reload_lock = asyncio.Lock()
-        self._tasks: set[asyncio.Task[Any]] = set()
         self._notify = Notifier()
         self._watch: FileWatch | None = None
         self._own_sockets: list[str] = []  # paths to remove at the end; those systemd made are systemd's
@@ -90,7 +91,9 @@ class Lifecycle:
         except sockets.SocketError:
             self._remove_sockets()
             raise
-        node = self._node = Node(self._config, self._devices, state, self._inventory)
+        scanner = ModelScanner()
+        checkpoints = await self._checkpoints_to_isolate(scanner)
+        node = self._node = Node(self._config, self._devices, state, self._inventory, scanner, checkpoints)
         node.reload = self.reload_as_asked
         node.num_tenants = None if self._keys is None else len(self._keys.tenants)
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -104,14 +107,15 @@ class Lifecycle:
         admin = self._http(node, text, self._config.admin_listen, only=paths.ADMIN | paths.OPEN, ask=http.admin_asks_key)
         control = _control_runner(make_control_app(node))
         status = _control_runner(make_control_app(node, read_only=True))
-        self._spawn(self._notify.watchdog(node.problem))
+        node.tasks.start("the watchdog's task", lambda: self._notify.watchdog(node.problem))
         try:
             await node.rescan()
             node.registry.unknown_models()
             for worker in node.workers.values():
                 worker.configure()
-            node.registry.watch(self._rescan.set)
-            self._spawn(self._rescan_loop())
+            rescans = Rescans(node.rescan, scanner)
+            node.registry.watch(rescans.changed)
+            node.tasks.start("looking for models", rescans.run)
             self._watch = FileWatch(self._files(), self._on_file_changed)
             await _listen(control, control_sockets[sockets.CONTROL], 64)
             await _listen(status, control_sockets[sockets.STATUS], 64)
@@ -192,28 +196,13 @@ class Lifecycle:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
 
-    def _spawn(self, work: Any) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    # ---- the models folder
-
-    async def _rescan_loop(self) -> None:
-        """After a change, looks again some seconds later: a folder made and filled at once can get its watch too late for what is
-        written into it, and then no further event comes."""
-        again: list[float] = []
-        while True:
-            try:
-                await asyncio.wait_for(self._rescan.wait(), again.pop(0) if again else None)
-                again = list(LOOK_AGAIN_S)
-            except TimeoutError:
-                pass
-            self._rescan.clear()
-            try:
-                await self._node.rescan()
-            except OSError as error:
-                log.error("models folder %s cannot be read (%s): the models stay as they are", self._config.models_dir, error)
+    async def _checkpoints_to_isolate(self, scanner: ModelScanner) -> dict[str, Checkpoint]:
+        """What is in the models folder, where carve-outs are made from it. A folder that can't be read counts as empty: the first
+        scan of the registry tells of it."""
+        if isolated_models(self._config):
+            with contextlib.suppress(OSError):
+                return await scanner.scan(self._config.models_dir, {})
+        return {}
 
     # ---- reload
 
@@ -225,10 +214,10 @@ class Lifecycle:
     def _on_file_changed(self) -> None:
         # a reload that was asked for may have read it already
         if signature(self._files()) != self._read and not self._stop.is_set():
-            self._spawn(self._reload_logged())
+            self._node.tasks.once("reloading", self._reload_logged())
 
     def _on_hangup(self) -> None:
-        self._spawn(self._reload_logged())
+        self._node.tasks.once("reloading", self._reload_logged())
 
     async def _reload_logged(self) -> None:
         with contextlib.suppress(BadRequest):  # reload() has logged it
@@ -319,7 +308,7 @@ class Lifecycle:
         """Every part is stopped even where another one fails to; HTTP first."""
         steps = [(name, server.cleanup()) for name, server in servers.items()]
         steps[1:1] = [("engines", self._stop_engines(node))]
-        steps.append(("text", text.close()))
+        steps += [("text", text.close()), ("scanning", node.scanner.close())]
         for name, step in steps:
             try:
                 async with asyncio.timeout(2 * FLUSH_LIMIT_S + 4):
@@ -331,8 +320,7 @@ class Lifecycle:
         node.watch.close()
         node.gpu_watch.stop()
         node.host_memory.close()
-        for task in list(self._tasks):
-            task.cancel()
+        node.tasks.cancel()
         await asyncio.to_thread(node.registry.stop_watching)
         if self._watch is not None:
             await asyncio.to_thread(self._watch.stop)

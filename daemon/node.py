@@ -9,7 +9,7 @@ import os
 import platform
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,7 @@ from daemon.host_memory import HostMemory
 from daemon.left_memory import LeftMemory
 from daemon.live_settings import LiveSettings
 from daemon.logs import fields
+from daemon.long_tasks import LongTasks
 from daemon.loop_watch import LoopWatch
 from daemon.metrics import node as node_metrics
 from daemon.metrics import page as metrics_page
@@ -33,10 +34,12 @@ from daemon.metrics.counters import Metrics
 from daemon.page.feed import PageFeed
 from daemon.page.snapshot import snapshot
 from daemon.registry import Registry
+from daemon.scanning.scanner import ModelScanner
 from daemon.state import NodeState
 from daemon.version import VERSION
 from daemon.workers import EngineSpec, Worker, threads_per_engine
 from engine.protocol import PROTOCOL_VERSION
+from loader.catalog import Checkpoint
 from scheduler.node import events
 from scheduler.node.node_scheduler import NodeScheduler
 from scheduler.node.settings import SchedulerSettings
@@ -63,10 +66,17 @@ class Node:
     """HealthPort for the API. Made on the event loop; `reload` is set by the lifecycle."""
 
     def __init__(
-        self, config: NodeConfig, devices: Sequence[DeviceBudget], state: NodeState, inventory: Inventory | None = None
+        self,
+        config: NodeConfig,
+        devices: Sequence[DeviceBudget],
+        state: NodeState,
+        inventory: Inventory | None = None,
+        scanner: ModelScanner | None = None,
+        checkpoints: Mapping[str, Checkpoint] | None = None,
     ) -> None:
+        """checkpoints: what is in the models folder, for the carve-outs of isolated models."""
         loop = asyncio.get_running_loop()
-        division = divide(config, devices, state)
+        division = divide(config, devices, state, checkpoints or {})
         self.devices = devices = division.devices
         self.inventory = inventory or Driver()
         self.state = state
@@ -77,7 +87,9 @@ class Node:
         settings = scheduler_settings(config)
         self.scheduler = NodeScheduler(settings, budgets)
         self.host_memory = HostMemory(settings.host_tier_slots, settings.chunk_bytes)
-        self.registry = Registry(config, devices, state, division.problems)
+        self.scanner = scanner or ModelScanner()
+        self.tasks = LongTasks()
+        self.registry = Registry(config, devices, state, division.problems, self.scanner.scan)
         self.registry.refused = self._refused
         self.dispatcher = Dispatcher(self.scheduler, config, self.registry.source, self.ring, self.metric, self.watch)
         self.engine_events = EngineEvents(self.dispatcher, budgets)
@@ -323,8 +335,9 @@ class Node:
     # ---- HealthPort
 
     def health(self) -> tuple[bool, dict[str, object]]:
-        problems = self.scheduler.health()
-        return not problems, {"status": "ok" if not problems else "failing", "problems": problems}
+        """A task that is being started again is told of, but is no reason to end the node."""
+        problems, tasks = self.scheduler.health(), self.tasks.problems()
+        return not problems, {"status": "failing" if problems else "degraded" if tasks else "ok", "problems": [*problems, *tasks]}
 
     def problem(self) -> str:
         """What withholds the watchdog, "" for nothing."""

@@ -1,7 +1,7 @@
 """Which models there are: scans the models folder, watches it, and tells the node scheduler what each one takes.
 
-Scanning runs in a thread; the loop only swaps the result in. A model that is running keeps the files it was loaded from: a change
-registers the name anew, with a new fingerprint, for the next load.
+Scanning runs in a process of its own (daemon/scanning); the loop only swaps the result in. A model that is running keeps the files
+it was loaded from: a change registers the name anew, with a new fingerprint, for the next load.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from config.schema import DeviceBudget, ModelConfig, NodeConfig
@@ -19,12 +19,15 @@ from daemon.contracts import LoadSource, ModelEntry
 from daemon.errors import BadRequest, HearthError, NotNow, no_model
 from daemon.state import NodeState
 from loader import catalog, sizing
+from loader.errors import shortened
 from loader.gpu_sizing import gpu_work_space_bytes
 from loader.hf_config import ModelShape
 from scheduler.node import events
 from scheduler.node.ledger import kv_reserved_bytes, size_of
 
 log = logging.getLogger("hearthd.models")
+# (models folder, the last result) -> every model by name; raises OSError if the folder can't be read
+Scan = Callable[[str, Mapping[str, catalog.Checkpoint]], Awaitable[dict[str, catalog.Checkpoint]]]
 DEBOUNCE_MS, STEP_MS = 300, 150
 
 
@@ -41,6 +44,11 @@ class Registered:
     kv_cache_dtype: str = ""  # fp8: of keys and values; empty: dtype
 
 
+async def scan_in_thread(models_dir: str, previous: Mapping[str, catalog.Checkpoint]) -> dict[str, catalog.Checkpoint]:
+    """A scan for those who trust the folder and may wait for it."""
+    return await asyncio.to_thread(catalog.scan, models_dir, previous)
+
+
 class Registry:
     """ModelPort for the API."""
 
@@ -50,9 +58,10 @@ class Registry:
         devices: Sequence[DeviceBudget],
         state: NodeState,
         without_carve_out: Mapping[str, str] | None = None,
+        scan: Scan = scan_in_thread,
     ) -> None:
         """without_carve_out: isolated models for which nothing could be set aside, and why."""
-        self.config, self._devices, self._state = config, devices, state
+        self.config, self._devices, self._state, self._scan = config, devices, state, scan
         self._without_carve_out = without_carve_out or {}
         self.models: dict[str, Registered] = {}
         self.refused: Callable[[str], HearthError | None] = lambda name: None  # set by the node: why a model can never run
@@ -108,17 +117,42 @@ class Registry:
         async with self._rescan_lock:
             config = config or self.config
             before = self.models
-            found = await asyncio.to_thread(self._scan, config, before)
+            checkpoints = await self._scan(config.models_dir, {name: known.checkpoint for name, known in before.items()})
+            found = await asyncio.to_thread(self._register_all, config, before, checkpoints)
             return self._swap(config, found)
 
-    def _scan(self, config: NodeConfig, before: dict[str, Registered]) -> dict[str, Registered]:
-        checkpoints = catalog.scan(config.models_dir, {name: known.checkpoint for name, known in before.items()})
+    def _register_all(
+        self, config: NodeConfig, before: Mapping[str, Registered], checkpoints: Mapping[str, catalog.Checkpoint]
+    ) -> dict[str, Registered]:
         result = {}
         for name, checkpoint in checkpoints.items():
             known = before.get(name)
-            same = known is not None and known.checkpoint is checkpoint and config is self.config
-            result[name] = known if same and known is not None else self.register(config, checkpoint)
+            if known is not None and known.checkpoint is checkpoint and config is self.config:
+                result[name] = known
+                continue
+            try:
+                result[name] = self.register(config, checkpoint)
+            except Exception as error:  # whatever a folder says is that folder's fault, and must not hide the others
+                log.exception("%s: what its files say cannot be used", name)
+                problem = f"what its files say cannot be used: {type(error).__name__}: {shortened(str(error))}"
+                result[name] = self._unusable(config, checkpoint, problem)
         return result
+
+    def _unusable(self, config: NodeConfig, checkpoint: catalog.Checkpoint, problem: str) -> Registered:
+        name = checkpoint.name
+        settings = config.models.get(name, ModelConfig())
+        facts = events.ModelFacts(
+            name=name,
+            weights_bytes=0,
+            kv_bytes_per_token=0,
+            work_space_bytes=0,
+            max_model_len=0,
+            pinned=self._state.pinned.get(name, settings.pinned),
+            enabled=self._state.enabled.get(name, True),
+            fingerprint=checkpoint.fingerprint,
+            incomplete=problem,
+        )
+        return Registered(checkpoint, facts, None, settings.dtype or config.dtype, problem)
 
     def register(self, config: NodeConfig, checkpoint: catalog.Checkpoint) -> Registered:
         """What the checkpoint and the settings together say of one model."""
@@ -134,19 +168,7 @@ class Registry:
         if quantize and shape is not None:
             misfit = misfit or self._quantize_misfit(name, settings, shape)
         if not checkpoint.complete or shape is None or misfit:
-            problem = checkpoint.reason or checkpoint.error or misfit or "not a model"
-            facts = events.ModelFacts(
-                name=name,
-                weights_bytes=0,
-                kv_bytes_per_token=0,
-                work_space_bytes=0,
-                max_model_len=0,
-                pinned=pinned,
-                enabled=enabled,
-                fingerprint=checkpoint.fingerprint,
-                incomplete=problem,
-            )
-            return Registered(checkpoint, facts, None, dtype, problem)
+            return self._unusable(config, checkpoint, checkpoint.reason or checkpoint.error or misfit or "not a model")
         dtype = shape.dtype if dtype == "auto" else dtype
         kv_dtype = sizing.KV_FP8 if _has_fp8_kv(settings) else dtype
         max_model_len = self._max_model_len(config, name, settings, shape, dtype, kv_dtype)
@@ -188,7 +210,7 @@ class Registry:
             tool_parser=settings.tool_parser,
             reasoning_parser=settings.reasoning_parser,
             embedding_size=shape.hidden_size if shape.pooling else 0,
-            cut_sizes=shape.cut_sizes,
+            cut_sizes=range(1, shape.hidden_size + 1) if shape.any_cut_size else shape.cut_sizes,
         )
         return Registered(checkpoint, facts, entry, dtype, "", quantize, sizing.KV_FP8 if _has_fp8_kv(settings) else "")
 

@@ -20,11 +20,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from config.regular_file import read_regular
 from engine.contracts import BatchPlan, IntArray, KVGroupSpec, LoadCancelled, LoadTask, NoWorkSpace, SequenceTable, StepResult
 from engine.grammar.row_masks import RowMasks
 from engine.memory.host_tier import HostTier
 from engine.protocol import Configure, LoadModel, PromptLogprobs, TokenLogprobs
 from loader import sizing
+from loader.catalog import MAX_CONFIG_BYTES
 from loader.errors import CheckpointError
 from loader.hf_config import parse_config
 
@@ -203,8 +205,8 @@ class NullRunner:
         spec = task.spec
         path = Path(spec.path) / "config.json"
         try:
-            config = json.loads(path.read_bytes())
-        except (OSError, ValueError) as error:
+            config = json.loads(read_regular(path, MAX_CONFIG_BYTES))
+        except (OSError, ValueError, RecursionError) as error:
             raise NullLoadError(str(path), None, str(error)) from error
         faults = config.get("hearthd_null", {})
         kind = AheadNullModel if faults.get("launches_ahead") else NullModel

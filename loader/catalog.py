@@ -7,13 +7,15 @@ listed as incomplete, with the reason.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from config.regular_file import read_regular
 from loader import hub_cache, sizing
-from loader.errors import CheckpointError, FileTooShort
+from loader.errors import CheckpointError, FileTooShort, shortened
 from loader.hf_config import (
     CONFIG_NAME,
     DTYPES,
@@ -27,7 +29,9 @@ from loader.pooling import MODULES_NAME, POOLING_NAME, check_modules, parse_pool
 from loader.safetensors import INDEX_NAME, Header
 from loader.weight_files import PACKED_DIR, FileInfo, MissingFile, is_packed_only, packed_files, read_headers, read_packed
 
+log = logging.getLogger("hearthd.models")
 MAX_DEPTH = 8  # folders below the models folder; also ends link cycles
+MAX_FOLDERS = 100_000
 MAX_CONFIG_BYTES = 16 << 20
 TOKENIZER_NAMES = (
     "tokenizer.json",
@@ -64,37 +68,115 @@ class Checkpoint:
     fingerprint: str = ""
     created: int = 0  # Unix seconds: mtime of config.json
     tokenizer_files: tuple[str, ...] = ()
-    signature: tuple[tuple[str, int, int], ...] = ()  # (name, size, mtime_ns) of every file that matters: rescans compare it
+    signature: str = ""  # of name, size and mtime_ns of every file that matters: rescans compare it
+
+
+@dataclass(slots=True, frozen=True)
+class Seen:
+    """What `walk` found. in_cache: in a folder of a Hugging Face cache."""
+
+    checkpoint: Checkpoint
+    in_cache: bool = False
 
 
 def scan(models_dir: str | Path, previous: Mapping[str, Checkpoint] | None = None) -> dict[str, Checkpoint]:
-    """Every model below models_dir by name (its path below it), sorted. A Hugging Face cache's `models--org--name` is `org/name`,
-    unless a folder of that name is there too. `previous`: the last result; folders whose names, sizes and times have not changed
-    are taken from it without opening a file. Raises OSError if models_dir itself can't be read."""
-    root = Path(models_dir)
-    found: dict[str, Checkpoint] = {}
+    """Every model below models_dir by name (its path below it), sorted. `previous`: as for `walk`. Raises OSError if models_dir
+    itself can't be read."""
+    return merged(walk(models_dir, previous))
+
+
+def merged(found: Iterable[Seen]) -> dict[str, Checkpoint]:
+    """Models by name, sorted. A folder of a Hugging Face cache gives way to a plain one of that name."""
+    plain: dict[str, Checkpoint] = {}
     cached: dict[str, Checkpoint] = {}
+    for seen in found:
+        (cached if seen.in_cache else plain)[seen.checkpoint.name] = seen.checkpoint
+    return dict(sorted((cached | plain).items()))
+
+
+def walk(
+    models_dir: str | Path,
+    previous: Mapping[str, Checkpoint] | None = None,
+    looking: Callable[[str], None] = lambda path: None,
+    silent: Mapping[str, str] | None = None,
+) -> Iterator[Seen]:
+    """Every model below models_dir as it is found. A Hugging Face cache's `models--org--name` is `org/name`. Raises OSError if
+    models_dir itself can't be read.
+
+    previous: the last result; folders whose names, sizes and times have not changed are taken from it without opening a file.
+    looking: is told each path before it is looked at, which may take as long as the file system likes. silent: paths that are not
+    to be looked at, and why, as the end of a sentence; a folder among them is an incomplete model."""
+    root, silent = Path(models_dir), silent or {}
+    above = _identities_above(root)
     folders = [(root, "", 0, False)]
+    num_folders = 0
     while folders:
         folder, name, depth, in_cache = folders.pop()
+        if num_folders == MAX_FOLDERS:
+            log.warning("%s holds more than %d folders; the rest is not looked at", root, MAX_FOLDERS)
+            return
+        num_folders += 1
+        if depth and str(folder) in silent:
+            yield Seen(Checkpoint(name, str(folder), reason=silent[str(folder)]), in_cache)
+            continue
+        looking(str(folder))
         try:
-            entries = list(os.scandir(folder))
+            entries = [entry for entry in os.scandir(folder) if not entry.name.startswith(".")]
         except OSError:
             if depth == 0:
                 raise
             continue  # gone or unreadable meanwhile: not a model
-        files = [entry for entry in entries if not entry.name.startswith(".") and _is_file(entry)]
-        if depth and _looks_like_model({entry.name for entry in files}):
-            (cached if in_cache else found)[name] = _scan_folder(folder, name, files, (previous or {}).get(name))
+        files, below, unanswered = [], [], []
+        for entry in entries:
+            if entry.path in silent:
+                unanswered.append(entry)
+                continue
+            if entry.is_symlink():
+                looking(entry.path)  # it is followed now
+            if _is_file(entry):
+                files.append(entry)
+            elif _is_dir(entry):
+                below.append(entry)
+        if depth and _looks_like_model({entry.name for entry in entries} - {entry.name for entry in below}):
+            if unanswered:
+                yield Seen(Checkpoint(name, str(folder), reason=f"{unanswered[0].name} {silent[unanswered[0].path]}"), in_cache)
+                continue
+            looking(str(folder))
+            yield Seen(_scan_folder(folder, name, files, (previous or {}).get(name)), in_cache)
         elif depth < MAX_DEPTH:
-            for entry in entries:
-                if not entry.name.startswith(".") and _is_dir(entry):
-                    repo, below = hub_cache.repo_name(entry.name), Path(folder, entry.name)
-                    path = below if repo is None else _snapshot(below)
-                    inner = repo or entry.name
-                    if path is not None:
-                        folders.append((path, f"{name}/{inner}" if name else inner, depth + 1, in_cache or repo is not None))
-    return dict(sorted((cached | found).items()))
+            for entry in unanswered:
+                inner = hub_cache.repo_name(entry.name) or entry.name
+                yield Seen(Checkpoint(f"{name}/{inner}" if name else inner, entry.path, reason=silent[entry.path]), in_cache)
+            for entry in below:
+                if entry.is_symlink() and _identity(entry) in above:
+                    log.debug("%s leads to a folder that holds the models folder: not followed", entry.path)
+                    continue
+                repo = hub_cache.repo_name(entry.name)
+                looking(entry.path)
+                inside = Path(entry.path) if repo is None else _snapshot(Path(entry.path))
+                inner = repo or entry.name
+                if inside is not None:
+                    folders.append((inside, f"{name}/{inner}" if name else inner, depth + 1, in_cache or repo is not None))
+
+
+def _identities_above(root: Path) -> set[tuple[int, int]]:
+    """The models folder and all that hold it: a link to one of them would list its models again, and again below that."""
+    found = set()
+    for folder in (root.resolve(), *root.resolve().parents):
+        try:
+            stat = folder.stat()
+        except OSError:
+            continue
+        found.add((stat.st_dev, stat.st_ino))
+    return found
+
+
+def _identity(entry: os.DirEntry[str]) -> tuple[int, int] | None:
+    try:
+        stat = entry.stat()
+    except OSError:
+        return None
+    return stat.st_dev, stat.st_ino
 
 
 def _snapshot(folder: Path) -> Path | None:
@@ -132,11 +214,12 @@ def _is_dir(entry: os.DirEntry[str]) -> bool:
 def _scan_folder(folder: Path, name: str, entries: Iterable[os.DirEntry[str]], previous: Checkpoint | None) -> Checkpoint:
     checkpoint = Checkpoint(name, str(folder))
     try:
-        checkpoint.signature = _signature(entries) + _pooling_file(folder)
-        checkpoint.signature += tuple((info.name, info.size_bytes, info.mtime_ns) for info in packed_files(folder))
+        files = _files(entries) + _pooling_file(folder)
+        files += tuple((info.name, info.size_bytes, info.mtime_ns) for info in packed_files(folder))
+        checkpoint.signature = hashlib.blake2b(repr(files).encode(errors="surrogateescape"), digest_size=16).hexdigest()
         if previous is not None and previous.path == checkpoint.path and previous.signature == checkpoint.signature:
             return previous
-        _fill(checkpoint, folder)
+        _fill(checkpoint, folder, {name: (size, mtime) for name, size, mtime in files})
         checkpoint.complete = True
     except FileTooShort as error:
         checkpoint.reason = str(error)
@@ -146,10 +229,15 @@ def _scan_folder(folder: Path, name: str, entries: Iterable[os.DirEntry[str]], p
         checkpoint.reason = str(error)
     except OSError as error:
         checkpoint.reason = f"{error.filename or folder}: {error.strerror}"
+    except MemoryError:
+        checkpoint.error = "its configuration and headers need more memory than reading them may take"
+    except Exception as error:  # whatever is in a folder is that folder's fault, and must not hide the others
+        log.debug("%s: reading it failed", name, exc_info=True)
+        checkpoint.error = f"cannot be read: {type(error).__name__}: {shortened(str(error))}"
     return checkpoint
 
 
-def _signature(entries: Iterable[os.DirEntry[str]]) -> tuple[tuple[str, int, int], ...]:
+def _files(entries: Iterable[os.DirEntry[str]]) -> tuple[tuple[str, int, int], ...]:
     seen = []
     for entry in entries:
         if entry.name.endswith((".safetensors", ".json", ".jinja")):
@@ -167,8 +255,7 @@ def _pooling_file(folder: Path) -> tuple[tuple[str, int, int], ...]:
     return ((POOLING_NAME, stat.st_size, stat.st_mtime_ns),)
 
 
-def _fill(checkpoint: Checkpoint, folder: Path) -> None:
-    stats = {name: (size, mtime) for name, size, mtime in checkpoint.signature}
+def _fill(checkpoint: Checkpoint, folder: Path, stats: Mapping[str, tuple[int, int]]) -> None:
     checkpoint.tokenizer_files = tuple(name for name in TOKENIZER_NAMES if name in stats)
     if CONFIG_NAME not in stats:
         raise MissingFile(f"{CONFIG_NAME} is missing")
@@ -189,6 +276,7 @@ def _fill(checkpoint: Checkpoint, folder: Path) -> None:
     tensors = [tensor for header in headers.values() for tensor in header.tensors]
     if checkpoint.shape.pooling and any(tensor.name.startswith("bert.") for tensor in tensors):
         checkpoint.shape = replace(checkpoint.shape, tensor_prefix="bert.")
+    _check_layers(checkpoint.shape, len(tensors))
     checkpoint.shape = replace(checkpoint.shape, block_offsets=sizing.block_offsets(checkpoint.shape, tensors))
     checkpoint.weights_bytes = {dtype: sizing.weights_bytes(checkpoint.shape, dtype) for dtype in DTYPES}
     files = []
@@ -208,12 +296,20 @@ def _fill(checkpoint: Checkpoint, folder: Path) -> None:
 def _read_text(folder: Path, name: str, stats: Mapping[str, tuple[int, int]]) -> bytes:
     if stats[name][0] > MAX_CONFIG_BYTES:
         raise CheckpointError(name, None, f"{stats[name][0]} bytes is too long for a configuration (at most {MAX_CONFIG_BYTES})")
-    return (folder / name).read_bytes()
+    return read_regular(folder / name, MAX_CONFIG_BYTES)
 
 
 def _stat(path: Path) -> tuple[int, int]:
     stat = path.stat()
     return stat.st_size, stat.st_mtime_ns
+
+
+def _check_layers(shape: ModelShape, num_tensors: int) -> None:
+    """Raises CheckpointError where the files hold less than one tensor for each layer: before a list of all layers' is made."""
+    if shape.num_layers > num_tensors:
+        raise CheckpointError(
+            CONFIG_NAME, None, f"key num_hidden_layers: {shape.num_layers} is more than the files hold tensors ({num_tensors})"
+        )
 
 
 def check_parameters(shape: ModelShape, headers: Mapping[str, Header]) -> None:

@@ -8,6 +8,8 @@ import msgspec
 
 from loader.errors import CheckpointError, UnsupportedModel
 
+MAX_IDS = 1024  # that end a text, of a model
+
 
 class Fields:
     """One JSON object. prefix: how errors name what encloses it, with its dot."""
@@ -28,7 +30,7 @@ class Fields:
         """The key is there and says null, which some keys tell apart from being absent."""
         return key in self.values and self.values[key] is None
 
-    def integer(self, key: str, default: int | None = None, at_least: int = 1) -> int:
+    def integer(self, key: str, default: int | None = None, at_least: int = 1, at_most: int = 1 << 40) -> int:
         value = self.values.get(key)
         if value is None:
             value = default
@@ -36,8 +38,8 @@ class Fields:
             raise self.fail(key, "missing")
         if isinstance(value, bool) or not isinstance(value, int):
             raise self.fail(key, f"{value!r} is not a whole number")
-        if not at_least <= value <= 1 << 40:
-            raise self.fail(key, f"{value} is out of range (at least {at_least})")
+        if not at_least <= value <= at_most:
+            raise self.fail(key, f"{value} is out of range (from {at_least} to {at_most})")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -81,6 +83,8 @@ class Fields:
         """A token id, a list of them, or null."""
         value = self.values.get(key)
         values = [] if value is None else value if isinstance(value, list) else [value]
+        if len(values) > MAX_IDS:
+            raise self.fail(key, f"holds {len(values)} token ids (at most {MAX_IDS})")
         if any(isinstance(v, bool) or not isinstance(v, int) or v < 0 for v in values):
             raise self.fail(key, f"{value!r} is neither a token id nor a list of token ids")
         return tuple(dict.fromkeys(values))
@@ -100,6 +104,8 @@ def json_fields(text: bytes, file: str) -> Fields:
         value = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(file, None, f"not valid JSON: {error}") from None
+    except RecursionError:
+        raise CheckpointError(file, None, "not valid JSON: lists or objects lie in each other too deeply") from None
     if not isinstance(value, dict):
         raise CheckpointError(file, None, "not a JSON object")
     return Fields(value, file)

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+MOST_CHARACTERS = 300  # of each part of a message: names and values come from files that may hold anything
+
+
+def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
+    """The text, or its beginning and how long it is."""
+    return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
+
 
 class LoaderError(Exception):
     """Base. `permanent`: trying again is pointless until the files change."""
@@ -13,8 +20,10 @@ class CheckpointError(LoaderError):
     """The checkpoint is at fault. file: path or name of the file; tensor: its name in the file, or None."""
 
     def __init__(self, file: str, tensor: str | None, message: str) -> None:
-        self.file, self.tensor, self.message = file, tensor, message
-        super().__init__(f"{file}: tensor {tensor}: {message}" if tensor else f"{file}: {message}")
+        self.file, self.tensor = shortened(file), tensor and shortened(tensor)
+        self.message = shortened(message, 3 * MOST_CHARACTERS)
+        about = f"{self.file}: tensor {self.tensor}" if tensor else self.file
+        super().__init__(f"{about}: {self.message}")
 
 
 class FileTooShort(CheckpointError):

@@ -5,7 +5,6 @@ Dialects: `rope_parameters` + `dtype` (transformers 5) and `rope_theta` + `rope_
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from loader.config_fields import Fields, json_fields
@@ -17,6 +16,8 @@ CONFIG_NAME = "config.json"
 GENERATION_CONFIG_NAME = "generation_config.json"
 DTYPES = ("float32", "bfloat16", "float16")
 ARCHITECTURES = tuple(FAMILIES)
+MAX_LAYERS = 1024  # the deepest models have some 130; a list of so many is built before the files can tell how many there are
+MAX_CUT_SIZES = 4096
 
 
 @dataclass(slots=True, frozen=True)
@@ -49,7 +50,8 @@ class ModelShape:
     local_rope: RopeParameters | None = None  # of windowed layers, where theirs differs from `rope`
     pooling: str = ""  # of an encoder: mean or cls; "": it generates text
     type_vocab_size: int = 0  # of an encoder: kinds of segments
-    cut_sizes: Sequence[int] = ()  # of an encoder trained for it (Matryoshka): what its vectors may be cut to
+    cut_sizes: tuple[int, ...] = ()  # of an encoder trained for it (Matryoshka): what its vectors may be cut to
+    any_cut_size: bool = False  # of an encoder trained for it: its vectors may be cut to any size
     tensor_prefix: str = ""  # of an encoder: what its parameters' names begin with
     block_offsets: tuple[int, ...] = ()  # where large parameters begin in the files (sizing.block_offsets); (): not known
 
@@ -81,7 +83,8 @@ def parse_config(text: bytes, file: str = CONFIG_NAME) -> ModelShape:
     head_dim = fields.integer("head_dim", family.head_dim or hidden_size // num_heads)
     if head_dim % 2:
         raise fields.fail("head_dim", f"{head_dim} is odd; rotary embedding needs pairs")
-    num_layers, max_position_embeddings = fields.integer("num_hidden_layers"), fields.integer("max_position_embeddings")
+    num_layers = fields.integer("num_hidden_layers", at_most=MAX_LAYERS)
+    max_position_embeddings = fields.integer("max_position_embeddings")
     windows = layer_windows(fields, family, num_layers, max_position_embeddings)
     rope, local_rope = parse_rope(fields, family, head_dim, max_position_embeddings)
     attention_bias = fields.boolean("attention_bias") if family.attention_bias is None else family.attention_bias
@@ -137,7 +140,8 @@ def encoder_shape(fields: Fields, family: Family) -> ModelShape:
             raise fields.unsupported(key, "only encoders are supported")
     if fields.has("quantization_config"):
         raise fields.unsupported("quantization_config", "quantised checkpoints are not supported")
-    num_layers = fields.integer("num_hidden_layers")
+    num_layers = fields.integer("num_hidden_layers", at_most=MAX_LAYERS)
+    cut_sizes = _cut_sizes(fields, hidden_size)
     return ModelShape(
         architecture=family.architecture,
         hidden_size=hidden_size,
@@ -162,18 +166,21 @@ def encoder_shape(fields: Fields, family: Family) -> ModelShape:
         branch_norms=False,
         pooling="mean",
         type_vocab_size=fields.integer("type_vocab_size", 2),
-        cut_sizes=_cut_sizes(fields, hidden_size),
+        cut_sizes=cut_sizes,
+        any_cut_size=not cut_sizes and fields.boolean("is_matryoshka"),
     )
 
 
-def _cut_sizes(fields: Fields, hidden_size: int) -> Sequence[int]:
+def _cut_sizes(fields: Fields, hidden_size: int) -> tuple[int, ...]:
     """`matryoshka_dimensions` names them; `is_matryoshka` alone means any."""
-    if fields.has("matryoshka_dimensions"):
-        sizes = fields.values["matryoshka_dimensions"]
-        if not isinstance(sizes, list) or not all(type(size) is int and 1 <= size <= hidden_size for size in sizes):
-            raise fields.fail("matryoshka_dimensions", f"{sizes!r} is not a list of sizes from 1 to hidden_size {hidden_size}")
-        return tuple(sorted(sizes))
-    return range(1, hidden_size + 1) if fields.boolean("is_matryoshka") else ()
+    if not fields.has("matryoshka_dimensions"):
+        return ()
+    sizes = fields.values["matryoshka_dimensions"]
+    if not isinstance(sizes, list) or not all(type(size) is int and 1 <= size <= hidden_size for size in sizes):
+        raise fields.fail("matryoshka_dimensions", f"{sizes!r} is not a list of sizes from 1 to hidden_size {hidden_size}")
+    if len(sizes) > MAX_CUT_SIZES:
+        raise fields.fail("matryoshka_dimensions", f"holds {len(sizes)} sizes (at most {MAX_CUT_SIZES})")
+    return tuple(sorted(sizes))
 
 
 def _softcap(fields: Fields, key: str, default: float | None) -> float:

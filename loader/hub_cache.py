@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from config.regular_file import read_regular
+
 PREFIX = "models--"
+MAX_REF_BYTES = 1024
 
 
 def repo_name(folder_name: str) -> str | None:
@@ -19,7 +22,7 @@ def snapshot(folder: Path) -> Path | None:
     """The folder of the commit that `refs/main` names, else of the one written last; None: there is none. Raises OSError."""
     snapshots = folder / "snapshots"
     try:
-        commit = (folder / "refs" / "main").read_text("ascii").strip()
+        commit = read_regular(folder / "refs" / "main", MAX_REF_BYTES).decode("ascii").strip()
     except (OSError, UnicodeDecodeError):
         commit = ""
     if commit and "/" not in commit and commit not in (".", "..") and (snapshots / commit).is_dir():

@@ -9,7 +9,7 @@ are in the file (codec.sum_of, which loads compare), every tensor a SHA-256 of i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -17,6 +17,7 @@ import msgspec
 from loader import frame
 from loader.errors import CheckpointError
 
+MAX_DIMENSIONS, MAX_DIMENSION = 8, 1 << 48  # the product of a long list of large numbers would take for ever
 METADATA_KEY = "hearthd.packed"
 VERSION = 1
 PACKED_DTYPE, STORED_DTYPE = "BF16", "U8"
@@ -78,8 +79,17 @@ def read_record(text: str, file: str) -> Record:
         if found != VERSION:
             raise CheckpointError(file, None, f"packed in version {found} of the format; this build reads version {VERSION}")
         return _decoder.decode(text)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise CheckpointError(file, None, f"{METADATA_KEY} in its header is not valid: {error}") from None
+
+
+def check_shape(shape: Sequence[int], file: str, name: str) -> None:
+    """Raises CheckpointError where no tensor has such a shape."""
+    if any(n < 0 for n in shape):
+        raise CheckpointError(file, name, f"negative dimension in shape {list(shape)}")
+    if len(shape) > MAX_DIMENSIONS or any(n > MAX_DIMENSION for n in shape):
+        most = f"{MAX_DIMENSIONS} dimensions of up to {MAX_DIMENSION}"
+        raise CheckpointError(file, name, f"shape {list(shape)} is beyond what tensors have ({most})")
 
 
 def check_record(
@@ -88,6 +98,7 @@ def check_record(
     """The frames are as long as the tensor. dtype, shape, num_bytes: as the header has them; begin: in the file. Raises
     CheckpointError."""
     own_shape = shape if record.shape is None else record.shape
+    check_shape(own_shape, file, name)
     per_frame, lengths = frame_values(own_shape), record.frame_bytes
     num_frames = -(-math.prod(own_shape) // per_frame)
     fits = len(record.sums) == num_frames

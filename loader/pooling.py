@@ -34,7 +34,7 @@ def check_modules(text: bytes) -> None:
     """Raises UnsupportedModel naming a module that would change the vectors (a dense layer after the pooling), CheckpointError."""
     try:
         modules = msgspec.json.decode(text, type=list[dict[str, object]])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(MODULES_NAME, None, f"not a list of modules: {error}") from None
     for module in modules:
         kind = str(module.get("type"))

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from config.regular_file import read_regular
 from loader import packed
 from loader.errors import CheckpointError, FileTooShort
 
@@ -94,7 +95,7 @@ def parse_header(raw: bytes, file: str) -> Header:
     """raw: the JSON part. Raises CheckpointError unless tensors follow each other without gap or overlap."""
     try:
         entries = _header_decoder.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(file, None, f"header is not valid JSON: {error}") from None
     record = _packing(entries.pop("__metadata__", None), file)
     data_start = 8 + len(raw)
@@ -102,13 +103,12 @@ def parse_header(raw: bytes, file: str) -> Header:
     for name, body in entries.items():
         try:
             entry = _entry_decoder.decode(body)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise CheckpointError(file, name, f"bad header entry: {error}") from None
+        packed.check_shape(entry.shape, file, name)
         size = DTYPE_BYTES.get(entry.dtype)
         if size is None:
             raise CheckpointError(file, name, f"unknown dtype {entry.dtype!r}; known: {', '.join(DTYPE_BYTES)}")
-        if any(n < 0 for n in entry.shape):
-            raise CheckpointError(file, name, f"negative dimension in shape {entry.shape}")
         begin, end = entry.data_offsets
         expected = math.prod(entry.shape) * size
         if begin < 0 or end - begin != expected:
@@ -139,7 +139,7 @@ def _packing(metadata: msgspec.Raw | None, file: str) -> packed.Record | None:
         return None
     try:
         text = msgspec.json.decode(metadata, type=dict[str, str]).get(packed.METADATA_KEY)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(file, None, f"__metadata__ is not valid: {error}") from None
     return None if text is None else packed.read_record(text, file)
 
@@ -181,14 +181,14 @@ def read_header(fd: int, file: str) -> Header:
 
 def read_index(folder: Path) -> dict[str, str]:
     """Tensor name -> file name from model.safetensors.index.json. Raises CheckpointError, OSError."""
-    return parse_index((folder / INDEX_NAME).read_bytes())
+    return parse_index(read_regular(folder / INDEX_NAME, MAX_HEADER_BYTES))
 
 
 def parse_index(text: bytes) -> dict[str, str]:
     """Tensor name -> file name. Raises CheckpointError; file names stay inside the folder."""
     try:
         weight_map = _index_decoder.decode(text).weight_map
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(INDEX_NAME, None, f"not a valid index: {error}") from None
     for tensor, file in weight_map.items():
         if "/" in file or "\\" in file or "\0" in file or file.startswith(".") or not file.endswith(".safetensors"):

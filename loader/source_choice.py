@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from config.regular_file import open_regular
 from loader.catalog import Checkpoint
 from loader.direct_io import is_cached
 from loader.errors import CheckpointError
@@ -98,7 +99,7 @@ class SourceChoice:
     def _open(checkpoint: Checkpoint, infos: Iterable[FileInfo], stack: ExitStack) -> dict[str, int]:
         descriptors = {}
         for info in infos:
-            descriptors[info.name] = os.open(Path(checkpoint.path) / info.name, os.O_RDONLY | os.O_CLOEXEC)
+            descriptors[info.name] = open_regular(Path(checkpoint.path) / info.name)
             stack.callback(os.close, descriptors[info.name])
         return descriptors
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from config.regular_file import open_regular
 from loader.errors import CheckpointError
 from loader.packed import Source
 from loader.safetensors import INDEX_NAME, SINGLE_NAME, Header, check_index, read_header, read_index
@@ -49,7 +50,7 @@ def read_headers(folder: Path, below: str = "") -> dict[str, Header]:
     for name in names:
         file = os.path.join(below, name)
         try:
-            fd = os.open(folder / file, os.O_RDONLY | os.O_CLOEXEC)
+            fd = open_regular(folder / file)
         except FileNotFoundError:
             wanted = next((tensor for tensor, at in (weight_map or {}).items() if at == name), None)
             raise MissingFile(f"{file} is missing (it holds tensor {wanted})" if wanted else _no_weights(folder)) from None

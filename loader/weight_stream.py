@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import SimpleQueue
 
+from config.regular_file import open_regular
 from loader import sizing
 from loader.catalog import Checkpoint, scan_one
 from loader.errors import CheckpointChanged
@@ -99,7 +100,7 @@ def open_checkpoint(
     headers, descriptors = {}, {}
     for info in files:
         try:
-            fd = os.open(Path(path) / info.name, os.O_RDONLY | os.O_CLOEXEC)
+            fd = open_regular(Path(path) / info.name)
         except OSError as error:
             raise CheckpointChanged(f"{info.name}: {error.strerror}") from None
         stack.callback(os.close, fd)

@@ -10,6 +10,7 @@ from config.schema import DeviceBudget, ModelConfig, NodeConfig
 from daemon.carve_outs import Division, divide
 from daemon.registry import Registry
 from daemon.state import NodeState
+from loader.catalog import scan
 from scheduler.node.events import ModelFacts, ModelRegistered
 from scheduler.node.ledger import size_of
 from scheduler.node.node_scheduler import NodeScheduler
@@ -26,7 +27,8 @@ def config_of(folder: Path, **models: ModelConfig) -> NodeConfig:
 
 
 def divided(config: NodeConfig, *devices: DeviceBudget) -> Division:
-    return divide(config, devices or (DeviceBudget("cpu:0", 256 * MIB),), NodeState(""))
+    found = scan(config.models_dir) if Path(config.models_dir).is_dir() else {}
+    return divide(config, devices or (DeviceBudget("cpu:0", 256 * MIB),), NodeState(""), found)
 
 
 def total_bytes(division: Division) -> int:

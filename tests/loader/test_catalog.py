@@ -149,7 +149,7 @@ def test_rescan_opens_only_what_changed(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(os, "open", counting_open)
     after = scan(tmp_path, before)
-    assert opened == [str(tmp_path / "m3" / "model.safetensors")]
+    assert opened == [str(tmp_path / "m3" / name) for name in ("config.json", "model.safetensors")]
     assert [name for name in after if after[name] is not before[name]] == ["m3"]
 
 

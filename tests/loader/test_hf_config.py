@@ -141,12 +141,14 @@ BERT: dict[str, Any] = {
 
 
 def test_sizes_an_encoders_vectors_may_be_cut_to() -> None:
-    def sizes(**config: object) -> list[int]:
-        return list(parse_config(json.dumps(BERT | config).encode()).cut_sizes)
+    def sizes(**config: object) -> list[int] | str:
+        shape = parse_config(json.dumps(BERT | config).encode())
+        return "any" if shape.any_cut_size else list(shape.cut_sizes)
 
     assert sizes() == sizes(is_matryoshka=False) == []
     assert sizes(matryoshka_dimensions=[32, 8]) == [8, 32]
-    assert sizes(is_matryoshka=True) == list(range(1, 65))
+    assert sizes(is_matryoshka=True) == "any"
+    assert sizes(is_matryoshka=True, matryoshka_dimensions=[8]) == [8]
     for wrong in ([65], [0], [True], 8, ["8"], [8.5]):
         with pytest.raises(CheckpointError, match="matryoshka_dimensions"):
             sizes(matryoshka_dimensions=wrong)

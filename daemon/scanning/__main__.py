@@ -1,0 +1,110 @@
+"""The scanning process: `python -P -m daemon.scanning FD`. Ends with FD, and after a scan that left it large."""
+
+from __future__ import annotations
+
+import logging
+import resource
+import signal
+import socket
+import sys
+from dataclasses import replace
+
+from daemon.scanning.messages import Finished, Found, Looking, Same, Scan
+from engine.protocol import FrameReader, Message, encode
+from loader.catalog import Checkpoint, walk
+
+MEMORY_BYTES = 1 << 30  # of address space: headers of 100 MB, which the format allows, fit
+LARGE_BYTES = 128 << 20  # resident; with such a size it ends after the scan and gives its memory back
+OOM_SCORE_ADJ = 800  # the kernel ends this process before the daemon and its engines
+
+
+def main() -> None:
+    # the daemon drains on SIGTERM and Ctrl-C; this process follows when its socket ends
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _limit_memory()
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    reader = FrameReader(Scan)
+    try:
+        while data := connection.recv(1 << 20):
+            for request in reader.feed(data):
+                if _scan(connection, request):
+                    return
+    except (BrokenPipeError, ConnectionResetError):
+        return
+
+
+def _limit_memory() -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(hard, MEMORY_BYTES)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    try:
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write(str(OOM_SCORE_ADJ))
+    except OSError:
+        pass  # it was higher already, and may not be lowered
+
+
+def _scan(connection: socket.socket, request: Scan) -> bool:
+    """Returns whether this process is to end."""
+    previous = {
+        name: Checkpoint(name, path, complete=True, signature=signature) for name, (path, signature) in request.known.items()
+    }
+    warnings = _Warnings()
+    logging.getLogger("hearthd.models").addHandler(warnings)
+
+    def send(message: Message) -> None:
+        connection.sendall(encode(message))
+
+    error = None
+    try:
+        for seen in walk(request.models_dir, previous, lambda path: send(Looking(_text(path))), request.silent):
+            checkpoint = seen.checkpoint
+            if checkpoint is previous.get(checkpoint.name):
+                send(Same(checkpoint.name, seen.in_cache))
+            else:
+                send(Found(_plain(checkpoint), seen.in_cache))
+    except OSError as failure:
+        error = (failure.errno or 0, failure.strerror or str(failure))
+    finally:
+        logging.getLogger("hearthd.models").removeHandler(warnings)
+    is_last = _resident_bytes() > LARGE_BYTES
+    send(Finished(error, warnings.lines, is_last))
+    return is_last
+
+
+def _resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+class _Warnings(logging.Handler):
+    """Keeps what a scan has to say, for the daemon's log."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(_text(record.getMessage()))
+
+
+def _plain(checkpoint: Checkpoint) -> Checkpoint:
+    """What the daemon needs of it, as text that can be sent; of one that is not complete no shape, which may be of any size."""
+    return replace(
+        checkpoint,
+        failure=None,
+        shape=checkpoint.shape if checkpoint.complete else None,
+        reason=_text(checkpoint.reason),
+        error=_text(checkpoint.error),
+        packed_reason=_text(checkpoint.packed_reason),
+    )
+
+
+def _text(text: str) -> str:
+    """Bytes of a file's name that are no UTF-8 are written as escapes."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+if __name__ == "__main__":
+    main()

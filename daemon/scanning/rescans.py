@@ -1,0 +1,40 @@
+"""When the models folder is looked at again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from daemon.scanning.scanner import ModelScanner
+
+log = logging.getLogger("hearthd.models")
+# After a change: a folder made and filled at once can get its watch too late for what is written into it, and then no further
+# event comes.
+LOOK_AGAIN_S = (1.0, 3.0, 10.0)
+
+
+class Rescans:
+    """Calls `rescan` after a change, some seconds later once more, and when a path that did not answer is due for another look."""
+
+    def __init__(self, rescan: Callable[[], Awaitable[None]], scanner: ModelScanner) -> None:
+        self._rescan, self._scanner = rescan, scanner
+        self._changed = asyncio.Event()
+        self._again: list[float] = []
+
+    def changed(self) -> None:
+        self._changed.set()
+
+    async def run(self) -> None:
+        while True:
+            waits = [*self._again[:1], *([due] if (due := self._scanner.look_again_in_s) is not None else [])]
+            try:
+                await asyncio.wait_for(self._changed.wait(), min(waits, default=None))
+                self._again = list(LOOK_AGAIN_S)
+            except TimeoutError:
+                del self._again[:1]
+            self._changed.clear()
+            try:
+                await self._rescan()
+            except OSError as error:
+                log.error("the models folder cannot be read (%s): the models stay as they are", error)

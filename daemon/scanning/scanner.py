@@ -1,0 +1,279 @@
+"""The daemon's end of the scanning process: started when needed, ended when it does not answer, and when it is idle."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from config.child_process import child_environment
+from daemon.scanning.messages import Finished, Found, FromScanner, Looking, Same, Scan
+from engine.protocol import FrameReader, encode
+from loader.catalog import Checkpoint, Seen, merged
+
+log = logging.getLogger("hearthd.models")
+ANSWER_LIMIT_S = 10.0  # without a sign of life from what is looked at
+NEXT_LIMIT_S = 2.0  # where another path of the same scan has not answered: they are likely to be on one file system
+MAX_SILENT = 64  # paths without an answer, of one scan
+IDLE_S = 15.0
+ENOUGH_S = 2.0  # for a killed process to end; one that waits for a file system may take any time
+LOOK_AGAIN_S, LOOK_AGAIN_AT_MOST_S = 60.0, 3600.0  # at a path that did not answer; twice as long after each time
+
+
+@dataclass(slots=True)
+class _Silent:
+    """A path that did not answer. until_s: of the monotonic clock, when it may be looked at again; pause_s: how long that was.
+    process: the one that waited for it, and may do so still."""
+
+    why: str
+    until_s: float
+    pause_s: float
+    process: _Process
+
+
+class NoAnswer(Exception):
+    """The process gave no sign of life, or died. path: what it was looking at; why: the end of a sentence about it."""
+
+    def __init__(self, process: _Process, path: str, why: str) -> None:
+        super().__init__(f"{path} {why}")
+        self.process, self.path, self.why = process, path, why
+
+
+class ModelScanner:
+    """Scans as loader.catalog.scan does, in a process. A path that does not answer is an incomplete model, or keeps what was known
+    of it, and is looked at again later."""
+
+    def __init__(self, answer_limit_s: float = ANSWER_LIMIT_S, look_again_s: float = LOOK_AGAIN_S) -> None:
+        self._answer_limit_s, self._look_again_s = answer_limit_s, look_again_s
+        self._lock = asyncio.Lock()
+        self._process: _Process | None = None
+        self._idle: asyncio.TimerHandle | None = None
+        self._silent: dict[str, _Silent] = {}
+        self._closed = False
+
+    @property
+    def look_again_in_s(self) -> float | None:
+        """Seconds until a path that did not answer is due for another look; None: all have answered."""
+        if not self._silent:
+            return None
+        return max(0.0, min(one.until_s for one in self._silent.values()) - time.monotonic())
+
+    async def scan(self, models_dir: str, previous: Mapping[str, Checkpoint]) -> dict[str, Checkpoint]:
+        """Models by name, sorted; unchanged folders keep the object they have in `previous`. Raises OSError if models_dir can't be
+        read or does not answer."""
+        async with self._lock:
+            limit_s = self._answer_limit_s
+            due = self._due()
+            for _ in range(MAX_SILENT):
+                if self._closed:
+                    raise OSError(errno.ECANCELED, "hearthd is stopping", models_dir)
+                silent = {path: one.why for path, one in self._silent.items() if path not in due}
+                try:
+                    found = await self._scan_once(models_dir, previous, silent, limit_s)
+                except NoAnswer as failed:
+                    await self._end()
+                    if failed.path == models_dir:
+                        raise OSError(errno.ETIMEDOUT, failed.why, models_dir) from None
+                    due.discard(failed.path)
+                    self._note(failed)
+                    limit_s = min(limit_s, NEXT_LIMIT_S)
+                    continue
+                for path in due:
+                    log.info("%s answers again", path)
+                    del self._silent[path]
+                return found
+            raise OSError(errno.ETIMEDOUT, f"more than {MAX_SILENT} of its folders do not answer", models_dir)
+
+    async def close(self) -> None:
+        self._closed = True
+        await self._end()
+
+    def _due(self) -> set[str]:
+        """Silent paths that may have another look: not while the last process still waits for the path, as another one would."""
+        now = time.monotonic()
+        return {path for path, one in self._silent.items() if now >= one.until_s and not one.process.is_running}
+
+    def _note(self, failed: NoAnswer) -> None:
+        before = self._silent.get(failed.path)
+        pause_s = self._look_again_s if before is None else min(2 * before.pause_s, LOOK_AGAIN_AT_MOST_S)
+        self._silent[failed.path] = _Silent(failed.why, time.monotonic() + pause_s, pause_s, failed.process)
+        log.warning("%s %s; it is looked at again in %.0f s", failed.path, failed.why, pause_s)
+
+    async def _scan_once(
+        self, models_dir: str, previous: Mapping[str, Checkpoint], silent: Mapping[str, str], limit_s: float
+    ) -> dict[str, Checkpoint]:
+        process = self._process
+        if process is None or not process.takes_scans:
+            process = self._process = await _Process.start()
+        if self._idle is not None:
+            self._idle.cancel()
+        known = {name: (one.path, one.signature) for name, one in previous.items() if one.signature}
+        seen, finished = await process.scan(Scan(models_dir, known, dict(silent)), previous, limit_s)
+        if finished.is_last:
+            await self._end()
+        else:
+            self._idle = asyncio.get_running_loop().call_later(IDLE_S, process.kill)
+        for line in finished.warnings:
+            log.warning("%s", line)
+        if finished.error is not None:
+            raise OSError(*finished.error, models_dir)
+        return merged(_with_known(seen, silent, previous))
+
+    async def _end(self) -> None:
+        process, self._process = self._process, None
+        if self._idle is not None:
+            self._idle.cancel()
+        if process is not None:
+            process.kill()
+            await process.wait(ENOUGH_S)
+
+
+def _with_known(found: Iterable[Seen], silent: Mapping[str, str], previous: Mapping[str, Checkpoint]) -> Iterable[Seen]:
+    """What is known of models on paths that do not answer stays: they may be running, or be kept in memory."""
+    kept = [one for one in previous.values() if one.complete and any(_is_below(one.path, path) for path in silent)]
+    yield from map(Seen, kept)
+    for seen in found:
+        is_silent = seen.checkpoint.path in silent
+        if not is_silent or not any(_is_below(one.path, seen.checkpoint.path) for one in kept):
+            yield seen
+
+
+def _is_below(path: str, folder: str) -> bool:
+    return path == folder or path.startswith(folder + os.sep)
+
+
+class _Process(asyncio.Protocol):
+    """One scanning process and the connection to it."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        loop = asyncio.get_running_loop()
+        self._process = process
+        self._reader = FrameReader(FromScanner)
+        self._exited: asyncio.Future[None] = loop.create_future()
+        self._transport: Any = None  # uvloop's are of no class of asyncio
+        self._answer: asyncio.Future[tuple[list[Seen], Finished]] | None = None
+        self._previous: Mapping[str, Checkpoint] = {}
+        self._seen: list[Seen] = []
+        self._path = ""
+        self._heard_s = 0.0
+        self._pidfd = os.pidfd_open(process.pid)
+        loop.add_reader(self._pidfd, self._on_exit)
+
+    @classmethod
+    async def start(cls) -> _Process:
+        """Raises OSError if it can't be started."""
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        try:
+            with theirs:
+                # in a thread: fork and exec of a large parent may take longer than the loop may be held
+                process = await asyncio.to_thread(_spawn, theirs.fileno())
+            made = cls(process)
+            await asyncio.get_running_loop().create_unix_connection(lambda: made, sock=ours)
+        except BaseException:
+            ours.close()
+            raise
+        return made
+
+    @property
+    def is_running(self) -> bool:
+        return not self._exited.done()
+
+    @property
+    def takes_scans(self) -> bool:
+        return self.is_running and self._transport is not None and not self._transport.is_closing()
+
+    async def scan(self, request: Scan, previous: Mapping[str, Checkpoint], limit_s: float) -> tuple[list[Seen], Finished]:
+        """Raises NoAnswer."""
+        loop = asyncio.get_running_loop()
+        self._answer, self._previous, self._seen, self._path = loop.create_future(), previous, [], request.models_dir
+        self._transport.write(encode(request))
+        self._heard_s = loop.time()
+        timer = loop.create_task(self._watch(limit_s))
+        try:
+            return await self._answer
+        finally:
+            timer.cancel()
+            self._answer = None
+
+    async def _watch(self, limit_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(max(0.05, self._heard_s + limit_s - loop.time()))
+            if loop.time() - self._heard_s < limit_s:
+                continue
+            # a loop that was held, or a machine that slept, has messages to read first
+            heard_s = self._heard_s
+            await asyncio.sleep(0.2)
+            if self._heard_s == heard_s:
+                self._fail(f"does not answer: no sign of it for {limit_s:g} s")
+                return
+
+    def _fail(self, why: str) -> None:
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(NoAnswer(self, self._path, why))
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._heard_s = asyncio.get_running_loop().time()
+        for message in self._reader.feed(data):
+            if isinstance(message, Looking):
+                self._path = message.path
+            elif isinstance(message, Found):
+                self._seen.append(Seen(message.checkpoint, message.in_cache))
+            elif isinstance(message, Same):
+                self._seen.append(Seen(self._previous[message.name], message.in_cache))
+            elif self._answer is not None and not self._answer.done():
+                self._answer.set_result((self._seen, message))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        # the exit code comes with the end of the process, which may be seen later than its socket's
+        if self._exited.done():
+            self._fail_ended()
+
+    def _on_exit(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        self._process.wait()  # has ended: nothing is waited for
+        self._exited.set_result(None)
+        if self._transport is None or self._transport.is_closing():
+            self._fail_ended()
+
+    def _fail_ended(self) -> None:
+        code = self._process.returncode
+        how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+        self._fail(f"cannot be read: the process that reads it ended {how}")
+
+    def kill(self) -> None:
+        """Ends it at once, also in the middle of a scan. Returns before it has ended."""
+        if not self._exited.done():
+            self._process.kill()
+        if self._transport is not None:
+            self._transport.close()
+
+    async def wait(self, limit_s: float) -> None:
+        """Returns when it has ended, or after the limit."""
+        await asyncio.wait([self._exited], timeout=limit_s)
+
+
+def _spawn(fd: int) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "daemon.scanning", str(fd)],
+        cwd="/",
+        env=child_environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        pass_fds=(fd,),
+        start_new_session=True,
+    )

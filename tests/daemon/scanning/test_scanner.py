@@ -1,0 +1,204 @@
+"""The scanning process: what it finds, and what happens when it hangs, dies or grows."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from daemon.scanning import scanner as scanner_module
+from daemon.scanning.rescans import Rescans
+from daemon.scanning.scanner import ModelScanner
+from loader.catalog import Checkpoint, scan
+from tests.e2e.checkpoints import make_model
+from tests.loader.checkpoints import write_checkpoint
+
+LIMIT_S = 1.0
+
+
+@pytest_asyncio.fixture
+async def scanner() -> AsyncIterator[ModelScanner]:
+    made = ModelScanner(LIMIT_S, look_again_s=0.0)
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+def parts_hang(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Scanning processes are those of `hanging`. Returns their pids, in the order of their starts."""
+    pids: list[int] = []
+
+    def popen(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        assert "daemon.scanning" in command
+        process = subprocess.Popen(
+            [word if word != "daemon.scanning" else "tests.daemon.scanning.hanging" for word in command], **options
+        )
+        pids.append(process.pid)
+        return process
+
+    class Instead:
+        DEVNULL, Popen = subprocess.DEVNULL, staticmethod(popen)
+
+    monkeypatch.setattr(scanner_module, "subprocess", Instead)
+    return pids
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110 (other processes set no event)
+            await asyncio.sleep(0.02)
+
+
+def reasons(found: dict[str, Checkpoint]) -> dict[str, str]:
+    return {name: one.reason or one.error for name, one in found.items()}
+
+
+async def test_it_finds_what_a_scan_finds(tmp_path: Path, scanner: ModelScanner) -> None:
+    write_checkpoint(tmp_path / "org" / "a")
+    write_checkpoint(tmp_path / "b")
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "config.json").write_text("{}")
+    found = await scanner.scan(str(tmp_path), {})
+    direct = scan(tmp_path)
+    assert list(found) == ["b", "c", "org/a"]
+    assert found["b"] == direct["b"]
+    assert found["org/a"] == direct["org/a"]
+    assert reasons(found)["c"] == reasons(direct)["c"] != ""
+
+
+async def test_what_has_not_changed_is_the_same_object(tmp_path: Path, scanner: ModelScanner) -> None:
+    for name in ("a", "b"):
+        write_checkpoint(tmp_path / name)
+    before = await scanner.scan(str(tmp_path), {})
+    os.utime(tmp_path / "b" / "model.safetensors", ns=(5, 5))
+    after = await scanner.scan(str(tmp_path), before)
+    assert after["a"] is before["a"]
+    assert after["b"].fingerprint != before["b"].fingerprint
+
+
+async def test_a_folder_that_hangs_does_not_hide_the_others(tmp_path: Path, scanner: ModelScanner, parts_hang: list[int]) -> None:
+    for name in ("a", "hung", "z"):
+        write_checkpoint(tmp_path / name)
+    found = await scanner.scan(str(tmp_path), {})
+    assert reasons(found) == {"a": "", "hung": "does not answer: no sign of it for 1 s", "z": ""}
+    assert found["a"].complete
+    assert found["z"].complete
+    assert scanner.look_again_in_s is not None
+
+
+async def test_a_folder_that_answers_again_is_found(tmp_path: Path, scanner: ModelScanner, parts_hang: list[int]) -> None:
+    write_checkpoint(tmp_path / "hung")
+    found = await scanner.scan(str(tmp_path), {})
+    assert not found["hung"].complete
+    (tmp_path / "hung" / "mended").touch()
+    assert (await scanner.scan(str(tmp_path), found))["hung"].complete
+    assert scanner.look_again_in_s is None
+
+
+async def test_what_was_known_of_a_hanging_folder_stays(tmp_path: Path, scanner: ModelScanner, parts_hang: list[int]) -> None:
+    """Its models may be running, or be kept in memory."""
+    for name in ("hung/x", "hung/y"):
+        write_checkpoint(tmp_path / name)
+    (tmp_path / "hung" / "mended").touch()
+    before = await scanner.scan(str(tmp_path), {})
+    assert list(before) == ["hung/x", "hung/y"]
+    (tmp_path / "hung" / "mended").unlink()
+    after = await scanner.scan(str(tmp_path), before)
+    assert list(after) == ["hung/x", "hung/y"]
+    assert after["hung/x"] is before["hung/x"]
+
+
+async def test_a_folder_that_ends_the_process_is_told(tmp_path: Path, scanner: ModelScanner, parts_hang: list[int]) -> None:
+    for name in ("a", "deadly", "z"):
+        write_checkpoint(tmp_path / name)
+    found = await scanner.scan(str(tmp_path), {})
+    assert reasons(found) == {"a": "", "deadly": "cannot be read: the process that reads it ended by SIGKILL", "z": ""}
+
+
+async def test_a_models_folder_that_hangs_is_an_error(tmp_path: Path, scanner: ModelScanner, parts_hang: list[int]) -> None:
+    (tmp_path / "hung").mkdir()
+    with pytest.raises(OSError, match="does not answer"):
+        await scanner.scan(str(tmp_path / "hung"), {})
+
+
+async def test_a_missing_models_folder_is_an_error(tmp_path: Path, scanner: ModelScanner) -> None:
+    with pytest.raises(FileNotFoundError):
+        await scanner.scan(str(tmp_path / "none"), {})
+
+
+async def test_closing_does_not_wait_for_what_hangs(tmp_path: Path, parts_hang: list[int]) -> None:
+    scanner = ModelScanner()
+    (tmp_path / "hung").mkdir()
+    under_way = asyncio.ensure_future(scanner.scan(str(tmp_path), {}))
+    await until(lambda: bool(parts_hang))
+    async with asyncio.timeout(8):
+        await scanner.close()
+        with pytest.raises(OSError, match=r"stopping|cannot be read"):
+            await under_way
+    with pytest.raises(ProcessLookupError):
+        os.kill(parts_hang[0], 0)
+
+
+async def test_a_killed_process_is_replaced_and_leaves_no_zombie(
+    tmp_path: Path, scanner: ModelScanner, parts_hang: list[int]
+) -> None:
+    write_checkpoint(tmp_path / "a")
+    await scanner.scan(str(tmp_path), {})
+    os.kill(parts_hang[0], signal.SIGKILL)
+    await until(lambda: not Path(f"/proc/{parts_hang[0]}").exists())
+    assert (await scanner.scan(str(tmp_path), {}))["a"].complete
+    assert len(parts_hang) == 2
+
+
+async def test_a_huge_header_costs_its_process_alone(tmp_path: Path, scanner: ModelScanner, parts_hang: list[int]) -> None:
+    """A header may be 100 MB long, of which parsing makes gigabytes: that folder is told, the next one is read."""
+    folder = tmp_path / "a"
+    make_model(folder)
+    entry = '"%d":{"dtype":"F32","shape":[],"data_offsets":[%d,%d]}'
+    text = "{" + ",".join(entry % (n, 4 * n, 4 * n + 4) for n in range(1_400_000)) + "}"
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text.encode())
+        file.truncate(8 + len(text) + 4 * 1_400_000)
+    del text
+    write_checkpoint(tmp_path / "b")
+    patient = ModelScanner(60.0)
+    try:
+        found = await patient.scan(str(tmp_path), {})
+        assert reasons(found)["a"] == "its configuration and headers need more memory than reading them may take"
+        assert found["b"].complete
+    finally:
+        await patient.close()
+
+
+async def test_a_process_that_grew_gives_its_memory_back(tmp_path: Path, scanner: ModelScanner, parts_hang: list[int]) -> None:
+    for name in ("a", "large"):
+        write_checkpoint(tmp_path / name)
+    found = await scanner.scan(str(tmp_path), {})
+    assert reasons(found) == {"a": "", "large": ""}
+    await until(lambda: not Path(f"/proc/{parts_hang[0]}").exists())
+    assert (await scanner.scan(str(tmp_path), found))["a"] is found["a"]
+
+
+async def test_rescans_look_again_at_what_did_not_answer(tmp_path: Path, scanner: ModelScanner, parts_hang: list[int]) -> None:
+    """No event tells that a mount is back."""
+    write_checkpoint(tmp_path / "hung")
+    found: dict[str, Checkpoint] = {}
+
+    async def rescan() -> None:
+        found.update(await scanner.scan(str(tmp_path), dict(found)))
+
+    await rescan()
+    assert not found["hung"].complete
+    task = asyncio.ensure_future(Rescans(rescan, scanner).run())
+    (tmp_path / "hung" / "mended").touch()
+    try:
+        await until(lambda: found["hung"].complete)
+    finally:
+        task.cancel()
