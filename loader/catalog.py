@@ -32,6 +32,8 @@ from loader.weight_files import PACKED_DIR, FileInfo, MissingFile, is_packed_onl
 log = logging.getLogger("hearthd.models")
 MAX_DEPTH = 8  # folders below the models folder; also ends link cycles
 MAX_FOLDERS = 100_000
+_MADE_UP = ("/proc", "/sys")
+UNPRINTABLE = "its name holds what is no printable UTF-8 text; rename it"
 MAX_CONFIG_BYTES = 16 << 20
 TOKENIZER_NAMES = (
     "tokenizer.json",
@@ -148,8 +150,13 @@ def walk(
                 inner = hub_cache.repo_name(entry.name) or entry.name
                 yield Seen(Checkpoint(f"{name}/{inner}" if name else inner, entry.path, reason=silent[entry.path]), in_cache)
             for entry in below:
-                if entry.is_symlink() and _identity(entry) in above:
-                    log.debug("%s leads to a folder that holds the models folder: not followed", entry.path)
+                if not entry.name.isprintable():  # nor is what is no UTF-8
+                    escaped = ascii(entry.name)[1:-1]
+                    checkpoint = Checkpoint(f"{name}/{escaped}" if name else escaped, str(folder), reason=UNPRINTABLE)
+                    yield Seen(checkpoint, in_cache)
+                    continue
+                if entry.is_symlink() and _leads_round(entry, folder, root, above):
+                    log.debug("%s leads to a folder that holds it, or to no files: not followed", entry.path)
                     continue
                 repo = hub_cache.repo_name(entry.name)
                 looking(entry.path)
@@ -171,12 +178,23 @@ def _identities_above(root: Path) -> set[tuple[int, int]]:
     return found
 
 
-def _identity(entry: os.DirEntry[str]) -> tuple[int, int] | None:
+def _leads_round(link: os.DirEntry[str], folder: Path, root: Path, above: set[tuple[int, int]]) -> bool:
+    """The link in `folder` leads to what holds it, by its path below the models folder too; or to what the kernel makes up, where
+    each process has links of its own to everywhere."""
     try:
-        stat = entry.stat()
+        stat = link.stat()
+        if (stat.st_dev, stat.st_ino) in above or stat.st_dev in {
+            os.stat(path).st_dev for path in _MADE_UP if os.path.ismount(path)
+        }:
+            return True
+        while folder != root:
+            own = folder.stat()
+            if (own.st_dev, own.st_ino) == (stat.st_dev, stat.st_ino):
+                return True
+            folder = folder.parent
     except OSError:
-        return None
-    return stat.st_dev, stat.st_ino
+        return True  # gone meanwhile
+    return False
 
 
 def _snapshot(folder: Path) -> Path | None:

@@ -85,7 +85,7 @@ class Fields:
         values = [] if value is None else value if isinstance(value, list) else [value]
         if len(values) > MAX_IDS:
             raise self.fail(key, f"holds {len(values)} token ids (at most {MAX_IDS})")
-        if any(isinstance(v, bool) or not isinstance(v, int) or v < 0 for v in values):
+        if any(isinstance(v, bool) or not isinstance(v, int) or not 0 <= v < 1 << 31 for v in values):
             raise self.fail(key, f"{value!r} is neither a token id nor a list of token ids")
         return tuple(dict.fromkeys(values))
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import msgspec
 
 from loader import frame
-from loader.errors import CheckpointError
+from loader.errors import CheckpointError, shortened
 
 MAX_DIMENSIONS, MAX_DIMENSION = 8, 1 << 48  # the product of a long list of large numbers would take for ever
 METADATA_KEY = "hearthd.packed"
@@ -86,10 +86,10 @@ def read_record(text: str, file: str) -> Record:
 def check_shape(shape: Sequence[int], file: str, name: str) -> None:
     """Raises CheckpointError where no tensor has such a shape."""
     if any(n < 0 for n in shape):
-        raise CheckpointError(file, name, f"negative dimension in shape {list(shape)}")
+        raise CheckpointError(file, name, f"negative dimension in shape {shortened(str(list(shape)), 80)}")
     if len(shape) > MAX_DIMENSIONS or any(n > MAX_DIMENSION for n in shape):
         most = f"{MAX_DIMENSIONS} dimensions of up to {MAX_DIMENSION}"
-        raise CheckpointError(file, name, f"shape {list(shape)} is beyond what tensors have ({most})")
+        raise CheckpointError(file, name, f"shape {shortened(str(list(shape)), 80)} is beyond what tensors have ({most})")
 
 
 def check_record(

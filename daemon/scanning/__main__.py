@@ -63,7 +63,11 @@ def _scan(connection: socket.socket, request: Scan) -> bool:
             if checkpoint is previous.get(checkpoint.name):
                 send(Same(checkpoint.name, seen.in_cache))
             else:
-                send(Found(_plain(checkpoint), seen.in_cache))
+                try:
+                    send(Found(_plain(checkpoint), seen.in_cache))
+                except (OverflowError, UnicodeEncodeError) as failure:  # a number or text that no message holds
+                    problem = f"what its files say cannot be used: {failure}"
+                    send(Found(Checkpoint(checkpoint.name, checkpoint.path, error=_text(problem)), seen.in_cache))
     except OSError as failure:
         error = (failure.errno or 0, failure.strerror or str(failure))
     finally:
