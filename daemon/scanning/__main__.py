@@ -14,7 +14,7 @@ from engine.protocol import FrameReader, Message, encode
 from loader.catalog import Checkpoint, walk
 
 MEMORY_BYTES = 1 << 30  # of address space: headers of 100 MB, which the format allows, fit
-LARGE_BYTES = 128 << 20  # resident; with such a size it ends after the scan and gives its memory back
+LARGE_BYTES = 48 << 20  # resident; with such a size it ends after the scan and gives its memory back
 OOM_SCORE_ADJ = 800  # the kernel ends this process before the daemon and its engines
 
 

@@ -79,7 +79,7 @@ def write_checkpoint(
     if shards == 1:
         (folder / "model.safetensors").write_bytes(safetensors_bytes(tensors, padding))
         return folder
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for shard in range(shards):
         file = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
         part = {name: tensors[name] for name in list(tensors)[shard::shards]}

@@ -1,0 +1,159 @@
+"""Thousands of model folders that were made to hurt, beside 20 streams of a node that serves.
+
+The bars: no neighbour is held for more than 100 ms, the daemon and its helper processes grow by at most 64 MiB, every folder that
+looks like a model is listed with its reason, and a model that comes last is found.
+usage: python -m benchmarks.hostile [--folders N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import multiprocessing
+import shutil
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import psutil
+import uvloop
+
+from benchmarks.checkpoints import make
+from benchmarks.load import drive
+from benchmarks.run import machine
+from benchmarks.serve import STORE
+from benchmarks.server import Server
+from tests.e2e.hostile_folders import make_hostile
+from tests.loader.checkpoints import write_checkpoint
+
+NUM_STREAMS, STEP_MS = 20, 10.0
+LIMIT_S = 300.0
+
+
+def resident_bytes(pid: int) -> int:
+    """Of the daemon and its helpers; engines are not counted."""
+    daemon = psutil.Process(pid)
+    helpers = [child for child in daemon.children(recursive=True) if "engine" not in child.cmdline()]
+    return sum(process.memory_info().rss for process in (daemon, *helpers))
+
+
+def wait_until_idle(pid: int) -> None:
+    """Until the scanning process has ended, which it does some seconds after its last scan."""
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        if not any("daemon.scanning" in child.cmdline() for child in psutil.Process(pid).children()):
+            return
+        time.sleep(0.5)
+
+
+class Highest:
+    """The highest sum of resident bytes seen, looked at five times a second."""
+
+    def __init__(self, pid: int) -> None:
+        self.bytes, self._pid = 0, pid
+
+    async def watch(self) -> None:
+        while True:
+            with contextlib.suppress(psutil.Error):  # a process ended meanwhile
+                self.bytes = max(self.bytes, await asyncio.to_thread(resident_bytes, self._pid))
+            await asyncio.sleep(0.2)
+
+
+def make_folders(models: Path, folder: Path, num_folders: int) -> None:
+    for number in range(num_folders):
+        make_hostile(models / f"bad-{number:05}", folder / "template", number)
+
+
+async def streams_beside(server: Server, write: Any) -> tuple[float, int]:
+    """Longest gap in ms between two reads of any stream while `write` runs and the folders are found, and how many failed."""
+    done = asyncio.Event()
+
+    async def streams() -> tuple[float, int]:
+        longest = failed = 0.0
+        while not done.is_set():
+            results = await drive(server.url, ["feather"], NUM_STREAMS, NUM_STREAMS, 64, 300)
+            gaps = [b - a for r in results for a, b in zip(r.stamps, r.stamps[1:], strict=False)]
+            longest, failed = max(longest, *gaps), failed + sum(not r.ok for r in results)
+        return 1e3 * longest, int(failed)
+
+    under_way = asyncio.ensure_future(streams())
+    await asyncio.to_thread(write)
+    done.set()
+    return await under_way
+
+
+def run(num_folders: int = 5000) -> list[dict[str, Any]]:
+    folder = STORE.parent / "hostile"
+    shutil.rmtree(folder, ignore_errors=True)
+    source = make(STORE, "feather")
+    shutil.copytree(source, folder / "models" / "feather")
+    write_checkpoint(folder / "template")
+    models: Path = folder / "models"
+    flags = ["--runner", "null", "--null-step-ms", str(STEP_MS), "--loop-watch-ms", "0.5"]
+    with Server(models, ["cpu=2GiB"], flags) as server:
+        server.cli("load", "feather")
+        uvloop.run(drive(server.url, ["feather"], 4, 4, 16, 8))
+        quiet_ms, _ = uvloop.run(streams_beside(server, lambda: time.sleep(5)))
+        pid = server.cli("status", "--json")["pid"]
+        highest = Highest(pid)
+        wait_until_idle(pid)
+        before = resident_bytes(pid)
+
+        def write() -> None:
+            # a process of its own: in a thread it would hold the clients that measure
+            writing = multiprocessing.get_context("spawn").Process(target=make_folders, args=(models, folder, num_folders))
+            writing.start()
+            writing.join()
+            shutil.copytree(source, models / "last")
+            end = time.monotonic() + LIMIT_S
+            while time.monotonic() < end:
+                with urllib.request.urlopen(server.url + "/v1/models", timeout=30) as answer:
+                    if b'"last"' in answer.read():
+                        return
+                time.sleep(0.5)
+
+        async def measured() -> tuple[float, int]:
+            watching = asyncio.ensure_future(highest.watch())
+            try:
+                return await streams_beside(server, write)
+            finally:
+                watching.cancel()
+
+        begin_s = time.monotonic()
+        gap_ms, failed = uvloop.run(measured())
+        seconds = time.monotonic() - begin_s
+        rows = server.cli("models", "--json")
+        status = server.cli("status", "--json")
+        wait_until_idle(pid)
+        after = resident_bytes(pid)
+    bad = [row for row in rows if row["name"].startswith("bad-")]
+    return [
+        {
+            "benchmark": "hostile",
+            "folders": num_folders,
+            "listed": len(bad),
+            "without_reason": sum(not row["reason"] for row in bad if row["state"] in ("incomplete", "refused")),
+            "complete": sum(row["state"] not in ("incomplete", "refused") for row in bad),
+            "last_found": any(row["name"] == "last" for row in rows),
+            "seconds": round(seconds, 1),
+            "failed_requests": failed,
+            "client_gap_max_ms_undisturbed": round(quiet_ms, 1),
+            "client_gap_max_ms": round(gap_ms, 1),
+            "stall_max_ms": round(1e3 * status["event_loop_stall_max_s"], 2),
+            "grown_mib": round((after - before) / 2**20, 1),
+            "grown_at_most_mib": round((highest.bytes - before) / 2**20, 1),
+        }
+    ]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folders", type=int, default=5000)
+    print(json.dumps(machine()), flush=True)
+    for line in run(parser.parse_args().folders):
+        print(json.dumps(line), flush=True)
+        sys.exit(not line["last_found"])
