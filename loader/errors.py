@@ -6,8 +6,9 @@ MOST_CHARACTERS = 300  # of each part of a message: names and values come from f
 
 
 def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
-    """The text, or its beginning and how long it is."""
-    return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
+    """The text, or its beginning and how long it is; what can't be printed is escaped, as a terminal would act on it."""
+    beginning = "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text[:most])
+    return beginning if len(text) <= most else f"{beginning}... ({len(text)} characters)"
 
 
 class LoaderError(Exception):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from config.regular_file import open_regular
-from loader.errors import CheckpointError
+from loader.errors import CheckpointError, shortened
 from loader.packed import Source
 from loader.safetensors import INDEX_NAME, SINGLE_NAME, Header, check_index, read_header, read_index
 
@@ -53,7 +53,8 @@ def read_headers(folder: Path, below: str = "") -> dict[str, Header]:
             fd = open_regular(folder / file)
         except FileNotFoundError:
             wanted = next((tensor for tensor, at in (weight_map or {}).items() if at == name), None)
-            raise MissingFile(f"{file} is missing (it holds tensor {wanted})" if wanted else _no_weights(folder)) from None
+            missing = f"{shortened(file)} is missing (it holds tensor {shortened(wanted)})" if wanted else _no_weights(folder)
+            raise MissingFile(missing) from None
         try:
             headers[file] = read_header(fd, file)
         finally:
@@ -65,7 +66,9 @@ def read_headers(folder: Path, below: str = "") -> dict[str, Header]:
 
 def _no_weights(folder: Path) -> str:
     other = min((name for name in os.listdir(folder) if name.endswith(OTHER_FORMATS)), default="")
-    instead = f"; {other} is, but weights are read from safetensors alone: download or convert them as such" if other else ""
+    instead = (
+        f"; {shortened(other)} is, but weights are read from safetensors alone: download or convert them as such" if other else ""
+    )
     return f"neither {SINGLE_NAME} nor {INDEX_NAME} is there{instead}"
 
 

@@ -57,6 +57,7 @@ def test_folders_that_hurt_harm_nobody(tmp_path: Path) -> None:
             if row["state"] in ("incomplete", "refused"):
                 assert row["reason"], name
                 assert len(row["reason"]) < 2000
+                assert row["reason"].isprintable(), name
         assert sum(name.startswith("bad-") for name in rows) > NUM_FOLDERS / 2  # links and the like are no models
         assert node.get("/healthz") == (200, {"status": "ok", "problems": []})
         assert node.cli("reload").returncode == 0
