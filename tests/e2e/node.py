@@ -87,7 +87,11 @@ class Node:
             self.process.wait(SAFETY_S)
             raise AssertionError(f"hearthd ended with {self.process.returncode}:\n{self.log_text()}")
         if ready:
-            self.wait_for(self.has_all_engines, "readyz")
+            try:
+                self.wait_for(self.has_all_engines, "readyz")
+            except BaseException:
+                self.stop()  # there is no `with` yet that would
+                raise
         return self
 
     def stop(self) -> int:
