@@ -9,7 +9,6 @@ admin = true                     # see Keys.may_watch
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import hashlib
 import hmac
@@ -24,6 +23,7 @@ from typing import Any
 
 from config.load import ConfigError, located
 from config.locate import line_of_syntax_error
+from config.nearest import nearest
 
 CREDENTIAL = "credential:"
 OTHER = "other"  # the label of the tenants that metrics do not name
@@ -148,8 +148,8 @@ def _tenant(path: str, name: str, entry: Any) -> Tenant:
         raise ConfigError(path, where, f"must be a table [{where}]")
     for key in entry:
         if key not in FIELDS:
-            near = difflib.get_close_matches(key, FIELDS, 1, 0.6)
-            hint = f"did you mean {near[0]}?" if near else "known keys: " + ", ".join(FIELDS)
+            near = nearest(key, FIELDS)
+            hint = f"did you mean {near}?" if near else "known keys: " + ", ".join(FIELDS)
             raise ConfigError(path, f"{where}.{_quoted(key)}", f"unknown key; {hint}")
     if not entry.get("keys"):
         raise ConfigError(path, f"{where}.keys", f"missing or empty; a list of {KEY_FORM}")

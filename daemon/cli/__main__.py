@@ -41,12 +41,13 @@ def make_parser() -> argparse.ArgumentParser:
     add("status", node.status, "the daemon, its devices and engines")
     add("gpus", gpus.gpus, "the machine's GPUs: who uses them, temperature, memory, faults; also without a daemon")
     load = add("load", models.command, "load a model and wait until it is ready", "NAME")
-    load.add_argument("--no-wait", action="store_true", help="return as soon as the load is accepted")
     unload = add("unload", models.command, "evict a model now; requests that wait for it may bring it back", "NAME")
     unload.add_argument(
         "--to", choices=("cold", "warm"), default="cold", help="warm: its weights stay in host memory, if a copy is there"
     )
-    add("pin", models.command, "load a model and never evict it", "NAME")
+    pin = add("pin", models.command, "load a model and never evict it", "NAME")
+    for each in (load, pin):
+        each.add_argument("--no-wait", action="store_true", help="return as soon as the load is accepted")
     add("unpin", models.command, "let a model be evicted again", "NAME")
     add("enable", models.command, "let requests use a model again", "NAME")
     add("disable", models.command, "refuse requests for a model", "NAME")

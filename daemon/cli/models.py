@@ -93,7 +93,7 @@ def command(client: Client, options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(result))
     elif result.get("waiting"):
-        print(f"{name} is being loaded")
+        print(f"{name} is {'pinned and ' if verb == 'pin' else ''}being loaded")
     else:
         print(f"{name} {DONE[verb]}" + _extra(verb, result))
 

@@ -161,6 +161,12 @@ def test_load_tells_progress_and_no_wait_does_not(node: Node) -> None:
     node.wait_for(lambda: node.state("slow") == "ready", "slow loaded")
 
 
+def test_a_pin_need_not_be_waited_for(node: Node) -> None:
+    assert node.cli("pin", "slow", "--no-wait").stdout.startswith("slow is pinned")
+    node.wait_for(lambda: node.state("slow") == "ready", "slow loaded")
+    assert {row["name"] for row in node.ps() if row["pinned"]} == {"slow"}
+
+
 def test_a_load_that_fails_says_why(node: Node) -> None:
     result = node.cli("load", "bad", "--json")
     assert result.returncode == 5
