@@ -92,7 +92,7 @@ class Lifecycle:
             raise
         node = self._node = Node(self._config, self._devices, state, self._inventory)
         node.reload = self.reload_as_asked
-        node.num_tenants = None if self._keys is None else len(self._keys.tenants)
+        node.keys = self._keys
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_stop_signal, number)
         loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
@@ -264,27 +264,25 @@ class Lifecycle:
             plan = config_reload.plan(node.config, new)
             known = keys.load(plan.effective.keys_file) if plan.effective.keys_file else None
         except config_load.ConfigError as error:
-            node.metric.reloads["refused"] += 1
-            log.error("reload refused, the running settings stay: %s", error)
-            details: dict[str, object] = {"file": error.source, "line": error.line, "key": error.key}
-            raise BadRequest("invalid_config", f"The running settings stay: {error}", details=details) from None
+            raise node.reloads.refuse(error) from None
         try:
             await node.rescan(plan.effective)
         except OSError as error:
-            node.metric.reloads["refused"] += 1
-            log.error("reload refused, models folder: %s", error)
-            raise BadRequest("invalid_config", f"The running settings stay: models folder: {error}") from None
+            folder = plan.effective.models_dir
+            refused = config_load.ConfigError(source, "models_dir", f"{folder} cannot be read: {error.strerror}")
+            raise node.reloads.refuse(refused) from None
         node.settings.config = node.dispatcher.config = self._config = plan.effective
         node.scheduler.reconfigure(scheduler_settings(plan.effective))
         if known is not None and self._keys is not None and not known.same_as(self._keys):
             plan.applied.append("the content of keys_file")
-        self._keys = known
-        node.num_tenants = None if known is None else len(known.tenants)
+        self._keys = node.keys = known
         for access in self._accesses:
             access.keys = known
-        node.metric.reloads["applied"] += 1
+        node.reloads.applied()
         logs.set_up(plan.effective.log_level)
         log.info("reloaded; applied: %s", ", ".join(plan.applied) or "nothing changed")
+        if known is not None:
+            known.warn_if_empty(plan.effective.keys_file)
         if plan.needs_restart:
             log.warning("these keys need a restart: %s", ", ".join(plan.needs_restart))
         node.ring.add("reload", applied=plan.applied, needs_restart=plan.needs_restart)

@@ -88,6 +88,7 @@ def main(argv: Sequence[str] | None = None, inventory: Inventory | None = None) 
     logs.set_up(config.log_level, config.log_format)
     if known is not None:
         logs.log.info("%s: keys of %d tenants", config.keys_file, len(known.tenants))
+        known.warn_if_empty(config.keys_file)
     elif config.insecure:
         logs.log.warning("no keys and --insecure: anybody who reaches %s may use the models", config.listen)
     if any(device.name.startswith("cpu") for device in devices):

@@ -23,6 +23,7 @@ from daemon.gpu.driver import Driver
 from daemon.gpu.inventory import GpuFault, Inventory, rows_of, why_no_memory
 from daemon.gpu.watch import GpuWatch
 from daemon.host_memory import HostMemory
+from daemon.keys import Keys
 from daemon.left_memory import LeftMemory
 from daemon.live_settings import LiveSettings
 from daemon.logs import fields
@@ -33,6 +34,7 @@ from daemon.metrics.counters import Metrics
 from daemon.page.feed import PageFeed
 from daemon.page.snapshot import snapshot
 from daemon.registry import Registry
+from daemon.reloads import Reloads
 from daemon.state import NodeState
 from daemon.version import VERSION
 from daemon.workers import EngineSpec, Worker, threads_per_engine
@@ -100,7 +102,8 @@ class Node:
         self.feed = PageFeed(lambda: snapshot(self), self.ring)
         self.reload: Callable[[], Awaitable[dict[str, Any]]] | None = None
         self.url = ""
-        self.num_tenants: int | None = None  # with keys; None: no keys are set
+        self.keys: Keys | None = None  # None: no keys are set
+        self.reloads = Reloads(self.metric.reloads)
         self.listening = False
         self.started_unix_s = time.time()
         self._unix_offset_s = time.time() - time.monotonic()
@@ -298,8 +301,10 @@ class Node:
             "reason": body.get("reason", ""),
             "draining": self.draining,
             "requests": len(self.dispatcher.open.by_id),
-            "keys": self.num_tenants is not None,
-            "tenants": self.num_tenants or 0,
+            "keys": self.keys is not None,
+            "tenants": 0 if self.keys is None else len(self.keys.tenants),
+            "num_keys": 0 if self.keys is None else self.keys.num_keys,
+            "reload_refused": self.reloads.row(),
             "output_tokens": sum(self.metric.generated_tokens.values()),
             "engine_restarts": sum(self.metric.engine_restarts.values()),
             "devices": self.device_rows(),
