@@ -317,7 +317,7 @@ class Lifecycle:
         """Every part is stopped even where another one fails to; HTTP first."""
         steps = [(name, server.cleanup()) for name, server in servers.items()]
         steps[1:1] = [("engines", self._stop_engines(node))]
-        steps.append(("text", text.close()))
+        steps += [("text", text.close()), ("state", node.state_keeper.close())]
         for name, step in steps:
             try:
                 async with asyncio.timeout(2 * FLUSH_LIMIT_S + 4):

@@ -36,6 +36,7 @@ from daemon.page.snapshot import snapshot
 from daemon.registry import Registry
 from daemon.reloads import Reloads
 from daemon.state import NodeState
+from daemon.state_keeper import StateKeeper
 from daemon.version import VERSION
 from daemon.workers import EngineSpec, Worker, threads_per_engine
 from engine.protocol import PROTOCOL_VERSION
@@ -71,7 +72,7 @@ class Node:
         division = divide(config, devices, state)
         self.devices = devices = division.devices
         self.inventory = inventory or Driver()
-        self.state = state
+        self.state_keeper = StateKeeper(state)
         self.settings = LiveSettings(config)
         self.ring, self.metric = EventRing(), Metrics()
         self.watch = LoopWatch(loop, config.loop_watch_ms / 1e3)
@@ -107,7 +108,6 @@ class Node:
         self.listening = False
         self.started_unix_s = time.time()
         self._unix_offset_s = time.time() - time.monotonic()
-        self._state_lock = asyncio.Lock()
 
     @property
     def config(self) -> NodeConfig:
@@ -172,20 +172,6 @@ class Node:
         assert view is not None
         message = f"The model {name!r} can never be loaded on this node: {view.reason}"
         return BadRequest("model_too_large", message, param="model", details={"arithmetic": view.reason})
-
-    async def remember(self, command: str, name: str) -> None:
-        """Keeps what pin, unpin, enable and disable decided; once called it is done, also if the caller is cancelled."""
-        if command in ("pin", "unpin"):
-            self.state.pinned[name] = command == "pin"
-        elif command in ("enable", "disable"):
-            self.state.enabled[name] = command == "enable"
-        else:
-            return
-        await asyncio.shield(self._write_state())
-
-    async def _write_state(self) -> None:
-        async with self._state_lock:
-            await asyncio.to_thread(self.state.write, self.state.snapshot())
 
     # ---- views
 
@@ -305,6 +291,7 @@ class Node:
             "tenants": 0 if self.keys is None else len(self.keys.tenants),
             "num_keys": 0 if self.keys is None else self.keys.num_keys,
             "reload_refused": self.reloads.row(),
+            "state_not_saved": self.state_keeper.row(),
             "output_tokens": sum(self.metric.generated_tokens.values()),
             "engine_restarts": sum(self.metric.engine_restarts.values()),
             "devices": self.device_rows(),

@@ -24,6 +24,11 @@ def status(client: Client, options: argparse.Namespace) -> None:
     if value["reload_refused"] is not None:
         refused = value["reload_refused"]
         print(f"reload refused {ago(refused['since'])}, older settings are in use: {refused['message']}")
+    if value["state_not_saved"] is not None:
+        lost = value["state_not_saved"]
+        print(
+            f"state not saved: {lost['message']} (first {ago(lost['since'])}); a restart would forget pins and switched-off models"
+        )
     print(f"longest stall of the event loop {1000 * value['event_loop_stall_max_s']:.1f} ms\n")
     header = ("DEVICE", "ENGINE", "BUDGET", "MODELS", "WORK SPACE", "KV LEASE", "RESTARTS")
     print(table(header, [_device(row) for row in value["devices"]], frozenset({2, 3, 4, 5, 6})))
