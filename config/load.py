@@ -11,6 +11,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import msgspec
 
 from config import locate, paths, units
+from config.nearest import nearest
 from config.schema import ModelConfig, NodeConfig, SamplingDefaults
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -167,10 +168,8 @@ def fields_of(source: str, prefix: str, struct: type[msgspec.Struct], table: dic
     values = {}
     for key, value in table.items():
         if key not in types:
-            import difflib
-
-            near = difflib.get_close_matches(key, types, 1, 0.6)
-            hint = f"did you mean {near[0]}?" if near else "known keys: " + ", ".join(types)
+            near = nearest(key, types)
+            hint = f"did you mean {near}?" if near else "known keys: " + ", ".join(types)
             raise ConfigError(source, prefix + key, f"unknown key; {hint}")
         values[key] = _convert(source, prefix + key, types[key], value, key)
     return values

@@ -4,28 +4,45 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterable, Iterator
-from typing import NoReturn
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
 
+from config.nearest import nearest
 from daemon.errors import EXIT_USAGE
 
-_UNKNOWN_FLAG = re.compile(r"unrecognized arguments: (.*)\Z", re.S)
 _UNKNOWN_CHOICE = re.compile(r"argument (\S+): invalid choice: '(.*)' \(choose from ", re.S)
 
 
 class ArgumentParser(argparse.ArgumentParser):
     """Its sub-parsers are of the same kind."""
 
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """What a command does not take is told by that command, with flags of its own."""
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self._command(found)._refuse(unknown[0])
+        return found
+
     def error(self, message: str) -> NoReturn:
         self.exit(EXIT_USAGE, f"{self.prog}: {self._plain(message)}\n")
 
+    def _command(self, found: argparse.Namespace) -> ArgumentParser:
+        """The sub-parser of the command that was given, or this parser where there are no commands."""
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                return action.choices.get(getattr(found, action.dest), self)
+        return self
+
+    def _refuse(self, word: str) -> NoReturn:
+        """word: an argument that nothing takes."""
+        if not word.startswith("-"):
+            text = f"{word!r} is one word too many; `{self.prog} --help` tells what it takes"
+        else:
+            flags = [flag for action in self._actions for flag in action.option_strings]
+            text = f"there is no {word}{_near(word.partition('=')[0], flags)}; `{self.prog} --help` lists what there is"
+        self.exit(EXIT_USAGE, f"{self.prog}: {text}\n")
+
     def _plain(self, message: str) -> str:
-        unknown = _UNKNOWN_FLAG.match(message)
-        if unknown is not None:
-            word = unknown[1].split(" ")[0]
-            if not word.startswith("-"):
-                return f"{word!r} is one word too many; `{self.prog} --help` tells what it takes"
-            return f"there is no {word}{_near(word.partition('=')[0], _flags(self))}; `{self.prog} --help` lists what there is"
         choice = _UNKNOWN_CHOICE.match(message)
         if choice is not None:
             allowed = next((list(map(str, one.choices or ())) for one in self._actions if choice[1] in _names(one)), [])
@@ -39,17 +56,6 @@ def _names(action: argparse.Action) -> set[str]:
     return {"/".join(action.option_strings), str(action.metavar), action.dest}
 
 
-def _flags(parser: argparse.ArgumentParser) -> Iterator[str]:
-    """Its own and those of its commands."""
-    for action in parser._actions:
-        yield from action.option_strings
-        if isinstance(action, argparse._SubParsersAction):
-            for command in action.choices.values():
-                yield from _flags(command)
-
-
 def _near(word: str, known: Iterable[str]) -> str:
-    from difflib import get_close_matches  # for errors alone
-
-    close = get_close_matches(word, list(known), 1, 0.6)
-    return f"; did you mean {close[0]}?" if close else ""
+    close = nearest(word, known)
+    return f"; did you mean {close}?" if close else ""

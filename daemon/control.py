@@ -39,6 +39,7 @@ _COMMANDS: dict[str, Callable[..., events.Event]] = {
     "enable": events.EnableRequested,
     "disable": events.DisableRequested,
 }
+_REMEMBERED = ("pin", "unpin", "enable", "disable")
 
 
 def make_control_app(node: Node, read_only: bool = False) -> web.Application:
@@ -194,17 +195,18 @@ class ControlApi:
             done = node.dispatcher.command(lambda now, cause: make(now=now, cause=cause, model=name, **options))
             if done.done():
                 _settle(done)  # raises the refusal as an HTTP status
-            await node.remember(command, name)  # it is decided, whether or not anybody waits for the load
+            # it is decided, whether or not anybody waits for the load
+            saved = _saved(await node.state_keeper.remember(command, name)) if command in _REMEMBERED else {}
             response = await _start_lines(request)
             if not done.done() and request.query.get("wait") == "0":
-                await response.write(_line({"event": "result", "ok": True, "model": name, "waiting": True}))
+                await response.write(_line({"event": "result", "ok": True, "model": name, "waiting": True, **saved}))
                 return response
             try:
                 await self._pass_on(response, queue, done)
                 _settle(done)
-                result = {"event": "result", "ok": True, "model": name, "state": node.state_of(name)}
+                result = {"event": "result", "ok": True, "model": name, "state": node.state_of(name), **saved}
             except HearthError as error:
-                result = {
+                result = saved | {
                     "event": "result",
                     "ok": False,
                     "model": name,
@@ -264,6 +266,11 @@ def _options(command: str, request: web.Request) -> dict[str, str]:
     if to not in ("cold", "warm"):
         raise BadRequest("invalid_request", f"to={to!r}: allowed are cold and warm", param="to")
     return {"to": to}
+
+
+def _saved(error: HearthError | None) -> dict[str, Any]:
+    """Of a command's result: whether a restart would know of it, and if not, why."""
+    return {"saved": True} if error is None else {"saved": False, "error": error_object(error), "status": error_status(error)}
 
 
 def _settle(done: asyncio.Future[Refusal | None]) -> None:

@@ -16,6 +16,7 @@ from scheduler.node.actions import Refusal
 
 # CLI exit codes, also the `code` groups of the control API
 EXIT_OK, EXIT_USAGE, EXIT_NOT_FOUND, EXIT_NO_FIT, EXIT_BUSY, EXIT_DENIED = 0, 2, 3, 4, 5, 6
+EXIT_NOT_SAVED = 7  # the command took effect, and a restart would forget it
 
 
 class HearthError(Exception):
@@ -102,6 +103,7 @@ _EXIT_CODES = {
     "would_not_fit": EXIT_NO_FIT,
     "not_kept": EXIT_NO_FIT,
     "permission_denied": EXIT_DENIED,
+    "state_not_saved": EXIT_NOT_SAVED,
 }
 
 

@@ -1,7 +1,7 @@
 """The keys file: who may use the node. It holds SHA-256 sums only, so reading it opens nothing.
 
 [tenants.search]
-keys = ["sha256:9f86d081…"]      # `hearth hash-key` makes them
+keys = ["sha256:9f86d081…"]      # `hearth hash-key` makes them; []: nobody is this tenant
 weight = 2.0                     # share of a busy model, against the other tenants that want it
 models = ["meta/*", "qwen3-4b"]  # what it may use; * and ? as in a shell, also across "/"; left out: all
 admin = true                     # see Keys.may_watch
@@ -9,11 +9,11 @@ admin = true                     # see Keys.may_watch
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import hashlib
 import hmac
 import json
+import logging
 import os
 import re
 import secrets
@@ -24,7 +24,9 @@ from typing import Any
 
 from config.load import ConfigError, located
 from config.locate import line_of_syntax_error
+from config.nearest import nearest
 
+log = logging.getLogger("hearthd.access")
 CREDENTIAL = "credential:"
 OTHER = "other"  # the label of the tenants that metrics do not name
 PREFIX = "sha256:"
@@ -74,6 +76,15 @@ class Keys:
         """Whether its keys open what tells of all tenants (metrics, status page): any key, until one tenant is an admin."""
         return tenant.admin or not self._has_admin
 
+    @property
+    def num_keys(self) -> int:
+        return len(self._digests)
+
+    def warn_if_empty(self, keys_file: str) -> None:
+        """Tells the log that no request can get in, which may be meant or not."""
+        if not self._digests:
+            log.warning("%s has no key: every request is refused with 401", keys_file)
+
     def same_as(self, other: Keys) -> bool:
         return (self.tenants, self._digests) == (other.tenants, other._digests)
 
@@ -115,9 +126,9 @@ def _load(path: str) -> Keys:
     for name in table:
         if name != "tenants":
             raise ConfigError(path, _quoted(name), "unknown key; the file holds tables [tenants.NAME] only")
-    entries = table.get("tenants")
-    if not isinstance(entries, dict) or not entries:
-        raise ConfigError(path, "tenants", "there is none: at least one table [tenants.NAME] with keys is needed")
+    entries = table.get("tenants", {})  # a file without any lets nobody in: that is how the last key is revoked
+    if not isinstance(entries, dict):
+        raise ConfigError(path, "tenants", "must be tables [tenants.NAME]")
     tenants: dict[str, Tenant] = {}
     owners: dict[bytes, str] = {}
     for name, entry in entries.items():
@@ -148,12 +159,12 @@ def _tenant(path: str, name: str, entry: Any) -> Tenant:
         raise ConfigError(path, where, f"must be a table [{where}]")
     for key in entry:
         if key not in FIELDS:
-            near = difflib.get_close_matches(key, FIELDS, 1, 0.6)
-            hint = f"did you mean {near[0]}?" if near else "known keys: " + ", ".join(FIELDS)
+            near = nearest(key, FIELDS)
+            hint = f"did you mean {near}?" if near else "known keys: " + ", ".join(FIELDS)
             raise ConfigError(path, f"{where}.{_quoted(key)}", f"unknown key; {hint}")
-    if not entry.get("keys"):
-        raise ConfigError(path, f"{where}.keys", f"missing or empty; a list of {KEY_FORM}")
-    _check_texts(path, f"{where}.keys", entry["keys"], _is_digest, KEY_FORM)
+    if "keys" not in entry:
+        raise ConfigError(path, f"{where}.keys", f"missing; a list of {KEY_FORM}, which may be empty")
+    _check_texts(path, f"{where}.keys", entry["keys"], _is_digest, KEY_FORM, _hidden)
     weight = entry.get("weight", 1.0)
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not (0 < weight <= MAX_WEIGHT):
         raise ConfigError(path, f"{where}.weight", f"{weight!r} must be a number above 0 and at most {MAX_WEIGHT}")
@@ -168,12 +179,16 @@ def _tenant(path: str, name: str, entry: Any) -> Tenant:
     return Tenant(name, float(weight), tuple(globs), admin, allowed)
 
 
-def _check_texts(path: str, where: str, values: Any, good: Callable[[str], object], form: str) -> None:
+def _check_texts(
+    path: str, where: str, values: Any, good: Callable[[str], object], form: str, shown: Callable[[object], str] | None = None
+) -> None:
+    """shown: how a wrong value stands in the message."""
+    shown = shown or _shown
     if not isinstance(values, list):
-        raise ConfigError(path, where, f"{_shown(values)} must be a list of {form}")
+        raise ConfigError(path, where, f"{shown(values)} must be a list of {form}")
     for at, value in enumerate(values, 1):
         if not isinstance(value, str) or not good(value):
-            raise ConfigError(path, where, f"number {at}, {_shown(value)}, must be {form}")
+            raise ConfigError(path, where, f"number {at}, {shown(value)}, must be {form}")
 
 
 def _is_digest(text: str) -> bool:
@@ -185,7 +200,12 @@ def _quoted(name: str) -> str:
     return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name)
 
 
+def _hidden(value: object) -> str:
+    """What stands among the keys may be one in the clear, and messages go to the log and to whoever asks for the status."""
+    return f"a text of {len(value)} characters" if isinstance(value, str) else _shown(value)
+
+
 def _shown(value: object) -> str:
-    """Enough to find it: what stands in the wrong place may be a key in the clear, and messages go to the log."""
+    """Enough to find it."""
     text = repr(value)
     return text if len(text) <= 12 else f"{text[:9]}…"

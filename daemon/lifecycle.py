@@ -95,7 +95,7 @@ class Lifecycle:
         checkpoints = await self._checkpoints_to_isolate(scanner)
         node = self._node = Node(self._config, self._devices, state, self._inventory, scanner, checkpoints)
         node.reload = self.reload_as_asked
-        node.num_tenants = None if self._keys is None else len(self._keys.tenants)
+        node.keys = self._keys
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_stop_signal, number)
         loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
@@ -253,27 +253,25 @@ class Lifecycle:
             plan = config_reload.plan(node.config, new)
             known = keys.load(plan.effective.keys_file) if plan.effective.keys_file else None
         except config_load.ConfigError as error:
-            node.metric.reloads["refused"] += 1
-            log.error("reload refused, the running settings stay: %s", error)
-            details: dict[str, object] = {"file": error.source, "line": error.line, "key": error.key}
-            raise BadRequest("invalid_config", f"The running settings stay: {error}", details=details) from None
+            raise node.reloads.refuse(error) from None
         try:
             await node.rescan(plan.effective)
         except OSError as error:
-            node.metric.reloads["refused"] += 1
-            log.error("reload refused, models folder: %s", error)
-            raise BadRequest("invalid_config", f"The running settings stay: models folder: {error}") from None
+            folder = plan.effective.models_dir
+            refused = config_load.ConfigError(source, "models_dir", f"{folder} cannot be read: {error.strerror}")
+            raise node.reloads.refuse(refused) from None
         node.settings.config = node.dispatcher.config = self._config = plan.effective
         node.scheduler.reconfigure(scheduler_settings(plan.effective))
         if known is not None and self._keys is not None and not known.same_as(self._keys):
             plan.applied.append("the content of keys_file")
-        self._keys = known
-        node.num_tenants = None if known is None else len(known.tenants)
+        self._keys = node.keys = known
         for access in self._accesses:
             access.keys = known
-        node.metric.reloads["applied"] += 1
+        node.reloads.applied()
         logs.set_up(plan.effective.log_level)
         log.info("reloaded; applied: %s", ", ".join(plan.applied) or "nothing changed")
+        if known is not None:
+            known.warn_if_empty(plan.effective.keys_file)
         if plan.needs_restart:
             log.warning("these keys need a restart: %s", ", ".join(plan.needs_restart))
         node.ring.add("reload", applied=plan.applied, needs_restart=plan.needs_restart)
@@ -308,7 +306,7 @@ class Lifecycle:
         """Every part is stopped even where another one fails to; HTTP first."""
         steps = [(name, server.cleanup()) for name, server in servers.items()]
         steps[1:1] = [("engines", self._stop_engines(node))]
-        steps += [("text", text.close()), ("scanning", node.scanner.close())]
+        steps += [("text", text.close()), ("scanning", node.scanner.close()), ("state", node.state_keeper.close())]
         for name, step in steps:
             try:
                 async with asyncio.timeout(2 * FLUSH_LIMIT_S + 4):

@@ -15,7 +15,7 @@ from config.devices import device_budgets
 from config.processor import UnknownFeature, this_processor
 from config.schema import NodeConfig
 from config.units import format_bytes, machine_memory_bytes
-from daemon import keys, listeners
+from daemon import keys, listeners, models_check
 from daemon.arguments import ArgumentParser
 from daemon.errors import EXIT_OK, EXIT_USAGE
 from daemon.gpu.driver import Driver
@@ -73,10 +73,13 @@ def main(argv: Sequence[str] | None = None, inventory: Inventory | None = None) 
         known = keys.load(config.keys_file) if config.keys_file else None
         listeners.check(config, known is not None, source)
         processor = this_processor()
+        warnings = models_check.check(config, source) if check else []
     except (config_load.ConfigError, UnknownFeature) as error:
         print(f"hearthd: {error}", file=sys.stderr)
         return EXIT_USAGE
     if check:
+        for warning in warnings:
+            print(f"hearthd: warning: {warning}", file=sys.stderr)
         named = ", ".join(f"{device.name} {format_bytes(device.budget_bytes)}" for device in devices)
         print(f"ok: models {config.models_dir}, listen {config.listen}, control {config.control}, devices {named}")
         return EXIT_OK
@@ -85,6 +88,7 @@ def main(argv: Sequence[str] | None = None, inventory: Inventory | None = None) 
     logs.set_up(config.log_level, config.log_format)
     if known is not None:
         logs.log.info("%s: keys of %d tenants", config.keys_file, len(known.tenants))
+        known.warn_if_empty(config.keys_file)
     elif config.insecure:
         logs.log.warning("no keys and --insecure: anybody who reaches %s may use the models", config.listen)
     if any(device.name.startswith("cpu") for device in devices):

@@ -23,6 +23,7 @@ from daemon.gpu.driver import Driver
 from daemon.gpu.inventory import GpuFault, Inventory, rows_of, why_no_memory
 from daemon.gpu.watch import GpuWatch
 from daemon.host_memory import HostMemory
+from daemon.keys import Keys
 from daemon.left_memory import LeftMemory
 from daemon.live_settings import LiveSettings
 from daemon.logs import fields
@@ -34,8 +35,10 @@ from daemon.metrics.counters import Metrics
 from daemon.page.feed import PageFeed
 from daemon.page.snapshot import snapshot
 from daemon.registry import Registry
+from daemon.reloads import Reloads
 from daemon.scanning.scanner import ModelScanner
 from daemon.state import NodeState
+from daemon.state_keeper import StateKeeper
 from daemon.version import VERSION
 from daemon.workers import EngineSpec, Worker, threads_per_engine
 from engine.protocol import PROTOCOL_VERSION
@@ -79,7 +82,7 @@ class Node:
         division = divide(config, devices, state, checkpoints or {})
         self.devices = devices = division.devices
         self.inventory = inventory or Driver()
-        self.state = state
+        self.state_keeper = StateKeeper(state)
         self.settings = LiveSettings(config)
         self.ring, self.metric = EventRing(), Metrics()
         self.watch = LoopWatch(loop, config.loop_watch_ms / 1e3)
@@ -112,11 +115,11 @@ class Node:
         self.feed = PageFeed(lambda: snapshot(self), self.ring)
         self.reload: Callable[[], Awaitable[dict[str, Any]]] | None = None
         self.url = ""
-        self.num_tenants: int | None = None  # with keys; None: no keys are set
+        self.keys: Keys | None = None  # None: no keys are set
+        self.reloads = Reloads(self.metric.reloads)
         self.listening = False
         self.started_unix_s = time.time()
         self._unix_offset_s = time.time() - time.monotonic()
-        self._state_lock = asyncio.Lock()
 
     @property
     def config(self) -> NodeConfig:
@@ -181,20 +184,6 @@ class Node:
         assert view is not None
         message = f"The model {name!r} can never be loaded on this node: {view.reason}"
         return BadRequest("model_too_large", message, param="model", details={"arithmetic": view.reason})
-
-    async def remember(self, command: str, name: str) -> None:
-        """Keeps what pin, unpin, enable and disable decided; once called it is done, also if the caller is cancelled."""
-        if command in ("pin", "unpin"):
-            self.state.pinned[name] = command == "pin"
-        elif command in ("enable", "disable"):
-            self.state.enabled[name] = command == "enable"
-        else:
-            return
-        await asyncio.shield(self._write_state())
-
-    async def _write_state(self) -> None:
-        async with self._state_lock:
-            await asyncio.to_thread(self.state.write, self.state.snapshot())
 
     # ---- views
 
@@ -310,8 +299,11 @@ class Node:
             "reason": body.get("reason", ""),
             "draining": self.draining,
             "requests": len(self.dispatcher.open.by_id),
-            "keys": self.num_tenants is not None,
-            "tenants": self.num_tenants or 0,
+            "keys": self.keys is not None,
+            "tenants": 0 if self.keys is None else len(self.keys.tenants),
+            "num_keys": 0 if self.keys is None else self.keys.num_keys,
+            "reload_refused": self.reloads.row(),
+            "state_not_saved": self.state_keeper.row(),
             "output_tokens": sum(self.metric.generated_tokens.values()),
             "engine_restarts": sum(self.metric.engine_restarts.values()),
             "devices": self.device_rows(),

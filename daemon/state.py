@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -22,9 +23,11 @@ class NodeState:
 
     def load(self) -> None:
         """A file that cannot be understood is kept beside as state.json.bad-TIME and said so. Raises OSError naming the setting
-        if the folder can't be made or the file not be read."""
+        if the folder can't be made or the file not be read. What a write that was cut off has left is removed."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with contextlib.suppress(OSError):
+                self._partial.unlink()
             text = self.path.read_bytes()
         except FileNotFoundError:
             if self.path.parent.is_dir():
@@ -51,16 +54,27 @@ class NodeState:
         values = {"version": VERSION, "pinned": self.pinned, "enabled": self.enabled}
         return json.dumps(values, indent=1, sort_keys=True).encode() + b"\n"
 
+    @property
+    def _partial(self) -> Path:
+        return self.path.with_name(self.path.name + ".new")
+
     def write(self, data: bytes) -> None:
-        """Atomic: the old file or the new one, whenever the power goes. Blocks (fsync): for a thread."""
-        partial = self.path.with_name(self.path.name + ".new")
-        fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        """Atomic: the old file or the new one, whenever the power goes. Blocks (fsync): for a thread. Raises OSError, and then
+        leaves no part of the new file behind."""
         try:
-            os.write(fd, data)
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        partial.replace(self.path)
+            fd = os.open(self._partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            try:
+                left = memoryview(data)
+                while left:  # a disk that is nearly full takes a part
+                    left = left[os.write(fd, left) :]
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            self._partial.replace(self.path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._partial.unlink()
+            raise
         folder = os.open(self.path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)

@@ -62,6 +62,11 @@ CODES: dict[str, tuple[int, str, str]] = {
     # ours
     "crashed_twice": (500, "the engine died twice with this request in it", "do not resend; tell the developers"),
     "aborted": (500, "the engine ended this request", "see the log for the request's id"),
+    "state_not_saved": (
+        507,
+        "pin, unpin, enable or disable took effect and could not be saved: `saved` is false in its result",
+        "make room in `state_dir` or correct it; `hearth status` shows the error until it is saved",
+    ),
     "internal": (500, "a fault of hearthd", "see the log for the request's id"),
     "internal_error": (500, "a fault of hearthd", "see the log for the request's id"),
 }

@@ -206,7 +206,7 @@ def reference() -> str:
         "## The control API",
         "",
         "HTTP over the Unix sockets. The control socket takes all of it, the status socket the GETs. An error is `{code, message,",
-        "details}`; its status and the exit code of `hearth` go together: 400 2, 403 6, 404 3, 409 4, 500 1, 503 5.",
+        "details}`; its status and the exit code of `hearth` go together: 400 2, 403 6, 404 3, 409 4, 500 1, 503 5, 507 7.",
         "",
         "| request | what it is |",
         "|---|---|",

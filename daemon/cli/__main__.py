@@ -1,5 +1,5 @@
 """`hearth [--control SOCKET] COMMAND`. Exit codes: 0 ok, 1 hearthd failed, 2 usage, 3 not found, 4 would not fit, 5 busy, timed out
-or not running, 6 denied."""
+or not running, 6 denied, 7 done but not saved."""
 
 from __future__ import annotations
 
@@ -41,12 +41,13 @@ def make_parser() -> argparse.ArgumentParser:
     add("status", node.status, "the daemon, its devices and engines")
     add("gpus", gpus.gpus, "the machine's GPUs: who uses them, temperature, memory, faults; also without a daemon")
     load = add("load", models.command, "load a model and wait until it is ready", "NAME")
-    load.add_argument("--no-wait", action="store_true", help="return as soon as the load is accepted")
     unload = add("unload", models.command, "evict a model now; requests that wait for it may bring it back", "NAME")
     unload.add_argument(
         "--to", choices=("cold", "warm"), default="cold", help="warm: its weights stay in host memory, if a copy is there"
     )
-    add("pin", models.command, "load a model and never evict it", "NAME")
+    pin = add("pin", models.command, "load a model and never evict it", "NAME")
+    for each in (load, pin):
+        each.add_argument("--no-wait", action="store_true", help="return as soon as the load is accepted")
     add("unpin", models.command, "let a model be evicted again", "NAME")
     add("enable", models.command, "let requests use a model again", "NAME")
     add("disable", models.command, "refuse requests for a model", "NAME")

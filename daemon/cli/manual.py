@@ -23,6 +23,7 @@ EXITS = {
     4: "it would not fit",
     5: "busy, timed out, or hearthd does not run",
     6: "no permission",
+    7: "done, but not saved: the state folder cannot be written, and a restart would forget it; hearthd tries again",
 }
 DAEMON_EXITS = {
     0: "stopped when told to",

@@ -10,6 +10,7 @@ from urllib.parse import quote
 
 from daemon.cli.client import Client
 from daemon.cli.table import ago, size, table
+from daemon.control_status import EXIT_OF_STATUS
 
 ROW_KEYS = ("name", "state", "device", "weights_bytes", "kv_bytes", "active", "queued", "pinned", "last_used")
 NOT_TO_BE_LOADED = ("disabled", "incomplete", "refused")
@@ -76,8 +77,9 @@ def _state(row: dict[str, Any]) -> str:
     return str(row["state"])
 
 
-def command(client: Client, options: argparse.Namespace) -> None:
-    """load, unload, pin, unpin, enable and disable are the same request with another verb."""
+def command(client: Client, options: argparse.Namespace) -> int | None:
+    """load, unload, pin, unpin, enable and disable are the same request with another verb. Returns the exit code where what was
+    done could not be saved."""
     verb, name = options.command, options.name
     path = f"/control/v1/models/{quote(name)}/{verb}"
     if getattr(options, "no_wait", False):
@@ -93,9 +95,14 @@ def command(client: Client, options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(result))
     elif result.get("waiting"):
-        print(f"{name} is being loaded")
+        print(f"{name} is {'pinned and ' if verb == 'pin' else ''}being loaded")
     else:
         print(f"{name} {DONE[verb]}" + _extra(verb, result))
+    if result.get("saved", True):
+        return None
+    if not options.json:
+        print(f"hearth: {result['error']['message']}", file=sys.stderr)
+    return EXIT_OF_STATUS[result["status"]]
 
 
 def _extra(verb: str, result: dict[str, Any]) -> str:

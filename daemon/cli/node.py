@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import quote
 
 from daemon.cli.client import Client
-from daemon.cli.table import duration, size, table
+from daemon.cli.table import ago, duration, size, table
 from daemon.version import VERSION
 
 
@@ -20,7 +20,15 @@ def status(client: Client, options: argparse.Namespace) -> None:
     state = "draining" if value["draining"] else "ready" if value["ready"] else f"not ready: {value['reason']}"
     print(f"hearthd {value['version']}, pid {value['pid']}, up {duration(value['uptime_s'])}: {state}")
     print(f"serves {value['url']}, {value['requests']} requests open")
-    print(f"keys are set, tenants: {value['tenants']}" if value["keys"] else "no keys are set: whoever reaches it may use it")
+    print(_keys(value))
+    if value["reload_refused"] is not None:
+        refused = value["reload_refused"]
+        print(f"reload refused {ago(refused['since'])}, older settings are in use: {refused['message']}")
+    if value["state_not_saved"] is not None:
+        lost = value["state_not_saved"]
+        print(
+            f"state not saved: {lost['message']} (first {ago(lost['since'])}); a restart would forget pins and switched-off models"
+        )
     print(f"longest stall of the event loop {1000 * value['event_loop_stall_max_s']:.1f} ms\n")
     header = ("DEVICE", "ENGINE", "BUDGET", "MODELS", "WORK SPACE", "KV LEASE", "RESTARTS")
     print(table(header, [_device(row) for row in value["devices"]], frozenset({2, 3, 4, 5, 6})))
@@ -29,6 +37,14 @@ def status(client: Client, options: argparse.Namespace) -> None:
     for row in value["devices"]:
         if row.get("problem"):
             print(f"\n{row['name']}: {row['problem']}")
+
+
+def _keys(value: dict[str, Any]) -> str:
+    if not value["keys"]:
+        return "no keys are set: whoever reaches it may use it"
+    return f"keys are set, tenants: {value['tenants']}" + (
+        "" if value["num_keys"] else "; the keys file has no key: nobody gets in"
+    )
 
 
 def host_memory(host: dict[str, int]) -> str:

@@ -11,7 +11,7 @@ from urllib.parse import quote
 from daemon.cli import models
 from daemon.cli.client import Client, CommandError
 from daemon.cli.table import duration, size, table
-from daemon.errors import EXIT_NOT_FOUND, EXIT_USAGE
+from daemon.errors import EXIT_NO_FIT, EXIT_NOT_FOUND, EXIT_USAGE
 
 SCORE = "SCORE: seconds a second that its reloads would cost, by how often it is asked for, per GiB its leaving frees"
 VERDICTS = {
@@ -57,9 +57,19 @@ def evict(client: Client, options: argparse.Namespace) -> None:
 
 
 def _room(plans: list[dict[str, Any]], options: argparse.Namespace) -> None:
-    if options.json:
+    """Raises CommandError where no device can have so many bytes free; its details name what stands on each."""
+    can = any(device["verdict"] in ("fits", "evicts") for device in plans)
+    if options.json and can:
         print(json.dumps(plans, indent=1))
-        return
+    if not options.json:
+        _tell_room(plans)
+    if not can:
+        where = ", ".join(device["device"] for device in plans)
+        message = f"--bytes {options.bytes}: what is idle on {where} does not free so much; ask for less, or unpin or unload models"
+        raise CommandError(EXIT_NO_FIT, {"code": "would_not_fit", "message": message, "details": {"devices": plans}})
+
+
+def _tell_room(plans: list[dict[str, Any]]) -> None:
     for number, device in enumerate(plans):
         print(("\n" if number else "") + f"{device['reason']}; {size(device['free_bytes'])} are free now")
         _candidates(device["candidates"])

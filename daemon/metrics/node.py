@@ -33,6 +33,8 @@ def now(node: Node, model: str | None = None) -> Now:
         cpu_s=time.process_time(),
         loop_stall_s=node.watch.stall_s,
         draining=node.draining,
+        reload_refused=node.reloads.refused is not None,
+        state_not_saved=bool(node.state_keeper.problem),
         host_tier_bytes=_host_tier(node),
     )
 

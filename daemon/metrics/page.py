@@ -60,6 +60,8 @@ class Now:
     cpu_s: float = 0.0
     loop_stall_s: float = 0.0
     draining: bool = False
+    reload_refused: bool = False
+    state_not_saved: bool = False
     host_tier_bytes: dict[str, int] = field(default_factory=dict)  # by kind
 
 
@@ -147,6 +149,8 @@ def _all(metrics: Metrics, now: Now) -> Iterator[tuple[str, Rows]]:
     yield "hearth_requests_resubmitted_total", [((), metrics.resubmitted)]
     yield "hearth_access_refused_total", metrics.access_refused.items()
     yield "hearth_reloads_total", metrics.reloads.items()
+    yield "hearth_config_reload_failing", [((), now.reload_refused)]
+    yield "hearth_state_not_saved", [((), now.state_not_saved)]
     yield "hearth_scheduler_errors_total", [((), metrics.scheduler_errors)]
     yield "hearth_cpu_seconds_total", [((), now.cpu_s)]
     yield "hearth_event_loop_stall_seconds_max", [((), now.loop_stall_s)]

@@ -161,6 +161,12 @@ def test_load_tells_progress_and_no_wait_does_not(node: Node) -> None:
     node.wait_for(lambda: node.state("slow") == "ready", "slow loaded")
 
 
+def test_a_pin_need_not_be_waited_for(node: Node) -> None:
+    assert node.cli("pin", "slow", "--no-wait").stdout.startswith("slow is pinned")
+    node.wait_for(lambda: node.state("slow") == "ready", "slow loaded")
+    assert {row["name"] for row in node.ps() if row["pinned"]} == {"slow"}
+
+
 def test_a_load_that_fails_says_why(node: Node) -> None:
     result = node.cli("load", "bad", "--json")
     assert result.returncode == 5
@@ -353,6 +359,36 @@ def test_pins_and_switches_survive_a_restart(tmp_path: Path) -> None:
         node.wait_for(lambda: node.state("a") == "ready", "a, pinned before")
         rows = {row["name"]: row for row in node.json("models")}
         assert (rows["a"]["pinned"], rows["b"]["pinned"], rows["b"]["state"]) == (True, False, "disabled")
+
+
+def test_what_cannot_be_saved_is_done_and_told_until_it_is_saved(tmp_path: Path) -> None:
+    make_model(tmp_path / "n" / "models" / "a")
+    state, away = tmp_path / "n" / "state", tmp_path / "away"
+    partial = state / "state.json.new"
+    with Node(tmp_path / "n") as node:
+        assert node.json("disable", "a")["saved"] is True
+        assert node.json("status")["state_not_saved"] is None
+        partial.symlink_to("/dev/full")  # where each write finds no space left
+        full = node.cli("enable", "a")
+        assert (full.returncode, full.stdout) == (7, "a is enabled (cold)\n")
+        assert f"hearth: enable a: done, but not saved: state_dir {state}: No space left on device." in full.stderr
+        assert not os.path.lexists(partial)
+        state.rename(away)
+        lost = node.cli("disable", "a", "--json")
+        assert lost.returncode == 7
+        result = json.loads(lost.stdout)
+        assert (result["ok"], result["state"], result["saved"], result["status"]) == (True, "disabled", False, 507)
+        assert (result["error"]["code"], result["error"]["details"]) == ("state_not_saved", {"state_file": f"{state}/state.json"})
+        assert node.state("a") == "disabled"
+        problem = f"state_dir {state}: No such file or directory"
+        assert node.json("status")["state_not_saved"]["message"] == problem
+        assert f"state not saved: {problem} (first " in node.cli("status").stdout
+        assert "\nhearth_state_not_saved 1.0\n" in node.get("/metrics")[1]
+        assert node.log_text().count(problem) == 1, "tried again without a line for each try"
+        away.rename(state)
+        node.wait_for(lambda: node.json("status")["state_not_saved"] is None, "the state being saved by itself")
+        assert json.loads((state / "state.json").read_text())["enabled"] == {"a": False}
+        assert "\nhearth_state_not_saved 0.0\n" in node.get("/metrics")[1]
 
 
 def test_metrics(node: Node) -> None:

@@ -42,6 +42,28 @@ def test_check_config(tmp_path: Path) -> None:
     assert bad.stderr == f"hearthd: {path}:1: max_wait_s: 'soon' must be a number\n"
 
 
+def test_check_config_looks_at_the_models(tmp_path: Path) -> None:
+    for name in ("org/real", "b"):
+        make_model(tmp_path / "models" / name)
+    path = tmp_path / "node.toml"
+    flags = ("--check-config", "--models", str(tmp_path / "models"), "--config", str(path))
+    path.write_text('[models."org/real"]\naliases = ["real"]\n[models."org/reel"]\npriority = 2.0\n')
+    warned = hearthd(*flags)
+    assert warned.returncode == 0
+    assert warned.stdout.startswith("ok: ")
+    folder = tmp_path / "models"
+    said = f'hearthd: warning: {path}:3: models."org/reel": there is no model of that name in {folder} (yet)'
+    assert warned.stderr == f'{said}; did you mean "org/real"?\n'
+    path.write_text('[models."org/real"]\npriority = 2.0\naliases = ["b"]\n')
+    refused = hearthd(*flags)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr.startswith(f"hearthd: {path}:3: models.\"org/real\".aliases: 'b' is the name of a model in {folder}")
+    path.write_text('[models."org/real"]\naliases = ["x"]\n[models.b]\naliases = ["x"]\n')
+    twice = hearthd(*flags)
+    assert twice.returncode == 2
+    assert 'models."b".aliases: \'x\' is already an alias of "org/real"' in twice.stderr
+
+
 @pytest.mark.parametrize(
     ("args", "code", "words"),
     [

@@ -63,7 +63,6 @@ def test_evict(node: Node) -> None:
     assert (dry["name"], dry["device"], dry["active"]) == ("c", "cpu:0", 0)
     assert "c would free " in node.cli("evict", "--dry-run", "c").stdout
     assert node.json("evict", "--dry-run", "--bytes", "50MiB")[0]["verdict"] == "evicts"
-    assert node.json("evict", "--dry-run", "--bytes", "1GiB", "--device", "cpu:0")[0]["verdict"] == "waits"
     assert "c" in {row["name"] for row in node.ps()}
     assert node.cli("evict", "c").stdout.startswith("c is unloaded")
     assert "c" not in {row["name"] for row in node.ps()}
@@ -75,10 +74,20 @@ def test_evict(node: Node) -> None:
         (("c", "--bytes", "1GiB", "--dry-run"), 2, "give NAME or --bytes, not both"),
         (("--dry-run", "--bytes", "x"), 2, "bytes: 'x' must be a number of bytes"),
         (("--dry-run", "--bytes", "1", "--device", "cpu:7"), 3, "There is no device 'cpu:7'; this node has cpu:0."),
+        (("--dry-run", "--bytes", "1GiB", "--device", "cpu:0"), 4, "--bytes 1GiB: what is idle on cpu:0 does not free so much"),
     ):
         result = node.cli("evict", *args)
         assert result.returncode == exit_code, args
         assert result.stderr.startswith(f"hearth: {message}"), args
+
+
+def test_room_that_cannot_be_made_is_no_success(node: Node) -> None:
+    plain, told = (node.cli("evict", "--dry-run", "--bytes", "1GiB", *more) for more in ((), ("--json",)))
+    assert (plain.returncode, told.returncode) == (4, 4)
+    assert "are free now" in plain.stdout, "what stands on the device is still told"
+    error = json.loads(told.stdout)
+    assert error["code"] == "would_not_fit"
+    assert [device["verdict"] for device in error["details"]["devices"]] == ["waits"]
 
 
 def test_top(node: Node) -> None:

@@ -1,3 +1,5 @@
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -56,3 +58,39 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
     again = NodeState(str(tmp_path))
     again.load()
     assert again.pinned == {"a": True}
+
+
+@pytest.mark.parametrize("call", ["write", "fsync", "close"])
+def test_a_failed_write_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    state = NodeState(str(tmp_path))
+    state.pinned["a"] = True
+    real_close = os.close
+
+    def full(fd: int, *_: object) -> None:
+        if call == "close":
+            real_close(fd)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, call, full)
+    with pytest.raises(OSError, match="No space"):
+        state.write(state.snapshot())
+    monkeypatch.undo()
+    assert list(tmp_path.iterdir()) == []
+    state.write(state.snapshot())
+    assert [path.name for path in tmp_path.iterdir()] == ["state.json"]
+
+
+def test_a_write_in_parts_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = NodeState(str(tmp_path))
+    state.pinned["a"] = True
+    real_write = os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: real_write(fd, data[:7]))
+    state.write(state.snapshot())
+    monkeypatch.undo()
+    assert state.path.read_bytes() == state.snapshot()
+
+
+def test_what_a_cut_off_write_left_is_removed_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "state.json.new").write_bytes(b'{"vers')
+    NodeState(str(tmp_path)).load()
+    assert list(tmp_path.iterdir()) == []

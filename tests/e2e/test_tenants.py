@@ -181,6 +181,55 @@ def test_keys_are_read_again_and_a_broken_file_changes_nothing(tmp_path: Path) -
             assert key not in node.log_text()
 
 
+def replace(path: Path, text: str) -> None:
+    """In one step: hearthd must not read half of it."""
+    path.with_suffix(".new").write_text(text)
+    path.with_suffix(".new").replace(path)
+
+
+def test_an_emptied_keys_file_revokes_every_key(tmp_path: Path) -> None:
+    make_model(tmp_path / "n" / "models" / "m")
+    path = tmp_path / "keys.toml"
+    path.write_text(keys_text())
+    with Node(tmp_path / "n", flags=["--keys-file", str(path)]) as node:
+        assert node.get("/v1/models", bearer("ann"))[0] == 200
+        replace(path, "[tenants.ann]\nkeys = []\n")
+        assert node.json("reload")["ok"] is True
+        assert [node.get("/v1/models", bearer(name))[0] for name in KEYS] == [401, 401]
+        assert node.get("/v1/models")[0] == 401
+        assert node.get("/readyz")[0] == 200
+        assert "the keys file has no key: nobody gets in" in node.cli("status").stdout
+        assert f"{path} has no key" in node.log_text()
+        replace(path, keys_text())
+        node.wait_for(lambda: node.get("/v1/models", bearer("ann"))[0] == 200, "the keys being back")
+        replace(path, "")
+        node.wait_for(lambda: node.get("/v1/models", bearer("ann"))[0] == 401, "the emptied file in use")
+
+
+def test_a_refused_file_shows_until_it_is_right(tmp_path: Path) -> None:
+    """Nobody asked for the reading: the file is watched, and the log is not where an operator looks first."""
+    make_model(tmp_path / "n" / "models" / "m")
+    path = tmp_path / "keys.toml"
+    path.write_text(keys_text())
+    with Node(tmp_path / "n", flags=["--keys-file", str(path)]) as node:
+        assert node.json("status")["reload_refused"] is None
+        assert "\nhearth_config_reload_failing 0.0\n" in node.get("/metrics", bearer("ann"))[1]
+        replace(path, keys_text(bob="weight = 0"))
+        refused = node.wait_for(lambda: node.json("status")["reload_refused"], "the refusal in the status")
+        assert (refused["file"], refused["line"], refused["key"]) == (str(path), 6, "tenants.bob.weight")
+        assert f"{path}:6: tenants.bob.weight: 0 must be a number above 0" in refused["message"]
+        assert abs(time.time() - refused["since"]) < 600
+        told = node.cli("status").stdout
+        assert f"older settings are in use: {refused['message']}" in told
+        assert "\nhearth_config_reload_failing 1.0\n" in node.get("/metrics", bearer("ann"))[1]
+        assert node.cli("reload").returncode == 2
+        assert node.json("status")["reload_refused"]["since"] == refused["since"], "it stands since the first refusal"
+        replace(path, keys_text())
+        assert node.json("reload")["ok"] is True
+        assert node.json("status")["reload_refused"] is None
+        assert "\nhearth_config_reload_failing 0.0\n" in node.get("/metrics", bearer("ann"))[1]
+
+
 def test_an_admin_listener_takes_the_metrics_over(tmp_path: Path) -> None:
     make_model(tmp_path / "n" / "models" / "m")
     (tmp_path / "keys.toml").write_text(keys_text())

@@ -40,6 +40,25 @@ def test_usage() -> None:
     assert hearth("--control", "/tmp/" + 200 * "x", "ps").returncode == 2
 
 
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("bogus",), "COMMAND: 'bogus' is none of ps, models, "),
+        (("statsu",), "COMMAND: 'statsu' is unknown; did you mean status?"),
+        (("unpin", "a", "--no-wait"), "hearth unpin: there is no --no-wait; `hearth unpin --help` lists what there is"),
+        (("load", "a", "--no-wiat"), "hearth load: there is no --no-wiat; did you mean --no-wait?"),
+        (("ps", "extra"), "hearth ps: 'extra' is one word too many"),
+    ],
+)
+def test_only_what_is_there_is_proposed(args: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        make_parser().parse_args(args)
+    error = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert said in error
+    assert error.count("\n") == 1
+
+
 def test_alone_it_says_what_it_can_do(capsys: pytest.CaptureFixture[str]) -> None:
     assert run([]) == 2
     assert "load a model and wait until it is ready" in capsys.readouterr().err
