@@ -284,7 +284,7 @@ class Node:
         return {"version": VERSION, "protocol": PROTOCOL_VERSION, "python": platform.python_version()}
 
     def status(self) -> dict[str, Any]:
-        healthy, _ = self.health()
+        healthy, told = self.health()
         ready, body = self.ready()
         return {
             "version": VERSION,
@@ -295,6 +295,7 @@ class Node:
             "cache_dir": self.config.cache_dir,
             "uptime_s": round(time.time() - self.started_unix_s, 1),
             "healthy": healthy,
+            "problems": told["problems"],
             "ready": ready,
             "reason": body.get("reason", ""),
             "draining": self.draining,

@@ -21,6 +21,8 @@ def status(client: Client, options: argparse.Namespace) -> None:
     print(f"hearthd {value['version']}, pid {value['pid']}, up {duration(value['uptime_s'])}: {state}")
     print(f"serves {value['url']}, {value['requests']} requests open")
     print(_keys(value))
+    for problem in value["problems"]:
+        print(f"problem: {problem}")
     if value["reload_refused"] is not None:
         refused = value["reload_refused"]
         print(f"reload refused {ago(refused['since'])}, older settings are in use: {refused['message']}")
