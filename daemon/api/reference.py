@@ -26,8 +26,8 @@ ENDPOINTS = {
     "model": "one of them; a `/` in its id may be written as it is or as %2F",
     "tokenize": "token ids of a text or of messages",
     "detokenize": "the text of token ids",
-    "healthz": "200 while the event loop turns and no roll-back is overdue, else 503; JSON says which device and why. `degraded` with 200: "
-    "a task of the daemon failed in the last minute and was started again",
+    "healthz": "200 while the event loop turns and no roll-back is overdue, else 503; JSON says which device and why. "
+    "`degraded` with 200: a task of the daemon failed in the last minute and was started again",
     "readyz": "200 while requests are taken and an engine is up, else 503 with the reason",
     "metrics": "Prometheus, see [metrics.md](metrics.md)",
     "page": "the status page",
