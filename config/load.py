@@ -22,6 +22,7 @@ QUANTIZATIONS = ("int8", "none")
 KV_CACHE_DTYPES = ("auto", "fp8")
 TOOL_PARSERS = ("hermes", "llama3", "mistral", "none")
 REASONING_PARSERS = ("think", "none")
+MIN_STALL_S = 10.0  # an idle engine gives a sign of life every 5 s
 # Of a node with a cuda device, where they are not given: its driver maps few large pieces faster than many small ones, and its
 # steps are too short for small batches.
 CUDA_DEFAULTS: dict[str, Any] = {"chunk_bytes": 16 << 20, "max_num_batched_tokens": 4096, "turn_budget_ms": 5.0}
@@ -233,6 +234,11 @@ def _stretch(value: Any) -> None:
         raise ValueError("must be at least 1, or 0 for no limit")
 
 
+def _stall(value: Any) -> None:
+    if not (value == 0 or (value >= MIN_STALL_S and math.isfinite(value))):
+        raise ValueError(f"must be at least {MIN_STALL_S:g}, or 0: engines that hang are left alone")
+
+
 def _chunk(value: Any) -> None:
     num_bytes = units.parse_bytes(value)
     if num_bytes < 64 << 10 or num_bytes & (num_bytes - 1):
@@ -305,6 +311,7 @@ _CHECKS: dict[str, Callable[[Any], None]] = {
     "load_deadline_s": _above_zero,
     "overdue_after_s": _between(0),
     "max_wait_s": _above_zero,
+    "engine_stall_s": _stall,
     "request_timeout_s": _above_zero,
     "body_read_timeout_s": _above_zero,
     "max_queued_per_model": _between(0),

@@ -199,6 +199,15 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         float, key("requests that have waited so long and the seconds of their model's load go first, by age", "s", LIVE)
     ] = 10.0
     max_wait_s: Annotated[float, key("longest wait before the first token's turn; then 503", "s", LIVE)] = 60.0
+    engine_stall_s: Annotated[
+        float,
+        key(
+            "an engine that gives no sign of life for so long is killed, and its requests go on in a new one; a step may take 8 "
+            "times what it usually does, the first ones of a size 10 times this; at least 10, or 0: none is",
+            "s",
+            LIVE,
+        ),
+    ] = 30.0
     request_timeout_s: Annotated[float, key("longest life of one request", "s", LIVE)] = 600.0
     body_read_timeout_s: Annotated[float, key("a request's body must be in by then", "s", LIVE)] = 10.0
     max_body_bytes: Annotated[int | str, key("largest request body", "bytes")] = "16MiB"

@@ -102,6 +102,7 @@ class Lifecycle:
         for worker in node.workers.values():
             worker.start()  # they import their libraries while the models folder is read
         node.gpu_watch.start()
+        node.engine_rounds.start()
         text = TextService()
         api = self._http(node, text, self._config.listen, without=paths.ADMIN if http.admin else frozenset())
         admin = self._http(node, text, self._config.admin_listen, only=paths.ADMIN | paths.OPEN, ask=http.admin_asks_key)
@@ -304,6 +305,7 @@ class Lifecycle:
 
     async def _tear_down(self, node: Node, servers: Mapping[str, web.AppRunner], text: TextService) -> None:
         """Every part is stopped even where another one fails to; HTTP first."""
+        node.engine_rounds.stop()
         steps = [(name, server.cleanup()) for name, server in servers.items()]
         steps[1:1] = [("engines", self._stop_engines(node))]
         steps += [("text", text.close()), ("scanning", node.scanner.close()), ("state", node.state_keeper.close())]

@@ -17,6 +17,7 @@ from config.schema import DeviceBudget, NodeConfig
 from daemon.carve_outs import divide
 from daemon.dispatcher import Dispatcher
 from daemon.engine_events import EngineEvents
+from daemon.engine_rounds import EngineRounds
 from daemon.errors import BadRequest, HearthError
 from daemon.event_ring import EventRing
 from daemon.gpu.driver import Driver
@@ -110,6 +111,7 @@ class Node:
             )
             for device in devices
         }
+        self.engine_rounds = EngineRounds(self.workers, lambda: self.config.engine_stall_s, self.ring, self.metric)
         self.gpu_watch = GpuWatch(self.inventory, devices, self._gpu_fault)
         self.dispatcher.engines = dict(self.workers)
         self.feed = PageFeed(lambda: snapshot(self), self.ring)
@@ -253,6 +255,7 @@ class Node:
         rows = []
         for device in self.devices:
             worker, view = self.workers[device.name], views.get(device.name)
+            problem = self.engine_rounds.problem(device.name) or worker.problem
             row: dict[str, Any] = {
                 "name": device.name,
                 "up": worker.up,
@@ -260,7 +263,7 @@ class Node:
                 "restarts": worker.restarts,
                 "budget_bytes": device.budget_bytes,
                 "uuid": device.uuid,
-                "problem": worker.problem,
+                "problem": problem,
             }
             if view is not None:
                 row |= {
@@ -268,7 +271,7 @@ class Node:
                     "held_bytes": sum(view.held.values()) * view.chunk_bytes,
                     "lease_bytes": view.lease_chunks * view.chunk_bytes,
                     "loading": view.loading,
-                    "problem": view.problem or worker.problem,
+                    "problem": view.problem or problem,
                 }
             rows.append(row)
         return rows

@@ -24,11 +24,13 @@ from typing import Any, Protocol
 
 from config.child_process import child_environment
 from config.schema import DeviceBudget, NodeConfig
+from daemon.engine_watch import HELD_S
 from daemon.left_memory import LeftMemory
 from daemon.logs import fields
 from daemon.metrics.swaps import KernelKills
 from daemon.worker_channel import WorkerChannel
 from engine import protocol
+from engine.pulse import Pulse, read_pulse
 
 BACK_OFF_S, MAX_BACK_OFF_S, HEALTHY_AFTER_S = 0.2, 10.0, 60.0
 START_LIMIT_S = 120.0  # from spawn to EngineReady; importing torch from a cold disk takes a while
@@ -122,6 +124,8 @@ class Worker:
         self.up = False
         self._configurable = asyncio.Event()
         self._channel: WorkerChannel | None = None
+        self._journal: mmap.mmap | None = None
+        self._ready_timer: asyncio.TimerHandle | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._stopping = False
         self._task: asyncio.Task[None] | None = None
@@ -133,6 +137,10 @@ class Worker:
     def configure(self) -> None:
         """The work space is known now: engines that wait for Configure get it."""
         self._configurable.set()
+
+    def pulse(self) -> Pulse | None:
+        """The last sign of life of the engine's loop; None while there is no engine, or it is starting."""
+        return read_pulse(self._journal) if self.up and self._journal is not None else None
 
     def send(self, message: protocol.Message) -> None:
         if self._channel is not None:
@@ -233,20 +241,21 @@ class Worker:
             await loop.create_connection(lambda: channel, sock=ours)
             assert process.stderr is not None
             stderr, _ = await loop.connect_read_pipe(lambda: _Lines(self.device), process.stderr)
-            self._channel = channel
-            ready_timer = loop.call_later(START_LIMIT_S, self._too_slow)
+            self._channel, self._journal = channel, journal
+            self._expect_ready()
             await self._configurable.wait()
             channel.send(self._spec().configure())
             # the end of the stream comes with the process's, but one may be seen before the other
             await asyncio.wait([exited, channel.closed], return_when=asyncio.FIRST_COMPLETED)
-            ready_timer.cancel()
             if not exited.done():
                 await asyncio.wait([exited], timeout=1.0)
                 self._kill()
                 await exited
             await asyncio.wait([channel.closed], timeout=1.0)
         finally:
-            self._channel, self._process, self.pid, self.up = None, None, 0, False
+            self._channel, self._process, self._journal, self.pid, self.up = None, None, None, 0, False
+            if self._ready_timer is not None:
+                self._ready_timer.cancel()
             loop.remove_reader(pidfd)
             os.close(pidfd)
             channel.close()
@@ -306,8 +315,16 @@ class Worker:
         else:
             self._events.engine_message(self.device, message)
 
-    def _too_slow(self) -> None:
-        if not self.up:
+    def _expect_ready(self) -> None:
+        due_s = time.monotonic() + START_LIMIT_S
+        self._ready_timer = asyncio.get_running_loop().call_later(START_LIMIT_S, self._too_slow, due_s)
+
+    def _too_slow(self, due_s: float) -> None:
+        if self.up:
+            return
+        if time.monotonic() - due_s > HELD_S:  # the daemon stood still: the engine may have, too, or be ready and not heard yet
+            self._expect_ready()
+        else:
             self.restart(f"was not ready within {START_LIMIT_S:.0f} s")
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from engine.contracts import HostedEncoder, IntArray
 from engine.protocol import EmbeddingsOut, LoadModel, RequestFailed, Submit
+from scheduler.batch.step_costs import StepCosts
 from scheduler.fair_queue import FairQueue
 
 MAX_TEXTS = 4096  # in one step: what the step journal can name
@@ -25,6 +26,7 @@ class Embedder:
     max_tokens: int
     waiting: dict[int, IntArray] = field(default_factory=dict)  # request id -> token ids
     _queue: FairQueue = field(default_factory=FairQueue)
+    _costs: StepCosts = field(default_factory=StepCosts)
 
     def submit(self, message: Submit) -> str:
         """Why not; "" if it waits now."""
@@ -53,9 +55,18 @@ class Embedder:
             room -= num_tokens
         return chosen
 
+    def expected_s(self, request_ids: list[int]) -> float:
+        """What a step of these usually takes; 0.0 where too few of its size were seen."""
+        return self._costs.firm_seconds(self._num_tokens(request_ids))
+
+    def _num_tokens(self, request_ids: list[int]) -> int:
+        return sum(len(self.waiting[request_id]) for request_id in request_ids)
+
     def step(self, request_ids: list[int], step_id: int) -> tuple[EmbeddingsOut, list[RequestFailed]]:
         """What they came to; each request is in one of the two."""
+        num_tokens = self._num_tokens(request_ids)
         vectors, seconds = self.hosted.embed([self.waiting.pop(request_id) for request_id in request_ids])
+        self._costs.note(num_tokens, seconds)
         out = EmbeddingsOut(self.spec.model, step_id, seconds, [], [])
         failed: list[RequestFailed] = []
         for request_id, vector in zip(request_ids, vectors, strict=True):

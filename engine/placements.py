@@ -176,7 +176,7 @@ class Placements:
             self._models.free(first.served)
             self._told_failed(load, load.error)
             return
-        first.loaded = True
+        first.loaded, first.loaded_s = True, time.monotonic()
         self._told_loaded(load, first.restored_tokens)
         first.leaves_later += [EvictModel(placement_id, name, 0) for placement_id in load.withdrawn_by]
         if not first.running:

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 # How a sequence ended, as `TokensOut.finish` carries it. 0 is "goes on".
 FINISH_NONE, FINISH_STOP, FINISH_LENGTH, FINISH_ABORT = 0, 1, 2, 3
@@ -353,7 +353,8 @@ class FrameReader:
 
 # ---- the step journal: which requests were in the step that killed an engine -------------------------------------------
 
-JOURNAL_BYTES = 4 + 8 * 4096
+PULSE_AT = 8 + 8 * 4096  # behind the requests: engine/pulse.py
+JOURNAL_BYTES = PULSE_AT + 32
 _count = struct.Struct("<I")
 
 

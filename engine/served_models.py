@@ -132,15 +132,16 @@ class ServedModels:
             if not model.num_uncaptured:
                 log.info("%s: steps of every size are captured", model.name)
 
-    def capture_between(self, served: ServedModel, plan: BatchPlan) -> None:
-        """After a step that only decoded, with no other model busy: now and then one size, where that takes the interpreter alone.
-        A model that is asked from its load on has no idle time, and the first prompt beside its streams would meet all sizes
-        anew."""
+    def to_capture_between(self, served: ServedModel, plan: BatchPlan) -> CapturesSteps | None:
+        """Of which model to capture a size after this step, if any: now and then, where that takes the interpreter alone, after one
+        that only decoded, with no other model busy. A model that is asked from its load on has no idle time, and the first prompt
+        beside its streams would meet all sizes anew."""
         if served.captures is None or served.ahead is not None or not plan.all_decode:
-            return
+            return None
         served.num_decodes += 1
         if served.num_decodes % CAPTURE_EVERY_DECODES == 0 and served.captures.num_uncaptured and len(self.busy()) <= 1:
-            served.captures.capture_next()
+            return served.captures
+        return None
 
     def charge(self, served: ServedModel, plan: BatchPlan, seconds: float) -> None:
         """A step took `seconds` of the device."""

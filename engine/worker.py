@@ -24,6 +24,7 @@ from engine.contracts import BatchPlan, NoWorkSpace, Runner, StepResult
 from engine.embedder import Embedder
 from engine.grammar.constraints import Constraints, End
 from engine.grammar.row_masks import RowMasks
+from engine.idle_work import IdleWork
 from engine.loading.loads import Loads
 from engine.memory.chunk_memory import ChunkMemory
 from engine.memory.host_tier import HostTier
@@ -45,6 +46,7 @@ from engine.protocol import (
     TokensOut,
     WeightsHeld,
 )
+from engine.pulse import BEAT_EVERY_S, Doing
 from engine.requests import batch_request
 from engine.served_models import ServedModel, ServedModels
 from engine.step_journal import StepJournal
@@ -57,8 +59,6 @@ log = logging.getLogger("engine")
 
 MAX_BACKLOG_BYTES = 8 << 20
 STATS_EVERY_S = 0.25
-COLLECT_AFTER_IDLE_S = 1.0
-CAPTURE_AFTER_IDLE_S = 0.02
 
 
 class Engine:
@@ -83,6 +83,7 @@ class Engine:
         self.placements = Placements(self.models, loads, *told, left is not None)
         self.journal = StepJournal(journal, self.placements.first)
         self.preparer = None if memory is None else Preparer(memory, self.models.chunks, tier)
+        self.idle_work = IdleWork(self.models, self._collector, self.preparer, self.placements, self.journal)
         self.constraints = Constraints()
         self.num_steps = 0
         self._under_way: StepUnderWay | None = None
@@ -109,8 +110,11 @@ class Engine:
                 if watching_out != (self.channel.backlog_bytes > 0):
                     watching_out = not watching_out
                     poller.modify(self.channel.fileno(), select.EPOLLIN | (select.EPOLLOUT if watching_out else 0))
-                ready = poller.poll(0 if busy or self._under_way is not None else self._idle_timeout_s())
+                wait_s = 0.0 if busy or self._under_way is not None else self._idle_wait_s()
+                self.journal.beat(Doing.TURN if wait_s == 0.0 else Doing.IDLE)
+                ready = poller.poll(BEAT_EVERY_S if wait_s is None else min(wait_s, BEAT_EVERY_S))
                 for fd, events in ready:
+                    self.journal.beat(Doing.TURN)
                     if fd == self.placements.fileno():
                         self._settle()
                         self.placements.take()
@@ -132,8 +136,11 @@ class Engine:
                     self._turn(self.models.busy() if ready else busy)
                 elif self._under_way is not None:
                     self._settle()
-                elif not ready:
-                    self._tidy()
+                elif not ready and wait_s is not None:  # nothing runs and nothing came: tell how things stand, then the rest
+                    if self._stats_dirty:
+                        self._send_stats(time.monotonic())
+                    else:
+                        self.idle_work.step(self.num_steps)
         except ChannelClosed:
             log.info("the daemon is gone")
         finally:
@@ -169,9 +176,12 @@ class Engine:
             self._settle()
             return
         self.num_steps += 1
-        before, request_ids = self._under_way, scheduler.table.request_id[plan.slots]
-        # a fault may be that of either step: what a device says of it comes late
-        self.journal.note(request_ids if before is None else np.union1d(before.request_ids, request_ids))
+        before, request_ids, expected_s = self._under_way, scheduler.table.request_id[plan.slots], served.limits.expected_s(plan)
+        if before is None:
+            self.journal.note(request_ids, expected_s)
+        else:  # a fault may be that of either step: what a device says of it comes late
+            both_s = before.expected_s + expected_s if before.expected_s and expected_s else 0.0
+            self.journal.note(np.union1d(before.request_ids, request_ids), both_s)
         masks = self.constraints.masks(served, plan)
         if served.ahead is None:
             result = self.models.threads.run(lambda: served.hosted.execute(plan, scheduler.table, masks))
@@ -183,7 +193,7 @@ class Engine:
             self._give_up(served, request_ids.tolist(), str(error))
             return
         scheduler.start_step(plan)
-        self._under_way = StepUnderWay(served, plan, masks, launched, request_ids)
+        self._under_way = StepUnderWay(served, plan, masks, launched, request_ids, expected_s)
         if before is not None:
             self._take_in(before.served, before.plan, before.masks, before.launched.wait())
 
@@ -201,6 +211,7 @@ class Engine:
         """Takes in the step under way, if there is one: afterwards nothing runs on the device."""
         step, self._under_way = self._under_way, None
         if step is not None:
+            self.journal.beat(Doing.STEP, step.expected_s)
             self._take_in(step.served, step.plan, step.masks, step.launched.wait())
 
     def _take_in(self, served: ServedModel, plan: BatchPlan, masks: RowMasks | None, result: StepResult) -> None:
@@ -234,14 +245,17 @@ class Engine:
             del self._model_of[request_id]
             self.channel.send(RequestFailed(request_id, "nan_logits", f"model {name}: logits are not finite"))
         self._stepped()
-        self.models.capture_between(served, plan)
+        captures = self.models.to_capture_between(served, plan)
+        if captures is not None:
+            self.journal.beat(Doing.CAPTURE)
+            captures.capture_next()
 
     def _start_first_steps(self) -> None:
         """Of models whose weights are still coming."""
         for first in self.placements.first.values():
             if first.can_start and self.placements.start(first, self.num_steps + 1) is not None:
                 self.num_steps += 1
-                self.journal.note(NO_REQUESTS)
+                self.journal.name(NO_REQUESTS)
             if first.served.scheduler.failed:
                 self._fail_hopeless(first.served.scheduler)
 
@@ -256,7 +270,7 @@ class Engine:
     def _embed(self, name: str, embedder: Embedder) -> None:
         request_ids = embedder.next_texts()
         self.num_steps += 1
-        self.journal.note(np.array(request_ids, np.int64))
+        self.journal.note(np.array(request_ids, np.int64), embedder.expected_s(request_ids))
         out, failed = self.models.threads.run(lambda: embedder.step(request_ids, self.num_steps))
         self.models.turns.charge(name, out.seconds)
         for request_id in request_ids:
@@ -292,27 +306,11 @@ class Engine:
 
     # ---- idle
 
-    def _idle_timeout_s(self) -> float | None:
-        """How long epoll may block; None: until something arrives."""
+    def _idle_wait_s(self) -> float | None:
+        """How long until there is something to do; None: until something arrives."""
         if self._stats_dirty:
             return max(0.0, self._stats_sent_s + STATS_EVERY_S - time.monotonic())
-        if self.models.uncaptured() is not None:
-            return CAPTURE_AFTER_IDLE_S
-        if self._collector.wanted(self.num_steps):
-            return COLLECT_AFTER_IDLE_S
-        return None if self.preparer is None or self.placements.busy else self.preparer.wait_s()
-
-    def _tidy(self) -> None:
-        """Nothing runs and nothing came: tell how things stand, then, if it stays so, capture steps, collect garbage and prepare
-        memory, a little of it at a time."""
-        if self._stats_dirty:
-            self._send_stats(time.monotonic())
-        elif self.models.uncaptured() is not None:
-            self.models.capture_next()
-        elif self._collector.wanted(self.num_steps):
-            self._collector.collect(self.num_steps, bool(self.models.busy()))
-        elif self.preparer is not None:
-            self.preparer.step()
+        return self.idle_work.wait_s(self.num_steps)
 
     def _send_stats(self, now: float) -> None:
         self._stats_dirty = False
@@ -322,6 +320,7 @@ class Engine:
     # ---- messages
 
     def _handle(self, message: Any) -> None:
+        self.journal.beat(Doing.TURN)
         if type(message) is not Submit:  # all else changes what a step under way counts on
             self._settle()
         match message:

@@ -82,6 +82,7 @@ class Metrics:
     load_seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     evictions: defaultdict[str, int] = field(default_factory=_counts)
     engine_restarts: defaultdict[str, int] = field(default_factory=_counts)
+    engine_stalls: defaultdict[str, int] = field(default_factory=_counts)
     gpu_faults: defaultdict[tuple[str, str], int] = field(default_factory=_pairs)  # (device, xid)
     answers: defaultdict[tuple[str, str], int] = field(default_factory=_pairs)  # (endpoint, status)
     access_refused: defaultdict[str, int] = field(default_factory=_counts)

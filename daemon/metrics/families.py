@@ -72,6 +72,8 @@ FAMILIES = (
     _of(GAUGE, "hearth_device_chunks", "chunks", "device state",
         "Its chunks of memory: work_space, weights, kv (with a block in use or kept), free; together the budget"),
     _of(COUNTER, "hearth_engine_restarts_total", "restarts", "device", "Engine processes started again"),
+    _of(COUNTER, "hearth_engine_stalls_total", "stalls", "device",
+        "Of them, those that were killed because they gave no sign of life (engine_stall_s)"),
     _of(COUNTER, "hearth_gpu_faults_total", "faults", "device xid", "Faults (Xid) the driver has reported of a cuda device's GPU"),
     _of(GAUGE, "hearth_device_planned_bytes", "bytes", "device", "What the ledger says is in use: weights and KV chunks"),
     _of(GAUGE, "hearth_device_measured_bytes", "bytes", "device",

@@ -134,6 +134,7 @@ def _all(metrics: Metrics, now: Now) -> Iterator[tuple[str, Rows]]:
     yield "hearth_swap_seconds_total", swaps.phase_seconds.items()
     yield "hearth_eviction_age_seconds", [((), swaps.age)]
     yield "hearth_engine_restarts_total", metrics.engine_restarts.items()
+    yield "hearth_engine_stalls_total", metrics.engine_stalls.items()
     yield "hearth_gpu_faults_total", metrics.gpu_faults.items()
     shown = {*tenants.named, OTHER}
     yield "hearth_tenant_requests_total", ((key, value) for key, value in tenants.requests.items() if key[0] in shown)

@@ -191,6 +191,7 @@ function told(event) { // [badness, what, text]
     case "registered": return ["", event.model, `registered: ${(event.text || "").replace(`${event.model}: `, "")}`];
     case "removed": return ["", event.model, "its folder is gone"];
     case "engine": return [event.state === "down" ? "bad" : "", `engine ${event.device}`, event.state === "down" ? `down: ${event.reason}${event.running ? `; ${several(event.running, "request")} ran` : ""}` : `up, process ${event.pid}`];
+    case "engine_hangs": return ["bad", `engine ${event.device}`, `hangs: ${event.reason}`];
     case "reload": return ["", "settings", `read again: ${event.applied.join(", ") || "nothing changed"}${event.needs_restart.length ? `; need a restart: ${event.needs_restart.join(", ")}` : ""}`];
     default: {
       const { time, event: kind, model, device, ...rest } = event;

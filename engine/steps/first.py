@@ -25,10 +25,10 @@ NO_REQUESTS = np.zeros(0, np.int64)
 @dataclass(slots=True, eq=False)
 class FirstStep:
     """running: in its thread, from `start` until it was told of; then one of `result` and `error` is set. loaded: the weights are
-    in, as the daemon knows. has_begun: the weights that it needs first are there, and what is queued by now runs in it. restoring:
-    saved KV on its way, which has to be there before a prompt is looked up in it. waits_for: a load whose copy from the host tier
-    ends before the step begins; should the copy be rejected, it runs behind what is read instead. put_by, and then leaves_later:
-    messages to take in afterwards."""
+    in, as the daemon knows; loaded_s: since when, by time.monotonic(). has_begun: the weights that it needs first are there, and
+    what is queued by now runs in it. restoring: saved KV on its way, which has to be there before a prompt is looked up in it.
+    waits_for: a load whose copy from the host tier ends before the step begins; should the copy be rejected, it runs behind what is
+    read instead. put_by, and then leaves_later: messages to take in afterwards."""
 
     served: ServedModel
     hosted: StreamedModel
@@ -38,6 +38,7 @@ class FirstStep:
     error: BaseException | None = None
     running: bool = False
     loaded: bool = False
+    loaded_s: float = 0.0
     has_begun: bool = False
     restoring: KVTransfer | None = None
     restored_tokens: int = 0

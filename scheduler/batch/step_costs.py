@@ -118,6 +118,12 @@ class StepCosts:
         curve = self._known()
         return self._base_s(curve, num_tokens) + self._contexts_s(contexts) if curve else 0.0
 
+    def firm_seconds(self, num_tokens: int, contexts: Sequence[float] = ()) -> float:
+        """As `seconds`; 0.0 where fewer than three steps of that size are remembered: the next may be one of the first, in which
+        things are made ready."""
+        known = self._classes.get(self.filled(num_tokens))
+        return self.seconds(num_tokens, contexts) if known is not None and known.num >= _FIRM else 0.0
+
     def tokens_within(
         self,
         seconds: float,

@@ -52,16 +52,25 @@ class StepLimits:
 
     def note(self, plan: BatchPlan, seconds: float) -> None:
         """A step took `seconds` of the device."""
+        costs, num_tokens, contexts = self._kind(plan)
+        costs.note(num_tokens, seconds, contexts)
+
+    def expected_s(self, plan: BatchPlan) -> float:
+        """What such a step usually takes; 0.0 where too few of its size were seen."""
+        costs, num_tokens, contexts = self._kind(plan)
+        return costs.firm_seconds(num_tokens, contexts)
+
+    def _kind(self, plan: BatchPlan) -> tuple[StepCosts, int, tuple[float, ...]]:
+        """What knows the costs of such steps, its tokens and its contexts."""
         num_new, num_computed = plan.num_new, plan.num_computed
         num_tokens = len(num_new) if plan.all_decode else int(num_new.sum())
         if num_tokens == len(num_new):
-            self.decoding.note(num_tokens, seconds, (float(num_computed.sum()),))
-            return
+            return self.decoding, num_tokens, (float(num_computed.sum()),)
         contexts = num_computed + num_new
         chunks = num_new > 1
         read = float(contexts[chunks].sum())
         pairs = float((num_new * (contexts - num_new // 2))[chunks].sum())
-        self.prompting.note(num_tokens, seconds, (float(contexts.sum()) - read, read, pairs))
+        return self.prompting, num_tokens, (float(contexts.sum()) - read, read, pairs)
 
     def max_rows(self, most: int, context: float, turns: int = 1) -> int:
         """Of `most` sequences, each of so many positions, how many may decode in a step of so many turns while others wait."""

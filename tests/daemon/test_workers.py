@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -170,6 +171,44 @@ async def test_stop_ends_an_engine_that_does_not_listen(pair: tuple[Worker, Told
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
     assert told.downs.empty()
+
+
+async def test_a_start_is_timed_anew_after_a_pause_of_the_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
+    told, is_timed = Told(), asyncio.Event()
+    expect_ready = Worker._expect_ready
+
+    def noted(worker: Worker) -> None:
+        expect_ready(worker)
+        is_timed.set()
+
+    monkeypatch.setattr(Worker, "_expect_ready", noted)
+    spec = EngineSpec(DeviceBudget("cpu:0", 64 << 20), 0, NodeConfig(runner="null", chunk_bytes=2 << 20), 1)
+    worker = Worker("cpu:0", 1, lambda: spec, told)
+    worker.start()
+    async with asyncio.timeout(60):
+        await is_timed.wait()  # it is spawned, and gets ready once it is configured
+        timer = worker._ready_timer
+        assert timer is not None
+        timer.cancel()
+        worker._too_slow(time.monotonic() - 60.0)
+        assert worker._ready_timer is not timer, "it has as long again"
+        assert worker.pulse() is None
+        worker.configure()
+        ready = await told.ups.get()
+        assert (ready.pid, told.downs.empty()) == (worker.pid, True)
+        assert worker.pulse() is not None
+    await worker.stop()
+
+
+async def test_an_engine_that_does_not_get_ready_is_restarted(pair: tuple[Worker, Told], monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, told = pair
+    await told.ups.get()
+    monkeypatch.setattr(workers, "START_LIMIT_S", 0.0)
+    worker.restart("for a test")
+    await told.downs.get()
+    assert await told.downs.get() == ((), "was not ready within 0 s")
+    monkeypatch.setattr(workers, "START_LIMIT_S", 120.0)
+    await told.ups.get()
 
 
 async def test_back_off_grows_while_an_engine_cannot_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -143,6 +143,17 @@ def test_steps_are_bounded_and_each_request_is_answered_once(tmp_path: Path) -> 
     assert steps == [[9, 0], [1, 2], [3], [4]], "a text longer than a step goes alone; priority goes first"
 
 
+def test_what_a_step_takes_is_known_once_some_of_its_size_were_seen() -> None:
+    embedder = Embedder(LoadModel(1, "m", "", "float32", "", 1, 1, 1, 64, 8, []), FakeEncoder(), max_tokens=10)
+    told = []
+    for request_id in range(4):
+        embedder.submit(submit(request_id, [1] * 6))
+        chosen = embedder.next_texts()
+        told.append(embedder.expected_s(chosen))
+        embedder.step(chosen, request_id)
+    assert told == [0.0, 0.0, 0.0, pytest.approx(0.5)]
+
+
 def test_tenants_are_served_by_their_weights_and_what_is_aborted_is_not(tmp_path: Path) -> None:
     embedder = Embedder(LoadModel(1, "m", "", "float32", "", 1, 1, 1, 64, 8, []), FakeEncoder(), max_tokens=4)
     for request_id in range(40):

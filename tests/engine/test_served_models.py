@@ -312,7 +312,9 @@ def test_a_model_without_idle_time_captures_between_its_steps_while_no_other_wan
             assert plan is not None
             result = served.hosted.execute(plan, served.scheduler.table)
             served.scheduler.finish_step(plan, result.ids, result.bad)
-            node.models.capture_between(served, plan)
+            to_capture = node.models.to_capture_between(served, plan)
+            if to_capture is not None:
+                to_capture.capture_next()
 
     decode(1)
     assert served.num_decodes == 0, "that was its prompt"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from engine.hosted_model import TorchModel
 from engine.loading.loads import Load, Loads, Told
 from engine.loading.weight_gate import WeightGate
 from engine.protocol import Abort, Evicted, EvictModel, LoadDone, LoadFailed, LoadStreams, SetLease, read_journal
+from engine.pulse import Doing, read_pulse
 from tests.engine.first_step.bench import PROMPT, Bench, truncate
 
 
@@ -154,10 +156,14 @@ def test_what_comes_during_the_step_waits_for_its_end(bench: Bench, wanted: list
     bench.submit(10)
     bench.engine._handle(Abort([8, 10, 11]))
     assert bench.engine.placements.first
+    bench.engine.journal.beat(Doing.IDLE)
+    loaded_s = read_pulse(bench.journal).first_since_s
+    assert 0.0 < loaded_s <= time.monotonic(), "nothing else says how long that step has taken since"
     may_end.set()
     bench.engine._handle(SetLease(64))
     assert bench.until_answered(7, 9) == [wanted, wanted]
     bench.pump(lambda: not bench.engine.models.busy())
+    assert read_pulse(bench.journal).first_since_s == 0.0
     assert not bench.tokens(10)
     assert len(bench.tokens(8)) <= 1  # of the step that was under way
     may_end.clear()

@@ -188,3 +188,15 @@ def test_contexts_that_never_differ_teach_nothing_wrong() -> None:
         costs.note(8, 0.010, (1000.0,))
     assert costs.seconds(8, (1000.0,)) == pytest.approx(0.010)
     assert costs.seconds(8, (3000.0,)) == pytest.approx(0.010, rel=0.2)
+
+
+def test_only_sizes_that_were_seen_three_times_are_firm() -> None:
+    costs = StepCosts(1)
+    assert costs.firm_seconds(8, (0.0,)) == 0.0
+    for _ in range(2):
+        costs.note(8, 0.010, (0.0,))
+    assert costs.seconds(8, (0.0,)) > 0.0
+    assert costs.firm_seconds(8, (0.0,)) == 0.0
+    costs.note(8, 0.010, (0.0,))
+    assert costs.firm_seconds(8, (0.0,)) == pytest.approx(0.010)
+    assert costs.firm_seconds(512, (0.0,)) == 0.0, "a size nobody has seen"

@@ -56,6 +56,16 @@ def test_steps_that_decode_and_steps_with_prompts_are_told_apart() -> None:
     assert limits.prompting.seconds(64, (808.0, 56.0, 56 * 28.0)) == pytest.approx(0.030)
 
 
+def test_what_a_step_is_expected_to_take_follows_its_kind_and_size() -> None:
+    limits = StepLimits(0.010, 2.0)
+    for _ in range(5):
+        limits.note(plan_of(8), 0.006)
+        limits.note(plan_of(8, 56), 0.030)
+    assert limits.expected_s(plan_of(8)) == pytest.approx(0.006)
+    assert limits.expected_s(plan_of(8, 56)) == pytest.approx(0.030)
+    assert limits.expected_s(plan_of(64)) == 0.0, "as many tokens, of a kind that was not seen"
+
+
 def test_alone_and_with_nobody_decoding_prompts_know_no_limit() -> None:
     assert chunk_of(limits_of(0.010, 2.0, *SIZES), 0) == 10_000
     assert chunk_of(limits_of(0.010, 0.0, 8), 8) == 10_000

@@ -1,0 +1,115 @@
+"""Whether engines hang, judged by the sign of life that each one's loop leaves in shared memory (engine/pulse.py). It has no clock
+and does no I/O.
+
+An engine is given `stall_s` between two beats. A step is given eight times what it usually takes, where that is more. What nobody
+knows the length of (a step of a size that was seen fewer than three times, which may compile kernels, or the capture of one) is
+given ten times `stall_s`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from engine.pulse import BEAT_EVERY_S, Doing, Pulse
+
+LOOK_EVERY_S = 5.0
+HELD_S = 2.0  # a timer that is later than this was not late by itself: the whole process stood still, and others may have, too
+TIMES_EXPECTED = 8
+TIMES_UNKNOWN = 10
+SUSPECT, SUSPECT_S = 1 / 3, BEAT_EVERY_S + 3.0  # of the limit, but no sooner
+
+
+@dataclass(slots=True, frozen=True)
+class Silence:
+    """How long nothing was heard of an engine, how long that may be, and what it was doing."""
+
+    silent_s: float
+    limit_s: float
+    doing: str
+
+    @property
+    def is_suspect(self) -> bool:
+        return self.silent_s >= max(SUSPECT_S, SUSPECT * self.limit_s)
+
+    @property
+    def is_too_long(self) -> bool:
+        return self.silent_s >= self.limit_s
+
+    def __str__(self) -> str:
+        return f"no sign of life for {self.silent_s:.0f} s, {self.doing}"
+
+
+def silence(pulse: Pulse, since_s: float, now: float, stall_s: float) -> Silence:
+    """since_s: what is older is not held against it. Of two things it does at a time, the one that is nearer its limit."""
+    silent_s = max(0.0, now - max(pulse.at_s, since_s))
+    unknown_s = TIMES_UNKNOWN * stall_s
+    if pulse.doing == Doing.STEP and pulse.expected_s:
+        limit_s = max(stall_s, TIMES_EXPECTED * pulse.expected_s)
+        found = Silence(silent_s, limit_s, f"in a step that usually takes {pulse.expected_s:.3g} s")
+    elif pulse.doing == Doing.STEP:
+        found = Silence(silent_s, unknown_s, "in one of the first steps of its size")
+    elif pulse.doing == Doing.CAPTURE:
+        found = Silence(silent_s, unknown_s, "capturing a step")
+    else:
+        found = Silence(silent_s, stall_s, "idle" if pulse.doing == Doing.IDLE else "between two steps")
+    if pulse.first_since_s:
+        computing_s = max(0.0, now - max(pulse.first_since_s, since_s))
+        first = Silence(computing_s, unknown_s, "in a model's first step, all of whose weights are there")
+        if first.silent_s / first.limit_s > found.silent_s / found.limit_s:
+            return first
+    return found
+
+
+@dataclass(slots=True)
+class _Life:
+    """One engine process. since_s: what is older is not held against it. hangs: it was told to hang."""
+
+    pid: int
+    since_s: float
+    hangs: bool = False
+
+
+class EngineWatch:
+    """All engines of a node, from look to look. due_s: when the next one is. Times are those of time.monotonic()."""
+
+    def __init__(self, now: float) -> None:
+        self.due_s = now + LOOK_EVERY_S
+        self._lives: dict[str, _Life] = {}
+
+    def look(self, now: float, pulses: Mapping[str, tuple[int, Pulse]], stall_s: float) -> dict[str, Silence]:
+        """Which engines hang, each told once. pulses: device -> its process and last beat, of the engines that are up. stall_s: 0
+        where none is ever taken to hang. After a look that comes late all begin anew, as their beats may be as old as the daemon's
+        own pause."""
+        was_held = now - self.due_s > HELD_S
+        self.due_s = now + LOOK_EVERY_S
+        before, self._lives = self._lives, {}
+        if stall_s <= 0:
+            return {}
+        found: dict[str, Silence] = {}
+        for device, (pid, pulse) in pulses.items():
+            life = before.get(device)
+            if life is None or life.pid != pid:
+                life = _Life(pid, now)
+            elif was_held:
+                life.since_s = now
+            self._lives[device] = life
+            if life.hangs:
+                continue
+            one = silence(pulse, life.since_s, now, stall_s)
+            if one.is_too_long:
+                life.hangs = True
+                found[device] = one
+            else:
+                self.due_s = min(self.due_s, now + one.limit_s - one.silent_s)
+        return found
+
+    def problem(self, device: str, now: float, pid: int, pulse: Pulse, stall_s: float) -> str:
+        """What an operator should know of this engine by now, "" for nothing."""
+        life = self._lives.get(device)
+        if life is None or life.pid != pid or stall_s <= 0:
+            return ""
+        one = silence(pulse, life.since_s, now, stall_s)
+        if life.hangs:
+            return f"{one}; it was killed and has not ended yet"
+        return str(one) if one.is_suspect else ""

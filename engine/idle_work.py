@@ -1,0 +1,42 @@
+"""What an engine does while nothing runs and nothing comes: captures steps, collects garbage, prepares memory."""
+
+from __future__ import annotations
+
+from engine.collector import Collector
+from engine.memory.preparing import Preparer
+from engine.placements import Placements
+from engine.pulse import Doing
+from engine.served_models import ServedModels
+from engine.step_journal import StepJournal
+
+COLLECT_AFTER_IDLE_S = 1.0
+CAPTURE_AFTER_IDLE_S = 0.02
+
+
+class IdleWork:
+    """Of one engine; in its loop. preparer: None where the models have no memory."""
+
+    def __init__(
+        self, models: ServedModels, collector: Collector, preparer: Preparer | None, placements: Placements, journal: StepJournal
+    ) -> None:
+        self._models, self._collector, self._preparer = models, collector, preparer
+        self._placements, self._journal = placements, journal
+
+    def wait_s(self, num_steps: int) -> float | None:
+        """How long to stay idle before `step`; None if there is nothing to do. num_steps: that the engine has run."""
+        if self._models.uncaptured() is not None:
+            return CAPTURE_AFTER_IDLE_S
+        if self._collector.wanted(num_steps):
+            return COLLECT_AFTER_IDLE_S
+        return None if self._preparer is None or self._placements.busy else self._preparer.wait_s()
+
+    def step(self, num_steps: int) -> None:
+        """The first of these that is to be done, a little of it."""
+        self._journal.beat(Doing.TURN)
+        if self._models.uncaptured() is not None:
+            self._journal.beat(Doing.CAPTURE)
+            self._models.capture_next()
+        elif self._collector.wanted(num_steps):
+            self._collector.collect(num_steps, bool(self._models.busy()))
+        elif self._preparer is not None:
+            self._preparer.step()
