@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from config import open_files
 from loader import hub_cache, sizing
 from loader.errors import CheckpointError, FileTooShort
 from loader.hf_config import (
@@ -70,7 +71,7 @@ class Checkpoint:
 def scan(models_dir: str | Path, previous: Mapping[str, Checkpoint] | None = None) -> dict[str, Checkpoint]:
     """Every model below models_dir by name (its path below it), sorted. A Hugging Face cache's `models--org--name` is `org/name`,
     unless a folder of that name is there too. `previous`: the last result; folders whose names, sizes and times have not changed
-    are taken from it without opening a file. Raises OSError if models_dir itself can't be read."""
+    are taken from it without opening a file. Raises OSError if models_dir itself can't be read, or no more files can be opened."""
     root = Path(models_dir)
     found: dict[str, Checkpoint] = {}
     cached: dict[str, Checkpoint] = {}
@@ -79,8 +80,8 @@ def scan(models_dir: str | Path, previous: Mapping[str, Checkpoint] | None = Non
         folder, name, depth, in_cache = folders.pop()
         try:
             entries = list(os.scandir(folder))
-        except OSError:
-            if depth == 0:
+        except OSError as error:
+            if depth == 0 or open_files.are_used_up(error):
                 raise
             continue  # gone or unreadable meanwhile: not a model
         files = [entry for entry in entries if not entry.name.startswith(".") and _is_file(entry)]
@@ -100,7 +101,9 @@ def scan(models_dir: str | Path, previous: Mapping[str, Checkpoint] | None = Non
 def _snapshot(folder: Path) -> Path | None:
     try:
         return hub_cache.snapshot(folder)
-    except OSError:
+    except OSError as error:
+        if open_files.are_used_up(error):
+            raise
         return None  # gone or unreadable meanwhile
 
 
@@ -145,6 +148,8 @@ def _scan_folder(folder: Path, name: str, entries: Iterable[os.DirEntry[str]], p
     except MissingFile as error:
         checkpoint.reason = str(error)
     except OSError as error:
+        if open_files.are_used_up(error):
+            raise  # says nothing of the folder
         checkpoint.reason = f"{error.filename or folder}: {error.strerror}"
     return checkpoint
 
