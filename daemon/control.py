@@ -18,7 +18,7 @@ from typing import Any
 from aiohttp import web
 
 from config.devices import NoGpus
-from daemon import operator_views
+from daemon import operator_views, shortage
 from daemon.api.responses import SERVER
 from daemon.control_status import EXIT_FAULT, STATUS_OF_EXIT
 from daemon.errors import BadRequest, HearthError, NotNow, ServerFault, from_refusal
@@ -102,6 +102,8 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     except Exception as error:
         if isinstance(error, ConnectionError) and (request.transport is None or request.transport.is_closing()):
             return web.Response()  # the client is gone; raised, it would be a traceback in the log
+        if (short := shortage.in_place_of(error)) is not None:
+            return _json(error_object(short), error_status(short))
         log.exception("%s %s failed", request.method, request.path)
         return _json({"code": "internal", "message": "hearthd failed on this command; see its log", "details": {}}, 500)
 

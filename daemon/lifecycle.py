@@ -18,13 +18,14 @@ from typing import Any
 
 from aiohttp import web
 
-from config import host_tier
+from config import host_tier, open_files
 from config import load as config_load
 from config import reload as config_reload
 from config.devices import device_budgets
 from config.schema import DeviceBudget, NodeConfig
 from config.units import format_bytes, machine_memory_bytes
 from daemon import keys, listeners, logs, sockets
+from daemon.acceptor import Acceptor, Room
 from daemon.access import Access
 from daemon.api import paths
 from daemon.api.app import http_log, make_app, make_runner
@@ -37,6 +38,7 @@ from daemon.gpu.inventory import Inventory, memories
 from daemon.node import Node, scheduler_settings
 from daemon.scanning.rescans import Rescans
 from daemon.scanning.scanner import ModelScanner
+from daemon.serving import listen, refuse_command, refuse_request
 from daemon.state import NodeState
 from daemon.systemd_notify import Notifier
 from daemon.text.service import TextService
@@ -68,6 +70,7 @@ class Lifecycle:
         self._inventory = inventory or Driver()
         self._config, self._devices, self._config_path, self._flags = config, devices, config_path, flags
         self._keys = known
+        self._acceptors: list[Acceptor] = []
         self._accesses: list[Access] = []  # of listeners that ask for keys
         self._stop = asyncio.Event()
         self._stop_signal = ""
@@ -118,10 +121,13 @@ class Lifecycle:
             node.registry.watch(rescans.changed)
             node.tasks.start("looking for models", rescans.run)
             self._watch = FileWatch(self._files(), self._on_file_changed)
-            await _listen(control, control_sockets[sockets.CONTROL], 64)
-            await _listen(status, control_sockets[sockets.STATUS], 64)
-            await _listen(admin, http.admin, 64)
-            sites = await _listen(api, http.main, sockets.BACKLOG)
+            room, refuse = Room(open_files.limit()), refuse_request(node.metric.count_answer)
+            listening = self._acceptors
+            listening += await listen(control, control_sockets[sockets.CONTROL], 64, room.operators, refuse_command)
+            listening += await listen(status, control_sockets[sockets.STATUS], 64, room.watchers, refuse_command)
+            listening += await listen(admin, http.admin, 64, room.watchers, refuse)
+            main = await listen(api, http.main, sockets.BACKLOG, room.clients, refuse)
+            listening += main
             node.url, node.listening = sockets.url_of(http.main[0]), True
             self._announce(node)
             # what exists now lives to the end: the collector needs not walk it under streams
@@ -131,8 +137,8 @@ class Lifecycle:
             await self._stop.wait()
             self._notify.stopping(self._config.drain_timeout_s + TEAR_DOWN_S)
             if sockets.HTTP in passed:
-                for site in sites:  # systemd holds the listeners: new connections wait there for the next hearthd
-                    await site.stop()
+                for acceptor in main:  # systemd holds the listeners: new connections wait there for the next hearthd
+                    acceptor.stop()
             log.info("%s: draining for at most %g s", self._stop_signal, self._config.drain_timeout_s)
             await self._drain(node)
         finally:
@@ -306,6 +312,8 @@ class Lifecycle:
     async def _tear_down(self, node: Node, servers: Mapping[str, web.AppRunner], text: TextService) -> None:
         """Every part is stopped even where another one fails to; HTTP first."""
         node.engine_rounds.stop()
+        for acceptor in self._acceptors:
+            acceptor.stop()
         steps = [(name, server.cleanup()) for name, server in servers.items()]
         steps[1:1] = [("engines", self._stop_engines(node))]
         steps += [("text", text.close()), ("scanning", node.scanner.close()), ("state", node.state_keeper.close())]
@@ -342,14 +350,6 @@ def _control_runner(app: web.Application) -> web.AppRunner:
         auto_decompress=False,  # nobody's body is wanted, least of all inflated
         shutdown_timeout=FLUSH_LIMIT_S,
     )
-
-
-async def _listen(runner: web.AppRunner, listeners: Sequence[socket.socket], backlog: int) -> list[web.SockSite]:
-    await runner.setup()
-    sites = [web.SockSite(runner, sock, backlog=backlog) for sock in listeners]
-    for site in sites:
-        await site.start()
-    return sites
 
 
 def serve(

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from config import host_tier, reference
+from config import host_tier, open_files, reference
 from config import load as config_load
 from config.devices import device_budgets
 from config.processor import UnknownFeature, this_processor
@@ -22,6 +22,7 @@ from daemon.gpu.driver import Driver
 from daemon.gpu.inventory import Inventory, memories
 from daemon.version import VERSION
 
+FEW_OPEN_FILES = 1024  # each connection takes one
 _METAVARS = {
     "models_dir": "DIR",
     "listen": "HOST:PORT",
@@ -91,6 +92,11 @@ def main(argv: Sequence[str] | None = None, inventory: Inventory | None = None) 
         known.warn_if_empty(config.keys_file)
     elif config.insecure:
         logs.log.warning("no keys and --insecure: anybody who reaches %s may use the models", config.listen)
+    limit = open_files.raise_limit()
+    if limit < FEW_OPEN_FILES:
+        logs.log.warning(
+            "open files: at most %d; connections beyond them are answered 503; raise it with LimitNOFILE= or `ulimit -n`", limit
+        )
     if any(device.name.startswith("cpu") for device in devices):
         logs.log.info("processor: %s", processor.describe())
     if not config.device:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from config import open_files
 from config.regular_file import read_regular
 from loader import hub_cache, sizing
 from loader.errors import CheckpointError, FileTooShort, shortened
@@ -83,7 +84,7 @@ class Seen:
 
 def scan(models_dir: str | Path, previous: Mapping[str, Checkpoint] | None = None) -> dict[str, Checkpoint]:
     """Every model below models_dir by name (its path below it), sorted. `previous`: as for `walk`. Raises OSError if models_dir
-    itself can't be read."""
+    itself can't be read, or no more files can be opened."""
     return merged(walk(models_dir, previous))
 
 
@@ -124,8 +125,8 @@ def walk(
         looking(str(folder))
         try:
             entries = [entry for entry in os.scandir(folder) if not entry.name.startswith(".")]
-        except OSError:
-            if depth == 0:
+        except OSError as error:
+            if depth == 0 or open_files.are_used_up(error):
                 raise
             continue  # gone or unreadable meanwhile: not a model
         files, below, unanswered = [], [], []
@@ -200,7 +201,9 @@ def _leads_round(link: os.DirEntry[str], folder: Path, root: Path, above: set[tu
 def _snapshot(folder: Path) -> Path | None:
     try:
         return hub_cache.snapshot(folder)
-    except OSError:
+    except OSError as error:
+        if open_files.are_used_up(error):
+            raise
         return None  # gone or unreadable meanwhile
 
 
@@ -246,6 +249,8 @@ def _scan_folder(folder: Path, name: str, entries: Iterable[os.DirEntry[str]], p
     except MissingFile as error:
         checkpoint.reason = str(error)
     except OSError as error:
+        if open_files.are_used_up(error):
+            raise  # says nothing of the folder
         checkpoint.reason = f"{error.filename or folder}: {error.strerror}"
     except MemoryError:
         checkpoint.error = "its configuration and headers need more memory than reading them may take"

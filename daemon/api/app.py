@@ -10,6 +10,7 @@ from aiohttp import web
 from aiohttp.http import HttpProcessingError
 
 from config.units import parse_bytes
+from daemon import shortage
 from daemon.access import Access
 from daemon.api import paths
 from daemon.api.context import ApiContext
@@ -131,8 +132,11 @@ async def _answer_errors(request: web.Request, context: ApiContext) -> web.Strea
     except Exception as error:
         if isinstance(error, ConnectionError) and request.transport is None:
             raise  # the client is gone
-        log.exception("%s %s failed", request.method, target.endpoint if target else "?", extra=fields(request_id=name))
-        response = error_response(ServerFault("internal_error", f"the server failed on this request ({name})"))
+        answer: HearthError | None = shortage.in_place_of(error)
+        if answer is None:
+            log.exception("%s %s failed", request.method, target.endpoint if target else "?", extra=fields(request_id=name))
+            answer = ServerFault("internal_error", f"the server failed on this request ({name})")
+        response = error_response(answer)
         status = response.status
     finally:
         context.answered(target.endpoint if target is not None else "", status)

@@ -52,6 +52,11 @@ CODES: dict[str, tuple[int, str, str]] = {
     "server_restarting": (503, "hearthd stops and the request did not end in time", "send it again"),
     "unloaded": (503, "an operator unloaded the model while the request ran", "send it again"),
     "not_kept": (409, "`hearth unload --to warm`: no copy of its weights is kept", "leave out --to, or set host_tier_bytes"),
+    "overloaded": (
+        503,
+        "hearthd has no open files left for this connection or request",
+        "retry after Retry-After; raise LimitNOFILE= or `ulimit -n`, or close idle connections",
+    ),
     "busy": (503, "the same command for the same model is under way", "wait for it"),
     "too_many_viewers": (503, "as many status pages are open as may", "close one"),
     "too_many_followers": (

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
 from typing import Any
 
 import msgspec
@@ -85,6 +87,21 @@ def model_object(entry: ModelEntry) -> dict[str, object]:
 
 def json_response(body: object, status: int = 200) -> web.Response:
     return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
+
+
+def refusal(error: HearthError, body: Mapping[str, Any], request_id: str) -> bytes:
+    """A whole response, head and body, for a connection whose request is not read. Its end is the connection's."""
+    content = json.dumps(body).encode()
+    lines = [
+        f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}",
+        "Content-Type: application/json; charset=utf-8",
+        f"Content-Length: {len(content)}",
+        f"Retry-After: {max(1, math.ceil(error.retry_after_s or 0))}",
+        f"X-Request-Id: {request_id}",
+        f"Server: {SERVER}",
+        "Connection: close",
+    ]
+    return "\r\n".join([*lines, "", ""]).encode() + content
 
 
 def error_response(error: HearthError) -> web.Response:

@@ -6,7 +6,9 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
+from config import open_files
 from daemon.scanning.scanner import ModelScanner
+from daemon.shortage import SHORTAGE
 
 log = logging.getLogger("hearthd.models")
 # After a change: a folder made and filled at once can get its watch too late for what is written into it, and then no further
@@ -37,4 +39,8 @@ class Rescans:
             try:
                 await self._rescan()
             except OSError as error:
+                if open_files.are_used_up(error):
+                    SHORTAGE.note("scans of the models folder put off")
+                    self._again = self._again or [LOOK_AGAIN_S[-1]]
+                    continue
                 log.error("the models folder cannot be read (%s): the models stay as they are", error)

@@ -38,16 +38,20 @@ class Helper:
     def _spawn(self) -> None:
         self._close()
         ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "daemon.text", str(theirs.fileno())],
-                cwd="/",
-                env=_environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-            )
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", "daemon.text", str(theirs.fileno())],
+                    cwd="/",
+                    env=_environment(),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    pass_fds=(theirs.fileno(),),
+                    start_new_session=True,
+                )
+        except BaseException:
+            ours.close()
+            raise
         self._control = ours
         if self._ended:  # meanwhile
             self._close()

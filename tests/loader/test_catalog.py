@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -161,6 +164,24 @@ def test_a_thousand_folders_rescan_quickly(tmp_path: Path) -> None:
     begin = time.perf_counter()
     assert len(scan(tmp_path, before)) == 1000
     assert time.perf_counter() - begin < 5.0  # about 0.03 s; the limit only catches a change of order
+
+
+@pytest.mark.parametrize("call", ["scandir", "open"])
+def test_a_model_is_not_gone_because_no_more_files_can_be_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    write_checkpoint(tmp_path / "a")
+    assert scan(tmp_path)["a"].complete
+    real = {"scandir": os.scandir, "open": io.open}[call]
+
+    def used_up(path: Any, *args: Any, **options: Any) -> Any:
+        if str(path).startswith(str(tmp_path / "a")):
+            raise OSError(errno.EMFILE, "Too many open files", str(path))
+        return real(path, *args, **options)
+
+    monkeypatch.setattr({"scandir": "os.scandir", "open": "io.open"}[call], used_up)
+    with pytest.raises(OSError, match="Too many open files"):
+        scan(tmp_path)
 
 
 def test_missing_models_folder(tmp_path: Path) -> None:

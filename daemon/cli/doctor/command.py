@@ -74,13 +74,14 @@ def examined(against: Settings, models_dir: str, memory_bytes: int) -> list[Find
 
 def _limits(pid: int) -> tuple[dict[str, int], str]:
     """Of the running daemon, else of this process, which started the same way has the same."""
-    from daemon.cli.doctor.system import soft_limits
+    from daemon.cli.doctor.system import hard_open_files, soft_limits
 
     known = {f"/proc/{pid}/limits": "hearthd's"} if pid else {}
     for path, whose in {**known, "/proc/self/limits": "this shell's; the service's unit has its own"}.items():
         try:
             with open(path, encoding="ascii") as file:
-                return soft_limits(file.read()), whose
+                text = file.read()
+            return soft_limits(text) | {"Max open files": hard_open_files(text)}, whose
         except OSError:
             continue
     return {}, "unknown"

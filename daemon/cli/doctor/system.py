@@ -69,12 +69,21 @@ def soft_limits(text: str) -> dict[str, int]:
     return limits
 
 
+def hard_open_files(text: str) -> int:
+    """From the same text; hearthd raises its soft limit to it at start."""
+    for line in text.splitlines()[1:]:
+        if line.startswith("Max open files"):
+            hard = line[26:].split()[1]
+            return UNLIMITED if hard == "unlimited" else int(hard)
+    return UNLIMITED
+
+
 def open_files(limits: dict[str, int], whose: str) -> Finding:
     value = limits.get("Max open files", UNLIMITED)
     if value == UNLIMITED or value >= MIN_OPEN_FILES:
         return Finding("open files", OK, f"{'unlimited' if value == UNLIMITED else value} ({whose})")
-    change = f"ulimit -n {MIN_OPEN_FILES} before hearthd starts, or LimitNOFILE= in its unit"
-    return Finding("open files", WARN, f"{value} ({whose}): connections beyond are refused", change)
+    change = f"ulimit -Hn {MIN_OPEN_FILES} before hearthd starts, or LimitNOFILE= in its unit"
+    return Finding("open files", WARN, f"{value} ({whose}): connections beyond are answered 503", change)
 
 
 def locked_memory(limits: dict[str, int], whose: str, wants_gpu: bool) -> Finding:

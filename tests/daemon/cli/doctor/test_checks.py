@@ -74,6 +74,8 @@ def test_limits() -> None:
     limits = system.soft_limits(LIMITS)
     assert limits == {"Max cpu time": system.UNLIMITED, "Max open files": 1024, "Max locked memory": 8 << 20}
     says(system.open_files(limits, "hearthd's"), WARN, "1024 (hearthd's)", "LimitNOFILE=")
+    assert system.hard_open_files(LIMITS) == 524288, "hearthd raises the soft limit to it"
+    assert system.hard_open_files(LIMITS.replace("524288", "unlimited")) == system.UNLIMITED
     says(system.open_files({"Max open files": 524288}, "x"), OK, "524288")
     says(system.open_files({"Max open files": system.UNLIMITED}, "x"), OK, "unlimited")
     says(system.locked_memory(limits, "x", wants_gpu=False), OK, "8192 KiB", "only GPUs need more")

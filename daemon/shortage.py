@@ -1,0 +1,54 @@
+"""What is said, to clients and in the log, where descriptors run out."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+
+from config import open_files
+from daemon.errors import NotNow
+
+log = logging.getLogger("hearthd")
+TELL_EVERY_S = 60.0
+RETRY_AFTER_S = 1.0
+
+
+class Shortage:
+    """Counts what could not be done and logs one line a minute: a shortage lasts, and each request would add to the log."""
+
+    def __init__(self) -> None:
+        self._untold: Counter[str] = Counter()
+        self._told_s = -TELL_EVERY_S
+
+    def note(self, what: str) -> None:
+        """what: plural, for the log."""
+        self._untold[what] += 1
+        now = time.monotonic()
+        if now - self._told_s < TELL_EVERY_S:
+            return
+        self._told_s = now
+        counts = ", ".join(f"{number} {each}" for each, number in self._untold.items())
+        self._untold.clear()
+        log.error(
+            "open files are short, the limit is %d: %s; raise it with LimitNOFILE= in the unit or `ulimit -n` before the start",
+            open_files.limit(),
+            counts,
+        )
+
+
+SHORTAGE = Shortage()  # one a process, as the limit is
+
+
+def overloaded() -> NotNow:
+    """What a client is told whose request finds no descriptor."""
+    message = "The server has too many connections and files open for this request. Send it again in a moment."
+    return NotNow("overloaded", message, retry_after_s=RETRY_AFTER_S)
+
+
+def in_place_of(error: Exception) -> NotNow | None:
+    """The error to answer with, and a note for the log, if `error` says that there are no more descriptors."""
+    if not isinstance(error, OSError) or not open_files.are_used_up(error):
+        return None
+    SHORTAGE.note("requests answered 503")
+    return overloaded()
