@@ -36,6 +36,7 @@ from daemon.file_watch import FileWatch, signature
 from daemon.gpu.driver import Driver
 from daemon.gpu.inventory import Inventory, memories
 from daemon.node import Node, scheduler_settings
+from daemon.scanning.folder_watch import FolderWatch
 from daemon.scanning.rescans import Rescans
 from daemon.scanning.scanner import ModelScanner
 from daemon.serving import listen, refuse_command, refuse_request
@@ -78,6 +79,7 @@ class Lifecycle:
         self._reload_lock = asyncio.Lock()
         self._notify = Notifier()
         self._watch: FileWatch | None = None
+        self._folder_watch: FolderWatch | None = None
         self._own_sockets: list[str] = []  # paths to remove at the end; those systemd made are systemd's
         self._read = signature(self._files())  # as of the last reading
         self._by_itself: tuple[float, list[str]] = (-JUST_NOW_S, [])  # when a changed file was last applied unasked, and what of it
@@ -113,12 +115,13 @@ class Lifecycle:
         status = _control_runner(make_control_app(node, read_only=True))
         node.tasks.start("the watchdog's task", lambda: self._notify.watchdog(node.problem))
         try:
+            rescans = Rescans(node.rescan, scanner)
+            self._folder_watch = FolderWatch(rescans.changed)
+            scanner.looked_into = self._folder_watch.look_at
             await node.rescan()
             node.registry.unknown_models()
             for worker in node.workers.values():
                 worker.configure()
-            rescans = Rescans(node.rescan, scanner)
-            node.registry.watch(rescans.changed)
             node.tasks.start("looking for models", rescans.run)
             self._watch = FileWatch(self._files(), self._on_file_changed)
             room, refuse = Room(open_files.limit()), refuse_request(node.metric.count_answer)
@@ -329,9 +332,9 @@ class Lifecycle:
         node.gpu_watch.stop()
         node.host_memory.close()
         node.tasks.cancel()
-        await asyncio.to_thread(node.registry.stop_watching)
-        if self._watch is not None:
-            await asyncio.to_thread(self._watch.stop)
+        for watch in (self._folder_watch, self._watch):
+            if watch is not None:
+                await asyncio.to_thread(watch.stop)
         self._remove_sockets()
 
     async def _stop_engines(self, node: Node) -> None:

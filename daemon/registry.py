@@ -1,4 +1,4 @@
-"""Which models there are: scans the models folder, watches it, and tells the node scheduler what each one takes.
+"""Which models there are: scans the models folder, and tells the node scheduler what each one takes.
 
 Scanning runs in a process of its own (daemon/scanning); the loop only swaps the result in. A model that is running keeps the files
 it was loaded from: a change registers the name anew, with a new fingerprint, for the next load.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +27,6 @@ from scheduler.node.ledger import kv_reserved_bytes, size_of
 log = logging.getLogger("hearthd.models")
 # (models folder, the last result) -> every model by name; raises OSError if the folder can't be read
 Scan = Callable[[str, Mapping[str, catalog.Checkpoint]], Awaitable[dict[str, catalog.Checkpoint]]]
-DEBOUNCE_MS, STEP_MS = 300, 150
 
 
 @dataclass(slots=True, frozen=True)
@@ -68,8 +66,6 @@ class Registry:
         self._aliases: dict[str, str] = {}
         self._entries: list[ModelEntry] = []
         self._rescan_lock = asyncio.Lock()
-        self._stop_watching: threading.Event | None = None
-        self._watch_thread: threading.Thread | None = None
 
     # ---- ModelPort
 
@@ -346,39 +342,6 @@ class Registry:
             f"reserved KV {format_bytes(kv_reserved_bytes(facts))}, "
             f"work space {format_bytes(facts.work_space_bytes)}"
         )
-
-    # ---- watching
-
-    def watch(self, changed: Callable[[], None]) -> None:
-        """Calls `changed` on the loop some 0.3 s after anything below the models folder changed."""
-        loop = asyncio.get_running_loop()
-        stop = self._stop_watching = threading.Event()
-        folder = self.config.models_dir
-
-        def run() -> None:
-            from watchfiles import watch
-
-            # step: also how often the thread wakes to look at `stop`
-            options = {"debounce": DEBOUNCE_MS, "step": STEP_MS, "rust_timeout": 0, "raise_interrupt": False}
-            for polling in (False, True):
-                try:
-                    for _ in watch(folder, watch_filter=None, stop_event=stop, force_polling=polling, **options):  # type: ignore[arg-type]
-                        if not stop.is_set():
-                            loop.call_soon_threadsafe(changed)
-                    return
-                except (OSError, RuntimeError) as error:
-                    if stop.is_set():
-                        return
-                    remedy = "it is polled from now on" if not polling else "`hearth reload` looks again"
-                    log.warning("%s cannot be watched (%s); %s", folder, error, remedy)
-
-        self._watch_thread = threading.Thread(target=run, name="watch models", daemon=True)
-        self._watch_thread.start()
-
-    def stop_watching(self) -> None:
-        if self._stop_watching is not None and self._watch_thread is not None:
-            self._stop_watching.set()
-            self._watch_thread.join(2.0)
 
 
 def _has_fp8_kv(settings: ModelConfig) -> bool:

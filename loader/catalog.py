@@ -102,13 +102,15 @@ def walk(
     previous: Mapping[str, Checkpoint] | None = None,
     looking: Callable[[str], None] = lambda path: None,
     silent: Mapping[str, str] | None = None,
+    watched: Callable[[str], None] = lambda folder: None,
 ) -> Iterator[Seen]:
     """Every model below models_dir as it is found. A Hugging Face cache's `models--org--name` is `org/name`. Raises OSError if
     models_dir itself can't be read.
 
     previous: the last result; folders whose names, sizes and times have not changed are taken from it without opening a file.
     looking: is told each path before it is looked at, which may take as long as the file system likes. silent: paths that are not
-    to be looked at, and why, as the end of a sentence; a folder among them is an incomplete model."""
+    to be looked at, and why, as the end of a sentence; a folder among them is an incomplete model. watched: is told each folder in
+    which a change would matter; it may not be there yet."""
     root, silent = Path(models_dir), silent or {}
     above = _identities_above(root)
     folders = [(root, "", 0, False)]
@@ -129,6 +131,7 @@ def walk(
             if depth == 0 or open_files.are_used_up(error):
                 raise
             continue  # gone or unreadable meanwhile: not a model
+        watched(str(folder))
         files, below, unanswered = [], [], []
         for entry in entries:
             if entry.path in silent:
@@ -145,6 +148,9 @@ def walk(
                 yield Seen(Checkpoint(name, str(folder), reason=f"{unanswered[0].name} {silent[unanswered[0].path]}"), in_cache)
                 continue
             looking(str(folder))
+            for inner in (PACKED_DIR, os.path.dirname(POOLING_NAME)):
+                if any(entry.name == inner for entry in below):
+                    watched(os.path.join(folder, inner))
             yield Seen(_scan_folder(folder, name, files, (previous or {}).get(name)), in_cache)
         elif depth < MAX_DEPTH:
             for entry in unanswered:
@@ -161,6 +167,9 @@ def walk(
                     continue
                 repo = hub_cache.repo_name(entry.name)
                 looking(entry.path)
+                if repo is not None:
+                    for at in (entry.path, *(os.path.join(entry.path, one) for one in hub_cache.FOLDERS)):
+                        watched(at)
                 inside = Path(entry.path) if repo is None else _snapshot(Path(entry.path))
                 inner = repo or entry.name
                 if inside is not None:

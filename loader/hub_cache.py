@@ -7,6 +7,7 @@ from pathlib import Path
 from config.regular_file import read_regular
 
 PREFIX = "models--"
+FOLDERS = ("refs", "snapshots")  # of a repository, whose files say which snapshot is the model
 MAX_REF_BYTES = 1024
 
 

@@ -57,8 +57,9 @@ def _scan(connection: socket.socket, request: Scan) -> bool:
         connection.sendall(encode(message))
 
     error = None
+    folders: list[str] = []
     try:
-        for seen in walk(request.models_dir, previous, lambda path: send(Looking(_text(path))), request.silent):
+        for seen in walk(request.models_dir, previous, lambda path: send(Looking(_text(path))), request.silent, folders.append):
             checkpoint = seen.checkpoint
             if checkpoint is previous.get(checkpoint.name):
                 send(Same(checkpoint.name, seen.in_cache))
@@ -73,7 +74,7 @@ def _scan(connection: socket.socket, request: Scan) -> bool:
     finally:
         logging.getLogger("hearthd.models").removeHandler(warnings)
     is_last = _resident_bytes() > LARGE_BYTES
-    send(Finished(error, warnings.lines, is_last))
+    send(Finished(error, warnings.lines, is_last, folders))
     return is_last
 
 

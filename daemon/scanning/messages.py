@@ -39,11 +39,12 @@ class Found(Message, frozen=True):
 
 class Finished(Message, frozen=True):
     """error: why the models folder itself could not be read, as (errno, text); None: it was. warnings: for the log. is_last: the
-    process ends now, and takes no further `Scan`."""
+    process ends now, and takes no further `Scan`. folders: where a change would matter."""
 
     error: tuple[int, str] | None
     warnings: list[str]
     is_last: bool
+    folders: list[str]
 
 
 FromScanner = Looking | Same | Found | Finished

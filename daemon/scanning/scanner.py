@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +59,7 @@ class ModelScanner:
         self._idle: asyncio.TimerHandle | None = None
         self._silent: dict[str, _Silent] = {}
         self._closed = False
+        self.looked_into: Callable[[list[str]], None] = lambda folders: None  # is told after each scan where a change would matter
 
     @property
     def look_again_in_s(self) -> float | None:
@@ -126,6 +127,7 @@ class ModelScanner:
             log.warning("%s", line)
         if finished.error is not None:
             raise OSError(*finished.error, models_dir)
+        self.looked_into(finished.folders)
         return merged(_with_known(seen, silent, previous))
 
     async def _end(self) -> None:

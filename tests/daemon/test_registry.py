@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 from pathlib import Path
 from typing import Any
@@ -164,19 +163,6 @@ async def test_a_missing_folder_changes_nothing(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No such file"):
         await registry.rescan()
     assert registry.resolve("a").name == "a"
-
-
-async def test_watching(tmp_path: Path) -> None:
-    registry = make_registry(tmp_path)
-    changed = asyncio.Event()
-    registry.watch(changed.set)
-    try:
-        await asyncio.sleep(0.3)  # the notifier starts in its thread
-        make_model(tmp_path / "org" / "a")
-        async with asyncio.timeout(20):
-            await changed.wait()
-    finally:
-        await asyncio.to_thread(registry.stop_watching)
 
 
 async def test_quantised_weights_are_counted_and_asked_for(tmp_path: Path) -> None:

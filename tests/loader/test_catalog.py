@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import errno
-import io
 import json
 import os
 import time
@@ -172,14 +171,14 @@ def test_a_model_is_not_gone_because_no_more_files_can_be_opened(
 ) -> None:
     write_checkpoint(tmp_path / "a")
     assert scan(tmp_path)["a"].complete
-    real = {"scandir": os.scandir, "open": io.open}[call]
+    real = getattr(os, call)
 
     def used_up(path: Any, *args: Any, **options: Any) -> Any:
         if str(path).startswith(str(tmp_path / "a")):
             raise OSError(errno.EMFILE, "Too many open files", str(path))
         return real(path, *args, **options)
 
-    monkeypatch.setattr({"scandir": "os.scandir", "open": "io.open"}[call], used_up)
+    monkeypatch.setattr(os, call, used_up)
     with pytest.raises(OSError, match="Too many open files"):
         scan(tmp_path)
 

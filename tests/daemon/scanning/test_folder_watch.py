@@ -1,0 +1,82 @@
+"""Changes of watched folders are told, also of folders that come later; links lead nowhere."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest_asyncio
+
+from daemon.scanning.folder_watch import FolderWatch
+
+
+class Told:
+    def __init__(self) -> None:
+        self.changed = asyncio.Event()
+        self.watch = FolderWatch(self.changed.set)
+
+    async def until(self, change: Path) -> None:
+        """Writes the file again and again: a watch takes a moment to begin."""
+        self.changed.clear()
+        async with asyncio.timeout(30):
+            while not self.changed.is_set():
+                await asyncio.to_thread(change.write_text, os.urandom(4).hex())
+                await asyncio.sleep(0.1)
+
+
+@pytest_asyncio.fixture
+async def told() -> AsyncIterator[Told]:
+    made = Told()
+    yield made
+    await asyncio.to_thread(made.watch.stop)
+
+
+async def test_a_change_is_told_in_each_folder_also_a_later_one(tmp_path: Path, told: Told) -> None:
+    first, second = tmp_path / "a", tmp_path / "b"
+    first.mkdir()
+    told.watch.look_at([str(first)])
+    assert told.changed.is_set(), "what happened before the watch has no event"
+    await told.until(first / "x")
+    second.mkdir()
+    told.watch.look_at([str(first), str(second)])
+    await told.until(second / "x")
+    await told.until(first / "x")
+
+
+async def test_the_same_folders_are_no_change(tmp_path: Path, told: Told) -> None:
+    told.watch.look_at([str(tmp_path)])
+    told.changed.clear()
+    told.watch.look_at([str(tmp_path)])
+    assert not told.changed.is_set()
+
+
+async def test_folders_that_are_gone_do_not_end_the_watch(tmp_path: Path, told: Told) -> None:
+    (tmp_path / "a").mkdir()
+    told.watch.look_at([str(tmp_path / "gone"), str(tmp_path / "a")])
+    await told.until(tmp_path / "a" / "x")
+    told.watch.look_at([str(tmp_path / "gone")])
+    told.watch.look_at([str(tmp_path / "a"), str(tmp_path / "gone")])
+    await told.until(tmp_path / "a" / "x")
+
+
+async def test_links_are_not_followed(tmp_path: Path, told: Told) -> None:
+    """One to `/` would have every folder of the machine watched."""
+    folder = tmp_path / "models"
+    folder.mkdir()
+    (folder / "everything").symlink_to("/")
+    before = watches()
+    told.watch.look_at([str(folder)])
+    await told.until(folder / "x")
+    assert watches() - before == 1
+
+
+def watches() -> int:
+    """Of inotify, in this process."""
+    found = 0
+    for fd in os.listdir("/proc/self/fdinfo"):
+        with contextlib.suppress(FileNotFoundError):
+            found += Path(f"/proc/self/fdinfo/{fd}").read_text().count("inotify wd")
+    return found
