@@ -35,7 +35,7 @@ MAX_DEPTH = 8  # folders below the models folder; also ends link cycles
 MAX_FOLDERS = 100_000
 _MADE_UP = ("/proc", "/sys")
 UNPRINTABLE = "its name holds what is no printable UTF-8 text; rename it"
-MAX_CONFIG_BYTES = 16 << 20
+MAX_CONFIG_BYTES = 4 << 20
 TOKENIZER_NAMES = (
     "tokenizer.json",
     "tokenizer_config.json",

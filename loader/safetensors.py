@@ -18,6 +18,10 @@ from loader import packed
 from loader.errors import CheckpointError, FileTooShort
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+# Counted before anything is parsed: what Python makes of a header is up to twenty times its size, and CPython 3.11 may hang where
+# memory runs out within an exception. The largest checkpoints have some 200,000 tensors in some 100 files.
+MAX_TENSORS_PER_FILE, MAX_TENSORS = 200_000, 500_000
+QUOTES_PER_TENSOR, QUOTES_PER_INDEX_ENTRY = 10, 4
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
@@ -93,6 +97,8 @@ _index_decoder = msgspec.json.Decoder(_Index)
 
 def parse_header(raw: bytes, file: str) -> Header:
     """raw: the JSON part. Raises CheckpointError unless tensors follow each other without gap or overlap."""
+    if raw.count(b'"') > QUOTES_PER_TENSOR * MAX_TENSORS_PER_FILE:
+        raise CheckpointError(file, None, f"its header describes more than {MAX_TENSORS_PER_FILE} tensors")
     try:
         entries = _header_decoder.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -186,6 +192,8 @@ def read_index(folder: Path) -> dict[str, str]:
 
 def parse_index(text: bytes) -> dict[str, str]:
     """Tensor name -> file name. Raises CheckpointError; file names stay inside the folder."""
+    if text.count(b'"') > QUOTES_PER_INDEX_ENTRY * MAX_TENSORS:
+        raise CheckpointError(INDEX_NAME, None, f"names more than {MAX_TENSORS} tensors")
     try:
         weight_map = _index_decoder.decode(text).weight_map
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

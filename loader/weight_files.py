@@ -15,7 +15,7 @@ from pathlib import Path
 from config.regular_file import open_regular
 from loader.errors import CheckpointError, shortened
 from loader.packed import Source
-from loader.safetensors import INDEX_NAME, SINGLE_NAME, Header, check_index, read_header, read_index
+from loader.safetensors import INDEX_NAME, MAX_TENSORS, SINGLE_NAME, Header, check_index, read_header, read_index
 
 PACKED_DIR = "packed"
 OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")  # that people try
@@ -46,7 +46,8 @@ def read_headers(folder: Path, below: str = "") -> dict[str, Header]:
     """Checked headers of all weight files, by their name below the folder. below: PACKED_DIR for the packed ones. Raises
     MissingFile, CheckpointError, OSError."""
     names, weight_map = weight_files(folder / below)
-    headers = {}
+    headers: dict[str, Header] = {}
+    num_tensors = 0
     for name in names:
         file = os.path.join(below, name)
         try:
@@ -57,6 +58,9 @@ def read_headers(folder: Path, below: str = "") -> dict[str, Header]:
             raise MissingFile(missing) from None
         try:
             headers[file] = read_header(fd, file)
+            num_tensors += len(headers[file].tensors)
+            if num_tensors > MAX_TENSORS:
+                raise CheckpointError(file, None, f"with it the files hold more than {MAX_TENSORS} tensors")
         finally:
             os.close(fd)
     if weight_map is not None:

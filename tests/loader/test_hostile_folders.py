@@ -46,7 +46,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: config(f, architectures=["BertModel"], hidden_act="gelu", matryoshka_dimensions=[1] * 1_000_000),
         "matryoshka_dimensions: holds 1000000 sizes",
     ),
-    "a million end ids": (lambda f: config(f, eos_token_id=list(range(1_000_000))), "eos_token_id: holds 1000000 token ids"),
+    "very many end ids": (lambda f: config(f, eos_token_id=list(range(100_000))), "eos_token_id: holds 100000 token ids"),
     "an id beyond all vocabularies": (lambda f: config(f, eos_token_id=10**30), "eos_token_id: 1000"),
     "a long value": (lambda f: config(f, hidden_size="x" * 1_000_000), "hidden_size: 'xxx"),
     "a huge number": (lambda f: config(f, hidden_size=1 << 62), "hidden_size: 4611686018427387904 is out of range"),
@@ -62,6 +62,15 @@ HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a shape of many numbers": (
         lambda f: header(f, json.dumps({"a": {"dtype": "F32", "shape": [1 << 62] * 200_000, "data_offsets": [0, 4]}})),
         "beyond what tensors have",
+    ),
+    "a header of very many tensors": (
+        lambda f: header(f, json.dumps({str(n): {"dtype": "F32", "shape": [], "data_offsets": [0, 4]} for n in range(250_000)})),
+        "its header describes more than 200000 tensors",
+    ),
+    "a header of very many rubbish": (lambda f: header(f, "{" + '"a":1,' * 2_000_000 + '"a":1}'), "more than 200000 tensors"),
+    "an index of very many tensors": (
+        lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {' + '"a":"b",' * 600_000 + '"a":"b"}}'),
+        "names more than 500000 tensors",
     ),
     "a long config": (lambda f: os.truncate(f / "config.json", MAX_CONFIG_BYTES + 1), "too long for a configuration"),
     "a long index": (

@@ -17,7 +17,6 @@ from daemon.scanning import scanner as scanner_module
 from daemon.scanning.rescans import Rescans
 from daemon.scanning.scanner import ModelScanner
 from loader.catalog import Checkpoint, scan
-from tests.e2e.checkpoints import make_model
 from tests.loader.checkpoints import write_checkpoint
 
 LIMIT_S = 1.0
@@ -155,26 +154,6 @@ async def test_a_killed_process_is_replaced_and_leaves_no_zombie(
     await until(lambda: not Path(f"/proc/{parts_hang[0]}").exists())
     assert (await scanner.scan(str(tmp_path), {}))["a"].complete
     assert len(parts_hang) == 2
-
-
-async def test_a_huge_header_costs_its_process_alone(tmp_path: Path, scanner: ModelScanner, parts_hang: list[int]) -> None:
-    """A header may be 100 MB long, of which parsing makes gigabytes: that folder is told, the next one is read."""
-    folder = tmp_path / "a"
-    make_model(folder)
-    entry = '"%d":{"dtype":"F32","shape":[],"data_offsets":[%d,%d]}'
-    text = "{" + ",".join(entry % (n, 4 * n, 4 * n + 4) for n in range(1_400_000)) + "}"
-    with (folder / "model.safetensors").open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text.encode())
-        file.truncate(8 + len(text) + 4 * 1_400_000)
-    del text
-    write_checkpoint(tmp_path / "b")
-    patient = ModelScanner(60.0)
-    try:
-        found = await patient.scan(str(tmp_path), {})
-        assert reasons(found)["a"] == "its configuration and headers need more memory than reading them may take"
-        assert found["b"].complete
-    finally:
-        await patient.close()
 
 
 async def test_a_process_that_grew_gives_its_memory_back(tmp_path: Path, scanner: ModelScanner, parts_hang: list[int]) -> None:
