@@ -1,8 +1,9 @@
-"""What a child process of ours needs to find the packages: it runs in `/`, and what is in its own folder must not shadow them."""
+"""What a child process of ours needs: to find the packages from `/`, where it runs, and a limit of its memory."""
 
 from __future__ import annotations
 
 import os
+import resource
 from pathlib import Path
 
 PACKAGES = Path(__file__).resolve().parent.parent  # the folder that holds the five packages
@@ -13,3 +14,16 @@ def child_environment(**more: str) -> dict[str, str]:
     given to find others; `more` wins."""
     given = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(PACKAGES), *given]), **more}
+
+
+def limit_memory(num_bytes: int, oom_score_adj: int) -> None:
+    """Limits this process to `num_bytes` of address space, and less where a limit was inherited, and has the kernel end it before
+    processes with a lower `oom_score_adj` when the machine's memory runs out."""
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = num_bytes if hard == resource.RLIM_INFINITY else min(hard, num_bytes)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    try:
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write(str(oom_score_adj))
+    except OSError:
+        pass  # it was higher already, and may not be lowered

@@ -236,7 +236,7 @@ def _stretch(value: Any) -> None:
 
 def _stall(value: Any) -> None:
     if not (value == 0 or (value >= MIN_STALL_S and math.isfinite(value))):
-        raise ValueError(f"must be at least {MIN_STALL_S:g}, or 0: engines that hang are left alone")
+        raise ValueError(f"must be at least {MIN_STALL_S:g}, or 0: what hangs is left alone")
 
 
 def _chunk(value: Any) -> None:
@@ -312,6 +312,7 @@ _CHECKS: dict[str, Callable[[Any], None]] = {
     "overdue_after_s": _between(0),
     "max_wait_s": _above_zero,
     "engine_stall_s": _stall,
+    "text_stall_s": _stall,
     "request_timeout_s": _above_zero,
     "body_read_timeout_s": _above_zero,
     "max_queued_per_model": _between(0),

@@ -29,10 +29,10 @@ def open_regular(path: str | os.PathLike[str]) -> int:
 
 def read_regular(path: str | os.PathLike[str], most_bytes: int) -> bytes:
     """The file's content. Raises OSError as open_regular does, and where it is longer than most_bytes."""
-    fd = open_regular(path)
-    with open(fd, "rb") as file:
-        data = file.read(most_bytes + 1)
-    if len(data) > most_bytes:
+    with open(open_regular(path), "rb") as file:
+        is_longer = os.fstat(file.fileno()).st_size > most_bytes
+        data = b"" if is_longer else file.read(most_bytes + 1)  # it may have grown meanwhile
+    if is_longer or len(data) > most_bytes:
         raise OSError(errno.EFBIG, f"is longer than {most_bytes} bytes", os.fspath(path))
     return data
 

@@ -208,6 +208,15 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             LIVE,
         ),
     ] = 30.0
+    text_stall_s: Annotated[
+        float,
+        key(
+            "the work on a request's text (chat template, tokens) may take so long, and 1 s more for every 256 KiB; then its "
+            "process is killed and the request refused; at least 10, or 0: no limit",
+            "s",
+            LIVE,
+        ),
+    ] = 30.0
     request_timeout_s: Annotated[float, key("longest life of one request", "s", LIVE)] = 600.0
     body_read_timeout_s: Annotated[float, key("a request's body must be in by then", "s", LIVE)] = 10.0
     max_body_bytes: Annotated[int | str, key("largest request body", "bytes")] = "16MiB"

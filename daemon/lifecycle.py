@@ -42,7 +42,6 @@ from daemon.scanning.scanner import ModelScanner
 from daemon.serving import listen, refuse_command, refuse_request
 from daemon.state import NodeState
 from daemon.systemd_notify import Notifier
-from daemon.text.service import TextService
 from daemon.version import VERSION
 from loader.catalog import Checkpoint
 from scheduler.node import events
@@ -108,9 +107,8 @@ class Lifecycle:
             worker.start()  # they import their libraries while the models folder is read
         node.gpu_watch.start()
         node.engine_rounds.start()
-        text = TextService()
-        api = self._http(node, text, self._config.listen, without=paths.ADMIN if http.admin else frozenset())
-        admin = self._http(node, text, self._config.admin_listen, only=paths.ADMIN | paths.OPEN, ask=http.admin_asks_key)
+        api = self._http(node, self._config.listen, without=paths.ADMIN if http.admin else frozenset())
+        admin = self._http(node, self._config.admin_listen, only=paths.ADMIN | paths.OPEN, ask=http.admin_asks_key)
         control = _control_runner(make_control_app(node))
         status = _control_runner(make_control_app(node, read_only=True))
         node.tasks.start("the watchdog's task", lambda: self._notify.watchdog(node.problem))
@@ -147,7 +145,7 @@ class Lifecycle:
         finally:
             node.listening = False
             node.feed.close()
-            await self._tear_down(node, {"http": api, "admin": admin, "control": control, "status": status}, text)
+            await self._tear_down(node, {"http": api, "admin": admin, "control": control, "status": status})
         log.info("stopped")
         return 0
 
@@ -162,7 +160,6 @@ class Lifecycle:
     def _http(
         self,
         node: Node,
-        text: TextService,
         listen: str,
         *,
         only: frozenset[str] | None = None,
@@ -176,7 +173,7 @@ class Lifecycle:
             make_app(
                 node.dispatcher,
                 node.registry,
-                text,
+                node.text,
                 node.settings,
                 node,
                 access,
@@ -312,14 +309,14 @@ class Lifecycle:
         if num_cut:
             log.warning("%d requests did not end in time and were told server_restarting", num_cut)
 
-    async def _tear_down(self, node: Node, servers: Mapping[str, web.AppRunner], text: TextService) -> None:
+    async def _tear_down(self, node: Node, servers: Mapping[str, web.AppRunner]) -> None:
         """Every part is stopped even where another one fails to; HTTP first."""
         node.engine_rounds.stop()
         for acceptor in self._acceptors:
             acceptor.stop()
         steps = [(name, server.cleanup()) for name, server in servers.items()]
         steps[1:1] = [("engines", self._stop_engines(node))]
-        steps += [("text", text.close()), ("scanning", node.scanner.close()), ("state", node.state_keeper.close())]
+        steps += [("text", node.text.close()), ("scanning", node.scanner.close()), ("state", node.state_keeper.close())]
         for name, step in steps:
             try:
                 async with asyncio.timeout(2 * FLUSH_LIMIT_S + 4):

@@ -40,6 +40,7 @@ from daemon.reloads import Reloads
 from daemon.scanning.scanner import ModelScanner
 from daemon.state import NodeState
 from daemon.state_keeper import StateKeeper
+from daemon.text.service import TextService
 from daemon.version import VERSION
 from daemon.workers import EngineSpec, Worker, threads_per_engine
 from engine.protocol import PROTOCOL_VERSION
@@ -114,6 +115,7 @@ class Node:
         self.engine_rounds = EngineRounds(self.workers, lambda: self.config.engine_stall_s, self.ring, self.metric)
         self.gpu_watch = GpuWatch(self.inventory, devices, self._gpu_fault)
         self.dispatcher.engines = dict(self.workers)
+        self.text = TextService(stall_s=lambda: self.config.text_stall_s, num_deaths=self.metric.text_deaths)
         self.feed = PageFeed(lambda: snapshot(self), self.ring)
         self.reload: Callable[[], Awaitable[dict[str, Any]]] | None = None
         self.url = ""
@@ -233,12 +235,14 @@ class Node:
         return {name: counts[0] for stats in self.engine_events.stats.values() for name, counts in stats.models.items()}
 
     def queue_rows(self) -> list[dict[str, Any]]:
+        """Requests that wait for their turn, and work on texts that takes its time, which comes before."""
         now = time.monotonic()
         rows = []
         for view in self.scheduler.queue():
             generation = self.dispatcher.open.by_id.get(view.request_id)
             rows.append(
                 {
+                    "for": "turn",
                     "request": view.request_id,
                     "id": generation.public_id if generation is not None else "",
                     "model": view.model,
@@ -248,7 +252,8 @@ class Node:
                     "resubmission": view.resubmission,
                 }
             )
-        return rows
+        no_request = {"for": "text", "request": None, "id": "", "tenant": "", "position": 0, "resubmission": False}
+        return rows + [no_request | work for work in self.text.rows()]
 
     def device_rows(self) -> list[dict[str, Any]]:
         views = {view.name: view for view in self.scheduler.devices()}
@@ -287,8 +292,9 @@ class Node:
         return {"version": VERSION, "protocol": PROTOCOL_VERSION, "python": platform.python_version()}
 
     def status(self) -> dict[str, Any]:
-        healthy, told = self.health()
+        healthy, _ = self.health()
         ready, body = self.ready()
+        problems = [*self.scheduler.health(), *self.tasks.problems(), *self.text.problems()]
         return {
             "version": VERSION,
             "pid": os.getpid(),
@@ -298,7 +304,7 @@ class Node:
             "cache_dir": self.config.cache_dir,
             "uptime_s": round(time.time() - self.started_unix_s, 1),
             "healthy": healthy,
-            "problems": told["problems"],
+            "problems": problems,
             "ready": ready,
             "reason": body.get("reason", ""),
             "draining": self.draining,

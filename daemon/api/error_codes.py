@@ -18,6 +18,11 @@ CODES: dict[str, tuple[int, str, str]] = {
     "context_length_exceeded": (400, "prompt and output are longer than the model's max_model_len", "shorten; or raise it"),
     "wrong_task": (400, "embeddings of a model that generates text, or the other way round", "name another model"),
     "no_chat_template": (400, "the checkpoint has no chat template", "use completions, or set `chat_template` for the model"),
+    "text_work_failed": (
+        400,
+        "the model's chat template or tokenizer took too long or too much memory with this text, or crashed; see the message",
+        "shorten it; if short ones fail, too, the checkpoint's files are at fault: see `hearth status` and the log",
+    ),
     "unsupported_tokenizer": (400, "the checkpoint's tokenizer is of a kind that is not served", "choose another checkpoint"),
     "model_unusable": (400, "the model's files or settings are of a kind that is not served", "see the message; `hearth doctor`"),
     "model_too_large": (
@@ -56,6 +61,11 @@ CODES: dict[str, tuple[int, str, str]] = {
         503,
         "hearthd has no open files left for this connection or request",
         "retry after Retry-After; raise LimitNOFILE= or `ulimit -n`, or close idle connections",
+    ),
+    "text_worker_ended": (
+        503,
+        "the process that does the model's texts was killed, or ends each time; the message says which",
+        "retry after Retry-After; `hearth status` and the log say why",
     ),
     "busy": (503, "the same command for the same model is under way", "wait for it"),
     "too_many_viewers": (503, "as many status pages are open as may", "close one"),

@@ -1,12 +1,13 @@
-"""`hearth queue`: who waits for what."""
+"""`hearth queue`: requests that wait for their turn, and work on requests' texts."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from typing import Any
 
 from daemon.cli.client import Client
-from daemon.cli.table import duration, table
+from daemon.cli.table import duration, size, table
 
 
 def queue(client: Client, options: argparse.Namespace) -> None:
@@ -16,15 +17,15 @@ def queue(client: Client, options: argparse.Namespace) -> None:
     elif not rows:
         print("nothing waits")
     else:
-        lines = [
-            (
-                f"req-{row['request']}",
-                row["id"],
-                row["model"],
-                str(row["position"]),
-                duration(row["waiting_s"]),
-                row["tenant"] or "-",
-            )
-            for row in rows
-        ]
+        lines = [_text(row) if row["for"] == "text" else _turn(row) for row in rows]
         print(table(("REQUEST", "ID", "MODEL", "POSITION", "WAITING", "TENANT"), lines, frozenset({3, 4})))
+
+
+def _turn(row: dict[str, Any]) -> tuple[str, ...]:
+    waiting = duration(row["waiting_s"])
+    return f"req-{row['request']}", row["id"], row["model"], str(row["position"]), waiting, row["tenant"] or "-"
+
+
+def _text(row: dict[str, Any]) -> tuple[str, ...]:
+    """Work on a text; which request it is for is not known yet."""
+    return f"({row['work']}, {size(row['bytes'])})", "", row["model"] or "-", "-", duration(row["waiting_s"]), "-"

@@ -83,6 +83,7 @@ class Metrics:
     evictions: defaultdict[str, int] = field(default_factory=_counts)
     engine_restarts: defaultdict[str, int] = field(default_factory=_counts)
     engine_stalls: defaultdict[str, int] = field(default_factory=_counts)
+    text_deaths: defaultdict[str, int] = field(default_factory=_counts)  # by cause
     gpu_faults: defaultdict[tuple[str, str], int] = field(default_factory=_pairs)  # (device, xid)
     answers: defaultdict[tuple[str, str], int] = field(default_factory=_pairs)  # (endpoint, status)
     access_refused: defaultdict[str, int] = field(default_factory=_counts)

@@ -74,6 +74,10 @@ FAMILIES = (
     _of(COUNTER, "hearth_engine_restarts_total", "restarts", "device", "Engine processes started again"),
     _of(COUNTER, "hearth_engine_stalls_total", "stalls", "device",
         "Of them, those that were killed because they gave no sign of life (engine_stall_s)"),
+    _of(COUNTER, "hearth_text_worker_deaths_total", "deaths", "cause",
+        "Processes for templates and tokenizers that ended unasked: stalled (killed after text_stall_s), memory, cpu_time, "
+        "crashed, killed (by somebody else), helper (with the process that forks them), unknown"),
+    _of(GAUGE, "hearth_text_jobs", "jobs", "", "Work on requests' texts that is not done yet"),
     _of(COUNTER, "hearth_gpu_faults_total", "faults", "device xid", "Faults (Xid) the driver has reported of a cuda device's GPU"),
     _of(GAUGE, "hearth_device_planned_bytes", "bytes", "device", "What the ledger says is in use: weights and KV chunks"),
     _of(GAUGE, "hearth_device_measured_bytes", "bytes", "device",

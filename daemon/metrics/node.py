@@ -30,6 +30,7 @@ def now(node: Node, model: str | None = None) -> Now:
         devices=devices,
         tenants_open=Counter(generation.tenant for generation in node.dispatcher.open.by_id.values() if generation.tenant),
         started_unix_s=node.started_unix_s,
+        text_jobs=node.text.num_waiting,
         cpu_s=time.process_time(),
         loop_stall_s=node.watch.stall_s,
         draining=node.draining,

@@ -59,6 +59,7 @@ class Now:
     started_unix_s: float = 0.0
     cpu_s: float = 0.0
     loop_stall_s: float = 0.0
+    text_jobs: int = 0
     draining: bool = False
     reload_refused: bool = False
     state_not_saved: bool = False
@@ -135,6 +136,8 @@ def _all(metrics: Metrics, now: Now) -> Iterator[tuple[str, Rows]]:
     yield "hearth_eviction_age_seconds", [((), swaps.age)]
     yield "hearth_engine_restarts_total", metrics.engine_restarts.items()
     yield "hearth_engine_stalls_total", metrics.engine_stalls.items()
+    yield "hearth_text_worker_deaths_total", metrics.text_deaths.items()
+    yield "hearth_text_jobs", [((), now.text_jobs)]
     yield "hearth_gpu_faults_total", metrics.gpu_faults.items()
     shown = {*tenants.named, OTHER}
     yield "hearth_tenant_requests_total", ((key, value) for key, value in tenants.requests.items() if key[0] in shown)

@@ -9,6 +9,7 @@ import socket
 import sys
 from dataclasses import replace
 
+from config.child_process import limit_memory
 from daemon.scanning.messages import Finished, Found, Looking, Same, Scan
 from engine.protocol import FrameReader, Message, encode
 from loader.catalog import Checkpoint, walk
@@ -22,7 +23,7 @@ def main() -> None:
     # the daemon drains on SIGTERM and Ctrl-C; this process follows when its socket ends
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    _limit_memory()
+    limit_memory(MEMORY_BYTES, OOM_SCORE_ADJ)
     connection = socket.socket(fileno=int(sys.argv[1]))
     reader = FrameReader(Scan)
     try:
@@ -32,17 +33,6 @@ def main() -> None:
                     return
     except (BrokenPipeError, ConnectionResetError):
         return
-
-
-def _limit_memory() -> None:
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limit = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(hard, MEMORY_BYTES)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
-    try:
-        with open("/proc/self/oom_score_adj", "w") as file:
-            file.write(str(OOM_SCORE_ADJ))
-    except OSError:
-        pass  # it was higher already, and may not be lowered
 
 
 def _scan(connection: socket.socket, request: Scan) -> bool:

@@ -1,74 +1,170 @@
 """The text helper: `python -P -m daemon.text FD`.
 
-Holds the tokenizer and template libraries ready and forks a worker for each socket it is sent over FD. A process per model keeps a
-280 ms parse or a runaway template of one model from everybody else, and gives all its memory back when it ends. This process
-starts no thread, so forking it is safe. It ends with FD.
+Holds the tokenizer and template libraries ready and forks a worker for each socket it is sent over FD, a packet socket. A process
+per model keeps a 280 ms parse or a runaway template of one model from everybody else, and gives all its memory back when it ends.
+This process starts no thread, so forking it is safe. It ends with FD, and its workers with it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
 import signal
 import socket
 import sys
+from dataclasses import dataclass, field
 from typing import NoReturn
 
+import msgspec
+
+from daemon.text.helper_messages import PACKET_BYTES, Ended, Fork, Forked, FromHelper, ToHelper
 from daemon.text.worker import Worker
+
+LAST_WORDS_BYTES = 2000
+_decoder: msgspec.msgpack.Decoder[ToHelper] = msgspec.msgpack.Decoder(ToHelper)
+
+
+@dataclass(slots=True)
+class _Child:
+    """A worker process. errors: the pipe that is its standard error."""
+
+    number: int
+    errors: int
+    last_words: bytearray = field(default_factory=bytearray)
+
+    def read_errors(self) -> None:
+        """Keeps the end of what there is to read."""
+        try:
+            while data := os.read(self.errors, 1 << 16):
+                self.last_words += data
+                del self.last_words[:-LAST_WORDS_BYTES]
+        except BlockingIOError:
+            return
+
+
+class _Helper:
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._children: dict[int, _Child] = {}  # by process id
+        self._poll = select.poll()  # epoll would be one more descriptor that workers inherit
+        self._woken, self._wake = os.pipe()
+        for descriptor in (self._woken, self._wake):
+            os.set_blocking(descriptor, False)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)  # one without a handler wakes nobody
+        signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
+        for descriptor in (control.fileno(), self._woken):
+            self._poll.register(descriptor, select.POLLIN)
+
+    def run(self) -> None:
+        while True:
+            for descriptor, event in self._poll.poll():
+                if descriptor == self._control.fileno():
+                    if not self._take():
+                        self._end()
+                        return
+                elif descriptor == self._woken:
+                    os.read(descriptor, 4096)
+                else:
+                    self._read_errors(descriptor, event)
+            self._reap()
+
+    def _take(self) -> bool:
+        """Does what one packet asks for. Returns whether more may come."""
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self._control, PACKET_BYTES, 1)
+        except ConnectionResetError:
+            return False
+        if not data:
+            return False
+        asked = _decoder.decode(data)
+        if not isinstance(asked, Fork):
+            for pid, child in self._children.items():
+                if child.number == asked.number:  # it was not waited for, so the id is still its own
+                    os.kill(pid, signal.SIGKILL)
+        elif descriptors:
+            self._fork(asked.number, socket.socket(fileno=descriptors[0]))
+        else:
+            self._tell(Forked(asked.number, 0, "the text helper has no open file left for it"))
+        return True
+
+    def _fork(self, number: int, connection: socket.socket) -> None:
+        pipe: tuple[int, ...] = ()
+        try:
+            pipe = errors, to_errors = os.pipe()
+            pid = os.fork()
+        except OSError as error:
+            for descriptor in pipe:
+                os.close(descriptor)
+            connection.close()
+            self._tell(Forked(number, 0, error.strerror or str(error)))
+            return
+        if pid == 0:
+            self._become_worker(connection, to_errors)
+        os.close(to_errors)
+        connection.close()
+        os.set_blocking(errors, False)
+        self._children[pid] = _Child(number, errors)
+        self._poll.register(errors, select.POLLIN)
+        self._tell(Forked(number, pid))
+
+    def _become_worker(self, connection: socket.socket, errors: int) -> NoReturn:
+        """The forked worker's life. Never returns into the helper's loop."""
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            self._control.close()
+            for descriptor in (self._woken, self._wake, *(child.errors for child in self._children.values())):
+                os.close(descriptor)
+            os.set_blocking(errors, False)  # a worker never waits for somebody to read what it says
+            os.dup2(errors, 2)
+            os.close(errors)
+            Worker(connection).run()
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+            os._exit(1)
+        os._exit(0)
+
+    def _read_errors(self, descriptor: int, event: int) -> None:
+        for child in self._children.values():
+            if child.errors == descriptor:
+                child.read_errors()
+        if event & ~select.POLLIN:
+            self._poll.unregister(descriptor)  # its end is told for as long as it is looked at
+
+    def _reap(self) -> None:
+        while self._children:
+            pid, status, usage = os.wait4(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            child = self._children.pop(pid)
+            child.read_errors()
+            with contextlib.suppress(KeyError):
+                self._poll.unregister(child.errors)
+            os.close(child.errors)
+            words = child.last_words.decode("utf-8", "replace")
+            self._tell(Ended(child.number, os.waitstatus_to_exitcode(status), usage.ru_maxrss << 10, words))
+
+    def _tell(self, message: FromHelper) -> None:
+        with contextlib.suppress(OSError):  # the daemon is gone, and the next packet says so
+            self._control.send(msgspec.msgpack.encode(message))
+
+    def _end(self) -> None:
+        """Ends the workers, also those in the middle of a job."""
+        for pid in self._children:
+            os.kill(pid, signal.SIGKILL)
+        for pid in self._children:
+            os.waitpid(pid, 0)
 
 
 def main() -> None:
     # the daemon drains on SIGTERM and Ctrl-C; its helpers follow when their sockets end
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    workers: set[int] = set()
-    signal.signal(signal.SIGCHLD, lambda number, frame: _reap(workers))
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the library's own switch: no thread pool in each worker
-    control = socket.socket(fileno=int(sys.argv[1]))
-    while True:
-        data, descriptors, _, _ = socket.recv_fds(control, 1, 1)
-        if not data:
-            break
-        connection = socket.socket(fileno=descriptors[0])
-        pid = os.fork()
-        if pid == 0:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            control.close()
-            _work(connection)
-        workers.add(pid)
-        connection.close()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for pid in workers:
-        _kill(pid)
-
-
-def _work(connection: socket.socket) -> NoReturn:
-    """The forked worker's life. Never returns into the helper's loop."""
-    try:
-        Worker(connection).run()
-    except (BrokenPipeError, ConnectionResetError):
-        pass
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-        os._exit(1)
-    os._exit(0)
-
-
-def _reap(workers: set[int]) -> None:
-    try:
-        while pid := os.waitpid(-1, os.WNOHANG)[0]:
-            workers.discard(pid)
-    except ChildProcessError:
-        return
-
-
-def _kill(pid: int) -> None:
-    """Ends a worker, also one in the middle of a job: the daemon is gone."""
-    try:
-        if os.waitpid(pid, os.WNOHANG)[0] == 0:  # not waited for, so the id is still its own
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-    except ChildProcessError:
-        return
+    _Helper(socket.socket(fileno=int(sys.argv[1]))).run()
 
 
 if __name__ == "__main__":

@@ -9,12 +9,16 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from config.regular_file import read_regular
 from daemon.errors import BadRequest
 from daemon.text.chat_template import ChatTemplate
 from daemon.text.jobs import TextFacts, is_template_text
 from daemon.text.table_builder import build_table, read_tokenizer_file, unsupported
 from daemon.text.token_table import PackedTable
 from daemon.text.tool_parsers.registry import MARKERS, detect_reasoning, detect_tools
+
+MAX_TOKENIZER_BYTES = 256 << 20  # the largest in use have some 35 MB
+MAX_TEXT_FILE_BYTES = 32 << 20  # templates and the small JSON files
 
 
 class CheckpointText:
@@ -27,7 +31,7 @@ class CheckpointText:
 
     def table(self) -> PackedTable:
         file = self._folder / "tokenizer.json"
-        contents = read_tokenizer_file(self._read(file), str(file))
+        contents = read_tokenizer_file(self._read(file, MAX_TOKENIZER_BYTES), str(file))
         return build_table(contents, str(file), lambda ids: self.tokenizer().decode(ids))
 
     def encode(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
@@ -49,7 +53,7 @@ class CheckpointText:
     def facts(self) -> TextFacts:
         """What can't be read says nothing here; it is told by the request that needs it."""
         template, model_type, markers = "", "", {}
-        with contextlib.suppress(BadRequest, UnicodeDecodeError):
+        with contextlib.suppress(BadRequest):
             template = self._template_source()
         with contextlib.suppress(BadRequest):
             model_type = str(self._json(self._folder / "config.json").get("model_type", ""))
@@ -61,7 +65,7 @@ class CheckpointText:
     def tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:
             file = self._folder / "tokenizer.json"
-            data = self._read(file)
+            data = self._read(file, MAX_TOKENIZER_BYTES)
             try:
                 tokenizer = Tokenizer.from_buffer(data)
             except Exception as error:  # the library raises bare Exception
@@ -71,25 +75,31 @@ class CheckpointText:
             self._tokenizer = tokenizer
         return self._tokenizer
 
-    def _read(self, file: Path) -> bytes:
+    def _read(self, file: Path, most_bytes: int = MAX_TEXT_FILE_BYTES) -> bytes:
         try:
-            return file.read_bytes()
+            return read_regular(file, most_bytes)
         except OSError as error:
             raise unsupported(f"model {self._name}: {file} cannot be read: {error.strerror}") from None
+
+    def _text_of(self, file: Path) -> str:
+        try:
+            return self._read(file).decode()
+        except UnicodeDecodeError as error:
+            raise unsupported(f"model {self._name}: {file} is no UTF-8 text: {error}") from None
 
     def _template_source(self) -> str:
         if self._override is not None:
             if is_template_text(self._override):
                 return self._override
-            return self._read(Path(self._override)).decode()
+            return self._text_of(Path(self._override))
         plain = self._folder / "chat_template.jinja"
-        if plain.is_file():
-            return self._read(plain).decode()
+        if plain.exists():
+            return self._text_of(plain)
         for file in (self._folder / "chat_template.json", self._folder / "tokenizer_config.json"):
             source = _default_template(self._json(file).get("chat_template"))
             if source is not None:
                 return source
-        if not (self._folder / "tokenizer.json").is_file():
+        if not (self._folder / "tokenizer.json").exists():
             raise unsupported(f"model {self._name} has no tokenizer.json in {self._folder}: copy it there from where it came from")
         raise BadRequest(
             "no_chat_template",
@@ -109,12 +119,14 @@ class CheckpointText:
 
     def _json(self, file: Path) -> dict[str, Any]:
         """{} if there is no such file."""
-        if not file.is_file():
+        if not file.exists():
             return {}
         try:
             value = json.loads(self._read(file))
         except ValueError as error:
             raise unsupported(f"{file}: {error}") from None
+        except RecursionError:
+            raise unsupported(f"{file}: its JSON is nested too deeply") from None
         return value if isinstance(value, dict) else {}
 
 

@@ -1,167 +1,259 @@
-"""The daemon's end of the text helper: the process that forks workers, and a connection to one worker."""
+"""The daemon's end of the text helper, the process that forks text workers and tells why they ended."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
+import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+
+import msgspec
 
 from config.child_process import child_environment
-from daemon.errors import BadRequest, HearthError, ServerFault
-from daemon.text.jobs import Done, Failed, FromWorker, Job, Open
-from engine.protocol import FrameReader, encode
+from daemon.errors import NotNow, ServerFault
+from daemon.text import deaths
+from daemon.text.connection import Worker
+from daemon.text.deaths import Death
+from daemon.text.helper_messages import PACKET_BYTES, Ended, Fork, Forked, FromHelper, Kill, ToHelper
+from daemon.text.jobs import Open
 
-
-class WorkerDied(Exception):
-    """The worker's socket ended with the job unanswered."""
+log = logging.getLogger("hearthd.text")
+FORK_LIMIT_S = 10.0  # a helper that has forked nothing for so long hangs
+SOUND_AFTER_S = 10.0  # one that lived for so long is started again at once; another one when it is needed
+_decoder: msgspec.msgpack.Decoder[FromHelper] = msgspec.msgpack.Decoder(FromHelper)
 
 
 class Helper:
-    """The forking process. `connect` starts it if it does not run (any more)."""
+    """`connect` starts it where it does not run. stall_s: see Worker. on_death: told of every worker that ended unasked."""
 
-    def __init__(self) -> None:
+    def __init__(self, stall_s: Callable[[], float], on_death: Callable[[Worker, Death], None]) -> None:
+        self._stall_s, self._on_death = stall_s, on_death
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
-        self._starting = asyncio.Lock()
+        self._started_s = 0.0
+        self._starting: asyncio.Task[None] | None = None
+        self._again: asyncio.Task[None] | None = None
         self._ended = False
+        self._numbers = itertools.count(1)
+        self.workers: dict[int, Worker] = {}
+        self._unanswered: dict[int, asyncio.TimerHandle] = {}  # Fork messages
+
+    @property
+    def pid(self) -> int:
+        """0 where it does not run."""
+        return 0 if self._process is None else self._process.pid
 
     async def start(self) -> None:
-        async with self._starting:
-            if self._ended:
-                raise ServerFault("internal_error", "the text helper has been ended")
-            if self._process is None or self._process.poll() is not None:
-                await asyncio.to_thread(self._spawn)
+        self._check_not_ended()
+        if self._control is None:
+            if self._starting is None:
+                self._starting = asyncio.get_running_loop().create_task(self._start())
+            await asyncio.shield(self._starting)  # one client's disconnect must not fail the others
+            self._check_not_ended()
 
-    def _spawn(self) -> None:
-        self._close()
-        ours, theirs = socket.socketpair()
+    async def _start(self) -> None:
         try:
-            with theirs:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "daemon.text", str(theirs.fileno())],
-                    cwd="/",
-                    env=_environment(),
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    pass_fds=(theirs.fileno(),),
-                    start_new_session=True,
-                )
-        except BaseException:
-            ours.close()
-            raise
-        self._control = ours
-        if self._ended:  # meanwhile
-            self._close()
+            process, control = await asyncio.to_thread(_spawn)
+        except OSError as error:
+            raise ServerFault("internal_error", f"the text helper does not start: {error}") from None
+        finally:
+            self._starting = None
+        self._process, self._control, self._started_s = process, control, time.monotonic()
+        asyncio.get_running_loop().add_reader(control, self._on_packets, control)
 
     async def connect(self, opening: Open) -> Worker:
-        for attempt in (1, 2):
+        """A new worker. Raises ServerFault."""
+        loop = asyncio.get_running_loop()
+        for _ in range(2):
             await self.start()
-            control = self._control  # `end` takes it away in another thread
-            if control is None:
-                raise ServerFault("internal_error", "the text helper has been ended")
-            ours, theirs = socket.socketpair()
+            number = next(self._numbers)
             try:
-                with theirs:
-                    socket.send_fds(control, [b"w"], [theirs.fileno()])
-            except OSError:  # it has just died, or was ended
-                ours.close()
-                if attempt == 2:
-                    raise ServerFault("internal_error", "the text helper does not start") from None
-                if not self._ended:
-                    self._close()
-                continue
-            break
+                ours, theirs = socket.socketpair()
+            except OSError as error:
+                raise NotNow("overloaded", f"no text worker can be reached: {error.strerror}", retry_after_s=1.0) from None
+            with theirs:
+                is_sent = self._send(Fork(number), theirs.fileno())
+            if is_sent:
+                break
+            ours.close()
+            self._check_not_ended()
+        else:
+            raise ServerFault("internal_error", "the text helper does not start")
         ours.setblocking(False)
-        _, worker = await asyncio.get_running_loop().create_unix_connection(Worker, sock=ours)
+        self._unanswered[number] = loop.call_later(FORK_LIMIT_S, self._hangs, self._control)
+        worker = self.workers[number] = Worker(number, opening.name, self._stall_s, self._on_end)
+        await loop.create_unix_connection(lambda: worker, sock=ours)
         worker.open(opening)
         return worker
 
-    def end(self) -> None:
-        """Ends the helper, and it its workers, also one in the middle of a job. It is not started again."""
+    def release(self, worker: Worker) -> None:
+        """Ends a worker, also one in the middle of a job."""
+        if worker.num_waiting:
+            self._send(Kill(worker.number))
+        worker.close()
+
+    async def end(self) -> None:
+        """Ends the helper and its workers, also one in the middle of a job. It is not started again."""
         self._ended = True
-        self._close()
-
-    def _close(self) -> None:
-        control, self._control = self._control, None
+        if self._starting is not None:
+            await asyncio.wait([self._starting])
+        control = self._control
+        process = self._release()
         if control is not None:
-            control.close()
-        process, self._process = self._process, None
+            asyncio.get_running_loop().remove_reader(control)
+            control.close()  # which ends it
+        for worker in list(self.workers.values()):
+            worker.abort(deaths.with_helper())
         if process is not None:
-            try:
-                process.wait(timeout=2.0)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            await asyncio.to_thread(_wait, process)
+        if self._again is not None:
+            await self._again
 
+    # ---- its messages
 
-class Worker(asyncio.Protocol):
-    """A connection to one worker process."""
-
-    def __init__(self) -> None:
-        self._transport: asyncio.Transport | None = None
-        self._reader = FrameReader(FromWorker)
-        self._waiting: dict[int, asyncio.Future[list[bytes]]] = {}
-        self.alive = False
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport) or hasattr(transport, "write")
-        self._transport = transport  # type: ignore[assignment]
-        self.alive = True
-
-    def open(self, opening: Open) -> None:
-        assert self._transport is not None
-        self._transport.write(encode(opening))
-
-    async def call(self, job: Job) -> list[bytes]:
-        """Raises HearthError, or WorkerDied."""
-        if not self.alive or self._transport is None:
-            raise WorkerDied
-        future: asyncio.Future[list[bytes]] = asyncio.get_running_loop().create_future()
-        self._waiting[job.job_id] = future
+    def _send(self, message: ToHelper, descriptor: int | None = None) -> bool:
+        """Returns whether it was sent; one that takes no messages hangs or is gone, and is given up."""
+        control = self._control
+        if control is None:
+            return False
+        data = msgspec.msgpack.encode(message)
         try:
-            self._transport.write(encode(job))
-            return await future
-        finally:
-            self._waiting.pop(job.job_id, None)
-
-    def data_received(self, data: bytes) -> None:
-        for message in self._reader.feed(data):
-            future = self._waiting.get(message.job_id)
-            if future is None or future.done():  # the client is gone
-                continue
-            if isinstance(message, Done):
-                future.set_result(message.parts)
+            if descriptor is None:
+                control.send(data)
             else:
-                future.set_exception(_error(message))
+                socket.send_fds(control, [data], [descriptor])
+        except BlockingIOError:
+            self._hangs(control)
+        except OSError:
+            self._gone(control)
+        else:
+            return True
+        return False
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.alive = False
-        for future in self._waiting.values():
-            if not future.done():
-                future.set_exception(WorkerDied())
+    def _on_packets(self, control: socket.socket) -> None:
+        while control is self._control:
+            try:
+                data = control.recv(PACKET_BYTES)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if not data:
+                self._gone(control)
+                return
+            message = _decoder.decode(data)
+            worker = self.workers.get(message.number)
+            if isinstance(message, Forked) and (timer := self._unanswered.pop(message.number, None)) is not None:
+                timer.cancel()
+            if worker is None:
+                continue
+            if isinstance(message, Ended):
+                worker.died(deaths.from_report(message))
+            elif message.problem:
+                worker.died(deaths.unknown(f"it could not be forked: {message.problem}"))
+            else:
+                worker.pid = message.pid
 
-    def close(self) -> None:
-        self.alive = False
-        if self._transport is not None:
-            self._transport.close()
+    def _on_end(self, worker: Worker, death: Death | None) -> None:
+        self.workers.pop(worker.number, None)
+        if death is None:
+            return
+        if death.cause == deaths.STALLED:
+            self._send(Kill(worker.number))
+        if not self._ended:
+            self._on_death(worker, death)
+
+    # ---- its own end
+
+    def _hangs(self, control: socket.socket | None) -> None:
+        if control is None or control is not self._control:
+            return
+        self._on_packets(control)  # what it has answered and was not read yet
+        if control is self._control and self._unanswered:
+            log.error("the text helper (pid %d) has forked no worker for %g s; it is killed", self.pid, FORK_LIMIT_S)
+            self._gone(control)
+
+    def _gone(self, control: socket.socket) -> None:
+        """Its socket has ended, or is given up: what is left of it is killed, and its workers' jobs are done by others."""
+        if control is not self._control:
+            return
+        process = self._release()
+        assert process is not None
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(control)
+        control.close()
+        _kill(process)
+        for worker in list(self.workers.values()):
+            worker.died(deaths.with_helper())
+        self._again = loop.create_task(self._start_again(process, time.monotonic() - self._started_s))
+
+    async def _start_again(self, process: subprocess.Popen[bytes], lived_s: float) -> None:
+        exit_code = await asyncio.to_thread(process.wait)
+        log.warning("the text helper (pid %d) ended with %d; its workers' jobs are done again", process.pid, exit_code)
+        if lived_s > SOUND_AFTER_S and not self._ended:
+            try:
+                await self.start()
+            except (OSError, ServerFault) as error:
+                log.warning("the text helper does not start: %s", error)
+
+    def _release(self) -> subprocess.Popen[bytes] | None:
+        process, self._process, self._control = self._process, None, None
+        for timer in self._unanswered.values():
+            timer.cancel()
+        self._unanswered.clear()
+        return process
+
+    def _check_not_ended(self) -> None:
+        if self._ended:
+            raise ServerFault("internal_error", "the text helper has been ended")
+
+
+def _spawn() -> tuple[subprocess.Popen[bytes], socket.socket]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "daemon.text", str(theirs.fileno())],
+                cwd="/",
+                env=_environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+    except BaseException:
+        ours.close()
+        raise
+    ours.setblocking(False)
+    return process, ours
+
+
+def _wait(process: subprocess.Popen[bytes]) -> None:
+    try:
+        process.wait(timeout=2.0)
+    except subprocess.TimeoutExpired:
+        _kill(process)
+        process.wait()
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Ends it and its workers, which are of its process group; it was not waited for, so the group's id is still its own."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _environment() -> dict[str, str]:
     """Encoding a prompt allocates and frees thousands of small blocks of one size. glibc keeps 7 of a size at hand and merges the
-    others with their neighbours, to cut them up again; with thousands at hand a prompt takes a quarter less time."""
+    others with their neighbours, to cut them up again; with thousands at hand a prompt takes a quarter less time. Of a failure of
+    a library written in Rust, the message is of use; its stack is not."""
     tunables = os.environ.get("GLIBC_TUNABLES", "")
     if "tcache_count" not in tunables:
         tunables = ":".join(filter(None, (tunables, "glibc.malloc.tcache_count=4000")))
-    return child_environment(GLIBC_TUNABLES=tunables)
-
-
-def _error(failed: Failed) -> HearthError:
-    kind = BadRequest if failed.family == "BadRequest" else ServerFault
-    return kind(failed.code, failed.message, param=failed.param, status=failed.status)
+    return child_environment(GLIBC_TUNABLES=tunables, RUST_BACKTRACE="0")

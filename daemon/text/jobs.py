@@ -1,6 +1,7 @@
 """Messages between the daemon and a text worker; framed as engine/protocol.py frames its own.
 
-A worker serves one model and answers each job with one `Done` or `Failed`, in any order.
+A worker serves one model and answers each job with one `Done` or `Failed`: in the order they came, but for those it has put off
+with `Deferred`, which have an order of their own.
 """
 
 from __future__ import annotations
@@ -97,9 +98,17 @@ class Failed(Message, frozen=True):
     status: int
 
 
+class Deferred(Message, frozen=True):
+    """The job is long: it is done beside those that come after it."""
+
+    job_id: int
+
+
 Job = Encode | EncodeChat | Tokenize | Detokenize | Describe | BuildTable | ParseBody | CheckGrammar
 ToWorker = Open | Encode | EncodeChat | Tokenize | Detokenize | Describe | BuildTable | ParseBody | CheckGrammar
-FromWorker = Done | Failed
+FromWorker = Done | Failed | Deferred
+
+LIMIT_BYTES = 1 << 30  # of a worker's address space: a prompt of 4.5 million tokens of one byte each fits
 
 
 class TextFacts(Struct, frozen=True, array_like=True):

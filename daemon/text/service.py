@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import os
+import time
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import msgspec
 
 from daemon.contracts import ModelEntry
-from daemon.errors import BadRequest
-from daemon.text.helper import Helper, Worker, WorkerDied
+from daemon.errors import BadRequest, HearthError, NotNow
+from daemon.text.connection import Worker, WorkerDied
+from daemon.text.deaths import Death
+from daemon.text.helper import Helper
 from daemon.text.jobs import (
     BuildTable,
     CheckGrammar,
@@ -29,26 +35,66 @@ from daemon.text.jobs import (
     Tokenize,
     is_template_text,
 )
+from daemon.text.repeated_deaths import RepeatedDeaths
 from daemon.text.token_table import PackedTable, TokenTable
+
+log = logging.getLogger("hearthd.text")
 
 MAX_WORKERS = 4  # models whose tokenizers stay parsed: 33-109 MB each for vocabularies of 128k and more
 MAX_TABLES = 64  # 1.5-3 MB each
 MAX_FACTS = 1024
+STALL_S = 30.0  # the default of text_stall_s
+SHARED_TRIES = 2  # of a job whose worker was ended by another one's job; then it gets a worker for itself
+ALONE_AT_A_TIME = 2
+SHOWN_AFTER_S = 1.0
+RECENT_S, MAX_RECENT = 600.0, 16  # deaths are told of for so long, and so many of them
 
 _Key = tuple[str, str, str | None]  # path, fingerprint, chat template: changed files are another model
 _NO_MODEL: _Key = ("", "", None)
 _GRAMMARS: _Key = ("", "grammars", None)
+# what `hearth queue` calls a job
+_WORK = {
+    "Encode": "tokenizing",
+    "EncodeChat": "chat template, tokenizing",
+    "Tokenize": "tokenizing",
+    "Detokenize": "detokenizing",
+    "Describe": "reading the tokenizer",
+    "BuildTable": "reading the vocabulary",
+    "ParseBody": "reading the body",
+    "CheckGrammar": "checking the grammar",
+}
 _facts_decoder = msgspec.msgpack.Decoder(TextFacts)
 _table_decoder = msgspec.msgpack.Decoder(PackedTable)
 
 
-class TextService:
-    """All methods may raise HearthError. A job whose worker dies is tried once more, alone in a new one."""
+@dataclass(slots=True, frozen=True)
+class _Recent:
+    last_s: float
+    count: int
+    details: str
 
-    def __init__(self, max_workers: int = MAX_WORKERS) -> None:
+
+class TextService:
+    """All methods may raise HearthError.
+
+    A job that takes too long, or that its worker crashes with, is refused at once. Jobs that waited behind it are done by another
+    worker, as is one whose worker was killed from outside. stall_s: the setting text_stall_s as it is now. deaths: counts by
+    cause, added to here.
+    """
+
+    def __init__(
+        self,
+        max_workers: int = MAX_WORKERS,
+        stall_s: Callable[[], float] = lambda: STALL_S,
+        num_deaths: MutableMapping[str, int] | None = None,
+    ) -> None:
         self._max_workers = max_workers
-        self._helper = Helper()
+        self._helper = Helper(stall_s, self._died)
+        self._num_deaths: MutableMapping[str, int] = {} if num_deaths is None else num_deaths
+        self._recent: dict[tuple[str, str], _Recent] = {}  # by model and cause
+        self._repeated = RepeatedDeaths()
         self._workers: OrderedDict[_Key, asyncio.Task[Worker]] = OrderedDict()
+        self._alone = asyncio.Semaphore(ALONE_AT_A_TIME)
         self._tables: OrderedDict[_Key, asyncio.Task[TokenTable]] = OrderedDict()
         self._facts: dict[_Key, TextFacts] = {}
         self._job_ids = itertools.count(1)
@@ -59,13 +105,48 @@ class TextService:
 
     async def close(self) -> None:
         for task in [*self._tables.values(), *self._workers.values()]:
-            if not task.done():
-                task.cancel()
-            elif not task.cancelled() and task.exception() is None and isinstance(worker := task.result(), Worker):
-                worker.close()
+            task.cancel()
         self._workers.clear()
         self._tables.clear()
-        await asyncio.to_thread(self._helper.end)
+        await self._helper.end()
+
+    # ---- what it is doing
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The work that takes its time, for `hearth queue`, the oldest first."""
+        now = asyncio.get_running_loop().time()
+        rows = [
+            {"model": worker.model, "work": _WORK[kind], "bytes": num_bytes, "waiting_s": round(now - since_s, 3)}
+            for worker in self._helper.workers.values()
+            for kind, num_bytes, since_s in worker.waiting()
+            if now - since_s >= SHOWN_AFTER_S
+        ]
+        return sorted(rows, key=lambda row: -row["waiting_s"])
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(worker.num_waiting for worker in self._helper.workers.values())
+
+    def problems(self) -> list[str]:
+        """Of the last minutes."""
+        now = time.monotonic()
+        self._recent = {key: one for key, one in self._recent.items() if now - one.last_s < RECENT_S}
+        return [
+            f"text worker of {name} ended {now - one.last_s:.0f} s ago: {one.details}"
+            + (f" ({one.count} times)" if one.count > 1 else "")
+            for (name, _), one in self._recent.items()
+        ]
+
+    def _died(self, worker: Worker, death: Death) -> None:
+        name = f"model {worker.model}" if worker.model else "request bodies and grammars"
+        log.warning("text worker of %s (pid %d) ended: %s", name, worker.pid, death.details)
+        self._num_deaths[death.cause] = self._num_deaths.get(death.cause, 0) + 1
+        before = self._recent.pop((name, death.cause), None)
+        self._recent[name, death.cause] = _Recent(time.monotonic(), 1 if before is None else before.count + 1, death.details)
+        while len(self._recent) > MAX_RECENT:
+            del self._recent[next(iter(self._recent))]
+
+    # ---- the work
 
     async def encode(self, model: ModelEntry, text: str | bytes, add_special_tokens: bool = True) -> list[array[int]]:
         texts = msgspec.msgpack.encode([text]) if isinstance(text, str) else text
@@ -120,20 +201,41 @@ class TextService:
     async def _run(self, where: tuple[_Key, Open], make: Callable[[int], Job], param: str | None) -> list[bytes]:
         key, opening = where
         job = make(next(self._job_ids))
-        try:
-            return await (await self._worker(key, opening)).call(job)
-        except WorkerDied:
-            pass
-        # alone, so that a job that kills its worker cannot take another with it twice
-        alone = await self._helper.connect(opening)
-        try:
-            return await alone.call(job)
-        except WorkerDied:
-            raise BadRequest(
-                "invalid_request", "the text helper died twice on this request: it needs too much time or memory", param=param
-            ) from None
-        finally:
-            alone.close()
+        for _ in range(SHARED_TRIES):
+            self._check_not_paused(key, opening)
+            worker = await self._worker(key, opening)
+            try:
+                parts = await worker.call(job)
+            except WorkerDied as died:
+                self._count(key, worker, died)
+                if died.is_to_blame:
+                    raise _failed(opening, died.death, param) from None
+                if died.is_suspect:
+                    break
+            else:
+                self._repeated.answered(key)
+                return parts
+        # for itself, so that it is known what it does to a worker, and does it to nobody else's jobs
+        async with self._alone:
+            self._check_not_paused(key, opening)
+            worker = await self._helper.connect(opening)
+            try:
+                return await worker.call(job)
+            except WorkerDied as died:
+                self._count(key, worker, died)
+                raise _failed(opening, died.death, param) from None
+            finally:
+                self._helper.release(worker)
+
+    def _count(self, key: _Key, worker: Worker, died: WorkerDied) -> None:
+        if died.is_to_blame and not worker.has_answered:
+            self._repeated.add(key, died.death)
+
+    def _check_not_paused(self, key: _Key, opening: Open) -> None:
+        if (paused := self._repeated.pause(key)) is not None:
+            left_s, death = paused
+            message = f"{_about(opening)} {death.why}, as did that of others before; it is tried again in {left_s:.0f} s"
+            raise NotNow("text_worker_ended", message, retry_after_s=max(1.0, left_s))
 
     async def _worker(self, key: _Key, opening: Open) -> Worker:
         task = self._workers.get(key)
@@ -156,7 +258,17 @@ class TextService:
                 del self._workers[key]
             elif not task.result().num_waiting:
                 del self._workers[key]
-                task.result().close()
+                self._helper.release(task.result())
+
+
+def _failed(opening: Open, death: Death, param: str | None) -> HearthError:
+    if death.is_of_a_job:
+        return BadRequest("text_work_failed", f"{_about(opening)} {death.why}", param=param)
+    return NotNow("text_worker_ended", f"{_about(opening)} {death.why}, again and again", retry_after_s=1.0)
+
+
+def _about(opening: Open) -> str:
+    return f"model {opening.name}: the text of this request" if opening.name else "the text of this request"
 
 
 def _open(model: ModelEntry) -> tuple[_Key, Open]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import socket
 import threading
 from array import array
@@ -10,14 +9,17 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
+from config.child_process import limit_memory
 from daemon.api.text_bodies import read
 from daemon.errors import BadRequest, HearthError, ServerFault
 from daemon.text.checkpoint_text import CheckpointText
 from daemon.text.grammar_check import check_grammar
 from daemon.text.job_parts import detokenized, rendered, tokenized
 from daemon.text.jobs import (
+    LIMIT_BYTES,
     BuildTable,
     CheckGrammar,
+    Deferred,
     Describe,
     Detokenize,
     Done,
@@ -31,9 +33,10 @@ from daemon.text.jobs import (
     ToWorker,
 )
 from engine.protocol import FrameReader, Message, encode
+from loader.errors import shortened
 
 LONG_TEXT = 64 << 10  # characters; longer ones are encoded beside the short ones, in a thread (encoding releases the GIL)
-MEMORY_BYTES = 8 << 30  # of address space: a runaway template ends here, not in the machine's memory
+OOM_SCORE_ADJ = 900  # the kernel ends a worker before the scanning process, the daemon and its engines
 
 
 class Worker:
@@ -41,19 +44,22 @@ class Worker:
         self._connection = connection
         self._lock = threading.Lock()
         self._long = ThreadPoolExecutor(1)
+        self._opening = Open("", "", None)
         self._text: CheckpointText | None = None
 
     def run(self) -> None:
-        _, hard = resource.getrlimit(resource.RLIMIT_AS)
-        limit = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(hard, MEMORY_BYTES)
-        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+        limit_memory(LIMIT_BYTES, OOM_SCORE_ADJ)
         reader = FrameReader(ToWorker)
         while data := self._connection.recv(1 << 20):
             for message in reader.feed(data):
                 if isinstance(message, Open):
-                    self._text = CheckpointText(message.name, message.path, message.chat_template) if message.path else None
+                    self._open(message)
                 else:
                     self._answer(message, lambda job=message: self._do(job))
+
+    def _open(self, opening: Open) -> None:
+        self._opening = opening
+        self._text = CheckpointText(opening.name, opening.path, opening.chat_template) if opening.path else None
 
     def _answer(self, job: Job, work: object) -> None:
         """Runs `work`, which returns the parts, or None if it left the answer to the thread."""
@@ -63,12 +69,22 @@ class Worker:
             family = "BadRequest" if isinstance(error, BadRequest) else "ServerFault"
             self._send(Failed(job.job_id, family, error.code, error.message, error.param, error.status))
         except MemoryError:
-            self._send(Failed(job.job_id, "BadRequest", "invalid_request", "the request needs too much memory", None, 400))
+            self._refuse(job, f"needs more than the {LIMIT_BYTES >> 20} MiB that a text worker may take")
         except Exception as error:
-            self._send(Failed(job.job_id, "ServerFault", "internal_error", f"text helper: {error!r}", None, 500))
+            self._send(Failed(job.job_id, "ServerFault", "internal_error", f"{self._about()}: {error!r}", None, 500))
+        except BaseException as error:  # what a library written in Rust raises where it panics
+            self._refuse(job, f"made the tokenizer fail: {error}")
+            self._open(self._opening)  # it may be of no use any more
         else:
             if parts is not None:
                 self._send(Done(job.job_id, parts))
+
+    def _about(self) -> str:
+        return f"model {self._opening.name}" if self._opening.name else "text worker"
+
+    def _refuse(self, job: Job, why: str) -> None:
+        message = shortened(f"{self._about()}: the text of this request {why}")
+        self._send(Failed(job.job_id, "BadRequest", "text_work_failed", message, None, 400))
 
     def _do(self, job: Job) -> list[bytes] | None:
         if isinstance(job, ParseBody):
@@ -104,6 +120,7 @@ class Worker:
             return [array("i", ids).tobytes() for ids in batch]
 
         if sum(map(len, texts)) > LONG_TEXT:
+            self._send(Deferred(job.job_id))
             self._long.submit(self._answer, job, encoded)
             return None
         return encoded()

@@ -72,6 +72,7 @@ def test_file_and_flags(tmp_path: Path) -> None:
         ("runner = 'vllm'", ["runner", "torch, null"]),
         ("max_wait_s = 0", ["max_wait_s", "above 0"]),
         ("engine_stall_s = 9.9", ["engine_stall_s", "at least 10, or 0"]),
+        ("text_stall_s = 9.9", ["text_stall_s", "at least 10, or 0"]),
         ("engine_stall_s = -1", ["engine_stall_s", "at least 10, or 0"]),
         ("engine_stall_s = inf", ["engine_stall_s", "at least 10, or 0"]),
         ("max_wait_s = nan", ["max_wait_s", "above 0"]),

@@ -244,7 +244,7 @@ def test_queue_shows_who_waits(node: Node) -> None:
     stream = Stream(node, "slow", "x", 2)
     rows = node.wait_for(lambda: node.json("queue"), "a queued request")
     assert rows[0]["model"] == "slow"
-    assert set(rows[0]) == {"request", "id", "model", "tenant", "position", "waiting_s", "resubmission"}
+    assert set(rows[0]) == {"for", "request", "id", "model", "tenant", "position", "waiting_s", "resubmission"}
     assert "slow" in node.cli("why", f"req-{rows[0]['request']}").stdout
     assert stream.join().finish_reason == "length"
     assert node.cli("queue").stdout == "nothing waits\n"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
@@ -18,8 +17,6 @@ from tokenizers import Tokenizer
 from daemon.contracts import ModelEntry
 from daemon.errors import BadRequest, HearthError
 from daemon.text.detokenizer import decode
-from daemon.text.helper import Helper
-from daemon.text.jobs import Open
 from daemon.text.service import TextService
 from tests.daemon.api.fakes import entry
 from tests.daemon.text.tokenizers_made import CHATML, byte_fallback, byte_level, checkpoint
@@ -137,22 +134,6 @@ async def test_a_runaway_template_costs_only_its_own_request(service, tmp_path):
         await slow
 
 
-async def test_a_request_that_kills_its_worker_twice_is_refused(service, tmp_path):
-    spin = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-    evil = model(checkpoint(tmp_path / "evil", byte_level(), chat_template=spin))
-    asking = asyncio.create_task(service.encode_chat(evil, packed(MESSAGES), {}))
-    await asyncio.sleep(0.1)
-    num_killed = 0
-    while not asking.done():
-        for process in psutil.Process(service._helper._process.pid).children():
-            num_killed += 1
-            process.send_signal(signal.SIGKILL)
-        await asyncio.sleep(0.05)
-    assert num_killed == 2
-    with pytest.raises(BadRequest, match="twice"):
-        await asking
-
-
 async def test_no_template_points_to_completions(service, tmp_path):
     tiny = model(checkpoint(tmp_path / "m", byte_level()))
     with pytest.raises(BadRequest, match="/v1/completions") as error:
@@ -203,32 +184,12 @@ async def test_templates_written_for_transformers_render(service, tmp_path):
     assert decode(await service.table(tiny), ids) == 'hi{"x": 1}4False{"a": "<é>"}'
 
 
-async def test_a_killed_worker_costs_nobody_an_answer(service, tmp_path):
-    tiny = model(checkpoint(tmp_path / "tiny", byte_level()))
-    await service.encode(tiny, "x")
-    long = "The fox jumps. " * 60_000
-    running = [asyncio.create_task(service.encode(tiny, long)) for _ in range(3)]
-    await asyncio.sleep(0.05)
-    for process in psutil.Process(service._helper._process.pid).children():
-        process.send_signal(signal.SIGKILL)
-    results = await asyncio.wait_for(asyncio.gather(*running), 60)
-    assert len({len(ids) for (ids,) in results}) == 1
-
-
-async def test_a_killed_helper_is_started_again(service, tmp_path):
-    tiny = model(checkpoint(tmp_path / "tiny", byte_level()))
-    await service.start()
-    os.kill(service._helper._process.pid, signal.SIGKILL)
-    (ids,) = await service.encode(tiny, "The fox")
-    assert decode(await service.table(tiny), ids) == "The fox"
-
-
 async def test_only_a_few_tokenizers_stay(tmp_path):
     service = TextService(max_workers=2)
     try:
         for at in range(5):
             await service.encode(model(checkpoint(tmp_path / f"m{at}", byte_level())), "x")
-        workers = psutil.Process(service._helper._process.pid)
+        workers = psutil.Process(service._helper.pid)
         async with asyncio.timeout(10):
             while len(workers.children()) > 2:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
@@ -239,7 +200,7 @@ async def test_only_a_few_tokenizers_stay(tmp_path):
 async def test_the_helper_ignores_the_daemons_signals_and_ends_with_it(tmp_path):
     service = TextService()
     await service.encode(model(checkpoint(tmp_path / "m", byte_level())), "x")
-    helper = psutil.Process(service._helper._process.pid)
+    helper = psutil.Process(service._helper.pid)
     family = [helper, *helper.children()]
     assert os.getpgid(helper.pid) != os.getpgid(0)
     for process in family:
@@ -253,9 +214,9 @@ async def test_the_helper_ignores_the_daemons_signals_and_ends_with_it(tmp_path)
 
 
 def helper_and_children(service):
-    if service._helper._process is None:
+    if not service._helper.pid:
         return []
-    helper = psutil.Process(service._helper._process.pid)
+    helper = psutil.Process(service._helper.pid)
     return [helper, *helper.children()]
 
 
@@ -274,22 +235,6 @@ async def test_closing_waits_for_no_job(tmp_path):
         await asyncio.wait_for(asking, 5)
     with pytest.raises(HearthError):
         await service.encode(evil, "x")
-
-
-@pytest.mark.parametrize("before", ["socketpair", "send_fds"])
-async def test_a_helper_that_is_ended_while_a_worker_is_asked_for_says_so(before, monkeypatch):
-    helper = Helper()
-    await helper.start()
-    call = getattr(socket, before)
-
-    def end_first(*args):
-        helper.end()
-        return call(*args)
-
-    monkeypatch.setattr(socket, before, end_first)
-    for _ in range(2):
-        with pytest.raises(HearthError, match="has been ended"):
-            await helper.connect(Open("", "", None))
 
 
 async def test_large_bodies_are_parsed_in_the_helper(service):

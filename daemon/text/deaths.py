@@ -1,0 +1,61 @@
+"""Why a text worker ended, and what its requests are told."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+
+from daemon.text.chat_template import KILL_AFTER_S
+from daemon.text.helper_messages import Ended
+from daemon.text.jobs import LIMIT_BYTES
+from loader.errors import shortened
+
+# causes, a metric's labels: what a job does to its worker, and what is done to a worker
+STALLED, MEMORY, CPU_TIME, CRASHED = "stalled", "memory", "cpu_time", "crashed"
+KILLED, HELPER, UNKNOWN = "killed", "helper", "unknown"
+_OF_A_JOB = frozenset({STALLED, MEMORY, CPU_TIME, CRASHED})
+
+
+@dataclass(slots=True, frozen=True)
+class Death:
+    """why: goes behind "the text of this request ..."; details: for the log, with what the worker wrote last."""
+
+    cause: str
+    why: str
+    details: str
+
+    @property
+    def is_of_a_job(self) -> bool:
+        """Whether the job that was being done has most likely brought it about, and would again."""
+        return self.cause in _OF_A_JOB
+
+
+def stalled(limit_s: float, was_doing: str) -> Death:
+    text = f"took longer than {limit_s:.0f} s"
+    return Death(STALLED, text, f"it gave no answer for {limit_s:.0f} s ({was_doing}) and was killed")
+
+
+def with_helper() -> Death:
+    return Death(HELPER, "was lost with the text helper, which ended", "the text helper ended")
+
+
+def unknown(details: str = "its socket closed, and nothing is known of why") -> Death:
+    return Death(UNKNOWN, "was lost: its text worker ended", details)
+
+
+def from_report(ended: Ended) -> Death:
+    peak = f"{ended.peak_bytes >> 20} MiB at most"
+    words = shortened(" ".join(ended.last_words.split()))
+    said = f"; it wrote: {words}" if words else ""
+    if ended.exit_code >= 0:
+        return Death(CRASHED, f"ended its text worker (exit code {ended.exit_code})", f"exit code {ended.exit_code}, {peak}{said}")
+    number = -ended.exit_code
+    name = signal.Signals(number).name if number in signal.valid_signals() else f"signal {number}"
+    if number == signal.SIGABRT and "memory allocation" in ended.last_words:
+        why = f"needs more than the {LIMIT_BYTES >> 20} MiB that a text worker may take"
+        return Death(MEMORY, why, f"{name} for want of memory, {peak}{said}")
+    if number == signal.SIGPROF:
+        return Death(CPU_TIME, f"took more than {KILL_AFTER_S:g} s of CPU time in the chat template", f"{name}, {peak}{said}")
+    if number == signal.SIGKILL:
+        return Death(KILLED, "was lost: its text worker was killed", f"{name} by somebody else or for want of memory, {peak}{said}")
+    return Death(CRASHED, f"made its tokenizer or template crash ({name})", f"{name}, {peak}{said}")
