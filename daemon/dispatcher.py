@@ -8,6 +8,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol
 
 from config.schema import NodeConfig
@@ -62,6 +63,7 @@ class Dispatcher:
         self._ids = itertools.count(1)
         self._causes = itertools.count(1)
         self._waiting: dict[str, asyncio.Future[actions.Refusal | None]] = {}  # cause -> command
+        self.why_slow: Callable[[], str] = lambda: ""  # a sentence for those that have waited too long
         self._pending: deque[events.Event] = deque()
         self._busy = False
         self._submitting = 0
@@ -299,7 +301,10 @@ class Dispatcher:
     def _reject(self, action: actions.Reject) -> None:
         generation = self.open.by_id.get(action.request_id)
         if generation is not None:
-            self.fail(generation, from_refusal(action.refusal), "refused")
+            refusal = action.refusal
+            if refusal.code == "wait_exceeded" and (slow := self.why_slow()):
+                refusal = replace(refusal, message=f"{refusal.message}. {slow}")
+            self.fail(generation, from_refusal(refusal), "refused")
 
     def _abort(self, action: actions.AbortInEngine) -> None:
         self._aborts.setdefault(action.device, []).append(action.request_id)

@@ -13,6 +13,7 @@ from typing import Any
 from daemon.contracts import Generation
 from daemon.dispatcher import Dispatcher
 from daemon.errors import BadRequest, HearthError, NotNow, ServerFault
+from daemon.kernels import Kernels
 from daemon.logs import fields
 from daemon.metrics.swaps import KernelKills
 from engine import protocol
@@ -26,8 +27,9 @@ MEASURE_PREFILL_EVERY_S = 0.5  # a model's; each is an event for the scheduler
 class EngineEvents:
     """WorkerEvents for the engines; on the event loop. `stats`: device -> the last its engine sent."""
 
-    def __init__(self, dispatcher: Dispatcher, budgets: Mapping[str, int]) -> None:
-        """budgets: device -> budget_bytes."""
+    def __init__(self, dispatcher: Dispatcher, budgets: Mapping[str, int], kernels: Kernels) -> None:
+        """budgets: device -> budget_bytes. kernels: told what engines tell of theirs."""
+        self._kernels = kernels
         self.stats: dict[str, protocol.Stats] = {}
         self._dispatcher, self._budgets = dispatcher, budgets
         self._ring, self._metrics, self._open = dispatcher.ring, dispatcher.metrics, dispatcher.open
@@ -51,6 +53,7 @@ class EngineEvents:
 
     def engine_down(self, device: str, running: tuple[int, ...], reason: str) -> None:
         self.stats.pop(device, None)
+        self._kernels.forget(device)
         self._dispatcher.forget_aborts(device)
         self._metrics.engine_restarts[device] += 1
         self._metrics.swaps.engine_down(device, self._kernel_kills.look() and "SIGKILL" in reason)
@@ -80,6 +83,8 @@ class EngineEvents:
                     waiting={model: counts[2] for model, counts in message.models.items() if counts[2] > 0},
                 )
             )
+        elif kind is protocol.KernelsTold:
+            self._kernels.told(device, message)
         elif kind is protocol.LoadProgress:
             self._load_progress(device, message)
         elif kind is protocol.LoadStreams:

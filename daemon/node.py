@@ -24,6 +24,7 @@ from daemon.gpu.driver import Driver
 from daemon.gpu.inventory import GpuFault, Inventory, rows_of, why_no_memory
 from daemon.gpu.watch import GpuWatch
 from daemon.host_memory import HostMemory
+from daemon.kernels import Kernels
 from daemon.keys import Keys
 from daemon.left_memory import LeftMemory
 from daemon.live_settings import LiveSettings
@@ -97,7 +98,9 @@ class Node:
         self.registry = Registry(config, devices, state, division.problems, self.scanner.scan)
         self.registry.refused = self._refused
         self.dispatcher = Dispatcher(self.scheduler, config, self.registry.source, self.ring, self.metric, self.watch)
-        self.engine_events = EngineEvents(self.dispatcher, budgets)
+        self.kernels = Kernels(self.ring)
+        self.engine_events = EngineEvents(self.dispatcher, budgets, self.kernels)
+        self.dispatcher.why_slow = self.kernels.sentence
         threads = threads_per_engine(config, devices)
         self.workers = {
             device.name: Worker(
@@ -226,6 +229,8 @@ class Node:
             }
             if view.quarantined_until is not None:
                 row["quarantined_until"] = round(view.quarantined_until + self._unix_offset_s, 3)
+            if (compiling := self.kernels.row(view.device or "")) is not None:
+                row["kernels"] = compiling
             if view.progress is not None:
                 row["bytes_done"], row["bytes_total"] = view.progress
             rows.append(row)
@@ -260,7 +265,7 @@ class Node:
         rows = []
         for device in self.devices:
             worker, view = self.workers[device.name], views.get(device.name)
-            problem = self.engine_rounds.problem(device.name) or worker.problem
+            problem = self.engine_rounds.problem(device.name) or worker.problem or self.kernels.problem(device.name)
             row: dict[str, Any] = {
                 "name": device.name,
                 "up": worker.up,
@@ -269,6 +274,7 @@ class Node:
                 "budget_bytes": device.budget_bytes,
                 "uuid": device.uuid,
                 "problem": problem,
+                "kernels": self.kernels.row(device.name),
             }
             if view is not None:
                 row |= {
@@ -332,6 +338,8 @@ class Node:
                 lines = self.scheduler.why(asked)
         if not lines:
             raise BadRequest("not_found", f"There is no model and no request {name!r}.", status=404, details={"name": name})
+        if slow := self.kernels.sentence():
+            lines = [*lines, slow]
         return {"name": asked, "lines": lines}
 
     # ---- HealthPort

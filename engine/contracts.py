@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 
 from engine.grammar.row_masks import RowMasks
 from engine.loading.weight_gate import WeightGate
-from engine.protocol import LoadModel, PromptLogprobs, TokenLogprobs, WeightsHeld
+from engine.protocol import KernelsTold, LoadModel, PromptLogprobs, TokenLogprobs, WeightsHeld
 from loader.sizing import KVGroupSpec as KVGroupSpec
 from scheduler.batch.plan import BatchPlan as BatchPlan
 from scheduler.batch.plan import BoolArray as BoolArray
@@ -28,6 +28,14 @@ class StepResult:
     seconds: float
     logprobs: TokenLogprobs | None = None  # of the rows that want them and are not bad
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)  # of the prompt tokens this step computed, where owed
+
+
+@dataclass(slots=True, frozen=True)
+class KernelNews:
+    """told: for the daemon. apply: to be called between two steps; what steps cost changes with it."""
+
+    told: KernelsTold
+    apply: Callable[[], None] | None = None
 
 
 class NoWorkSpace(Exception):
@@ -149,6 +157,15 @@ class Runner(Protocol):
     def load(self, task: LoadTask) -> HostedModel | HostedEncoder:
         """Runs in a loader thread while other models step. Raises loader.errors.CheckpointError (permanent, names file and tensor),
         MemoryError or LoadCancelled; the chunks are unused again then."""
+        ...
+
+
+@runtime_checkable
+class CompilesKernels(Protocol):
+    """A Runner whose kernels may not be there yet when it serves its first models."""
+
+    def watch_kernels(self, tell: Callable[[KernelNews], None]) -> None:
+        """From here on `tell` is called, from other threads, with what becomes of them."""
         ...
 
 

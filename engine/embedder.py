@@ -59,6 +59,10 @@ class Embedder:
         """What a step of these usually takes; 0.0 where too few of its size were seen."""
         return self._costs.firm_seconds(self._num_tokens(request_ids))
 
+    def forget_costs(self) -> None:
+        """Steps will cost something else from here on."""
+        self._costs = StepCosts()
+
     def _num_tokens(self, request_ids: list[int]) -> int:
         return sum(len(self.waiting[request_id]) for request_id in request_ids)
 

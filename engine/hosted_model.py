@@ -68,9 +68,17 @@ class TorchModel:
         places = {layer: (number, place) for number, group in enumerate(self.kv_groups) for place, layer in enumerate(group.layers)}
         self._layer_places = tuple(places[layer] for layer in range(shape.num_layers))
         max_rows, max_blocks = min(spec.max_sequences, MAX_RECORDED_ROWS), -(-spec.max_model_len // block_tokens)
-        inputs = StepInputs(self._kv, self._layer_places, max_rows, MAX_RECORDED_TOKENS, max_blocks, self._padded)
-        max_decodes = min(max_rows, self._logits_rows)
-        self._steps = RecordedSteps(self._model, inputs, scratch, max_decodes, max_rows, MAX_RECORDED_TOKENS)
+        self._inputs = StepInputs(self._kv, self._layer_places, max_rows, MAX_RECORDED_TOKENS, max_blocks, self._padded)
+        self._max_rows, self._scratch = max_rows, scratch
+        self._dtype, self._quantize = spec.dtype, spec.quantize
+        self._awaits_kernels = not ops.is_final(spec.dtype, spec.quantize)
+        self._steps = self._recorded_steps()
+
+    def _recorded_steps(self) -> RecordedSteps:
+        """Of what is recorded with other kernels than will be called later, none."""
+        max_rows = 0 if self._awaits_kernels else self._max_rows
+        max_decodes, max_tokens = min(max_rows, self._logits_rows), min(max_rows, 1) * MAX_RECORDED_TOKENS
+        return RecordedSteps(self._model, self._inputs, self._scratch, max_decodes, max_rows, max_tokens)
 
     def _group_memory(self, memory: ChunkMemory, group: KVGroupSpec, rotary: Rotary) -> GroupMemory:
         kv, scales = kv_views(memory.arena, group, self.shape.num_kv_heads, self.shape.head_dim, self._kv_dtype)
@@ -149,7 +157,11 @@ class TorchModel:
 
     def _prepare(self) -> CausalLM:
         model = self._loaded()
-        ops.set_num_threads(self.num_threads)
+        if self._awaits_kernels and ops.is_final(self._dtype, self._quantize):
+            self._awaits_kernels = False
+            self._steps = self._recorded_steps()
+        # those that compile want cores, too: threads that wait for one another would mostly wait
+        ops.set_num_threads(max(1, self.num_threads // 2) if self._awaits_kernels else self.num_threads)
         return model
 
     def _forward(

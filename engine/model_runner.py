@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ import numpy as np
 import torch
 
 from engine import ops
-from engine.contracts import LoadCancelled, LoadTask
+from engine.contracts import KernelNews, LoadCancelled, LoadTask
 from engine.device import num_cores, threads_for
 from engine.hosted_encoder import TorchEncoder
 from engine.hosted_model import TorchModel
@@ -33,7 +32,6 @@ from engine.memory.host_tier import HostTier
 from engine.memory.weight_range import WeightRange, WeightRanges
 from engine.protocol import Configure, LoadModel
 from engine.steps.program import Scratch
-from engine.warm import compile_beside
 from loader import sizing
 from loader.errors import CheckpointError, UnsupportedModel
 from loader.hf_config import CONFIG_NAME, ModelShape
@@ -47,8 +45,9 @@ from loader.weight_stream import OpenCheckpoint, ReadCancelled, open_checkpoint,
 
 log = logging.getLogger("engine")
 
-if TYPE_CHECKING:  # Triton need not be there on the CPU
+if TYPE_CHECKING:  # Triton need not be there on the CPU, nor Numba on a GPU
     from engine.cuda_model import CudaModel
+    from engine.kernel_builds import KernelBuilds
 
 MAX_GRAPH_ROWS = 256  # decode steps of more rows have no graph
 MAX_KEPT_MODELS = 32  # with recorded steps: some hundred KiB for each number of rows
@@ -57,8 +56,8 @@ FP8_CAPABILITY = (8, 9)
 
 
 class TorchRunner:
-    """engine.contracts.Runner on torch. The kernels of Configure.dtypes are compiled (once per machine) in the background from the
-    start; loads wait for them. On a GPU they are compiled for each model's sizes, at its load.
+    """engine.contracts.Runner on torch. The kernels of Configure.dtypes are compiled (once per machine) by other processes from the
+    start; until they are there, models are served without them. On a GPU they are compiled for each model's sizes, at its load.
 
     gpu: whether models run through the GPU's kernels (default: whether the memory is a GPU's; interpreted, they run on any)."""
 
@@ -73,8 +72,10 @@ class TorchRunner:
         self._scratch = Scratch()
         self._rates = ReadRates(options.cache_dir)
         self._frames: DeviceFrames | None = None  # where packed weights are decoded on a GPU
-        self._beside: subprocess.Popen[bytes] | None = None
-        self._cold_since_s: float | None = None  # when kernels were found not to be compiled
+        self._builds: KernelBuilds | None = None  # where numba is there
+        self._news: list[KernelNews] = []  # that nobody has asked for yet
+        self._tell: Callable[[KernelNews], None] = self._news.append
+        self._telling = threading.Lock()
         self._kernels = _in_background(self._prepare_kernels)
         if tier is not None and isinstance(memory, RegistersHost):
             _in_background(partial(register, memory, "host tier", [tier.span], tier.slot_bytes))
@@ -88,27 +89,24 @@ class TorchRunner:
             self.memory.copy_out(self.memory.arena.data_ptr(), np.zeros(8, np.uint8)).wait()  # compiles what sums copies up
             self._frames = device_frames(self.memory)
             return
-        ops.configure(self._options.cache_dir)
-        num_threads = self._options.threads or num_cores()
-        for dtype in self._options.dtypes:
-            ops.prepare_share(dtype, num_threads, 0, when_cold=self._compile_beside)
-        if self._beside is None:
-            for dtype in self._options.dtypes:
-                ops.prepare_share(dtype, num_threads, 1)
-        self._decoder()
-        if self._cold_since_s is not None:
-            log.info("kernels are compiled: %.1f s", time.monotonic() - self._cold_since_s)
+        if ops.configure(self._options.cache_dir, deferred=True):
+            from engine.kernel_builds import KernelBuilds
 
-    def _compile_beside(self) -> None:
-        """Another process compiles share 1, while this one compiles the rest. A load looks for both."""
-        if self._cold_since_s is None:
-            self._cold_since_s = time.monotonic()
-            where = self._options.cache_dir
-            log.info("kernels are being compiled, once for this version and machine (%s); loads wait for them", where)
-        if self._beside is None and num_cores() > 1:
-            dtypes = {"float32" if dtype == "float16" else dtype for dtype in self._options.dtypes}
-            self._beside = compile_beside(self._options.cache_dir, sorted(dtypes))
-            _in_background(self._beside.wait)
+            self._builds = KernelBuilds(self._options.threads or num_cores(), num_cores(), self._tell_of_kernels)
+            for dtype in self._options.dtypes:
+                self._builds.need(dtype)
+        self._decoder()
+
+    def watch_kernels(self, tell: Callable[[KernelNews], None]) -> None:
+        """From here on what becomes of kernels is told, from other threads."""
+        with self._telling:
+            self._tell = tell
+            for news in self._news:
+                tell(news)
+
+    def _tell_of_kernels(self, news: KernelNews) -> None:
+        with self._telling:
+            self._tell(news)
 
     def _decoder(self) -> Decoder:
         return weight_decoder(self._options.cache_dir)
@@ -134,8 +132,8 @@ class TorchRunner:
             if num_bytes > granted:
                 raise MemoryError(f"weights take {num_bytes} bytes, {len(task.chunks)} chunks were granted ({granted} bytes)")
             num_threads = threads_for(num_bytes, self._options.threads)
-            if not self._gpu:
-                _wait_for_kernels(_in_background(lambda: ops.prepare(spec.dtype, num_threads, spec.quantize)), task)
+            if self._builds is not None:
+                self._builds.need(spec.dtype, spec.quantize)
             task.kernels_seconds = time.perf_counter() - asked_s
             weights = self._ranges.of(spec.model, (spec.fingerprint, spec.dtype, spec.quantize), num_bytes)
             started_s = time.perf_counter()
@@ -287,13 +285,13 @@ def _in_background(work: Callable[[], object]) -> Future[None]:
 
 
 def _wait_for_kernels(compiled: Future[None], task: LoadTask) -> None:
-    """Tells meanwhile that this load's time has not begun. Raises RuntimeError, LoadCancelled."""
+    """Until they are found. Tells meanwhile that this load's time has not begun. Raises RuntimeError, LoadCancelled."""
     until_s = time.monotonic() + KERNELS_LIMIT_S
     while not wait([compiled], TELL_EVERY_S).done:
         task.progress(0, 0)
         if task.cancelled():
-            raise LoadCancelled(f"{task.spec.model}: cancelled while kernels were compiled")
+            raise LoadCancelled(f"{task.spec.model}: cancelled while kernels were looked for")
         if time.monotonic() > until_s:
-            raise RuntimeError(f"kernels: not compiled within {KERNELS_LIMIT_S:.0f} s")
+            raise RuntimeError(f"kernels: not found within {KERNELS_LIMIT_S:.0f} s")
     if (error := compiled.exception()) is not None:
         raise RuntimeError(f"kernels: {error}") from error

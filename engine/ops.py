@@ -7,10 +7,8 @@ H query heads, G KV heads, D head size, V vocabulary.
 
 from __future__ import annotations
 
-import fcntl
 import importlib.util
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,6 +28,7 @@ from loader.sizing import DEQUANTIZED_BYTES, sampler_rows
 
 BLOCK_TOKENS_STEP = 4  # of paged_attention
 _kernels: Any = None  # engine.kernels.cpu, once configured and if numba is there
+_in_use: frozenset[tuple[str, str]] | None = None  # dtypes and quantisations whose kernels are called; None: all
 _gpu: Any = None  # engine.kernels.gpu, once configured for a GPU
 
 
@@ -40,21 +39,31 @@ class _Told(threading.local):
 _told = _Told()
 
 
-def configure(cache_dir: str, use_kernels: bool = True) -> bool:
-    """Finds the kernels, to be kept compiled in cache_dir. Returns whether they are in use."""
-    global _kernels, _gpu, _told
-    _gpu, _told = None, _Told()
+def configure(cache_dir: str, use_kernels: bool = True, deferred: bool = False) -> bool:
+    """Finds the kernels, to be kept compiled in cache_dir. Returns whether there are any. deferred: none is called before `use`."""
+    global _kernels, _gpu, _told, _in_use
+    _gpu, _told, _in_use = None, _Told(), frozenset() if deferred else None
     if not use_kernels or importlib.util.find_spec("numba") is None:
         _kernels = None
         return False
-    import numba
-
     compiled.keep_in(cache_dir)
-    numba.config.THREADING_LAYER = compiled.threading_layer()
+    compiled.use_threading_layer()
     from engine.kernels import cpu
 
     _kernels = cpu
     return True
+
+
+def use(dtype: str, quantize: str = "") -> None:
+    """From here on models of this dtype call kernels, whose units (engine/kernels/cpu_wanted.py) are there."""
+    global _in_use
+    if _in_use is not None:
+        _in_use |= {(compiled.kernels_dtype(dtype), one) for one in ("", quantize)}
+
+
+def is_final(dtype: str, quantize: str = "") -> bool:
+    """Whether models of this dtype call what they will always call; not while their kernels are still being compiled."""
+    return _kernels is None or _in_use is None or (compiled.kernels_dtype(dtype), quantize) in _in_use
 
 
 def configure_gpu(cache_dir: str) -> None:
@@ -67,29 +76,13 @@ def configure_gpu(cache_dir: str) -> None:
 
 
 def prepare(dtype: str, num_threads: int, quantize: str = "") -> None:
-    """Compiles what models of this dtype (and with weights quantised so) need, so that no step has to. Takes seconds once per
-    machine, milliseconds later."""
-    for share in (0, 1):
-        prepare_share(dtype, num_threads, share, quantize)
-
-
-def prepare_share(
-    dtype: str, num_threads: int, share: int, quantize: str = "", when_cold: Callable[[], None] | None = None
-) -> None:
-    """Half of that (share 0 or 1), so that two processes can do it side by side: Numba compiles one kernel at a time in a process.
-    when_cold: called once, if the kernels are found not to be in the cache."""
+    """Compiles in this process what models of this dtype need, so that no step has to, and uses it: half a minute, once a machine.
+    Engines have it done by others: engine/kernel_builds.py."""
     if _kernels is not None:
-        import numba
+        from engine.kernels import cpu_wanted
 
-        if dtype == "float16":  # no kernels of its own; rows whose logits are edited are sampled in float32
-            dtype = "float32"
-
-        folder = Path(numba.config.CACHE_DIR)
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / f"lock-{share}").open("w") as lock:
-            # several processes start at once: the first compiles, the others read what it wrote
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            _kernels.prepare(dtype, num_threads > 1, quantize, share, when_cold)
+        cpu_wanted.compile_all(compiled.kernels_dtype(dtype), num_threads > 1, quantize)
+        use(dtype, quantize)
 
 
 def threads_may_share() -> bool:
@@ -108,7 +101,7 @@ def set_num_threads(num_threads: int) -> None:
 
 def input_kernels() -> Any:
     """What reads a recorded step's inputs off the sequence table: a module with the functions of reference_inputs.py."""
-    return reference_inputs if _kernels is None else _kernels
+    return reference_inputs if _kernels is None or _in_use == frozenset() else _kernels
 
 
 def rotary_turns(rotary: Rotary, positions: Any, turns: Tensor) -> None:
@@ -123,8 +116,15 @@ def cos_sin(rotary: Rotary, positions: Any) -> Tensor:
     return turns
 
 
-def _served(x: Tensor) -> bool:
-    return _kernels is not None and x.dtype in (torch.float32, torch.bfloat16)
+def _served(x: Tensor, quantize: str = "") -> bool:
+    if _kernels is None or x.dtype not in (torch.float32, torch.bfloat16):
+        return False
+    return _in_use is None or ("float32" if x.dtype is torch.float32 else "bfloat16", quantize) in _in_use
+
+
+def _draws(logits: Tensor) -> bool:
+    # any model's may be edited, in float32, so all dtypes' kernels have that
+    return _served(logits) or (bool(_in_use) and logits.dtype is torch.float32)
 
 
 def embedding(ids: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:
@@ -173,7 +173,7 @@ def linear(x: Tensor, weight: Tensor | Int8Matrix, bias: Tensor | None = None) -
 
 def _int8_linear(x: Tensor, weight: Int8Matrix, bias: Tensor | None) -> Tensor:
     """What no kernel multiplies: some outputs' weights at a time in x's dtype, so that the matrix is never there in full."""
-    if _served(x) and (product := cpu_products.int8_linear(_kernels, x, weight.values, weight.scales, bias)) is not None:
+    if _served(x, "int8") and (product := cpu_products.int8_linear(_kernels, x, weight.values, weight.scales, bias)) is not None:
         return product
     if not is_recording():
         return reference.int8_linear(x, weight.values, weight.scales, bias, DEQUANTIZED_BYTES)
@@ -328,7 +328,7 @@ def greedy(logits: Tensor) -> tuple[Any, Any]:
     """logits [N, V] -> (ids [N] int32, bad [N] bool) as numpy arrays; bad: the row holds NaN or an infinity."""
     if _gpu is not None:
         return _drawn(*_gpu.greedy(logits))
-    if not _served(logits):
+    if not _draws(logits):
         best, not_finite = reference.greedy(logits)
         return best.to(torch.int32).numpy(), not_finite.numpy()
     ids, bad = np.empty(len(logits), np.int32), np.empty(len(logits), np.bool_)
@@ -345,7 +345,7 @@ def sample(logits: Tensor, temperature: Any, top_p: Any, top_k: Any, min_p: Any,
     if _gpu is not None:
         arrays = (temperature, top_p, top_k, min_p, key0.view(np.int32), key1.view(np.int32))
         return _drawn(*_gpu.sample(logits, *(_gpu.column(x, logits.device) for x in arrays)))
-    if not _served(logits):
+    if not _draws(logits):
         arrays = (temperature, top_p, top_k, min_p, key0.astype(np.int64), key1.astype(np.int64))
         columns = [torch.from_numpy(x) for x in arrays]
         step = sampler_rows(logits.shape[1])  # it needs several copies of the logits
@@ -391,7 +391,7 @@ def penalise(row: Tensor, tokens: Any, num_prompt: int, presence: float, frequen
     if _gpu is not None:
         _gpu.penalise(row, _gpu.column(tokens, row.device), num_prompt, presence, frequency, repetition)
         return
-    if not _served(row):
+    if not _draws(row):
         reference.penalise(row, torch.from_numpy(tokens), num_prompt, presence, frequency, repetition)
         return
     counts = np.zeros(len(row), np.int32)

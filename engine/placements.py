@@ -10,7 +10,7 @@ from functools import partial
 import msgspec
 
 from engine import kv_transfer
-from engine.contracts import BatchPlan, HostedEncoder, LoadCancelled
+from engine.contracts import BatchPlan, HostedEncoder, KernelNews, LoadCancelled
 from engine.kv_transfer import KVTransfer
 from engine.loading.left_weights import checksum_of
 from engine.loading.loads import Begun, Load, Loads, Streams, Summed
@@ -98,6 +98,11 @@ class Placements:
         for item in self._loads.take():
             if isinstance(item, LoadProgress):
                 self._send(item)
+            elif isinstance(item, KernelNews):
+                if item.apply is not None:
+                    item.apply()
+                    self._models.forget_costs()
+                self._send(item.told)
             elif isinstance(item, Load):
                 self._loaded(item)
             elif isinstance(item, Begun):

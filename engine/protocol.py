@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 
 # How a sequence ended, as `TokensOut.finish` carries it. 0 is "goes on".
 FINISH_NONE, FINISH_STOP, FINISH_LENGTH, FINISH_ABORT = 0, 1, 2, 3
@@ -191,6 +191,16 @@ class LoadDone(Message, frozen=True):
     adopted: bool = False  # the weights were on the device already, left by an engine that died: nothing was read or copied
 
 
+class KernelsTold(Message, frozen=True):
+    """How far kernels are compiled, once a machine; told every second meanwhile. Models are served without them, more slowly."""
+
+    kind: str  # what is being compiled: "bfloat16"; empty: nothing is, any more
+    num_done: int
+    num_units: int
+    left_s: float  # about
+    problem: str = ""  # why kernels are not in use though nothing is being compiled
+
+
 class WeightsHeld(Message, frozen=True):
     """Where a ready model's weights are. Nothing writes there until the model is told to leave, so the engine after this one, given
     the same memory, may take them over if they sum up to `checksum` still."""
@@ -293,7 +303,8 @@ class Stats(Message, frozen=True):
 
 ToEngine = Configure | LoadModel | EvictModel | SetLease | Submit | Abort | Shutdown
 FromEngine = (
-    EngineReady
+    KernelsTold
+    | EngineReady
     | EngineFault
     | LoadProgress
     | LoadStreams

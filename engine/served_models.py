@@ -199,6 +199,13 @@ class ServedModels:
         captures = hosted if isinstance(hosted, CapturesSteps) else None
         return ServedModel(spec, hosted, BatchScheduler(spec.model, kv, limits), place, pace, ahead, captures)
 
+    def forget_costs(self) -> None:
+        """What steps have cost so far says nothing of those to come."""
+        for limits in self._limits.values():
+            limits.forget()
+        for embedder in self.embedders.values():
+            embedder.forget_costs()
+
     def add(self, served: ServedModel) -> None:
         self.by_name[served.spec.model] = served
         self.turns.add(served.spec.model)

@@ -1,84 +1,84 @@
 """Compiles the CPU kernels ahead of the first load: python -m engine.warm CACHE_DIR [DTYPE ...]
 
-An engine does the same in the background when it starts; this is for set-up scripts and images, so that a node's first load need
-not wait for it. It takes some twenty seconds a dtype once per machine and version, on two cores: a second process compiles a share.
+An engine does the same in the background when it starts, and serves models by torch's slower operations meanwhile; this is for
+set-up scripts and images, so that the first answers are as fast as all others. It takes half a minute a dtype on two cores, once
+per machine and version: up to four processes share the work.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
+import logging
 import sys
-import threading
 import time
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from config.child_process import child_environment
 from config.processor import UnknownFeature
 from engine.device import num_cores, prepare_process
 
+if TYPE_CHECKING:
+    from engine.contracts import KernelNews
+
 DTYPES = ("float32", "bfloat16")
-
-
-def compile_beside(cache_dir: str, dtypes: Sequence[str]) -> subprocess.Popen[bytes]:
-    """A process that compiles share 1 (engine.ops.prepare_share) meanwhile. It ends with this one."""
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", "engine.warm", cache_dir, *dtypes, "--beside"],
-        cwd="/",
-        env=child_environment(),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-    )
-
-
-def _end_with_parent() -> None:
-    while os.read(0, 1):  # unbuffered: a lock held here would break the process's own end
-        pass
-    os._exit(0)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="engine.warm", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cache_dir", help="as given to hearthd --cache-dir")
     parser.add_argument("dtype", nargs="*", help="float32, bfloat16 (default: both)")
-    parser.add_argument("--beside", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--int8", action="store_true", help="also what int8 weights need")
+    parser.add_argument("--unit-by-unit", choices=("one", "all"), default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if unknown := set(options.dtype) - set(DTYPES):
         parser.error(f"no kernels for {', '.join(sorted(unknown))}; there are float32 and bfloat16")
-    if options.beside:
-        threading.Thread(target=_end_with_parent, daemon=True).start()
-    dtypes = options.dtype or DTYPES
     try:
         prepare_process()
     except UnknownFeature as error:
         parser.error(str(error))
-    from engine import ops
-    from engine.loading.weight_decoder import weight_decoder
+    from engine.kernels import compiled
 
-    if not ops.configure(options.cache_dir):
+    if options.unit_by_unit:
+        compiled.keep_in_folder(options.cache_dir)
+        compiled.use_threading_layer()
+        from engine.kernel_builds import compile_units
+
+        compile_units(options.unit_by_unit == "all")
+        return 0
+    from engine import ops
+
+    if not ops.configure(options.cache_dir, deferred=True):
         print("numba is not installed: the cpu device will run torch operations only")
         return 0
+    return _compile(options.cache_dir, options.dtype or DTYPES, "int8" if options.int8 else "")
+
+
+def _compile(cache_dir: str, dtypes: tuple[str, ...], quantize: str) -> int:
+    from engine.kernel_builds import KernelBuilds
+    from engine.loading.weight_decoder import weight_decoder
+
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     start = time.perf_counter()
-    if options.beside:
-        for dtype in dtypes:
-            ops.prepare_share(dtype, num_cores(), 1)
-        return 0
-    beside: list[subprocess.Popen[bytes]] = []
+    shown = ""
 
-    def when_cold() -> None:
-        if not beside and num_cores() > 1:
-            beside.append(compile_beside(os.path.abspath(options.cache_dir), dtypes))
+    def tell(news: KernelNews) -> None:
+        nonlocal shown
+        told = news.told
+        line = f"{told.kind}: {told.num_done} of {told.num_units}, about {told.left_s:.0f} s left" if told.num_units else ""
+        if sys.stderr.isatty() and line != shown:
+            print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
+            shown = line
 
+    builds = KernelBuilds(num_cores(), num_cores(), tell)
     for dtype in dtypes:
-        ops.prepare_share(dtype, num_cores(), 0, when_cold=when_cold)
-    weight_decoder(options.cache_dir)
-    for process in beside:
-        process.wait()
-    for dtype in dtypes:  # what nobody has compiled beside this
-        ops.prepare_share(dtype, num_cores(), 1)
+        builds.need(dtype, quantize)
+    weight_decoder(cache_dir)
+    builds.wait()
+    if shown:
+        print("\r\033[K", end="", file=sys.stderr)
+    for kind, problem in builds.problems.items():
+        print(f"kernels for {kind}: {problem}", file=sys.stderr)
     print(f"{' and '.join(dtypes)} kernels: {time.perf_counter() - start:.1f} s", flush=True)
-    return 0
+    return 1 if builds.problems else 0
 
 
 if __name__ == "__main__":

@@ -89,6 +89,13 @@ put_files() {
     fi
 }
 
+# So that the first answers are as fast as all others. As the service's user, whose folder it is.
+compile_kernels() {
+    say "/var/cache/hearthd: compiling the CPU kernels for this machine, about a minute on two cores"
+    runuser -u hearthd -- "$prefix/current/bin/python" -P -m engine.warm /var/cache/hearthd ||
+        say "the kernels are not all compiled; hearthd does it when it starts, and is slower until then"
+}
+
 case ${1:-} in
 install)
     [ -n "$destdir" ] || [ "$(id -u)" = 0 ] || die "needs root: sudo make install"
@@ -98,6 +105,7 @@ install)
     command -v systemd-sysusers >/dev/null || die "the files are in place, but there is no systemd here to run them"
     systemd-sysusers "$local/lib/sysusers.d/hearthd.conf"
     systemd-tmpfiles --create "$local/lib/tmpfiles.d/hearthd.conf"
+    compile_kernels
     [ -d /run/systemd/system ] || { say "systemd does not run here: nothing was enabled"; exit 0; }
     systemctl daemon-reload
     if systemctl -q is-active hearthd.service; then

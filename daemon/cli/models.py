@@ -11,6 +11,7 @@ from urllib.parse import quote
 from daemon.cli.client import Client
 from daemon.cli.table import ago, size, table
 from daemon.control_status import EXIT_OF_STATUS
+from daemon.kernels import sentence as kernels_sentence
 
 ROW_KEYS = ("name", "state", "device", "weights_bytes", "kv_bytes", "active", "queued", "pinned", "last_used")
 NOT_TO_BE_LOADED = ("disabled", "incomplete", "refused")
@@ -33,6 +34,9 @@ def ps(client: Client, options: argparse.Namespace) -> None:
         print(json.dumps([{key: row[key] for key in ROW_KEYS} for row in rows], indent=1))
     else:
         print(_table(rows) if rows else "no model is loaded; `hearth models` lists all")
+        compiling = {row["device"]: row["kernels"] for row in rows if row.get("kernels")}
+        for device, told in compiling.items():
+            print(f"\n{kernels_sentence(device, told)}")
         if num_others:
             print(f"\n{num_others} cannot be loaded; `hearth models` says why")
 

@@ -9,6 +9,7 @@ from urllib.parse import quote
 
 from daemon.cli.client import Client
 from daemon.cli.table import ago, duration, size, table
+from daemon.kernels import sentence as kernels_sentence
 from daemon.version import VERSION
 
 
@@ -37,6 +38,8 @@ def status(client: Client, options: argparse.Namespace) -> None:
     if value["host_tier"]["bytes"]:
         print("\n" + host_memory(value["host_tier"]))
     for row in value["devices"]:
+        if row.get("kernels"):
+            print(f"\n{kernels_sentence(row['name'], row['kernels'])}")
         if row.get("problem"):
             print(f"\n{row['name']}: {row['problem']}")
 

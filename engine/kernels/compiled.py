@@ -25,15 +25,32 @@ def keep_in(cache_dir: str) -> None:
     """To be called before a kernel is imported. cache_dir: "" for the user's own. The folder's name has a digest of the kernels'
     sources in it, because Numba looks only at the file of the kernel itself. A folder that takes nothing, or nothing more, costs a
     warning and the time to compile again."""
-    import numba
-
-    _compile_for_this_processor()
     digest = hashlib.blake2b(digest_size=6)
     for source in sorted(Path(__file__).parent.glob("cpu*.py")):
         digest.update(source.read_bytes())
     base = Path(cache_dir) if cache_dir else Path.home() / ".cache" / "hearthd"
-    numba.config.CACHE_DIR = writable(str(base / f"numba-{digest.hexdigest()}"))
+    keep_in_folder(writable(str(base / f"numba-{digest.hexdigest()}")))
+
+
+def keep_in_folder(folder: str) -> None:
+    """As keep_in, in the very folder that another process (`folder`) has found."""
+    import numba
+
+    _compile_for_this_processor()
+    numba.config.CACHE_DIR = folder
     _forgive_failed_saves()
+
+
+def folder() -> str:
+    """Where kernels are kept, after keep_in."""
+    import numba
+
+    return str(numba.config.CACHE_DIR)
+
+
+def kernels_dtype(dtype: str) -> str:
+    """float16 has no kernels of its own; rows whose logits are edited are sampled in float32."""
+    return "float32" if dtype == "float16" else dtype
 
 
 def _compile_for_this_processor() -> None:
@@ -44,6 +61,13 @@ def _compile_for_this_processor() -> None:
     target = processor.llvm_target(processor.this_processor(), llvmlite.binding.get_host_cpu_features())
     if target is not None:
         numba.config.CPU_NAME, numba.config.CPU_FEATURES = target
+
+
+def use_threading_layer() -> None:
+    """To be called before a kernel is."""
+    import numba
+
+    numba.config.THREADING_LAYER = threading_layer()
 
 
 def threading_layer() -> str:

@@ -1,6 +1,6 @@
-"""The CPU kernels as ops.py calls them, compiled for one element type at a time and kept in Numba's cache folder.
+"""The CPU kernels as ops.py calls them, for one element type at a time; cpu_wanted.py compiles them.
 
-Set the cache folder and the threading layer before this is imported. After `prepare` nothing compiles for that element type.
+Set the cache folder and the threading layer before this is imported.
 """
 
 from __future__ import annotations
@@ -14,20 +14,13 @@ import numba
 
 from config.processor import this_processor
 from engine.kernels import (
-    cpu_amx_linear,
     cpu_amx_tiles,
-    cpu_attention,
-    cpu_inputs,
     cpu_int8,
     cpu_linear,
-    cpu_logprobs,
-    cpu_prefill,
     cpu_rows,
     cpu_sampling,
-    cpu_widened_linear,
-    native,
 )
-from engine.kernels.cpu_amx import HAS_TILES, TILE_ROWS, fits_tiles, may_use_tiles
+from engine.kernels.cpu_amx import TILE_ROWS, fits_tiles, may_use_tiles
 from engine.kernels.cpu_amx_linear import amx_int8_linear_parallel, amx_int8_linear_serial, amx_linear_parallel, amx_linear_serial
 from engine.kernels.cpu_amx_linear import scratch_words as amx_scratch_words
 from engine.kernels.cpu_amx_prefill import prefill_tiles_parallel, prefill_tiles_serial
@@ -62,7 +55,6 @@ __all__ = [
     "paged_attention",
     "penalise",
     "prefill_attention",
-    "prepare",
     "rms_norm",
     "rope_and_store",
     "rotary_turns",
@@ -108,90 +100,6 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-_LONGEST = (paged_attention_serial, paged_attention_parallel)  # share 1: what they are made of is then compiled only once
-_preparing = threading.Lock()  # loads of two models may ask at the same time
-
-
-def prepare(dtype: str, parallel: bool, quantize: str, share: int, when_cold: Callable[[], None] | None = None) -> None:
-    """Compiles one share of the kernels for float32 or bfloat16 (some 10 to 20 s), or loads them from the cache.
-
-    share: 0 or 1; each takes about as long. when_cold: called once it is clear that they are not all there."""
-    with _preparing:
-        wanted = _wanted(dtype, parallel, quantize)
-        if share == 1:
-            native.prepare([signature.args for _, signature in wanted])
-        for kernel, signature in wanted:
-            if (kernel in _LONGEST) != (share == 1):
-                continue
-            kernel.disable_compile(False)
-            before = sum(kernel.stats.cache_misses.values())
-            kernel.compile(signature)
-            kernel.disable_compile()  # arguments of other types are an error, not seconds of compiling inside a step
-            if when_cold is not None and sum(kernel.stats.cache_misses.values()) > before:
-                when_cold()
-                when_cold = None
-
-
-def _wanted(dtype: str, parallel: bool, quantize: str) -> list[tuple[Any, Any]]:
-    """Kernels and what they are compiled for, a small one first."""
-    element = numba.float32 if dtype == "float32" else numba.uint16
-    wanted: list[tuple[Any, Any]] = [
-        (penalise, cpu_logprobs.PENALISE),
-        (step_tokens, cpu_inputs.STEP_TOKENS),
-        (step_blocks, cpu_inputs.STEP_BLOCKS),
-        (sampling_settings, cpu_inputs.SAMPLING_SETTINGS),
-        (rotary_turns, cpu_inputs.ROTARY_TURNS),
-        (top_logprobs, cpu_logprobs.top_logprobs_signature(element)),
-    ]
-    shared = [
-        (cpu_sampling.greedy_float32_serial, cpu_sampling.greedy_float32_parallel, cpu_sampling.GREEDY_FLOAT32),
-        (cpu_rows.gather_rows, cpu_rows.gather_rows_parallel, cpu_rows.gather_rows_signature(element)),
-        (cpu_rows.rms_norm, cpu_rows.rms_norm_parallel, cpu_rows.rms_norm_signature(element)),
-        (cpu_rows.add_rms_norm, cpu_rows.add_rms_norm_parallel, cpu_rows.add_rms_norm_signature(element)),
-        (cpu_rows.rope_and_store, cpu_rows.rope_and_store_parallel, cpu_rows.rope_and_store_signature(element)),
-        (cpu_rows.silu_and_mul, cpu_rows.silu_and_mul_parallel, cpu_rows.gate_signature(element)),
-        (cpu_rows.gelu_and_mul, cpu_rows.gelu_and_mul_parallel, cpu_rows.gate_signature(element)),
-        (sample_serial, sample_parallel, cpu_sampling.sample_signature(element)),
-        (paged_attention_serial, paged_attention_parallel, cpu_attention.paged_attention_signature(element)),
-        (prefill_attention_serial, prefill_attention_parallel, cpu_prefill.prefill_attention_signature(element)),
-    ]
-    if dtype == "bfloat16" and not HAS_BFLOAT16_PRODUCTS:
-        widened = cpu_widened_linear.widened_linear_signature(element, element)
-        shared.append((widened_linear_serial, widened_linear_parallel, widened))
-    else:
-        few_rows = cpu_linear.few_rows_linear_signature(element, element)
-        shared.append((few_rows_linear_serial, few_rows_linear_parallel, few_rows))
-    if HAS_TILES and dtype == "bfloat16":
-        shared.append((prefill_tiles_serial, prefill_tiles_parallel, cpu_prefill.prefill_attention_signature(element)))
-    if dtype == "bfloat16" and _HAS_MATRIX_UNIT:
-        shared.append((amx_linear_serial, amx_linear_parallel, cpu_amx_linear.amx_linear_signature(element)))
-    if quantize == "int8":
-        shared += _wanted_int8(dtype, element)
-    if dtype == "bfloat16":
-        greedy = (cpu_sampling.greedy_bfloat16_serial, cpu_sampling.greedy_bfloat16_parallel, cpu_sampling.GREEDY_BFLOAT16)
-        shared.append(greedy)
-        # rows whose logits are edited are sampled in float32
-        shared.append((sample_serial, sample_parallel, cpu_sampling.sample_signature(numba.float32)))
-    for serial_kernel, parallel_kernel, signature in shared:
-        wanted.append((serial_kernel, signature))
-        if parallel:
-            wanted.append((parallel_kernel, signature))
-    return wanted
-
-
-def _wanted_int8(dtype: str, element: Any) -> list[tuple[Any, Any, Any]]:
-    wanted = []  # for matrices too narrow for those below, or too many rows
-    if dtype == "bfloat16" and not HAS_BFLOAT16_PRODUCTS:
-        widened = cpu_widened_linear.widened_linear_signature(element, numba.int8)
-        wanted.append((widened_linear_serial, widened_linear_parallel, widened))
-    else:
-        few_rows = cpu_linear.few_rows_linear_signature(element, numba.int8)
-        wanted.append((few_rows_linear_serial, few_rows_linear_parallel, few_rows))
-    if dtype == "bfloat16" and _HAS_MATRIX_UNIT:
-        wanted.append((amx_int8_linear_serial, amx_int8_linear_parallel, cpu_amx_linear.amx_int8_linear_signature(element)))
-    elif dtype == "bfloat16" and _HAS_INT8_PRODUCTS:
-        wanted.append((int8_linear_serial, int8_linear_parallel, cpu_int8.int8_linear_signature(element)))
-    return wanted
 
 
 def set_num_threads(num_threads: int) -> None:

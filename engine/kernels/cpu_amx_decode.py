@@ -87,7 +87,8 @@ def attend_tiles(
             at, end = next_begin * block_tokens, next_end * block_tokens
             place_chunk(next_blocks, at, at, end, block_tokens, block_stride, head_dim, soon)
         else:  # what is in the caches already
-            soon[:] = places
+            for at in range(places.shape[0]):
+                soon[at] = places[at]
         place_ahead(soon, layer_at, kv_heads, plane, head_dim, ahead)
         begin, end = max(begin_position - chunk, 0), min(stop - chunk, CHUNK_TOKENS)
         for kv_head in range(kv_heads):

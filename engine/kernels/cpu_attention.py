@@ -111,6 +111,15 @@ def _attend_either_of(use_tiles: Any, qkv: Any, *rest: Any) -> Any:
 
 
 @njit(**HELPER)
+def _copy_part(tops: Any, totals: Any, sums: Any, to_tops: Any, to_totals: Any, to_sums: Any) -> None:
+    """As three slice assignments, whose message for shapes that differ takes Numba four seconds to compile."""
+    for head in range(sums.shape[0]):
+        to_tops[head], to_totals[head] = tops[head], totals[head]
+        for at in range(sums.shape[1]):
+            to_sums[head, at] = sums[head, at]
+
+
+@njit(**HELPER)
 def _add_cut(tops: Any, totals: Any, sums: Any, to_tops: Any, to_totals: Any, to_sums: Any) -> None:
     """Puts two parts of one token together: to_* take in the others."""
     for g in range(tops.shape[0]):
@@ -202,9 +211,9 @@ def _attend_share(
         )
         if begin > 0:
             cut[0], cut[1] = n, 1 if end == end_block - first_block else 0
-            cut_tops[:], cut_totals[:], cut_sums[:, :] = tops, totals, sums
+            _copy_part(tops, totals, sums, cut_tops, cut_totals, cut_sums)
         elif end < end_block - first_block:
-            open_tops[:], open_totals[:], open_sums[:, :] = tops, totals, sums
+            _copy_part(tops, totals, sums, open_tops, open_totals, open_sums)
         else:
             write_heads(sums, totals, out[tokens[n]], head_dim)
 

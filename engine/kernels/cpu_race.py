@@ -161,13 +161,13 @@ def _race_stripe(
         words_2, words_3 = unmixed_hashes(at_2, first, second), unmixed_hashes(at_3, first, second)
         if hashes_up_to(lower_hashes(lower_hashes(words, words_1), lower_hashes(words_2, words_3)), latest):
             if hashes_up_to(words, latest):
-                best, winner = _look(row, at, LANES, words, largest, factor, floor, drawn, best, winner)
+                best, winner = _look(row, at, int64(LANES), words, largest, factor, floor, drawn, best, winner)
             if hashes_up_to(words_1, latest):
-                best, winner = _look(row, at_1, LANES, words_1, largest, factor, floor, drawn, best, winner)
+                best, winner = _look(row, at_1, int64(LANES), words_1, largest, factor, floor, drawn, best, winner)
             if hashes_up_to(words_2, latest):
-                best, winner = _look(row, at_2, LANES, words_2, largest, factor, floor, drawn, best, winner)
+                best, winner = _look(row, at_2, int64(LANES), words_2, largest, factor, floor, drawn, best, winner)
             if hashes_up_to(words_3, latest):
-                best, winner = _look(row, at_3, LANES, words_3, largest, factor, floor, drawn, best, winner)
+                best, winner = _look(row, at_3, int64(LANES), words_3, largest, factor, floor, drawn, best, winner)
             latest = _latest(best, heaviest)
     for at in range(whole, end, LANES):
         words = unmixed_hashes(at, first, second)

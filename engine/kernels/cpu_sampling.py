@@ -116,7 +116,7 @@ def _sample_row(
         if top_p >= float32(1.0) or own >= int32(_ONE_BITS) or is_within(row, heaviest, largest, factor, floor, top_p, winner, own):
             return winner
         # Who wins among all wins among the likeliest, too, if it is one of them. If not, neither is any that is as light.
-        cutoff = own + int32(1)
+        cutoff = int32(own + int32(1))  # of the same type as before, or `race` is compiled twice
         ahead = 0
 
 

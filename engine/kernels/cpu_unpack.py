@@ -103,7 +103,8 @@ def _decode(body: Any, words: Any, offsets: Any, escapes: Any, table: Any, out: 
         rest = np.empty(_VALUES, np.uint16)
         _decode_word(rest, body[num_whole * _VALUES :], 0, low, middle, high, table)
         taken = _put_escapes(low & middle & high, escapes, taken, rest, 0)
-        out[num_whole * _VALUES :] = rest[: out.shape[0] - num_whole * _VALUES]
+        for at in range(num_whole * _VALUES, out.shape[0]):
+            out[at] = rest[at - num_whole * _VALUES]
     return taken
 
 

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from engine.contracts import HostedEncoder, HostedModel, LoadCancelled, LoadTask, Runner, StreamedModel
+from engine.contracts import CompilesKernels, HostedEncoder, HostedModel, KernelNews, LoadCancelled, LoadTask, Runner, StreamedModel
 from engine.kv_transfer import KVTransfer
 from engine.loading import throttle
 from engine.loading.weight_gate import WeightGate
@@ -60,11 +60,11 @@ class Summed:
     load: Load
 
 
-Told = LoadProgress | Load | Begun | Streams | FirstStep | KVTransfer | Summed
+Told = KernelNews | LoadProgress | Load | Begun | Streams | FirstStep | KVTransfer | Summed
 
 
 class Loads:
-    """Starts loads and tells of them through an eventfd, so the engine's loop can sleep."""
+    """Starts loads and tells of them, and of kernels, through an eventfd, so the engine's loop can sleep."""
 
     def __init__(self, runner: Runner, test_disk_bytes_per_s: int = 0, test_copy_bytes_per_s: int = 0) -> None:
         """test_…: see engine/loading/throttle.py."""
@@ -73,6 +73,8 @@ class Loads:
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._told: deque[Told] = deque()
         self.running: dict[str, Load] = {}
+        if isinstance(runner, CompilesKernels):
+            runner.watch_kernels(self._tell)
 
     def fileno(self) -> int:
         return self._wake_fd

@@ -55,6 +55,10 @@ class StepLimits:
         costs, num_tokens, contexts = self._kind(plan)
         costs.note(num_tokens, seconds, contexts)
 
+    def forget(self) -> None:
+        """Steps will cost something else from here on."""
+        self.decoding, self.prompting = StepCosts(1), StepCosts(3, CHUNK_STEP_TOKENS)
+
     def expected_s(self, plan: BatchPlan) -> float:
         """What such a step usually takes; 0.0 where too few of its size were seen."""
         costs, num_tokens, contexts = self._kind(plan)

@@ -44,7 +44,7 @@ def waits_for(node: Node, model: Model) -> list[str]:
         if placement.stage == WAITS_FOR_LOADER:
             return [f"{where} waits for another load on that device"]
         if model.progress is None:
-            return [f"{where} loads: nothing is read yet (on a machine's first start kernels are compiled before)"]
+            return [f"{where} loads: nothing is read yet"]
         done, total = model.progress
         return [f"{where} loads: {done / MIB:.1f} of {total / MIB:.1f} MiB"]
     if model.state == residency.DRAINING:

@@ -1,0 +1,240 @@
+"""Compiles CPU kernels in processes of their own, which give all their memory back, while torch's operations serve the models.
+
+An engine asks for what a model's dtype needs (`need`). What is in the cache folder is in use at once. The rest is dealt out, unit
+by unit, to processes that end when all is done: python -P -m engine.warm --unit-by-unit. A compiler that crashes does not take the
+engine with it: its unit is not tried again, and the dtype stays with torch's operations.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from config.child_process import child_environment
+from engine import ops
+from engine.contracts import KernelNews
+from engine.kernels import compiled
+from engine.kernels.cpu_wanted import Unit, prepare_calls, units
+from engine.protocol import KernelsTold
+
+log = logging.getLogger("engine")
+
+MOST_PROCESSES = 4  # each takes some 300 MB; the longest unit takes as long as all others in four
+TELL_EVERY_S = 1.0
+START_S = 2.0  # for a process to import what it compiles with
+
+
+@dataclass(slots=True, frozen=True)
+class _Kind:
+    """What models of one dtype need."""
+
+    dtype: str
+    quantize: str
+
+    def __str__(self) -> str:
+        return f"{self.dtype} with {self.quantize} weights" if self.quantize else self.dtype
+
+
+class _Progress:
+    """Of one kind: what is done, and how long the rest will take."""
+
+    def __init__(self, missing: Sequence[Unit], num_processes: int) -> None:
+        self.num_units, self.num_done = len(missing), 0
+        self.failed: dict[str, str] = {}  # unit -> how its process ended
+        self.since_s = time.monotonic()
+        self._num_processes = num_processes
+        self._all_s = sum(unit.seconds for unit in missing)
+        self._longest_s = max(unit.seconds for unit in missing)
+        self._done_s = 0.0
+        self._lock = threading.Lock()
+
+    def done(self, unit: Unit, failure: str = "") -> None:
+        with self._lock:
+            self.num_done += 1
+            self._done_s += unit.seconds
+            if failure:
+                self.failed[unit.name] = failure
+
+    @property
+    def left_s(self) -> float:
+        with self._lock:
+            passed_s, done_s = time.monotonic() - self.since_s, self._done_s
+            planned_s = START_S + max(self._longest_s, self._all_s / self._num_processes)
+            if done_s >= self._all_s / 3:  # how fast this machine is has shown
+                planned_s = max(passed_s, passed_s * self._all_s / done_s)
+            return max(0.0, planned_s - passed_s)
+
+
+class KernelBuilds:
+    """Of one process. num_threads: that models' kernels run on. tell: called from other threads, with what becomes of it."""
+
+    def __init__(self, num_threads: int, num_processes: int, tell: Callable[[KernelNews], None]) -> None:
+        self._parallel, self._num_processes, self._tell = num_threads > 1, max(1, min(num_processes, MOST_PROCESSES)), tell
+        self._lock = threading.Lock()
+        self._known: set[_Kind] = set()
+        self._queue: deque[tuple[_Kind, list[Unit]]] = deque()
+        self._builder: threading.Thread | None = None
+        self.problems: dict[str, str] = {}  # kind -> why its kernels are not in use
+
+    def need(self, dtype: str, quantize: str = "") -> None:
+        """Returns once the kernels are in use, or are being compiled."""
+        kind = _Kind(compiled.kernels_dtype(dtype), quantize)
+        with self._lock:
+            if kind in self._known:
+                return
+            self._known.add(kind)
+            wanted = units(kind.dtype, self._parallel, quantize)
+            missing = [unit for unit in wanted if not unit.load()]
+            prepare_calls(wanted)
+            if not missing:
+                ops.use(kind.dtype, quantize)
+                return
+            self._queue.append((kind, missing))
+            if self._builder is None:
+                self._builder = threading.Thread(target=self._build_all, name="kernels", daemon=True)
+                self._builder.start()
+
+    def wait(self, tell_every_s: float = TELL_EVERY_S) -> None:
+        """Until nothing is being compiled."""
+        while (builder := self._builder) is not None:
+            builder.join(tell_every_s)
+
+    def _build_all(self) -> None:
+        while True:
+            with self._lock:
+                if not self._queue:
+                    self._builder = None
+                    return
+                kind, missing = self._queue.popleft()
+            try:
+                self._build(kind, missing)
+            except Exception as error:
+                log.exception("kernels for %s", kind)
+                self._give_up(kind, f"{type(error).__name__}: {error}", _Progress(missing, 1))
+
+    def _build(self, kind: _Kind, missing: list[Unit]) -> None:
+        num_processes = min(self._num_processes, len(missing))
+        progress = _Progress(missing, num_processes)
+        log.info(
+            "kernels for %s are being compiled by %d processes, some %.0f s, once for this version and machine (%s); until then "
+            "models are served by torch's operations, which are slower",
+            kind,
+            num_processes,
+            progress.left_s,
+            compiled.folder(),
+        )
+        left = deque(missing)
+        threads = [
+            threading.Thread(target=self._run_process, args=(kind, left, progress), name="compiler", daemon=True)
+            for _ in range(num_processes)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            while thread.is_alive():
+                self._tell(KernelNews(self._told(kind, progress)))
+                thread.join(TELL_EVERY_S)
+        if progress.failed:
+            where, how = next(iter(progress.failed.items()))
+            self._give_up(kind, f"the compiler ended with {how} at {where}", progress)
+            return
+        for unit in missing:
+            if not unit.load():  # what others compile cannot be kept: the cache folder takes nothing more
+                unit.compile()
+        seconds = time.monotonic() - progress.since_s
+        log.info("kernels for %s are compiled and in use: %.1f s", kind, seconds)
+        self._tell(KernelNews(self._told(kind, progress, is_over=True), partial(ops.use, kind.dtype, kind.quantize)))
+
+    def _give_up(self, kind: _Kind, problem: str, progress: _Progress) -> None:
+        log.error("kernels for %s are not in use, models of it stay slow: %s", kind, problem)
+        self.problems[str(kind)] = problem
+        self._tell(KernelNews(self._told(kind, progress, is_over=True)))
+
+    def _told(self, kind: _Kind, progress: _Progress, is_over: bool = False) -> KernelsTold:
+        problem = "; ".join(f"kernels for {of}: {what}" for of, what in self.problems.items())
+        if is_over and not self._queue:
+            return KernelsTold("", 0, 0, 0.0, problem)
+        return KernelsTold(str(kind), progress.num_done, progress.num_units, round(progress.left_s, 1), problem)
+
+    def _run_process(self, kind: _Kind, left: deque[Unit], progress: _Progress) -> None:
+        """Has one process after the other compile what is left, a new one where the last one has crashed."""
+        while left:
+            try:
+                process = _start(self._parallel)
+            except OSError as error:
+                progress.failed["its start"] = str(error)
+                return
+            while (unit := _next(left)) is not None:
+                if not _compile_in(process, [kind.dtype, kind.quantize, unit.name]):
+                    progress.done(unit, _exit_of(process))
+                    break
+                progress.done(unit)
+            _end(process)
+
+
+def _start(parallel: bool) -> subprocess.Popen[str]:
+    command = [sys.executable, "-P", "-m", "engine.warm", compiled.folder(), "--unit-by-unit", "all" if parallel else "one"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    return subprocess.Popen(command, cwd="/", env=child_environment(), text=True, bufsize=1, **pipes)  # type: ignore[call-overload]
+
+
+def _compile_in(process: subprocess.Popen[str], asked: list[str]) -> bool:
+    """Whether it was done; else the process has ended."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        process.stdin.write(json.dumps(asked) + "\n")
+        process.stdin.flush()
+    except BrokenPipeError:
+        return False
+    return process.stdout.readline() == "done\n"
+
+
+def _next(left: deque[Unit]) -> Unit | None:
+    try:
+        return left.popleft()
+    except IndexError:  # another thread may just have taken the last
+        return None
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Closes its standard input, and with that it ends."""
+    for pipe in (process.stdin, process.stdout):
+        assert pipe is not None
+        with contextlib.suppress(BrokenPipeError):
+            pipe.close()
+    process.wait()
+
+
+def _exit_of(process: subprocess.Popen[str]) -> str:
+    code = process.wait()
+    return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+
+def compile_units(parallel: bool) -> None:
+    """What such a process does: reads units from its standard input, answers each, and ends with it."""
+    asked: deque[list[str]] = deque()
+    there_is_more = threading.Semaphore(0)
+
+    def read() -> None:
+        for line in sys.stdin:
+            asked.append(json.loads(line))
+            there_is_more.release()
+        os._exit(0)  # also in the middle of a unit: nobody waits for it
+
+    threading.Thread(target=read, daemon=True).start()
+    while True:
+        there_is_more.acquire()
+        dtype, quantize, name = asked.popleft()
+        next(unit for unit in units(dtype, parallel, quantize) if unit.name == name).compile()
+        print("done", flush=True)

@@ -1,0 +1,196 @@
+"""Which CPU kernels models of a dtype need, and how this process comes by them: from the cache folder, or by compiling.
+
+They come in units: a kernel for one thread and the same for all threads, whose parts are then compiled only once.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import threading
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numba
+
+from engine.kernels import (
+    cpu_amx_linear,
+    cpu_attention,
+    cpu_inputs,
+    cpu_int8,
+    cpu_linear,
+    cpu_logprobs,
+    cpu_prefill,
+    cpu_rows,
+    cpu_sampling,
+    cpu_widened_linear,
+    native,
+)
+from engine.kernels.cpu_amx import HAS_TILES, may_use_tiles
+from engine.kernels.cpu_amx_linear import amx_int8_linear_parallel, amx_int8_linear_serial, amx_linear_parallel, amx_linear_serial
+from engine.kernels.cpu_amx_prefill import prefill_tiles_parallel, prefill_tiles_serial
+from engine.kernels.cpu_attention import paged_attention_parallel, paged_attention_serial
+from engine.kernels.cpu_bits import HAS_BFLOAT16_PRODUCTS
+from engine.kernels.cpu_inputs import rotary_turns, sampling_settings, step_blocks, step_tokens
+from engine.kernels.cpu_int8 import int8_linear_parallel, int8_linear_serial
+from engine.kernels.cpu_linear import few_rows_linear_parallel, few_rows_linear_serial
+from engine.kernels.cpu_logprobs import penalise, top_logprobs
+from engine.kernels.cpu_prefill import prefill_attention_parallel, prefill_attention_serial
+from engine.kernels.cpu_sampling import sample_parallel, sample_serial
+from engine.kernels.cpu_widened_linear import widened_linear_parallel, widened_linear_serial
+
+_HAS_MATRIX_UNIT = may_use_tiles()
+_HAS_INT8_PRODUCTS = cpu_int8.HAS_INT8_PRODUCTS and not _HAS_MATRIX_UNIT
+# Seconds that both kernels of a unit take to compile on one core, for the order and for what is told of the time that is left.
+# All others take SHORT_S.
+_SECONDS = {
+    paged_attention_serial: 12.0,
+    sample_serial: 6.0,
+    prefill_attention_serial: 5.5,
+    prefill_tiles_serial: 5.0,
+    amx_linear_serial: 5.0,
+    amx_int8_linear_serial: 5.0,
+    widened_linear_serial: 5.0,
+    int8_linear_serial: 3.0,
+    few_rows_linear_serial: 2.0,
+}
+SHORT_S = 0.7
+_preparing = threading.Lock()  # loads of two models may ask at the same time
+
+
+@dataclass(slots=True, frozen=True)
+class Unit:
+    """kernels: with their signatures. seconds: to compile them, about."""
+
+    name: str
+    kernels: tuple[tuple[Any, Any], ...]
+    seconds: float
+
+    def load(self) -> bool:
+        """From the cache folder. Returns whether they were all there."""
+        with _preparing:
+            return all(_load(kernel, signature) for kernel, signature in self.kernels)
+
+    def compile(self) -> None:
+        """What is not there, and saves it for `load` in other processes."""
+        with _preparing, _alone(self.name):  # of several processes that begin at once, the others read what the first one wrote
+            for kernel, signature in self.kernels:
+                kernel.disable_compile(False)
+                kernel.compile(signature)
+                kernel.disable_compile()  # arguments of other types are an error, not seconds of compiling inside a step
+
+
+class _NotThere(Exception):
+    pass
+
+
+def _load(kernel: Any, signature: Any) -> bool:
+    def refuse(*args: Any) -> None:
+        raise _NotThere
+
+    kernel.disable_compile(False)
+    kernel._compiler.compile = refuse  # what `compile` calls for what is not in the cache folder
+    try:
+        kernel.compile(signature)
+    except _NotThere:
+        return False
+    finally:
+        del kernel._compiler.compile
+        if kernel.signatures:
+            kernel.disable_compile()
+    return True
+
+
+def _alone(name: str) -> AbstractContextManager[Any]:
+    folder = Path(numba.config.CACHE_DIR)
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = (folder / f"lock-{name}").open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed
+    return lock
+
+
+def prepare_calls(units: list[Unit]) -> None:
+    """What calls kernels one after the other without Python: 60 ms for all, and nothing of it is saved."""
+    native.prepare([signature.args for unit in units for _, signature in unit.kernels])
+
+
+def compile_all(dtype: str, parallel: bool, quantize: str) -> None:
+    """All units, in this process."""
+    wanted = units(dtype, parallel, quantize)
+    for unit in wanted:
+        unit.compile()
+    prepare_calls(wanted)
+
+
+def units(dtype: str, parallel: bool, quantize: str) -> list[Unit]:
+    """All that models of float32 or bfloat16 call, those that take longest first. parallel: also the forms for several threads."""
+    pairs = _wanted(dtype, quantize)
+    found = []
+    for serial, shared, signature in pairs:
+        kernels = ((serial, signature), (shared, signature)) if parallel and shared is not None else ((serial, signature),)
+        name = f"{serial.py_func.__name__.strip('_')}-{'-'.join(str(one) for one in signature.args[:2])}"
+        found.append(Unit(_file_name(name), kernels, _SECONDS.get(serial, SHORT_S)))
+    return sorted(found, key=lambda unit: -unit.seconds)
+
+
+def _file_name(text: str) -> str:
+    return "".join(one if one.isalnum() or one in "-_" else "." for one in text)
+
+
+def _wanted(dtype: str, quantize: str) -> list[tuple[Any, Any, Any]]:
+    """Kernels for one thread, the same for all of them (None: there is none), and what they are compiled for."""
+    element = numba.float32 if dtype == "float32" else numba.uint16
+    gate = cpu_rows.gate_signature(element)
+    prefill = cpu_prefill.prefill_attention_signature(element)
+    wanted: list[tuple[Any, Any, Any]] = [
+        (penalise, None, cpu_logprobs.PENALISE),
+        (step_tokens, None, cpu_inputs.STEP_TOKENS),
+        (step_blocks, None, cpu_inputs.STEP_BLOCKS),
+        (sampling_settings, None, cpu_inputs.SAMPLING_SETTINGS),
+        (rotary_turns, None, cpu_inputs.ROTARY_TURNS),
+        (top_logprobs, None, cpu_logprobs.top_logprobs_signature(element)),
+        (cpu_sampling.greedy_float32_serial, cpu_sampling.greedy_float32_parallel, cpu_sampling.GREEDY_FLOAT32),
+        (cpu_rows.gather_rows, cpu_rows.gather_rows_parallel, cpu_rows.gather_rows_signature(element)),
+        (cpu_rows.rms_norm, cpu_rows.rms_norm_parallel, cpu_rows.rms_norm_signature(element)),
+        (cpu_rows.add_rms_norm, cpu_rows.add_rms_norm_parallel, cpu_rows.add_rms_norm_signature(element)),
+        (cpu_rows.rope_and_store, cpu_rows.rope_and_store_parallel, cpu_rows.rope_and_store_signature(element)),
+        (cpu_rows.silu_and_mul, cpu_rows.silu_and_mul_parallel, gate),
+        (cpu_rows.gelu_and_mul, cpu_rows.gelu_and_mul_parallel, gate),
+        (sample_serial, sample_parallel, cpu_sampling.sample_signature(element)),
+        (paged_attention_serial, paged_attention_parallel, cpu_attention.paged_attention_signature(element)),
+        (prefill_attention_serial, prefill_attention_parallel, prefill),
+    ]
+    if dtype == "bfloat16" and not HAS_BFLOAT16_PRODUCTS:
+        widened = cpu_widened_linear.widened_linear_signature(element, element)
+        wanted.append((widened_linear_serial, widened_linear_parallel, widened))
+    else:
+        few_rows = cpu_linear.few_rows_linear_signature(element, element)
+        wanted.append((few_rows_linear_serial, few_rows_linear_parallel, few_rows))
+    if HAS_TILES and dtype == "bfloat16":
+        wanted.append((prefill_tiles_serial, prefill_tiles_parallel, prefill))
+    if dtype == "bfloat16" and _HAS_MATRIX_UNIT:
+        wanted.append((amx_linear_serial, amx_linear_parallel, cpu_amx_linear.amx_linear_signature(element)))
+    if quantize == "int8":
+        wanted += _wanted_int8(dtype, element)
+    if dtype == "bfloat16":
+        greedy = (cpu_sampling.greedy_bfloat16_serial, cpu_sampling.greedy_bfloat16_parallel, cpu_sampling.GREEDY_BFLOAT16)
+        wanted.append(greedy)
+        # rows whose logits are edited are sampled in float32
+        wanted.append((sample_serial, sample_parallel, cpu_sampling.sample_signature(numba.float32)))
+    return wanted
+
+
+def _wanted_int8(dtype: str, element: Any) -> list[tuple[Any, Any, Any]]:
+    wanted = []  # for matrices too narrow for those below, or too many rows
+    if dtype == "bfloat16" and not HAS_BFLOAT16_PRODUCTS:
+        widened = cpu_widened_linear.widened_linear_signature(element, numba.int8)
+        wanted.append((widened_linear_serial, widened_linear_parallel, widened))
+    else:
+        few_rows = cpu_linear.few_rows_linear_signature(element, numba.int8)
+        wanted.append((few_rows_linear_serial, few_rows_linear_parallel, few_rows))
+    if dtype == "bfloat16" and _HAS_MATRIX_UNIT:
+        wanted.append((amx_int8_linear_serial, amx_int8_linear_parallel, cpu_amx_linear.amx_int8_linear_signature(element)))
+    elif dtype == "bfloat16" and _HAS_INT8_PRODUCTS:
+        wanted.append((int8_linear_serial, int8_linear_parallel, cpu_int8.int8_linear_signature(element)))
+    return wanted

@@ -1,0 +1,49 @@
+"""What the daemon tells of kernels that engines are still having compiled."""
+
+from __future__ import annotations
+
+from daemon.event_ring import EventRing
+from daemon.kernels import Kernels, sentence
+from engine.protocol import KernelsTold
+
+
+def states(ring: EventRing) -> list[tuple[str, str]]:
+    return [(event["device"], event["state"]) for event in ring.history() if event["event"] == "kernels"]
+
+
+def test_what_is_told_is_shown_until_it_is_over() -> None:
+    kernels = Kernels(EventRing())
+    assert kernels.sentence() == ""
+    kernels.told("cpu:0", KernelsTold("bfloat16", 3, 20, 17.4))
+    kernels.told("cpu:1", KernelsTold("float32", 19, 20, 0.2))
+    assert kernels.row("cpu:0") == {"kind": "bfloat16", "done": 3, "total": 20, "left_s": 17.4}
+    assert kernels.sentence() == (
+        "cpu:0: kernels for bfloat16 are being compiled (3 of 20, about 17 s left); until then models are slower. "
+        "cpu:1: kernels for float32 are being compiled (19 of 20, nearly done); until then models are slower."
+    )
+    kernels.told("cpu:0", KernelsTold("", 0, 0, 0.0))
+    kernels.forget("cpu:1")
+    assert (kernels.row("cpu:0"), kernels.row("cpu:1"), kernels.sentence()) == (None, None, "")
+    assert kernels.problem("cpu:0") == kernels.problem("cpu:1") == ""
+
+
+def test_why_there_are_none_is_a_problem() -> None:
+    kernels = Kernels(EventRing())
+    kernels.told("cpu:0", KernelsTold("", 0, 0, 0.0, "kernels for bfloat16: the compiler ended with signal 6 at sample"))
+    assert kernels.row("cpu:0") is None
+    assert "signal 6" in kernels.problem("cpu:0")
+
+
+def test_its_beginning_and_end_are_events() -> None:
+    ring = EventRing()
+    kernels = Kernels(ring)
+    for done in range(3):
+        kernels.told("cpu:0", KernelsTold("bfloat16", done, 3, 1.0))
+    kernels.told("cpu:0", KernelsTold("", 0, 0, 0.0))
+    kernels.told("cpu:1", KernelsTold("", 0, 0, 0.0, "broken"))
+    assert states(ring) == [("cpu:0", "compiling"), ("cpu:0", "in use"), ("cpu:1", "failed")]
+
+
+def test_the_sentence_of_one_device() -> None:
+    row = {"kind": "k", "done": 0, "total": 2, "left_s": 9.6}
+    assert sentence("d", row).startswith("d: kernels for k are being compiled (0 of 2, about 10 s")

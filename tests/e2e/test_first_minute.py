@@ -1,0 +1,62 @@
+"""A daemon whose kernels were never compiled: it serves at once, tells how long it will be slower, and then is not, by itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.chat import Stream
+from tests.e2e.checkpoints import make_model
+from tests.e2e.node import Node
+
+COMPILED_S = 300.0 * float(os.environ.get("HEARTHD_TESTS_SLOWER", "1"))  # half a minute on two quiet cores
+
+
+def compiling(pid: int) -> list[psutil.Process]:
+    return [one for one in psutil.Process(pid).children(recursive=True) if "engine.warm" in one.cmdline()]
+
+
+@pytest.mark.timeout(2 * COMPILED_S)
+def test_models_are_served_while_kernels_are_compiled_by_other_processes(tmp_path: Path) -> None:
+    make_model(tmp_path / "models" / "a")
+    flags = ["--cache-dir", str(tmp_path / "cache")]
+    with Node(tmp_path, runner="torch", flags=flags) as node:
+        assert node.process is not None
+        before = Stream(node, "a", "hello", 12).join()
+        assert (before.error, before.finish_reason) == ("", "length")
+        (device,) = node.json("status")["devices"]
+        told = device["kernels"]
+        assert told is not None, "the kernels were compiled before the first answer"
+        assert (told["kind"], device["problem"]) == ("float32", "")
+        assert 0 <= told["done"] < told["total"]
+        assert compiling(node.process.pid)
+        sentence = "cpu:0: kernels for float32 are being compiled ("
+        for command in (("status",), ("ps",), ("why", "a")):
+            assert sentence in node.cli(*command).stdout
+        assert "until then models are served by torch's operations" in node.log_text()
+
+        until_s = time.monotonic() + COMPILED_S
+        running = Stream(node, "a", "hello", 12).join()
+        while node.json("status")["devices"][0]["kernels"] is not None:
+            assert time.monotonic() < until_s, node.log_text()
+            running = Stream(node, "a", "hello", 12).join()
+            assert (running.error, running.text) == ("", before.text)
+        after = Stream(node, "a", "hello", 12).join()
+        assert (after.error, after.text) == ("", before.text)
+        assert compiling(node.process.pid) == []
+        assert "kernels for float32 are compiled and in use" in node.log_text()
+        events = [json.loads(line) for line in node.cli("events", "--json").stdout.splitlines()]
+        states = [event["state"] for event in events if event["event"] == "kernels"]
+        assert states == ["compiling", "in use"]
+        assert sentence not in node.cli("status").stdout
+        engine = node.engine_pids()
+    with Node(tmp_path, runner="torch", flags=flags) as node:
+        assert node.engine_pids() != engine
+        assert Stream(node, "a", "hello", 12).join().text == before.text
+        assert node.json("status")["devices"][0]["kernels"] is None
+        assert node.log_text().count("are being compiled by") == 1  # by the first daemon; the log is one

@@ -1,0 +1,223 @@
+"""Kernels that other processes compile: when they are in use, what is told meanwhile, and what a crash of the compiler leaves."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from engine import kernel_builds, ops
+from engine.contracts import KernelNews
+from engine.kernel_builds import KernelBuilds
+from engine.kernels import cpu_wanted
+
+# a process as `_start` makes them: notes what it is asked for in a file, and crashes at one name
+PROCESS = """
+import json, os, sys
+for line in sys.stdin:
+    name = json.loads(line)[2]
+    with open(sys.argv[1], "a") as file:
+        print(name, file=file)
+    if name == sys.argv[2]:
+        os.abort()
+    print("done", flush=True)
+"""
+
+
+@dataclass(eq=False)
+class Unit:
+    """As far as KernelBuilds sees them. keeps: what other processes compile is there afterwards."""
+
+    name: str
+    seconds: float = 1.0
+    is_there: bool = False
+    keeps: bool = True
+    num_loads: int = 0
+    num_compiled: int = 0
+
+    def load(self) -> bool:
+        self.num_loads += 1
+        return self.is_there or (self.keeps and self.num_loads > 1)
+
+    def compile(self) -> None:
+        self.num_compiled += 1
+
+
+@dataclass
+class Machine:
+    builds: KernelBuilds
+    asked_for: Path
+    news: list[KernelNews] = field(default_factory=list)
+    used: list[tuple[str, str]] = field(default_factory=list)
+    num_processes: int = 0
+
+    @property
+    def asked(self) -> list[str]:
+        return self.asked_for.read_text().split() if self.asked_for.exists() else []
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Machine]:
+    def make(units: list[Unit], crashes_at: str = "", command: str = sys.executable) -> Machine:
+        news: list[KernelNews] = []
+        made = Machine(KernelBuilds(2, 2, news.append), tmp_path / "asked", news)
+
+        def start(parallel: bool) -> subprocess.Popen[str]:
+            assert parallel
+            made.num_processes += 1
+            arguments = [command, "-c", PROCESS, str(made.asked_for), crashes_at]
+            return subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+
+        monkeypatch.setattr(kernel_builds, "_start", start)
+        monkeypatch.setattr(kernel_builds, "units", lambda dtype, parallel, quantize: units)
+        monkeypatch.setattr(kernel_builds, "prepare_calls", lambda units: None)
+        monkeypatch.setattr(ops, "use", lambda dtype, quantize: made.used.append((dtype, quantize)))
+        return made
+
+    return make
+
+
+def test_what_is_there_is_in_use_at_once(machine):
+    one = machine([Unit("a", is_there=True), Unit("b", is_there=True)])
+    one.builds.need("bfloat16")
+    assert (one.used, one.num_processes, one.news) == ([("bfloat16", "")], 0, [])
+    one.builds.need("bfloat16")
+    assert len(one.used) == 1
+
+
+def test_what_is_missing_is_compiled_elsewhere_and_used_when_it_is_said(machine):
+    units = [Unit("a", is_there=True), *(Unit(name) for name in "bcdefg")]
+    one = machine(units)
+    one.builds.need("float16", "int8")
+    one.builds.wait()
+    assert sorted(one.asked) == list("bcdefg")
+    assert one.num_processes == 2
+    assert one.used == []
+    told, apply = one.news[-1].told, one.news[-1].apply
+    assert (told.kind, told.num_units, told.problem) == ("", 0, "")
+    first = one.news[0].told
+    assert (first.kind, first.num_units) == ("float32 with int8 weights", 6)
+    assert 0 < first.left_s < 60
+    assert apply is not None
+    apply()
+    assert one.used == [("float32", "int8")]
+    assert [unit.num_compiled for unit in units] == [0] * 7
+    assert one.builds.problems == {}
+
+
+def test_a_compiler_that_crashes_is_started_again_for_the_rest_and_its_unit_is_left(machine, caplog):
+    one = machine([Unit(name) for name in "abcdef"], crashes_at="c")
+    one.builds.need("bfloat16")
+    one.builds.wait()
+    assert sorted(one.asked) == list("abcdef")
+    assert one.num_processes in (2, 3)  # the crash may be the last thing that was asked for
+    assert [news.apply for news in one.news] == [None] * len(one.news)
+    assert one.news[-1].told.kind == ""
+    assert one.news[-1].told.problem == "kernels for bfloat16: the compiler ended with signal 6 at c"
+    assert "kernels for bfloat16 are not in use" in caplog.text
+    one.builds.need("bfloat16")
+    one.builds.wait()
+    assert len(one.asked) == 6
+
+
+def test_without_processes_nothing_is_compiled_and_it_is_told(machine):
+    one = machine([Unit("a")], command="/nonexistent/python")
+    one.builds.need("bfloat16")
+    one.builds.wait()
+    assert one.used == []
+    assert "No such file" in one.news[-1].told.problem
+
+
+def test_what_a_full_cache_folder_does_not_keep_is_compiled_here(machine):
+    units = [Unit("a", keeps=False), Unit("b")]
+    one = machine(units)
+    one.builds.need("bfloat16")
+    one.builds.wait()
+    assert [unit.num_compiled for unit in units] == [1, 0]
+    assert one.news[-1].apply is not None
+
+
+def test_two_kinds_are_compiled_one_after_the_other(machine, monkeypatch):
+    one = machine([])
+    monkeypatch.setattr(kernel_builds, "units", lambda dtype, parallel, quantize: [Unit("a"), Unit("b")])
+    one.builds.need("bfloat16")
+    one.builds.need("float32")
+    one.builds.wait()
+    kinds = list(dict.fromkeys(news.told.kind for news in one.news))
+    assert kinds == ["bfloat16", "float32", ""]
+    for news in one.news:
+        if news.apply is not None:
+            news.apply()
+    assert one.used == [("bfloat16", ""), ("float32", "")]
+
+
+def test_an_exception_is_told(machine, monkeypatch):
+    one = machine([Unit("a")])
+    monkeypatch.setattr(one.builds, "_run_process", None)  # a thread cannot be made of it
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    monkeypatch.setattr(Unit, "compile", lambda self: 1 / 0)
+    monkeypatch.setattr(Unit, "load", lambda self: False)
+    one.builds.need("bfloat16")
+    one.builds.wait()
+    assert "ZeroDivisionError" in one.news[-1].told.problem
+
+
+def test_a_process_compiles_what_it_is_asked_for_and_ends_with_its_input():
+    script = (
+        "import sys; from engine import kernel_builds as k\n"
+        "class U:\n"
+        "    def __init__(self, name): self.name = name\n"
+        "    def compile(self): print('compiling', self.name, file=sys.stderr)\n"
+        "k.units = lambda *asked: [U(name) for name in 'abc']\n"
+        "k.compile_units(True)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script], stdin=-1, stdout=-1, stderr=-1, text=True)
+    for name in "ca":
+        assert kernel_builds._compile_in(process, ["bfloat16", "", name])
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert errors.split() == ["compiling", "c", "compiling", "a"]
+
+
+# ---- real kernels, in processes whose cache folder is new
+
+LOADS = """
+import sys
+from engine.device import prepare_process
+prepare_process()
+from engine import ops
+ops.configure(sys.argv[1], deferred=True)
+from engine.kernels import cpu_wanted
+unit = next(one for one in cpu_wanted.units("float32", True, "") if one.name.startswith("rms_norm"))
+print(unit.load(), [len(kernel.signatures) for kernel, _ in unit.kernels])
+if sys.argv[2] == "compile":
+    unit.compile()
+    print(unit.load(), [len(kernel.signatures) for kernel, _ in unit.kernels])
+"""
+
+
+def run(cache: Path, what: str) -> list[str]:
+    done = subprocess.run([sys.executable, "-c", LOADS, str(cache), what], capture_output=True, text=True, timeout=300, check=True)
+    return done.stdout.splitlines()
+
+
+def test_a_unit_is_loaded_where_it_was_compiled_and_nowhere_compiled_by_loading(tmp_path):
+    assert run(tmp_path, "load") == ["False [0, 0]"]
+    assert run(tmp_path, "load") == ["False [0, 0]"]
+    assert run(tmp_path, "compile") == ["False [0, 0]", "True [1, 1]"]
+    assert run(tmp_path, "load") == ["True [1, 1]"]
+
+
+@pytest.mark.parametrize(("dtype", "quantize"), [("float32", ""), ("bfloat16", ""), ("bfloat16", "int8"), ("float32", "int8")])
+def test_units_have_names_of_their_own_and_the_longest_come_first(dtype, quantize):
+    found = cpu_wanted.units(dtype, True, quantize)
+    assert len({unit.name for unit in found}) == len(found)
+    seconds = [unit.seconds for unit in found]
+    assert seconds == sorted(seconds, reverse=True)
+    alone = cpu_wanted.units(dtype, False, quantize)
+    assert [len(unit.kernels) for unit in alone] == [1] * len(found)
