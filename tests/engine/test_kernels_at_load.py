@@ -1,4 +1,5 @@
-"""A load waits for the kernels it needs: it says so, can be cancelled meanwhile, and fails with them."""
+"""A load waits until kernels have been looked for, not for their compiling: it says so, can be cancelled meanwhile, and fails
+where that fails."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ def spec(folder: Path) -> LoadModel:
 
 
 def test_kernels_that_fail_to_build_fail_the_load(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    def broken(cache_dir: str) -> bool:
+    def broken(cache_dir: str, deferred: bool) -> bool:
         raise OSError("no compiler")
 
     monkeypatch.setattr(ops, "configure", broken)
@@ -33,14 +34,14 @@ def test_kernels_that_fail_to_build_fail_the_load(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_load_tells_that_it_waits_for_kernels(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    compiled = threading.Event()
+    looked = threading.Event()
     monkeypatch.setattr(model_runner, "TELL_EVERY_S", 0.01)
-    monkeypatch.setattr(ops, "configure", lambda cache_dir: compiled.wait(10))
+    monkeypatch.setattr(ops, "configure", lambda cache_dir, deferred: not looked.wait(10))
     told: list[tuple[int, int]] = []
 
     def progress(bytes_done: int, bytes_total: int) -> None:
         told.append((bytes_done, bytes_total))
-        compiled.set()
+        looked.set()
 
     task = load_task(spec(folder), progress=progress)
     model = make_runner(make_memory()).load(task)
@@ -51,9 +52,9 @@ def test_a_load_tells_that_it_waits_for_kernels(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_a_load_that_waits_for_kernels_can_be_cancelled(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    compiled = threading.Event()
+    looked = threading.Event()
     monkeypatch.setattr(model_runner, "TELL_EVERY_S", 0.01)
-    monkeypatch.setattr(ops, "configure", lambda cache_dir: compiled.wait(10))
+    monkeypatch.setattr(ops, "configure", lambda cache_dir, deferred: not looked.wait(10))
     with pytest.raises(LoadCancelled, match="kernels"):
         make_runner(make_memory()).load(load_task(spec(folder), cancelled=lambda: True))
-    compiled.set()
+    looked.set()

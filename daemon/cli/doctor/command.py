@@ -64,6 +64,7 @@ def examined(against: Settings, models_dir: str, memory_bytes: int) -> list[Find
         system.find_compiler(against.wants_gpu),
         system.find_cache_folder(against.cache_dir, checks_writing=not against.pid),
         memory.budgets(against.budgets, against.host_tier_bytes, memory_bytes),
+        memory.find_service_limit(against.budgets, against.host_tier_bytes, against.pid, len(os.sched_getaffinity(0))),
         memory.find_huge_pages(),
         system.locked_memory(limits, whose, against.wants_gpu),
         system.open_files(limits, whose),

@@ -16,6 +16,10 @@ _MADV_COLLAPSE = 25
 _MAP_FIXED = 0x10
 SHMEM_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 NR_HUGEPAGES = Path("/proc/sys/vm/nr_hugepages")
+# Resident beside its budget: libraries, kernels, buffers for reading. Of a cuda engine it is not measured yet.
+CPU_ENGINE_BYTES, CUDA_ENGINE_BYTES = 768 << 20, 3 << 30
+MOST_COMPILERS, COMPILER_BYTES = 4, 640 << 20  # while kernels are compiled, once a machine (engine/kernel_builds.py)
+OTHERS_BYTES = 1536 << 20  # the daemon, text workers (usually 100 MiB each, 1 GiB at most) and the scanning process
 MAX_SHARE = 0.9  # of the memory: the rest is the system's, the daemon's and the engines' own
 
 
@@ -31,6 +35,42 @@ def budgets(devices: Mapping[str, int], host_tier_bytes: int, memory_bytes: int)
     if total > MAX_SHARE * memory_bytes:
         return Finding("memory", WARN, found + ": little is left for everything else", change)
     return Finding("memory", OK, found)
+
+
+def needed_bytes(devices: Mapping[str, int], host_tier_bytes: int, num_cores: int) -> int:
+    """What all of hearthd's processes may come to, for a limit set from outside. devices: as in `budgets`."""
+    cpu = [value for name, value in devices.items() if name.startswith("cpu")]
+    own = len(cpu) * CPU_ENGINE_BYTES + (len(devices) - len(cpu)) * CUDA_ENGINE_BYTES
+    compiling = min(num_cores, MOST_COMPILERS) * COMPILER_BYTES if cpu else 0
+    return sum(cpu) + host_tier_bytes + own + OTHERS_BYTES + compiling
+
+
+def service_limit(needed: int, limit: int | None, whose: str) -> Finding:
+    """limit: of the control group that `whose` processes are in, in bytes; None: there is none."""
+    found = f"budgets and what hearthd's processes need beside them come to {size(needed)}"
+    change = f"systemctl edit hearthd: [Service] MemoryMax={-(-needed // (1 << 20))}M, or lower budgets"
+    if limit is None:
+        return Finding("memory limit", OK, f"{found}; {whose} has none: a MemoryMax= of its unit should be no less")
+    if limit < needed:
+        return Finding("memory limit", WARN, f"{found}; {whose} may take {size(limit)}", change)
+    return Finding("memory limit", OK, f"{found}; {whose} may take {size(limit)}")
+
+
+def find_service_limit(devices: Mapping[str, int], host_tier_bytes: int, pid: int, num_cores: int) -> Finding:
+    """pid: the running daemon's, else 0."""
+    return service_limit(needed_bytes(devices, host_tier_bytes, num_cores), limit_of(pid), "hearthd" if pid else "this shell")
+
+
+def limit_of(pid: int, proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """The least memory.max of the control groups that a process (0: this one) is in. None: there is no limit."""
+    line = next((one for one in _read(proc / str(pid or "self") / "cgroup").splitlines() if one.startswith("0::")), "")
+    limits = []
+    folder = groups / line.removeprefix("0::").strip("/")
+    while line and folder != groups.parent:
+        value = _read(folder / "memory.max")
+        limits += [int(value)] if value.isdigit() else []
+        folder = folder.parent
+    return min(limits, default=None)
 
 
 def chosen(text: str) -> str:

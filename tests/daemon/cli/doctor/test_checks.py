@@ -18,7 +18,7 @@ from daemon.gpu.inventory import Gpu, GpuProcess
 from loader.catalog import scan
 from tests.loader.checkpoints import write_checkpoint
 
-GIB = 1 << 30
+GIB, MIB = 1 << 30, 1 << 20
 LIMITS = """Limit                     Soft Limit           Hard Limit           Units
 Max cpu time              unlimited            unlimited            seconds
 Max open files            1024                 524288               files
@@ -103,6 +103,34 @@ def test_budgets() -> None:
     says(memory.budgets({"cpu:0": 30 * GIB}, 0, 32 * GIB), WARN, "little is left", "by 1.2 GiB")
     says(memory.budgets({"cuda:0": 80 * GIB}, 40 * GIB, 32 * GIB), FAIL, "more than there is", "by 11.2 GiB")
     says(memory.budgets({"cuda:0": 80 * GIB}, 0, 32 * GIB), OK, "nothing of")
+
+
+def test_what_all_processes_need_is_reckoned() -> None:
+    assert memory.needed_bytes({"cpu:0": 4 * GIB, "cpu:1": 2 * GIB}, GIB, 64) == 7 * GIB + 2 * 768 * MIB + 1536 * MIB + 4 * 640 * MIB
+    assert memory.needed_bytes({"cpu:0": 4 * GIB}, 0, 2) == 4 * GIB + 768 * MIB + 1536 * MIB + 2 * 640 * MIB
+    assert memory.needed_bytes({"cuda:0": 80 * GIB}, 8 * GIB, 64) == 8 * GIB + 3 * GIB + 1536 * MIB
+
+
+def test_a_limit_from_outside() -> None:
+    says(memory.service_limit(6 * GIB, None, "hearthd"), OK, "come to 6.0 GiB", "has none")
+    says(memory.service_limit(6 * GIB, 8 * GIB, "hearthd"), OK, "hearthd may take 8.0 GiB")
+    says(memory.service_limit(6 * GIB, 4 * GIB, "hearthd"), WARN, "may take 4.0 GiB", "MemoryMax=6144M")
+
+
+def test_the_least_limit_above_a_process_counts(tmp_path: Path) -> None:
+    proc, groups = tmp_path / "proc", tmp_path / "cgroup"
+    for pid, line in (("7", "0::/system.slice/hearthd.service\n"), ("8", "0::/other\n"), ("9", "1:memory:/old\n")):
+        (proc / pid).mkdir(parents=True)
+        (proc / pid / "cgroup").write_text(line)
+    (groups / "system.slice" / "hearthd.service").mkdir(parents=True)
+    (groups / "system.slice" / "hearthd.service" / "memory.max").write_text(f"{8 * GIB}\n")
+    (groups / "system.slice" / "memory.max").write_text(f"{6 * GIB}\n")
+    (groups / "other").mkdir()
+    (groups / "other" / "memory.max").write_text("max\n")
+    assert memory.limit_of(7, proc, groups) == 6 * GIB
+    assert memory.limit_of(8, proc, groups) is None
+    assert memory.limit_of(9, proc, groups) is None
+    assert memory.limit_of(10, proc, groups) is None
 
 
 def test_huge_pages() -> None:

@@ -21,6 +21,7 @@ CHECKS = [
     "C compiler",
     "cache folder",
     "memory",
+    "memory limit",
     "huge pages",
     "locked memory",
     "open files",
