@@ -160,4 +160,5 @@ def test_a_step_that_finds_no_memory_costs_its_requests_alone(tmp_path: Path) ->
         after = Submit(3, "m", [3, 8], SamplingParams(max_tokens=20, seed=3))
         engine.send(after)
         check(engine, {1: beside, 3: after})
-        engine.until(lambda: engine.last_stats().kv_chunks_used == 0)
+        # nothing runs, waits or holds KV; what is kept of prompts may stay
+        engine.until(lambda: all(counts[:3] == [0, 0, 0] for counts in engine.last_stats().models.values()))
