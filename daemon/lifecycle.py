@@ -30,6 +30,7 @@ from daemon.access import Access
 from daemon.api import paths
 from daemon.api.app import http_log, make_app, make_runner
 from daemon.carve_outs import isolated_models
+from daemon.connection import Runner
 from daemon.control import make_control_app
 from daemon.errors import BadRequest, NotNow
 from daemon.file_watch import FileWatch, signature
@@ -344,8 +345,8 @@ class Lifecycle:
         await asyncio.gather(*(worker.stop() for worker in node.workers.values()))
 
 
-def _control_runner(app: web.Application) -> web.AppRunner:
-    return web.AppRunner(
+def _control_runner(app: web.Application) -> Runner:
+    return Runner(
         app,
         access_log=None,
         logger=http_log,

@@ -22,6 +22,7 @@ from daemon.api.request_scope import RequestScope
 from daemon.api.responses import SERVER, error_response, json_response, model_object
 from daemon.api.schema import CHAT, COMPLETIONS
 from daemon.api.tokenize import tokenize
+from daemon.connection import ANSWERING, Answering, Runner
 from daemon.contracts import HealthPort, HttpSettings, ModelPort, RequestPort, TextPort
 from daemon.errors import BadRequest, HearthError, ServerFault
 from daemon.logs import fields
@@ -65,17 +66,19 @@ def make_app(
     )
 
     async def handle(request: web.Request) -> web.StreamResponse:
+        if "Expect" in request.headers:
+            _expect(request)
         return await _answer_errors(request, context)
 
-    app = web.Application()  # body.py limits the size
-    app.router.add_route("*", "/{path:(?s:.*)}", handle, expect_handler=_expect)
+    app = web.Application()  # body.py limits the size; paths.py is the router
+    app[ANSWERING] = Answering(HearthError.body, answered, handle)
     return app
 
 
-def make_runner(app: web.Application, shutdown_timeout_s: float = 30.0, **options: Any) -> web.AppRunner:
+def make_runner(app: web.Application, shutdown_timeout_s: float = 30.0, **options: Any) -> Runner:
     """handler_cancellation: a disconnect ends the handler, which cancels the request. auto_decompress off: compressed bodies are
     refused, never inflated."""
-    return web.AppRunner(
+    return Runner(
         app,
         handler_cancellation=True,
         auto_decompress=False,
@@ -88,7 +91,7 @@ def make_runner(app: web.Application, shutdown_timeout_s: float = 30.0, **option
 
 
 def _not_malformed_http(record: logging.LogRecord) -> bool:
-    """aiohttp logs a traceback for every request that is no HTTP; anybody could fill the log with them."""
+    """aiohttp logs a traceback for every body that breaks off; anybody could fill the log with them."""
     error = record.exc_info[1] if record.exc_info else None
     if not isinstance(error, (HttpProcessingError, web.RequestPayloadError)):
         return True
@@ -99,7 +102,7 @@ def _not_malformed_http(record: logging.LogRecord) -> bool:
 http_log.addFilter(_not_malformed_http)
 
 
-async def _expect(request: web.Request) -> None:
+def _expect(request: web.Request) -> None:
     """`Expect: 100-continue`; any other expectation is ignored, as HTTP allows."""
     if request.headers.get("Expect", "").lower() == "100-continue" and request.transport is not None:
         request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -145,6 +148,8 @@ async def _answer_errors(request: web.Request, context: ApiContext) -> web.Strea
     if not response.prepared:
         response.headers["X-Request-Id"] = name
         response.headers["Server"] = SERVER
+        if request.method == "CONNECT":
+            response.force_close()  # what follows would be meant for another host
     return response
 
 

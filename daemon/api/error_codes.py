@@ -12,6 +12,7 @@ CODES: dict[str, tuple[int, str, str]] = {
         "the body ended early, its chunks are broken or its encoding is not read",
         "send it whole and uncompressed",
     ),
+    "invalid_http": (400, "what was sent is no HTTP/1.1, or no HTTP; the message says where", "correct the client"),
     "invalid_request": (400, "a field has a value it may not have; `param` names it", "correct the field"),
     "unsupported_parameter": (400, "a field is known and not built, or not for this model; `param` names it", "leave it out"),
     "unsupported_grammar": (400, "a schema, regex or grammar cannot be followed; the message says which part", "simplify it"),
@@ -36,7 +37,9 @@ CODES: dict[str, tuple[int, str, str]] = {
     "method_not_allowed": (405, "the path is there for another method; `Allow` names it", "use that"),
     "body_timeout": (408, "the body was not in within body_read_timeout_s", "send it faster, or raise the limit"),
     "body_too_large": (413, "the body is larger than max_body_bytes", "send less, or raise the limit"),
+    "uri_too_long": (414, "the address of the request is longer than 32 KiB", "send less"),
     "unsupported_media_type": (415, "the body is compressed or not declared as JSON", "send plain application/json"),
+    "headers_too_large": (431, "a header is longer than 32 KiB, or there are more than 128", "send less, smaller cookies perhaps"),
     "invalid_config": (400, "`hearth reload`: a file has an error, the old settings stay", "correct file, line and key it names"),
     # not now
     "queue_full": (429, "as many requests wait as may, for the model or of the tenant", "retry after Retry-After"),

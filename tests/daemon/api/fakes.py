@@ -229,11 +229,12 @@ async def serve(
     settings: Settings | None = None,
     models: list[ModelEntry] | None = None,
     access: Access | None = None,
+    answered: Callable[[str, int], None] = lambda endpoint, status: None,
 ) -> AsyncIterator[Node]:
     """A real server on a free port."""
     requests, text, health, settings = FakeRequests(script), FakeText(), FakeHealth(), settings or Settings()
     models = models or [entry()]
-    app = make_app(requests, FakeModels(*models), text, settings, health, access)
+    app = make_app(requests, FakeModels(*models), text, settings, health, access, answered=answered)
     runner = make_runner(app, shutdown_timeout_s=0.1)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
