@@ -316,6 +316,7 @@ _CHECKS: dict[str, Callable[[Any], None]] = {
     "body_read_timeout_s": _above_zero,
     "max_queued_per_model": _between(0),
     "max_queued_per_tenant": _between(0),
+    "max_connections_per_address": _between(0),
     "drain_timeout_s": _between(0),
     "sse_comment_every_s": _above_zero,
     "max_model_len": _between(1),

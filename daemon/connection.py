@@ -26,6 +26,9 @@ from daemon.errors import BadRequest, HearthError, ServerFault
 log = logging.getLogger("hearthd.http")
 HEADER_BYTES = 32 << 10  # a header with its name, and the address of a request
 VERSIONS = (HttpVersion11, HttpVersion10)
+HEAD_BYTES = 256 << 10  # a request's address and headers together
+HEAD_LIMIT_S = 10.0  # a request's head may take, from connecting or from its first byte
+LOOK_AGAIN_S = 0.1
 LINGER_S = 5.0  # a refused client may take to send the rest and to read the answer
 
 
@@ -66,26 +69,59 @@ class ConnectionServer(web.Server):
         self.answering = answering
 
     def __call__(self) -> Connection:
-        return Connection(self, loop=self._loop, max_line_size=HEADER_BYTES, max_field_size=HEADER_BYTES, **self._kwargs)
+        return self.connection(_nothing)
+
+    def connection(self, closed: Callable[[], None]) -> Connection:
+        """closed: called when it is."""
+        options = self._kwargs
+        return Connection(self, closed, loop=self._loop, max_line_size=HEADER_BYTES, max_field_size=HEADER_BYTES, **options)
+
+
+def _nothing() -> None:
+    pass
 
 
 class Connection(web.RequestHandler):
-    """One client's."""
+    """One client's. Its timer looks whether a request's head is overdue: it is set when the client connects, and when a later head
+    comes in pieces, so that requests which come whole need none."""
 
-    __slots__ = ("_answering", "_body", "_broken", "_lingering")
+    __slots__ = (
+        "_answering", "_body", "_broken", "_closed", "_head_bytes", "_head_due_s", "_head_timer", "_is_last_look", "_lingering",
+    )  # fmt: skip
 
-    def __init__(self, server: ConnectionServer, **options: Any) -> None:
+    def __init__(self, server: ConnectionServer, closed: Callable[[], None], **options: Any) -> None:
+        """closed: called when it is."""
         super().__init__(server, **options)
-        self._answering = server.answering
+        self._answering, self._closed = server.answering, closed
         self._body: StreamReader = EMPTY_PAYLOAD  # of the last request whose head has come
         self._broken = False  # what still comes cannot be read as HTTP, and is dropped
         self._lingering: asyncio.Future[None] | None = None
+        self._head_bytes = 0  # that have come of a head that is not whole
+        self._head_due_s = 0.0  # on the loop's clock; 0: no head is awaited
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._is_last_look = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._await_head()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+        self._closed()
+        super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         if self._broken:
             return
         num_before = self._request_count
         super().data_received(data)
+        if self._request_count == num_before:
+            if data and self._is_between_requests:
+                self._on_part_of_head(data)
+            return
+        self._head_bytes, self._head_due_s = 0, 0.0
         for at in range(num_before - self._request_count, 0):
             message, body = self._messages[at]
             if isinstance(message, _ErrInfo):
@@ -104,12 +140,55 @@ class Connection(web.RequestHandler):
             return False
         if not self._body.is_eof():
             self._break_off(None)
+        elif self._head_bytes and not self._broken:
+            self._give_up(BadRequest("invalid_http", "the request ended before its head was whole"))
         return self._broken
 
     def close(self) -> None:
         super().close()
         if self._lingering is not None and not self._lingering.done():
             self._lingering.set_result(None)
+
+    @property
+    def _is_between_requests(self) -> bool:
+        return self._request_count == 0 or (self._waiter is not None and not self._waiter.done())
+
+    def _on_part_of_head(self, data: bytes) -> None:
+        if not self._head_bytes and not data.strip(b"\r\n"):
+            return  # some clients end a body with an empty line more
+        self._head_bytes += len(data)
+        if self._head_bytes > HEAD_BYTES:
+            self._give_up(BadRequest("headers_too_large", f"the head of the request is longer than {HEAD_BYTES} bytes", status=431))
+        elif not self._head_due_s:
+            self._await_head()
+
+    def _await_head(self) -> None:
+        self._head_due_s = self._loop.time() + HEAD_LIMIT_S
+        self._is_last_look = False
+        if self._head_timer is None:
+            self._head_timer = self._loop.call_at(self._head_due_s, self._look_for_head)
+
+    def _look_for_head(self) -> None:
+        self._head_timer = None
+        if not self._head_due_s or self._broken:
+            return
+        if self._loop.time() < self._head_due_s:  # the timer was an earlier head's
+            self._head_timer = self._loop.call_at(self._head_due_s, self._look_for_head)
+        elif not self._is_last_look:  # a loop that was held up calls its timers before it reads what has come meanwhile
+            self._is_last_look = True
+            self._head_timer = self._loop.call_later(LOOK_AGAIN_S, self._look_for_head)
+        elif self._head_bytes:
+            message = f"the head of the request was not in within {HEAD_LIMIT_S:g} s"
+            self._give_up(BadRequest("head_timeout", message, status=408))
+        else:
+            self.force_close()
+
+    def _give_up(self, error: HearthError) -> None:
+        """Answers in place of the request whose head is coming."""
+        self._broken = True
+        self._messages.append((_ErrInfo(error.status, error, error.message), EMPTY_PAYLOAD))
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def _break_off(self, error: BaseException | None) -> None:
         """error: None where the client ended its side."""

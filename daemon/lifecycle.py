@@ -25,11 +25,12 @@ from config.devices import device_budgets
 from config.schema import DeviceBudget, NodeConfig
 from config.units import format_bytes, machine_memory_bytes
 from daemon import keys, listeners, logs, sockets
-from daemon.acceptor import Acceptor, Room
+from daemon.acceptor import Acceptor, Crowd, Room
 from daemon.access import Access
 from daemon.api import paths
 from daemon.api.app import http_log, make_app, make_runner
 from daemon.carve_outs import isolated_models
+from daemon.client_addresses import ClientAddresses, too_many
 from daemon.connection import Runner
 from daemon.control import make_control_app
 from daemon.errors import BadRequest, NotNow
@@ -130,7 +131,9 @@ class Lifecycle:
             listening += await listen(control, control_sockets[sockets.CONTROL], 64, room.operators, refuse_command)
             listening += await listen(status, control_sockets[sockets.STATUS], 64, room.watchers, refuse_command)
             listening += await listen(admin, http.admin, 64, room.watchers, refuse)
-            main = await listen(api, http.main, sockets.BACKLOG, room.clients, refuse)
+            addresses = ClientAddresses(lambda: node.settings.config.max_connections_per_address)
+            crowd = Crowd(addresses, refuse_request(node.metric.count_answer, too_many))
+            main = await listen(api, http.main, sockets.BACKLOG, room.clients, refuse, crowd)
             listening += main
             node.url, node.listening = sockets.url_of(http.main[0]), True
             self._announce(node)
@@ -169,7 +172,7 @@ class Lifecycle:
         only: frozenset[str] | None = None,
         without: frozenset[str] = frozenset(),
         ask: bool = True,
-    ) -> web.AppRunner:
+    ) -> Runner:
         access = Access(self._keys if ask else None, node.settings, listen, node.metric.count_refused)
         if access.keys is not None:
             self._accesses.append(access)

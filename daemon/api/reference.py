@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from daemon import connection
 from daemon.api import paths, schema
 from daemon.api.embeddings_body import EmbeddingsBody
 from daemon.api.error_codes import CODES
@@ -194,6 +195,14 @@ def reference() -> str:
         "",
         "`data: {…}` per step and `data: [DONE]` at the end, as OpenAI has it. A silent stream gets a comment every",
         'sse_comment_every_s. An error after the first byte is a last event `data: {"error": {…}}`, without `[DONE]`.',
+        "",
+        "## Connections",
+        "",
+        f"Address and headers of a request have to be in {connection.HEAD_LIMIT_S:g} s after connecting, or after their first byte",
+        "on a connection that is used again; its body within body_read_timeout_s. A header may have "
+        f"{connection.HEADER_BYTES >> 10} KiB, all of them together",
+        f"about {connection.HEAD_BYTES >> 10} KiB. A connection that is not used is closed after an hour. One client",
+        "may have max_connections_per_address connections open; `admin_listen` and Unix sockets don't count.",
         "",
         "## Errors",
         "",

@@ -214,6 +214,7 @@ class Node:
     health: FakeHealth
     settings: Settings
     app: web.Application
+    runner: web.AppRunner
     port: int = 0
     host: str = "127.0.0.1"
     models: list[ModelEntry] = field(default_factory=list)
@@ -240,7 +241,7 @@ async def serve(
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     try:
-        yield Node(requests, text, health, settings, app, port=runner.addresses[0][1], models=models)
+        yield Node(requests, text, health, settings, app, runner, port=runner.addresses[0][1], models=models)
     finally:
         await requests.stop()
         await runner.cleanup()

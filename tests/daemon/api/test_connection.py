@@ -1,4 +1,4 @@
-"""What is no HTTP is refused like all else that is refused: JSON, a request id, counted, and the connection is closed."""
+"""What is no HTTP, or does not come, is refused like all else: JSON, a request id, counted, and the connection is closed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import asyncio
 import json
 import logging
 import re
+import socket
+import time
 from collections.abc import AsyncIterator
 from typing import Any, cast
 
@@ -40,6 +42,7 @@ REFUSED: dict[str, tuple[bytes, int, str, str]] = {
     "long name": (GET + b"X" * 33 * KIB + b": a\r\n\r\n", 431, "headers_too_large", "32768"),
     "many": (GET + b"X: a\r\n" * 200 + b"\r\n", 431, "headers_too_large", "too many"),
     "long address": (b"GET /" + b"a" * 33 * KIB + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", 414, "uri_too_long", "32768"),
+    "long head": (GET + (b"X: " + b"a" * 31 * KIB + b"\r\n") * 20 + b"\r\n", 431, "headers_too_large", "262144"),
     "CONNECT": (b"CONNECT localhost:80 HTTP/1.1\r\nHost: localhost:80\r\n\r\n", 405, "method_not_allowed", "CONNECT"),
 }
 
@@ -175,3 +178,117 @@ async def test_the_control_sockets_errors_keep_their_form() -> None:
         await runner.cleanup()
     assert head.startswith(b"HTTP/1.1 400 ")
     assert sorted(json.loads(body)) == ["code", "details", "message"]
+
+
+# ---- heads that do not come
+
+
+async def connect(node: Node) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await asyncio.open_connection(node.host, node.port)
+
+
+async def whole_answer(reader: asyncio.StreamReader) -> str:
+    """The head of one that leaves the connection open."""
+    head = (await reader.readuntil(b"\r\n\r\n")).decode()
+    match = re.search(r"Content-Length: (\d+)", head)
+    assert match, head
+    await reader.readexactly(int(match[1]))
+    return head
+
+
+async def until_a_silent_client_is_closed(node: Node) -> None:
+    """The limit of a head has passed since this was called."""
+    reader, writer = await connect(node)
+    assert await reader.read() == b"", "who says nothing gets no answer"
+    writer.close()
+
+
+async def dripped(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+    """The answer to a head of which a byte comes at a time and never the last."""
+
+    async def drip() -> None:
+        for byte in b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nX: " + bytes(10_000).replace(b"\0", b"a"):
+            writer.write(bytes([byte]))
+            await asyncio.sleep(0.01)
+
+    dripping = asyncio.create_task(drip())
+    answer = await reader.read()
+    dripping.cancel()
+    writer.close()
+    return answer
+
+
+@pytest.fixture
+def short_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "HEAD_LIMIT_S", 0.2)
+
+
+@pytest.mark.usefixtures("short_limit")
+async def test_who_says_nothing_is_closed(node: Node, counted: list[tuple[str, int]]) -> None:
+    async with asyncio.timeout(SAFETY_S):
+        await asyncio.gather(*(until_a_silent_client_is_closed(node) for _ in range(20)))
+    assert not counted
+
+
+@pytest.mark.usefixtures("short_limit")
+async def test_a_dripping_head_is_408(node: Node, counted: list[tuple[str, int]]) -> None:
+    async with asyncio.timeout(SAFETY_S):
+        answers = await asyncio.gather(*[dripped(*await connect(node)) for _ in range(20)])
+    for answer in answers:
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 408 ")
+        assert b"Connection: close" in head
+        assert check_error(408, body.decode())["code"] == "head_timeout"
+    assert [status for _, status in counted] == 20 * [408]
+
+
+@pytest.mark.usefixtures("short_limit")
+async def test_a_later_heads_limit_counts_from_its_first_byte(node: Node) -> None:
+    async with asyncio.timeout(SAFETY_S):
+        reader, writer = await connect(node)
+        for _ in range(3):
+            writer.write(GET + b"\r\n" + b"\r\n")  # an empty line more is no head
+            await whole_answer(reader)
+            await until_a_silent_client_is_closed(node)
+        assert (await dripped(reader, writer)).startswith(b"HTTP/1.1 408 ")
+
+
+@pytest.mark.usefixtures("short_limit")
+async def test_bodies_and_answers_may_take_longer(node: Node) -> None:
+    body = json.dumps({"model": "tiny", "prompt": "hi", "max_tokens": 2}).encode()
+    async with asyncio.timeout(SAFETY_S):
+        reader, writer = await connect(node)
+        for _ in range(2):
+            writer.write(POST + b"Content-Length: %d\r\n\r\n" % len(body))
+            for at in range(0, len(body), 20):
+                await until_a_silent_client_is_closed(node)
+                writer.write(body[at : at + 20])
+            assert (await whole_answer(reader)).startswith("HTTP/1.1 200 ")
+        writer.close()
+
+
+@pytest.mark.usefixtures("short_limit")
+async def test_a_head_that_waits_for_a_busy_loop_is_in_time(node: Node) -> None:
+    async with asyncio.timeout(SAFETY_S):
+        with socket.create_connection((node.host, node.port), SAFETY_S) as client:
+            while not (node.runner.server and node.runner.server.connections):  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            client.sendall(GET + b"\r\n")
+            time.sleep(0.5)  # noqa: ASYNC251
+            assert (await asyncio.to_thread(client.recv, 100)).startswith(b"HTTP/1.1 200 ")
+
+
+async def test_a_head_cut_short_is_answered(node: Node, counted: list[tuple[str, int]]) -> None:
+    for before in (b"", GET + b"\r\n"):
+        async with asyncio.timeout(SAFETY_S):
+            reader, writer = await connect(node)
+            if before:
+                writer.write(before)
+                await whole_answer(reader)
+            writer.write(b"GET /heal")
+            writer.write_eof()
+            head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+            writer.close()
+        assert head.startswith(b"HTTP/1.1 400 ")
+        assert "ended before" in str(check_error(400, body.decode())["message"])
+    assert [status for _, status in counted] == [400, 200, 400]
