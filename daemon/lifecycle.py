@@ -112,7 +112,9 @@ class Lifecycle:
         node.engine_rounds.start()
         text = TextService()
         api = self._http(node, text, self._config.listen, without=paths.ADMIN if http.admin else frozenset())
-        admin = self._http(node, text, self._config.admin_listen, only=paths.ADMIN | paths.OPEN, ask=http.admin_asks_key)
+        admin = self._http(
+            node, text, self._config.admin_listen, only=paths.ADMIN | paths.OPEN | paths.WATCHING, ask=http.admin_asks_key
+        )
         control = _control_runner(make_control_app(node))
         status = _control_runner(make_control_app(node, read_only=True))
         node.tasks.start("the watchdog's task", lambda: self._notify.watchdog(node.problem))

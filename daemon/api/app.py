@@ -28,6 +28,7 @@ from daemon.errors import BadRequest, HearthError, ServerFault
 from daemon.logs import fields
 from daemon.page.feed import PageFeed
 from daemon.stream_clock import StreamClock
+from daemon.version import VERSION
 
 log = logging.getLogger("hearthd.api")
 http_log = logging.getLogger("hearthd.http")
@@ -143,7 +144,7 @@ async def _answer_errors(request: web.Request, context: ApiContext) -> web.Strea
         status = response.status
     finally:
         context.answered(target.endpoint if target is not None else "", status)
-        if scope is not None and target is not None and request.method == "POST":
+        if scope is not None and target is not None and request.method == "POST" and target.endpoint != paths.PING:
             scope.ended(name, target.endpoint, status)
     if not response.prepared:
         response.headers["X-Request-Id"] = name
@@ -190,12 +191,18 @@ async def _handle(request: web.Request, context: ApiContext, target: paths.Targe
     if target.endpoint == paths.MODEL:
         assert target.model_id is not None
         return json_response(model_object(_find(context.models, target.model_id)))
+    if target.endpoint == paths.VERSION:
+        return json_response({"version": VERSION})
+    if target.endpoint == paths.LOAD:
+        return json_response({"server_load": context.health.num_open()})
     good, body = _health(context, target)
     return json_response(body, 200 if good else 503)
 
 
 def _health(context: ApiContext, target: paths.Target) -> tuple[bool, dict[str, object]]:
-    return context.health.health() if target.endpoint == paths.HEALTHZ else context.health.ready()
+    if target.endpoint == paths.PING:
+        return True, {"status": "ok"}
+    return context.health.ready() if target.endpoint == paths.READYZ else context.health.health()
 
 
 def _tell_stranger(context: ApiContext, target: paths.Target | None) -> web.StreamResponse:

@@ -29,7 +29,11 @@ ENDPOINTS = {
     "detokenize": "the text of token ids",
     "healthz": "200 while the event loop turns and no roll-back is overdue, else 503; JSON says which device and why. "
     "`degraded` with 200: a task of the daemon failed in the last minute and was started again",
+    "health": "the same, by vLLM's name",
     "readyz": "200 while requests are taken and an engine is up, else 503 with the reason",
+    "ping": "200, also to POST: the server answers",
+    "version": '`{"version"}` of hearthd',
+    "load": '`{"server_load"}`: the requests that are open, waiting or running; one for several answers counts as several',
     "metrics": "Prometheus, see [metrics.md](metrics.md)",
     "page": "the status page",
     "page_events": "what the status page shows, as server-sent events",
@@ -159,7 +163,7 @@ def addresses() -> dict[str, str]:
     """Endpoint -> its path."""
     return {
         **{endpoint: path for path, endpoint in paths._FIXED.items()},
-        **{endpoint: path or "/" for path, endpoint in getattr(paths, "_PAGES", {}).items()},
+        **{endpoint: path or "/" for path, endpoint in paths._NODE.items()},
         paths.MODEL: "/v1/models/{id}",
     }
 
@@ -170,9 +174,10 @@ def reference() -> str:
         "",
         "Made by `python -m daemon.api.reference` from the code; do not edit by hand.",
         "",
-        "All but the status page are there twice: as written here, and below `/m/MODEL`, for that model alone. Where keys are set",
-        "each path needs `Authorization: Bearer KEY`, except the *open* ones; those marked *admin* need a tenant with",
-        "`admin = true` as soon as there is one. `X-Request-Id` is taken from the request or made, and always returned.",
+        "All but `/ping`, `/version`, `/load` and the status page are there twice: as written here, and below `/m/MODEL`, for that",
+        "model alone. Where keys are set each path needs `Authorization: Bearer KEY`, except the *open* ones; those marked *admin*",
+        "need a tenant with `admin = true` as soon as there is one. `X-Request-Id` is taken from the request or made, and always",
+        "returned.",
         "",
         "| method | path | key | what it is |",
         "|---|---|---|---|",

@@ -15,6 +15,7 @@ from config.load import ConfigError
 from config.schema import NodeConfig
 from daemon import access, keys, listeners, sockets
 from daemon.access import Access
+from daemon.version import VERSION
 from tests.daemon.api.fakes import entry, serve
 
 CHAT = {"model": "org/tiny", "messages": [{"role": "user", "content": "hi"}]}
@@ -252,3 +253,45 @@ def test_connections_inherit_keepalive_from_the_listener(is_passed: bool) -> Non
             assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
     finally:
         bound.close()
+
+
+# ---- what probes ask, by vLLM's names
+
+
+async def test_probes_need_no_key_and_learn_nothing_else(tmp_path: Path) -> None:
+    async with serve(access=Access(tenants(tmp_path))) as node, ClientSession(node.url) as http:
+        for method, path, told in (
+            ("GET", "/health", {"status": "ok"}),
+            ("GET", "/ping", {"status": "ok"}),
+            ("POST", "/ping", {"status": "ok"}),
+        ):
+            async with http.request(method, path) as answer:
+                assert (answer.status, await answer.json()) == (200, told), path
+        for path in ("/version", "/load", "/m/tiny/health"):
+            assert await status(http, "GET", path) == 401, path
+        node.health.good = False
+        assert [await status(http, "GET", path) for path in ("/health", "/healthz", "/ping")] == [503, 503, 200]
+        assert await status(http, "GET", "/m/tiny/health", bearer("key-of-all")) == 503
+
+
+async def test_version_and_load(tmp_path: Path) -> None:
+    async with serve() as node, ClientSession(node.url) as http:
+        async with http.get("/version") as answer:
+            assert (answer.status, await answer.json()) == (200, {"version": VERSION})
+        for node.health.open in (0, 3):
+            async with http.get("/load") as answer:
+                assert (answer.status, await answer.json()) == (200, {"server_load": node.health.open})
+        for path in ("/version", "/load", "/health"):
+            assert await status(http, "POST", path) == 405
+        assert await status(http, "GET", "/m/tiny/load") == 404, "the node's, no model's"
+    async with serve(access=Access(tenants(tmp_path, admin=True))) as node, ClientSession(node.url) as http:
+        some, admins = bearer("key-of-some"), bearer("key-of-all")
+        assert [await status(http, "GET", "/load", key) for key in (some, admins)] == [403, 200], "it tells of all tenants"
+        assert await status(http, "GET", "/version", some) == 200
+
+
+async def test_pings_leave_no_lines_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "hearthd.request")
+    async with serve() as node, ClientSession(node.url) as http:
+        assert await status(http, "POST", "/ping") == 200
+    assert not caplog.records

@@ -134,6 +134,20 @@ def test_small_ready_and_clean(tmp_path: Path) -> None:
     assert "Traceback" not in node.log_text()
 
 
+def test_load_tells_how_many_requests_are_open(tmp_path: Path) -> None:
+    make_model(tmp_path / "n" / "models" / "a")
+    with Node(tmp_path / "n", null_step_ms=200) as node:
+        assert node.get("/load") == (200, {"server_load": 0})
+        streams = [Stream(node, "a", f"{at}", 250) for at in range(2)]
+        for stream in streams:
+            stream.wait_for_chunks(1)
+        assert node.get("/load") == (200, {"server_load": 2})
+        assert node.get("/version") == (200, {"version": VERSION})
+        for stream in streams:
+            stream.hang_up()
+        node.wait_for(lambda: node.get("/load") == (200, {"server_load": 0}), "nobody there")
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_drains(tmp_path: Path, number: signal.Signals) -> None:
     """The whole process group gets it, engines included, as from systemd or a terminal."""

@@ -188,12 +188,16 @@ def prompt_logprobs(generation: Generation) -> PromptLogprobs:
 
 class FakeHealth:
     good = True
+    open = 0
 
     def health(self) -> tuple[bool, dict[str, object]]:
         return self.good, {"status": "ok" if self.good else "overdue"}
 
     def ready(self) -> tuple[bool, dict[str, object]]:
         return self.good, {"status": "ready" if self.good else "draining"}
+
+    def num_open(self) -> int:
+        return self.open
 
     def metrics(self, model: str | None = None) -> bytes:
         return b"hearth_up 1\n" if model is None else f'hearth_up{{model="{model}"}} 1\n'.encode()
