@@ -28,6 +28,7 @@ from daemon.keys import ANYONE, Keys, Tenant
 
 log = logging.getLogger("hearthd.access")
 TELL_EVERY_S = 60.0
+KEY_HEADERS = ("x-api-key", "api-key")  # of Anthropic's and Azure's clients
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[^:\[\]]*)(?::\d+)?\Z")
 
 
@@ -66,23 +67,33 @@ class Access:
         if self.keys is None:
             self._refuse_other_sites(request)
             return ANYONE
-        key = self._key(request)
-        tenant = self.keys.find(key) if key else None
+        found = self._keys_in(request)
+        tenant = self.keys.find(found[0]) if len(found) == 1 else None
         if tenant is None:
             if target is not None and target.endpoint in paths.OPEN and target.scope is None:
                 return None
-            self._refused("wrong key" if key else "no key", request)
-            raise NoKey(
-                "invalid_api_key",
-                "The API key is not known here." if key else "An API key is needed: send it as `Authorization: Bearer KEY`.",
-            )
+            self._refused("wrong key" if found else "no key", request)
+            message = "An API key is needed: send it as `Authorization: Bearer KEY`."
+            if found:
+                message = "The API key is not known here."
+            if len(found) > 1:
+                message = "The request has different API keys in Authorization, x-api-key and api-key. Send one."
+            raise NoKey("invalid_api_key", message)
         if target is not None and target.endpoint in paths.WATCHING and not self.keys.may_watch(tenant):
             self._refused("no admin", request)
             raise NotAllowed("not_admin", "This tells of all tenants; only keys of a tenant with `admin = true` open it.")
         return tenant
 
-    def _key(self, request: web.Request) -> str:
-        """ "" where there is none. Raises NotAllowed."""
+    def _keys_in(self, request: web.Request) -> list[str]:
+        """The different keys that a request has, Authorization's first. Raises NotAllowed."""
+        keys = [self._authorization(request)]
+        for name in KEY_HEADERS:
+            if name in request.headers:
+                keys += (value.strip() for value in request.headers.getall(name))
+        return [key for key in dict.fromkeys(keys) if key]
+
+    def _authorization(self, request: web.Request) -> str:
+        """Its key; "" where there is none. Raises NotAllowed."""
         scheme, _, value = request.headers.get("Authorization", "").partition(" ")
         if scheme.lower() == "bearer":
             return value.strip()

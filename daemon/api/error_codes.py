@@ -26,7 +26,7 @@ CODES: dict[str, tuple[int, str, str]] = {
         "the model can never be loaded here; the message has the arithmetic",
         "raise the device's budget, lower `max_model_len` or `kv_floor_tokens`, or choose a smaller one",
     ),
-    "invalid_api_key": (401, "no key, or one that is in no keys file", "send `Authorization: Bearer KEY`"),
+    "invalid_api_key": (401, "no key, one that is in no keys file, or two different ones", "send `Authorization: Bearer KEY`"),
     "host_not_allowed": (403, "without keys: the Host header names no address of this machine", "use it, or set `allowed_hosts`"),
     "origin_not_allowed": (403, "a page of another site asked, in somebody's browser", "serve the page from the same origin"),
     "not_admin": (403, "this tells of all tenants and the key's tenant is no `admin`", "use an admin's key"),

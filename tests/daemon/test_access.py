@@ -74,6 +74,43 @@ async def test_a_key_is_needed_for_all_but_health(tmp_path: Path) -> None:
         assert not [generation for generation in node.requests.submitted if generation.tenant != "all"]
 
 
+async def test_azures_and_anthropics_headers_hold_keys_too(tmp_path: Path) -> None:
+    async with serve(access=Access(tenants(tmp_path))) as node, ClientSession(node.url) as http:
+        for name in ("x-api-key", "api-key", "X-API-Key"):
+            for method, path in (("POST", "/v1/chat/completions"), ("GET", "/v1/models")):
+                assert await status(http, method, path, {name: "key-of-all"}) == 200, (name, path)
+                assert await status(http, method, path, {name: "key-of-nobody"}) == 401, (name, path)
+                assert await status(http, method, path, {name: ""}) == 401, (name, path)
+        assert {generation.tenant for generation in node.requests.submitted} == {"all"}
+
+
+async def test_keys_that_disagree_are_refused(tmp_path: Path) -> None:
+    """Which one counts must not be a guess: what a proxy in front checks may not be what is used here."""
+    counted: list[str] = []
+    async with serve(access=Access(tenants(tmp_path), count=counted.append)) as node, ClientSession(node.url) as http:
+        for headers, expected in (
+            (bearer("key-of-all") | {"x-api-key": "key-of-all", "api-key": "key-of-all"}, 200),
+            (bearer("key-of-all") | {"x-api-key": "key-of-some"}, 401),
+            (bearer("key-of-all") | {"api-key": "key-of-nobody"}, 401),
+            (bearer("key-of-nobody") | {"api-key": "key-of-all"}, 401),
+            ({"x-api-key": "key-of-some", "api-key": "key-of-all"}, 401),
+            (basic("key-of-all") | {"api-key": "key-of-some"}, 401),
+            ({"Authorization": "Negotiate abc", "api-key": "key-of-all"}, 200),  # no key of ours is no other key
+        ):
+            async with http.get("/v1/models", headers=headers) as answer:
+                assert answer.status == expected, headers
+                if expected == 401:
+                    error = (await answer.json())["error"]
+                    assert error["code"] == "invalid_api_key"
+                    assert "different API keys" in error["message"]
+        twice = [("x-api-key", "key-of-all"), ("x-api-key", "key-of-some")]
+        async with http.get("/v1/models", headers=twice) as answer:
+            assert answer.status == 401
+        async with http.get("/healthz", headers=bearer("key-of-all") | {"api-key": "key-of-some"}) as answer:
+            assert (answer.status, await answer.json()) == (200, {"status": "ok"}), "as a stranger"
+    assert counted == 6 * ["wrong_key"]
+
+
 async def test_the_error_is_openais(tmp_path: Path) -> None:
     async with serve(access=Access(tenants(tmp_path))) as node, ClientSession(node.url) as http:
         async with http.post("/v1/chat/completions", json=CHAT) as answer:
