@@ -120,6 +120,14 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     allowed_hosts: Annotated[
         list[str], key("names in the Host header, beside listen's own, that are served while no keys are set", reload=LIVE)
     ] = []
+    allowed_origins: Annotated[
+        list[str],
+        key(
+            "other sites whose pages may use the API from a browser (CORS), as scheme://host[:port]; "
+            '["*"]: all of them, which without keys hands the models to every page that somebody here opens',
+            reload=LIVE,
+        ),
+    ] = []
     device: Annotated[
         list[str],
         key(

@@ -2,8 +2,9 @@
 
 Without keys a browser is the danger: a page of any site may send requests to this machine, and a name that its owner points at
 127.0.0.1 (DNS rebinding) makes the answers that site's own. So the Host header must be an address or a name of ours, and a request
-that names another Origin is refused. With keys neither matters, because a browser sends a key only where the page knows it; the
-exception is the password a browser remembers (Basic), which is taken for GET and from our own pages only.
+that names another Origin is refused, unless `allowed_origins` has it (daemon/cors.py). With keys neither matters, because a browser
+sends a key only where the page knows it; the exception is the password a browser remembers (Basic), which is taken for GET and from
+our own pages only.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from aiohttp import web
 
 from config.units import parse_listen
 from daemon.api import paths
+from daemon.cors import Cors
 from daemon.errors import NoKey, NotAllowed
 from daemon.keys import ANYONE, Keys, Tenant
 
@@ -50,9 +52,11 @@ class Access:
         settings: AccessSettings | None = None,
         listen: str = "",
         count: Callable[[str], None] = lambda reason: None,
+        cors: Cors | None = None,
     ) -> None:
-        """listen: HOST:PORT as configured; its name is one of ours. count: told the reason of each refusal."""
-        self.keys = keys
+        """listen: HOST:PORT as configured; its name is one of ours. count: told the reason of each refusal. cors: None: no other
+        site's page may come in."""
+        self.keys, self.cors = keys, cors
         self._settings: AccessSettings = settings or NoHosts()
         self._names = {socket.gethostname().lower()}
         if listen:
@@ -65,7 +69,7 @@ class Access:
         """Whose request it is; None: a stranger asks what strangers may know. Raises HearthError. target: None for an unknown
         path."""
         if self.keys is None:
-            self._refuse_other_sites(request)
+            self._refuse_other_sites(request, target)
             return ANYONE
         found = self._keys_in(request)
         tenant = self.keys.find(found[0]) if len(found) == 1 else None
@@ -105,7 +109,7 @@ class Access:
         except (binascii.Error, ValueError):
             return ""
 
-    def _refuse_other_sites(self, request: web.Request) -> None:
+    def _refuse_other_sites(self, request: web.Request, target: paths.Target | None) -> None:
         host = request.headers.get("Host", "")
         if host and not self._is_ours(host):
             self._refused("other host", request)
@@ -113,7 +117,8 @@ class Access:
                 "host_not_allowed",
                 f"This server does not answer for the host {host[:256]!r}. Use an address, or name the host in allowed_hosts.",
             )
-        self._refuse_other_origins(request)
+        if self.cors is None or not self.cors.allows(request, target):
+            self._refuse_other_origins(request)
 
     def _refuse_other_origins(self, request: web.Request) -> None:
         origin = request.headers.get("Origin")
@@ -121,7 +126,7 @@ class Access:
         if origin is None or (host and origin.partition("://")[2].lower() == host.lower()):
             return
         self._refused("other origin", request)
-        raise NotAllowed("origin_not_allowed", f"Pages of {origin[:256]!r} may not use this server.")
+        raise NotAllowed("origin_not_allowed", f"Pages of {origin[:256]!r} may not use this server (allowed_origins).")
 
     def _is_ours(self, host_header: str) -> bool:
         """A rebound name is a name: addresses are always ours."""

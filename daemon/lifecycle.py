@@ -33,6 +33,7 @@ from daemon.carve_outs import isolated_models
 from daemon.client_addresses import ClientAddresses, too_many
 from daemon.connection import Runner
 from daemon.control import make_control_app
+from daemon.cors import Cors
 from daemon.errors import BadRequest, NotNow
 from daemon.file_watch import FileWatch, signature
 from daemon.gpu.driver import Driver
@@ -175,7 +176,8 @@ class Lifecycle:
         without: frozenset[str] = frozenset(),
         ask: bool = True,
     ) -> Runner:
-        access = Access(self._keys if ask else None, node.settings, listen, node.metric.count_refused)
+        cors = Cors(node.settings) if only is None else None  # the operators' own listener is for no other site's pages
+        access = Access(self._keys if ask else None, node.settings, listen, node.metric.count_refused, cors)
         if access.keys is not None:
             self._accesses.append(access)
         return make_runner(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from aiohttp import web
@@ -32,6 +32,7 @@ from daemon.version import VERSION
 
 log = logging.getLogger("hearthd.api")
 http_log = logging.getLogger("hearthd.http")
+_NO_HEADERS: Mapping[str, str] = {}
 CLIENT_GONE = 499  # what the log says of a request nobody waited for
 
 
@@ -112,13 +113,18 @@ def _expect(request: web.Request) -> None:
 async def _answer_errors(request: web.Request, context: ApiContext) -> web.StreamResponse:
     name = request_id(request.headers.get("X-Request-Id"))
     target = paths.target(request.rel_url.raw_path)
+    cors = context.access.cors
+    more_headers = cors.headers(request, target) if cors is not None else _NO_HEADERS
     scope: RequestScope | None = None
     status = CLIENT_GONE
     try:
-        tenant = context.access.admit(request, target)
-        if tenant is not None:
+        preflight = cors.preflight(request, target) if more_headers and cors is not None else None
+        tenant = context.access.admit(request, target) if preflight is None else None
+        if preflight is not None:
+            response: web.StreamResponse = preflight
+        elif tenant is not None:
             scope = RequestScope(tenant, context.models, context.requests)
-            response = await _handle(request, context.scoped(scope, scope), target, name)
+            response = await _handle(request, context.scoped(scope, scope, more_headers), target, name)
         elif target is not None and target.endpoint == paths.PAGE:
             response = await _handle(request, context, target, name)
         else:
@@ -149,6 +155,8 @@ async def _answer_errors(request: web.Request, context: ApiContext) -> web.Strea
     if not response.prepared:
         response.headers["X-Request-Id"] = name
         response.headers["Server"] = SERVER
+        if more_headers:
+            response.headers.update(more_headers)
         if request.method == "CONNECT":
             response.force_close()  # what follows would be meant for another host
     return response

@@ -28,7 +28,11 @@ CODES: dict[str, tuple[int, str, str]] = {
     ),
     "invalid_api_key": (401, "no key, one that is in no keys file, or two different ones", "send `Authorization: Bearer KEY`"),
     "host_not_allowed": (403, "without keys: the Host header names no address of this machine", "use it, or set `allowed_hosts`"),
-    "origin_not_allowed": (403, "a page of another site asked, in somebody's browser", "serve the page from the same origin"),
+    "origin_not_allowed": (
+        403,
+        "a page of another site asked, in somebody's browser",
+        "serve the page from the same origin, or set `allowed_origins`",
+    ),
     "not_admin": (403, "this tells of all tenants and the key's tenant is no `admin`", "use an admin's key"),
     "permission_denied": (403, "a command over the status socket, or a socket one may not open", "join the group hearthd"),
     "not_found": (404, "no such path; `hearth why`: no such model or request", "see the paths above"),
