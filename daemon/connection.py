@@ -140,6 +140,8 @@ class Connection(web.RequestHandler):
             return False
         if not self._body.is_eof():
             self._break_off(None)
+        elif self._request_in_progress:
+            return False
         elif self._head_bytes and not self._broken:
             self._give_up(BadRequest("invalid_http", "the request ended before its head was whole"))
         return self._broken

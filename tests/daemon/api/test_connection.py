@@ -124,6 +124,20 @@ async def test_who_ends_after_a_whole_request_has_gone(node: Node) -> None:
     assert await exchange(node, POST + b"Content-Length: %d\r\n\r\n" % len(body) + body, ends=True) == ("", b"")
 
 
+@pytest.mark.parametrize("following", [b"", b"\x00\x01", b"GET /heal"], ids=["nothing", "no HTTP", "part of a head"])
+async def test_who_goes_while_it_is_served_is_noticed_whatever_it_has_sent(following: bytes) -> None:
+    body = json.dumps({"model": "tiny", "prompt": "hi", "max_tokens": 2}).encode()
+    async with asyncio.timeout(SAFETY_S):
+        async with serve(lambda generation: [10 * SAFETY_S]) as node:
+            _, writer = await asyncio.open_connection(node.host, node.port)
+            writer.write(POST + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+            while not node.requests.submitted:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            writer.write(following)
+            writer.close()
+            await node.requests.cancel_event.wait()
+
+
 async def test_requests_before_broken_ones_are_answered_first(node: Node) -> None:
     async with asyncio.timeout(SAFETY_S):
         reader, writer = await asyncio.open_connection(node.host, node.port)
