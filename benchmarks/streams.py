@@ -112,6 +112,9 @@ class Health:
 
     ready = health
 
+    def num_open(self) -> int:
+        return 0
+
     def metrics(self, model: str | None = None) -> bytes:
         return b""
 

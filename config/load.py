@@ -10,7 +10,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from config import locate, paths, units
+from config import locate, origins, paths, units
 from config.nearest import nearest
 from config.schema import ModelConfig, NodeConfig, SamplingDefaults
 
@@ -273,6 +273,13 @@ def _host_names(value: Any) -> None:
             raise ValueError('must hold host names without scheme and port, as in "gpu1.example.org"')
 
 
+def _origins(value: Any) -> None:
+    if value == [origins.ANY]:
+        return
+    for text in value:
+        origins.parse_origin(text)
+
+
 def _device_specs(value: Any) -> None:
     """The node's `device` (NAME=BUDGET): the form only; amounts need the machine."""
     for text in value:
@@ -289,6 +296,7 @@ _CHECKS: dict[str, Callable[[Any], None]] = {
     "log_format": _one_of(*LOG_FORMATS),
     "admin_listen": _listen_or_none,
     "allowed_hosts": _host_names,
+    "allowed_origins": _origins,
     "runner": _one_of(*RUNNERS),
     "tool_parser": _one_of(*TOOL_PARSERS),
     "reasoning_parser": _one_of(*REASONING_PARSERS),
@@ -317,6 +325,7 @@ _CHECKS: dict[str, Callable[[Any], None]] = {
     "body_read_timeout_s": _above_zero,
     "max_queued_per_model": _between(0),
     "max_queued_per_tenant": _between(0),
+    "max_connections_per_address": _between(0),
     "drain_timeout_s": _between(0),
     "sse_comment_every_s": _above_zero,
     "max_model_len": _between(1),

@@ -78,6 +78,7 @@ _EXAMPLES = {
     "keys_file": '"/etc/hearthd/keys.toml"',
     "admin_listen": '"127.0.0.1:8001"',
     "allowed_hosts": '["gpu1.example.org"]',
+    "allowed_origins": '["https://chat.example.org"]',
     "device": '["cpu=50%"]',
     "state_dir": '"/var/lib/hearthd"',
     "cache_dir": '"/var/cache/hearthd"',

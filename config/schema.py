@@ -120,6 +120,14 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     allowed_hosts: Annotated[
         list[str], key("names in the Host header, beside listen's own, that are served while no keys are set", reload=LIVE)
     ] = []
+    allowed_origins: Annotated[
+        list[str],
+        key(
+            "other sites whose pages may use the API from a browser (CORS), as scheme://host[:port]; "
+            '["*"]: all of them, which without keys hands the models to every page that somebody here opens',
+            reload=LIVE,
+        ),
+    ] = []
     device: Annotated[
         list[str],
         key(
@@ -224,6 +232,15 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_queued_per_tenant: Annotated[
         int, key("of them, requests of one tenant; 0: half of them while a keys_file is set", "requests", LIVE)
     ] = 0
+    max_connections_per_address: Annotated[
+        int,
+        key(
+            "connections that one client may have open to `listen`, by its address (IPv6: its /64 network); more are answered 429; "
+            "0: any number, as behind a proxy, whose address all clients have",
+            "connections",
+            LIVE,
+        ),
+    ] = 1024
     drain_timeout_s: Annotated[float, key("SIGTERM: running requests may take that long", "s", LIVE)] = 30.0
     sse_comment_every_s: Annotated[float, key("a comment keeps a silent stream open", "s", LIVE)] = 5.0
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from daemon.client_addresses import REFUSED, SERVED, UNCOUNTED, ClientAddresses
 from daemon.shortage import SHORTAGE
 
 log = logging.getLogger("hearthd")
@@ -25,8 +26,8 @@ PAUSE_S = 1.0
 REFUSED_FOR_S = 5.0  # a refused client may take to send its request and to read the answer
 _GONE = (errno.ECONNABORTED, errno.EPROTO)  # the client went before it was accepted
 
-Protocols = Callable[[], asyncio.BaseProtocol]
-Refusals = Callable[[Callable[[], None]], asyncio.BaseProtocol]
+# Makes the protocol of a connection; the protocol calls what it is given when the connection is closed.
+Protocols = Callable[[Callable[[], None]], asyncio.BaseProtocol]
 
 
 @dataclass(slots=True, frozen=True)
@@ -49,14 +50,24 @@ class Room:
         self.operators = Bounds(limit, limit)  # who may open the control socket may do everything
 
 
+@dataclass(slots=True, frozen=True)
+class Crowd:
+    """What bounds the connections of one client. refuse: those above its limit."""
+
+    addresses: ClientAddresses
+    refuse: Protocols
+
+
 class Acceptor:
     """Of one listener, which it closes in the end."""
 
-    def __init__(self, listener: socket.socket, serve: Protocols, refuse: Refusals, bounds: Bounds) -> None:
-        """serve, refuse: make the protocol of a connection; that of a refused one calls what it is given when it is closed."""
+    def __init__(
+        self, listener: socket.socket, serve: Protocols, refuse: Protocols, bounds: Bounds, crowd: Crowd | None = None
+    ) -> None:
+        """refuse: where descriptors are short. crowd: None: a client may have any number of connections."""
         self._loop = asyncio.get_running_loop()
         self._listener, self._serve, self._refuse = listener, serve, refuse
-        self._bounds = bounds
+        self._bounds, self._crowd = bounds, crowd
         self._timer: asyncio.TimerHandle | None = None
         self._connecting: set[asyncio.Task[Any]] = set()
 
@@ -77,7 +88,7 @@ class Acceptor:
     def _on_readable(self) -> None:
         for _ in range(ACCEPTED_AT_ONCE):
             try:
-                connection, _ = self._listener.accept()
+                connection, address = self._listener.accept()
             except (BlockingIOError, InterruptedError):
                 return
             except OSError as error:
@@ -88,10 +99,10 @@ class Acceptor:
                 return
             number = connection.fileno()
             if number < self._bounds.refused_from:
-                self._take(connection, self._serve)
+                self._serve_unless_crowded(connection, address)
             else:
                 SHORTAGE.note("connections answered 503")
-                self._take(connection, partial(self._refuse, self._on_refusal_closed))
+                self._take(connection, self._refuse, self._on_refusal_closed)
             if number >= self._bounds.pause_from:
                 self._pause()
                 return
@@ -112,18 +123,31 @@ class Acceptor:
         self._timer = None
         self._loop.add_reader(self._listener.fileno(), self._on_readable)
 
-    def _take(self, connection: socket.socket, make: Protocols) -> None:
+    def _serve_unless_crowded(self, connection: socket.socket, address: object) -> None:
+        place = UNCOUNTED
+        if self._crowd is not None and isinstance(address, tuple):  # a Unix socket's clients have no address
+            place = self._crowd.addresses.enter(address[0])
+        if place.outcome == SERVED:
+            self._take(connection, self._serve, place.leave)
+        elif place.outcome == REFUSED and self._crowd is not None:
+            self._take(connection, self._crowd.refuse, place.leave)
+        else:
+            place.leave()
+            connection.close()
+
+    def _take(self, connection: socket.socket, make: Protocols, closed: Callable[[], None]) -> None:
         connection.setblocking(False)
-        task = self._loop.create_task(self._connect(connection, make))
+        task = self._loop.create_task(self._connect(connection, make, closed))
         self._connecting.add(task)
         task.add_done_callback(self._connecting.discard)
 
-    async def _connect(self, connection: socket.socket, make: Protocols) -> None:
+    async def _connect(self, connection: socket.socket, make: Protocols, closed: Callable[[], None]) -> None:
         try:
-            await self._loop.connect_accepted_socket(make, connection)
+            await self._loop.connect_accepted_socket(partial(make, closed), connection)
         except OSError as error:
             log.debug("a connection ended as it was accepted: %s", error)
             connection.close()
+            closed()
 
 
 class Refusal(asyncio.Protocol):

@@ -2,8 +2,9 @@
 
 Without keys a browser is the danger: a page of any site may send requests to this machine, and a name that its owner points at
 127.0.0.1 (DNS rebinding) makes the answers that site's own. So the Host header must be an address or a name of ours, and a request
-that names another Origin is refused. With keys neither matters, because a browser sends a key only where the page knows it; the
-exception is the password a browser remembers (Basic), which is taken for GET and from our own pages only.
+that names another Origin is refused, unless `allowed_origins` has it (daemon/cors.py). With keys neither matters, because a browser
+sends a key only where the page knows it; the exception is the password a browser remembers (Basic), which is taken for GET and from
+our own pages only.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ from aiohttp import web
 
 from config.units import parse_listen
 from daemon.api import paths
+from daemon.cors import Cors
 from daemon.errors import NoKey, NotAllowed
 from daemon.keys import ANYONE, Keys, Tenant
 
 log = logging.getLogger("hearthd.access")
 TELL_EVERY_S = 60.0
+KEY_HEADERS = ("x-api-key", "api-key")  # of Anthropic's and Azure's clients
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[^:\[\]]*)(?::\d+)?\Z")
 
 
@@ -49,9 +52,11 @@ class Access:
         settings: AccessSettings | None = None,
         listen: str = "",
         count: Callable[[str], None] = lambda reason: None,
+        cors: Cors | None = None,
     ) -> None:
-        """listen: HOST:PORT as configured; its name is one of ours. count: told the reason of each refusal."""
-        self.keys = keys
+        """listen: HOST:PORT as configured; its name is one of ours. count: told the reason of each refusal. cors: None: no other
+        site's page may come in."""
+        self.keys, self.cors = keys, cors
         self._settings: AccessSettings = settings or NoHosts()
         self._names = {socket.gethostname().lower()}
         if listen:
@@ -64,25 +69,35 @@ class Access:
         """Whose request it is; None: a stranger asks what strangers may know. Raises HearthError. target: None for an unknown
         path."""
         if self.keys is None:
-            self._refuse_other_sites(request)
+            self._refuse_other_sites(request, target)
             return ANYONE
-        key = self._key(request)
-        tenant = self.keys.find(key) if key else None
+        found = self._keys_in(request)
+        tenant = self.keys.find(found[0]) if len(found) == 1 else None
         if tenant is None:
             if target is not None and target.endpoint in paths.OPEN and target.scope is None:
                 return None
-            self._refused("wrong key" if key else "no key", request)
-            raise NoKey(
-                "invalid_api_key",
-                "The API key is not known here." if key else "An API key is needed: send it as `Authorization: Bearer KEY`.",
-            )
+            self._refused("wrong key" if found else "no key", request)
+            message = "An API key is needed: send it as `Authorization: Bearer KEY`."
+            if found:
+                message = "The API key is not known here."
+            if len(found) > 1:
+                message = "The request has different API keys in Authorization, x-api-key and api-key. Send one."
+            raise NoKey("invalid_api_key", message)
         if target is not None and target.endpoint in paths.WATCHING and not self.keys.may_watch(tenant):
             self._refused("no admin", request)
             raise NotAllowed("not_admin", "This tells of all tenants; only keys of a tenant with `admin = true` open it.")
         return tenant
 
-    def _key(self, request: web.Request) -> str:
-        """ "" where there is none. Raises NotAllowed."""
+    def _keys_in(self, request: web.Request) -> list[str]:
+        """The different keys that a request has, Authorization's first. Raises NotAllowed."""
+        keys = [self._authorization(request)]
+        for name in KEY_HEADERS:
+            if name in request.headers:
+                keys += (value.strip() for value in request.headers.getall(name))
+        return [key for key in dict.fromkeys(keys) if key]
+
+    def _authorization(self, request: web.Request) -> str:
+        """Its key; "" where there is none. Raises NotAllowed."""
         scheme, _, value = request.headers.get("Authorization", "").partition(" ")
         if scheme.lower() == "bearer":
             return value.strip()
@@ -94,7 +109,7 @@ class Access:
         except (binascii.Error, ValueError):
             return ""
 
-    def _refuse_other_sites(self, request: web.Request) -> None:
+    def _refuse_other_sites(self, request: web.Request, target: paths.Target | None) -> None:
         host = request.headers.get("Host", "")
         if host and not self._is_ours(host):
             self._refused("other host", request)
@@ -102,7 +117,8 @@ class Access:
                 "host_not_allowed",
                 f"This server does not answer for the host {host[:256]!r}. Use an address, or name the host in allowed_hosts.",
             )
-        self._refuse_other_origins(request)
+        if self.cors is None or not self.cors.allows(request, target):
+            self._refuse_other_origins(request)
 
     def _refuse_other_origins(self, request: web.Request) -> None:
         origin = request.headers.get("Origin")
@@ -110,7 +126,7 @@ class Access:
         if origin is None or (host and origin.partition("://")[2].lower() == host.lower()):
             return
         self._refused("other origin", request)
-        raise NotAllowed("origin_not_allowed", f"Pages of {origin[:256]!r} may not use this server.")
+        raise NotAllowed("origin_not_allowed", f"Pages of {origin[:256]!r} may not use this server (allowed_origins).")
 
     def _is_ours(self, host_header: str) -> bool:
         """A rebound name is a name: addresses are always ours."""

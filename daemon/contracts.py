@@ -188,6 +188,10 @@ class HealthPort(Protocol):
         """/readyz: not draining and at least one engine can place."""
         ...
 
+    def num_open(self) -> int:
+        """/load: requests that were accepted and have not ended."""
+        ...
+
     def metrics(self, model: str | None = None) -> bytes:
         """/metrics in Prometheus' text format. model: only what is told of it."""
         ...

@@ -20,6 +20,7 @@ from aiohttp import web
 from config.devices import NoGpus
 from daemon import operator_views, shortage
 from daemon.api.responses import SERVER
+from daemon.connection import ANSWERING, Answering
 from daemon.control_status import EXIT_FAULT, STATUS_OF_EXIT
 from daemon.errors import BadRequest, HearthError, NotNow, ServerFault, from_refusal
 from daemon.node import Node
@@ -46,6 +47,7 @@ def make_control_app(node: Node, read_only: bool = False) -> web.Application:
     """read_only: the status socket's, which anybody on the machine may open."""
     api = ControlApi(node)
     app = web.Application(middlewares=[_errors])
+    app[ANSWERING] = Answering(error_object)
     app.on_response_prepare.append(_name_server)
     app.router.add_get("/control/v1/status", api.status)
     app.router.add_get("/control/v1/models", api.models)

@@ -25,12 +25,15 @@ from config.devices import device_budgets
 from config.schema import DeviceBudget, NodeConfig
 from config.units import format_bytes, machine_memory_bytes
 from daemon import keys, listeners, logs, sockets
-from daemon.acceptor import Acceptor, Room
+from daemon.acceptor import Acceptor, Crowd, Room
 from daemon.access import Access
 from daemon.api import paths
 from daemon.api.app import http_log, make_app, make_runner
 from daemon.carve_outs import isolated_models
+from daemon.client_addresses import ClientAddresses, too_many
+from daemon.connection import Runner
 from daemon.control import make_control_app
+from daemon.cors import Cors
 from daemon.errors import BadRequest, NotNow
 from daemon.file_watch import FileWatch, signature
 from daemon.gpu.driver import Driver
@@ -108,7 +111,8 @@ class Lifecycle:
         node.gpu_watch.start()
         node.engine_rounds.start()
         api = self._http(node, self._config.listen, without=paths.ADMIN if http.admin else frozenset())
-        admin = self._http(node, self._config.admin_listen, only=paths.ADMIN | paths.OPEN, ask=http.admin_asks_key)
+        admin_paths = paths.ADMIN | paths.OPEN | paths.WATCHING
+        admin = self._http(node, self._config.admin_listen, only=admin_paths, ask=http.admin_asks_key)
         control = _control_runner(make_control_app(node))
         status = _control_runner(make_control_app(node, read_only=True))
         node.tasks.start("the watchdog's task", lambda: self._notify.watchdog(node.problem))
@@ -127,7 +131,9 @@ class Lifecycle:
             listening += await listen(control, control_sockets[sockets.CONTROL], 64, room.operators, refuse_command)
             listening += await listen(status, control_sockets[sockets.STATUS], 64, room.watchers, refuse_command)
             listening += await listen(admin, http.admin, 64, room.watchers, refuse)
-            main = await listen(api, http.main, sockets.BACKLOG, room.clients, refuse)
+            addresses = ClientAddresses(lambda: node.settings.config.max_connections_per_address)
+            crowd = Crowd(addresses, refuse_request(node.metric.count_answer, too_many))
+            main = await listen(api, http.main, sockets.BACKLOG, room.clients, refuse, crowd)
             listening += main
             node.url, node.listening = sockets.url_of(http.main[0]), True
             self._announce(node)
@@ -165,8 +171,9 @@ class Lifecycle:
         only: frozenset[str] | None = None,
         without: frozenset[str] = frozenset(),
         ask: bool = True,
-    ) -> web.AppRunner:
-        access = Access(self._keys if ask else None, node.settings, listen, node.metric.count_refused)
+    ) -> Runner:
+        cors = Cors(node.settings) if only is None else None  # the operators' own listener is for no other site's pages
+        access = Access(self._keys if ask else None, node.settings, listen, node.metric.count_refused, cors)
         if access.keys is not None:
             self._accesses.append(access)
         return make_runner(
@@ -341,8 +348,8 @@ class Lifecycle:
         await asyncio.gather(*(worker.stop() for worker in node.workers.values()))
 
 
-def _control_runner(app: web.Application) -> web.AppRunner:
-    return web.AppRunner(
+def _control_runner(app: web.Application) -> Runner:
+    return Runner(
         app,
         access_log=None,
         logger=http_log,

@@ -8,7 +8,7 @@ from config.schema import NodeConfig
 
 
 class LiveSettings:
-    """HttpSettings and AccessSettings for the API."""
+    """HttpSettings, AccessSettings and CorsSettings for the API."""
 
     def __init__(self, config: NodeConfig) -> None:
         self.config = config
@@ -32,3 +32,7 @@ class LiveSettings:
     @property
     def allowed_hosts(self) -> Sequence[str]:
         return self.config.allowed_hosts
+
+    @property
+    def allowed_origins(self) -> Sequence[str]:
+        return self.config.allowed_origins

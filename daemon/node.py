@@ -294,6 +294,9 @@ class Node:
             f"{kind}_bytes": num * view.slot_bytes for kind, num in view.slots.items()
         }
 
+    def num_open(self) -> int:
+        return len(self.dispatcher.open.by_id)
+
     def version(self) -> dict[str, Any]:
         return {"version": VERSION, "protocol": PROTOCOL_VERSION, "python": platform.python_version()}
 
@@ -314,7 +317,7 @@ class Node:
             "ready": ready,
             "reason": body.get("reason", ""),
             "draining": self.draining,
-            "requests": len(self.dispatcher.open.by_id),
+            "requests": self.num_open(),
             "keys": self.keys is not None,
             "tenants": 0 if self.keys is None else len(self.keys.tenants),
             "num_keys": 0 if self.keys is None else self.keys.num_keys,

@@ -5,33 +5,38 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Sequence
 
-from aiohttp import web
-
-from daemon.acceptor import Acceptor, Bounds, Refusal, Refusals
+from daemon.acceptor import Acceptor, Bounds, Crowd, Protocols, Refusal
 from daemon.api.request_id import request_id
 from daemon.api.responses import refusal
+from daemon.connection import ConnectionServer, Runner
 from daemon.control import error_object
+from daemon.errors import HearthError
 from daemon.shortage import overloaded
 
 
 async def listen(
-    runner: web.AppRunner, listeners: Sequence[socket.socket], backlog: int, bounds: Bounds, refuse: Refusals
+    runner: Runner,
+    listeners: Sequence[socket.socket],
+    backlog: int,
+    bounds: Bounds,
+    refuse: Protocols,
+    crowd: Crowd | None = None,
 ) -> list[Acceptor]:
-    """Starts to accept. refuse: see `refuse_request` and `refuse_command`."""
+    """Starts to accept. refuse: see `refuse_request` and `refuse_command`. crowd: as in Acceptor."""
     await runner.setup()
     server = runner.server
-    assert server is not None
-    acceptors = [Acceptor(listener, server, refuse, bounds) for listener in listeners]
+    assert isinstance(server, ConnectionServer)
+    acceptors = [Acceptor(listener, server.connection, refuse, bounds, crowd) for listener in listeners]
     for acceptor in acceptors:
         acceptor.start(backlog)
     return acceptors
 
 
-def refuse_request(answered: Callable[[str, int], None]) -> Refusals:
+def refuse_request(answered: Callable[[str, int], None], error_of: Callable[[], HearthError] = overloaded) -> Protocols:
     """For the API, in OpenAI's form. answered: as in `make_app`."""
 
     def refuse(closed: Callable[[], None]) -> Refusal:
-        error = overloaded()
+        error = error_of()
         answered("", error.status)
         return Refusal(refusal(error, error.body(), request_id(None)), closed)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from aiohttp import web
@@ -22,14 +22,17 @@ from daemon.api.request_scope import RequestScope
 from daemon.api.responses import SERVER, error_response, json_response, model_object
 from daemon.api.schema import CHAT, COMPLETIONS
 from daemon.api.tokenize import tokenize
+from daemon.connection import ANSWERING, Answering, Runner
 from daemon.contracts import HealthPort, HttpSettings, ModelPort, RequestPort, TextPort
 from daemon.errors import BadRequest, HearthError, ServerFault
 from daemon.logs import fields
 from daemon.page.feed import PageFeed
 from daemon.stream_clock import StreamClock
+from daemon.version import VERSION
 
 log = logging.getLogger("hearthd.api")
 http_log = logging.getLogger("hearthd.http")
+_NO_HEADERS: Mapping[str, str] = {}
 CLIENT_GONE = 499  # what the log says of a request nobody waited for
 
 
@@ -65,17 +68,19 @@ def make_app(
     )
 
     async def handle(request: web.Request) -> web.StreamResponse:
+        if "Expect" in request.headers:
+            _expect(request)
         return await _answer_errors(request, context)
 
-    app = web.Application()  # body.py limits the size
-    app.router.add_route("*", "/{path:(?s:.*)}", handle, expect_handler=_expect)
+    app = web.Application()  # body.py limits the size; paths.py is the router
+    app[ANSWERING] = Answering(HearthError.body, answered, handle)
     return app
 
 
-def make_runner(app: web.Application, shutdown_timeout_s: float = 30.0, **options: Any) -> web.AppRunner:
+def make_runner(app: web.Application, shutdown_timeout_s: float = 30.0, **options: Any) -> Runner:
     """handler_cancellation: a disconnect ends the handler, which cancels the request. auto_decompress off: compressed bodies are
     refused, never inflated."""
-    return web.AppRunner(
+    return Runner(
         app,
         handler_cancellation=True,
         auto_decompress=False,
@@ -88,7 +93,7 @@ def make_runner(app: web.Application, shutdown_timeout_s: float = 30.0, **option
 
 
 def _not_malformed_http(record: logging.LogRecord) -> bool:
-    """aiohttp logs a traceback for every request that is no HTTP; anybody could fill the log with them."""
+    """aiohttp logs a traceback for every body that breaks off; anybody could fill the log with them."""
     error = record.exc_info[1] if record.exc_info else None
     if not isinstance(error, (HttpProcessingError, web.RequestPayloadError)):
         return True
@@ -99,7 +104,7 @@ def _not_malformed_http(record: logging.LogRecord) -> bool:
 http_log.addFilter(_not_malformed_http)
 
 
-async def _expect(request: web.Request) -> None:
+def _expect(request: web.Request) -> None:
     """`Expect: 100-continue`; any other expectation is ignored, as HTTP allows."""
     if request.headers.get("Expect", "").lower() == "100-continue" and request.transport is not None:
         request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -108,13 +113,18 @@ async def _expect(request: web.Request) -> None:
 async def _answer_errors(request: web.Request, context: ApiContext) -> web.StreamResponse:
     name = request_id(request.headers.get("X-Request-Id"))
     target = paths.target(request.rel_url.raw_path)
+    cors = context.access.cors
+    more_headers = cors.headers(request, target) if cors is not None else _NO_HEADERS
     scope: RequestScope | None = None
     status = CLIENT_GONE
     try:
-        tenant = context.access.admit(request, target)
-        if tenant is not None:
+        preflight = cors.preflight(request, target) if more_headers and cors is not None else None
+        tenant = context.access.admit(request, target) if preflight is None else None
+        if preflight is not None:
+            response: web.StreamResponse = preflight
+        elif tenant is not None:
             scope = RequestScope(tenant, context.models, context.requests)
-            response = await _handle(request, context.scoped(scope, scope), target, name)
+            response = await _handle(request, context.scoped(scope, scope, more_headers), target, name)
         elif target is not None and target.endpoint == paths.PAGE:
             response = await _handle(request, context, target, name)
         else:
@@ -140,11 +150,15 @@ async def _answer_errors(request: web.Request, context: ApiContext) -> web.Strea
         status = response.status
     finally:
         context.answered(target.endpoint if target is not None else "", status)
-        if scope is not None and target is not None and request.method == "POST":
+        if scope is not None and target is not None and request.method == "POST" and target.endpoint != paths.PING:
             scope.ended(name, target.endpoint, status)
     if not response.prepared:
         response.headers["X-Request-Id"] = name
         response.headers["Server"] = SERVER
+        if more_headers:
+            response.headers.update(more_headers)
+        if request.method == "CONNECT":
+            response.force_close()  # what follows would be meant for another host
     return response
 
 
@@ -185,12 +199,18 @@ async def _handle(request: web.Request, context: ApiContext, target: paths.Targe
     if target.endpoint == paths.MODEL:
         assert target.model_id is not None
         return json_response(model_object(_find(context.models, target.model_id)))
+    if target.endpoint == paths.VERSION:
+        return json_response({"version": VERSION})
+    if target.endpoint == paths.LOAD:
+        return json_response({"server_load": context.health.num_open()})
     good, body = _health(context, target)
     return json_response(body, 200 if good else 503)
 
 
 def _health(context: ApiContext, target: paths.Target) -> tuple[bool, dict[str, object]]:
-    return context.health.health() if target.endpoint == paths.HEALTHZ else context.health.ready()
+    if target.endpoint == paths.PING:
+        return True, {"status": "ok"}
+    return context.health.ready() if target.endpoint == paths.READYZ else context.health.health()
 
 
 def _tell_stranger(context: ApiContext, target: paths.Target | None) -> web.StreamResponse:

@@ -8,7 +8,6 @@ from aiohttp import web
 
 from daemon.errors import BadRequest
 
-LOOK_EVERY_S = 0.1  # at a body that does not come, whether it still can
 _JSON_TYPES = ("application/json", "text/json")
 
 
@@ -54,30 +53,11 @@ async def _come(request: web.Request, max_bytes: int, timeout_s: float) -> bytes
     """A body that is still on its way. Raises TimeoutError."""
     body = bytearray()
     async with asyncio.timeout(timeout_s):
-        while chunk := await _next(request):
+        while chunk := await request.content.readany():
             body += chunk
             if len(body) > max_bytes:
                 raise _too_large(max_bytes)
     return bytes(body)
-
-
-async def _next(request: web.Request) -> bytes:
-    """The next piece, b"" at the end."""
-    while True:
-        try:
-            async with asyncio.timeout(LOOK_EVERY_S):
-                return await request.content.readany()
-        except TimeoutError:
-            if _is_broken(request):
-                request.content.feed_eof()  # or the connection would stay open for what cannot come
-                raise BadRequest("invalid_body", "the chunked encoding of the request body is broken") from None
-
-
-def _is_broken(request: web.Request) -> bool:
-    """Where a body's chunks cannot be parsed any more aiohttp tells nobody who waits for the body: it queues the error behind the
-    request as if it were the next one."""
-    following = getattr(request.protocol, "_messages", None) or ((None,),)
-    return type(following[-1][0]).__name__ == "_ErrInfo"
 
 
 def _too_large(max_bytes: int) -> BadRequest:

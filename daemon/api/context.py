@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from daemon.access import Access
@@ -24,11 +24,12 @@ class ApiContext:
     only: frozenset[str] | None = None  # the endpoints this listener serves; None: all
     without: frozenset[str] = frozenset()  # and those it does not
     page: PageFeed | None = None  # None: there is no status page
+    more_headers: Mapping[str, str] = field(default_factory=dict)  # of this request's answer
     answered: Callable[[str, int], None] = lambda endpoint, status: None  # counts an answer: endpoint, HTTP status
 
-    def scoped(self, models: ModelPort, requests: RequestPort) -> ApiContext:
+    def scoped(self, models: ModelPort, requests: RequestPort, more_headers: Mapping[str, str]) -> ApiContext:
         """For one request. Written out, since dataclasses.replace() takes longer than the whole of a request's checks."""
         return ApiContext(
             requests, models, self.text, self.health, self.settings, self.clock, self.max_body_bytes,
-            self.access, self.only, self.without, self.page, self.answered,
+            self.access, self.only, self.without, self.page, more_headers, self.answered,
         )  # fmt: skip

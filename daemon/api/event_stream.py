@@ -5,6 +5,7 @@ Each write is a system call, and the StreamResponse of aiohttp makes one of the 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from email.utils import formatdate
 from functools import lru_cache
 
@@ -29,10 +30,10 @@ _HEAD = (
 class EventStream(web.StreamResponse):
     """To aiohttp it is prepared and ended from the start: it writes nothing of its own, and goes by `keep_alive` afterwards."""
 
-    def __init__(self, request: web.Request, request_id: str) -> None:
-        """request_id: as request_id.py lets it through, so that it cannot end its header."""
+    def __init__(self, request: web.Request, request_id: str, more_headers: Mapping[str, str]) -> None:
+        """request_id: as request_id.py lets it through, so that it cannot end its header. more_headers: likewise."""
         super().__init__()
-        self._request, self._request_id = request, request_id
+        self._request, self._request_id, self._more_headers = request, request_id, more_headers
         self._chunked_body = request.version >= HttpVersion11
         self._goes_on = self._chunked_body and request.keep_alive  # else the connection's end is the body's
 
@@ -66,6 +67,8 @@ class EventStream(web.StreamResponse):
         more = "Transfer-Encoding: chunked\r\n" if self._chunked_body else ""
         if self._chunked_body and not self._goes_on:
             more += "Connection: close\r\n"
+        for name, value in self._more_headers.items():
+            more += f"{name}: {value}\r\n"
         version = "1.1" if self._chunked_body else "1.0"
         return _HEAD.format(version=version, request_id=self._request_id, date=_date(int(time.time())), more=more).encode()
 

@@ -188,7 +188,7 @@ async def _stream(
         continuous_usage=head.continuous_usage,
         generations=generations,
     )
-    response = EventStream(request, request_id)
+    response = EventStream(request, request_id, context.more_headers)
     group = StreamGroup(shape, context.clock, lambda index: context.requests.cancel(generations[index]), response.connect)
     for at, text in enumerate(texts):
         if form is None:

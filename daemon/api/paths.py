@@ -6,9 +6,11 @@ import re
 from typing import NamedTuple
 from urllib.parse import unquote_to_bytes
 
-MODELS, MODEL, CHAT, COMPLETIONS, EMBEDDINGS, TOKENIZE, DETOKENIZE, HEALTHZ, READYZ, METRICS, PAGE, PAGE_EVENTS = (
+MODELS, MODEL, CHAT, COMPLETIONS, EMBEDDINGS, TOKENIZE, DETOKENIZE = (
     "models", "model", "chat", "completions", "embeddings", "tokenize", "detokenize",
-    "healthz", "readyz", "metrics", "page", "page_events",
+)  # fmt: skip
+HEALTHZ, HEALTH, READYZ, PING, VERSION, LOAD, METRICS, PAGE, PAGE_EVENTS = (
+    "healthz", "health", "readyz", "ping", "version", "load", "metrics", "page", "page_events",
 )  # fmt: skip
 METHODS = {
     MODELS: ("GET", "HEAD"),
@@ -19,14 +21,20 @@ METHODS = {
     TOKENIZE: ("POST",),
     DETOKENIZE: ("POST",),
     HEALTHZ: ("GET", "HEAD"),
+    HEALTH: ("GET", "HEAD"),
     READYZ: ("GET", "HEAD"),
+    PING: ("GET", "POST", "HEAD"),
+    VERSION: ("GET", "HEAD"),
+    LOAD: ("GET", "HEAD"),
     METRICS: ("GET", "HEAD"),
     PAGE: ("GET", "HEAD"),
     PAGE_EVENTS: ("GET",),
 }
-OPEN = frozenset({HEALTHZ, READYZ, PAGE})  # also without a key, where keys are set; the page is empty until it has one
-WATCHING = frozenset({METRICS, PAGE_EVENTS})  # for those who look after the node: they tell of all tenants
-ADMIN = WATCHING | {PAGE}  # leaves the main listener where there is one for it
+OPEN = frozenset(
+    {HEALTHZ, HEALTH, READYZ, PING, PAGE}
+)  # also without a key, where keys are set; the page is empty until it has one
+WATCHING = frozenset({METRICS, LOAD, PAGE_EVENTS})  # for those who look after the node: they tell of all tenants
+ADMIN = frozenset({METRICS, PAGE, PAGE_EVENTS})  # leaves the main listener where there is one for it
 _FIXED = {
     "/v1/models": MODELS,
     "/v1/chat/completions": CHAT,
@@ -35,10 +43,18 @@ _FIXED = {
     "/tokenize": TOKENIZE,
     "/detokenize": DETOKENIZE,
     "/healthz": HEALTHZ,
+    "/health": HEALTH,
     "/readyz": READYZ,
     "/metrics": METRICS,
 }
-_PAGES = {"": PAGE, "/status": PAGE, "/status/events": PAGE_EVENTS}  # of the node; no model has its own
+_NODE = {  # no model has its own
+    "/ping": PING,
+    "/version": VERSION,
+    "/load": LOAD,
+    "": PAGE,
+    "/status": PAGE,
+    "/status/events": PAGE_EVENTS,
+}
 _SCOPED = re.compile(r"/m/(?P<model>.+?)(?P<rest>/v1/models/.+|" + "|".join(map(re.escape, _FIXED)) + r")/?", re.DOTALL)
 
 
@@ -58,7 +74,7 @@ def target(raw_path: str) -> Target | None:
     path = raw_path.rstrip("/")
     if endpoint := _FIXED.get(path):
         return Target(endpoint, scope, None)
-    if scope is None and (endpoint := _PAGES.get(path)):
+    if scope is None and (endpoint := _NODE.get(path)):
         return Target(endpoint, None, None)
     if raw_path.startswith("/v1/models/") and len(raw_path) > len("/v1/models/"):
         model_id = _unquote(raw_path.removeprefix("/v1/models/"))

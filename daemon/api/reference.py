@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from daemon import connection
 from daemon.api import paths, schema
 from daemon.api.embeddings_body import EmbeddingsBody
 from daemon.api.error_codes import CODES
@@ -28,7 +29,11 @@ ENDPOINTS = {
     "detokenize": "the text of token ids",
     "healthz": "200 while the event loop turns and no roll-back is overdue, else 503; JSON says which device and why. "
     "`degraded` with 200: a task of the daemon failed in the last minute and was started again",
+    "health": "the same, by vLLM's name",
     "readyz": "200 while requests are taken and an engine is up, else 503 with the reason",
+    "ping": "200, also to POST: the server answers",
+    "version": '`{"version"}` of hearthd',
+    "load": '`{"server_load"}`: the requests that are open, waiting or running; one for several answers counts as several',
     "metrics": "Prometheus, see [metrics.md](metrics.md)",
     "page": "the status page",
     "page_events": "what the status page shows, as server-sent events",
@@ -158,7 +163,7 @@ def addresses() -> dict[str, str]:
     """Endpoint -> its path."""
     return {
         **{endpoint: path for path, endpoint in paths._FIXED.items()},
-        **{endpoint: path or "/" for path, endpoint in getattr(paths, "_PAGES", {}).items()},
+        **{endpoint: path or "/" for path, endpoint in paths._NODE.items()},
         paths.MODEL: "/v1/models/{id}",
     }
 
@@ -169,9 +174,11 @@ def reference() -> str:
         "",
         "Made by `python -m daemon.api.reference` from the code; do not edit by hand.",
         "",
-        "All but the status page are there twice: as written here, and below `/m/MODEL`, for that model alone. Where keys are set",
-        "each path needs `Authorization: Bearer KEY`, except the *open* ones; those marked *admin* need a tenant with",
-        "`admin = true` as soon as there is one. `X-Request-Id` is taken from the request or made, and always returned.",
+        "All but `/ping`, `/version`, `/load` and the status page are there twice: as written here, and below `/m/MODEL`, for that",
+        "model alone. Where keys are set each path needs `Authorization: Bearer KEY`, except the *open* ones; those marked *admin*",
+        "need a tenant with `admin = true` as soon as there is one. The key may also stand in `x-api-key` or `api-key`.",
+        "`X-Request-Id` is taken from the request or made, and always returned. `OPTIONS` is answered to pages of",
+        "`allowed_origins` ([keys.md](keys.md#pages-of-other-sites)).",
         "",
         "| method | path | key | what it is |",
         "|---|---|---|---|",
@@ -195,10 +202,19 @@ def reference() -> str:
         "`data: {…}` per step and `data: [DONE]` at the end, as OpenAI has it. A silent stream gets a comment every",
         'sse_comment_every_s. An error after the first byte is a last event `data: {"error": {…}}`, without `[DONE]`.',
         "",
+        "## Connections",
+        "",
+        f"Address and headers of a request have to be in {connection.HEAD_LIMIT_S:g} s after connecting, or after their first byte",
+        "on a connection that is used again; its body within body_read_timeout_s. A header may have "
+        f"{connection.HEADER_BYTES >> 10} KiB, all of them together",
+        f"about {connection.HEAD_BYTES >> 10} KiB. A connection that is not used is closed after an hour. One client",
+        "may have max_connections_per_address connections open; `admin_listen` and Unix sockets don't count.",
+        "",
         "## Errors",
         "",
         '`{"error": {"message", "type", "param", "code"}}`. 429 and 503 carry `Retry-After` where trying again makes',
-        "sense. What to do about each: [operations.md](../operations.md#refusals).",
+        "sense. What to do about each: [operations.md](../operations.md#refusals). What cannot be read as HTTP/1.1 is answered",
+        "in the same form, and the connection is closed.",
         "",
         "| code | status | what it means |",
         "|---|---|---|",

@@ -96,16 +96,22 @@ def refusal(error: HearthError, body: Mapping[str, Any], request_id: str) -> byt
         f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}",
         "Content-Type: application/json; charset=utf-8",
         f"Content-Length: {len(content)}",
-        f"Retry-After: {max(1, math.ceil(error.retry_after_s or 0))}",
         f"X-Request-Id: {request_id}",
         f"Server: {SERVER}",
         "Connection: close",
     ]
+    if error.retry_after_s is not None:
+        lines.append(f"Retry-After: {_whole_s(error.retry_after_s)}")
     return "\r\n".join([*lines, "", ""]).encode() + content
 
 
 def error_response(error: HearthError) -> web.Response:
     response = json_response(error.body(), error.status)
     if error.retry_after_s is not None:
-        response.headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+        response.headers["Retry-After"] = str(_whole_s(error.retry_after_s))
     return response
+
+
+def _whole_s(seconds: float) -> int:
+    """Of Retry-After: at least 1."""
+    return max(1, math.ceil(seconds))

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
+from pathlib import Path
 
 import pytest
 
 from daemon import acceptor, shortage
-from daemon.acceptor import Acceptor, Bounds, Refusal, Room
+from daemon.acceptor import Acceptor, Bounds, Crowd, Protocols, Refusal, Room
+from daemon.client_addresses import NUM_REFUSED, ClientAddresses, client_of
 
 SAFETY_S = 60.0
 ANSWER = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+TOO_MANY = ANSWER.replace(b"503 Service Unavailable", b"429 Too Many Requests")
 ENOUGH = Bounds(1 << 30, 1 << 30)
 NONE_SERVED = Bounds(0, 1 << 30)
 PAUSED_AFTER_EACH = Bounds(0, 0)
@@ -38,25 +43,28 @@ class Listener(socket.socket):
 class Served:
     """An acceptor in front of protocols that are counted: each test ends with all of its connections closed."""
 
-    def __init__(self, listener: Listener, bounds: Bounds) -> None:
+    def __init__(
+        self, listener: Listener, bounds: Bounds, addresses: ClientAddresses | None = None, serve: Protocols | None = None
+    ) -> None:
         self.num_made = self.num_lost = 0
-        self.acceptor = Acceptor(listener, self.greeter, self.refusal, bounds)
+        crowd = Crowd(addresses, self.crowded) if addresses is not None else None
+        self.acceptor = Acceptor(listener, serve or self.greeter, self.refusal, bounds, crowd)
 
-    def greeter(self) -> asyncio.BaseProtocol:
+    def greeter(self, closed: Callable[[], None]) -> asyncio.BaseProtocol:
         self.num_made += 1
-        return Greeter(self.lost)
+        return Greeter(partial(self.lost, closed))
 
     def refusal(self, closed: Callable[[], None]) -> Refusal:
         self.num_made += 1
+        return Refusal(ANSWER, partial(self.lost, closed))
 
-        def lost() -> None:
-            self.lost()
-            closed()
+    def crowded(self, closed: Callable[[], None]) -> Refusal:
+        self.num_made += 1
+        return Refusal(TOO_MANY, partial(self.lost, closed))
 
-        return Refusal(ANSWER, lost)
-
-    def lost(self) -> None:
+    def lost(self, closed: Callable[[], None]) -> None:
         self.num_lost += 1
+        closed()
 
     async def __aenter__(self) -> Acceptor:
         self.acceptor.start(16)
@@ -78,6 +86,16 @@ class Greeter(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._lost()
+
+
+class Holder(asyncio.Protocol):
+    """Says nothing and stays."""
+
+    def __init__(self, closed: Callable[[], None]) -> None:
+        self._closed = closed
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._closed()
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -172,3 +190,77 @@ def test_clients_leave_room_to_watchers_and_those_to_operators(limit: int) -> No
     assert numbers[0] >= limit // 2
     assert numbers[-1] == limit
     assert limit - numbers[1] >= 16, "for the text helper, engines and files"
+
+
+# ---- connections of one client
+
+
+@contextlib.asynccontextmanager
+async def held(listener: Listener, number: int) -> AsyncIterator[None]:
+    """So many connections that say nothing."""
+    pairs = [await asyncio.open_connection(*listener.getsockname()) for _ in range(number)]
+    try:
+        yield
+    finally:
+        for _, writer in pairs:
+            writer.close()
+
+
+async def test_one_client_has_so_many_connections_and_no_more(listener: Listener, caplog: pytest.LogCaptureFixture) -> None:
+    limit = 0
+    addresses = ClientAddresses(lambda: limit)
+
+    async def num_open(number: int) -> None:
+        await until(lambda: addresses.num_open() == number)
+
+    async with Served(listener, ENOUGH, addresses, Holder):
+        async with held(listener, 5):
+            await num_open(5)  # any number
+            limit = 3  # what is open stays
+            assert [await ask(listener) for _ in range(3)] == 3 * [TOO_MANY]
+            await num_open(5)
+        await num_open(0)
+        async with held(listener, 3):
+            await num_open(3)
+            assert await ask(listener) == TOO_MANY
+        await num_open(0)
+        async with held(listener, 1):
+            await num_open(1)
+        await num_open(0)
+    assert [record.getMessage() for record in caplog.records] == [
+        "refused connections: 1, the last from 127.0.0.1, which has max_connections_per_address (3) open"
+    ]
+
+
+async def test_refusals_do_not_fill_the_descriptors_either(listener: Listener) -> None:
+    addresses = ClientAddresses(lambda: 1)
+    async with Served(listener, ENOUGH, addresses, Holder):
+        async with held(listener, 1 + NUM_REFUSED):
+            await until(lambda: addresses.num_open() == 1 + NUM_REFUSED)
+            assert await ask(listener, b"") == b""
+        await until(lambda: addresses.num_open() == 0)
+
+
+async def test_clients_of_unix_sockets_are_not_counted(tmp_path: Path) -> None:
+    with Listener(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.bind(str(tmp_path / "s"))
+        async with Served(sock, ENOUGH, ClientAddresses(lambda: 1)), asyncio.timeout(SAFETY_S):
+            pairs = [await asyncio.open_unix_connection(str(tmp_path / "s")) for _ in range(3)]
+            assert [await reader.read() for reader, _ in pairs] == 3 * [b"served"]
+            for _, writer in pairs:
+                writer.close()
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("10.0.0.1", "10.0.0.2", False),
+        ("2001:db8::1", "2001:db8::ffff:2", True),
+        ("2001:db8::1", "2001:db8:0:1::1", False),
+        ("::ffff:10.0.0.1", "10.0.0.1", True),
+        ("::ffff:10.0.0.1", "::ffff:10.0.0.2", False),
+        ("fe80::1%lo", "fe80::2%lo", False),
+    ],
+)
+def test_who_counts_as_one_client(one: str, other: str, same: bool) -> None:
+    assert (client_of(one) == client_of(other)) is same

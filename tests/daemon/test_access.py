@@ -15,6 +15,7 @@ from config.load import ConfigError
 from config.schema import NodeConfig
 from daemon import access, keys, listeners, sockets
 from daemon.access import Access
+from daemon.version import VERSION
 from tests.daemon.api.fakes import entry, serve
 
 CHAT = {"model": "org/tiny", "messages": [{"role": "user", "content": "hi"}]}
@@ -71,6 +72,43 @@ async def test_a_key_is_needed_for_all_but_health(tmp_path: Path) -> None:
         node.health.good = False
         assert await status(http, "GET", "/healthz") == 503
         assert not [generation for generation in node.requests.submitted if generation.tenant != "all"]
+
+
+async def test_azures_and_anthropics_headers_hold_keys_too(tmp_path: Path) -> None:
+    async with serve(access=Access(tenants(tmp_path))) as node, ClientSession(node.url) as http:
+        for name in ("x-api-key", "api-key", "X-API-Key"):
+            for method, path in (("POST", "/v1/chat/completions"), ("GET", "/v1/models")):
+                assert await status(http, method, path, {name: "key-of-all"}) == 200, (name, path)
+                assert await status(http, method, path, {name: "key-of-nobody"}) == 401, (name, path)
+                assert await status(http, method, path, {name: ""}) == 401, (name, path)
+        assert {generation.tenant for generation in node.requests.submitted} == {"all"}
+
+
+async def test_keys_that_disagree_are_refused(tmp_path: Path) -> None:
+    """Which one counts must not be a guess: what a proxy in front checks may not be what is used here."""
+    counted: list[str] = []
+    async with serve(access=Access(tenants(tmp_path), count=counted.append)) as node, ClientSession(node.url) as http:
+        for headers, expected in (
+            (bearer("key-of-all") | {"x-api-key": "key-of-all", "api-key": "key-of-all"}, 200),
+            (bearer("key-of-all") | {"x-api-key": "key-of-some"}, 401),
+            (bearer("key-of-all") | {"api-key": "key-of-nobody"}, 401),
+            (bearer("key-of-nobody") | {"api-key": "key-of-all"}, 401),
+            ({"x-api-key": "key-of-some", "api-key": "key-of-all"}, 401),
+            (basic("key-of-all") | {"api-key": "key-of-some"}, 401),
+            ({"Authorization": "Negotiate abc", "api-key": "key-of-all"}, 200),  # no key of ours is no other key
+        ):
+            async with http.get("/v1/models", headers=headers) as answer:
+                assert answer.status == expected, headers
+                if expected == 401:
+                    error = (await answer.json())["error"]
+                    assert error["code"] == "invalid_api_key"
+                    assert "different API keys" in error["message"]
+        twice = [("x-api-key", "key-of-all"), ("x-api-key", "key-of-some")]
+        async with http.get("/v1/models", headers=twice) as answer:
+            assert answer.status == 401
+        async with http.get("/healthz", headers=bearer("key-of-all") | {"api-key": "key-of-some"}) as answer:
+            assert (answer.status, await answer.json()) == (200, {"status": "ok"}), "as a stranger"
+    assert counted == 6 * ["wrong_key"]
 
 
 async def test_the_error_is_openais(tmp_path: Path) -> None:
@@ -252,3 +290,45 @@ def test_connections_inherit_keepalive_from_the_listener(is_passed: bool) -> Non
             assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
     finally:
         bound.close()
+
+
+# ---- what probes ask, by vLLM's names
+
+
+async def test_probes_need_no_key_and_learn_nothing_else(tmp_path: Path) -> None:
+    async with serve(access=Access(tenants(tmp_path))) as node, ClientSession(node.url) as http:
+        for method, path, told in (
+            ("GET", "/health", {"status": "ok"}),
+            ("GET", "/ping", {"status": "ok"}),
+            ("POST", "/ping", {"status": "ok"}),
+        ):
+            async with http.request(method, path) as answer:
+                assert (answer.status, await answer.json()) == (200, told), path
+        for path in ("/version", "/load", "/m/tiny/health"):
+            assert await status(http, "GET", path) == 401, path
+        node.health.good = False
+        assert [await status(http, "GET", path) for path in ("/health", "/healthz", "/ping")] == [503, 503, 200]
+        assert await status(http, "GET", "/m/tiny/health", bearer("key-of-all")) == 503
+
+
+async def test_version_and_load(tmp_path: Path) -> None:
+    async with serve() as node, ClientSession(node.url) as http:
+        async with http.get("/version") as answer:
+            assert (answer.status, await answer.json()) == (200, {"version": VERSION})
+        for node.health.open in (0, 3):
+            async with http.get("/load") as answer:
+                assert (answer.status, await answer.json()) == (200, {"server_load": node.health.open})
+        for path in ("/version", "/load", "/health"):
+            assert await status(http, "POST", path) == 405
+        assert await status(http, "GET", "/m/tiny/load") == 404, "the node's, no model's"
+    async with serve(access=Access(tenants(tmp_path, admin=True))) as node, ClientSession(node.url) as http:
+        some, admins = bearer("key-of-some"), bearer("key-of-all")
+        assert [await status(http, "GET", "/load", key) for key in (some, admins)] == [403, 200], "it tells of all tenants"
+        assert await status(http, "GET", "/version", some) == 200
+
+
+async def test_pings_leave_no_lines_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "hearthd.request")
+    async with serve() as node, ClientSession(node.url) as http:
+        assert await status(http, "POST", "/ping") == 200
+    assert not caplog.records

@@ -24,9 +24,9 @@ COMMANDS = ("load", "unload", "pin", "unpin", "enable", "disable")
 REFUSALS = {"busy", "unloaded", "model_disabled", "model_draining"}
 RUBBISH = {
     "method": (400, b"BREW " + STATUS + END),
-    "long header": (400, b"GET " + STATUS + b"X: " + b"a" * 100_000 + b"\r\n" + END),
-    "many headers": (400, b"GET " + STATUS + b"".join(b"X%d: a\r\n" % at for at in range(20_000)) + END),
-    "long path": (400, b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\n" + END),
+    "long header": (431, b"GET " + STATUS + b"X: " + b"a" * 100_000 + b"\r\n" + END),
+    "many headers": (431, b"GET " + STATUS + b"".join(b"X%d: a\r\n" % at for at in range(20_000)) + END),
+    "long path": (414, b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\n" + END),
     "version": (400, b"GET /control/v1/status HTTP/9.9\r\n" + END),
     "negative length": (400, b"POST /control/v1/reload HTTP/1.1\r\nContent-Length: -5\r\n" + END),
     "two lengths": (400, b"POST /control/v1/reload HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2\r\n" + END + b"ab"),

@@ -134,6 +134,36 @@ def test_small_ready_and_clean(tmp_path: Path) -> None:
     assert "Traceback" not in node.log_text()
 
 
+def test_load_tells_how_many_requests_are_open(tmp_path: Path) -> None:
+    make_model(tmp_path / "n" / "models" / "a")
+    with Node(tmp_path / "n", null_step_ms=200) as node:
+        assert node.get("/load") == (200, {"server_load": 0})
+        streams = [Stream(node, "a", f"{at}", 250) for at in range(2)]
+        for stream in streams:
+            stream.wait_for_chunks(1)
+        assert node.get("/load") == (200, {"server_load": 2})
+        assert node.get("/version") == (200, {"version": VERSION})
+        for stream in streams:
+            stream.hang_up()
+        node.wait_for(lambda: node.get("/load") == (200, {"server_load": 0}), "nobody there")
+
+
+def test_allowed_origins_come_in_from_the_next_reading_on(tmp_path: Path) -> None:
+    path = tmp_path / "node.toml"
+    site = {"Origin": "https://chat.example.org"}
+    path.write_text("")
+    with Node(tmp_path / "n", flags=["--config", str(path)]) as node:
+        assert node.get("/v1/models", site)[0] == 403
+        path.write_text('allowed_origins = ["https://chat.example.org/"]\n')
+        refused = node.cli("reload")
+        assert refused.returncode == 2
+        assert "node.toml:1: allowed_origins: 'https://chat.example.org/' must hold origins" in refused.stderr
+        path.write_text('allowed_origins = ["https://chat.example.org"]\n')
+        assert node.cli("reload").returncode == 0
+        assert node.get("/v1/models", site)[0] == 200
+        assert node.get("/v1/models", {"Origin": "https://evil.example"})[0] == 403
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_drains(tmp_path: Path, number: signal.Signals) -> None:
     """The whole process group gets it, engines included, as from systemd or a terminal."""

@@ -86,6 +86,25 @@ def test_out_of_descriptors_requests_get_503_and_operators_get_in(tmp_path: Path
         assert f"open files: at most {LIMIT}; " in log
 
 
+def test_one_client_does_not_take_all_connections(tmp_path: Path) -> None:
+    flags = ["--max-connections-per-address", "2", "--admin-listen", "127.0.0.1:0"]
+    with Node(tmp_path / "n", flags=flags) as node, contextlib.ExitStack() as stack:
+        address = node.url.removeprefix("http://")
+        answers = []
+        for _ in range(3):
+            connection = http.client.HTTPConnection(address, timeout=SAFETY_S)
+            stack.enter_context(contextlib.closing(connection))
+            answers.append(get(connection, "/healthz"))
+        assert [status for status, _, _ in answers] == [200, 200, 429]
+        _, headers, body = answers[2]
+        assert (headers["Retry-After"], headers["Connection"], headers["Server"]) == ("1", "close", "hearthd")
+        assert headers["X-Request-Id"]
+        assert body["error"]["code"] == "too_many_connections"
+        assert node.cli("status").returncode == 0, "Unix sockets are not bounded"
+        stack.close()
+        node.wait_for(lambda: node.get("/healthz")[0] == 200, "connections again")
+
+
 def test_the_soft_limit_is_raised_to_the_hard_one(tmp_path: Path) -> None:
     with Node(tmp_path / "n", program=with_limits(100, 2000)) as node:
         assert node.process is not None

@@ -188,12 +188,16 @@ def prompt_logprobs(generation: Generation) -> PromptLogprobs:
 
 class FakeHealth:
     good = True
+    open = 0
 
     def health(self) -> tuple[bool, dict[str, object]]:
         return self.good, {"status": "ok" if self.good else "overdue"}
 
     def ready(self) -> tuple[bool, dict[str, object]]:
         return self.good, {"status": "ready" if self.good else "draining"}
+
+    def num_open(self) -> int:
+        return self.open
 
     def metrics(self, model: str | None = None) -> bytes:
         return b"hearth_up 1\n" if model is None else f'hearth_up{{model="{model}"}} 1\n'.encode()
@@ -214,6 +218,7 @@ class Node:
     health: FakeHealth
     settings: Settings
     app: web.Application
+    runner: web.AppRunner
     port: int = 0
     host: str = "127.0.0.1"
     models: list[ModelEntry] = field(default_factory=list)
@@ -229,17 +234,18 @@ async def serve(
     settings: Settings | None = None,
     models: list[ModelEntry] | None = None,
     access: Access | None = None,
+    answered: Callable[[str, int], None] = lambda endpoint, status: None,
 ) -> AsyncIterator[Node]:
     """A real server on a free port."""
     requests, text, health, settings = FakeRequests(script), FakeText(), FakeHealth(), settings or Settings()
     models = models or [entry()]
-    app = make_app(requests, FakeModels(*models), text, settings, health, access)
+    app = make_app(requests, FakeModels(*models), text, settings, health, access, answered=answered)
     runner = make_runner(app, shutdown_timeout_s=0.1)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     try:
-        yield Node(requests, text, health, settings, app, port=runner.addresses[0][1], models=models)
+        yield Node(requests, text, health, settings, app, runner, port=runner.addresses[0][1], models=models)
     finally:
         await requests.stop()
         await runner.cleanup()

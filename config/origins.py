@@ -1,0 +1,19 @@
+"""Origins as browsers write them: scheme, host and port of the page that asks."""
+
+from __future__ import annotations
+
+import re
+
+ANY = "*"
+_ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://([a-z0-9_.-]+|\[[0-9a-f:.]+\])(?::(\d{1,5}))?\Z")
+_DEFAULT_PORTS = {"http": 80, "https": 443}
+
+
+def parse_origin(text: str) -> str:
+    """The same origin in lower case and without its scheme's own port, which browsers leave out. Raises ValueError."""
+    match = _ORIGIN.match(text.lower())
+    port = int(match[3]) if match and match[3] else None
+    if match is None or (port is not None and not 0 < port < 65536):
+        raise ValueError('must hold origins as scheme://host[:port] without a path, as in "https://chat.example.org", or "*" alone')
+    shown = "" if port is None or port == _DEFAULT_PORTS.get(match[1]) else f":{port}"
+    return f"{match[1]}://{match[2]}{shown}"

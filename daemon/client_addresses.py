@@ -1,0 +1,99 @@
+"""How many connections each client has open, so that one cannot take those of all others."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Callable
+
+from daemon.errors import NotNow
+
+log = logging.getLogger("hearthd.access")
+TELL_EVERY_S = 60.0
+NUM_REFUSED = 64  # connections of one client that are told so at the same time; beyond that they are closed unanswered
+SERVED, REFUSED, CLOSED = range(3)
+_MAPPED = bytes(10) + b"\xff\xff"  # an IPv4 address to an IPv6 listener
+
+
+class ClientAddresses:
+    """Of the listeners that share one limit."""
+
+    def __init__(self, limit: Callable[[], int]) -> None:
+        """limit: connections of one client, read anew for each; 0: any number."""
+        self._limit = limit
+        self._num_open: dict[str, int] = {}
+        self._num_untold = 0
+        self._told_s = -TELL_EVERY_S
+
+    def enter(self, address: str) -> Place:
+        """A new connection, of what is to be left when it is closed."""
+        client = client_of(address)
+        num_open = self._num_open[client] = self._num_open.get(client, 0) + 1
+        limit = self._limit()
+        if not limit or num_open <= limit:
+            return Place(self, client, SERVED)
+        self._note(address)
+        return Place(self, client, REFUSED if num_open <= limit + NUM_REFUSED else CLOSED)
+
+    def left(self, client: str) -> None:
+        num_open = self._num_open[client] - 1
+        if num_open:
+            self._num_open[client] = num_open
+        else:
+            del self._num_open[client]
+
+    def num_open(self) -> int:
+        return sum(self._num_open.values())
+
+    def _note(self, address: str) -> None:
+        """Logs one line a minute: who opens many connections must not fill the log as well."""
+        self._num_untold += 1
+        now = time.monotonic()
+        if now - self._told_s < TELL_EVERY_S:
+            return
+        self._told_s = now
+        log.warning(
+            "refused connections: %d, the last from %s, which has max_connections_per_address (%d) open",
+            self._num_untold,
+            address,
+            self._limit(),
+        )
+        self._num_untold = 0
+
+
+class Place:
+    """Of one connection. outcome: SERVED, REFUSED or CLOSED."""
+
+    __slots__ = ("_addresses", "_client", "outcome")
+
+    def __init__(self, addresses: ClientAddresses | None, client: str, outcome: int) -> None:
+        """addresses: None where nobody counts."""
+        self._addresses, self._client, self.outcome = addresses, client, outcome
+
+    def leave(self) -> None:
+        """Once is enough; more do no harm."""
+        if self._addresses is not None:
+            self._addresses.left(self._client)
+            self._addresses = None
+
+
+UNCOUNTED = Place(None, "", SERVED)
+
+
+def client_of(address: str) -> str:
+    """Who is counted as one: an IPv4 address, or the /64 network of an IPv6 address, since one host has all of that."""
+    if ":" not in address:
+        return address
+    packed = socket.inet_pton(socket.AF_INET6, address.partition("%")[0])
+    if packed.startswith(_MAPPED):
+        return socket.inet_ntoa(packed[12:])
+    if packed[0] == 0xFE and packed[1] & 0xC0 == 0x80:  # link-local: all hosts of the link share the network
+        return packed.hex()
+    return packed[:8].hex()
+
+
+def too_many() -> NotNow:
+    """What a client is told that has as many connections as it may."""
+    message = "Your address has as many connections open as it may (max_connections_per_address). Close some, or use those again."
+    return NotNow("too_many_connections", message, status=429, retry_after_s=1.0)
