@@ -110,7 +110,7 @@ def parse_config(text: bytes, file: str = CONFIG_NAME) -> ModelShape:
         query_scale=(fields.positive("query_pre_attn_scalar", 256.0) if family.gemma else head_dim) ** -0.5,
         fused_projections=family.fused_projections,
         branch_norms=family.gemma,
-        attention_softcap=_softcap(fields, "attn_logit_softcapping", family.attention_softcap) if family.gemma else 0.0,
+        attention_softcap=_softcap(fields, "attn_logit_softcapping", family.attention_softcap) if family.caps_scores else 0.0,
         logit_softcap=_softcap(fields, "final_logit_softcapping", family.logit_softcap) if family.gemma else 0.0,
         local_rope=local_rope,
     )

@@ -91,6 +91,13 @@ CASES: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
         },
     },
+    "gemma3-caps": {  # transformers caps the logits by these and leaves the scores alone
+        "kind": "gemma3",
+        "num_hidden_layers": 3,
+        "sliding_window": 6,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 9.0,
+    },
 }
 
 

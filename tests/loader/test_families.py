@@ -239,6 +239,8 @@ def test_gemma3() -> None:
     # a window no sequence outgrows still has its own frequencies, so it stays a group of its own
     assert len(kv_groups(parse(GEMMA3_1B, sliding_window=32768), "bfloat16", 16)) == 2
     assert parse(GEMMA3_1B, rope_theta="absent", rope_local_base_freq="absent") == parse(GEMMA3_1B)
+    capped = parse(GEMMA3_1B, attn_logit_softcapping=50.0, final_logit_softcapping=30.0)
+    assert (capped.attention_softcap, capped.logit_softcap) == (0.0, 30.0), "Gemma 3 has the first key and does not use it"
 
 
 @pytest.mark.parametrize(
