@@ -14,8 +14,6 @@ from engine.grammar import json_schema
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-KINDS = ("json_schema", "regex", "lark")
-
 # Runs of blanks between JSON's tokens are bounded: a model that has nothing to say would write blanks for ever.
 JSON_OPTIONS: JsonCompileOptions = {
     "item_separator": ",",
@@ -38,7 +36,7 @@ def compile_grammar(grammar: str) -> str:
     elif kind == "lark":
         compiled = LLMatcher.grammar_from_lark(json_schema.prepared_lark(text))
     else:
-        raise ValueError(f"grammar of kind {kind!r}: allowed are {', '.join(KINDS)}")
+        raise ValueError(f"there are no grammars of kind {kind!r}")
     return compiled
 
 

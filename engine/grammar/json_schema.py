@@ -243,4 +243,6 @@ def _without_leap_seconds(node: Schema) -> bool:
 
 def _shown(value: float) -> str:
     text = repr(value)
+    if text.endswith("inf"):
+        return "a number beyond all floats"
     return text if len(text) <= 40 else f"{text[:20]}... ({len(text)} digits)"
