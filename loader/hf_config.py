@@ -33,7 +33,7 @@ class ModelShape:
     head_dim: int
     vocab_size: int
     rms_norm_eps: float
-    max_position_embeddings: int
+    max_position_embeddings: int  # of a scaling that reaches further: what it reaches
     rope: RopeParameters
     tie_word_embeddings: bool
     attention_bias: bool  # of queries, keys and values
@@ -85,8 +85,9 @@ def parse_config(text: bytes, file: str = CONFIG_NAME) -> ModelShape:
         raise fields.fail("head_dim", f"{head_dim} is odd; rotary embedding needs pairs")
     num_layers = fields.integer("num_hidden_layers", at_most=MAX_LAYERS)
     max_position_embeddings = fields.integer("max_position_embeddings")
-    windows = layer_windows(fields, family, num_layers, max_position_embeddings)
     rope, local_rope = parse_rope(fields, family, head_dim, max_position_embeddings)
+    max_position_embeddings = max(max_position_embeddings, rope.extended_to)
+    windows = layer_windows(fields, family, num_layers, max_position_embeddings)
     attention_bias = fields.boolean("attention_bias") if family.attention_bias is None else family.attention_bias
     return ModelShape(
         architecture=family.architecture,
