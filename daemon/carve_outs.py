@@ -72,7 +72,7 @@ def _wanted_bytes(config: NodeConfig, name: str, settings: ModelConfig, found: R
     if settings.isolate_bytes is not None:
         return -(-parse_bytes(settings.isolate_bytes) // chunk_bytes) * chunk_bytes
     if found is None or found.entry is None:
-        why = "they were not there" if found is None else f"it was incomplete: {found.problem}"
+        why = "they were not there" if found is None else f"they could not be used: {found.problem}"
         raise _CannotCarve(
             f'models."{name}".isolate: what it takes was to be read from its files when hearthd started, and {why}. '
             "Restart hearthd, or set isolate_bytes"

@@ -331,5 +331,6 @@ def _error(failed: protocol.RequestFailed, generation: Generation) -> HearthErro
     """Only the engine knows the vocabulary a grammar must be written in; the rest of its refusals are faults."""
     if failed.code == "unsupported_grammar":
         kind = generation.params.grammar.partition(":")[0]
-        return BadRequest(failed.code, failed.error, param={"regex": "regex", "lark": "grammar"}.get(kind, "response_format"))
+        field = {"regex": "regex", "lark": "grammar"}.get(kind, "response_format")
+        return BadRequest(failed.code, f"{field}: {failed.error}", param=field)
     return ServerFault(failed.code, failed.error)

@@ -185,12 +185,11 @@ class Node:
                 self.ring.add("registered", model=name, text=line)
 
     def _refused(self, name: str) -> HearthError | None:
-        if self.scheduler.state(name) != "refused":  # asked for each request
+        arithmetic = self.scheduler.too_large(name)  # asked for each request
+        if not arithmetic:
             return None
-        view = self._view(name)
-        assert view is not None
-        message = f"The model {name!r} can never be loaded on this node: {view.reason}"
-        return BadRequest("model_too_large", message, param="model", details={"arithmetic": view.reason})
+        message = f"The model {name!r} can never be loaded on this node: {arithmetic}"
+        return BadRequest("model_too_large", message, param="model", details={"arithmetic": arithmetic})
 
     # ---- views
 

@@ -77,7 +77,7 @@ class Registry:
             raise no_model(name)
         if found.entry is None:
             known, why = found.checkpoint.name, found.problem
-            if found.checkpoint.reason:  # it may still come
+            if found.facts.incomplete:
                 raise NotNow("model_incomplete", f"The model {known!r} is not complete: {why}", retry_after_s=10.0)
             raise BadRequest("model_unusable", f"The model {known!r} cannot be served: {why}", param="model")
         refusal = self.refused(found.entry.name)
@@ -146,7 +146,8 @@ class Registry:
             pinned=self._state.pinned.get(name, settings.pinned),
             enabled=self._state.enabled.get(name, True),
             fingerprint=checkpoint.fingerprint,
-            incomplete=problem,
+            incomplete=problem if checkpoint.reason else "",  # the rest may still come
+            unusable="" if checkpoint.reason else problem,
         )
         return Registered(checkpoint, facts, None, settings.dtype or config.dtype, problem)
 
@@ -328,7 +329,7 @@ class Registry:
         """The registration line of one model."""
         found = self.models[name]
         if found.entry is None:
-            return f"{name}: incomplete: {found.problem}"
+            return f"{name}: {'incomplete' if found.facts.incomplete else 'refused'}: {found.problem}"
         facts = found.facts
         limit = found.checkpoint.shape.max_position_embeddings if found.checkpoint.shape is not None else 0
         capped = f" of {limit}" if facts.max_model_len < limit else ""

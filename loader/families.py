@@ -44,6 +44,7 @@ class Family:
     local_rope: bool = False  # windowed layers have rotary frequencies of their own
     rope_theta: float = 10000.0
     gemma: bool = False  # norms around both branches, weights that start at 0, scaled embeddings, GELU
+    caps_scores: bool = False  # uses the key attn_logit_softcapping; Gemma 3's configuration has it too, its attention does not
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     encoder: bool = False  # texts to vectors; no KV, no sampling
@@ -82,6 +83,7 @@ FAMILIES = {
             head_dim=256,
             tie_word_embeddings=True,
             gemma=True,
+            caps_scores=True,
             attention_softcap=50.0,
             logit_softcap=30.0,
         ),

@@ -33,7 +33,7 @@ class ModelShape:
     head_dim: int
     vocab_size: int
     rms_norm_eps: float
-    max_position_embeddings: int
+    max_position_embeddings: int  # of a scaling that reaches further: what it reaches
     rope: RopeParameters
     tie_word_embeddings: bool
     attention_bias: bool  # of queries, keys and values
@@ -85,8 +85,9 @@ def parse_config(text: bytes, file: str = CONFIG_NAME) -> ModelShape:
         raise fields.fail("head_dim", f"{head_dim} is odd; rotary embedding needs pairs")
     num_layers = fields.integer("num_hidden_layers", at_most=MAX_LAYERS)
     max_position_embeddings = fields.integer("max_position_embeddings")
-    windows = layer_windows(fields, family, num_layers, max_position_embeddings)
     rope, local_rope = parse_rope(fields, family, head_dim, max_position_embeddings)
+    max_position_embeddings = max(max_position_embeddings, rope.extended_to)
+    windows = layer_windows(fields, family, num_layers, max_position_embeddings)
     attention_bias = fields.boolean("attention_bias") if family.attention_bias is None else family.attention_bias
     return ModelShape(
         architecture=family.architecture,
@@ -110,7 +111,7 @@ def parse_config(text: bytes, file: str = CONFIG_NAME) -> ModelShape:
         query_scale=(fields.positive("query_pre_attn_scalar", 256.0) if family.gemma else head_dim) ** -0.5,
         fused_projections=family.fused_projections,
         branch_norms=family.gemma,
-        attention_softcap=_softcap(fields, "attn_logit_softcapping", family.attention_softcap) if family.gemma else 0.0,
+        attention_softcap=_softcap(fields, "attn_logit_softcapping", family.attention_softcap) if family.caps_scores else 0.0,
         logit_softcap=_softcap(fields, "final_logit_softcapping", family.logit_softcap) if family.gemma else 0.0,
         local_rope=local_rope,
     )

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from loader.config_fields import Fields
 from loader.families import Family
 
-ROPE_TYPES = ("default", "linear", "llama3")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic")
+MAX_POSITIONS = 1 << 40
 _LAYER_KINDS = ("full_attention", "sliding_attention")
 
 
@@ -18,7 +19,9 @@ class RopeParameters:
     """Base `theta` and how its frequencies are scaled. See engine/layers/rope.py.
 
     partial_rotary_factor: the share of each head's dimensions that turn. longrope: one factor per frequency for sequences within
-    original_max_position_embeddings and one for longer ones; cosines and sines are multiplied by attention_factor.
+    original_max_position_embeddings and one for longer ones; cosines and sines are multiplied by attention_factor. yarn: dimensions
+    that turn beta_fast times and more within the original length stay, those that turn beta_slow times and less are stretched.
+    extended_to: positions that the scaling reaches, where it may be more than config.json gives (yarn, dynamic).
     """
 
     kind: str = "default"
@@ -31,6 +34,10 @@ class RopeParameters:
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
     attention_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True  # yarn: the range between both is widened to whole dimensions
+    extended_to: int = 0
 
     def rotary_dim(self, head_dim: int) -> int:
         return int(head_dim * self.partial_rotary_factor)
@@ -79,9 +86,16 @@ def _rope(
         return RopeParameters(theta=theta, partial_rotary_factor=share)
     if kind == "longrope":
         return _longrope(given, fields, theta, share, head_dim, max_position_embeddings)
+    if kind == "yarn":
+        return _yarn(given, fields, theta, share, max_position_embeddings)
     factor = given.number("factor")
     if factor < 1:
         raise given.fail("factor", f"{factor} is below 1")
+    if kind == "dynamic":
+        if int(head_dim * share) <= 2:
+            raise given.unsupported("rope_type", f"'dynamic' is supported with more than 2 dimensions, head_dim {head_dim} has not")
+        reach = _reach(given, max_position_embeddings, factor)
+        return RopeParameters("dynamic", theta, factor, 1.0, 4.0, max_position_embeddings, share, extended_to=reach)
     if kind == "linear":
         return RopeParameters("linear", theta, factor, partial_rotary_factor=share)
     low, high = given.number("low_freq_factor"), given.number("high_freq_factor")
@@ -101,6 +115,46 @@ def _partial(given: Fields, fields: Fields, family: Family, head_dim: int) -> fl
     if not 0 < share < 1 or int(head_dim * share) % 2 or int(head_dim * share) == 0:
         raise holder.fail("partial_rotary_factor", f"{share} of head_dim {head_dim} is not an even number of dimensions")
     return share
+
+
+def _yarn(given: Fields, fields: Fields, theta: float, share: float, max_position_embeddings: int) -> RopeParameters:
+    """https://arxiv.org/abs/2309.00071. As transformers, prefers the original length that stands beside the rotary settings."""
+    holder = fields if fields.has("original_max_position_embeddings") else given
+    original = holder.integer("original_max_position_embeddings", max_position_embeddings)
+    is_told = holder.has("original_max_position_embeddings")
+    if theta <= 1:
+        raise fields.fail("rope_theta", f"{theta} is not above 1, which yarn needs")
+    factor = given.number("factor", max_position_embeddings / original if is_told else None)
+    if factor < 1:
+        raise given.fail("factor", f"{factor} is below 1")
+    fast, slow = given.number("beta_fast", 32.0) or 32.0, given.number("beta_slow", 1.0) or 1.0
+    if not 0 < slow <= fast:
+        raise given.fail("beta_fast", f"{fast} must be at least beta_slow {slow}, which must be positive")
+    part, all_dims = (given.number(key, 0.0) for key in ("mscale", "mscale_all_dim"))
+    computed = _yarn_scale(factor, part) / _yarn_scale(factor, all_dims) if part and all_dims else _yarn_scale(factor, 1.0)
+    return RopeParameters(
+        kind="yarn",
+        theta=theta,
+        factor=factor,
+        original_max_position_embeddings=original,
+        partial_rotary_factor=share,
+        attention_factor=given.positive("attention_factor", computed),
+        beta_fast=fast,
+        beta_slow=slow,
+        truncate=given.boolean("truncate", True),
+        extended_to=_reach(given, original, factor) if is_told else 0,
+    )
+
+
+def _yarn_scale(factor: float, weight: float) -> float:
+    """What cosines and sines are multiplied by: the paper's square root of 1/t, with a weight of 1."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def _reach(given: Fields, length: int, factor: float) -> int:
+    if length * factor > MAX_POSITIONS:
+        raise given.fail("factor", f"{factor} times {length} is out of range (at most {MAX_POSITIONS})")
+    return int(length * factor)
 
 
 def _longrope(

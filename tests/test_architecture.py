@@ -22,7 +22,13 @@ MAY_IMPORT = {
     "daemon": {"config", "scheduler", "loader", "engine"},
 }
 # memory.handles: descriptors over a socket, system calls alone; pulse: a struct in shared memory
-DAEMON_FROM_ENGINE = {"engine.protocol", "engine.grammar.compile", "engine.memory.handles", "engine.pulse"}
+DAEMON_FROM_ENGINE = {
+    "engine.protocol",
+    "engine.grammar.compile",
+    "engine.grammar.refusals",
+    "engine.memory.handles",
+    "engine.pulse",
+}
 # direct_io: system calls alone; `hearth doctor` reads from the drive with it; packer and verifier: `hearth pack`, on numpy
 DAEMON_FROM_LOADER = {
     "loader.catalog",

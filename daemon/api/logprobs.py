@@ -12,6 +12,7 @@ from daemon.text.token_table import escape
 
 _json = msgspec.json.encode
 NULL = b"null"
+_BY_ID = "token_id:"
 RENDERED_AT_ONCE = 2048  # numbers between two turns of the event loop: a few milliseconds
 
 
@@ -87,7 +88,8 @@ class ChatLogprobs:
 
 class CompletionLogprobs:
     """top_logprobs is null where no alternatives were asked for; else each position names the chosen token, too. Tokens that are no
-    text by themselves are named `bytes:\\xNN`."""
+    text by themselves are named `bytes:\\xNN`; those without text, and those whose text another token of the position has, as vLLM
+    names tokens by their ids, `token_id:N`."""
 
     def __init__(self, trail: LogprobTrail) -> None:
         self._table, self._num_top = trail.table, trail.num_top
@@ -122,9 +124,12 @@ class CompletionLogprobs:
         return b'{"text_offset":[%b],"token_logprobs":[%b],"tokens":[%b],"top_logprobs":%b}' % lists
 
     def _alternatives(self, entry: TokenEntry, logprob: float) -> dict[str, float]:
+        """By keys of which no two are the same. The chosen token keeps its text: clients look it up by that."""
         named: dict[str, float] = {}
+        owners = {self._key(entry.token_id): entry.token_id}
         for token_id, value in zip(entry.top_ids, entry.top, strict=True):
-            named.setdefault(self._key(token_id), value)
+            key = self._key(token_id)
+            named[key if owners.setdefault(key, token_id) == token_id else _id_key(token_id)] = value
         if entry.token_id not in entry.top_ids:
             named[self._key(entry.token_id)] = logprob
         return named
@@ -132,7 +137,7 @@ class CompletionLogprobs:
     def _key(self, token_id: int) -> str:
         key = self._keys.get(token_id)
         if key is None:
-            key = self._keys[token_id] = _key(self._table.shown(token_id))
+            key = self._keys[token_id] = _key(token_id, self._table.shown(token_id))
         return key
 
 
@@ -149,8 +154,14 @@ def _logprob(value: float | None) -> bytes:
     return b'"logprob":%b' % _json(value)
 
 
-def _key(raw: bytes) -> str:
+def _key(token_id: int, raw: bytes) -> str:
     try:
-        return raw.decode()
+        text = raw.decode()
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+    # a text that reads like an id's name could be another id's
+    return text if text and not text.startswith(_BY_ID) else _id_key(token_id)
+
+
+def _id_key(token_id: int) -> str:
+    return f"{_BY_ID}{token_id}"

@@ -1,5 +1,5 @@
-"""`hearth [--control SOCKET] COMMAND`. Exit codes: 0 ok, 1 hearthd failed, 2 usage, 3 not found, 4 would not fit, 5 busy, timed out
-or not running, 6 denied, 7 done but not saved."""
+"""`hearth [--control SOCKET] COMMAND`. Exit codes: 0 ok, 1 hearthd failed, 2 usage, 3 not found, 4 would not fit or is not
+served, 5 busy, timed out or not running, 6 denied, 7 done but not saved."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ EXITS = {
     1: "hearthd failed on the command; its log says how; doctor, verify: a check failed",
     2: "usage, or a configuration that is not valid",
     3: "no such model or request",
-    4: "it would not fit",
+    4: "it would not fit, or the model is of a kind that is not served",
     5: "busy, timed out, or hearthd does not run",
     6: "no permission",
     7: "done, but not saved: the state folder cannot be written, and a restart would forget it; hearthd tries again",

@@ -213,4 +213,4 @@ def _of_folder(folder: str, devices: dict[str, int], chunk_bytes: int) -> dict[s
     except OSError as error:
         raise _usage(f"--models: {folder}: cannot be read: {error.strerror}", EXIT_NOT_FOUND) from None
     facts = [registry.register(config, checkpoint).facts for checkpoint in found.values()]
-    return {one.name: replace(one, max_queued=MAX_QUEUED) for one in facts if not one.incomplete}
+    return {one.name: replace(one, max_queued=MAX_QUEUED) for one in facts if not (one.incomplete or one.unusable)}

@@ -14,19 +14,20 @@ from llguidance import LLMatcher, LLTokenizer
 
 from daemon.errors import BadRequest
 from engine.grammar.compile import compile_grammar, parser_limits
+from engine.grammar.refusals import plain
 
 CPU_S = 2.0  # everyday schemas take 1 ms
 MEMORY_BYTES = 2 << 30
 
 
 def check_grammar(field: str, grammar: str) -> None:
-    """Raises BadRequest with llguidance's reason. A Lark grammar that names special tokens is checked by the engine alone, which
-    knows the vocabulary."""
+    """Raises BadRequest with the reason. A Lark grammar that names special tokens is checked by the engine alone, which knows the
+    vocabulary."""
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(hard, MEMORY_BYTES), hard))
     signal.setitimer(signal.ITIMER_PROF, CPU_S)  # its signal ends the process
     try:
-        reason = _why_not(grammar)
+        reason = why_not(grammar)
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
     if reason:
@@ -38,8 +39,14 @@ def _bytes_tokenizer() -> LLTokenizer:
     return LLTokenizer("byte")
 
 
-def _why_not(grammar: str) -> str:
-    """ "" if it can be followed."""
+def why_not(grammar: str) -> str:
+    """In words for who wrote it; "" if it can be followed."""
+    reason = _refusal(grammar)
+    return plain(reason, grammar) if reason else ""
+
+
+def _refusal(grammar: str) -> str:
+    """llguidance's words."""
     try:
         compiled = compile_grammar(grammar)
     except ValueError as error:

@@ -5,15 +5,14 @@ Shared by the engine's grammar processes and by the daemon's check before admiss
 
 from __future__ import annotations
 
-import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from llguidance import LLMatcher, LLParserLimits
 
+from engine.grammar import json_schema
+
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
-
-KINDS = ("json_schema", "regex", "lark")
 
 # Runs of blanks between JSON's tokens are bounded: a model that has nothing to say would write blanks for ever.
 JSON_OPTIONS: JsonCompileOptions = {
@@ -25,47 +24,20 @@ JSON_OPTIONS: JsonCompileOptions = {
     "lenient": False,
 }
 
-# a time whose second is below 60
-WHOLE_MINUTE = "^([0-9-]{10}[Tt ])?[0-9]{2}:[0-9]{2}:[0-5]"
-
 
 def compile_grammar(grammar: str) -> str:
-    """Raises ValueError if the kind is unknown or the text is no JSON object; llguidance tells of the rest when it is used."""
+    """Raises ValueError if the kind is unknown, the text is no JSON object or json_schema.prepared refuses it; llguidance tells of
+    the rest when it is used."""
     kind, _, text = grammar.partition(":")
     if kind == "json_schema":
-        compiled: str = LLMatcher.grammar_from_json_schema(_without_leap_seconds(text), overrides=JSON_OPTIONS)
+        compiled: str = LLMatcher.grammar_from_json_schema(json_schema.prepared(text), overrides=JSON_OPTIONS)
     elif kind == "regex":
         compiled = LLMatcher.grammar_from_regex(text)
     elif kind == "lark":
-        compiled = LLMatcher.grammar_from_lark(text)
+        compiled = LLMatcher.grammar_from_lark(json_schema.prepared_lark(text))
     else:
-        raise ValueError(f"grammar of kind {kind!r}: allowed are {', '.join(KINDS)}")
+        raise ValueError(f"there are no grammars of kind {kind!r}")
     return compiled
-
-
-def _without_leap_seconds(schema: str) -> str:
-    """llguidance lets the second be 60 at any time of day; RFC 3339 and validators only where a day ends. So: never."""
-    if '"time"' not in schema and '"date-time"' not in schema:
-        return schema
-    try:
-        parsed = json.loads(schema)
-        _narrow_times(parsed)
-        return json.dumps(parsed)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-
-
-def _narrow_times(schema: Any) -> None:
-    """In place, in all subschemas."""
-    if isinstance(schema, list):
-        for each in schema:
-            _narrow_times(each)
-    elif isinstance(schema, dict):
-        for key, each in schema.items():
-            if key not in ("const", "enum", "default", "examples"):
-                _narrow_times(each)
-        if schema.get("format") in ("time", "date-time") and isinstance(schema.get("allOf", []), list):
-            schema["allOf"] = [*schema.get("allOf", []), {"pattern": WHOLE_MINUTE}]
 
 
 def parser_limits() -> LLParserLimits:

@@ -6,6 +6,7 @@ built in 1 ms, a hostile one in up to a second, and the tokenizer's trie in 0.2 
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,16 +14,20 @@ from llguidance import LLMatcher, LLTokenizer
 
 from engine.grammar.compile import compile_grammar, parser_limits
 from engine.grammar.messages import row_bytes
+from engine.grammar.refusals import plain
+
+log = logging.getLogger("grammar")
 
 
 class GrammarError(Exception):
-    """The grammar cannot be followed (any further): llguidance's own words."""
+    """The grammar cannot be followed (any further): why, for whoever wrote it."""
 
 
 @dataclass(slots=True)
 class Matcher:
     row: int
     state: LLMatcher
+    grammar: str
 
 
 class Matchers:
@@ -40,7 +45,8 @@ class Matchers:
             # the text, not the path: a path that is not there would be looked for on the network
             self._tokenizer = LLTokenizer(file.read_text(), n_vocab=vocab_size, eos_token=eos_token_ids)
         except Exception as error:  # the library raises bare Exception
-            raise GrammarError(f"{file}: {error}") from None
+            log.warning("%s cannot be used for grammars: %s", file, error)
+            raise GrammarError("its tokenizer.json is of a kind that grammars cannot be followed with") from None
         self._end_ids = [end for end in eos_token_ids if end < vocab_size]
         self._row_bytes = row_bytes(vocab_size)
         self._masks, self._address = masks, address
@@ -51,8 +57,8 @@ class Matchers:
         try:
             compiled = compile_grammar(grammar)
         except ValueError as error:
-            raise GrammarError(str(error)) from None
-        matcher = Matcher(row, LLMatcher(self._tokenizer, compiled, log_level=0, limits=parser_limits()))
+            raise GrammarError(plain(str(error), grammar)) from None
+        matcher = Matcher(row, LLMatcher(self._tokenizer, compiled, log_level=0, limits=parser_limits()), grammar)
         self._check(matcher)
         if output and not matcher.state.consume_tokens(output):
             self._check(matcher)
@@ -93,4 +99,4 @@ class Matchers:
     @staticmethod
     def _check(matcher: Matcher) -> None:
         if matcher.state.is_error():
-            raise GrammarError(matcher.state.get_error() or "the matcher stopped without a reason")
+            raise GrammarError(plain(matcher.state.get_error() or "", matcher.grammar))

@@ -4,6 +4,10 @@ llama3: wavelengths longer than original / low_freq_factor are stretched by `fac
 stay, those between are blended (Llama 3.1's model card; https://arxiv.org/abs/2407.21783).
 longrope: each frequency is divided by a factor of its own, of one list up to the original length and of another beyond it
 (https://arxiv.org/abs/2402.13753). Stored keys can't change lists, so the model's longest context decides for all its sequences.
+dynamic: the base grows with the context beyond the original length, so that the slowest frequency is stretched by as much as the
+context is longer. Here, too, the longest context decides for all.
+yarn: dimensions that turn often within the original length keep their frequency, those that hardly turn are stretched by `factor`,
+those between are blended (https://arxiv.org/abs/2309.00071).
 """
 
 from __future__ import annotations
@@ -30,7 +34,10 @@ def inverse_frequencies(rope: RopeParameters, head_dim: int, max_model_len: int)
         is_long = max_model_len > rope.original_max_position_embeddings
         factors = torch.tensor(rope.long_factors if is_long else rope.short_factors, dtype=torch.float32)
         return 1.0 / (factors * rope.theta**exponents)
-    inv_freq = 1.0 / (rope.theta**exponents)
+    inv_freq = 1.0 / (_base(rope, turning, max_model_len) ** exponents)
+    if rope.kind == "yarn":
+        stretch = _yarn_ramp(rope, turning)
+        return inv_freq * (1 - stretch) + inv_freq / rope.factor * stretch
     if rope.kind == "linear":
         return inv_freq / rope.factor
     if rope.kind != "llama3":
@@ -42,3 +49,26 @@ def inverse_frequencies(rope: RopeParameters, head_dim: int, max_model_len: int)
     blended = (1 - blend) * stretched / rope.factor + blend * stretched
     between = (wavelength <= original / rope.low_freq_factor) & (wavelength >= original / rope.high_freq_factor)
     return torch.where(between, blended, stretched)
+
+
+def _base(rope: RopeParameters, turning: int, max_model_len: int) -> float:
+    """theta, of dynamic scaling as it is at that length."""
+    original = rope.original_max_position_embeddings
+    if rope.kind != "dynamic" or max_model_len <= original:
+        return rope.theta
+    return float(rope.theta * (rope.factor * max_model_len / original - (rope.factor - 1)) ** (turning / (turning - 2)))
+
+
+def _yarn_ramp(rope: RopeParameters, turning: int) -> Tensor:
+    """[turning / 2]: how much of each pair's frequency is the stretched one, from 0 to 1."""
+
+    def pair(turns: float) -> float:
+        """The (fractional) pair of dimensions that turns so often within the original length."""
+        return turning * math.log(rope.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    first, last = pair(rope.beta_fast), pair(rope.beta_slow)
+    if rope.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, turning - 1)
+    width = last - first or 0.001  # of a step, where both are one
+    return ((torch.arange(turning // 2, dtype=torch.float32) - first) / width).clamp(0, 1)

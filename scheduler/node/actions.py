@@ -24,6 +24,7 @@ class Refusal:
 REFUSAL_CODES = {
     "model_not_found": "no such model",
     "model_too_large": "can never fit, with the arithmetic",
+    "model_unusable": "its files or settings are of a kind that is not served",
     "model_incomplete": "files missing or shorter than their header says",
     "model_disabled": "switched off by the operator",
     "model_failed": "the last load failed, or the model is quarantined",

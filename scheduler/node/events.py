@@ -33,7 +33,8 @@ class ModelFacts:
     enabled: bool = True
     devices: tuple[str, ...] = ()  # allowed devices; empty: any
     fingerprint: str = ""
-    incomplete: str = ""  # why files are missing; empty: complete
+    incomplete: str = ""  # which file is missing or too short; empty: complete
+    unusable: str = ""  # why its files or settings can't be served however long one waits; empty: they can
 
 
 @dataclass(slots=True, frozen=True)

@@ -37,6 +37,8 @@ def rest(node: Node, model: Model, reason: str) -> None:
         state, reason = residency.DISABLED, "by the operator"
     elif model.facts.incomplete:
         state, reason = residency.INCOMPLETE, model.facts.incomplete
+    elif model.facts.unusable:
+        state, reason = residency.REFUSED, model.facts.unusable
     elif model.too_large:
         state, reason = residency.REFUSED, model.too_large
     elif model.failure:

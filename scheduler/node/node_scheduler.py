@@ -24,6 +24,7 @@ from scheduler.node import (
     placements,
     registration,
     requests,
+    residency,
 )
 from scheduler.node.actions import Action
 from scheduler.node.events import Event
@@ -119,6 +120,13 @@ class NodeScheduler:
         """Of one model, without the rest of its view; None when it is unknown."""
         model = self._node.models.get(name)
         return None if model is None else model.state
+
+    def too_large(self, name: str) -> str:
+        """The arithmetic of a model that fits on no device; "" for any other, also while one is loaded that did fit."""
+        model = self._node.models.get(name)
+        if model is None or model.state != residency.REFUSED or model.facts.unusable:
+            return ""
+        return model.too_large
 
     def devices(self) -> list[DeviceView]:
         return [_device_view(self._node, device) for device in self._node.devices.values()]

@@ -7,7 +7,7 @@ READY = "ready"  # requests are submitted at once
 PAUSED = "paused"  # preempted: off the device, and requests that ran there wait for it to come back; otherwise as cold
 DRAINING = "draining"  # leaves the device: what runs goes on to its end, what arrives waits or is refused
 FAILED = "failed"  # its last loads failed or it crashed engines; may carry a time when it is tried again
-REFUSED = "refused"  # fits on no allowed device even when that is empty
+REFUSED = "refused"  # can't be served as it is: of a kind that is not built, or fits on no allowed device even when that is empty
 DISABLED = "disabled"  # switched off by the operator
 INCOMPLETE = "incomplete"  # files are missing or shorter than their headers say
 

@@ -98,7 +98,7 @@ async def test_without_room_it_is_not_served_and_says_why(tmp_path: Path) -> Non
     registry = Registry(config, division.devices, NodeState(""), division.problems)
     (change,) = await registry.rescan()
     assert isinstance(change, ModelRegistered)
-    assert "1.0 GiB cannot be set aside" in change.facts.incomplete, "it does not fall back to its neighbours' engine"
+    assert "1.0 GiB cannot be set aside" in change.facts.unusable, "it does not fall back to its neighbours' engine"
 
 
 def test_the_roomiest_allowed_device_is_divided(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ async def test_an_encoder_gets_a_part_of_a_cpu_device(tmp_path: Path) -> None:
     division = divided(config, *MIXED)
     assert [one.name for one in division.devices] == ["cuda:0", "cpu:0", "cpu:0/enc"]
     facts = await facts_of(config, division)
-    assert (facts.devices, facts.incomplete) == (("cpu:0/enc",), "")
+    assert (facts.devices, facts.unusable) == (("cpu:0/enc",), "")
     size = size_of(facts, CHUNK)
     assert (size.chunks + size.work_space_chunks) * CHUNK == division.devices[2].budget_bytes
 
@@ -145,10 +145,10 @@ async def test_a_part_that_was_set_aside_on_the_wrong_kind_of_device_is_told(tmp
     division = divided(config, *MIXED)
     assert [one.name for one in division.devices] == ["cuda:0", "cuda:0/enc", "cpu:0"]
     make_encoder(tmp_path / "enc")
-    told = (await facts_of(config, division)).incomplete
+    told = (await facts_of(config, division)).unusable
     assert 'models."enc".isolate: its part was set aside on cuda:0, and encoders are not built for cuda devices' in told
     settings = ModelConfig(isolate=True, isolate_bytes="64MiB", kv_cache_dtype="fp8", devices=["cpu:0"])
     make_model(tmp_path / "only" / "m")
     config = config_of(tmp_path / "only", m=settings)
-    told = (await facts_of(config, divided(config, *MIXED))).incomplete
+    told = (await facts_of(config, divided(config, *MIXED))).unusable
     assert told.endswith("this model may live on cpu:0")

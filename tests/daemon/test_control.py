@@ -34,8 +34,9 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     make_model(folder / "models" / "slow", hearthd_null={"load_s": 1.0})
     make_model(folder / "models" / "bad", hearthd_null={"load_error": "model.safetensors: tensor x is damaged"})
     make_model(folder / "models" / "huge", weights_bytes=80 * MIB)
-    (folder / "models" / "half").mkdir()
-    (folder / "models" / "half" / "config.json").write_text("{}")
+    (make_model(folder / "models" / "half") / "model.safetensors").unlink()
+    config = make_model(folder / "models" / "foreign") / "config.json"
+    config.write_text(config.read_text().replace("LlamaForCausalLM", "FalconForCausalLM"))
     with Node(folder, devices=["cpu=84MiB"], null_step_ms=2, config='[models."org/b"]\naliases = ["bee"]\n') as running:
         yield running
 
@@ -77,11 +78,11 @@ def test_ps_contract(node: Node) -> None:
     assert [row["name"] for row in rows] == sorted(row["name"] for row in rows)
     assert all(set(row) >= PS_KEYS for row in rows)
     states = {row["name"]: row["state"] for row in rows}
-    assert (states["huge"], states["half"], states["c"]) == ("refused", "incomplete", "cold")
+    assert (states["huge"], states["foreign"], states["half"], states["c"]) == ("refused", "refused", "incomplete", "cold")
 
 
 def test_ps_leaves_out_what_cannot_be_loaded_and_says_so(node: Node) -> None:
-    assert not {"huge", "half"} & {row["name"] for row in node.ps()}
+    assert not {"huge", "half", "foreign"} & {row["name"] for row in node.ps()}
     assert "cannot be loaded; `hearth models` says why" in node.cli("ps").stdout
 
 
@@ -118,6 +119,8 @@ def test_load_and_unload(node: Node) -> None:
         (("load", "huge"), 4, "model_too_large"),
         (("pin", "huge"), 4, "model_too_large"),
         (("load", "half"), 5, "model_incomplete"),
+        (("load", "foreign"), 4, "model_unusable"),
+        (("pin", "foreign"), 4, "model_unusable"),
     ],
 )
 def test_refused_commands(node: Node, args: tuple[str, ...], code: int, error: str) -> None:
@@ -130,6 +133,13 @@ def test_refused_commands(node: Node, args: tuple[str, ...], code: int, error: s
     assert (plain.returncode, plain.stdout) == (code, "")
     hint = " `hearth models` lists all." if args[1] == "nope" else ""
     assert plain.stderr == f"hearth: {value['message']}{hint}\n"
+
+
+def test_what_is_not_supported_is_told_with_what_is(node: Node) -> None:
+    told = "config.json: key architectures: 'FalconForCausalLM' is not supported; supported: LlamaForCausalLM, MistralForCausalLM"
+    assert told in node.cli("load", "foreign").stderr
+    assert f"foreign is refused: {told}" in node.cli("models").stdout
+    assert f"it cannot be loaded: foreign cannot be served: {told}" in node.cli("plan", "foreign").stdout
 
 
 @pytest.mark.parametrize(("name", "meant"), [("org/B", "org/b"), ("B", "org/b"), ("huuge", "huge"), ("haf", "half")])

@@ -97,7 +97,10 @@ async def test_what_no_more_files_will_mend_is_no_matter_of_waiting(tmp_path: Pa
     config = make_model(tmp_path / "a") / "config.json"
     config.write_text(config.read_text().replace("LlamaForCausalLM", "FalconForCausalLM"))
     registry = make_registry(tmp_path)
-    await registry.rescan()
+    facts = registered(await registry.rescan())["a"]
+    assert facts.incomplete == ""
+    assert "'FalconForCausalLM' is not supported; supported: LlamaForCausalLM" in facts.unusable
+    assert registry.describe("a").startswith("a: refused: config.json")
     with pytest.raises(HearthError) as caught:
         registry.resolve("a")
     assert (caught.value.code, caught.value.status, caught.value.retry_after_s) == ("model_unusable", 400, None)
@@ -185,8 +188,8 @@ async def test_what_cannot_be_quantised_is_refused_by_field(tmp_path: Path) -> N
             config, [DeviceBudget("cpu:0", 256 * MIB), DeviceBudget("cuda:0", 256 * MIB)], NodeState(str(tmp_path / "s"))
         )
         (facts,) = registered(await registry.rescan()).values()
-        assert wanted in facts.incomplete
-        assert ('models."a".quantize' in facts.incomplete) == bool(wanted)
+        assert wanted in facts.unusable
+        assert ('models."a".quantize' in facts.unusable) == bool(wanted)
 
 
 async def test_fp8_kv_is_counted_asked_for_and_kept_from_cpu_devices(tmp_path: Path) -> None:
@@ -211,11 +214,11 @@ async def test_fp8_kv_is_counted_asked_for_and_kept_from_cpu_devices(tmp_path: P
     assert source is not None
     assert source.kv_cache_dtype == "fp8"
     assert "float32, fp8 KV, max_model_len" in registry.describe("a")
-    assert encoder.incomplete == 'models."encoder".kv_cache_dtype: encoders keep no KV; leave it out'
+    assert encoder.unusable == 'models."encoder".kv_cache_dtype: encoders keep no KV; leave it out'
     for devices, named in (([cpu], []), ([gpu, cpu], ["cpu:0"])):
         refused, _, _ = await scanned(devices, kv_cache_dtype="fp8", devices=named)
         wanted = 'models."a".kv_cache_dtype: fp8 is built for cuda devices only, and this model may live on cpu:0'
-        assert refused.incomplete == wanted
+        assert refused.unusable == wanted
 
 
 async def test_a_gpus_work_space_does_not_grow_with_the_context(tmp_path: Path) -> None:
@@ -239,10 +242,10 @@ async def test_an_encoder_lives_on_cpu_devices_only(tmp_path: Path) -> None:
     config = NodeConfig(models_dir=str(tmp_path), chunk_bytes=2 * MIB)
     gpu, cpu = DeviceBudget("cuda:0", 4096 * MIB, "GPU-a"), DeviceBudget("cpu:0", 256 * MIB)
     (facts,) = registered(await Registry(config, [gpu, cpu], NodeState("")).rescan()).values()
-    assert (facts.devices, facts.incomplete) == (("cpu:0",), "")
+    assert (facts.devices, facts.unusable) == (("cpu:0",), "")
     alone = Registry(config, [gpu], NodeState(""))
     (facts,) = registered(await alone.rescan()).values()
-    assert "encoders are not built for cuda devices" in facts.incomplete
+    assert "encoders are not built for cuda devices" in facts.unusable
     with pytest.raises(HearthError, match="give the node a cpu device") as caught:
         alone.resolve("enc")
     assert caught.value.code == "model_unusable", "waiting would not help"

@@ -93,6 +93,6 @@ def resumed(node: Node) -> int:
 
 
 def test_without_room_it_is_refused_with_the_reason(node: Node) -> None:
-    assert node.state("ash") == "incomplete"
+    assert node.state("ash") == "refused"
     refused = Stream(node, "ash", "hello", 4).join()
     assert 'models."ash".isolate: 1.0 GiB cannot be set aside' in refused.error

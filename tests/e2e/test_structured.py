@@ -103,6 +103,11 @@ def test_choices_and_lark(node: Node) -> None:
     [
         ({"response_format": wanted({"type": "object", "not": {}})}, "response_format.json_schema.schema", "not"),
         ({"response_format": wanted({"type": "string", "pattern": "(?=a)"})}, "response_format.json_schema.schema", "look-ahead"),
+        (
+            {"response_format": wanted({"properties": {"a": {"const": 2**53 + 1}}})},
+            "response_format.json_schema.schema",
+            "schema: #/properties/a/const: 9007199254740993",
+        ),
         ({"extra_body": {"regex": "(a"}}, "regex", "unclosed"),
         ({"extra_body": {"grammar": "start: nobody"}}, "grammar", "nobody"),
         ({"extra_body": {"grammar": "start: <|nobody|>"}}, "grammar", "nobody"),  # only the engine knows the vocabulary

@@ -57,6 +57,19 @@ CASES: dict[str, dict[str, Any]] = {
         "mlp_bias": True,
         "rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0},
     },
+    "llama-yarn": {
+        "kind": "llama",
+        "tie_word_embeddings": False,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 100.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+            "beta_fast": 4.0,
+            "mscale": 2.0,
+            "mscale_all_dim": 0.5,
+        },
+    },
     "llama-no-gqa": {"kind": "llama", "tie_word_embeddings": False, "num_key_value_heads": 6, "head_dim": 8},
     "qwen3": {"kind": "qwen3", "tie_word_embeddings": False},
     "qwen3-tied-biases": {"kind": "qwen3", "tie_word_embeddings": True, "attention_bias": True},
@@ -90,6 +103,13 @@ CASES: dict[str, dict[str, Any]] = {
             "full_attention": {"rope_type": "linear", "rope_theta": 50000.0, "factor": 4.0},
             "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
         },
+    },
+    "gemma3-caps": {  # transformers caps the logits by these and leaves the scores alone
+        "kind": "gemma3",
+        "num_hidden_layers": 3,
+        "sliding_window": 6,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 9.0,
     },
 }
 

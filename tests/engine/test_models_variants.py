@@ -72,6 +72,23 @@ def test_longrope(runner: TorchRunner, tmp_path: Path, max_len: int, num_tokens:
     model.release()
 
 
+@pytest.mark.parametrize("max_len", [32, 60])
+def test_dynamic_rope(runner: TorchRunner, tmp_path: Path, max_len: int) -> None:
+    """The frequencies are those of transformers for a sequence as long as the longest context that is served."""
+    rope = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 2.0}
+    made = make_checkpoint(tmp_path, kind="llama", max_position_embeddings=32, rope_parameters=rope)
+    model = load(runner, tmp_path, max_len=max_len)
+    table = make_table(groups=model.kv_groups)
+    put(table, 0, PROMPT[:max_len])
+    half = max_len // 2
+    parts = [model.logits(plan((0, at, num)), table, every_token=True) for at, num in ((0, half), (half, max_len - half))]
+    with torch.inference_mode():
+        wanted = made(torch.tensor([PROMPT[:max_len]])).logits[0].numpy()
+    assert np.abs(wanted).max() > 1.0
+    assert np.abs(np.concatenate(parts) - wanted).max() < 2e-4
+    model.release()
+
+
 @pytest.mark.parametrize("case", ["mistral-window", "phi3-partial-window", "gemma2", "gemma3"])
 def test_bfloat16_follows_transformers(runner: TorchRunner, tmp_path: Path, case: str) -> None:
     """On the mean no further from float32 than transformers in bfloat16 is (and a fifth)."""

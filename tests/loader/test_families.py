@@ -216,6 +216,28 @@ def test_phi() -> None:
     assert parse(PHI4_MINI, rope_scaling=PHI4_MINI["rope_scaling"] | {"type": "su"}) == small
 
 
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+
+
+def test_scalings_that_reach_further_than_the_configuration_says() -> None:
+    """Qwen's model cards have the block added and the length left as it is."""
+    assert parse(QWEN25_7B).max_position_embeddings == 32768
+    shape = parse(QWEN25_7B, rope_scaling=YARN)
+    assert shape.max_position_embeddings == 131072
+    assert shape.rope == RopeParameters(
+        "yarn", 1e6, 4.0, original_max_position_embeddings=32768, attention_factor=1 + 0.1 * math.log(4), extended_to=131072
+    )
+    assert parse(QWEN25_7B, rope_scaling=YARN, max_position_embeddings=131072) == shape, "DeepSeek's have both"
+    assert parse(QWEN25_7B, rope_scaling={"type": "yarn", "factor": 4.0}).max_position_embeddings == 32768, "it may be the whole"
+    windowed = parse(QWEN25_7B, rope_scaling=YARN, use_sliding_window=True, sliding_window=65536, max_window_layers=0)
+    assert windowed.layer_windows == (65536,) * 28, "no longer one that no sequence can outgrow"
+    assert parse(GEMMA3_1B, rope_scaling=YARN).rope.kind == "yarn"
+    assert parse(PHI3_MINI_4K, rope_scaling=YARN).rope.kind == "yarn"
+    dynamic = parse(MISTRAL_7B, rope_scaling={"type": "dynamic", "factor": 2.0})
+    assert dynamic.max_position_embeddings == 2 * parse(MISTRAL_7B).max_position_embeddings
+    assert dynamic.rope.original_max_position_embeddings == parse(MISTRAL_7B).max_position_embeddings
+
+
 def test_gemma2() -> None:
     shape = parse(GEMMA2_2B, query_pre_attn_scalar=144)
     assert shape.layer_windows == (4096, 0) * 13
@@ -239,6 +261,8 @@ def test_gemma3() -> None:
     # a window no sequence outgrows still has its own frequencies, so it stays a group of its own
     assert len(kv_groups(parse(GEMMA3_1B, sliding_window=32768), "bfloat16", 16)) == 2
     assert parse(GEMMA3_1B, rope_theta="absent", rope_local_base_freq="absent") == parse(GEMMA3_1B)
+    capped = parse(GEMMA3_1B, attn_logit_softcapping=50.0, final_logit_softcapping=30.0)
+    assert (capped.attention_softcap, capped.logit_softcap) == (0.0, 30.0), "Gemma 3 has the first key and does not use it"
 
 
 @pytest.mark.parametrize(
@@ -249,11 +273,11 @@ def test_gemma3() -> None:
         (GEMMA3_1B, {"architectures": ["Gemma3ForConditionalGeneration"]}, "architectures: 'Gemma3ForConditionalGeneration'"),
         (MISTRAL_7B, {"layer_types": ["full_attention"] * 32}, "layer_types"),
         (QWEN25_7B, {"layer_types": ["chunked_attention"] * 28}, "layer_types: 'chunked_attention'"),
-        (QWEN25_7B, {"rope_scaling": {"type": "yarn", "factor": 4.0}}, r"rope_scaling\.rope_type: 'yarn'"),
+        (QWEN25_7B, {"rope_scaling": {"type": "mrope"}}, r"rope_scaling\.rope_type: 'mrope'"),
         (QWEN25_7B, {"rope_scaling": PHI4_MINI["rope_scaling"]}, r"rope_scaling\.rope_type: 'longrope'"),
         (QWEN25_7B, {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         (QWEN25_7B, {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, r"rope_parameters\.full_attention"),
-        (PHI3_MINI_4K, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, r"rope_scaling\.rope_type: 'dynamic'"),
+        (PHI3_MINI_4K, {"rope_scaling": {"type": "proportional"}}, r"rope_scaling\.rope_type: 'proportional'"),
         (GEMMA2_2B, {"hidden_activation": "gelu"}, "hidden_activation: 'gelu'"),
         (GEMMA3_1B, {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
     ],
@@ -273,6 +297,16 @@ def test_unsupported_variants_name_the_key(config: dict[str, Any], changes: dict
         (GEMMA2_2B, {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
         (GEMMA2_2B, {"attn_logit_softcapping": -1}, "attn_logit_softcapping"),
         (GEMMA3_1B, {"sliding_window_pattern": 0}, "sliding_window_pattern"),
+        (QWEN25_7B, {"rope_scaling": {"type": "yarn"}}, r"rope_scaling\.factor: missing"),
+        (QWEN25_7B, {"rope_scaling": YARN | {"factor": 0.5}}, r"rope_scaling\.factor: 0.5 is below 1"),
+        (QWEN25_7B, {"rope_scaling": YARN | {"factor": 1e30}}, r"rope_scaling\.factor: 1e\+30 times 32768 is out of range"),
+        (QWEN25_7B, {"rope_scaling": YARN | {"beta_slow": 64}}, r"rope_scaling\.beta_fast: 32.0 must be at least beta_slow 64"),
+        (QWEN25_7B, {"rope_scaling": YARN | {"truncate": 1}}, r"rope_scaling\.truncate"),
+        (QWEN25_7B, {"rope_scaling": YARN | {"attention_factor": 0}}, r"rope_scaling\.attention_factor"),
+        (QWEN25_7B, {"rope_scaling": YARN | {"mscale": "1"}}, r"rope_scaling\.mscale"),
+        (QWEN25_7B, {"rope_scaling": YARN, "rope_theta": 1}, "rope_theta: 1.0 is not above 1"),
+        (MISTRAL_7B, {"rope_scaling": {"type": "dynamic", "factor": 0}}, r"rope_scaling\.factor: 0.0 is below 1"),
+        (MISTRAL_7B, {"rope_scaling": {"type": "dynamic", "factor": 2}, "head_dim": 2}, r"rope_scaling\.rope_type: 'dynamic'"),
         (PHI4_MINI, {"partial_rotary_factor": 0.01}, "partial_rotary_factor"),
         (PHI4_MINI, {"partial_rotary_factor": 1.0}, r"rope_scaling\.short_factor: not a list of 64"),
         (PHI4_MINI, {"original_max_position_embeddings": "absent"}, "original_max_position_embeddings: missing"),

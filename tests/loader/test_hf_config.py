@@ -59,7 +59,10 @@ def test_qwen3() -> None:
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM.*LlamaForCausalLM, .*Qwen3ForCausalLM"),
         ({"architectures": "absent", "model_type": "gpt2"}, "gpt2"),
         ({"hidden_act": "gelu"}, "hidden_act"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2}}, r"rope_parameters\.rope_type: 'yarn'.*default, linear, llama3"),
+        (
+            {"rope_parameters": {"rope_type": "mrope"}},
+            r"rope_parameters\.rope_type: 'mrope'.*default, linear, llama3, yarn, dynamic",
+        ),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"layer_types": ["sliding_attention", "full_attention"]}, "layer_types"),
         ({"dtype": "int8"}, "dtype.*int8"),

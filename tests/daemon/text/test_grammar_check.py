@@ -42,11 +42,14 @@ async def test_grammars_that_can_be_followed(text: TextService, grammar: str) ->
 @pytest.mark.parametrize(
     ("grammar", "reason"),
     [
-        ('json_schema:{"type":"nope"}', "Invalid type: nope"),
+        ('json_schema:{"type":"nope"}', 'type: "nope" is no type'),
         ('json_schema:{"type":"object","not":{"type":"string"}}', "not"),
         ('json_schema:{"type":"object","not":{},"x-guidance":{"lenient":true}}', "not"),
         ('json_schema:{"type":"string","pattern":"(?=a)b"}', "look-around"),
-        ('json_schema:{"type":"integer","minimum":5,"maximum":3}', "Unsatisfiable"),
+        (
+            'json_schema:{"type":"integer","minimum":5,"maximum":3}',
+            "no value follows the schema: minimum (5) is greater than maximum (3)",
+        ),
         ('json_schema:{"oneOf":[{"type":"integer"},{"type":"number"}]}', "oneOf"),
         ('json_schema:{"$ref":"http://127.0.0.1/schema"}', "http://127.0.0.1/schema"),
         ('json_schema:{"a":', "EOF"),

@@ -37,6 +37,8 @@ def test_load_waits_for_ready_and_does_not_pin() -> None:
     [
         ({"weights_mib": 200}, "model_too_large"),
         ({"incomplete": "no weights"}, "model_incomplete"),
+        ({"unusable": "no such architecture"}, "model_unusable"),
+        ({"unusable": "no such architecture", "weights_mib": 200}, "model_unusable"),
         ({"enabled": False}, "model_disabled"),
     ],
 )

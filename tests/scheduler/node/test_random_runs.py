@@ -27,6 +27,7 @@ WEIGHTS = {
     "folder": 1,
 }
 NUM_RUNS, NUM_STEPS = 80, 250
+FOLDERS = [("no config", ""), ("", "another kind"), *[("", "")] * 8]  # why they are incomplete or unusable
 
 
 def step(node: FakeNode, rng: random.Random, seen: Counter[str]) -> None:
@@ -74,7 +75,7 @@ def step(node: FakeNode, rng: random.Random, seen: Counter[str]) -> None:
         case "folder":
             if rng.random() < 0.3:
                 node.remove(name)
-            node.register(change(name, rng.choice("123"), "no config" if rng.random() < 0.1 else ""))
+            node.register(change(name, rng.choice("123"), *rng.choice(FOLDERS)))
 
 
 def test_what_is_accepted_ends_whatever_happens() -> None:

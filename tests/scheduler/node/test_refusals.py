@@ -31,6 +31,21 @@ def test_incomplete_model_until_its_files_are_there() -> None:
     assert node.loads
 
 
+def test_model_of_a_kind_that_is_not_served_until_its_files_are_others() -> None:
+    node = FakeNode()
+    node.register(facts("a", unusable="its architecture is not supported"))
+    request = node.arrive("a")
+    assert refused(node, request) == ("model_unusable", False)
+    assert "its architecture is not supported" in node.refusals[request].message
+    assert node.state("a") == "refused"
+    assert node.scheduler.too_large("a") == ""
+    node.register(facts("a", 200))
+    assert "200.0 MiB" in node.scheduler.too_large("a")
+    node.register(facts("a"))
+    node.arrive("a")
+    assert node.loads
+
+
 def test_disabled_model() -> None:
     node = FakeNode()
     node.register(facts("a", enabled=False))

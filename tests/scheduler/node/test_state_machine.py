@@ -24,7 +24,7 @@ MODELS = {
 }
 
 
-def change(model: str, fingerprint: str, incomplete: str) -> ModelFacts:
+def change(model: str, fingerprint: str, incomplete: str, unusable: str) -> ModelFacts:
     """The model with other files: a little larger, and now and then with more KV kept."""
     old = MODELS[model]
     return replace(
@@ -33,6 +33,7 @@ def change(model: str, fingerprint: str, incomplete: str) -> ModelFacts:
         kv_floor_tokens=4096 if fingerprint == "3" else 0,
         fingerprint=fingerprint,
         incomplete=incomplete,
+        unusable=unusable,
     )
 
 
@@ -149,12 +150,13 @@ class Node(RuleBasedStateMachine):
         model=st.sampled_from(NAMES),
         fingerprint=st.sampled_from("123"),
         incomplete=st.sampled_from(["", "", "no config"]),
+        unusable=st.sampled_from(["", "", "another architecture"]),
         removed=st.booleans(),
     )
-    def folder(self, model: str, fingerprint: str, incomplete: str, removed: bool) -> None:
+    def folder(self, model: str, fingerprint: str, incomplete: str, unusable: str, removed: bool) -> None:
         if removed:
             self.node.remove(model)
-        self.node.register(change(model, fingerprint, incomplete))
+        self.node.register(change(model, fingerprint, incomplete, unusable))
 
     @invariant()
     def shows(self) -> None:

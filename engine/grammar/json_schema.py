@@ -1,0 +1,248 @@
+"""A client's JSON schema as llguidance gets it: the same, or narrower where llguidance would let through what the schema forbids.
+
+llguidance reads numbers as 64-bit floats, the last digit of long ones inexactly, and writes large ones rounded; such bounds are
+moved inward to the next number that it holds exactly. Between two neighbouring whole numbers it takes an exclusive whole bound
+for an inclusive one: where a schema may ask for that, exclusive whole bounds become inclusive ones beside them. (Not elsewhere:
+below a bound of 0.999 it wants 0.90 for 0.9.) What cannot be moved is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
+from typing import Any
+
+Schema = dict[str, Any]
+
+# a time whose second is below 60
+WHOLE_MINUTE = "^([0-9-]{10}[Tt ])?[0-9]{2}:[0-9]{2}:[0-5]"
+
+_MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})  # name -> schema
+_VALUES = frozenset({"const", "enum", "default", "examples"})
+
+_EXACT_DIGITS = 2**53  # a float of so many digits, taken as a whole number, is read exactly
+_EXACT_PLACES = 22  # ... with the point moved by so many places
+_DIGITS = 15  # any number of so many digits is the one its float is written as
+_WHOLE_LIMIT = 2**63 // 640_000 * 640_000  # a 64-bit integer, a float's exact value, and of no more than those digits
+_LIMIT = 2**64  # bounds up to here are those of integer types, and moved to _WHOLE_LIMIT
+_SMALLEST = Decimal("1e-20")
+_UP, _DOWN = Context(prec=_DIGITS, rounding=ROUND_CEILING), Context(prec=_DIGITS, rounding=ROUND_FLOOR)
+# keyword -> (it bounds from below, it is exclusive)
+_BOUNDS = {
+    "minimum": (True, False),
+    "maximum": (False, False),
+    "exclusiveMinimum": (True, True),
+    "exclusiveMaximum": (False, True),
+}
+
+
+def prepared(text: str) -> str:
+    """The schema that llguidance is to follow in place of this one. Raises ValueError naming the place and the keyword that cannot
+    be followed; text that is no JSON is returned for llguidance to refuse."""
+    changed, schema, end = _decoded(text, 0)
+    if schema is None or text[end:].strip(" \t\r\n"):
+        return text
+    changed |= schema.pop("x-guidance", None) is not None  # options of llguidance, which are not a client's to set
+    changed |= _narrow(schema)
+    return json.dumps(schema, ensure_ascii=False) if changed else text
+
+
+def prepared_lark(grammar: str) -> str:
+    """The same for each schema in a Lark grammar's `%json {...}`."""
+    pieces, at = [], 0
+    for found in re.finditer(r"%json\s*(?=\{)", grammar):
+        if found.start() < at:
+            continue
+        changed, schema, end = _decoded(grammar, found.end())
+        if schema is not None and (_narrow(schema) or changed):
+            pieces += [grammar[at : found.end()], json.dumps(schema, ensure_ascii=False)]
+            at = end
+    return "".join([*pieces, grammar[at:]])
+
+
+def _decoded(text: str, start: int) -> tuple[bool, Schema | None, int]:
+    """(whether a number in it has more digits than a float, the object that begins at `start` or None, where it ends). Raises
+    ValueError where it is nested too deeply."""
+    inexact = False
+
+    def number(written: str) -> float:
+        nonlocal inexact
+        value = float(written)
+        inexact |= abs(value) != float("inf") and Decimal(written) != Decimal(repr(value))
+        return value
+
+    def constant(written: str) -> float:
+        raise ValueError(f"{written} is no JSON")
+
+    begin = re.compile(r"[ \t\r\n]*").match(text, start)
+    assert begin is not None
+    try:
+        decoder = json.JSONDecoder(parse_float=number, parse_constant=constant)
+        value, end = decoder.raw_decode(text, begin.end())
+    except RecursionError:
+        raise ValueError("the schema is nested too deeply") from None
+    except ValueError:
+        return False, None, start
+    return inexact, value if isinstance(value, dict) else None, end
+
+
+def subschemas(schema: Schema) -> Iterator[tuple[str, Schema]]:
+    """(place as a JSON pointer, schema) of all subschemas, itself first. What stands at an unknown keyword counts as one: a
+    reference may lead there."""
+    open_: list[tuple[str, Any, bool]] = [("#", schema, False)]
+    while open_:
+        place, node, is_map = open_.pop()
+        if isinstance(node, list):
+            open_ += [(f"{place}/{at}", each, False) for at, each in reversed(list(enumerate(node)))]
+        elif isinstance(node, dict):
+            if not is_map:
+                yield place, node
+            children = [(key, each) for key, each in node.items() if is_map or key not in _VALUES]
+            open_ += [(f"{place}/{_escaped(key)}", each, not is_map and key in _MAPS) for key, each in reversed(children)]
+
+
+def _escaped(key: str) -> str:
+    return key.replace("~", "~0").replace("/", "~1")
+
+
+def _narrow(schema: Schema) -> bool:
+    """In place; whether anything was changed."""
+    changed = False
+    nodes = []
+    for place, node in subschemas(schema):
+        nodes.append(node)
+        changed |= _hold_bounds(place, node) | _without_leap_seconds(node)
+        _check_multiple(place, node)
+        _check_values(place, node)
+        _check_count(place, node)
+    if _has_neighbours(nodes):
+        for node in nodes:
+            for key, (is_lower, is_exclusive) in _BOUNDS.items():
+                if is_exclusive and key in node and float(node[key]).is_integer():
+                    _close(node, key, _beside(node, key, is_lower), is_lower)
+                    changed = True
+    return changed
+
+
+def _hold_bounds(place: str, node: Schema) -> bool:
+    """Moves those that llguidance does not hold exactly."""
+    changed = False
+    for key, (is_lower, is_exclusive) in _BOUNDS.items():
+        if key not in node:
+            continue
+        given = node[key]
+        if isinstance(given, bool):
+            raise ValueError(f"{place}/{key}: must be a number; true and false are of JSON Schema's draft 4")
+        if not isinstance(given, int | float):
+            raise ValueError(f"{place}/{key}: must be a number")
+        if abs(given) > _LIMIT or (given > _WHOLE_LIMIT if is_lower else given < -_WHOLE_LIMIT):
+            raise ValueError(f"{place}/{key}: {_shown(given)} is too large a bound; the largest is {_WHOLE_LIMIT}")
+        if _is_exact(Decimal(repr(given))) and not (is_exclusive and abs(given) >= _EXACT_DIGITS):  # it adds 1 to a float
+            continue
+        bound = _beside(node, key, is_lower) if is_exclusive else _inward(Decimal(repr(given)), is_lower)
+        _close(node, key, bound, is_lower)
+        changed = True
+    return changed
+
+
+def _has_neighbours(nodes: list[Schema]) -> bool:
+    """An exclusive whole bound and one less than 1 beyond it, wherever they stand: allOf and references may bring them together."""
+    numbers = {key: [node[key] for node in nodes if key in node] for key in _BOUNDS}
+    whole_lower = {value for value in numbers["exclusiveMinimum"] if float(value).is_integer()}
+    whole_upper = {value for value in numbers["exclusiveMaximum"] if float(value).is_integer()}
+    lower, upper = numbers["minimum"] + numbers["exclusiveMinimum"], numbers["maximum"] + numbers["exclusiveMaximum"]
+    return any(math.floor(value) in whole_lower and value not in whole_lower for value in upper) or any(
+        math.ceil(value) in whole_upper and value not in whole_upper for value in lower
+    )
+
+
+def _close(node: Schema, key: str, bound: Decimal, is_lower: bool) -> None:
+    """Puts an inclusive bound in the place of the one at `key`."""
+    value = int(bound) if bound == bound.to_integral_value() else float(bound)
+    del node[key]
+    inclusive = "minimum" if is_lower else "maximum"
+    node[inclusive] = (max if is_lower else min)(node.get(inclusive, value), value)
+
+
+def _beside(node: Schema, key: str, is_lower: bool) -> Decimal:
+    """The inclusive bound for the exclusive one at `key`."""
+    given, context = Decimal(repr(node[key])), _UP if is_lower else _DOWN
+    if node.get("type") == "integer":
+        bound = given.to_integral_value(ROUND_FLOOR) + 1 if is_lower else given.to_integral_value(ROUND_CEILING) - 1
+    elif not given:
+        bound = _SMALLEST if is_lower else -_SMALLEST
+    else:
+        bound = context.next_plus(given) if is_lower else context.next_minus(given)
+    return _inward(bound, is_lower)
+
+
+def _inward(bound: Decimal, is_lower: bool) -> Decimal:
+    """The next number that llguidance holds exactly: not below a lower bound, not above an upper one. _hold_bounds has refused
+    those that have none."""
+    if _is_exact(bound):
+        return bound
+    if bound == bound.to_integral_value():
+        whole = int(bound)
+        unit = math.lcm(int(math.ulp(float(whole))), 10 ** max(0, len(str(abs(whole))) - _DIGITS))
+        whole = -(-whole // unit) * unit if is_lower else whole // unit * unit
+        return Decimal(min(max(whole, -_WHOLE_LIMIT), _WHOLE_LIMIT))
+    context = _UP if is_lower else _DOWN
+    bound = context.plus(bound)
+    return bound if _is_exact(bound) else bound.quantize(_SMALLEST, context.rounding)
+
+
+def _is_exact(value: Decimal) -> bool:
+    if value == value.to_integral_value():
+        return abs(value) <= _WHOLE_LIMIT and int(float(value)) == int(value) == Decimal(repr(float(value)))
+    _, digits, exponent = value.normalize(Context(prec=400)).as_tuple()
+    return int("".join(map(str, digits))) <= _EXACT_DIGITS and -int(exponent) <= _EXACT_PLACES
+
+
+def _check_multiple(place: str, node: Schema) -> None:
+    given = node.get("multipleOf", 1)
+    if isinstance(given, bool) or not isinstance(given, int | float) or given <= 0:
+        raise ValueError(f"{place}/multipleOf: must be a number above 0")
+    if not _is_exact(Decimal(repr(given))):
+        raise ValueError(f"{place}/multipleOf: {_shown(given)} has more digits than can be followed")
+
+
+def _check_values(place: str, node: Schema) -> None:
+    for key in ("const", "enum"):
+        open_ = [node.get(key)]
+        while open_:
+            value = open_.pop()
+            if isinstance(value, list):
+                open_ += value
+            elif isinstance(value, dict):
+                open_ += value.values()
+            elif isinstance(value, int | float) and not isinstance(value, bool) and not _is_exact(Decimal(repr(value))):
+                raise ValueError(f"{place}/{key}: {_shown(value)} has more digits than a number that can be followed exactly")
+
+
+def _check_count(place: str, node: Schema) -> None:
+    """A property whose name is free may be written twice and counts once."""
+    least = node.get("minProperties")
+    if not isinstance(least, int) or least < 2 or ("type" in node and "object" not in str(node["type"])):
+        return
+    required = node.get("required")
+    if isinstance(required, list) and len({str(name) for name in required}) >= least:
+        return
+    raise ValueError(f"{place}/minProperties: more than 1 is supported only where so many are required: other names may come twice")
+
+
+def _without_leap_seconds(node: Schema) -> bool:
+    """llguidance lets the second be 60 at any time of day; RFC 3339 and validators only where a day ends. So: never."""
+    if node.get("format") not in ("time", "date-time") or not isinstance(node.get("allOf", []), list):
+        return False
+    node["allOf"] = [*node.get("allOf", []), {"pattern": WHOLE_MINUTE}]
+    return True
+
+
+def _shown(value: float) -> str:
+    text = repr(value)
+    if text.endswith("inf"):
+        return "a number beyond all floats"
+    return text if len(text) <= 40 else f"{text[:20]}... ({len(text)} digits)"
