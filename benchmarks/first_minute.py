@@ -81,6 +81,19 @@ def speed(stamps: list[float], begin_s: float, end_s: float) -> float:
     return sum(begin_s <= stamp < end_s for stamp in stamps) / (end_s - begin_s) if end_s > begin_s else 0.0
 
 
+def alone_s(folder: Path, cache_dir: Path) -> float:
+    """From ready to the kernels' use, of a daemon that nobody asks for anything."""
+    with Server(folder.parent, ["cpu=2GiB"], cache_dir=cache_dir) as server:
+        ready_s, was_told = time.perf_counter(), False
+        while time.perf_counter() - ready_s < 300:
+            (device,) = server.cli("status", "--json")["devices"]
+            if was_told and device["kernels"] is None:
+                return time.perf_counter() - ready_s
+            was_told = was_told or device["kernels"] is not None
+            time.sleep(0.25)
+        raise RuntimeError(f"kernels are not in use after 300 s\n{server.log_end()}")
+
+
 def run(folder: Path, cache_dir: Path | None) -> dict[str, Any]:
     with Server(folder.parent, ["cpu=2GiB"], cache_dir=cache_dir) as server:
         ready_s = time.perf_counter()
@@ -134,6 +147,7 @@ def main() -> int:
         models.mkdir()
         (models / folder.name).symlink_to(folder, target_is_directory=True)
         fresh = [run(models / folder.name, Path(alone) / f"cache{at}") for at in range(options.rounds)]
+        nobody_asks_s = alone_s(models / folder.name, Path(alone) / "cache")
         compiled = run(models / folder.name, None)
     line = {
         "benchmark": "first_minute",
@@ -141,9 +155,11 @@ def main() -> int:
         "processor": sorted(this_processor().features),
         "fresh": {key: statistics.median(one[key] for one in fresh) for key in fresh[0]},
         "compiled": compiled,
+        "kernels_in_use_alone_s": round(nobody_asks_s, 1),
         "bars": {"first_token_s": FIRST_TOKEN_S, "full_speed_s": FULL_SPEED_S, "refused": 0},
     }
     print(json.dumps(line))
+    print(f"kernels in use of a daemon that nobody asks for anything: {nobody_asks_s:.1f} s", file=sys.stderr)
     print(f"{'':24}{'fresh':>10}{'compiled':>10}", file=sys.stderr)
     for key, value in line["fresh"].items():
         print(f"{key:24}{value:>10}{compiled[key]:>10}", file=sys.stderr)
