@@ -14,7 +14,9 @@ PY
 
 recent='import sys, torch; sys.exit(tuple(int(x) for x in torch.__version__.split("+")[0].split(".")[:2]) < (2, 11))'
 
-if "$python" -c "$recent" 2>/dev/null; then
+# of a virtual environment's python only the packages below it would be seen
+own='import sys; sys.exit(sys.prefix != sys.base_prefix)'
+if "$python" -c "$own" && "$python" -c "$recent" 2>/dev/null; then
     [ -x "$venv/bin/python" ] || "$python" -m venv --system-site-packages "$venv"
 else
     [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
