@@ -14,6 +14,7 @@ from daemon.dispatcher import Dispatcher
 from daemon.engine_events import EngineEvents
 from daemon.errors import HearthError, NotNow
 from daemon.event_ring import EventRing
+from daemon.kernels import Kernels
 from daemon.loop_watch import LoopWatch
 from daemon.metrics.counters import Metrics
 from engine import protocol
@@ -66,9 +67,15 @@ class Sink:
 class Harness:
     """One device, models a and b that fit together unless said otherwise."""
 
-    def __init__(self, config: NodeConfig | None = None, budget_bytes: int = 64 * MIB, weights_bytes: int = 8 * MIB) -> None:
+    def __init__(
+        self,
+        config: NodeConfig | None = None,
+        budget_bytes: int = 64 * MIB,
+        weights_bytes: int = 8 * MIB,
+        max_wait_s: float = 60.0,
+    ) -> None:
         config = config or NodeConfig(request_timeout_s=60.0)
-        self.scheduler = NodeScheduler(SchedulerSettings(chunk_bytes=MIB), {"cpu:0": budget_bytes})
+        self.scheduler = NodeScheduler(SchedulerSettings(chunk_bytes=MIB, max_wait_s=max_wait_s), {"cpu:0": budget_bytes})
         self.entries = {name: entry(name) for name in ("a", "b")}
         self.metrics = Metrics()
         self.ring = EventRing()
@@ -80,7 +87,9 @@ class Harness:
             self.metrics,
             LoopWatch(asyncio.get_running_loop()),
         )
-        self.told = EngineEvents(self.dispatcher, {"cpu:0": budget_bytes})
+        kernels = Kernels(self.ring)
+        self.told = EngineEvents(self.dispatcher, {"cpu:0": budget_bytes}, kernels)
+        self.dispatcher.why_slow = kernels.sentence
         self.engine = Engine()
         self.dispatcher.engines = {"cpu:0": self.engine}
         for name in self.entries:
@@ -164,6 +173,18 @@ async def test_refused_later_tells_the_sink() -> None:
     node.message(protocol.LoadDone(load.placement_id, "a", 0.1, 1))
     assert sink.error is not None
     assert (sink.error.code, sink.error.status) == ("model_removed", 404)
+
+
+async def test_who_has_waited_too_long_is_told_that_kernels_are_being_compiled() -> None:
+    node = Harness(max_wait_s=0.05)
+    node.message(protocol.KernelsTold("bfloat16", 7, 20, 12.3))
+    _, sink = node.request()
+    async with asyncio.timeout(30):
+        while sink.error is None:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert sink.error.code == "wait_exceeded"
+    said = "cpu:0: kernels for bfloat16 are being compiled (7 of 20, about 12 s left); until then models are slower."
+    assert sink.error.message.endswith(f". {said}")
 
 
 async def test_cancel_is_idempotent_and_aborts_once() -> None:
