@@ -45,7 +45,8 @@ def unknown(details: str = "its socket closed, and nothing is known of why") -> 
 
 def from_report(ended: Ended) -> Death:
     peak = f"{ended.peak_bytes >> 20} MiB at most"
-    words = shortened(" ".join(ended.last_words.split()))
+    lines = [line.strip() for line in ended.last_words.splitlines()]
+    words = shortened(" ".join(line for line in lines if line and not line.startswith("note: run with `RUST_BACKTRACE")))
     said = f"; it wrote: {words}" if words else ""
     if ended.exit_code >= 0:
         return Death(CRASHED, f"ended its text worker (exit code {ended.exit_code})", f"exit code {ended.exit_code}, {peak}{said}")
