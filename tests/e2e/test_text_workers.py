@@ -15,8 +15,7 @@ from tests.e2e.node import Node, wait_gone
 
 def helper_of(node: Node) -> psutil.Process:
     assert node.process is not None
-    (helper,) = [one for one in psutil.Process(node.process.pid).children() if "daemon.text" in one.cmdline()]
-    return helper
+    return next(one for one in psutil.Process(node.process.pid).children() if "daemon.text" in one.cmdline())
 
 
 def stop_workers(node: Node) -> list[int]:
