@@ -15,11 +15,11 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from daemon.errors import BadRequest
+from daemon.text.jobs import TEMPLATE_CPU_S
 
 T = TypeVar("T")
 
 RENDER_LIMIT_S = 2.0  # of CPU time: a busy machine is no reason to refuse
-KILL_AFTER_S = 6.0  # for what no exception can interrupt, such as 9**9**9
 MAX_CHARACTERS = 64 << 20
 
 
@@ -142,7 +142,7 @@ def _limited() -> Iterator[None]:
 
     before = signal.signal(signal.SIGVTALRM, out_of_time)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_PROF, KILL_AFTER_S)
+    signal.setitimer(signal.ITIMER_PROF, TEMPLATE_CPU_S)  # for what no exception can interrupt, such as 9**9**9
     signal.setitimer(signal.ITIMER_VIRTUAL, RENDER_LIMIT_S)
     try:
         yield

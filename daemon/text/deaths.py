@@ -5,9 +5,8 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass
 
-from daemon.text.chat_template import KILL_AFTER_S
 from daemon.text.helper_messages import Ended
-from daemon.text.jobs import LIMIT_BYTES
+from daemon.text.jobs import GRAMMAR_CPU_S, LIMIT_BYTES, TEMPLATE_CPU_S
 from loader.errors import shortened
 
 # causes, a metric's labels: what a job does to its worker, and what is done to a worker
@@ -43,7 +42,8 @@ def unknown(details: str = "its socket closed, and nothing is known of why") -> 
     return Death(UNKNOWN, "was lost: its text worker ended", details)
 
 
-def from_report(ended: Ended) -> Death:
+def from_report(ended: Ended, model: str) -> Death:
+    """model: the worker's; "" of one for request bodies or grammars."""
     peak = f"{ended.peak_bytes >> 20} MiB at most"
     lines = [line.strip() for line in ended.last_words.splitlines()]
     words = shortened(" ".join(line for line in lines if line and not line.startswith("note: run with `RUST_BACKTRACE")))
@@ -56,7 +56,10 @@ def from_report(ended: Ended) -> Death:
         why = f"needs more than the {LIMIT_BYTES >> 20} MiB that a text worker may take"
         return Death(MEMORY, why, f"{name} for want of memory, {peak}{said}")
     if number == signal.SIGPROF:
-        return Death(CPU_TIME, f"took more than {KILL_AFTER_S:g} s of CPU time in the chat template", f"{name}, {peak}{said}")
+        what = (
+            f"{TEMPLATE_CPU_S:g} s of CPU time in the chat template" if model else f"{GRAMMAR_CPU_S:g} s of CPU time in its grammar"
+        )
+        return Death(CPU_TIME, f"took more than {what}", f"{name}, {peak}{said}")
     if number == signal.SIGKILL:
         return Death(KILLED, "was lost: its text worker was killed", f"{name} by somebody else or for want of memory, {peak}{said}")
     return Death(CRASHED, f"made its tokenizer or template crash ({name})", f"{name}, {peak}{said}")

@@ -1,31 +1,25 @@
 """Whether llguidance can follow a grammar. Runs in a text worker of its own: a hostile grammar costs that process its life, only.
 
-The limits are on CPU time and address space. A worker that passes one is killed by the kernel; the job is tried once more alone,
-and then the request is refused.
+The kernel kills a worker that takes more CPU time than its limit, and the request is refused (daemon/text/deaths.py).
 """
 
 from __future__ import annotations
 
 import functools
-import resource
 import signal
 
 from llguidance import LLMatcher, LLTokenizer
 
 from daemon.errors import BadRequest
+from daemon.text.jobs import GRAMMAR_CPU_S
 from engine.grammar.compile import compile_grammar, parser_limits
 from engine.grammar.refusals import plain
-
-CPU_S = 2.0  # everyday schemas take 1 ms
-MEMORY_BYTES = 2 << 30
 
 
 def check_grammar(field: str, grammar: str) -> None:
     """Raises BadRequest with the reason. A Lark grammar that names special tokens is checked by the engine alone, which knows the
     vocabulary."""
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(hard, MEMORY_BYTES), hard))
-    signal.setitimer(signal.ITIMER_PROF, CPU_S)  # its signal ends the process
+    signal.setitimer(signal.ITIMER_PROF, GRAMMAR_CPU_S)  # its signal ends the process
     try:
         reason = why_not(grammar)
     finally:

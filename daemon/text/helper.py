@@ -69,7 +69,7 @@ class Helper:
         asyncio.get_running_loop().add_reader(control, self._on_packets, control)
 
     async def connect(self, opening: Open) -> Worker:
-        """A new worker. Raises ServerFault."""
+        """A new worker. Raises NotNow, ServerFault."""
         loop = asyncio.get_running_loop()
         for _ in range(2):
             await self.start()
@@ -155,7 +155,7 @@ class Helper:
             if worker is None:
                 continue
             if isinstance(message, Ended):
-                worker.died(deaths.from_report(message))
+                worker.died(deaths.from_report(message, worker.model))
             elif message.problem:
                 worker.died(deaths.unknown(f"it could not be forked: {message.problem}"))
             else:

@@ -108,6 +108,7 @@ Job = Encode | EncodeChat | Tokenize | Detokenize | Describe | BuildTable | Pars
 ToWorker = Open | Encode | EncodeChat | Tokenize | Detokenize | Describe | BuildTable | ParseBody | CheckGrammar
 FromWorker = Done | Failed | Deferred
 
+TEMPLATE_CPU_S, GRAMMAR_CPU_S = 6.0, 2.0  # after which the kernel ends the worker; everyday grammars take 1 ms
 LIMIT_BYTES = 1 << 30  # of a worker's address space: a prompt of 4.5 million tokens of one byte each fits
 
 

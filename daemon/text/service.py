@@ -228,7 +228,7 @@ class TextService:
                 self._helper.release(worker)
 
     def _count(self, key: _Key, worker: Worker, died: WorkerDied) -> None:
-        if died.is_to_blame and not worker.has_answered:
+        if worker.model and died.is_to_blame and not worker.has_answered:
             self._repeated.add(key, died.death)
 
     def _check_not_paused(self, key: _Key, opening: Open) -> None:

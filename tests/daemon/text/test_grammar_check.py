@@ -6,10 +6,12 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 
+import psutil
 import pytest
 import pytest_asyncio
 
 from daemon.errors import BadRequest
+from daemon.text.jobs import LIMIT_BYTES
 from daemon.text.service import TextService
 
 # its intersection has more states than two seconds of CPU can list
@@ -75,3 +77,16 @@ async def test_a_hostile_schema_is_refused_and_others_go_on(text: TextService) -
         await hostile
     assert error.value.param == "response_format"
     await text.check_grammar("regex", "regex:a+")
+
+
+async def test_hostile_grammars_one_after_the_other_have_no_others_refused(text: TextService) -> None:
+    for _ in range(3):
+        with pytest.raises(BadRequest, match="took more than 2 s of CPU time in its grammar"):
+            await text.check_grammar("response_format", HOSTILE)
+    await text.check_grammar("regex", "regex:a+")
+
+
+async def test_its_worker_has_no_more_memory_than_any_other(text: TextService) -> None:
+    await text.check_grammar("regex", "regex:a+")
+    (worker,) = text._helper.workers.values()
+    assert psutil.Process(worker.pid).rlimit(psutil.RLIMIT_AS)[0] == LIMIT_BYTES

@@ -47,8 +47,17 @@ def test_an_answer_forgets_them():
     assert repeated.pause("m") is None
 
 
+def test_a_model_that_has_answered_is_never_paused():
+    repeated = RepeatedDeaths(Clock())
+    repeated.answered("m")
+    for _ in range(5):
+        repeated.add("m", DEATH)
+    assert repeated.pause("m") is None
+
+
 def test_the_number_of_models_is_bounded():
     repeated = RepeatedDeaths(Clock())
     for at in range(3 * MAX_ENTRIES):
         repeated.add(at, DEATH)
-    assert len(repeated._entries) == MAX_ENTRIES
+        repeated.answered(-at)
+    assert len(repeated._entries) == len(repeated._sound) == MAX_ENTRIES

@@ -277,11 +277,29 @@ async def test_a_panic_of_a_library_is_told_and_the_worker_goes_on(tmp_path, mon
     ],
 )
 def test_why_a_process_ended(exit_code, words, cause, why):
-    death = from_report(Ended(1, exit_code, 5 << 20, words))
+    death = from_report(Ended(1, exit_code, 5 << 20, words), "m")
     assert death.cause == cause
     assert death.is_of_a_job
     assert death.why.startswith(why)
     assert " ".join(words.split()) in death.details
+
+
+def test_of_a_worker_for_grammars_cpu_time_is_a_grammars() -> None:
+    death = from_report(Ended(1, -signal.SIGPROF, 5 << 20, ""), "")
+    assert death.why == "took more than 2 s of CPU time in its grammar"
+
+
+async def test_what_one_clients_texts_do_to_workers_has_nobody_else_refused(service, tmp_path):
+    tokenizer = byte_level()
+    tokenizer.normalizer = normalizers.Replace("a", "a" * 4000)
+    grows = model(checkpoint(tmp_path / "grows", tokenizer))
+    await service.encode(grows, "x")
+    for _ in range(4):
+        with pytest.raises(BadRequest, match="needs more than"):
+            await within(service.encode(grows, "a" * 1_000_000))
+    assert service.num_deaths == {deaths.MEMORY: 4}
+    (ids,) = await service.encode(grows, "x")
+    assert len(ids) > 0
 
 
 # ---- the helper
