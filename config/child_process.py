@@ -6,6 +6,9 @@ import os
 import resource
 from pathlib import Path
 
+# Processes that compile kernels (engine/kernel_builds.py): how many at a time, for the longest unit takes as long as all others in
+# four, and what each takes (1,099 MiB were measured of two).
+MOST_COMPILERS, COMPILER_BYTES = 4, 640 << 20
 PACKAGES = Path(__file__).resolve().parent.parent  # the folder that holds the five packages
 
 

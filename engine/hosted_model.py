@@ -75,10 +75,10 @@ class TorchModel:
         self._steps = self._recorded_steps()
 
     def _recorded_steps(self) -> RecordedSteps:
-        """Of what is recorded with other kernels than will be called later, none."""
+        """Records nothing as long as other kernels are called than will be later."""
         max_rows = 0 if self._awaits_kernels else self._max_rows
-        max_decodes, max_tokens = min(max_rows, self._logits_rows), min(max_rows, 1) * MAX_RECORDED_TOKENS
-        return RecordedSteps(self._model, self._inputs, self._scratch, max_decodes, max_rows, max_tokens)
+        max_decodes = min(max_rows, self._logits_rows)
+        return RecordedSteps(self._model, self._inputs, self._scratch, max_decodes, max_rows, MAX_RECORDED_TOKENS)
 
     def _group_memory(self, memory: ChunkMemory, group: KVGroupSpec, rotary: Rotary) -> GroupMemory:
         kv, scales = kv_views(memory.arena, group, self.shape.num_kv_heads, self.shape.head_dim, self._kv_dtype)

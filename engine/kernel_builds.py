@@ -19,8 +19,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from queue import SimpleQueue
 
-from config.child_process import child_environment
+from config.child_process import MOST_COMPILERS, child_environment
 from engine import ops
 from engine.contracts import KernelNews
 from engine.kernels import compiled
@@ -29,7 +30,6 @@ from engine.protocol import KernelsTold
 
 log = logging.getLogger("engine")
 
-MOST_PROCESSES = 4  # each takes some 300 MB; the longest unit takes as long as all others in four
 TELL_EVERY_S = 1.0
 START_S = 2.0  # for a process to import what it compiles with
 
@@ -46,11 +46,11 @@ class _Kind:
 
 
 class _Progress:
-    """Of one kind: what is done, and how long the rest will take."""
+    """What is done of one kind, and how long the rest will take."""
 
     def __init__(self, missing: Sequence[Unit], num_processes: int) -> None:
         self.num_units, self.num_done = len(missing), 0
-        self.failed: dict[str, str] = {}  # unit -> how its process ended
+        self.problem = self.not_started = ""  # how a unit's process ended; why there was none
         self.since_s = time.monotonic()
         self._num_processes = num_processes
         self._all_s = sum(unit.seconds for unit in missing)
@@ -58,12 +58,10 @@ class _Progress:
         self._done_s = 0.0
         self._lock = threading.Lock()
 
-    def done(self, unit: Unit, failure: str = "") -> None:
+    def done(self, unit: Unit) -> None:
         with self._lock:
             self.num_done += 1
             self._done_s += unit.seconds
-            if failure:
-                self.failed[unit.name] = failure
 
     @property
     def left_s(self) -> float:
@@ -76,10 +74,11 @@ class _Progress:
 
 
 class KernelBuilds:
-    """Of one process. num_threads: that models' kernels run on. tell: called from other threads, with what becomes of it."""
+    """The compiling that one process asks for. num_threads: that models' kernels run on. tell: called from other threads, with what
+    becomes of it."""
 
     def __init__(self, num_threads: int, num_processes: int, tell: Callable[[KernelNews], None]) -> None:
-        self._parallel, self._num_processes, self._tell = num_threads > 1, max(1, min(num_processes, MOST_PROCESSES)), tell
+        self._parallel, self._num_processes, self._tell = num_threads > 1, max(1, min(num_processes, MOST_COMPILERS)), tell
         self._lock = threading.Lock()
         self._known: set[_Kind] = set()
         self._queue: deque[tuple[_Kind, list[Unit]]] = deque()
@@ -104,10 +103,10 @@ class KernelBuilds:
                 self._builder = threading.Thread(target=self._build_all, name="kernels", daemon=True)
                 self._builder.start()
 
-    def wait(self, tell_every_s: float = TELL_EVERY_S) -> None:
-        """Until nothing is being compiled."""
+    def wait(self) -> None:
+        """Returns when nothing is being compiled."""
         while (builder := self._builder) is not None:
-            builder.join(tell_every_s)
+            builder.join()
 
     def _build_all(self) -> None:
         while True:
@@ -144,9 +143,8 @@ class KernelBuilds:
             while thread.is_alive():
                 self._tell(KernelNews(self._told(kind, progress)))
                 thread.join(TELL_EVERY_S)
-        if progress.failed:
-            where, how = next(iter(progress.failed.items()))
-            self._give_up(kind, f"the compiler ended with {how} at {where}", progress)
+        if problem := progress.problem or (progress.not_started if left else ""):
+            self._give_up(kind, problem, progress)
             return
         for unit in missing:
             if not unit.load():  # what others compile cannot be kept: the cache folder takes nothing more
@@ -171,12 +169,13 @@ class KernelBuilds:
         while left:
             try:
                 process = _start(self._parallel)
-            except OSError as error:
-                progress.failed["its start"] = str(error)
+            except OSError as error:  # another one may do it all
+                progress.not_started = f"the compiler does not start: {error}"
                 return
             while (unit := _next(left)) is not None:
                 if not _compile_in(process, [kind.dtype, kind.quantize, unit.name]):
-                    progress.done(unit, _exit_of(process))
+                    progress.done(unit)
+                    progress.problem = f"the compiler ended with {_exit_of(process)} at {unit.name}"
                     break
                 progress.done(unit)
             _end(process)
@@ -223,18 +222,15 @@ def _exit_of(process: subprocess.Popen[str]) -> str:
 
 def compile_units(parallel: bool) -> None:
     """What such a process does: reads units from its standard input, answers each, and ends with it."""
-    asked: deque[list[str]] = deque()
-    there_is_more = threading.Semaphore(0)
+    asked: SimpleQueue[list[str]] = SimpleQueue()
 
     def read() -> None:
         for line in sys.stdin:
-            asked.append(json.loads(line))
-            there_is_more.release()
+            asked.put(json.loads(line))
         os._exit(0)  # also in the middle of a unit: nobody waits for it
 
     threading.Thread(target=read, daemon=True).start()
     while True:
-        there_is_more.acquire()
-        dtype, quantize, name = asked.popleft()
+        dtype, quantize, name = asked.get()
         next(unit for unit in units(dtype, parallel, quantize) if unit.name == name).compile()
         print("done", flush=True)

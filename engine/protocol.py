@@ -62,7 +62,7 @@ class Configure(Message, frozen=True):
     runner: str = "torch"  # torch | null
     null_step_ms: float = 10.0
     cache_dir: str = ""
-    dtypes: list[str] = []  # of the registered models, the commonest first: their kernels are compiled before the first load
+    dtypes: list[str] = []  # of the registered models, the commonest first: their kernels are compiled from the start on
     test_disk_bytes_per_s: int = 0  # weights come from disk no faster than that; 0: as fast as they can
     test_copy_bytes_per_s: int = 0  # nor do copies between the host tier and the device
     host_tier_slots: int = 0  # of chunk_bytes each, in a memfd that the daemon made and hands over as --host-tier-fd; 0: none
@@ -160,7 +160,7 @@ class EngineFault(Message, frozen=True):
 
 
 class LoadProgress(Message, frozen=True):
-    """bytes_total 0: the load waits for kernels to be compiled (once a machine), and its time has not begun."""
+    """bytes_total 0: the load waits until kernels have been looked for, and its time has not begun."""
 
     placement_id: int
     bytes_done: int
@@ -187,7 +187,7 @@ class LoadDone(Message, frozen=True):
     restored_kv_tokens: int = 0  # tokens whose KV was taken back from kv_slots
     source_rejected: str = ""  # why source_slots were given but not used (the weights came from disk instead)
     read_as: str = ""  # which of its files were read and why, where some are packed
-    kernels_seconds: float = 0.0  # of the seconds, spent waiting for kernels to be compiled, once a machine
+    kernels_seconds: float = 0.0  # of the seconds, spent waiting until kernels had been looked for
     adopted: bool = False  # the weights were on the device already, left by an engine that died: nothing was read or copied
 
 
@@ -303,12 +303,12 @@ class Stats(Message, frozen=True):
 
 ToEngine = Configure | LoadModel | EvictModel | SetLease | Submit | Abort | Shutdown
 FromEngine = (
-    KernelsTold
-    | EngineReady
+    EngineReady
     | EngineFault
     | LoadProgress
     | LoadStreams
     | LoadDone
+    | KernelsTold
     | WeightsHeld
     | LoadFailed
     | Evicted

@@ -38,6 +38,8 @@ from engine.kernels.cpu_widened_linear import widened_linear_parallel, widened_l
 __all__ = [
     "FEW_ROWS",
     "FEW_ROWS_INT8",
+    "HAS_INT8_PRODUCTS",
+    "HAS_MATRIX_UNIT",
     "MOST_ROWS",
     "add_rms_norm",
     "amx_int8_linear",
@@ -87,8 +89,8 @@ FEW_ROWS_INT8 = {"bfloat16": 16, "float32": 64}
 _INT8_PRODUCTS_ROWS = 32 if HAS_BFLOAT16_PRODUCTS else 16
 _VECTOR_ROWS, _WIDE = 4, 4
 MOST_ROWS = 256
-_HAS_MATRIX_UNIT = may_use_tiles()
-_HAS_INT8_PRODUCTS = cpu_int8.HAS_INT8_PRODUCTS and not _HAS_MATRIX_UNIT
+HAS_MATRIX_UNIT = may_use_tiles()
+HAS_INT8_PRODUCTS = cpu_int8.HAS_INT8_PRODUCTS and not HAS_MATRIX_UNIT
 _SHARED_ROWS = 1 << 14  # elements of row-wise work: between products the others have not gone to sleep yet
 _SHARED_LOGITS = 1 << 16  # that are sampled from
 
@@ -210,7 +212,7 @@ def int8_linear_kernel(num_rows: int, num_inputs: int, num_outputs: int, dtype: 
         has_digits = num_inputs <= cpu_int8.MAX_INPUTS
         if has_digits and _fits_panels(num_inputs, num_outputs):
             return amx_int8_linear
-        has_digits = has_digits and _HAS_INT8_PRODUCTS and num_inputs % cpu_int8.STEP == 0
+        has_digits = has_digits and HAS_INT8_PRODUCTS and num_inputs % cpu_int8.STEP == 0
         if has_digits and num_rows <= _INT8_PRODUCTS_ROWS:
             return int8_linear
         if not HAS_BFLOAT16_PRODUCTS:
@@ -221,7 +223,7 @@ def int8_linear_kernel(num_rows: int, num_inputs: int, num_outputs: int, dtype: 
 
 
 def _fits_panels(row_bytes: int, num_outputs: int) -> bool:
-    return _HAS_MATRIX_UNIT and row_bytes % cpu_amx_tiles.STEP_BYTES == 0 and num_outputs >= cpu_amx_tiles.PANEL
+    return HAS_MATRIX_UNIT and row_bytes % cpu_amx_tiles.STEP_BYTES == 0 and num_outputs >= cpu_amx_tiles.PANEL
 
 
 def sampling_shares(logits: Any) -> int:

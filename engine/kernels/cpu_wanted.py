@@ -15,6 +15,7 @@ from typing import Any
 import numba
 
 from engine.kernels import (
+    cpu,
     cpu_amx_linear,
     cpu_attention,
     cpu_inputs,
@@ -27,33 +28,24 @@ from engine.kernels import (
     cpu_widened_linear,
     native,
 )
-from engine.kernels.cpu_amx import HAS_TILES, may_use_tiles
-from engine.kernels.cpu_amx_linear import amx_int8_linear_parallel, amx_int8_linear_serial, amx_linear_parallel, amx_linear_serial
+from engine.kernels.cpu_amx import HAS_TILES
 from engine.kernels.cpu_amx_prefill import prefill_tiles_parallel, prefill_tiles_serial
 from engine.kernels.cpu_attention import paged_attention_parallel, paged_attention_serial
 from engine.kernels.cpu_bits import HAS_BFLOAT16_PRODUCTS
-from engine.kernels.cpu_inputs import rotary_turns, sampling_settings, step_blocks, step_tokens
-from engine.kernels.cpu_int8 import int8_linear_parallel, int8_linear_serial
-from engine.kernels.cpu_linear import few_rows_linear_parallel, few_rows_linear_serial
-from engine.kernels.cpu_logprobs import penalise, top_logprobs
 from engine.kernels.cpu_prefill import prefill_attention_parallel, prefill_attention_serial
-from engine.kernels.cpu_sampling import sample_parallel, sample_serial
-from engine.kernels.cpu_widened_linear import widened_linear_parallel, widened_linear_serial
 
-_HAS_MATRIX_UNIT = may_use_tiles()
-_HAS_INT8_PRODUCTS = cpu_int8.HAS_INT8_PRODUCTS and not _HAS_MATRIX_UNIT
 # Seconds that both kernels of a unit take to compile on one core, for the order and for what is told of the time that is left.
 # All others take SHORT_S.
 _SECONDS = {
     paged_attention_serial: 12.0,
-    sample_serial: 6.0,
+    cpu.sample.serial: 6.0,
     prefill_attention_serial: 5.5,
     prefill_tiles_serial: 5.0,
-    amx_linear_serial: 5.0,
-    amx_int8_linear_serial: 5.0,
-    widened_linear_serial: 5.0,
-    int8_linear_serial: 3.0,
-    few_rows_linear_serial: 2.0,
+    cpu.amx_linear.serial: 5.0,
+    cpu.amx_int8_linear.serial: 5.0,
+    cpu.widened_linear.serial: 5.0,
+    cpu.int8_linear.serial: 3.0,
+    cpu.few_rows_linear.serial: 2.0,
 }
 SHORT_S = 0.7
 _preparing = threading.Lock()  # loads of two models may ask at the same time
@@ -138,46 +130,49 @@ def _file_name(text: str) -> str:
     return "".join(one if one.isalnum() or one in "-_" else "." for one in text)
 
 
+def _both(forms: cpu.Forms, signature: Any) -> tuple[Any, Any, Any]:
+    return forms.serial, forms.parallel, signature
+
+
 def _wanted(dtype: str, quantize: str) -> list[tuple[Any, Any, Any]]:
     """Kernels for one thread, the same for all of them (None: there is none), and what they are compiled for."""
     element = numba.float32 if dtype == "float32" else numba.uint16
     gate = cpu_rows.gate_signature(element)
     prefill = cpu_prefill.prefill_attention_signature(element)
     wanted: list[tuple[Any, Any, Any]] = [
-        (penalise, None, cpu_logprobs.PENALISE),
-        (step_tokens, None, cpu_inputs.STEP_TOKENS),
-        (step_blocks, None, cpu_inputs.STEP_BLOCKS),
-        (sampling_settings, None, cpu_inputs.SAMPLING_SETTINGS),
-        (rotary_turns, None, cpu_inputs.ROTARY_TURNS),
-        (top_logprobs, None, cpu_logprobs.top_logprobs_signature(element)),
-        (cpu_sampling.greedy_float32_serial, cpu_sampling.greedy_float32_parallel, cpu_sampling.GREEDY_FLOAT32),
-        (cpu_rows.gather_rows, cpu_rows.gather_rows_parallel, cpu_rows.gather_rows_signature(element)),
-        (cpu_rows.rms_norm, cpu_rows.rms_norm_parallel, cpu_rows.rms_norm_signature(element)),
-        (cpu_rows.add_rms_norm, cpu_rows.add_rms_norm_parallel, cpu_rows.add_rms_norm_signature(element)),
-        (cpu_rows.rope_and_store, cpu_rows.rope_and_store_parallel, cpu_rows.rope_and_store_signature(element)),
-        (cpu_rows.silu_and_mul, cpu_rows.silu_and_mul_parallel, gate),
-        (cpu_rows.gelu_and_mul, cpu_rows.gelu_and_mul_parallel, gate),
-        (sample_serial, sample_parallel, cpu_sampling.sample_signature(element)),
+        (cpu.penalise, None, cpu_logprobs.PENALISE),
+        (cpu.step_tokens, None, cpu_inputs.STEP_TOKENS),
+        (cpu.step_blocks, None, cpu_inputs.STEP_BLOCKS),
+        (cpu.sampling_settings, None, cpu_inputs.SAMPLING_SETTINGS),
+        (cpu.rotary_turns, None, cpu_inputs.ROTARY_TURNS),
+        (cpu.top_logprobs, None, cpu_logprobs.top_logprobs_signature(element)),
+        _both(cpu.greedy_float32, cpu_sampling.GREEDY_FLOAT32),
+        _both(cpu.gather_rows, cpu_rows.gather_rows_signature(element)),
+        _both(cpu.rms_norm, cpu_rows.rms_norm_signature(element)),
+        _both(cpu.add_rms_norm, cpu_rows.add_rms_norm_signature(element)),
+        _both(cpu.rope_and_store, cpu_rows.rope_and_store_signature(element)),
+        _both(cpu.silu_and_mul, gate),
+        _both(cpu.gelu_and_mul, gate),
+        _both(cpu.sample, cpu_sampling.sample_signature(element)),
         (paged_attention_serial, paged_attention_parallel, cpu_attention.paged_attention_signature(element)),
         (prefill_attention_serial, prefill_attention_parallel, prefill),
     ]
     if dtype == "bfloat16" and not HAS_BFLOAT16_PRODUCTS:
         widened = cpu_widened_linear.widened_linear_signature(element, element)
-        wanted.append((widened_linear_serial, widened_linear_parallel, widened))
+        wanted.append(_both(cpu.widened_linear, widened))
     else:
         few_rows = cpu_linear.few_rows_linear_signature(element, element)
-        wanted.append((few_rows_linear_serial, few_rows_linear_parallel, few_rows))
+        wanted.append(_both(cpu.few_rows_linear, few_rows))
     if HAS_TILES and dtype == "bfloat16":
         wanted.append((prefill_tiles_serial, prefill_tiles_parallel, prefill))
-    if dtype == "bfloat16" and _HAS_MATRIX_UNIT:
-        wanted.append((amx_linear_serial, amx_linear_parallel, cpu_amx_linear.amx_linear_signature(element)))
+    if dtype == "bfloat16" and cpu.HAS_MATRIX_UNIT:
+        wanted.append(_both(cpu.amx_linear, cpu_amx_linear.amx_linear_signature(element)))
     if quantize == "int8":
         wanted += _wanted_int8(dtype, element)
     if dtype == "bfloat16":
-        greedy = (cpu_sampling.greedy_bfloat16_serial, cpu_sampling.greedy_bfloat16_parallel, cpu_sampling.GREEDY_BFLOAT16)
-        wanted.append(greedy)
+        wanted.append(_both(cpu.greedy_bfloat16, cpu_sampling.GREEDY_BFLOAT16))
         # rows whose logits are edited are sampled in float32
-        wanted.append((sample_serial, sample_parallel, cpu_sampling.sample_signature(numba.float32)))
+        wanted.append(_both(cpu.sample, cpu_sampling.sample_signature(numba.float32)))
     return wanted
 
 
@@ -185,12 +180,12 @@ def _wanted_int8(dtype: str, element: Any) -> list[tuple[Any, Any, Any]]:
     wanted = []  # for matrices too narrow for those below, or too many rows
     if dtype == "bfloat16" and not HAS_BFLOAT16_PRODUCTS:
         widened = cpu_widened_linear.widened_linear_signature(element, numba.int8)
-        wanted.append((widened_linear_serial, widened_linear_parallel, widened))
+        wanted.append(_both(cpu.widened_linear, widened))
     else:
         few_rows = cpu_linear.few_rows_linear_signature(element, numba.int8)
-        wanted.append((few_rows_linear_serial, few_rows_linear_parallel, few_rows))
-    if dtype == "bfloat16" and _HAS_MATRIX_UNIT:
-        wanted.append((amx_int8_linear_serial, amx_int8_linear_parallel, cpu_amx_linear.amx_int8_linear_signature(element)))
-    elif dtype == "bfloat16" and _HAS_INT8_PRODUCTS:
-        wanted.append((int8_linear_serial, int8_linear_parallel, cpu_int8.int8_linear_signature(element)))
+        wanted.append(_both(cpu.few_rows_linear, few_rows))
+    if dtype == "bfloat16" and cpu.HAS_MATRIX_UNIT:
+        wanted.append(_both(cpu.amx_int8_linear, cpu_amx_linear.amx_int8_linear_signature(element)))
+    elif dtype == "bfloat16" and cpu.HAS_INT8_PRODUCTS:
+        wanted.append(_both(cpu.int8_linear, cpu_int8.int8_linear_signature(element)))
     return wanted

@@ -94,7 +94,7 @@ class LoadFinished(Event):
     copy_s: float = 0.0  # of the seconds, spent copying from host memory
     source_rejected: str = ""  # why the copy in source_slots was not used
     read_as: str = ""  # which of its files were read and why, where some are packed
-    kernels_s: float = 0.0  # of the seconds, spent waiting for kernels to be compiled: the next load has them
+    kernels_s: float = 0.0  # of the seconds, spent waiting until kernels had been looked for
     restored_kv_tokens: int = 0
     adopted: bool = False  # the weights were on the device already: nothing is learnt of the disk or the host's memory
 
@@ -116,7 +116,7 @@ class LoadFailed(Event):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class LoadProgressed(Event):
-    """bytes_total 0: it waits for kernels to be compiled."""
+    """bytes_total 0: it waits until kernels have been looked for."""
 
     placement_id: int
     bytes_done: int

@@ -74,7 +74,7 @@ def load_progressed(node: Node, event: LoadProgressed) -> None:
         return
     if event.bytes_total:
         model.progress = (event.bytes_done, event.bytes_total)
-    elif ("load", model.name) in node.deadlines:  # kernels are being compiled: its time begins when they are there
+    elif ("load", model.name) in node.deadlines:  # kernels are being looked for: its time begins then
         assert model.copy is not None
         predicted_s = node.devices[model.copy.device].costs.predict_s(model.name, model.copy.facts.weights_bytes)
         set_load_deadline(node, model.name, predicted_s)

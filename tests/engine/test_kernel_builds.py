@@ -133,6 +133,23 @@ def test_without_processes_nothing_is_compiled_and_it_is_told(machine):
     assert "No such file" in one.news[-1].told.problem
 
 
+def test_one_process_does_it_all_where_another_does_not_start(machine, monkeypatch):
+    one = machine([Unit(name) for name in "abcd"])
+    start, num_asked = kernel_builds._start, iter(range(9))
+
+    def start_once(parallel: bool) -> subprocess.Popen[str]:
+        if next(num_asked):
+            raise OSError("no more processes")
+        return start(parallel)
+
+    monkeypatch.setattr(kernel_builds, "_start", start_once)
+    one.builds.need("bfloat16")
+    one.builds.wait()
+    assert sorted(one.asked) == list("abcd")
+    assert one.news[-1].apply is not None
+    assert one.builds.problems == {}
+
+
 def test_what_a_full_cache_folder_does_not_keep_is_compiled_here(machine):
     units = [Unit("a", keeps=False), Unit("b")]
     one = machine(units)

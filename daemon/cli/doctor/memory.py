@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from config.child_process import COMPILER_BYTES, MOST_COMPILERS
 from daemon.cli.doctor.finding import FAIL, OK, WARN, Finding
 from daemon.cli.table import size
 
@@ -18,7 +19,6 @@ SHMEM_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 NR_HUGEPAGES = Path("/proc/sys/vm/nr_hugepages")
 # Resident beside its budget: libraries, kernels, buffers for reading. Of a cuda engine it is not measured yet.
 CPU_ENGINE_BYTES, CUDA_ENGINE_BYTES = 768 << 20, 3 << 30
-MOST_COMPILERS, COMPILER_BYTES = 4, 640 << 20  # while kernels are compiled, once a machine (engine/kernel_builds.py)
 OTHERS_BYTES = 1536 << 20  # the daemon, text workers (usually 100 MiB each, 1 GiB at most) and the scanning process
 MAX_SHARE = 0.9  # of the memory: the rest is the system's, the daemon's and the engines' own
 

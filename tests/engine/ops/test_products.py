@@ -85,7 +85,7 @@ def of_int8_matrix(num_inputs: int, num_outputs: int) -> ops.Int8Matrix:
 
 def kernel_of(name: str) -> None:
     """Skips where this processor has no such kernel."""
-    if name.startswith("amx") and not ops._kernels._HAS_MATRIX_UNIT:
+    if name.startswith("amx") and not ops._kernels.HAS_MATRIX_UNIT:
         pytest.skip("this processor has no AMX, or the kernel does not let this process use it")
     if name == "int8_linear" and not cpu_int8.HAS_INT8_PRODUCTS:
         pytest.skip("this processor has no AVX512-VNNI")
@@ -112,8 +112,8 @@ def test_matrix_unit(
 
 def use_int8_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a processor without AMX."""
-    monkeypatch.setattr(ops._kernels, "_HAS_MATRIX_UNIT", False)
-    monkeypatch.setattr(ops._kernels, "_HAS_INT8_PRODUCTS", True)
+    monkeypatch.setattr(ops._kernels, "HAS_MATRIX_UNIT", False)
+    monkeypatch.setattr(ops._kernels, "HAS_INT8_PRODUCTS", True)
     monkeypatch.setattr(ops._kernels, "_INT8_PRODUCTS_ROWS", 250)
 
 
@@ -126,8 +126,8 @@ def test_widened_weights(
 ) -> None:
     """A processor that multiplies neither bfloat16 nor int8 widens: few rows and many, inputs and outputs that fill no tile."""
     monkeypatch.setattr(ops._kernels, "HAS_BFLOAT16_PRODUCTS", False)
-    monkeypatch.setattr(ops._kernels, "_HAS_MATRIX_UNIT", False)
-    monkeypatch.setattr(ops._kernels, "_HAS_INT8_PRODUCTS", False)
+    monkeypatch.setattr(ops._kernels, "HAS_MATRIX_UNIT", False)
+    monkeypatch.setattr(ops._kernels, "HAS_INT8_PRODUCTS", False)
     ops.set_num_threads(threads)
     share_everything(monkeypatch)
     choose = ops._kernels.int8_linear_kernel if of_int8 else ops._kernels.linear_kernel
@@ -155,7 +155,7 @@ def test_each_processor_has_kernels_of_its_own() -> None:
         kernels.linear_kernel(200, 768, 768, "bfloat16"),
         kernels.int8_linear_kernel(8, 768, 768, "bfloat16"),
     )
-    if kernels._HAS_MATRIX_UNIT:
+    if kernels.HAS_MATRIX_UNIT:
         assert chosen == (kernels.few_rows_linear, kernels.amx_linear, kernels.amx_int8_linear)
     elif "avx512bf16" in features:
         assert chosen == (kernels.few_rows_linear, None, kernels.int8_linear)
