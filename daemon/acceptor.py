@@ -40,7 +40,7 @@ class Bounds:
 
 
 class Room:
-    """Of `limit` descriptors, those that each kind of listener may fill."""
+    """Says which of `limit` descriptors each kind of listener may fill."""
 
     def __init__(self, limit: int) -> None:
         num_spare = min(64, limit // 4)  # for the daemon's own work
@@ -59,7 +59,7 @@ class Crowd:
 
 
 class Acceptor:
-    """Of one listener, which it closes in the end."""
+    """Accepts the connections of one listener, and closes it in the end."""
 
     def __init__(
         self, listener: socket.socket, serve: Protocols, refuse: Protocols, bounds: Bounds, crowd: Crowd | None = None

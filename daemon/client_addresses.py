@@ -17,7 +17,7 @@ _MAPPED = bytes(10) + b"\xff\xff"  # an IPv4 address to an IPv6 listener
 
 
 class ClientAddresses:
-    """Of the listeners that share one limit."""
+    """Counts the connections to listeners that share one limit."""
 
     def __init__(self, limit: Callable[[], int]) -> None:
         """limit: connections of one client, read anew for each; 0: any number."""
@@ -63,7 +63,7 @@ class ClientAddresses:
 
 
 class Place:
-    """Of one connection. outcome: SERVED, REFUSED or CLOSED."""
+    """Stands for one counted connection. outcome: SERVED, REFUSED or CLOSED."""
 
     __slots__ = ("_addresses", "_client", "outcome")
 
@@ -82,7 +82,7 @@ UNCOUNTED = Place(None, "", SERVED)
 
 
 def client_of(address: str) -> str:
-    """Who is counted as one: an IPv4 address, or the /64 network of an IPv6 address, since one host has all of that."""
+    """Returns what is counted as one client: an IPv4 address, or the /64 network of an IPv6 address, all of which one host has."""
     if ":" not in address:
         return address
     packed = socket.inet_pton(socket.AF_INET6, address.partition("%")[0])

@@ -36,19 +36,19 @@ LINGER_S = 5.0  # a refused client may take to send the rest and to read the ans
 class Answering:
     """How a listener answers."""
 
+    # makes the JSON object of an error
     body: Callable[[HearthError], Mapping[str, Any]]
-    """The JSON object of an error."""
+    # is told the endpoint ("" here) and the status of what is refused before it is a request
     counted: Callable[[str, int], None] = lambda endpoint, status: None
-    """Told the endpoint ("" here) and the status of what is refused before it is a request."""
+    # handles all requests in place of the application's router
     handle: Callable[[web.Request], Awaitable[web.StreamResponse]] | None = None
-    """Handles all requests in place of the application's router."""
 
 
 ANSWERING = web.AppKey("answering", Answering)
 
 
 class Runner(web.AppRunner):
-    """Of an application that has ANSWERING."""
+    """Runs an application that has ANSWERING."""
 
     async def _make_server(self) -> web.Server:
         made = await super()._make_server()

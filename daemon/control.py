@@ -273,7 +273,7 @@ def _options(command: str, request: web.Request) -> dict[str, str]:
 
 
 def _saved(error: HearthError | None) -> dict[str, Any]:
-    """Of a command's result: whether a restart would know of it, and if not, why."""
+    """Returns the part of a command's result that says whether a restart would know of it, and if not, why."""
     return {"saved": True} if error is None else {"saved": False, "error": error_object(error), "status": error_status(error)}
 
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:  # `hearth` has use for `sentence` alone
 
 
 class Kernels:
-    """By device."""
+    """What engines told last, by device."""
 
     def __init__(self, ring: EventRing) -> None:
         self._ring = ring
@@ -41,7 +41,7 @@ class Kernels:
         return "" if told is None else told.problem
 
     def sentence(self) -> str:
-        """Of all devices, to be put behind another sentence; "" where nothing is being compiled."""
+        """Returns a sentence for each device whose kernels are being compiled, to be put behind another one; "" where none are."""
         rows = ((device, self.row(device)) for device in self._told)
         return " ".join(f"{sentence(device, row)}." for device, row in rows if row is not None)
 

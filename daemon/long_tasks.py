@@ -37,7 +37,7 @@ class LongTasks:
         self._keep(asyncio.get_running_loop().create_task(run(), name=name))
 
     def problems(self) -> list[str]:
-        """Of tasks that failed lately."""
+        """Returns a sentence for each task that failed lately."""
         now = self._clock()
         return [
             f"{name} failed {count} times in a row, at last with {error}; it was started again"

@@ -302,7 +302,6 @@ class Node:
     def status(self) -> dict[str, Any]:
         healthy, _ = self.health()
         ready, body = self.ready()
-        problems = [*self.scheduler.health(), *self.tasks.problems(), *self.text.problems()]
         return {
             "version": VERSION,
             "pid": os.getpid(),
@@ -312,7 +311,7 @@ class Node:
             "cache_dir": self.config.cache_dir,
             "uptime_s": round(time.time() - self.started_unix_s, 1),
             "healthy": healthy,
-            "problems": problems,
+            "problems": [*self._problems(), *self.text.problems()],
             "ready": ready,
             "reason": body.get("reason", ""),
             "draining": self.draining,
@@ -348,8 +347,11 @@ class Node:
 
     def health(self) -> tuple[bool, dict[str, object]]:
         """A task that is being started again is told of, but is no reason to end the node."""
-        problems, tasks = self.scheduler.health(), self.tasks.problems()
-        return not problems, {"status": "failing" if problems else "degraded" if tasks else "ok", "problems": [*problems, *tasks]}
+        healthy, problems = not self.scheduler.health(), self._problems()
+        return healthy, {"status": "failing" if not healthy else "degraded" if problems else "ok", "problems": problems}
+
+    def _problems(self) -> list[str]:
+        return [*self.scheduler.health(), *self.tasks.problems()]
 
     def problem(self) -> str:
         """What withholds the watchdog, "" for nothing."""

@@ -16,8 +16,9 @@ RETRY_S = 5.0
 
 
 class StateKeeper:
-    """Of one NodeState; on the event loop. problem: why the file does not hold what was decided last, "" where it does. since: Unix
-    time since when."""
+    """Keeps one NodeState saved; on the event loop.
+
+    problem: why the file does not hold what was decided last, "" where it does. since: Unix time since when."""
 
     def __init__(self, state: NodeState, retry_s: float = RETRY_S) -> None:
         self._state, self._retry_s = state, retry_s

@@ -95,7 +95,14 @@ def _rope(
         if int(head_dim * share) <= 2:
             raise given.unsupported("rope_type", f"'dynamic' is supported with more than 2 dimensions, head_dim {head_dim} has not")
         reach = _reach(given, max_position_embeddings, factor)
-        return RopeParameters("dynamic", theta, factor, 1.0, 4.0, max_position_embeddings, share, extended_to=reach)
+        return RopeParameters(
+            kind="dynamic",
+            theta=theta,
+            factor=factor,
+            original_max_position_embeddings=max_position_embeddings,
+            partial_rotary_factor=share,
+            extended_to=reach,
+        )
     if kind == "linear":
         return RopeParameters("linear", theta, factor, partial_rotary_factor=share)
     low, high = given.number("low_freq_factor"), given.number("high_freq_factor")

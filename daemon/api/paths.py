@@ -30,9 +30,8 @@ METHODS = {
     PAGE: ("GET", "HEAD"),
     PAGE_EVENTS: ("GET",),
 }
-OPEN = frozenset(
-    {HEALTHZ, HEALTH, READYZ, PING, PAGE}
-)  # also without a key, where keys are set; the page is empty until it has one
+# also without a key, where keys are set; the page is empty until it has one
+OPEN = frozenset({HEALTHZ, HEALTH, READYZ, PING, PAGE})
 WATCHING = frozenset({METRICS, LOAD, PAGE_EVENTS})  # for those who look after the node: they tell of all tenants
 ADMIN = frozenset({METRICS, PAGE, PAGE_EVENTS})  # leaves the main listener where there is one for it
 _FIXED = {

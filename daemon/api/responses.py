@@ -113,5 +113,5 @@ def error_response(error: HearthError) -> web.Response:
 
 
 def _whole_s(seconds: float) -> int:
-    """Of Retry-After: at least 1."""
+    """Rounds up for Retry-After, to at least 1."""
     return max(1, math.ceil(seconds))

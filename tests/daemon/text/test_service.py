@@ -7,19 +7,17 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
 
 import msgspec
 import psutil
 import pytest
 from tokenizers import Tokenizer
 
-from daemon.contracts import ModelEntry
 from daemon.errors import BadRequest, HearthError
 from daemon.text.detokenizer import decode
 from daemon.text.service import TextService
 from tests.daemon.api.fakes import entry
-from tests.daemon.text.tokenizers_made import CHATML, byte_fallback, byte_level, checkpoint
+from tests.daemon.text.tokenizers_made import CHATML, byte_fallback, byte_level, checkpoint, model
 
 MESSAGES = [{"role": "user", "content": "The fox, é😀"}]
 
@@ -29,10 +27,6 @@ async def service():
     service = TextService()
     yield service
     await service.close()
-
-
-def model(folder: Path, **changes: object) -> ModelEntry:
-    return entry(folder.name, path=str(folder), aliases=(), **changes)
 
 
 def packed(messages: object) -> bytes:

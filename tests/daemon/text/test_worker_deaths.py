@@ -16,7 +16,6 @@ import psutil
 import pytest
 from tokenizers import normalizers
 
-from daemon.contracts import ModelEntry
 from daemon.errors import BadRequest, HearthError, NotNow
 from daemon.text import deaths, helper
 from daemon.text.deaths import from_report
@@ -25,8 +24,7 @@ from daemon.text.helper_messages import Ended
 from daemon.text.jobs import LIMIT_BYTES, Encode, Open
 from daemon.text.service import TextService
 from daemon.text.worker import OOM_SCORE_ADJ, Worker
-from tests.daemon.api.fakes import entry
-from tests.daemon.text.tokenizers_made import CHATML, byte_level, checkpoint
+from tests.daemon.text.tokenizers_made import CHATML, byte_level, checkpoint, model
 
 MESSAGES = msgspec.msgpack.encode([{"role": "user", "content": "The fox"}])
 SPIN = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -52,10 +50,6 @@ async def service():
     service = Service()
     yield service
     await service.close()
-
-
-def model(folder: Path, **changes: object) -> ModelEntry:
-    return entry(folder.name, path=str(folder), aliases=(), **changes)
 
 
 async def until(condition: Callable[[], Any]) -> Any:

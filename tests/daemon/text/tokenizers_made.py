@@ -7,6 +7,9 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from daemon.contracts import ModelEntry
+from tests.daemon.api.fakes import entry
+
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. It's 10 o'clock; the café is naïve, isn't it?",
     "def f(x):\n    return x ** 2  # Grüße aus Köln, ça va? привет мир, 你好，世界 😀🎉",
@@ -67,3 +70,8 @@ def checkpoint(folder: Path, tokenizer: Tokenizer, **config: object) -> Path:
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
+
+
+def model(folder: Path, **changes: object) -> ModelEntry:
+    """The entry of a checkpoint's folder."""
+    return entry(folder.name, path=str(folder), aliases=(), **changes)
