@@ -85,6 +85,7 @@ def test_a_device_that_fails_says_why_while_the_others_serve(tmp_path: Path) -> 
     with node.start(ready=False):
         # there is no such GPU: its engine ends with what CUDA says of that
         node.wait_for(lambda: node.json("status")["devices"][0]["restarts"], "the engine's end")
+        node.wait_for(lambda: node.json("status")["devices"][1]["up"], "the other engine, which may need longer than that")
         first, second = node.json("status")["devices"]
         assert (first["up"], second["up"]) == (False, True)
         assert "exit code 70: " in first["problem"]
