@@ -64,3 +64,9 @@ def _without_exponent(found: re.Match[bytes]) -> bytes:
 
 def invalid(param: str | None, message: str) -> BadRequest:
     return BadRequest("invalid_request", message, param=param)
+
+
+def check_text(text: str, param: str) -> None:
+    """Raises BadRequest (400) where `text` holds what tokenizers and logs cannot take."""
+    if "\0" in text:
+        raise invalid(param, f"{param} holds a NUL character")

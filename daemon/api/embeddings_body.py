@@ -8,7 +8,8 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from daemon.api.decode import decode
-from daemon.api.schema import prompts
+from daemon.api.prompts import prompts
+from daemon.api.unsupported import neutral, refuse_unsupported
 
 EMBEDDINGS = "embeddings"
 
@@ -18,6 +19,7 @@ class EmbeddingsBody(Struct):
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    normalize: Annotated[Raw, neutral("true")] = Raw()  # they are of length 1
     user: str | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
 
@@ -38,5 +40,6 @@ _decoder = msgspec.json.Decoder(EmbeddingsBody)
 def parse_embeddings(endpoint: str, body: bytes) -> tuple[EmbeddingsHead, bytes]:
     """The input as `prompts` packs it. Raises BadRequest (400) naming the field."""
     fields: EmbeddingsBody = decode(_decoder, body, "")
+    refuse_unsupported(fields)
     kind, packed, _ = prompts(bytes(fields.input), "input")
     return EmbeddingsHead(fields.model, kind, fields.encoding_format == "base64", fields.dimensions, fields.priority or 0), packed

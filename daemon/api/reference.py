@@ -18,6 +18,7 @@ from daemon.api.embeddings_body import EmbeddingsBody
 from daemon.api.error_codes import CODES
 from daemon.api.response_format import GRAMMAR_FIELDS
 from daemon.api.text_bodies import DetokenizeBody, TokenizeBody
+from daemon.api.unsupported import WITHOUT_EFFECT, neutral_values
 
 ENDPOINTS = {
     "chat": "OpenAI's chat completions; `stream: true` answers with server-sent events",
@@ -106,12 +107,6 @@ CONTROL = {
     "POST /control/v1/resume": "`hearth resume`; `?model=NAME`",
     "POST /control/v1/reload": "`hearth reload`: what was applied and what needs a restart",
 }
-_UNBUILT = (*schema._UNBUILT, "continue_final_message")
-# built for the other one
-_REFUSED: dict[type[Struct], tuple[str, ...]] = {
-    schema.ChatBody: ("echo",),
-    schema.CompletionBody: ("top_logprobs", "tools", "tool_choice"),
-}
 _BODIES: tuple[tuple[str, type[Struct]], ...] = (
     ("Chat and completions", schema.Common),
     ("Chat only", schema.ChatBody),
@@ -123,8 +118,8 @@ _BODIES: tuple[tuple[str, type[Struct]], ...] = (
 
 
 def body_fields(body: type[Struct]) -> dict[str, str]:
-    """Field -> type with its range, of what a body type adds to Common; known fields that are not built are left out."""
-    own = set(body.__annotations__) - {*_UNBUILT, *_REFUSED.get(body, ())}
+    """Field -> type with its range, of what a body type adds to Common; those that are not served are left out."""
+    own = set(body.__annotations__) - set(neutral_values(body))
     info: Any = msgspec.inspect.type_info(body)
     return {field.name: _type(field.type) for field in info.fields if field.name in own}
 
@@ -191,10 +186,19 @@ def reference() -> str:
         lines += ["", f"## {title}", "", "| field | type | meaning |", "|---|---|---|"]
         lines += [f"| `{name}` | {text} | {FIELDS.get(name, '')} |" for name, text in body_fields(body).items()]
     lines += ["", "Of " + ", ".join(f"`{name}`" for name in GRAMMAR_FIELDS) + " one may be given.", ""]
-    lines += ["Known and not built, so that anything but a neutral value is refused by name: "]
-    lines[-1] += ", ".join(f"`{name}`" for name in _UNBUILT) + ". Fields that are not known are ignored."
-    lines[-1] += " Accepted, and without effect: " + ", ".join(f"`{name}`" for name in schema.WITHOUT_EFFECT)
-    lines[-1] += "; `functions` too, where `function_call` is `none`."
+    lines += [
+        "Fields that other servers know and this one does not serve are refused by name, with any value but null and these:",
+        "",
+    ]
+    lines += ["| field | where | asks for nothing |", "|---|---|---|"]
+    for title, body in _BODIES:
+        inherited = neutral_values(schema.Common) if body is not schema.Common else {}
+        for name, values in neutral_values(body).items():
+            if name not in inherited:
+                shown = ", ".join(f"`{value}`" for value in values)
+                lines.append(f"| `{name}` | {title.lower()} | {shown} |")
+    lines += ["", "`functions` are passed over where `function_call` is `none`. Fields that are not known are ignored."]
+    lines[-1] += " Accepted, and without effect: " + ", ".join(f"`{name}`" for name in WITHOUT_EFFECT) + "."
     lines += [
         "",
         "## Streams",

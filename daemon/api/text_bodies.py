@@ -11,7 +11,8 @@ from msgspec import Raw, Struct
 
 from daemon.api.decode import decode, invalid
 from daemon.api.embeddings_body import EMBEDDINGS, parse_embeddings
-from daemon.api.schema import CHAT, COMPLETIONS, TokenId, parse
+from daemon.api.prompts import TokenId
+from daemon.api.schema import CHAT, COMPLETIONS, parse
 from daemon.errors import BadRequest
 
 TOKENIZE, DETOKENIZE = "tokenize", "detokenize"

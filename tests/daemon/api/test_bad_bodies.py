@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import string
+from collections.abc import Callable
+from functools import partial
 
 import aiohttp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import Struct
 
-from daemon.api.schema import parse
+from daemon.api.embeddings_body import EmbeddingsBody, parse_embeddings
+from daemon.api.schema import ChatBody, CompletionBody, parse
+from daemon.api.unsupported import neutral_values
 from daemon.errors import BadRequest
 from tests.daemon.api.fakes import entry, serve
 from tests.daemon.api.openai_error import check_error
@@ -112,7 +117,9 @@ UNBUILT: list[tuple[str, object]] = [
     ("best_of", 2),
     ("functions", [{"name": "f"}]), ("function_call", "auto"), ("suffix", "end"), ("prompt_logprobs", 1),
     ("modalities", ["text", "audio"]), ("moderation", {"model": "m"}), ("web_search_options", {"search_context_size": "low"}),
-    ("chat_template", "{{ 1 }}"), ("skip_special_tokens", False), ("use_beam_search", True),
+    ("chat_template", "{{ 1 }}"), ("skip_special_tokens", False), ("use_beam_search", True), ("length_penalty", 0.5),
+    ("web_search_options", {}), ("prompt_logprobs", 0), ("typical_p", 0.9), ("logits_processors", ["x"]), ("typical_p", True),
+    ("prompt_embeds", "AAAA"), ("guided_whitespace_pattern", " "), ("skip_special_tokens", 1), ("suffix", False),
 ]  # fmt: skip
 UNBUILT_CHAT: list[tuple[str, object]] = [("echo", True)]
 UNBUILT_TEXT: list[tuple[str, object]] = [("top_logprobs", 3)]
@@ -214,6 +221,23 @@ async def test_neutral_values_and_unknown_fields_are_accepted(http):
                 assert answer.status == 200, (name, await answer.text())
         async with http.post(path, json=good | {"functions": [{"name": "f"}]}) as answer:
             check_error(answer.status, await answer.text(), "functions")
+
+
+def test_what_asks_for_nothing_is_accepted_and_what_is_much_like_it_is_not():
+    bodies: list[tuple[type[Struct], Callable[[bytes], object], dict[str, object]]] = [
+        (ChatBody, partial(parse, "chat"), GOOD_CHAT),
+        (CompletionBody, partial(parse, "completions"), GOOD_TEXT),
+        (EmbeddingsBody, partial(parse_embeddings, "embeddings"), {"model": "mid", "input": "x"}),
+    ]
+    for body, parsed, good in bodies:
+        for name, values in neutral_values(body).items():
+            for value in ("null", *values):
+                parsed(json.dumps(good)[:-1].encode() + f', "{name}": {value}}}'.encode())
+            like = {"1": "true", "true": "1", "false": "0", "0": "false", "[]": "{}"}
+            for value in ['{"a": 1}', *(like[value] for value in values if value in like)]:
+                with pytest.raises(BadRequest) as error:
+                    parsed(json.dumps(good)[:-1].encode() + f', "{name}": {value}}}'.encode())
+                assert error.value.param == name
 
 
 async def test_whole_numbers_may_be_written_with_a_fraction_or_an_exponent(node, http):
