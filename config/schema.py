@@ -228,7 +228,14 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     request_timeout_s: Annotated[float, key("longest life of one request", "s", LIVE)] = 600.0
     body_read_timeout_s: Annotated[float, key("a request's body must be in by then", "s", LIVE)] = 10.0
     max_body_bytes: Annotated[int | str, key("largest request body", "bytes")] = "16MiB"
-    max_queued_per_model: Annotated[int, key("requests that may wait for one model", "requests", LIVE)] = 256
+    max_queued_per_model: Annotated[
+        int,
+        key(
+            "requests that may wait for one model; of those that make several sequences each one counts, and all come in together",
+            "requests",
+            LIVE,
+        ),
+    ] = 256
     max_queued_per_tenant: Annotated[
         int, key("of them, requests of one tenant; 0: half of them while a keys_file is set", "requests", LIVE)
     ] = 0

@@ -95,6 +95,7 @@ class Generation:
     logprobs: LogprobTrail | None = None  # of a sequence that asked for them: fed just before the tokens they belong to
     task: str = "generate"  # or embed
     vector: bytes = b""  # what an embedding came to: float32, little-endian
+    first: Generation | None = None  # of the sequences of the same client's request; None: it is the first, or alone
     is_copy: bool = False  # another sequence of the same prompt (n > 1): usage counts the prompt once
 
     def resume(self, now: float) -> None:

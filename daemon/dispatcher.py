@@ -102,6 +102,7 @@ class Dispatcher:
             tenant=generation.tenant,
             weight=generation.weight,
             priority=generation.priority,
+            part_of=generation.first.request_id if generation.first is not None else 0,
         )
         try:
             self.post(events.RequestArrived(now=now, cause=f"req-{request_id}", request=facts))

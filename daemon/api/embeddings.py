@@ -56,6 +56,7 @@ async def embeddings(request: web.Request, context: ApiContext, model_name: str 
                     task="embed",
                     public_id=f"embd-{request_id}",
                     priority=head.priority,
+                    first=generations[0] if generations else None,
                 )
                 generations.append(generation)
                 context.requests.submit(generation)

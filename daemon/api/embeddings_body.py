@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from daemon.api.decode import decode
-from daemon.api.prompts import prompts
+from daemon.api.prompts import MAX_INPUTS, prompts
 from daemon.api.unsupported import neutral, refuse_unsupported
 
 EMBEDDINGS = "embeddings"
@@ -41,5 +41,5 @@ def parse_embeddings(endpoint: str, body: bytes) -> tuple[EmbeddingsHead, bytes]
     """The input as `prompts` packs it. Raises BadRequest (400) naming the field."""
     fields: EmbeddingsBody = decode(_decoder, body, "")
     refuse_unsupported(fields)
-    kind, packed, _ = prompts(bytes(fields.input), "input")
+    kind, packed, _ = prompts(bytes(fields.input), "input", MAX_INPUTS)
     return EmbeddingsHead(fields.model, kind, fields.encoding_format == "base64", fields.dimensions, fields.priority or 0), packed

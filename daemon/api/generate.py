@@ -82,6 +82,8 @@ async def _generations(
             )
             for number in range(num_each)
         ]
+    for generation in generations[1:]:
+        generation.first = generations[0]
     return generations
 
 

@@ -10,7 +10,8 @@ from msgspec import Meta
 
 from daemon.api.decode import check_text, decode, invalid
 
-MAX_PROMPTS = 1024
+MAX_PROMPTS = 1024  # of completions
+MAX_INPUTS = 2048  # of embeddings, as OpenAI's specification has it
 
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
@@ -20,8 +21,8 @@ _texts = msgspec.json.Decoder(list[str])
 _pack = msgspec.msgpack.encode
 
 
-def prompts(raw: bytes, field: str = "prompt") -> tuple[str, bytes, int]:
-    """("text", list of strings) or ("ids", list of int32 arrays), as msgpack, and how many."""
+def prompts(raw: bytes, field: str = "prompt", most: int = MAX_PROMPTS) -> tuple[str, bytes, int]:
+    """("text", list of strings) or ("ids", list of int32 arrays), as msgpack, and how many; `most` at most."""
     data = raw.lstrip(b" \t\r\n")
     if data[:1] == b'"':
         texts: list[str] = [decode(msgspec.json.Decoder(str), data, field)]
@@ -32,13 +33,13 @@ def prompts(raw: bytes, field: str = "prompt") -> tuple[str, bytes, int]:
         texts = decode(_texts, data, field)
         for at, text in enumerate(texts):
             check_text(text, f"{field}[{at}]")
-        return "text", _pack(texts), _check_num(len(texts), field)
+        return "text", _pack(texts), _check_num(len(texts), field, most)
     if inside == b"[":
         batch: list[list[int]] = decode(_ids_batch, data, field)
         for at, ids in enumerate(batch):
             if not ids:
                 raise invalid(f"{field}[{at}]", f"{field}[{at}] is empty")
-        return "ids", _pack_ids(batch), _check_num(len(batch), field)
+        return "ids", _pack_ids(batch), _check_num(len(batch), field, most)
     if inside and (inside.isdigit() or inside == b"-"):
         return "ids", _pack_ids([decode(_ids, data, field)]), 1
     if inside == b"]":
@@ -51,7 +52,7 @@ def _pack_ids(batch: list[list[int]]) -> bytes:
     return _pack([array("i", ids).tobytes() for ids in batch])
 
 
-def _check_num(num_prompts: int, field: str) -> int:
-    if num_prompts > MAX_PROMPTS:
-        raise invalid(field, f"{field}: {num_prompts} prompts are more than the {MAX_PROMPTS} one request may hold")
+def _check_num(num_prompts: int, field: str, most: int) -> int:
+    if num_prompts > most:
+        raise invalid(field, f"{field}: {num_prompts} are more than the {most} that one request may hold")
     return num_prompts

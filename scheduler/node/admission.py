@@ -24,15 +24,24 @@ def refuse(node: Node, model: Model | None, facts: RequestFacts) -> Refusal | No
         return refusal
     if model.closed:
         return Refusal("model_draining", f"{name} is being drained by the operator", node.settings.drain_retry_after_s)
-    if len(model.queue) - model.num_resubmissions >= max_queued(node, model):
-        message = f"{len(model.queue)} requests wait for {name}; max_queued is {max_queued(node, model)}"
-        return Refusal("queue_full", message, retry_after_s(node, model))
-    own = model.queue_of.get(facts.tenant)
-    if facts.tenant and own is not None and len(own.requests) - own.num_resubmissions >= max_queued_per_tenant(node, model):
-        message = f"{len(own.requests)} requests of {facts.tenant} wait for {name}; {max_queued_per_tenant(node, model)} may"
-        return Refusal("queue_full", message, retry_after_s(node, model))
+    if not facts.part_of:  # a part's request was taken whole: else one that is larger than the queue never could be
+        refusal = queue_full(node, model, facts.tenant)
+        if refusal is not None:
+            return refusal
     if model.copy is None and not pins.has_place(node, model):
         return pins.would_not_fit(node, model)
+    return None
+
+
+def queue_full(node: Node, model: Model, tenant: str) -> Refusal | None:
+    most = max_queued(node, model)
+    if num_waiting(node, model) >= most:
+        message = f"{len(model.queue)} requests wait for {model.name}; max_queued is {most}"
+        return Refusal("queue_full", message, retry_after_s(node, model))
+    own = model.queue_of.get(tenant)
+    if tenant and own is not None and own.num_new >= max_queued_per_tenant(node, model):
+        message = f"{len(own.requests)} requests of {tenant} wait for {model.name}; {max_queued_per_tenant(node, model)} may"
+        return Refusal("queue_full", message, retry_after_s(node, model))
     return None
 
 
@@ -59,6 +68,15 @@ def removed(model: Model) -> Refusal:
 def wait_exceeded(node: Node, model: Model) -> Refusal:
     message = f"waited {node.settings.max_wait_s:g} s for {model.name} (max_wait_s); it is {model.state}: {model.reason}"
     return Refusal("wait_exceeded", message, retry_after_s(node, model))
+
+
+def num_waiting(node: Node, model: Model) -> int:
+    """Sequences that count against max_queued. A tenant's large request takes no more of the queue than that tenant may."""
+    num = len(model.queue) - model.num_resubmissions
+    if num < max_queued(node, model):
+        return num
+    most = max_queued_per_tenant(node, model)
+    return sum(min(line.num_new, most) if tenant else line.num_new for tenant, line in model.queue_of.items())
 
 
 def max_queued(node: Node, model: Model) -> int:

@@ -48,6 +48,7 @@ class RequestFacts:
     tenant: str = ""
     weight: float = 1.0  # the tenant's share
     priority: int = 0
+    part_of: int = 0  # request_id of the first sequence of a client's request that makes several; 0: it is the first
 
 
 # ---- models and devices

@@ -46,6 +46,11 @@ class TenantQueue:
     requests: OrderedDict[int, Request] = field(default_factory=OrderedDict)
     num_resubmissions: int = 0
 
+    @property
+    def num_new(self) -> int:
+        """Those that the queue's bounds count."""
+        return len(self.requests) - self.num_resubmissions
+
 
 @dataclass(slots=True, eq=False)
 class Copy:

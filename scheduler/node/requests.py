@@ -34,8 +34,15 @@ def arrived(node: Node, event: RequestArrived) -> None:
         submit(node, model, request)
         return
     model.enqueue(request)
-    node.waits.set(facts.request_id, node.now + node.settings.max_wait_s)
+    limit_wait(node, request)
     node.touch(model)
+
+
+def limit_wait(node: Node, request: Request) -> None:
+    """Where a client's request makes several sequences, the first waits for all of them: once it runs, the answer has begun, and
+    the others take their turns."""
+    if not request.resubmission and not request.facts.part_of:
+        node.waits.set(request.facts.request_id, request.arrived + node.settings.max_wait_s)
 
 
 def submit(node: Node, model: Model, request: Request) -> None:
@@ -97,12 +104,10 @@ def take_back(node: Node, model: Model, running: Iterable[Request]) -> None:
 def recall(node: Node, model: Model) -> None:
     """Of a load that comes to nothing: they have had no token, and wait as though they had never been submitted."""
     for request in reversed(list(model.running.values())):
-        request_id = request.facts.request_id
-        model.stop(request_id)
+        model.stop(request.facts.request_id)
         request.device = ""
         model.enqueue(request, first=True)
-        if not request.resubmission:
-            node.waits.set(request_id, request.arrived + node.settings.max_wait_s)
+        limit_wait(node, request)
     node.touch(model)
 
 

@@ -58,7 +58,8 @@ def check_model(node: Node, model: Model) -> None:
     assert shares == model.shares.active, f"shares of {name}"
     for request_id, request in model.queue.items():
         assert not request.device, f"request {request_id} is queued and submitted"
-        assert request.resubmission or request_id in node.waits, f"request {request_id} waits without limit"
+        limited = not (request.resubmission or request.facts.part_of)
+        assert not limited or request_id in node.waits, f"request {request_id} waits without limit"
     for request_id, request in model.running.items():
         assert copy is not None, f"request {request_id} runs without a copy"
         assert request.device == copy.device, f"request {request_id} runs elsewhere than {name}"

@@ -88,6 +88,16 @@ def test_official_client(node: Node) -> None:
     assert np.allclose(np.frombuffer(base64.b64decode(encoded), "<f4"), vectors(plain)[0], atol=1e-5)
 
 
+def test_as_many_inputs_as_the_specification_allows(node: Node) -> None:
+    with node.openai() as client:
+        answer = client.embeddings.create(model="enc", input=["the", "the sky"] * 1024)
+        assert len(answer.data) == 2048
+        assert np.allclose(vectors(answer)[:2], vectors(answer)[-2:], atol=1e-5)
+        with pytest.raises(openai.BadRequestError, match="2049 are more than the 2048") as raised:
+            client.embeddings.create(model="enc", input=["the"] * 2049)
+        assert raised.value.param == "input"
+
+
 @pytest.mark.parametrize("encoding", ["float", "base64"])
 def test_a_checkpoint_trained_for_it_has_its_vectors_cut(node: Node, encoding: str) -> None:
     with node.openai() as client:

@@ -88,13 +88,20 @@ class FakeNode:
     def remove(self, name: str) -> list[actions.Action]:
         return self.post(events.ModelRemoved, model=name)
 
-    def arrive(self, model: str, tenant: str = "", weight: float = 1.0) -> int:
+    def arrive(self, model: str, tenant: str = "", weight: float = 1.0, part_of: int = 0) -> int:
         self.num_requests += 1
         request_id = self.num_requests
         self.open[request_id] = model
-        request = RequestFacts(request_id, model, 10, 20, tenant=tenant, weight=weight)
+        request = RequestFacts(request_id, model, 10, 20, tenant=tenant, weight=weight, part_of=part_of)
         self.post(events.RequestArrived, f"req-{request_id}", request=request)
         return request_id
+
+    def arrive_whole(self, model: str, num_sequences: int, tenant: str = "") -> list[int]:
+        """One client's request of several sequences. As the API does: with the first one refused, none is left."""
+        first = self.arrive(model, tenant)
+        if first in self.refusals:
+            return [first]
+        return [first, *(self.arrive(model, tenant, part_of=first) for _ in range(num_sequences - 1))]
 
     def finish(self, *request_ids: int) -> list[actions.Action]:
         """All that run, when none is named."""

@@ -66,6 +66,38 @@ def test_full_queue() -> None:
     assert len(node.refusals) == 1
 
 
+def test_a_request_of_many_sequences_is_taken_whole_or_not_at_all() -> None:
+    node = FakeNode()
+    node.register(facts("a", max_queued=3))
+    whole = node.arrive_whole("a", 10)
+    assert not node.refusals
+    (refused_one,) = node.arrive_whole("a", 10)
+    assert refused(node, refused_one) == ("queue_full", True)
+    node.loaded("a")
+    while whole[-1] in node.open:
+        node.finish(*node.running)
+    assert [node.ends[each] for each in whole] == ["finished"] * 10
+    node.arrive_whole("a", 10)
+    assert len(node.refusals) == 1
+
+
+def test_max_wait_s_holds_until_the_first_of_many_sequences_runs() -> None:
+    node = FakeNode(max_wait_s=5)
+    node.register(facts("a", max_sequences=1))
+    whole = node.arrive_whole("a", 6)
+    node.sleep(6)
+    assert refused(node, whole[0]) == ("wait_exceeded", True)
+    for part in whole[1:]:
+        node.cancel(part)
+    node.loaded("a")
+    whole = node.arrive_whole("a", 6)
+    assert whole[0] in node.running
+    node.sleep(6)
+    while node.running:
+        node.finish(*node.running)
+    assert [node.ends[each] for each in whole] == ["finished"] * 6
+
+
 def test_the_nodes_bound_counts_where_the_model_has_none() -> None:
     node = FakeNode(max_queued_per_model=2)
     node.register(facts("b", max_queued=0))

@@ -53,6 +53,10 @@ class Node(RuleBasedStateMachine):
         for _ in range(num):
             self.node.arrive(model, tenant)
 
+    @rule(model=st.sampled_from(NAMES), num=st.integers(2, 12), tenant=st.sampled_from(["", "t"]))
+    def arrive_whole(self, model: str, num: int, tenant: str) -> None:
+        self.node.arrive_whole(model, num, tenant)
+
     @precondition(lambda self: self.node.open)
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:

@@ -49,6 +49,15 @@ def test_no_tenant_fills_the_queue() -> None:
     assert node.arrive("n", "b") not in node.ends
 
 
+def test_one_tenants_large_request_leaves_the_others_room_in_the_queue() -> None:
+    node = FakeNode(up=False)
+    node.register(facts("n", max_queued=10))
+    node.arrive_whole("n", 100, "a")
+    assert node.arrive("n", "a") in node.refusals
+    assert [node.arrive("n", "b") in node.refusals for _ in range(6)] == [False] * 5 + [True]
+    assert node.arrive("n", "c") in node.refusals, "10 count: 5 of a's and b's 5"
+
+
 def test_the_bound_can_be_set() -> None:
     node = FakeNode(up=False, max_queued_per_tenant=3)
     node.register(facts("m"))
