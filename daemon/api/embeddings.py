@@ -40,7 +40,7 @@ async def embeddings(request: web.Request, context: ApiContext, model_name: str 
     if head.kind == "ids":
         texts = [array("i", ids) for ids in _packed_ids.decode(packed)]
     else:
-        texts = await context.text.encode(model, packed, True)
+        texts = await context.text.encode(model, packed, True, "input")
     _check(texts, model)
     generations: list[Generation] = []
     try:

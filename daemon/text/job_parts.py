@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from array import array
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -11,7 +12,9 @@ from tokenizers import Tokenizer
 
 from daemon.errors import BadRequest
 from daemon.text.checkpoint_text import CheckpointText
-from daemon.text.jobs import Detokenize
+from daemon.text.jobs import Detokenize, Encode, EncodeChat
+
+MAX_CHARACTER_BYTES = 4  # of UTF-8; a token stands for one byte at the least
 
 
 def rendered(text: CheckpointText, messages: bytes, options: dict[str, Any]) -> str:
@@ -24,6 +27,19 @@ def rendered(text: CheckpointText, messages: bytes, options: dict[str, Any]) -> 
     except RecursionError:
         raise BadRequest("invalid_request", "messages: nested too deeply", param="messages") from None
     return text.render(plain, bool(options.get("add_generation_prompt", True)), kwargs, tools, documents)
+
+
+def check_length(text: CheckpointText, texts: Sequence[str], job: Encode | EncodeChat) -> None:
+    """Raises BadRequest for a text that cannot have as few tokens as the model takes: encoding it would take seconds."""
+    field = job.field if isinstance(job, Encode) else "messages"
+    for at, each in enumerate(texts):
+        if len(each) * MAX_CHARACTER_BYTES <= job.max_tokens:
+            continue
+        fewest, why = text.fewest_tokens(each)
+        if fewest > job.max_tokens:
+            where = field if len(texts) == 1 else f"{field}[{at}]"
+            message = f"{where}: at least {fewest} tokens, more than the {job.max_tokens} of max_model_len: {why}"
+            raise BadRequest("context_length_exceeded", message, param=where)
 
 
 def tokenized(tokenizer: Tokenizer, ids: list[int], strings: bool) -> list[bytes]:

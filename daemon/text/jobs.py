@@ -20,20 +20,24 @@ class Open(Message, frozen=True):
 
 
 class Encode(Message, frozen=True):
-    """-> one int32 array a text. `texts`: list of strings as msgpack."""
+    """-> one int32 array a text. `texts`: list of strings as msgpack. `max_tokens`: what cannot have so few is refused before it is
+    encoded, naming `field`; 0: any length."""
 
     job_id: int
     texts: bytes
     add_special_tokens: bool
+    max_tokens: int = 0
+    field: str = "prompt"
 
 
 class EncodeChat(Message, frozen=True):
     """-> one int32 array. `messages`: list of objects, as msgpack. `options`: add_generation_prompt, kwargs (msgpack again), tools
-    and documents (JSON, as they came), as msgpack."""
+    and documents (JSON, as they came), as msgpack. `max_tokens`: as Encode's."""
 
     job_id: int
     messages: bytes
     options: bytes
+    max_tokens: int = 0
 
 
 class Tokenize(Message, frozen=True):

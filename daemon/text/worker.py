@@ -14,7 +14,7 @@ from daemon.api.text_bodies import read
 from daemon.errors import BadRequest, HearthError, ServerFault
 from daemon.text.checkpoint_text import CheckpointText
 from daemon.text.grammar_check import check_grammar
-from daemon.text.job_parts import detokenized, rendered, tokenized
+from daemon.text.job_parts import check_length, detokenized, rendered, tokenized
 from daemon.text.jobs import (
     LIMIT_BYTES,
     BuildTable,
@@ -114,6 +114,8 @@ class Worker:
         tokenizer = text.tokenizer()
 
         def encoded() -> list[bytes]:
+            if not isinstance(job, Tokenize) and job.max_tokens:
+                check_length(text, texts, job)
             batch = text.encode(texts, special)
             if isinstance(job, Tokenize):
                 return tokenized(tokenizer, batch[0], bool(options["token_strings"]))

@@ -35,7 +35,7 @@ def packed(messages: object) -> bytes:
 
 async def test_encodes_as_the_tokenizer_does(service, tmp_path):
     tokenizer = byte_level()
-    tiny = model(checkpoint(tmp_path / "tiny", tokenizer))
+    tiny = model(checkpoint(tmp_path / "tiny", tokenizer), max_model_len=1 << 20)
     texts = ["The fox", "", "é😀" * 50, "x" * 200_000]
     expected = [tokenizer.encode(text).ids for text in texts]
     assert [ids.tolist() for ids in await service.encode(tiny, packed(texts))] == expected
@@ -70,6 +70,23 @@ async def test_a_chat_is_rendered_and_encoded(service, tmp_path):
     assert ids.tolist() == tokenizer.encode(expected, add_special_tokens=False).ids
     ids = await service.encode_chat(tiny, packed(MESSAGES), {"add_generation_prompt": False})
     assert ids.tolist() == tokenizer.encode(expected.removesuffix("<|start|>assistant\n"), add_special_tokens=False).ids
+
+
+async def test_texts_that_cannot_fit_are_refused_before_they_are_encoded(service, tmp_path):
+    tokenizer = byte_level()
+    longest = max(len(token) for token in tokenizer.get_vocab())
+    tiny = model(checkpoint(tmp_path / "tiny", tokenizer, chat_template=CHATML), max_model_len=1000)
+    long = "x" * (1001 * longest)
+    with pytest.raises(BadRequest) as error:
+        await service.encode(tiny, packed(["short", long]), field="input")
+    assert (error.value.code, error.value.param) == ("context_length_exceeded", "input[1]")
+    assert "more than the 1000 of max_model_len" in error.value.message
+    assert f"{len(long)} of its {len(long)} bytes" in error.value.message
+    with pytest.raises(BadRequest) as error:
+        await service.encode_chat(tiny, packed([{"role": "user", "content": long}]), {})
+    assert (error.value.code, error.value.param) == ("context_length_exceeded", "messages")
+    count, _, _ = await service.tokenize(tiny, "text", packed([long]), {"add_special_tokens": True, "token_strings": False})
+    assert int(count) == len(tokenizer.encode(long).ids), "counting is for texts of any length"
 
 
 @pytest.mark.parametrize("place", ["config", "named", "jinja", "json", "text", "file"])
@@ -264,7 +281,7 @@ def big_tokenizer() -> Tokenizer:
 
 async def test_the_loop_is_never_held_while_a_large_vocabulary_and_a_long_prompt_arrive(service, tmp_path):
     """The bar is 5 ms; what is asserted allows for this machine's other work: the process's own CPU time between two turns."""
-    big = model(checkpoint(tmp_path / "big", big_tokenizer(), chat_template=CHATML), vocab_size=130_000)
+    big = model(checkpoint(tmp_path / "big", big_tokenizer(), chat_template=CHATML), vocab_size=130_000, max_model_len=1 << 20)
     small = model(checkpoint(tmp_path / "small", byte_level()))
     await service.encode(small, "x")
     long = "The fox 丁七 jumps over it. " * 36_000

@@ -1,0 +1,111 @@
+"""How many tokens a text makes at the least, told without tokenizing it, which takes seconds for texts of megabytes.
+
+No token stands for more bytes than the longest one has, and the same holds of some bytes alone: of the letters of a text, a token
+takes no more than the token with most letters has. The second matters, because the longest tokens of most vocabularies are runs of
+blanks or dashes. That is only told of tokenizers that give every byte to some token: BPE over bytes, or with bytes to fall back on.
+"""
+
+from __future__ import annotations
+
+import json
+import string
+import unicodedata
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+from tokenizers import Tokenizer, models
+
+from daemon.text.table_builder import byte_of_character
+
+Form = Literal["NFC", "NFD", "NFKC", "NFKD"]
+_ALL = frozenset(range(256))
+_BLANKS = frozenset(b" \t\n\v\f\r\x1c\x1d\x1e\x1f")
+_LETTERS, _DIGITS, _HIGH = frozenset(string.ascii_letters.encode()), frozenset(string.digits.encode()), frozenset(range(128, 256))
+# Kinds of bytes that are counted: those of a text that has had its blanks taken away at places come last.
+_KINDS = (_ALL, _ALL - _BLANKS, _LETTERS | _HIGH, _LETTERS, _DIGITS)
+_KINDS_BUT_BLANKS = (_LETTERS, _DIGITS)
+_KEEPS_BYTES = {"ByteLevel", "Metaspace", "Digits", "UnicodeScripts"}
+_DROPS_BLANKS = {"Whitespace", "WhitespaceSplit", "BertPreTokenizer"}
+_KEEPING = {"Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous"}  # behaviours of what splits
+
+
+class FewestTokens:
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._forms: list[Form] = []
+        self._most: list[tuple[bytes, int]] = []  # kinds: the bytes that are not counted, and how many others one token may have
+        added = list(tokenizer.get_added_tokens_decoder().values())
+        drops_blanks = any(token.lstrip or token.rstrip for token in added)
+        for step in _steps(tokenizer.normalizer, "normalizers"):
+            if step["type"] in ("NFC", "NFD", "NFKC", "NFKD"):
+                self._forms.append(step["type"])
+            elif step["type"] != "Prepend" and not _replaces_with_more(step):
+                return
+        byte_level = False
+        for step in _steps(tokenizer.pre_tokenizer, "pretokenizers"):
+            kind = step["type"]
+            byte_level |= kind == "ByteLevel"
+            drops_blanks |= kind in _DROPS_BLANKS
+            if not (kind in _KEEPS_BYTES or kind in _DROPS_BLANKS or step.get("behavior") in _KEEPING):
+                return
+        tokens = _pieces(tokenizer, byte_level)
+        if tokens is None:
+            return
+        tokens = sorted([*tokens, *(token.content.encode() for token in added)], key=len, reverse=True)
+        for kind in _KINDS_BUT_BLANKS if drops_blanks else _KINDS:
+            others = bytes(_ALL - kind)
+            self._most.append((others, _most(tokens, others)))
+
+    def told(self, text: str) -> tuple[int, str]:
+        """How many, and the arithmetic for a message; (0, "") where the tokenizer is of another kind."""
+        for form in self._forms:
+            if not unicodedata.is_normalized(form, text):
+                text = unicodedata.normalize(form, text)
+        data = text.encode(errors="replace")
+        fewest, why = 0, ""
+        for others, most in self._most:
+            num_bytes = len(data.translate(None, others))
+            if most and -(-num_bytes // most) > fewest:
+                fewest, why = -(-num_bytes // most), f"{num_bytes} of its {len(data)} bytes, of which no token has more than {most}"
+        return fewest, why
+
+
+def _steps(stage: Any, several: str) -> list[dict[str, Any]]:
+    """What a normalizer or pre-tokenizer does, in order, as tokenizer.json writes it. several: the key of a Sequence's steps."""
+
+    def flat(step: dict[str, Any]) -> Iterable[dict[str, Any]]:
+        return [each for inner in step[several] for each in flat(inner)] if step["type"] == "Sequence" else [step]
+
+    return list(flat(json.loads(stage.__getstate__()))) if stage is not None else []
+
+
+def _replaces_with_more(step: dict[str, Any]) -> bool:
+    """A literal text by another one that has no fewer bytes, as blanks by a mark, and nothing that is counted by itself is lost."""
+    literal = step.get("pattern", {}).get("String") if step["type"] == "Replace" else None
+    return literal is not None and set(literal.encode()) <= _BLANKS and len(step["content"].encode()) >= len(literal.encode())
+
+
+def _pieces(tokenizer: Tokenizer, byte_level: bool) -> list[bytes] | None:
+    """The bytes each token of the vocabulary stands for, or more of them; None where bytes can get lost or be taken together."""
+    model = tokenizer.model
+    if not isinstance(model, models.BPE):
+        return None
+    vocab = tokenizer.get_vocab(with_added_tokens=False)
+    if byte_level:
+        alphabet = byte_of_character()
+        if not alphabet.keys() <= vocab.keys():
+            return None
+        table = {ord(char): chr(value) for char, value in alphabet.items()}
+        return [token.translate(table).encode("latin-1", "replace") for token in vocab]
+    if model.byte_fallback and all(f"<0x{value:02X}>" in vocab for value in range(256)):
+        return [token.encode() for token in vocab]
+    return None
+
+
+def _most(tokens: Sequence[bytes], others: bytes) -> int:
+    """Of bytes that are not `others`, in one token. `tokens`: the longest first."""
+    most = 0
+    for token in tokens:
+        if len(token) <= most:
+            break
+        most = max(most, len(token.translate(None, others)))
+    return most
