@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from config.regular_file import read_regular
 from daemon.errors import BadRequest
 from daemon.text.chat_template import ChatTemplate
-from daemon.text.fewest_tokens import FewestTokens
+from daemon.text.token_lower_bound import TokenLowerBound
 from daemon.text.jobs import TextFacts, is_template_text
 from daemon.text.table_builder import build_table, read_tokenizer_file, unsupported
 from daemon.text.token_table import PackedTable
@@ -29,7 +29,7 @@ class CheckpointText:
         self._name, self._folder, self._override = name, Path(path), chat_template
         self._tokenizer: Tokenizer | None = None
         self._template: ChatTemplate | None = None
-        self._fewest: FewestTokens | None = None
+        self._lower_bound: TokenLowerBound | None = None
 
     def table(self) -> PackedTable:
         file = self._folder / "tokenizer.json"
@@ -40,11 +40,11 @@ class CheckpointText:
         encodings = self.tokenizer().encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
 
-    def fewest_tokens(self, text: str) -> tuple[int, str]:
-        """FewestTokens.told."""
-        if self._fewest is None:
-            self._fewest = FewestTokens(self.tokenizer())
-        return self._fewest.told(text)
+    def token_lower_bound(self, text: str) -> tuple[int, str]:
+        """Returns TokenLowerBound.of(text); the bound is built on first use."""
+        if self._lower_bound is None:
+            self._lower_bound = TokenLowerBound(self.tokenizer())
+        return self._lower_bound.of(text)
 
     def render(
         self,

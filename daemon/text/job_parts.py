@@ -35,7 +35,7 @@ def check_length(text: CheckpointText, texts: Sequence[str], job: Encode | Encod
     for at, each in enumerate(texts):
         if len(each) * MAX_CHARACTER_BYTES <= job.max_tokens:
             continue
-        fewest, why = text.fewest_tokens(each)
+        fewest, why = text.token_lower_bound(each)
         if fewest > job.max_tokens:
             where = field if len(texts) == 1 else f"{field}[{at}]"
             message = f"{where}: at least {fewest} tokens, more than the {job.max_tokens} of max_model_len: {why}"

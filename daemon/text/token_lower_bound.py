@@ -1,8 +1,8 @@
-"""How many tokens a text makes at the least, told without tokenizing it, which takes seconds for texts of megabytes.
+"""A lower bound on the number of a text's tokens, without tokenizing it, which takes seconds for texts of megabytes.
 
-No token stands for more bytes than the longest one has, and the same holds of some bytes alone: of the letters of a text, a token
-takes no more than the token with most letters has. The second matters, because the longest tokens of most vocabularies are runs of
-blanks or dashes. That is only told of tokenizers that give every byte to some token: BPE over bytes, or with bytes to fall back on.
+No token stands for more bytes than the longest token does. The same holds of some bytes alone: no token has more letters than the
+token with most letters. That second bound is the useful one, because the longest tokens of most vocabularies are runs of blanks or
+dashes. Both hold for tokenizers in which every byte of the text belongs to a token: byte-level BPE, and BPE with byte fallback.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Form = Literal["NFC", "NFD", "NFKC", "NFKD"]
 _ALL = frozenset(range(256))
 _BLANKS = frozenset(b" \t\n\v\f\r\x1c\x1d\x1e\x1f")
 _LETTERS, _DIGITS, _HIGH = frozenset(string.ascii_letters.encode()), frozenset(string.digits.encode()), frozenset(range(128, 256))
-# Kinds of bytes that are counted: those of a text that has had its blanks taken away at places come last.
+# Sets of bytes that are counted alone. The second list is for tokenizers that may drop blanks.
 _KINDS = (_ALL, _ALL - _BLANKS, _LETTERS | _HIGH, _LETTERS, _DIGITS)
 _KINDS_BUT_BLANKS = (_LETTERS, _DIGITS)
 _KEEPS_BYTES = {"ByteLevel", "Metaspace", "Digits", "UnicodeScripts"}
@@ -29,10 +29,10 @@ _DROPS_BLANKS = {"Whitespace", "WhitespaceSplit", "BertPreTokenizer"}
 _KEEPING = {"Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous"}  # behaviours of what splits
 
 
-class FewestTokens:
+class TokenLowerBound:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._forms: list[Form] = []
-        self._most: list[tuple[bytes, int]] = []  # kinds: the bytes that are not counted, and how many others one token may have
+        self._most: list[tuple[bytes, int]] = []  # for each set: the bytes outside it, and the most bytes of it in one token
         added = list(tokenizer.get_added_tokens_decoder().values())
         drops_blanks = any(token.lstrip or token.rstrip for token in added)
         for step in _steps(tokenizer.normalizer, "normalizers"):
@@ -55,8 +55,8 @@ class FewestTokens:
             others = bytes(_ALL - kind)
             self._most.append((others, _most(tokens, others)))
 
-    def told(self, text: str) -> tuple[int, str]:
-        """How many, and the arithmetic for a message; (0, "") where the tokenizer is of another kind."""
+    def of(self, text: str) -> tuple[int, str]:
+        """Returns the bound and its arithmetic for an error message; (0, "") for tokenizers of other kinds."""
         for form in self._forms:
             if not unicodedata.is_normalized(form, text):
                 text = unicodedata.normalize(form, text)
@@ -70,7 +70,7 @@ class FewestTokens:
 
 
 def _steps(stage: Any, several: str) -> list[dict[str, Any]]:
-    """What a normalizer or pre-tokenizer does, in order, as tokenizer.json writes it. several: the key of a Sequence's steps."""
+    """Returns the steps of a normalizer or pre-tokenizer as tokenizer.json writes them. several: the key of a Sequence's steps."""
 
     def flat(step: dict[str, Any]) -> Iterable[dict[str, Any]]:
         return [each for inner in step[several] for each in flat(inner)] if step["type"] == "Sequence" else [step]
@@ -79,13 +79,13 @@ def _steps(stage: Any, several: str) -> list[dict[str, Any]]:
 
 
 def _replaces_with_more(step: dict[str, Any]) -> bool:
-    """A literal text by another one that has no fewer bytes, as blanks by a mark, and nothing that is counted by itself is lost."""
+    """Returns whether a step replaces blanks with a text of as many bytes or more, so that no byte of any set is lost."""
     literal = step.get("pattern", {}).get("String") if step["type"] == "Replace" else None
     return literal is not None and set(literal.encode()) <= _BLANKS and len(step["content"].encode()) >= len(literal.encode())
 
 
 def _pieces(tokenizer: Tokenizer, byte_level: bool) -> list[bytes] | None:
-    """The bytes each token of the vocabulary stands for, or more of them; None where bytes can get lost or be taken together."""
+    """Returns each token's bytes; None if the model may lose bytes or replace several of them by one unknown token."""
     model = tokenizer.model
     if not isinstance(model, models.BPE):
         return None
@@ -102,7 +102,7 @@ def _pieces(tokenizer: Tokenizer, byte_level: bool) -> list[bytes] | None:
 
 
 def _most(tokens: Sequence[bytes], others: bytes) -> int:
-    """Of bytes that are not `others`, in one token. `tokens`: the longest first."""
+    """Returns the largest number of bytes outside `others` in one token. `tokens` are sorted, the longest first."""
     most = 0
     for token in tokens:
         if len(token) <= most:

@@ -1,4 +1,4 @@
-"""The bound that refuses hopeless prompts: never more than a text's tokens, and enough for real texts."""
+"""The lower bound that hopeless prompts are refused by: never above the number of tokens, and close enough for real texts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers
 
-from daemon.text.fewest_tokens import FewestTokens
+from daemon.text.token_lower_bound import TokenLowerBound
 from tests.daemon.text.tokenizers_made import CORPUS, byte_fallback, byte_level, metaspace
 
 
@@ -57,7 +57,7 @@ PIECES = [
 # fmt: on
 SOME = st.lists(st.sampled_from(PIECES)).map("".join)
 REPEATED = st.lists(st.sampled_from(PIECES), max_size=3).map(lambda some: "".join(some) * 40)
-FEWEST = {name: FewestTokens(tokenizer) for name, tokenizer in KNOWN.items()}
+FEWEST = {name: TokenLowerBound(tokenizer) for name, tokenizer in KNOWN.items()}
 
 
 @pytest.mark.parametrize("kind", KNOWN)
@@ -70,14 +70,14 @@ FEWEST = {name: FewestTokens(tokenizer) for name, tokenizer in KNOWN.items()}
 )
 @settings(max_examples=300, deadline=None)
 def test_no_text_has_fewer(kind: str, text: str) -> None:
-    fewest, _ = FEWEST[kind].told(text)
+    fewest, _ = FEWEST[kind].of(text)
     assert fewest <= len(KNOWN[kind].encode(text, add_special_tokens=False).ids)
 
 
 @pytest.mark.parametrize("kind", KNOWN)
 def test_it_is_of_use(kind: str) -> None:
     text = "\n".join(CORPUS) * 100
-    fewest, why = FEWEST[kind].told(text)
+    fewest, why = FEWEST[kind].of(text)
     num_tokens = len(KNOWN[kind].encode(text, add_special_tokens=False).ids)
     assert num_tokens / 30 < fewest <= num_tokens
     assert f"of its {len(text.encode())} bytes" in why or KNOWN[kind].normalizer is not None
@@ -85,12 +85,12 @@ def test_it_is_of_use(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", UNKNOWN)
 def test_nothing_is_said_of_kinds_that_may_lose_text(kind: str) -> None:
-    assert FewestTokens(UNKNOWN[kind]).told("The fox" * 1000) == (0, "")
+    assert TokenLowerBound(UNKNOWN[kind]).of("The fox" * 1000) == (0, "")
 
 
 def test_long_blanks_in_the_vocabulary_do_not_spoil_it() -> None:
     tokenizer = byte_level()
     tokenizer.add_tokens([" " * 512, "-" * 512])
-    fewest, why = FewestTokens(tokenizer).told("The fox " * 1000)
+    fewest, why = TokenLowerBound(tokenizer).of("The fox " * 1000)
     assert fewest >= 6000 / 12
     assert why.startswith("6000 of its 8000 bytes")
