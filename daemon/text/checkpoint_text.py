@@ -12,9 +12,9 @@ from tokenizers import Tokenizer
 from config.regular_file import read_regular
 from daemon.errors import BadRequest
 from daemon.text.chat_template import ChatTemplate
-from daemon.text.token_lower_bound import TokenLowerBound
 from daemon.text.jobs import TextFacts, is_template_text
 from daemon.text.table_builder import build_table, read_tokenizer_file, unsupported
+from daemon.text.token_lower_bound import TokenLowerBound
 from daemon.text.token_table import PackedTable
 from daemon.text.tool_parsers.registry import MARKERS, detect_reasoning, detect_tools
 
