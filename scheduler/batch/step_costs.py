@@ -1,14 +1,14 @@
-"""What a step costs, learned from the steps that ran: so much for its tokens, and so much for the contexts they attend to.
+"""Learns what a step costs from the steps that ran: a part for its number of tokens and a part for the contexts they attend to.
 
-Sizes fall into classes, four to an octave (products are made for multiples of so many rows), and for each class is known what its
-steps took on average, at which contexts. Between known classes cost is a straight line, and so it goes on to twice the largest; a
-larger step costs no less than a smaller one, so a class above a later one (a first product's set-up, a stall) counts as that one.
-What contexts cost is learned from how steps of one class differ: sizes do not enter. What makes all steps of the moment dearer than
-those known is a factor that follows the latest steps.
+Sizes form classes, four to an octave, because matrix products are computed for multiples of that many rows. Each class has the
+average seconds of its steps and the average contexts they had. Between known classes the cost is interpolated, and extrapolated
+up to twice the largest. A larger step never costs less than a smaller one, so a class above a larger class (the set-up of a first
+product, a stall) counts as that one. The cost of contexts is learned from differences within a class, where size plays no part. A
+factor follows the latest steps; it stands for what currently makes all steps slower than the known costs.
 
-Who asks keeps to what is known, so what is known too dear is not tried again. Hence a class is hardly judged by its first two
-steps, in which its products are made ready and its calls recorded and laid out (1.3 to 3 times a step, as measured), nor by a stall
-in the third; and one that was not seen for long is forgotten, to be tried anew.
+Callers only ask for steps whose cost is known, so a size believed too expensive would never run again. Therefore a class is
+hardly judged by its first two steps, which set up products and record calls (1.3 to 3 times a step, as measured), nor by a stall
+in the third; and a class that has not run for long is forgotten, so that it is tried again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ROOM = 1.2  # from one class to the next cost grows by no more, or first steps 
 
 
 def class_tokens(num_tokens: int, least_step: int = 1) -> int:
-    """The largest step of num_tokens' class. least_step: from one class to the next."""
+    """Returns the largest number of tokens in num_tokens' class. least_step: the smallest distance between two classes."""
     step = max(least_step, 1 << max(0, (num_tokens - 1).bit_length() - 3))
     return -(-num_tokens // step) * step
 
@@ -52,8 +52,10 @@ class _Class:
 
 
 class StepCosts:
-    """Of one model on one device. Times are device seconds, measured by the caller; contexts are any num_contexts numbers that cost
-    grows with (positions read, queries times positions). least_step: tokens from one class to the next, at least."""
+    """The learned costs of one model's steps on one device. Times are device seconds, measured by the caller.
+
+    contexts: num_contexts numbers that the cost grows with (positions read, queries times positions). least_step: the smallest
+    distance in tokens between two classes."""
 
     def __init__(self, num_contexts: int = 0, least_step: int = 1) -> None:
         self._least_step, self._all_classes = least_step, _classes(least_step)
@@ -67,7 +69,8 @@ class StepCosts:
 
     @classmethod
     def known(cls, seconds: Callable[[int], float], each_s: Sequence[float] = (), least_step: int = 1) -> StepCosts:
-        """As if all sizes had been seen: seconds(tokens) without contexts, each_s of them. For simulations."""
+        """Returns costs as if all sizes had run: seconds(tokens) without contexts, each_s for one unit of each context. For
+        simulations."""
         costs = cls(len(each_s), least_step)
         costs._each_s = list(each_s)
         nothing = [0.0] * len(each_s)
@@ -76,7 +79,7 @@ class StepCosts:
         return costs
 
     def note(self, num_tokens: int, seconds: float, contexts: Sequence[float] = ()) -> None:
-        """A step of num_tokens > 0 took `seconds`."""
+        """Learns from a step of num_tokens > 0 that took `seconds`."""
         at = self.filled(num_tokens)
         known = self._classes.get(at)
         self._curve = None
@@ -104,23 +107,22 @@ class StepCosts:
             known.contexts[i] += weight * difference
 
     def least(self) -> float:
-        """The cheapest step as things are now; 0.0 if none is known."""
+        """Returns the current cost of the cheapest step; 0.0 if none is known."""
         curve = self._known()
         return curve[0][1] * max(1.0, self._drift) if curve else 0.0
 
     @property
     def fewest_tokens(self) -> int:
-        """Of the steps that are known; 0 if none is."""
+        """The smallest known class, in tokens; 0 if none is known."""
         return min(self._classes, default=0)
 
     def seconds(self, num_tokens: int, contexts: Sequence[float] = ()) -> float:
-        """Of a step of num_tokens at other times; 0.0 if no step is known."""
+        """Returns the usual seconds of a step of num_tokens; 0.0 if no step is known."""
         curve = self._known()
         return self._base_s(curve, num_tokens) + self._contexts_s(contexts) if curve else 0.0
 
     def firm_seconds(self, num_tokens: int, contexts: Sequence[float] = ()) -> float:
-        """As `seconds`; 0.0 where fewer than three steps of that size are remembered: the next may be one of the first, in which
-        things are made ready."""
+        """Returns `seconds`, but 0.0 until three steps of that size have run: the first ones include set-up work."""
         known = self._classes.get(self.filled(num_tokens))
         return self.seconds(num_tokens, contexts) if known is not None and known.num >= _FIRM else 0.0
 
@@ -131,10 +133,12 @@ class StepCosts:
         contexts_of: Callable[[int], Sequence[float]] = lambda tokens: (),
         one_more: bool = False,
     ) -> int:
-        """The largest step of up to `most` tokens that takes no longer now, at the end of a class if it is not `most`. Where one
-        class is known and there is room, twice its tokens are tried; one_more: where there is little beyond the largest known, one
-        class more. 0 if none is known or the smallest takes longer. contexts_of: those of a step of so many tokens; they grow with
-        it."""
+        """Returns the largest step of at most `most` tokens that currently takes no longer than `seconds`; 0 if none is known or
+        none fits.
+
+        The result is the end of a class unless it is `most`. If only one class is known and there is room, twice its tokens are
+        tried. one_more: if there is room for little more than the largest known class, the next class is tried. contexts_of: the
+        contexts of a step of so many tokens; they grow with it."""
         curve = self._known()
         if not curve:
             return 0
@@ -158,17 +162,17 @@ class StepCosts:
         return classes[at - 1] if at else 0
 
     def filled(self, num_tokens: int) -> int:
-        """The largest step that costs what one of num_tokens does."""
+        """Returns the largest step that costs as much as one of num_tokens."""
         return class_tokens(num_tokens, self._least_step)
 
     def _forget(self) -> None:
-        """The classes of long ago, but for the smallest: what a step takes at least is asked for all the time."""
+        """Drops classes that have not run for long, except the smallest, which `least` always needs."""
         fewest = self.fewest_tokens
         self._classes = {at: known for at, known in self._classes.items() if at == fewest or self._num - known.last < _FORGOTTEN}
 
     def _learn_contexts(self, apart: list[float], seconds: float, weight: float, size: list[float]) -> None:
-        """From one step, by how much its contexts and seconds are apart from its class's: one round of least squares, coordinate by
-        coordinate, none below zero."""
+        """Learns context costs from one step's deviation from its class: one pass of coordinate descent on least squares, no cost
+        below zero."""
         each, together, with_s = self._each_s, self._together, self._with_s
         for i, difference in enumerate(apart):
             row = together[i]
@@ -208,7 +212,8 @@ class StepCosts:
         return self._curve
 
     def _without_contexts(self) -> list[tuple[int, float]]:
-        """(tokens, seconds) of each class in order. Its first steps do not make one much dearer than those below it."""
+        """Returns (tokens, seconds) of each class in order. A class with few steps is not believed much more expensive than those
+        below it."""
         found: list[tuple[int, float]] = []
         for at, known in sorted(self._classes.items()):
             seconds = max(0.0, known.seconds - self._contexts_s(known.contexts))

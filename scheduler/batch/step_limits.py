@@ -1,14 +1,15 @@
-"""How large a step may be, so that those who wait for its tokens or for the device do not wait long.
+"""Limits the size of a step, so that neither the sequences in it nor the other models on the device wait long for its end.
 
-A model that has the device to itself computes prompts as fast as it can while nobody decodes. Beside decoding sequences a prompt's
-chunk may stretch their step by a factor, and by more the more prompts there are for each of them: who waits for a first token waits
-too. Of several tenants each has that for its own sequences and prompts: what others add may stretch the step its sequences would
-have alone by the same factor, or to what its share of the device leaves it.
+While a model is alone on the device and none of its sequences decodes, it computes prompts at full speed. Next to decoding
+sequences, a prompt's chunk may stretch their step by a factor; the factor grows with the number of prompts for each of these
+sequences, because whoever waits for a first token waits as well. With several tenants the factor applies to each tenant's own
+sequences and prompts: what the others add may stretch the step its sequences would have alone by the same factor, or up to its
+share of the device.
 
-Where several models are busy each step keeps within a turn, batch and chunk alike, and what does not fit queues. Where several of
-them have more to do than fits, they pool their turns: instead of a turn each between two steps of a neighbour, one of them takes
-all those turns in one step, and the next time it is another's. A neighbour waits as long as before, each has as much of the device
-as before, and in so much larger steps it computes more: weights are read once for all rows.
+While several models are busy, each step keeps within a turn, batch and chunk alike, and what does not fit stays queued. When
+several of them have more work than fits, they pool their turns: one of them uses all pooled turns in a single step, and the next
+time it is another model's. A neighbour waits as long as before and every model gets as much of the device as before, but a larger
+step computes more, since it reads the weights once for all its rows.
 """
 
 from __future__ import annotations
@@ -20,17 +21,18 @@ from scheduler.batch.plan import BatchPlan
 from scheduler.batch.step_costs import StepCosts
 from scheduler.batch.tenant_time import TenantLoad
 
-# A step reads all weights whatever its size, so one that costs hardly more than the model's cheapest is let through.
+# Every step reads all weights, so a step that costs hardly more than the model's cheapest is allowed.
 NEARLY_FREE = 1.25
-LEAST_CHUNK_TOKENS = 8  # of a prompt in one step: smaller chunks would cost a multiple of the prompt's time
-SMALL_CHUNK_TOKENS = 16  # with the rows beside it
-CHUNK_STEP_TOKENS = 16  # steps with chunks are computed in whole tiles of so many tokens: those in between cost as much
-MOST_TURNS = 4  # pooled in one step: its own streams have their next tokens no sooner
+LEAST_CHUNK_TOKENS = 8  # of a prompt: smaller chunks would multiply the time of the whole prompt
+SMALL_CHUNK_TOKENS = 16  # including the decoding rows of the step
+CHUNK_STEP_TOKENS = 16  # steps with chunks are computed in whole tiles of this many tokens
+MOST_TURNS = 4  # that one step may pool: its own streams wait for their next tokens until it ends
 
 
 def turns_of_step(num_busy: int, num_backlogged: int, backlogged: bool) -> int:
-    """How many turns a model's next step may take; 0: as long as it likes, for no other model is busy. num_backlogged: of the busy
-    models; backlogged: whether this one is."""
+    """Returns how many turns a model's next step may take; 0: unlimited, because no other model is busy.
+
+    num_backlogged: busy models with more work than fits a turn; backlogged: whether this model is one of them."""
     if num_busy <= 1:
         return 0
     return min(max(1, num_backlogged), MOST_TURNS) if backlogged else 1
@@ -38,12 +40,12 @@ def turns_of_step(num_busy: int, num_backlogged: int, backlogged: bool) -> int:
 
 @dataclass(slots=True)
 class StepLimits:
-    """Of one model. turn_s: a turn's device seconds. stretch: a step with a prompt's chunk may take so many times the one without
-    (at least a turn); 0: any.
+    """The limits of one model's steps, from the step costs it learns.
 
-    decoding: what steps cost in which every sequence had one token; their context is the positions they read. prompting: steps
-    with tokens of prompts, by all their tokens; contexts: the positions that decoding rows read, those that chunks read, and the
-    pairs of a chunk's token with a position."""
+    turn_s: length of a turn in device seconds. stretch: the factor by which a prompt's chunk may lengthen a step (a turn is
+    always allowed); 0: unlimited. decoding: costs of steps in which every sequence has one token; their context is the number of
+    positions read. prompting: costs of steps with prompt tokens, by all their tokens; their contexts are the positions that
+    decoding rows read, the positions that chunks read, and the pairs of a chunk's token with a position."""
 
     turn_s: float
     stretch: float
@@ -51,21 +53,21 @@ class StepLimits:
     prompting: StepCosts = field(default_factory=lambda: StepCosts(3, CHUNK_STEP_TOKENS))
 
     def note(self, plan: BatchPlan, seconds: float) -> None:
-        """A step took `seconds` of the device."""
+        """Learns from a step that took `seconds` of device time."""
         costs, num_tokens, contexts = self._kind(plan)
         costs.note(num_tokens, seconds, contexts)
 
     def forget(self) -> None:
-        """Steps will cost something else from here on."""
+        """Drops all learned costs, because steps will cost something else from now on."""
         self.decoding, self.prompting = StepCosts(1), StepCosts(3, CHUNK_STEP_TOKENS)
 
     def expected_s(self, plan: BatchPlan) -> float:
-        """What such a step usually takes; 0.0 where too few of its size were seen."""
+        """Returns the usual seconds of such a step; 0.0 if too few steps of its size have run."""
         costs, num_tokens, contexts = self._kind(plan)
         return costs.firm_seconds(num_tokens, contexts)
 
     def _kind(self, plan: BatchPlan) -> tuple[StepCosts, int, tuple[float, ...]]:
-        """What knows the costs of such steps, its tokens and its contexts."""
+        """Returns the cost model for this plan, its number of tokens and its contexts."""
         num_new, num_computed = plan.num_new, plan.num_computed
         num_tokens = len(num_new) if plan.all_decode else int(num_new.sum())
         if num_tokens == len(num_new):
@@ -77,15 +79,18 @@ class StepLimits:
         return self.prompting, num_tokens, (float(contexts.sum()) - read, read, pairs)
 
     def max_rows(self, most: int, context: float, turns: int = 1) -> int:
-        """Of `most` sequences, each of so many positions, how many may decode in a step of so many turns while others wait."""
+        """Returns how many of `most` sequences with `context` positions each may decode in a step of `turns` turns while other
+        models wait."""
         fewest = self.decoding.fewest_tokens
-        if fewest > 1 and self.decoding.least() > self.turn_s:  # whether fewer take less is not known yet
+        if fewest > 1 and self.decoding.least() > self.turn_s:  # it is not known yet whether fewer rows would take less time
             return min(most, fewest // 2)
         return max(1, self.decoding.tokens_within(self.turns_s(turns), most, lambda rows: (rows * context,), one_more=True))
 
     def rows_beside_prompt(self, most: int, context: float, turns: int, strict: bool = False) -> int:
-        """As max_rows, of a step that a prompt has a part of: its smallest chunk finds room, too. Nothing is known of the prompt:
-        it counts as one that begins. turns: StepRoom has its meaning; 0: any. strict: as in longest_s."""
+        """Returns max_rows of a step that also has room for the smallest chunk of a prompt.
+
+        The prompt is not known yet and counts as one at its beginning. turns: as in StepRoom; 0: unlimited. strict: as in
+        longest_s."""
         if not turns or not self.prompting.fewest_tokens:
             return most
         chunk, longest_s = LEAST_CHUNK_TOKENS, self._longest_turns_s(turns, strict)
@@ -94,39 +99,42 @@ class StepLimits:
         return min(most, max(1, within - chunk))
 
     def rows_beside(self, loads: Sequence[TenantLoad], most: int, context: float) -> int:
-        """As max_rows, where several tenants' sequences want to decode and no other model waits. Prompts have their part of the
-        step, too."""
+        """Returns max_rows where sequences of several tenants decode and no other model waits; prompts keep their part of the step."""
         longest_s = self.longest_s(loads, context, 0)
         if longest_s is None:
             return most
         fewest = min(load.num_rows for load in loads if load.num_rows)
         if fewest < self.decoding.fewest_tokens // 2:
-            return min(most, fewest)  # what its rows cost alone is learned by running as many
+            return min(most, fewest)  # running this many teaches what they cost alone
         if any(load.num_prompts for load in loads):
             longest_s = max(self.turn_s, longest_s / self.stretch)
         return max(1, self.decoding.tokens_within(longest_s, most, lambda rows: (rows * context,)))
 
     def turns_s(self, turns: int) -> float:
-        """Of a step that takes so many turns; where a model's steps are longer than that, of as many of its cheapest, and a little
-        more."""
+        """Returns the longest time of a step of `turns` turns. Where even the model's cheapest step is longer than a turn, that
+        step counts as the turn, with a small margin."""
         return max(turns * self.turn_s, (turns - 1 + NEARLY_FREE) * self.decoding.least())
 
     def longest_s(self, loads: Sequence[TenantLoad], context: float, turns: int, strict: bool = False) -> float | None:
-        """Of a step with prompts' tokens, where each row that decodes reads `context` positions; None: any. turns: StepRoom has its
-        meaning. strict: no longer than those turns, whatever chunks cost."""
+        """Returns the longest time of a step with prompt tokens in which each decoding row reads `context` positions; None:
+        unlimited.
+
+        turns: as in StepRoom. strict: the step keeps within its turns even if a chunk costs more."""
         if turns:
             return self._longest_turns_s(turns, strict)
         decoding = [load for load in loads if load.num_rows]
         if not decoding or self.stretch <= 0:
             return None
         stretched_s = min(self._longest_s(load, context) for load in decoding)
-        if len(loads) > 1:  # nobody's own prompt may stretch another's step
+        if len(loads) > 1:  # a tenant's prompt must not stretch another tenant's step
             return max(self.turn_s, stretched_s)
         return max(self.turn_s, stretched_s, self._little_more_s(loads[0].num_rows, context))
 
     def _little_more_s(self, num_rows: int, context: float) -> float:
-        """Than the smallest chunk beside so many rows costs: where that is beyond what it may stretch their step already, many such
-        steps would hold them up the more often. 0.0 where it is not known."""
+        """Returns the cost of the smallest chunk next to num_rows rows, with a small margin; 0.0 if it is not known.
+
+        Where that chunk alone exceeds the allowed stretch, a somewhat larger one is better: many minimal chunks would delay the
+        rows more."""
         tokens = num_rows + LEAST_CHUNK_TOKENS
         if not 0 < self.prompting.fewest_tokens <= tokens + LEAST_CHUNK_TOKENS:
             return 0.0
@@ -140,14 +148,16 @@ class StepLimits:
         return times * self._decode_s(load.num_rows, load.num_rows * context)
 
     def _decode_s(self, num_rows: int, context: float) -> float:
-        """Of a step that only decodes. As many rows may not have been seen without a prompt yet."""
+        """Returns the seconds of a step that only decodes. This number of rows may so far have run only together with prompts."""
         alone = self.decoding.seconds(num_rows, (context,))
         with_prompts = self.prompting.seconds(num_rows, (context, 0.0, 0.0))
         return min(alone, with_prompts) if alone and with_prompts else alone
 
     def _chunk_s(self) -> float:
-        """Of a step with a prompt's chunk, which costs something whatever its size: it may take a little more than the smallest, or
-        the prompt would hold up others the more often. At most two turns; 0.0 where small ones are not known."""
+        """Returns the longest time of a step with a chunk: that of the smallest chunk with a small margin, at most two turns; 0.0
+        if unknown.
+
+        A chunk costs something whatever its size, and many minimal chunks would delay the others more often."""
         if not 0 < self.prompting.fewest_tokens <= SMALL_CHUNK_TOKENS:
             return 0.0
         return min(NEARLY_FREE * self.prompting.least(), 2 * self.turns_s(1))

@@ -1,4 +1,4 @@
-"""What one step has room for: rows that decode, and tokens of prompts, of which each costs by its own context."""
+"""Room of one step: how many rows may decode and how many prompt tokens fit, each at the cost of its own context."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from scheduler.batch.tenant_time import TenantLoad
 
 
 class StepRoom:
-    """Of one step. `open` says what it decodes, then prompts take one after the other.
+    """The room of one step, filled in order: `open` sets what the step decodes, then prompts take their tokens one after the
+    other.
 
-    limits: None for none but max_tokens (of prompts) and max_rows. turns: how many the step may take while other models wait; 0: no
-    other does. strict: prompts keep within them, too (StepLimits.longest_s). backlogged: afterwards, whether there were more rows
-    than fit one turn, or a prompt's part is left."""
+    limits: None: only max_tokens (of prompts) and max_rows apply. turns: how many turns the step may take while other models
+    wait; 0: no other model waits. strict: prompts keep within the turns as well (StepLimits.longest_s). backlogged: set while the
+    step is filled, if there were more rows than fit one turn or part of a prompt is left."""
 
     def __init__(
         self,
@@ -33,7 +34,7 @@ class StepRoom:
         self._taken = False
 
     def rows(self, most: int, contexts: IntArray, running: IntArray, num_waiting: int = 0) -> int:
-        """How many sequences may decode, `most` at most. contexts: the positions of each slot; running: slots."""
+        """Returns how many sequences may decode, at most `most`. contexts: positions of each slot; running: slots."""
         if self._turns and self._limits is not None:
             context = float(contexts[running].mean()) if len(running) else 0.0
             of_one = self._limits.max_rows(most, context)
@@ -42,20 +43,21 @@ class StepRoom:
         return most if self._max_rows is None else min(most, self._max_rows)
 
     def rows_beside_prompt(self, most: int, contexts: IntArray) -> int:
-        """As rows, of a step that a prompt has a part of: while other models wait, room for its smallest chunk is kept. contexts:
-        of the sequences that want to decode."""
+        """Returns `rows` of a step with a prompt: while other models wait, room for its smallest chunk is kept.
+
+        contexts: positions of each sequence that wants to decode."""
         if self._limits is None or not len(contexts):
             return most
         return self._limits.rows_beside_prompt(min(most, len(contexts)), float(contexts.mean()), self._turns, self._strict)
 
     def rows_beside(self, loads: Sequence[TenantLoad], most: int, contexts: IntArray) -> int:
-        """As rows, of several tenants' sequences."""
+        """Returns `rows` where sequences of several tenants want to decode."""
         if self._turns or self._limits is None or not len(contexts):
             return most
         return self._limits.rows_beside(loads, most, float(contexts.mean()))
 
     def open(self, max_tokens: int, contexts: IntArray, loads: Sequence[TenantLoad]) -> None:
-        """contexts: the positions of each sequence that decodes. max_tokens: of the whole step."""
+        """Sets what the step decodes. contexts: positions of each sequence that decodes. max_tokens: bound on the whole step."""
         num_rows, context = len(contexts), float(contexts.sum())
         self._left = max_tokens - num_rows
         if self._max_tokens is not None:
@@ -70,8 +72,10 @@ class StepRoom:
         return self._left <= 0
 
     def take(self, num_computed: int, wanted: int) -> int:
-        """Tokens for a prompt of which num_computed are stored; 0: the step is full, which it is once one got less than wanted.
-        Where there is no room, the first gets LEAST_CHUNK_TOKENS, and what costs no more: prompts go on, if slowly."""
+        """Returns how many tokens a prompt with num_computed stored tokens gets; 0: the step is full.
+
+        The step is full once a prompt got less than it wanted. If there is no room, the first prompt still gets
+        LEAST_CHUNK_TOKENS and what costs no more, so that prompts always progress."""
         most = min(wanted, self._left)
         if most <= 0:
             return 0
@@ -91,7 +95,7 @@ class StepRoom:
         return self._limits.prompting.filled(self._tokens + LEAST_CHUNK_TOKENS) - self._tokens
 
     def _within(self, num_computed: int, most: int, longest_s: float) -> int:
-        """Tokens of a prompt of which num_computed are stored, `most` at most, that a step of longest_s has room for."""
+        """Returns how many tokens of such a prompt, at most `most`, fit a step of longest_s."""
         assert self._limits is not None
         before = self._tokens
         tokens = self._limits.prompting.tokens_within(

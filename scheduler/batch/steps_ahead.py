@@ -1,4 +1,4 @@
-"""Steps that were started and whose tokens are not known yet: what the next plan has to reckon with.
+"""Steps that have started and whose tokens are not known yet, as far as the next plan depends on them.
 
 Shapes: S slots, R rows of a step, N of them sampling.
 """
@@ -14,12 +14,13 @@ from scheduler.batch.plan import BatchPlan, BoolArray, IntArray, LongArray, Sequ
 
 
 class TokensNeeded(Exception):
-    """What is to be done next needs tokens that a started step has not told yet."""
+    """Raised if the next decision needs tokens of a started step that has not ended."""
 
 
 class StepsAhead:
-    """Beside a SequenceTable, whose counts stay those of finished steps. num_new [S]: tokens that started steps compute;
-    num_sampled [S]: tokens they will have sampled."""
+    """The started steps of a SequenceTable, whose own counts include finished steps only.
+
+    num_new [S]: tokens that started steps compute; num_sampled [S]: tokens they will have sampled."""
 
     def __init__(self, table: SequenceTable) -> None:
         self._table = table
@@ -33,27 +34,29 @@ class StepsAhead:
         return len(self._steps)
 
     def join(self, slot: int) -> None:
-        """A row's settings are in the table. What changes its logits with each token, and what is told beside its tokens, is the
-        host's business: such a row goes on when its last token is known."""
+        """Registers a row whose settings are in the table.
+
+        A row must wait for its last token if the host changes its logits for each token, or reports more than the token."""
         table = self._table
         wants = table.constrained[slot] | table.edits_logits[slot] | table.prompt_logprobs[slot] | (table.num_logprobs[slot] >= 0)
         self._waits[slot] = wants
         self.leave(slot)
 
     def leave(self, slot: int) -> None:
-        """What started steps still do for it counts no more."""
+        """Ignores whatever started steps still compute for a slot."""
         self._num_new[slot] = self._num_sampled[slot] = 0
 
     def computed(self) -> IntArray:
-        """[S] tokens whose KV is stored once all started steps have run."""
+        """Returns [S]: tokens whose KV is stored once all started steps have run."""
         return self._table.num_computed + self._num_new if self._steps else self._table.num_computed
 
     def total(self) -> IntArray:
-        """[S] tokens there are then."""
+        """Returns [S]: the number of tokens once all started steps have run."""
         return self._table.num_tokens + self._num_sampled if self._steps else self._table.num_tokens
 
     def going_on(self, running: IntArray) -> IntArray:
-        """The running slots but those that started steps bring to their last token. Raises TokensNeeded if one has to wait."""
+        """Returns the running slots that need another step after the started ones. Raises TokensNeeded if one of them must wait
+        for its token."""
         if not self._steps:
             return running
         if self._waits[running].any():
@@ -66,7 +69,7 @@ class StepsAhead:
         self._steps.append((plan, self._table.request_id[plan.slots]))
 
     def finish(self, plan: BatchPlan, ids: IntArray, bad: BoolArray) -> tuple[BatchPlan, IntArray, BoolArray]:
-        """The oldest started step is over: its plan, ids [N] and bad [N] without the rows whose request has ended since."""
+        """Ends the oldest started step. Returns its plan, ids [N] and bad [N] without the rows whose request has ended meanwhile."""
         started, request_ids = self._steps.popleft()
         if started is not plan:
             raise RuntimeError(f"step {plan.step_id} ends before step {started.step_id}")

@@ -1,9 +1,9 @@
-"""Device time between the tenants of one model: served first is who had least of it for its weight.
+"""Shares device time between the tenants of one model: the tenant that has used least for its weight is served first.
 
-A step's measured time is divided among its rows by their tokens and counted for their tenants. Prompts, and rows where a step has
-no room for all, go by that count, so a tenant that floods waits behind itself. Who comes new begins where the least served is, and
-who wanted little for long is at most FORGIVEN_S behind: nobody saves up time to take it all at once. While one tenant is alone
-nothing is counted.
+A step's measured time is divided among its rows by their tokens and charged to their tenants. Prompts are ordered by that
+account, and so are rows where a step has no room for all of them, so a tenant that floods the model waits behind its own
+requests. A new tenant starts with the account of the least served one, and a tenant that wanted little for long is at most
+FORGIVEN_S behind: unused time cannot be saved up. While one tenant is alone nothing is charged.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FORGIVEN_S = 0.25
 
 @dataclass(slots=True, frozen=True)
 class TenantLoad:
-    """What one tenant wants of a step. share: of the device, by weight among those that want any."""
+    """What one tenant wants of a step. share: its part of the device, by weight among the tenants that want any."""
 
     num_rows: int  # sequences that decode
     num_prompts: int  # waiting or under way
@@ -28,7 +28,7 @@ class TenantLoad:
 
 
 class TenantTime:
-    """Of num_slots sequences. Seconds are the device's, measured by the caller."""
+    """The accounts of a model's tenants, for num_slots sequences. Seconds are device seconds, measured by the caller."""
 
     def __init__(self, num_slots: int) -> None:
         self._of_slot: IntArray = np.zeros(num_slots, np.int32)
@@ -64,7 +64,7 @@ class TenantTime:
         return len(self._index) > 1
 
     def charge(self, plan: BatchPlan, seconds: float) -> None:
-        """After a step, while its sequences are still in their slots."""
+        """Charges a step's time to its tenants. Must be called while the step's sequences are still in their slots."""
         if not self.several:
             return
         tokens = np.bincount(self._of_slot[plan.slots], plan.num_new, len(self._used_s))
@@ -74,8 +74,11 @@ class TenantTime:
         self._used_s[active] = np.maximum(used, used.max() - FORGIVEN_S)
 
     def choose(self, slots: IntArray, most: int) -> IntArray:
-        """`most` of them at most: of the tenants served least first, of one tenant those that have waited longest, and of those
-        that were in the same step who was in fewest: were it by place, the last of each step would fall behind for good."""
+        """Returns at most `most` of the slots: least served tenants first, and of one tenant the sequences that have waited
+        longest.
+
+        Among sequences that ran in the same step, those that were in fewest steps come first: ordered by slot, the last ones
+        would fall behind for good."""
         if len(slots) <= most:
             return slots
         self._num_limited += 1
@@ -86,18 +89,18 @@ class TenantTime:
         return chosen
 
     def in_order(self, slots: IntArray) -> IntArray:
-        """Those of the tenants served least first; those of one tenant as they are."""
+        """Returns the slots sorted by tenant, the least served first; the order within a tenant stays."""
         if not self.several or len(slots) < 2:
             return slots
         return slots[np.argsort(self._used_s[self._of_slot[slots]], kind="stable")]
 
     def comes_before(self, tenant: str, slot: int) -> bool:
-        """Whether a tenant has had less than that of a slot; one that is new here has."""
+        """Returns whether a tenant has used less than the tenant of a slot; a tenant without an account has."""
         index = self._index.get(tenant)
         return index is None or bool(self._used_s[index] < self._used_s[self._of_slot[slot]])
 
     def loads(self, decode: IntArray, prefill: IntArray, waiting: Mapping[str, tuple[int, float]]) -> list[TenantLoad]:
-        """decode, prefill: slots. waiting: requests that wait and the weight, by tenant."""
+        """Returns the load of each tenant. decode, prefill: slots. waiting: tenant -> (requests that wait, weight)."""
         if len(self._index) + len(waiting) < 2 or (len(self._index) == 1 and self._index.keys() == waiting.keys()):
             return [TenantLoad(len(decode), len(prefill) + sum(number for number, _ in waiting.values()))]
         rows = np.bincount(self._of_slot[decode], minlength=len(self._used_s))

@@ -1,38 +1,39 @@
-"""Whose step is next: equal shares of one device's time, in the order that keeps everybody's streams even.
+"""Picks the model whose step runs next: each busy model gets an equal share of the device's time, and streams stay even.
 
-While several models are busy, a model's share would give it one of its steps in as much time as one of its steps takes, times the
-shares there are: so long after its last step it is due again, and who is due first is next. Models with like steps so take them one
-by one, in one order; one with short steps has them between the others' long ones, not all in a row. Nobody is ahead of its share by
-more than a step: who is waits, whenever it is due. (Earliest eligible virtual deadline first, as Stoica and Abdel-Wahab named it in
-1995 and as Linux shares processors; deficit round robin keeps the same shares, but has the second step of a turn right behind the
-first, and where steps are noisy one is taken in place of another's.)
+The rule is earliest eligible virtual deadline first, which Stoica and Abdel-Wahab published in 1995 and which Linux uses for
+processes. With N shares in use, a model's deadline is the end of its last step plus N times the length of one of its steps. The
+model with the earliest deadline is next, unless it is ahead of its share by more than one step. Models with equal steps therefore
+alternate, and a model with short steps runs them between the long steps of others. Deficit round robin keeps the same shares, but
+it runs the second step of a turn right after the first, and varying step times make one model's step replace another's.
 
-Steps are never broken off. So after it is due a model waits for one step of each other at most, and for what it is ahead.
+A step is never interrupted. A model whose deadline has passed therefore waits for at most one step of each other model, plus the
+time it is ahead of its share.
 
-Where several have more to do than fits their turns, a step of theirs takes the turns of all of them (step_limits.turns_of_step). So
-between two such steps everybody else has one, whoever is due: else a neighbour might wait for those turns twice.
+When several models have more work than fits their turns, each of their steps uses the turns of all of them
+(step_limits.turns_of_step). Between two such steps every other busy model runs one step, whatever its deadline; without that rule a
+model could wait for the pooled turns twice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
-_NEWEST = 0.3  # weight of the last step in what a model's steps take
-_FORGIVEN = 0.25  # of a share: who has so much more than its own is not made to wait for it
+_NEWEST = 0.3  # weight of the last step in the running average of a model's step time
+_FORGIVEN = 0.25  # of a share: a model that got this much more than its share does not have to wait for it
 
 
 class Turns:
-    """Models by name. Times are device seconds, measured by the caller."""
+    """The share of device time of each model, by name. Times are device seconds, measured by the caller."""
 
     def __init__(self) -> None:
-        self._now_s = 0.0  # of device time that was charged
-        self._ahead_s: dict[str, float] = {}  # of its share: time had less time due; below zero: behind
+        self._now_s = 0.0  # all device time charged so far
+        self._ahead_s: dict[str, float] = {}  # time used minus time due; negative: behind its share
         self._weight: dict[str, float] = {}
-        self._step_s: dict[str, float] = {}  # what each one's latest steps took
-        self._ended_s: dict[str, float] = {}  # when its last step did
-        self._busy: tuple[str, ...] = ()  # as last seen
-        self._before_pooled: set[str] = set()  # who is to have a step before the next of those that pool
-        self._over_s = 0.0  # what steps took beyond their turns, less what later ones left of theirs
+        self._step_s: dict[str, float] = {}  # average length of each model's latest steps
+        self._ended_s: dict[str, float] = {}  # when each model's last step ended
+        self._busy: tuple[str, ...] = ()  # as of the last call of next
+        self._before_pooled: set[str] = set()  # models that must run a step before the next pooled one
+        self._over_s = 0.0  # seconds that steps took beyond their turns, minus what later steps left of theirs
 
     def add(self, model: str) -> None:
         self._ahead_s[model] = self._step_s[model] = 0.0
@@ -53,11 +54,13 @@ class Turns:
 
     @property
     def is_over(self) -> bool:
-        """Whether the latest steps took longer than their turns, all in all: others have waited for it."""
+        """Whether the latest steps together took longer than their turns, so that other models had to wait."""
         return self._over_s > 0
 
     def charge(self, model: str, seconds: float, turn_s: float | None = None) -> None:
-        """After a step. Its time was due to all that were busy, by weight. turn_s: what its turn, or turns, came to; None: any."""
+        """Accounts for a step that has ended. All busy models were due a part of its seconds, by weight.
+
+        turn_s: the length of the turn or turns the step had; None: unlimited."""
         self._over_s = 0.0 if turn_s is None else max(0.0, self._over_s + seconds - turn_s)
         self._now_s += seconds
         self._ended_s[model] = self._now_s
@@ -75,9 +78,10 @@ class Turns:
                 self._ahead_s[name] = ahead_s - due_s
 
     def next(self, busy: Collection[str], backlogged: Collection[str] = ()) -> str | None:
-        """The busy model whose step is next; None if none is busy. Who is alone or not busy falls behind by nothing; what it is
-        ahead is made up for as time passes. backlogged: of the busy, who have more to do than fits their turns; if
-        there are several, their steps take each other's."""
+        """Returns the busy model whose step is next; None if no model is busy.
+
+        A model that is alone or not busy never falls behind; time it is ahead by is worked off as time passes. backlogged: busy
+        models with more work than fits their turns; two or more of them pool their turns."""
         pooling = backlogged if len(backlogged) > 1 else ()
         for name, ahead_s in self._ahead_s.items():
             if ahead_s < 0 and (name not in busy or len(busy) == 1):
@@ -87,7 +91,7 @@ class Turns:
             return next(iter(busy), None)
         may = [name for name in busy if self._ahead_s[name] <= self._step_s[name]]
         first = [name for name in may if name in self._before_pooled and name not in pooling]
-        # All are ahead only where those who were behind have gone since.
+        # All of them are ahead only if the models that were behind are no longer busy.
         chosen = min(first or may or busy, key=self._due_at)
         if chosen in pooling:
             self._before_pooled = set(busy)
