@@ -99,7 +99,7 @@ class StepLimits:
         return min(most, max(1, within - chunk))
 
     def rows_beside(self, loads: Sequence[TenantLoad], most: int, context: float) -> int:
-        """Returns max_rows where sequences of several tenants decode and no other model waits; prompts keep their part of the step."""
+        """Returns max_rows where sequences of several tenants decode and no other model waits; prompts keep their part."""
         longest_s = self.longest_s(loads, context, 0)
         if longest_s is None:
             return most

@@ -69,7 +69,7 @@ class StepsAhead:
         self._steps.append((plan, self._table.request_id[plan.slots]))
 
     def finish(self, plan: BatchPlan, ids: IntArray, bad: BoolArray) -> tuple[BatchPlan, IntArray, BoolArray]:
-        """Ends the oldest started step. Returns its plan, ids [N] and bad [N] without the rows whose request has ended meanwhile."""
+        """Ends the oldest started step. Returns its plan, ids [N] and bad [N] without rows whose request has ended meanwhile."""
         started, request_ids = self._steps.popleft()
         if started is not plan:
             raise RuntimeError(f"step {plan.step_id} ends before step {started.step_id}")
