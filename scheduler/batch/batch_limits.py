@@ -1,4 +1,4 @@
-"""What one model's batch scheduler is told of the model."""
+"""Facts about a model that its batch scheduler needs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, frozen=True)
 class BatchLimits:
-    """max_model_len: prompt + output, in tokens. fingerprint and kv_dtype name the KV's content for the prefix cache."""
+    """Limits of one model. max_model_len: prompt + output, in tokens. fingerprint and kv_dtype identify the KV's content for the
+    prefix cache."""
 
     max_sequences: int
     max_model_len: int

@@ -1,8 +1,8 @@
-"""Which tokens of one model run in the next step: continuous batching with chunked prefill.
+"""Plans which tokens of one model run in the next step: continuous batching with chunked prefill.
 
 A step is {sequence: tokens}. Sequences with one token to compute (decode) come first, then prefill chunks up to the token budget.
-A request is admitted when a slot is free and the KV of all its tokens fits; when a decoding sequence finds no block, the newest
-sequence of the lowest priority is put back to wait and computed again later.
+A request is admitted when a slot is free and the KV of all its tokens fits. When a decoding sequence finds no block, the newest
+sequence of the lowest priority is preempted and computed again later.
 Row state lives in the columns of a `SequenceTable`; a decode step runs no Python per row.
 """
 
@@ -32,8 +32,10 @@ from scheduler.batch.tenant_time import TenantTime
 
 
 class BatchScheduler:
-    """One model's sequences, waiting and running. Not thread-safe; `plan` and `finish_step` alternate, or `start_step` comes
-    between: then a step is planned before the last one's tokens are known, and only `submit` may come in before they are."""
+    """One model's sequences, waiting and running. Not thread-safe.
+
+    Calls of `plan` and `finish_step` alternate. With `start_step` between them a step is planned before the tokens of the last
+    one are known; until they are, only `submit` may be called."""
 
     def __init__(self, model: str, kv: KVCache, limits: BatchLimits) -> None:
         self.model = model
@@ -71,16 +73,16 @@ class BatchScheduler:
 
     @property
     def num_decoding(self) -> int:
-        """Running sequences that have one token to compute."""
+        """Number of running sequences that have one token to compute."""
         return len(self.running.split(self.running.slots, self._ahead.computed(), self._ahead.total())[0])
 
     @property
     def runnable(self) -> bool:
-        """Whether `plan` may find something to do: sequences run, or memory moved since the head of the queue was tried."""
+        """Whether `plan` may find work: sequences run, or memory changed since the head of the queue was tried."""
         return len(self.running) > self._num_held or (len(self.waiting) > 0 and self._blocked_version != self.kv.chunks.version)
 
     def submit(self, request: BatchRequest) -> None:
-        """Queues it. The caller has checked that 0 < len(tokens) < max_model_len and that the id is not here yet."""
+        """Queues a request. The caller has checked that 0 < len(tokens) < max_model_len and that its id is not known yet."""
         request.order = self._next_order
         self._next_order += 1
         request.has_first_token = request.resubmitted = len(request.tokens) > request.num_prompt
@@ -91,7 +93,7 @@ class BatchScheduler:
         return request_id in self._slot_of or request_id in self.waiting
 
     def abort(self, request_id: int) -> bool:
-        """Forgets a request; False if it is not here."""
+        """Removes a request; returns False if it is not known."""
         if self.waiting.withdraw(request_id):
             self._blocked_version = -1
             return True
@@ -103,7 +105,7 @@ class BatchScheduler:
         return True
 
     def hold(self, request_id: int, held: bool) -> None:
-        """Whether a constrained request must wait before its next token."""
+        """Sets whether a constrained request must wait before its next token."""
         request = self.waiting.get(request_id)
         if request is not None:
             request.held = held
@@ -111,7 +113,7 @@ class BatchScheduler:
             self._held[slot] = held
 
     def preempt_one(self) -> bool:
-        """Puts the newest sequence of the lowest priority back to wait; False if none runs. Between steps only."""
+        """Preempts the newest sequence of the lowest priority; returns False if none runs. Called between steps only."""
         if not len(self.running):
             return False
         self._preempt(self.running.victim(self.waiting.shares.crowding()))
@@ -127,7 +129,7 @@ class BatchScheduler:
         self._learn(slot, int(self.table.num_computed[slot]))
 
     def close(self) -> None:
-        """Forgets every request and gives all KV back."""
+        """Removes every request and gives all KV back."""
         self.waiting = WaitingQueue()
         self.table.request_id[self.running.slots] = 0
         self.running.drop_gone()
@@ -137,9 +139,12 @@ class BatchScheduler:
     # ---- a step
 
     def plan(self, step_id: int, room: StepRoom | None = None, max_tokens: int | None = None) -> BatchPlan | None:
-        """The next step: at most max_tokens (default: max_num_batched_tokens, which is the most where KV groups have windows), of
-        them as many rows and tokens of prompts as `room` has (None: any). While as many sequences run as it has rows for, none is
-        admitted. None if nothing can run now. Raises TokensNeeded if that depends on what a started step gives."""
+        """Returns the next step; None if nothing can run now. Raises TokensNeeded if that depends on the tokens of a started
+        step.
+
+        max_tokens: bound on the step (default: max_num_batched_tokens, which it must not exceed where KV groups have windows).
+        room: bounds its rows and prompt tokens (None: unlimited). While as many sequences run as it has rows for, none is
+        admitted."""
         room, table = room or StepRoom(), self.table
         budget = self.limits.max_num_batched_tokens if max_tokens is None or self.blocks.windowed else max_tokens
         running = self._ahead.going_on(self.running.slots)
@@ -176,11 +181,12 @@ class BatchScheduler:
         return BatchPlan(step_id, self.model, decode, first, self._ones[:num], self._trues[:num], True) if num else None
 
     def start_step(self, plan: BatchPlan) -> None:
-        """The step is under way; finish_step follows in the same order. What has ended by then was computed in vain."""
+        """Records that the step has started; finish_step follows in the same order. Results of sequences that end meanwhile are
+        dropped."""
         self._ahead.start(plan)
 
     def finish_step(self, plan: BatchPlan, ids: IntArray, bad: BoolArray) -> StepOutcome:
-        """Takes the sampled ids in (`ids[k]`, `bad[k]`: k-th sampling row of the plan), ends what is finished."""
+        """Takes the sampled ids in (`ids[k]`, `bad[k]`: k-th sampling row of the plan) and ends what is finished."""
         table = self.table
         if self._ahead:
             plan, ids, bad = self._ahead.finish(plan, ids, bad)
@@ -217,7 +223,7 @@ class BatchScheduler:
         return int(np.count_nonzero(self._held)) if self._num_constrained else 0
 
     def _note_computed(self, plan: BatchPlan) -> IntArray:
-        """The KV of a step with chunks of prompts is stored; returns the slots that sampled."""
+        """Records that the KV of a step with prefill chunks is stored; returns the slots that sampled."""
         num_computed = self.table.num_computed
         num_computed[plan.slots] += plan.num_new
         for slot in plan.slots[plan.num_new > 1].tolist():
@@ -227,8 +233,8 @@ class BatchScheduler:
         return plan.slots[plan.samples]
 
     def _give_blocks(self, decode: IntArray, computed: IntArray) -> tuple[IntArray, IntArray]:
-        """A block for each decode row at a block boundary; preempts until they suffice. Returns the rows that are still there, and
-        of each the tokens computed."""
+        """Allocates a block for each decode row at a block boundary and preempts sequences until there are enough. Returns the
+        remaining rows and their numbers of computed tokens."""
         while True:
             first = computed[decode]
             wanting = decode[first >= self.blocks.capacity[decode]]
@@ -238,7 +244,8 @@ class BatchScheduler:
             decode = decode[self.table.request_id[decode] != 0]
 
     def _cover(self, slot: int, num_tokens: int) -> bool:
-        """Window groups' blocks for a slot's first num_tokens; preempts until they suffice. False if the slot itself had to go."""
+        """Allocates window groups' blocks for a slot's first num_tokens and preempts until there are enough. Returns False if the
+        slot itself was preempted."""
         self.blocks.free_behind(slot, int(self.table.num_computed[slot]))
         while not self.blocks.cover(slot, num_tokens):
             victim = self.running.victim(self.waiting.shares.crowding())
@@ -250,8 +257,8 @@ class BatchScheduler:
     def _plan_prefill(
         self, decode: IntArray, prefill: IntArray, computed: IntArray, room: StepRoom, max_rows: int
     ) -> tuple[IntArray, IntArray, IntArray]:
-        """Chunks of sequences that have more than one token to compute, and of those admitted now, while fewer than max_rows run:
-        the decode rows that are still there, slots, tokens."""
+        """Returns the remaining decode rows, slots and tokens after chunks were planned: of sequences with more than one token to
+        compute, and of requests admitted now, while fewer than max_rows run."""
         table = self.table
         slots: list[int] = []
         tokens: list[int] = []
@@ -273,13 +280,14 @@ class BatchScheduler:
         return decode, np.array(slots, np.int32), np.array(tokens, np.int32)
 
     def _may_admit(self, max_rows: int) -> bool:
-        """Whether one waits, a slot is free, fewer than max_rows run and memory has moved since the head of the queue was tried."""
+        """Returns whether a request waits, a slot is free, fewer than max_rows run and memory changed since the head of the queue
+        was tried."""
         if not len(self.waiting) or not self._free_slots or self._blocked_version == self.kv.chunks.version:
             return False
         return self.num_running - self._num_held < max_rows
 
     def _let_in(self, room: StepRoom, max_rows: int, slots: list[int], tokens: list[int], most: int) -> None:
-        """Admits `most` of those that wait, while there is room and fewer than max_rows run; adds their chunks."""
+        """Admits at most `most` waiting requests while there is room and fewer than max_rows run, and adds their chunks."""
         for _ in range(most):
             slot = None if room.is_full or not self._may_admit(max_rows) else self._admit()
             if slot is None:
@@ -350,7 +358,7 @@ class BatchScheduler:
         return slot
 
     def _learn(self, slot: int, num_tokens: int) -> None:
-        """Tells the prefix cache of the full blocks among the first `num_tokens` of a slot, all computed."""
+        """Adds the full blocks among the first `num_tokens` of a slot, all computed, to the prefix cache."""
         request = self._requests[slot]
         assert request is not None
         full = num_tokens // self.block_tokens
@@ -381,7 +389,7 @@ class BatchScheduler:
         self._blocked_version = -1
 
     def _preempt(self, slot: int) -> None:
-        """Raises TokensNeeded while a started step has not told the tokens that are to be kept."""
+        """Preempts a sequence. Raises TokensNeeded until a started step has reported the tokens to keep."""
         if self._ahead:
             raise TokensNeeded
         request = self._requests[slot]

@@ -1,9 +1,9 @@
 """Blocks of one model's KV group, cut out of the chunks it owns.
 
 Block b is bytes [b * block_bytes, (b + 1) * block_bytes) of the device's arena, for every model with its own block_bytes, so a
-block id is an address. A block is usable when every chunk it touches is owned; owned neighbours make the
-blocks between them usable. A usable block is free (on the stack), or in use (reference count > 0), or kept by the prefix cache
-(count 0, not on the stack).
+block id is an address. A block is usable when every chunk it touches is owned; adjacent owned chunks make the blocks across their
+border usable. A usable block is free (on the stack), in use (reference count > 0) or kept by the prefix cache (count 0, not on
+the stack).
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ from scheduler.batch.plan import BoolArray, IntArray
 
 
 class BlockPool:
-    """`reserved_chunks` are taken at once and kept until `close`; more are drawn from the chunk pool's lease as needed.
-
-    Raises MemoryError if the reserved chunks are not there.
-    """
+    """The blocks of one group. `reserved_chunks` are taken at once and owned until `close`; more are drawn from the chunk pool's
+    lease when needed. Raises MemoryError if the reserved chunks are not available."""
 
     def __init__(self, chunks: ChunkPool, block_bytes: int, reserved_chunks: int) -> None:
         if block_bytes <= 0:
@@ -48,7 +46,7 @@ class BlockPool:
     # ---- blocks
 
     def allocate(self, num: int) -> IntArray | None:
-        """[num] int32 blocks with a reference count of 1, drawing chunks if need be; None if that fails."""
+        """Returns [num] int32 blocks with a reference count of 1, drawing chunks if necessary; None if that fails."""
         if self.num_free < num and not self.grow(num):
             return None
         top = self.num_free
@@ -59,7 +57,7 @@ class BlockPool:
         return blocks
 
     def release(self, blocks: IntArray) -> IntArray:
-        """Takes one reference off each (distinct) block and returns those that nobody holds now; `put_free` them or keep them."""
+        """Takes one reference off each (distinct) block. Returns those that nobody holds now, for `put_free` or the prefix cache."""
         counts = self.refcount[blocks] - 1
         if len(counts) and counts.min() < 0:
             raise ValueError("a block was released more often than it was taken")
@@ -67,14 +65,14 @@ class BlockPool:
         return blocks[counts == 0]
 
     def put_free(self, blocks: IntArray) -> None:
-        """blocks: usable, held by nobody, not free."""
+        """Frees usable blocks that nobody holds and that are not free yet."""
         if len(blocks):
             self._push(blocks)
             self.chunks.version += 1
 
     def undo(self, blocks: IntArray, drawn_before: BoolArray) -> None:
-        """Blocks just allocated and not written to, and the chunks drawn for them since `drawn_chunks`, go back as if never taken:
-        whoever waits for memory is not woken."""
+        """Returns blocks that were just allocated and not written to, and the chunks drawn since `drawn_chunks`, as if never
+        taken: nobody who waits for memory is woken."""
         self.refcount[blocks] = 0
         self._push(blocks)
         vain = np.flatnonzero(self._drawn & ~drawn_before & ~self._busy_chunks()).astype(np.int32)
@@ -85,7 +83,7 @@ class BlockPool:
     # ---- chunks
 
     def drawn_chunks(self) -> BoolArray:
-        """[num_chunks] those drawn from the lease now."""
+        """Returns [num_chunks]: the chunks currently drawn from the lease."""
         return self._drawn.copy()
 
     @property
@@ -97,7 +95,7 @@ class BlockPool:
         return int(np.count_nonzero(self._home)) + self.num_drawn_chunks
 
     def grow(self, num_free: int) -> bool:
-        """Draws chunks until `num_free` blocks are free; False, and nothing is drawn, if the lease does not allow it."""
+        """Draws chunks until `num_free` blocks are free; returns False, and draws nothing, if the lease does not allow it."""
         before = self._drawn.copy()
         while self.num_free < num_free:
             missing_chunks = -(-(num_free - self.num_free) * self.block_bytes // self.chunks.chunk_bytes)
@@ -112,10 +110,9 @@ class BlockPool:
         return True
 
     def shrink(self, max_chunks: int | None = None) -> int:
-        """Gives drawn chunks that hold no block in use or kept back to the pool (at most `max_chunks`); returns how many.
+        """Gives drawn chunks without blocks in use or kept back to the pool, at most `max_chunks`; returns how many.
 
-        Also sorts the free blocks: those of reserved chunks are used first, so that drawn chunks become wholly free.
-        """
+        It also sorts the free blocks: those of reserved chunks are used first, so that drawn chunks become empty."""
         idle = self._drawn & ~self._busy_chunks()
         given = np.flatnonzero(idle)[::-1].astype(np.int32)
         if max_chunks is not None:
@@ -127,8 +124,10 @@ class BlockPool:
         return len(given)
 
     def moves_to_empty(self, max_chunks: int) -> tuple[IntArray, IntArray]:
-        """(blocks in use or kept, free blocks to move them to): once moved, up to `max_chunks` more drawn chunks hold nothing,
-        the emptiest first. Empty where no chunk can be emptied; free blocks of chunks that hold nothing stay free."""
+        """Returns (blocks in use or kept, free blocks to move them to), which would empty up to `max_chunks` more drawn chunks,
+        the emptiest first.
+
+        The arrays are empty if no chunk can be emptied. Free blocks of chunks that are empty already stay free."""
         free, num_in_chunk = self._stack[: self.num_free], self._num_busy_blocks()
         filled = num_in_chunk > 0
         sparse = np.flatnonzero(self._drawn & filled)
@@ -156,7 +155,7 @@ class BlockPool:
         return sources, targets[fullest[: len(sources)]]
 
     def move(self, sources: IntArray, targets: IntArray) -> None:
-        """What `moves_to_empty` named has been copied: the sources are free, the targets what they were."""
+        """Records that the blocks named by `moves_to_empty` have been copied: sources become free, targets take over their state."""
         self.refcount[targets], self.refcount[sources] = self.refcount[sources], 0
         free = self._stack[: self.num_free]
         taken = np.zeros(self.num_blocks, np.bool_)
@@ -168,14 +167,14 @@ class BlockPool:
         self._push(sources)
 
     def num_used_chunks(self) -> int:
-        """Chunks with a block in use or kept."""
+        """Number of chunks with a block in use or kept."""
         return int(np.count_nonzero(self._busy_chunks()))
 
     def chunk_of(self, block: int) -> int:
         return int(self._first_chunk[block])
 
     def keep_drawn(self) -> None:
-        """All its chunks are its own until `close`, whatever becomes of the lease."""
+        """Makes all its chunks its own until `close`, whatever happens to the lease."""
         self.chunks.keep_drawn(self.num_drawn_chunks)
         self._home |= self._drawn
         self._drawn[:] = False
@@ -195,7 +194,7 @@ class BlockPool:
             self.chunks.give_back(home, reserved=True)
 
     def check(self) -> None:
-        """Every invariant, for tests. Raises AssertionError."""
+        """Checks every invariant, for tests. Raises AssertionError."""
         owned = self._home | self._drawn
         assert not (self._home & self._drawn).any()
         assert not (self.chunks.free & owned).any()
@@ -214,10 +213,9 @@ class BlockPool:
     # ---- inside
 
     def _acquire(self, num_chunks: int, *, reserved: bool) -> int:
-        """Takes up to `num_chunks` adjacent chunks that make at least one more block usable; returns how many (0: none to be had).
+        """Takes up to `num_chunks` adjacent chunks that make at least one more block usable; returns how many (0: none available).
 
-        Smallest run that holds them all, else the largest; inside it the position that yields most whole blocks.
-        """
+        It takes the smallest run that holds them all, else the largest; within it, the position that yields most whole blocks."""
         blank = self.chunks.choosable(num_chunks)
         width = self._acquire_of(blank, num_chunks, reserved=reserved)
         if not width and blank is not self.chunks.free:
@@ -249,12 +247,12 @@ class BlockPool:
         return 0
 
     def _touching(self, taken: IntArray) -> slice:
-        """Blocks that touch a run of chunks."""
+        """Returns the blocks that touch a run of chunks."""
         size, block = self.chunks.chunk_bytes, self.block_bytes
         return slice(int(taken[0]) * size // block, min(-(-(int(taken[-1]) + 1) * size // block), self.num_blocks))
 
     def _gain(self, owned: BoolArray, taken: IntArray) -> int:
-        """How many blocks would become usable."""
+        """Returns how many blocks would become usable."""
         near = self._touching(taken)
         after = owned.copy()
         after[taken] = True
@@ -291,22 +289,22 @@ class BlockPool:
         self._drawn[given] = False
 
     def _busy_blocks(self) -> IntArray:
-        """Those in use or kept, ascending."""
+        """Returns the blocks in use or kept, ascending."""
         return np.flatnonzero(self._usable & ~self._is_free).astype(np.int32)
 
     def _num_busy_blocks(self) -> IntArray:
-        """[num_chunks] how many blocks in use or kept a chunk holds (a part of)."""
+        """Returns [num_chunks]: how many blocks in use or kept touch a chunk."""
         blocks = self._busy_blocks()
         edges = np.bincount(self._first_chunk[blocks], minlength=self.chunks.num_chunks + 1)
         edges -= np.bincount(self._last_chunk[blocks] + 1, minlength=self.chunks.num_chunks + 1)
         return np.cumsum(edges[: self.chunks.num_chunks]).astype(np.int32)
 
     def _busy_chunks(self) -> BoolArray:
-        """[num_chunks] whether a chunk holds (a part of) a block in use or kept."""
+        """Returns [num_chunks]: whether a block in use or kept touches a chunk."""
         return self._num_busy_blocks() > 0
 
     def _sort_stack(self) -> None:
-        """Top of the stack: blocks of reserved chunks, then those of the fullest drawn chunks."""
+        """Sorts the stack: on top blocks of reserved chunks, then those of the fullest drawn chunks."""
         free = self._stack[: self.num_free]
         if not len(free):
             return

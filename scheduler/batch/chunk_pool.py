@@ -1,11 +1,11 @@
-"""Which chunks of a device's memory are free, and how many the models may draw beyond what is theirs for good.
+"""Tracks which chunks of a device's memory are free, and how many of them the models may draw beyond those they own.
 
-A model owns the chunks of its weights and its reserved KV from load to eviction. Whatever KV it needs beyond them it draws from the
-engine's lease, which all models share: `num_drawn <= lease_chunks` holds after every call, except between `set_lease` and the
-reclaim that follows it. Weights can lie anywhere, KV blocks want neighbours: weights fill the gaps.
+A model owns the chunks of its weights and of its reserved KV from load to eviction. KV beyond that is drawn from the engine's
+lease, which all models share: `num_drawn <= lease_chunks` holds after every call, except between `set_lease` and the reclaim that
+follows it. Weights may lie anywhere while KV blocks need adjacent chunks, so weights fill the gaps.
 
-Free chunks may hold weights that an engine before this one has left (`left`). They are free for everybody, but chosen last, and
-once one of a model's is chosen for something else the others hold nothing any more.
+Free chunks may hold weights that an earlier engine left (`left`). Anybody may take them, but they are chosen last; once one chunk
+of a model's weights is taken for something else, its other chunks count as empty.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from scheduler.batch.plan import BoolArray, IntArray
 
 
 class ChunkPool:
-    """num_chunks chunks of chunk_bytes each. Bookkeeping only: no memory is touched here.
+    """The accounts of num_chunks chunks of chunk_bytes each; no memory is touched here.
 
-    resident_limit: how many chunks may have physical memory at a time (the rest of the budget is the work space's); None: all.
-    """
+    resident_limit: how many chunks may have physical memory at once (the rest of the budget is the work space's); None: all."""
 
     def __init__(self, num_chunks: int, chunk_bytes: int, lease_chunks: int = 0, resident_limit: int | None = None) -> None:
         if num_chunks <= 0 or chunk_bytes <= 0:
@@ -41,11 +40,11 @@ class ChunkPool:
 
     @property
     def room_chunks(self) -> int:
-        """How many chunks may still be drawn."""
+        """Number of chunks that may still be drawn."""
         return self.lease_chunks - self.num_drawn
 
     def set_lease(self, lease_chunks: int) -> None:
-        """Negative `room_chunks` afterwards means that models must give chunks back."""
+        """Sets the lease. If `room_chunks` is negative afterwards, models must give chunks back."""
         if lease_chunks < 0:
             raise ValueError(f"lease_chunks {lease_chunks} is negative")
         self.lease_chunks = lease_chunks
@@ -65,7 +64,8 @@ class ChunkPool:
             self.num_drawn += len(chunks)
 
     def give_back(self, chunks: IntArray, *, reserved: bool, touched: bool = True) -> None:
-        """touched: False for chunks taken a moment ago and not used. Raises ValueError if one is free already."""
+        """Marks chunks as free. touched: False for chunks taken a moment ago and not used. Raises ValueError if one is free
+        already."""
         self._free(chunks)
         if reserved:
             self.num_reserved -= len(chunks)
@@ -75,8 +75,8 @@ class ChunkPool:
             self.version += 1
 
     def hold(self, num: int) -> IntArray:
-        """[num] free chunks, in one run if there is one, kept from everybody until `release_hold`: those that a model's reserved KV
-        will be made of, before its weights are placed around them. Raises MemoryError, holding none."""
+        """Reserves [num] free chunks, in one run if there is one, until `release_hold`: a model's reserved KV, before its weights
+        are placed around it. Raises MemoryError and reserves none if there are too few."""
         runs = free_runs(self.choosable(num))
         runs = runs[np.argsort(runs[:, 1], kind="stable")]
         fitting = runs[runs[:, 1] >= num][:1]
@@ -92,14 +92,13 @@ class ChunkPool:
         self._free(chunks)
 
     def keep_drawn(self, num: int) -> None:
-        """Drawn chunks become their owner's: the lease no longer covers them."""
+        """Makes drawn chunks their owner's; the lease no longer covers them."""
         self.num_drawn -= num
         self.num_reserved += num
 
     def take_weights(self, num: int) -> IntArray:
-        """[num] chunks, ascending; those that have memory first, then those of the shortest gaps.
-
-        Raises MemoryError, taking none."""
+        """Returns [num] chunks, ascending; those that have physical memory first, then those of the shortest gaps. Raises
+        MemoryError, taking none."""
         choosable = self.choosable(num)
         free = np.flatnonzero(choosable)
         if len(free) < num:
@@ -114,14 +113,14 @@ class ChunkPool:
         return chunks
 
     def give_back_weights(self, chunks: IntArray) -> None:
-        """Raises ValueError if one is free already."""
+        """Marks chunks of weights as free. Raises ValueError if one is free already."""
         self._free(chunks)
         self.num_weights -= len(chunks)
         self.version += 1
 
     def take_discards(self) -> list[tuple[int, int]]:
-        """Runs (first chunk, number) of free chunks whose memory shall go back to the system, each told once. Memory stays with its
-        chunk for the next owner as long as the limit allows."""
+        """Returns runs (first chunk, number) of free chunks whose memory should go back to the system, each once. A chunk keeps
+        its memory for its next owner as long as the limit allows."""
         excess = int(np.count_nonzero(self.resident)) - self.resident_limit
         if excess <= 0:
             return []
@@ -135,8 +134,8 @@ class ChunkPool:
     # ---- what an engine before this one has left
 
     def leave(self, model: str, chunks: IntArray) -> None:
-        """Free chunks that hold a model's weights, from before this engine began. Raises ValueError for chunks that there are not,
-        or that hold another's."""
+        """Records free chunks that hold a model's weights from before this engine began. Raises ValueError for chunks that do not
+        exist or hold another model's."""
         inside = len(chunks) and 0 <= int(chunks.min()) <= int(chunks.max()) < self.num_chunks
         if not inside or not self.free[chunks].all() or self._is_left[chunks].any() or model in self.left:
             raise ValueError(f"weights of {model}: chunks {chunks.tolist()[:8]} are not free, or hold others'")
@@ -144,18 +143,18 @@ class ChunkPool:
         self._is_left[chunks] = self.resident[chunks] = True
 
     def take_left(self, model: str) -> IntArray:
-        """As take_weights: the chunks in which the model's weights are. Raises KeyError if they are not there any more."""
+        """Does what take_weights does, with the chunks that hold the model's weights. Raises KeyError if they are gone."""
         chunks = self.left[model]
         self._claim(chunks)
         self.num_weights += len(chunks)
         return chunks
 
     def forget_left(self, model: str) -> None:
-        """Its chunks are as any others."""
+        """Records that the chunks of a model's left weights hold nothing of use."""
         self._is_left[self.left.pop(model)] = False
 
     def choosable(self, num: int) -> BoolArray:
-        """The free chunks to choose `num` from: those that hold nothing, as long as they are enough."""
+        """Returns the free chunks to choose `num` from: empty ones, as long as they are enough."""
         if not self.left:
             return self.free
         blank: BoolArray = self.free & ~self._is_left
@@ -175,7 +174,7 @@ class ChunkPool:
 
 
 def free_runs(free: BoolArray) -> IntArray:
-    """[N, 2] int32: (first, length) of each run of True, ascending."""
+    """Returns [N, 2] int32: (first, length) of each run of True, ascending."""
     edges = np.flatnonzero(np.diff(np.concatenate(([False], free, [False])).astype(np.int8)))
     firsts, ends = edges[0::2], edges[1::2]
     return np.stack((firsts, ends - firsts), axis=1).astype(np.int32)

@@ -1,9 +1,9 @@
-"""Drawn chunks that hold little are emptied: their blocks move to free places in the model's other chunks, and the chunks go back.
+"""Empties drawn chunks that hold little: their blocks move to free places in the model's other chunks, and the chunks go back.
 
-A model whose sequences came and went has blocks everywhere and hardly a chunk without one. A copy within the device's memory costs
-less than computing any of it again, so it comes before kept prefixes are dropped and long before a sequence is put back to wait.
-Block tables are rewritten, which is why this happens between a model's steps, and never while it allocates blocks itself: whoever
-allocates may hold blocks that no table has yet.
+A model whose sequences came and went has blocks in almost every chunk. A copy within the device's memory costs less than
+computing them again, so it is tried before cached prefixes are dropped and long before a sequence is preempted. Block tables are
+rewritten, which is why this happens between a model's steps and never while it allocates blocks itself: a caller that allocates
+may hold blocks that are in no table yet.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CopyBlocks = Callable[[int, IntArray, IntArray], None]
 
 
 class Compaction:
-    """Of one engine's models."""
+    """The compaction of one engine's models."""
 
     def __init__(self, copy: CopyBlocks) -> None:
         self._copy = copy
@@ -34,7 +34,7 @@ class Compaction:
         return given
 
     def give_up_prefixes(self, scheduler: BatchScheduler, num_chunks: int) -> int:
-        """As `gather`, and then kept prefixes go, oldest first, no more of them than make the chunks that lack."""
+        """Does what `gather` does, then drops cached prefixes, the oldest first, for the chunks that are still lacking."""
         given = self.gather(scheduler, num_chunks)
         for g, group in enumerate(scheduler.kv.groups):
             while given < num_chunks and group.give_up_oldest(num_chunks - given):

@@ -1,7 +1,8 @@
-"""Which sequences end with the token just sampled: it is an end id of the model's, one of the request's own, or its last.
+"""Finds the sequences that end with the token just sampled: an end id of the model's, one of the request's own, or the last
+allowed one.
 
-In most steps none does. That takes a look at the ids as a list, and a count of the steps in which no sequence can have reached its
-length: array by array, the same costs a step's interpreter several times as much.
+In most steps none ends. Finding that out takes a look at the ids as a list, and a count of the steps in which no sequence can
+reach its length; with one numpy operation after the other it would take several times as long.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from scheduler.batch.plan import FINISH_LENGTH, FINISH_STOP, INT32_MAX, BoolArra
 
 
 class Endings:
-    """Beside the sequence table, of the sequences in its slots."""
+    """The end conditions of the sequences in a sequence table."""
 
     def __init__(self, end_ids: Sequence[int], table: SequenceTable) -> None:
         self._end_ids, self._table = frozenset(end_ids), table
@@ -22,7 +23,7 @@ class Endings:
         self._least_left = INT32_MAX  # tokens that no sequence has fewer of before it reaches its length
 
     def join(self, slot: int, params: Sampling) -> None:
-        """Its columns are in the table."""
+        """Registers a row whose columns are in the table."""
         table = self._table
         self._least_left = min(self._least_left, int(table.max_total_tokens[slot] - table.num_tokens[slot]))
         if params.stop_token_ids:
@@ -32,8 +33,8 @@ class Endings:
         self._own.pop(slot, None)
 
     def finishes(self, slots: IntArray, ids: Sequence[int], running: IntArray) -> list[int]:
-        """How the sequences in `slots` go on (plan.FINISH_*) after their newest tokens, `ids`, which are in the table; [] if none
-        ends. Of every step; running: slots of all sequences."""
+        """Returns how the sequences in `slots` continue (plan.FINISH_*) after their newest tokens, `ids`, which are in the table;
+        [] if none ends. Called for every step; running: slots of all sequences."""
         if not ids:
             return []
         self._least_left -= 1
@@ -51,7 +52,7 @@ class Endings:
         return finishes
 
     def _stopped(self, slots: IntArray, ids: Sequence[int]) -> BoolArray:
-        """[len(slots)] whether the newest token is an end id that counts."""
+        """Returns [len(slots)]: whether the newest token is an end id that counts."""
         table, end_ids, own = self._table, self._end_ids, self._own
         stop = np.array([token in end_ids for token in ids], np.bool_)
         stop &= ~table.ignore_eos[slots]

@@ -1,4 +1,4 @@
-"""What is told once of a request, with its first token or the next one after it came back: where its prompt's KV came from."""
+"""Reports once for each request, with its first token or the next one after a resubmission, where the KV of its prompt came from."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from scheduler.batch.request import BatchRequest
 
 
 class FirstTokens:
-    """Beside the sequence table; requests [S]: of its rows, the batch scheduler's own."""
+    """The requests of a sequence table's rows that have not reported yet; requests [S]: shared with the batch scheduler."""
 
     def __init__(self, table: SequenceTable, requests: Sequence[BatchRequest | None]) -> None:
         self._table, self._requests = table, requests
@@ -23,7 +23,7 @@ class FirstTokens:
         self._wanted.discard(slot)
 
     def note(self, slots: IntArray, outcome: StepOutcome) -> None:
-        """These slots have a new token."""
+        """Adds what these slots report with their new token to `outcome`."""
         if not self._wanted:
             return
         for slot in slots.tolist():

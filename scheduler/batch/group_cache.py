@@ -1,4 +1,4 @@
-"""One KV cache group of one model: blocks for its sequences, and prefixes kept as long as nothing else wants their memory."""
+"""One KV cache group of one model: blocks for its sequences, and cached prefixes for as long as nothing else needs their memory."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from scheduler.batch.prefix_cache import PrefixCache
 
 
 class GroupCache:
-    """Allocation in the order of what it costs: free blocks, chunks of the lease, own kept prefixes, others' kept prefixes.
+    """Allocates blocks from the cheapest source first: free blocks, chunks of the lease, own cached prefixes, others' cached
+    prefixes.
 
-    window_tokens: positions a query of these layers attends to, its own included; 0 for all. `reclaim(num_chunks)` has other groups
-    and other models give up kept prefixes; returns how many chunks came back.
-    """
+    window_tokens: positions a query of these layers attends to, its own included; 0: all. `reclaim(num_chunks)` makes other
+    groups and models drop cached prefixes and returns how many chunks came back."""
 
     def __init__(
         self, pool: BlockPool, block_tokens: int, window_tokens: int = 0, reclaim: Callable[[int], int] | None = None
@@ -40,16 +40,16 @@ class GroupCache:
         return self.pool.num_usable - self.pool.num_free - self.prefixes.num_unheld
 
     def first_needed(self, num_computed: int) -> int:
-        """Index of the first block that queries from position `num_computed` on attend to; those before it are out of sight."""
+        """Returns the index of the first block that queries from position `num_computed` on attend to."""
         return max(0, num_computed + 1 - self.window_tokens) // self.block_tokens if self.window_tokens else 0
 
     def most_blocks(self, num_tokens: int, chunk_tokens: int) -> int:
-        """Most blocks a sequence that grows to num_tokens holds at a time, computed in chunks of at most chunk_tokens."""
+        """Returns the most blocks a sequence of up to num_tokens holds at once if it is computed in chunks of at most chunk_tokens."""
         blocks = -(-num_tokens // self.block_tokens)
         return min(blocks, -(-(self.window_tokens + chunk_tokens) // self.block_tokens) + 1) if self.window_tokens else blocks
 
     def allocate(self, num: int) -> IntArray | None:
-        """[num] int32 blocks held once each; None if even with every kept prefix given up there are not that many."""
+        """Returns [num] int32 blocks with a reference count of 1; None if there are too few even without any cached prefix."""
         blocks = self.pool.allocate(num)
         if blocks is not None:
             return blocks
@@ -67,13 +67,14 @@ class GroupCache:
         return None
 
     def put_back(self, blocks: IntArray) -> None:
-        """Blocks just allocated and not written to."""
+        """Returns blocks to the pool that were just allocated and not written to."""
         self.pool.put_free(self.pool.release(blocks))
 
     # ---- prefixes
 
     def reachable(self, keys: Sequence[bytes]) -> BoolArray:
-        """[len(keys) + 1]: whether a sequence can go on after n blocks, all that its later queries see of them being known."""
+        """Returns [len(keys) + 1]: whether a sequence can continue after n blocks, that is, all blocks its later queries attend
+        to are cached."""
         num_blocks = np.arange(len(keys) + 1)
         gaps = np.full(len(keys) + 1, -1)
         gaps[1:] = np.where(self.prefixes.are_known(keys), -1, num_blocks[:-1])
@@ -82,7 +83,7 @@ class GroupCache:
         return np.asarray(last_gap < first_needed) if self.window_tokens else last_gap < 0
 
     def share(self, keys: Sequence[bytes]) -> IntArray:
-        """Holds the blocks of the longest known prefix of `keys` once more and returns them."""
+        """Adds a reference to the blocks of the longest cached prefix of `keys` and returns them."""
         blocks = self.prefixes.match(keys)
         self.prefixes.hold(blocks)
         held = np.array(blocks, np.int32)
@@ -90,14 +91,15 @@ class GroupCache:
         return held
 
     def release(self, blocks: IntArray) -> None:
-        """Blocks of one sequence in order. Known contents are kept, the end of a sequence being given up before its beginning."""
+        """Releases the blocks of one sequence, given in order. Known contents stay cached; a sequence's end is dropped before its
+        beginning."""
         unheld = self.pool.release(blocks)
         if len(unheld):
             self.pool.put_free(np.array(self.prefixes.keep(unheld[::-1].tolist())[::-1], np.int32))
             self.pool.chunks.version += 1
 
     def replace(self, blocks: IntArray) -> None:
-        """As `release`, for blocks whose places others take at once: whoever waits for memory is not woken."""
+        """Does what `release` does, for blocks that are taken again at once: nobody who waits for memory is woken."""
         version = self.pool.chunks.version
         if len(np.unique(blocks)) == len(blocks):
             self.release(blocks)
@@ -107,8 +109,8 @@ class GroupCache:
         self.pool.chunks.version = version
 
     def discard(self, blocks: IntArray, keys: Sequence[bytes] = ()) -> None:
-        """As `release`, but contents that only this sequence holds are not to be found again (they may be poisoned); nor are those
-        of `keys` that nobody holds any more, being behind its window."""
+        """Does what `release` does, but contents that only this sequence holds leave the cache, because they may be poisoned. So
+        do the contents of `keys` that nobody holds any more because they are behind its window."""
         behind = [block for block in self.prefixes.known(keys) if not self.pool.refcount[block]]
         self.prefixes.forget(behind)
         self.pool.put_free(np.array(behind, np.int32))
@@ -116,19 +118,20 @@ class GroupCache:
         self.release(blocks)
 
     def learn(self, keys: Sequence[bytes], blocks: IntArray) -> None:
-        """block i holds the KV that `keys[i]` names."""
+        """Records that block i holds the KV that `keys[i]` identifies."""
         for key, block in zip(keys, blocks.tolist(), strict=True):
             self.prefixes.add(key, block)
 
     def give_up_prefixes(self, num_chunks: int) -> int:
-        """Drops kept prefixes, oldest first, until that many drawn chunks went back or none is left; returns how many did."""
+        """Drops cached prefixes, the oldest first, until so many drawn chunks are free or none is left. Returns how many became
+        free."""
         given = self.pool.shrink(num_chunks)
         while given < num_chunks and self.give_up_oldest():
             given += self.pool.shrink(num_chunks - given)
         return given
 
     def give_up_oldest(self, num_chunks: int = 1) -> bool:
-        """Drops the oldest kept prefixes, as many as make so many chunks; False if that can't give a drawn chunk back."""
+        """Drops as many of the oldest cached prefixes as so many chunks need; returns False if that cannot free a drawn chunk."""
         if not self.prefixes.num_unheld or not self.pool.num_drawn_chunks:
             return False
         num = max(1, num_chunks * self.pool.chunks.chunk_bytes // self.pool.block_bytes)
@@ -136,11 +139,11 @@ class GroupCache:
         return True
 
     def move(self, sources: IntArray, targets: IntArray) -> None:
-        """Blocks whose contents have been copied; sequences' tables are the caller's."""
+        """Records that the contents of blocks were copied. The caller updates the sequences' block tables."""
         self.prefixes.move(sources.tolist(), targets.tolist())
         self.pool.move(sources, targets)
 
     def close(self) -> None:
-        """Gives every chunk back; the cache is not to be used afterwards."""
+        """Gives every chunk back; the cache must not be used afterwards."""
         self.prefixes = PrefixCache()
         self.pool.close()

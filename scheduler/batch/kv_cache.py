@@ -1,4 +1,4 @@
-"""One model's KV: its groups, each with blocks of its own size, and what holds for all of them together."""
+"""One model's KV cache: its groups, each with blocks of its own size, and the operations that concern all of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from scheduler.batch.plan import IntArray
 
 @dataclass(slots=True)
 class Tail:
-    """A sequence's last block, taken back from where it was saved; num_tokens are in it. blocks: one of each group."""
+    """The last block of a sequence, restored from a save. num_tokens: tokens in it; blocks: one of each group."""
 
     key: bytes
     num_tokens: int
@@ -23,12 +23,11 @@ class Tail:
 
 
 class KVCache:
-    """groups: all cut their blocks out of one chunk pool and have the same block_tokens, so one chain of keys names the blocks of
-    every group.
+    """The groups of one model. All of them take their blocks from one chunk pool and have the same block_tokens, so one chain of
+    keys identifies the blocks of every group.
 
-    `reclaim(num_chunks)` asks the engine to have other models give up kept prefixes; returns how many chunks came back.
-    Raises ValueError for groups that do not fit each other.
-    """
+    `reclaim(num_chunks)` asks the engine to make other models drop cached prefixes and returns how many chunks came back. Raises
+    ValueError for groups that do not fit each other."""
 
     def __init__(self, groups: Sequence[GroupCache], reclaim: Callable[[int], int] | None = None) -> None:
         if not groups:
@@ -47,12 +46,12 @@ class KVCache:
 
     @property
     def held_bytes(self) -> int:
-        """Of blocks that sequences hold."""
+        """Bytes of blocks that sequences hold."""
         return sum(group.num_held_blocks * group.block_bytes for group in self.groups)
 
     @property
     def cached_bytes(self) -> int:
-        """Of blocks kept only for a later hit."""
+        """Bytes of blocks that are only cached."""
         return sum(group.num_cached_blocks * group.block_bytes for group in self.groups)
 
     @property
@@ -61,11 +60,11 @@ class KVCache:
 
     @property
     def num_used_chunks(self) -> int:
-        """Chunks with a block in use or kept."""
+        """Number of chunks with a block that is held or cached."""
         return sum(group.pool.num_used_chunks() for group in self.groups)
 
     def allocate(self, nums: Sequence[int]) -> list[IntArray] | None:
-        """nums[g] blocks of each group, held once each; None, and nothing is held, if one group has not that many."""
+        """Returns nums[g] blocks of each group with a reference count of 1; None, and nothing is taken, if one group has too few."""
         if len(nums) == 1:
             blocks = self.groups[0].allocate(nums[0])
             return None if blocks is None else [blocks]
@@ -83,8 +82,8 @@ class KVCache:
     # ---- prefixes
 
     def share(self, keys: Sequence[bytes]) -> tuple[int, list[IntArray]]:
-        """Length in blocks of the longest prefix that every group can go on from, and of each group the blocks of it that are still
-        in sight, held once more: all of a full group's, the last window's of the others."""
+        """Returns the length in blocks of the longest prefix that every group can continue from, and each group's blocks of it
+        that later queries attend to, with a reference added: all of a full group, the last window of the others."""
         if len(self.groups) == 1 and self._full:
             held = self.groups[0].share(keys)
             return len(held), [held]
@@ -97,8 +96,8 @@ class KVCache:
         return num, [group.share(keys[group.first_needed(num * self.block_tokens) : num]) for group in self.groups]
 
     def take_tail(self, key_of: Callable[[int], bytes]) -> Tail | None:
-        """A partial block that the first of key_of(0), key_of(1), ... (prefix_cache.tail_key) names, held by the caller alone, who
-        goes on in it; None if not all groups have one."""
+        """Returns the partial block identified by the first of key_of(0), key_of(1), ... (prefix_cache.tail_key) that is cached,
+        now held by the caller alone; None unless all groups have one."""
         for serial in itertools.count():
             key = key_of(serial) if self.tails else b""
             num_tokens = self.tails.pop(key, 0)
@@ -113,7 +112,7 @@ class KVCache:
         return None
 
     def put_tail_back(self, tail: Tail) -> None:
-        """It was not used."""
+        """Returns a tail to the cache that was not used."""
         self.tails[tail.key] = tail.num_tokens
         for group, block in zip(self.groups, tail.blocks, strict=True):
             held = np.array([block], np.int32)
@@ -121,16 +120,16 @@ class KVCache:
             group.release(held)
 
     def recent_keys(self) -> list[bytes]:
-        """Of what is kept for a later hit, the most recently used first."""
+        """Keys of all cached blocks, the most recently used first."""
         return list(dict.fromkeys(key for group in self.groups for key in group.prefixes.recent_keys()))
 
     def release(self, blocks: Sequence[IntArray]) -> None:
-        """blocks[g]: of one sequence, in order."""
+        """Releases the blocks of one sequence; blocks[g] are in order."""
         for group, own in zip(self.groups, blocks, strict=True):
             group.release(own)
 
     def give_up_prefixes(self, num_chunks: int) -> int:
-        """Drops kept prefixes until that many drawn chunks went back or none is left; returns how many did."""
+        """Drops cached prefixes until so many drawn chunks are free or none is left. Returns how many became free."""
         given = 0
         for group in self.groups:
             if given < num_chunks:
@@ -138,19 +137,19 @@ class KVCache:
         return given
 
     def keep_drawn(self) -> int:
-        """The lease covers none of its chunks any more; returns how many it owns until `close`."""
+        """Makes all drawn chunks the model's own, outside the lease, until `close`. Returns how many chunks it owns."""
         for group in self.groups:
             group.pool.keep_drawn()
         return sum(group.pool.num_owned_chunks for group in self.groups)
 
     def close(self) -> None:
-        """Gives every chunk back; the cache is not to be used afterwards."""
+        """Gives every chunk back; the cache must not be used afterwards."""
         for group in self.groups:
             group.reclaim = None  # or each would keep the other's arrays until somebody collects garbage
             group.close()
 
     def _make_room(self, wanting: GroupCache, num_chunks: int) -> int:
-        """For one group; its siblings first, then other models."""
+        """Frees chunks for one group: first from the model's other groups, then from other models."""
         given = 0
         for group in self.groups:
             if group is not wanting and given < num_chunks:

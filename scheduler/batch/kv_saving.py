@@ -1,7 +1,7 @@
-"""Which KV is worth keeping of a model that leaves, and how it becomes known again when the model is back.
+"""Selects the KV that is worth saving when a model leaves its device, and makes it known again when the model is back.
 
-What is kept are blocks by their keys, so nothing knows of requests: one that is submitted again finds its blocks as any request
-finds a prefix. A sequence's last, partial block has a key of its own (`prefix_cache.tail_key`).
+Blocks are saved under their keys, without any reference to requests: a request that is submitted again finds its blocks like any
+cached prefix. The partial block at a sequence's end has a key of its own (`prefix_cache.tail_key`).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Row = tuple[bytes, int, Sequence[int]]
 
 @dataclass(slots=True)
 class SavedKV:
-    """E blocks, parents before their children. blocks [E, G]: of each KV group, -1 where it has none. num_lost_tokens: computed for
-    requests that were running, but not among these."""
+    """E saved blocks, parents before their children. blocks [E, G]: the block of each KV group, -1 where it has none.
+    num_lost_tokens: computed tokens of running requests that are not among these blocks."""
 
     keys: list[bytes] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)
@@ -41,8 +41,8 @@ class _Selection:
         self.blocks: list[list[int]] = []
 
     def add(self, rows: Sequence[Row], whole: bool) -> int:
-        """As many of the rows, in order, as there is room for; with `whole` all or none. Returns how many of their tokens are among
-        the selected now."""
+        """Selects as many of the rows, in order, as there is room for; with `whole` all or none. Returns how many of their tokens
+        are selected now."""
         costs = [self._cost(row) for row in rows]
         if whole and sum(costs) > self.room_bytes:
             return 0
@@ -70,8 +70,9 @@ class _Selection:
 
 
 def select(scheduler: BatchScheduler, room_bytes: int) -> SavedKV:
-    """Of a model about to leave: its running sequences, the oldest first, those put back to wait, then kept prefixes, the most
-    recently used first, as far as room_bytes go. Between steps only; what is selected stays where it is until `close`."""
+    """Selects blocks of a model that is about to leave, up to room_bytes: those of running sequences, the oldest first, then
+    those of preempted ones, then cached prefixes, the most recently used first. Called between steps; selected blocks stay in
+    place until `close`."""
     kv, table = scheduler.kv, scheduler.table
     selection = _Selection(kv, room_bytes)
     lost = 0
@@ -99,7 +100,7 @@ def select(scheduler: BatchScheduler, room_bytes: int) -> SavedKV:
 
 
 def _select_unheld(scheduler: BatchScheduler, selection: _Selection) -> None:
-    """What no running sequence holds."""
+    """Selects blocks that no running sequence holds."""
     kv = scheduler.kv
     for request in scheduler.waiting.requests():
         full = request.num_shareable_blocks(kv.block_tokens)
@@ -118,8 +119,8 @@ def _known(kv: KVCache, keys: Sequence[bytes]) -> list[Row]:
 
 
 def make_room(kv: KVCache, present: BoolArray) -> IntArray:
-    """Blocks to take saved KV back into: present [E, G], whether group g has block e. Returns blocks [F, G] for the first F rows,
-    -1 where there is none, as many as fit without taking anything from anybody."""
+    """Allocates blocks to restore saved KV into. present [E, G]: whether group g has block e. Returns blocks [F, G] for the first
+    F rows, -1 where there is none: as many as fit without taking memory from anybody."""
     blocks = np.full(present.shape, -1, np.int32)
     for g, group in enumerate(kv.groups):
         rows = np.flatnonzero(present[:, g])
@@ -138,8 +139,8 @@ def make_room(kv: KVCache, present: BoolArray) -> IntArray:
 
 
 def take_back(kv: KVCache, keys: Sequence[bytes], num_tokens: Sequence[int], blocks: IntArray, good: BoolArray) -> int:
-    """The blocks of `make_room` hold what `keys` name, or nothing of use where not good [F]. They are kept prefixes from here on,
-    the first being given up last. Returns how many tokens that are."""
+    """Records that the blocks of `make_room` hold what `keys` identify, or nothing where not good [F]. From now on they are
+    cached prefixes, of which the first is dropped last. Returns how many tokens they hold."""
     restored = 0
     for g, group in enumerate(kv.groups):
         held = blocks[:, g] >= 0

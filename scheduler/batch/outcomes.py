@@ -1,4 +1,4 @@
-"""What a step's tokens come to: whose they are, which sequences end with theirs, what is told with a first one."""
+"""Turns a step's tokens into outcomes: whose tokens they are, which sequences end, and what is reported with a first token."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scheduler.batch.request import BatchRequest
 
 
 class Outcomes:
-    """Beside the sequence table; requests [S]: of its rows, the batch scheduler's own."""
+    """The outcomes of a sequence table's steps; requests [S]: of its rows, shared with the batch scheduler."""
 
     def __init__(self, end_ids: Sequence[int], table: SequenceTable, requests: Sequence[BatchRequest | None]) -> None:
         self._table = table
@@ -20,7 +20,7 @@ class Outcomes:
         self._named: tuple[IntArray | None, list[int]] = (None, [])  # slots, and the requests in them
 
     def join(self, slot: int, request: BatchRequest, params: Sampling) -> None:
-        """Its columns are in the table."""
+        """Registers a row whose columns are in the table."""
         self._endings.join(slot, params)
         self._first_tokens.join(slot, request)
 
@@ -29,8 +29,9 @@ class Outcomes:
         self._first_tokens.leave(slot)
 
     def of(self, slots: IntArray, ids: list[int], failed: list[int], running: IntArray) -> StepOutcome:
-        """Of every step. ids: the newest tokens of the sequences in `slots`, in the table already; failed: requests that got none;
-        running: slots of all sequences. While the same sequences sample, `slots` may be the same array."""
+        """Returns the outcome of a step. ids: the newest tokens of the sequences in `slots`, already in the table; failed:
+        requests that got no token; running: slots of all sequences. While the same sequences sample, `slots` may be the same
+        array."""
         if slots is not self._named[0]:
             self._named = slots, self._table.request_id[slots].tolist()
         outcome = StepOutcome(self._named[1], ids, self._endings.finishes(slots, ids, running), failed)

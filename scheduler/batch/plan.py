@@ -27,7 +27,7 @@ FINISH_NONE, FINISH_STOP, FINISH_LENGTH, FINISH_ABORT = 0, 1, 2, 3
 
 
 class Sampling(Protocol):
-    """What the batch scheduler reads of a request's sampling settings; engine.protocol.SamplingParams has it."""
+    """The sampling settings that the batch scheduler reads; engine.protocol.SamplingParams has them."""
 
     @property
     def max_tokens(self) -> int: ...
@@ -93,7 +93,8 @@ class SequenceTable:
 
 
 def make_sequence_table(num_slots: int, max_tokens: int, max_blocks: int, num_groups: int = 1) -> SequenceTable:
-    """An empty table of S = num_slots rows, L = max_tokens, B = max_blocks. Pages of `tokens` are touched only as rows fill."""
+    """Returns an empty table of S = num_slots rows, L = max_tokens, B = max_blocks. Pages of `tokens` are touched only as rows
+    fill."""
     return SequenceTable(
         request_id=np.zeros(num_slots, np.int64),
         tokens=np.zeros((num_slots, max_tokens), np.int32),
@@ -118,7 +119,7 @@ def make_sequence_table(num_slots: int, max_tokens: int, max_blocks: int, num_gr
 
 
 def write_sampling(table: SequenceTable, slot: int, params: Sampling, num_prompt: int, max_model_len: int) -> None:
-    """Fills a row's sampling columns but `prompt_logprobs`, which may be owed no more."""
+    """Fills a row's sampling columns except `prompt_logprobs`, which may have been reported already."""
     table.temperature[slot] = params.temperature
     table.top_p[slot] = params.top_p
     table.top_k[slot] = min(params.top_k, INT32_MAX)
@@ -154,9 +155,9 @@ class BatchPlan:
 
 @dataclass(slots=True)
 class StepOutcome:
-    """What a step gave: row k is one request and its token. `finish` is empty when none ended (plan.FINISH_*). `bad`: requests that
-    ended because their logits were not finite. `cached`: prompt tokens found in the prefix cache, with a request's first token.
-    `resumed`: tokens found and tokens computed again, with the next token of a request that came with output. Steps of the same
+    """The results of a step: row k is one request and its token. `finish` is empty if none ended (plan.FINISH_*). `bad`: requests
+    that ended because their logits were not finite. `cached`: prompt tokens found in the prefix cache, with a request's first
+    token. `resumed`: cached and recomputed tokens, with the next token of a request that came with output. Steps of the same
     requests may share the list of their ids."""
 
     request_ids: list[int]

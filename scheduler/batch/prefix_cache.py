@@ -1,7 +1,8 @@
-"""Which full blocks hold the KV of which token prefix.
+"""Maps token prefixes to the full blocks that hold their KV.
 
-A block's key is the hash of its parent's key and its own token ids; the chain starts from a seed of tenant salt, model fingerprint
-and KV dtype, so two tenants never meet in a key. Blocks that no sequence holds stay here, least recently used first out.
+A block's key is the hash of its parent's key and its own token ids; the chain starts from a seed of tenant salt, model
+fingerprint and KV dtype, so that two tenants never share a key. Blocks that no sequence holds stay cached; the least recently
+used is dropped first.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ KEY_BYTES = 16
 
 
 def prefix_seed(cache_salt: str, fingerprint: str, kv_dtype: str) -> bytes:
-    """The key before the first block. Each part is length-prefixed: no two triples read the same."""
+    """Returns the key before the first block. Each part is length-prefixed, so that no two triples give the same bytes."""
     digest = hashlib.blake2b(digest_size=KEY_BYTES)
     for part in (cache_salt, fingerprint, kv_dtype):
         data = part.encode()
@@ -39,14 +40,14 @@ def extend_keys(keys: list[bytes], seed: bytes, tokens: IntArray, block_tokens: 
 
 
 def tail_key(parent: bytes, tokens: IntArray, serial: int) -> bytes:
-    """Of a partial block: `tokens`, fewer than a block's, after the block of key `parent`. serial: sequences that have come to the
-    same tokens hold a block each, since they will go on in it."""
+    """Returns the key of a partial block: `tokens`, fewer than a block's, after the block of key `parent`. serial: sequences with
+    the same tokens hold a block each, because they will continue in it."""
     data = tokens.astype(np.int32).tobytes() + bytes([serial % 256])  # no full block's data has such a length
     return hashlib.blake2b(parent + data, digest_size=KEY_BYTES).digest()
 
 
 class PrefixCache:
-    """Keys to blocks, and the order in which blocks that nobody holds are given up. Reference counts live in the block pool."""
+    """Known blocks by key, and the order in which blocks that nobody holds are dropped. Reference counts are in the block pool."""
 
     def __init__(self) -> None:
         self._block_of: dict[bytes, int] = {}
@@ -55,20 +56,20 @@ class PrefixCache:
 
     @property
     def num_unheld(self) -> int:
-        """Blocks kept only for a later hit."""
+        """Number of blocks that are only cached."""
         return len(self._unheld)
 
     def are_known(self, keys: Sequence[bytes]) -> BoolArray:
-        """[len(keys)]"""
+        """Returns [len(keys)]: whether each key is known."""
         block_of = self._block_of
         return np.array([key in block_of for key in keys], np.bool_)
 
     def known(self, keys: Iterable[bytes]) -> list[int]:
-        """Blocks of those among `keys` that are known."""
+        """Returns the blocks of those `keys` that are known."""
         return [self._block_of[key] for key in keys if key in self._block_of]
 
     def match(self, keys: Sequence[bytes]) -> list[int]:
-        """Blocks of the longest known prefix of `keys`."""
+        """Returns the blocks of the longest known prefix of `keys`."""
         blocks = []
         for key in keys:
             block = self._block_of.get(key)
@@ -78,26 +79,26 @@ class PrefixCache:
         return blocks
 
     def block_of(self, key: bytes) -> int:
-        """-1 if it is not known."""
+        """Returns the block of a key; -1 if it is not known."""
         return self._block_of.get(key, -1)
 
     def recent_keys(self) -> list[bytes]:
-        """Of blocks that nobody holds, the most recently used first."""
+        """Returns the keys of blocks that nobody holds, the most recently used first."""
         return [self._key_of[block] for block in reversed(self._unheld)]
 
     def add(self, key: bytes, block: int) -> None:
-        """`block`, held by a sequence, has this content. Keeps the older block where the content is known already."""
+        """Records the content of `block`, which a sequence holds. If the content is known already, the older block stays."""
         if key not in self._block_of and block not in self._key_of:
             self._block_of[key] = block
             self._key_of[block] = key
 
     def hold(self, blocks: Iterable[int]) -> None:
-        """A sequence holds them (again)."""
+        """Records that a sequence holds these blocks (again)."""
         for block in blocks:
             self._unheld.pop(block, None)
 
     def keep(self, blocks: Iterable[int]) -> list[int]:
-        """Blocks that nobody holds any more, the one to give up first in front; returns those with no known content."""
+        """Caches blocks that nobody holds any more, the first to be dropped in front. Returns those without known content."""
         unknown = []
         for block in blocks:
             if block in self._key_of:
@@ -107,7 +108,7 @@ class PrefixCache:
         return unknown
 
     def give_up(self, num: int) -> list[int]:
-        """Forgets up to `num` unheld blocks, least recently used first."""
+        """Drops up to `num` unheld blocks, the least recently used first."""
         blocks: list[int] = []
         for block in self._unheld:
             if len(blocks) == num:
@@ -117,7 +118,7 @@ class PrefixCache:
         return blocks
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """What was in sources[i] is in targets[i] now. The order of giving up stays."""
+        """Records that the content of sources[i] is now in targets[i]. The order of dropping stays."""
         moved = dict(zip(sources, targets, strict=True))
         keys = [(moved[block], key) for block in sources if (key := self._key_of.pop(block, None)) is not None]
         for block, key in keys:
@@ -126,7 +127,7 @@ class PrefixCache:
             self._unheld = {moved.get(block, block): None for block in self._unheld}
 
     def forget(self, blocks: Iterable[int]) -> None:
-        """Their content is not to be found any more (it is not trusted, or the memory is wanted)."""
+        """Drops contents that must not be found any more: they are not trusted, or their memory is needed."""
         for block in blocks:
             key = self._key_of.pop(block, None)
             if key is not None:

@@ -1,4 +1,4 @@
-"""A request as the batch scheduler keeps it while it waits, and the queue it waits in."""
+"""A request as the batch scheduler holds it while it waits, and the queue it waits in."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from scheduler.shares import Shares
 
 @dataclass(slots=True, weakref_slot=True)
 class BatchRequest:
-    """tokens: prompt, then the output so far (a resubmission or a preemption has some); both are computed again.
+    """A waiting request. tokens: prompt, then the output so far (after a resubmission or preemption); both are computed again.
 
-    `order` is the place in first-come order and survives preemption, so a preempted request waits in front of its priority.
-    """
+    `order` is its place in first-come order. It survives preemption, so a preempted request waits in front of others of its
+    priority."""
 
     request_id: int
     tokens: IntArray
@@ -36,13 +36,13 @@ class BatchRequest:
     resubmitted: bool = False  # it came with output, and its next token is not there yet
 
     def num_shareable_blocks(self, block_tokens: int) -> int:
-        """Leading blocks it may take from the prefix cache. The last token is computed even if all are cached: its logits are what
-        the request wants. Log-probabilities of the prompt need every token's."""
+        """Number of leading blocks it may take from the prefix cache. The last token is always computed, because its logits are
+        what the request needs. With log-probabilities of the prompt every token is computed."""
         return 0 if self._owes_prompt_logprobs else (len(self.tokens) - 1) // block_tokens
 
     def tail_key(self, seed: bytes, block_tokens: int) -> Callable[[int], bytes] | None:
-        """Keys (by serial) of the partial block of its tokens after the shareable blocks and before the last; None if there are
-        none. `keys` must cover the shareable blocks."""
+        """Returns the keys (by serial) of the partial block between the shareable blocks and the last token; None if there are no
+        such tokens. `keys` must cover the shareable blocks."""
         num_full = self.num_shareable_blocks(block_tokens)
         tail = self.tokens[num_full * block_tokens : -1]
         if not len(tail) or self._owes_prompt_logprobs:
@@ -55,8 +55,8 @@ class BatchRequest:
 
 
 class WaitingQueue:
-    """Tenants by their shares; of one tenant the highest priority first, then first come first served. Withdrawn requests are
-    skipped when their turn comes."""
+    """Waiting requests, ordered by the tenants' shares; of one tenant the highest priority first, then first come first served.
+    Withdrawn requests are skipped when their turn comes."""
 
     def __init__(self) -> None:
         self._heaps: dict[str, list[tuple[int, int, int]]] = {}  # tenant -> (-priority, order, request id)
@@ -76,7 +76,7 @@ class WaitingQueue:
         return list(self._requests.values())
 
     def by_tenant(self) -> dict[str, tuple[int, float]]:
-        """How many wait, withdrawn ones included, and the tenant's weight."""
+        """Returns tenant -> (number of waiting requests, withdrawn ones included; weight)."""
         firsts = [first for tenant in list(self._heaps) if (first := self._first(tenant)) is not None]
         return {first.cache_salt: (len(self._heaps[first.cache_salt]), first.weight) for first in firsts}
 
@@ -93,7 +93,7 @@ class WaitingQueue:
         return self._first(tenant)
 
     def pop(self) -> BatchRequest:
-        """It is in service from now on, until `ended`. Raises IndexError when empty."""
+        """Removes and returns the next request, which is in service until `ended`. Raises IndexError when empty."""
         request = self.head()
         if request is None:
             raise IndexError("no request waits")
@@ -103,14 +103,14 @@ class WaitingQueue:
         return request
 
     def ended(self, request: BatchRequest) -> None:
-        """What was popped is in service no more."""
+        """Records that a popped request is no longer in service."""
         self.shares.stop(request.cache_salt)
 
     def withdraw(self, request_id: int) -> bool:
         return self._requests.pop(request_id, None) is not None
 
     def _first(self, tenant: str) -> BatchRequest | None:
-        """The tenant's next; forgets a tenant that has none."""
+        """Returns the tenant's next request; removes a tenant without any."""
         heap = self._heaps[tenant]
         while heap:
             _, order, request_id = heap[0]

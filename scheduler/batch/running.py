@@ -1,5 +1,4 @@
-"""The sequences that run. While they are the same, so is the array of their slots: what was found of it need not be looked for
-again, step after step.
+"""The running sequences. The array of their slots stays the same object while they do, so that results for it can be reused.
 
 Shapes: S slots.
 """
@@ -15,7 +14,8 @@ from scheduler.batch.request import BatchRequest
 
 
 class Running:
-    """slots: in order of admission; never changed in place. requests [S]: of the table's rows, the batch scheduler's own."""
+    """The running sequences. slots: in order of admission, never changed in place. requests [S]: of the table's rows, shared with
+    the batch scheduler."""
 
     def __init__(self, table: SequenceTable, requests: Sequence[BatchRequest | None]) -> None:
         self.slots: IntArray = np.zeros(0, np.int32)
@@ -29,11 +29,11 @@ class Running:
         self.slots = np.append(self.slots, np.int32(slot))
 
     def drop_gone(self) -> None:
-        """Those whose slot has no request any more."""
+        """Removes slots that have no request any more."""
         self.slots = self.slots[self._table.request_id[self.slots] != 0]
 
     def split(self, slots: IntArray, computed: IntArray, total: IntArray) -> tuple[IntArray, IntArray]:
-        """Of some of them, those that have one token to compute, and those that have more. computed, total [S]: tokens."""
+        """Splits slots into those with one token to compute and those with more. computed, total [S]: tokens."""
         if slots is self._decode:
             return slots, slots[:0]
         decodes = total[slots] - computed[slots] == 1
@@ -43,12 +43,12 @@ class Running:
         return slots[decodes], slots[~decodes]
 
     def requests(self) -> list[tuple[int, BatchRequest]]:
-        """(slot, request), the oldest first."""
+        """Returns (slot, request), the oldest first."""
         return [(slot, request) for slot in self.slots.tolist() if (request := self._requests[slot]) is not None]
 
     def victim(self, tenant: str | None) -> int:
-        """The slot of the newest sequence of the lowest priority: of a tenant that crowds others out, if there is one, its own
-        excess makes room, whatever priority it gives itself."""
+        """Returns the slot of the newest sequence of the lowest priority. If one tenant crowds the others out, the victim is one
+        of its own, whatever priority they have."""
         running = self.requests()
         if tenant is not None:
             running = [(slot, request) for slot, request in running if request.cache_salt == tenant]

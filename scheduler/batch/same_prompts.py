@@ -1,4 +1,6 @@
-"""Several sequences of one prompt that come together (n of one request): the first computes it, the others wait and share it."""
+"""Handles several sequences of one prompt that arrive together (n of one request): the first computes it, the others wait and
+share it.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,15 @@ from scheduler.batch.request import BatchRequest
 
 
 class SamePrompts:
-    """Which running sequence computes which prompt. The columns are the batch scheduler's own, [S]; held rows do not move on."""
+    """Which running sequence computes which prompt. The columns [S] are the batch scheduler's own; held rows make no progress."""
 
     def __init__(self, slot_of: Mapping[int, int], num_computed: IntArray, held: BoolArray, block_tokens: int) -> None:
         self._slot_of, self._num_computed, self._held, self._block_tokens = slot_of, num_computed, held, block_tokens
         self._first: WeakValueDictionary[bytes, BatchRequest] = WeakValueDictionary()  # by the key of the last full block
 
     def must_wait(self, request: BatchRequest, num_full: int) -> bool:
-        """Whether another sequence is about to compute the same num_full blocks. If none is, this request will be the one."""
+        """Returns whether another sequence is about to compute the same num_full blocks. If none is, this request will compute
+        them."""
         if not num_full:
             return False
         key = request.keys[num_full - 1]

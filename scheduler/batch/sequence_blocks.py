@@ -1,7 +1,7 @@
-"""Which blocks each running sequence holds, in every KV group.
+"""The blocks that each running sequence holds, in every KV group.
 
-A full group's blocks are taken for all of a sequence's tokens when it is admitted. A window group's are taken as the sequence moves
-on and given back once they are wholly behind the window of every later query; their table entries become -1.
+A full group's blocks are allocated for all tokens of a sequence when it is admitted. A window group's blocks are allocated as the
+sequence grows and freed once they are behind the window of every later query; their table entries become -1.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from scheduler.batch.plan import IntArray
 
 @dataclass(slots=True)
 class Admission:
-    """num_shared: leading blocks whose KV was found, num_tail_tokens: tokens found in the one after them. blocks[g]: held already;
-    those in sight, and in a full group the rest."""
+    """The blocks a sequence starts with. num_shared: leading blocks whose KV is cached; num_tail_tokens: cached tokens in the
+    next block. blocks[g]: blocks held already, those later queries attend to, and in a full group the rest."""
 
     num_shared: int
     num_tail_tokens: int
@@ -26,7 +26,7 @@ class Admission:
 
 
 class SequenceBlocks:
-    """Columns beside the sequence table. block_tables[g] [S, B]: the table's own. chunk_tokens: most of a row in one step."""
+    """Block columns of a sequence table. block_tables[g] [S, B]: the table's own. chunk_tokens: most tokens of a row in one step."""
 
     def __init__(self, kv: KVCache, block_tables: list[IntArray], chunk_tokens: int) -> None:
         num_slots = len(block_tables[0])
@@ -47,8 +47,9 @@ class SequenceBlocks:
     def admit(
         self, keys: Sequence[bytes], num_tokens: int, headroom: int, tail_key: Callable[[int], bytes] | None = None
     ) -> Admission | None:
-        """Blocks for a sequence of num_tokens that may begin with `keys`; None, and nothing is held, unless all it will hold at a
-        time is there, and `headroom` blocks of each group more. tail_key(serial): of its tokens after `keys` but the last one."""
+        """Allocates blocks for a sequence of num_tokens that may begin with `keys`; None, and nothing is taken, unless all blocks
+        it will hold at once are there, plus `headroom` blocks of each group. tail_key(serial): key of its tokens after `keys`,
+        without the last one."""
         num_shared, shared = self.kv.share(keys)
         tail = self.kv.take_tail(tail_key) if tail_key is not None and num_shared == len(keys) else None
         num_tail_blocks = 0 if tail is None else 1
@@ -73,7 +74,7 @@ class SequenceBlocks:
         return Admission(num_shared, 0 if tail is None else tail.num_tokens, blocks)
 
     def why_too_long(self, num_tokens: int) -> str:
-        """For a sequence that does not fit though it is alone: the sum, for the group in which it is worst."""
+        """Returns the arithmetic for a sequence that does not fit even alone, for the group that lacks most."""
         num, group = max(
             ((group.most_blocks(num_tokens, self._chunk_tokens), group) for group in self.kv.groups),
             key=lambda pair: pair[0] / max(1, pair[1].pool.num_usable),
@@ -98,21 +99,21 @@ class SequenceBlocks:
         self._note_capacity(slot)
 
     def leave(self, slot: int) -> None:
-        """Gives every block of the slot back; known contents are kept."""
+        """Releases every block of the slot; known contents stay cached."""
         self.kv.release(self._held(slot))
 
     def leave_poisoned(self, slot: int, keys: Sequence[bytes]) -> None:
-        """As `leave`, but nothing of this sequence, whose blocks have `keys`, is to be found again."""
+        """Does what `leave` does, but nothing of this sequence, whose blocks have `keys`, can be found again."""
         for group, blocks in zip(self.kv.groups, self._held(slot), strict=True):
             group.discard(blocks, keys if group.window_tokens else ())
 
     def blocks_at(self, slot: int, index: int) -> list[int]:
-        """The block of each group that holds the slot's index-th block of tokens; -1 where it is behind the window."""
+        """Returns each group's block that holds the slot's index-th block of tokens; -1 where it is behind the window."""
         pairs = zip(self._tables, self._starts, self._ends, strict=True)
         return [int(table[slot, index]) if starts[slot] <= index < ends[slot] else -1 for table, starts, ends in pairs]
 
     def learn(self, slot: int, keys: Sequence[bytes]) -> None:
-        """The first len(keys) blocks of the slot are computed in full and named by `keys`."""
+        """Records that the first len(keys) blocks of the slot are fully computed and identified by `keys`."""
         known, full = int(self.num_learned[slot]), len(keys)
         if full > known:
             for group, table, starts in zip(self.kv.groups, self._tables, self._starts, strict=True):
@@ -121,7 +122,7 @@ class SequenceBlocks:
             self.num_learned[slot] = full
 
     def moved(self, g: int, sources: IntArray, targets: IntArray, slots: Sequence[int]) -> None:
-        """Blocks of group g have moved; `slots` are those of the running sequences."""
+        """Updates the tables after blocks of group g were moved; `slots` are those of the running sequences."""
         place = np.arange(self.kv.groups[g].pool.num_blocks, dtype=np.int32)
         place[sources] = targets
         table, starts, ends = self._tables[g], self._starts[g], self._ends[g]
@@ -132,8 +133,8 @@ class SequenceBlocks:
     # ---- moving on
 
     def extend(self, slots: IntArray, num_computed: IntArray) -> bool:
-        """Makes room for the next token of each of `slots`, at position num_computed[slot] beyond its `capacity`: one block at most
-        in each group. False if blocks are lacking: no slot has got one then."""
+        """Allocates room for the next token of each of `slots`, at position num_computed[slot] beyond its `capacity`: at most one
+        block in each group. Returns False, and no slot gets one, if blocks are lacking."""
         if self._is_simple:
             got = self.kv.groups[0].allocate(len(slots))
             if got is not None:
@@ -157,7 +158,8 @@ class SequenceBlocks:
         return True
 
     def cover(self, slot: int, num_tokens: int) -> bool:
-        """Makes room for the first num_tokens of a slot in window groups. False, and nothing changes, if blocks are lacking."""
+        """Allocates room for the first num_tokens of a slot in window groups. Returns False, and nothing changes, if blocks are
+        lacking."""
         end = -(-num_tokens // self.block_tokens)
         lacking = [max(0, end - int(ends[slot])) for ends in self._ends]
         new = self.kv.allocate(lacking)
@@ -171,7 +173,7 @@ class SequenceBlocks:
         return True
 
     def free_behind(self, slot: int, num_computed: int) -> None:
-        """Gives back what queries from position num_computed on do not attend to."""
+        """Frees blocks that queries from position num_computed on do not attend to."""
         for group, table, starts, ends in zip(self.kv.groups, self._tables, self._starts, self._ends, strict=True):
             start, first = int(starts[slot]), min(group.first_needed(num_computed), int(ends[slot]))
             if first > start:
@@ -182,7 +184,7 @@ class SequenceBlocks:
     # ---- inside
 
     def _free_behind(self, slots: IntArray, positions: IntArray) -> None:
-        """As `free_behind`, for decode rows at a block boundary: usually one block each."""
+        """Frees blocks behind the window of decode rows at a block boundary: usually one block each."""
         for group, table, starts in zip(self.kv.groups, self._tables, self._starts, strict=True):
             if not group.window_tokens:
                 continue
