@@ -32,10 +32,8 @@ from scheduler.batch.tenant_time import TenantTime
 
 
 class BatchScheduler:
-    """One model's sequences, waiting and running. Not thread-safe.
-
-    Calls of `plan` and `finish_step` alternate. With `start_step` between them a step is planned before the tokens of the last
-    one are known; until they are, only `submit` may be called."""
+    """One model's sequences, waiting and running. Not thread-safe. Calls of `plan` and `finish_step` alternate; with `start_step`
+    between them a step is planned before the last one's tokens are known, and until they are only `submit` may be called."""
 
     def __init__(self, model: str, kv: KVCache, limits: BatchLimits) -> None:
         self.model = model
@@ -244,8 +242,7 @@ class BatchScheduler:
             decode = decode[self.table.request_id[decode] != 0]
 
     def _cover(self, slot: int, num_tokens: int) -> bool:
-        """Allocates window groups' blocks for a slot's first num_tokens and preempts until there are enough. Returns False if the
-        slot itself was preempted."""
+        """Allocates window groups' blocks for a slot's first num_tokens, preempting if need be; False: itself too."""
         self.blocks.free_behind(slot, int(self.table.num_computed[slot]))
         while not self.blocks.cover(slot, num_tokens):
             victim = self.running.victim(self.waiting.shares.crowding())

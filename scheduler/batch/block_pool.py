@@ -57,7 +57,7 @@ class BlockPool:
         return blocks
 
     def release(self, blocks: IntArray) -> IntArray:
-        """Takes one reference off each (distinct) block. Returns those that nobody holds now, for `put_free` or the prefix cache."""
+        """Takes a reference off each (distinct) block. Returns those that nobody holds now, for `put_free` or the prefix cache."""
         counts = self.refcount[blocks] - 1
         if len(counts) and counts.min() < 0:
             raise ValueError("a block was released more often than it was taken")
@@ -155,7 +155,7 @@ class BlockPool:
         return sources, targets[fullest[: len(sources)]]
 
     def move(self, sources: IntArray, targets: IntArray) -> None:
-        """Records that the blocks named by `moves_to_empty` have been copied: sources become free, targets take over their state."""
+        """Records that the blocks of `moves_to_empty` have been copied: sources become free, targets take over their state."""
         self.refcount[targets], self.refcount[sources] = self.refcount[sources], 0
         free = self._stack[: self.num_free]
         taken = np.zeros(self.num_blocks, np.bool_)

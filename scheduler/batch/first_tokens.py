@@ -1,4 +1,4 @@
-"""Reports once for each request, with its first token or the next one after a resubmission, where the KV of its prompt came from."""
+"""Reports once per request, with its first token or the next one after a resubmission, where its prompt's KV came from."""
 
 from __future__ import annotations
 

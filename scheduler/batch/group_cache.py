@@ -44,7 +44,7 @@ class GroupCache:
         return max(0, num_computed + 1 - self.window_tokens) // self.block_tokens if self.window_tokens else 0
 
     def most_blocks(self, num_tokens: int, chunk_tokens: int) -> int:
-        """Returns the most blocks a sequence of up to num_tokens holds at once if it is computed in chunks of at most chunk_tokens."""
+        """Returns the most blocks a sequence of up to num_tokens holds at once, computed in chunks of chunk_tokens at most."""
         blocks = -(-num_tokens // self.block_tokens)
         return min(blocks, -(-(self.window_tokens + chunk_tokens) // self.block_tokens) + 1) if self.window_tokens else blocks
 

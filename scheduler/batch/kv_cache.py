@@ -64,7 +64,7 @@ class KVCache:
         return sum(group.pool.num_used_chunks() for group in self.groups)
 
     def allocate(self, nums: Sequence[int]) -> list[IntArray] | None:
-        """Returns nums[g] blocks of each group with a reference count of 1; None, and nothing is taken, if one group has too few."""
+        """Returns nums[g] blocks of each group, reference count 1; None, and nothing is taken, if one group has too few."""
         if len(nums) == 1:
             blocks = self.groups[0].allocate(nums[0])
             return None if blocks is None else [blocks]

@@ -26,7 +26,7 @@ class Admission:
 
 
 class SequenceBlocks:
-    """Block columns of a sequence table. block_tables[g] [S, B]: the table's own. chunk_tokens: most tokens of a row in one step."""
+    """Block columns of a sequence table. block_tables[g] [S, B]: the table's own. chunk_tokens: of a row in one step."""
 
     def __init__(self, kv: KVCache, block_tables: list[IntArray], chunk_tokens: int) -> None:
         num_slots = len(block_tables[0])
