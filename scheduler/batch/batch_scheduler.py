@@ -242,7 +242,7 @@ class BatchScheduler:
             decode = decode[self.table.request_id[decode] != 0]
 
     def _cover(self, slot: int, num_tokens: int) -> bool:
-        """Allocates window groups' blocks for a slot's first num_tokens, preempting if need be; False: itself too."""
+        """Allocates window blocks for a slot's first num_tokens, preempting sequences; False if that preempted the slot."""
         self.blocks.free_behind(slot, int(self.table.num_computed[slot]))
         while not self.blocks.cover(slot, num_tokens):
             victim = self.running.victim(self.waiting.shares.crowding())
