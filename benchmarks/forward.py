@@ -61,6 +61,7 @@ def make_table(num_rows: int, length: int, vocab_size: int) -> SequenceTable:
         edits_logits=np.zeros(num_rows, np.bool_),
         prompt_logprobs=np.zeros(num_rows, np.bool_),
         constrained=np.zeros(num_rows, np.bool_),
+        limited=np.zeros(num_rows, np.bool_),
         params=[None] * num_rows,
     )
 

@@ -141,8 +141,10 @@ class TextPort(Protocol):
     """Tokenising and templates, done in a helper process. Token ids come back packed (`array("i")`), so that counting them
     against max_model_len costs nothing and only an accepted prompt becomes a list."""
 
-    def encode(self, model: ModelEntry, text: str | bytes, add_special_tokens: bool = True) -> Awaitable[list[array[int]]]:
-        """`text`: one prompt, or a list of strings packed as msgpack; one array per prompt."""
+    def encode(
+        self, model: ModelEntry, text: str | bytes, add_special_tokens: bool = True, field: str = "prompt"
+    ) -> Awaitable[list[array[int]]]:
+        """`text`: one prompt, or a list of strings packed as msgpack; one array per prompt. field: the request's, for errors."""
         ...
 
     def encode_chat(self, model: ModelEntry, messages: bytes, options: dict[str, object]) -> Awaitable[array[int]]:

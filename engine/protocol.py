@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 
 # How a sequence ended, as `TokensOut.finish` carries it. 0 is "goes on".
 FINISH_NONE, FINISH_STOP, FINISH_LENGTH, FINISH_ABORT = 0, 1, 2, 3
@@ -42,6 +42,13 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, omit_defaults
     repetition_penalty: float = 1.0  # over prompt and output
     logit_bias: dict[int, float] = {}  # token id -> added to its logit
     grammar: str = ""  # the text must follow it: "json_schema:…", "regex:…" or "lark:…" (engine/grammar)
+    allowed_token_ids: list[int] = []  # no other may come; empty: any
+    bad_words: list[list[int]] = []  # sequences of tokens none of which may come; each has at least one
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether tokens are ruled out by name (engine/grammar/token_limits.py)."""
+        return bool(self.allowed_token_ids or self.bad_words)
 
 
 # ---- daemon -> engine -------------------------------------------------------------------------------------------------
@@ -287,7 +294,7 @@ class PromptLogprobs(Message, frozen=True):
 
 class RequestFailed(Message, frozen=True):
     request_id: int
-    code: str  # nan_logits | no_work_space | too_long | unknown_model | unsupported_grammar | internal
+    code: str  # nan_logits | no_work_space | too_long | unknown_model | unsupported_grammar | no_token_left | internal
     error: str
 
 

@@ -25,6 +25,7 @@ from daemon.api.sampling import sampling_params
 from daemon.api.schema import CHAT, Head
 from daemon.api.sse import StreamShape
 from daemon.api.texts import texts_of, written_prompts
+from daemon.api.token_limits import bad_word_ids
 from daemon.contracts import Generation, ModelEntry
 from daemon.errors import BadRequest
 from daemon.streams import Collector, CollectorGroup, Stream, StreamGroup, Text
@@ -51,7 +52,8 @@ async def generate(
     if form is not None and form.grammar:
         head.grammar = form.grammar
     public_id = f"{'chatcmpl' if endpoint == CHAT else 'cmpl'}-{request_id}"
-    generations = await _generations(endpoint, head, model, prompts, public_id)
+    bad_words = await bad_word_ids(context.text, model, head.outputs.bad_words)
+    generations = await _generations(endpoint, head, model, prompts, public_id, bad_words)
     texts = texts_of(endpoint, head, model, table if form is None else form.table, generations, written_prompts(head, prompt))
     if head.stream:
         return await _stream(request, context, endpoint, head, model, table, texts, form, generations, public_id, request_id)
@@ -59,14 +61,14 @@ async def generate(
 
 
 async def _generations(
-    endpoint: str, head: Head, model: ModelEntry, prompts: Sequence[array[int]], public_id: str
+    endpoint: str, head: Head, model: ModelEntry, prompts: Sequence[array[int]], public_id: str, bad_words: list[list[int]]
 ) -> list[Generation]:
     num_each = head.outputs.n
     check_n(num_each, len(prompts), model)
     generations: list[Generation] = []
     arrived_s = asyncio.get_running_loop().time()
     for at, ids in enumerate(prompts):
-        params = sampling_params(head, model, endpoint, len(ids))
+        params = sampling_params(head, model, endpoint, len(ids), bad_words)
         field = "prompt" if len(prompts) == 1 else f"prompt[{at}]"
         prompt = await _unpack(ids, model.vocab_size if head.prompt_kind == "ids" else None, field)
         generations += [

@@ -8,6 +8,7 @@ from typing import Any
 from msgspec import Struct, structs
 
 from daemon.api.decode import invalid
+from daemon.api.token_limits import checked_words
 from daemon.contracts import ModelEntry
 from daemon.errors import BadRequest
 from engine.protocol import SamplingParams
@@ -28,6 +29,8 @@ class Outputs(Struct, array_like=True, frozen=True):
     logit_bias: dict[int, float] = {}
     logprobs: int = -1  # alternatives to each token; -1: no log-probabilities
     echo: bool = False
+    allowed_token_ids: list[int] = []  # empty: all
+    bad_words: list[str] = []
 
 
 def outputs_of(fields: Any, chat: bool) -> Outputs:
@@ -46,6 +49,8 @@ def outputs_of(fields: Any, chat: bool) -> Outputs:
         logit_bias=_logit_bias(fields.logit_bias or {}),
         logprobs=_chat_logprobs(fields) if chat else _completion_logprobs(fields),
         echo=not chat and bool(fields.echo),
+        allowed_token_ids=fields.allowed_token_ids or [],
+        bad_words=checked_words(fields.bad_words or []),
     )
 
 

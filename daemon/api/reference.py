@@ -68,6 +68,8 @@ FIELDS = {
     "frequency_penalty": "taken off for each time it is there",
     "repetition_penalty": "divides the score of tokens that are there; 1: none",
     "logit_bias": "token id to bias",
+    "allowed_token_ids": "no other tokens come, end tokens neither",
+    "bad_words": "up to 256 texts of up to 128 characters; their tokens do not come one after the other",
     "response_format": "text, json_object, or json_schema: the answer follows it",
     "regex": "the answer matches it",
     "grammar": "the answer follows it (Lark)",

@@ -148,9 +148,11 @@ class TextService:
 
     # ---- the work
 
-    async def encode(self, model: ModelEntry, text: str | bytes, add_special_tokens: bool = True) -> list[array[int]]:
+    async def encode(
+        self, model: ModelEntry, text: str | bytes, add_special_tokens: bool = True, field: str = "prompt"
+    ) -> list[array[int]]:
         texts = msgspec.msgpack.encode([text]) if isinstance(text, str) else text
-        parts = await self._run(_open(model), lambda job_id: Encode(job_id, texts, add_special_tokens), "prompt")
+        parts = await self._run(_open(model), lambda job_id: Encode(job_id, texts, add_special_tokens), field)
         return [_unpacked(part) for part in parts]
 
     async def encode_chat(self, model: ModelEntry, messages: bytes, options: dict[str, object]) -> array[int]:

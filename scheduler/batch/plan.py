@@ -59,6 +59,8 @@ class Sampling(Protocol):
     def repetition_penalty(self) -> float: ...
     @property
     def logit_bias(self) -> Mapping[int, float]: ...
+    @property
+    def is_limited(self) -> bool: ...
 
 
 @dataclass(slots=True)
@@ -89,6 +91,7 @@ class SequenceTable:
     edits_logits: BoolArray  # has penalties or a logit bias
     prompt_logprobs: BoolArray  # those of its prompt are owed
     constrained: BoolArray  # after each of its tokens the row is held until what may follow is known
+    limited: BoolArray  # tokens are ruled out by name: what may follow depends on the row's tokens alone
     params: list[object | None]  # engine.protocol.SamplingParams of the row
 
 
@@ -113,6 +116,7 @@ def make_sequence_table(num_slots: int, max_tokens: int, max_blocks: int, num_gr
         edits_logits=np.zeros(num_slots, np.bool_),
         prompt_logprobs=np.zeros(num_slots, np.bool_),
         constrained=np.zeros(num_slots, np.bool_),
+        limited=np.zeros(num_slots, np.bool_),
         params=[None] * num_slots,
     )
 
@@ -134,6 +138,7 @@ def write_sampling(table: SequenceTable, slot: int, params: Sampling, num_prompt
         or params.repetition_penalty != 1.0
         or len(params.logit_bias) > 0
     )
+    table.limited[slot] = params.is_limited
     table.params[slot] = params
 
 

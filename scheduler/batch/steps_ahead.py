@@ -36,8 +36,9 @@ class StepsAhead:
         """A row's settings are in the table. What changes its logits with each token, and what is told beside its tokens, is the
         host's business: such a row goes on when its last token is known."""
         table = self._table
-        wants = table.constrained[slot] | table.edits_logits[slot] | table.prompt_logprobs[slot] | (table.num_logprobs[slot] >= 0)
-        self._waits[slot] = wants
+        masked = table.constrained[slot] | table.limited[slot]
+        told = table.prompt_logprobs[slot] | (table.num_logprobs[slot] >= 0)
+        self._waits[slot] = masked | table.edits_logits[slot] | told
         self.leave(slot)
 
     def leave(self, slot: int) -> None:

@@ -74,7 +74,9 @@ class FakeText:
         self.known_facts = TextFacts()
         self.num_parsed = 0
 
-    async def encode(self, model: ModelEntry, text: bytes, add_special_tokens: bool = True) -> list[array[int]]:
+    async def encode(
+        self, model: ModelEntry, text: bytes, add_special_tokens: bool = True, field: str = "prompt"
+    ) -> list[array[int]]:
         return [array("i", list(each.encode())) for each in msgspec.msgpack.decode(text, type=list[str])]
 
     async def encode_chat(self, model: ModelEntry, messages: bytes, options: dict[str, object]) -> array[int]:

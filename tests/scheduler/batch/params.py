@@ -23,3 +23,4 @@ class Params:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    is_limited: bool = False
