@@ -215,8 +215,12 @@ class EngineEvents:
 
     def _prompt_logprobs(self, told: protocol.PromptLogprobs) -> None:
         generation = self._find(told.request_id)
-        if generation is not None and generation.logprobs is not None:
+        if generation is None:
+            return
+        if generation.logprobs is not None:
             generation.logprobs.feed_prompt(told)
+        if generation.prompt_logprobs is not None:
+            generation.prompt_logprobs.feed(told)
 
     # ---- the hot path
 

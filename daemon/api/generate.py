@@ -19,6 +19,7 @@ from daemon.api.logprobs import whole_logprobs_json
 from daemon.api.outputs import check_n, nth
 from daemon.api.piece_frames import PieceFrames
 from daemon.api.prompt_first import prompt_first
+from daemon.api.prompt_logprobs import check_size, prompt_logprobs_json, prompt_trail
 from daemon.api.reply_format import ReplyFormat, reply_format
 from daemon.api.responses import answer, json_response
 from daemon.api.sampling import sampling_params
@@ -65,6 +66,7 @@ async def _generations(
 ) -> list[Generation]:
     num_each = head.outputs.n
     check_n(num_each, len(prompts), model)
+    check_size(head.outputs, sum(map(len, prompts)), chat=endpoint == CHAT)
     generations: list[Generation] = []
     arrived_s = asyncio.get_running_loop().time()
     for at, ids in enumerate(prompts):
@@ -75,12 +77,13 @@ async def _generations(
             Generation(
                 model=model,
                 prompt=prompt,
-                params=nth(params, number),
+                params=nth(params, number, head.outputs.echoed_logprobs),
                 sink=_no_sink,
                 public_id=public_id,
                 priority=head.priority,
                 arrived_s=arrived_s,
                 is_copy=number > 0,
+                prompt_logprobs=prompt_trail(head.outputs) if number == 0 else None,
             )
             for number in range(num_each)
         ]
@@ -165,7 +168,10 @@ async def _answer(
             messages.append(await form.message(generation, "".join(collector.parts), collector.reason))
     chat, created = endpoint == CHAT, int(time.time())
     logprobs = [await whole_logprobs_json(generation.logprobs, chat) for generation in generations]
-    return json_response(answer(chat, public_id, created, model.name, generations, group.collectors, logprobs, messages))
+    of_prompts = await prompt_logprobs_json(context.text, model, generations)
+    return json_response(
+        answer(chat, public_id, created, model.name, generations, group.collectors, logprobs, messages, of_prompts)
+    )
 
 
 async def _stream(

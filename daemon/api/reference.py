@@ -80,6 +80,7 @@ FIELDS = {
     "structured_outputs": "vLLM's newer name for them: json, regex, grammar or choice",
     "logprobs": "log-probabilities of the tokens; of a completion with that many alternatives",
     "top_logprobs": "alternatives per token",
+    "prompt_logprobs": "log-probabilities of the prompt's tokens, with that many alternatives; not in streams",
     "echo": "the prompt before the answer, with its log-probabilities if asked for",
     "tools": "functions the model may call",
     "tool_choice": "auto, none, required, or one function by name",

@@ -66,6 +66,7 @@ class Common(UnsupportedFields):
     logit_bias: Annotated[dict[str, Bias], Meta(max_length=MAX_BIASED_TOKENS)] | None = None
     allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_ALLOWED_TOKENS)] | None = None
     bad_words: Annotated[list[str], Meta(max_length=MAX_BAD_WORDS)] | None = None
+    prompt_logprobs: NumTop | None = None
     # daemon/api/response_format.py
     response_format: Raw = Raw()
     regex: Raw = Raw()

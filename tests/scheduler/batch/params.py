@@ -17,7 +17,7 @@ class Params:
     ignore_eos: bool = False
     stop_token_ids: Sequence[int] = ()
     logprobs: int = -1
-    prompt_logprobs: bool = False
+    prompt_logprobs: int = -1
     min_p: float = 0.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
