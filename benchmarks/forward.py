@@ -60,7 +60,9 @@ def make_table(num_rows: int, length: int, vocab_size: int) -> SequenceTable:
         min_p=np.zeros(num_rows, np.float32),
         edits_logits=np.zeros(num_rows, np.bool_),
         prompt_logprobs=np.zeros(num_rows, np.bool_),
+        num_prompt_logprobs=ints - 1,
         constrained=np.zeros(num_rows, np.bool_),
+        limited=np.zeros(num_rows, np.bool_),
         params=[None] * num_rows,
     )
 

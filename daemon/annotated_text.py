@@ -66,13 +66,13 @@ class LogprobTrail:
         self._fed.append((chosen, top_ids, top))
 
     def feed_prompt(self, told: PromptLogprobs) -> None:
-        """What was told before is told again after a crash or a preemption."""
+        """What was told before is told again after a crash or a preemption. It may have more alternatives than this one wants."""
         if told.first - 1 > len(self._prompt):
             raise RuntimeError(f"log-probabilities of prompt tokens from {len(self._prompt) + 1} to {told.first} are missing")
         del self._prompt[told.first - 1 :]
-        k = told.num_top
+        k, wanted = told.num_top, min(told.num_top, self.num_top)
         for at, chosen in enumerate(told.chosen):
-            self._prompt.append((chosen, told.top_ids[at * k : at * k + k], told.top[at * k : at * k + k]))
+            self._prompt.append((chosen, told.top_ids[at * k : at * k + wanted], told.top[at * k : at * k + wanted]))
 
     # ---- in step with the text
 

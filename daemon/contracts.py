@@ -15,6 +15,7 @@ from engine.protocol import SamplingParams
 
 if TYPE_CHECKING:
     from daemon.annotated_text import LogprobTrail
+    from daemon.prompt_trail import PromptTrail
     from daemon.text.jobs import TextFacts
     from daemon.text.token_table import TokenTable
 
@@ -93,6 +94,7 @@ class Generation:
     recomputed_tokens: int = 0  # and those whose KV was computed again
     outcome: str = ""  # once it has ended: stop, length, cancelled, refused, failed or timeout
     logprobs: LogprobTrail | None = None  # of a sequence that asked for them: fed just before the tokens they belong to
+    prompt_logprobs: PromptTrail | None = None  # of one that asked for them by that name
     task: str = "generate"  # or embed
     vector: bytes = b""  # what an embedding came to: float32, little-endian
     first: Generation | None = None  # of the sequences of the same client's request; None: it is the first, or alone

@@ -215,8 +215,12 @@ class EngineEvents:
 
     def _prompt_logprobs(self, told: protocol.PromptLogprobs) -> None:
         generation = self._find(told.request_id)
-        if generation is not None and generation.logprobs is not None:
+        if generation is None:
+            return
+        if generation.logprobs is not None:
             generation.logprobs.feed_prompt(told)
+        if generation.prompt_logprobs is not None:
+            generation.prompt_logprobs.feed(told)
 
     # ---- the hot path
 
@@ -328,9 +332,13 @@ class EngineEvents:
 
 
 def _error(failed: protocol.RequestFailed, generation: Generation) -> HearthError:
-    """Only the engine knows the vocabulary a grammar must be written in; the rest of its refusals are faults."""
+    """Only the engine knows the vocabulary a grammar must be written in, and what words and lists leave of it; the rest of its
+    refusals are faults."""
     if failed.code == "unsupported_grammar":
         kind = generation.params.grammar.partition(":")[0]
         field = {"regex": "regex", "lark": "grammar"}.get(kind, "response_format")
         return BadRequest(failed.code, f"{field}: {failed.error}", param=field)
+    if failed.code == "no_token_left":
+        field = "allowed_token_ids" if generation.params.allowed_token_ids else "bad_words"
+        return BadRequest("no_token_left", f"{field}: {failed.error}", param=field)
     return ServerFault(failed.code, failed.error)

@@ -24,7 +24,7 @@ from config.regular_file import read_regular
 from engine.contracts import BatchPlan, IntArray, KVGroupSpec, LoadCancelled, LoadTask, NoWorkSpace, SequenceTable, StepResult
 from engine.grammar.row_masks import RowMasks
 from engine.memory.host_tier import HostTier
-from engine.protocol import Configure, LoadModel, PromptLogprobs, TokenLogprobs
+from engine.protocol import Configure, LoadModel, PromptLogprobs, SamplingParams, TokenLogprobs
 from loader import sizing
 from loader.catalog import MAX_CONFIG_BYTES
 from loader.errors import CheckpointError
@@ -144,10 +144,13 @@ class NullModel:
         for row in np.flatnonzero(table.prompt_logprobs[plan.slots]).tolist():
             slot, first = plan.slots[row], int(plan.num_computed[row]) + 1
             told = table.tokens[slot, first : min(first + int(plan.num_new[row]), int(table.num_prompt[slot]))]
-            num_top = min(1, int(table.num_logprobs[slot]))
+            num_top = min(1, int(table.num_prompt_logprobs[slot]))
             nothing = [0.0] * len(told)
             top_ids, top = (told.tolist(), nothing) if num_top else ([], [])
-            result.prompt_logprobs.append(PromptLogprobs(int(table.request_id[slot]), first, num_top, nothing, top_ids, top))
+            params = table.params[slot]
+            ranks = [1] * len(told) if isinstance(params, SamplingParams) and params.prompt_ranks else []
+            whose = int(table.request_id[slot])
+            result.prompt_logprobs.append(PromptLogprobs(whose, first, num_top, nothing, top_ids, top, ranks))
 
     def release(self) -> None:
         """There is nothing to give back."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 
 # How a sequence ended, as `TokensOut.finish` carries it. 0 is "goes on".
 FINISH_NONE, FINISH_STOP, FINISH_LENGTH, FINISH_ABORT = 0, 1, 2, 3
@@ -35,13 +35,21 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, omit_defaults
     ignore_eos: bool = False
     stop_token_ids: list[int] = []  # the request's own; the model's end ids come with LoadModel
     logprobs: int = -1  # -1: none; else number of alternatives beside the sampled token
-    prompt_logprobs: bool = False  # of the prompt's tokens too, with as many alternatives
+    prompt_logprobs: int = -1  # the same of the prompt's tokens
     min_p: float = 0.0  # tokens below this share of the likeliest one's probability are cut; 0: off
     presence_penalty: float = 0.0  # over the output, as frequency_penalty
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0  # over prompt and output
     logit_bias: dict[int, float] = {}  # token id -> added to its logit
     grammar: str = ""  # the text must follow it: "json_schema:…", "regex:…" or "lark:…" (engine/grammar)
+    allowed_token_ids: list[int] = []  # no other may come; empty: any
+    bad_words: list[list[int]] = []  # sequences of tokens none of which may come; each has at least one
+    prompt_ranks: bool = False  # with prompt_logprobs
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether tokens are ruled out by name (engine/grammar/token_limits.py)."""
+        return bool(self.allowed_token_ids or self.bad_words)
 
 
 # ---- daemon -> engine -------------------------------------------------------------------------------------------------
@@ -275,7 +283,8 @@ class EmbeddingsOut(Message, frozen=True):
 
 class PromptLogprobs(Message, frozen=True):
     """Of the prompt's tokens from index `first` (>= 1) on, as many as `chosen` has; each has `num_top` alternatives. All of them
-    come before the request's first token, in order; again from the start if the request is computed again before that."""
+    come before the request's first token, in order; again from the start if the request is computed again before that. ranks: how
+    many tokens were at least as likely as each; empty unless SamplingParams.prompt_ranks."""
 
     request_id: int
     first: int
@@ -283,11 +292,12 @@ class PromptLogprobs(Message, frozen=True):
     chosen: list[float]
     top_ids: list[int]
     top: list[float]
+    ranks: list[int]
 
 
 class RequestFailed(Message, frozen=True):
     request_id: int
-    code: str  # nan_logits | no_work_space | too_long | unknown_model | unsupported_grammar | internal
+    code: str  # nan_logits | no_work_space | too_long | unknown_model | unsupported_grammar | no_token_left | internal
     error: str
 
 

@@ -162,7 +162,7 @@ class Engine:
         if served.ahead is None:
             self._settle()
         scheduler = served.scheduler
-        self._end_constrained(self.constraints.settle(name))
+        self._end_constrained(self.constraints.settle(served))
         room = self.models.room_of(served, busy)
         try:
             plan = scheduler.plan(self.num_steps + 1, room)
@@ -292,7 +292,7 @@ class Engine:
         for end in ends:
             del self._model_of[end.request_id]
             if end.error:
-                self.channel.send(RequestFailed(end.request_id, "unsupported_grammar", f"model {end.model}: {end.error}"))
+                self.channel.send(RequestFailed(end.request_id, end.code, f"model {end.model}: {end.error}"))
             else:
                 self.channel.send(TokensOut(end.model, self.num_steps, 0.0, [end.request_id], [], [0], [FINISH_STOP], steps=0))
             self._stats_dirty = True
@@ -387,10 +387,7 @@ class Engine:
         else:
             first.weight = weight
         self._model_of[request_id] = message.model
-        if message.params.grammar:
-            self.constraints.submit(served, request, message.params, message.output)
-        else:
-            served.scheduler.submit(request)
+        self._end_constrained(self.constraints.submit(served, request, message.params, message.output))
 
     def _forget(self, name: str) -> None:
         """An evicted model's requests."""

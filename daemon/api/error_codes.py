@@ -16,6 +16,11 @@ CODES: dict[str, tuple[int, str, str]] = {
     "invalid_request": (400, "a field has a value it may not have; `param` names it", "correct the field"),
     "unsupported_parameter": (400, "a field is known and not built, or not for this model; `param` names it", "leave it out"),
     "unsupported_grammar": (400, "a schema, regex or grammar cannot be followed; the message says which part", "simplify it"),
+    "no_token_left": (
+        400,
+        "allowed_token_ids, bad_words and the grammar together rule out every token; the message says after how many",
+        "allow an end token, too; or rule out less",
+    ),
     "context_length_exceeded": (400, "prompt and output are longer than the model's max_model_len", "shorten; or raise it"),
     "wrong_task": (400, "embeddings of a model that generates text, or the other way round", "name another model"),
     "no_chat_template": (400, "the checkpoint has no chat template", "use completions, or set `chat_template` for the model"),

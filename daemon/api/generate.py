@@ -19,12 +19,14 @@ from daemon.api.logprobs import whole_logprobs_json
 from daemon.api.outputs import check_n, nth
 from daemon.api.piece_frames import PieceFrames
 from daemon.api.prompt_first import prompt_first
+from daemon.api.prompt_logprobs import check_size, prompt_logprobs_json, prompt_trail
 from daemon.api.reply_format import ReplyFormat, reply_format
 from daemon.api.responses import answer, json_response
 from daemon.api.sampling import sampling_params
 from daemon.api.schema import CHAT, Head
 from daemon.api.sse import StreamShape
 from daemon.api.texts import texts_of, written_prompts
+from daemon.api.token_limits import bad_word_ids
 from daemon.contracts import Generation, ModelEntry
 from daemon.errors import BadRequest
 from daemon.streams import Collector, CollectorGroup, Stream, StreamGroup, Text
@@ -51,7 +53,8 @@ async def generate(
     if form is not None and form.grammar:
         head.grammar = form.grammar
     public_id = f"{'chatcmpl' if endpoint == CHAT else 'cmpl'}-{request_id}"
-    generations = await _generations(endpoint, head, model, prompts, public_id)
+    bad_words = await bad_word_ids(context.text, model, head.outputs.bad_words)
+    generations = await _generations(endpoint, head, model, prompts, public_id, bad_words)
     texts = texts_of(endpoint, head, model, table if form is None else form.table, generations, written_prompts(head, prompt))
     if head.stream:
         return await _stream(request, context, endpoint, head, model, table, texts, form, generations, public_id, request_id)
@@ -59,26 +62,28 @@ async def generate(
 
 
 async def _generations(
-    endpoint: str, head: Head, model: ModelEntry, prompts: Sequence[array[int]], public_id: str
+    endpoint: str, head: Head, model: ModelEntry, prompts: Sequence[array[int]], public_id: str, bad_words: list[list[int]]
 ) -> list[Generation]:
     num_each = head.outputs.n
     check_n(num_each, len(prompts), model)
+    check_size(head.outputs, sum(map(len, prompts)), chat=endpoint == CHAT)
     generations: list[Generation] = []
     arrived_s = asyncio.get_running_loop().time()
     for at, ids in enumerate(prompts):
-        params = sampling_params(head, model, endpoint, len(ids))
+        params = sampling_params(head, model, endpoint, len(ids), bad_words)
         field = "prompt" if len(prompts) == 1 else f"prompt[{at}]"
         prompt = await _unpack(ids, model.vocab_size if head.prompt_kind == "ids" else None, field)
         generations += [
             Generation(
                 model=model,
                 prompt=prompt,
-                params=nth(params, number),
+                params=nth(params, number, head.outputs.echoed_logprobs),
                 sink=_no_sink,
                 public_id=public_id,
                 priority=head.priority,
                 arrived_s=arrived_s,
                 is_copy=number > 0,
+                prompt_logprobs=prompt_trail(head.outputs) if number == 0 else None,
             )
             for number in range(num_each)
         ]
@@ -165,7 +170,10 @@ async def _answer(
             messages.append(await form.message(generation, "".join(collector.parts), collector.reason))
     chat, created = endpoint == CHAT, int(time.time())
     logprobs = [await whole_logprobs_json(generation.logprobs, chat) for generation in generations]
-    return json_response(answer(chat, public_id, created, model.name, generations, group.collectors, logprobs, messages))
+    of_prompts = await prompt_logprobs_json(context.text, model, generations)
+    return json_response(
+        answer(chat, public_id, created, model.name, generations, group.collectors, logprobs, messages, of_prompts)
+    )
 
 
 async def _stream(

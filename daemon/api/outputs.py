@@ -8,6 +8,7 @@ from typing import Any
 from msgspec import Struct, structs
 
 from daemon.api.decode import invalid
+from daemon.api.token_limits import checked_words
 from daemon.contracts import ModelEntry
 from daemon.errors import BadRequest
 from engine.protocol import SamplingParams
@@ -28,6 +29,14 @@ class Outputs(Struct, array_like=True, frozen=True):
     logit_bias: dict[int, float] = {}
     logprobs: int = -1  # alternatives to each token; -1: no log-probabilities
     echo: bool = False
+    allowed_token_ids: list[int] = []  # empty: all
+    bad_words: list[str] = []
+    prompt_logprobs: int = -1  # as logprobs
+
+    @property
+    def echoed_logprobs(self) -> int:
+        """As logprobs, of the tokens of a prompt that is shown in front of the text."""
+        return self.logprobs if self.echo else -1
 
 
 def outputs_of(fields: Any, chat: bool) -> Outputs:
@@ -37,6 +46,8 @@ def outputs_of(fields: Any, chat: bool) -> Outputs:
         raise BadRequest(
             "unsupported_parameter", f"best_of: only the value of n ({n}) is supported by this server", param="best_of"
         )
+    if fields.prompt_logprobs is not None and fields.stream:
+        raise BadRequest("unsupported_parameter", "prompt_logprobs is not available with stream: true", param="prompt_logprobs")
     return Outputs(
         n=n,
         presence_penalty=fields.presence_penalty or 0.0,
@@ -46,6 +57,9 @@ def outputs_of(fields: Any, chat: bool) -> Outputs:
         logit_bias=_logit_bias(fields.logit_bias or {}),
         logprobs=_chat_logprobs(fields) if chat else _completion_logprobs(fields),
         echo=not chat and bool(fields.echo),
+        allowed_token_ids=fields.allowed_token_ids or [],
+        bad_words=checked_words(fields.bad_words or []),
+        prompt_logprobs=-1 if fields.prompt_logprobs is None else fields.prompt_logprobs,
     )
 
 
@@ -87,9 +101,11 @@ def check_n(n: int, num_prompts: int, model: ModelEntry) -> None:
         )
 
 
-def nth(params: SamplingParams, number: int) -> SamplingParams:
-    """The settings of one of n sequences: the first has the request's seed, the others seeds that follow from it."""
+def nth(params: SamplingParams, number: int, echoed_logprobs: int = -1) -> SamplingParams:
+    """The settings of one of n sequences: the first has the request's seed, the others seeds that follow from it. They tell of the
+    prompt's tokens only what they show themselves, its log-probabilities if it is echoed."""
     if number == 0:
         return params
     digest = hashlib.blake2b(f"{params.seed}/{number}".encode(), digest_size=8).digest()
-    return structs.replace(params, seed=int.from_bytes(digest, "little") >> 1)
+    seed = int.from_bytes(digest, "little") >> 1
+    return structs.replace(params, seed=seed, prompt_logprobs=echoed_logprobs, prompt_ranks=False)

@@ -49,9 +49,10 @@ def answer(
     collectors: Sequence[Collector],
     logprobs: Sequence[bytes],
     messages: Sequence[tuple[dict[str, Any], str]] = (),
+    prompt_logprobs: Sequence[bytes] = (),
 ) -> dict[str, Any]:
     """chat.completion or text_completion: one choice a sequence. logprobs: JSON, of each. messages: the replies taken apart, and
-    their finish_reasons; none: the text is the reply."""
+    their finish_reasons; none: the text is the reply. prompt_logprobs: JSON, of each, or none."""
     choices: list[dict[str, Any]] = []
     for collector in collectors:
         told = msgspec.Raw(logprobs[collector.index])
@@ -63,7 +64,10 @@ def answer(
             choice["message"] = {"role": "assistant", "content": text, "refusal": None}
         else:
             choice["text"] = text
+            if prompt_logprobs:
+                choice["prompt_logprobs"] = msgspec.Raw(prompt_logprobs[collector.index])
         choices.append(choice)
+    of_chat = {"prompt_logprobs": msgspec.Raw(prompt_logprobs[0])} if chat and prompt_logprobs else {}
     return {
         "id": public_id,
         "object": "chat.completion" if chat else "text_completion",
@@ -71,6 +75,7 @@ def answer(
         "model": model,
         "choices": choices,
         "usage": usage_of(generations, sum(each.num_tokens for each in collectors)),
+        **of_chat,
     }
 
 

@@ -6,6 +6,7 @@ import secrets
 
 from daemon.api.outputs import check_bias
 from daemon.api.schema import CHAT, Head
+from daemon.api.token_limits import check_allowed
 from daemon.contracts import ModelEntry
 from daemon.errors import BadRequest
 from engine.protocol import SamplingParams
@@ -39,7 +40,8 @@ def max_tokens_for(head: Head, model: ModelEntry, endpoint: str, prompt_tokens: 
     return max(1, min(int(default), left))
 
 
-def sampling_params(head: Head, model: ModelEntry, endpoint: str, prompt_tokens: int) -> SamplingParams:
+def sampling_params(head: Head, model: ModelEntry, endpoint: str, prompt_tokens: int, bad_words: list[list[int]]) -> SamplingParams:
+    """bad_words: token_limits.bad_word_ids of the head's."""
     max_tokens = max_tokens_for(head, model, endpoint, prompt_tokens)
     if head.min_tokens > max_tokens:
         raise BadRequest(
@@ -54,6 +56,7 @@ def sampling_params(head: Head, model: ModelEntry, endpoint: str, prompt_tokens:
             )
     outputs = head.outputs
     check_bias(outputs.logit_bias, model)
+    check_allowed(outputs.allowed_token_ids, model)
     defaults = model.generation_defaults
     top_k = int(head.top_k if head.top_k is not None else defaults.get("top_k", 0))
     repetition = outputs.repetition_penalty if outputs.repetition_penalty is not None else defaults.get("repetition_penalty", 1.0)
@@ -73,10 +76,13 @@ def sampling_params(head: Head, model: ModelEntry, endpoint: str, prompt_tokens:
         stop_token_ids=[] if nothing else head.stop_token_ids,
         grammar="" if nothing else head.grammar,
         logprobs=outputs.logprobs,
-        prompt_logprobs=outputs.echo and outputs.logprobs >= 0,
+        prompt_logprobs=max(outputs.prompt_logprobs, outputs.echoed_logprobs),
+        prompt_ranks=outputs.prompt_logprobs >= 0,
         min_p=float(outputs.min_p if outputs.min_p is not None else defaults.get("min_p", 0.0)),
         presence_penalty=outputs.presence_penalty,
         frequency_penalty=outputs.frequency_penalty,
         repetition_penalty=float(repetition),
         logit_bias=outputs.logit_bias,
+        allowed_token_ids=[] if nothing else outputs.allowed_token_ids,
+        bad_words=[] if nothing else bad_words,
     )

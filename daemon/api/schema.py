@@ -17,6 +17,7 @@ from daemon.api.messages import Message, checked_documents, pack_messages, packe
 from daemon.api.outputs import MAX_BIASED_TOKENS, MAX_N, MAX_TOP_LOGPROBS, Outputs, outputs_of
 from daemon.api.prompts import TokenId, prompts
 from daemon.api.response_format import grammar_of
+from daemon.api.token_limits import MAX_ALLOWED_TOKENS, MAX_BAD_WORDS
 from daemon.api.tools import ToolRequest, tool_request
 from daemon.api.unsupported import UnsupportedFields, neutral, refuse_unsupported
 
@@ -63,6 +64,9 @@ class Common(UnsupportedFields):
     repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     logit_bias: Annotated[dict[str, Bias], Meta(max_length=MAX_BIASED_TOKENS)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_ALLOWED_TOKENS)] | None = None
+    bad_words: Annotated[list[str], Meta(max_length=MAX_BAD_WORDS)] | None = None
+    prompt_logprobs: NumTop | None = None
     # daemon/api/response_format.py
     response_format: Raw = Raw()
     regex: Raw = Raw()

@@ -35,7 +35,6 @@ class UnsupportedFields(Struct):
     modalities: Annotated[Raw, neutral("[]", '["text"]')] = Raw()
     moderation: Annotated[Raw, neutral("false")] = Raw()
     web_search_options: Annotated[Raw, neutral()] = Raw()  # {} asks for a search with default settings
-    prompt_logprobs: Annotated[Raw, neutral()] = Raw()  # 0 asks for those of the prompt's own tokens
     suffix: Annotated[Raw, neutral('""')] = Raw()
     chat_template: Annotated[Raw, neutral('""')] = Raw()
     use_beam_search: Annotated[Raw, neutral("false")] = Raw()

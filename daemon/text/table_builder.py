@@ -49,7 +49,7 @@ def read_tokenizer_file(data: bytes, where: str) -> TokenizerFile:
 class _Tokens(NamedTuple):
     by_id: list[str]  # "" where an id has no token, or one of those below
     missing: list[int]
-    special: set[int]
+    special: dict[int, str]  # their names
     added: dict[int, str]  # not special ones: what they read as may have gone through the normalizer
 
 
@@ -81,12 +81,13 @@ def _tokens(file: TokenizerFile, where: str) -> _Tokens:
     contents = {each.content for each in file.added_tokens if each.special}
     special = {token_id for token_id, content in added.items() if content in contents}
     special |= {ids[content] for content in contents if content in ids}
+    names = {token_id: added.get(token_id) or by_id[token_id] or "" for token_id in special}
     for token_id in [*added, *special]:
         by_id[token_id] = ""
     return _Tokens(
         by_id=[token or "" for token in by_id],
         missing=[token_id for token_id, token in enumerate(by_id) if token is None],
-        special=special,
+        special=names,
         added={token_id: content for token_id, content in added.items() if token_id not in special},
     )
 
@@ -201,7 +202,8 @@ def _pack(
     first: dict[int, bytes] | None = None,
     first_drops_spaces: bool = False,
 ) -> PackedTable:
-    """`blob` and `lengths` hold nothing for the ids in `added` yet."""
+    """`blob` and `lengths` hold nothing for special tokens and the ids in `added` yet."""
+    added = added | {token_id: name.encode() for token_id, name in tokens.special.items()}
     starts = list(accumulate(lengths, initial=0))
     parts, done = [], 0
     for token_id, piece in sorted(added.items()):

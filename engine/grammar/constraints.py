@@ -1,9 +1,9 @@
 """The constrained requests of an engine: where each is on its way between the batch scheduler and its model's grammar process.
 
-A request comes to the batch scheduler only when its first mask is there. After each of its tokens it is held (the scheduler does
-that) until the next mask is there; rows without a grammar go on meanwhile. A model's process is started by its first constrained
-request and ends with the model. Should it die, it is started again and follows all outputs anew; a request it was working on in
-two deaths fails.
+A request with a grammar comes to the batch scheduler only when its first mask is there. After each of its tokens it is held (the
+scheduler does that) until the next mask is there; rows without a grammar go on meanwhile. A model's process is started by its first
+request with a grammar and ends with the model. Should it die, it is started again and follows all outputs anew; a request it was
+working on in two deaths fails. Requests that only rule out tokens by name wait for nothing: their masks are worked out here.
 """
 
 from __future__ import annotations
@@ -16,10 +16,14 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 from engine.contracts import BatchPlan, BoolArray, IntArray
 from engine.grammar.messages import Advance, Broken, Ended, Forget, Open, Opened, Ready, Start
 from engine.grammar.process_port import GrammarPort, ProcessDied, folder_of
-from engine.grammar.row_masks import RowMasks, constrained_rows, hold_ends_back
+from engine.grammar.row_masks import RowMasks, constrained_rows, hold_ends_back, holds_any
+from engine.grammar.token_limits import TokenLimits
 from engine.protocol import SamplingParams
 from engine.served_models import ServedModel
 from scheduler.batch.request import BatchRequest
@@ -62,11 +66,12 @@ class ModelGrammars:
 
 @dataclass(slots=True, frozen=True)
 class End:
-    """A constrained request that the engine is to tell the end of. error "": its text is complete."""
+    """A constrained request that the engine is to tell the end of. error "": its text is complete; code: RequestFailed.code."""
 
     model: str
     request_id: int
     error: str
+    code: str = "unsupported_grammar"
 
 
 class Constraints:
@@ -74,6 +79,8 @@ class Constraints:
 
     def __init__(self) -> None:
         self._models: dict[str, ModelGrammars] = {}
+        self._limits: dict[int, TokenLimits] = {}  # of the requests that rule out tokens by name, with or without a grammar
+        self._stuck: dict[int, str] = {}  # requests without a grammar that no token is left for, and their models
         self._poller = select.epoll()
         self._keys = itertools.count(1)
 
@@ -83,9 +90,18 @@ class Constraints:
 
     # ---- requests
 
-    def submit(self, served: ServedModel, request: BatchRequest, params: SamplingParams, output: list[int]) -> None:
-        """Takes a request that is not in the batch scheduler yet. `output`: what it has put out before."""
+    def submit(self, served: ServedModel, request: BatchRequest, params: SamplingParams, output: list[int]) -> list[End]:
+        """Takes a request that is not in the batch scheduler yet, which gets it at once if it has no grammar. `output`: what it has
+        put out before. Returns its end if no token is left for it."""
         name = served.spec.model
+        if params.is_limited:
+            limits = TokenLimits(name, params, served.hosted.vocab_size, output)
+            if not limits.bits.any():
+                return [End(name, request.request_id, limits.why_stuck(), "no_token_left")]
+            self._limits[request.request_id] = limits
+        if not params.grammar:
+            served.scheduler.submit(request)
+            return []
         grammars = self._models.get(name)
         if grammars is None:
             num_rows = served.spec.max_sequences
@@ -95,9 +111,12 @@ class Constraints:
         grammars.by_id[request.request_id] = grammars.by_key[each.key] = each
         grammars.parked.append(each)
         self._start_parked(grammars)
+        return []
 
     def drop(self, model: str, request_id: int) -> None:
         """Forgets a request that has ended or was aborted; unknown ones are passed over."""
+        self._limits.pop(request_id, None)
+        self._stuck.pop(request_id, None)
         grammars = self._models.get(model)
         each = grammars.by_id.pop(request_id, None) if grammars is not None else None
         if grammars is None or each is None:
@@ -114,6 +133,8 @@ class Constraints:
 
     def close(self, model: str) -> None:
         """The model is gone, and its requests."""
+        for request_id in [request_id for request_id, limits in self._limits.items() if limits.model == model]:
+            self.drop(model, request_id)
         grammars = self._models.pop(model, None)
         if grammars is not None:
             self._poller.unregister(grammars.port.fileno())
@@ -124,44 +145,68 @@ class Constraints:
     def masks(self, served: ServedModel, plan: BatchPlan) -> RowMasks | None:
         """Of the plan's constrained rows that sample; None if there is none."""
         grammars = self._models.get(served.spec.model)
-        if grammars is None:
+        if grammars is None and not self._limits:
             return None
         table = served.scheduler.table
         rows = constrained_rows(plan, table)
         if not len(rows):
             return None
         request_ids = table.request_id[plan.slots[plan.samples][rows]].tolist()
-        constrained = [grammars.by_id[request_id] for request_id in request_ids]
-        bits = grammars.port.masks[[each.row for each in constrained]]
-        end_ids = served.spec.eos_token_ids
-        for at, each in enumerate(constrained):
-            early = len(each.output) < each.params.min_tokens
-            if early or each.params.ignore_eos:
-                hold_ends_back(bits[at], [*end_ids, *each.params.stop_token_ids] if early else end_ids)
-        return RowMasks(request_ids, rows, bits)
+        bits = [self._bits(grammars, request_id, served.spec.eos_token_ids) for request_id in request_ids]
+        return RowMasks(request_ids, rows, np.stack(bits))
+
+    def _bits(self, grammars: ModelGrammars | None, request_id: int, end_ids: list[int]) -> npt.NDArray[np.uint32]:
+        """[W]: what a request's next token may be; never nothing. Ends that may not come yet are left out unless they are all there
+        is: then they are drawn, and do not end the text (Endings)."""
+        each = None if grammars is None else grammars.by_id.get(request_id)
+        limits = self._limits.get(request_id)
+        if grammars is None or each is None:
+            assert limits is not None
+            params, num_output, bits = limits.params, limits.num_output, limits.bits.copy()
+        else:
+            params, num_output, bits = each.params, len(each.output), grammars.port.masks[each.row].copy()
+            if limits is not None:
+                bits &= limits.bits
+        if num_output < params.min_tokens:
+            hold_ends_back(bits, [*end_ids, *params.stop_token_ids])
+        elif params.ignore_eos and each is not None:  # an end id would end the grammar; without one it is a token like any other
+            hold_ends_back(bits, end_ids)
+        return bits
 
     def sampled(self, served: ServedModel, masks: RowMasks, ids: IntArray, bad: BoolArray) -> None:
         """After the scheduler took the step in: `ids`, `bad` of all its sampling rows. Asks for the masks after these tokens."""
         model = served.spec.model
-        grammars = self._models[model]
+        grammars = self._models.get(model)
         keys, tokens = [], []
         rows = masks.rows
         for request_id, token, failed in zip(masks.request_ids, ids[rows].tolist(), bad[rows].tolist(), strict=True):
             if failed or request_id not in served.scheduler:
                 self.drop(model, request_id)
                 continue
-            each = grammars.by_id[request_id]
+            limits = self._limits.get(request_id)
+            if limits is not None:
+                limits.append(token)
+            each = None if grammars is None else grammars.by_id.get(request_id)
+            if grammars is None or each is None:
+                if limits is not None and not limits.bits.any():
+                    self._stuck[request_id] = model
+                continue
             each.output.append(token)
             self._set_working(grammars, each, True)
             keys.append(each.key)
             tokens.append(token)
-        if keys:
+        if grammars is not None and keys:
             self._send(grammars, Advance(keys, tokens))
 
-    def settle(self, model: str) -> list[End]:
-        """Before a step: takes in what is nearly done, as `receive` does."""
+    def settle(self, served: ServedModel) -> list[End]:
+        """Before a step: takes in what is nearly done, as `receive` does; requests that no token is left for leave."""
+        model = served.spec.model
         grammars = self._models.get(model)
         ends: list[End] = []
+        for request_id in [request_id for request_id, name in self._stuck.items() if name == model]:
+            served.scheduler.abort(request_id)
+            ends.append(End(model, request_id, self._limits[request_id].why_stuck(), "no_token_left"))
+            self.drop(model, request_id)
         if grammars is None or not grammars.opened:
             return ends
         until_s = time.monotonic() + GRACE_S
@@ -216,7 +261,7 @@ class Constraints:
                     self._start_parked(grammars)
                 case Ready():
                     for each in self._answered(grammars, message.keys):
-                        self._ready(grammars, each)
+                        ends += self._ready(model, grammars, each)
                 case Ended():
                     ends += self._fail(model, grammars, list(self._answered(grammars, message.keys)), "")
                 case Broken():
@@ -229,22 +274,30 @@ class Constraints:
                 self._set_working(grammars, each, False)
                 yield each
 
-    @staticmethod
-    def _ready(grammars: ModelGrammars, each: Constrained) -> None:
+    def _ready(self, model: str, grammars: ModelGrammars, each: Constrained) -> list[End]:
+        """Its mask is there. Where the request's own limits leave nothing of it, the text is complete if the grammar may end."""
+        limits = self._limits.get(each.request.request_id)
+        mask = grammars.port.masks[each.row]
+        if limits is not None and not (limits.bits & mask).any():
+            may_end = holds_any(mask, grammars.served.spec.eos_token_ids)
+            return self._fail(model, grammars, [each], "" if may_end else limits.why_stuck(), "no_token_left")
         scheduler = grammars.served.scheduler
         if each.scheduled:
             scheduler.hold(each.request.request_id, False)
         else:
             each.scheduled = True
             scheduler.submit(each.request)
+        return []
 
-    def _fail(self, model: str, grammars: ModelGrammars, those: list[Constrained], error: str) -> list[End]:
+    def _fail(
+        self, model: str, grammars: ModelGrammars, those: list[Constrained], error: str, code: str = "unsupported_grammar"
+    ) -> list[End]:
         """Takes them out of the scheduler and forgets them; error "": they are complete."""
         ends = []
         for each in those:
             request_id = each.request.request_id
             grammars.served.scheduler.abort(request_id)
-            ends.append(End(model, request_id, error))
+            ends.append(End(model, request_id, error, code))
             self.drop(model, request_id)
         return ends
 

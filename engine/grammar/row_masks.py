@@ -5,6 +5,7 @@ Shapes: K constrained rows, W = ceil(V / 32) words of a mask, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,15 +28,27 @@ class RowMasks:
 
 
 def constrained_rows(plan: BatchPlan, table: SequenceTable) -> npt.NDArray[np.intp]:
-    """Places of the constrained rows among the plan's sampling rows."""
-    return np.flatnonzero(table.constrained[plan.slots[plan.samples]])
+    """Places of the rows among the plan's sampling rows that may not draw every token."""
+    slots = plan.slots[plan.samples]
+    return np.flatnonzero(table.constrained[slots] | table.limited[slots])
 
 
 def hold_ends_back(bits: npt.NDArray[np.uint32], ids: list[int]) -> None:
-    """Clears `ids` in one mask [W], in place, unless nothing else is left in it: then the grammar is at its end."""
+    """Clears `ids` in one mask [W], in place, unless nothing else is left in it: then the grammar is at its end, or the request
+    allows nothing else."""
     without = bits.copy()
-    for each in ids:
-        if 0 <= each < 32 * len(bits):
-            without[each >> 5] &= np.uint32(0xFFFFFFFF ^ (1 << (each & 31)))
+    clear(without, ids)
     if without.any():
         bits[:] = without
+
+
+def holds_any(bits: npt.NDArray[np.uint32], ids: Iterable[int]) -> bool:
+    """Whether one mask [W] has one of `ids`."""
+    return any(bits[each >> 5] & np.uint32(1 << (each & 31)) for each in ids if 0 <= each < 32 * len(bits))
+
+
+def clear(bits: npt.NDArray[np.uint32], ids: Iterable[int]) -> None:
+    """Clears `ids` in one mask [W], in place."""
+    for each in ids:
+        if 0 <= each < 32 * len(bits):
+            bits[each >> 5] &= np.uint32(0xFFFFFFFF ^ (1 << (each & 31)))

@@ -69,7 +69,7 @@ class FirstStep:
 
     def put_aside(self, message: Submit) -> bool:
         """Whether it has to wait until the step has ended, or the model is served."""
-        wait = self.running or bool(message.params.grammar)
+        wait = self.running or bool(message.params.grammar) or message.params.is_limited  # the step has no masks
         if wait:
             self.put_by.append(message)
         return wait

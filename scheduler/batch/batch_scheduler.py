@@ -338,7 +338,7 @@ class BatchScheduler:
         num_cached = table.num_computed[slot] = admission.num_shared * self.block_tokens + admission.num_tail_tokens
         self.blocks.join(slot, admission)
         write_sampling(table, slot, params, request.num_prompt, self.limits.max_model_len)
-        table.prompt_logprobs[slot] = params.prompt_logprobs and not request.has_first_token
+        table.prompt_logprobs[slot] = params.prompt_logprobs >= 0 and not request.has_first_token
         table.constrained[slot] = request.constrained
         self._num_constrained += request.constrained
         self._held[slot] = request.held

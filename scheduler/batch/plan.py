@@ -48,7 +48,7 @@ class Sampling(Protocol):
     @property
     def logprobs(self) -> int: ...
     @property
-    def prompt_logprobs(self) -> bool: ...
+    def prompt_logprobs(self) -> int: ...
     @property
     def min_p(self) -> float: ...
     @property
@@ -59,6 +59,8 @@ class Sampling(Protocol):
     def repetition_penalty(self) -> float: ...
     @property
     def logit_bias(self) -> Mapping[int, float]: ...
+    @property
+    def is_limited(self) -> bool: ...
 
 
 @dataclass(slots=True)
@@ -88,7 +90,9 @@ class SequenceTable:
     min_p: FloatArray
     edits_logits: BoolArray  # has penalties or a logit bias
     prompt_logprobs: BoolArray  # those of its prompt are owed
+    num_prompt_logprobs: IntArray  # alternatives to each of them
     constrained: BoolArray  # after each of its tokens the row is held until what may follow is known
+    limited: BoolArray  # tokens are ruled out by name: what may follow depends on the row's tokens alone
     params: list[object | None]  # engine.protocol.SamplingParams of the row
 
 
@@ -113,7 +117,9 @@ def make_sequence_table(num_slots: int, max_tokens: int, max_blocks: int, num_gr
         min_p=np.zeros(num_slots, np.float32),
         edits_logits=np.zeros(num_slots, np.bool_),
         prompt_logprobs=np.zeros(num_slots, np.bool_),
+        num_prompt_logprobs=np.full(num_slots, -1, np.int32),
         constrained=np.zeros(num_slots, np.bool_),
+        limited=np.zeros(num_slots, np.bool_),
         params=[None] * num_slots,
     )
 
@@ -125,6 +131,7 @@ def write_sampling(table: SequenceTable, slot: int, params: Sampling, num_prompt
     table.top_k[slot] = min(params.top_k, INT32_MAX)
     table.seed[slot] = params.seed & SEED_MASK
     table.num_logprobs[slot] = min(params.logprobs, INT32_MAX)
+    table.num_prompt_logprobs[slot] = min(params.prompt_logprobs, INT32_MAX)
     table.min_tokens_until[slot] = min(num_prompt + params.min_tokens, max_model_len)
     table.max_total_tokens[slot] = min(num_prompt + params.max_tokens, max_model_len)
     table.ignore_eos[slot] = params.ignore_eos
@@ -135,6 +142,7 @@ def write_sampling(table: SequenceTable, slot: int, params: Sampling, num_prompt
         or params.repetition_penalty != 1.0
         or len(params.logit_bias) > 0
     )
+    table.limited[slot] = params.is_limited
     table.params[slot] = params
 
 

@@ -51,7 +51,7 @@ class BatchRequest:
 
     @property
     def _owes_prompt_logprobs(self) -> bool:
-        return self.params.prompt_logprobs and not self.has_first_token
+        return self.params.prompt_logprobs >= 0 and not self.has_first_token
 
 
 class WaitingQueue:

@@ -38,8 +38,9 @@ class StepsAhead:
 
         A row must wait for its last token if the host changes its logits for each token, or reports more than the token."""
         table = self._table
-        wants = table.constrained[slot] | table.edits_logits[slot] | table.prompt_logprobs[slot] | (table.num_logprobs[slot] >= 0)
-        self._waits[slot] = wants
+        masked = table.constrained[slot] | table.limited[slot]
+        told = table.prompt_logprobs[slot] | (table.num_logprobs[slot] >= 0)
+        self._waits[slot] = masked | table.edits_logits[slot] | told
         self.leave(slot)
 
     def leave(self, slot: int) -> None:

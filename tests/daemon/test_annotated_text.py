@@ -114,7 +114,7 @@ def test_an_echoed_prompt_and_its_answer_are_one_text(kind: str, prompt: list[in
     for first in range(1, len(prompt), 3):  # in chunks, and the second again, as after a preemption
         part = chosen[first - 1 : first + 2]
         for _ in range(2):
-            followed.trail.feed_prompt(PromptLogprobs(1, first, 0, part, [], []))
+            followed.trail.feed_prompt(PromptLogprobs(1, first, 0, part, [], [], [1] * len(part)))
     for token_id in ids:
         followed.step([token_id], FINISH_NONE)
     followed.step([], FINISH_LENGTH)
@@ -130,6 +130,6 @@ def test_an_echoed_prompt_and_its_answer_are_one_text(kind: str, prompt: list[in
 
 def test_a_gap_in_the_prompts_log_probabilities_is_an_error() -> None:
     trail = LogprobTrail(BYTE_TABLE, frozenset(), 0, False)
-    trail.feed_prompt(PromptLogprobs(1, 1, 0, [-1.0], [], []))
+    trail.feed_prompt(PromptLogprobs(1, 1, 0, [-1.0], [], [], [1]))
     with pytest.raises(RuntimeError, match="from 2 to 3"):
-        trail.feed_prompt(PromptLogprobs(1, 3, 0, [-1.0], [], []))
+        trail.feed_prompt(PromptLogprobs(1, 3, 0, [-1.0], [], [], [1]))

@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from config.schema import ModelConfig, NodeConfig
 from daemon.contracts import Generation, LoadSource, ModelEntry
 from daemon.dispatcher import Dispatcher
 from daemon.engine_events import EngineEvents
-from daemon.errors import HearthError, NotNow
+from daemon.errors import BadRequest, HearthError, NotNow
 from daemon.event_ring import EventRing
 from daemon.kernels import Kernels
 from daemon.loop_watch import LoopWatch
@@ -254,6 +255,18 @@ async def test_a_fault_of_one_request_is_its_own() -> None:
     node.step({good.request_id: [4]}, finish={good.request_id: FINISH_STOP})
     assert good_sink.finish == FINISH_STOP
     node.scheduler.validate()
+
+
+async def test_a_request_that_no_token_is_left_for_is_refused_by_its_field() -> None:
+    for field, value in (("allowed_token_ids", [7]), ("bad_words", [[7]])):
+        node = Harness()
+        generation, sink = node.request()
+        generation.params = structs.replace(generation.params, **{field: value})
+        node.loaded()
+        node.message(protocol.RequestFailed(generation.request_id, "no_token_left", "model m: nothing may follow"))
+        assert isinstance(sink.error, BadRequest)
+        assert (sink.error.code, sink.error.status, sink.error.param) == ("no_token_left", 400, field)
+        assert sink.error.message == f"{field}: model m: nothing may follow"
 
 
 async def test_an_abort_nobody_asked_for_is_an_error_and_never_silence() -> None:

@@ -93,6 +93,49 @@ def test_echo_as_evaluation_tools_ask(client: openai.OpenAI, reference: Referenc
                 assert told.token_logprobs[-1] == pytest.approx(wanted[-1].max(), abs=TOLERANCE)
 
 
+def check_prompt(told: list[Any], prompt: list[int], num_top: int, reference: Reference) -> None:
+    """vLLM's shape, and the reference implementation's numbers."""
+    assert told[0] is None
+    assert len(told) == len(prompt)
+    wanted = reference.logprobs(prompt)
+    for at, tokens in enumerate(told[1:]):
+        row, own = wanted[at], prompt[at + 1]
+        order = np.argsort(-row)
+        assert list(tokens) == list(map(str, dict.fromkeys([own, *order[:num_top].tolist()])))
+        for name, each in tokens.items():
+            assert each["logprob"] == pytest.approx(row[int(name)], abs=TOLERANCE)
+            assert each["rank"] == 1 + int(np.flatnonzero(order == int(name))[0])
+        if own < 128:
+            assert tokens[str(own)]["decoded_token"] == chr(own)
+
+
+def test_prompt_logprobs_are_the_references(client: openai.OpenAI, reference: Reference) -> None:
+    """Short and long, in chunks, for the first time and where the prefix cache has them; the answer's tokens have another number of
+    alternatives."""
+    generator = np.random.default_rng(2)
+    prompts = [generator.integers(97, 123, num).tolist() for num in (1, 2, 17, 64, 65, 300)]
+    for num_top in (3, 0):
+        answer = client.completions.create(
+            model="oak", prompt=prompts, n=2, logprobs=1, max_tokens=2, seed=1, extra_body={"prompt_logprobs": num_top}
+        )
+        assert len(answer.choices) == 2 * len(prompts)
+        for choice in answer.choices:
+            check_prompt(choice.prompt_logprobs, prompts[choice.index // 2], num_top, reference)  # type: ignore[attr-defined]
+            assert choice.logprobs is not None
+            assert choice.logprobs.token_logprobs is not None
+            assert len(choice.logprobs.token_logprobs) == len(choice.logprobs.tokens or []) > 0
+
+
+def test_prompt_logprobs_of_a_chat(client: openai.OpenAI, reference: Reference) -> None:
+    answer: Any = client.chat.completions.create(
+        model="oak", messages=MESSAGES, n=2, max_tokens=2, extra_body={"prompt_logprobs": 5}
+    )
+    prompt = [256, 258, *b"hello", END_ID, 259]  # the template's
+    check_prompt(answer.prompt_logprobs, prompt, 5, reference)
+    assert answer.prompt_logprobs[1]["258"]["decoded_token"] == "<|user|>"
+    assert [choice.logprobs for choice in answer.choices] == [None, None]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_chat_logprobs_are_the_references(client: openai.OpenAI, reference: Reference, stream: bool) -> None:
     options: dict[str, Any] = {

@@ -105,7 +105,7 @@ def test_tokens_and_what_is_told_of_a_prompt_are_the_same(runner: TorchRunner, t
     for model in load_both(runner, tmp_path, "float32"):
         table = new_table(model)
         table.temperature[:], table.seed[:] = 0.8, np.arange(SLOTS)
-        table.prompt_logprobs[2], table.num_prompt[:], table.num_logprobs[2] = True, LENGTH, 2
+        table.prompt_logprobs[2], table.num_prompt[:], table.num_prompt_logprobs[2] = True, LENGTH, 2
         ids = []
         for _ in range(2):
             for rows, samples in STEPS:

@@ -16,6 +16,8 @@ import torch
 from engine import ops
 from engine.contracts import NoWorkSpace
 from engine.cuda_model import CudaModel
+from engine.grammar.row_masks import RowMasks
+from engine.grammar.token_limits import TokenLimits
 from engine.kv_caches import make_kv_cache
 from engine.protocol import LoadModel, SamplingParams
 from scheduler.batch.batch_scheduler import BatchLimits, BatchScheduler
@@ -79,14 +81,18 @@ def test_tokens_go_from_step_to_step_on_the_device(tmp_path: Path, kind: str) ->
 
 
 def test_settings_of_rows_give_the_tokens_of_the_cpu(tmp_path: Path) -> None:
-    """Seeded, cut, penalised, biased and greedy rows in one step, log-probabilities for some, as the CPU's sampler gives them."""
+    """Seeded, cut, penalised, biased, masked and greedy rows in one step, log-probabilities for some and for a prompt, as the CPU's
+    sampler gives them."""
     make_checkpoint(tmp_path, **CASES["llama"])
     settings = [
         SamplingParams(max_tokens=20, temperature=0.9, seed=4),
-        SamplingParams(max_tokens=20, temperature=1.3, top_p=0.7, top_k=20, seed=5, logprobs=3),
+        SamplingParams(
+            max_tokens=20, temperature=1.3, top_p=0.7, top_k=20, seed=5, logprobs=3, prompt_logprobs=2, prompt_ranks=True
+        ),
         SamplingParams(max_tokens=20, temperature=0.0, frequency_penalty=0.8, presence_penalty=0.5, logit_bias={7: 4.0}),
         SamplingParams(max_tokens=20, temperature=0.7, min_p=0.02, seed=6, repetition_penalty=1.3, min_tokens=30),
         SamplingParams(max_tokens=20, temperature=0.0),
+        SamplingParams(max_tokens=20, temperature=0.0, allowed_token_ids=[5, 11, 40], bad_words=[[11]]),
     ]
 
     def run(num_rows: int, on_gpu: bool) -> Any:
@@ -95,22 +101,32 @@ def test_settings_of_rows_give_the_tokens_of_the_cpu(tmp_path: Path) -> None:
         for slot in range(num_rows):
             put(table, slot, PROMPT[slot : slot + 14])
             write_sampling(table, slot, settings[slot], 8, MAX_LEN)
+            table.num_prompt[slot], table.prompt_logprobs[slot] = 8, settings[slot].prompt_logprobs >= 0
         step = plan(*((slot, 0, 14) for slot in range(num_rows)))
+        masks = None
+        if num_rows == len(settings):
+            bits = TokenLimits("tiny", settings[-1], model.vocab_size, []).bits
+            masks = RowMasks([1], np.array([num_rows - 1]), bits[np.newaxis])
         if on_gpu:
-            return model.execute(step, table)
+            return model.execute(step, table, masks)
         runner = make_runner(make_memory())
         runner._kernels.result()
         ops.configure(CACHE_DIR, use_kernels=False)
         try:
-            return load(runner, tmp_path).execute(step, table)
+            return load(runner, tmp_path).execute(step, table, masks)
         finally:
             ops.configure_gpu(CACHE_DIR)
 
-    for num_rows in (1, 5):
+    for num_rows in (1, 6):
         ours, wanted = run(num_rows, True), run(num_rows, False)
         assert ours.ids.tolist() == wanted.ids.tolist()
         assert not ours.bad.any()
-        if num_rows == 5:
+        if num_rows == 6:
+            assert ours.ids[5] in (5, 40)
+            (of_prompt,), (as_wanted,) = ours.prompt_logprobs, wanted.prompt_logprobs
+            assert len(of_prompt.ranks) == 7
+            assert (of_prompt.ranks, of_prompt.top_ids) == (as_wanted.ranks, as_wanted.top_ids)
+            assert np.abs(np.array(of_prompt.chosen) - np.array(as_wanted.chosen)).max() < 1e-3
             assert ours.logprobs.top_ids == wanted.logprobs.top_ids
             assert np.abs(np.array(ours.logprobs.top) - np.array(wanted.logprobs.top)).max() < 1e-3
 

@@ -14,6 +14,7 @@ from engine.contracts import SequenceTable, StepResult
 from engine.grammar.row_masks import RowMasks
 from engine.hosted_model import TorchModel
 from engine.protocol import SamplingParams, TokenLogprobs
+from engine.sampling.logprobs import _ranks
 from scheduler.batch.plan import write_sampling
 from tests.engine.model_bench import (
     COMMON,
@@ -67,7 +68,7 @@ def ask(table: SequenceTable, slot: int, tokens: list[int], num_prompt: int, **s
     table.num_prompt[slot] = num_prompt
     table.request_id[slot] = 100 + slot
     write_sampling(table, slot, params, num_prompt, MAX_LEN)
-    table.prompt_logprobs[slot] = params.prompt_logprobs
+    table.prompt_logprobs[slot] = params.prompt_logprobs >= 0
 
 
 def told(result: StepResult) -> dict[int, tuple[float, list[int], list[float]]]:
@@ -125,9 +126,9 @@ def test_prompts_in_chunks(model: TorchModel, checkpoint: tuple[Path, Any], chun
     """Beside a row that samples; logits three rows at a time."""
     table = make_table()
     model._logits_rows, before = 3, model._logits_rows
-    ask(table, 0, PROMPT, 40, logprobs=2, prompt_logprobs=True)
+    ask(table, 0, PROMPT, 40, logprobs=5, prompt_logprobs=2, prompt_ranks=True)  # their numbers of alternatives differ
     ask(table, 1, PROMPT[:10], 10)
-    chosen, top_ids, top, done = [], [], [], 0
+    chosen, top_ids, top, ranks, done = [], [], [], [], 0
     for num in chunks:
         rows = [(0, done, num), (1, 9, 1)] if num > 1 else [(1, 9, 1), (0, done, num)]
         ends = done + num == 40
@@ -138,6 +139,7 @@ def test_prompts_in_chunks(model: TorchModel, checkpoint: tuple[Path, Any], chun
             chosen += message.chosen
             top_ids += message.top_ids
             top += message.top
+            ranks += message.ranks
         done += num
     model._logits_rows = before
     assert len(chosen) == 39
@@ -152,19 +154,22 @@ def test_prompts_in_chunks(model: TorchModel, checkpoint: tuple[Path, Any], chun
     assert np.abs(np.array(top).reshape(39, 2) - best).max() < tolerance
     if tolerance == TOLERANCE:
         assert np.abs(np.take_along_axis(wanted[:39], np.array(top_ids).reshape(39, 2), 1) - best).max() < tolerance
+        own_value = wanted[np.arange(39), PROMPT[1:]][:, None]
+        assert ranks == (wanted[:39] >= own_value).sum(1).tolist()
+    assert len(ranks) == 39
 
 
 def test_only_the_prompt_is_owed_when_output_follows(model: TorchModel) -> None:
     """A prompt of 30 and ten tokens of output, computed together."""
     table = make_table()
-    ask(table, 0, PROMPT, 30, logprobs=0, prompt_logprobs=True)
+    ask(table, 0, PROMPT, 30, prompt_logprobs=0)
     result = model.execute(plan((0, 0, 40)), table)
     (message,) = result.prompt_logprobs
     assert len(message.chosen) == 29
-    assert (message.num_top, message.top_ids, message.top) == (0, [], [])
+    assert (message.num_top, message.top_ids, message.top, message.ranks) == (0, [], [], [])
     table.prompt_logprobs[0] = False
     assert not model.execute(plan((0, 39, 1)), table).prompt_logprobs
-    ask(table, 1, PROMPT[:1], 1, logprobs=0, prompt_logprobs=True)
+    ask(table, 1, PROMPT[:1], 1, prompt_logprobs=0)
     assert not model.execute(plan((1, 0, 1)), table).prompt_logprobs, "one token has nothing before it"
 
 
@@ -193,3 +198,10 @@ def test_a_grammar_does_not_change_them(model: TorchModel) -> None:
     assert int(result.ids[1]) == int(allowed[0])
     check(model, wanted, int(result.ids[1]), *told(result)[101], 20)
     check(model, own(model, PROMPT[:20])[-1], int(result.ids[0]), *told(result)[100], 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ranks_count_equals(dtype: torch.dtype) -> None:
+    logits = torch.tensor([[3.0, 1.0, 3.0, 2.0], [0.0, 0.0, 0.0, 0.0], [-1.0, 5.0, 4.0, 5.5]], dtype=dtype)
+    for chosen, wanted in (([0, 3, 3], [2, 4, 1]), ([1, 0, 0], [4, 4, 4]), ([3, 1, 2], [3, 4, 3])):
+        assert _ranks(logits, np.array(chosen, np.int32)).tolist() == wanted

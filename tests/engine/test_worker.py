@@ -264,7 +264,8 @@ def test_log_probabilities_come_with_their_tokens_and_the_prompts_before_the_fir
         engine.wait_for(LoadDone)
         prompt = list(range(10, 50))
         engine.send(
-            submit_message(1, prompt=prompt, max_tokens=5, logprobs=2, prompt_logprobs=True), submit_message(2, max_tokens=5)
+            submit_message(1, prompt=prompt, max_tokens=5, logprobs=2, prompt_logprobs=2, prompt_ranks=True),
+            submit_message(2, max_tokens=5),
         )
         engine.wait_finished(1, 2)
         told = [message for message in engine.messages if isinstance(message, PromptLogprobs)]
@@ -272,6 +273,7 @@ def test_log_probabilities_come_with_their_tokens_and_the_prompts_before_the_fir
         assert engine.messages.index(told[-1]) < engine.messages.index(steps[0])
         assert len(told) == 3
         assert [token for message in told for token in message.top_ids] == prompt[1:]
+        assert [rank for message in told for rank in message.ranks] == [1] * 39
         assert [message.first for message in told] == [1 + sum(len(m.chosen) for m in told[:at]) for at in range(3)]
         for step in steps:
             assert step.logprobs is not None
@@ -279,7 +281,7 @@ def test_log_probabilities_come_with_their_tokens_and_the_prompts_before_the_fir
             assert step.logprobs.top_ids == [step.ids[step.request_ids.index(1)]]
         # again after a crash: the daemon has the prompt's
         num_before = len(told)
-        engine.send(submit_message(3, prompt=prompt, max_tokens=5, logprobs=0, prompt_logprobs=True, output=[300, 301]))
+        engine.send(submit_message(3, prompt=prompt, max_tokens=5, logprobs=0, prompt_logprobs=0, output=[300, 301]))
         engine.wait_finished(3)
         assert sum(isinstance(message, PromptLogprobs) for message in engine.messages) == num_before
 

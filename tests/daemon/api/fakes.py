@@ -152,8 +152,10 @@ class FakeRequests:
             task.cancel()
 
     async def _play(self, generation: Generation) -> None:
-        if generation.logprobs is not None and generation.params.prompt_logprobs:
+        if generation.params.prompt_logprobs >= 0 and generation.logprobs is not None:
             generation.logprobs.feed_prompt(prompt_logprobs(generation))
+        if generation.params.prompt_logprobs >= 0 and generation.prompt_logprobs is not None:
+            generation.prompt_logprobs.feed(prompt_logprobs(generation))
         for step in self.script(generation):
             if isinstance(step, float):
                 await asyncio.sleep(step)
@@ -183,9 +185,11 @@ def logprobs_of(token_id: int, num_top: int) -> tuple[float, list[int], list[flo
 
 
 def prompt_logprobs(generation: Generation) -> PromptLogprobs:
-    told = [logprobs_of(token_id, generation.params.logprobs) for token_id in generation.prompt[1:]]
+    num_top = generation.params.prompt_logprobs
+    told = [logprobs_of(token_id, num_top) for token_id in generation.prompt[1:]]
     chosen, top_ids, top = [each[0] for each in told], [i for each in told for i in each[1]], [i for each in told for i in each[2]]
-    return PromptLogprobs(generation.request_id, 1, generation.params.logprobs, chosen, top_ids, top)
+    ranks = [1 + at % 3 for at in range(len(told))]
+    return PromptLogprobs(generation.request_id, 1, num_top, chosen, top_ids, top, ranks)
 
 
 class FakeHealth:

@@ -115,10 +115,10 @@ FIELDS: list[tuple[str, dict[str, object], str]] = [
 ]  # fmt: skip
 UNBUILT: list[tuple[str, object]] = [
     ("best_of", 2),
-    ("functions", [{"name": "f"}]), ("function_call", "auto"), ("suffix", "end"), ("prompt_logprobs", 1),
+    ("functions", [{"name": "f"}]), ("function_call", "auto"), ("suffix", "end"),
     ("modalities", ["text", "audio"]), ("moderation", {"model": "m"}), ("web_search_options", {"search_context_size": "low"}),
     ("chat_template", "{{ 1 }}"), ("skip_special_tokens", False), ("use_beam_search", True), ("length_penalty", 0.5),
-    ("web_search_options", {}), ("prompt_logprobs", 0), ("typical_p", 0.9), ("logits_processors", ["x"]), ("typical_p", True),
+    ("web_search_options", {}), ("typical_p", 0.9), ("logits_processors", ["x"]), ("typical_p", True),
     ("prompt_embeds", "AAAA"), ("guided_whitespace_pattern", " "), ("skip_special_tokens", 1), ("suffix", False),
 ]  # fmt: skip
 UNBUILT_CHAT: list[tuple[str, object]] = [("echo", True)]

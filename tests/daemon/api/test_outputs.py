@@ -209,7 +209,7 @@ async def test_echo(client, node, prompt, stream):
     # the fake says the prompt backwards
     assert text.startswith("abcé")
     assert len(text) > 4
-    assert not node.requests.submitted[0].params.prompt_logprobs
+    assert node.requests.submitted[0].params.prompt_logprobs == -1
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
@@ -241,7 +241,8 @@ async def test_echo_with_logprobs_as_evaluation_tools_ask(client, node, stream, 
     ]
     assert choices[1]["tokens"] == ["d"] * (1 + max_tokens)
     params = node.requests.submitted[0].params
-    assert (params.prompt_logprobs, params.logprobs, params.max_tokens) == (True, 1, 1)
+    assert (params.prompt_logprobs, params.logprobs, params.max_tokens) == (1, 1, 1)
+    assert not params.prompt_ranks
 
 
 def add(seen, choice):

@@ -122,3 +122,15 @@ def test_other_decoders_are_refused_by_name(decoder):
 def test_a_broken_file_is_named(data):
     with pytest.raises(BadRequest, match=r"x/tokenizer\.json"):
         build_table(read_tokenizer_file(data, "x/tokenizer.json"), "x/tokenizer.json", lambda ids: "")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_special_tokens_have_names_and_no_text(kind):
+    """Alternatives of a position are told by what `shown` gives."""
+    tokenizer, table = KINDS[kind], TABLES[kind]
+    special = {token_id: token.content for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    assert special
+    for token_id, name in special.items():
+        assert table.shown(token_id) == name.encode()
+        assert table.raw(token_id) == table.raw_first(token_id) == b""
+        assert decode(table, [token_id]) == ""

@@ -35,7 +35,7 @@ def packed(messages: object) -> bytes:
 
 async def test_encodes_as_the_tokenizer_does(service, tmp_path):
     tokenizer = byte_level()
-    tiny = model(checkpoint(tmp_path / "tiny", tokenizer), max_model_len=1 << 20)
+    tiny = model(checkpoint(tmp_path / "tiny", tokenizer))
     texts = ["The fox", "", "é😀" * 50, "x" * 200_000]
     expected = [tokenizer.encode(text).ids for text in texts]
     assert [ids.tolist() for ids in await service.encode(tiny, packed(texts))] == expected
@@ -281,7 +281,7 @@ def big_tokenizer() -> Tokenizer:
 
 async def test_the_loop_is_never_held_while_a_large_vocabulary_and_a_long_prompt_arrive(service, tmp_path):
     """The bar is 5 ms; what is asserted allows for this machine's other work: the process's own CPU time between two turns."""
-    big = model(checkpoint(tmp_path / "big", big_tokenizer(), chat_template=CHATML), vocab_size=130_000, max_model_len=1 << 20)
+    big = model(checkpoint(tmp_path / "big", big_tokenizer(), chat_template=CHATML), vocab_size=130_000)
     small = model(checkpoint(tmp_path / "small", byte_level()))
     await service.encode(small, "x")
     long = "The fox 丁七 jumps over it. " * 36_000

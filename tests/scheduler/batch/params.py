@@ -17,9 +17,10 @@ class Params:
     ignore_eos: bool = False
     stop_token_ids: Sequence[int] = ()
     logprobs: int = -1
-    prompt_logprobs: bool = False
+    prompt_logprobs: int = -1
     min_p: float = 0.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    is_limited: bool = False

@@ -89,8 +89,8 @@ def test_a_prompt_whose_log_probabilities_are_owed_shares_nothing() -> None:
     prompt = list(range(1, 31))
     harness.submit(1, prompt)
     harness.run()
-    harness.submit(2, prompt, Params(prompt_logprobs=True, logprobs=0))
-    harness.submit(3, prompt, Params(prompt_logprobs=True, logprobs=0))
+    harness.submit(2, prompt, Params(prompt_logprobs=0))
+    harness.submit(3, prompt, Params(prompt_logprobs=0))
     harness.step()
     assert harness.scheduler.table.prompt_logprobs.sum() >= 1
     harness.run()
@@ -99,7 +99,7 @@ def test_a_prompt_whose_log_probabilities_are_owed_shares_nothing() -> None:
     assert 3 not in harness.cached
     # again after a crash: the client has them all
     before = harness.model.num_computed_tokens
-    harness.submit(4, prompt, Params(prompt_logprobs=True, logprobs=0), output=harness.output[2][:3])
+    harness.submit(4, prompt, Params(prompt_logprobs=0), output=harness.output[2][:3])
     harness.run()
     assert harness.output[4] == harness.output[2]
     assert harness.model.num_computed_tokens - before < 30
