@@ -79,6 +79,7 @@ class Generation:
     request_id: int = 0  # given by the dispatcher
     public_id: str = ""  # X-Request-Id / cmpl-…, for logs and `hearth why`
     tenant: str = ""
+    cache_salt: str = ""  # the client's: beside it only requests with the same one share cached prefixes
     weight: float = 1.0  # the tenant's share
     priority: int = 0
     output: list[int] = field(default_factory=list)
@@ -145,16 +146,25 @@ class TextPort(Protocol):
     against max_model_len costs nothing and only an accepted prompt becomes a list."""
 
     def encode(
-        self, model: ModelEntry, text: str | bytes, add_special_tokens: bool = True, field: str = "prompt"
+        self,
+        model: ModelEntry,
+        text: str | bytes,
+        add_special_tokens: bool = True,
+        field: str = "prompt",
+        keep_last: int = 0,
+        suffix: str = "",
     ) -> Awaitable[list[array[int]]]:
-        """`text`: one prompt, or a list of strings packed as msgpack; one array per prompt. `field`: the request's. Raises
-        HearthError context_length_exceeded (400) where it shows before encoding that a text cannot fit; arrays may yet be too
-        long."""
+        """Returns one array per prompt. `text`: one prompt, or a list of strings packed as msgpack. `field`: the request's.
+        `keep_last`: so many tokens at the end are kept, beside special ones; 0: all. `suffix`: what follows the gap that the model
+        fills. Raises HearthError context_length_exceeded (400) if a text cannot fit, as far as that shows before encoding; an
+        array may still be too long."""
         ...
 
-    def encode_chat(self, model: ModelEntry, messages: bytes, options: dict[str, object]) -> Awaitable[array[int]]:
+    def encode_chat(
+        self, model: ModelEntry, messages: bytes, options: dict[str, object], keep_last: int = 0
+    ) -> Awaitable[array[int]]:
         """Renders the checkpoint's Jinja template (sandboxed) and encodes it. `messages`: a list of objects packed as msgpack.
-        Raises HearthError (400) with the template's own message."""
+        `keep_last`: as for encode. Raises HearthError (400) with the template's own message."""
         ...
 
     def table(self, model: ModelEntry) -> Awaitable[TokenTable]:

@@ -39,7 +39,7 @@ class Embedder:
             return f"token ids must be from 0 to below vocab_size {vocab_size} of {self.spec.model}"
         self.waiting[message.request_id] = np.array(message.prompt, np.int32)
         weight = message.tenant_weight if message.tenant_weight > 0 else 1.0
-        self._queue.add(message.request_id, len(message.prompt), message.cache_salt, weight, message.priority)
+        self._queue.add(message.request_id, len(message.prompt), message.tenant, weight, message.priority)
         return ""
 
     def next_texts(self) -> list[int]:

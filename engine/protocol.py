@@ -132,11 +132,12 @@ class Submit(Message, frozen=True):
     prompt: list[int]
     params: SamplingParams
     output: list[int] = []
-    cache_salt: str = ""  # tenants never share prefix blocks
+    tenant: str = ""  # tenants never share prefix blocks
+    cache_salt: str = ""  # nor do requests of one tenant with different salts
     priority: int = 0
     task: str = "generate"  # | embed: of encoders, answered by EmbeddingsOut; params are not looked at
     weight: float = 1.0  # share of the device between models
-    tenant_weight: float = 1.0  # share of cache_salt's tenant among those that want this model
+    tenant_weight: float = 1.0  # the tenant's share among those that want this model
 
 
 class Abort(Message, frozen=True):

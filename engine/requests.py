@@ -30,6 +30,7 @@ def batch_request(message: Submit, spec: LoadModel, vocab_size: int) -> BatchReq
         tokens.astype(np.int32),
         len(message.prompt),
         params,
+        tenant=message.tenant,
         cache_salt=message.cache_salt,
         weight=message.tenant_weight if message.tenant_weight > 0 else 1.0,
         priority=message.priority,

@@ -16,6 +16,7 @@ from daemon.api.body_parts import read_parts
 from daemon.api.context import ApiContext
 from daemon.api.decode import invalid
 from daemon.api.embeddings_body import EMBEDDINGS, EmbeddingsHead
+from daemon.api.prompts import num_kept
 from daemon.api.responses import json_response
 from daemon.contracts import Generation, ModelEntry
 from daemon.errors import BadRequest, HearthError
@@ -37,10 +38,11 @@ async def embeddings(request: web.Request, context: ApiContext, model_name: str 
     num_dimensions = head.dimensions or size
     if num_dimensions != size and num_dimensions not in model.cut_sizes:
         raise invalid("dimensions", f"dimensions: {num_dimensions} was asked for, {model.name} has {size} {_cuts(model.cut_sizes)}")
+    keep = num_kept(head.keep_last, model.max_model_len, model)
     if head.kind == "ids":
-        texts = [array("i", ids) for ids in _packed_ids.decode(packed)]
+        texts = [array("i", ids)[-keep:] for ids in _packed_ids.decode(packed)]
     else:
-        texts = await context.text.encode(model, packed, True, "input")
+        texts = await context.text.encode(model, packed, True, "input", keep)
     _check(texts, model)
     generations: list[Generation] = []
     try:

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from daemon.api.decode import decode
-from daemon.api.prompts import MAX_INPUTS, prompts
+from daemon.api.prompts import MAX_INPUTS, KeepLast, checked_keep_last, prompts
 from daemon.api.unsupported import neutral, refuse_unsupported
 
 EMBEDDINGS = "embeddings"
@@ -20,6 +20,7 @@ class EmbeddingsBody(Struct):
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     normalize: Annotated[Raw, neutral("true")] = Raw()  # they are of length 1
+    truncate_prompt_tokens: KeepLast | None = None
     user: str | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
 
@@ -32,6 +33,7 @@ class EmbeddingsHead(Struct, array_like=True):
     base64: bool
     dimensions: int | None
     priority: int
+    keep_last: int = 0  # truncate_prompt_tokens; 0: all
 
 
 _decoder = msgspec.json.Decoder(EmbeddingsBody)
@@ -42,4 +44,12 @@ def parse_embeddings(endpoint: str, body: bytes) -> tuple[EmbeddingsHead, bytes]
     fields: EmbeddingsBody = decode(_decoder, body, "")
     refuse_unsupported(fields)
     kind, packed, _ = prompts(bytes(fields.input), "input", MAX_INPUTS)
-    return EmbeddingsHead(fields.model, kind, fields.encoding_format == "base64", fields.dimensions, fields.priority or 0), packed
+    head = EmbeddingsHead(
+        fields.model,
+        kind,
+        fields.encoding_format == "base64",
+        fields.dimensions,
+        fields.priority or 0,
+        checked_keep_last(fields.truncate_prompt_tokens),
+    )
+    return head, packed

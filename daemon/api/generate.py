@@ -20,6 +20,7 @@ from daemon.api.outputs import check_n, nth
 from daemon.api.piece_frames import PieceFrames
 from daemon.api.prompt_first import prompt_first
 from daemon.api.prompt_logprobs import check_size, prompt_logprobs_json, prompt_trail
+from daemon.api.prompts import num_kept
 from daemon.api.reply_format import ReplyFormat, reply_format
 from daemon.api.responses import answer, json_response
 from daemon.api.sampling import sampling_params
@@ -81,6 +82,7 @@ async def _generations(
                 sink=_no_sink,
                 public_id=public_id,
                 priority=head.priority,
+                cache_salt=head.cache_salt,
                 arrived_s=arrived_s,
                 is_copy=number > 0,
                 prompt_logprobs=prompt_trail(head.outputs) if number == 0 else None,
@@ -110,17 +112,19 @@ async def _unpack(ids: array[int], vocab_size: int | None, field: str) -> list[i
 
 
 async def _prompt_ids(context: ApiContext, model: ModelEntry, head: Head, prompt: bytes) -> list[array[int]]:
+    keep = num_kept(head.keep_last, model.max_model_len - (head.max_tokens or 1), model)
     if head.prompt_kind == "ids":
         unpacked = []
         for packed in _ids_decoder.decode(prompt):
             ids = array("i")
             ids.frombytes(packed)
-            unpacked.append(ids)
+            unpacked.append(ids[-keep:])
         return unpacked
     if head.prompt_kind == "messages":
-        encoded = [await context.text.encode_chat(model, prompt, head.options)]
+        encoded = [await context.text.encode_chat(model, prompt, head.options, keep)]
     else:
-        encoded = await context.text.encode(model, prompt, bool(head.options["add_special_tokens"]))
+        special, suffix = bool(head.options["add_special_tokens"]), str(head.options["suffix"])
+        encoded = await context.text.encode(model, prompt, special, keep_last=keep, suffix=suffix)
     field = "messages" if head.prompt_kind == "messages" else "prompt"
     for at, each in enumerate(encoded):
         if not each:

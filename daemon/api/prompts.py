@@ -9,11 +9,13 @@ import msgspec
 from msgspec import Meta
 
 from daemon.api.decode import check_text, decode, invalid
+from daemon.contracts import ModelEntry
 
 MAX_PROMPTS = 1024  # of completions
 MAX_INPUTS = 2048  # of embeddings, as OpenAI's specification has it
 
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+KeepLast = Annotated[int, Meta(ge=-1, le=2**31 - 1)]  # truncate_prompt_tokens: -1: as many as fit
 
 _ids = msgspec.json.Decoder(list[TokenId])
 _ids_batch = msgspec.json.Decoder(list[list[TokenId]])
@@ -45,6 +47,21 @@ def prompts(raw: bytes, field: str = "prompt", most: int = MAX_PROMPTS) -> tuple
     if inside == b"]":
         raise invalid(field, f"{field} is empty")
     raise invalid(field, f"{field} must be a string, a list of strings, a list of token ids or a list of lists of token ids")
+
+
+def checked_keep_last(value: int | None) -> int:
+    """Returns truncate_prompt_tokens, 0 where it is not given. Raises BadRequest."""
+    if value == 0:
+        raise invalid("truncate_prompt_tokens", "truncate_prompt_tokens: expected an `int` >= 1, or -1")
+    return value or 0
+
+
+def num_kept(keep_last: int, room: int, model: ModelEntry) -> int:
+    """Returns how many tokens of a prompt are kept, 0 for all. room: what fits the model. Raises BadRequest."""
+    if keep_last > model.max_model_len:
+        limit = f"{keep_last} is more than max_model_len {model.max_model_len} of {model.name}"
+        raise invalid("truncate_prompt_tokens", f"truncate_prompt_tokens: {limit}")
+    return max(1, room) if keep_last < 0 else keep_last
 
 
 def _pack_ids(batch: list[list[int]]) -> bytes:

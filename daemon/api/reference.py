@@ -89,6 +89,11 @@ FIELDS = {
     "chat_template_kwargs": "given to the template",
     "documents": "given to the template",
     "add_special_tokens": "default true",
+    "cache_salt": "only requests with the same salt, of the same tenant, share cached prefixes",
+    "truncate_prompt_tokens": "the last so many tokens of the prompt are kept, special ones beside them; -1: as many as fit",
+    "continue_final_message": "the reply continues the last message, the assistant's, and holds the continuation only",
+    "reasoning_effort": "given to the template; `none` turns `enable_thinking` off, too",
+    "suffix": "what follows the gap that the model fills; of models with tokens for filling in the middle",
     "return_token_strs": "each token's text as well",
     "tokens": "token ids",
 }

@@ -9,7 +9,7 @@ from typing import Any
 from daemon.api.context import ApiContext
 from daemon.api.decode import invalid
 from daemon.api.response_format import MAX_GRAMMAR_BYTES
-from daemon.api.schema import Head
+from daemon.api.schema import CONTINUES_ANSWER, CONTINUES_REASONING, Head
 from daemon.api.tool_grammar import JSON_SCHEMA, argument_schemas, tool_grammar
 from daemon.api.tools import AUTO, ToolRequest
 from daemon.contracts import Generation, ModelEntry
@@ -34,6 +34,7 @@ class ReplyFormat:
     one_call: bool
     reasoning: bool
     grammar: str  # as SamplingParams.grammar; "" for none
+    in_reasoning: bool = False  # it continues the client's own message, inside its reasoning
 
     def parser(self, generation: Generation) -> ReplyParser:
         """For one reply."""
@@ -41,7 +42,7 @@ class ReplyFormat:
         splitter = None
         if self.reasoning:
             end = decode(self.table, generation.prompt[-PROMPT_END_TOKENS:])
-            splitter = ReasoningSplitter(opened=end.rstrip().endswith(OPEN))
+            splitter = ReasoningSplitter(opened=self.in_reasoning or end.rstrip().endswith(OPEN))
         return ReplyParser(tools, splitter, self.one_call)
 
     async def message(self, generation: Generation, text: str, reason: str) -> tuple[dict[str, Any], str]:
@@ -86,6 +87,7 @@ async def reply_format(context: ApiContext, head: Head, model: ModelEntry, table
         grammar = await _grammar(context, head, tools, dialect, facts)
     forced = bool(head.grammar) or (tools is not None and tools.choice != AUTO)
     reasoning = (model.reasoning_parser or facts.reasoning_parser) != NONE and not forced
+    reasoning = reasoning and head.options["continue_final_message"] != CONTINUES_ANSWER
     if not reasoning and tools is None:
         return None
     return ReplyFormat(
@@ -95,6 +97,7 @@ async def reply_format(context: ApiContext, head: Head, model: ModelEntry, table
         one_call=tools is not None and not tools.parallel,
         reasoning=reasoning,
         grammar=grammar,
+        in_reasoning=head.options["continue_final_message"] == CONTINUES_REASONING,
     )
 
 

@@ -25,6 +25,7 @@ GRAMMAR_FIELDS = (
     "structured_outputs",
 )
 MAX_GRAMMAR_BYTES = 64 << 10
+COMPACT = '"x-guidance":{"whitespace_flexible":false,"item_separator":",","key_separator":":"}'  # llguidance's options
 ANY_OBJECT = 'json_schema:{"type":"object"}'
 
 Choices = Annotated[list[str], Meta(min_length=1, max_length=4096)]
@@ -49,6 +50,7 @@ class StructuredOutputs(Struct, forbid_unknown_fields=True):
     regex: str | None = None
     grammar: str | None = None
     choice: Choices | None = None
+    disable_any_whitespace: bool | None = None  # of json; the others fix their blanks by themselves
 
 
 _format = msgspec.json.Decoder(ResponseFormat)
@@ -113,7 +115,8 @@ def _structured_outputs(data: bytes) -> tuple[str, str]:
     schema = bytes(wanted.json)
     found: list[tuple[str, str]] = []
     if schema and schema != b"null":
-        found.append(("structured_outputs.json", _schema("structured_outputs.json", schema)))
+        text = _schema("structured_outputs.json", schema)
+        found.append(("structured_outputs.json", _compact(text) if wanted.disable_any_whitespace else text))
     if wanted.regex is not None:
         found.append(("structured_outputs.regex", "regex:" + wanted.regex))
     if wanted.grammar is not None:
@@ -131,6 +134,12 @@ def _schema(field: str, data: bytes) -> str:
     if not text.lstrip(" \t\r\n").startswith("{"):
         raise invalid(field, f"{field} must be a JSON object")
     return "json_schema:" + text
+
+
+def _compact(grammar: str) -> str:
+    """Returns a schema whose answers have no blanks between their tokens. Its text is kept for the order of properties."""
+    rest = grammar.removeprefix("json_schema:").strip()[1:]
+    return f"json_schema:{{{COMPACT}{'' if rest.strip() == '}' else ','}{rest}"
 
 
 def _choice(choices: list[str]) -> str:

@@ -7,7 +7,7 @@ helper looks into. It runs on the event loop for bodies up to INLINE_BYTES and i
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Raw, Struct
@@ -15,15 +15,17 @@ from msgspec import Meta, Raw, Struct
 from daemon.api.decode import check_text, decode, invalid
 from daemon.api.messages import Message, checked_documents, pack_messages, packed
 from daemon.api.outputs import MAX_BIASED_TOKENS, MAX_N, MAX_TOP_LOGPROBS, Outputs, outputs_of
-from daemon.api.prompts import TokenId, prompts
+from daemon.api.prompts import KeepLast, TokenId, checked_keep_last, prompts
 from daemon.api.response_format import grammar_of
 from daemon.api.token_limits import MAX_ALLOWED_TOKENS, MAX_BAD_WORDS
 from daemon.api.tools import ToolRequest, tool_request
 from daemon.api.unsupported import UnsupportedFields, neutral, refuse_unsupported
+from daemon.text.reasoning import CLOSE, OPEN
 
 INLINE_BYTES = 128 << 10
 MAX_STOPS = 16
 CHAT, COMPLETIONS = "chat", "completions"
+CONTINUES_ANSWER, CONTINUES_REASONING = "answer", "reasoning"
 
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
@@ -56,6 +58,8 @@ class Common(UnsupportedFields):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    truncate_prompt_tokens: KeepLast | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     n: NumSequences | None = None
     best_of: Annotated[int, Meta(ge=0, le=MAX_N)] | None = None  # OpenAI's specification allows 0
@@ -81,7 +85,9 @@ class Common(UnsupportedFields):
 class ChatBody(Common, kw_only=True):
     messages: Annotated[list[Message], Meta(min_length=1)]
     add_generation_prompt: bool | None = None
-    continue_final_message: Annotated[Raw, neutral("false")] = Raw()
+    continue_final_message: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    suffix: Annotated[Raw, neutral('""')] = Raw()
     chat_template_kwargs: dict[str, Any] | None = None
     documents: Raw = Raw()
     logprobs: bool | None = None
@@ -99,6 +105,7 @@ class CompletionBody(Common, kw_only=True):
     logprobs: NumTop | bool | None = None
     top_logprobs: Annotated[Raw, neutral("0")] = Raw()
     echo: bool | None = None
+    suffix: str | None = None
     tools: Annotated[Raw, neutral("[]")] = Raw()
     tool_choice: Annotated[Raw, neutral('"none"')] = Raw()
 
@@ -127,6 +134,8 @@ class Head(Struct, array_like=True):
     tools: ToolRequest | None = None
     grammar_field: str = ""
     grammar: str = ""  # as SamplingParams.grammar
+    cache_salt: str = ""
+    keep_last: int = 0  # truncate_prompt_tokens; 0: all
     outputs: Outputs = Outputs()
 
 
@@ -144,8 +153,9 @@ def parse(endpoint: str, body: bytes) -> tuple[Head, bytes]:
         tools, shown = tool_request(fields.tools, fields.tool_choice, fields.parallel_tool_calls)
         kind, prompt, num_prompts = "messages", pack_messages(fields.messages), 1
         options: dict[str, Any] = {
-            "add_generation_prompt": fields.add_generation_prompt is not False,
-            "kwargs": packed(fields.chat_template_kwargs or {}, "chat_template_kwargs"),
+            "add_generation_prompt": fields.add_generation_prompt is not False and not fields.continue_final_message,
+            "continue_final_message": _continues(fields),
+            "kwargs": packed(_template_kwargs(fields), "chat_template_kwargs"),
             "tools": shown,
             "documents": checked_documents(bytes(fields.documents)),
         }
@@ -153,7 +163,7 @@ def parse(endpoint: str, body: bytes) -> tuple[Head, bytes]:
     else:
         tools = None
         kind, prompt, num_prompts = prompts(bytes(fields.prompt))
-        options = {"add_special_tokens": fields.add_special_tokens is not False}
+        options = {"add_special_tokens": fields.add_special_tokens is not False, "suffix": _suffix(fields, kind)}
         max_tokens = fields.max_tokens if fields.max_tokens is not None else fields.max_completion_tokens
     if fields.model is not None:
         check_text(fields.model, "model")
@@ -188,9 +198,48 @@ def parse(endpoint: str, body: bytes) -> tuple[Head, bytes]:
         tools=tools,
         grammar_field=grammar_field,
         grammar=grammar,
+        cache_salt=fields.cache_salt or "",
+        keep_last=checked_keep_last(fields.truncate_prompt_tokens),
         outputs=outputs,
     )
     return head, prompt
+
+
+def _template_kwargs(fields: ChatBody) -> dict[str, Any]:
+    """Returns the template's variables: reasoning_effort, and chat_template_kwargs, which may replace it. "none" also turns
+    enable_thinking off, the switch of Qwen's and GLM's templates."""
+    kwargs: dict[str, Any] = {}
+    if fields.reasoning_effort is not None:
+        kwargs["reasoning_effort"] = fields.reasoning_effort
+        if fields.reasoning_effort == "none":
+            kwargs["enable_thinking"] = False
+    return kwargs | (fields.chat_template_kwargs or {})
+
+
+def _continues(fields: ChatBody) -> str:
+    """Returns what of the last message the reply continues, CONTINUES_ANSWER or CONTINUES_REASONING; "" for a new message."""
+    if not fields.continue_final_message:
+        return ""
+    if fields.add_generation_prompt:
+        raise invalid("continue_final_message", "continue_final_message: add_generation_prompt: true begins another message")
+    last = fields.messages[-1]
+    if last.role != "assistant" or not last.content or last.tool_calls:
+        raise invalid("continue_final_message", "continue_final_message: the last message must be the assistant's, with text")
+    text = last.content if isinstance(last.content, str) else "".join(part.text or "" for part in last.content)
+    return CONTINUES_REASONING if text.rfind(OPEN) > text.rfind(CLOSE) else CONTINUES_ANSWER
+
+
+def _suffix(fields: CompletionBody, kind: str) -> str:
+    if not fields.suffix:
+        return ""
+    check_text(fields.suffix, "suffix")
+    if kind != "text":
+        raise invalid("suffix", "suffix: the prompt must be text; token ids hold the tokens for filling in the middle themselves")
+    if fields.echo:
+        raise invalid("suffix", "suffix and echo: only one of them is allowed")
+    if fields.truncate_prompt_tokens:
+        raise invalid("suffix", "suffix and truncate_prompt_tokens: only one of them is allowed")
+    return fields.suffix
 
 
 def _stops(stop: str | list[str] | None) -> list[str]:

@@ -16,8 +16,8 @@ _strings = msgspec.msgpack.Decoder(list[str])
 
 
 def written_prompts(head: Head, prompt: bytes) -> list[str] | None:
-    """The prompts as the client wrote them, where they are to be shown and were text. `prompt`: as schema.parse packed it."""
-    return _strings.decode(prompt) if head.outputs.echo and head.prompt_kind == "text" else None
+    """Returns the prompts as the client wrote them if they are echoed whole and were text. `prompt`: as schema.parse packed it."""
+    return _strings.decode(prompt) if head.outputs.echo and head.prompt_kind == "text" and not head.keep_last else None
 
 
 def texts_of(

@@ -35,7 +35,6 @@ class UnsupportedFields(Struct):
     modalities: Annotated[Raw, neutral("[]", '["text"]')] = Raw()
     moderation: Annotated[Raw, neutral("false")] = Raw()
     web_search_options: Annotated[Raw, neutral()] = Raw()  # {} asks for a search with default settings
-    suffix: Annotated[Raw, neutral('""')] = Raw()
     chat_template: Annotated[Raw, neutral('""')] = Raw()
     use_beam_search: Annotated[Raw, neutral("false")] = Raw()
     length_penalty: Annotated[Raw, neutral("1")] = Raw()  # of beam search

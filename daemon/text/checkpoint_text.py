@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from config.regular_file import read_regular
 from daemon.errors import BadRequest
 from daemon.text.chat_template import ChatTemplate
+from daemon.text.fill_in_middle import fill_in_middle
 from daemon.text.jobs import TextFacts, is_template_text
 from daemon.text.table_builder import build_table, read_tokenizer_file, unsupported
 from daemon.text.token_lower_bound import TokenLowerBound
@@ -36,9 +37,28 @@ class CheckpointText:
         contents = read_tokenizer_file(self._read(file, MAX_TOKENIZER_BYTES), str(file))
         return build_table(contents, str(file), lambda ids: self.tokenizer().decode(ids))
 
-    def encode(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
-        encodings = self.tokenizer().encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+    def encode(self, texts: list[str], add_special_tokens: bool, keep_last: int = 0, suffix: str = "") -> list[list[int]]:
+        """Returns the token ids of each text. keep_last, suffix: as in the job Encode. Raises BadRequest."""
+        tokenizer = self.tokenizer()
+        if suffix:
+            first = tokenizer.encode("").ids if add_special_tokens else []
+            return [first + fill_in_middle(tokenizer, self._name, text, suffix) for text in texts]
+        if keep_last:
+            return self._encode_ends(texts, add_special_tokens, keep_last)
+        encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
+
+    def _encode_ends(self, texts: list[str], add_special_tokens: bool, keep_last: int) -> list[list[int]]:
+        tokenizer = self.tokenizer()
+        num_special = tokenizer.num_special_tokens_to_add(False) if add_special_tokens else 0
+        if keep_last <= num_special:
+            message = f"truncate_prompt_tokens: {keep_last} leave no room beside the {num_special} special tokens of {self._name}"
+            raise BadRequest("invalid_request", message, param="truncate_prompt_tokens")
+        found = []
+        for encoding in tokenizer.encode_batch(texts, add_special_tokens=False):
+            encoding.truncate(keep_last - num_special, direction="left")
+            found.append(tokenizer.post_process(encoding, None, add_special_tokens).ids)
+        return found
 
     def token_lower_bound(self, text: str) -> tuple[int, str]:
         """Returns TokenLowerBound.of(text); the bound is built on first use."""

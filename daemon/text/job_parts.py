@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from array import array
 from collections.abc import Sequence
 from typing import Any
@@ -26,7 +27,16 @@ def rendered(text: CheckpointText, messages: bytes, options: dict[str, Any]) -> 
         tools, documents = (json.loads(options[key]) if options.get(key) else None for key in ("tools", "documents"))
     except RecursionError:
         raise BadRequest("invalid_request", "messages: nested too deeply", param="messages") from None
-    return text.render(plain, bool(options.get("add_generation_prompt", True)), kwargs, tools, documents)
+    if not options.get("continue_final_message"):
+        return text.render(plain, bool(options.get("add_generation_prompt", True)), kwargs, tools, documents)
+    # a random mark shows where the template writes the end of the last message's text
+    mark = secrets.token_hex(16)
+    plain[-1]["content"] += mark
+    parts = text.render(plain, False, kwargs, tools, documents).split(mark)
+    if len(parts) != 2:
+        why = "the chat template does not write the last message's text once, as it is"
+        raise BadRequest("invalid_request", f"continue_final_message: {why}", param="continue_final_message")
+    return parts[0]
 
 
 def check_length(text: CheckpointText, texts: Sequence[str], job: Encode | EncodeChat) -> None:

@@ -21,23 +21,27 @@ class Open(Message, frozen=True):
 
 class Encode(Message, frozen=True):
     """-> one int32 array a text. `texts`: list of strings as msgpack. `max_tokens`: what cannot have so few is refused before it is
-    encoded, naming `field`; 0: any length."""
+    encoded, naming `field`; 0: any length. `keep_last`: so many tokens at the end are kept; 0: all. `suffix`: the text after the
+    gap that is to be filled in; "": there is none."""
 
     job_id: int
     texts: bytes
     add_special_tokens: bool
     max_tokens: int = 0
     field: str = "prompt"
+    keep_last: int = 0
+    suffix: str = ""
 
 
 class EncodeChat(Message, frozen=True):
-    """-> one int32 array. `messages`: list of objects, as msgpack. `options`: add_generation_prompt, kwargs (msgpack again), tools
-    and documents (JSON, as they came), as msgpack. `max_tokens`: as Encode's."""
+    """-> one int32 array. `messages`: list of objects, as msgpack. `options`: add_generation_prompt, continue_final_message, kwargs
+    (msgpack again), tools and documents (JSON, as they came), as msgpack. `max_tokens`, `keep_last`: as Encode's."""
 
     job_id: int
     messages: bytes
     options: bytes
     max_tokens: int = 0
+    keep_last: int = 0
 
 
 class Tokenize(Message, frozen=True):

@@ -149,15 +149,24 @@ class TextService:
     # ---- the work
 
     async def encode(
-        self, model: ModelEntry, text: str | bytes, add_special_tokens: bool = True, field: str = "prompt"
+        self,
+        model: ModelEntry,
+        text: str | bytes,
+        add_special_tokens: bool = True,
+        field: str = "prompt",
+        keep_last: int = 0,
+        suffix: str = "",
     ) -> list[array[int]]:
-        texts, limit = msgspec.msgpack.encode([text]) if isinstance(text, str) else text, model.max_model_len
-        parts = await self._run(_open(model), lambda job_id: Encode(job_id, texts, add_special_tokens, limit, field), field)
+        texts = msgspec.msgpack.encode([text]) if isinstance(text, str) else text
+        limit = 0 if keep_last else model.max_model_len
+        parts = await self._run(
+            _open(model), lambda job_id: Encode(job_id, texts, add_special_tokens, limit, field, keep_last, suffix), field
+        )
         return [_unpacked(part) for part in parts]
 
-    async def encode_chat(self, model: ModelEntry, messages: bytes, options: dict[str, object]) -> array[int]:
-        packed = msgspec.msgpack.encode(options)
-        parts = await self._run(_open(model), lambda job_id: EncodeChat(job_id, messages, packed, model.max_model_len), "messages")
+    async def encode_chat(self, model: ModelEntry, messages: bytes, options: dict[str, object], keep_last: int = 0) -> array[int]:
+        packed, limit = msgspec.msgpack.encode(options), 0 if keep_last else model.max_model_len
+        parts = await self._run(_open(model), lambda job_id: EncodeChat(job_id, messages, packed, limit, keep_last), "messages")
         return _unpacked(parts[0])
 
     async def parse_body(self, endpoint: str, body: bytes) -> tuple[bytes, bytes]:

@@ -102,21 +102,24 @@ class Worker:
             return [msgspec.msgpack.encode(text.facts())]
         if isinstance(job, Detokenize):
             return [detokenized(text.tokenizer(), job)]
+        suffix, keep_last = "", 0
         if isinstance(job, Encode):
             texts, special = msgspec.msgpack.decode(job.texts, type=list[str]), job.add_special_tokens
+            suffix, keep_last = job.suffix, job.keep_last
         elif isinstance(job, EncodeChat):
             texts, special = [rendered(text, job.messages, msgspec.msgpack.decode(job.options))], False  # the template wrote them
+            keep_last = job.keep_last
         else:
             options = msgspec.msgpack.decode(job.options)
             chat = job.kind == "messages"
             texts = [rendered(text, job.prompt, options)] if chat else msgspec.msgpack.decode(job.prompt, type=list[str])
-            special = bool(options["add_special_tokens"])
+            special, suffix = bool(options["add_special_tokens"]), str(options.get("suffix", ""))
         tokenizer = text.tokenizer()
 
         def encoded() -> list[bytes]:
             if not isinstance(job, Tokenize) and job.max_tokens:
                 check_length(text, texts, job)
-            batch = text.encode(texts, special)
+            batch = text.encode(texts, special, keep_last, suffix)
             if isinstance(job, Tokenize):
                 return tokenized(tokenizer, batch[0], bool(options["token_strings"]))
             return [array("i", ids).tobytes() for ids in batch]

@@ -120,7 +120,7 @@ class BatchScheduler:
     # ---- for saving KV (kv_saving.py)
 
     def seed_of(self, request: BatchRequest) -> bytes:
-        return prefix_seed(request.cache_salt, self.limits.fingerprint, self.limits.kv_dtype)
+        return prefix_seed(request.tenant, request.cache_salt, self.limits.fingerprint, self.limits.kv_dtype)
 
     def learn_computed(self, slot: int) -> None:
         """Gives every full block of a slot its key."""
@@ -260,7 +260,7 @@ class BatchScheduler:
         slots: list[int] = []
         tokens: list[int] = []
         windowed = self.blocks.windowed
-        if len(prefill) and (head := self.waiting.head()) is not None and self.tenants.comes_before(head.cache_salt, prefill[0]):
+        if len(prefill) and (head := self.waiting.head()) is not None and self.tenants.comes_before(head.tenant, prefill[0]):
             self._let_in(room, max_rows, slots, tokens, 1)  # or it would wait for the others' prompts to end
         for slot in prefill.tolist():
             first = int(computed[slot])
@@ -349,7 +349,7 @@ class BatchScheduler:
         elif not request.has_first_token:
             request.num_cached = min(num_cached, request.num_prompt)
         self._requests[slot] = request
-        self.tenants.join(slot, request.cache_salt, request.weight)
+        self.tenants.join(slot, request.tenant, request.weight)
         self._slot_of[request.request_id] = slot
         self.running.join(slot)
         return slot
@@ -374,7 +374,7 @@ class BatchScheduler:
             self.blocks.leave(slot)
         del self._slot_of[request.request_id]
         self.waiting.ended(request)
-        self.tenants.leave(request.cache_salt)
+        self.tenants.leave(request.tenant)
         self._requests[slot] = None
         self.table.request_id[slot] = 0
         self.table.params[slot] = None

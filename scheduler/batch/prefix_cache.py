@@ -1,8 +1,8 @@
 """Maps token prefixes to the full blocks that hold their KV.
 
-A block's key is the hash of its parent's key and its own token ids; the chain starts from a seed of tenant salt, model
-fingerprint and KV dtype, so that two tenants never share a key. Blocks that no sequence holds stay cached; the least recently
-used is dropped first.
+A block's key is the hash of its parent's key and its own token ids; the chain starts from a seed of tenant, the
+request's salt, model fingerprint and KV dtype, so that two tenants or two salts never share a key. Blocks that no sequence holds
+stay cached; the least recently used is dropped first.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from scheduler.batch.plan import BoolArray, IntArray
 KEY_BYTES = 16
 
 
-def prefix_seed(cache_salt: str, fingerprint: str, kv_dtype: str) -> bytes:
-    """Returns the key before the first block. Each part is length-prefixed, so that no two triples give the same bytes."""
+def prefix_seed(*parts: str) -> bytes:
+    """Returns the key before the first block. Each part is length-prefixed, so that no two lists of parts give the same bytes."""
     digest = hashlib.blake2b(digest_size=KEY_BYTES)
-    for part in (cache_salt, fingerprint, kv_dtype):
+    for part in parts:
         data = part.encode()
         digest.update(len(data).to_bytes(8, "little") + data)
     return digest.digest()

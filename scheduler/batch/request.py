@@ -23,7 +23,8 @@ class BatchRequest:
     tokens: IntArray
     num_prompt: int
     params: Sampling
-    cache_salt: str = ""  # the tenant
+    tenant: str = ""
+    cache_salt: str = ""  # requests with different ones share no cached prefix
     weight: float = 1.0  # the tenant's share
     priority: int = 0  # against others of its tenant
     order: int = 0
@@ -78,18 +79,18 @@ class WaitingQueue:
     def by_tenant(self) -> dict[str, tuple[int, float]]:
         """Returns tenant -> (number of waiting requests, withdrawn ones included; weight)."""
         firsts = [first for tenant in list(self._heaps) if (first := self._first(tenant)) is not None]
-        return {first.cache_salt: (len(self._heaps[first.cache_salt]), first.weight) for first in firsts}
+        return {first.tenant: (len(self._heaps[first.tenant]), first.weight) for first in firsts}
 
     def push(self, request: BatchRequest) -> None:
         self._requests[request.request_id] = request
-        heap = self._heaps.setdefault(request.cache_salt, [])
+        heap = self._heaps.setdefault(request.tenant, [])
         heapq.heappush(heap, (-request.priority, request.order, request.request_id))
 
     def head(self) -> BatchRequest | None:
         firsts = [first for tenant in list(self._heaps) if (first := self._first(tenant)) is not None]
         if len(firsts) <= 1:
             return firsts[0] if firsts else None
-        tenant = self.shares.least((first.cache_salt, first.weight, first.order) for first in firsts)
+        tenant = self.shares.least((first.tenant, first.weight, first.order) for first in firsts)
         return self._first(tenant)
 
     def pop(self) -> BatchRequest:
@@ -97,14 +98,14 @@ class WaitingQueue:
         request = self.head()
         if request is None:
             raise IndexError("no request waits")
-        heapq.heappop(self._heaps[request.cache_salt])
+        heapq.heappop(self._heaps[request.tenant])
         del self._requests[request.request_id]
-        self.shares.start(request.cache_salt, request.weight)
+        self.shares.start(request.tenant, request.weight)
         return request
 
     def ended(self, request: BatchRequest) -> None:
         """Records that a popped request is no longer in service."""
-        self.shares.stop(request.cache_salt)
+        self.shares.stop(request.tenant)
 
     def withdraw(self, request_id: int) -> bool:
         return self._requests.pop(request_id, None) is not None

@@ -51,5 +51,5 @@ class Running:
         of its own, whatever priority they have."""
         running = self.requests()
         if tenant is not None:
-            running = [(slot, request) for slot, request in running if request.cache_salt == tenant]
+            running = [(slot, request) for slot, request in running if request.tenant == tenant]
         return min(running, key=lambda each: (each[1].priority, -each[1].order))[0]

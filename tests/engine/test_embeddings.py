@@ -124,7 +124,7 @@ class FakeEncoder:
 
 def submit(request_id: int, prompt: list[int], priority: int = 0, tenant: str = "", weight: float = 1.0) -> Submit:
     params = SamplingParams(0)
-    return Submit(request_id, "m", prompt, params, task="embed", priority=priority, cache_salt=tenant, tenant_weight=weight)
+    return Submit(request_id, "m", prompt, params, task="embed", priority=priority, tenant=tenant, tenant_weight=weight)
 
 
 def test_steps_are_bounded_and_each_request_is_answered_once(tmp_path: Path) -> None:

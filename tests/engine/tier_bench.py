@@ -107,7 +107,7 @@ class TierBench:
         output = self.output.setdefault(request_id, [])
         tokens = np.array(prompt + output, np.int32)
         params = SamplingParams(num, temperature=0.0, seed=request_id)
-        self.models.by_name[name].scheduler.submit(BatchRequest(request_id, tokens, len(prompt), params, cache_salt=salt))
+        self.models.by_name[name].scheduler.submit(BatchRequest(request_id, tokens, len(prompt), params, tenant=salt))
 
     def step(self, name: str) -> bool:
         served = self.models.by_name[name]

@@ -75,13 +75,19 @@ class FakeText:
         self.num_parsed = 0
 
     async def encode(
-        self, model: ModelEntry, text: bytes, add_special_tokens: bool = True, field: str = "prompt"
+        self,
+        model: ModelEntry,
+        text: bytes,
+        add_special_tokens: bool = True,
+        field: str = "prompt",
+        keep_last: int = 0,
+        suffix: str = "",
     ) -> list[array[int]]:
-        return [array("i", list(each.encode())) for each in msgspec.msgpack.decode(text, type=list[str])]
+        return [array("i", list(each.encode()))[-keep_last:] for each in msgspec.msgpack.decode(text, type=list[str])]
 
-    async def encode_chat(self, model: ModelEntry, messages: bytes, options: dict[str, object]) -> array[int]:
+    async def encode_chat(self, model: ModelEntry, messages: bytes, options: dict[str, object], keep_last: int = 0) -> array[int]:
         text = "".join(each["content"] or "" for each in msgspec.msgpack.decode(messages))
-        return array("i", list(text.encode()))
+        return array("i", list(text.encode()))[-keep_last:]
 
     async def tokenize(self, model: ModelEntry, kind: str, prompt: bytes, options: dict[str, object]) -> list[bytes]:
         ids = await self.encode_chat(model, prompt, options) if kind == "messages" else (await self.encode(model, prompt))[0]

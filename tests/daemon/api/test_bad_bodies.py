@@ -113,15 +113,33 @@ FIELDS: list[tuple[str, dict[str, object], str]] = [
         ([2**31], "prompt[0]"), ([1] * 5000, "prompt"), ([[1]] * 1025, "prompt"),
     )],
 ]  # fmt: skip
+PROMPT_FIELDS: list[tuple[str, dict[str, object], str]] = [
+    *[(path, {"cache_salt": value}, "cache_salt") for path in (CHAT, TEXT) for value in ("", 1, "x" * 257, {})],
+    *[(path, {"truncate_prompt_tokens": value}, "truncate_prompt_tokens") for path in (CHAT, TEXT) for value in (0, -2, "1", 1.5, 4097)],
+    *[(CHAT, {"reasoning_effort": value}, "reasoning_effort") for value in ("zzz", "", 1, "HIGH")],
+    (CHAT, {"continue_final_message": True}, "continue_final_message"),
+    (CHAT, {"continue_final_message": "yes"}, "continue_final_message"),
+    *[
+        (CHAT, {"continue_final_message": True, "messages": GOOD_CHAT["messages"] + [last], **more}, "continue_final_message")
+        for last, more in (
+            ({"role": "user", "content": "hi"}, {}), ({"role": "assistant", "content": ""}, {}), ({"role": "assistant"}, {}),
+            ({"role": "assistant", "content": "I"}, {"add_generation_prompt": True}),
+            ({"role": "assistant", "content": "I", "tool_calls": [{"function": {"name": "f"}}]}, {}),
+        )
+    ],
+    *[(TEXT, {"suffix": "end", **more}, "suffix") for more in ({"prompt": [1, 2]}, {"echo": True}, {"truncate_prompt_tokens": 3})],
+    (TEXT, {"suffix": 1}, "suffix"), (TEXT, {"suffix": "a\0"}, "suffix"),
+    (CHAT, {"structured_outputs": {"json": {}, "disable_any_whitespace": "no"}}, "structured_outputs.disable_any_whitespace"),
+]  # fmt: skip
 UNBUILT: list[tuple[str, object]] = [
     ("best_of", 2),
-    ("functions", [{"name": "f"}]), ("function_call", "auto"), ("suffix", "end"),
+    ("functions", [{"name": "f"}]), ("function_call", "auto"),
     ("modalities", ["text", "audio"]), ("moderation", {"model": "m"}), ("web_search_options", {"search_context_size": "low"}),
     ("chat_template", "{{ 1 }}"), ("skip_special_tokens", False), ("use_beam_search", True), ("length_penalty", 0.5),
     ("web_search_options", {}), ("typical_p", 0.9), ("logits_processors", ["x"]), ("typical_p", True),
-    ("prompt_embeds", "AAAA"), ("guided_whitespace_pattern", " "), ("skip_special_tokens", 1), ("suffix", False),
+    ("prompt_embeds", "AAAA"), ("guided_whitespace_pattern", " "), ("skip_special_tokens", 1),
 ]  # fmt: skip
-UNBUILT_CHAT: list[tuple[str, object]] = [("echo", True)]
+UNBUILT_CHAT: list[tuple[str, object]] = [("echo", True), ("suffix", "end"), ("suffix", False)]
 UNBUILT_TEXT: list[tuple[str, object]] = [("top_logprobs", 3)]
 NEUTRAL: dict[str, object] = {
     "n": 1, "best_of": 0, "logprobs": False, "top_logprobs": 0, "logit_bias": {}, "presence_penalty": 0, "frequency_penalty": 0.0,
@@ -193,7 +211,7 @@ async def http(node):
 
 
 async def test_every_bad_field_is_named(http):
-    for path, changes, param in FIELDS:
+    for path, changes, param in FIELDS + PROMPT_FIELDS:
         for stream in (False, True):
             good = GOOD_CHAT if path == CHAT else GOOD_TEXT
             if stream and ("stream" in changes or "stream_options" in changes):

@@ -52,9 +52,9 @@ async def test_words_are_encoded_without_special_tokens(node, http):
     asked = []
     encode = node.text.encode
 
-    async def noted(model, text, add_special_tokens=True, field="prompt"):
+    async def noted(model, text, add_special_tokens=True, field="prompt", **more):
         asked.append((add_special_tokens, field))
-        return await encode(model, text, add_special_tokens, field)
+        return await encode(model, text, add_special_tokens, field, **more)
 
     node.text.encode = noted
     async with http.post(TEXT, json={**BODIES[TEXT], "bad_words": ["x"]}) as answer:
@@ -113,7 +113,7 @@ async def test_words_are_the_tokens_that_a_text_has_at_its_beginning_and_behind_
 
 
 async def test_a_word_without_tokens_is_refused(node, http):
-    async def silent(model, text, add_special_tokens=True, field="prompt"):
+    async def silent(model, text, add_special_tokens=True, field="prompt", **more):
         return [array("i", list(each.strip("\u200b ").encode())) for each in msgspec.msgpack.decode(text)]
 
     node.text.encode = silent

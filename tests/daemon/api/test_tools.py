@@ -138,9 +138,9 @@ async def test_what_the_template_is_shown(choice):
     async with serve(lambda _: text_script(CALL.encode()), models=[entry(tool_parser="hermes")]) as node:
         encode = node.text.encode_chat
 
-        async def look(model: Any, messages: bytes, options: dict[str, Any]) -> Any:
+        async def look(model: Any, messages: bytes, options: dict[str, Any], *more: int) -> Any:
             shown.append(options)
-            return await encode(model, messages, options)
+            return await encode(model, messages, options, *more)
 
         node.text.encode_chat = look
         whole = await ask(node, extra_body={"documents": [{"text": "d"}]} | ({"tool_choice": choice} if choice else {}))
@@ -248,9 +248,9 @@ async def test_calls_go_back_to_the_template():
     async with serve(lambda _: text_script(b"ok"), models=[entry(tool_parser="hermes")]) as node:
         encode = node.text.encode_chat
 
-        async def look(model: Any, messages: bytes, options: dict[str, Any]) -> Any:
+        async def look(model: Any, messages: bytes, options: dict[str, Any], *more: int) -> Any:
             shown.extend(msgspec.msgpack.decode(messages))
-            return await encode(model, messages, options)
+            return await encode(model, messages, options, *more)
 
         node.text.encode_chat = look
         function = {"name": "search", "arguments": '{"q": 1}'}

@@ -48,9 +48,9 @@ def test_output_is_a_prefix_of_the_next_turn() -> None:
 
 def test_salts_never_share() -> None:
     harness = Harness(reserved_chunks=16)
-    harness.submit(1, prompt_of(20), cache_salt="a")
+    harness.submit(1, prompt_of(20), tenant="a")
     harness.run()
-    harness.submit(2, prompt_of(20), cache_salt="b")
+    harness.submit(2, prompt_of(20), tenant="b")
     harness.run()
     assert harness.cached == {}
     assert harness.output[1] == harness.output[2]

@@ -15,7 +15,7 @@ from tests.scheduler.batch.params import Params
 
 def request(request_id: int, tenant: str, weight: float = 1.0, priority: int = 0) -> BatchRequest:
     tokens = np.zeros(1, np.int32)
-    return BatchRequest(request_id, tokens, 1, Params(), cache_salt=tenant, weight=weight, priority=priority, order=request_id)
+    return BatchRequest(request_id, tokens, 1, Params(), tenant=tenant, weight=weight, priority=priority, order=request_id)
 
 
 def served(queue: WaitingQueue, number: int) -> list[int]:
@@ -94,10 +94,10 @@ def test_preemption_takes_from_the_crowding_tenant() -> None:
     harness = Harness(reserved_chunks=5)  # 20 blocks = 80 tokens for four requests of 40
     params = Params(ignore_eos=True, max_tokens=34)
     prompts = {each: np.random.default_rng(each).integers(0, 90, 6).tolist() for each in range(1, 5)}
-    harness.submit(1, prompts[1], params, cache_salt="a", priority=9)
-    harness.submit(2, prompts[2], params, cache_salt="a", priority=9)
-    harness.submit(3, prompts[3], params, cache_salt="a", priority=9)
-    harness.submit(4, prompts[4], params, cache_salt="b")
+    harness.submit(1, prompts[1], params, tenant="a", priority=9)
+    harness.submit(2, prompts[2], params, tenant="a", priority=9)
+    harness.submit(3, prompts[3], params, tenant="a", priority=9)
+    harness.submit(4, prompts[4], params, tenant="b")
     ended: list[int] = []
     for _ in range(1000):
         outcome = harness.step()

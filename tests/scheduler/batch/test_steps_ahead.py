@@ -201,7 +201,7 @@ def test_any_schedule_gives_the_same_text(script: list[tuple[str, int, int]], wi
             prompt = prompt_of(40, kind % 2)[: 1 + number % 40]
             params = Params(max_tokens=1 + number % 17, min_tokens=kind % 4, ignore_eos=kind == 1, logprobs=0 if kind == 3 else -1)
             requests[request_id] = (prompt, params)
-            harness.submit(request_id, prompt, params, cache_salt="ab"[kind == 4], priority=kind % 2)
+            harness.submit(request_id, prompt, params, tenant="ab"[kind == 4], priority=kind % 2)
         elif action == "step":
             harness.step()
         else:  # the engine reads what is under way before all else

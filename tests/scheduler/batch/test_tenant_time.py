@@ -41,7 +41,7 @@ class Device:
         for request_id in ids:
             self.tenant[request_id] = tenant
             prompt = np.random.default_rng(request_id).integers(0, 90, prompt_tokens).tolist()
-            self.harness.submit(request_id, prompt, params, cache_salt=tenant, weight=weight)
+            self.harness.submit(request_id, prompt, params, tenant=tenant, weight=weight)
         return ids
 
     def step(self) -> None:

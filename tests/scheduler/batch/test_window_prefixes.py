@@ -102,6 +102,6 @@ def test_poisoned_windows_are_not_found(full: bool) -> None:
 def test_tenants_do_not_meet_in_a_window() -> None:
     harness = make(8, full=False)
     prompt = prompt_of(60)
-    assert hit(harness, 1, prompt, cache_salt="a") == 0
-    assert hit(harness, 2, prompt, cache_salt="b") == 0
-    assert hit(harness, 3, prompt, cache_salt="a") > 40
+    assert hit(harness, 1, prompt, tenant="a") == 0
+    assert hit(harness, 2, prompt, tenant="b") == 0
+    assert hit(harness, 3, prompt, tenant="a") > 40

@@ -230,7 +230,7 @@ def test_any_schedule_gives_the_same_text(
             whole = expected_output(prompt, params, 64, windows=harness.windows)
             done = number % len(whole) if kind == 5 else 0
             requests[request_id] = (prompt, params)
-            harness.submit(request_id, prompt, params, output=whole[:done], cache_salt="ab"[kind == 4], priority=kind % 2)
+            harness.submit(request_id, prompt, params, output=whole[:done], tenant="ab"[kind == 4], priority=kind % 2)
         elif action == "abort" and requests:
             request_id = 1 + number % len(requests)
             if harness.scheduler.abort(request_id):

@@ -1,0 +1,47 @@
+"""Fill in the middle: the tokens that code models read a text with a gap by, and the order they expect it in.
+
+Sources: the model cards of Qwen2.5-Coder, CodeGemma, StarCoder, SantaCoder, DeepSeek-Coder, CodeLlama and Codestral.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tokenizers import Tokenizer
+
+from daemon.errors import BadRequest
+
+
+class _Family(NamedTuple):
+    """Tokens before the text, before the suffix and at the gap ("": the suffix comes first, and the text ends the prompt)."""
+
+    prefix: str
+    suffix: str
+    middle: str
+
+
+_FAMILIES = (
+    _Family("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen2.5-Coder, CodeGemma
+    _Family("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite
+    _Family("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
+    _Family("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek-Coder
+    _Family("▁<PRE>", "▁<SUF>", "▁<MID>"),  # CodeLlama
+    _Family("[PREFIX]", "[SUFFIX]", ""),  # Codestral
+)
+
+
+def fill_in_middle(tokenizer: Tokenizer, name: str, text: str, suffix: str) -> list[int]:
+    """Returns the token ids of a prompt for what stands between text and suffix. name: the model's. Raises BadRequest if its
+    tokenizer has no tokens for that."""
+    for family in _FAMILIES:
+        tokens = [token for token in family if token]
+        ids = [token_id for token in tokens if (token_id := tokenizer.token_to_id(token)) is not None]
+        if len(ids) == len(tokens):
+            break
+    else:
+        message = f"suffix: the tokenizer of {name} has no tokens for filling in the middle"
+        raise BadRequest("unsupported_parameter", message, param="suffix")
+    before, after = (tokenizer.encode(each, add_special_tokens=False).ids for each in (text, suffix))
+    if not family.middle:
+        return [ids[1], *after, ids[0], *before]
+    return [ids[0], *before, ids[1], *after, ids[2]]
