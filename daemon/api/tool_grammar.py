@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from daemon.api import closed_schema
 from daemon.api.decode import invalid
 from daemon.api.tools import AUTO, NAMED, ToolRequest
 from daemon.text import reasoning
@@ -19,23 +20,30 @@ from daemon.text.tool_parsers.registry import HERMES, LLAMA3
 _NOTES = frozenset({"description", "title", "$comment"})
 _VALUES = frozenset({"const", "enum", "default", "examples"})
 JSON_SCHEMA = "json_schema:"
+_SEPARATORS = {"item_separator": ",", "key_separator": ":"}
+_COMPACT = {"whitespace_flexible": False, **_SEPARATORS}
 # blanks between JSON's tokens are bounded: a model that has nothing to say would write them for ever
-_JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\r\t]{1,40}", "item_separator": ",", "key_separator": ":"}
+_SPACED = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\r\t]{1,40}", **_SEPARATORS}
 
 
 def argument_schemas(tools: ToolRequest) -> list[str]:
-    """What each tool's arguments follow: its schema where calls are forced or the tool is strict, else any object. Raises
-    BadRequest."""
+    """What each tool's arguments follow. Where calls are forced or the tool is strict: its schema, without properties that it does
+    not declare, as compact JSON. Else any object. Raises BadRequest."""
     schemas = []
     for at, (data, strict) in enumerate(zip(tools.schemas, tools.strict, strict=True)):
+        if not strict and tools.choice == AUTO:
+            schemas.append(_with_options({"type": "object"}, _SPACED))
+            continue
         try:
-            schema = _bare(json.loads(data)) if strict or tools.choice != AUTO else {}
+            schema = _bare(json.loads(data)) or {"properties": {}}
         except RecursionError:
             raise invalid(f"tools[{at}].function.parameters", f"tools[{at}].function.parameters: nested too deeply") from None
         if schema.setdefault("type", "object") != "object":
             where = f"tools[{at}].function.parameters.type"
             raise invalid(where, f"{where}: must be object")
-        schemas.append(_with_options(schema))
+        closed_schema.close(schema)
+        schema.pop("x-guidance", None)  # options of llguidance, which are not a client's to set
+        schemas.append(_with_options(schema, _COMPACT))
     return schemas
 
 
@@ -58,7 +66,7 @@ def tool_grammar(tools: ToolRequest, schemas: Sequence[str], dialect: str, marke
         marker, body, calls = mistral.MARKER, f'" [" tool {_some(", ", many)} "]"', "call"
     rules = [f"body: {body}", f"call: {_marker(marker, special)} body" if marker else "call: body"]
     if answer:
-        rules += [f"start: {calls if many else 'call'} | answer", f"answer: %json {_with_options(json.loads(answer))}"]
+        rules += [f"start: {calls if many else 'call'} | answer", f"answer: %json {_with_options(json.loads(answer), _SPACED)}"]
     elif tools.choice == AUTO:
         rules += _with_text(marker, calls if many else "call", many, special)
     else:
@@ -87,8 +95,8 @@ def _bare(schema: Any) -> Any:
     }
 
 
-def _with_options(schema: dict[str, Any]) -> str:
-    return json.dumps({"x-guidance": _JSON_OPTIONS, **schema}, ensure_ascii=False)
+def _with_options(schema: dict[str, Any], options: Mapping[str, Any]) -> str:
+    return json.dumps({"x-guidance": options, **schema}, ensure_ascii=False)
 
 
 def _marker(text: str, special: Mapping[str, str]) -> str:
