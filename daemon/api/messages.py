@@ -44,6 +44,11 @@ class Message(Struct, omit_defaults=True):
     refusal: str | None = None
 
 
+def hold_calls(messages: list[Message]) -> bool:
+    """Whether a call or the result of one is among them."""
+    return any(message.tool_calls or message.role in ("tool", "function") for message in messages)
+
+
 def pack_messages(messages: list[Message]) -> bytes:
     """A list of objects as templates expect them: content is one string."""
     plain: list[dict[str, Any]] = []

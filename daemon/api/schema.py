@@ -13,11 +13,11 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from daemon.api.decode import check_text, decode, invalid
-from daemon.api.messages import Message, checked_documents, pack_messages, packed
+from daemon.api.messages import Message, checked_documents, hold_calls, pack_messages, packed
 from daemon.api.outputs import MAX_BIASED_TOKENS, MAX_N, MAX_TOP_LOGPROBS, Outputs, outputs_of
 from daemon.api.prompts import TokenId, prompts
 from daemon.api.response_format import grammar_of
-from daemon.api.tools import ToolRequest, tool_request
+from daemon.api.tools import AUTO, ToolRequest, tool_request
 from daemon.api.unsupported import UnsupportedFields, neutral, refuse_unsupported
 
 INLINE_BYTES = 128 << 10
@@ -118,7 +118,7 @@ class Head(Struct, array_like=True):
     priority: int
     prompt_kind: str  # messages | text | ids
     num_prompts: int
-    # chat: add_generation_prompt, kwargs (msgpack), tools and documents (JSON) · completions: add_special_tokens
+    # chat: EncodeChat's, and history_calls: whether messages hold calls or results · completions: add_special_tokens
     options: dict[str, Any]
     tools: ToolRequest | None = None
     grammar_field: str = ""
@@ -144,6 +144,8 @@ def parse(endpoint: str, body: bytes) -> tuple[Head, bytes]:
             "kwargs": packed(fields.chat_template_kwargs or {}, "chat_template_kwargs"),
             "tools": shown,
             "documents": checked_documents(bytes(fields.documents)),
+            "forced": None if tools is None or tools.choice == AUTO else {"name": tools.name, "many": tools.many},
+            "history_calls": hold_calls(fields.messages),
         }
         max_tokens = fields.max_completion_tokens if fields.max_completion_tokens is not None else fields.max_tokens
     else:

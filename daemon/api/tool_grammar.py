@@ -14,8 +14,8 @@ from daemon.api import closed_schema
 from daemon.api.decode import invalid
 from daemon.api.tools import AUTO, NAMED, ToolRequest
 from daemon.text import reasoning
-from daemon.text.tool_parsers import hermes, llama3, mistral, named_call
-from daemon.text.tool_parsers.registry import HERMES, LLAMA3
+from daemon.text.tool_parsers import generic, hermes, llama3, mistral, named_call
+from daemon.text.tool_parsers.registry import GENERIC, HERMES, LLAMA3
 
 _NOTES = frozenset({"description", "title", "$comment"})
 _VALUES = frozenset({"const", "enum", "default", "examples"})
@@ -52,7 +52,6 @@ def tool_grammar(tools: ToolRequest, schemas: Sequence[str], dialect: str, marke
     `answer`: a JSON schema that the reply follows if it is no call (not Llama 3's: both begin with a brace)."""
     special = {text: f"<[{token_id}]>" for token_id, text in markers.items()}  # no text to llguidance
     chosen = [at for at, name in enumerate(tools.names) if tools.choice != NAMED or name == tools.name]
-    many = tools.parallel and tools.choice != NAMED
     newer = named_call.ARGS in special
     marker = ""
     if dialect == HERMES:
@@ -60,21 +59,31 @@ def tool_grammar(tools: ToolRequest, schemas: Sequence[str], dialect: str, marke
         body, calls = f'"\\n" tool "\\n" {_marker(hermes.CLOSE, special)}', 'call ("\\n" call)*'
     elif dialect == LLAMA3:
         body, calls = "tool", 'call ("; " call)*'
+    elif dialect == GENERIC:
+        body, calls = "tool", f"call ({json.dumps(generic.BETWEEN)} call)*"
     elif newer:
         marker, body, calls = mistral.MARKER, "tool", "call+"
     else:
-        marker, body, calls = mistral.MARKER, f'" [" tool {_some(", ", many)} "]"', "call"
+        marker, body, calls = mistral.MARKER, f'" [" tool {_some(", ", tools.many)} "]"', "call"
+    if not tools.many:
+        calls = "call"
     rules = [f"body: {body}", f"call: {_marker(marker, special)} body" if marker else "call: body"]
     if answer:
-        rules += [f"start: {calls if many else 'call'} | answer", f"answer: %json {_with_options(json.loads(answer), _SPACED)}"]
+        rules += [
+            f"start: {calls} | answer",
+            f"answer: %json {_with_options(json.loads(answer), _SPACED)}",
+        ]
     elif tools.choice == AUTO:
-        rules += _with_text(marker, calls if many else "call", many, special)
+        rules += _with_text(marker, calls, tools.many, special)
     else:
-        rules.append(f"start: {calls if many else 'call'}")
+        rules.append(f"start: {calls}")
     rules.append("tool: " + " | ".join(f"tool_{at}" for at in chosen))
     for at in chosen:
         if marker == mistral.MARKER and newer:
             written = f"{json.dumps(tools.names[at])} {special[named_call.ARGS]} args_{at}"
+        elif dialect == GENERIC:
+            start, end = generic.before_arguments(tools.names[at]), generic.AFTER_ARGUMENTS
+            written = f"{json.dumps(start)} args_{at} {json.dumps(end)}"
         else:
             start = f'{{"name": "{tools.names[at]}", "{"parameters" if dialect == LLAMA3 else "arguments"}": '
             written = f'{json.dumps(start)} args_{at} "}}"'

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from daemon.errors import BadRequest
 from daemon.text.checkpoint_text import CheckpointText
 from daemon.text.jobs import Detokenize
+from daemon.text.plain_calls import Message, Tools, render_plainly
 
 
 def rendered(text: CheckpointText, messages: bytes, options: dict[str, Any]) -> str:
@@ -20,10 +21,16 @@ def rendered(text: CheckpointText, messages: bytes, options: dict[str, Any]) -> 
         plain = msgspec.msgpack.decode(messages)
         kwargs = msgspec.msgpack.decode(options["kwargs"]) if "kwargs" in options else {}
         # the standard reader keeps what a template may show as the client wrote it, big numbers included
-        tools, documents = (json.loads(options[key]) if options.get(key) else None for key in ("tools", "documents"))
+        shown, documents = (json.loads(options[key]) if options.get(key) else None for key in ("tools", "documents"))
+
+        def render(messages: list[Message], tools: Tools) -> str:
+            return text.render(messages, bool(options.get("add_generation_prompt", True)), kwargs, tools, documents)
+
+        if options.get("plain_calls"):
+            return render_plainly(render, plain, shown, options.get("forced"))
+        return render(plain, shown)
     except RecursionError:
         raise BadRequest("invalid_request", "messages: nested too deeply", param="messages") from None
-    return text.render(plain, bool(options.get("add_generation_prompt", True)), kwargs, tools, documents)
 
 
 def tokenized(tokenizer: Tokenizer, ids: list[int], strings: bool) -> list[bytes]:

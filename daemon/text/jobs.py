@@ -28,8 +28,9 @@ class Encode(Message, frozen=True):
 
 
 class EncodeChat(Message, frozen=True):
-    """-> one int32 array. `messages`: list of objects, as msgpack. `options`: add_generation_prompt, kwargs (msgpack again), tools
-    and documents (JSON, as they came), as msgpack."""
+    """-> one int32 array. `messages`: list of objects, as msgpack. `options`, as msgpack: add_generation_prompt, kwargs (msgpack
+    again), tools and documents (JSON, as they came); plain_calls: whether daemon/text/plain_calls.py sees to what the template
+    leaves out; forced: null, or of calls that are forced `name` (of the function, "" for any) and `many`."""
 
     job_id: int
     messages: bytes
