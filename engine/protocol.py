@@ -41,7 +41,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, omit_defaults
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0  # over prompt and output
     logit_bias: dict[int, float] = {}  # token id -> added to its logit
-    grammar: str = ""  # the text must follow it: "json_schema:…", "regex:…" or "lark:…" (engine/grammar)
+    grammar: str = ""  # the text must follow it: "json_schema:…", "regex:…" and so on (engine/grammar/compile.py)
     allowed_token_ids: list[int] = []  # no other may come; empty: any
     bad_words: list[list[int]] = []  # sequences of tokens none of which may come; each has at least one
     prompt_ranks: bool = False  # with prompt_logprobs

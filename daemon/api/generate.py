@@ -28,6 +28,7 @@ from daemon.api.schema import CHAT, Head
 from daemon.api.sse import StreamShape
 from daemon.api.texts import texts_of, written_prompts
 from daemon.api.token_limits import bad_word_ids
+from daemon.api.tool_dialect import allow_plain_calls
 from daemon.contracts import Generation, ModelEntry
 from daemon.errors import BadRequest
 from daemon.streams import Collector, CollectorGroup, Stream, StreamGroup, Text
@@ -121,6 +122,7 @@ async def _prompt_ids(context: ApiContext, model: ModelEntry, head: Head, prompt
             unpacked.append(ids[-keep:])
         return unpacked
     if head.prompt_kind == "messages":
+        await allow_plain_calls(context, model, head.options)
         encoded = [await context.text.encode_chat(model, prompt, head.options, keep)]
     else:
         special, suffix = bool(head.options["add_special_tokens"]), str(head.options["suffix"])

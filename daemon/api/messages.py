@@ -18,6 +18,7 @@ _pack = msgspec.msgpack.encode
 class Part(Struct):
     type: str
     text: str | None = None
+    refusal: str | None = None
 
 
 class CalledFunction(Struct):
@@ -40,6 +41,12 @@ class Message(Struct, omit_defaults=True):
     tool_calls: list[Called] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    refusal: str | None = None
+
+
+def hold_calls(messages: list[Message]) -> bool:
+    """Whether a call or the result of one is among them."""
+    return any(message.tool_calls or message.role in ("tool", "function") for message in messages)
 
 
 def pack_messages(messages: list[Message]) -> bytes:
@@ -49,23 +56,9 @@ def pack_messages(messages: list[Message]) -> bytes:
         where = f"messages[{at}]"
         if message.role not in _ROLES:
             raise invalid(f"{where}.role", f"{where}.role must be one of {', '.join(sorted(_ROLES))}")
-        content = message.content
-        if isinstance(content, list):
-            texts = []
-            for part_at, part in enumerate(content):
-                part_where = f"{where}.content[{part_at}]"
-                if part.type != "text":
-                    raise BadRequest(
-                        "unsupported_parameter", f"{part_where}.type: only text parts are supported", param=f"{part_where}.type"
-                    )
-                if part.text is None:
-                    raise invalid(f"{part_where}.text", f"{part_where}.text is missing")
-                texts.append(part.text)
-            content = "\n".join(texts)
-        elif content is None and message.role != "assistant":
+        content = _content(message, where)
+        if content is None and message.role != "assistant":
             raise invalid(f"{where}.content", f"{where}.content is missing")
-        if content is not None:
-            check_text(content, f"{where}.content")
         each: dict[str, Any] = {"role": message.role, "content": content}
         for name in ("name", "tool_call_id", "reasoning_content"):
             if (value := getattr(message, name)) is not None:
@@ -75,6 +68,37 @@ def pack_messages(messages: list[Message]) -> bytes:
             each["tool_calls"] = [_called(call, f"{where}.tool_calls[{at}]") for at, call in enumerate(message.tool_calls)]
         plain.append(each)
     return packed(plain, "messages")
+
+
+def _content(message: Message, where: str) -> str | None:
+    """The message's text; of an assistant that has said nothing else, its refusal."""
+    if message.refusal is not None:
+        if message.role != "assistant":
+            raise invalid(f"{where}.refusal", f"{where}.refusal: only messages of the assistant may have one")
+        check_text(message.refusal, f"{where}.refusal")
+    content = message.content if isinstance(message.content, str | None) else _joined(message.content, message.role, where)
+    if content is not None:
+        check_text(content, f"{where}.content")
+    return content or message.refusal or content
+
+
+def _joined(parts: list[Part], role: str, where: str) -> str:
+    texts, refusals = [], []
+    for at, part in enumerate(parts):
+        part_where = f"{where}.content[{at}]"
+        if part.type == "text":
+            if part.text is None:
+                raise invalid(f"{part_where}.text", f"{part_where}.text is missing")
+            texts.append(part.text)
+        elif part.type == "refusal" and role == "assistant":
+            if part.refusal is None:
+                raise invalid(f"{part_where}.refusal", f"{part_where}.refusal is missing")
+            refusals.append(part.refusal)
+        else:
+            allowed = "text and refusal parts" if role == "assistant" else "text parts"
+            message = f"{part_where}.type: only {allowed} are supported"
+            raise BadRequest("unsupported_parameter", message, param=f"{part_where}.type")
+    return "\n".join(texts) or "\n".join(refusals)
 
 
 def _called(call: Called, where: str) -> dict[str, Any]:

@@ -41,7 +41,7 @@ ENDPOINTS = {
 }
 FIELDS = {
     "model": "name or alias; below `/m/MODEL` it may be left out",
-    "messages": "role and content (text, or text parts), tool calls and their results",
+    "messages": "role and content (text, or text parts), tool calls and their results, refusals of the assistant",
     "input": "text, a list of texts, token ids, or a list of those",
     "encoding_format": "float, or base64 of little-endian float32; default float",
     "dimensions": "the model's own, or a size its checkpoint was trained to be cut to",

@@ -10,6 +10,7 @@ from daemon.api.context import ApiContext
 from daemon.api.decode import invalid
 from daemon.api.response_format import MAX_GRAMMAR_BYTES
 from daemon.api.schema import CONTINUES_ANSWER, CONTINUES_REASONING, Head
+from daemon.api.tool_dialect import reply_dialect
 from daemon.api.tool_grammar import JSON_SCHEMA, argument_schemas, tool_grammar
 from daemon.api.tools import AUTO, ToolRequest
 from daemon.contracts import Generation, ModelEntry
@@ -76,14 +77,7 @@ async def reply_format(context: ApiContext, head: Head, model: ModelEntry, table
     facts = await context.text.facts(model)
     dialect, grammar = NONE, ""
     if tools is not None:
-        dialect = model.tool_parser or facts.tool_parser
-        if dialect == NONE:
-            raise BadRequest(
-                "unsupported_parameter",
-                f"tools: it is not known how {model.name} writes calls: its chat template shows none of the known dialects. "
-                f'If it speaks one, set tool_parser in [models."{model.name}"]; tool_choice "none" ignores the tools',
-                param="tools",
-            )
+        dialect = await reply_dialect(context, model, tools)
         grammar = await _grammar(context, head, tools, dialect, facts)
     forced = bool(head.grammar) or (tools is not None and tools.choice != AUTO)
     reasoning = (model.reasoning_parser or facts.reasoning_parser) != NONE and not forced

@@ -25,7 +25,6 @@ GRAMMAR_FIELDS = (
     "structured_outputs",
 )
 MAX_GRAMMAR_BYTES = 64 << 10
-COMPACT = '"x-guidance":{"whitespace_flexible":false,"item_separator":",","key_separator":":"}'  # llguidance's options
 ANY_OBJECT = 'json_schema:{"type":"object"}'
 
 Choices = Annotated[list[str], Meta(min_length=1, max_length=4096)]
@@ -115,8 +114,8 @@ def _structured_outputs(data: bytes) -> tuple[str, str]:
     schema = bytes(wanted.json)
     found: list[tuple[str, str]] = []
     if schema and schema != b"null":
-        text = _schema("structured_outputs.json", schema)
-        found.append(("structured_outputs.json", _compact(text) if wanted.disable_any_whitespace else text))
+        kind = "compact_json" if wanted.disable_any_whitespace else "json_schema"
+        found.append(("structured_outputs.json", _schema("structured_outputs.json", schema, kind)))
     if wanted.regex is not None:
         found.append(("structured_outputs.regex", "regex:" + wanted.regex))
     if wanted.grammar is not None:
@@ -128,18 +127,12 @@ def _structured_outputs(data: bytes) -> tuple[str, str]:
     return found[0]
 
 
-def _schema(field: str, data: bytes) -> str:
+def _schema(field: str, data: bytes, kind: str = "json_schema") -> str:
     """A schema as JSON, or as a string that holds JSON. The text is kept as it came: the order of properties is the answer's."""
     text = decode(_text, data, field) if data[:1] == b'"' else data.decode()
     if not text.lstrip(" \t\r\n").startswith("{"):
         raise invalid(field, f"{field} must be a JSON object")
-    return "json_schema:" + text
-
-
-def _compact(grammar: str) -> str:
-    """Returns a schema whose answers have no blanks between their tokens. Its text is kept for the order of properties."""
-    rest = grammar.removeprefix("json_schema:").strip()[1:]
-    return f"json_schema:{{{COMPACT}{'' if rest.strip() == '}' else ','}{rest}"
+    return f"{kind}:{text}"
 
 
 def _choice(choices: list[str]) -> str:

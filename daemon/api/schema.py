@@ -13,12 +13,12 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from daemon.api.decode import check_text, decode, invalid
-from daemon.api.messages import Message, checked_documents, pack_messages, packed
+from daemon.api.messages import Message, checked_documents, hold_calls, pack_messages, packed
 from daemon.api.outputs import MAX_BIASED_TOKENS, MAX_N, MAX_TOP_LOGPROBS, Outputs, outputs_of
 from daemon.api.prompts import KeepLast, TokenId, checked_keep_last, prompts
 from daemon.api.response_format import grammar_of
 from daemon.api.token_limits import MAX_ALLOWED_TOKENS, MAX_BAD_WORDS
-from daemon.api.tools import ToolRequest, tool_request
+from daemon.api.tools import AUTO, ToolRequest, tool_request
 from daemon.api.unsupported import UnsupportedFields, neutral, refuse_unsupported
 from daemon.text.reasoning import CLOSE, OPEN
 
@@ -129,7 +129,7 @@ class Head(Struct, array_like=True):
     priority: int
     prompt_kind: str  # messages | text | ids
     num_prompts: int
-    # chat: add_generation_prompt, kwargs (msgpack), tools and documents (JSON) · completions: add_special_tokens
+    # chat: EncodeChat's, and history_calls: whether messages hold calls or results · completions: add_special_tokens
     options: dict[str, Any]
     tools: ToolRequest | None = None
     grammar_field: str = ""
@@ -158,6 +158,8 @@ def parse(endpoint: str, body: bytes) -> tuple[Head, bytes]:
             "kwargs": packed(_template_kwargs(fields), "chat_template_kwargs"),
             "tools": shown,
             "documents": checked_documents(bytes(fields.documents)),
+            "forced": None if tools is None or tools.choice == AUTO else {"name": tools.name, "many": tools.many},
+            "history_calls": hold_calls(fields.messages),
         }
         max_tokens = fields.max_completion_tokens if fields.max_completion_tokens is not None else fields.max_tokens
     else:

@@ -9,6 +9,7 @@ from daemon.api.body_parts import read_parts
 from daemon.api.context import ApiContext
 from daemon.api.responses import json_response
 from daemon.api.text_bodies import TextHead
+from daemon.api.tool_dialect import allow_plain_calls
 
 _head_decoder = msgspec.msgpack.Decoder(TextHead)
 
@@ -18,6 +19,8 @@ async def tokenize(request: web.Request, context: ApiContext, endpoint: str, mod
     head, prompt, model = await read_parts(request, context, endpoint, _head_decoder, model_name)
     if head.kind == "ids":
         return json_response({"prompt": msgspec.Raw(await context.text.detokenize(model, prompt))})
+    if head.kind == "messages":
+        await allow_plain_calls(context, model, head.options)
     count, ids, strings = await context.text.tokenize(model, head.kind, prompt, head.options)
     return json_response(
         {

@@ -10,32 +10,40 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from daemon.api import closed_schema
 from daemon.api.decode import invalid
 from daemon.api.tools import AUTO, NAMED, ToolRequest
 from daemon.text import reasoning
-from daemon.text.tool_parsers import hermes, llama3, mistral, named_call
-from daemon.text.tool_parsers.registry import HERMES, LLAMA3
+from daemon.text.tool_parsers import generic, hermes, llama3, mistral, named_call
+from daemon.text.tool_parsers.registry import GENERIC, HERMES, LLAMA3
 
 _NOTES = frozenset({"description", "title", "$comment"})
 _VALUES = frozenset({"const", "enum", "default", "examples"})
 JSON_SCHEMA = "json_schema:"
+_SEPARATORS = {"item_separator": ",", "key_separator": ":"}
+_COMPACT = {"whitespace_flexible": False, **_SEPARATORS}
 # blanks between JSON's tokens are bounded: a model that has nothing to say would write them for ever
-_JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\r\t]{1,40}", "item_separator": ",", "key_separator": ":"}
+_SPACED = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\r\t]{1,40}", **_SEPARATORS}
 
 
 def argument_schemas(tools: ToolRequest) -> list[str]:
-    """What each tool's arguments follow: its schema where calls are forced or the tool is strict, else any object. Raises
-    BadRequest."""
+    """What each tool's arguments follow. Where calls are forced or the tool is strict: its schema, without properties that it does
+    not declare, as compact JSON. Else any object. Raises BadRequest."""
     schemas = []
     for at, (data, strict) in enumerate(zip(tools.schemas, tools.strict, strict=True)):
+        if not strict and tools.choice == AUTO:
+            schemas.append(_with_options({"type": "object"}, _SPACED))
+            continue
         try:
-            schema = _bare(json.loads(data)) if strict or tools.choice != AUTO else {}
+            schema = _bare(json.loads(data)) or {"properties": {}}
         except RecursionError:
             raise invalid(f"tools[{at}].function.parameters", f"tools[{at}].function.parameters: nested too deeply") from None
         if schema.setdefault("type", "object") != "object":
             where = f"tools[{at}].function.parameters.type"
             raise invalid(where, f"{where}: must be object")
-        schemas.append(_with_options(schema))
+        closed_schema.close(schema)
+        schema.pop("x-guidance", None)  # options of llguidance, which are not a client's to set
+        schemas.append(_with_options(schema, _COMPACT))
     return schemas
 
 
@@ -44,7 +52,6 @@ def tool_grammar(tools: ToolRequest, schemas: Sequence[str], dialect: str, marke
     `answer`: a JSON schema that the reply follows if it is no call (not Llama 3's: both begin with a brace)."""
     special = {text: f"<[{token_id}]>" for token_id, text in markers.items()}  # no text to llguidance
     chosen = [at for at, name in enumerate(tools.names) if tools.choice != NAMED or name == tools.name]
-    many = tools.parallel and tools.choice != NAMED
     newer = named_call.ARGS in special
     marker = ""
     if dialect == HERMES:
@@ -52,21 +59,31 @@ def tool_grammar(tools: ToolRequest, schemas: Sequence[str], dialect: str, marke
         body, calls = f'"\\n" tool "\\n" {_marker(hermes.CLOSE, special)}', 'call ("\\n" call)*'
     elif dialect == LLAMA3:
         body, calls = "tool", 'call ("; " call)*'
+    elif dialect == GENERIC:
+        body, calls = "tool", f"call ({json.dumps(generic.BETWEEN)} call)*"
     elif newer:
         marker, body, calls = mistral.MARKER, "tool", "call+"
     else:
-        marker, body, calls = mistral.MARKER, f'" [" tool {_some(", ", many)} "]"', "call"
+        marker, body, calls = mistral.MARKER, f'" [" tool {_some(", ", tools.many)} "]"', "call"
+    if not tools.many:
+        calls = "call"
     rules = [f"body: {body}", f"call: {_marker(marker, special)} body" if marker else "call: body"]
     if answer:
-        rules += [f"start: {calls if many else 'call'} | answer", f"answer: %json {_with_options(json.loads(answer))}"]
+        rules += [
+            f"start: {calls} | answer",
+            f"answer: %json {_with_options(json.loads(answer), _SPACED)}",
+        ]
     elif tools.choice == AUTO:
-        rules += _with_text(marker, calls if many else "call", many, special)
+        rules += _with_text(marker, calls, tools.many, special)
     else:
-        rules.append(f"start: {calls if many else 'call'}")
+        rules.append(f"start: {calls}")
     rules.append("tool: " + " | ".join(f"tool_{at}" for at in chosen))
     for at in chosen:
         if marker == mistral.MARKER and newer:
             written = f"{json.dumps(tools.names[at])} {special[named_call.ARGS]} args_{at}"
+        elif dialect == GENERIC:
+            start, end = generic.before_arguments(tools.names[at]), generic.AFTER_ARGUMENTS
+            written = f"{json.dumps(start)} args_{at} {json.dumps(end)}"
         else:
             start = f'{{"name": "{tools.names[at]}", "{"parameters" if dialect == LLAMA3 else "arguments"}": '
             written = f'{json.dumps(start)} args_{at} "}}"'
@@ -87,8 +104,8 @@ def _bare(schema: Any) -> Any:
     }
 
 
-def _with_options(schema: dict[str, Any]) -> str:
-    return json.dumps({"x-guidance": _JSON_OPTIONS, **schema}, ensure_ascii=False)
+def _with_options(schema: dict[str, Any], options: Mapping[str, Any]) -> str:
+    return json.dumps({"x-guidance": options, **schema}, ensure_ascii=False)
 
 
 def _marker(text: str, special: Mapping[str, str]) -> str:

@@ -43,6 +43,11 @@ class ToolRequest(Struct, array_like=True):
     strict: list[bool]
     name: str = ""  # NAMED: the one to be called
 
+    @property
+    def many(self) -> bool:
+        """Whether a reply may hold several calls."""
+        return self.parallel and self.choice != NAMED
+
 
 _tools = msgspec.json.Decoder(list[Tool])
 _named = msgspec.json.Decoder(NamedChoice)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from daemon.errors import BadRequest
 from daemon.text.checkpoint_text import CheckpointText
 from daemon.text.jobs import Detokenize, Encode, EncodeChat
+from daemon.text.plain_calls import Message, Tools, render_plainly
 
 MAX_CHARACTER_BYTES = 4  # of UTF-8; a token stands for one byte at the least
 
@@ -24,15 +25,26 @@ def rendered(text: CheckpointText, messages: bytes, options: dict[str, Any]) -> 
         plain = msgspec.msgpack.decode(messages)
         kwargs = msgspec.msgpack.decode(options["kwargs"]) if "kwargs" in options else {}
         # the standard reader keeps what a template may show as the client wrote it, big numbers included
-        tools, documents = (json.loads(options[key]) if options.get(key) else None for key in ("tools", "documents"))
+        shown, documents = (json.loads(options[key]) if options.get(key) else None for key in ("tools", "documents"))
+
+        def render(messages: list[Message], tools: Tools) -> str:
+            return text.render(messages, bool(options.get("add_generation_prompt", True)), kwargs, tools, documents)
+
+        def whole(messages: list[Message]) -> str:
+            if options.get("plain_calls"):
+                return render_plainly(render, messages, shown, options.get("forced"))
+            return render(messages, shown)
+
+        return _to_end_of_text(whole, plain) if options.get("continue_final_message") else whole(plain)
     except RecursionError:
         raise BadRequest("invalid_request", "messages: nested too deeply", param="messages") from None
-    if not options.get("continue_final_message"):
-        return text.render(plain, bool(options.get("add_generation_prompt", True)), kwargs, tools, documents)
-    # a random mark shows where the template writes the end of the last message's text
-    mark = secrets.token_hex(16)
-    plain[-1]["content"] += mark
-    parts = text.render(plain, False, kwargs, tools, documents).split(mark)
+
+
+def _to_end_of_text(render: Callable[[list[Message]], str], messages: list[Message]) -> str:
+    """Returns the chat up to the end of the last message's text, which the reply continues. Raises BadRequest."""
+    mark = secrets.token_hex(16)  # shows where the template writes that end
+    messages[-1]["content"] += mark
+    parts = render(messages).split(mark)
     if len(parts) != 2:
         why = "the chat template does not write the last message's text once, as it is"
         raise BadRequest("invalid_request", f"continue_final_message: {why}", param="continue_final_message")

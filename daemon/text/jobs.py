@@ -34,8 +34,10 @@ class Encode(Message, frozen=True):
 
 
 class EncodeChat(Message, frozen=True):
-    """-> one int32 array. `messages`: list of objects, as msgpack. `options`: add_generation_prompt, continue_final_message, kwargs
-    (msgpack again), tools and documents (JSON, as they came), as msgpack. `max_tokens`, `keep_last`: as Encode's."""
+    """-> one int32 array. `messages`: list of objects, as msgpack. `options`, as msgpack: add_generation_prompt,
+    continue_final_message, kwargs (msgpack again), tools and documents (JSON, as they came); plain_calls: whether
+    daemon/text/plain_calls.py sees to what the template leaves out; forced: null, or of calls that are forced `name` (of the
+    function, "" for any) and `many`. `max_tokens`, `keep_last`: as Encode's."""
 
     job_id: int
     messages: bytes

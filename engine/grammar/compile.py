@@ -1,4 +1,5 @@
-"""From `SamplingParams.grammar` to llguidance's form: `KIND:TEXT`, where KIND is json_schema, regex or lark.
+"""From `SamplingParams.grammar` to llguidance's form: `KIND:TEXT`, where KIND is json_schema, compact_json (a schema whose answers
+have no blanks between JSON's tokens), regex or lark.
 
 Shared by the engine's grammar processes and by the daemon's check before admission, so that both mean the same.
 """
@@ -31,6 +32,9 @@ def compile_grammar(grammar: str) -> str:
     kind, _, text = grammar.partition(":")
     if kind == "json_schema":
         compiled: str = LLMatcher.grammar_from_json_schema(json_schema.prepared(text), overrides=JSON_OPTIONS)
+    elif kind == "compact_json":
+        options: JsonCompileOptions = {**JSON_OPTIONS, "whitespace_flexible": False}
+        compiled = LLMatcher.grammar_from_json_schema(json_schema.prepared(text), overrides=options)
     elif kind == "regex":
         compiled = LLMatcher.grammar_from_regex(text)
     elif kind == "lark":

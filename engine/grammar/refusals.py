@@ -33,7 +33,7 @@ def plain(reason: str, grammar: str) -> str:
         place = f"line {line}, column {column}: " if grammar.startswith("lark:") else ""  # a regex has no lines of its own
     reason = re.split(r"\n +[0-9]+ \| ", reason, maxsplit=1)[0]  # the grammar's text around the place
     told = _told(reason.strip())
-    if told.startswith(_REGEX) and grammar.startswith("json_schema:"):
+    if told.startswith(_REGEX) and grammar.startswith(("json_schema:", "compact_json:")):
         told = f"{' or '.join(key for key in ('pattern', 'patternProperties') if json.dumps(key) in grammar)}: {told}"
     return place + (told if told and _is_plain(told, grammar) else UNKNOWN)
 

@@ -106,6 +106,7 @@ def test_a_template_without_tools_has_no_dialect(node: Node, client: openai.Open
     with pytest.raises(openai.BadRequestError, match="tool_parser") as error:
         client.chat.completions.create(model="plain", messages=MESSAGES, tools=TOOLS)
     assert error.value.param == "tools"
+    assert 'tool_choice "required"' in error.value.message
 
 
 def test_tokens_of_a_chat_with_tools(node: Node) -> None:

@@ -233,3 +233,12 @@ def test_objects_have_as_many_properties_as_they_should(schema: dict[str, Any]) 
     for text in answers:
         value = json.loads(text)
         assert schema["minProperties"] <= len(value) <= schema.get("maxProperties", 1000), text
+
+
+def test_a_compact_answer_has_no_blanks() -> None:
+    schema = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "array"}}, "required": ["b", "a"]}
+    compact, loose = (matcher_of(f"{kind}:{json.dumps(schema)}") for kind in ("compact_json", "json_schema"))
+    assert accepts(compact, '{"b":1,"a":[1,"x y"]}')
+    for text in ('{"b": 1,"a":[1]}', '{ "b":1,"a":[1]}', '{"b":1, "a":[1]}', '{"b":1,"a":[1 ]}', '{"b":1,"a":[1]}\n'):
+        assert not accepts(compact, text)
+    assert accepts(loose, '{"b": 1, "a": [1]}')

@@ -6,10 +6,11 @@ import secrets
 import string
 from collections.abc import Sequence
 
-from daemon.text.tool_parsers import hermes, llama3, mistral, named_call
+from daemon.text.tool_parsers import generic, hermes, llama3, mistral, named_call
 from daemon.text.tool_parsers.pieces import ToolParser
 
 HERMES, LLAMA3, MISTRAL, NONE = "hermes", "llama3", "mistral", "none"
+GENERIC = "generic"  # no model's own: forced calls of those with NONE
 THINK = "think"
 # shown in the text also where the tokenizer calls them special: the parsers look for them
 MARKERS = frozenset(
@@ -45,6 +46,8 @@ def tool_parser(dialect: str, names: Sequence[str]) -> ToolParser:
         return llama3.Llama3Parser(names)
     if dialect == MISTRAL:
         return mistral.MistralParser()
+    if dialect == GENERIC:
+        return generic.GenericParser(names)
     raise ValueError(f"no parser for the dialect {dialect!r}")
 
 

@@ -14,7 +14,7 @@ from daemon.api.tool_grammar import argument_schemas, tool_grammar
 from daemon.api.tools import AUTO, NAMED, REQUIRED, ToolRequest
 from daemon.errors import BadRequest
 from daemon.text.reply_parser import ReplyParser, parse_whole
-from daemon.text.tool_parsers.registry import HERMES, LLAMA3, MISTRAL, tool_parser
+from daemon.text.tool_parsers.registry import GENERIC, HERMES, LLAMA3, MISTRAL, tool_parser
 from engine.grammar.compile import compile_grammar
 from tests.daemon.text.tokenizers_made import byte_level
 
@@ -25,17 +25,19 @@ CITY = {
     "additionalProperties": False,
     "$defs": {"days": {"type": "integer", "minimum": 1, "maximum": 99}},
 }
-GOOD, BAD = '{"city": "Köln", "days": 3}', '{"city": "Bonn", "days": 3}'
+GOOD, BAD = '{"city":"Köln","days":3}', '{"city":"Bonn","days":3}'
 MARKERS = ["<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"]
 NEWER = "mistral newer"  # with [ARGS]
 
 
 def request(choice: str = REQUIRED, parallel: bool = True, strict: bool = False) -> ToolRequest:
-    schemas = [json.dumps(CITY).encode(), b"{}"]
+    schemas = [json.dumps(CITY).encode(), b'{"type": "object"}']
     return ToolRequest(choice, parallel, ["get_weather", "search"], schemas, [strict, False], "search" if choice == NAMED else "")
 
 
 def written(dialect: str, *calls: tuple[str, str]) -> str:
+    if dialect == GENERIC:
+        return "\n".join(f'{{"name":"{name}","arguments":{arguments}}}' for name, arguments in calls)
     objects = [f'{{"name": "{name}", "arguments": {arguments}}}' for name, arguments in calls]
     if dialect == HERMES:
         return "\n".join(f"<tool_call>\n{each}\n</tool_call>" for each in objects)
@@ -90,10 +92,11 @@ OLDER = Vocabulary(["[TOOL_CALLS]"])
 CASES: list[tuple[str, Vocabulary]] = [
     (HERMES, PLAIN), (HERMES, SPECIAL), (LLAMA3, PLAIN), (LLAMA3, SPECIAL), (MISTRAL, PLAIN), (MISTRAL, OLDER), (NEWER, SPECIAL),
 ]  # fmt: skip
-WEATHER, SEARCH = ("get_weather", GOOD), ("search", '{"q": [1, {}]}')
+FORCED = [*CASES, (GENERIC, PLAIN), (GENERIC, SPECIAL)]  # nobody is free to call in that one
+WEATHER, SEARCH = ("get_weather", GOOD), ("search", '{"q":[1,{}]}')
 
 
-@pytest.mark.parametrize(("dialect", "words"), CASES)
+@pytest.mark.parametrize(("dialect", "words"), FORCED)
 def test_required_and_named(dialect: str, words: Vocabulary) -> None:
     one, two = written(dialect, WEATHER), written(dialect, WEATHER, SEARCH)
     assert words.takes(dialect, request(), one)
@@ -138,7 +141,7 @@ def test_a_response_format_beside_tools(dialect: str, words: Vocabulary) -> None
     assert not words.takes(dialect, request(AUTO), "Hello", answer)
 
 
-@pytest.mark.parametrize(("dialect", "words"), CASES)
+@pytest.mark.parametrize(("dialect", "words"), FORCED)
 @pytest.mark.parametrize("choice", [REQUIRED, NAMED])
 def test_whatever_a_model_draws_reads_as_calls(dialect: str, words: Vocabulary, choice: str) -> None:
     rng = random.Random(1)
@@ -164,6 +167,43 @@ def test_whatever_a_model_draws_reads_as_calls(dialect: str, words: Vocabulary, 
     assert num_ended >= (12 if choice == NAMED else 2)
 
 
+@pytest.mark.parametrize(("dialect", "words"), CASES)
+def test_forced_and_strict_calls_are_compact(dialect: str, words: Vocabulary) -> None:
+    for tools in (request(), request(AUTO, strict=True)):
+        for spaced in (GOOD.replace(",", ", "), GOOD.replace(":", ": "), GOOD.replace("{", "{\n"), GOOD.replace("}", " }")):
+            assert not words.takes(dialect, tools, written(dialect, ("get_weather", spaced))), spaced
+    assert not words.takes(dialect, request(), written(dialect, ("search", '{"q":[1, {}]}')))
+    free = request(AUTO, strict=True)
+    assert words.takes(dialect, free, written(dialect, ("search", '{ "q": [1, {}] }'))), "that tool is not strict"
+
+
+@pytest.mark.parametrize(("dialect", "words"), CASES)
+@pytest.mark.parametrize("schema", [b"{}", b'{"type": "object", "properties": {}}', b'{"title": "T", "properties": {}}'])
+def test_a_tool_without_parameters_gets_none(dialect: str, words: Vocabulary, schema: bytes) -> None:
+    for tools in (ToolRequest(REQUIRED, True, ["f"], [schema], [False]), ToolRequest(AUTO, True, ["f"], [schema], [True])):
+        assert words.takes(dialect, tools, written(dialect, ("f", "{}")))
+        for arguments in ("{ }", '{"a":1}'):
+            assert not words.takes(dialect, tools, written(dialect, ("f", arguments)))
+
+
+@pytest.mark.parametrize(("dialect", "words"), CASES)
+def test_properties_that_nobody_declared_are_not_written(dialect: str, words: Vocabulary) -> None:
+    schema = {"type": "object", "properties": {"a": {"properties": {"b": {}}}, "c": {"type": "object"}}}
+    for tools in (
+        ToolRequest(REQUIRED, True, ["f"], [json.dumps(schema).encode()], [False]),
+        ToolRequest(AUTO, True, ["f"], [json.dumps(schema).encode()], [True]),
+    ):
+        assert words.takes(dialect, tools, written(dialect, ("f", '{"a":{"b":1},"c":{"d":1}}')))
+        for arguments in ('{"x":1}', '{"a":{"x":1}}'):
+            assert not words.takes(dialect, tools, written(dialect, ("f", arguments)))
+
+
+def test_options_of_the_grammar_library_are_not_a_clients_to_set() -> None:
+    schema = b'{"x-guidance": {"whitespace_flexible": true}, "properties": {"a": {"type": "integer"}}}'
+    tools = ToolRequest(REQUIRED, True, ["f"], [schema], [False])
+    assert not PLAIN.takes(HERMES, tools, written(HERMES, ("f", '{ "a":1}')))
+
+
 def test_notes_are_left_out_of_the_grammar_and_nothing_else() -> None:
     schema = {
         "title": "T",
@@ -175,6 +215,7 @@ def test_notes_are_left_out_of_the_grammar_and_nothing_else() -> None:
             "list": {"anyOf": [{"type": "array", "items": {"title": "x", "const": {"title": "kept"}}}]},
         },
         "required": ["title", "description"],
+        "additionalProperties": False,
     }
     (bare,) = argument_schemas(ToolRequest(REQUIRED, True, ["f"], [json.dumps(schema).encode()], [False]))
     told = json.loads(bare)
@@ -187,6 +228,7 @@ def test_notes_are_left_out_of_the_grammar_and_nothing_else() -> None:
             "list": {"anyOf": [{"type": "array", "items": {"const": {"title": "kept"}}}]},
         },
         "required": ["title", "description"],
+        "additionalProperties": False,
     }
 
 

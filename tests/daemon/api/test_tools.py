@@ -124,6 +124,88 @@ async def test_the_config_goes_before_the_template():
         assert (error.value.param, error.value.code) == ("tools", "unsupported_parameter")
 
 
+GENERIC = f'{{"name":"get_weather","arguments":{KOELN}}}'
+GENERIC_SEARCH = '{"name":"search","arguments":{}}'
+WEATHER = {"type": "function", "function": {"name": "get_weather"}}
+
+
+def looking(node: Any) -> list[dict[str, Any]]:
+    """The options of the chats rendered from now on."""
+    shown: list[dict[str, Any]] = []
+    encode = node.text.encode_chat
+
+    async def look(model: Any, messages: bytes, options: dict[str, Any]) -> Any:
+        shown.append(options)
+        return await encode(model, messages, options)
+
+    node.text.encode_chat = look
+    return shown
+
+
+@pytest.mark.parametrize("configured", [None, "none"])
+@pytest.mark.parametrize(
+    ("options", "forced"),
+    [
+        ({"tool_choice": "required"}, {"name": "", "many": True}),
+        ({"tool_choice": "required", "parallel_tool_calls": False}, {"name": "", "many": False}),
+        ({"tool_choice": WEATHER}, {"name": "get_weather", "many": False}),
+    ],
+)
+async def test_forced_calls_need_no_dialect(options, forced, configured):
+    reply = f"{GENERIC}\n{GENERIC_SEARCH}" if forced["many"] else GENERIC
+    expected = [("get_weather", KOELN), ("search", "{}")] if forced["many"] else [("get_weather", KOELN)]
+    async with serve(lambda _: text_script(reply.encode()), models=[entry(tool_parser=configured)]) as node:
+        shown = looking(node)
+        whole = await ask(node, **options)
+        assert (whole.message.content, calls_of(whole.message), whole.finish_reason) == (None, expected, "tool_calls")
+        choices = await stream(node, **options)
+        assert put_together(choices) == (None, "", expected, "tool_calls")
+        grammar = node.requests.submitted[0].params.grammar
+        assert ("search" in grammar) == (forced["name"] == "")
+        assert [(each["plain_calls"], each["forced"]) for each in shown] == [(True, forced)] * 2
+    fragments = [c.delta.tool_calls[0].function.arguments for c in choices if c.delta.tool_calls][1:]
+    assert len(fragments) > len(KOELN) // 2, "arguments come as they are generated"
+
+
+async def test_a_forced_call_without_a_dialect_cut_off_by_max_tokens():
+    async with serve(lambda _: text_script(GENERIC[:45].encode(), FINISH_LENGTH)) as node:
+        whole = await ask(node, tool_choice="required")
+        ((name, arguments),) = calls_of(whole.message)
+        assert (name, whole.finish_reason) == ("get_weather", "length")
+        assert KOELN.startswith(arguments)
+        assert put_together(await stream(node, tool_choice="required")) == (None, "", [(name, arguments)], "length")
+
+
+async def test_who_may_choose_needs_a_dialect_and_is_told_what_would_do():
+    async with serve() as node:
+        for options in ({}, {"tool_choice": "auto"}, FORCED["strict"]):
+            with pytest.raises(openai.BadRequestError, match='tool_choice "required" or a function\'s name') as error:
+                await ask(node, **options)
+            assert (error.value.param, error.value.code) == ("tools", "unsupported_parameter")
+        assert not node.requests.submitted
+
+
+async def test_which_chats_may_have_calls_written_as_text():
+    """Those of models without a dialect, where a call is forced or the history holds one."""
+    function = {"name": "search", "arguments": "{}"}
+    called = {"role": "assistant", "tool_calls": [{"id": "c", "type": "function", "function": function}]}
+    result = {"role": "tool", "tool_call_id": "c", "content": "42"}
+    async with serve(lambda _: text_script(b"ok")) as node:
+        shown = looking(node)
+        for dialect, expected in (("none", [False, True, True, True, True]), ("hermes", [False] * 5)):
+            node.text.known_facts = TextFacts(dialect)
+            await ask(node, tool_choice="none")
+            await ask(node, tool_choice="required")
+            await ask(node, tool_choice="none", messages=[*MESSAGES, called])
+            await ask(node, tools=openai.NOT_GIVEN, messages=[*MESSAGES, result])
+            async with aiohttp.ClientSession() as session:
+                body = {"model": "tiny", "messages": MESSAGES, "tools": TOOLS, "tool_choice": "required"}
+                async with session.post(f"{node.url}/tokenize", json=body) as answer:
+                    assert answer.status == 200
+            assert [bool(options.get("plain_calls")) for options in shown] == expected
+            shown.clear()
+
+
 async def test_parallel_tool_calls_false_keeps_the_first():
     reply = f"{CALL}\n{SEARCH}"
     async with serve(lambda _: text_script(reply.encode()), models=[entry(tool_parser="hermes")]) as node:

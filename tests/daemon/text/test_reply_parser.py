@@ -15,6 +15,7 @@ from daemon.text.reply_parser import Reply, ReplyParser, parse_whole
 from daemon.text.tool_parsers.json_value import JsonValue
 from daemon.text.tool_parsers.pieces import ARGUMENTS, BROKEN, CALL, CALL_END, CONTENT, REASONING, Piece
 from daemon.text.tool_parsers.registry import (
+    GENERIC,
     HERMES,
     LLAMA3,
     MISTRAL,
@@ -32,6 +33,10 @@ SEARCH = '{ "q" : "a } ] , b",\n "n":{}, "l": [[],{}] }'
 
 def call(name: str, arguments: str, key: str = "arguments") -> str:
     return json.dumps({"name": name})[:-1] + f', "{key}": {arguments}}}'
+
+
+def compact(name: str, arguments: str) -> str:
+    return f'{{"name":"{name}","arguments":{arguments}}}'
 
 
 def reversed_call(name: str, arguments: str) -> str:
@@ -116,6 +121,16 @@ REPLIES = {
         f"[TOOL_CALLS] [{call(*ONE[0])}, {{'name'}}]",
         Reply(", {'name'}]", calls=ONE),
     ),
+    "generic": (GENERIC, compact(*ONE[0]), Reply(calls=ONE)),
+    "generic two": (GENERIC, f"{compact(*TWO[0])}\n{compact(*TWO[1])}", Reply(calls=TWO)),
+    "generic blanks": (GENERIC, f"\n {call(*TWO[0])} \n\n{call(*TWO[1])}\n", Reply(calls=TWO)),
+    "generic empty": (GENERIC, "", Reply("")),
+    "generic blank": (GENERIC, " \n", Reply(" \n")),
+    "generic text": (GENERIC, f"So: {compact(*ONE[0])}", Reply(f"So: {compact(*ONE[0])}")),
+    "generic text behind": (GENERIC, f"{compact(*ONE[0])}\nso {compact(*ONE[0])}", Reply(f"\nso {compact(*ONE[0])}", calls=ONE)),
+    "generic somebody's name": (GENERIC, '{"name":"Bob","arguments":{}}', Reply('{"name":"Bob","arguments":{}}')),
+    "generic other keys": (GENERIC, '{"name":"search","a":{}}', None),
+    "generic unfinished": (GENERIC, '{"name":"search","arguments":{"x":"1', None),
 }  # fmt: skip
 
 
@@ -171,7 +186,7 @@ def test_any_cuts_give_the_same(name, reasoning, cut, data):
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.sampled_from([HERMES, LLAMA3, MISTRAL]), st.data())
+@given(st.sampled_from([HERMES, LLAMA3, MISTRAL, GENERIC]), st.data())
 def test_damaged_text_gives_the_same_in_any_cuts_and_loses_nothing(dialect, data):
     _, text, _ = REPLIES[data.draw(st.sampled_from([name for name in sorted(REPLIES) if REPLIES[name][0] == dialect]))]
     at, end = sorted((data.draw(st.integers(0, len(text))), data.draw(st.integers(0, len(text)))))
@@ -186,8 +201,9 @@ def test_damaged_text_gives_the_same_in_any_cuts_and_loses_nothing(dialect, data
         assert isinstance(json.loads(arguments), dict)
 
 
-def test_what_streams_first_is_the_name_and_what_follows_is_as_generated():
-    dialect, text, _ = REPLIES["hermes text before"]
+@pytest.mark.parametrize("name", ["hermes text before", "generic"])
+def test_what_streams_first_is_the_name_and_what_follows_is_as_generated(name):
+    dialect, text, _ = REPLIES[name]
     reading = parser(dialect)
     kinds, arguments = [], []
     for char in text:
@@ -219,6 +235,7 @@ def test_a_call_that_turns_out_broken_is_withdrawn_with_its_text():
         (LLAMA3, '{"name": "search", "parameters": {"q": "x'),
         (MISTRAL, '[TOOL_CALLS] [{"name": "search", "arguments": {"q": "x'),
         (MISTRAL, '[TOOL_CALLS]search[ARGS]{"q": "x'),
+        (GENERIC, '{"name":"search","arguments":{"q": "x'),
     ],
 )
 def test_a_call_cut_off_by_max_tokens_stays_a_call(dialect, text):

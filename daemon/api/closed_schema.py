@@ -1,0 +1,181 @@
+"""Object schemas without properties that nobody declared: what a model makes up beside them is of no use to a function.
+
+An object that declares `properties` and says nothing of others gets `additionalProperties: false`, at any depth, where it alone
+describes its value. Where several schemas describe one value (allOf, anyOf beside properties, if, a definition that is also used
+below one of them) each would forbid what the others declare, so those stay open. So does what is below oneOf, unless its branches
+exclude each other already: closed ones might, and a value that fits two of the branches as they were written would pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import unquote
+
+Schema = dict[str, Any]
+
+# what is there tells more of the same value
+_SAME_VALUE = ("$ref", "allOf", "anyOf", "oneOf", "if", "then", "else", "not", "dependentSchemas")
+_OWN = ("items", "prefixItems", "additionalItems", "unevaluatedItems", "additionalProperties", "unevaluatedProperties", "contains")
+_MAPS = ("properties", "patternProperties")  # name -> schema
+# what tells of other properties than the declared ones, or lists whole objects
+_OPENERS = (
+    "additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames", "dependentRequired", "dependencies",
+    "const", "enum",
+)  # fmt: skip
+_DESCRIBING = frozenset([*_OWN, *_MAPS, *_OPENERS, "required", "minProperties"])
+
+
+class _UnknownPlace(Exception):
+    """A reference to what is not found by a pointer into this schema."""
+
+
+def close(schema: Schema) -> None:
+    """Changes the schema in place. One with references that lead elsewhere is left as it is."""
+    try:
+        found = _sole_objects(schema)
+    except _UnknownPlace:
+        return
+    for node in found:
+        node["additionalProperties"] = False
+
+
+def _sole_objects(root: Schema) -> list[Schema]:
+    """The objects to close. Each schema is visited at most twice: as the only one of its value, and as one of several."""
+    sole: dict[int, Schema] = {}
+    shared: set[int] = set()
+    seen: set[tuple[int, bool]] = set()
+    open_: list[tuple[Any, bool]] = [(root, True)]
+    while open_:
+        node, is_alone = open_.pop()
+        if not isinstance(node, dict) or (id(node), is_alone) in seen:
+            continue
+        seen.add((id(node), is_alone))
+        if (node is not root and "$id" in node) or "$dynamicRef" in node or "$recursiveRef" in node:
+            raise _UnknownPlace  # below an $id references start from there
+        if not is_alone:
+            shared.add(id(node))
+            open_ += [(each, False) for each in (*_same_value(node, root), *_own_values(node))]
+            continue
+        forms = [key for key in _SAME_VALUE if key in node]
+        if all(_only_requires(node, key) for key in forms):
+            if _is_closable(node, forms):
+                sole[id(node)] = node
+            overlap = "patternProperties" in node or "contains" in node  # with properties, with items
+            open_ += [(each, not overlap) for each in _own_values(node)]
+        else:
+            passes = len(forms) == 1 and not _DESCRIBING & node.keys() and _is_choice(node, forms[0], root)
+            open_ += [(each, passes) for each in _same_value(node, root)]
+            open_ += [(each, False) for each in _own_values(node)]
+    return [node for key, node in sole.items() if key not in shared]
+
+
+def _is_closable(node: Schema, forms: list[str]) -> bool:
+    properties, least = node.get("properties"), node.get("minProperties", 0)
+    if not isinstance(properties, dict) or any(key in node for key in _OPENERS):
+        return False
+    needed = [node, *(branch for key in forms for branch in node[key])]
+    names = [name for each in needed for name in (each.get("required") if isinstance(each.get("required"), list) else ())]
+    return all(isinstance(name, str) and name in properties for name in names) and (
+        not isinstance(least, int | float) or least <= len(properties)
+    )
+
+
+def _only_requires(node: Schema, key: str) -> bool:
+    """Whether the branches choose among properties that are declared beside them: "a or b"."""
+    branches = node[key]
+    return (
+        key in ("anyOf", "allOf")
+        and "properties" in node
+        and isinstance(branches, list)
+        and all(isinstance(each, dict) and each.keys() <= {"required", "type"} for each in branches)
+    )
+
+
+def _is_choice(node: Schema, key: str, root: Schema) -> bool:
+    """Whether each value is described by one branch, and closing that changes nothing for the others."""
+    branches = node[key]
+    if key == "$ref":
+        return True
+    if not isinstance(branches, list):
+        return False
+    if key == "oneOf":
+        return _told_apart([_referred(each, root) for each in branches])
+    return key == "anyOf" or (key == "allOf" and len(branches) == 1)
+
+
+def _told_apart(branches: list[Any]) -> bool:
+    """Whether no value fits two of them: their types differ, or those of objects by the constant of a required property."""
+    kinds = [each.get("type") if isinstance(each, dict) else None for each in branches]
+    if not all(isinstance(kind, str) for kind in kinds) or {"integer", "number"} <= set(kinds):
+        return False
+    others = [kind for kind in kinds if kind != "object"]
+    objects = [each for each in branches if each.get("type") == "object"]
+    if len(set(others)) < len(others):
+        return False
+    if len(objects) < 2:
+        return True
+    constants = [_constants(each) for each in objects]
+    common = set(constants[0]).intersection(*constants[1:])
+    return any(len({each[name] for each in constants}) == len(objects) for name in common)
+
+
+def _constants(schema: Schema) -> dict[str, str]:
+    """Of the required properties those that are always the same text."""
+    properties, required = schema.get("properties"), schema.get("required")
+    if not isinstance(properties, dict) or not isinstance(required, list):
+        return {}
+    found = {}
+    for name in required:
+        one = properties.get(name) if isinstance(name, str) else None
+        if isinstance(one, dict):
+            values = [one["const"]] if "const" in one else one.get("enum")
+            if isinstance(values, list) and len(values) == 1 and isinstance(values[0], str):
+                found[name] = values[0]
+    return found
+
+
+def _same_value(node: Schema, root: Schema) -> Iterator[Any]:
+    for key in _SAME_VALUE:
+        value = node.get(key)
+        if key == "$ref" and key in node:
+            yield _target(value, root)
+        elif isinstance(value, list):
+            yield from value
+        elif key == "dependentSchemas" and isinstance(value, dict):
+            yield from value.values()
+        else:
+            yield value
+
+
+def _own_values(node: Schema) -> Iterator[Any]:
+    """The schemas of a value's properties and items."""
+    for key in _MAPS:
+        if isinstance(node.get(key), dict):
+            yield from node[key].values()
+    for key in _OWN:
+        value = node.get(key)
+        if isinstance(value, list):
+            yield from value
+        else:
+            yield value
+
+
+def _referred(node: Any, root: Schema) -> Any:
+    """The schema behind one reference, if it is nothing else."""
+    return _target(node["$ref"], root) if isinstance(node, dict) and node.keys() == {"$ref"} else node
+
+
+def _target(reference: Any, root: Schema) -> Any:
+    if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
+        raise _UnknownPlace
+    node: Any = root
+    for part in unquote(reference[1:]).split("/")[1:]:
+        name = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(node, dict) and name in node:
+            node = node[name]
+        elif isinstance(node, list) and name.isdecimal() and int(name) < len(node):
+            node = node[int(name)]
+        else:
+            raise _UnknownPlace
+    return node

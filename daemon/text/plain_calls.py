@@ -1,0 +1,145 @@
+"""Tools, calls and their results as plain text, for chat templates that know nothing of them.
+
+A template shows a thing where a mark in its place is found in what the template writes. Whether two renderings differ would not
+tell: a template may write the time of day.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable
+from typing import Any
+
+from daemon.errors import BadRequest
+from daemon.text.tool_parsers import generic
+
+Message = dict[str, Any]
+Tools = list[dict[str, Any]] | None
+Render = Callable[[list[Message], Tools], str]
+
+_RESULT_ROLES = ("tool", "function")
+_SYSTEM_ROLES = ("system", "developer")
+
+
+def render_plainly(render: Render, messages: list[Message], tools: Tools, forced: dict[str, Any] | None) -> str:
+    """A chat of a model that no dialect is known of. What the template leaves out or refuses stands as text in the messages it
+    shows: calls and results of the history, and, if calls are `forced`, the tools. `forced`: as in EncodeChat's options. Raises
+    BadRequest."""
+    if any(_is_of_calls(message) for message in messages) and not _shows_calls(render, messages, tools):
+        messages = _plain_history(messages)
+    if forced and tools and not _shows_tools(render, messages, tools):
+        return _with_words(render, messages, _words(tools, **forced))
+    return render(messages, tools)
+
+
+# ---- what the template shows
+
+
+def _is_of_calls(message: Message) -> bool:
+    return bool(message.get("tool_calls")) or message["role"] in _RESULT_ROLES
+
+
+def _shows_calls(render: Render, messages: list[Message], tools: Tools) -> bool:
+    marks: list[str] = []
+
+    def mark() -> str:
+        marks.append(f"hearthd_mark_{len(marks)}_")
+        return marks[-1]
+
+    marked = []
+    for message in messages:
+        if message["role"] in _RESULT_ROLES:
+            message = {**message, "content": mark()}
+        if calls := message.get("tool_calls"):
+            message = {**message, "tool_calls": [{**call, "function": {**call["function"], "name": mark()}} for call in calls]}
+        marked.append(message)
+    return _writes(render, marked, tools, marks)
+
+
+def _shows_tools(render: Render, messages: list[Message], tools: list[dict[str, Any]]) -> bool:
+    marks = [f"hearthd_mark_{at}_" for at in range(len(tools))]
+    marked = [{**tool, "function": {**tool["function"], "name": mark}} for tool, mark in zip(tools, marks, strict=True)]
+    return _writes(render, messages, marked, marks)
+
+
+def _writes(render: Render, messages: list[Message], tools: Tools, marks: list[str]) -> bool:
+    text = _rendered(render, messages, tools)
+    return all(mark in text for mark in marks)
+
+
+def _rendered(render: Render, messages: list[Message], tools: Tools) -> str:
+    """ "" where the template refuses."""
+    try:
+        return render(messages, tools)
+    except BadRequest:
+        return ""
+
+
+# ---- calls and results
+
+
+def _plain_history(messages: list[Message]) -> list[Message]:
+    """A result follows its call as the user's word. Neighbours of one role become one message, as templates want them in turn."""
+    names: dict[str, str] = {}  # by the call's id
+    plain: list[Message] = []
+    was_changed = False
+    for message in messages:
+        is_changed = _is_of_calls(message)
+        if message["role"] in _RESULT_ROLES:
+            name = names.get(message.get("tool_call_id", ""), "") or message.get("name", "")
+            message = {"role": "user", "content": f"Result{name and f' of {name}'}: {message['content']}"}
+        elif is_changed:
+            names |= {call["id"]: call["function"]["name"] for call in message["tool_calls"] if call["id"]}
+            lines = generic.BETWEEN.join(_call(call["function"]) for call in message["tool_calls"])
+            message = {key: value for key, value in message.items() if key != "tool_calls"}
+            message["content"] = _joined(message["content"], lines)
+        if plain and plain[-1]["role"] == message["role"] and (is_changed or was_changed):
+            plain[-1] = {**plain[-1], "content": _joined(plain[-1]["content"], message["content"])}
+        else:
+            plain.append(message)
+        was_changed = is_changed
+    return plain
+
+
+def _call(function: dict[str, Any]) -> str:
+    arguments = function["arguments"]
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError):  # what is no JSON stays the text it is
+            arguments = json.loads(arguments or "{}")
+    return generic.written(function["name"], json.dumps(arguments, ensure_ascii=False, separators=(",", ":")))
+
+
+def _joined(first: str | None, second: str | None) -> str:
+    return "\n\n".join(text for text in (first, second) if text)
+
+
+# ---- tools
+
+
+def _words(tools: list[dict[str, Any]], name: str, many: bool) -> str:
+    """`name`: of the function that is to be called, "" for any. `many`: several calls are allowed."""
+    shown = [{key: value for key, value in tool["function"].items() if key != "strict"} for tool in tools]
+    lines = "\n".join(json.dumps(each, ensure_ascii=False) for each in shown)
+    form = generic.written(name or "NAME", "{...}")
+    if name:
+        how = f"Answer with a call of {name} and nothing else, as one line of JSON:"
+    elif many:
+        how = "Answer with one call or more of them and nothing else. Each call is one line of JSON:"
+    else:
+        how = "Answer with one call of one of them and nothing else, as one line of JSON:"
+    return f"These functions can be called:\n{lines}\n\n{how}\n{form}"
+
+
+def _with_words(render: Render, messages: list[Message], words: str) -> str:
+    """In the system message; where the template refuses or drops that, in front of the user's first."""
+    first = messages[0]
+    if first["role"] in _SYSTEM_ROLES:
+        as_system = [{**first, "content": _joined(first["content"], words)}, *messages[1:]]
+    else:
+        as_system = [{"role": "system", "content": words}, *messages]
+    if words in (text := _rendered(render, as_system, None)):
+        return text
+    at = next((at for at, message in enumerate(messages) if message["role"] == "user"), 0)
+    merged = {**messages[at], "content": _joined(words, messages[at]["content"])}
+    return render([*messages[:at], merged, *messages[at + 1 :]], None)
