@@ -25,6 +25,14 @@ JSON_OPTIONS: JsonCompileOptions = {
     "lenient": False,
 }
 
+COMPACT_OPTIONS: JsonCompileOptions = {  # a pattern for blanks would allow them
+    "item_separator": ",",
+    "key_separator": ":",
+    "whitespace_flexible": False,
+    "coerce_one_of": False,
+    "lenient": False,
+}
+
 
 def compile_grammar(grammar: str) -> str:
     """Raises ValueError if the kind is unknown, the text is no JSON object or json_schema.prepared refuses it; llguidance tells of
@@ -33,8 +41,7 @@ def compile_grammar(grammar: str) -> str:
     if kind == "json_schema":
         compiled: str = LLMatcher.grammar_from_json_schema(json_schema.prepared(text), overrides=JSON_OPTIONS)
     elif kind == "compact_json":
-        options: JsonCompileOptions = {**JSON_OPTIONS, "whitespace_flexible": False}
-        compiled = LLMatcher.grammar_from_json_schema(json_schema.prepared(text), overrides=options)
+        compiled = LLMatcher.grammar_from_json_schema(json_schema.prepared(text), overrides=COMPACT_OPTIONS)
     elif kind == "regex":
         compiled = LLMatcher.grammar_from_regex(text)
     elif kind == "lark":

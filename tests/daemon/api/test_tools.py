@@ -134,9 +134,9 @@ def looking(node: Any) -> list[dict[str, Any]]:
     shown: list[dict[str, Any]] = []
     encode = node.text.encode_chat
 
-    async def look(model: Any, messages: bytes, options: dict[str, Any]) -> Any:
+    async def look(model: Any, messages: bytes, options: dict[str, Any], *more: int) -> Any:
         shown.append(options)
-        return await encode(model, messages, options)
+        return await encode(model, messages, options, *more)
 
     node.text.encode_chat = look
     return shown
