@@ -15,6 +15,9 @@ from tests.loader.checkpoints import write_checkpoint
 
 Capture = pytest.CaptureFixture[str]
 CHECKS = [
+    "installation",
+    "packages",
+    "device packages",
     "kernel",
     "processor",
     "driver",
