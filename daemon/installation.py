@@ -6,6 +6,7 @@ here: a package is looked for, and its version read from what its installer has 
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
 import shlex
@@ -14,9 +15,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 NUMBA, TRITON, BINDINGS, TORCH = "numba", "triton", "cuda-bindings", "torch"
-KIND_OF = {NUMBA: "cpu", TRITON: "cuda", BINDINGS: "cuda"}  # the devices that need what is no requirement of all
+# what is no requirement of all -> what needs it; numba also decodes packed weights, numpy does without it
+NEEDED_BY = {NUMBA: "cpu devices and packed weights", TRITON: "cuda devices", BINDINGS: "cuda devices"}
 _MODULES = {BINDINGS: "cuda.bindings"}  # where it is not the distribution's name
 SLOW_CPU = "cpu devices compute with torch's operations alone, at a fraction of the speed"
+
+ONE_AT_A_TIME = "kernels run on threads of Numba's own beside torch's, and models of a cpu device never at the same time"
+GET_OPENMP = "install the system's libgomp: apt-get install libgomp1, or dnf install libgomp"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +47,15 @@ def is_there(package: str) -> bool:
         return False
 
 
+def has_openmp() -> bool:
+    """Whether the system has GCC's OpenMP. Numba's wheels need it for their threads; torch brings one, which they do not find."""
+    try:
+        ctypes.CDLL("libgomp.so.1")
+    except OSError:
+        return False
+    return True
+
+
 def of_devices(devices: Iterable[str]) -> list[Lack]:
     """Returns what devices of these names need and do not have, for the runner that computes."""
     kinds = {name.partition(":")[0] for name in devices}
@@ -50,6 +64,8 @@ def of_devices(devices: Iterable[str]) -> list[Lack]:
         found.append(_lack(TORCH, "no model can be computed", stops=True))
     if "cpu" in kinds and not is_there(NUMBA):
         found.append(_lack(NUMBA, SLOW_CPU, stops=False))
+    elif "cpu" in kinds and not has_openmp():
+        found.append(Lack(NUMBA, "numba finds no libgomp.so.1", ONE_AT_A_TIME, False, GET_OPENMP))
     if "cuda" in kinds:
         cost = "cuda devices cannot be used"
         found += [_lack(package, cost, stops=True) for package in (TRITON, BINDINGS) if not is_there(package)]
@@ -96,7 +112,7 @@ def required() -> tuple[list[str], list[Lack]]:
     for one in map(Requirement, metadata.requires("hearthd") or []):
         is_extra = one.marker is not None and not one.marker.evaluate({"extra": ""})
         version = installed_version(one.name)
-        if is_extra and one.name not in KIND_OF:
+        if is_extra and one.name not in NEEDED_BY:
             continue
         asked = f"{one.name}{one.specifier}"
         if not version:

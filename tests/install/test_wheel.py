@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -103,3 +104,13 @@ def test_a_required_package_is_missing(wheel: Path, tmp_path: Path) -> None:
         )
         assert "'msgspec>=0.19' 'uvloop>=0.21'" in result.stderr
         assert result.stderr.count("\n") == 1
+
+
+def test_extras_named_in_the_docs_exist() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = set()
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "Containerfile"):
+        for found in re.findall(r"(?:hearthd|\.|\.whl)\[([a-z,]+)\]", page.read_text()):
+            named |= set(found.split(","))
+    assert named
+    assert named <= set(extras)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 
 from daemon import installation
@@ -29,18 +29,14 @@ def required(there: Sequence[str], lacking: Sequence[Lack]) -> list[Finding]:
     return [Finding("packages", OK, ", ".join(there))]
 
 
-def of_devices(lacking: Sequence[Lack], devices: Iterable[str], versions: Mapping[str, str]) -> list[Finding]:
-    """lacking: as installation.of_devices gives it for these devices. versions: of the packages that only devices of one kind need,
+def of_devices(lacking: Sequence[Lack], versions: Mapping[str, str]) -> list[Finding]:
+    """lacking: as installation.of_devices gives it. versions: of the packages that only devices of one kind need,
     "" where one is not installed."""
-    kinds = {name.partition(":")[0] for name in devices}
     found = [Finding("device packages", FAIL if one.stops else WARN, f"{one.found}: {one.cost}", one.change) for one in lacking]
-    parts = []
-    for package, version in versions.items():
-        kind = installation.KIND_OF[package]
-        if version:
-            parts.append(f"{package} {version}")
-        elif kind not in kinds:
-            parts.append(f"no {package}, which only {kind} devices need")
+    parts = [
+        f"{package} {version}" if version else f"no {package}, which only {installation.NEEDED_BY[package]} need"
+        for package, version in versions.items()
+    ]
     return found or [Finding("device packages", OK, ", ".join(parts))]
 
 
@@ -51,9 +47,9 @@ def find_packages(devices: Sequence[str]) -> list[Finding]:
     except metadata.PackageNotFoundError:
         text = f"hearthd runs from {HOME} and is not installed, so nothing says what it needs"
         found = [Finding("packages", WARN, text, f"{installation.install_command('-e', HOME)} checks it")]
-    versions = {package: installation.installed_version(package) for package in installation.KIND_OF}
+    versions = {package: installation.installed_version(package) for package in installation.NEEDED_BY}
     return [
         *installed(collisions.look_into()),
         *found,
-        *of_devices(installation.of_devices(devices), devices, versions),
+        *of_devices(installation.of_devices(devices), versions),
     ]

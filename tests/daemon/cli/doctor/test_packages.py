@@ -16,7 +16,7 @@ from hearthd.collisions import ELSEWHERE, SHARED, Collision
 
 ASKED = ["aiohttp>=3.11", "uvloop>=0.21", "torch>=2.11", 'numba>=0.61; extra == "cpu"', 'cuda-bindings>=12.9; extra == "cuda"']
 ASKED += ['triton>=3.6; sys_platform == "linux" and extra == "cuda"', 'pytest>=8; extra == "test"']
-WHOLE = {"aiohttp": "3.11.1", "uvloop": "0.21.0", "torch": "2.13.0+cpu", "numba": "0.61.0"}
+WHOLE = {"aiohttp": "3.11.1", "uvloop": "0.21.0", "torch": "2.13.0+cpu", "numba": "0.61.0", "libgomp": "1"}
 Install = Callable[[dict[str, str]], None]
 
 
@@ -27,6 +27,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Install:
     def install(versions: dict[str, str]) -> None:
         monkeypatch.setattr(metadata, "requires", lambda name: {"hearthd": ASKED}[name])
         monkeypatch.setattr(installation, "installed_version", lambda package: versions.get(package, ""))
+        monkeypatch.setattr(installation, "has_openmp", lambda: "libgomp" in versions)
         monkeypatch.setattr(installation, "is_there", lambda package: package in versions)
 
     return install
@@ -64,7 +65,20 @@ def test_numba_is_missing(installed: Install) -> None:
     assert "numba is not installed" in lack.found
     assert "fraction of the speed" in lack.found
     installed({"torch": "2.13.0", "triton": "3.6.0", "cuda-bindings": "13.0.3"})
-    assert found(["cuda:0"])["device packages"][0].found.startswith("no numba, which only cpu devices need, triton 3.6.0")
+    assert found(["cuda:0"])["device packages"][0].found.startswith(
+        "no numba, which only cpu devices and packed weights need, triton 3.6.0"
+    )
+
+
+def test_openmp_is_missing(installed: Install) -> None:
+    """As in a slim container: torch has a libgomp of its own, Numba's wheels look for the system's."""
+    installed({name: version for name, version in WHOLE.items() if name != "libgomp"})
+    (lack,) = found(["cpu:0"])["device packages"]
+    assert (lack.level, "numba finds no libgomp.so.1" in lack.found, "apt-get install libgomp1" in lack.change) == (
+        WARN,
+        True,
+        True,
+    )
 
 
 def test_what_gpus_need_is_missing(installed: Install) -> None:
