@@ -1,1 +1,4 @@
-"""The node's settings: schema, TOML file and flags, reload. A leaf: it imports nothing of the other packages."""
+"""The node's settings: schema, TOML file and flags, reload. A leaf: it imports nothing of the other packages.
+
+Part of hearthd.
+"""

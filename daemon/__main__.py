@@ -1,15 +1,8 @@
-"""`hearthd`, `python -P -m daemon`."""
+"""`python -P -m daemon`: the same as `hearthd`."""
 
 from __future__ import annotations
 
-import sys
-
-from daemon.main import main as run
-
-
-def main() -> None:
-    sys.exit(run())
-
+from hearthd.commands import hearthd as main
 
 if __name__ == "__main__":
     main()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from config.devices import device_budgets
 from config.processor import UnknownFeature, this_processor
 from config.schema import NodeConfig
 from config.units import format_bytes, machine_memory_bytes
-from daemon import keys, listeners, models_check
+from daemon import installation, keys, listeners, models_check
 from daemon.arguments import ArgumentParser
 from daemon.errors import EXIT_OK, EXIT_USAGE
 from daemon.gpu.driver import Driver
@@ -78,8 +79,9 @@ def main(argv: Sequence[str] | None = None, inventory: Inventory | None = None) 
     except (config_load.ConfigError, UnknownFeature) as error:
         print(f"hearthd: {error}", file=sys.stderr)
         return EXIT_USAGE
+    lacking = installation.of_devices([device.name for device in devices]) if config.runner == "torch" else []
     if check:
-        for warning in warnings:
+        for warning in [*warnings, *lacking]:
             print(f"hearthd: warning: {warning}", file=sys.stderr)
         named = ", ".join(f"{device.name} {format_bytes(device.budget_bytes)}" for device in devices)
         print(f"ok: models {config.models_dir}, listen {config.listen}, control {config.control}, devices {named}")
@@ -87,6 +89,8 @@ def main(argv: Sequence[str] | None = None, inventory: Inventory | None = None) 
     from daemon import lifecycle, logs
 
     logs.set_up(config.log_level, config.log_format)
+    for one in lacking:
+        logs.log.log(logging.ERROR if one.stops else logging.WARNING, "%s", one)
     if known is not None:
         logs.log.info("%s: keys of %d tenants", config.keys_file, len(known.tenants))
         known.warn_if_empty(config.keys_file)

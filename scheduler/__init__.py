@@ -1,1 +1,4 @@
-"""Pure decisions: no torch, asyncio, clock or I/O. `node` places models (daemon); `batch` picks tokens (engine)."""
+"""Pure decisions: no torch, asyncio, clock or I/O. `node` places models (daemon); `batch` picks tokens (engine).
+
+Part of hearthd.
+"""

@@ -48,7 +48,9 @@ make_venv() {
     # built from a copy: as root it would leave files in the checkout that its owner cannot remove
     source=$(mktemp -d)
     trap 'rm -rf "$source"' EXIT
-    cp -R pyproject.toml README.md LICENSE config daemon engine loader scheduler "$source"
+    cp -R pyproject.toml README.md LICENSE config daemon engine hearthd loader scheduler "$source"
+    mkdir "$source/docs"
+    cp -R docs/man "$source/docs"
     find "$source" -name __pycache__ -prune -exec rm -rf {} +
     # shellcheck disable=SC2086
     "$new/bin/python" -m pip install -q --disable-pip-version-check --no-warn-script-location -c constraints.txt ${PIP_ARGS:-} \

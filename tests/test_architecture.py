@@ -11,15 +11,16 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-PACKAGES = ("config", "scheduler", "loader", "engine", "daemon")
+PACKAGES = ("config", "scheduler", "loader", "engine", "daemon", "hearthd")
 
 # package -> packages of ours it may import
 MAY_IMPORT = {
     "config": set[str](),
     "scheduler": {"config"},
     "loader": {"config"},
-    "engine": {"config", "scheduler", "loader"},
-    "daemon": {"config", "scheduler", "loader", "engine"},
+    "engine": {"config", "scheduler", "loader", "hearthd"},
+    "daemon": {"config", "scheduler", "loader", "engine", "hearthd"},
+    "hearthd": {"daemon"},
 }
 # memory.handles: descriptors over a socket, system calls alone; pulse: a struct in shared memory
 DAEMON_FROM_ENGINE = {
@@ -107,6 +108,23 @@ def test_daemon_takes_little_from_engine_and_loader(module: str) -> None:
             assert name in DAEMON_FROM_LOADER, f"{module} imports {name}"
 
 
+def test_who_looks_for_other_packages_imports_none() -> None:
+    """What is imported before a package is known to be hearthd's own would be the other's code; afterwards there is one way in."""
+    for module in ("hearthd.packages", "hearthd.collisions"):
+        assert {name.split(".")[0] for name in IMPORTS[module]} & set(PACKAGES) <= {"hearthd"}, module
+    for path in ("daemon/__main__.py", "daemon/cli/__main__.py", "engine/__main__.py", "hearthd/__main__.py"):
+        first = [node for node in ast.parse((ROOT / path).read_text()).body if isinstance(node, ast.ImportFrom)]
+        assert {str(node.module).split(".")[0] for node in first} == {"__future__", "hearthd"}, path
+
+
+def test_every_package_carries_the_mark() -> None:
+    """It tells hearthd's own from those of other distributions with the same names."""
+    from hearthd.packages import NAMES, is_marked
+
+    assert {*NAMES, "hearthd"} == set(PACKAGES)
+    assert all(is_marked(str(ROOT), name) for name in NAMES)
+
+
 @pytest.mark.parametrize("module", [m for m in MODULES if m.startswith("scheduler")])
 def test_scheduler_is_pure(module: str) -> None:
     """Time comes in with the event, so every decision can be replayed and simulated faster than real time."""
@@ -166,7 +184,7 @@ def test_every_top_level_name_has_one_owner() -> None:
         assert set(owners.get(package, ["hearthd"])) == {"hearthd"}, f"{package} is also shipped by {owners[package]}"
 
 
-@pytest.mark.parametrize("module", ["daemon.main", "daemon.text.__main__", "daemon.cli.__main__", "engine.protocol"])
+@pytest.mark.parametrize("module", ["daemon.main", "daemon.text.__main__", "daemon.cli.main", "engine.protocol"])
 def test_light_processes_load_no_torch(module: str) -> None:
     """Measured in a fresh process: what a static look misses."""
     code = f"import sys, {module}; print([m for m in ('torch', 'numba', 'triton', 'transformers') if m in sys.modules])"

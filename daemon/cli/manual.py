@@ -10,8 +10,8 @@ import sys
 
 from config import reference
 from config.schema import ModelConfig, NodeConfig
-from daemon.cli.__main__ import make_parser as make_hearth_parser
 from daemon.cli.completion import Command, Option, commands_of, options_of
+from daemon.cli.main import make_parser as make_hearth_parser
 from daemon.main import make_parser as make_hearthd_parser
 from daemon.version import VERSION
 

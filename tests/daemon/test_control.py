@@ -419,7 +419,7 @@ def test_permission(node: Node) -> None:
     if os.getuid() != 0:
         pytest.skip("needs root to become somebody else")
     # imports first: nobody may not even be able to read the virtual environment
-    code = "import os, sys, shutil, encodings.idna; from daemon.cli.__main__ import run; "
+    code = "import os, sys, shutil, encodings.idna; from daemon.cli.main import run; "
     code += "os.setgroups([]); os.setgid(65534); os.setuid(65534); sys.exit(run())"
     command = [sys.executable, "-P", "-c", code, "--control", node.control, "ps"]
     result = subprocess.run(command, capture_output=True, text=True, env=environment())

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from config import paths
-from daemon.cli.__main__ import make_parser
 from daemon.cli.completion import commands_of
+from daemon.cli.main import make_parser
 from daemon.cli.manual import _READING
 from daemon.control import NUM_FOLLOWERS
 from tests.e2e.checkpoints import make_model
@@ -107,7 +107,7 @@ def test_hearth_falls_back_to_it(node: Node) -> None:
     if os.getuid() != 0:
         pytest.skip("needs root to become somebody else")
     code = (
-        "import encodings.idna, os, sys, shutil; from daemon.cli import __main__ as cli; from config import paths; "
+        "import encodings.idna, os, sys, shutil; from daemon.cli import main as cli; from config import paths; "
         "paths.SERVICE_CONTROL, paths.SERVICE_STATUS = sys.argv[1:3]; "
         "os.setgroups([]); os.setgid(65534); os.setuid(65534); sys.exit(cli.run(['--control', *sys.argv[1:2], *sys.argv[3:]]))"
     )

@@ -61,9 +61,18 @@ class Node:
 
     # ---- life
 
+    python = sys.executable
+
+    def warm(self) -> None:
+        if self.runner == "torch":
+            kernel_cache.warm()
+
+    def environment(self) -> dict[str, str]:
+        return environment()
+
     def command(self) -> list[str]:
         return [
-            *[sys.executable, *self.program, "--models", str(self.models), "--listen", "127.0.0.1:0"],
+            *[self.python, *self.program, "--models", str(self.models), "--listen", "127.0.0.1:0"],
             *["--control", self.control, "--config", str(self.config), "--runner", self.runner],
             *["--state-dir", str(self.folder / "state"), "--cache-dir", kernel_cache.CACHE_DIR],
             *[part for device in self.devices for part in ("--device", device)],
@@ -72,11 +81,10 @@ class Node:
 
     def start(self, ready: bool = True) -> Node:
         """Starts the daemon in its own session and waits for its address (and, with `ready`, for all of its engines)."""
-        if self.runner == "torch":
-            kernel_cache.warm()
+        self.warm()
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                self.command(), stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True, env=environment()
+                self.command(), stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True, env=self.environment()
             )
         assert self.process.stdout is not None
         for line in self.process.stdout:
@@ -177,8 +185,8 @@ class Node:
 
     def cli(self, *args: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
         """`hearth --control SOCKET ARGS`."""
-        command = [sys.executable, "-P", "-m", "daemon.cli", "--control", self.control, *args]
-        return subprocess.run(command, capture_output=True, text=True, input=stdin, timeout=SAFETY_S, env=environment())
+        command = [self.python, "-P", "-m", "daemon.cli", "--control", self.control, *args]
+        return subprocess.run(command, capture_output=True, text=True, input=stdin, timeout=SAFETY_S, env=self.environment())
 
     def json(self, *args: str) -> Any:
         """A command's `--json`; asserts that it worked."""

@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from daemon.installation import BINDINGS, is_there
 from tests.e2e.chat import Stream
 from tests.e2e.checkpoints import make_model
 from tests.e2e.node import Node, environment
@@ -89,6 +90,10 @@ def test_a_device_that_fails_says_why_while_the_others_serve(tmp_path: Path) -> 
         first, second = node.json("status")["devices"]
         assert (first["up"], second["up"]) == (False, True)
         assert "exit code 70: " in first["problem"]
+        if not is_there(BINDINGS):
+            assert "the Python package cuda is not installed; `hearth doctor` says how it is" in first["problem"]
+            assert "cuda-bindings is not installed: cuda devices cannot be used; " in node.log_text()
+            assert "Traceback" not in node.log_text()
         assert "cuda:0: the engine ended with exit code 70: " in node.cli("status").stdout
         assert node.json("plan", "a")["device"] == "cpu:0"
         assert node.get("/readyz")[1]["engines"] == {"cuda:0": "down", "cpu:0": "up"}

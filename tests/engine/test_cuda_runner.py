@@ -12,9 +12,9 @@ import torch
 
 from config.devices import CUDA_LEFT_BYTES
 from engine import work_space
-from engine.__main__ import beside_work_space
 from engine.cuda_model import CudaModel
 from engine.loading.device_sink import DeviceSink
+from engine.main import beside_work_space
 from engine.memory.weight_range import WeightRange
 from engine.model_runner import TorchRunner
 from engine.protocol import Configure, LoadModel

@@ -71,7 +71,7 @@ def test_ready(engine: EngineProcess) -> None:
 
 def test_no_torch_with_the_null_runner() -> None:
     code = (
-        "import sys, engine.__main__, engine.null_runner\n"
+        "import sys, engine.main, engine.null_runner\n"
         "assert not [name for name in ('torch', 'numba', 'transformers') if name in sys.modules]"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=SAFETY_TIMEOUT_S)

@@ -201,7 +201,7 @@ def test_what_lies_where(destdir: Path) -> None:
 def test_no_file_of_the_packages_is_left_behind(destdir: Path) -> None:
     """What is not Python must be named in pyproject.toml's package-data; an example of settings is no part of the program."""
     (site,) = (destdir / "opt/hearthd" / VERSION / "lib").glob("python*/site-packages")
-    for package in ("config", "daemon", "engine", "loader", "scheduler"):
+    for package in ("config", "daemon", "engine", "hearthd", "loader", "scheduler"):
         for path in (ROOT / package).rglob("*"):
             name = path.relative_to(ROOT)
             if path.is_file() and "__pycache__" not in name.parts and str(name) != "config/example.toml":

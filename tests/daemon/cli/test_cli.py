@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from daemon.cli import table
-from daemon.cli.__main__ import make_parser, run
+from daemon.cli.main import make_parser, run
 from tests.e2e.node import environment
 
 
@@ -111,7 +111,7 @@ def test_hash_key() -> None:
 
 def test_nothing_heavy_is_imported() -> None:
     """`hearth ps` has 0.2 s for everything."""
-    code = "import sys, daemon.cli.__main__; print(*sorted(sys.modules))"
+    code = "import sys, daemon.cli.main; print(*sorted(sys.modules))"
     command = [sys.executable, "-P", "-c", code]
     loaded = set(subprocess.run(command, capture_output=True, text=True, env=environment(), check=True).stdout.split())
     heavy = {"torch", "aiohttp", "msgspec", "numpy", "rich", "asyncio", "tokenizers", "jinja2", "prometheus_client", "uvloop"}

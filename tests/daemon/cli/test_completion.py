@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from daemon.cli.__main__ import make_parser
 from daemon.cli.completion import SHELLS, commands_of, script
+from daemon.cli.main import make_parser
 
 NAMES = ["meta/llama-3.2-1b", "qwen3"]
 

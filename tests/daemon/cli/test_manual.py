@@ -12,7 +12,7 @@ import pytest
 from config import paths
 from daemon import errors
 from daemon.cli import manual
-from daemon.cli.__main__ import make_parser
+from daemon.cli.main import make_parser
 from daemon.control_status import EXIT_FAULT
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from daemon.cli.__main__ import run
+from daemon.cli.main import run
 
 ROOT = Path(__file__).resolve().parents[3]
 EIGHT = str(ROOT / "docs" / "simulate" / "eight.toml")

@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 
-from daemon.cli.__main__ import run
+from daemon.cli.main import run
 from tests.e2e.node import Node
 from tests.loader.checkpoints import write_checkpoint
 
 Capture = pytest.CaptureFixture[str]
 CHECKS = [
+    "installation",
+    "packages",
+    "device packages",
     "kernel",
     "processor",
     "driver",

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from daemon.cli.__main__ import run
+from daemon.cli.main import run
 from daemon.cli.packing import command
 from daemon.cli.partial_folder import locked
 from loader import packer, verifier

@@ -17,7 +17,7 @@ from typing import Any
 import huggingface_hub.constants
 import pytest
 
-from daemon.cli.__main__ import run
+from daemon.cli.main import run
 from daemon.cli.partial_folder import locked
 from daemon.cli.pull import download
 from loader.catalog import scan

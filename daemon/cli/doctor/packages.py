@@ -1,0 +1,55 @@
+"""The Python packages: hearthd's own, those it needs, and those that a kind of device needs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+
+from daemon import installation
+from daemon.cli.doctor.finding import FAIL, OK, WARN, Finding
+from daemon.installation import Lack
+from daemon.version import VERSION
+from hearthd import collisions
+from hearthd.packages import HOME
+
+
+def installed(found: Sequence[collisions.Collision]) -> list[Finding]:
+    """found: which other distributions' packages have the names of hearthd's."""
+    if not found:
+        python = ".".join(map(str, sys.version_info[:3]))
+        return [Finding("installation", OK, f"hearthd {VERSION} in {HOME}, Python {python} of {sys.prefix}")]
+    return [Finding("installation", FAIL if one.breaks else WARN, str(one), one.change) for one in found]
+
+
+def required(there: Sequence[str], lacking: Sequence[Lack]) -> list[Finding]:
+    """As installation.required gives them."""
+    if lacking:
+        return [Finding("packages", FAIL if one.stops else WARN, f"{one.found}: {one.cost}", one.change) for one in lacking]
+    return [Finding("packages", OK, ", ".join(there))]
+
+
+def of_devices(lacking: Sequence[Lack], versions: Mapping[str, str]) -> list[Finding]:
+    """lacking: as installation.of_devices gives it. versions: of the packages that only devices of one kind need,
+    "" where one is not installed."""
+    found = [Finding("device packages", FAIL if one.stops else WARN, f"{one.found}: {one.cost}", one.change) for one in lacking]
+    parts = [
+        f"{package} {version}" if version else f"no {package}, which only {installation.NEEDED_BY[package]} need"
+        for package, version in versions.items()
+    ]
+    return found or [Finding("device packages", OK, ", ".join(parts))]
+
+
+def find_packages(devices: Sequence[str]) -> list[Finding]:
+    """devices: names of those that are configured."""
+    try:
+        found = required(*installation.required())
+    except metadata.PackageNotFoundError:
+        text = f"hearthd runs from {HOME} and is not installed, so nothing says what it needs"
+        found = [Finding("packages", WARN, text, f"{installation.install_command('-e', HOME)} checks it")]
+    versions = {package: installation.installed_version(package) for package in installation.NEEDED_BY}
+    return [
+        *installed(collisions.look_into()),
+        *found,
+        *of_devices(installation.of_devices(devices), versions),
+    ]

@@ -1,0 +1,136 @@
+"""`hearth [--control SOCKET] COMMAND`. Exit codes: 0 ok, 1 hearthd failed, 2 usage, 3 not found, 4 would not fit or is not
+served, 5 busy, timed out or not running, 6 denied, 7 done but not saved."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from config.paths import client_control_path, daemon_status_path
+from daemon.arguments import ArgumentParser
+from daemon.cli import completion, gpus, keys, models, node, plan, queue, simulate, story, top
+from daemon.cli.client import Client, CommandError
+from daemon.cli.doctor import command as doctor
+from daemon.cli.packing import command as packing
+from daemon.cli.pull import command as pull
+from daemon.errors import EXIT_OK, EXIT_USAGE
+
+# its exit code where that is not 0 without an error
+Command = Callable[[Client, argparse.Namespace], int | None]
+
+
+def make_parser() -> argparse.ArgumentParser:
+    common = ArgumentParser(add_help=False)
+    common.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print JSON")
+    common.add_argument("--control", metavar="SOCKET", default=argparse.SUPPRESS, help="the daemon's control socket")
+    parser = ArgumentParser(prog="hearth", description="Looks after a running hearthd.", parents=[common])
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def add(name: str, run: Command, text: str, argument: str = "", optional: bool = False) -> argparse.ArgumentParser:
+        one = commands.add_parser(name, help=text, description=text, parents=[common])
+        one.set_defaults(run=run, goes_on=False)
+        if argument:
+            one.add_argument("name", metavar=argument, nargs="?" if optional else None, default="")
+        return one
+
+    add("ps", models.ps, "what is loaded, where, and how busy")
+    add("models", models.models, "all models")
+    add("status", node.status, "the daemon, its devices and engines")
+    add("gpus", gpus.gpus, "the machine's GPUs: who uses them, temperature, memory, faults; also without a daemon")
+    load = add("load", models.command, "load a model and wait until it is ready", "NAME")
+    unload = add("unload", models.command, "evict a model now; requests that wait for it may bring it back", "NAME")
+    unload.add_argument(
+        "--to", choices=("cold", "warm"), default="cold", help="warm: its weights stay in host memory, if a copy is there"
+    )
+    pin = add("pin", models.command, "load a model and never evict it", "NAME")
+    for each in (load, pin):
+        each.add_argument("--no-wait", action="store_true", help="return as soon as the load is accepted")
+    add("unpin", models.command, "let a model be evicted again", "NAME")
+    add("enable", models.command, "let requests use a model again", "NAME")
+    add("disable", models.command, "refuse requests for a model", "NAME")
+    add("why", story.why, "what happened to a model or request, and what it waits for", "MODEL|REQUEST")
+    add("plan", plan.plan, "what loading a model would do now: who would leave for it, and why", "NAME")
+    evict = add("evict", plan.evict, "evict a model, as unload does, or say what would leave", "NAME", optional=True)
+    evict.add_argument("--dry-run", action="store_true", help="only say what would leave")
+    evict.add_argument("--bytes", metavar="BYTES", default="", help="with --dry-run: who would leave to free so many, as in 8GiB")
+    evict.add_argument("--device", metavar="DEVICE", default="", help="with --bytes: on this device only")
+    add("history", plan.history, "the last placements, with who left for them and their scores", "NAME", optional=True)
+    live = add("top", top.top, "devices, models, rates and swaps, live")
+    live.add_argument("--once", action="store_true", help="print once and end")
+    live.add_argument("--every", metavar="SECONDS", type=float, default=1.0, help="between two looks (default 1)")
+    add("queue", queue.queue, "requests that wait")
+    events = add("events", story.events, "what happened on the node")
+    events.add_argument("-f", "--follow", action="store_true", help="and what happens from now on")
+    add("drain", node.drain, "take no new requests, for one model or the node", "NAME", optional=True)
+    add("resume", node.resume, "take requests again", "NAME", optional=True)
+    add("reload", node.reload, "read the configuration file again")
+    hash_key = add("hash-key", keys.hash_key, "the line a keys file needs for a key, read from the terminal or standard input")
+    hash_key.add_argument("--generate", action="store_true", help="make a new key and print both")
+    pulling = add(
+        "pull", pull.pull, "download a model from the Hugging Face hub into the models folder; goes on where it was", "REPO"
+    )
+    pull.add_options(pulling)
+    packer = add("pack", packing.pack, "write a model's bfloat16 weights again, losslessly, in 0.7 of the bytes", "NAME")
+    packing.add_options(packer)
+    for each in (pulling, packer):
+        each.set_defaults(goes_on=True)
+    packing.add_options(add("verify", packing.verify, "prove that packed weights are the original, bit by bit", "NAME"))
+    examining = add("doctor", doctor.doctor, "what of this machine stands in the way, and what to change; exits 1 if a check fails")
+    doctor.add_options(examining)
+    what_if = add("simulate", simulate.simulate, "what the scheduler makes of a trace of requests, and other rules", "TRACE", True)
+    simulate.add_simulate_options(what_if)
+    made = add("trace", simulate.trace, "make such a trace: models by Zipf's law, asked for in bursts", "FILE", True)
+    simulate.add_trace_options(made)
+    shell = add("completion", completion.completion, "what makes a shell complete this program's commands and models")
+    shell.add_argument("shell", metavar="SHELL", choices=completion.SHELLS, help="bash, zsh or fish")
+    shell.set_defaults(parser=parser)  # what it is made from
+    add("version", node.version, "versions of this program and of the daemon")
+    return parser
+
+
+def run(argv: Sequence[str] | None = None) -> int:
+    parser = make_parser()
+    if not (sys.argv[1:] if argv is None else argv):
+        parser.print_help(sys.stderr)
+        return EXIT_USAGE
+    options = parser.parse_args(argv)
+    options.json = getattr(options, "json", False)
+    control = getattr(options, "control", None) or client_control_path()
+    client = Client(control, daemon_status_path(control))
+    try:
+        exit_code: int | None = options.run(client, options)
+        sys.stdout.flush()
+    except CommandError as error:
+        if options.json:
+            print(json.dumps(error.error))
+        else:
+            print(f"hearth: {error}{meant(client, error, options)}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:
+        # the reader (a pager, head) has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except KeyboardInterrupt:
+        if options.goes_on:
+            print("hearth: interrupted; the same command goes on where it was", file=sys.stderr)
+        return 130
+    else:
+        return exit_code or EXIT_OK
+    return EXIT_OK
+
+
+def meant(client: Client, error: CommandError, options: argparse.Namespace) -> str:
+    """Which model a name that is none may stand for."""
+    if error.error["code"] not in ("model_not_found", "not_found") or not getattr(options, "name", ""):
+        return ""
+    from difflib import get_close_matches  # for this alone
+
+    try:
+        names = [row["name"] for row in client.get("/control/v1/models")]
+    except CommandError:
+        return ""
+    known = {name.lower().rpartition("/")[2]: name for name in names} | {name.lower(): name for name in names}
+    close = get_close_matches(options.name.lower(), known, 1)
+    return f" Is it {known[close[0]]!r}?" if close else " `hearth models` lists all."

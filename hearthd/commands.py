@@ -1,0 +1,80 @@
+"""The console scripts. Nothing of the other packages is imported before they are known to be hearthd's own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from hearthd.packages import NAMES, odd
+from hearthd.start import EXIT_OTHERS, require
+
+
+def hearthd() -> None:
+    require("hearthd")
+    _run("hearthd", _hearthd)
+
+
+def hearth() -> None:
+    if "doctor" in sys.argv[1:]:
+        _tell_as_doctor()
+    else:
+        require("hearth")
+    _run("hearth", _hearth)
+
+
+def _hearthd() -> int:
+    from daemon.main import main
+
+    return main()
+
+
+def _hearth() -> int:
+    from daemon.cli.main import run
+
+    return run()
+
+
+def _tell_as_doctor() -> None:
+    """Ends the process with the findings of `hearth doctor` where other packages keep the command itself from starting."""
+    if not odd():
+        return
+    from hearthd import collisions
+
+    found = collisions.look_into()
+    if any(one.breaks for one in found):
+        sys.stdout.write(collisions.findings(found, "--json" in sys.argv))
+        sys.exit(EXIT_OTHERS)
+
+
+def _run(program: str, main: Callable[[], int]) -> None:
+    """Ends the process with what `main` returns, or with a message where a package that hearthd needs is not installed."""
+    try:
+        code = main()
+    except ModuleNotFoundError as error:
+        module = (error.name or "").partition(".")[0]
+        if module in (*NAMES, "hearthd"):
+            raise  # a fault of hearthd itself
+        words = " ".join(f"'{one}'" for one in _not_installed()) or f"'{module}'"
+        text = f"{program}: the Python package {module} is not installed: {sys.executable} -m pip install {words}"
+        sys.stderr.write(text + "\n")
+        code = EXIT_OTHERS
+    sys.exit(code)
+
+
+def _not_installed() -> list[str]:
+    """Returns what hearthd requires without an extra and is not there, as pip takes it."""
+    import re
+    from importlib import metadata
+
+    missing = []
+    try:
+        asked = [line for line in metadata.requires("hearthd") or [] if "extra ==" not in line]
+    except metadata.PackageNotFoundError:
+        return []
+    for line in asked:
+        name = re.match(r"[\w.-]+", line)
+        try:
+            metadata.version(name[0] if name else line)
+        except metadata.PackageNotFoundError:
+            missing.append(line.partition(";")[0].strip())
+    return missing

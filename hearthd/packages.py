@@ -1,0 +1,80 @@
+"""Whether `config`, `daemon`, `engine`, `loader` and `scheduler` are hearthd's own. Other distributions use these names, too
+(python-daemon installs `daemon`), and pip writes over files without a word.
+
+Each start of a program asks (hearthd/start.py), so the usual case costs five look-ups that the imports after it need anyway, a few
+hundred bytes read from each `__init__.py`, and where hearthd was installed from a wheel the list of its files: below a millisecond.
+Only what is odd there is looked into by hearthd/collisions.py, which reads the lists of all installed distributions. What that
+alone would find is left to `hearth doctor`: a package of one file, which hearthd's own has overwritten.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+NAMES = ("config", "daemon", "engine", "loader", "scheduler")
+MARK = b"Part of hearthd."  # in the docstring of each of these packages
+HOME = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+def odd(home: str = HOME) -> list[str]:
+    """Returns the names of packages that are found elsewhere than in `home`, that lack the mark, or that share their folder in
+    `home` with files hearthd did not install."""
+    shared = _shared(home)
+    return [name for name in NAMES if name in shared or not is_found(home, name) or not is_marked(home, name)]
+
+
+def is_found(home: str, name: str) -> bool:
+    """Whether `import name` runs the package in `home`."""
+    return origin(name) == os.path.join(home, name, "__init__.py")
+
+
+def origin(name: str) -> str:
+    """Returns the file that `import name` would run, "" for none: nothing is found, or a folder without `__init__.py`."""
+    for finder in sys.meta_path:
+        find = getattr(finder, "find_spec", None)
+        spec = find(name, None) if find is not None else None
+        if spec is not None:
+            return os.path.abspath(spec.origin) if spec.origin else ""
+    return ""
+
+
+def is_marked(home: str, name: str) -> bool:
+    """Whether the package in `home` says that it is part of hearthd."""
+    try:
+        with open(os.path.join(home, name, "__init__.py"), "rb", buffering=0) as file:
+            return MARK in file.read(4096)
+    except OSError:
+        return False
+
+
+def _shared(home: str) -> set[str]:
+    """Names of packages beside or in which something lies that is not in the list of hearthd's files; none without such a list."""
+    try:
+        entries = os.listdir(home)
+        lists = [one for one in entries if one.startswith("hearthd-") and one.endswith(".dist-info")]
+        with open(os.path.join(home, lists[0], "RECORD"), encoding="utf-8", errors="surrogateescape") as file:
+            text = file.read()
+        ours = _entries(text)
+        if f"{NAMES[0]}/__init__.py" not in ours:
+            return set()  # installed as a link to a clone
+        ours |= {f"{name}/__pycache__" for name in NAMES}
+        strays = {name for name in NAMES for entry in os.listdir(os.path.join(home, name)) if f"{name}/{entry}" not in ours}
+    except (OSError, IndexError):
+        return set()
+    return strays | {name for name in NAMES if f"{name}.py" in entries}
+
+
+def _entries(record: str) -> set[str]:
+    """Returns what lies directly in each package, as `config/load.py`. record: the list of all that hearthd's wheel installed."""
+    found, folder = set(), "\0"
+    for line in record.split("\n"):
+        if line.startswith(folder):  # the list is sorted, so most lines are of the folder of the line before
+            continue
+        end = line.find("/", line.find("/") + 1)
+        if end < 0:
+            found.add(line.partition(",")[0])
+        else:
+            found.add(line[:end])
+            folder = line[: end + 1]
+    return found

@@ -1,0 +1,1 @@
+"""hearthd as pip installs it, away from its clone."""
