@@ -63,6 +63,8 @@ def parse_text(endpoint: str, body: bytes) -> tuple[TextHead, bytes]:
     else:
         head, prompt = parse(CHAT, body)
         special = bool(fields.add_special_tokens)  # the template writes them
+    if head.keep_last:
+        raise BadRequest("unsupported_parameter", "truncate_prompt_tokens: not of /tokenize", param="truncate_prompt_tokens")
     options = head.options | {"add_special_tokens": special, "token_strings": bool(fields.return_token_strs)}
     return TextHead(fields.model, head.prompt_kind, options), prompt
 

@@ -135,9 +135,8 @@ def _ranks(logits: Tensor, chosen: IntArray) -> LongArray:
     """[n]: how many tokens of each row of logits [n, V] are at least as likely as chosen [n], itself included."""
     ids = torch.from_numpy(chosen).to(logits.device).long().unsqueeze(1)
     ranks = []
-    step = sampler_rows(
-        logits.shape[1]
-    )  # comparisons are kept as float32: 512 rows of 152,000 take 0.08 s so, as booleans 0.2 to 2
+    step = sampler_rows(logits.shape[1])
+    # comparisons are kept as float32: 512 rows of 152,000 take 0.08 s so, as booleans 0.2 to 2
     for part, own in zip(logits.split(step), ids.split(step), strict=True):
         at_least = torch.ge(part, part.gather(1, own), out=torch.empty(part.shape, dtype=torch.float32, device=part.device))
         ranks.append(at_least.sum(1))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 
-import aiohttp
 import openai
 import pytest
 
@@ -20,12 +19,6 @@ MESSAGES = [{"role": "user", "content": "hello"}]
 async def node():
     async with serve(models=[entry(), entry("deep/er/model", aliases=())]) as node:
         yield node
-
-
-@pytest.fixture
-async def http(node):
-    async with aiohttp.ClientSession(node.url) as session:
-        yield session
 
 
 @pytest.fixture

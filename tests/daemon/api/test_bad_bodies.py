@@ -7,7 +7,6 @@ import string
 from collections.abc import Callable
 from functools import partial
 
-import aiohttp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -202,12 +201,6 @@ def test_there_are_at_least_200_malformed_requests():
 async def node():
     async with serve(models=[entry(), entry("small", aliases=(), max_sequences=8)]) as node:
         yield node
-
-
-@pytest.fixture
-async def http(node):
-    async with aiohttp.ClientSession(node.url) as session:
-        yield session
 
 
 async def test_every_bad_field_is_named(http):

@@ -75,12 +75,6 @@ async def node():
         yield node
 
 
-@pytest.fixture
-async def http(node):
-    async with aiohttp.ClientSession(node.url) as session:
-        yield session
-
-
 async def test_broken_headers(http):
     for headers, status in HEADERS:
         for path, good in ((CHAT, GOOD_CHAT), (TEXT, GOOD_TEXT)):

@@ -29,12 +29,6 @@ async def node():
         yield node
 
 
-@pytest.fixture
-async def http(node):
-    async with aiohttp.ClientSession(node.url) as session:
-        yield session
-
-
 async def ask(http, path, **more):
     async with http.post(path, json={**BODIES[path], "max_tokens": 2, **more}) as answer:
         body = await answer.json()

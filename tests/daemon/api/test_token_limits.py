@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 
-import aiohttp
 import msgspec
 import pytest
 
@@ -25,12 +24,6 @@ BODIES = {
 async def node():
     async with serve() as node:
         yield node
-
-
-@pytest.fixture
-async def http(node):
-    async with aiohttp.ClientSession(node.url) as session:
-        yield session
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])

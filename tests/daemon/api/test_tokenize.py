@@ -23,12 +23,6 @@ async def node():
         yield node
 
 
-@pytest.fixture
-async def http(node):
-    async with aiohttp.ClientSession(node.url) as session:
-        yield session
-
-
 async def post(http: aiohttp.ClientSession, path: str, **body: Any) -> tuple[int, Any]:
     async with http.post(path, json=body) as answer:
         return answer.status, json.loads(await answer.text())
@@ -64,6 +58,7 @@ async def test_a_large_body_is_read_in_the_helper(http, node):
         ("/tokenize", {"messages": [{"role": "x", "content": ""}]}, "messages[0].role"),
         ("/tokenize", {"messages": MESSAGES, "tools": [{}]}, "tools[0].type"),
         ("/tokenize", {"prompt": "a", "add_special_tokens": 1}, "add_special_tokens"),
+        ("/tokenize", {"prompt": "a", "truncate_prompt_tokens": 1}, "truncate_prompt_tokens"),
         ("/tokenize", {"prompt": "a", "return_token_strs": "yes"}, "return_token_strs"),
         ("/tokenize", {"prompt": "a", "model": None}, "model"),
         ("/detokenize", {}, "tokens"),
