@@ -7,7 +7,7 @@ helper looks into. It runs on the event loop for bodies up to INLINE_BYTES and i
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Raw, Struct
@@ -25,6 +25,7 @@ from daemon.text.reasoning import CLOSE, OPEN
 INLINE_BYTES = 128 << 10
 MAX_STOPS = 16
 CHAT, COMPLETIONS = "chat", "completions"
+REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 CONTINUES_ANSWER, CONTINUES_REASONING = "answer", "reasoning"
 
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -86,7 +87,7 @@ class ChatBody(Common, kw_only=True):
     messages: Annotated[list[Message], Meta(min_length=1)]
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: str | None = None
     suffix: Annotated[Raw, neutral('""')] = Raw()
     chat_template_kwargs: dict[str, Any] | None = None
     documents: Raw = Raw()
@@ -212,6 +213,8 @@ def _template_kwargs(fields: ChatBody) -> dict[str, Any]:
     enable_thinking off, the switch of Qwen's and GLM's templates."""
     kwargs: dict[str, Any] = {}
     if fields.reasoning_effort is not None:
+        if fields.reasoning_effort not in REASONING_EFFORTS:
+            raise invalid("reasoning_effort", f"reasoning_effort must be one of {', '.join(REASONING_EFFORTS)}")
         kwargs["reasoning_effort"] = fields.reasoning_effort
         if fields.reasoning_effort == "none":
             kwargs["enable_thinking"] = False
