@@ -99,16 +99,25 @@ def test_what_is_closed(name: str) -> None:
     assert schema == (before if expected is None else expected)
 
 
+def opened(schema: Any) -> Any:
+    """Without what closes its objects."""
+    if isinstance(schema, list):
+        return [opened(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {key: opened(value) for key, value in schema.items() if (key, value) != ("additionalProperties", False)}
+
+
 def test_what_could_be_followed_still_can() -> None:
     """And what could not does not pass for closing: of two branches that fit one value, closing would rule out one."""
     num_changed = 0
-    for schema in [*(made_schema(seed) for seed in range(300)), *(schema for schema, _ in SCHEMAS.values())]:
+    for schema in [*(opened(made_schema(seed)) for seed in range(300)), *(schema for schema, _ in SCHEMAS.values())]:
         closed = json.loads(json.dumps(schema))
         close(closed)
         num_changed += closed != schema
         reasons = [why_not(f"json_schema:{json.dumps(each)}") for each in (schema, closed)]
         assert bool(reasons[0]) == bool(reasons[1]), (schema, closed, reasons)
-    assert num_changed > 30
+    assert num_changed > 200
 
 
 def test_a_schema_of_many_references_takes_no_time_to_speak_of() -> None:
