@@ -1,8 +1,7 @@
-"""Who is next among tenants whose requests are served whole, one after another: whoever was served least for its weight.
+"""Start-time fair queueing (Goyal, Vin, Cheng 1996): the tenant that was served least for its weight is next.
 
-Start-time fair queueing (Goyal, Vin, Cheng 1996). Shares counts places that are held for a while; here a request holds none, so
-what is counted is what was done. A tenant that had nothing to wait for begins where the others are: it has saved up nothing and
-owes nothing.
+For requests that are served whole, one after the other. `Shares` counts places that are held for a while; here a request holds
+none, so the work done is counted. A tenant that had nothing waiting starts level with the others: it has neither credit nor debt.
 """
 
 from __future__ import annotations
@@ -21,7 +20,8 @@ class _Entry:
 
 
 class FairQueue:
-    """Tenants by what they were served; of one tenant the highest priority first, then first come first served."""
+    """Waiting requests: tenants by the work done for them; of one tenant the highest priority first, then first come first served.
+    """
 
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}
@@ -34,7 +34,7 @@ class FairQueue:
         return len(self._entries)
 
     def add(self, request_id: int, size: float, tenant: str = "", weight: float = 1.0, priority: int = 0) -> None:
-        """size: what serving it takes, in one unit for all. weight: above 0."""
+        """Queues a request. size: the work it takes, in one unit for all. weight: above 0."""
         if tenant not in self._heaps:
             self._heaps[tenant] = []
             self._served[tenant] = max(self._level, self._served.get(tenant, 0.0))
@@ -45,12 +45,12 @@ class FairQueue:
         heapq.heappush(self._heaps[tenant], (-priority, self._order, request_id))
 
     def first(self) -> int | None:
-        """Who is next; it stays. O(tenants that wait)."""
+        """Returns the next request without removing it. O(waiting tenants)."""
         waiting = [(self._served[tenant], first) for tenant in list(self._heaps) if (first := self._first(tenant)) is not None]
         return min(waiting, key=lambda each: (each[0], each[1][1]))[1][2] if waiting else None
 
     def take(self, request_id: int) -> None:
-        """It is served now. Raises KeyError if it does not wait."""
+        """Removes a request that is served now. Raises KeyError if it does not wait."""
         entry = self._entries.pop(request_id)
         self._level = self._served[entry.tenant]
         self._served[entry.tenant] += entry.weighted_size
@@ -64,7 +64,7 @@ class FairQueue:
         return True
 
     def _first(self, tenant: str) -> tuple[int, int, int] | None:
-        """The tenant's next; forgets that it waits if it has none."""
+        """Returns the tenant's next request; removes a tenant without any."""
         heap = self._heaps[tenant]
         while heap:
             _, order, request_id = heap[0]

@@ -1,7 +1,7 @@
-"""Fair shares of tenants: next is served who has least in service for its weight.
+"""Fair shares of tenants: the tenant with least in service for its weight is served next.
 
-What is shared are places (sequences in service), not arrivals: a tenant that floods a queue waits behind itself, one whose requests
-are long holds no more places for it, and nothing needs to be remembered of what is over.
+Places in service are shared, not arrivals: a tenant that floods a queue waits behind its own requests, a tenant with long requests
+holds no more places for it, and nothing of the past needs to be remembered.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class Shares:
             del self.active[tenant], self._weights[tenant]
 
     def least(self, waiting: Iterable[tuple[str, float, int]]) -> str:
-        """Of tenants that wait, as (tenant, weight, order of its first request): who is served next. Among equals the order
-        decides. O(tenants)."""
+        """Returns the tenant to serve next. Its argument: waiting tenants as (tenant, weight, order of its first request); the
+        order decides between equals. O(tenants)."""
         active = self.active
         return min(waiting, key=lambda each: ((active.get(each[0], 0) + 1) / each[1], each[2]))[0]
 
     def crowding(self) -> str | None:
-        """The tenant with most in service for its weight, among those with more than one; None where one tenant is alone."""
+        """Returns the tenant with most in service for its weight, among those with more than one; None if a tenant is alone."""
         several = [tenant for tenant, number in self.active.items() if number > 1] if len(self.active) > 1 else []
         return max(several, key=lambda tenant: self.active[tenant] / self._weights[tenant], default=None)

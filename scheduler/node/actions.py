@@ -1,4 +1,4 @@
-"""What shall be done: the only output of the node scheduler. The dispatcher carries actions out in the order given."""
+"""Actions: the only output of the node scheduler. The dispatcher carries them out in the order given."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ class Action:
 
 @dataclass(slots=True, frozen=True)
 class Refusal:
-    """Why not, as a value. `code` is one of REFUSAL_CODES; `retry_after_s` is None where trying again is pointless."""
+    """The reason why something is not done, as a value. `code` is one of REFUSAL_CODES; `retry_after_s` is None if trying again
+    is pointless."""
 
     code: str
     message: str
@@ -71,9 +72,10 @@ LOAD_REASONS = {
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Evict(Action):
-    """The victim has no running request any more (drained), or is paused, or the operator said now, or its load is rolled back.
-    `placement_id` names the copy that goes (that of its Load); `EvictFinished` answers with it. Requests of the model that the
-    engine aborts for it are queued again already: they are not to be reported as finished."""
+    """Evicts a copy whose model has drained, is paused, was unloaded by the operator, or whose load is rolled back.
+
+    `placement_id` identifies the copy (that of its Load); `EvictFinished` answers with it. Requests of the model that the engine
+    aborts for it are queued again already and must not be reported as finished."""
 
     placement_id: int
     model: str
@@ -98,8 +100,8 @@ EVICT_REASONS = {
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class RequestsPaused(Action):
-    """Their model is taken from the device under them: they wait in its queue, their streams stay open, and they are submitted
-    again, with what they have, once it is back."""
+    """Tells that a model is taken from the device under these requests. They wait in its queue with their streams open, and are
+    submitted again with their output once it is back."""
 
     model: str
     request_ids: tuple[int, ...]
@@ -107,7 +109,7 @@ class RequestsPaused(Action):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class GrantLease(Action):
-    """The lease has changed without a load or an eviction, or an engine has come up."""
+    """Tells an engine its lease, which changed without a load or an eviction, or the engine has just come up."""
 
     device: str
     lease_chunks: int
@@ -115,7 +117,7 @@ class GrantLease(Action):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Submit(Action):
-    """Also after a crash: the dispatcher sends the prompt and what the client already has."""
+    """Submits a request, also again after a crash: the dispatcher sends the prompt and the output that the client already has."""
 
     request_id: int
     model: str
@@ -124,7 +126,7 @@ class Submit(Action):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Reject(Action):
-    """The request ends here, whether it was queued or running."""
+    """Ends a request, whether it was queued or running."""
 
     request_id: int
     refusal: Refusal
@@ -132,7 +134,7 @@ class Reject(Action):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class AbortInEngine(Action):
-    """A submitted request shall stop using the device; its client is already gone or told."""
+    """Stops a submitted request in its engine; its client has gone or was told already."""
 
     request_id: int
     device: str
@@ -140,7 +142,7 @@ class AbortInEngine(Action):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class RestartEngine(Action):
-    """A load or a roll-back is stuck: kill and start again; EngineDown and EngineUp will follow."""
+    """Kills and restarts an engine because a load or a roll-back is stuck; EngineDown and EngineUp will follow."""
 
     device: str
     reason: str
@@ -148,7 +150,7 @@ class RestartEngine(Action):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class StateChanged(Action):
-    """For logs, metrics, `hearth events` and persistence of pins."""
+    """Reports a model's new state, for logs, metrics, `hearth events` and the persistence of pins."""
 
     model: str
     old: str
@@ -159,7 +161,7 @@ class StateChanged(Action):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class CommandDone(Action):
-    """Answers the operator's event whose cause it carries; `refusal` None means it was done."""
+    """Answers the operator's event with the same cause; `refusal` None means that it was done."""
 
     model: str
     refusal: Refusal | None = None

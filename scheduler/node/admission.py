@@ -1,4 +1,4 @@
-"""Whether a request is taken: refusals as values, each with a reason and, where trying again helps, when."""
+"""Decides whether a request is accepted. Refusals are values, each with a reason and, where trying again helps, a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scheduler.node.node import Model, Node
 
 
 def refuse(node: Node, model: Model | None, facts: RequestFacts) -> Refusal | None:
-    """None: admit. O(devices)."""
+    """Returns why a request is refused; None if it is accepted. O(devices)."""
     name = facts.model
     if model is None:
         return Refusal("model_not_found", f"no model {name!r} on this node")
@@ -34,6 +34,7 @@ def refuse(node: Node, model: Model | None, facts: RequestFacts) -> Refusal | No
 
 
 def queue_full(node: Node, model: Model, tenant: str) -> Refusal | None:
+    """Returns the refusal if the model's queue, or the tenant's part of it, is full."""
     most = max_queued(node, model)
     if num_waiting(node, model) >= most:
         message = f"{len(model.queue)} requests wait for {model.name}; max_queued is {most}"
@@ -46,7 +47,7 @@ def queue_full(node: Node, model: Model, tenant: str) -> Refusal | None:
 
 
 def closed(node: Node, model: Model) -> Refusal | None:
-    """Why the model can't be had in the state it is in, whoever asks; None if it can."""
+    """Returns why a model is unavailable in its state, whoever asks; None if it is available."""
     if not model.enabled:
         return Refusal("model_disabled", f"{model.name} is disabled by the operator")
     if model.state not in residency.CLOSED:
@@ -71,7 +72,8 @@ def wait_exceeded(node: Node, model: Model) -> Refusal:
 
 
 def num_waiting(node: Node, model: Model) -> int:
-    """Sequences that count against max_queued. A tenant's large request takes no more of the queue than that tenant may."""
+    """Returns how many sequences count against max_queued. A tenant's large request counts for no more than the tenant may have
+    queued."""
     num = len(model.queue) - model.num_resubmissions
     if num < max_queued(node, model):
         return num
@@ -84,13 +86,13 @@ def max_queued(node: Node, model: Model) -> int:
 
 
 def max_queued_per_tenant(node: Node, model: Model) -> int:
-    """One tenant alone cannot fill the queue."""
+    """Returns a bound below max_queued, so that one tenant alone cannot fill the queue."""
     most = max_queued(node, model)
     return min(most, node.settings.max_queued_per_tenant or ceil(most / 2))
 
 
 def retry_after_s(node: Node, model: Model) -> float:
-    """When a place in the queue should be free: the queue over the rate at which it is served, or a load first."""
+    """Returns when a place in the queue should be free: the queue's length over its service rate, or the time of a load."""
     wait = 1.0
     rate = model.served.recent_per_s(node.now)
     if rate > 0 and model.copy is not None:
@@ -101,5 +103,5 @@ def retry_after_s(node: Node, model: Model) -> float:
 
 
 def seconds(wait_s: float) -> float:
-    """Whole seconds, at least one, as Retry-After wants them."""
+    """Returns whole seconds, at least one, as Retry-After needs them."""
     return float(max(1, ceil(wait_s)))

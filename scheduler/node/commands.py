@@ -1,4 +1,4 @@
-"""What the operator asks for. Every command is answered exactly once, by CommandDone with its cause."""
+"""The operator's commands. Every command is answered exactly once, by CommandDone with its cause."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from scheduler.node.node import Model, Node
 
 
 def load(node: Node, event: LoadRequested) -> None:
-    """Answered when it is ready, or can't be."""
+    """Loads a model. Answered when it is ready or cannot be loaded."""
     model = _find(node, event.model)
     if model is None:
         return
@@ -32,7 +32,7 @@ def load(node: Node, event: LoadRequested) -> None:
 
 
 def pin(node: Node, event: PinRequested) -> None:
-    """Pins at once and is answered like a load."""
+    """Pins a model at once; answered like a load."""
     model = _find(node, event.model)
     if model is None:
         return
@@ -61,8 +61,9 @@ def unpin(node: Node, event: UnpinRequested) -> None:
 
 
 def unload(node: Node, event: UnloadRequested) -> None:
-    """Evicts now, answered when that is done. What was running waits at the queue's front and may bring it back. To cold: nothing
-    of it stays in host memory; to warm: its kept weights do, and KV worth saving."""
+    """Evicts a model now; answered when that is done. Its running requests wait at the front of the queue and may bring it back.
+
+    To cold: nothing of it stays in host memory. To warm: its weights there stay, and KV worth saving is saved."""
     model = _find(node, event.model)
     if model is None:
         return
@@ -99,7 +100,7 @@ def enable(node: Node, event: EnableRequested) -> None:
 
 
 def disable(node: Node, event: DisableRequested) -> None:
-    """What waits is refused, what runs goes on to its end, then the copy is evicted."""
+    """Refuses waiting requests and evicts the copy once the running ones have ended."""
     model = _find(node, event.model)
     if model is None:
         return
@@ -115,7 +116,7 @@ def disable(node: Node, event: DisableRequested) -> None:
 
 
 def drain(node: Node, event: DrainRequested) -> None:
-    """No new request for the model, or the node; what runs or waits goes on."""
+    """Accepts no new request for the model or the node; waiting and running ones continue."""
     _close(node, event.model, True)
 
 

@@ -1,4 +1,4 @@
-"""What a load will take and how often a model is asked for: numbers learned from what happened."""
+"""Learned costs: how long a load will take, and how often a model is requested."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _NEW = 0.3  # weight of the newest figure in what is learned
 
 
 class LoadCosts:
-    """Predicted seconds of a load on one device, from disk and from host memory, and what a token of KV costs to copy or to
-    compute."""
+    """Predicted seconds of a load on one device, from disk and from host memory, and the cost of copying or computing a token of
+    KV."""
 
     __slots__ = ("_from_host", "_seconds", "bandwidth_bytes_per_s", "copy_bytes_per_s", "overhead_s", "prefill_tokens_per_s")
 
@@ -25,37 +25,37 @@ class LoadCosts:
         self._from_host: dict[tuple[str, int], float] = {}
 
     def predict_s(self, model: str, weights_bytes: int) -> float:
-        """From disk: what this model's loads took, else bytes over bandwidth."""
+        """Returns the seconds of a load from disk: what this model's loads took, else bytes over bandwidth."""
         known = self._seconds.get((model, weights_bytes))
         return known if known is not None else self.overhead_s + weights_bytes / self.bandwidth_bytes_per_s
 
     def predict_from_host_s(self, model: str, weights_bytes: int) -> float:
-        """From a copy in host memory: never told to be slower than from disk."""
+        """Returns the seconds of a load from host memory, which is never predicted to be slower than from disk."""
         known = self._from_host.get((model, weights_bytes))
         seconds = known if known is not None else weights_bytes / self.copy_bytes_per_s
         return min(seconds, self.predict_s(model, weights_bytes))
 
     def saved_s_per_token(self, model: str, kv_bytes_per_token: float) -> float:
-        """Seconds by which copying a token's KV back from host memory is quicker than computing it again. A model that was never
-        measured counts as slow to compute."""
+        """Returns by how many seconds copying a token's KV back from host memory is faster than computing it. A model that was
+        never measured counts as slow to compute."""
         rate = self.prefill_tokens_per_s.get(model)
         return (1 / rate if rate else 1.0) - kv_bytes_per_token / self.copy_bytes_per_s
 
     def learn(self, model: str, weights_bytes: int, seconds: float) -> None:
-        """A load from disk took so long."""
+        """Learns from a load from disk."""
         _average(self._seconds, (model, weights_bytes), seconds)
         transfer_s = seconds - self.overhead_s
         if transfer_s > 0 and weights_bytes > 0:
             self.bandwidth_bytes_per_s = _averaged_bandwidth(self.bandwidth_bytes_per_s, transfer_s / weights_bytes)
 
     def learn_from_host(self, model: str, weights_bytes: int, seconds: float, copy_s: float) -> None:
-        """A load from host memory took so long, and copying the weights so much of it (0: not told)."""
+        """Learns from a load from host memory and its seconds of copying (0: not reported)."""
         _average(self._from_host, (model, weights_bytes), seconds)
         if copy_s > 0 and weights_bytes > 0:
             self.copy_bytes_per_s = _averaged_bandwidth(self.copy_bytes_per_s, copy_s / weights_bytes)
 
     def learn_prefill(self, model: str, num_tokens: int, seconds: float) -> None:
-        """Tokens of a prompt that were computed, and how long its request waited in the engine for its first token."""
+        """Learns from computed prompt tokens and the time their request waited in the engine for its first token."""
         if num_tokens > 0 and seconds > 0:
             _average(self.prefill_tokens_per_s, model, num_tokens / seconds)
 
@@ -71,13 +71,14 @@ def _average(known: dict[K, float], key: K, new: float) -> None:
 
 
 def _averaged_bandwidth(bytes_per_s: float, new_s_per_byte: float) -> float:
-    """Averaged as seconds per byte: a single quick load of a cached file must not promise the impossible."""
+    """Returns the bandwidth averaged as seconds per byte, so that one fast load of a cached file does not promise the impossible.
+    """
     per_byte = 1 / bytes_per_s
     return 1 / (per_byte + _NEW * (new_s_per_byte - per_byte))
 
 
 class Rate:
-    """Events per second: the mean of two exponentially weighted averages, with half-lives of 1 and 15 minutes, so that a burst
+    """Events per second: the mean of two exponentially weighted averages with half-lives of 1 and 15 minutes, so that a burst
     counts at once and a steady stream is not forgotten in a pause."""
 
     __slots__ = ("_at", "_long", "_short")
@@ -102,5 +103,5 @@ class Rate:
         return (self._short * 2.0 ** (-passed / self.SHORT_S) + self._long * 2.0 ** (-passed / self.LONG_S)) / 2
 
     def recent_per_s(self, now: float) -> float:
-        """The short average alone: how fast it goes now."""
+        """Returns the short average alone: the current rate."""
         return self._short * 2.0 ** (-max(0.0, now - self._at) / self.SHORT_S)

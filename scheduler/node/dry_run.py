@@ -1,4 +1,4 @@
-"""What would be done, without doing it: the same look, scores and choice of victims as a placement's, on the state as it is."""
+"""Shows what a placement would do without doing it: the same scores and choice of victims, on the current state."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ FITS, EVICTS, FORCES, WAITS, THERE, REFUSED = "fits", "evicts", "forces", "waits
 
 
 def load(node: Node, model: Model) -> LoadPlan:
-    """What loading it would do now: as a request that is not overdue would, which forces nobody out; where that is not enough,
-    what an overdue one would do. O(residents)."""
+    """Returns what loading the model would do now for a request that is not overdue, which forces nobody out; if that is not
+    enough, what an overdue request would do. O(residents)."""
     refusal = admission.removed(model) if model.removed else admission.closed(node, model)
     if refusal is None and model.copy is None and not pins.has_place(node, model):
         refusal = pins.would_not_fit(node, model)
@@ -36,7 +36,7 @@ def load(node: Node, model: Model) -> LoadPlan:
 
 
 def room(node: Node, device: Device, num_bytes: int) -> DevicePlan:
-    """Who would leave so that so many bytes are free, forcing nobody out."""
+    """Returns which models would leave to free so many bytes, forcing nobody out."""
     chunks = -(-num_bytes // node.settings.chunk_bytes)
     room_chunks = device.ledger.room_for(0)
     residents = [look.describe(node, device, resident, False, None) for resident in device.resident.values()]

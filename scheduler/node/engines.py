@@ -1,4 +1,4 @@
-"""Engines come up and die. A death empties the device's account; every request it had waits again, first in its queue."""
+"""Starts and deaths of engines. A death empties the device's account; all its requests wait again, first in their queues."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from scheduler.node.node import LOADS, Device, Node
 
 
 def declare(node: Node, name: str, budget_bytes: int) -> Device:
-    """A device of this node, with or without an engine yet. Models are judged anew by the caller."""
+    """Adds a device of this node, with or without an engine yet. The caller judges models anew."""
     settings = node.settings
     device = Device(
         name=name,
@@ -39,7 +39,7 @@ def up(node: Node, event: EngineUp) -> None:
 
 
 def judge_all(node: Node) -> None:
-    """The only pass over all models: a device is new, or its budget is."""
+    """Judges all models, the only pass over all of them: a device is new, or its budget has changed."""
     for model in node.models.values():
         placements.unlist(node, model)
         models.judge(node, model)
@@ -55,7 +55,7 @@ def down(node: Node, event: EngineDown) -> None:
 
 
 def end(node: Node, device: Device, running: tuple[int, ...], reason: str) -> None:
-    """`running`: the requests of the step that was in flight. A load is at fault only when no step was."""
+    """Handles the death of an engine. `running`: requests of the step in flight. A load is to blame only if there was no step."""
     device.up = False
     for placement in list(device.placements.values()):
         if placement.stage != LOADS:

@@ -1,4 +1,4 @@
-"""What happened: the only input of the node scheduler.
+"""Events: the only input of the node scheduler.
 
 Every event carries `now` (monotonic seconds; the scheduler has no clock) and `cause` (a short id such as `req-42`, `cli-7`,
 `boot`), which is copied to each action and story line that follows from it.
@@ -17,7 +17,7 @@ class Event:
 
 @dataclass(slots=True, frozen=True)
 class ModelFacts:
-    """What placing a model needs to know of it; from checkpoint headers and the config, never from a driver."""
+    """The facts about a model that placing it needs, from checkpoint headers and the config, never from a driver."""
 
     name: str
     weights_bytes: int
@@ -39,7 +39,7 @@ class ModelFacts:
 
 @dataclass(slots=True, frozen=True)
 class RequestFacts:
-    """What scheduling needs to know of a request; its tokens stay with the dispatcher."""
+    """The facts about a request that scheduling needs; its tokens stay with the dispatcher."""
 
     request_id: int
     model: str
@@ -56,14 +56,14 @@ class RequestFacts:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class ModelRegistered(Event):
-    """A folder appeared, or its config or files changed (same name again)."""
+    """A folder appeared, or its config or files changed (with the same name)."""
 
     facts: ModelFacts
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class ModelRemoved(Event):
-    """The folder is gone: queued requests are refused, a loaded copy drains and is evicted."""
+    """A folder is gone: queued requests are refused, a loaded copy drains and is evicted."""
 
     model: str
 
@@ -77,7 +77,7 @@ class EngineUp(Event):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class EngineDown(Event):
-    """The engine process ended. `running` are the requests of the step that was in flight (from its step journal)."""
+    """An engine process ended. `running` are the requests of the step in flight (from its step journal)."""
 
     device: str
     running: tuple[int, ...]
@@ -86,7 +86,7 @@ class EngineDown(Event):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class LoadFinished(Event):
-    """The slots of Load are free to be written or given away again; those that were to keep the weights hold them if `kept`."""
+    """A load has ended. Slots of Load may be written or given away again; those meant to keep the weights hold them if `kept`."""
 
     placement_id: int
     seconds: float
@@ -102,7 +102,7 @@ class LoadFinished(Event):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class LoadStreams(Event):
-    """Its engine takes requests from now on, and computes their prompts behind the weights. Their first tokens come after
+    """An engine accepts requests for a model it still loads, and computes their prompts as weights arrive. First tokens follow
     LoadFinished."""
 
     placement_id: int
@@ -117,7 +117,7 @@ class LoadFailed(Event):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class LoadProgressed(Event):
-    """bytes_total 0: it waits until kernels have been looked for."""
+    """A load made progress. bytes_total 0: it waits until kernels have been looked for."""
 
     placement_id: int
     bytes_done: int
@@ -134,8 +134,8 @@ class EvictFinished(Event):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class KVNoted(Event):
-    """What an engine's models hold in KV: model -> bytes of (sequences that run, prefixes that are kept). waiting: model ->
-    requests in the engine that have not begun."""
+    """KV of an engine's models: model -> bytes of (running sequences, cached prefixes). waiting: model -> requests in the engine
+    that have not started."""
 
     device: str
     kv_bytes: dict[str, tuple[int, int]]
@@ -169,8 +169,8 @@ class RequestCancelled(Event):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class RequestFinished(Event):
-    """The engine is done with it, well or badly. Not for what it aborted because of an Evict or AbortInEngine. Unknown ids are
-    ignored."""
+    """The engine is done with a request, successfully or not. Not sent for requests it aborted for an Evict or AbortInEngine.
+    Unknown ids are ignored."""
 
     request_id: int
 
@@ -180,14 +180,15 @@ class RequestFinished(Event):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class LoadRequested(Event):
-    """`hearth load`: answered by CommandDone with this event's cause."""
+    """`hearth load`; answered by CommandDone with this event's cause."""
 
     model: str
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class UnloadRequested(Event):
-    """to: cold (nothing of it stays in host memory) or warm (its kept weights stay; refused where there are none)."""
+    """`hearth unload`. to: cold (nothing of it stays in host memory) or warm (its weights there stay; refused if there are none).
+    """
 
     model: str
     to: str = "cold"
@@ -195,7 +196,7 @@ class UnloadRequested(Event):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class PinRequested(Event):
-    """Pins and loads."""
+    """`hearth pin`: pins and loads."""
 
     model: str
 
@@ -217,7 +218,7 @@ class DisableRequested(Event):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class DrainRequested(Event):
-    """No new request for `model` (empty: for the node); what runs or waits goes on."""
+    """`hearth drain`: no new request for `model` (empty: for the node); waiting and running ones continue."""
 
     model: str = ""
 

@@ -1,6 +1,6 @@
-"""Which models leave a device to make room: a pure, silent function of numbers.
+"""Chooses the models that leave a device to make room: a pure function of numbers.
 
-Victims ascend by value = priority x request rate x reload seconds / bytes freed: what it costs to miss them, per byte gained.
+Victims ascend by value = priority x request rate x reload seconds / bytes freed: the cost of missing them per byte gained.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Target:
-    """What has to fit. `room_chunks` is the device's total less what is promised to others."""
+    """What has to fit. `room_chunks`: the device's total minus what is promised to others."""
 
     chunks: int
     work_space_chunks: int
@@ -20,8 +20,8 @@ class Target:
 
 @dataclass(slots=True)
 class Resident:
-    """A copy on the device. `busy`: evicting it would be forced. `evictable` False: pinned, loading, leaving already, or not yet
-    again."""
+    """A copy on the device. `busy`: evicting it would be forced. `evictable` is False if it is pinned, loading, leaving already
+    or not yet allowed to leave again."""
 
     name: str
     chunks: int
@@ -37,8 +37,8 @@ def value(priority: float, requests_per_s: float, reload_s: float, freed_bytes: 
 
 
 def victims(target: Target, resident: Iterable[Resident]) -> list[Resident] | None:
-    """As few as are needed, idle ones before busy ones, least value first (equal: longest unused). [] when the target fits as it
-    is, None when it can't be made to fit."""
+    """Returns as few victims as needed: idle before busy ones, least value first (ties: longest unused). [] if the target fits
+    already, None if it cannot fit."""
     staying = {model.name: model for model in resident}
     held = sum(model.chunks for model in staying.values())
 

@@ -8,7 +8,7 @@ from scheduler.node.node import VICTIMS_DRAIN, VICTIMS_LEAVE, WAITS_FOR_LOADER, 
 
 
 def why(node: Node, name: str) -> list[str]:
-    """A model's name or a request's id. [] when there is no such thing."""
+    """Returns the lines for a model's name or a request's id; [] if it is unknown."""
     model = node.models.get(name)
     if model is not None:
         return [*model.story.lines(node.now), f"now {model.state}: {model.reason}", *waits_for(node, model)]
@@ -59,7 +59,7 @@ def waits_for(node: Node, model: Model) -> list[str]:
 
 
 def obstacle(node: Node, model: Model, name: str) -> str:
-    """Why the model is not being placed on the device now."""
+    """Returns why the model is not being placed on the device now."""
     device = node.devices[name]
     if not device.up:
         return f"{name}: no engine is up"

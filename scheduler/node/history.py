@@ -1,4 +1,4 @@
-"""The last placements with what decided them, for `hearth history`: bounded, oldest dropped first."""
+"""The last placements and what decided them, for `hearth history`. Bounded; the oldest are dropped first."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PLACEMENTS = 256
 
 
 class _Placement(Protocol):
-    """What is told of scheduler.node.node.Placement, which holds this."""
+    """The part of scheduler.node.node.Placement that is recorded here."""
 
     id: int
     model: str
@@ -28,7 +28,7 @@ class History:
         self._records: OrderedDict[int, PlacementView] = OrderedDict()
 
     def begun(self, now: float, placement: _Placement, option: Option, num_bytes: int, waited_s: float) -> None:
-        """`num_bytes`: its weights. `waited_s`: since its oldest request came, or it was asked for."""
+        """Records a placement. `num_bytes`: its weights. `waited_s`: since its oldest request arrived or a command asked for it."""
         self._records[placement.id] = PlacementView(
             id=placement.id,
             model=placement.model,
@@ -44,13 +44,13 @@ class History:
             self._records.popitem(last=False)
 
     def ended(self, placement_id: int, now: float, outcome: str, load_s: float = 0.0, source: str = "") -> None:
-        """The first outcome counts: what happens to the copy later is no part of its placement."""
+        """Records an outcome. Only the first counts: what happens to the copy later is no part of its placement."""
         record = self._records.get(placement_id)
         if record is not None and not record.outcome:
             record.ended, record.outcome, record.load_s, record.source = now, outcome, load_s, source
 
     def views(self, model: str = "") -> list[PlacementView]:
-        """Oldest first; of one model also those that made it leave."""
+        """Returns placements, the oldest first; for one model also those that made it leave."""
         return [
             record
             for record in self._records.values()

@@ -1,7 +1,7 @@
-"""The host tier's account: host memory in equal slots that the daemon owns, and what is in each.
+"""The host tier's account: equal slots of host memory that the daemon owns, and what each of them holds.
 
-A slot is free, in transit (granted to a load or an eviction under way, which may write it), or holds weights or saved KV. What a
-load reads from is lent until that load has ended: it is not given to others meanwhile.
+A slot is free, in transit (granted to a load or an eviction under way, which may write it), or holds weights or saved KV. Slots
+that a load reads from are lent until it has ended and are not given to others meanwhile.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ Slots = tuple[int, ...]
 
 @dataclass(slots=True)
 class HostCopy:
-    """What one model has there of one kind. It is good for checkpoints of this fingerprint only."""
+    """One model's copy of one kind in host memory. It is valid for checkpoints of this fingerprint only."""
 
     fingerprint: str
     slots: Slots
@@ -42,7 +42,7 @@ class Transit:
 
 
 class HostTier:
-    """At all times each slot is in exactly one of free, transit, weights and kv."""
+    """The slots. At all times each slot is in exactly one of free, transit, weights and kv."""
 
     __slots__ = ("_free", "kv", "num_slots", "transit", "weights")
 
@@ -58,7 +58,7 @@ class HostTier:
         return len(self._free)
 
     def counts(self) -> dict[str, int]:
-        """Slots by kind."""
+        """Returns the number of slots of each kind."""
         return {
             "free": len(self._free),
             "transit": sum(len(one.slots) for one in self.transit.values()),
@@ -67,11 +67,11 @@ class HostTier:
         }
 
     def copies(self) -> list[tuple[str, HostCopy]]:
-        """(model, copy) of all there is."""
+        """Returns all (model, copy)."""
         return [*self.weights.items(), *self.kv.items()]
 
     def grant(self, placement_id: int, model: str, num_slots: int) -> Slots:
-        """Free slots, lowest first, that a load or an eviction may write. Raises ValueError if there are not so many."""
+        """Returns free slots, lowest first, that a load or an eviction may write. Raises ValueError if there are too few."""
         if num_slots > len(self._free):
             raise ValueError(f"{num_slots} slots asked for {model}, {len(self._free)} are free")
         if placement_id in self.transit:
@@ -82,8 +82,8 @@ class HostTier:
         return slots
 
     def settle_grant(self, placement_id: int, keep: Slots = ()) -> None:
-        """The writer has ended: of its slots only `keep` hold something, and belong to a copy now. Raises ValueError for a slot
-        that was not granted."""
+        """Ends a grant: of its slots only `keep` hold something, and now belong to a copy. Raises ValueError for a slot that was
+        not granted."""
         granted = self.transit.pop(placement_id, None)
         slots = granted.slots if granted is not None else ()
         kept = set(keep)
@@ -92,7 +92,7 @@ class HostTier:
         self._put_back(tuple(slot for slot in slots if slot not in kept))
 
     def drop_weights(self, model: str) -> None:
-        """At once, or as soon as nobody reads it."""
+        """Drops a model's weights, at once or as soon as no load reads them."""
         self._drop(self.weights, model)
 
     def drop_kv(self, model: str) -> None:
@@ -109,13 +109,13 @@ class HostTier:
         self._put_back(copy.slots)
 
     def lend(self, model: str, placement_id: int) -> None:
-        """Its load reads what there is."""
+        """Marks a model's weights as read by its load."""
         for kind in (self.weights, self.kv):
             if (copy := kind.get(model)) is not None:
                 copy.lent = placement_id
 
     def returned(self, model: str) -> None:
-        """Nobody reads any more: what was given up meanwhile goes."""
+        """Ends the reading; weights that were dropped meanwhile are freed."""
         for kind in (self.weights, self.kv):
             copy = kind.get(model)
             if copy is not None:
@@ -127,7 +127,7 @@ class HostTier:
         self._free.extend(reversed(slots))
 
     def validate(self) -> None:
-        """Raises AssertionError unless each slot is in one place."""
+        """Raises AssertionError unless each slot is in exactly one place."""
         places = [*self._free, *(slot for one in self.transit.values() for slot in one.slots)]
         places += [slot for _, copy in self.copies() for slot in copy.slots]
         assert len(places) == len(set(places)), "host tier: a slot is in two places"

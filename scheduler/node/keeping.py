@@ -1,13 +1,13 @@
-"""What is kept in host memory: which weights stay there when they have been read from disk, and which KV is saved when a model
+"""Decides what stays in host memory: which weights are kept when they are read from disk, and which KV is saved when a model
 leaves its device. One rule values both:
 
-    value = priority x uses per second x seconds saved per use / bytes
+value = priority x uses per second x seconds saved per use / bytes
 
-A copy of weights is used by a load, and saves the seconds of a disk read less those of a copy: its uses per second are the model's
-loads, and one within overdue_after_s where requests wait for it. What is asked for all the time and never leaves its device needs
-none. KV is used by requests, and saves, per use, the prefill of one prompt of usual length less copying it back: its uses per
-second are the model's arrivals, and its waiting requests as if they came within overdue_after_s. What is worth least goes first,
-equal values by age, and only for something worth more.
+A copy of weights is used by loads; each saves the seconds of a disk read minus those of a copy. Its uses per second are the
+model's loads, and one per overdue_after_s while requests wait for it; a model that is requested all the time and never leaves its
+device needs no copy. KV is used by requests; each use saves the prefill of one prompt of average length minus copying its KV
+back. Its uses per second are the model's arrivals, with waiting requests counted as arrivals within overdue_after_s. The least
+valuable goes first, ties by age, and only for something more valuable.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from scheduler.node.node import Copy, Device, Model, Node, Placement
 
 
 def same_files(one: ModelFacts, other: ModelFacts) -> bool:
-    """What was kept or saved for one is good for the other."""
+    """Returns whether what was kept or saved for one checkpoint is valid for the other."""
     return (one.fingerprint, one.weights_bytes, one.kv_bytes_per_token) == (
         other.fingerprint,
         other.weights_bytes,
@@ -40,7 +40,7 @@ def requests_per_s(node: Node, model: Model) -> float:
 
 
 def _device_of(node: Node, model: Model) -> Device | None:
-    """Where it is, or could be."""
+    """Returns the device where the model is or could be."""
     name = model.copy.device if model.copy else next(iter(model.devices), "")
     return node.devices.get(name)
 
@@ -74,8 +74,8 @@ def value_of(node: Node, name: str, copy: HostCopy) -> float:
 
 
 def grants_of_load(node: Node, placement: Placement, left: bool) -> tuple[Slots, KeptWeights | None, SavedKV | None]:
-    """(slots to keep the weights in while they are read, the copy to load from, the KV to take back) for a load that begins. left:
-    the weights are on the device, so nothing is read that could be kept."""
+    """Returns for a load that begins: slots to keep its weights in while they are read, the copy to load from, and the KV to
+    restore. left: the weights are on the device already, so nothing is read that could be kept."""
     model, host = node.models[placement.model], node.host
     if not host.num_slots:
         return (), None, None
@@ -91,7 +91,8 @@ def grants_of_load(node: Node, placement: Placement, left: bool) -> tuple[Slots,
 
 
 def make_room(node: Node, model: Model, num_slots: int, worth: float, whole: bool) -> int:
-    """Frees up to num_slots slots of what is worth less; returns how many can be granted. whole: all of them or none."""
+    """Frees up to num_slots slots that hold something less valuable; returns how many can be granted. whole: all of them or none.
+    """
     host = node.host
     if num_slots <= host.num_free or not num_slots:
         return num_slots
@@ -131,7 +132,7 @@ def give_up(node: Node, name: str, copy: HostCopy, reason: str) -> None:
 
 
 def cool(node: Node, model: Model, reason: str) -> None:
-    """A model at rest is as warm as what is kept of it."""
+    """Sets the state of a model at rest: warm if its weights are in host memory, else cold."""
     if model.state == residency.WARM and not node.is_warm(model):
         node.set_state(model, residency.COLD, reason)
     elif model.state == residency.COLD and not model.removed and node.is_warm(model):
@@ -139,15 +140,15 @@ def cool(node: Node, model: Model, reason: str) -> None:
 
 
 def drop_all(node: Node, model: Model, reason: str) -> None:
-    """Nothing of it stays in host memory."""
+    """Drops everything of a model from host memory."""
     node.host.drop_weights(model.name)
     node.host.drop_kv(model.name)
     cool(node, model, reason)
 
 
 def load_ended(node: Node, model: Model, copy: Copy, checksum: int | None) -> None:
-    """The load is done with host memory, and the saved KV is on the device or of no use. checksum: of the copy of the weights that
-    is whole now; None: there is none (any more)."""
+    """Ends a load's use of host memory; its saved KV is on the device or of no use. checksum: of the copy of the weights that is
+    complete now; None: there is none (any more)."""
     host = node.host
     if checksum is None:
         host.settle_grant(copy.placement_id)
@@ -162,7 +163,7 @@ def load_ended(node: Node, model: Model, copy: Copy, checksum: int | None) -> No
 
 
 def copy_ended(node: Node, model: Model, copy: Copy) -> None:
-    """The model has left the device, whichever way: a load or an eviction that was under way writes and reads no more."""
+    """Ends all use of host memory by a model that has left its device: no load or eviction reads or writes any more."""
     node.host.settle_grant(copy.placement_id)
     node.host.returned(model.name)
     if model.unload_to == residency.COLD:
@@ -173,8 +174,8 @@ def copy_ended(node: Node, model: Model, copy: Copy) -> None:
 
 
 def grants_of_eviction(node: Node, model: Model, copy: Copy) -> Slots:
-    """Slots to save its KV in, fewer than it has where the rest is worth less than what is there; none where computing it again
-    is quicker."""
+    """Returns slots to save a model's KV in: fewer than it has if the rest is worth less than what is there; none if computing it
+    again is faster."""
     host, device = node.host, node.devices[copy.device]
     per_token = copy.facts.kv_bytes_per_token
     num_bytes = model.kv_bytes
@@ -190,7 +191,7 @@ def grants_of_eviction(node: Node, model: Model, copy: Copy) -> Slots:
 
 
 def saved(node: Node, model: Model, copy: Copy, slots: Slots, index: bytes, num_tokens: int) -> None:
-    """The eviction is over: what it saved is there until it is taken back or given up."""
+    """Records what an eviction saved; it stays until it is restored or dropped."""
     host = node.host
     if copy.ready_at is None:
         return  # a load that was withdrawn: what was saved before is good still

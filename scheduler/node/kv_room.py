@@ -1,7 +1,8 @@
-"""Idle weights become KV: where requests wait in an engine for KV, an idle model leaves its device, and comes back when asked for.
+"""Turns idle weights into KV: if requests wait in an engine for KV, an idle model leaves its device and comes back when it is
+requested.
 
-It is worth it while more requests wait than would on average for the model to come back, which is its request rate times its reload
-seconds. One model leaves at a time, so that what it leaves has an effect before the next is looked at.
+That pays while more requests wait than would, on average, for the model to come back: its request rate times its reload seconds.
+One model leaves at a time, so that the freed memory has an effect before the next one is considered.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _SHORT_SHARE, _SHORT_PROMPTS = 0.1, 2
 
 
 def widen(node: Node, device: Device, waiting: Mapping[str, int]) -> None:
-    """`waiting`: model -> requests that wait in the engine. O(residents)."""
+    """Evicts an idle model where it pays. `waiting`: model -> requests that wait in the engine. O(residents)."""
     if not device.up or device.placements or any(_leaves(model) for model in device.resident.values()):
         return
     short = [device.resident[name] for name, num in waiting.items() if num and name in device.resident]
@@ -38,7 +39,7 @@ def widen(node: Node, device: Device, waiting: Mapping[str, int]) -> None:
 
 
 def is_short(node: Node, device: Device, model: Model) -> bool:
-    """What it may still take is next to nothing. Kept prefixes count as free: they give way."""
+    """Returns whether a model can take next to no more KV. Cached prefixes count as free, because they are dropped."""
     total = device.ledger.lease_chunks * node.settings.chunk_bytes
     used = sum(max(0, one.kv_running_bytes - _reserved_bytes(node, one)) for one in device.resident.values())
     total += _reserved_bytes(node, model)

@@ -1,4 +1,4 @@
-"""A priority queue whose keys can be moved and removed: a heap with stale entries left in it until they surface."""
+"""A priority queue whose keys can be moved and removed: a heap that keeps stale entries until they reach the top."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ K = TypeVar("K")
 
 
 class LazyHeap(Generic[K]):
-    """Smallest priority first, equal ones by key. Every operation costs O(log n), amortised: stale entries are swept when they
-    outnumber the live ones."""
+    """Keys by priority, the smallest first, ties by key. Every operation is O(log n), amortised: stale entries are swept when
+    they outnumber the live ones."""
 
     __slots__ = ("_heap", "_live")
 
@@ -61,7 +61,7 @@ class LazyHeap(Generic[K]):
         return first[1]
 
     def smallest(self, num: int) -> list[K]:
-        """The first `num` keys in order; they stay in the heap."""
+        """Returns the first `num` keys in order; they stay in the heap."""
         heap, live = self._heap, self._live
         taken: dict[K, tuple[float, K]] = {}
         while heap and len(taken) < num:
@@ -73,5 +73,5 @@ class LazyHeap(Generic[K]):
         return list(taken)
 
     def keys(self) -> list[K]:
-        """All live keys, in no order."""
+        """Returns all live keys, in no order."""
         return list(self._live)

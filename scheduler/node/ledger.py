@@ -1,4 +1,4 @@
-"""Every byte of a device, in chunks. What the driver says is free is only ever compared with this, never decided on."""
+"""The account of a device's memory, in chunks. What the driver reports as free is only compared with it, never decided on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MIB = 1024 * 1024
 
 @dataclass(slots=True, frozen=True)
 class Size:
-    """What one copy of a model takes, in chunks. The work space is shared by all models of the device: the largest counts."""
+    """The chunks that one copy of a model takes. The work space is shared by all models of the device: the largest counts."""
 
     weights_chunks: int
     kv_chunks: int
@@ -19,7 +19,7 @@ class Size:
 
     @property
     def chunks(self) -> int:
-        """Held by this copy alone."""
+        """Chunks held by this copy alone."""
         return self.weights_chunks + self.kv_chunks
 
 
@@ -27,8 +27,8 @@ NOTHING = Size(0, 0, 0)
 
 
 def size_of(facts: ModelFacts, chunk_bytes: int) -> Size:
-    """Weights and work space rounded up to chunks; reserved KV is one request of max_model_len (or kv_floor_tokens, if larger),
-    rounded up, and one chunk more because blocks don't end where chunks do."""
+    """Returns a model's size: weights and work space rounded up to chunks; reserved KV for one request of max_model_len (or
+    kv_floor_tokens, if larger), rounded up, plus one chunk because blocks do not end where chunks do."""
     return Size(
         weights_chunks=-(-facts.weights_bytes // chunk_bytes),
         kv_chunks=-(-kv_reserved_bytes(facts) // chunk_bytes) + 1,
@@ -41,12 +41,12 @@ def kv_reserved_bytes(facts: ModelFacts) -> int:
 
 
 def amount(num_bytes: int) -> str:
-    """`12345678 bytes (11.8 MiB)`."""
+    """Returns bytes as `12345678 bytes (11.8 MiB)`."""
     return f"{num_bytes} bytes ({num_bytes / MIB:.1f} MiB)"
 
 
 def arithmetic(facts: ModelFacts, chunk_bytes: int, budgets: dict[str, int]) -> str:
-    """Why a model fits on none of the devices (name -> budget in bytes), each sum in full."""
+    """Returns why a model fits on none of the devices (name -> budget in bytes), with each sum in full."""
     size = size_of(facts, chunk_bytes)
     each = f"{'at most ' if facts.kv_reserved_bytes else ''}{facts.kv_bytes_per_token} bytes"
     weights, kv, work = (n * chunk_bytes for n in (size.weights_chunks, size.kv_chunks, size.work_space_chunks))
@@ -67,8 +67,7 @@ class DeviceLedger:
 
         lease = total - work space - sum(weights + reserved KV of each copy) - what is promised to placements under way
 
-    where the lease is what the engine may use as KV for any of its models beyond their reserves.
-    """
+    where the lease is what the engine may use as KV for any of its models beyond their reserves."""
 
     __slots__ = ("_held", "held_chunks", "promised", "total_chunks", "work_space_chunks")
 
@@ -85,7 +84,7 @@ class DeviceLedger:
 
     @property
     def lease_chunks(self) -> int:
-        """Never negative: a promise may count on chunks that its victims still hold."""
+        """The lease, never negative: a promise may count on chunks that its victims still hold."""
         return max(0, self.total_chunks - self.work_space_chunks - self.held_chunks - self.promised_chunks)
 
     @property
@@ -93,7 +92,7 @@ class DeviceLedger:
         return sum(chunks for chunks, _ in self.promised.values())
 
     def room_for(self, placement_id: int) -> int:
-        """Chunks that copies and work space may take together, less what is promised to other placements."""
+        """Returns the chunks that copies and work space may take together, minus what is promised to other placements."""
         return self.total_chunks - sum(chunks for other, (chunks, _) in self.promised.items() if other != placement_id)
 
     def promise(self, placement_id: int, chunks: int, work_space_chunks: int) -> None:
@@ -103,14 +102,15 @@ class DeviceLedger:
         self.promised.pop(placement_id, None)
 
     def required_work_space(self) -> int:
-        """The largest of the copies held and of the promises."""
+        """Returns the largest work space of the copies held and of the promises."""
         return max(
             max((size.work_space_chunks for size in self._held.values()), default=0),
             max((work for _, work in self.promised.values()), default=0),
         )
 
     def raise_work_space(self, chunks: int) -> bool:
-        """Out of the free lease, at registration. False: unchanged, either large enough already or no room now."""
+        """Raises the work space from the free lease, at registration. Returns False if nothing changed: it is large enough, or
+        there is no room now."""
         extra = chunks - self.work_space_chunks
         if extra <= 0 or extra > self.lease_chunks:
             return False
@@ -118,7 +118,7 @@ class DeviceLedger:
         return True
 
     def hold(self, model: str, size: Size) -> None:
-        """Takes a copy's chunks. A work space larger than any copy needs gives way to a copy. Raises ValueError if it can't fit:
+        """Takes a copy's chunks. A work space larger than any copy needs is reduced for it. Raises ValueError if it cannot fit:
         the caller has chosen too few victims."""
         if model in self._held:
             raise ValueError(f"{model} is held already")
@@ -137,7 +137,7 @@ class DeviceLedger:
         self.held_chunks -= self._held.pop(model).chunks
 
     def clear(self) -> None:
-        """The engine's memory is gone. The work space stays reserved for the next one."""
+        """Empties the account, because the engine's memory is gone. The work space stays reserved for the next engine."""
         self._held.clear()
         self.promised.clear()
         self.held_chunks = 0

@@ -1,4 +1,4 @@
-"""What the engine says of a load, and what follows when it says nothing in time."""
+"""Handles what the engine reports about a load, and what follows if it reports nothing in time."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def load_finished(node: Node, event: LoadFinished) -> None:
 
 
 def _source(copy: Copy, event: LoadFinished) -> str:
-    """Where the weights were: device (a dead engine's memory), host or disk."""
+    """Returns where the weights were: device (a dead engine's memory), host or disk."""
     if event.adopted:
         return "device"
     return "host" if copy.from_host and not event.source_rejected else "disk"
@@ -81,7 +81,7 @@ def load_progressed(node: Node, event: LoadProgressed) -> None:
 
 
 def load_failed(node: Node, event: LoadFailed) -> None:
-    """Also ends a roll-back: the engine has given up the load by itself."""
+    """Handles a failed load. It also ends a roll-back: the engine has given up the load by itself."""
     name = node.copies.get(event.placement_id)
     model = node.models[name] if name else None
     if model is None or model.state not in (residency.LOADING, residency.DRAINING) or model.placement is None:
@@ -96,7 +96,7 @@ def load_failed(node: Node, event: LoadFailed) -> None:
 
 
 def _loading(node: Node, placement_id: int) -> Model | None:
-    """None when the load is unknown or being rolled back."""
+    """Returns the model being loaded; None if the load is unknown or being rolled back."""
     name = node.copies.get(placement_id)
     if name is None or node.models[name].state != residency.LOADING:
         return None
@@ -104,7 +104,7 @@ def _loading(node: Node, placement_id: int) -> Model | None:
 
 
 def load_overdue(node: Node, model: Model) -> None:
-    """Rule 6: the load is rolled back, and those who waited for it are told."""
+    """Rolls an overdue load back and refuses those who waited for it (rule 6)."""
     copy = model.copy
     assert copy is not None
     reason = f"placement {copy.placement_id} on {copy.device} missed its deadline"

@@ -1,4 +1,4 @@
-"""Who is placed next on a device, where and at whose cost: rules 7, 8 and 9."""
+"""Chooses which model is placed next on a device, where, and which models leave for it: rules 7, 8 and 9."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ _NUM_CANDIDATES = 8
 
 
 def next_option(node: Node, device: Device) -> tuple[Model, placement.Option] | None:
-    """Rule 8: the one that is overdue for longest (and only that one may force busy models out), else the most waiting work per
-    reload second. None: nothing can begin here now; a deadline is set if only time will change that."""
+    """Returns the placement to begin on a device; None: nothing can begin now, and a deadline is set if time alone will change
+    that.
+
+    Rule 8: the model that has been overdue longest (only that one may force busy models out), else the one with most waiting work
+    per reload second."""
     oldest = device.by_age.peek()
     if oldest is None:
         return None
@@ -39,7 +42,7 @@ def next_option(node: Node, device: Device) -> tuple[Model, placement.Option] | 
 
 
 def best_option(node: Node, model: Model, may_force: bool, idle: dict[str, int] | None = None) -> placement.Option | None:
-    """`idle`: device -> chunks of its idle models, kept over the candidates of one look."""
+    """Returns the best option of a model. `idle`: device -> chunks of its idle models, reused over the candidates of one look."""
     devices = [node.devices[name] for name in model.devices]
     options = [option for device in devices if (option := plan(node, model, device, False, idle=idle)) is not None]
     if not options and may_force:
@@ -55,8 +58,8 @@ def plan(
     instead: Placement | None = None,
     idle: dict[str, int] | None = None,
 ) -> placement.Option | None:
-    """What would have to leave the device now. `instead` of a placement under way: its room and idle victims count as free.
-    Only one placement of a device forces at a time."""
+    """Returns which models would have to leave the device now. `instead`: a placement under way whose room and idle victims count
+    as free. Only one placement of a device forces models out at a time."""
     if not device.available or not pins.fits_beside_pins(model, device):
         return None
     if may_force and device.draining is not None:
@@ -84,7 +87,8 @@ def plan(
 
 
 def evictable(node: Node, model: Model, may_force: bool, instead: Placement | None) -> bool:
-    """Rules 1, 7 and 9: ready, not pinned, and idle; or busy, when the waiting work may force and it has been there long enough."""
+    """Returns whether a model may leave (rules 1, 7 and 9): it is ready, not pinned and idle; or busy, if the waiting work may
+    force it out and it has been there long enough."""
     if model.state != residency.READY:
         copy = model.copy
         chosen = instead is not None and model.victim_of == instead.id and copy is not None and not copy.evict_sent
@@ -111,13 +115,13 @@ def describe(node: Node, device: Device, model: Model, may_force: bool, instead:
 
 
 def score(node: Node, model: Model, device: Device, chunks: int) -> float:
-    """What missing it would cost per byte that its leaving frees."""
+    """Returns the cost of missing a model per byte that its eviction frees."""
     reload_s = node.reload_s(model, device)
     return eviction.value(model.facts.priority, model.arrivals.per_s(node.now), reload_s, chunks * node.settings.chunk_bytes)
 
 
 def next_forcible(node: Node, model: Model) -> float | None:
-    """When the next busy model on one of its devices may be forced out."""
+    """Returns when the next busy model on one of the model's devices may be forced out."""
     times = (
         other.copy.tenure_ends
         for name in model.devices

@@ -1,4 +1,4 @@
-"""What a model needs, and what state it is in when it has no copy: rule 2 and quarantines."""
+"""Determines what a model needs, and its state while it has no copy: rule 2 and quarantines."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from scheduler.node.node import Model, Node
 
 
 def judge(node: Node, model: Model) -> None:
-    """Rule 2: on which of its devices it fits when they are empty; on none, why, in full. O(devices)."""
+    """Sets the devices on which a model fits when they are empty; if there are none, the full arithmetic (rule 2). O(devices)."""
     facts, settings = model.facts, node.settings
     model.size = size_of(facts, settings.chunk_bytes)
     need = model.size.chunks + model.size.work_space_chunks
@@ -22,7 +22,7 @@ def judge(node: Node, model: Model) -> None:
 
 
 def raise_work_space(node: Node, model: Model) -> None:
-    """Now, where the lease is free; else when it is placed."""
+    """Raises the devices' work space for the model, now where the lease is free, else when it is placed."""
     for name in model.devices:
         device = node.devices[name]
         if device.ledger.raise_work_space(model.size.work_space_chunks) and device.up:
@@ -30,7 +30,7 @@ def raise_work_space(node: Node, model: Model) -> None:
 
 
 def rest(node: Node, model: Model, reason: str) -> None:
-    """The state of a model without a copy, from all that is known of it."""
+    """Sets the state of a model without a copy, from all that is known about it."""
     if model.removed:
         state, reason = residency.COLD, "its folder is gone"
     elif not model.enabled:
@@ -59,7 +59,7 @@ def rest(node: Node, model: Model, reason: str) -> None:
 
 
 def forget(node: Node, model: Model) -> None:
-    """Its folder is gone and nothing of it runs or is loaded."""
+    """Removes a model whose folder is gone and of which nothing runs or is loaded."""
     for kind in ("retry", "quarantine", "load", "evict"):
         node.deadlines.discard((kind, model.name))
     for device in node.devices.values():
@@ -75,7 +75,8 @@ def forget(node: Node, model: Model) -> None:
 
 
 def note_failed_load(node: Node, model: Model, reason: str, permanent: bool) -> None:
-    """Counts before the model rests. Not permanent: tried again after 1, 2, 4 ... s; after failed_loads in a row quarantined."""
+    """Counts a failed load, before the model rests. A temporary failure is tried again after 1, 2, 4 ... s; after failed_loads in
+    a row the model is quarantined."""
     settings = node.settings
     model.failed_loads += 1
     if permanent:
@@ -89,7 +90,7 @@ def note_failed_load(node: Node, model: Model, reason: str, permanent: bool) -> 
 
 
 def note_crash(node: Node, model: Model) -> None:
-    """One of its requests has crashed its engine too often."""
+    """Counts a request of the model that was in too many crashes of its engine."""
     settings = node.settings
     model.faults = [at for at in model.faults if at > node.now - settings.crash_window_s]
     model.faults.append(node.now)
@@ -107,7 +108,7 @@ def quarantine(node: Node, model: Model, reason: str) -> None:
 
 
 def quarantine_over(node: Node, model: Model) -> None:
-    """One more try: the next failure quarantines it again, for twice as long."""
+    """Allows one more try; the next failure quarantines the model again, for twice as long."""
     model.failure, model.quarantined_until = "", None
     model.failed_loads = node.settings.failed_loads - 1
     if model.copy is None and model.placement is None:

@@ -1,5 +1,8 @@
-"""The node as the scheduler knows it: models, devices, requests, copies and placements. Handlers change it; `settle` draws the
-consequences for what they touched, so that no event costs more than what it touches."""
+"""The state of the node: models, devices, requests, copies and placements.
+
+Handlers change it and mark what they touched; `settle` draws the consequences for that alone, so an event costs no more than what
+it touches.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ class Request:
 
     @property
     def waits_since(self) -> float:
-        """Its age among those that wait: a paused request has had its turn, and queues anew."""
+        """Start of its waiting time. A paused request has had its turn, so it counts from the pause."""
         return self.arrived if self.paused_at is None else self.paused_at
 
 
@@ -48,14 +51,15 @@ class TenantQueue:
 
     @property
     def num_new(self) -> int:
-        """Those that the queue's bounds count."""
+        """Number of requests that count against the queue's bounds."""
         return len(self.requests) - self.num_resubmissions
 
 
 @dataclass(slots=True, eq=False)
 class Copy:
     """A model's memory on a device, from Load until its eviction was answered. Its facts are those it was loaded with.
-    keep_slots: of the host tier, to be filled while it loads; from_host: it was to come from there."""
+
+    keep_slots: slots of the host tier to be filled while it loads; from_host: it was to be loaded from there."""
 
     placement_id: int
     device: str
@@ -140,13 +144,13 @@ class Model:
 
     @property
     def takes_requests(self) -> bool:
-        """They go to its engine at once."""
+        """Whether its requests go to the engine at once."""
         streams = self.state == residency.LOADING and self.copy is not None and self.copy.streams
         return self.state == residency.READY or streams
 
     @property
     def leaves(self) -> bool:
-        """Drains on its own account, whether or not somebody wants its room."""
+        """Whether it drains on its own account, whether or not another model needs its room."""
         return self.removed or not self.enabled
 
     def enqueue(self, request: Request, first: bool = False) -> None:
@@ -172,7 +176,7 @@ class Model:
         return request
 
     def dequeue_next(self) -> Request:
-        """Whose turn it is: of the tenant that has least running for its weight, the oldest. O(tenants)."""
+        """Removes and returns the next request: the oldest of the tenant that has least running for its weight. O(tenants)."""
         if len(self.queue_of) == 1:
             return self.dequeue(next(iter(self.queue)))
         firsts = {tenant: next(iter(own.requests.values())) for tenant, own in self.queue_of.items()}
@@ -217,7 +221,7 @@ class Device:
 
     @property
     def available(self) -> bool:
-        """A placement may begin: nothing is under way but waiting for busy victims."""
+        """Whether a placement may begin: nothing is under way except waiting for busy victims."""
         return self.up and all(placement.stage == VICTIMS_DRAIN for placement in self.placements.values())
 
 
@@ -279,7 +283,7 @@ class Node:
         causes.clear()
 
     def grant(self, device: Device) -> None:
-        """Tells the engine the lease there is now."""
+        """Tells the engine its current lease."""
         device.lease_told_chunks = device.ledger.lease_chunks
         self.emit(GrantLease(cause=self.cause, device=device.name, lease_chunks=device.lease_told_chunks))
 
@@ -298,7 +302,7 @@ class Node:
         return model.window * self.settings.window_per_sequence
 
     def is_warm(self, model: Model) -> bool:
-        """A whole copy of the weights it has now is in host memory."""
+        """Returns whether a complete copy of its current weights is in host memory."""
         kept = self.host.weights.get(model.name)
         return kept is not None and not kept.void and kept.fingerprint == model.facts.fingerprint
 
@@ -309,22 +313,23 @@ class Node:
         return costs.predict_s(model.name, weights_bytes)
 
     def tenure_s(self, model: Model, device: Device) -> float:
-        """Rule 9: how long a model stays that has come."""
+        """Returns how long a model that has just come may stay (rule 9)."""
         return max(self.settings.tenure_s, self.settings.tenure_reloads * self.reload_s(model, device))
 
     def wanted(self, model: Model) -> bool:
-        """Somebody waits for it to be loaded."""
+        """Returns whether a request, a command or a pin waits for the model to be loaded."""
         return bool(model.queue or model.load_causes or model.pinned)
 
     def waits_since(self, model: Model) -> float:
-        """Since its oldest request came, or a command or a pin asked for it."""
+        """Returns since when its oldest request, a command or a pin has waited for it."""
         since = next(iter(model.queue.values())).waits_since if model.queue else self.now
         return min(since, model.asked_at) if model.load_causes or model.pinned else since
 
     def overdue_at(self, model: Model, reload_s: float) -> float:
-        """Rule 8: what takes long to bring in stands behind what is as old and quick."""
+        """Returns when its work becomes overdue. A model that loads slowly ranks behind an equally old one that loads fast (rule
+        8)."""
         return self.waits_since(model) + reload_s + self.settings.overdue_after_s
 
     def resting(self, model: Model) -> bool:
-        """Cold, and free to be placed."""
+        """Returns whether the model is cold or warm and free to be placed."""
         return model.state in residency.PLACEABLE and model.placement is None

@@ -1,7 +1,7 @@
-"""Which model lives on which device, and which request goes there: a pure state machine.
+"""Decides which model is on which device and which request goes there: a pure state machine.
 
 Start here. `handle` takes one event and returns the actions to carry out, in order; the caller posts back what came of them.
-Nothing here reads a clock, blocks or fails: a refusal is a value. See docs/design.md for the nine rules.
+Nothing here reads a clock, blocks or fails: a refusal is a value. docs/design.md has the rules.
 
     events -> handlers (requests, commands, registration, placements, engines) change the records of node.py and touch models
            -> settle: touched models take the steps they can, stirred devices are looked at (look, eviction, placement)
@@ -39,7 +39,7 @@ __all__ = ["NodeScheduler", "SchedulerSettings"]
 
 
 def _time_passed(node: Node, event: events.TimePassed) -> None:
-    """Deadlines are looked at after every event; this one is only that."""
+    """Does nothing by itself: deadlines are checked after every event."""
 
 
 _HANDLERS: dict[type[Event], Callable[[Node, Any], None]] = {
@@ -70,7 +70,8 @@ _HANDLERS: dict[type[Event], Callable[[Node, Any], None]] = {
 
 
 class NodeScheduler:
-    """`devices`: name -> budget in bytes of the devices that will come up, so that models can be judged before engines are."""
+    """The state machine. `devices`: name -> budget in bytes of the devices that will come up, so that models can be judged before
+    engines are."""
 
     def __init__(self, settings: SchedulerSettings, devices: Mapping[str, int] | None = None) -> None:
         self._node = Node(settings)
@@ -78,7 +79,7 @@ class NodeScheduler:
             engines.declare(self._node, name, budget_bytes)
 
     def handle(self, event: Event) -> list[Action]:
-        """What shall be done now, in order. Time never goes back: an older `now` counts as the latest one."""
+        """Returns the actions to carry out now, in order. Time never goes back: an older `now` counts as the latest one."""
         node = self._node
         node.now = max(node.now, event.now)
         node.cause = event.cause
@@ -89,12 +90,12 @@ class NodeScheduler:
         return node.actions
 
     def next_deadline(self) -> float | None:
-        """Monotonic seconds at which `TimePassed` shall be posted; None when nothing depends on time alone."""
+        """Returns the monotonic seconds at which `TimePassed` must be posted; None if nothing depends on time alone."""
         first = [entry[0] for entry in (self._node.deadlines.peek(), self._node.waits.peek()) if entry is not None]
         return min(first, default=None)
 
     def reconfigure(self, settings: SchedulerSettings) -> None:
-        """New limits, from the next event on. Raises ValueError for another chunk_bytes or host tier: that needs a restart."""
+        """Sets new limits, from the next event on. Raises ValueError for another chunk_bytes or host tier, which need a restart."""
         if settings.host_tier_slots != self._node.settings.host_tier_slots:
             raise ValueError(f"host_tier_slots cannot change while running: it is {self._node.settings.host_tier_slots}")
         if settings.chunk_bytes != self._node.settings.chunk_bytes:
@@ -104,7 +105,7 @@ class NodeScheduler:
         self._node.settings = settings
 
     def validate(self) -> None:
-        """Raises AssertionError naming the invariant that does not hold. O(everything): for tests."""
+        """Raises AssertionError naming the violated invariant. O(everything): for tests."""
         validate(self._node)
 
     # ---- what the operator sees
@@ -117,12 +118,12 @@ class NodeScheduler:
         return None if model is None else _model_view(self._node, model)
 
     def state(self, name: str) -> str | None:
-        """Of one model, without the rest of its view; None when it is unknown."""
+        """Returns one model's state without the rest of its view; None if it is unknown."""
         model = self._node.models.get(name)
         return None if model is None else model.state
 
     def too_large(self, name: str) -> str:
-        """The arithmetic of a model that fits on no device; "" for any other, also while one is loaded that did fit."""
+        """Returns the arithmetic of a model that fits on no device; "" for any other, also while a copy is loaded that did fit."""
         model = self._node.models.get(name)
         if model is None or model.state != residency.REFUSED or model.facts.unusable:
             return ""
@@ -136,7 +137,8 @@ class NodeScheduler:
         return HostTierView(host.num_slots, self._node.settings.chunk_bytes, host.counts())
 
     def queue(self) -> list[QueuedView]:
-        """By model, in the order in which they will be submitted; among several tenants their shares decide."""
+        """Returns the waiting requests by model, in the order in which they will be submitted; among tenants their shares decide.
+        """
         return [
             QueuedView(request_id, model.name, request.facts.tenant, position, request.arrived, request.resubmission)
             for model in self._node.models.values()
@@ -144,27 +146,28 @@ class NodeScheduler:
         ]
 
     def why(self, name_or_request: str) -> list[str]:
-        """The story of a model or request, oldest first, and what it waits for; [] when it is unknown."""
+        """Returns the story of a model or request, oldest first, and what it waits for; [] if it is unknown."""
         return explain.why(self._node, name_or_request)
 
     def plan_load(self, name: str, now: float) -> LoadPlan | None:
-        """What loading the model would do now, and why; None when it is unknown. Nothing but the time changes."""
+        """Returns what loading the model would do now, and why; None if it is unknown. Nothing but the time changes."""
         self._node.now = max(self._node.now, now)
         model = self._node.models.get(name)
         return None if model is None else dry_run.load(self._node, model)
 
     def plan_room(self, device: str, num_bytes: int, now: float) -> DevicePlan | None:
-        """Who would leave the device so that so many bytes are free; None when it is unknown. Nothing but the time changes."""
+        """Returns which models would leave the device to free so many bytes; None if it is unknown. Nothing but the time changes.
+        """
         self._node.now = max(self._node.now, now)
         known = self._node.devices.get(device)
         return None if known is None else dry_run.room(self._node, known, num_bytes)
 
     def history(self, model: str = "") -> list[PlacementView]:
-        """The last placements, oldest first; of a model also those it left for."""
+        """Returns the last placements, oldest first; for one model also those it left for."""
         return self._node.history.views(model)
 
     def health(self) -> list[str]:
-        """Overdue roll-backs: what an operator must know and a restart of the engine has not yet cured. [] is healthy."""
+        """Returns overdue roll-backs: what an operator must know and a restart of the engine has not yet cured. [] is healthy."""
         return [device.problem for device in self._node.devices.values() if device.problem]
 
     @property

@@ -1,4 +1,4 @@
-"""Room kept for pinned models. Each has a home device; all that is pinned there must fit together, loaded or not."""
+"""Room kept for pinned models. Each has a home device; all models pinned there must fit together, loaded or not."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from scheduler.node.node import Device, Model, Node
 
 
 def fits_beside_pins(model: Model, device: Device) -> bool:
-    """Whether the model could be on the device with all that is pinned there."""
+    """Returns whether the model could be on the device together with all that is pinned there."""
     if model.home == device.name:
         return True
     size, pinned = size_kept(model), device.pinned
@@ -17,12 +17,13 @@ def fits_beside_pins(model: Model, device: Device) -> bool:
 
 
 def has_place(node: Node, model: Model) -> bool:
-    """Whether the pins leave it room on one of its devices."""
+    """Returns whether the pins leave the model room on one of its devices."""
     return not model.devices or any(fits_beside_pins(model, node.devices[name]) for name in model.devices)
 
 
 def pin(node: Node, model: Model) -> Refusal | None:
-    """Keeps room for the model on one of its devices (the one it is on or on its way to, if any), or says why there is none."""
+    """Keeps room for the model on one of its devices (preferably the one it is on or on its way to), or returns why there is none.
+    """
     if model.pinned:
         return None
     where = model.copy or model.placement
@@ -44,7 +45,7 @@ def unpin(node: Node, model: Model) -> None:
 
 
 def check_home(node: Node, model: Model) -> None:
-    """The model has no copy now, and its needs may have changed: it keeps its home, finds another, or is pinned no more."""
+    """Checks the home of a model without a copy whose needs may have changed: it keeps its home, gets another, or is unpinned."""
     if not model.pinned:
         return
     home = node.devices[model.home]
@@ -59,7 +60,7 @@ def check_home(node: Node, model: Model) -> None:
 
 
 def move_home(node: Node, model: Model, home: str) -> None:
-    """Moves the room kept for it; models that pins kept off the old home are asked again."""
+    """Moves the room kept for a model. Models that pins kept off the old home are considered again."""
     old, model.home = model.home, home
     node.pinned.pop(model.name, None)
     if home:

@@ -1,4 +1,4 @@
-"""Which device a model goes to, out of those that could take it now."""
+"""Chooses the device a model goes to, among those that could take it now."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from scheduler.node.eviction import Resident
 
 @dataclass(slots=True)
 class Option:
-    """One device and what would have to leave it."""
+    """One device, and which models would have to leave it."""
 
     device: str
     victims: list[Resident]
@@ -22,12 +22,13 @@ class Option:
 
     @property
     def cost(self) -> float:
-        """Expected reload seconds per second caused by what leaves."""
+        """Expected reload seconds per second caused by the evictions."""
         return sum(victim.value * victim.chunks for victim in self.victims)
 
 
 def choose(options: Iterable[Option]) -> Option | None:
-    """No running request disturbed, then nothing evicted, then the least loss, then the most room (so models spread)."""
+    """Returns the best option: first without disturbing a running request, then without evictions, then with the least loss, then
+    with the most room (so that models spread)."""
     return min(
         options,
         key=lambda option: (option.forced, bool(option.victims), option.cost, -option.lease_chunks, option.device),
