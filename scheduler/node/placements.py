@@ -1,8 +1,8 @@
-"""The way of a model to a device and off it again.
+"""The way of a model onto a device and off it again.
 
-A placement: its victims drain, leave, then it waits for the device's loader and loads. From Load on its id names the copy, until
-the copy's eviction is answered. While it only waits for busy victims it can be dropped, and they are ready again: nothing has
-been taken from them yet. From the first Evict on they go, whatever becomes of the placement.
+A placement's victims drain and leave; then it waits for the device's loader and loads. From Load on its id identifies the copy,
+until the copy's eviction is answered. While it only waits for busy victims it can be dropped, and they become ready again,
+because nothing has been taken from them. From the first Evict on they leave, whatever becomes of the placement.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from scheduler.node.placement import Option
 
 
 def place_next(node: Node, device: Device) -> None:
-    """Begins whatever can begin on a device on which something changed."""
+    """Begins every placement that can begin on a device on which something changed."""
     if not device.up:
         return
     for waiting in list(device.placements.values()):
@@ -38,7 +38,8 @@ def place_next(node: Node, device: Device) -> None:
 
 
 def place_newcomer(node: Node, model: Model) -> None:
-    """Only its demand has changed: the others could not be placed when their devices last changed, so it alone is looked at."""
+    """Places a model whose demand alone has changed. The others could not be placed when their devices last changed, so only it
+    is considered."""
     if not node.resting(model) or not any(model.name in node.devices[name].by_age for name in model.devices):
         return
     option = look.best_option(node, model, may_force=False)
@@ -87,14 +88,14 @@ def begin(node: Node, model: Model, option: Option) -> None:
 
 
 def promise(node: Node, placement: Placement) -> None:
-    """What it needs beyond the chunks its victims still hold is kept from others."""
+    """Keeps from others what the placement needs beyond the chunks its victims still hold."""
     device = node.devices[placement.device]
     held = sum(device.ledger.held[name].chunks for name in placement.victims)
     device.ledger.promise(placement.id, placement.size.chunks - held, placement.size.work_space_chunks)
 
 
 def advance(node: Node, placement: Placement) -> None:
-    """Takes every step that nothing stands in the way of."""
+    """Takes every step of a placement that nothing prevents."""
     device = node.devices[placement.device]
     if placement.stage == VICTIMS_DRAIN:
         if any(node.models[name].running for name in placement.victims):
@@ -110,7 +111,7 @@ def advance(node: Node, placement: Placement) -> None:
 
 
 def drained_too_long(node: Node, model: Model) -> None:
-    """The busy victims of the model's placement are paused."""
+    """Pauses the busy victims of the model's placement."""
     placement = model.placement
     if placement is not None and placement.stage == VICTIMS_DRAIN:
         preemption.pause_victims(node, placement)
@@ -118,7 +119,7 @@ def drained_too_long(node: Node, model: Model) -> None:
 
 
 def set_load_deadline(node: Node, model: str, predicted_s: float) -> float:
-    """Seconds from now within which its load has to end."""
+    """Sets the deadline of a load, in seconds from now."""
     deadline_s = node.settings.load_deadline_s
     deadline_s = max(20.0, 4 * predicted_s) if deadline_s is None else deadline_s
     node.deadlines.set(("load", model), node.now + deadline_s)
@@ -171,14 +172,14 @@ def load(node: Node, placement: Placement) -> None:
 
 
 def _why_loaded(model: Model) -> str:
-    """One of LOAD_REASONS."""
+    """Returns one of LOAD_REASONS."""
     if model.queue:
         return "resumed" if model.num_resubmissions else "request"
     return "operator" if model.load_causes else "pinned"
 
 
 def drop(node: Node, placement: Placement) -> None:
-    """Before it loads. Victims not yet told to leave are ready again; chunks already freed go back to the lease."""
+    """Drops a placement before it loads. Victims that were not told to leave become ready again; freed chunks go back to the lease."""
     device, model = node.devices[placement.device], node.models[placement.model]
     undo(node, placement)
     node.history.ended(placement.id, node.now, f"dropped while its {placement.stage}" if placement.victims else "dropped")
@@ -195,7 +196,7 @@ def drop(node: Node, placement: Placement) -> None:
 
 
 def undo(node: Node, placement: Placement) -> None:
-    """Takes a placement out of the books; what it holds or has promised is the caller's affair."""
+    """Removes a placement from the records. What it holds or has promised is left to the caller."""
     device, model = node.devices[placement.device], node.models[placement.model]
     del node.placements[placement.id]
     del device.placements[placement.id]
@@ -208,7 +209,7 @@ def undo(node: Node, placement: Placement) -> None:
 
 
 def unlist(node: Node, model: Model) -> None:
-    """It wants to go nowhere (any more)."""
+    """Removes a model from the lists of models that want a device."""
     for name in model.devices:
         device = node.devices[name]
         if model.name in device.by_age:
@@ -224,7 +225,7 @@ def unlist(node: Node, model: Model) -> None:
 
 
 def evict(node: Node, model: Model) -> None:
-    """Its requests have ended or were taken back. Also cancels a load under way."""
+    """Evicts a copy whose requests have ended or were taken back. It also cancels a load under way."""
     copy = model.copy
     assert copy is not None
     assert not model.running, f"{model.name} has running requests"
@@ -253,7 +254,7 @@ def evict(node: Node, model: Model) -> None:
 
 
 def _why_evicted(model: Model, copy: Copy) -> str:
-    """One of EVICT_REASONS."""
+    """Returns one of EVICT_REASONS."""
     if model.removed:
         return "removed"
     if model.unload_to or not model.enabled:
@@ -266,7 +267,8 @@ def _why_evicted(model: Model, copy: Copy) -> str:
 
 
 def lease_after_evictions(device: Device) -> int:
-    """The lease once all that was told to leave has left. What is freed for a placement is never lent to the engine between."""
+    """Returns the lease once every copy that was told to leave has left. Memory freed for a placement is never lent to the engine
+    in between."""
     ledger = device.ledger
     held = 0
     for model in device.resident.values():
@@ -287,7 +289,7 @@ def _held_still(device: Device, name: str) -> int:
 
 
 def evict_finished(node: Node, event: EvictFinished) -> None:
-    """Unknown ids are answers to what an engine's death has settled already."""
+    """Handles the answer to an eviction. Unknown ids answer what an engine's death has settled already."""
     name = node.copies.get(event.placement_id)
     if name is None:
         return
@@ -299,7 +301,7 @@ def evict_finished(node: Node, event: EvictFinished) -> None:
 
 
 def release(node: Node, model: Model, reason: str) -> None:
-    """The copy's memory is free. What it was freed for goes on; then the model rests."""
+    """Frees a copy's memory, continues what it was freed for, and then sets the state of the model at rest."""
     copy = model.copy
     assert copy is not None
     device = node.devices[copy.device]
@@ -325,7 +327,7 @@ def release(node: Node, model: Model, reason: str) -> None:
 
 
 def evict_overdue(node: Node, model: Model) -> None:
-    """The engine does not answer: it is replaced. Only an overdue roll-back makes the node unhealthy."""
+    """Restarts an engine that does not answer. Only an overdue roll-back makes the node unhealthy."""
     copy = model.copy
     assert copy is not None
     what = "roll-back" if copy.rolling_back else "eviction"

@@ -1,9 +1,9 @@
-"""A busy model that has to make room gets time to drain, and is paused when that takes too long.
+"""Lets a busy model that has to make room drain for a time, then pauses it.
 
-Overdue work alone forces busy models out (rule 9). They drain for preempt_after_s at least, and until what they leave for is
-overdue by preempt_after_swaps x what pausing them costs: what ends within that time is better left to end, and work that has been
-overdue for long need not wait for it again. Then they are taken from the device between two steps. Their requests wait in front of
-their queue, age anew, and go on when the model is back, from saved KV or computed again.
+Only overdue work forces busy models out (rule 9). They drain for at least preempt_after_s, and until the work they leave for is
+overdue by preempt_after_swaps x the cost of pausing them: what ends within that time is better left to end, while work that has
+been overdue for long need not wait for it again. Then they are taken from the device between two steps. Their requests wait in
+front of their queue, age anew, and continue when the model is back, from saved or recomputed KV.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from scheduler.node.node import Model, Node, Placement
 
 
 def foresee(node: Node, placement: Placement) -> None:
-    """Busy victims have begun to drain."""
+    """Sets the deadline of busy victims that have begun to drain."""
     settings = node.settings
     cost_s = sum(pause_cost_s(node, node.models[name]) for name in placement.victims)
     model = node.models[placement.model]
@@ -23,7 +23,8 @@ def foresee(node: Node, placement: Placement) -> None:
 
 
 def pause_cost_s(node: Node, model: Model) -> float:
-    """Its weights in again, and the KV of what runs out and in again or computed again, whichever is quicker."""
+    """Returns the cost of a pause: loading the weights again, and copying the running KV out and in or computing it again,
+    whichever is faster."""
     copy = model.copy
     assert copy is not None
     device = node.devices[copy.device]
@@ -37,7 +38,7 @@ def pause_cost_s(node: Node, model: Model) -> float:
 
 
 def pause_victims(node: Node, placement: Placement) -> None:
-    """They have had their time."""
+    """Pauses victims whose time is up."""
     for name in placement.victims:
         victim = node.models[name]
         if victim.running:

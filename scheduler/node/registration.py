@@ -1,4 +1,4 @@
-"""Models come, change and go with their folders."""
+"""Registers, changes and removes models as their folders do."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from scheduler.node.placements import drop, unlist
 
 
 def registered(node: Node, event: ModelRegistered) -> None:
-    """New, or its files or settings changed: a copy stays as it is, the new facts count from the next load on."""
+    """Handles a new model, or new files or settings: an existing copy stays as it is, and the new facts apply from the next load
+    on."""
     facts = event.facts
     model = node.models.get(facts.name)
     if model is None:
@@ -38,7 +39,7 @@ def registered(node: Node, event: ModelRegistered) -> None:
 
 
 def pin_as_registered(node: Node, model: Model, old: ModelFacts | None) -> None:
-    """The configured pin counts where it is new; else the operator's word stays."""
+    """Applies the configured pin if it is new; otherwise the operator's command stays in force."""
     if old is not None and old.pinned == model.facts.pinned:
         return
     if not model.facts.pinned:
@@ -51,7 +52,7 @@ def pin_as_registered(node: Node, model: Model, old: ModelFacts | None) -> None:
 
 
 def removed(node: Node, event: ModelRemoved) -> None:
-    """What waits is refused for good, what runs goes on to its end; then nothing of it is left."""
+    """Handles a removed folder: waiting requests are refused for good, running ones end, then nothing of the model is left."""
     model = node.models.get(event.model)
     if model is None:
         return
@@ -64,7 +65,7 @@ def removed(node: Node, event: ModelRemoved) -> None:
 
 
 def withdraw(node: Node, model: Model) -> None:
-    """Off every list and off the placement under way: both count on the old facts."""
+    """Removes the model from every list and from the placement under way, because both rely on the old facts."""
     unlist(node, model)
     if model.placement is not None and model.copy is None:
         drop(node, model.placement)

@@ -1,4 +1,4 @@
-"""The life of a request: arrives, waits or is submitted, ends; goes back to the front of its queue when its copy is gone."""
+"""The life of a request: it arrives, waits or is submitted, and ends. It returns to the front of its queue when its copy is gone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_EXPIRED_PER_EVENT = 32
 
 
 def arrived(node: Node, event: RequestArrived) -> None:
-    """Rule 4: for a ready model it is submitted at once, whatever else is loading."""
+    """Handles a new request. Rule 4: for a ready model it is submitted at once, whatever else is loading."""
     facts = event.request
     if facts.request_id in node.requests:
         raise ValueError(f"request {facts.request_id} has arrived before")
@@ -39,8 +39,8 @@ def arrived(node: Node, event: RequestArrived) -> None:
 
 
 def limit_wait(node: Node, request: Request) -> None:
-    """Where a client's request makes several sequences, the first waits for all of them: once it runs, the answer has begun, and
-    the others take their turns."""
+    """Sets the time a request may wait. Of a client's request with several sequences only the first is limited: once it runs, the
+    answer has begun, and the others take their turns."""
     if not request.resubmission and not request.facts.part_of:
         node.waits.set(request.facts.request_id, request.arrived + node.settings.max_wait_s)
 
@@ -54,7 +54,7 @@ def submit(node: Node, model: Model, request: Request) -> None:
 
 
 def submit_queued(node: Node, model: Model) -> None:
-    """All that wait, together, up to the engine's window; tenants by their shares."""
+    """Submits all waiting requests together, up to the engine's window; tenants by their shares."""
     for _ in range(min(len(model.queue), node.window(model) - len(model.running))):
         request = model.dequeue_next()
         node.waits.discard(request.facts.request_id)
@@ -62,7 +62,7 @@ def submit_queued(node: Node, model: Model) -> None:
 
 
 def finished(node: Node, event: RequestFinished) -> None:
-    """Unknown ids are requests that were cancelled or rejected meanwhile."""
+    """Handles a finished request. Unknown ids are requests that were cancelled or rejected meanwhile."""
     request = leave(node, event.request_id, "finished")
     if request is not None:
         model = node.models[request.facts.model]
@@ -92,8 +92,8 @@ def leave(node: Node, request_id: int, how: str) -> Request | None:
 
 
 def take_back(node: Node, model: Model, running: Iterable[Request]) -> None:
-    """Requests that lost their copy go to the front of the queue, in the order in which they arrived there. They wait without
-    limit: their clients have been promised an answer."""
+    """Returns requests that lost their copy to the front of the queue, in the order in which they arrived there. They wait
+    without limit, because their clients have been promised an answer."""
     for request in reversed(list(running)):
         model.stop(request.facts.request_id)
         request.device, request.resubmission = "", True
@@ -102,7 +102,8 @@ def take_back(node: Node, model: Model, running: Iterable[Request]) -> None:
 
 
 def recall(node: Node, model: Model) -> None:
-    """Of a load that comes to nothing: they have had no token, and wait as though they had never been submitted."""
+    """Returns the requests of a load that failed to the queue: they have had no token, and wait as if they had never been
+    submitted."""
     for request in reversed(list(model.running.values())):
         model.stop(request.facts.request_id)
         request.device = ""
@@ -112,7 +113,7 @@ def recall(node: Node, model: Model) -> None:
 
 
 def pause(node: Node, model: Model) -> None:
-    """Its copy is taken from under what runs: that waits until the model is back, with its streams open."""
+    """Pauses all running requests, because their copy is taken from them. They wait with open streams until the model is back."""
     paused = tuple(model.running.values())
     if not paused:
         return
@@ -123,14 +124,14 @@ def pause(node: Node, model: Model) -> None:
 
 
 def crashed(node: Node, model: Model, request: Request) -> None:
-    """It was running in too many crashes: it ends, whichever way it was going."""
+    """Ends a request that was running in too many crashes."""
     model.stop(request.facts.request_id)
     message = f"the engine of {model.name} died {request.crashes} times while this request was running"
     node.reject(request, Refusal("crashed_twice", message))
 
 
 def expire(node: Node) -> None:
-    """Ends those that have waited longer than max_wait_s and were never submitted."""
+    """Ends requests that have waited longer than max_wait_s and were never submitted."""
     for _ in range(MAX_EXPIRED_PER_EVENT):
         request_id = node.waits.pop_due(node.now)
         if request_id is None:

@@ -1,4 +1,4 @@
-"""What an operator can set of the node scheduler."""
+"""The settings of the node scheduler that an operator can change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What follows from a change: each touched model takes every step it can, then each stirred device is looked at."""
+"""Draws the consequences of a change: each touched model takes every step it can, then each stirred device is looked at."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def settle_resting(node: Node, model: Model) -> None:
 
 
 def enlist(node: Node, model: Model) -> None:
-    """Puts a model that is wanted on the lists of its devices, at its present rank (rule 8), or takes it off."""
+    """Puts a wanted model on the lists of its devices, at its current rank (rule 8), or removes it."""
     if not node.wanted(model) or not node.resting(model) or model.retry_at > node.now:
         placements.unlist(node, model)
         return

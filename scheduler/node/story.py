@@ -1,4 +1,4 @@
-"""What happened to each model and to the last requests: bounded, for `hearth why`."""
+"""What happened to each model and to the last requests, for `hearth why`. Bounded."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _LINES, _REQUESTS = 48, 1024
 
 
 class Story:
-    """Lines of one model, oldest dropped first."""
+    """Lines about one model; the oldest are dropped first."""
 
     __slots__ = ("_lines",)
 
@@ -19,12 +19,12 @@ class Story:
         self._lines.append((now, cause, text))
 
     def lines(self, now: float) -> list[str]:
-        """`-12.3 s  req-42  ready -> draining: makes room for b`, oldest first, times relative to `now`."""
+        """Returns lines like `-12.3 s  req-42  ready -> draining: makes room for b`, oldest first, times relative to `now`."""
         return [f"{at - now:+.1f} s  {cause}  {text}" for at, cause, text in self._lines]
 
 
 class EndedRequests:
-    """How the last requests ended; those alive tell it themselves."""
+    """How the last requests ended. Requests that still run report it themselves."""
 
     __slots__ = ("_ends",)
 

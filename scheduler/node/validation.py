@@ -1,4 +1,4 @@
-"""The invariants of the node, each named in the error it raises. O(everything): tests call it after every event."""
+"""The invariants of the node, each named in its error. O(everything): tests check them after every event."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from scheduler.node.node import LOADS, VICTIMS_DRAIN, Device, Model, Node
 
 
 def validate(node: Node) -> None:
-    """Raises AssertionError. To be called between events, never within one."""
+    """Raises AssertionError for a violated invariant. Must be called between events, never within one."""
     assert not node.touched, "settled: touched models are left"
     assert not node.stirred, "settled: stirred devices are left"
     for model in node.models.values():
@@ -97,7 +97,7 @@ def check_host(node: Node) -> None:
 
 
 def check_listed(node: Node, model: Model) -> None:
-    """A model that somebody waits for is in line everywhere it could go, and nobody else is."""
+    """Checks that a model somebody waits for is on the list of every device it could go to, and no other model is."""
     listed = [device for device in node.devices.values() if model.name in device.by_age]
     assert all(model.name in device.by_work for device in listed), f"lists differ for {model.name}"
     waits = node.wanted(model) and node.resting(model) and model.retry_at <= node.now

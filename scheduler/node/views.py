@@ -1,4 +1,4 @@
-"""What the scheduler shows: plain values, copied when asked for."""
+"""What the scheduler shows: plain values, copied on request."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class QueuedView:
 
 @dataclass(slots=True, frozen=True)
 class VictimView:
-    """Who left for a placement, as it was when that was decided."""
+    """A model that left for a placement, as it was when that was decided."""
 
     name: str
     score: float  # priority x requests/s x reload seconds / bytes freed
@@ -90,7 +90,7 @@ class PlacementView:
 
 @dataclass(slots=True, frozen=True)
 class CandidateView:
-    """A model on a device, and what stands for or against its leaving."""
+    """A model on a device, and what speaks for or against evicting it."""
 
     name: str
     state: str
@@ -107,7 +107,7 @@ class CandidateView:
 
 @dataclass(slots=True, frozen=True)
 class DevicePlan:
-    """What placing something on a device takes. verdict: fits, evicts, forces or waits."""
+    """What placing something on a device would take. verdict: fits, evicts, forces or waits."""
 
     device: str
     verdict: str
@@ -120,8 +120,7 @@ class DevicePlan:
 
 @dataclass(slots=True, frozen=True)
 class LoadPlan:
-    """What loading a model now would do. verdict: there (it is on a device), refused (it cannot be loaded), or the chosen
-    device's."""
+    """What loading a model now would do. verdict: there (it is on a device), refused (it cannot be loaded), or the chosen device's."""
 
     model: str
     state: str
