@@ -6,8 +6,8 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
@@ -38,6 +38,10 @@ class Delayed:
         return self.checksum
 
 
+class _Launches(threading.local):
+    in_order = False  # the calling thread is within DelayedMemory.copying
+
+
 class DelayedMemory(CpuMemory):
     """One thread copies; `running` cleared, it stops before the next copy. fail_at: that copy (from 1 on) and what follows fail.
 
@@ -50,6 +54,7 @@ class DelayedMemory(CpuMemory):
         self.num_started = self.num_over = self.most_under_way = 0
         self._fail_at, self._delays = fail_at, random.Random(1)
         self._lock = threading.Lock()
+        self._launches = _Launches()
         self._queue: SimpleQueue[tuple[Delayed, Callable[[], int] | None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
@@ -63,10 +68,19 @@ class DelayedMemory(CpuMemory):
         return self._copied(target, self._bytes_at(address, len(target)))
 
     def write(self, address: int, source: Any) -> None:
-        self._copied(self._bytes_at(address, len(source)), source)
+        started = self._copied(self._bytes_at(address, len(source)), source)
+        if self._launches.in_order:
+            started.wait()
 
-    def copying(self) -> AbstractContextManager[object]:
-        return nullcontext()
+    @contextmanager
+    def copying(self) -> Iterator[None]:  # type: ignore[override]
+        """What runs within runs at once, so the copies it comes after have to be over."""
+        self.fence().wait()
+        self._launches.in_order = True
+        try:
+            yield
+        finally:
+            self._launches.in_order = False
 
     def fence(self) -> Delayed:
         fence = Delayed()
