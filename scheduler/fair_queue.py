@@ -20,7 +20,7 @@ class _Entry:
 
 
 class FairQueue:
-    """Waiting requests: tenants by the work done for them; of one tenant the highest priority first, then first come first served."""
+    """Waiting requests: tenants by the work done for them; of one tenant by priority, then first come first served."""
 
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}

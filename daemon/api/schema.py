@@ -24,6 +24,7 @@ from daemon.text.reasoning import CLOSE, OPEN
 
 INLINE_BYTES = 128 << 10
 MAX_STOPS = 16
+MAX_SUFFIX_CHARACTERS = 4 << 20  # of all prompts together: the body has the suffix once, each prompt's tokens have it again
 CHAT, COMPLETIONS = "chat", "completions"
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 CONTINUES_ANSWER, CONTINUES_REASONING = "answer", "reasoning"
@@ -166,7 +167,7 @@ def parse(endpoint: str, body: bytes) -> tuple[Head, bytes]:
     else:
         tools = None
         kind, prompt, num_prompts = prompts(bytes(fields.prompt))
-        options = {"add_special_tokens": fields.add_special_tokens is not False, "suffix": _suffix(fields, kind)}
+        options = {"add_special_tokens": fields.add_special_tokens is not False, "suffix": _suffix(fields, kind, num_prompts)}
         max_tokens = fields.max_tokens if fields.max_tokens is not None else fields.max_completion_tokens
     if fields.model is not None:
         check_text(fields.model, "model")
@@ -234,7 +235,7 @@ def _continues(fields: ChatBody) -> str:
     return CONTINUES_REASONING if text.rfind(OPEN) > text.rfind(CLOSE) else CONTINUES_ANSWER
 
 
-def _suffix(fields: CompletionBody, kind: str) -> str:
+def _suffix(fields: CompletionBody, kind: str, num_prompts: int) -> str:
     if not fields.suffix:
         return ""
     check_text(fields.suffix, "suffix")
@@ -244,6 +245,8 @@ def _suffix(fields: CompletionBody, kind: str) -> str:
         raise invalid("suffix", "suffix and echo: only one of them is allowed")
     if fields.truncate_prompt_tokens:
         raise invalid("suffix", "suffix and truncate_prompt_tokens: only one of them is allowed")
+    if (num := len(fields.suffix) * num_prompts) > MAX_SUFFIX_CHARACTERS:
+        raise invalid("suffix", f"suffix: behind {num_prompts} prompts it has {num} characters, more than {MAX_SUFFIX_CHARACTERS}")
     return fields.suffix
 
 

@@ -71,7 +71,7 @@ def _average(known: dict[K, float], key: K, new: float) -> None:
 
 
 def _averaged_bandwidth(bytes_per_s: float, new_s_per_byte: float) -> float:
-    """Returns the bandwidth averaged as seconds per byte, so that one fast load of a cached file does not promise the impossible."""
+    """Returns the bandwidth averaged as seconds per byte, so that one load of a cached file does not promise the impossible."""
     per_byte = 1 / bytes_per_s
     return 1 / (per_byte + _NEW * (new_s_per_byte - per_byte))
 

@@ -187,7 +187,7 @@ class LoadRequested(Event):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class UnloadRequested(Event):
-    """`hearth unload`. to: cold (nothing of it stays in host memory) or warm (its weights there stay; refused if there are none)."""
+    """`hearth unload`. to: cold (nothing of it stays in host memory) or warm (its weights stay; refused if there are none)."""
 
     model: str
     to: str = "cold"

@@ -91,7 +91,7 @@ def grants_of_load(node: Node, placement: Placement, left: bool) -> tuple[Slots,
 
 
 def make_room(node: Node, model: Model, num_slots: int, worth: float, whole: bool) -> int:
-    """Frees up to num_slots slots that hold something less valuable; returns how many can be granted. whole: all of them or none."""
+    """Frees up to num_slots slots that hold something less valuable; returns how many can be granted. whole: all or none."""
     host = node.host
     if num_slots <= host.num_free or not num_slots:
         return num_slots

@@ -137,7 +137,7 @@ class NodeScheduler:
         return HostTierView(host.num_slots, self._node.settings.chunk_bytes, host.counts())
 
     def queue(self) -> list[QueuedView]:
-        """Returns the waiting requests by model, in the order in which they will be submitted; among tenants their shares decide."""
+        """Returns the waiting requests by model, in the order of their submission; among tenants their shares decide."""
         return [
             QueuedView(request_id, model.name, request.facts.tenant, position, request.arrived, request.resubmission)
             for model in self._node.models.values()
@@ -155,7 +155,7 @@ class NodeScheduler:
         return None if model is None else dry_run.load(self._node, model)
 
     def plan_room(self, device: str, num_bytes: int, now: float) -> DevicePlan | None:
-        """Returns which models would leave the device to free so many bytes; None if it is unknown. Nothing but the time changes."""
+        """Returns which models would leave the device to free so many bytes; None if it is unknown. Only the time changes."""
         self._node.now = max(self._node.now, now)
         known = self._node.devices.get(device)
         return None if known is None else dry_run.room(self._node, known, num_bytes)

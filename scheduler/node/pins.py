@@ -22,7 +22,7 @@ def has_place(node: Node, model: Model) -> bool:
 
 
 def pin(node: Node, model: Model) -> Refusal | None:
-    """Keeps room for the model on one of its devices (preferably the one it is on or on its way to), or returns why there is none."""
+    """Keeps room for the model on one of its devices (preferably where it is or is going to), or returns why there is none."""
     if model.pinned:
         return None
     where = model.copy or model.placement

@@ -179,7 +179,7 @@ def _why_loaded(model: Model) -> str:
 
 
 def drop(node: Node, placement: Placement) -> None:
-    """Drops a placement before it loads. Victims that were not told to leave become ready again; freed chunks go back to the lease."""
+    """Drops a placement before it loads. Victims not told to leave become ready again; freed chunks go back to the lease."""
     device, model = node.devices[placement.device], node.models[placement.model]
     undo(node, placement)
     node.history.ended(placement.id, node.now, f"dropped while its {placement.stage}" if placement.victims else "dropped")

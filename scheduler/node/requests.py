@@ -1,4 +1,4 @@
-"""The life of a request: it arrives, waits or is submitted, and ends. It returns to the front of its queue when its copy is gone."""
+"""The life of a request: it arrives, waits or is submitted, ends; it returns to its queue's front when its copy is gone."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ class DevicePlan:
 
 @dataclass(slots=True, frozen=True)
 class LoadPlan:
-    """What loading a model now would do. verdict: there (it is on a device), refused (it cannot be loaded), or the chosen device's."""
+    """What loading a model now would do. verdict: there (on a device already), refused (cannot be loaded), or the device's."""
 
     model: str
     state: str

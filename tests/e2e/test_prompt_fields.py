@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,18 +17,22 @@ LONG = "hello there, this is a prompt of a few blocks. " * 4
 
 
 @pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     folder = tmp_path_factory.mktemp("fields")
     make_model(folder / "models" / "oak", seed=1)
-    with (
-        Node(folder, devices=["cpu:0=64MiB"], runner="torch", flags=["--dtype", "float32", "--threads", "1"]) as node,
-        node.openai() as opened,
-    ):
+    flags = ["--dtype", "float32", "--threads", "1"]
+    with Node(folder, devices=["cpu:0=64MiB"], runner="torch", flags=flags) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(node: Node) -> Iterator[openai.OpenAI]:
+    with node.openai() as opened:
         yield opened
 
 
-def cached(client: openai.OpenAI, **extra: object) -> int:
-    told = client.completions.create(model="oak", prompt=LONG, max_tokens=1, extra_body=extra)
+def cached(client: openai.OpenAI, prompt: str = LONG, **extra: object) -> int:
+    told = client.completions.create(model="oak", prompt=prompt, max_tokens=1, extra_body=extra)
     assert told.usage is not None
     assert told.usage.prompt_tokens_details is not None
     return told.usage.prompt_tokens_details.cached_tokens or 0
@@ -72,3 +78,17 @@ def test_a_model_without_tokens_for_it_fills_no_gap(client: openai.OpenAI) -> No
     with pytest.raises(openai.BadRequestError, match="suffix: the tokenizer of oak has no tokens") as raised:
         client.completions.create(model="oak", prompt="def f(", suffix="return x")
     assert raised.value.param == "suffix"
+
+
+def test_a_salt_goes_with_its_request_to_the_next_engine(node: Node, client: openai.OpenAI) -> None:
+    prompt = "computed again behind its own salt only " * 6
+    stream = client.completions.create(
+        model="oak", prompt=prompt, max_tokens=1200, stream=True, extra_body={"cache_salt": "C", "ignore_eos": True}
+    )
+    next(iter(stream))
+    (pid,) = node.engine_pids()
+    os.kill(pid, signal.SIGKILL)
+    assert sum(len(chunk.choices) for chunk in stream) > 0, "the request goes on in another engine"
+    assert cached(client, prompt, cache_salt="D") == 0
+    assert cached(client, prompt) == 0
+    assert cached(client, prompt, cache_salt="C") > 0

@@ -127,7 +127,7 @@ PROMPT_FIELDS: list[tuple[str, dict[str, object], str]] = [
         )
     ],
     *[(TEXT, {"suffix": "end", **more}, "suffix") for more in ({"prompt": [1, 2]}, {"echo": True}, {"truncate_prompt_tokens": 3})],
-    (TEXT, {"suffix": 1}, "suffix"), (TEXT, {"suffix": "a\0"}, "suffix"),
+    (TEXT, {"suffix": "x" * 5000, "prompt": ["a"] * 1000}, "suffix"), (TEXT, {"suffix": 1}, "suffix"), (TEXT, {"suffix": "a\0"}, "suffix"),
     (CHAT, {"structured_outputs": {"json": {}, "disable_any_whitespace": "no"}}, "structured_outputs.disable_any_whitespace"),
 ]  # fmt: skip
 UNBUILT: list[tuple[str, object]] = [
