@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from daemon.prompt_trail import PromptTrail
 from daemon.streams import Text
 from daemon.text.detokenizer import Detokenizer, detokenizer
 from daemon.text.token_table import TokenTable
@@ -50,7 +51,7 @@ class LogprobTrail:
         self._end_ids, self._keep_end = end_ids, keep_end
         self._detokenizer: Detokenizer = detokenizer(table)
         self._fed: deque[tuple[float, Sequence[int], Sequence[float]]] = deque()
-        self._prompt: list[tuple[float, Sequence[int], Sequence[float]]] = []  # of the prompt's second token on
+        self._prompt = PromptTrail(num_top)
         self._queue: deque[TokenEntry] = (
             deque()
         )  # their text is held back, by a stop string that may come or an unfinished character
@@ -66,13 +67,8 @@ class LogprobTrail:
         self._fed.append((chosen, top_ids, top))
 
     def feed_prompt(self, told: PromptLogprobs) -> None:
-        """What was told before is told again after a crash or a preemption. It may have more alternatives than this one wants."""
-        if told.first - 1 > len(self._prompt):
-            raise RuntimeError(f"log-probabilities of prompt tokens from {len(self._prompt) + 1} to {told.first} are missing")
-        del self._prompt[told.first - 1 :]
-        k, wanted = told.num_top, min(told.num_top, self.num_top)
-        for at, chosen in enumerate(told.chosen):
-            self._prompt.append((chosen, told.top_ids[at * k : at * k + wanted], told.top[at * k : at * k + wanted]))
+        """Takes the log-probabilities of the prompt's tokens, as PromptTrail.feed does."""
+        self._prompt.feed(told)
 
     # ---- in step with the text
 
@@ -90,7 +86,7 @@ class LogprobTrail:
     def begun(self, num_chars: int) -> None:
         """The whole prompt is shown, as num_chars characters."""
         self._open.clear()
-        self._prompt.clear()
+        self._prompt = PromptTrail(self.num_top)  # its memory is not needed any more
         self._release_all(0)
         self._offset = self._sent = num_chars
 

@@ -8,12 +8,11 @@ from engine.protocol import PromptLogprobs
 
 
 class PromptTrail:
-    """num_top: alternatives wanted to each token; the engine may tell more."""
+    """Log-probabilities of a prompt's tokens from the second on. num_top: alternatives wanted; the engine may report more."""
 
     def __init__(self, num_top: int) -> None:
         self.num_top = num_top
-        self._num_told = 0  # alternatives to each token that are told
-        # of the prompt's second token on
+        self._num_told = 0  # alternatives to each token that are reported
         self._chosen: list[float] = []
         self._ranks: list[int] = []
         self._top_ids: list[int] = []
@@ -23,7 +22,7 @@ class PromptTrail:
         return len(self._chosen)
 
     def feed(self, told: PromptLogprobs) -> None:
-        """What was told before is told again after a crash or a preemption."""
+        """Adds what the engine reports, which reports all of it again after a crash or a preemption."""
         at = told.first - 1
         if at > len(self._chosen):
             raise RuntimeError(f"log-probabilities of prompt tokens from {len(self._chosen) + 1} to {told.first} are missing")
@@ -33,8 +32,14 @@ class PromptTrail:
         self._top_ids[at * k :] = told.top_ids
         self._top[at * k :] = told.top
 
+    def __getitem__(self, at: int) -> tuple[float, Sequence[int], Sequence[float]]:
+        """Returns the log-probability of the prompt's token at + 1, and ids and log-probabilities of the likeliest in its place."""
+        begin = at * self._num_told
+        end = begin + min(self._num_told, self.num_top)
+        return self._chosen[at], self._top_ids[begin:end], self._top[begin:end]
+
     def tokens(self) -> Iterator[tuple[float, int, Sequence[int], Sequence[float]]]:
-        """Of each token after the prompt's first: its log-probability, its rank, ids and log-probabilities of the likeliest."""
-        k, wanted = self._num_told, min(self._num_told, self.num_top)
-        for at, (chosen, rank) in enumerate(zip(self._chosen, self._ranks, strict=True)):
-            yield chosen, rank, self._top_ids[at * k : at * k + wanted], self._top[at * k : at * k + wanted]
+        """Yields for each token what indexing gives, with its rank behind its log-probability."""
+        for at, rank in enumerate(self._ranks):
+            chosen, top_ids, top = self[at]
+            yield chosen, rank, top_ids, top

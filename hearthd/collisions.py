@@ -149,7 +149,7 @@ def _editable(distribution: metadata.Distribution) -> str:
 
 
 def _owner(path: str, claims: Sequence[tuple[str, str]]) -> str:
-    """Of the distributions that claim this package the one that has `path`, "" for none."""
+    """Returns the distribution that claims `path`, "" for none."""
     return next((owner for claimed, owner in claims if _same(path, claimed)), "")
 
 

@@ -121,7 +121,7 @@ def _told_apart(branches: list[Any]) -> bool:
 
 
 def _constants(schema: Schema) -> dict[str, str]:
-    """Of the required properties those that are always the same text."""
+    """Returns the required properties whose value is always the same text."""
     properties, required = schema.get("properties"), schema.get("required")
     if not isinstance(properties, dict) or not isinstance(required, list):
         return {}

@@ -56,7 +56,7 @@ def pack_messages(messages: list[Message]) -> bytes:
         where = f"messages[{at}]"
         if message.role not in _ROLES:
             raise invalid(f"{where}.role", f"{where}.role must be one of {', '.join(sorted(_ROLES))}")
-        content = _content(message, where)
+        content = content_of(message, where)
         if content is None and message.role != "assistant":
             raise invalid(f"{where}.content", f"{where}.content is missing")
         each: dict[str, Any] = {"role": message.role, "content": content}
@@ -70,8 +70,8 @@ def pack_messages(messages: list[Message]) -> bytes:
     return packed(plain, "messages")
 
 
-def _content(message: Message, where: str) -> str | None:
-    """The message's text; of an assistant that has said nothing else, its refusal."""
+def content_of(message: Message, where: str) -> str | None:
+    """Returns the message's text; if an assistant has said nothing else, its refusal. Raises BadRequest naming the field."""
     if message.refusal is not None:
         if message.role != "assistant":
             raise invalid(f"{where}.refusal", f"{where}.refusal: only messages of the assistant may have one")

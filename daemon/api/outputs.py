@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from typing import Any
 
 from msgspec import Struct, structs
@@ -35,7 +36,7 @@ class Outputs(Struct, array_like=True, frozen=True):
 
     @property
     def echoed_logprobs(self) -> int:
-        """As logprobs, of the tokens of a prompt that is shown in front of the text."""
+        """Alternatives to each token of an echoed prompt; -1: no log-probabilities of it."""
         return self.logprobs if self.echo else -1
 
 
@@ -86,10 +87,11 @@ def _logit_bias(given: dict[str, float]) -> dict[int, float]:
     return bias
 
 
-def check_bias(bias: dict[int, float], model: ModelEntry) -> None:
-    for token_id in bias:
+def check_ids(field: str, token_ids: Iterable[int], model: ModelEntry) -> None:
+    """Raises BadRequest naming the first id that the model does not have."""
+    for token_id in token_ids:
         if token_id >= model.vocab_size:
-            raise invalid("logit_bias", f"logit_bias: {token_id} is outside the vocabulary of {model.vocab_size} tokens")
+            raise invalid(field, f"{field}: {token_id} is outside the vocabulary of {model.vocab_size} tokens")
 
 
 def check_n(n: int, num_prompts: int, model: ModelEntry) -> None:

@@ -14,13 +14,13 @@ from daemon.contracts import Generation, ModelEntry, TextPort
 from daemon.prompt_trail import PromptTrail
 from daemon.text.token_table import TokenTable, escape
 
-# Of one answer: tokens and their alternatives. Each is some 60 bytes of JSON, so that is 120 MB, twice while they are put together.
+# The most tokens and alternatives in one answer. Each takes some 60 bytes of JSON: 120 MB, twice while they are put together.
 MAX_NUMBERS = 1 << 21
 _json = msgspec.json.encode
 
 
 def prompt_trail(outputs: Outputs) -> PromptTrail | None:
-    """For the first of the sequences of a prompt; None if nothing is to be told of it."""
+    """Returns what the first sequence of a prompt collects them in; None if nobody asked."""
     return PromptTrail(outputs.prompt_logprobs) if outputs.prompt_logprobs >= 0 else None
 
 
@@ -38,7 +38,7 @@ def check_size(outputs: Outputs, num_tokens: int, chat: bool) -> None:
 
 
 async def prompt_logprobs_json(text: TextPort, model: ModelEntry, generations: Sequence[Generation]) -> list[bytes]:
-    """Of each generation; [] if they were not asked for. The event loop has its turn in between."""
+    """Returns the JSON for each generation; [] if nobody asked. The event loop has its turn in between."""
     rendered: list[bytes] = []
     for generation in generations:
         if generation.prompt_logprobs is not None:
@@ -49,7 +49,7 @@ async def prompt_logprobs_json(text: TextPort, model: ModelEntry, generations: S
 
 
 async def _rendered(trail: PromptTrail, prompt: Sequence[int], table: TokenTable) -> bytes:
-    """null for the first token; of each other an object by token ids, its own first."""
+    """Returns null for the first token, and for each other one an object by token ids, its own first."""
     if len(trail) != len(prompt) - 1:
         raise RuntimeError(f"log-probabilities of {len(trail)} prompt tokens are there, of {len(prompt)} tokens in all")
     tokens_at_once = 1 + RENDERED_AT_ONCE // (1 + trail.num_top)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import secrets
 
-from daemon.api.outputs import check_bias
+from daemon.api.outputs import check_ids
 from daemon.api.schema import CHAT, Head
-from daemon.api.token_limits import check_allowed
 from daemon.contracts import ModelEntry
 from daemon.errors import BadRequest
 from engine.protocol import SamplingParams
@@ -47,16 +46,10 @@ def sampling_params(head: Head, model: ModelEntry, endpoint: str, prompt_tokens:
         raise BadRequest(
             "invalid_request", f"min_tokens ({head.min_tokens}) is more than max_tokens ({max_tokens})", param="min_tokens"
         )
-    for token_id in head.stop_token_ids:
-        if token_id >= model.vocab_size:
-            raise BadRequest(
-                "invalid_request",
-                f"stop_token_ids: {token_id} is outside the vocabulary of {model.vocab_size} tokens",
-                param="stop_token_ids",
-            )
     outputs = head.outputs
-    check_bias(outputs.logit_bias, model)
-    check_allowed(outputs.allowed_token_ids, model)
+    check_ids("stop_token_ids", head.stop_token_ids, model)
+    check_ids("logit_bias", outputs.logit_bias, model)
+    check_ids("allowed_token_ids", outputs.allowed_token_ids, model)
     defaults = model.generation_defaults
     top_k = int(head.top_k if head.top_k is not None else defaults.get("top_k", 0))
     repetition = outputs.repetition_penalty if outputs.repetition_penalty is not None else defaults.get("repetition_penalty", 1.0)

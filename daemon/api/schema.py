@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from daemon.api.decode import check_text, decode, invalid
-from daemon.api.messages import Message, checked_documents, hold_calls, pack_messages, packed
+from daemon.api.messages import Message, checked_documents, content_of, hold_calls, pack_messages, packed
 from daemon.api.outputs import MAX_BIASED_TOKENS, MAX_N, MAX_TOP_LOGPROBS, Outputs, outputs_of
 from daemon.api.prompts import KeepLast, TokenId, checked_keep_last, prompts
 from daemon.api.response_format import grammar_of
@@ -231,7 +231,7 @@ def _continues(fields: ChatBody) -> str:
     last = fields.messages[-1]
     if last.role != "assistant" or not last.content or last.tool_calls:
         raise invalid("continue_final_message", "continue_final_message: the last message must be the assistant's, with text")
-    text = last.content if isinstance(last.content, str) else "".join(part.text or "" for part in last.content)
+    text = content_of(last, f"messages[{len(fields.messages) - 1}]") or ""
     return CONTINUES_REASONING if text.rfind(OPEN) > text.rfind(CLOSE) else CONTINUES_ANSWER
 
 

@@ -26,17 +26,8 @@ def checked_words(words: list[str]) -> list[str]:
     return words
 
 
-def check_allowed(token_ids: Sequence[int], model: ModelEntry) -> None:
-    """Raises BadRequest for ids that the model does not have."""
-    if token_ids and max(token_ids) >= model.vocab_size:
-        raise invalid(
-            "allowed_token_ids",
-            f"allowed_token_ids: {max(token_ids)} is outside the vocabulary of {model.vocab_size} tokens",
-        )
-
-
 async def bad_word_ids(text: TextPort, model: ModelEntry, words: Sequence[str]) -> list[list[int]]:
-    """Of each word its tokens at the beginning of a text and those after a space; blanks that it begins with do not count. Raises
+    """Returns each word's tokens at the beginning of a text and those after a space; its leading blanks do not count. Raises
     BadRequest for a word without tokens, and what TextPort.encode raises."""
     if not words:
         return []

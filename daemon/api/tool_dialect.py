@@ -12,12 +12,12 @@ from daemon.text.tool_parsers.registry import GENERIC, NONE
 
 
 async def own_dialect(context: ApiContext, model: ModelEntry) -> str:
-    """As configured, else as its template tells; NONE where it is not known."""
+    """Returns the dialect that is configured, else the one its template shows; NONE if that is not known."""
     return model.tool_parser or (await context.text.facts(model)).tool_parser
 
 
 async def reply_dialect(context: ApiContext, model: ModelEntry, tools: ToolRequest) -> str:
-    """Of the reply to a request with tools. Raises BadRequest where the model is free to call and it is not known how it does."""
+    """Returns the dialect of a reply. Raises BadRequest if the model is free to call and its dialect is not known."""
     dialect = await own_dialect(context, model)
     if dialect != NONE:
         return dialect

@@ -42,7 +42,6 @@ def argument_schemas(tools: ToolRequest) -> list[str]:
             where = f"tools[{at}].function.parameters.type"
             raise invalid(where, f"{where}: must be object")
         closed_schema.close(schema)
-        schema.pop("x-guidance", None)  # options of llguidance, which are not a client's to set
         schemas.append(_with_options(schema, _COMPACT))
     return schemas
 
@@ -105,7 +104,8 @@ def _bare(schema: Any) -> Any:
 
 
 def _with_options(schema: dict[str, Any], options: Mapping[str, Any]) -> str:
-    return json.dumps({"x-guidance": options, **schema}, ensure_ascii=False)
+    """Returns the schema as JSON with llguidance's options, which are not a client's to set."""
+    return json.dumps({"x-guidance": options} | schema | {"x-guidance": options}, ensure_ascii=False)
 
 
 def _marker(text: str, special: Mapping[str, str]) -> str:

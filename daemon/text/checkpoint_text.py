@@ -42,7 +42,7 @@ class CheckpointText:
         tokenizer = self.tokenizer()
         if suffix:
             first = tokenizer.encode("").ids if add_special_tokens else []
-            return [first + fill_in_middle(tokenizer, self._name, text, suffix) for text in texts]
+            return [first + ids for ids in fill_in_middle(tokenizer, self._name, texts, suffix)]
         if keep_last:
             return self._encode_ends(texts, add_special_tokens, keep_last)
         encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)

@@ -5,6 +5,7 @@ Sources: the model cards of Qwen2.5-Coder, CodeGemma, StarCoder, SantaCoder, Dee
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from tokenizers import Tokenizer
@@ -30,9 +31,9 @@ _FAMILIES = (
 )
 
 
-def fill_in_middle(tokenizer: Tokenizer, name: str, text: str, suffix: str) -> list[int]:
-    """Returns the token ids of a prompt for what stands between text and suffix. name: the model's. Raises BadRequest if its
-    tokenizer has no tokens for that."""
+def fill_in_middle(tokenizer: Tokenizer, name: str, texts: Sequence[str], suffix: str) -> list[list[int]]:
+    """Returns for each text the token ids of a prompt for what stands between it and the suffix. name: the model's. Raises
+    BadRequest if its tokenizer has no tokens for that."""
     for family in _FAMILIES:
         tokens = [token for token in family if token]
         ids = [token_id for token in tokens if (token_id := tokenizer.token_to_id(token)) is not None]
@@ -41,7 +42,8 @@ def fill_in_middle(tokenizer: Tokenizer, name: str, text: str, suffix: str) -> l
     else:
         message = f"suffix: the tokenizer of {name} has no tokens for filling in the middle"
         raise BadRequest("unsupported_parameter", message, param="suffix")
-    before, after = (tokenizer.encode(each, add_special_tokens=False).ids for each in (text, suffix))
+    after = tokenizer.encode(suffix, add_special_tokens=False).ids
+    encoded = [encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
     if not family.middle:
-        return [ids[1], *after, ids[0], *before]
-    return [ids[0], *before, ids[1], *after, ids[2]]
+        return [[ids[1], *after, ids[0], *before] for before in encoded]
+    return [[ids[0], *before, ids[1], *after, ids[2]] for before in encoded]

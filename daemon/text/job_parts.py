@@ -16,7 +16,7 @@ from daemon.text.checkpoint_text import CheckpointText
 from daemon.text.jobs import Detokenize, Encode, EncodeChat
 from daemon.text.plain_calls import Message, Tools, render_plainly
 
-MAX_CHARACTER_BYTES = 4  # of UTF-8; a token stands for one byte at the least
+LONG_TEXT = 64 << 10  # characters; longer ones are encoded beside the short ones, in a thread (encoding releases the GIL)
 
 
 def rendered(text: CheckpointText, messages: bytes, options: dict[str, Any]) -> str:
@@ -52,10 +52,11 @@ def _to_end_of_text(render: Callable[[list[Message]], str], messages: list[Messa
 
 
 def check_length(text: CheckpointText, texts: Sequence[str], job: Encode | EncodeChat) -> None:
-    """Raises BadRequest for a text that cannot have as few tokens as the model takes: encoding it would take seconds."""
+    """Raises BadRequest for a long text that cannot have as few tokens as the model takes: encoding it could take seconds. A short
+    one is encoded sooner than the bound on its tokens is built."""
     field = job.field if isinstance(job, Encode) else "messages"
     for at, each in enumerate(texts):
-        if len(each) * MAX_CHARACTER_BYTES <= job.max_tokens:
+        if len(each) <= LONG_TEXT:
             continue
         fewest, why = text.token_lower_bound(each)
         if fewest > job.max_tokens:

@@ -14,7 +14,7 @@ from daemon.api.text_bodies import read
 from daemon.errors import BadRequest, HearthError, ServerFault
 from daemon.text.checkpoint_text import CheckpointText
 from daemon.text.grammar_check import check_grammar
-from daemon.text.job_parts import check_length, detokenized, rendered, tokenized
+from daemon.text.job_parts import LONG_TEXT, check_length, detokenized, rendered, tokenized
 from daemon.text.jobs import (
     LIMIT_BYTES,
     BuildTable,
@@ -35,7 +35,6 @@ from daemon.text.jobs import (
 from engine.protocol import FrameReader, Message, encode
 from loader.errors import shortened
 
-LONG_TEXT = 64 << 10  # characters; longer ones are encoded beside the short ones, in a thread (encoding releases the GIL)
 OOM_SCORE_ADJ = 900  # the kernel ends a worker before the scanning process, the daemon and its engines
 
 

@@ -24,14 +24,8 @@ JSON_OPTIONS: JsonCompileOptions = {
     "coerce_one_of": False,
     "lenient": False,
 }
-
-COMPACT_OPTIONS: JsonCompileOptions = {  # a pattern for blanks would allow them
-    "item_separator": ",",
-    "key_separator": ":",
-    "whitespace_flexible": False,
-    "coerce_one_of": False,
-    "lenient": False,
-}
+# No blanks; None, because a pattern for them would allow them.
+COMPACT_OPTIONS: JsonCompileOptions = {**JSON_OPTIONS, "whitespace_flexible": False, "whitespace_pattern": None}
 
 
 def compile_grammar(grammar: str) -> str:

@@ -152,26 +152,36 @@ class Constraints:
         if not len(rows):
             return None
         request_ids = table.request_id[plan.slots[plan.samples][rows]].tolist()
-        bits = [self._bits(grammars, request_id, served.spec.eos_token_ids) for request_id in request_ids]
-        return RowMasks(request_ids, rows, np.stack(bits))
+        bits = np.stack([self._mask(grammars, request_id) for request_id in request_ids])
+        for request_id, row in zip(request_ids, bits, strict=True):
+            self._hold_ends_back(grammars, request_id, row, served.spec.eos_token_ids)
+        return RowMasks(request_ids, rows, bits)
 
-    def _bits(self, grammars: ModelGrammars | None, request_id: int, end_ids: list[int]) -> npt.NDArray[np.uint32]:
-        """[W]: what a request's next token may be; never nothing. Ends that may not come yet are left out unless they are all there
-        is: then they are drawn, and do not end the text (Endings)."""
+    def _mask(self, grammars: ModelGrammars | None, request_id: int) -> npt.NDArray[np.uint32]:
+        """Returns [W]: the tokens that grammar and limits allow next, never none; not to be written to."""
         each = None if grammars is None else grammars.by_id.get(request_id)
         limits = self._limits.get(request_id)
         if grammars is None or each is None:
             assert limits is not None
-            params, num_output, bits = limits.params, limits.num_output, limits.bits.copy()
+            return limits.bits
+        mask: npt.NDArray[np.uint32] = grammars.port.masks[each.row]
+        return mask if limits is None else mask & limits.bits
+
+    def _hold_ends_back(
+        self, grammars: ModelGrammars | None, request_id: int, bits: npt.NDArray[np.uint32], ends: list[int]
+    ) -> None:
+        """Clears in a mask the end tokens that may not come yet, in place. If it holds nothing else they stay: they are sampled,
+        and do not end the text (Endings)."""
+        each = None if grammars is None else grammars.by_id.get(request_id)
+        if each is not None:
+            params, num_output = each.params, len(each.output)
         else:
-            params, num_output, bits = each.params, len(each.output), grammars.port.masks[each.row].copy()
-            if limits is not None:
-                bits &= limits.bits
+            limits = self._limits[request_id]
+            params, num_output = limits.params, limits.num_output
         if num_output < params.min_tokens:
-            hold_ends_back(bits, [*end_ids, *params.stop_token_ids])
+            hold_ends_back(bits, [*ends, *params.stop_token_ids])
         elif params.ignore_eos and each is not None:  # an end id would end the grammar; without one it is a token like any other
-            hold_ends_back(bits, end_ids)
-        return bits
+            hold_ends_back(bits, ends)
 
     def sampled(self, served: ServedModel, masks: RowMasks, ids: IntArray, bad: BoolArray) -> None:
         """After the scheduler took the step in: `ids`, `bad` of all its sampling rows. Asks for the masks after these tokens."""

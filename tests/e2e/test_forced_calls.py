@@ -44,12 +44,6 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
         yield running
 
 
-@pytest.fixture
-def client(node: Node) -> Iterator[openai.OpenAI]:
-    with node.openai() as opened:
-        yield opened
-
-
 def check(name: str, arguments: str) -> None:
     value = json.loads(arguments)
     if name == "stop":

@@ -23,12 +23,6 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
         yield running
 
 
-@pytest.fixture
-def client(node: Node) -> Iterator[openai.OpenAI]:
-    with node.openai() as opened:
-        yield opened
-
-
 MESSAGES = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": [{"type": "text", "text": "hello"}]}]
 
 

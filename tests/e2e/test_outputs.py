@@ -29,12 +29,6 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
         yield running
 
 
-@pytest.fixture(scope="module")
-def client(node: Node) -> Iterator[openai.OpenAI]:
-    with node.openai() as opened:
-        yield opened
-
-
 class Reference:
     """The checkpoint in transformers."""
 

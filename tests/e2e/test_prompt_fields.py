@@ -25,12 +25,6 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
         yield running
 
 
-@pytest.fixture(scope="module")
-def client(node: Node) -> Iterator[openai.OpenAI]:
-    with node.openai() as opened:
-        yield opened
-
-
 def cached(client: openai.OpenAI, prompt: str = LONG, **extra: object) -> int:
     told = client.completions.create(model="oak", prompt=prompt, max_tokens=1, extra_body=extra)
     assert told.usage is not None

@@ -30,12 +30,6 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
 
 
 @pytest.fixture(scope="module")
-def client(node: Node) -> Iterator[openai.OpenAI]:
-    with node.openai() as opened:
-        yield opened
-
-
-@pytest.fixture(scope="module")
 def greedy(node: Node) -> Callable[[Callable[[list[int]], set[int]], int], list[int]]:
     model = transformers.LlamaForCausalLM.from_pretrained(node.models / "oak", dtype=torch.float32).eval()
 

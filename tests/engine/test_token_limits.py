@@ -65,7 +65,7 @@ def test_only_allowed_ids_come_and_other_rows_are_free(engine: EngineProcess) ->
 
 
 def test_bad_words_never_come(engine: EngineProcess) -> None:
-    """Of three tokens drawn by chance any pair comes soon; these do not."""
+    """Random output of three tokens soon holds every pair; with these words it does not."""
     three = [10, 11, 12]
     bad = [[10, 11], [11, 11, 12], [12, 12]]
     for at, words in ((1, []), (2, bad)):

@@ -23,21 +23,22 @@ def installed(found: Sequence[collisions.Collision]) -> list[Finding]:
 
 
 def required(there: Sequence[str], lacking: Sequence[Lack]) -> list[Finding]:
-    """As installation.required gives them."""
-    if lacking:
-        return [Finding("packages", FAIL if one.stops else WARN, f"{one.found}: {one.cost}", one.change) for one in lacking]
-    return [Finding("packages", OK, ", ".join(there))]
+    """Returns a finding for each package that is lacking, else one that lists those there are."""
+    return _lacks("packages", lacking) or [Finding("packages", OK, ", ".join(there))]
+
+
+def _lacks(check: str, lacking: Sequence[Lack]) -> list[Finding]:
+    return [Finding(check, FAIL if one.stops else WARN, f"{one.found}: {one.cost}", one.change) for one in lacking]
 
 
 def of_devices(lacking: Sequence[Lack], versions: Mapping[str, str]) -> list[Finding]:
     """lacking: as installation.of_devices gives it. versions: of the packages that only devices of one kind need,
     "" where one is not installed."""
-    found = [Finding("device packages", FAIL if one.stops else WARN, f"{one.found}: {one.cost}", one.change) for one in lacking]
     parts = [
         f"{package} {version}" if version else f"no {package}, which only {installation.NEEDED_BY[package]} need"
         for package, version in versions.items()
     ]
-    return found or [Finding("device packages", OK, ", ".join(parts))]
+    return _lacks("device packages", lacking) or [Finding("device packages", OK, ", ".join(parts))]
 
 
 def find_packages(devices: Sequence[str]) -> list[Finding]:

@@ -76,7 +76,7 @@ def test_the_families_order(tmp_path: Path, family: Any) -> None:
     before, after = (tokenizer.encode(each).ids for each in ("def f(", "return x"))
     prefix, suffix, middle = (tokenizer.token_to_id(each) if each else None for each in family)
     wanted = [suffix, *after, prefix, *before] if middle is None else [prefix, *before, suffix, *after, middle]
-    assert fill_in_middle(tokenizer, "tiny", "def f(", "return x") == wanted
+    assert fill_in_middle(tokenizer, "tiny", ["def f("], "return x") == [wanted]
     assert text_of(tmp_path / "plain", tokenizer).encode(["def f("], True, suffix="return x") == [wanted]
 
 

@@ -71,7 +71,7 @@ def test_numba_is_missing(installed: Install) -> None:
 
 
 def test_openmp_is_missing(installed: Install) -> None:
-    """As in a slim container: torch has a libgomp of its own, Numba's wheels look for the system's."""
+    """Slim containers lack it: torch has a libgomp of its own, but Numba's wheels look for the system's."""
     installed({name: version for name, version in WHOLE.items() if name != "libgomp"})
     (lack,) = found(["cpu:0"])["device packages"]
     assert (lack.level, "numba finds no libgomp.so.1" in lack.found, "apt-get install libgomp1" in lack.change) == (
