@@ -1,9 +1,9 @@
 """The cpu device beside other servers: the same checkpoint, the same client, in turn, over several rounds.
 
 llama-server takes part where `--llama-server` names the program and `--gguf` the folder of MODEL.gguf files (made by llama.cpp's
-convert_hf_to_gguf.py, bf16); vLLM where it is installed; `--transformers` adds plain generate() on whole batches. A peer that is
-missing is named on a line of its own. Every peer is measured in every round, so ratios are of neighbours in time; they are printed
-as the median with the smallest and the largest.
+convert_hf_to_gguf.py, bf16); vLLM where it is installed; `--transformers` adds plain generate() on whole batches; `--float32` our
+own server on the same weights as float32. A peer that is missing is named on a line of its own. Every peer is measured in every
+round, so ratios are of neighbours in time; they are printed as the median with the smallest and the largest.
 usage: python -m benchmarks.cpu [--model mid] [--streams 1,8,32] [--rounds 3] [--input 128 --output 128]
 """
 
@@ -13,6 +13,7 @@ import argparse
 import importlib.util
 import json
 import pathlib
+import shutil
 import signal
 import socket
 import subprocess
@@ -52,10 +53,8 @@ def drive_server(url: str, model: str, pid: int, streams: int, num: int, shape: 
 
 
 class Hearth:
-    name = "hearthd"
-
-    def __init__(self, server: Server, model: str, shape: tuple[int, int]) -> None:
-        self._server, self._model, self._shape = server, model, shape
+    def __init__(self, server: Server, model: str, shape: tuple[int, int], name: str = "hearthd") -> None:
+        self._server, self._model, self._shape, self.name = server, model, shape, name
 
     def measure(self, streams: int, num: int, seed: int) -> dict[str, Any]:
         return drive_server(self._server.url, self._model, self._server.pid, streams, num, self._shape, seed)
@@ -157,6 +156,20 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def widen(folder: pathlib.Path, target: pathlib.Path) -> None:
+    """Writes the checkpoint once more with its weights as float32."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(folder, target, ignore=shutil.ignore_patterns("*.safetensors"))
+    for file in folder.glob("*.safetensors"):
+        save_file({name: tensor.to(torch.float32) for name, tensor in load_file(file).items()}, target / file.name)
+    settings = json.loads((target / "config.json").read_text())
+    settings.pop("torch_dtype", None)
+    (target / "config.json").write_text(json.dumps(settings | {"dtype": "float32"}))
+
+
 def middle(values: list[float]) -> float:
     return sorted(values)[len(values) // 2]
 
@@ -197,9 +210,18 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     lines: list[dict[str, Any]] = []
     with ExitStack() as stack:
         threads = ["--threads", str(args.threads)] if args.threads else []
-        server = stack.enter_context(Server(STORE, [f"cpu={2 * weights + (2 << 30)}"], threads))
+        wide = f"{model}-float32"
+        if args.float32:
+            widen(folder, STORE / wide)
+            weights_in_all = 3 * weights
+        else:
+            weights_in_all = weights
+        server = stack.enter_context(Server(STORE, [f"cpu={2 * weights_in_all + (2 << 30)}"], threads))
         lines.append({"benchmark": "cpu", "model": model, "kind": "swap-in", **swap_in(server, model)})
         peers: list[Peer] = [Hearth(server, model, shape)]
+        if args.float32:
+            first_token_s(server, wide, 1)
+            peers.append(Hearth(server, wide, shape, "hearthd float32"))
         gguf = args.gguf / f"{model}.gguf" if args.gguf else None
         why = f"no {gguf.name} in the folder given" if args.llama_server and gguf else "--llama-server and --gguf are not given"
         if args.llama_server and gguf and gguf.exists():
@@ -255,6 +277,7 @@ def main() -> None:
     parser.add_argument("--llama-server", type=pathlib.Path, help="llama.cpp's server program")
     parser.add_argument("--gguf", type=pathlib.Path, help="folder of MODEL.gguf in bf16")
     parser.add_argument("--transformers", action="store_true", help="measure transformers' generate too")
+    parser.add_argument("--float32", action="store_true", help="measure our own server on the same weights as float32 too")
     parser.add_argument("--generate", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.generate:

@@ -23,9 +23,9 @@ import uvloop
 from aiohttp import web
 
 from daemon.api.app import make_app, make_runner
-from daemon.api.text_bodies import read
 from daemon.contracts import Generation, ModelEntry
 from daemon.text.token_table import BYTE_LEVEL, PackedTable, TokenTable
+from daemon.text.worker import body_reader
 from engine.protocol import FINISH_LENGTH, FINISH_NONE
 
 STEP_S = 0.01
@@ -71,8 +71,8 @@ class Words:
     async def table(self, model: ModelEntry) -> TokenTable:
         return self._table
 
-    async def parse_body(self, endpoint: str, body: bytes) -> tuple[bytes, bytes]:
-        head, prompt = read(endpoint, body)
+    async def parse_body(self, reader: str, body: bytes) -> tuple[bytes, bytes]:
+        head, prompt = body_reader(reader)(body)
         return msgspec.msgpack.encode(head), prompt
 
 

@@ -23,7 +23,7 @@ from typing import Protocol
 from aiohttp import web
 
 from config.units import parse_listen
-from daemon.api import paths
+from daemon.contracts import Guarded
 from daemon.cors import Cors
 from daemon.errors import NoKey, NotAllowed
 from daemon.keys import ANYONE, Keys, Tenant
@@ -65,16 +65,16 @@ class Access:
         self._untold: defaultdict[str, int] = defaultdict(int)
         self._told_s: dict[str, float] = {}
 
-    def admit(self, request: web.Request, target: paths.Target | None) -> Tenant | None:
-        """Whose request it is; None: a stranger asks what strangers may know. Raises HearthError. target: None for an unknown
-        path."""
+    def admit(self, request: web.Request, endpoint: Guarded | None, per_model: bool = False) -> Tenant | None:
+        """Returns whose request it is; None: a stranger asks what strangers may know. endpoint: None for an unknown path.
+        per_model: the path names a model. Raises HearthError."""
         if self.keys is None:
-            self._refuse_other_sites(request, target)
+            self._refuse_other_sites(request, endpoint)
             return ANYONE
         found = self._keys_in(request)
         tenant = self.keys.find(found[0]) if len(found) == 1 else None
         if tenant is None:
-            if target is not None and target.endpoint in paths.OPEN and target.scope is None:
+            if endpoint is not None and endpoint.open and not per_model:
                 return None
             self._refused("wrong key" if found else "no key", request)
             message = "An API key is needed: send it as `Authorization: Bearer KEY`."
@@ -83,7 +83,7 @@ class Access:
             if len(found) > 1:
                 message = "The request has different API keys in Authorization, x-api-key and api-key. Send one."
             raise NoKey("invalid_api_key", message)
-        if target is not None and target.endpoint in paths.WATCHING and not self.keys.may_watch(tenant):
+        if endpoint is not None and endpoint.watching and not self.keys.may_watch(tenant):
             self._refused("no admin", request)
             raise NotAllowed("not_admin", "This tells of all tenants; only keys of a tenant with `admin = true` open it.")
         return tenant
@@ -109,7 +109,7 @@ class Access:
         except (binascii.Error, ValueError):
             return ""
 
-    def _refuse_other_sites(self, request: web.Request, target: paths.Target | None) -> None:
+    def _refuse_other_sites(self, request: web.Request, endpoint: Guarded | None) -> None:
         host = request.headers.get("Host", "")
         if host and not self._is_ours(host):
             self._refused("other host", request)
@@ -117,7 +117,7 @@ class Access:
                 "host_not_allowed",
                 f"This server does not answer for the host {host[:256]!r}. Use an address, or name the host in allowed_hosts.",
             )
-        if self.cors is None or not self.cors.allows(request, target):
+        if self.cors is None or not self.cors.allows(request, endpoint):
             self._refuse_other_origins(request)
 
     def _refuse_other_origins(self, request: web.Request) -> None:

@@ -19,8 +19,8 @@ from aiohttp.http_exceptions import InvalidURLError, LineTooLong
 from aiohttp.streams import EMPTY_PAYLOAD, StreamReader
 from aiohttp.web_protocol import _ErrInfo
 
+from daemon.api.answers import refusal
 from daemon.api.request_id import request_id
-from daemon.api.responses import refusal
 from daemon.errors import BadRequest, HearthError, ServerFault
 
 log = logging.getLogger("hearthd.http")

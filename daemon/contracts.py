@@ -188,8 +188,8 @@ class TextPort(Protocol):
         """Raises HearthError (400) naming `field`, with the reason why `grammar` (SamplingParams.grammar) cannot be followed."""
         ...
 
-    def parse_body(self, endpoint: str, body: bytes) -> Awaitable[tuple[bytes, bytes]]:
-        """Decodes and checks a large request body ("chat" | "completions") off the event loop: see daemon/api/schema.py for
+    def parse_body(self, reader: str, body: bytes) -> Awaitable[tuple[bytes, bytes]]:
+        """Decodes and checks a large request body ("chat" | "completions") off the event loop: see daemon/api/bodies/common.py for
         the two parts. Raises HearthError as the schema does."""
         ...
 
@@ -225,3 +225,19 @@ class HttpSettings(Protocol):
     def request_timeout_s(self) -> float: ...
     @property
     def sse_comment_every_s(self) -> float: ...
+
+
+class Guarded(Protocol):
+    """An endpoint as the rules of access see it; see daemon/api/endpoint.py."""
+
+    @property
+    def methods(self) -> Sequence[str]: ...
+
+    @property
+    def open(self) -> bool: ...
+
+    @property
+    def watching(self) -> bool: ...
+
+    @property
+    def for_operators(self) -> bool: ...

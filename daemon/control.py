@@ -19,7 +19,7 @@ from aiohttp import web
 
 from config.devices import NoGpus
 from daemon import operator_views, shortage
-from daemon.api.responses import SERVER
+from daemon.api.answers import SERVER
 from daemon.connection import ANSWERING, Answering
 from daemon.control_status import EXIT_FAULT, STATUS_OF_EXIT
 from daemon.errors import BadRequest, HearthError, NotNow, ServerFault, from_refusal

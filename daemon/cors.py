@@ -12,7 +12,7 @@ from typing import Protocol
 from aiohttp import web
 
 from config.origins import ANY, parse_origin
-from daemon.api import paths
+from daemon.contracts import Guarded
 
 MAX_AGE_S = 600  # a browser need not ask again so long
 _NONE: Mapping[str, str] = {}
@@ -32,22 +32,22 @@ class Cors:
         self._read: Sequence[str] = ()
         self._allowed: frozenset[str] = frozenset()
 
-    def allows(self, request: web.Request, target: paths.Target | None) -> bool:
+    def allows(self, request: web.Request, endpoint: Guarded | None) -> bool:
         """Whether the page that asks is one of those; False where none asks. The status page and the metrics are the operators' and
-        for no other page. target: None for an unknown path."""
+        for no other page. endpoint: None for an unknown path."""
         allowed = self._settings.allowed_origins
-        if not allowed or (target is not None and target.endpoint in paths.ADMIN):
+        if not allowed or (endpoint is not None and endpoint.for_operators):
             return False
         if allowed is not self._read:
             self._read, self._allowed = allowed, frozenset(text if text == ANY else parse_origin(text) for text in allowed)
         origin = request.headers.get("Origin")
         return origin is not None and (ANY in self._allowed or origin.lower() in self._allowed)
 
-    def headers(self, request: web.Request, target: paths.Target | None) -> Mapping[str, str]:
+    def headers(self, request: web.Request, endpoint: Guarded | None) -> Mapping[str, str]:
         """What an answer has to say, an error's too."""
         if not self._settings.allowed_origins:
             return _NONE
-        if not self.allows(request, target):
+        if not self.allows(request, endpoint):
             return {"Vary": "Origin"}
         origin = ANY if ANY in self._allowed else request.headers["Origin"]
         return {
@@ -56,15 +56,15 @@ class Cors:
             "Access-Control-Expose-Headers": "X-Request-Id, Retry-After",
         }
 
-    def preflight(self, request: web.Request, target: paths.Target | None) -> web.Response | None:
+    def preflight(self, request: web.Request, endpoint: Guarded | None) -> web.Response | None:
         """The answer to a browser that asks before it sends a page's request, which it does without the key. None: this is no such
         question, or not one that is answered."""
-        if request.method != "OPTIONS" or target is None or "Access-Control-Request-Method" not in request.headers:
+        if request.method != "OPTIONS" or endpoint is None or "Access-Control-Request-Method" not in request.headers:
             return None
-        if not self.allows(request, target):
+        if not self.allows(request, endpoint):
             return None
         headers = {
-            "Access-Control-Allow-Methods": ", ".join(paths.METHODS[target.endpoint]),
+            "Access-Control-Allow-Methods": ", ".join(endpoint.methods),
             "Access-Control-Max-Age": str(MAX_AGE_S),
         }
         names = request.headers.get("Access-Control-Request-Headers", "")

@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,11 +27,11 @@ from config.units import format_bytes, machine_memory_bytes
 from daemon import keys, listeners, logs, sockets
 from daemon.acceptor import Acceptor, Crowd, Room
 from daemon.access import Access
-from daemon.api import paths
 from daemon.api.app import http_log, make_app, make_runner
 from daemon.carve_outs import isolated_models
 from daemon.client_addresses import ClientAddresses, too_many
 from daemon.connection import Runner
+from daemon.contracts import Guarded
 from daemon.control import make_control_app
 from daemon.cors import Cors
 from daemon.errors import BadRequest, NotNow
@@ -110,9 +110,14 @@ class Lifecycle:
             worker.start()  # they import their libraries while the models folder is read
         node.gpu_watch.start()
         node.engine_rounds.start()
-        api = self._http(node, self._config.listen, without=paths.ADMIN if http.admin else frozenset())
-        admin_paths = paths.ADMIN | paths.OPEN | paths.WATCHING
-        admin = self._http(node, self._config.admin_listen, only=admin_paths, ask=http.admin_asks_key)
+        api = self._http(node, self._config.listen, lambda endpoint: not (http.admin and endpoint.for_operators))
+        admin = self._http(
+            node,
+            self._config.admin_listen,
+            lambda endpoint: endpoint.for_operators or endpoint.open or endpoint.watching,
+            ask=http.admin_asks_key,
+            cors=False,
+        )
         control = _control_runner(make_control_app(node))
         status = _control_runner(make_control_app(node, read_only=True))
         node.tasks.start("the watchdog's task", lambda: self._notify.watchdog(node.problem))
@@ -163,17 +168,10 @@ class Lifecycle:
             print(f"hearthd {VERSION} serves {node.url} control {self._config.control}", flush=True)
         self._notify.ready(f"serves {node.url}")
 
-    def _http(
-        self,
-        node: Node,
-        listen: str,
-        *,
-        only: frozenset[str] | None = None,
-        without: frozenset[str] = frozenset(),
-        ask: bool = True,
-    ) -> Runner:
-        cors = Cors(node.settings) if only is None else None  # the operators' own listener is for no other site's pages
-        access = Access(self._keys if ask else None, node.settings, listen, node.metric.count_refused, cors)
+    def _http(self, node: Node, listen: str, serves: Callable[[Guarded], bool], *, ask: bool = True, cors: bool = True) -> Runner:
+        """ask: whether keys are asked for. cors: whether other sites' pages may be allowed in."""
+        rules = Cors(node.settings) if cors else None
+        access = Access(self._keys if ask else None, node.settings, listen, node.metric.count_refused, rules)
         if access.keys is not None:
             self._accesses.append(access)
         return make_runner(
@@ -184,8 +182,7 @@ class Lifecycle:
                 node.settings,
                 node,
                 access,
-                only,
-                without,
+                serves,
                 node.feed,
                 node.metric.count_answer,
             ),

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from config.schema import DeviceBudget, NodeConfig
+from daemon.api.endpoints.registry import BODY_MODULES
 from daemon.carve_outs import divide
 from daemon.dispatcher import Dispatcher
 from daemon.engine_events import EngineEvents
@@ -118,7 +119,7 @@ class Node:
         self.engine_rounds = EngineRounds(self.workers, lambda: self.config.engine_stall_s, self.ring, self.metric)
         self.gpu_watch = GpuWatch(self.inventory, devices, self._gpu_fault)
         self.dispatcher.engines = dict(self.workers)
-        self.text = TextService(stall_s=lambda: self.config.text_stall_s, num_deaths=self.metric.text_deaths)
+        self.text = TextService(stall_s=lambda: self.config.text_stall_s, num_deaths=self.metric.text_deaths, preload=BODY_MODULES)
         self.feed = PageFeed(lambda: snapshot(self), self.ring)
         self.reload: Callable[[], Awaitable[dict[str, Any]]] | None = None
         self.url = ""

@@ -6,8 +6,8 @@ import socket
 from collections.abc import Callable, Sequence
 
 from daemon.acceptor import Acceptor, Bounds, Crowd, Protocols, Refusal
+from daemon.api.answers import refusal
 from daemon.api.request_id import request_id
-from daemon.api.responses import refusal
 from daemon.connection import ConnectionServer, Runner
 from daemon.control import error_object
 from daemon.errors import HearthError

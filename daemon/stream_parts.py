@@ -12,7 +12,7 @@ from daemon.errors import HearthError
 
 @dataclass(slots=True, frozen=True)
 class Frames:
-    """The parts of one sequence's SSE frames that never change; daemon/api/sse.py renders them."""
+    """The parts of one sequence's SSE frames that never change; daemon/api/generation/chunks.py renders them."""
 
     prefix: bytes  # up to the text of a chunk
     suffix: bytes  # after it

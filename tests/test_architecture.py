@@ -125,6 +125,30 @@ def test_every_package_carries_the_mark() -> None:
     assert all(is_marked(str(ROOT), name) for name in NAMES)
 
 
+# inside daemon.api: a module of the row may not import a module of the columns to its right
+API_ORDER = ["daemon.api.bodies", "daemon.api.generation", "daemon.api.endpoints", "daemon.api.router", "daemon.api.app"]
+
+
+def test_api_layers_point_down() -> None:
+    """bodies -> generation -> endpoints -> app: an endpoint is added without touching what the others share."""
+    for layer in API_ORDER:
+        assert any(module.startswith(layer) for module in MODULES), f"{layer} is gone"
+    for module, names in IMPORTS.items():
+        rank = next((i for i, prefix in enumerate(API_ORDER) if module.startswith(prefix)), None)
+        if rank is not None:
+            above = tuple(API_ORDER[rank + 1 :])
+            assert not [name for name in names if above and name.startswith(above)], f"{module} imports from above itself"
+
+
+def test_bodies_load_no_server() -> None:
+    """Text workers read long bodies; aiohttp would cost each of them 15 MB. Measured in a fresh process."""
+    code = "import sys, daemon.text.worker\nfor name in sys.argv[1:]: __import__(name)\nprint('aiohttp' in sys.modules)"
+    bodies = [module for module in MODULES if module.startswith("daemon.api.bodies.")]
+    assert len(bodies) > 5
+    out = subprocess.run([sys.executable, "-c", code, *bodies], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert out.stdout.strip() == "False"
+
+
 @pytest.mark.parametrize("module", [m for m in MODULES if m.startswith("scheduler")])
 def test_scheduler_is_pure(module: str) -> None:
     """Time comes in with the event, so every decision can be replayed and simulated faster than real time."""

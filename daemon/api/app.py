@@ -1,4 +1,4 @@
-"""The HTTP application: paths to handlers, errors to OpenAI's shape, request ids."""
+"""The HTTP application: takes requests to their endpoints, gives errors OpenAI's shape, and names each request."""
 
 from __future__ import annotations
 
@@ -12,23 +12,18 @@ from aiohttp.http import HttpProcessingError
 from config.units import parse_bytes
 from daemon import shortage
 from daemon.access import Access
-from daemon.api import paths
+from daemon.api import router
+from daemon.api.answers import SERVER, error_response
 from daemon.api.context import ApiContext
-from daemon.api.embeddings import embeddings
-from daemon.api.generate import generate
-from daemon.api.page import page, page_events
+from daemon.api.endpoint import Call
 from daemon.api.request_id import request_id
 from daemon.api.request_scope import RequestScope
-from daemon.api.responses import SERVER, error_response, json_response, model_object
-from daemon.api.schema import CHAT, COMPLETIONS
-from daemon.api.tokenize import tokenize
 from daemon.connection import ANSWERING, Answering, Runner
-from daemon.contracts import HealthPort, HttpSettings, ModelPort, RequestPort, TextPort
+from daemon.contracts import Guarded, HealthPort, HttpSettings, ModelPort, RequestPort, TextPort
 from daemon.errors import BadRequest, HearthError, ServerFault
 from daemon.logs import fields
 from daemon.page.feed import PageFeed
 from daemon.stream_clock import StreamClock
-from daemon.version import VERSION
 
 log = logging.getLogger("hearthd.api")
 http_log = logging.getLogger("hearthd.http")
@@ -43,15 +38,13 @@ def make_app(
     settings: HttpSettings,
     health: HealthPort,
     access: Access | None = None,
-    only: frozenset[str] | None = None,
-    without: frozenset[str] = frozenset(),
+    serves: Callable[[Guarded], bool] = lambda endpoint: True,
     feed: PageFeed | None = None,
     answered: Callable[[str, int], None] = lambda endpoint, status: None,
 ) -> web.Application:
     """Serve it through `make_runner`: without its settings a client's disconnect goes unnoticed. access: default: no keys, this
-    machine's names only. only, without: the endpoints (daemon/api/paths.py) that are served or not.
-    feed: what the status page shows; None: there is none. answered: told the endpoint ("" for an unknown path) and the status of
-    each answer."""
+    machine's names only. serves: whether an endpoint is served here. feed: what the status page shows; None: there is no page.
+    answered: called for each answer with the endpoint's name ("" for an unknown path) and the status."""
     context = ApiContext(
         requests=requests,
         models=models,
@@ -61,8 +54,7 @@ def make_app(
         clock=StreamClock(lambda: settings.sse_comment_every_s, lambda: settings.request_timeout_s),
         max_body_bytes=parse_bytes(settings.max_body_bytes),
         access=access or Access(),
-        only=only,
-        without=without,
+        serves=serves,
         page=feed,
         answered=answered,
     )
@@ -72,7 +64,7 @@ def make_app(
             _expect(request)
         return await _answer_errors(request, context)
 
-    app = web.Application()  # body.py limits the size; paths.py is the router
+    app = web.Application()  # body.py limits the size; router.py finds the endpoint
     app[ANSWERING] = Answering(HearthError.body, answered, handle)
     return app
 
@@ -112,23 +104,22 @@ def _expect(request: web.Request) -> None:
 
 async def _answer_errors(request: web.Request, context: ApiContext) -> web.StreamResponse:
     name = request_id(request.headers.get("X-Request-Id"))
-    target = paths.target(request.rel_url.raw_path)
+    target = router.target(request.rel_url.raw_path)
+    endpoint = target.endpoint if target is not None else None
     cors = context.access.cors
-    more_headers = cors.headers(request, target) if cors is not None else _NO_HEADERS
+    more_headers = cors.headers(request, endpoint) if cors is not None else _NO_HEADERS
     scope: RequestScope | None = None
     status = CLIENT_GONE
     try:
-        preflight = cors.preflight(request, target) if more_headers and cors is not None else None
-        tenant = context.access.admit(request, target) if preflight is None else None
+        preflight = cors.preflight(request, endpoint) if more_headers and cors is not None else None
         if preflight is not None:
             response: web.StreamResponse = preflight
-        elif tenant is not None:
-            scope = RequestScope(tenant, context.models, context.requests)
-            response = await _handle(request, context.scoped(scope, scope, more_headers), target, name)
-        elif target is not None and target.endpoint == paths.PAGE:
-            response = await _handle(request, context, target, name)
         else:
-            response = _tell_stranger(context, target)
+            tenant = context.access.admit(request, endpoint, per_model=target is not None and target.scope is not None)
+            if tenant is not None:
+                scope = RequestScope(tenant, context.models, context.requests)
+                context = context.scoped(scope, scope, more_headers)
+            response = await _handle(request, context, target, name, stranger=tenant is None)
         status = response.status
     except HearthError as error:
         response = error_response(error)
@@ -144,14 +135,16 @@ async def _answer_errors(request: web.Request, context: ApiContext) -> web.Strea
             raise  # the client is gone
         answer: HearthError | None = shortage.in_place_of(error)
         if answer is None:
-            log.exception("%s %s failed", request.method, target.endpoint if target else "?", extra=fields(request_id=name))
+            log.exception(
+                "%s %s failed", request.method, endpoint.name if endpoint is not None else "?", extra=fields(request_id=name)
+            )
             answer = ServerFault("internal_error", f"the server failed on this request ({name})")
         response = error_response(answer)
         status = response.status
     finally:
-        context.answered(target.endpoint if target is not None else "", status)
-        if scope is not None and target is not None and request.method == "POST" and target.endpoint != paths.PING:
-            scope.ended(name, target.endpoint, status)
+        context.answered(endpoint.name if endpoint is not None else "", status)
+        if scope is not None and endpoint is not None and endpoint.body is not None and request.method == "POST":
+            scope.ended(name, endpoint.name, status)
     if not response.prepared:
         response.headers["X-Request-Id"] = name
         response.headers["Server"] = SERVER
@@ -162,67 +155,18 @@ async def _answer_errors(request: web.Request, context: ApiContext) -> web.Strea
     return response
 
 
-async def _handle(request: web.Request, context: ApiContext, target: paths.Target | None, request_id: str) -> web.StreamResponse:
-    if target is None or target.endpoint in context.without or (context.only is not None and target.endpoint not in context.only):
+async def _handle(
+    request: web.Request, context: ApiContext, target: router.Target | None, request_id: str, stranger: bool
+) -> web.StreamResponse:
+    if target is None or not context.serves(target.endpoint):
         raw_path = request.rel_url.raw_path[:256]
-        near = paths.nearest(raw_path)
+        near = router.nearest(raw_path)
         hint = f"did you mean {near}?" if near else "chats go to /v1/chat/completions, and /v1/models lists what there is"
         raise BadRequest("not_found", f"no such path: {raw_path}; {hint}", status=404)
-    allowed = paths.METHODS[target.endpoint]
-    if request.method not in allowed:
-        error = BadRequest("method_not_allowed", f"use {allowed[0]} for this path, not {request.method[:32]}", status=405)
+    endpoint = target.endpoint
+    if request.method not in endpoint.methods:
+        error = BadRequest("method_not_allowed", f"use {endpoint.methods[0]} for this path, not {request.method[:32]}", status=405)
         response = error_response(error)
-        response.headers["Allow"] = ", ".join(allowed)
+        response.headers["Allow"] = ", ".join(endpoint.methods)
         return response
-    if target.endpoint == paths.CHAT:
-        return await generate(request, context, CHAT, target.scope, request_id)
-    if target.endpoint == paths.COMPLETIONS:
-        return await generate(request, context, COMPLETIONS, target.scope, request_id)
-    if target.endpoint == paths.EMBEDDINGS:
-        return await embeddings(request, context, target.scope, request_id)
-    if target.endpoint in (paths.TOKENIZE, paths.DETOKENIZE):
-        return await tokenize(request, context, target.endpoint, target.scope)
-    if target.endpoint == paths.METRICS:
-        model = None if target.scope is None else context.models.canonical(target.scope)
-        return web.Response(
-            body=context.health.metrics(model), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
-        )
-    if target.endpoint in (paths.PAGE, paths.PAGE_EVENTS):
-        if context.page is None:
-            raise BadRequest("not_found", "this server has no status page", status=404)
-        return page(request) if target.endpoint == paths.PAGE else await page_events(request, context.page, request_id)
-    if target.scope is not None:
-        context.models.resolve(target.scope)
-    if target.endpoint == paths.MODELS:
-        entries = context.models.entries() if target.scope is None else [context.models.resolve(target.scope)]
-        return json_response({"object": "list", "data": [model_object(entry) for entry in entries]})
-    if target.endpoint == paths.MODEL:
-        assert target.model_id is not None
-        return json_response(model_object(_find(context.models, target.model_id)))
-    if target.endpoint == paths.VERSION:
-        return json_response({"version": VERSION})
-    if target.endpoint == paths.LOAD:
-        return json_response({"server_load": context.health.num_open()})
-    good, body = _health(context, target)
-    return json_response(body, 200 if good else 503)
-
-
-def _health(context: ApiContext, target: paths.Target) -> tuple[bool, dict[str, object]]:
-    if target.endpoint == paths.PING:
-        return True, {"status": "ok"}
-    return context.health.ready() if target.endpoint == paths.READYZ else context.health.health()
-
-
-def _tell_stranger(context: ApiContext, target: paths.Target | None) -> web.StreamResponse:
-    """Health for load balancers without a key: yes or no, and nothing of the node's inside."""
-    assert target is not None
-    good, body = _health(context, target)
-    return json_response({"status": body["status"]}, 200 if good else 503)
-
-
-def _find(models: ModelPort, name: str) -> Any:
-    """A listed model, also one that a request would be refused for."""
-    for entry in models.entries():
-        if entry.name == name:
-            return entry
-    return models.resolve(name)
+    return await endpoint.handle(Call(request, context, endpoint, target.scope, target.model_id, request_id, stranger))

@@ -1,39 +1,26 @@
-"""A body's two parts, the small one the daemon needs and the long one for the text helper, and the model it is for."""
+"""Reads a request's body: its two parts, the small one the daemon needs and the long one for the text worker, and its model."""
 
 from __future__ import annotations
 
-from typing import Protocol, TypeVar
-
-import msgspec
-from aiohttp import web
-
 from daemon.api.body import read_body
-from daemon.api.context import ApiContext
-from daemon.api.schema import INLINE_BYTES
-from daemon.api.text_bodies import read
+from daemon.api.endpoint import Body, Call, HeadT
 from daemon.contracts import ModelEntry
 from daemon.errors import BadRequest
 
-
-class NamesModel(Protocol):
-    model: str | None
+INLINE_BYTES = 128 << 10
 
 
-HeadT = TypeVar("HeadT", bound=NamesModel)
-
-
-async def read_parts(
-    request: web.Request, context: ApiContext, endpoint: str, decoder: msgspec.msgpack.Decoder[HeadT], model_name: str | None
-) -> tuple[HeadT, bytes, ModelEntry]:
-    """Read in place, or in the helper where that would hold the loop. `decoder`: of the endpoint's head. `model_name`: from the
-    path, before the body's. Raises HearthError."""
-    body = await read_body(request, context.max_body_bytes, context.settings.body_read_timeout_s)
-    if len(body) <= INLINE_BYTES:
-        head, long_part = read(endpoint, body)
+async def read_parts(call: Call, body: Body[HeadT]) -> tuple[HeadT, bytes, ModelEntry]:
+    """Reads a short body in place, and one that would hold the event loop in a text worker. The path's model comes before the
+    body's. Raises HearthError."""
+    context = call.context
+    data = await read_body(call.request, context.max_body_bytes, context.settings.body_read_timeout_s)
+    if len(data) <= INLINE_BYTES:
+        head, long_part = body.parse(data)
     else:
-        packed_head, long_part = await context.text.parse_body(endpoint, body)
-        head = decoder.decode(packed_head)
-    name = model_name or head.model
+        packed_head, long_part = await context.text.parse_body(body.reader, data)
+        head = body.unpack(packed_head)
+    name = call.scope or head.model
     if not name:
         raise BadRequest("invalid_request", "model is missing", param="model")
     return head, long_part, context.models.resolve(name)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from daemon.access import Access
-from daemon.contracts import HealthPort, HttpSettings, ModelPort, RequestPort, TextPort
+from daemon.contracts import Guarded, HealthPort, HttpSettings, ModelPort, RequestPort, TextPort
 from daemon.page.feed import PageFeed
 from daemon.stream_clock import StreamClock
 
@@ -21,8 +21,7 @@ class ApiContext:
     clock: StreamClock
     max_body_bytes: int
     access: Access = field(default_factory=Access)
-    only: frozenset[str] | None = None  # the endpoints this listener serves; None: all
-    without: frozenset[str] = frozenset()  # and those it does not
+    serves: Callable[[Guarded], bool] = lambda endpoint: True  # whether this listener serves it
     page: PageFeed | None = None  # None: there is no status page
     more_headers: Mapping[str, str] = field(default_factory=dict)  # of this request's answer
     answered: Callable[[str, int], None] = lambda endpoint, status: None  # counts an answer: endpoint, HTTP status
@@ -31,5 +30,5 @@ class ApiContext:
         """For one request. Written out, since dataclasses.replace() takes longer than the whole of a request's checks."""
         return ApiContext(
             requests, models, self.text, self.health, self.settings, self.clock, self.max_body_bytes,
-            self.access, self.only, self.without, self.page, more_headers, self.answered,
+            self.access, self.serves, self.page, more_headers, self.answered,
         )  # fmt: skip

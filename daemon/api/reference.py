@@ -1,6 +1,6 @@
-"""`python -m daemon.api.reference` prints docs/reference/http.md, from the paths, the body types and the table of codes.
+"""`python -m daemon.api.reference` prints docs/reference/http.md, from the endpoints, the body types and the table of codes.
 
-What a type cannot say, a field's meaning, stands here; a test finds fields, paths and codes without one.
+A field's meaning stands beside its type; a test finds fields and codes without one.
 """
 
 from __future__ import annotations
@@ -13,90 +13,13 @@ import msgspec
 from msgspec import Struct
 
 from daemon import connection
-from daemon.api import paths, schema
-from daemon.api.embeddings_body import EmbeddingsBody
+from daemon.api.bodies.common import Common
+from daemon.api.bodies.response_format import GRAMMAR_FIELDS
+from daemon.api.bodies.unsupported import WITHOUT_EFFECT, neutral_values
+from daemon.api.endpoint import FieldTable
+from daemon.api.endpoints.registry import ENDPOINTS
 from daemon.api.error_codes import CODES
-from daemon.api.response_format import GRAMMAR_FIELDS
-from daemon.api.text_bodies import DetokenizeBody, TokenizeBody
-from daemon.api.unsupported import WITHOUT_EFFECT, neutral_values
 
-ENDPOINTS = {
-    "chat": "OpenAI's chat completions; `stream: true` answers with server-sent events",
-    "completions": "OpenAI's completions: `prompt` is text, a list of texts, token ids, or a list of those",
-    "embeddings": "OpenAI's embeddings, of encoder models",
-    "models": "OpenAI's list of models; below `/m/MODEL` that one alone",
-    "model": "one of them; a `/` in its id may be written as it is or as %2F",
-    "tokenize": "token ids of a text or of messages",
-    "detokenize": "the text of token ids",
-    "healthz": "200 while the event loop turns and no roll-back is overdue, else 503; JSON says which device and why. "
-    "`degraded` with 200: a task of the daemon failed in the last minute and was started again",
-    "health": "the same, by vLLM's name",
-    "readyz": "200 while requests are taken and an engine is up, else 503 with the reason",
-    "ping": "200, also to POST: the server answers",
-    "version": '`{"version"}` of hearthd',
-    "load": '`{"server_load"}`: the requests that are open, waiting or running; one for several answers counts as several',
-    "metrics": "Prometheus, see [metrics.md](metrics.md)",
-    "page": "the status page",
-    "page_events": "what the status page shows, as server-sent events",
-}
-FIELDS = {
-    "model": "name or alias; below `/m/MODEL` it may be left out",
-    "messages": "role and content (text, or text parts), tool calls and their results, refusals of the assistant",
-    "input": "text, a list of texts, token ids, or a list of those",
-    "encoding_format": "float, or base64 of little-endian float32; default float",
-    "dimensions": "the model's own, or a size its checkpoint was trained to be cut to",
-    "prompt": "what is completed, or tokenised",
-    "temperature": "0 is greedy; default: the model's settings, then the checkpoint's, then 1",
-    "top_p": "nucleus; 0: the likeliest token",
-    "top_k": "-1 and 0: all",
-    "min_p": "of the likeliest token's probability",
-    "seed": "the same seed, prompt and settings give the same text",
-    "max_tokens": "default: what the context leaves",
-    "max_completion_tokens": "the same",
-    "min_tokens": "before that no end token counts",
-    "ignore_eos": "goes on after end tokens",
-    "stop": "up to 16 strings; the text ends before them",
-    "stop_token_ids": "tokens that end the text",
-    "stream": "server-sent events",
-    "stream_options": "include_usage: a last chunk with the usage; continuous_usage_stats: usage in each chunk. Where a model was "
-    "paused to make room, usage has an object `hearth` too: preemptions, restored_tokens, recomputed_tokens",
-    "user": "read and not used",
-    "priority": "where KV runs short, sequences of lower priority give way first",
-    "n": "answers per prompt",
-    "best_of": "must equal n; 0: not asked for",
-    "presence_penalty": "taken off once for each token that is there",
-    "frequency_penalty": "taken off for each time it is there",
-    "repetition_penalty": "divides the score of tokens that are there; 1: none",
-    "logit_bias": "token id to bias",
-    "allowed_token_ids": "no other tokens come, end tokens neither",
-    "bad_words": "up to 256 texts of up to 128 characters; their tokens do not come one after the other",
-    "response_format": "text, json_object, or json_schema: the answer follows it",
-    "regex": "the answer matches it",
-    "grammar": "the answer follows it (Lark)",
-    "guided_json": "vLLM's name for a schema",
-    "guided_regex": "vLLM's name for regex",
-    "guided_grammar": "vLLM's name for grammar",
-    "guided_choice": "one of these texts",
-    "structured_outputs": "vLLM's newer name for them: json, regex, grammar or choice",
-    "logprobs": "log-probabilities of the tokens; of a completion with that many alternatives",
-    "top_logprobs": "alternatives per token",
-    "prompt_logprobs": "log-probabilities of the prompt's tokens, with that many alternatives; not in streams",
-    "echo": "the prompt before the answer, with its log-probabilities if asked for",
-    "tools": "functions the model may call",
-    "tool_choice": "auto, none, required, or one function by name",
-    "parallel_tool_calls": "false: one call at most",
-    "add_generation_prompt": "as the template has it; default true",
-    "chat_template_kwargs": "given to the template",
-    "documents": "given to the template",
-    "add_special_tokens": "default true",
-    "cache_salt": "only requests with the same salt, of the same tenant, share cached prefixes",
-    "truncate_prompt_tokens": "the last so many tokens of the prompt are kept, special ones beside them; -1: as many as fit",
-    "continue_final_message": "the reply continues the last message, the assistant's, and holds the continuation only",
-    "reasoning_effort": "given to the template; `none` turns `enable_thinking` off, too",
-    "suffix": "what follows the gap that the model fills; of models with tokens for filling in the middle",
-    "return_token_strs": "each token's text as well",
-    "tokens": "token ids",
-}
 CONTROL = {
     "GET /control/v1/status": "`hearth status`",
     "GET /control/v1/models": "`hearth ps`, `hearth models`",
@@ -115,14 +38,12 @@ CONTROL = {
     "POST /control/v1/resume": "`hearth resume`; `?model=NAME`",
     "POST /control/v1/reload": "`hearth reload`: what was applied and what needs a restart",
 }
-_BODIES: tuple[tuple[str, type[Struct]], ...] = (
-    ("Chat and completions", schema.Common),
-    ("Chat only", schema.ChatBody),
-    ("Completions only", schema.CompletionBody),
-    ("Embeddings", EmbeddingsBody),
-    ("`/tokenize`, beside the fields of a chat", TokenizeBody),
-    ("`/detokenize`", DetokenizeBody),
-)
+
+
+def tables() -> list[FieldTable]:
+    """Returns the tables of body fields, each once."""
+    bodies = [endpoint.body for endpoint in ENDPOINTS if endpoint.body is not None]
+    return list({table.type: table for body in bodies for table in body.tables}.values())
 
 
 def body_fields(body: type[Struct]) -> dict[str, str]:
@@ -162,15 +83,6 @@ def _number(value: float | None) -> str:
     return f"{value:g}" if abs(value) < 1e6 else str(int(value))
 
 
-def addresses() -> dict[str, str]:
-    """Endpoint -> its path."""
-    return {
-        **{endpoint: path for path, endpoint in paths._FIXED.items()},
-        **{endpoint: path or "/" for path, endpoint in paths._NODE.items()},
-        paths.MODEL: "/v1/models/{id}",
-    }
-
-
 def reference() -> str:
     lines = [
         "# HTTP",
@@ -186,21 +98,20 @@ def reference() -> str:
         "| method | path | key | what it is |",
         "|---|---|---|---|",
     ]
-    known = addresses()
-    for endpoint, methods in paths.METHODS.items():
-        access = "open" if endpoint in paths.OPEN else "admin" if endpoint in paths.WATCHING else "yes"
-        lines.append(f"| {methods[0]} | `{known[endpoint]}` | {access} | {ENDPOINTS.get(endpoint, '')} |")
-    for title, body in _BODIES:
+    for endpoint in ENDPOINTS:
+        access = "open" if endpoint.open else "admin" if endpoint.watching else "yes"
+        lines.append(f"| {endpoint.methods[0]} | `{endpoint.paths[0]}` | {access} | {endpoint.about} |")
+    for title, body, meanings in tables():
         lines += ["", f"## {title}", "", "| field | type | meaning |", "|---|---|---|"]
-        lines += [f"| `{name}` | {text} | {FIELDS.get(name, '')} |" for name, text in body_fields(body).items()]
+        lines += [f"| `{name}` | {text} | {meanings.get(name, '')} |" for name, text in body_fields(body).items()]
     lines += ["", "Of " + ", ".join(f"`{name}`" for name in GRAMMAR_FIELDS) + " one may be given.", ""]
     lines += [
         "Fields that other servers know and this one does not serve are refused by name, with any value but null and these:",
         "",
     ]
     lines += ["| field | where | asks for nothing |", "|---|---|---|"]
-    for title, body in _BODIES:
-        inherited = neutral_values(schema.Common) if body is not schema.Common else {}
+    for title, body, _ in tables():
+        inherited = neutral_values(Common) if body is not Common else {}
         for name, values in neutral_values(body).items():
             if name not in inherited:
                 shown = ", ".join(f"`{value}`" for value in values)

@@ -1,13 +1,14 @@
-"""The text helper: `python -P -m daemon.text FD`.
+"""The text helper: `python -P -m daemon.text FD [MODULE…]`.
 
-Holds the tokenizer and template libraries ready and forks a worker for each socket it is sent over FD, a packet socket. A process
-per model keeps a 280 ms parse or a runaway template of one model from everybody else, and gives all its memory back when it ends.
-This process starts no thread, so forking it is safe. It ends with FD, and its workers with it.
+Holds the tokenizer and template libraries and those modules ready and forks a worker for each socket it is sent over FD, a packet
+socket. A process per model keeps a 280 ms parse or a runaway template of one model from everybody else, and gives all its memory
+back when it ends. This process starts no thread, so forking it is safe. It ends with FD, and its workers with it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import select
 import signal
@@ -164,6 +165,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the library's own switch: no thread pool in each worker
+    for module in sys.argv[2:]:
+        importlib.import_module(module)
     _Helper(socket.socket(fileno=int(sys.argv[1]))).run()
 
 

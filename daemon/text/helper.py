@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -31,10 +31,13 @@ _decoder: msgspec.msgpack.Decoder[FromHelper] = msgspec.msgpack.Decoder(FromHelp
 
 
 class Helper:
-    """`connect` starts it where it does not run. stall_s: see Worker. on_death: told of every worker that ended unasked."""
+    """`connect` starts it where it does not run. stall_s: see Worker. on_death: told of every worker that ended unasked. preload:
+    modules that the process imports before it forks."""
 
-    def __init__(self, stall_s: Callable[[], float], on_death: Callable[[Worker, Death], None]) -> None:
-        self._stall_s, self._on_death = stall_s, on_death
+    def __init__(
+        self, stall_s: Callable[[], float], on_death: Callable[[Worker, Death], None], preload: Sequence[str] = ()
+    ) -> None:
+        self._stall_s, self._on_death, self._preload = stall_s, on_death, preload
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._started_s = 0.0
@@ -60,7 +63,7 @@ class Helper:
 
     async def _start(self) -> None:
         try:
-            process, control = await asyncio.to_thread(_spawn)
+            process, control = await asyncio.to_thread(_spawn, self._preload)
         except OSError as error:
             raise ServerFault("internal_error", f"the text helper does not start: {error}") from None
         finally:
@@ -215,12 +218,12 @@ class Helper:
             raise ServerFault("internal_error", "the text helper has been ended")
 
 
-def _spawn() -> tuple[subprocess.Popen[bytes], socket.socket]:
+def _spawn(preload: Sequence[str]) -> tuple[subprocess.Popen[bytes], socket.socket]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "daemon.text", str(theirs.fileno())],
+                [sys.executable, "-P", "-m", "daemon.text", str(theirs.fileno()), *preload],
                 cwd="/",
                 env=_environment(),
                 stdin=subprocess.DEVNULL,

@@ -77,10 +77,10 @@ class BuildTable(Message, frozen=True):
 
 
 class ParseBody(Message, frozen=True):
-    """-> the two parts of daemon.api.schema.parse."""
+    """-> the two parts of a request's body, the small one as msgpack. `reader`: the function that reads it, MODULE:NAME."""
 
     job_id: int
-    endpoint: str
+    reader: str
     body: bytes
 
 

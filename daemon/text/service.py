@@ -9,7 +9,7 @@ import os
 import time
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -87,9 +87,11 @@ class TextService:
         max_workers: int = MAX_WORKERS,
         stall_s: Callable[[], float] = lambda: STALL_S,
         num_deaths: MutableMapping[str, int] | None = None,
+        preload: Sequence[str] = (),
     ) -> None:
+        """preload: modules with the functions that read bodies; workers that fork find them imported."""
         self._max_workers = max_workers
-        self._helper = Helper(stall_s, self._died)
+        self._helper = Helper(stall_s, self._died, preload)
         self._num_deaths: MutableMapping[str, int] = {} if num_deaths is None else num_deaths
         self._recent: dict[tuple[str, str], _Recent] = {}  # by model and cause
         self._repeated = RepeatedDeaths()
@@ -169,8 +171,8 @@ class TextService:
         parts = await self._run(_open(model), lambda job_id: EncodeChat(job_id, messages, packed, limit, keep_last), "messages")
         return _unpacked(parts[0])
 
-    async def parse_body(self, endpoint: str, body: bytes) -> tuple[bytes, bytes]:
-        head, prompt = await self._run((_NO_MODEL, Open("", "", None)), lambda job_id: ParseBody(job_id, endpoint, body), None)
+    async def parse_body(self, reader: str, body: bytes) -> tuple[bytes, bytes]:
+        head, prompt = await self._run((_NO_MODEL, Open("", "", None)), lambda job_id: ParseBody(job_id, reader, body), None)
         return head, prompt
 
     async def tokenize(self, model: ModelEntry, kind: str, prompt: bytes, options: dict[str, object]) -> list[bytes]:

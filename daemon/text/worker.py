@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import socket
 import threading
 from array import array
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import msgspec
 
 from config.child_process import limit_memory
-from daemon.api.text_bodies import read
 from daemon.errors import BadRequest, HearthError, ServerFault
 from daemon.text.checkpoint_text import CheckpointText
 from daemon.text.grammar_check import check_grammar
@@ -87,7 +89,7 @@ class Worker:
 
     def _do(self, job: Job) -> list[bytes] | None:
         if isinstance(job, ParseBody):
-            head, prompt = read(job.endpoint, job.body)
+            head, prompt = body_reader(job.reader)(job.body)
             return [msgspec.msgpack.encode(head), prompt]
         if isinstance(job, CheckGrammar):
             check_grammar(job.field, job.grammar)
@@ -132,3 +134,10 @@ class Worker:
     def _send(self, message: Message) -> None:
         with self._lock:
             self._connection.sendall(encode(message))
+
+
+def body_reader(address: str) -> Callable[[bytes], tuple[Any, bytes]]:
+    """Returns the function at MODULE:NAME. Bodies belong to the API, and a worker without one need not load them."""
+    module, _, name = address.partition(":")
+    reader: Callable[[bytes], tuple[Any, bytes]] = getattr(importlib.import_module(module), name)
+    return reader

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from config.schema import NodeConfig
-from daemon.api.responses import usage_of
+from daemon.api.generation.usage import usage_of
 from engine import protocol
 from engine.protocol import FINISH_STOP
 from scheduler.node import events

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from daemon.api.sse import StreamShape
+from daemon.api.endpoints.chat import CHAT_FORMAT
+from daemon.api.generation.answer_format import AnswerHead
 from daemon.contracts import Generation
 from daemon.errors import HearthError, NotNow
 from daemon.stream_clock import StreamClock
@@ -67,7 +68,7 @@ class Rig:
         self.table = byte_table()
         self.clock = StreamClock(lambda: clock.get("comment_every_s", 5.0), lambda: clock.get("stall_timeout_s", 600.0))
         generations = [Generation(entry(), [1, 2], SamplingParams(9), sink=None) for _ in range(num_sequences)]
-        shape = StreamShape(True, "chatcmpl-x", 1, "m", False, False, generations)
+        shape = CHAT_FORMAT.stream(AnswerHead("chatcmpl-x", 1, "m", generations))
         self.connection: Connection | None = Connection()
         self.group = StreamGroup(shape, self.clock, self.cancelled.append, self.connect)
         for at in range(num_sequences):
@@ -276,7 +277,7 @@ async def test_a_collector_answers_when_all_are_done():
 
 
 def test_an_error_event_is_one_line():
-    shape = StreamShape(True, "x", 1, "m", False, False, [])
+    shape = CHAT_FORMAT.stream(AnswerHead("x", 1, "m", []))
     event = shape.error(HearthError("x", "two\nlines"))
     assert event.endswith(b"\n\n")
     assert json.loads(event[6:])["error"]["message"] == "two\nlines"

@@ -13,11 +13,11 @@ from aiohttp import web
 
 from daemon.access import Access
 from daemon.api.app import make_app, make_runner
-from daemon.api.text_bodies import read
 from daemon.contracts import Generation, ModelEntry
 from daemon.errors import BadRequest, HearthError
 from daemon.text.jobs import TextFacts
 from daemon.text.token_table import BYTE_LEVEL, NORMAL, SKIPPED, PackedTable, TokenTable
+from daemon.text.worker import body_reader
 from engine.protocol import FINISH_LENGTH, FINISH_NONE, FINISH_STOP, PromptLogprobs
 
 EOS = 256
@@ -109,9 +109,9 @@ class FakeText:
         if grammar == "regex:(":
             raise BadRequest("unsupported_grammar", f"{field}: unclosed group", param=field)
 
-    async def parse_body(self, endpoint: str, body: bytes) -> tuple[bytes, bytes]:
+    async def parse_body(self, reader: str, body: bytes) -> tuple[bytes, bytes]:
         self.num_parsed += 1
-        head, prompt = read(endpoint, body)
+        head, prompt = body_reader(reader)(body)
         return msgspec.msgpack.encode(head), prompt
 
 

@@ -8,7 +8,7 @@ import json
 import openai
 import pytest
 
-from daemon.api.schema import INLINE_BYTES
+from daemon.api.body_parts import INLINE_BYTES
 from engine.protocol import SamplingParams
 from tests.daemon.api.fakes import EOS, VOCAB, entry, serve, text_script
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import string
 from collections.abc import Callable
-from functools import partial
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import Struct
 
-from daemon.api.embeddings_body import EmbeddingsBody, parse_embeddings
-from daemon.api.schema import ChatBody, CompletionBody, parse
-from daemon.api.unsupported import neutral_values
+from daemon.api.bodies import chat, completions, embeddings
+from daemon.api.bodies.unsupported import neutral_values
 from daemon.errors import BadRequest
 from tests.daemon.api.fakes import entry, serve
 from tests.daemon.api.openai_error import check_error
@@ -22,6 +21,7 @@ from tests.daemon.api.openai_error import check_error
 GOOD_CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 GOOD_TEXT = {"model": "tiny", "prompt": "hi"}
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+Parse = Callable[[bytes], tuple[Any, bytes]]
 
 # (path, body as JSON or bytes, param named)
 # ruff: noqa: E501
@@ -235,10 +235,10 @@ async def test_neutral_values_and_unknown_fields_are_accepted(http):
 
 
 def test_what_asks_for_nothing_is_accepted_and_what_is_much_like_it_is_not():
-    bodies: list[tuple[type[Struct], Callable[[bytes], object], dict[str, object]]] = [
-        (ChatBody, partial(parse, "chat"), GOOD_CHAT),
-        (CompletionBody, partial(parse, "completions"), GOOD_TEXT),
-        (EmbeddingsBody, partial(parse_embeddings, "embeddings"), {"model": "mid", "input": "x"}),
+    bodies: list[tuple[type[Struct], Parse, dict[str, object]]] = [
+        (chat.ChatBody, chat.parse, GOOD_CHAT),
+        (completions.CompletionBody, completions.parse, GOOD_TEXT),
+        (embeddings.EmbeddingsBody, embeddings.parse, {"model": "mid", "input": "x"}),
     ]
     for body, parsed, good in bodies:
         for name, values in neutral_values(body).items():
@@ -331,18 +331,18 @@ KNOWN = st.sampled_from(
 )
 
 
-@given(st.dictionaries(KNOWN, JSON, max_size=6), st.sampled_from(["chat", "completions"]))
+@given(st.dictionaries(KNOWN, JSON, max_size=6), st.sampled_from([chat.parse, completions.parse]))
 @settings(max_examples=500, deadline=None)
-def test_any_json_parses_or_names_what_is_wrong(fields, endpoint):
-    error = refusal(endpoint, json.dumps(fields).encode())
+def test_any_json_parses_or_names_what_is_wrong(fields, parse):
+    error = refusal(parse, json.dumps(fields).encode())
     if error is not None and error.code != "invalid_json":
         assert error.code in ("invalid_request", "unsupported_parameter")
         assert error.param
 
 
-def refusal(endpoint: str, body: bytes) -> BadRequest | None:
+def refusal(parse: Parse, body: bytes) -> BadRequest | None:
     try:
-        head, prompt = parse(endpoint, body)
+        head, prompt = parse(body)
     except BadRequest as error:
         return error
     assert isinstance(prompt, bytes)
@@ -353,6 +353,6 @@ def refusal(endpoint: str, body: bytes) -> BadRequest | None:
 @given(st.binary(max_size=64) | st.text(string.printable, max_size=64).map(str.encode))
 @settings(max_examples=300, deadline=None)
 def test_any_bytes_are_refused_or_parsed(body):
-    error = refusal("chat", body)
+    error = refusal(chat.parse, body)
     assert error is not None
     assert error.status == 400

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.schemas import schema as made_schema
-from daemon.api.closed_schema import close
+from daemon.api.generation.closed_schema import close
 from daemon.text.grammar_check import why_not
 
 CLOSED = {"additionalProperties": False}

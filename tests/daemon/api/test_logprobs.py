@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from daemon.annotated_text import LogprobTrail, TokenEntry
-from daemon.api.logprobs import CompletionLogprobs
+from daemon.api.generation.logprobs import CompletionLogprobs
 from daemon.text.token_table import BYTE_LEVEL, NORMAL, PackedTable, TokenTable
 
 TEXTS = [b"", b"", b"a", b"a", b"b", b"\xc3", b"\xc3", rb"bytes:\xc3", b"token_id:0", b"token_id:1", b"token_id:12", b""]

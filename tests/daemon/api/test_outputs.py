@@ -7,8 +7,8 @@ import json
 import openai
 import pytest
 
-from daemon.api import prompt_first
-from daemon.api.outputs import nth
+from daemon.api.generation import prompt_first
+from daemon.api.generation.sampling import nth
 from engine.protocol import SamplingParams
 from tests.daemon.api.fakes import EOS, VOCAB, entry, logprobs_of, serve
 

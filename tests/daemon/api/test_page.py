@@ -18,8 +18,10 @@ from aiohttp import ClientSession, web
 
 from daemon import keys
 from daemon.access import Access
-from daemon.api import paths
+from daemon.api import router
 from daemon.api.app import make_app, make_runner
+from daemon.api.endpoints.page import PAGE, PAGE_EVENTS
+from daemon.contracts import Guarded
 from daemon.event_ring import EventRing
 from daemon.page import document, feed
 from daemon.page.feed import PageFeed
@@ -45,11 +47,10 @@ class FakeNode:
 async def serve(
     node: FakeNode | None,
     access: Access | None = None,
-    only: frozenset[str] | None = None,
-    without: frozenset[str] = frozenset(),
+    serves: Callable[[Guarded], bool] = lambda endpoint: True,
 ) -> AsyncIterator[str]:
     health, models = FakeHealth(), FakeModels(entry())
-    app = make_app(FakeRequests(), models, FakeText(), Settings(), health, access, only, without, node and node.feed)
+    app = make_app(FakeRequests(), models, FakeText(), Settings(), health, access, serves, node and node.feed)
     runner = make_runner(app, shutdown_timeout_s=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -245,11 +246,11 @@ async def test_with_keys_the_page_comes_empty_and_the_feed_asks(tmp_path: Path) 
 
 async def test_an_admin_listener_takes_the_page_with_it() -> None:
     node = FakeNode()
-    async with serve(node, without=paths.ADMIN) as url, ClientSession(url) as http:
+    async with serve(node, serves=lambda endpoint: not endpoint.for_operators) as url, ClientSession(url) as http:
         for path in ("/", "/status", "/status/events"):
             async with http.get(path) as answer:
                 assert answer.status == 404
-    async with serve(node, only=paths.ADMIN | paths.OPEN) as url, ClientSession(url) as http:
+    async with serve(node, serves=lambda endpoint: endpoint.for_operators or endpoint.open) as url, ClientSession(url) as http:
         async with http.get("/") as answer:
             assert answer.status == 200
         assert [kind async for kind, _ in events(http, 1)] == ["hello"]
@@ -266,10 +267,10 @@ async def test_another_sites_page_gets_nothing() -> None:
 
 
 def test_paths() -> None:
-    for path, endpoint in (("/", paths.PAGE), ("/status", paths.PAGE), ("/status/events", paths.PAGE_EVENTS)):
-        assert paths.target(path) == paths.Target(endpoint, None, None)
+    for path, endpoint in (("/", PAGE), ("/status", PAGE), ("/status/events", PAGE_EVENTS)):
+        assert router.target(path) == router.Target(endpoint, None, None)
     for path in ("/m/org/tiny/", "/m/org/tiny/status", "/m/tiny/status/events", "/status/other"):
-        assert paths.target(path) is None
+        assert router.target(path) is None
 
 
 def _bearer(key: str) -> dict[str, str]:

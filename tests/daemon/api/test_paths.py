@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from daemon.api import paths
+from daemon.api import router
 
 
 @pytest.mark.parametrize(
@@ -20,4 +20,4 @@ from daemon.api import paths
     ],
 )
 def test_nearest(path: str, meant: str) -> None:
-    assert paths.nearest(path) == meant
+    assert router.nearest(path) == meant

@@ -9,7 +9,7 @@ import aiohttp
 import msgspec
 import pytest
 
-from daemon.api.schema import CHAT, COMPLETIONS, parse
+from daemon.api.bodies import chat, completions
 from tests.daemon.api.fakes import entry, serve
 
 MESSAGES = [{"role": "user", "content": "hello there"}]
@@ -57,7 +57,7 @@ async def test_the_salt_goes_to_the_scheduler(node):
 
 
 def chat_options(**fields: object) -> dict[str, Any]:
-    head, _ = parse(CHAT, json.dumps({"messages": MESSAGES, **fields}).encode())
+    head, _ = chat.parse(json.dumps({"messages": MESSAGES, **fields}).encode())
     return {**head.options, "kwargs": msgspec.msgpack.decode(head.options["kwargs"])}
 
 
@@ -82,7 +82,7 @@ def test_a_continued_message_gets_no_generation_prompt() -> None:
 def test_compact_answers_keep_their_schema() -> None:
     for flag in (True, False, None):
         body = {"prompt": "x", "structured_outputs": {"json": {"b": {}, "a": {}}, "disable_any_whitespace": flag}}
-        head, _ = parse(COMPLETIONS, json.dumps(body).encode())
+        head, _ = completions.parse(json.dumps(body).encode())
         assert head.grammar == ("compact_json:" if flag else "json_schema:") + '{"b": {}, "a": {}}'
     body = {"prompt": "x", "structured_outputs": {"regex": "a", "disable_any_whitespace": True}}
-    assert parse(COMPLETIONS, json.dumps(body).encode())[0].grammar == "regex:a"
+    assert completions.parse(json.dumps(body).encode())[0].grammar == "regex:a"

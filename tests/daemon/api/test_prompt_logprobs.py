@@ -7,8 +7,8 @@ import asyncio
 import aiohttp
 import pytest
 
-from daemon.api import prompt_logprobs
-from daemon.api.prompt_logprobs import MAX_NUMBERS
+from daemon.api.generation import prompt_logprobs
+from daemon.api.generation.prompt_logprobs import MAX_NUMBERS
 from daemon.errors import BadRequest
 from daemon.prompt_trail import PromptTrail
 from engine.protocol import PromptLogprobs

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from daemon.api.schema import CHAT, parse
+from daemon.api.bodies.chat import parse
 from daemon.errors import BadRequest
 
 REFUSAL = {"type": "refusal", "refusal": "I won't."}
@@ -16,7 +16,7 @@ CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{
 
 
 def packed(*messages: dict[str, Any]) -> list[dict[str, Any]]:
-    _, prompt = parse(CHAT, msgspec.json.encode({"model": "m", "messages": messages}))
+    _, prompt = parse(msgspec.json.encode({"model": "m", "messages": messages}))
     plain: list[dict[str, Any]] = msgspec.msgpack.decode(prompt)
     return plain
 

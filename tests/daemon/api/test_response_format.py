@@ -7,8 +7,8 @@ import json
 import aiohttp
 import pytest
 
-from daemon.api.response_format import ANY_OBJECT, MAX_GRAMMAR_BYTES
-from daemon.api.schema import parse
+from daemon.api.bodies.completions import parse
+from daemon.api.bodies.response_format import ANY_OBJECT, MAX_GRAMMAR_BYTES
 from daemon.errors import BadRequest
 from engine.grammar.compile import compile_grammar
 from tests.daemon.api.fakes import serve
@@ -20,7 +20,7 @@ SCHEMA = {"type": "object", "properties": {"b": {"type": "string"}, "a": {"type"
 
 
 def asked(**fields: object) -> tuple[str, str]:
-    head, _ = parse("completions", json.dumps({"prompt": "x", **fields}).encode())
+    head, _ = parse(json.dumps({"prompt": "x", **fields}).encode())
     return head.grammar_field, head.grammar
 
 

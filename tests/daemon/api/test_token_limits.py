@@ -7,7 +7,7 @@ from array import array
 import msgspec
 import pytest
 
-from daemon.api.token_limits import bad_word_ids
+from daemon.api.generation.bad_words import bad_word_ids
 from daemon.errors import BadRequest
 from daemon.text.service import TextService
 from tests.daemon.api.fakes import VOCAB, entry, serve

@@ -10,8 +10,8 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer
 
-from daemon.api.tool_grammar import argument_schemas, tool_grammar
-from daemon.api.tools import AUTO, NAMED, REQUIRED, ToolRequest
+from daemon.api.bodies.tools import AUTO, NAMED, REQUIRED, ToolRequest
+from daemon.api.generation.tool_grammar import argument_schemas, tool_grammar
 from daemon.errors import BadRequest
 from daemon.text.reply_parser import ReplyParser, parse_whole
 from daemon.text.tool_parsers.registry import GENERIC, HERMES, LLAMA3, MISTRAL, tool_parser

@@ -249,11 +249,11 @@ async def test_closing_waits_for_no_job(tmp_path):
 
 async def test_large_bodies_are_parsed_in_the_helper(service):
     body = msgspec.json.encode({"model": "m", "prompt": list(range(1000)) * 100, "stop": ["x"]})
-    head, prompt = await service.parse_body("completions", body)
+    head, prompt = await service.parse_body("daemon.api.bodies.completions:parse", body)
     assert msgspec.msgpack.decode(head)[0] == "m"
     assert [len(each) for each in msgspec.msgpack.decode(prompt)] == [400_000]
     with pytest.raises(BadRequest) as error:
-        await service.parse_body("completions", b'{"prompt": [1, -2]}')
+        await service.parse_body("daemon.api.bodies.completions:parse", b'{"prompt": [1, -2]}')
     assert error.value.param == "prompt[1]"
 
 

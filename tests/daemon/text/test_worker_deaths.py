@@ -223,6 +223,8 @@ async def test_a_job_whose_worker_is_killed_twice_may_be_sent_again(service, tmp
     with pytest.raises(NotNow, match="was killed, again and again") as error:
         await within(asking)
     assert error.value.code == "text_worker_ended"
+    # a worker that is killed before it gets the job fails it at once, and is counted when its socket has ended
+    await until(lambda: sum(service.num_deaths.values()) == 2)
     assert service.num_deaths == {deaths.KILLED: 2}
 
 

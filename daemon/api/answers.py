@@ -1,0 +1,48 @@
+"""HTTP responses with a JSON body: answers and errors."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from daemon.errors import HearthError
+
+SERVER = "hearthd"  # the Server header: versions of Python and aiohttp are nobody's business
+
+
+def json_response(body: object, status: int = 200) -> web.Response:
+    return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
+
+
+def refusal(error: HearthError, body: Mapping[str, Any], request_id: str) -> bytes:
+    """Returns a whole response, head and body, for a connection whose request is not read; the connection is closed after it."""
+    content = json.dumps(body).encode()
+    lines = [
+        f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}",
+        "Content-Type: application/json; charset=utf-8",
+        f"Content-Length: {len(content)}",
+        f"X-Request-Id: {request_id}",
+        f"Server: {SERVER}",
+        "Connection: close",
+    ]
+    if error.retry_after_s is not None:
+        lines.append(f"Retry-After: {_whole_s(error.retry_after_s)}")
+    return "\r\n".join([*lines, "", ""]).encode() + content
+
+
+def error_response(error: HearthError) -> web.Response:
+    response = json_response(error.body(), error.status)
+    if error.retry_after_s is not None:
+        response.headers["Retry-After"] = str(_whole_s(error.retry_after_s))
+    return response
+
+
+def _whole_s(seconds: float) -> int:
+    """Rounds up for Retry-After, to at least 1."""
+    return max(1, math.ceil(seconds))

@@ -1,0 +1,1 @@
+"""The bodies of requests: their types, how they are decoded and checked. Without aiohttp, since text workers read them, too."""

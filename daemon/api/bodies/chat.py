@@ -1,0 +1,113 @@
+"""The body of /v1/chat/completions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Raw
+
+from daemon.api.bodies.common import Common, Head, NumTop, head_of
+from daemon.api.bodies.decode import decode, invalid
+from daemon.api.bodies.messages import Message, checked_documents, content_of, hold_calls, pack_messages, packed
+from daemon.api.bodies.tools import AUTO, tool_request
+from daemon.api.bodies.unsupported import neutral, refuse_unsupported
+from daemon.text.reasoning import CLOSE, OPEN
+
+REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+CONTINUES_ANSWER, CONTINUES_REASONING = "answer", "reasoning"
+
+
+class ChatBody(Common, kw_only=True):
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    reasoning_effort: str | None = None
+    suffix: Annotated[Raw, neutral('""')] = Raw()
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: Raw = Raw()
+    logprobs: bool | None = None
+    top_logprobs: NumTop | None = None
+    echo: Annotated[Raw, neutral("false")] = Raw()
+    tools: Raw = Raw()
+    tool_choice: Raw = Raw()
+    parallel_tool_calls: bool | None = None
+
+
+MEANINGS = {
+    "messages": "role and content (text, or text parts), tool calls and their results, refusals of the assistant",
+    "add_generation_prompt": "as the template has it; default true",
+    "continue_final_message": "the reply continues the last message, the assistant's, and holds the continuation only",
+    "reasoning_effort": "given to the template; `none` turns `enable_thinking` off, too",
+    "chat_template_kwargs": "given to the template",
+    "documents": "given to the template",
+    "logprobs": "log-probabilities of the tokens; of a completion with that many alternatives",
+    "top_logprobs": "alternatives per token",
+    "tools": "functions the model may call",
+    "tool_choice": "auto, none, required, or one function by name",
+    "parallel_tool_calls": "false: one call at most",
+}
+
+_decoder = msgspec.json.Decoder(ChatBody)
+
+
+def parse(body: bytes) -> tuple[Head, bytes]:
+    """Returns the small part and the messages. Raises BadRequest (400) naming the field."""
+    fields: ChatBody = decode(_decoder, body, "")
+    refuse_unsupported(fields)
+    tools, shown = tool_request(fields.tools, fields.tool_choice, fields.parallel_tool_calls)
+    messages = pack_messages(fields.messages)
+    options: dict[str, Any] = {
+        "add_generation_prompt": fields.add_generation_prompt is not False and not fields.continue_final_message,
+        "continue_final_message": _continues(fields),
+        "kwargs": packed(_template_kwargs(fields), "chat_template_kwargs"),
+        "tools": shown,
+        "documents": checked_documents(bytes(fields.documents)),
+        "forced": None if tools is None or tools.choice == AUTO else {"name": tools.name, "many": tools.many},
+        "history_calls": hold_calls(fields.messages),
+    }
+    head = head_of(
+        fields,
+        max_tokens=fields.max_completion_tokens if fields.max_completion_tokens is not None else fields.max_tokens,
+        prompt_kind="messages",
+        num_prompts=1,
+        options=options,
+        logprobs=_logprobs(fields),
+        tools=tools,
+    )
+    return head, messages
+
+
+def _logprobs(fields: ChatBody) -> int:
+    """Returns Outputs.logprobs."""
+    if fields.logprobs:
+        return fields.top_logprobs or 0
+    if fields.top_logprobs:
+        raise invalid("top_logprobs", "top_logprobs is only allowed with logprobs: true")
+    return -1
+
+
+def _template_kwargs(fields: ChatBody) -> dict[str, Any]:
+    """Returns the template's variables: reasoning_effort, and chat_template_kwargs, which may replace it. "none" also turns
+    enable_thinking off, the switch of Qwen's and GLM's templates."""
+    kwargs: dict[str, Any] = {}
+    if fields.reasoning_effort is not None:
+        if fields.reasoning_effort not in REASONING_EFFORTS:
+            raise invalid("reasoning_effort", f"reasoning_effort must be one of {', '.join(REASONING_EFFORTS)}")
+        kwargs["reasoning_effort"] = fields.reasoning_effort
+        if fields.reasoning_effort == "none":
+            kwargs["enable_thinking"] = False
+    return kwargs | (fields.chat_template_kwargs or {})
+
+
+def _continues(fields: ChatBody) -> str:
+    """Returns what of the last message the reply continues, CONTINUES_ANSWER or CONTINUES_REASONING; "" for a new message."""
+    if not fields.continue_final_message:
+        return ""
+    if fields.add_generation_prompt:
+        raise invalid("continue_final_message", "continue_final_message: add_generation_prompt: true begins another message")
+    last = fields.messages[-1]
+    if last.role != "assistant" or not last.content or last.tool_calls:
+        raise invalid("continue_final_message", "continue_final_message: the last message must be the assistant's, with text")
+    text = content_of(last, f"messages[{len(fields.messages) - 1}]") or ""
+    return CONTINUES_REASONING if text.rfind(OPEN) > text.rfind(CLOSE) else CONTINUES_ANSWER

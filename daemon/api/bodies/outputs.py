@@ -1,0 +1,69 @@
+"""What a request wants of its outputs beside their text: how many, which log-probabilities, and what bends the choice of tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import Struct
+
+from daemon.api.bodies.decode import invalid
+from daemon.api.bodies.token_limits import checked_words
+from daemon.errors import BadRequest
+
+MAX_N = 128
+MAX_TOP_LOGPROBS = 20
+MAX_BIASED_TOKENS = 1024
+
+
+class Outputs(Struct, array_like=True, frozen=True):
+    """None where a model's own default may step in."""
+
+    n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float | None = None
+    min_p: float | None = None
+    logit_bias: dict[int, float] = {}
+    logprobs: int = -1  # alternatives to each token; -1: no log-probabilities
+    echo: bool = False
+    allowed_token_ids: list[int] = []  # empty: all
+    bad_words: list[str] = []
+    prompt_logprobs: int = -1  # as logprobs
+
+    @property
+    def echoed_logprobs(self) -> int:
+        """Alternatives to each token of an echoed prompt; -1: no log-probabilities of it."""
+        return self.logprobs if self.echo else -1
+
+
+def outputs_of(fields: Any, logprobs: int, echo: bool = False) -> Outputs:
+    """fields: a body with Common's fields. logprobs: see Outputs. Raises BadRequest naming the field."""
+    n = fields.n or 1
+    if fields.best_of and fields.best_of != n:
+        raise BadRequest(
+            "unsupported_parameter", f"best_of: only the value of n ({n}) is supported by this server", param="best_of"
+        )
+    if fields.prompt_logprobs is not None and fields.stream:
+        raise BadRequest("unsupported_parameter", "prompt_logprobs is not available with stream: true", param="prompt_logprobs")
+    return Outputs(
+        n=n,
+        presence_penalty=fields.presence_penalty or 0.0,
+        frequency_penalty=fields.frequency_penalty or 0.0,
+        repetition_penalty=fields.repetition_penalty,
+        min_p=fields.min_p,
+        logit_bias=_logit_bias(fields.logit_bias or {}),
+        logprobs=logprobs,
+        echo=echo,
+        allowed_token_ids=fields.allowed_token_ids or [],
+        bad_words=checked_words(fields.bad_words or []),
+        prompt_logprobs=-1 if fields.prompt_logprobs is None else fields.prompt_logprobs,
+    )
+
+
+def _logit_bias(given: dict[str, float]) -> dict[int, float]:
+    bias = {}
+    for key, value in given.items():
+        if not (key.isascii() and key.isdigit() and len(key) <= 10):
+            raise invalid("logit_bias", f"logit_bias: {key[:32]!r} is no token id")
+        bias[int(key)] = value
+    return bias

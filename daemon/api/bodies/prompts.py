@@ -1,0 +1,75 @@
+"""Prompts as requests write them: texts or token ids, packed for the text helper."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from daemon.api.bodies.decode import check_text, decode, invalid
+from daemon.contracts import ModelEntry
+
+MAX_PROMPTS = 1024  # of completions
+MAX_INPUTS = 2048  # of embeddings, as OpenAI's specification has it
+
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+KeepLast = Annotated[int, Meta(ge=-1, le=2**31 - 1)]  # truncate_prompt_tokens: -1: as many as fit
+
+_ids = msgspec.json.Decoder(list[TokenId])
+_ids_batch = msgspec.json.Decoder(list[list[TokenId]])
+_texts = msgspec.json.Decoder(list[str])
+_pack = msgspec.msgpack.encode
+
+
+def prompts(raw: bytes, field: str = "prompt", most: int = MAX_PROMPTS) -> tuple[str, bytes, int]:
+    """("text", list of strings) or ("ids", list of int32 arrays), as msgpack, and how many; `most` at most."""
+    data = raw.lstrip(b" \t\r\n")
+    if data[:1] == b'"':
+        texts: list[str] = [decode(msgspec.json.Decoder(str), data, field)]
+        check_text(texts[0], field)
+        return "text", _pack(texts), 1
+    inside = data[1:].lstrip(b" \t\r\n")[:1] if data[:1] == b"[" else b""
+    if inside == b'"':
+        texts = decode(_texts, data, field)
+        for at, text in enumerate(texts):
+            check_text(text, f"{field}[{at}]")
+        return "text", _pack(texts), _check_num(len(texts), field, most)
+    if inside == b"[":
+        batch: list[list[int]] = decode(_ids_batch, data, field)
+        for at, ids in enumerate(batch):
+            if not ids:
+                raise invalid(f"{field}[{at}]", f"{field}[{at}] is empty")
+        return "ids", _pack_ids(batch), _check_num(len(batch), field, most)
+    if inside and (inside.isdigit() or inside == b"-"):
+        return "ids", _pack_ids([decode(_ids, data, field)]), 1
+    if inside == b"]":
+        raise invalid(field, f"{field} is empty")
+    raise invalid(field, f"{field} must be a string, a list of strings, a list of token ids or a list of lists of token ids")
+
+
+def checked_keep_last(value: int | None) -> int:
+    """Returns truncate_prompt_tokens, 0 where it is not given. Raises BadRequest."""
+    if value == 0:
+        raise invalid("truncate_prompt_tokens", "truncate_prompt_tokens: expected an `int` >= 1, or -1")
+    return value or 0
+
+
+def num_kept(keep_last: int, room: int, model: ModelEntry) -> int:
+    """Returns how many tokens of a prompt are kept, 0 for all. room: what fits the model. Raises BadRequest."""
+    if keep_last > model.max_model_len:
+        limit = f"{keep_last} is more than max_model_len {model.max_model_len} of {model.name}"
+        raise invalid("truncate_prompt_tokens", f"truncate_prompt_tokens: {limit}")
+    return max(1, room) if keep_last < 0 else keep_last
+
+
+def _pack_ids(batch: list[list[int]]) -> bytes:
+    """Each prompt as int32: the daemon counts them before it makes Python objects of them."""
+    return _pack([array("i", ids).tobytes() for ids in batch])
+
+
+def _check_num(num_prompts: int, field: str, most: int) -> int:
+    if num_prompts > most:
+        raise invalid(field, f"{field}: {num_prompts} are more than the {most} that one request may hold")
+    return num_prompts

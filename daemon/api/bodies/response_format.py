@@ -1,0 +1,140 @@
+"""What an answer's text must follow: `response_format` as OpenAI has it, `regex`, `grammar`, and vLLM's names for the same.
+
+All end as one `SamplingParams.grammar`. Whether it can be followed is found out in the text helper (daemon/text/grammar_check.py).
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Raw, Struct
+
+from daemon.api.bodies.decode import decode, invalid
+
+# top-level fields of a request body; at most one of them may ask for something
+GRAMMAR_FIELDS = (
+    "response_format",
+    "regex",
+    "grammar",
+    "guided_json",
+    "guided_regex",
+    "guided_grammar",
+    "guided_choice",
+    "structured_outputs",
+)
+MAX_GRAMMAR_BYTES = 64 << 10
+ANY_OBJECT = 'json_schema:{"type":"object"}'
+
+Choices = Annotated[list[str], Meta(min_length=1, max_length=4096)]
+
+
+class JsonSchema(Struct):
+    """`name`, `description` and `strict` are for the model's eyes at OpenAI; here every answer follows its schema."""
+
+    schema: Raw = Raw()
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Struct):
+    type: str
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(Struct, forbid_unknown_fields=True):
+    json: Raw = Raw()
+    regex: str | None = None
+    grammar: str | None = None
+    choice: Choices | None = None
+    disable_any_whitespace: bool | None = None  # of json; the others fix their blanks by themselves
+
+
+_format = msgspec.json.Decoder(ResponseFormat)
+_structured = msgspec.json.Decoder(StructuredOutputs)
+_text = msgspec.json.Decoder(str)
+_choices = msgspec.json.Decoder(Choices)
+
+
+def grammar_of(fields: Any) -> tuple[str, str]:
+    """(the field that asks, `KIND:TEXT` as in SamplingParams.grammar); ("", "") if none does. `fields`: a request body with all of
+    GRAMMAR_FIELDS as Raw. Raises BadRequest naming the field."""
+    asked = ("", "")
+    for name in GRAMMAR_FIELDS:
+        data = bytes(getattr(fields, name))
+        if not data or data == b"null":
+            continue
+        field, grammar = _one(name, data)
+        if not grammar:
+            continue
+        if asked[0]:
+            raise invalid(name, f"{name}: {asked[0]} is there already; an answer can follow one of them")
+        if len(grammar) > MAX_GRAMMAR_BYTES:
+            raise invalid(field, f"{field}: {len(grammar)} characters are more than the {MAX_GRAMMAR_BYTES} a grammar may have")
+        asked = (field, grammar)
+    return asked
+
+
+def _one(name: str, data: bytes) -> tuple[str, str]:
+    match name:
+        case "response_format":
+            return _response_format(data)
+        case "structured_outputs":
+            return _structured_outputs(data)
+        case "guided_json":
+            return name, _schema(name, data)
+        case "guided_choice":
+            return name, _choice(decode(_choices, data, name))
+        case "regex" | "guided_regex":
+            return name, "regex:" + decode(_text, data, name)
+        case _:
+            return name, "lark:" + decode(_text, data, name)
+
+
+def _response_format(data: bytes) -> tuple[str, str]:
+    wanted: ResponseFormat = decode(_format, data, "response_format")
+    if wanted.type == "text":
+        return "response_format", ""
+    if wanted.type == "json_object":
+        return "response_format", ANY_OBJECT
+    if wanted.type != "json_schema":
+        raise invalid("response_format.type", "response_format.type must be one of text, json_object, json_schema")
+    if wanted.json_schema is None:
+        raise invalid("response_format.json_schema", "response_format.json_schema is missing")
+    field, schema = "response_format.json_schema.schema", bytes(wanted.json_schema.schema)
+    if not schema or schema == b"null":
+        return field, ANY_OBJECT
+    return field, _schema(field, schema)
+
+
+def _structured_outputs(data: bytes) -> tuple[str, str]:
+    wanted: StructuredOutputs = decode(_structured, data, "structured_outputs")
+    schema = bytes(wanted.json)
+    found: list[tuple[str, str]] = []
+    if schema and schema != b"null":
+        kind = "compact_json" if wanted.disable_any_whitespace else "json_schema"
+        found.append(("structured_outputs.json", _schema("structured_outputs.json", schema, kind)))
+    if wanted.regex is not None:
+        found.append(("structured_outputs.regex", "regex:" + wanted.regex))
+    if wanted.grammar is not None:
+        found.append(("structured_outputs.grammar", "lark:" + wanted.grammar))
+    if wanted.choice is not None:
+        found.append(("structured_outputs.choice", _choice(wanted.choice)))
+    if len(found) != 1:
+        raise invalid("structured_outputs", "structured_outputs must hold exactly one of json, regex, grammar, choice")
+    return found[0]
+
+
+def _schema(field: str, data: bytes, kind: str = "json_schema") -> str:
+    """A schema as JSON, or as a string that holds JSON. The text is kept as it came: the order of properties is the answer's."""
+    text = decode(_text, data, field) if data[:1] == b'"' else data.decode()
+    if not text.lstrip(" \t\r\n").startswith("{"):
+        raise invalid(field, f"{field} must be a JSON object")
+    return f"{kind}:{text}"
+
+
+def _choice(choices: list[str]) -> str:
+    # Lark's strings are JSON's
+    return "lark:start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)

@@ -1,0 +1,21 @@
+"""The limits of allowed_token_ids and bad_words: what a request may not be answered with."""
+
+from __future__ import annotations
+
+from daemon.api.bodies.decode import check_text, invalid
+
+# Each of up to 128 choices is sent them: 128 times as many ids are a few milliseconds of the event loop's time.
+MAX_ALLOWED_TOKENS = 4096
+MAX_BAD_WORDS, MAX_WORD_CHARS = 256, 128
+
+
+def checked_words(words: list[str]) -> list[str]:
+    """Raises BadRequest naming the word."""
+    for at, word in enumerate(words):
+        field = f"bad_words[{at}]"
+        if not word:
+            raise invalid(field, f"{field} is empty")
+        if len(word) > MAX_WORD_CHARS:
+            raise invalid(field, f"{field} is longer than {MAX_WORD_CHARS} characters")
+        check_text(word, field)
+    return words

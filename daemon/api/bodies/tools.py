@@ -1,0 +1,95 @@
+"""The tools a chat request offers: `tools`, `tool_choice`, `parallel_tool_calls`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta, Raw, Struct
+
+from daemon.api.bodies.decode import decode, invalid
+
+NONE, AUTO, REQUIRED, NAMED = "none", "auto", "required", "named"
+
+
+class Function(Struct):
+    name: Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,128}\Z")]
+    description: str | None = None
+    parameters: Raw = Raw()
+    strict: bool | None = None
+
+
+class Tool(Struct):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Struct):
+    name: str
+
+
+class NamedChoice(Struct):
+    type: Literal["function"]
+    function: FunctionName
+
+
+class ToolRequest(Struct, array_like=True):
+    """What the daemon needs of a request's tools; None in its place: no tools, or tool_choice none."""
+
+    choice: str  # AUTO | REQUIRED | NAMED
+    parallel: bool
+    names: list[str]
+    schemas: list[bytes]  # each one's parameters, a JSON schema; b"{}" where it has none
+    strict: list[bool]
+    name: str = ""  # NAMED: the one to be called
+
+    @property
+    def many(self) -> bool:
+        """Whether a reply may hold several calls."""
+        return self.parallel and self.choice != NAMED
+
+
+_tools = msgspec.json.Decoder(list[Tool])
+_named = msgspec.json.Decoder(NamedChoice)
+
+
+def tool_request(tools: Raw, tool_choice: Raw, parallel: bool | None) -> tuple[ToolRequest | None, bytes]:
+    """The request's tools, and those the template shows: JSON as it came, b"" for none. Raises BadRequest naming the field."""
+    data = bytes(tools)
+    offered: list[Tool] = [] if data in (b"", b"null") else decode(_tools, data, "tools")
+    names: list[str] = []
+    schemas: list[bytes] = []
+    for at, tool in enumerate(offered):
+        function = tool.function
+        if function.name in names:
+            raise invalid(f"tools[{at}].function.name", f"tools[{at}].function.name: {function.name!r} is there twice")
+        names.append(function.name)
+        schema = bytes(function.parameters)
+        if schema in (b"", b"null"):
+            schema = b"{}"
+        elif not schema.startswith(b"{"):
+            where = f"tools[{at}].function.parameters"
+            raise invalid(where, f"{where}: expected an object, a JSON schema")
+        schemas.append(schema)
+    choice, name = _choice(bytes(tool_choice), names)
+    if choice == NONE or not names:
+        return None, b""
+    strict = [bool(tool.function.strict) for tool in offered]
+    return ToolRequest(choice, parallel is not False, names, schemas, strict, name), data
+
+
+def _choice(data: bytes, names: list[str]) -> tuple[str, str]:
+    if data in (b"", b"null"):
+        return AUTO, ""
+    if data.startswith(b"{"):
+        chosen: NamedChoice = decode(_named, data, "tool_choice")
+        name = chosen.function.name
+        if name not in names:
+            raise invalid("tool_choice.function.name", f"tool_choice.function.name: {name[:128]!r} is none of the tools")
+        return NAMED, name
+    choice = data.strip(b'"').decode(errors="replace")
+    if choice not in (NONE, AUTO, REQUIRED):
+        raise invalid("tool_choice", "tool_choice must be none, auto, required or an object that names a function")
+    if choice == REQUIRED and not names:
+        raise invalid("tool_choice", "tool_choice: required needs tools")
+    return choice, ""

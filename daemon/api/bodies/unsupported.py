@@ -1,0 +1,85 @@
+"""Fields that other servers know and this one does not serve.
+
+A value that would change the answer is refused by name, never ignored. A body type declares each field with the values that ask for
+nothing: `name: Annotated[Raw, neutral("false")] = Raw()`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Annotated, Any, get_args, get_type_hints
+
+import msgspec
+from msgspec import Meta, Raw, Struct
+
+from daemon.api.bodies.decode import invalid
+from daemon.errors import BadRequest
+
+# Fields without effect, whatever they say. audio: how speech should sound; `modalities` asks for it, and is refused.
+# prediction: a hint for speed.
+WITHOUT_EFFECT = ("audio", "prediction")
+_MAX_NEUTRAL_BYTES = 256  # of a value's JSON, blanks included; longer ones are not looked into
+
+
+def neutral(*values: str) -> Meta:
+    """Marks a Raw field as not served. `values`: what asks for nothing, beside null and leaving the field out; as JSON, for Python
+    takes 1 and True for one, and typing then takes the two annotations for one."""
+    return Meta(extra={"neutral": values})
+
+
+class UnsupportedFields(Struct):
+    """Those of chats and completions alike."""
+
+    functions: Annotated[Raw, neutral("[]")] = Raw()
+    function_call: Annotated[Raw, neutral('"none"')] = Raw()
+    modalities: Annotated[Raw, neutral("[]", '["text"]')] = Raw()
+    moderation: Annotated[Raw, neutral("false")] = Raw()
+    web_search_options: Annotated[Raw, neutral()] = Raw()  # {} asks for a search with default settings
+    chat_template: Annotated[Raw, neutral('""')] = Raw()
+    use_beam_search: Annotated[Raw, neutral("false")] = Raw()
+    length_penalty: Annotated[Raw, neutral("1")] = Raw()  # of beam search
+    include_stop_str_in_output: Annotated[Raw, neutral("false")] = Raw()
+    skip_special_tokens: Annotated[Raw, neutral("true")] = Raw()
+    return_token_ids: Annotated[Raw, neutral("false")] = Raw()
+    logits_processors: Annotated[Raw, neutral("[]")] = Raw()
+    typical_p: Annotated[Raw, neutral("1")] = Raw()
+    guided_whitespace_pattern: Annotated[Raw, neutral()] = Raw()
+    prompt_embeds: Annotated[Raw, neutral("[]")] = Raw()
+
+
+@cache
+def neutral_values(body: type[Struct]) -> dict[str, tuple[str, ...]]:
+    """Unserved field -> what asks for nothing, as JSON, null aside."""
+    found = {}
+    for name, kind in get_type_hints(body, include_extras=True).items():
+        for note in get_args(kind):
+            if isinstance(note, Meta) and note.extra is not None and "neutral" in note.extra:
+                found[name] = note.extra["neutral"]
+    return found
+
+
+def refuse_unsupported(fields: Struct) -> None:
+    """Raises BadRequest (400) naming the first field that asks for what is not served."""
+    for name, values in neutral_values(type(fields)).items():
+        data = bytes(getattr(fields, name))
+        if not data or data == b"null" or (name == "functions" and _no_calls(fields)):
+            continue
+        if len(data) > _MAX_NEUTRAL_BYTES or not any(_same(_decoded(name, data), msgspec.json.decode(value)) for value in values):
+            raise BadRequest("unsupported_parameter", f"{name} is not supported by this server", param=name)
+
+
+def _no_calls(fields: Any) -> bool:
+    """Functions that may not be called are not missed."""
+    return bytes(fields.function_call) == b'"none"'
+
+
+def _decoded(name: str, data: bytes) -> object:
+    try:
+        return msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise invalid(name, f"{name}: {error}") from None
+
+
+def _same(value: object, other: object) -> bool:
+    """Compared with their types: 1 == True in Python, but to JSON they are two."""
+    return value == other and isinstance(value, bool) == isinstance(other, bool)

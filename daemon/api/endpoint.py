@@ -1,0 +1,94 @@
+"""An endpoint of the HTTP API: its paths, who may use it, the body it reads, what it does.
+
+daemon/api/endpoints/ holds one file for each, or for a few that belong together; daemon/api/endpoints/registry.py lists them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+import msgspec
+from aiohttp import web
+from msgspec import Struct
+
+from daemon.api.context import ApiContext
+
+READ_METHODS = ("GET", "HEAD")
+
+
+class NamesModel(Protocol):
+    model: str | None
+
+
+HeadT = TypeVar("HeadT", bound=NamesModel)
+
+
+class FieldTable(NamedTuple):
+    """A table of docs/reference/http.md: the fields that a body type adds, each with its meaning."""
+
+    title: str
+    type: type[Struct]
+    meanings: Mapping[str, str]
+
+
+@dataclass(frozen=True, eq=False)
+class Body(Generic[HeadT]):
+    """How a request's body is read.
+
+    parse: takes the JSON; returns the small part, which the daemon needs, and the long part, which only the text worker looks into.
+    Raises BadRequest naming the field. A module's own function: long bodies are read by a text worker, which imports it by name.
+    head: the small part's type."""
+
+    parse: Callable[[bytes], tuple[HeadT, bytes]]
+    head: type[HeadT]
+    tables: tuple[FieldTable, ...]
+    _decoder: msgspec.msgpack.Decoder[HeadT] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_decoder", msgspec.msgpack.Decoder(self.head))
+
+    @property
+    def reader(self) -> str:
+        """The parsing function's address, MODULE:NAME, as jobs.ParseBody takes it."""
+        return f"{self.parse.__module__}:{self.parse.__qualname__}"
+
+    def unpack(self, head: bytes) -> HeadT:
+        """Returns the small part that a text worker has read and packed."""
+        return self._decoder.decode(head)
+
+
+@dataclass(frozen=True, eq=False)
+class Endpoint:
+    """name: in logs and metrics. paths: the first is the one that the reference names. about: a line of the reference.
+    per_model: also served below /m/MODEL, for that model alone.
+
+    open: served without a key where keys are set; handle() then has to keep the node's inside from strangers (Call.stranger).
+    watching: reports on all tenants, so an admin's key is needed as soon as there is one.
+    for_operators: leaves the main listener if operators have a listener of their own."""
+
+    name: str
+    paths: tuple[str, ...]
+    about: str
+    handle: Callable[[Call], Awaitable[web.StreamResponse]]
+    methods: tuple[str, ...] = READ_METHODS
+    body: Body[Any] | None = None
+    per_model: bool = True
+    open: bool = False
+    watching: bool = False
+    for_operators: bool = False
+
+
+@dataclass(slots=True)
+class Call:
+    """One request at an endpoint. scope: the model of /m/MODEL/…; None: the path names none. model_id: of /v1/models/ID.
+    stranger: keys are set and the request has none."""
+
+    request: web.Request
+    context: ApiContext
+    endpoint: Endpoint
+    scope: str | None
+    model_id: str | None
+    request_id: str
+    stranger: bool = False

@@ -1,0 +1,77 @@
+"""POST /v1/chat/completions, as OpenAI has it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from aiohttp import web
+from msgspec import Raw
+
+from daemon.api.bodies import chat, common
+from daemon.api.endpoint import Body, Call, Endpoint, FieldTable
+from daemon.api.generation.answer_format import AnswerFormat, Finished
+from daemon.api.generation.chunks import ChunkFormat, Chunks
+from daemon.api.generation.generate import generate
+from daemon.api.generation.logprobs import ChatLogprobs
+from daemon.api.generation.usage import usage_of
+
+COMMON_FIELDS = FieldTable("Chat and completions", common.Common, common.MEANINGS)
+
+
+def _whole(finished: Finished) -> dict[str, Any]:
+    """Returns a chat.completion: one choice for each sequence."""
+    head, choices = finished.head, []
+    for at, collector in enumerate(finished.collectors):
+        if finished.messages:
+            message, reason = finished.messages[at]
+        else:
+            message, reason = {"role": "assistant", "content": "".join(collector.parts), "refusal": None}, collector.reason
+        choices.append({"index": at, "logprobs": Raw(finished.logprobs[at]), "finish_reason": reason, "message": message})
+    answer: dict[str, Any] = {
+        "id": head.public_id,
+        "object": "chat.completion",
+        "created": head.created,
+        "model": head.model,
+        "choices": choices,
+        "usage": usage_of(head.generations, sum(each.num_tokens for each in finished.collectors)),
+    }
+    if finished.prompt_logprobs:
+        answer["prompt_logprobs"] = Raw(finished.prompt_logprobs[0])
+    return answer
+
+
+_CHUNKS = ChunkFormat(
+    object="chat.completion.chunk",
+    opening=b'"delta":{"content":',
+    closing=b"}",
+    first=b'"delta":{"role":"assistant","content":""',
+    last=b'"delta":{}',
+    logprobs=ChatLogprobs,
+)
+CHAT_FORMAT = AnswerFormat(
+    id_prefix="chatcmpl",
+    prompt_field="messages",
+    default_max_tokens=None,
+    takes_replies_apart=True,
+    shows_end_token=False,
+    one_prompt_report=True,
+    logprobs=ChatLogprobs,
+    whole=_whole,
+    stream=partial(Chunks, _CHUNKS),
+)
+_BODY = Body(chat.parse, common.Head, (COMMON_FIELDS, FieldTable("Chat only", chat.ChatBody, chat.MEANINGS)))
+
+
+async def _handle(call: Call) -> web.StreamResponse:
+    return await generate(call, _BODY, CHAT_FORMAT)
+
+
+CHAT = Endpoint(
+    name="chat",
+    paths=("/v1/chat/completions",),
+    methods=("POST",),
+    about="OpenAI's chat completions; `stream: true` answers with server-sent events",
+    handle=_handle,
+    body=_BODY,
+)

@@ -1,0 +1,73 @@
+"""POST /v1/completions, as OpenAI has it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from aiohttp import web
+from msgspec import Raw
+
+from daemon.api.bodies import common, completions
+from daemon.api.endpoint import Body, Call, Endpoint, FieldTable
+from daemon.api.endpoints.chat import COMMON_FIELDS
+from daemon.api.generation.answer_format import AnswerFormat, Finished
+from daemon.api.generation.chunks import ChunkFormat, Chunks
+from daemon.api.generation.generate import generate
+from daemon.api.generation.logprobs import CompletionLogprobs
+from daemon.api.generation.usage import usage_of
+
+
+def _whole(finished: Finished) -> dict[str, Any]:
+    """Returns a text_completion: one choice for each sequence."""
+    head, choices = finished.head, []
+    for at, collector in enumerate(finished.collectors):
+        choice: dict[str, Any] = {
+            "index": at,
+            "logprobs": Raw(finished.logprobs[at]),
+            "finish_reason": collector.reason,
+            "text": "".join(collector.parts),
+        }
+        if finished.prompt_logprobs:
+            choice["prompt_logprobs"] = Raw(finished.prompt_logprobs[at])
+        choices.append(choice)
+    return {
+        "id": head.public_id,
+        "object": "text_completion",
+        "created": head.created,
+        "model": head.model,
+        "choices": choices,
+        "usage": usage_of(head.generations, sum(each.num_tokens for each in finished.collectors)),
+    }
+
+
+_CHUNKS = ChunkFormat(
+    object="text_completion", opening=b'"text":', closing=b"", first=b"", last=b'"text":""', logprobs=CompletionLogprobs
+)
+COMPLETION_FORMAT = AnswerFormat(
+    id_prefix="cmpl",
+    prompt_field="prompt",
+    default_max_tokens=16,  # OpenAI's
+    takes_replies_apart=False,
+    shows_end_token=True,  # evaluation tools count an entry for each token
+    one_prompt_report=False,
+    logprobs=CompletionLogprobs,
+    whole=_whole,
+    stream=partial(Chunks, _CHUNKS),
+)
+_OWN_FIELDS = FieldTable("Completions only", completions.CompletionBody, completions.MEANINGS)
+_BODY = Body(completions.parse, common.Head, (COMMON_FIELDS, _OWN_FIELDS))
+
+
+async def _handle(call: Call) -> web.StreamResponse:
+    return await generate(call, _BODY, COMPLETION_FORMAT)
+
+
+COMPLETIONS = Endpoint(
+    name="completions",
+    paths=("/v1/completions",),
+    methods=("POST",),
+    about="OpenAI's completions: `prompt` is text, a list of texts, token ids, or a list of those",
+    handle=_handle,
+    body=_BODY,
+)

@@ -1,0 +1,144 @@
+"""POST /v1/embeddings: texts or token ids in, one vector each out, of encoder models."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import math
+from array import array
+from collections.abc import Sequence
+from operator import mul
+
+import msgspec
+from aiohttp import web
+
+from daemon.api.answers import json_response
+from daemon.api.bodies import embeddings
+from daemon.api.bodies.decode import invalid
+from daemon.api.bodies.prompts import num_kept
+from daemon.api.body_parts import read_parts
+from daemon.api.endpoint import Body, Call, Endpoint, FieldTable
+from daemon.contracts import Generation, ModelEntry
+from daemon.errors import BadRequest, HearthError
+from engine.protocol import SamplingParams
+
+NUMBERS_AT_ONCE = 8192  # written as text between two turns of the event loop: about a millisecond
+AT_ONCE = 64  # texts of one request in the queue, so that many of them do not fill it
+
+_BODY = Body(
+    embeddings.parse, embeddings.EmbeddingsHead, (FieldTable("Embeddings", embeddings.EmbeddingsBody, embeddings.MEANINGS),)
+)
+_packed_ids = msgspec.msgpack.Decoder(list[bytes])
+
+
+async def _handle(call: Call) -> web.Response:
+    head, packed, model = await read_parts(call, _BODY)
+    context = call.context
+    size = model.embedding_size
+    if not size:
+        raise BadRequest("wrong_task", f"{model.name} generates text; it has no embeddings", param="model")
+    num_dimensions = head.dimensions or size
+    if num_dimensions != size and num_dimensions not in model.cut_sizes:
+        raise invalid("dimensions", f"dimensions: {num_dimensions} was asked for, {model.name} has {size} {_cuts(model.cut_sizes)}")
+    keep = num_kept(head.keep_last, model.max_model_len, model)
+    if head.kind == "ids":
+        texts = [array("i", ids)[-keep:] for ids in _packed_ids.decode(packed)]
+    else:
+        texts = await context.text.encode(model, packed, True, "input", keep)
+    _check(texts, model)
+    generations: list[Generation] = []
+    try:
+        for start in range(0, len(texts), AT_ONCE):
+            part = texts[start : start + AT_ONCE]
+            waiting = _Waiting(len(part))
+            for ids in part:
+                generation = Generation(
+                    model=model,
+                    prompt=ids.tolist(),
+                    params=SamplingParams(max_tokens=0),
+                    sink=waiting,
+                    task="embed",
+                    public_id=f"embd-{call.request_id}",
+                    priority=head.priority,
+                    first=generations[0] if generations else None,
+                )
+                generations.append(generation)
+                context.requests.submit(generation)
+            await waiting.done
+    except BaseException:  # one was refused or failed, or the client is gone
+        for generation in generations:
+            context.requests.cancel(generation)
+        raise
+    num_tokens = sum(map(len, texts))
+    data: list[dict[str, object]] = []
+    written = 0
+    for at, each in enumerate(generations):
+        vector = cut(each.vector, num_dimensions) if num_dimensions < size else each.vector
+        data.append({"object": "embedding", "index": at, "embedding": _shown(vector, head.base64)})
+        written += num_dimensions
+        if written > NUMBERS_AT_ONCE:
+            written = 0
+            await asyncio.sleep(0)
+    usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    return json_response({"object": "list", "data": data, "model": model.name, "usage": usage})
+
+
+def _check(texts: Sequence[array[int]], model: ModelEntry) -> None:
+    for at, ids in enumerate(texts):
+        field = "input" if len(texts) == 1 else f"input[{at}]"
+        if not ids:
+            raise invalid(field, f"{field} has no tokens")
+        if len(ids) > model.max_model_len:
+            over = len(ids) - model.max_model_len
+            message = f"{field} has {len(ids)} tokens, {over} more than the {model.max_model_len} that {model.name} takes"
+            raise BadRequest("context_length_exceeded", message, param=field)
+        if max(ids) >= model.vocab_size:
+            raise invalid(field, f"{field}: token id {max(ids)} is outside the vocabulary of {model.vocab_size} tokens")
+
+
+def cut(vector: bytes, num_dimensions: int) -> bytes:
+    """The first of an embedding's float32, scaled to length 1 again."""
+    first = array("f", vector[: 4 * num_dimensions])
+    length = math.sqrt(sum(map(mul, first, first)))
+    return array("f", [each / length for each in first]).tobytes() if length else first.tobytes()
+
+
+def _cuts(sizes: Sequence[int]) -> str:
+    if not sizes:
+        return "and they cannot be cut"
+    return "and may be cut to " + (f"{sizes[0]} or more" if isinstance(sizes, range) else ", ".join(map(str, sizes)))
+
+
+def _shown(vector: bytes, as_base64: bool) -> msgspec.Raw:
+    """JSON, so that what is left for the whole answer is copying."""
+    return msgspec.Raw(b'"%b"' % base64.b64encode(vector) if as_base64 else msgspec.json.encode(array("f", vector).tolist()))
+
+
+class _Waiting:
+    """TokenSink of several texts of one request: done when the last one is, or with the first error."""
+
+    def __init__(self, num_texts: int) -> None:
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._left = num_texts
+
+    def tokens(self, ids: Sequence[int], finish: int) -> None:
+        self._left -= 1
+        if not self._left and not self.done.done():
+            self.done.set_result(None)
+
+    def failed(self, error: HearthError) -> None:
+        if not self.done.done():
+            self.done.set_exception(error)
+
+    def comment(self) -> None:
+        pass
+
+
+EMBEDDINGS = Endpoint(
+    name="embeddings",
+    paths=("/v1/embeddings",),
+    methods=("POST",),
+    about="OpenAI's embeddings, of encoder models",
+    handle=_handle,
+    body=_BODY,
+)

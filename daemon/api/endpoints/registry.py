@@ -1,0 +1,16 @@
+"""The endpoints that are served: every Endpoint that this module imports, in this order in docs/reference/http.md."""
+
+from __future__ import annotations
+
+from daemon.api.endpoint import Endpoint
+from daemon.api.endpoints.chat import CHAT
+from daemon.api.endpoints.completions import COMPLETIONS
+from daemon.api.endpoints.embeddings import EMBEDDINGS
+from daemon.api.endpoints.health import HEALTH, HEALTHZ, PING, READYZ
+from daemon.api.endpoints.models import MODEL, MODELS
+from daemon.api.endpoints.node import LOAD, METRICS, NODE_VERSION
+from daemon.api.endpoints.page import PAGE, PAGE_EVENTS
+from daemon.api.endpoints.tokenize import DETOKENIZE, TOKENIZE
+
+ENDPOINTS = tuple(value for value in vars().values() if isinstance(value, Endpoint))
+BODY_MODULES = tuple({endpoint.body.parse.__module__ for endpoint in ENDPOINTS if endpoint.body is not None})  # for text workers

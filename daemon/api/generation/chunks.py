@@ -1,0 +1,103 @@
+"""OpenAI's chunks as server-sent events: everything about a chunk but its text is rendered once a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from daemon.annotated_text import LogprobTrail, Rendering
+from daemon.api.generation.answer_format import AnswerHead
+from daemon.api.generation.logprobs import NULL, logprobs_json
+from daemon.api.generation.piece_frames import PieceFrames
+from daemon.api.generation.usage import usage_of
+from daemon.errors import HearthError
+from daemon.stream_parts import Frames
+
+_json = msgspec.json.encode
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(slots=True, frozen=True)
+class ChunkFormat:
+    """What chunks of chats and of completions differ in. object: the field of that name. opening, closing: of a choice, before and
+    after its text. first: of the choice before the first text; empty: there is no such chunk. last: of the one with the
+    finish_reason."""
+
+    object: str
+    opening: bytes
+    closing: bytes
+    first: bytes
+    last: bytes
+    logprobs: Callable[[LogprobTrail], Rendering]
+
+
+@dataclass(slots=True)
+class Chunks:
+    """Renders one response. Implements answer_format.StreamFormat."""
+
+    format: ChunkFormat
+    answer: AnswerHead
+    head: bytes = field(init=False)  # of every chunk, up to the choice
+
+    def __post_init__(self) -> None:
+        answer = self.answer
+        self.head = b'data: {"id":%b,"object":%b,"created":%d,"model":%b,"choices":[' % (
+            _json(answer.public_id),
+            _json(self.format.object),
+            answer.created,
+            _json(answer.model),
+        )
+
+    def tail_of_chunk(self, num_tokens: int | None = None) -> bytes:
+        """Returns what follows the choice. OpenAI sends `"usage": null` with every chunk before the one that has it."""
+        if num_tokens is not None and self.answer.continuous_usage:
+            return b'],"usage":%b}\n\n' % self._usage(num_tokens)
+        return b'],"usage":null}\n\n' if self.answer.include_usage else b"]}\n\n"
+
+    def _usage(self, num_tokens: int) -> bytes:
+        return _json(usage_of(self.answer.generations, num_tokens))
+
+    def rest_of_choice(self, index: int, reason: bytes = NULL) -> bytes:
+        """Returns what follows the delta or the text, with the log-probabilities of what was sent since the last time."""
+        logprobs = logprobs_json(self.answer.generations[index].logprobs, self.format.logprobs)
+        return b',"logprobs":%b,"finish_reason":%b}' % (logprobs, reason)
+
+    def frames(self, index: int) -> Frames:
+        form = self.format
+        rest = form.closing + b',"logprobs":null,"finish_reason":null}'
+        first = b""
+        if form.first:
+            first = self.head + b'{"index":%d,%b' % (index, form.first) + rest + self.tail_of_chunk(0)
+        continuous: Callable[[int], bytes] | None = None
+        if self.answer.continuous_usage or self.answer.generations[index].logprobs is not None:
+
+            def continuous(num_tokens: int) -> bytes:
+                return b'"' + form.closing + self.rest_of_choice(index) + self.tail_of_chunk(num_tokens)
+
+        return Frames(
+            prefix=self.head + b'{"index":%d,%b"' % (index, form.opening),
+            suffix=b'"' + rest + self.tail_of_chunk(),
+            first=first,
+            usage=continuous,
+        )
+
+    def pieces(self, index: int, new_call_id: Callable[[], str]) -> PieceFrames:
+        return PieceFrames(self, index, new_call_id)
+
+    def finish(self, index: int, reason: str, num_tokens: int) -> bytes:
+        return (
+            self.head
+            + b'{"index":%d,%b' % (index, self.format.last)
+            + self.rest_of_choice(index, b'"%b"' % reason.encode())
+            + self.tail_of_chunk(num_tokens)
+        )
+
+    def tail(self, num_tokens: int) -> bytes:
+        if not self.answer.include_usage:
+            return DONE
+        return self.head + b'],"usage":%b}\n\n' % self._usage(num_tokens) + DONE
+
+    def error(self, error: HearthError) -> bytes:
+        return b"data: %b\n\n" % _json(error.body())

@@ -1,0 +1,78 @@
+"""The response of a streamed request: a StreamGroup writes its bytes, the head with the first event and the end with the last.
+
+Each write is a system call, and the StreamResponse of aiohttp makes one of the head and one of the end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from email.utils import formatdate
+from functools import lru_cache
+
+from aiohttp import HttpVersion11, web
+from aiohttp.abc import AbstractStreamWriter
+
+from daemon.api.answers import SERVER
+from daemon.stream_parts import Channel
+
+_HEAD = (
+    "HTTP/{version} 200 OK\r\n"
+    "Content-Type: text/event-stream; charset=utf-8\r\n"
+    "Cache-Control: no-cache\r\n"
+    "X-Request-Id: {request_id}\r\n"
+    "X-Accel-Buffering: no\r\n"
+    f"Server: {SERVER}\r\n"
+    "Date: {date}\r\n"
+    "{more}\r\n"
+)
+
+
+class EventStream(web.StreamResponse):
+    """To aiohttp it is prepared and ended from the start: it writes nothing of its own, and goes by `keep_alive` afterwards."""
+
+    def __init__(self, request: web.Request, request_id: str, more_headers: Mapping[str, str]) -> None:
+        """request_id: as request_id.py lets it through, so that it cannot end its header. more_headers: likewise."""
+        super().__init__()
+        self._request, self._request_id, self._more_headers = request, request_id, more_headers
+        self._chunked_body = request.version >= HttpVersion11
+        self._goes_on = self._chunked_body and request.keep_alive  # else the connection's end is the body's
+
+    @property
+    def prepared(self) -> bool:
+        return True
+
+    @property
+    def keep_alive(self) -> bool:
+        return self._goes_on
+
+    @property
+    def is_behind(self) -> bool:
+        """The client has not taken in all that was written."""
+        return self._request.transport is not None and self._request.protocol.writing_paused
+
+    async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
+        return None
+
+    async def write_eof(self, data: bytes = b"") -> None:
+        return None
+
+    def connect(self) -> Channel | None:
+        """None: the client is gone."""
+        transport = self._request.transport
+        if transport is None:
+            return None
+        return Channel(transport, self._request.protocol, self._head(), self._chunked_body)
+
+    def _head(self) -> bytes:
+        more = "Transfer-Encoding: chunked\r\n" if self._chunked_body else ""
+        if self._chunked_body and not self._goes_on:
+            more += "Connection: close\r\n"
+        for name, value in self._more_headers.items():
+            more += f"{name}: {value}\r\n"
+        version = "1.1" if self._chunked_body else "1.0"
+        return _HEAD.format(version=version, request_id=self._request_id, date=_date(int(time.time())), more=more).encode()
+
+
+@lru_cache(maxsize=1)
+def _date(unix_s: int) -> str:
+    return formatdate(unix_s, usegmt=True)

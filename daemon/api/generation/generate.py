@@ -1,0 +1,241 @@
+"""Answers a request for text: from a body to sequences, and from sequences to an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import msgspec
+from aiohttp import web
+
+from daemon.api.answers import json_response
+from daemon.api.bodies.common import Head
+from daemon.api.bodies.prompts import num_kept
+from daemon.api.body_parts import read_parts
+from daemon.api.context import ApiContext
+from daemon.api.endpoint import Body, Call
+from daemon.api.generation.answer_format import AnswerFormat, AnswerHead, Finished
+from daemon.api.generation.bad_words import bad_word_ids
+from daemon.api.generation.event_stream import EventStream
+from daemon.api.generation.logprobs import whole_logprobs_json
+from daemon.api.generation.prompt_first import prompt_first
+from daemon.api.generation.prompt_logprobs import check_size, prompt_logprobs_json, prompt_trail
+from daemon.api.generation.reply_format import ReplyFormat, reply_format
+from daemon.api.generation.sampling import check_n, nth, sampling_params
+from daemon.api.generation.texts import texts_of, written_prompts
+from daemon.api.generation.tool_dialect import allow_plain_calls
+from daemon.contracts import Generation, ModelEntry
+from daemon.errors import BadRequest
+from daemon.streams import Collector, CollectorGroup, Stream, StreamGroup, Text
+from daemon.text.token_table import TokenTable
+from daemon.tool_stream import ToolStream
+
+_ids_decoder = msgspec.msgpack.Decoder(list[bytes])
+UNPACKED_AT_ONCE = 1 << 15  # token ids made Python objects in one go: about 1 ms
+
+
+async def generate(call: Call, body: Body[Head], form: AnswerFormat) -> web.StreamResponse:
+    """body: the endpoint's. form: how it answers. Raises HearthError."""
+    context = call.context
+    head, prompt, model = await read_parts(call, body)
+    if model.embedding_size:
+        raise BadRequest("wrong_task", f"{model.name} is an encoder: it makes embeddings and generates no text", param="model")
+    if head.grammar:
+        await context.text.check_grammar(head.grammar_field, head.grammar)
+    prompts = await _prompt_ids(context, model, head, prompt, form.prompt_field)
+    table = await context.text.table(model)
+    reply = await reply_format(context, head, model, table) if form.takes_replies_apart else None
+    if reply is not None and reply.grammar:
+        head.grammar = reply.grammar
+    public_id = f"{form.id_prefix}-{call.request_id}"
+    bad_words = await bad_word_ids(context.text, model, head.outputs.bad_words)
+    generations = await _generations(form, head, model, prompts, public_id, bad_words)
+    written = written_prompts(head, prompt)
+    texts = texts_of(head, model, table if reply is None else reply.table, generations, written, form.shows_end_token)
+    answer = AnswerHead(public_id, int(time.time()), model.name, generations, head.include_usage, head.continuous_usage)
+    request = _Request(call, form, answer, texts, reply)
+    return await request.stream(table) if head.stream else await request.whole(model)
+
+
+async def _generations(
+    form: AnswerFormat, head: Head, model: ModelEntry, prompts: Sequence[array[int]], public_id: str, bad_words: list[list[int]]
+) -> list[Generation]:
+    """Returns the n sequences of the first prompt, those of the second, and so on; their sinks are still to be set."""
+    num_each = head.outputs.n
+    check_n(num_each, len(prompts), model)
+    check_size(head.outputs, sum(map(len, prompts)), form.one_prompt_report)
+    generations: list[Generation] = []
+    arrived_s = asyncio.get_running_loop().time()
+    for at, ids in enumerate(prompts):
+        params = sampling_params(head, model, form, len(ids), bad_words)
+        field = form.prompt_field if len(prompts) == 1 else f"{form.prompt_field}[{at}]"
+        prompt = await _unpack(ids, model.vocab_size if head.prompt_kind == "ids" else None, field)
+        generations += [
+            Generation(
+                model=model,
+                prompt=prompt,
+                params=nth(params, number, head.outputs.echoed_logprobs),
+                sink=_no_sink,
+                public_id=public_id,
+                priority=head.priority,
+                cache_salt=head.cache_salt,
+                arrived_s=arrived_s,
+                is_copy=number > 0,
+                prompt_logprobs=prompt_trail(head.outputs) if number == 0 else None,
+            )
+            for number in range(num_each)
+        ]
+    for generation in generations[1:]:
+        generation.first = generations[0]
+    return generations
+
+
+async def _unpack(ids: array[int], vocab_size: int | None, field: str) -> list[int]:
+    """Returns an accepted prompt's ids as Python objects, made a piece at a time. vocab_size: the ids are checked against it;
+    None: they come from the tokenizer. Raises BadRequest."""
+    prompt: list[int] = []
+    for start in range(0, len(ids), UNPACKED_AT_ONCE):
+        piece = ids[start : start + UNPACKED_AT_ONCE].tolist()
+        if vocab_size is not None and max(piece) >= vocab_size:
+            raise BadRequest(
+                "invalid_request",
+                f"{field}: token id {max(piece)} is outside the vocabulary of {vocab_size} tokens",
+                param=field,
+            )
+        prompt += piece
+        if len(piece) == UNPACKED_AT_ONCE:
+            await asyncio.sleep(0)
+    return prompt
+
+
+async def _prompt_ids(context: ApiContext, model: ModelEntry, head: Head, prompt: bytes, field: str) -> list[array[int]]:
+    """Returns the token ids of each prompt. field: the body's that holds the prompt. Raises HearthError."""
+    keep = num_kept(head.keep_last, model.max_model_len - (head.max_tokens or 1), model)
+    if head.prompt_kind == "ids":
+        unpacked = []
+        for packed in _ids_decoder.decode(prompt):
+            ids = array("i")
+            ids.frombytes(packed)
+            unpacked.append(ids[-keep:])
+        return unpacked
+    if head.prompt_kind == "messages":
+        await allow_plain_calls(context, model, head.options)
+        encoded = [await context.text.encode_chat(model, prompt, head.options, keep)]
+    else:
+        special, suffix = bool(head.options["add_special_tokens"]), str(head.options["suffix"])
+        encoded = await context.text.encode(model, prompt, special, keep_last=keep, suffix=suffix)
+    for at, each in enumerate(encoded):
+        if not each:
+            if model.bos_token_id is None:
+                raise BadRequest("invalid_request", f"{field} has no tokens and the model no token to begin with", param=field)
+            encoded[at] = array("i", [model.bos_token_id])
+    return encoded
+
+
+@dataclass(slots=True, frozen=True)
+class _Request:
+    """A request whose sequences are ready to be submitted. texts: one for each. reply: how replies are taken apart; None: the
+    text is the reply."""
+
+    call: Call
+    form: AnswerFormat
+    answer: AnswerHead
+    texts: Sequence[Text]
+    reply: ReplyFormat | None
+
+    def _submit(self) -> None:
+        """Submits all sequences or none."""
+        generations = self.answer.generations
+        for at, generation in enumerate(generations):
+            try:
+                self.call.context.requests.submit(generation)
+            except BaseException:
+                for before in generations[:at]:
+                    self.call.context.requests.cancel(before)
+                raise
+
+    def _cancel(self, index: int) -> None:
+        self.call.context.requests.cancel(self.answer.generations[index])
+
+    async def whole(self, model: ModelEntry) -> web.Response:
+        """Returns the answer when all sequences have ended."""
+        generations, form = self.answer.generations, self.form
+        group = CollectorGroup(self._cancel)
+        for at, text in enumerate(self.texts):
+            collector = Collector(group, at, text)
+            group.collectors.append(collector)
+            generations[at].sink = prompt_first(collector, text)
+        self._submit()
+        try:
+            await group.done
+        except asyncio.CancelledError:  # the client is gone
+            for at in range(len(generations)):
+                self._cancel(at)
+            raise
+        if group.error is not None:
+            raise group.error
+        messages = []
+        if self.reply is not None:
+            for generation, collector in zip(generations, group.collectors, strict=True):
+                messages.append(await self.reply.message(generation, "".join(collector.parts), collector.reason))
+        logprobs = [await whole_logprobs_json(generation.logprobs, form.logprobs) for generation in generations]
+        of_prompts = await prompt_logprobs_json(self.call.context.text, model, generations)
+        return json_response(form.whole(Finished(self.answer, group.collectors, logprobs, messages, of_prompts)))
+
+    async def stream(self, table: TokenTable) -> web.StreamResponse:
+        """Returns when the last byte is written, or the client is gone. Raises HearthError before the first."""
+        call, context, generations = self.call, self.call.context, self.answer.generations
+        format = self.form.stream(self.answer)
+        response = EventStream(call.request, call.request_id, context.more_headers)
+        group = StreamGroup(format, context.clock, self._cancel, response.connect)
+        for at, text in enumerate(self.texts):
+            if self.reply is None:
+                stream = Stream(group, at, table, format.frames(at), text)
+                group.streams.append(stream)
+                generations[at].sink = prompt_first(stream, text)
+            else:
+                plain = partial(Stream, group, at, table, replace(format.frames(at), first=b""), text)
+                pieces = format.pieces(at, self.reply.new_call_id)
+                parsed = ToolStream(group, at, pieces, text, self.reply.parser(generations[at]), plain)
+                group.streams.append(parsed)
+                generations[at].sink = parsed
+        self._submit()
+        context.clock.add(group)
+        try:
+            await group.done
+            if group.error is not None and not group.is_open:
+                raise group.error
+            if response.is_behind:
+                # a client that stops reading right at the end must not keep this connection for ever
+                async with asyncio.timeout(context.settings.request_timeout_s):
+                    await call.request.writer.drain()
+        except ConnectionError:  # the client is gone; aiohttp finds the same and closes
+            group.cancel_all()
+        except TimeoutError:  # it stopped reading
+            group.stalled()
+        except BaseException:  # cancelled because the client is gone, or refused
+            group.cancel_all()
+            raise
+        finally:
+            group.close()
+        return response
+
+
+class _NoSink:
+    """Stands in for a sink until the sequence's own is made."""
+
+    def tokens(self, ids: Sequence[int], finish: int) -> None:
+        raise AssertionError("submitted without a sink")
+
+    def failed(self, error: BaseException) -> None:
+        raise AssertionError("submitted without a sink")
+
+    def comment(self) -> None:
+        raise AssertionError("submitted without a sink")
+
+
+_no_sink = _NoSink()

@@ -1,0 +1,167 @@
+"""Log-probabilities in OpenAI's two shapes, rendered as JSON."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+
+from daemon.annotated_text import LogprobTrail, Rendering, TokenEntry
+from daemon.text.token_table import escape
+
+_json = msgspec.json.encode
+NULL = b"null"
+_BY_ID = "token_id:"
+RENDERED_AT_ONCE = 2048  # numbers between two turns of the event loop: a few milliseconds
+
+
+def logprobs_json(trail: LogprobTrail | None, new: Callable[[LogprobTrail], Rendering]) -> bytes:
+    """Returns the `logprobs` of a choice: what the trail has now, null if it has nothing. new: ChatLogprobs or
+    CompletionLogprobs."""
+    entries = trail.take() if trail is not None else []
+    if trail is None or not (entries or trail.rendering is not None):
+        return NULL
+    rendering = _rendering(trail, new)
+    rendering.add(entries)
+    return rendering.json()
+
+
+def render_more(trail: LogprobTrail) -> None:
+    """Renders ahead what a completion's trail has now, but for the last token: its text may yet grow by the rest of a character."""
+    rendering = _rendering(trail, CompletionLogprobs)
+    rendering.add(trail.take(but=1))
+    trail.rendering = rendering
+
+
+def _rendering(trail: LogprobTrail, new: Callable[[LogprobTrail], Rendering]) -> Rendering:
+    """Returns the rendering that was begun ahead, or a new one."""
+    ahead, trail.rendering = trail.rendering, None
+    return ahead or new(trail)
+
+
+async def whole_logprobs_json(trail: LogprobTrail | None, new: Callable[[LogprobTrail], Rendering]) -> bytes:
+    """As logprobs_json, for a whole answer. It may hold a long prompt, so the event loop has its turn in between."""
+    if trail is None:
+        return NULL
+    rendering = _rendering(trail, new)
+    for entries in _pieces(trail.take(), 1 + RENDERED_AT_ONCE // (1 + trail.num_top)):
+        rendering.add(entries)
+        if len(rendering) > len(entries):
+            await asyncio.sleep(0)
+    return rendering.json()
+
+
+def _pieces(entries: Sequence[TokenEntry], size: int) -> Iterator[Sequence[TokenEntry]]:
+    for start in range(0, len(entries), size):
+        yield entries[start : start + size]
+
+
+class ChatLogprobs:
+    def __init__(self, trail: LogprobTrail) -> None:
+        self._table = trail.table
+        self._content: list[bytes] = []
+        self._names: dict[int, bytes] = {}
+
+    def __len__(self) -> int:
+        return len(self._content)
+
+    def add(self, entries: Sequence[TokenEntry]) -> None:
+        for entry in entries:
+            top = [
+                b"{%b,%b}" % (self._name(token_id), _logprob(logprob))
+                for token_id, logprob in zip(entry.top_ids, entry.top, strict=True)
+            ]
+            token = (_named(entry.text, entry.raw), _logprob(entry.logprob), b",".join(top))
+            self._content.append(b'{%b,%b,"top_logprobs":[%b]}' % token)
+
+    def json(self) -> bytes:
+        return b'{"content":[%b],"refusal":null}' % b",".join(self._content)
+
+    def _name(self, token_id: int) -> bytes:
+        name = self._names.get(token_id)
+        if name is None:
+            raw = self._table.shown(token_id)
+            name = self._names[token_id] = _named(raw.decode(errors="replace"), raw)
+        return name
+
+
+class CompletionLogprobs:
+    """top_logprobs is null where no alternatives were asked for; else each position names the chosen token, too. Tokens that are no
+    text by themselves are named `bytes:\\xNN`; those without text, and those whose text another token of the position has, as vLLM
+    names tokens by their ids, `token_id:N`."""
+
+    def __init__(self, trail: LogprobTrail) -> None:
+        self._table, self._num_top = trail.table, trail.num_top
+        self._num_tokens = 0
+        # pieces of the four lists, written already
+        self._offsets: list[bytes] = []
+        self._logprobs: list[bytes] = []
+        self._tokens: list[bytes] = []
+        self._top: list[bytes] = []
+        self._keys: dict[int, str] = {}
+
+    def __len__(self) -> int:
+        return self._num_tokens
+
+    def add(self, entries: Sequence[TokenEntry]) -> None:
+        if not entries:
+            return
+        self._num_tokens += len(entries)
+        self._offsets.append(_inside([entry.offset for entry in entries]))
+        self._logprobs.append(_inside([entry.logprob for entry in entries]))
+        self._tokens.append(_inside([entry.text for entry in entries]))
+        if self._num_top:
+            top = [None if entry.logprob is None else self._alternatives(entry, entry.logprob) for entry in entries]
+            self._top.append(_inside(top))
+
+    def json(self) -> bytes:
+        if not self._num_tokens:
+            return NULL
+        join = b",".join
+        top = b"[%b]" % join(self._top) if self._num_top else NULL
+        lists = (join(self._offsets), join(self._logprobs), join(self._tokens), top)
+        return b'{"text_offset":[%b],"token_logprobs":[%b],"tokens":[%b],"top_logprobs":%b}' % lists
+
+    def _alternatives(self, entry: TokenEntry, logprob: float) -> dict[str, float]:
+        """By keys of which no two are the same. The chosen token keeps its text: clients look it up by that."""
+        named: dict[str, float] = {}
+        owners = {self._key(entry.token_id): entry.token_id}
+        for token_id, value in zip(entry.top_ids, entry.top, strict=True):
+            key = self._key(token_id)
+            named[key if owners.setdefault(key, token_id) == token_id else _id_key(token_id)] = value
+        if entry.token_id not in entry.top_ids:
+            named[self._key(entry.token_id)] = logprob
+        return named
+
+    def _key(self, token_id: int) -> str:
+        key = self._keys.get(token_id)
+        if key is None:
+            key = self._keys[token_id] = _key(token_id, self._table.shown(token_id))
+        return key
+
+
+def _inside(values: Sequence[object]) -> bytes:
+    """A list's items as JSON, without its brackets."""
+    return _json(values)[1:-1]
+
+
+def _named(text: str, raw: bytes) -> bytes:
+    return b'"token":"%b","bytes":%b' % (escape(text), _json(list(raw)))
+
+
+def _logprob(value: float | None) -> bytes:
+    return b'"logprob":%b' % _json(value)
+
+
+def _key(token_id: int, raw: bytes) -> str:
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+    # a text that reads like an id's name could be another id's
+    return text if text and not text.startswith(_BY_ID) else _id_key(token_id)
+
+
+def _id_key(token_id: int) -> str:
+    return f"{_BY_ID}{token_id}"

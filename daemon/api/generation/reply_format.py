@@ -1,0 +1,117 @@
+"""How a chat's replies are read: which parsers, over which table, and from where on."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+from daemon.api.bodies.chat import CONTINUES_ANSWER, CONTINUES_REASONING
+from daemon.api.bodies.common import Head
+from daemon.api.bodies.decode import invalid
+from daemon.api.bodies.response_format import MAX_GRAMMAR_BYTES
+from daemon.api.bodies.tools import AUTO, ToolRequest
+from daemon.api.context import ApiContext
+from daemon.api.generation.tool_dialect import reply_dialect
+from daemon.api.generation.tool_grammar import JSON_SCHEMA, argument_schemas, tool_grammar
+from daemon.contracts import Generation, ModelEntry
+from daemon.errors import BadRequest
+from daemon.text.detokenizer import decode
+from daemon.text.jobs import TextFacts
+from daemon.text.reasoning import OPEN, ReasoningSplitter
+from daemon.text.reply_parser import ReplyParser, assemble
+from daemon.text.token_table import MarkedTable, TokenTable
+from daemon.text.tool_parsers.registry import LLAMA3, NONE, new_call_id, tool_parser
+from daemon.tool_stream import finish_reason
+
+READ_AT_ONCE = 4 << 10  # characters between two turns of the loop: at most 3 ms
+PROMPT_END_TOKENS = 16  # enough for <think> and new lines, also where they are no single tokens
+
+
+@dataclass(slots=True, frozen=True)
+class ReplyFormat:
+    table: TokenTable  # shows the markers, too
+    dialect: str  # none: no tools
+    names: tuple[str, ...]
+    one_call: bool
+    reasoning: bool
+    grammar: str  # as SamplingParams.grammar; "" for none
+    in_reasoning: bool = False  # it continues the client's own message, inside its reasoning
+
+    def parser(self, generation: Generation) -> ReplyParser:
+        """For one reply."""
+        tools = tool_parser(self.dialect, self.names) if self.dialect != NONE else None
+        splitter = None
+        if self.reasoning:
+            end = decode(self.table, generation.prompt[-PROMPT_END_TOKENS:])
+            splitter = ReasoningSplitter(opened=self.in_reasoning or end.rstrip().endswith(OPEN))
+        return ReplyParser(tools, splitter, self.one_call)
+
+    async def message(self, generation: Generation, text: str, reason: str) -> tuple[dict[str, Any], str]:
+        """The message of a reply that is not streamed, and its finish_reason. `text`, `reason`: as the engine ended it."""
+        parser, pieces = self.parser(generation), []
+        for start in range(0, len(text), READ_AT_ONCE):
+            pieces += parser.add(text[start : start + READ_AT_ONCE])
+            if start + READ_AT_ONCE < len(text):
+                await asyncio.sleep(0)
+        reply = assemble([*pieces, *parser.end(cut=reason == "length")])
+        content = reply.content or (None if reply.calls or reply.reasoning else "")
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if self.reasoning:
+            message["reasoning_content"] = reply.reasoning or None
+        if reply.calls:
+            message["tool_calls"] = [
+                {"id": self.new_call_id(), "type": "function", "function": {"name": name, "arguments": arguments}}
+                for name, arguments in reply.calls
+            ]
+        return message, finish_reason(reason, parser.num_calls)
+
+    def new_call_id(self) -> str:
+        return new_call_id(self.dialect)
+
+
+async def reply_format(context: ApiContext, head: Head, model: ModelEntry, table: TokenTable) -> ReplyFormat | None:
+    """None: the text is the reply. Raises BadRequest if the model's calls cannot be read, or the tools not be followed."""
+    tools = head.tools
+    if tools is None and (head.grammar or model.reasoning_parser == NONE):
+        return None  # a reply that follows a grammar is that text
+    facts = await context.text.facts(model)
+    dialect, grammar = NONE, ""
+    if tools is not None:
+        dialect = await reply_dialect(context, model, tools)
+        grammar = await _grammar(context, head, tools, dialect, facts)
+    forced = bool(head.grammar) or (tools is not None and tools.choice != AUTO)
+    reasoning = (model.reasoning_parser or facts.reasoning_parser) != NONE and not forced
+    reasoning = reasoning and head.options["continue_final_message"] != CONTINUES_ANSWER
+    if not reasoning and tools is None:
+        return None
+    return ReplyFormat(
+        table=MarkedTable(table, facts.markers),
+        dialect=dialect,
+        names=tuple(tools.names) if tools is not None else (),
+        one_call=tools is not None and not tools.parallel,
+        reasoning=reasoning,
+        grammar=grammar,
+        in_reasoning=head.options["continue_final_message"] == CONTINUES_REASONING,
+    )
+
+
+async def _grammar(context: ApiContext, head: Head, tools: ToolRequest, dialect: str, facts: TextFacts) -> str:
+    """What the reply must follow; "" if the tools ask for nothing of the kind."""
+    answer = head.grammar
+    if tools.choice == AUTO and True not in tools.strict and not answer:
+        return ""
+    if answer and (tools.choice != AUTO or dialect == LLAMA3 or not answer.startswith(JSON_SCHEMA)):
+        raise invalid("tools", f"tools: {head.grammar_field} is there already, and one reply cannot follow both")
+    schemas = argument_schemas(tools)
+    grammar = tool_grammar(tools, schemas, dialect, facts.markers, answer.removeprefix(JSON_SCHEMA))
+    if len(grammar) > MAX_GRAMMAR_BYTES:
+        raise invalid("tools", f"tools: {len(grammar)} characters are more than the {MAX_GRAMMAR_BYTES} a grammar may have")
+    try:
+        # without the special tokens, which only the engine knows
+        await context.text.check_grammar("tools", tool_grammar(tools, schemas, dialect, {}, answer.removeprefix(JSON_SCHEMA)))
+    except BadRequest:
+        for at, schema in enumerate(schemas):
+            await context.text.check_grammar(f"tools[{at}].function.parameters", JSON_SCHEMA + schema)
+        raise
+    return grammar

@@ -1,0 +1,44 @@
+"""The text of each sequence of a request: plain, or with the prompt in front and log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from daemon.annotated_text import AnnotatedText, LogprobTrail
+from daemon.api.bodies.common import Head
+from daemon.contracts import Generation, ModelEntry
+from daemon.streams import Text
+from daemon.text.token_table import TokenTable
+
+_strings = msgspec.msgpack.Decoder(list[str])
+
+
+def written_prompts(head: Head, prompt: bytes) -> list[str] | None:
+    """Returns the prompts as the client wrote them if they are echoed whole and were text. `prompt`: as the body's parse() packed
+    it."""
+    return _strings.decode(prompt) if head.outputs.echo and head.prompt_kind == "text" and not head.keep_last else None
+
+
+def texts_of(
+    head: Head,
+    model: ModelEntry,
+    table: TokenTable,
+    generations: Sequence[Generation],
+    written: Sequence[str] | None,
+    shows_end_token: bool,
+) -> list[Text]:
+    """Returns one for each generation, in order; those with log-probabilities also set the generation's. written: written_prompts
+    of the request. shows_end_token: see AnswerFormat."""
+    end_ids = frozenset(head.stop_token_ids) if head.ignore_eos else frozenset((*model.eos_token_ids, *head.stop_token_ids))
+    outputs = head.outputs
+    if outputs.logprobs < 0 and not outputs.echo:
+        return [Text(table, end_ids, head.stop, head.min_tokens) for _ in generations]
+    texts: list[Text] = []
+    for at, generation in enumerate(generations):
+        trail = LogprobTrail(table, end_ids, outputs.logprobs, keep_end=shows_end_token) if outputs.logprobs >= 0 else None
+        generation.logprobs = trail
+        echo = (generation.prompt, written[at // outputs.n] if written is not None else None) if outputs.echo else None
+        texts.append(AnnotatedText(table, end_ids, head.stop, head.min_tokens, trail, echo, drop_tokens=head.max_tokens == 0))
+    return texts

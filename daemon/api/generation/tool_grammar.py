@@ -1,0 +1,142 @@
+"""The grammar (Lark, as llguidance reads it) that a reply with forced or strict tools follows, in the model's dialect.
+
+required, named: the reply is calls only. auto with a strict tool: text may come before, between and behind calls, and a call, once
+it has begun, follows its tool's schema.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from daemon.api.bodies.decode import invalid
+from daemon.api.bodies.tools import AUTO, NAMED, ToolRequest
+from daemon.api.generation import closed_schema
+from daemon.text import reasoning
+from daemon.text.tool_parsers import generic, hermes, llama3, mistral, named_call
+from daemon.text.tool_parsers.registry import GENERIC, HERMES, LLAMA3
+
+_NOTES = frozenset({"description", "title", "$comment"})
+_VALUES = frozenset({"const", "enum", "default", "examples"})
+JSON_SCHEMA = "json_schema:"
+_SEPARATORS = {"item_separator": ",", "key_separator": ":"}
+_COMPACT = {"whitespace_flexible": False, **_SEPARATORS}
+# blanks between JSON's tokens are bounded: a model that has nothing to say would write them for ever
+_SPACED = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\r\t]{1,40}", **_SEPARATORS}
+
+
+def argument_schemas(tools: ToolRequest) -> list[str]:
+    """What each tool's arguments follow. Where calls are forced or the tool is strict: its schema, without properties that it does
+    not declare, as compact JSON. Else any object. Raises BadRequest."""
+    schemas = []
+    for at, (data, strict) in enumerate(zip(tools.schemas, tools.strict, strict=True)):
+        if not strict and tools.choice == AUTO:
+            schemas.append(_with_options({"type": "object"}, _SPACED))
+            continue
+        try:
+            schema = _bare(json.loads(data)) or {"properties": {}}
+        except RecursionError:
+            raise invalid(f"tools[{at}].function.parameters", f"tools[{at}].function.parameters: nested too deeply") from None
+        if schema.setdefault("type", "object") != "object":
+            where = f"tools[{at}].function.parameters.type"
+            raise invalid(where, f"{where}: must be object")
+        closed_schema.close(schema)
+        schemas.append(_with_options(schema, _COMPACT))
+    return schemas
+
+
+def tool_grammar(tools: ToolRequest, schemas: Sequence[str], dialect: str, markers: Mapping[int, str], answer: str = "") -> str:
+    """As SamplingParams.grammar. `schemas`: argument_schemas' · `markers`: those the tokenizer calls special, id -> text ·
+    `answer`: a JSON schema that the reply follows if it is no call (not Llama 3's: both begin with a brace)."""
+    special = {text: f"<[{token_id}]>" for token_id, text in markers.items()}  # no text to llguidance
+    chosen = [at for at, name in enumerate(tools.names) if tools.choice != NAMED or name == tools.name]
+    newer = named_call.ARGS in special
+    marker = ""
+    if dialect == HERMES:
+        marker = hermes.OPEN
+        body, calls = f'"\\n" tool "\\n" {_marker(hermes.CLOSE, special)}', 'call ("\\n" call)*'
+    elif dialect == LLAMA3:
+        body, calls = "tool", 'call ("; " call)*'
+    elif dialect == GENERIC:
+        body, calls = "tool", f"call ({json.dumps(generic.BETWEEN)} call)*"
+    elif newer:
+        marker, body, calls = mistral.MARKER, "tool", "call+"
+    else:
+        marker, body, calls = mistral.MARKER, f'" [" tool {_some(", ", tools.many)} "]"', "call"
+    if not tools.many:
+        calls = "call"
+    rules = [f"body: {body}", f"call: {_marker(marker, special)} body" if marker else "call: body"]
+    if answer:
+        rules += [
+            f"start: {calls} | answer",
+            f"answer: %json {_with_options(json.loads(answer), _SPACED)}",
+        ]
+    elif tools.choice == AUTO:
+        rules += _with_text(marker, calls, tools.many, special)
+    else:
+        rules.append(f"start: {calls}")
+    rules.append("tool: " + " | ".join(f"tool_{at}" for at in chosen))
+    for at in chosen:
+        if marker == mistral.MARKER and newer:
+            written = f"{json.dumps(tools.names[at])} {special[named_call.ARGS]} args_{at}"
+        elif dialect == GENERIC:
+            start, end = generic.before_arguments(tools.names[at]), generic.AFTER_ARGUMENTS
+            written = f"{json.dumps(start)} args_{at} {json.dumps(end)}"
+        else:
+            start = f'{{"name": "{tools.names[at]}", "{"parameters" if dialect == LLAMA3 else "arguments"}": '
+            written = f'{json.dumps(start)} args_{at} "}}"'
+        rules += [f"tool_{at}: {written}", f"args_{at}: %json {schemas[at]}"]
+    return "lark:" + "\n".join(rules)
+
+
+def _bare(schema: Any) -> Any:
+    """Without what is for the model's eyes: it would only make the grammar long. Values that a text must equal stay whole."""
+    if isinstance(schema, list):
+        return [_bare(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: value if key in _VALUES else _bare(value)
+        for key, value in schema.items()
+        if not (key in _NOTES and isinstance(value, str))  # else it is a property of that name
+    }
+
+
+def _with_options(schema: dict[str, Any], options: Mapping[str, Any]) -> str:
+    """Returns the schema as JSON with llguidance's options, which are not a client's to set."""
+    return json.dumps({"x-guidance": options} | schema | {"x-guidance": options}, ensure_ascii=False)
+
+
+def _marker(text: str, special: Mapping[str, str]) -> str:
+    return special.get(text) or json.dumps(text)
+
+
+def _some(separator: str, many: bool) -> str:
+    return f"({json.dumps(separator)} tool)*" if many else ""
+
+
+def _with_text(marker: str, calls: str, many: bool, special: Mapping[str, str]) -> list[str]:
+    """The rules of replies that need not call. Reasoning may come first, also where its markers are special tokens."""
+    think = ""
+    rules = []
+    if reasoning.OPEN in special and reasoning.CLOSE in special:
+        think = "think? "
+        # the prompt may have opened it. TEXT as in the answer: the lexer takes the longest piece, whatever may follow
+        rules.append(f"think: (TEXT? {special[reasoning.OPEN]})? TEXT? {special[reasoning.CLOSE]}")
+    if not marker:
+        # a reply that begins with a brace is a call; behind the tag, which is a token, whatever came before it
+        tagged = f" | TEXT? {special[llama3.PYTHON_TAG]} {calls}" if llama3.PYTHON_TAG in special else ""
+        return [*rules, r"TEXT: /\s*[^{\s](?s:.*)/", f"start: {think}(TEXT? | {calls}{tagged})"]
+    if marker in special:
+        return [*rules, "TEXT: /(?s:.+)/", f"start: {think}TEXT? (call TEXT?){'*' if many else '?'}"]
+    return [
+        *rules,
+        f"head[suffix={json.dumps(marker)}]: /(?s:.*)/",
+        f"TEXT: /(?s:.+)/ & ~/(?s:.*){_escaped(marker)}(?s:.*)/",
+        f"start: {think}(TEXT? | (head body){'+' if many else ''} TEXT?)",
+    ]
+
+
+def _escaped(marker: str) -> str:
+    return "".join(f"\\{char}" if char in "[]|" else char for char in marker)

@@ -1,0 +1,29 @@
+"""The `usage` object of an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from daemon.contracts import Generation
+
+
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, object]:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }
+
+
+def usage_of(generations: Sequence[Generation], completion_tokens: int) -> dict[str, object]:
+    """Returns a request's usage. A prompt counts once for its n sequences; what these share among themselves is no cache hit."""
+    prompts = [each for each in generations if not each.is_copy]
+    told = usage(sum(len(each.prompt) for each in prompts), completion_tokens, sum(each.num_cached for each in prompts))
+    if num_pauses := sum(each.num_pauses for each in generations):
+        told["hearth"] = {
+            "preemptions": num_pauses,
+            "restored_tokens": sum(each.restored_tokens for each in generations),
+            "recomputed_tokens": sum(each.recomputed_tokens for each in generations),
+        }
+    return told

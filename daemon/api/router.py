@@ -1,0 +1,59 @@
+"""Finds the endpoint that a path names. Not aiohttp's router: model ids hold `/`, plain or as %2F."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+from urllib.parse import unquote_to_bytes
+
+from daemon.api.endpoint import Endpoint
+from daemon.api.endpoints.models import MODEL
+from daemon.api.endpoints.registry import ENDPOINTS
+
+_MODEL_PREFIX = MODEL.paths[0].removesuffix("{id}")
+_FIXED = {path.rstrip("/"): endpoint for endpoint in ENDPOINTS for path in endpoint.paths if endpoint is not MODEL}
+_PER_MODEL = [path for path, endpoint in _FIXED.items() if endpoint.per_model]
+_SCOPED = re.compile(
+    rf"/m/(?P<model>.+?)(?P<rest>{re.escape(_MODEL_PREFIX)}.+|" + "|".join(map(re.escape, _PER_MODEL)) + r")/?", re.DOTALL
+)
+
+
+class Target(NamedTuple):
+    """What a path names. scope, model_id: see Call."""
+
+    endpoint: Endpoint
+    scope: str | None
+    model_id: str | None
+
+
+def target(raw_path: str) -> Target | None:
+    """Returns None for an unknown path. `raw_path` is still percent-encoded."""
+    scope = None
+    if match := _SCOPED.fullmatch(raw_path):
+        scope, raw_path = _unquote(match["model"]), match["rest"]
+        if scope is None:
+            return None
+    endpoint = _FIXED.get(raw_path.rstrip("/"))
+    if endpoint is not None and (scope is None or endpoint.per_model):
+        return Target(endpoint, scope, None)
+    if raw_path.startswith(_MODEL_PREFIX) and len(raw_path) > len(_MODEL_PREFIX):
+        model_id = _unquote(raw_path.removeprefix(_MODEL_PREFIX))
+        return None if model_id is None else Target(MODEL, scope, model_id)
+    return None
+
+
+def nearest(raw_path: str) -> str:
+    """Returns the path that an unknown one was perhaps meant to be; "" if none is near."""
+    path = raw_path.rstrip("/")
+    if f"/v1{path}" in _PER_MODEL:
+        return f"/v1{path}"
+    from difflib import get_close_matches  # for this alone
+
+    return next(iter(get_close_matches(path[:64], _PER_MODEL, 1, 0.8)), "")
+
+
+def _unquote(quoted: str) -> str | None:
+    try:
+        return unquote_to_bytes(quoted).decode()
+    except UnicodeDecodeError:
+        return None
