@@ -40,8 +40,8 @@ from engine.kernels.cpu_int8 import split, unit_of
 
 _CONFIGURATION = tile_configuration()
 # A stripe is the panels whose sums are kept while pieces of their weights are multiplied with the same piece of the columns. The
-# more panels, the less often columns come from beyond the second-level cache. The constants are the fewest panels of a stripe, and
-# how many words its sums may take beyond that.
+# more panels, the less often columns come from beyond the second-level cache. _LEAST_STRIPE: the fewest panels of a stripe.
+# _SUMS_WORDS: the most words that the sums of a larger stripe may take.
 _LEAST_STRIPE, _SUMS_WORDS = 4, 64 << 10
 _COLUMN_STEPS = 1024  # steps in a piece of all columns together: a megabyte at most
 _UNPACKED_COLUMNS = 4  # with more tiles of columns, weights are packed

@@ -24,7 +24,7 @@ _LOG2_E = 1.4426950408889634
 
 
 def _capped(builder: ir.IRBuilder, scores: Any, cap: Any) -> Any:
-    """Returns cap * tanh(score / cap) of the scores. Scores are in units of 1, the result in units of log2(e)."""
+    """Returns cap * tanh(score / cap) of the scores, multiplied by log2(e)."""
     # tanh(x) = 1 - 2 / (e**2x + 1); above 2**126 it is 1
     power = builder.fmul(scores, splat(builder, builder.fdiv(FLOAT(2.0 * _LOG2_E), cap), SUMS))
     limit = vector(SUMS, 126.0)
@@ -111,10 +111,10 @@ def weigh_row(
 ) -> Any:
     """Turns one row's scores of a chunk into weights and adds these to the row's total.
 
-    The scores are spread[number] [64] times scale, in units of log2(e) (of 1 if they are capped); only positions from begin to
-    below end count. weights: [2, 16, 16], where [half, number, i] becomes the bfloat16 pair of 2**(score - tops[row]) of positions
-    32 half + i and 32 half + i + 16. totals[row, lane]: the sums of the weights. If the row's top grows, its totals and its sums
-    [rows, width] are rescaled. Tops must be finite at the start."""
+    The scores are spread[number] [64] times scale, which includes the factor log2(e) unless they are capped. Only positions from
+    begin to below end count. weights: [2, 16, 16], where [half, number, i] becomes the bfloat16 pair of 2**(score - tops[row]) of
+    positions 32 half + i and 32 half + i + 16. totals[row, lane]: the sums of the weights. If the row's top grows, its totals and
+    its sums [rows, width] are rescaled. Tops must be finite at the start."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         arrays = {n: context.make_array(signature.args[n])(context, builder, args[n]).data for n in (0, 6, 8, 9, 10)}
