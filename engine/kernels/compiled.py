@@ -145,7 +145,7 @@ def compilation(kernel: Callable[..., Any], args: Sequence[Any]) -> Any:
 
 
 def _kind(arg: Any) -> Any:
-    """Returns what determines Numba's type of the argument."""
+    """Returns a key for the argument. Arguments with the same key have the same Numba type."""
     if isinstance(arg, np.ndarray):
         flags = arg.flags
         return arg.dtype, arg.ndim, flags.c_contiguous, flags.f_contiguous, flags.aligned, flags.writeable

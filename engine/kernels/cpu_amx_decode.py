@@ -54,7 +54,7 @@ def attend_tiles(
     totals: Any,  # [H], result
     sums: Any,  # [H, width], result
 ) -> None:
-    """Computes what cpu_attention's _attend computes, with the same arguments."""
+    """Computes the attention of one query token with AMX tiles. Arguments and results are those of cpu_attention._attend."""
     heads = tops.shape[0]
     group = heads // kv_heads
     plane, pieces = block_tokens * head_dim, head_dim // 32

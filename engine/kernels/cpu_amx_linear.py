@@ -54,7 +54,7 @@ _one_packed_column, _two_packed_columns = tile_products(1, True), tile_products(
 
 
 def _columns(tiles: int, of_int8: bool) -> tuple[int, bool]:
-    """Returns how many tiles of columns so many tiles of rows become, and whether weights are packed for them."""
+    """Returns how many tiles of columns `tiles` tiles of rows become, and whether weights are packed for them."""
     columns = 2 * tiles if of_int8 else tiles
     packs = columns > _UNPACKED_COLUMNS
     return (tiles, True) if packs else (columns, False)

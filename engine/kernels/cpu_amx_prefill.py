@@ -182,7 +182,7 @@ def _prefill_attention_tiles(
     num_shares: int,
     out: Any,
 ) -> None:
-    """Computes what cpu_prefill's _prefill_attention computes, with the same arguments."""
+    """Computes the attention of rows with many new tokens with AMX tiles. Arguments are those of cpu_prefill._prefill_attention."""
     for share in prange(num_shares):
         _attend_share(
             qkv,

@@ -55,7 +55,7 @@ def _constant(value: int) -> Any:
 
 
 def _address(context: Any, builder: ir.IRBuilder, signature: Any, args: Any, position: int, index: Any) -> Any:
-    """Returns the address of element `index` of the array that is argument `position`."""
+    """Returns the address of element `index` of the array that is argument number `position`."""
     array = context.make_array(signature.args[position])(context, builder, args[position])
     return builder.bitcast(builder.gep(array.data, [index]), _BYTES)
 
@@ -193,7 +193,8 @@ class _Rows:
             visit(row, self.place(row))
 
     def pack(self, k: Any, target: Any, first: Any, end: Any) -> None:
-        """Packs the step whose packed form begins k bytes into each row. int8 weights lie k / 2 bytes into it in memory."""
+        """Packs rows first to below end of the step that begins k bytes into each packed row. In memory, int8 weights are k / 2
+        bytes into the row."""
         builder = self.builder
         step = builder.gep(target, [builder.mul(k, _constant(PANEL))])
         at = builder.lshr(k, _constant(1)) if self._of_int8 else k

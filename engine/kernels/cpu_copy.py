@@ -61,7 +61,7 @@ def copy_and_sum_each(targets: Any, sources: Any, num_words: Any, sums: Any) -> 
 
 @njit(void(uint64[::1], uint64[::1]), error_model="numpy", cache=True, nogil=True)
 def sum_up(source: Any, sums: Any) -> None:
-    """Adds to sums what copy_and_sum adds, without copying."""
+    """Adds the sum of source's words to sums[0] and the sum of index * word to sums[1], as copy_and_sum does."""
     plain, weighted = np.uint64(0), np.uint64(0)
     for index in range(source.shape[0]):
         word = source[index]

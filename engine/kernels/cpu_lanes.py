@@ -202,7 +202,7 @@ def unmixed_hashes(typing_context: Any, first: Any, key0: Any, key1: Any) -> Any
 
 @intrinsic
 def hashes(typing_context: Any, unmixed: Any) -> Any:
-    """Returns cpu_bits.hash_words, given unmixed_hashes."""
+    """Applies the last step of cpu_bits.hash_words to the result of unmixed_hashes."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         return mixed(builder, args[0])

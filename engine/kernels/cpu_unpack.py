@@ -124,7 +124,8 @@ def _sum(words: Any, sums: Any) -> None:
 
 
 def decode(data: Any, out: Any) -> None:
-    """Decodes like codec.decode."""
+    """Decodes one frame of packed weights, data (uint8), into out (uint16 [N]), as codec.decode does. Raises FrameError for a bad
+    frame."""
     if data.ctypes.data % 8:
         codec.decode(data, out)
         return
@@ -134,7 +135,7 @@ def decode(data: Any, out: Any) -> None:
 
 
 def sum_of(data: Any) -> int:
-    """Returns the checksum that codec.sum_of returns."""
+    """Returns the checksum of data (uint8), as codec.sum_of does."""
     whole = len(data) // 8 * 8
     if data.ctypes.data % 8:
         return codec.sum_of(data)

@@ -33,7 +33,7 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 
 def configure(cache_dir: str) -> None:
-    """Has compiled kernels kept below cache_dir, or in a temporary folder if nothing can be written there."""
+    """Sets where Triton keeps compiled kernels: below cache_dir, or in a temporary folder if cache_dir cannot be written."""
     triton.knobs.cache.dir = compiled.writable(cache_dir, KERNELS_BYTES)
 
 
@@ -118,14 +118,15 @@ def sample(
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns what `sample` returns for rows of temperature 0."""
+    """Returns each row's most likely token and whether the row is bad, as `sample` does for rows of temperature 0."""
     zeros = torch.zeros(len(logits), dtype=torch.float32, device=logits.device)
     nothing = zeros.to(torch.int32)
     return sample(logits, zeros, zeros, nothing, zeros, nothing, nothing)
 
 
 def top_logprobs(logits: Tensor, rows: Tensor, chosen: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns what ops.top_logprobs returns, with arrays on the device."""
+    """Returns the log-probabilities of the chosen and of the num_top most likely tokens, as ops.top_logprobs does, with arrays on
+    the device."""
     picked = torch.empty(len(rows), dtype=torch.float32, device=logits.device)
     top_ids = torch.empty(len(rows), num_top, dtype=torch.int32, device=logits.device)
     top = torch.empty(len(rows), num_top, dtype=torch.float32, device=logits.device)
@@ -145,7 +146,7 @@ def penalise(row: Tensor, tokens: Tensor, num_prompt: int, presence: float, freq
 
 
 def column(values: np.ndarray, device: torch.device) -> Tensor:
-    """Returns a host array as a tensor on the device."""
+    """Copies a host array into a tensor on the device."""
     return torch.from_numpy(np.ascontiguousarray(values)).to(device)
 
 

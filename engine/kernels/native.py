@@ -62,7 +62,8 @@ class NativeCalls:
         return joined
 
     def run(self, ticks: npt.NDArray[np.int64] | None = None) -> None:
-        """Makes all calls. Raises what a failing call raises.
+        """Makes all calls. If one fails, it is repeated from Python, which raises its exception (RuntimeError if it does not fail
+        again).
 
         ticks: [calls + 1], filled with the processor's clock before the first call and after each."""
         num_calls = len(self._calls)
@@ -120,8 +121,8 @@ def prepare(signatures: Sequence[tuple[Any, ...]]) -> None:
 
 
 def _write_unpacker(function: ir.Function, kinds: tuple[Any, ...]) -> None:
-    """Generates a function that takes a kernel and its arguments' words, calls the kernel and returns its status. kinds: the
-    argument types."""
+    """Generates a function that takes a kernel's address and its arguments as words, calls the kernel and returns its status.
+    kinds: the types of the arguments."""
     kernel_type = cpu_target.target_context.call_conv.get_function_type(numba.types.none, kinds)
     builder = ir.IRBuilder(function.append_basic_block())
     kernel = builder.inttoptr(function.args[0], kernel_type.as_pointer())

@@ -46,7 +46,7 @@ def e4m3_of(x):
 
 @triton.jit
 def block_of(table, position, there, BLOCK_TOKENS: tl.constexpr):
-    """Returns the block numbers [N] of positions [N]; 0 for those that are not `there`."""
+    """Looks up the block numbers [N] of positions [N] in a row's block table. Returns 0 where `there` is false."""
     return tl.load(table + position // BLOCK_TOKENS, mask=there, other=0).to(tl.int64)
 
 

@@ -270,7 +270,10 @@ def _logprobs_kernel(
 
 
 def top_logprobs(logits: Tensor, rows: Tensor, chosen: Tensor, picked: Tensor, top_ids: Tensor, top: Tensor) -> None:
-    """Computes what ops.top_logprobs returns, for rows of finite logits."""
+    """Computes the log-probabilities of the chosen and of the most likely tokens, see ops.top_logprobs. The rows' logits must be
+    finite.
+
+    rows, chosen: [M]. Writes picked [M], and top_ids and top [M, K]."""
     vocab = logits.shape[1]
     block = min(4096, max(16, triton.next_power_of_2(vocab)))
     _logprobs_kernel[(len(rows),)](
