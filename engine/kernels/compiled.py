@@ -70,7 +70,7 @@ def _compile_for_this_processor() -> None:
 
 
 def use_threading_layer() -> None:
-    """Sets Numba's threading layer. Must be called before a kernel is."""
+    """Sets Numba's threading layer. Must be called before a kernel is called."""
     import numba
 
     numba.config.THREADING_LAYER = threading_layer()

@@ -98,7 +98,7 @@ def place_ahead(places: Any, layer_at: int, kv_heads: int, plane: int, head_dim:
 def _score(
     queries: Any, queries_at: int, kv: Any, places: Any, keys_at: int, head_dim: int, scores: Any, ahead: Any, number: int
 ) -> None:
-    """Computes the scores [64, 16] of the chunk's positions with one tile of rows. Prefetches ahead[number ...]."""
+    """Computes the scores [64, 16] of the chunk's positions with one tile of rows. Meanwhile prefetches kv at ahead[number ...]."""
     stride = 2 * head_dim
     for half in range(2):
         _zero_0()
@@ -121,8 +121,8 @@ def _score(
 
 @njit(**HELPER)
 def add_rows(weights: Any, pairs: Any, head_dim: int, sums: Any, row: int, kv: Any, ahead: Any, number: int) -> None:
-    """Adds weights [2, 16, 16] times the chunk's values to sums [rows, width] from row `row` on. Prefetches ahead[number ...] of
-    kv."""
+    """Adds weights [2, 16, 16] times the chunk's values to sums [rows, width] from row `row` on. Meanwhile prefetches kv at
+    ahead[number ...]."""
     _load_6(weights, 0, 64)
     _load_7(weights, _TILE, 64)
     width = sums.shape[1]
@@ -156,8 +156,8 @@ def add_rows(weights: Any, pairs: Any, head_dim: int, sums: Any, row: int, kv: A
 
 @njit(**HELPER)
 def pair_values(kv: Any, places: Any, values_at: int, head_dim: int, pairs: Any, ahead: Any, number: int) -> None:
-    """Fills pairs [32, D] uint32 (flat) with the chunk's values of positions 32 half + i and 32 half + i + 16. Prefetches
-    ahead[number ...]."""
+    """Fills pairs [32, D] uint32 (flat) with the chunk's values of positions 32 half + i and 32 half + i + 16. Meanwhile prefetches
+    kv at ahead[number ...]."""
     begin, num_fetches = number, head_dim // 32 * PAIR_FETCHES
     for half in range(2):
         for i in range(16):
@@ -183,8 +183,8 @@ def score_rows(
     ahead: Any,
     number: int,
 ) -> None:
-    """Fills spread [rows, 64] with the scores of num_rows (16 at most) rows from row `row` on, a multiple of 16. Prefetches
-    ahead[number ...]."""
+    """Fills spread [rows, 64] with the scores of num_rows (16 at most) rows from row `row` on, a multiple of 16. Meanwhile
+    prefetches kv at ahead[number ...]."""
     _score(queries, row * (head_dim // 2), kv, places, keys_at, head_dim, scores, ahead, number)
     if num_rows <= 4:
         _four_rows(scores, spread)

@@ -79,7 +79,8 @@ def by_rows(num_rows: int) -> Callable[..., None]:
 
 
 def _exchanged(builder: ir.IRBuilder, rows: list[Any]) -> list[Any]:
-    """Returns 2**n vectors in which a vector's number and the last n bits of a lane's number have changed places."""
+    """Returns the 2**n vectors with each vector's number exchanged for the last n bits of the lane's number (a transposition if n
+    is 4)."""
     distance = len(rows) // 2
     while distance:
         left = [LANES + lane - distance if lane & distance else lane for lane in range(LANES)]

@@ -76,7 +76,7 @@ def tile_products(num_columns: int, packs: bool) -> Any:
     It multiplies `steps` steps of the panel, whose weights begin at element `at` of own, with the tiles of columns, of which the
     first begins at words_at and the next columns_apart words after it. The products are added to sums [2, num_columns, 16, 16] at
     sums_at (float32, or int32 for int8 weights that are not packed); if fresh, the sums start from 0. A panel's rows of weights are
-    `width` elements apart, and its second 16 rows begin halves_apart elements after its first.
+    `width` elements apart, and its second 16 rows begin halves_apart elements after its first 16.
 
     Meanwhile it prefetches what is needed next: next_steps steps of rows from_row to below to_row of the panel that begins at
     element next_at of weight. If packs, own holds packed weights (step by step, two whole tiles each), and the next ones are also

@@ -122,7 +122,7 @@ def _copy_part(tops: Any, totals: Any, sums: Any, to_tops: Any, to_totals: Any, 
 
 @njit(**HELPER)
 def _add_cut(tops: Any, totals: Any, sums: Any, to_tops: Any, to_totals: Any, to_sums: Any) -> None:
-    """Combines two parts of one token: adds tops, totals and sums to to_*."""
+    """Merges one part of a token's attention (tops, totals, sums) into another (to_*), rescaled to the larger top."""
     for g in range(tops.shape[0]):
         top = max(tops[g], to_tops[g])
         left, right = exp(to_tops[g] - top), exp(tops[g] - top)

@@ -154,7 +154,8 @@ def rope_and_store(
     heads: int,
     slots: Tensor,
 ) -> None:
-    """Does what reference.rope_and_store does, except that qkv's keys are not changed in place: only queries are written there."""
+    """Normalises (if norms are given) and rotates the queries of qkv in place, and stores the rotated keys and the values at slots
+    [T]. Unlike reference.rope_and_store it leaves qkv's keys as they are."""
     kv_heads, block_tokens, head_dim = kv.shape[3:]
     pairs = turns.shape[1] // 2
     padded = triton.next_power_of_2(pairs)
