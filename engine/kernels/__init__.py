@@ -1,1 +1,1 @@
-"""Kernels, each with a torch twin in `reference`; only `engine.ops` picks between them."""
+"""The kernels. Each has a reference implementation in torch (see `reference`); only `engine.ops` chooses between them."""

@@ -1,4 +1,6 @@
-"""Where Numba keeps what it has compiled, and how that is called without looking at the arguments again."""
+"""Chooses the folder where Numba keeps compiled kernels, and finds the machine code to call without checking the arguments
+again.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,11 @@ log = logging.getLogger("engine")
 
 
 def keep_in(cache_dir: str) -> None:
-    """To be called before a kernel is imported. cache_dir: "" for the user's own. The folder's name has a digest of the kernels'
-    sources in it, because Numba looks only at the file of the kernel itself. A folder that takes nothing, or nothing more, costs a
-    warning and the time to compile again."""
+    """Sets the folder below cache_dir where Numba keeps compiled kernels. Must be called before a kernel is imported.
+
+    cache_dir: "" for the user's own cache. The folder's name contains a digest of all kernels' sources, because Numba itself only
+    checks the file that a kernel is defined in. If the folder cannot be written, or is full, a warning is logged and kernels are
+    compiled again by the next process."""
     digest = hashlib.blake2b(digest_size=6)
     for source in sorted(Path(__file__).parent.glob("cpu*.py")):
         digest.update(source.read_bytes())
@@ -33,7 +37,7 @@ def keep_in(cache_dir: str) -> None:
 
 
 def keep_in_folder(folder: str) -> None:
-    """As keep_in, in the very folder that another process (`folder`) has found."""
+    """Has Numba keep compiled kernels in exactly this folder, which another process found with keep_in and `folder`."""
     import numba
 
     _compile_for_this_processor()
@@ -42,19 +46,21 @@ def keep_in_folder(folder: str) -> None:
 
 
 def folder() -> str:
-    """Where kernels are kept, after keep_in."""
+    """Returns the folder where kernels are kept, once keep_in has been called."""
     import numba
 
     return str(numba.config.CACHE_DIR)
 
 
 def kernels_dtype(dtype: str) -> str:
-    """float16 has no kernels of its own; rows whose logits are edited are sampled in float32."""
+    """Returns the dtype whose kernels a model of `dtype` calls. float16 has no kernels of its own, but rows whose logits are edited
+    are sampled in float32."""
     return "float32" if dtype == "float16" else dtype
 
 
 def _compile_for_this_processor() -> None:
-    """Has Numba use no feature that was taken away. Kernels for other features are other files of the same cache."""
+    """Keeps Numba from using processor features that were turned off. Kernels for other features are separate files of the same
+    cache."""
     import llvmlite.binding
     import numba
 
@@ -64,15 +70,15 @@ def _compile_for_this_processor() -> None:
 
 
 def use_threading_layer() -> None:
-    """To be called before a kernel is."""
+    """Sets Numba's threading layer. Must be called before a kernel is called."""
     import numba
 
     numba.config.THREADING_LAYER = threading_layer()
 
 
 def threading_layer() -> str:
-    """For Numba: OpenMP's where the system has libgomp, which shares the machine best with torch's own threads. Its queue
-    otherwise."""
+    """Returns Numba's threading layer: OpenMP where the system has libgomp, because it shares the machine best with torch's own
+    threads. Elsewhere Numba's work queue."""
     try:
         importlib.import_module("numba.np.ufunc.omppool")
     except ImportError:
@@ -82,7 +88,8 @@ def threading_layer() -> str:
 
 @functools.cache
 def writable(folder: str, room_bytes: int = 0) -> str:
-    """The folder, made if it is not there, or a temporary one if files can't be written to it, or not that many bytes."""
+    """Returns the folder, which is created if it is missing. If files cannot be written there, or not room_bytes bytes, it logs a
+    warning and returns a temporary folder."""
     try:
         os.makedirs(folder, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as probe:
@@ -98,8 +105,10 @@ def writable(folder: str, room_bytes: int = 0) -> str:
 
 @functools.cache
 def _forgive_failed_saves() -> None:
-    """What is compiled is in use before Numba saves it; by itself it raises what the disk says to that, out of the kernel's first
-    call or of its module."""
+    """Turns an error of saving a compiled kernel into a warning.
+
+    Otherwise Numba raises the disk's error out of the kernel's first call or its module's import, although the kernel is already
+    usable."""
     from numba.core.caching import Cache
 
     save = Cache.save_overload
@@ -113,11 +122,12 @@ def _forgive_failed_saves() -> None:
     Cache.save_overload = save_or_warn
 
 
-_found: dict[tuple[Any, ...], Any] = {}  # kernel, then what `_kind` says of each argument -> its compilation
+_found: dict[tuple[Any, ...], Any] = {}  # (kernel, `_kind` of each argument) -> its compilation
 
 
 def compilation(kernel: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """What Numba has made of the kernel (of its forms, `due`, the one) for arguments of these types. None: nothing."""
+    """Returns Numba's compilation of the kernel for arguments of these types, or None if there is none. For a kernel with several
+    forms it is the form that the kernel's `due` picks."""
     due = getattr(kernel, "due", None)
     form = kernel if due is None else due(args)
     overloads = getattr(form, "overloads", None)
@@ -128,14 +138,14 @@ def compilation(kernel: Callable[..., Any], args: Sequence[Any]) -> Any:
     if found is None:
         import numba
 
-        found = overloads.get(tuple(numba.typeof(arg) for arg in args))  # 7 us an array
+        found = overloads.get(tuple(numba.typeof(arg) for arg in args))  # takes 7 us for each array
         if found is not None:
             _found[key] = found
     return found
 
 
 def _kind(arg: Any) -> Any:
-    """What Numba's type of it follows from."""
+    """Returns a key for the argument. Arguments with the same key have the same Numba type."""
     if isinstance(arg, np.ndarray):
         flags = arg.flags
         return arg.dtype, arg.ndim, flags.c_contiguous, flags.f_contiguous, flags.aligned, flags.writeable
@@ -143,8 +153,8 @@ def _kind(arg: Any) -> Any:
 
 
 def direct(kernel: Callable[..., Any], args: Sequence[Any]) -> Callable[..., Any]:
-    """What a call of the kernel comes to as long as its arguments are these: machine code, entered past Numba's choice between
-    types (about 1 us). The kernel itself, or its form, where that is not compiled."""
+    """Returns the function that a call of the kernel with these arguments ends up in: machine code, entered without Numba's check
+    of the argument types (about 1 us). If the kernel is not compiled for them, returns the kernel itself, or its form."""
     found = compilation(kernel, args)
     if found is not None:
         entry: Callable[..., Any] = found.entry_point

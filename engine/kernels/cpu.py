@@ -1,6 +1,6 @@
-"""The CPU kernels as ops.py calls them, for one element type at a time; cpu_wanted.py compiles them.
+"""The CPU kernels as ops.py calls them, each for one element type at a time; cpu_wanted.py compiles them.
 
-Set the cache folder and the threading layer before this is imported.
+The cache folder and the threading layer must be set before this module is imported.
 """
 
 from __future__ import annotations
@@ -72,18 +72,25 @@ __all__ = [
     "widened_scratch_floats",
 ]
 
-# Below these, waking the other threads (30 to 40 us) costs more than they save. Elements of keys that are read; bytes of weights,
-# and what so many rows' products cost beside reading them.
-_SHARED_ATTENTION = 1 << 20
+# Work below these sizes is not shared, because waking the other threads (30 to 40 us) costs more than they save.
+_SHARED_ATTENTION = 1 << 20  # elements of keys that are read
+# Bytes of weights, and the number of rows whose products cost as much as reading the weights.
 _SHARED_WEIGHTS, _ROWS_AS_READING = 2 << 20, 8
 _SHARED_TILES = 512 << 10  # bytes of weights that the matrix unit multiplies
-# Rows up to which few_rows_linear is ahead of torch's linear (benchmarks/kernels.py), by element type (tiles of float32 are made
-# for 32 registers of 512 bits); the same of int8_linear and the matrix unit's kernel. The latter is ahead of all others from
-# _VECTOR_ROWS on (below, vectors are, which read each line of the memory once wherever rows begin, unless a matrix has _WIDE
-# times as many outputs as inputs: vectors end every output with a sum across their lanes), and of int8 weights at any number of
-# rows: up to 32 as they are, then as bfloat16 (cpu_amx_linear.py), MOST_ROWS at a time: their columns stay in the second-level
-# cache. Of bfloat16 torch's linear is ahead with more. Processors that do not multiply bfloat16 have widened_linear for any
-# number of rows of it, and of int8 weights from where two digits are more work than one widened weight.
+# FEW_ROWS: up to this many rows few_rows_linear is faster than torch's linear (benchmarks/kernels.py), by element type; tiles of
+# float32 are made for 32 registers of 512 bits. _INT8_PRODUCTS_ROWS and MOST_ROWS are the same limits for int8_linear and for the
+# matrix unit's kernel.
+#
+# Above _VECTOR_ROWS rows the matrix unit's kernel is faster than all others. Up to _VECTOR_ROWS rows vectors are faster, because
+# they read each line of memory once, wherever rows begin. The exception is a matrix with at least _WIDE times as many outputs as
+# inputs, because vectors end every output with a sum across their lanes.
+#
+# With int8 weights the matrix unit is faster at any number of rows: up to 32 it uses the weights as they are, above that as
+# bfloat16 (cpu_amx_linear.py), for MOST_ROWS rows at a time, whose columns stay in the second-level cache. With bfloat16 weights
+# torch's linear is faster above MOST_ROWS.
+#
+# Processors that do not multiply bfloat16 use widened_linear, for bfloat16 weights at any number of rows, and for int8 weights from
+# the number of rows where two digits are more work than one widened weight.
 FEW_ROWS = {"bfloat16": 16, "float32": 64 if "avx512" in this_processor().features else 8}
 FEW_ROWS_INT8 = {"bfloat16": 16, "float32": 64}
 _INT8_PRODUCTS_ROWS = 32 if HAS_BFLOAT16_PRODUCTS else 16
@@ -91,12 +98,12 @@ _VECTOR_ROWS, _WIDE = 4, 4
 MOST_ROWS = 256
 HAS_MATRIX_UNIT = may_use_tiles()
 HAS_INT8_PRODUCTS = cpu_int8.HAS_INT8_PRODUCTS and not HAS_MATRIX_UNIT
-_SHARED_ROWS = 1 << 14  # elements of row-wise work: between products the others have not gone to sleep yet
-_SHARED_LOGITS = 1 << 16  # that are sampled from
+_SHARED_ROWS = 1 << 14  # elements of row-wise work; so few, because between products the other threads are not asleep yet
+_SHARED_LOGITS = 1 << 16  # logits that are sampled from
 
 
 class _Thread(threading.local):
-    """num_threads: that share the calling thread's kernels."""
+    """The settings of a calling thread. num_threads: how many threads share its kernels' work."""
 
     num_threads = 1
 
@@ -105,29 +112,30 @@ _thread = _Thread()
 
 
 def set_num_threads(num_threads: int) -> None:
-    """Of the calling thread's kernels. Above the number of cores Numba started with, that number is used."""
+    """Sets how many threads share the work of the calling thread's kernels, at most the number of cores that Numba started with."""
     num_threads = min(num_threads, numba.config.NUMBA_NUM_THREADS)
     if _thread.num_threads != num_threads:
         _thread.num_threads = num_threads
-        if num_threads > 1:  # one has kernels of its own
+        if num_threads > 1:  # a single thread runs the serial forms
             numba.set_num_threads(num_threads)
 
 
 def _uses_tiles(out: Any, block_tokens: int, head_dim: int) -> bool:
-    """Whether AMX serves attention to such blocks, of bfloat16."""
+    """Returns whether AMX computes attention to blocks of this size. It does so only for bfloat16."""
     return out.itemsize == 2 and fits_tiles(block_tokens, head_dim) and may_use_tiles()
 
 
 @dataclass(slots=True, frozen=True)
 class Forms:
-    """A kernel for one thread and for all of them. is_shared: whether a call is worth waking the others, by its arguments."""
+    """A kernel in two forms, for one thread and for all of them. is_shared: tells from a call's arguments whether the call is worth
+    waking the other threads."""
 
     serial: Any
     parallel: Any
     is_shared: Callable[[Sequence[Any]], bool]
 
     def due(self, args: Sequence[Any]) -> Any:
-        """The one that a call with these arguments runs, now and when it is repeated."""
+        """Returns the form that a call with these arguments runs, now and whenever it is repeated."""
         return self.parallel if self.is_shared(args) else self.serial
 
     def __call__(self, *args: Any) -> None:
@@ -135,7 +143,7 @@ class Forms:
 
 
 def num_shares() -> int:
-    """Into how many parts the calling thread's work is cut that is dealt out so."""
+    """Returns into how many parts the calling thread's kernels cut work that they share: one for each thread."""
     return _thread.num_threads
 
 
@@ -148,9 +156,11 @@ def _shares_tiles(weight: Any) -> bool:
 
 
 class Attention:
-    """Kernels of attention, called without what follows from the other arguments (use_tiles, num_shares) and with attended [1]
-    before out: the positions that all tokens of the step attend to. Whether threads share the work changes with them, from step to
-    step."""
+    """A kernel of attention. It is called with the kernel's arguments except use_tiles and num_shares, which follow from the
+    others.
+
+    One argument is added before out: attended [1], the number of positions that all tokens of the step together attend to. Whether
+    threads share the work depends on it and may change from step to step."""
 
     def __call__(self, *args: Any) -> None:
         kernel, own = self.forms(args)[self.is_shared(args)]
@@ -161,17 +171,17 @@ class Attention:
         return _thread.num_threads > 1 and int(attended[0]) * out.shape[1] >= _SHARED_ATTENTION
 
     def depends_on(self, args: Sequence[Any]) -> tuple[int, ...]:
-        """Calls of which this is the same are shared, or not, at the same time."""
+        """Returns a key: calls with the same key are shared or not shared in the same steps."""
         attended, out = args[-2:]
         return attended.ctypes.data, out.shape[1]
 
     def forms(self, args: Sequence[Any]) -> tuple[tuple[Any, tuple[Any, ...]], tuple[Any, tuple[Any, ...]]]:
-        """Kernel and arguments for this thread, and for all of them."""
+        """Returns the kernel and its arguments for one thread, and the same for all threads."""
         raise NotImplementedError
 
 
 class PagedAttention(Attention):
-    """Of single tokens."""
+    """Attention that is computed token by token (cpu_attention.py)."""
 
     def forms(self, args: Sequence[Any]) -> tuple[tuple[Any, tuple[Any, ...]], tuple[Any, tuple[Any, ...]]]:
         *before, _, out = args
@@ -184,7 +194,7 @@ class PagedAttention(Attention):
 
 
 class PrefillAttention(Attention):
-    """Of rows with many tokens."""
+    """Attention of rows with many new tokens, each row as a whole (cpu_prefill.py, or cpu_amx_prefill.py where tiles are used)."""
 
     def forms(self, args: Sequence[Any]) -> tuple[tuple[Any, tuple[Any, ...]], tuple[Any, tuple[Any, ...]]]:
         *before, _, out = args
@@ -195,7 +205,7 @@ class PrefillAttention(Attention):
 
 
 def linear_kernel(num_rows: int, num_inputs: int, num_outputs: int, dtype: str) -> Any:
-    """What multiplies rows of dtype with weights of the same. None: torch's linear is ahead."""
+    """Returns the kernel that multiplies rows of dtype with weights of the same dtype, or None where torch's linear is faster."""
     by_tiles = num_rows > _VECTOR_ROWS or num_outputs >= _WIDE * num_inputs
     if dtype == "bfloat16" and by_tiles and num_rows <= MOST_ROWS and _fits_panels(num_inputs * 2, num_outputs):
         return amx_linear
@@ -205,7 +215,8 @@ def linear_kernel(num_rows: int, num_inputs: int, num_outputs: int, dtype: str) 
 
 
 def int8_linear_kernel(num_rows: int, num_inputs: int, num_outputs: int, dtype: str) -> Any:
-    """What multiplies rows of dtype with int8 weights. None: too many rows for what there is."""
+    """Returns the kernel that multiplies rows of dtype with int8 weights, or None if no kernel serves this many rows or so few
+    outputs."""
     if not num_rows or num_outputs < cpu_linear.MIN_OUTPUTS:
         return None
     if dtype == "bfloat16":
@@ -227,7 +238,7 @@ def _fits_panels(row_bytes: int, num_outputs: int) -> bool:
 
 
 def sampling_shares(logits: Any) -> int:
-    """That the rows of logits [N, V] are dealt out to."""
+    """Returns into how many shares the rows of logits [N, V] are dealt out for sampling."""
     return min(_thread.num_threads, len(logits)) if _deals_out_logits(logits) else 1
 
 

@@ -1,7 +1,7 @@
-"""Intel AMX in Numba kernels: products of tiles of 16 rows of bfloat16 pairs (tdpbf16ps), and whether this process may use them.
+"""Intel AMX in Numba kernels: multiplies tiles of 16 rows of bfloat16 pairs (tdpbf16ps), and tells whether this process may do so.
 
 A tile register holds 16 rows of 64 bytes. dot(c, a, b) adds to c [16, 16] float32 the product of a [16, 32] with b [32, 16], both
-bfloat16; rows of b are pairs: row i, column n holds elements 2 i and 2 i + 1 of column n (Intel 64 and IA-32 Architectures Software
+bfloat16. Rows of b are pairs: row i, column n holds elements 2 i and 2 i + 1 of column n (Intel 64 and IA-32 Architectures Software
 Developer's Manual, volume 1, chapter "Programming with Intel AMX").
 """
 
@@ -32,8 +32,10 @@ HAS_TILES = processor.runs("tiles") and platform.system() == "Linux"
 
 @functools.cache
 def may_use_tiles() -> bool:
-    """Whether the processor multiplies tiles of bfloat16 and the kernel lets this process keep their registers. Asking is what
-    allows them (Linux 5.16); a process that was refused, or whose signal stacks are too small, does without."""
+    """Returns whether the processor multiplies tiles of bfloat16 and the kernel lets this process keep tile registers.
+
+    Linux (5.16 or newer) must be asked for that permission, and this function asks. A process that is refused, or whose signal
+    stacks are too small, does without tiles."""
     if not HAS_TILES:
         return False
     syscall = ctypes.CDLL(None, use_errno=True).syscall
@@ -41,15 +43,15 @@ def may_use_tiles() -> bool:
 
 
 def fits_tiles(block_tokens: int, head_dim: int) -> bool:
-    """Whether keys in such blocks are whole tiles."""
+    """Returns whether the keys in blocks of this size are whole tiles."""
     return block_tokens % TILE_ROWS == 0 and head_dim * 2 % TILE_ROW_BYTES == 0
 
 
 def tile_configuration() -> Any:
-    """[64] uint8 for configure_tiles: all eight tiles have 16 rows of 64 bytes."""
+    """Returns the argument [64] uint8 of configure_tiles that gives all eight tiles 16 rows of 64 bytes."""
     configuration = np.zeros(64, np.uint8)
     configuration[0] = 1  # palette
-    configuration[16:32:2] = TILE_ROW_BYTES  # of each tile, 16 bits
+    configuration[16:32:2] = TILE_ROW_BYTES  # 16 bits for each tile
     configuration[48:56] = TILE_ROWS
     return configuration
 
@@ -61,7 +63,8 @@ def _call(builder: ir.IRBuilder, name: str, args: list[Any]) -> None:
 
 @intrinsic
 def configure_tiles(typing_context: Any, configuration: Any) -> Any:
-    """To be called by a thread before it uses tiles; release_tiles afterwards, which spares the system saving them."""
+    """Configures the tile registers. A thread must call it before it uses tiles, and release_tiles afterwards, so that the system
+    does not have to save them."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, args[0]).data
@@ -95,12 +98,13 @@ def _at_array(name: str, tile: int) -> Callable[..., None]:
 
 
 def load(tile: int) -> Callable[..., None]:
-    """A function (array, at, stride): the tile's rows are 64 bytes each, from element `at` of an array on, `stride` bytes apart."""
+    """Returns a function (array, at, stride) that loads the tile: rows of 64 bytes, from element `at` of an array on, `stride`
+    bytes apart."""
     return _at_array("llvm.x86.tileloadd64", tile)
 
 
 def store(tile: int) -> Callable[..., None]:
-    """A function (array, at, stride): the reverse."""
+    """Returns a function (array, at, stride) that stores the tile: the reverse of `load`."""
     return _at_array("llvm.x86.tilestored64", tile)
 
 
@@ -117,7 +121,7 @@ def zero(tile: int) -> Callable[..., None]:
 
 
 def dot(total: int, left: int, right: int) -> Callable[..., None]:
-    """A function (): tile `total` += tile `left` times tile `right`."""
+    """Returns a function () that adds tile `left` times tile `right` to tile `total`."""
 
     @intrinsic
     def operation(typing_context: Any) -> Any:

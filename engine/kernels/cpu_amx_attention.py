@@ -1,13 +1,15 @@
-"""Attention with AMX (Numba): rows (query heads of one token or several) of one KV head, chunks of 64 positions, of bfloat16.
+"""Attention with AMX (Numba): rows (query heads of one token or several) of one KV head against chunks of 64 positions, in
+bfloat16.
 
-Keys are taken from where they lie: 16 positions of a block are a tile. Queries are the other side, as pairs, so that a tile of
-scores has a position in each row and a query in each column; values are made pairs of two positions once a chunk, for all rows.
+Keys are read in place: 16 positions of a block are a tile. Queries are the other side of the product, as pairs, so that a tile of
+scores has a position in each row and a query in each column. Values are combined into pairs of two positions once a chunk, for all
+rows.
 
-Memory is to have something to do all the time, and what waits for it must not hold up what computes: what is needed later is asked
-for between the steps of all that is done for a chunk, evenly, a few lines at a time (`ahead`; asking for as much in one go, or in
-parts of the work only, gains nothing). Without `ahead`, nothing is.
+Memory should be busy all the time, and what waits for it must not hold up what computes. So what is needed later is prefetched
+evenly between the steps of all the work for a chunk, a few lines at a time. `ahead` lists where (prefetching as much in one go, or
+in parts of the work only, gains nothing). If `ahead` is None, nothing is prefetched.
 
-Shapes: D head size, a multiple of 32, C = D / 32; rows in tiles of 16 or fewer. bfloat16 as uint16 bits.
+Shapes: D head size, a multiple of 32; C = D / 32; rows in tiles of 16 or fewer. bfloat16 is passed as uint16 bits.
 """
 
 from __future__ import annotations
@@ -24,11 +26,12 @@ from engine.kernels.cpu_bits import FETCHED_BYTES, fetch_lines
 
 LEAST_TOP = float32(-1e30)
 TILE_TOKENS = 16
-FETCHED = FETCHED_BYTES // 2  # elements that are asked for at a time
-# What a step over a chunk's keys and values of one head asks for, D / 2 times FETCHED: each part as much of it as of the time
-SCORE_FETCHES, WEIGH_FETCHES, PAIR_FETCHES, ADD_FETCHES = 4, 2, 6, 4  # for each 32 of D
+FETCHED = FETCHED_BYTES // 2  # elements that are prefetched at a time
+# While a chunk's keys and values of one head are processed, D / 2 times FETCHED elements are prefetched. These are the prefetches
+# of each part of that work, for each 32 of D, in proportion to the time that the part takes.
+SCORE_FETCHES, WEIGH_FETCHES, PAIR_FETCHES, ADD_FETCHES = 4, 2, 6, 4
 _TILE = 16 * 16  # elements of 32 bits
-# Tiles 0 and 1 hold scores; 2 and 3 what is multiplied; 4 and 5 sums, and 6 and 7 weights, of as many rows as there are.
+# Tiles 0 and 1 hold scores, 2 and 3 factors, 4 and 5 sums, 6 and 7 weights. Decode configures 4 to 7 with as many rows as it has.
 _zero_0, _zero_1 = zero(0), zero(1)
 _load_2, _load_3, _load_4, _load_5, _load_6, _load_7 = (load(tile) for tile in range(2, 8))
 _store_0, _store_1, _store_4, _store_5 = (store(tile) for tile in (0, 1, 4, 5))
@@ -39,7 +42,8 @@ _four_rows, _eight_rows, _sixteen_rows = by_rows(4), by_rows(8), by_rows(16)
 
 @njit(**HELPER)
 def pack_queries(qkv: Any, at: int, num_rows: int, row: int, head_dim: int, queries: Any) -> None:
-    """queries [tile, C, 16, 16] uint32 (flat): pair i of 32 dimensions, row r; from the rows of qkv that begin at `at`."""
+    """Writes num_rows rows of qkv that begin at index `at` to queries [tile, C, 16, 16] uint32 (flat) from row `row` on. Element
+    [tile, c, i, r] is pair i of the c-th 32 dimensions of row r."""
     chunks = head_dim // 32
     flat = qkv.reshape(-1)
     for r in range(num_rows):
@@ -54,15 +58,17 @@ def pack_queries(qkv: Any, at: int, num_rows: int, row: int, head_dim: int, quer
 def place_chunk(
     blocks: Any,
     base: int,  # the chunk's first position, a multiple of 16
-    begin: int,  # positions that are read: from here
-    end: int,  # to below here
+    begin: int,  # positions are read from this one
+    end: int,  # to below this one
     block_tokens: int,  # a multiple of 16
     block_stride: int,
     head_dim: int,
-    places: Any,  # [4 + 64]: where tiles of 16 positions begin, and where positions do; results
+    places: Any,  # [4 + 64], result: where the tiles of 16 positions begin, then where the positions do
 ) -> None:
-    """Elements of keys of the layer's first head, of a layer that begins at 0. Positions that are not read have the place of one
-    that is: what lies there may be anything."""
+    """Fills `places` with the indices in kv of the chunk's keys, for the layer's first head, relative to the layer's beginning in a
+    block.
+
+    A position that is not read gets the index of one that is, because its own memory may hold anything."""
     for number in range(CHUNK_TOKENS // TILE_TOKENS):
         at = base + number * TILE_TOKENS
         tile = min(max(at, begin), end - 1) // TILE_TOKENS * TILE_TOKENS
@@ -75,8 +81,11 @@ def place_chunk(
 
 @njit(**HELPER)
 def place_ahead(places: Any, layer_at: int, kv_heads: int, plane: int, head_dim: int, ahead: Any) -> None:
-    """ahead [G * D / 2]: all keys and values of place_chunk's chunk, FETCHED elements each, the four tiles by turns: several pages
-    are read at a time, and what the memory takes to begin with one passes while it reads the others."""
+    """Fills ahead [G * D / 2] with the indices in kv of all keys and values of the chunk that place_chunk placed, FETCHED elements
+    each.
+
+    They take the chunk's four tiles by turns, so that several pages are read at a time and the memory's delay in beginning one
+    passes while it reads the others."""
     number = 0
     for head in range(2 * kv_heads):
         for begin in range(0, TILE_TOKENS * head_dim, FETCHED):
@@ -89,7 +98,7 @@ def place_ahead(places: Any, layer_at: int, kv_heads: int, plane: int, head_dim:
 def _score(
     queries: Any, queries_at: int, kv: Any, places: Any, keys_at: int, head_dim: int, scores: Any, ahead: Any, number: int
 ) -> None:
-    """scores [64, 16] of the chunk's positions with one tile of rows. Asks for ahead[number ...]."""
+    """Computes the scores [64, 16] of the chunk's positions with one tile of rows. Meanwhile prefetches kv at ahead[number ...]."""
     stride = 2 * head_dim
     for half in range(2):
         _zero_0()
@@ -112,7 +121,8 @@ def _score(
 
 @njit(**HELPER)
 def add_rows(weights: Any, pairs: Any, head_dim: int, sums: Any, row: int, kv: Any, ahead: Any, number: int) -> None:
-    """sums [rows, width] from `row` on += weights [2, 16, 16] times the chunk's values. Asks for ahead[number ...] of kv."""
+    """Adds weights [2, 16, 16] times the chunk's values to sums [rows, width] from row `row` on. Meanwhile prefetches kv at
+    ahead[number ...]."""
     _load_6(weights, 0, 64)
     _load_7(weights, _TILE, 64)
     width = sums.shape[1]
@@ -146,7 +156,8 @@ def add_rows(weights: Any, pairs: Any, head_dim: int, sums: Any, row: int, kv: A
 
 @njit(**HELPER)
 def pair_values(kv: Any, places: Any, values_at: int, head_dim: int, pairs: Any, ahead: Any, number: int) -> None:
-    """pairs [32, D] uint32 (flat) of the chunk's values: of positions 32 half + i and 16 behind it. Asks for ahead[number ...]."""
+    """Fills pairs [32, D] uint32 (flat) with the chunk's values of positions 32 half + i and 32 half + i + 16. Meanwhile prefetches
+    kv at ahead[number ...]."""
     begin, num_fetches = number, head_dim // 32 * PAIR_FETCHES
     for half in range(2):
         for i in range(16):
@@ -172,7 +183,8 @@ def score_rows(
     ahead: Any,
     number: int,
 ) -> None:
-    """spread [rows, 64]: scores of num_rows (16 at most) rows from `row` on, a multiple of 16. Asks for ahead[number ...]."""
+    """Fills spread [rows, 64] with the scores of num_rows (16 at most) rows from row `row` on, a multiple of 16. Meanwhile
+    prefetches kv at ahead[number ...]."""
     _score(queries, row * (head_dim // 2), kv, places, keys_at, head_dim, scores, ahead, number)
     if num_rows <= 4:
         _four_rows(scores, spread)

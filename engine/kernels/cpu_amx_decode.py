@@ -1,4 +1,4 @@
-"""Attention of one query token with AMX (Numba): what cpu_attention.py calls instead of its own where tiles can be used."""
+"""Attention of one query token with AMX (Numba). cpu_attention.py calls it instead of its own code where tiles can be used."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def attend_tiles(
     head_dim: int,
     scale: float,
     softcap: float,
-    no_scores: Any,  # _attend's work space
+    no_scores: Any,  # _attend's work space, not used here
     no_weights: Any,
-    tops: Any,  # [H], totals [H] and sums [H, width]: results, as _attend's
-    totals: Any,
-    sums: Any,
+    tops: Any,  # [H], result, as _attend's
+    totals: Any,  # [H], result
+    sums: Any,  # [H, width], result
 ) -> None:
-    """As cpu_attention's _attend."""
+    """Computes the attention of one query token with AMX tiles. Arguments and results are those of cpu_attention._attend."""
     heads = tops.shape[0]
     group = heads // kv_heads
     plane, pieces = block_tokens * head_dim, head_dim // 32
@@ -86,7 +86,7 @@ def attend_tiles(
         elif next_begin < next_end:
             at, end = next_begin * block_tokens, next_end * block_tokens
             place_chunk(next_blocks, at, at, end, block_tokens, block_stride, head_dim, soon)
-        else:  # what is in the caches already
+        else:  # nothing follows: prefetch this chunk again, which is in the caches already
             for at in range(places.shape[0]):
                 soon[at] = places[at]
         place_ahead(soon, layer_at, kv_heads, plane, head_dim, ahead)

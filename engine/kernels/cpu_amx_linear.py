@@ -1,17 +1,18 @@
-"""Products with weights on the CPU's matrix unit: of bfloat16, or int8.
+"""Products with bfloat16 or int8 weights on the CPU's matrix unit.
 
-Inputs are interleaved once, all threads together. Each thread takes panels of 32 outputs, of these a piece at a time. Up to four
-tiles of columns read it as it lies, while the next one is fetched; for more it is packed, while the one before is multiplied, and
-stays in the second-level cache for all rows, as do the columns of that piece and the sums of some panels. Scratch begins where a
-cache line does: a tile whose rows lie in two lines each takes nearly twice as long.
+Inputs are interleaved once, by all threads together. Each thread takes panels of 32 outputs, and of these a piece at a time. Up to
+four tiles of columns read the piece as it lies, while the next one is prefetched. For more columns it is packed, while the one
+before is multiplied, and stays in the second-level cache for all rows, as do that piece of the columns and the sums of some panels.
+Scratch begins at a cache line: a tile whose rows each lie in two lines takes nearly twice as long.
 
-Int8 weights that are read as they lie are multiplied with two digits of x (engine/kernels/cpu_int8.py), which are a column each: as
-many products as with bfloat16 ones, but half the bytes. From 33 rows on these columns are too many for that, and weights are packed
-as bfloat16, which is exact: one conversion for all rows instead of digits of all inputs and twice the sums (128 and 256 rows of mid
-and one-b: 1.1 to 1.2 times as fast as bfloat16 weights, where digits were 0.75 to 0.98 times).
+Int8 weights that are read as they lie are multiplied with two digits of x (see cpu_int8.py), which are a column each. That takes as
+many products as bfloat16 weights, but half the bytes. From 33 rows on these are too many columns to read the weights as they lie,
+and the weights are packed as bfloat16, which is exact. It takes one conversion for all rows instead of digits of all inputs and
+twice the sums (128 and 256 rows of mid and one-b: 1.1 to 1.2 times as fast as bfloat16 weights, where digits were 0.75 to 0.98
+times).
 
 Shapes: R rows, K inputs (a multiple of 32; of 64 for int8), N outputs (32 at least), S steps of 64 bytes of K, C tiles of 16
-columns (engine/kernels/cpu_amx_tiles.py). Twins: torch's linear, reference.int8_linear.
+columns (see cpu_amx_tiles.py). Reference implementations: torch's linear, reference.int8_linear.
 """
 
 from __future__ import annotations
@@ -38,12 +39,13 @@ from engine.kernels.cpu_bits import FASTMATH, named, widen
 from engine.kernels.cpu_int8 import split, unit_of
 
 _CONFIGURATION = tile_configuration()
-# Panels whose sums are kept while pieces of their weights are multiplied, with the same piece of the columns: the more, the less
-# often columns come from beyond the second-level cache.
+# A stripe is the panels whose sums are kept while pieces of their weights are multiplied with the same piece of the columns. The
+# more panels, the less often columns come from beyond the second-level cache. _LEAST_STRIPE: the fewest panels of a stripe.
+# _SUMS_WORDS: the most words that the sums of a larger stripe may take.
 _LEAST_STRIPE, _SUMS_WORDS = 4, 64 << 10
-_COLUMN_STEPS = 1024  # of a piece of all columns: a megabyte at most
-_UNPACKED_COLUMNS = 4  # of more, weights are packed
-_APART = 16  # tiles from which on threads interleave inputs together
+_COLUMN_STEPS = 1024  # steps in a piece of all columns together: a megabyte at most
+_UNPACKED_COLUMNS = 4  # with more tiles of columns, weights are packed
+_APART = 16  # with at least so many tiles of inputs, all threads interleave them
 _PAIR_WORDS = 4 * TILE_WORDS  # sums of a panel and two columns
 _OPTIONS: dict[str, Any] = {"fastmath": FASTMATH, "error_model": "numpy", "cache": True, "nogil": True}
 _one_column, _two_columns = tile_products(1, False), tile_products(2, False)
@@ -52,7 +54,7 @@ _one_packed_column, _two_packed_columns = tile_products(1, True), tile_products(
 
 
 def _columns(tiles: int, of_int8: bool) -> tuple[int, bool]:
-    """Of so many tiles of rows: how many tiles of columns they become, and whether weights are packed for them."""
+    """Returns how many tiles of columns `tiles` tiles of rows become, and whether weights are packed for them."""
     columns = 2 * tiles if of_int8 else tiles
     packs = columns > _UNPACKED_COLUMNS
     return (tiles, True) if packs else (columns, False)
@@ -62,7 +64,8 @@ _columns_of = njit(_columns)
 
 
 def scratch_words(num_rows: int, num_inputs: int, of_int8: bool, num_shares: int) -> int:
-    """Of 32 bits, that a product needs: all columns, and of each share two packed panels (if weights are packed) and its sums."""
+    """Returns how many 32-bit words of scratch a product needs: all columns, and for each share two packed panels (if weights are
+    packed) and its sums."""
     tiles = (num_rows + TILE - 1) // TILE
     columns, packs = _columns(tiles, of_int8)
     panel_sums = (columns + 1) // 2 * _PAIR_WORDS
@@ -73,7 +76,7 @@ def scratch_words(num_rows: int, num_inputs: int, of_int8: bool, num_shares: int
 
 @njit(fastmath=FASTMATH, error_model="numpy")
 def _factors(scale: Any, bias: Any, at: int, factors: Any) -> None:
-    """Of a panel's outputs: scales, then biases."""
+    """Fills factors with the scales of a panel's outputs, then with their biases."""
     for n in range(PANEL):
         factors[n] = scale[at + n] if scale.shape[0] > 0 else float32(1.0)
         factors[PANEL + n] = widen(bias[at + n]) if bias.shape[0] > 0 else float32(0.0)
@@ -83,7 +86,7 @@ def _factors(scale: Any, bias: Any, at: int, factors: Any) -> None:
 def _write(
     weight: Any, sums: Any, sums_at: int, units: Any, factors: Any, at: int, column: int, num_columns: int, digits: int, out: Any
 ) -> None:
-    """Sums of a panel and num_columns columns to out; of two digits the columns are both of the same rows."""
+    """Writes the sums of a panel and num_columns columns to out. With two digits both columns belong to the same rows."""
     num_rows, num_outputs = out.shape
     for half in range(2):
         for tile in range(num_columns // digits):
@@ -99,7 +102,7 @@ def _write(
 
 @njit(fastmath=FASTMATH, error_model="numpy")
 def _outputs_of(share: int, num_shares: int, num_outputs: int) -> tuple[int, int]:
-    """Whole panels, from the first to behind the last."""
+    """Returns the first output of a share and the output after its last. Shares are whole panels."""
     panels = (num_outputs + PANEL - 1) // PANEL
     return PANEL * (panels * share // num_shares), min(PANEL * (panels * (share + 1) // num_shares), num_outputs)
 
@@ -108,7 +111,7 @@ def _outputs_of(share: int, num_shares: int, num_outputs: int) -> tuple[int, int
 def _share(
     words: Any, columns: int, packs: bool, units: Any, weight: Any, scale: Any, bias: Any, share: int, num_shares: int, out: Any
 ) -> None:
-    """One share of the outputs. words: columns [C, S, 16, 16], then what each share has for itself (scratch_words)."""
+    """Computes one share of the outputs. words: the columns [C, S, 16, 16], then each share's work space (see scratch_words)."""
     begin, end = _outputs_of(share, num_shares, out.shape[1])
     num_outputs, width = weight.shape
     packed_at = 0
@@ -164,7 +167,7 @@ def _share(
 
 @njit(fastmath=FASTMATH, error_model="numpy")
 def _pack(inputs: Any, tile: int, step: int, words: Any) -> None:
-    """A step of 16 rows of inputs [R, words of K]."""
+    """Interleaves one step of 16 rows of inputs [R, words of K] into words."""
     num_rows, width = inputs.shape
     begin, count = TILE * (tile * width + step), min(TILE, num_rows - TILE * tile)
     interleave(inputs, begin, width, count, words, (tile * (width // TILE) + step) * TILE_WORDS)
@@ -172,7 +175,8 @@ def _pack(inputs: Any, tile: int, step: int, words: Any) -> None:
 
 @njit(fastmath=FASTMATH, error_model="numpy")
 def _split_and_pack(x: Any, units: Any, tile: int, step: int, words: Any) -> None:
-    """Digits of 16 rows of x [R, K] in elements 64 step to 64 step + 63: high ones to column 2 tile, low ones to the next."""
+    """Splits elements 64 step to 64 step + 63 of 16 rows of x [R, K] into digits: high ones go to column 2 tile, low ones to the
+    next."""
     num_rows, width = x.shape
     digits = np.empty((2, TILE, STEP_BYTES), np.int8)
     count = min(TILE, num_rows - TILE * tile)
@@ -193,7 +197,7 @@ def _amx_linear(
     weight: Any,  # [N, K] bfloat16 bits
     bias: Any,  # [N], or [0] for none
     words: Any,  # [scratch_words]
-    num_shares: int,  # that the outputs are cut into, one for each thread
+    num_shares: int,  # number of shares that the outputs are cut into, one for each thread
     out: Any,  # [R, N]
 ) -> None:
     num_rows = out.shape[0]
@@ -216,17 +220,17 @@ def amx_int8_linear_signature(element: types.Type) -> Any:
 def _amx_int8_linear(
     x: Any,  # [R, K]
     weight: Any,  # [N, K] int8
-    scale: Any,  # [N]: of each output's weights
+    scale: Any,  # [N]: the scale of each output's weights
     bias: Any,  # [N], or [0] for none
     words: Any,  # [scratch_words]
-    num_shares: int,  # that the outputs are cut into, one for each thread
+    num_shares: int,  # number of shares that the outputs are cut into, one for each thread
     out: Any,  # [R, N]
 ) -> None:
     num_rows = out.shape[0]
     tiles = (num_rows + TILE - 1) // TILE
     columns, packs = _columns_of(tiles, True)
     inputs, width = x.view(np.int32), x.shape[1]
-    units = np.zeros(tiles * TILE, np.float32)  # of no row too: what lies in memory could be tiny, and slow to multiply with
+    units = np.zeros(tiles * TILE, np.float32)  # 0 also for missing rows: memory could hold tiny numbers, slow to multiply
     if packs:
         steps = width * 2 // STEP_BYTES
         for place in prange(tiles * steps):

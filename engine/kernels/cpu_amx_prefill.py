@@ -1,7 +1,7 @@
-"""Attention of prompts on the CPU with AMX (Numba): as cpu_prefill.py's, of bfloat16 whose blocks are tiles' multiples.
+"""Attention of prompts on the CPU with AMX (Numba): what cpu_prefill.py computes, for bfloat16 and blocks that are whole tiles.
 
-Query tokens are taken some 64 rows at a time (tokens times the heads that share a KV head), so that what is made of a chunk of
-values serves four tiles of rows. Twin: reference.gather_context and reference.causal_attention.
+Query tokens are taken about 64 rows at a time (tokens times the heads that share a KV head), so that the pairs that are made of a
+chunk's values serve four tiles of rows. Reference implementations: reference.gather_context and reference.causal_attention.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CONFIGURATION = tile_configuration()
 @njit(**HELPER)
 def _attend_tokens(
     qkv: Any,
-    first_token: int,  # in the step
+    first_token: int,  # index in the step
     num_tokens: int,
     context: int,  # positions that the first token attends to, its own included
     kv_head: int,
@@ -40,7 +40,7 @@ def _attend_tokens(
     scale: float,
     softcap: float,
     group: int,
-    queries: Any,  # [rows / 16, C, 16, 16] uint32, flat: work space, as what follows
+    queries: Any,  # [rows / 16, C, 16, 16] uint32, flat: work space, as are the next eight
     places: Any,  # [4 + 64]
     scores: Any,  # [64 * 16]
     spread: Any,  # [16 * 64]
@@ -74,7 +74,7 @@ def _attend_tokens(
             rows = min(16, num_rows - row)
             score_rows(queries, row, 16, kv, places, keys_at, head_dim, scores, spread, None, 0)
             for r in range(rows):
-                last = context + (row + r) // group  # behind what the row sees
+                last = context + (row + r) // group  # the first position that the row does not see
                 begin = max(last - window - base, 0) if window > 0 else 0
                 end = min(last - base, CHUNK_TOKENS)
                 weigh_row(spread, r, begin, end, unit, float32(softcap), weights, row + r, tops, totals, sums, width)
@@ -110,7 +110,8 @@ def _attend_share(
     num_shares: int,
     out: Any,
 ) -> None:
-    """Of parts of the rows' tokens, with one KV head each, those whose turn it is."""
+    """Computes the share's part of the attention. The rows' tokens are cut into items of a few tokens and one KV head each, which
+    are dealt out to the shares in turn."""
     at_once = max(1, _ROWS // group)
     num_rows = (at_once * group + 15) // 16 * 16
     plane = block_tokens * head_dim
@@ -181,7 +182,7 @@ def _prefill_attention_tiles(
     num_shares: int,
     out: Any,
 ) -> None:
-    """As cpu_prefill's prefill_attention."""
+    """Computes the attention of rows with many new tokens with AMX tiles. Arguments are those of cpu_prefill._prefill_attention."""
     for share in prange(num_shares):
         _attend_share(
             qkv,

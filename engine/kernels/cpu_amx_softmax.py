@@ -1,7 +1,7 @@
-"""The vector part of attention with AMX: softmax of a chunk's scores, row by row, and values as pairs of positions.
+"""The vector part of attention with AMX: the softmax of a chunk's scores, row by row, and values combined into pairs of positions.
 
-A chunk is 64 positions. Softmax goes from chunk to chunk (Milakov & Gimelshein, "Online normalizer calculation for softmax", 2018):
-what was added up is rescaled when a score comes that is much larger than the row's top, which is seldom; below that a weight may be
+A chunk is 64 positions. The softmax goes from chunk to chunk (Milakov & Gimelshein, "Online normalizer calculation for softmax",
+2018). The sums so far are rescaled only when a score is more than _SLACK above the row's top, which is seldom. So a weight may be
 as large as 2**_SLACK.
 """
 
@@ -24,7 +24,7 @@ _LOG2_E = 1.4426950408889634
 
 
 def _capped(builder: ir.IRBuilder, scores: Any, cap: Any) -> Any:
-    """cap * tanh(score / cap) of scores in units of 1, then in units of log2(e)."""
+    """Returns cap * tanh(score / cap) of the scores, multiplied by log2(e)."""
     # tanh(x) = 1 - 2 / (e**2x + 1); above 2**126 it is 1
     power = builder.fmul(scores, splat(builder, builder.fdiv(FLOAT(2.0 * _LOG2_E), cap), SUMS))
     limit = vector(SUMS, 126.0)
@@ -39,14 +39,15 @@ def _larger(builder: ir.IRBuilder, left: Any, right: Any) -> Any:
 
 
 def _largest(builder: ir.IRBuilder, values: Any) -> Any:
-    """The largest lane."""
+    """Returns the largest lane."""
     for half in (8, 4, 2, 1):
         values = _larger(builder, shuffle(builder, values, values, [lane ^ half for lane in range(LANES)]), values)
     return builder.extract_element(values, I32(0))
 
 
 def by_rows(num_rows: int) -> Callable[..., None]:
-    """A function (scores, spread): of scores [64, 16] (position, row) the first num_rows (4, 8 or 16) rows to spread [rows, 64]."""
+    """Returns a function (scores, spread) that transposes the first num_rows (4, 8 or 16) rows of scores [64, 16] (position, row)
+    into spread [rows, 64]."""
 
     @intrinsic
     def transpose(typing_context: Any, scores: Any, spread: Any) -> Any:
@@ -78,7 +79,8 @@ def by_rows(num_rows: int) -> Callable[..., None]:
 
 
 def _exchanged(builder: ir.IRBuilder, rows: list[Any]) -> list[Any]:
-    """2**n vectors, whose number takes the place of the last n bits of a lane's number, and the other way round."""
+    """Returns the 2**n vectors with each vector's number exchanged for the last n bits of the lane's number (a transposition if n
+    is 4)."""
     distance = len(rows) // 2
     while distance:
         left = [LANES + lane - distance if lane & distance else lane for lane in range(LANES)]
@@ -108,11 +110,12 @@ def weigh_row(
     sums: Any,
     width: Any,
 ) -> Any:
-    """spread[number] [64] times scale, in units of log2(e) (of 1 if they are capped), are row's scores of a chunk, of which
-    positions from begin to below end count. weights [2, 16, 16]: at [half, number] pairs of bfloat16 of 2**(score - tops[row]), of
-    positions 32 half + i and 16 behind it. totals[row, lane] take the weights in. If the top moves, it and the row of sums
-    [rows, width] are rescaled. Tops must be finite to begin with.
-    """
+    """Turns one row's scores of a chunk into weights and adds these to the row's total.
+
+    The scores are spread[number] [64] times scale, which includes the factor log2(e) unless they are capped. Only positions from
+    begin to below end count. weights: [2, 16, 16], where [half, number, i] becomes the bfloat16 pair of 2**(score - tops[row]) of
+    positions 32 half + i and 32 half + i + 16. totals[row, lane]: the sums of the weights. If the row's top grows, its totals and
+    its sums [rows, width] are rescaled. Tops must be finite at the start."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         arrays = {n: context.make_array(signature.args[n])(context, builder, args[n]).data for n in (0, 6, 8, 9, 10)}
@@ -160,7 +163,7 @@ def weigh_row(
             total = builder.fadd(total, builder.fadd(left, right))
         builder.store(total, total_at, align=4)
         for half in range(2):
-            # weights are positive: half of the last place that stays, added, rounds to nearest
+            # weights are positive, so adding half of the last bit that is kept rounds to nearest
             low, high = (builder.add(builder.bitcast(w, PAIRS), vector(PAIRS, 0x8000)) for w in weights_of[2 * half : 2 * half + 2])
             pairs = builder.or_(builder.lshr(low, vector(PAIRS, 16)), builder.and_(high, vector(PAIRS, 0xFFFF0000)))
             to_at = builder.mul(builder.add(which, I64(half * LANES)), I64(LANES))
@@ -174,8 +177,8 @@ def weigh_row(
 
 @intrinsic
 def pair_positions(typing_context: Any, values: Any, left_at: Any, right_at: Any, length: Any, pairs: Any, at: Any) -> Any:
-    """pairs from `at` on: of elements at left_at + d and right_at + d, for d below length, a multiple of 32; of each 32, those with
-    even places first."""
+    """Writes pairs of the elements at left_at + d and right_at + d, for d below length, a multiple of 32, to pairs from index `at`
+    on. Of each 32 pairs those with even d come first."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data, target = (context.make_array(signature.args[n])(context, builder, args[n]).data for n in (0, 4))

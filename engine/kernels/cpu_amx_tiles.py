@@ -1,15 +1,16 @@
-"""Products with a weight matrix by the processor's matrix unit (AMX), weights read as they lie.
+"""Products with a weight matrix by the processor's matrix unit (AMX), with weights read as they lie.
 
-A tile instruction multiplies 16 rows of 64 bytes as they lie in memory with 16 columns that lie interleaved, four bytes of a column
-at a time. Taken as rows, weights [N, K] need no other order; it is the inputs, far fewer, that are interleaved, and what comes out
-is the product transposed, 16 outputs times 16 columns at a time.
+A tile instruction multiplies 16 rows of 64 bytes, as they lie in memory, with 16 columns that are interleaved, four bytes of a
+column at a time. Weights [N, K] can be the rows without being rearranged. Only the inputs, which are far fewer, are interleaved.
+The result is the product transposed, 16 outputs times 16 columns at a time.
 
-A step is 64 bytes of a row of weights, as they are multiplied, and of 16 columns; a word is four bytes. bfloat16: columns are rows
-of x. int8: columns are digits of rows of x (engine/kernels/cpu_int8.py). engine/kernels/cpu_amx_linear.py is what uses all this.
+A step is 64 bytes of a row of weights as they are multiplied, and the matching part of 16 columns. A word is four bytes. With
+bfloat16 weights, columns are rows of x. With int8 weights, they are digits of rows of x (cpu_int8.py). cpu_amx_linear.py uses all
+this.
 
-Where many columns meet the same weights, these are copied first. In memory a row begins at any multiple of eight bytes, so that a
-row of a tile lies in two lines of the cache, and rows are often whole pages apart, which makes their lines push each other out.
-Copies of int8 weights are bfloat16.
+Where many columns meet the same weights, the weights are copied (packed) first. In memory a row begins at any multiple of eight
+bytes, so a row of a tile lies in two cache lines, and rows are often whole pages apart, so their lines push each other out of the
+cache. Copies of int8 weights are bfloat16.
 """
 
 from __future__ import annotations
@@ -25,14 +26,15 @@ from numba.extending import intrinsic
 from engine.kernels.cpu_amx import TILE_ROW_BYTES, TILE_ROWS
 from engine.kernels.cpu_vectors import BFLOATS, HALF_BFLOATS, I32, I64, LANES, PAIRS, SUMS, fma, shuffle, vector
 
-TILE, STEP_BYTES = TILE_ROWS, TILE_ROW_BYTES  # rows of a tile, and words of its columns; bytes of a row
+TILE, STEP_BYTES = TILE_ROWS, TILE_ROW_BYTES  # rows of a tile, also words of a column; bytes of a row
 TILE_WORDS, WORD_BYTES = TILE * TILE, 4
 TILE_BYTES = TILE * STEP_BYTES
 PANEL = 2 * TILE  # outputs that are computed together
-PIECE_STEPS = 64  # of a row, that are multiplied before the next panel's
-PACKED_WORDS = PANEL * PIECE_STEPS * STEP_BYTES // WORD_BYTES  # of a panel's piece
-# Of each row, from where it is being packed. The processor fetches ahead by itself, but less so for about a millisecond after half
-# of one in the interpreter: then a panel takes 24 us instead of 15; with this, 17 (128 rows of 2048 inputs on 2 cores of a Xeon).
+PIECE_STEPS = 64  # steps of a row that are multiplied before the next panel's
+PACKED_WORDS = PANEL * PIECE_STEPS * STEP_BYTES // WORD_BYTES  # words of a panel's piece
+# How far after the place that is being packed each row is prefetched. The processor prefetches by itself, but less so for about a
+# millisecond after half a millisecond in the interpreter. Then a panel takes 24 us instead of 15, and 17 with this (128 rows of
+# 2048 inputs on 2 cores of a Xeon).
 _PACKED_AHEAD_BYTES = 4 * STEP_BYTES
 
 I8 = ir.IntType(8)
@@ -53,7 +55,7 @@ def _constant(value: int) -> Any:
 
 
 def _address(context: Any, builder: ir.IRBuilder, signature: Any, args: Any, position: int, index: Any) -> Any:
-    """Of an element of the array that is argument `position`."""
+    """Returns the address of element `index` of the array that is argument number `position`."""
     array = context.make_array(signature.args[position])(context, builder, args[position])
     return builder.bitcast(builder.gep(array.data, [index]), _BYTES)
 
@@ -67,20 +69,22 @@ def _store(builder: ir.IRBuilder, value: Any, address: Any) -> None:
 
 
 def tile_products(num_columns: int, packs: bool) -> Any:
-    """A function (own, at, words, words_at, columns_apart, steps, fresh, sums, sums_at, weight, next_at, width, halves_apart,
-    next_steps, from_row, to_row, packed_at).
+    """Returns a function (own, at, words, words_at, columns_apart, steps, fresh, sums, sums_at, weight, next_at, width,
+    halves_apart, next_steps, from_row, to_row, packed_at) that multiplies a panel of weights with num_columns (1 or 2) tiles of
+    columns.
 
-    `steps` steps of a panel, whose weights lie from element `at` of own on, times num_columns (1 or 2) tiles of columns, the first
-    at words_at and the next columns_apart words behind, are added to sums [2, num_columns, 16, 16] at sums_at (float32, or int32 of
-    int8 weights as they lie); fresh: to nothing. A panel's rows of weights lie `width` elements apart, its second 16 halves_apart
-    elements behind its first.
+    It multiplies `steps` steps of the panel, whose weights begin at element `at` of own, with the tiles of columns, of which the
+    first begins at words_at and the next columns_apart words after it. The products are added to sums [2, num_columns, 16, 16] at
+    sums_at (float32, or int32 for int8 weights that are not packed); if fresh, the sums start from 0. A panel's rows of weights are
+    `width` elements apart, and its second 16 rows begin halves_apart elements after its first 16.
 
-    Meanwhile what is needed next is fetched: of the panel that begins at element next_at of weight, rows from_row to below to_row,
-    next_steps steps of each. packs: own is packed (step by step, of each two whole tiles), and they are packed too, to packed_at;
-    else own is weight, and they come into the second-level cache. All rows side by side: a load that waits for memory holds up few
-    of those behind it, as the processor fetches ahead in each row (measured, 128 rows of one-b: 1.3 times as fast as row after
-    row). Only of one tile of columns that is not packed row after row (8 rows of mid 1.2 times as fast).
-    """
+    Meanwhile it prefetches what is needed next: next_steps steps of rows from_row to below to_row of the panel that begins at
+    element next_at of weight. If packs, own holds packed weights (step by step, two whole tiles each), and the next ones are also
+    packed, to packed_at. Otherwise own is weight, and the next ones are brought into the second-level cache.
+
+    All rows are prefetched side by side: a load that waits for memory then holds up few of those after it, as the processor itself
+    prefetches in each row (measured with 128 rows of one-b: 1.3 times as fast as row after row). Only for one tile of columns
+    without packing they are prefetched row after row (8 rows of mid: 1.2 times as fast)."""
 
     @intrinsic
     def products(
@@ -127,7 +131,7 @@ def tile_products(num_columns: int, packs: bool) -> Any:
                     rows.each(first, end, lambda n, place: _prefetch(builder, builder.gep(place, [k])))
 
             _multiply(context, builder, signature, args, num_columns, weight.dtype == types.int8 and not packs, own_rows, fetch)
-            if packs:  # what these steps were too few for
+            if packs:  # the steps that are left, if there are more of them than were multiplied
                 begin = builder.mul(steps, _constant(STEP_BYTES))
                 with cgutils.for_range_slice(builder, begin, next_bytes, _constant(STEP_BYTES)) as (k, _):
                     rows.pack(k, target, first, end)
@@ -144,7 +148,7 @@ def tile_products(num_columns: int, packs: bool) -> Any:
 def pack_rows(
     typing_context: Any, weight: Any, at: Any, width: Any, halves_apart: Any, steps: Any, packed: Any, packed_at: Any
 ) -> Any:
-    """Packs `steps` steps of the panel that begins at element `at`; see tile_products."""
+    """Packs `steps` steps of the panel that begins at element `at` of weight; see tile_products."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _, begin, row, apart, count, _, to = args
@@ -164,18 +168,19 @@ def _bytes_of(builder: ir.IRBuilder, array: Any, num_elements: Any) -> Any:
 
 
 def _as_bfloats(builder: ir.IRBuilder, place: Any) -> Any:
-    """Of 32 int8, each exactly."""
+    """Returns 32 int8 as bfloat16, which is exact."""
     wide = builder.sitofp(_load(builder, place, ir.VectorType(I8, 2 * LANES)), ir.VectorType(ir.FloatType(), 2 * LANES))
     return builder.fptrunc(wide, BFLOATS)
 
 
 class _Rows:
-    """A panel's rows of weights in memory: where the first begins, bytes from one to the next, and from the first to the 16th."""
+    """A panel's rows of weights in memory. begin: address of row 0. stride: bytes from one row to the next in a half of 16 rows.
+    halves_apart: bytes from row 0 to row 16."""
 
     def __init__(self, builder: ir.IRBuilder, begin: Any, stride: Any, halves_apart: Any, element: types.Type) -> None:
         self.builder, self.begin, self.stride = builder, begin, stride
         self._of_int8 = element == types.int8
-        self.jump = builder.sub(halves_apart, builder.mul(stride, _constant(TILE)))  # beyond the place behind the first 16
+        self.jump = builder.sub(halves_apart, builder.mul(stride, _constant(TILE)))  # added after the first 16 rows
 
     def place(self, row: Any) -> Any:
         builder = self.builder
@@ -183,12 +188,13 @@ class _Rows:
         return builder.gep(self.begin, [builder.add(builder.mul(row, self.stride), jump)])
 
     def each(self, first: Any, end: Any, visit: Callable[[Any, Any], None]) -> None:
-        """visit(row, its place) of rows first to below end."""
+        """Calls visit(row, its address) for rows first to below end."""
         with cgutils.for_range_slice(self.builder, first, end, _constant(1)) as (row, _):
             visit(row, self.place(row))
 
     def pack(self, k: Any, target: Any, first: Any, end: Any) -> None:
-        """The step that is packed k bytes behind the rows' beginning; of int8 half as far behind in memory."""
+        """Packs rows first to below end of the step that begins k bytes into each packed row. In memory, int8 weights are k / 2
+        bytes into the row."""
         builder = self.builder
         step = builder.gep(target, [builder.mul(k, _constant(PANEL))])
         at = builder.lshr(k, _constant(1)) if self._of_int8 else k
@@ -202,7 +208,7 @@ class _Rows:
 
 
 class _InTurn:
-    """`steps` steps of rows first to below end, num_lines in all, brought into the cache row after row."""
+    """Prefetches `steps` steps of rows first to below end row after row, num_lines cache lines in all."""
 
     def __init__(self, rows: _Rows, steps: Any, first: Any, end: Any) -> None:
         builder = self._builder = rows.builder
@@ -210,10 +216,10 @@ class _InTurn:
         self.num_lines = builder.mul(steps, builder.sub(end, first))
         self._left = cgutils.alloca_once_value(builder, self.num_lines)
         self._row, self._column = cgutils.alloca_once_value(builder, first), cgutils.alloca_once_value(builder, _constant(0))
-        self._place = cgutils.alloca_once_value(builder, rows.place(first))  # of the row
+        self._place = cgutils.alloca_once_value(builder, rows.place(first))  # address of the row
 
     def fetch(self, num_lines: Any) -> None:
-        """The next so many lines, if there are."""
+        """Prefetches the next num_lines lines, or those that are left."""
         builder, rows = self._builder, self._rows
         left = builder.load(self._left)
         some = builder.select(builder.icmp_signed("<", num_lines, left), num_lines, left)
@@ -232,7 +238,7 @@ class _InTurn:
 
 
 def _prefetch(builder: ir.IRBuilder, address: Any, nearness: int = 2) -> None:
-    """Into the second-level cache, where a panel has room; nearness 3: into the first."""
+    """Prefetches into the second-level cache, which has space for a panel. nearness 3: into the first-level cache."""
     kind = ir.FunctionType(ir.VoidType(), [_BYTES, I32, I32, I32])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
     builder.call(function, [address, *(ir.Constant(I32, value) for value in (0, nearness, 1))])
@@ -248,8 +254,10 @@ def _multiply(
     rows: _Rows | None,
     meanwhile: Callable[[Any], None],
 ) -> None:
-    """What tile_products does with its first nine arguments; rows: how the weights lie, None: packed; meanwhile: what else is done
-    in every step, which begins k bytes into a row."""
+    """Generates what tile_products does with its first nine arguments.
+
+    rows: how the weights lie in memory; None: they are packed. meanwhile: generates what else is done in every step, given the
+    bytes k from the start of a row to the step."""
     _, begin, _, words_begin, columns_apart, count, anew, _, sums_begin = args[:9]
     weights = _address(context, builder, signature, args, 0, begin)
     columns = _address(context, builder, signature, args, 2, words_begin)
@@ -286,7 +294,8 @@ def _multiply(
 
 
 def _transposed(builder: ir.IRBuilder, rows: list[Any]) -> list[Any]:
-    """16 vectors of 16 words: each turn exchanges one bit of a word's row with the same bit of its lane."""
+    """Returns 16 vectors of 16 words transposed. Each round exchanges one bit of a word's row number with the same bit of its lane
+    number."""
     for bit in (8, 4, 2, 1):
         low = [LANES + lane - bit if lane & bit else lane for lane in range(LANES)]
         high = [LANES + lane if lane & bit else lane + bit for lane in range(LANES)]
@@ -301,8 +310,8 @@ def _transposed(builder: ir.IRBuilder, rows: list[Any]) -> list[Any]:
 
 @intrinsic
 def interleave(typing_context: Any, words: Any, at: Any, stride: Any, num_rows: Any, out: Any, out_at: Any) -> Any:
-    """The 16 words from `at` on of each of num_rows (1 to 16) rows, `stride` words apart, to a tile of columns at out_at: first the
-    first words of all 16 rows, and so on. Rows that are not there are like the last that is."""
+    """Writes 16 words from index `at` on of each of num_rows (1 to 16) rows, `stride` words apart, to a tile of columns at out_at:
+    first the first words of all 16 rows, then the second ones, and so on. Missing rows are copies of the last one."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _, begin, step, count, _, out_begin = args
@@ -323,12 +332,12 @@ def interleave(typing_context: Any, words: Any, at: Any, stride: Any, num_rows: 
 
 
 def write_tile(of_digits: bool) -> Any:
-    """A function (weight, sums, at, units, unit_at, factors, factors_at, num_rows, out, out_at, width): sums [16 outputs, 16
-    columns] at `at` to 16 outputs of num_rows (1 to 16) rows of out (bfloat16), `width` apart, from out_at.
+    """Returns a function (weight, sums, at, units, unit_at, factors, factors_at, num_rows, out, out_at, width) that writes sums [16
+    outputs, 16 columns] at `at` to 16 outputs of num_rows (1 to 16) rows of out (bfloat16), `width` elements apart, from out_at on.
 
-    of_digits: the sums are whole numbers, of high digits, and the 16 times 16 behind are of the low ones; both together are
-    multiplied by units[unit_at + row]. Then each is, of int8 weights, by factors[factors_at + output], and factors[factors_at + 32
-    + output] is added."""
+    of_digits: the sums are whole numbers, of the high digits, and the next 16 times 16 are those of the low digits. Both together
+    are multiplied by units[unit_at + row]. With int8 weights the result is then multiplied by factors[factors_at + output]. Finally
+    factors[factors_at + 32 + output] is added."""
 
     @intrinsic
     def write(

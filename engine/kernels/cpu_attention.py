@@ -1,13 +1,13 @@
 """Paged attention on the CPU (Numba): any set of query tokens against their sequences' KV blocks, in one call.
 
-Shapes: T tokens of the step, N query tokens served here, R rows, B blocks a row, H query heads, G KV heads, D head size.
-KV is the arena seen flat; block b starts at element b * layers * 2 * G * block_tokens * D and holds, for each layer,
-keys then values as [G, block_tokens, D]. Twin: reference.paged_attention.
+Shapes: T tokens of the step, N query tokens served here, R rows, B blocks of a row, H query heads, G KV heads, D head size. The KV
+arena is passed as a flat array. Block b starts at element b * layers * 2 * G * block_tokens * D and holds, for each layer, keys
+then values as [G, block_tokens, D]. Reference implementation: reference.paged_attention.
 
-The work, the blocks of all query tokens, is laid end to end and cut into equal shares, one for each thread: one long context keeps
-all of them busy, also beside many short ones. What a share has of a token is added up chunk by chunk and rescaled when a larger
-score comes; what was cut is put together at the end. All heads go over a chunk before the next, so that a block, whose heads lie
-end to end, is read in one go; the chunk that comes next is fetched meanwhile.
+The blocks of all query tokens are laid end to end and cut into equal shares, one for each thread, so that one long context keeps
+all threads busy, even next to many short ones. A share's part of a token is added up chunk by chunk, and rescaled whenever a larger
+score is found. The parts of a token that was cut are combined at the end. All heads process a chunk before the next one, so that a
+block, whose heads lie end to end, is read in one go. The next chunk is prefetched meanwhile.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from engine.kernels.cpu_bits import exp, named
 @njit(**HELPER)
 def _attend(
     qkv: Any,
-    query_at: int,  # element of the first query head
+    query_at: int,  # index in qkv of the first query head
     kv: Any,
-    layer_at: int,  # of the layer in a block
+    layer_at: int,  # where the layer begins in a block
     kv_heads: int,
     block_stride: int,
     blocks: Any,  # the row's block table
-    begin_block: int,  # of those, from here
-    end_block: int,  # to below here
-    next_blocks: Any,  # what is attended to afterwards, to be fetched
+    begin_block: int,  # from this block of the table
+    end_block: int,  # to below this one
+    next_blocks: Any,  # the block table whose blocks are attended to afterwards and are prefetched
     next_begin: int,
     next_end: int,
-    first: int,  # positions from here on
-    context: int,  # to below here
+    first: int,  # from this position
+    context: int,  # to below this one
     block_tokens: int,
     head_dim: int,
     scale: float,
     softcap: float,
     scores: Any,  # [group, chunk]: work space
     weights: Any,  # [group, chunk] elements: work space
-    tops: Any,  # [H]: largest scores; results
-    totals: Any,  # [H]: sums of e**(score - top)
-    sums: Any,  # [H, width]: values weighted with them
+    tops: Any,  # [H], result: largest scores
+    totals: Any,  # [H], result: sums of e**(score - top)
+    sums: Any,  # [H, width], result: values weighted with e**(score - top)
 ) -> None:
     group = scores.shape[0]
     chunk_blocks = scores.shape[1] // block_tokens
@@ -74,7 +74,7 @@ def _attend(
                         soften_row(scores, g, begin, end, softcap, weights, head + g, tops, totals, sums)
                 for block in range(chunk, chunk_end):
                     at = np.int64(blocks[block]) * block_stride + head_at
-                    ahead = np.int64(0)  # the next chunk is fetched in the order it lies in
+                    ahead = np.int64(0)  # the next chunk is prefetched in the order of memory
                     if soon + fetched // (2 * kv_heads) < soon_end:
                         soon_at = np.int64(soon_blocks[soon + fetched // (2 * kv_heads)]) * block_stride
                         ahead = soon_at + layer_at + fetched % (2 * kv_heads) * plane - at
@@ -89,7 +89,7 @@ def _attend(
 
 
 def _attend_either(use_tiles: bool, qkv: Any, *rest: Any) -> None:
-    """attend_tiles if asked for, else _attend. Only the latter is there for other elements than bfloat16, and without AMX."""
+    """Calls attend_tiles if use_tiles, else _attend. Only _attend exists for elements other than bfloat16, and without AMX."""
 
 
 @overload(_attend_either, jit_options=HELPER)
@@ -112,7 +112,8 @@ def _attend_either_of(use_tiles: Any, qkv: Any, *rest: Any) -> Any:
 
 @njit(**HELPER)
 def _copy_part(tops: Any, totals: Any, sums: Any, to_tops: Any, to_totals: Any, to_sums: Any) -> None:
-    """As three slice assignments, whose message for shapes that differ takes Numba four seconds to compile."""
+    """Copies tops, totals and sums to to_*. Three slice assignments would do the same, but Numba takes four seconds to compile
+    their error message for shapes that differ."""
     for head in range(sums.shape[0]):
         to_tops[head], to_totals[head] = tops[head], totals[head]
         for at in range(sums.shape[1]):
@@ -121,7 +122,7 @@ def _copy_part(tops: Any, totals: Any, sums: Any, to_tops: Any, to_totals: Any, 
 
 @njit(**HELPER)
 def _add_cut(tops: Any, totals: Any, sums: Any, to_tops: Any, to_totals: Any, to_sums: Any) -> None:
-    """Puts two parts of one token together: to_* take in the others."""
+    """Merges one part of a token's attention (tops, totals, sums) into another (to_*), rescaled to the larger top."""
     for g in range(tops.shape[0]):
         top = max(tops[g], to_tops[g])
         left, right = exp(to_tops[g] - top), exp(tops[g] - top)
@@ -133,7 +134,7 @@ def _add_cut(tops: Any, totals: Any, sums: Any, to_tops: Any, to_totals: Any, to
 
 @njit(**HELPER)
 def _blocks_of(context: int, window: int, block_tokens: int) -> tuple[int, int]:
-    """The first block a query reads, and the one behind the last."""
+    """Returns the index of the first block that a query reads, and the index after the last."""
     first_block = max(0, context - window) // block_tokens if window > 0 else 0
     return first_block, (context + block_tokens - 1) // block_tokens
 
@@ -156,14 +157,14 @@ def _attend_share(
     scale: float,
     softcap: float,
     use_tiles: bool,
-    share_begin: int,  # of all work, from this block
+    share_begin: int,  # the share is the blocks of all work from this one
     share_end: int,  # to below this one
     out: Any,
-    cut: Any,  # [2]: the index into tokens of what began before the share, and 1 if it ends in it
-    cut_tops: Any,  # its part here; [H], [H], [H, width]
+    cut: Any,  # [2]: the index into tokens of the token that began before the share, and 1 if it ends in the share
+    cut_tops: Any,  # [H], [H], [H, width]: that token's part in this share
     cut_totals: Any,
     cut_sums: Any,
-    open_tops: Any,  # the part here of what goes on behind the share
+    open_tops: Any,  # the same for the token that began in this share and continues after it
     open_totals: Any,
     open_sums: Any,
 ) -> None:
@@ -231,17 +232,17 @@ def _paged_attention(
     tokens: Any,  # [N] int32: index into T
     rows: Any,  # [N] int32: index into R
     contexts: Any,  # [N] int32: positions attended to, the token's own included; 0: padding, which gets zeros; -1: not served here
-    window: int,  # of these, the last `window` only; 0: all
+    window: int,  # only the last `window` of these are attended to; 0: all
     scale: float,
-    softcap: float,  # scores become softcap * tanh(score / softcap); 0: as they are
-    use_tiles: bool,  # of AMX: cpu_amx.fits_tiles says whether they can be used
+    softcap: float,  # scores become softcap * tanh(score / softcap); 0: unchanged
+    use_tiles: bool,  # whether to use AMX tiles; cpu_amx.fits_tiles tells whether they can be
     num_shares: int,
     out: Any,  # [T, H * D]; only the rows of tokens that are served are written
 ) -> None:
     width = (head_dim + 63) // 64 * 64
     work = np.int64(0)
     for n in range(tokens.shape[0]):
-        if contexts[n] == 0:  # oneDNN lets what lies behind a row's end, the next row, take part in its products, times 0
+        if contexts[n] == 0:  # oneDNN multiplies what follows a row's end, the next row, by 0 in its products, so it must be finite
             out[tokens[n], :] = 0
         first_block, end_block = _blocks_of(contexts[n], window, block_tokens)
         work += end_block - first_block
@@ -278,7 +279,7 @@ def _paged_attention(
             open_totals[share],
             open_sums[share],
         )
-    begun = -1  # the share in which the token being put together began
+    begun = -1  # the share in which the token that is being combined began
     for share in range(num_shares):
         if work * share // num_shares == work * (share + 1) // num_shares:
             continue

@@ -1,6 +1,7 @@
-"""Attention to one block after another on the CPU (Numba): what decode (cpu_attention.py) and prompts (cpu_prefill.py) are made of.
+"""Attention to one block after another on the CPU (Numba): the steps that decode (cpu_attention.py) and prompts (cpu_prefill.py)
+share.
 
-Shapes: D head size; rows are query heads, of one token or several. Arrays are elements: float32, or bfloat16 as uint16 bits.
+Shapes: D head size. Rows are query heads, of one token or several. Arrays hold elements: float32, or bfloat16 as uint16 bits.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from numba import float32, int32, njit
 from engine.kernels.cpu_attention_tiles import score_tile, value_tile
 from engine.kernels.cpu_bits import FASTMATH, bits_of_float, exp, float_of_bits, narrow, ordered
 
-CHUNK_TOKENS = 128  # positions that all heads go over before the next
+CHUNK_TOKENS = 128  # positions that all heads process before any goes on to the next ones
 _one_score, _two_scores, _three_scores, _four_scores = (score_tile(num_rows, 4) for num_rows in (1, 2, 3, 4))
 _one_value, _two_values, _four_values = (value_tile(num_rows, True) for num_rows in (1, 2, 4))
 _one_rest, _two_rests, _four_rests = (value_tile(num_rows, False) for num_rows in (1, 2, 4))
@@ -24,7 +25,10 @@ HELPER: dict[str, Any] = {"fastmath": FASTMATH, "error_model": "numpy"}
 def score_block(
     qkv: Any, query_at: int, kv: Any, at: int, ahead: int, tokens: int, head_dim: int, scale: float, scores: Any, scores_at: int
 ) -> None:
-    """scores[g, scores_at ...]: of the first `tokens` positions of the block whose keys begin at `at`, rounded up to four."""
+    """Writes the scores of a block's first `tokens` positions, rounded up to four, to scores[g, scores_at ...] for each query head
+    g.
+
+    at: the index in kv where the block's keys begin."""
     group, stride = scores.shape
     for t in range(0, tokens, 4):
         keys_at = at + t * head_dim
@@ -45,7 +49,9 @@ def score_block(
 def add_block(
     weights: Any, begin: int, end: int, from_at: int, kv: Any, at: int, ahead: int, head_dim: int, sums: Any, head: int
 ) -> None:
-    """sums[head + g] += weights[g, from_at + t - begin] * values of position t of the block, for t from begin to below end."""
+    """Adds weights[g, from_at + t - begin] * (values of the block's position t) to sums[head + g], for t from begin to below end.
+
+    at: the index in kv where the block's values begin."""
     group, stride = weights.shape
     width = sums.shape[1]
     num = end - begin
@@ -91,15 +97,16 @@ def add_block(
 def soften_row(
     scores: Any, g: int, begin: int, end: int, softcap: float, weights: Any, head: int, tops: Any, totals: Any, sums: Any
 ) -> None:
-    """scores[g] from begin to below end become weights[g] e**(score - top), as elements; what was added up before for `head` is
-    rescaled to the new top."""
+    """Turns scores[g] from begin to below end into the weights e**(score - top), which it writes to weights[g] as elements.
+
+    top is the largest score so far. The sums that `head` has so far are rescaled if it grows."""
     own = scores[g]
     if softcap > 0.0:
         cap, twice = float32(softcap), float32(2.0 / softcap)
         for t in range(begin, end):
             # tanh(x) = 1 - 2 / (e**2x + 1)
             own[t] = cap - (cap + cap) / (exp(own[t] * twice) + float32(1.0))
-    top_bits = int32(-0x80000000)  # floats as integers of the same order: their maximum vectorises
+    top_bits = int32(-0x80000000)  # floats as integers of the same order, whose maximum vectorises
     for t in range(begin, end):
         top_bits = max(top_bits, ordered(bits_of_float(own[t])))
     before = tops[head]
@@ -120,7 +127,8 @@ def soften_row(
 
 @njit(**HELPER)
 def write_heads(sums: Any, totals: Any, out: Any, head_dim: int) -> None:
-    """out [H * D] = sums [H, width] / totals [H]; of bfloat16, each 32 sums come with even places first."""
+    """Writes sums [H, width] / totals [H] to out [H * D]. With bfloat16, each 32 sums have those of even places first, which is
+    undone here."""
     for head in range(totals.shape[0]):
         share = float32(1.0) / totals[head]
         own, at = sums[head], head * head_dim

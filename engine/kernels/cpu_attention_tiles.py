@@ -1,4 +1,4 @@
-"""Scores of a few query heads, and values weighted with them, kept in vector registers: the inside of paged attention."""
+"""Scores of a few query heads, and values weighted with them, kept in vector registers: the inner loops of paged attention."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ from engine.kernels.cpu_vectors import (
 
 
 def score_tile(num_rows: int, num_keys: int) -> Any:
-    """A function (x, x_at, keys, keys_at, ahead, length, scale, scores, scores_at, scores_stride): the score at
-    scores_at + r * scores_stride + t is scale times the product of `length` elements of x from x_at + r * length on with those of
-    keys from keys_at + t * length on. The keys that lie `ahead` elements behind are fetched meanwhile. num_rows * num_keys <= 16.
-    """
+    """Returns a function (x, x_at, keys, keys_at, ahead, length, scale, scores, scores_at, scores_stride) that computes the scores
+    of num_rows query heads with num_keys keys. num_rows * num_keys must be at most 16.
+
+    The score at scores_at + r * scores_stride + t is scale times the dot product of `length` elements of x from x_at + r * length
+    on with those of keys from keys_at + t * length on. The keys that lie `ahead` elements after these are prefetched meanwhile."""
 
     @intrinsic
     def tile(
@@ -89,14 +90,15 @@ def score_tile(num_rows: int, num_keys: int) -> Any:
 
 
 def value_tile(num_rows: int, whole: bool) -> Any:
-    """A function (weights, weights_at, weights_stride, values, values_at, stride, ahead, num_tokens, count, sums, sums_at,
-    sums_stride). To the sums from sums_at + r * sums_stride on it adds, for each of num_tokens tokens t,
-    weights[weights_at + r * weights_stride + t] times the elements of values from values_at + t * stride on: 64 if whole, else
-    `count` of at most 32. What lies `ahead` elements behind is fetched meanwhile.
+    """Returns a function (weights, weights_at, weights_stride, values, values_at, stride, ahead, num_tokens, count, sums, sums_at,
+    sums_stride) that adds weighted values to the sums of num_rows query heads.
 
-    Weights are elements of the values' type. Of bfloat16 ones two tokens are taken at a time, and sums lie in another order: of
-    each 32, those with even places first.
-    """
+    To the sums from sums_at + r * sums_stride on it adds, for each of num_tokens tokens t, weights[weights_at + r * weights_stride
+    + t] times the elements of values from values_at + t * stride on: 64 elements if whole, else `count` of at most 32. The values
+    `ahead` elements after these are prefetched meanwhile.
+
+    Weights have the values' element type. With bfloat16 two tokens are taken at a time, and each 32 sums are in another order:
+    those of even places first."""
 
     @intrinsic
     def tile(
@@ -135,7 +137,7 @@ def value_tile(num_rows: int, whole: bool) -> Any:
             left = builder.trunc(some, I32)
 
             def add(first: Any, num: int) -> None:
-                """num tokens from `first` on: two, of which pairs are made, or one."""
+                """Adds `num` tokens from `first` on: two, whose values are combined into pairs, or one."""
                 token_at = [builder.add(values_begin, builder.mul(builder.add(first, I64(t)), token_stride)) for t in range(num)]
                 vectors: list[Any] = []
                 for piece in range(num_vectors // 2 if paired else num_vectors):

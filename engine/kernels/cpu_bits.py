@@ -1,8 +1,9 @@
-"""Scalar pieces of the Numba kernels: bfloat16 as uint16 bits, and an exponential that LLVM can vectorise.
+"""Scalar pieces of the Numba kernels: bfloat16 as uint16 bits, and an exponential function that LLVM can vectorise.
 
-`widen` and `narrow` turn an element (float32, or bfloat16 bits as uint16) into float32 and back, so each kernel is written once.
-What works on bits is generated in the width of its arguments: Numba's own integers become 64 bits wide with the first operation,
-and a loop over them goes through a half or a quarter of the elements at a time.
+`widen` and `narrow` convert an element (float32, or bfloat16 bits as uint16) to float32 and back, so each kernel is written once.
+
+Bit operations are generated in the width of their arguments. Numba's own integers become 64 bits wide with the first operation, and
+then a loop handles only half or a quarter as many elements at a time.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from numba.extending import intrinsic
 
 from config import processor
 
-# Sums may be reordered, but NaN and infinity keep their meaning: rows with such logits are found, not hidden.
+# Sums may be reordered, but NaN and infinity keep their meaning, so that rows with such logits are found.
 FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
-HAS_BFLOAT16_PRODUCTS = processor.runs("bfloat16_pairs")  # and conversions
+HAS_BFLOAT16_PRODUCTS = processor.runs("bfloat16_pairs")  # the same instructions also convert to bfloat16
 _I32 = ir.IntType(32)
 _LINE_BYTES = 64
 
@@ -39,8 +40,10 @@ class BFloat(ir.Type):
 
 
 def named(name: str, function: Any) -> Any:
-    """A copy of a Python function under another name. Numba's cache tells kernels apart by name, not by options, so that of two
-    compilations of one function the second would be given what the first left there."""
+    """Returns a copy of a Python function under another name.
+
+    Numba's cache tells kernels apart by name, not by options. Of two compilations of one function with different options, the
+    second would otherwise load what the first one saved."""
     copy = FunctionType(function.__code__, function.__globals__, name)
     copy.__qualname__ = name
     return copy
@@ -48,7 +51,7 @@ def named(name: str, function: Any) -> Any:
 
 @intrinsic
 def widen(typing_context: Any, value: Any) -> Any:
-    """float32 of an element; exact."""
+    """Returns an element as float32, which is exact."""
 
     def identity(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return args[0]
@@ -61,18 +64,18 @@ def widen(typing_context: Any, value: Any) -> Any:
 
 
 def constant(kind: ir.Type, value: int | float) -> ir.Constant:
-    """Of a scalar type, or in all lanes of a vector's."""
+    """Returns a constant of a scalar type, or of a vector type with the value in all lanes."""
     return ir.Constant(kind, [value] * kind.count if isinstance(kind, ir.VectorType) else value)
 
 
 def as_many(kind: ir.Type, scalar: ir.Type) -> ir.Type:
-    """As many of this scalar type as `kind` has: a vector, or one."""
+    """Returns the type that has as many of this scalar as `kind` has: a vector of the same count, or the scalar itself."""
     return ir.VectorType(scalar, kind.count) if isinstance(kind, ir.VectorType) else scalar
 
 
 def narrow_bits(builder: ir.IRBuilder, value: Any) -> Any:
-    """float32 (one, or a vector) as bfloat16 bits: to nearest even, NaN stays NaN. Where the processor converts (AVX512-BF16),
-    magnitudes below 2**-126 become 0."""
+    """Returns float32 (one, or a vector) as bfloat16 bits, rounded to nearest even; NaN stays NaN. Where the processor itself
+    converts (AVX512-BF16), magnitudes below 2**-126 become 0."""
     short = as_many(value.type, ir.IntType(16))
     if HAS_BFLOAT16_PRODUCTS:
         return builder.bitcast(builder.fptrunc(value, as_many(value.type, BFloat())), short)
@@ -86,7 +89,7 @@ def narrow_bits(builder: ir.IRBuilder, value: Any) -> Any:
 
 @intrinsic
 def narrow(typing_context: Any, value: Any, like: Any) -> Any:
-    """value (float32) as an element of `like`'s type; see narrow_bits."""
+    """Returns value (float32) as an element of `like`'s type; see narrow_bits."""
 
     def identity(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return args[0]
@@ -98,7 +101,8 @@ def narrow(typing_context: Any, value: Any, like: Any) -> Any:
 
 
 def _ask_for(offsets: Iterable[int], nearness: int, context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> None:
-    """Has the cache lines `offsets` bytes behind array[index] fetched to be read. nearness: 3 for the first cache, 2 the second."""
+    """Prefetches the cache lines at `offsets` bytes after array[index], for reading. nearness: 3 for the first-level cache, 2 for
+    the second."""
     data = context.make_array(array_type)(context, builder, array).data
     begin = builder.bitcast(builder.gep(data, [index]), ir.IntType(8).as_pointer())
     kind = ir.FunctionType(ir.VoidType(), [begin.type, _I32, _I32, _I32])
@@ -110,7 +114,8 @@ def _ask_for(offsets: Iterable[int], nearness: int, context: Any, builder: Any, 
 
 @intrinsic
 def prefetch(typing_context: Any, array: Any, index: Any) -> Any:
-    """Has the cache line of array[index] fetched while other work goes on. The index may be any number: nothing is read."""
+    """Prefetches the cache line of array[index] into the first-level cache. The index may be out of range, because nothing is
+    read."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _ask_for((0,), 3, context, builder, signature.args[0], *args)
@@ -119,12 +124,13 @@ def prefetch(typing_context: Any, array: Any, index: Any) -> Any:
     return types.void(array, types.int64), generate
 
 
-FETCHED_BYTES = 512  # by one call of fetch_lines
+FETCHED_BYTES = 512  # bytes that one call of fetch_lines prefetches
 
 
 @intrinsic
 def fetch_lines(typing_context: Any, array: Any, index: Any) -> Any:
-    """Has FETCHED_BYTES from array[index] on brought into the second-level cache. The index may be any number: nothing is read."""
+    """Prefetches FETCHED_BYTES bytes from array[index] on into the second-level cache. The index may be out of range, because
+    nothing is read."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _ask_for(range(0, FETCHED_BYTES, _LINE_BYTES), 2, context, builder, signature.args[0], *args)
@@ -135,7 +141,7 @@ def fetch_lines(typing_context: Any, array: Any, index: Any) -> Any:
 
 @intrinsic
 def float_of_bits(typing_context: Any, bits: Any) -> Any:
-    """int32 bits as float32."""
+    """Returns int32 bits as the float32 that they encode."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.bitcast(args[0], ir.FloatType())
@@ -145,7 +151,7 @@ def float_of_bits(typing_context: Any, bits: Any) -> Any:
 
 @intrinsic
 def bits_of_float(typing_context: Any, value: Any) -> Any:
-    """float32 as int32 bits."""
+    """Returns the bits of a float32 as int32."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.bitcast(args[0], _I32)
@@ -155,7 +161,8 @@ def bits_of_float(typing_context: Any, value: Any) -> Any:
 
 @intrinsic
 def bits_of_element(typing_context: Any, element: Any) -> Any:
-    """An element (float32, or bfloat16 bits as uint16) as an integer of its own width, signed, for `ordered` and `magnitude`."""
+    """Returns the bits of an element (float32, or bfloat16 as uint16) as a signed integer of the same width, for `ordered` and
+    `magnitude`."""
     kind = types.int32 if element == types.float32 else types.int16
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -166,7 +173,7 @@ def bits_of_element(typing_context: Any, element: Any) -> Any:
 
 @intrinsic
 def value_of_bits(typing_context: Any, bits: Any) -> Any:
-    """float32 of what bits_of_element gives."""
+    """Returns the float32 value of bits that bits_of_element returned."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         wide = args[0] if bits == types.int32 else builder.shl(builder.zext(args[0], _I32), _I32(16))
@@ -177,7 +184,8 @@ def value_of_bits(typing_context: Any, bits: Any) -> Any:
 
 @intrinsic
 def ordered(typing_context: Any, bits: Any) -> Any:
-    """A float's bits (int16 or int32) as an integer that sorts as the float does, and back: negative ones' magnitudes flipped."""
+    """Converts a float's bits (int16 or int32) to an integer that sorts as the float does, and back. It flips the magnitude bits of
+    negative floats."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind = args[0].type
@@ -189,7 +197,8 @@ def ordered(typing_context: Any, bits: Any) -> Any:
 
 @intrinsic
 def magnitude(typing_context: Any, bits: Any) -> Any:
-    """A float's bits (int16 or int32) without its sign. Sorts as magnitudes do, infinity and then NaN above all."""
+    """Returns a float's bits (int16 or int32) without the sign. They sort as the magnitudes do, with infinity and then NaN above
+    all."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind = args[0].type
@@ -200,7 +209,7 @@ def magnitude(typing_context: Any, bits: Any) -> Any:
 
 @intrinsic
 def _clamped(typing_context: Any, value: Any) -> Any:
-    """Between -87 and 88."""
+    """Returns the value clamped to between -87 and 88."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         for sign, limit in (("<", 88.0), (">", -87.0)):
@@ -223,7 +232,7 @@ def _floor(typing_context: Any, value: Any) -> Any:
 
 @intrinsic
 def _power_of_two(typing_context: Any, exponent: Any) -> Any:
-    """2**exponent, of a whole one from -126 to 127."""
+    """Returns 2**exponent for a whole exponent from -126 to 127."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         words = as_many(args[0].type, _I32)
@@ -235,12 +244,12 @@ def _power_of_two(typing_context: Any, exponent: Any) -> Any:
 
 @njit(inline="always", fastmath=FASTMATH)
 def exp(x: Any) -> Any:
-    """e**x of float32, one or in lanes (cpu_lanes.py), relative error below 3e-7; 0 below -87, clamped above 88.
+    """Returns e**x for float32, one or in lanes (cpu_lanes.py), with a relative error below 3e-7. x is clamped to between -87 and
+    88.
 
-    2**n * 2**f with f in [-0.5, 0.5] and the Taylor series of 2**f to the 7th power.
-    """
+    Computed as 2**n * e**f with f in [-ln 2 / 2, ln 2 / 2], with a polynomial of degree 7 for e**f."""
     clamped = _clamped(x)
-    # not the usual trick of adding and taking away 1.5 * 2**23: sums that may be reordered cancel out
+    # not the usual trick of adding and subtracting 1.5 * 2**23, because sums that may be reordered cancel it out
     whole = _floor(clamped * float32(1.4426950408889634) + float32(0.5))
     f = (clamped - whole * float32(0.693359375)) - whole * float32(-2.12194440e-4)
     p = f * float32(1.9875691500e-4) + float32(1.3981999507e-3)
@@ -252,17 +261,19 @@ def exp(x: Any) -> Any:
     return p * _power_of_two(whole)
 
 
-HASH_STEP = 0x9E3779B1  # that an index is multiplied with first
-UNMIXED_BITS = 17  # low bits of a hash that its last step changes
+HASH_STEP = 0x9E3779B1  # factor that an index is multiplied with first
+UNMIXED_BITS = 17  # number of low bits of a hash that its last step changes
 
 
 def mixed(builder: ir.IRBuilder, h: Any, shift: int = 32 - UNMIXED_BITS) -> Any:
-    """A word, or a vector of them, and its own high bits over the low ones. Without `shift`, the last step of hash_words."""
+    """Returns a word, or a vector of words, xored with its own high bits shifted down. With the default shift it is the last step
+    of hash_words."""
     return builder.xor(h, builder.lshr(h, constant(h.type, shift)))
 
 
 def unmixed_words(builder: ir.IRBuilder, index: Any, key0: Any, key1: Any) -> Any:
-    """hash_words of index / HASH_STEP (modulo 2**32), without its last step: the bits above UNMIXED_BITS are right."""
+    """Returns hash_words without its last step, for an index that is already multiplied by HASH_STEP (modulo 2**32). Only the bits
+    above UNMIXED_BITS are final."""
 
     def times(h: Any, factor: int) -> Any:
         return builder.mul(h, constant(h.type, factor))
@@ -276,13 +287,13 @@ def unmixed_words(builder: ir.IRBuilder, index: Any, key0: Any, key1: Any) -> An
 
 
 def hash_words(builder: ir.IRBuilder, index: Any, key0: Any, key1: Any) -> Any:
-    """32 well mixed bits of (index, key0, key1), each one word or a vector: two rounds of a multiply-xorshift finaliser."""
+    """Returns 32 well mixed bits of (index, key0, key1), each one word or a vector: two rounds of a multiply-xorshift finaliser."""
     return mixed(builder, unmixed_words(builder, builder.mul(index, constant(index.type, HASH_STEP)), key0, key1))
 
 
 @intrinsic
 def hash32(typing_context: Any, index: Any, key0: Any, key1: Any) -> Any:
-    """hash_words of uint32."""
+    """Returns hash_words of uint32 arguments."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return hash_words(builder, *args)
@@ -292,18 +303,18 @@ def hash32(typing_context: Any, index: Any, key0: Any, key1: Any) -> Any:
 
 @njit(inline="always", fastmath=FASTMATH)
 def uniform(bits: int) -> float:
-    """(bits + 1/2) / 2**32 in float32, of uint32: never 0, and 1 at most."""
+    """Returns (bits + 1/2) / 2**32 in float32, for bits uint32: never 0, and 1 at most."""
     return (float32(bits) + float32(0.5)) * float32(2.3283064365386963e-10)
 
 
 @njit(inline="always", fastmath=FASTMATH)
 def exponential(bits: int) -> float:
-    """-log(1 - (bits + 1/2) / 2**32) in float32: 32 uniform bits (uint32) as a draw from the unit exponential distribution.
+    """Returns -log(1 - (bits + 1/2) / 2**32) in float32, which makes a unit exponential random number from 32 uniform bits
+    (uint32).
 
-    Never 0: a token with a draw of 0 would win whatever its weight, once in 2**32 / V tokens.
+    It is never 0: a token with a time of 0 would win whatever its weight, once in 2**32 / V tokens.
 
-    Small draws decide races, so they keep their relative precision: a series below 1/64, else the logarithm of (1 - u).
-    """
+    Small numbers decide races, so they keep their relative precision: a series below 1/64, else the logarithm of (1 - u)."""
     u = uniform(bits)
     series = u * (float32(1.0) + u * (float32(0.5) + u * (float32(0.33333334) + u * float32(0.25))))
     rest = max(float32(1.0) - u, float32(2.9802322e-8))

@@ -1,5 +1,5 @@
-"""Copying memory and summing it up in one pass (Numba): the stores go past the cache, so checking costs nothing and the copy is
-faster than memcpy's. Twin: engine/memory/checksum.py.
+"""Copies memory and computes its checksum in one pass (Numba). The stores bypass the cache, so that the checksum costs nothing and
+the copy is faster than memcpy's. Reference implementation: engine/memory/checksum.py.
 
 Shapes: N 8-byte words.
 """
@@ -16,7 +16,7 @@ from numba.extending import intrinsic
 
 @intrinsic
 def _store_past_cache(typing_context: Any, array: Any, index: Any, value: Any) -> Any:
-    """array[index] = value with a non-temporal store."""
+    """Does array[index] = value with a non-temporal store."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, args[0]).data
@@ -30,7 +30,7 @@ def _store_past_cache(typing_context: Any, array: Any, index: Any, value: Any) -
 
 @njit(void(uint64[::1], uint64[::1], uint64[::1]), error_model="numpy", cache=True, nogil=True)
 def copy_and_sum(target: Any, source: Any, sums: Any) -> None:
-    """target[:] = source, both [N]; sums [2] += the sum of the words, and of index * word."""
+    """Copies source to target, both [N]. Adds the sum of the words to sums[0] and the sum of index * word to sums[1]."""
     plain, weighted = np.uint64(0), np.uint64(0)
     for index in range(source.shape[0]):
         word = source[index]
@@ -43,7 +43,7 @@ def copy_and_sum(target: Any, source: Any, sums: Any) -> None:
 
 @intrinsic
 def _words_at(typing_context: Any, address: Any) -> Any:
-    """The 8-byte words from an address on."""
+    """Returns a pointer to the 8-byte words at an address."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.inttoptr(args[0], ir.IntType(64).as_pointer())
@@ -53,7 +53,7 @@ def _words_at(typing_context: Any, address: Any) -> Any:
 
 @njit(void(int64[::1], int64[::1], int64[::1], uint64[:, ::1]), error_model="numpy", cache=True, nogil=True)
 def copy_and_sum_each(targets: Any, sources: Any, num_words: Any, sums: Any) -> None:
-    """copy_and_sum of P pieces, of which targets and sources [P] are the addresses; sums [P, 2]."""
+    """Calls copy_and_sum for each of P pieces. targets, sources: [P], their addresses. sums: [P, 2]."""
     for piece in range(targets.shape[0]):
         extent = (num_words[piece],)
         copy_and_sum(carray(_words_at(targets[piece]), extent), carray(_words_at(sources[piece]), extent), sums[piece])
@@ -61,7 +61,7 @@ def copy_and_sum_each(targets: Any, sources: Any, num_words: Any, sums: Any) -> 
 
 @njit(void(uint64[::1], uint64[::1]), error_model="numpy", cache=True, nogil=True)
 def sum_up(source: Any, sums: Any) -> None:
-    """copy_and_sum without the copy."""
+    """Adds the sum of source's words to sums[0] and the sum of index * word to sums[1], as copy_and_sum does."""
     plain, weighted = np.uint64(0), np.uint64(0)
     for index in range(source.shape[0]):
         word = source[index]

@@ -1,7 +1,7 @@
-"""What a recorded step is computed from, read off the sequence table (Numba). Array by array it takes the interpreter a third of a
-millisecond a step: products that stream weights through the caches leave nothing of it there.
+"""Computes the inputs of a recorded step from the sequence table (Numba). Done array by array in Python this takes a third of a
+millisecond a step, because products that stream weights through the caches leave none of the interpreter's data there.
 
-Shapes and twins: reference_inputs.py.
+Shapes and reference implementations are in reference_inputs.py.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from numba import boolean, float32, float64, int32, int64, njit, uint32, uint64,
 
 from engine.kernels.reference_inputs import APART, ATTENDED, GREEDY, ROWS, SAMPLING, TOKENS
 
-# No reordering: the two parts of pi / 2 must not be put together.
+# No reordering of sums, because the two parts of pi / 2 must not be combined.
 _OPTIONS: dict[str, Any] = {"fastmath": {"contract"}, "error_model": "numpy", "cache": True, "nogil": True}
 _HELPER: dict[str, Any] = {"fastmath": {"contract"}, "error_model": "numpy"}
 _COLUMNS = (float32[::1], float32[::1], int32[::1], float32[::1])  # temperature, top_p, top_k, min_p
-_ROWS = (int64[::1], int32[::1], int32[::1], int32[::1])  # counts, slots, then two of each row
+_ROWS = (int64[::1], int32[::1], int32[::1], int32[::1])  # counts, slots, then two columns with an entry for each row
 STEP_TOKENS = void(*_ROWS, int64, int32[:, ::1], int64[::1], *(int32[::1],) * 5)
 STEP_BLOCKS = void(*_ROWS, int32[::1], int32[:, ::1], int64, int32[:, ::1], int64[::1])
 SAMPLING_SETTINGS = void(
@@ -29,7 +29,7 @@ SAMPLING_SETTINGS = void(
     *(uint32[::1], uint32[::1], int64[::1]),
 )
 ROTARY_TURNS = void(int32[::1], float32[::1], float64, float32[:, ::1])
-# pi / 2 is the sum of these; the first has 33 bits, so that its products with whole numbers below 2**20 are exact
+# pi / 2 is the sum of these two. The first has 33 bits, so that its products with whole numbers below 2**20 are exact.
 _QUARTER, _QUARTER_REST = 1.57079632673412561417, 6.07710050650619224932e-11
 
 
@@ -87,7 +87,7 @@ def step_blocks(
 
 @njit(**_HELPER)
 def _mixed(x: Any) -> Any:
-    """splitmix64 (reference_inputs.noise_keys)."""
+    """Returns the splitmix64 hash of x (uint64); see reference_inputs.noise_keys."""
     x += uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> uint64(30))) * uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> uint64(27))) * uint64(0x94D049BB133111EB)
@@ -139,7 +139,9 @@ def sampling_settings(
 
 @njit(**_OPTIONS)
 def rotary_turns(positions: Any, inv_freq: Any, scale: float, turns: Any) -> None:
-    """In float64 within a quarter turn, by Taylor series whose first term left out is below 1e-11."""
+    """Fills turns with cosines and sines, see reference_inputs.rotary_turns.
+
+    Computed in float64 within a quarter turn, by Taylor series whose first omitted term is below 1e-11."""
     factor, pairs = float32(scale), inv_freq.shape[0]
     for row in range(positions.shape[0]):
         position = float32(positions[row])

@@ -1,10 +1,11 @@
-"""Products of a few rows with int8 weights on the CPU, multiplied as they are (AVX512-VNNI, vpdpbusd: four bytes at a time).
+"""Multiplies a few rows with int8 weights on the CPU, without widening the weights (AVX512-VNNI, vpdpbusd: four bytes at a time).
 
-Each element of a row of x becomes a number of units, of which the row's largest magnitude has 32639, and that number two digits:
-256 * high + low, both int8. So weights need no widening and sums are exact; half a unit is all that is lost, less than a product's
-own rounding to bfloat16. The instruction wants one side without sign: weights are taken with 128 added, and 128 times the sum of a
-row's digits is taken away in the end. Shapes: R rows, K inputs (a multiple of 64, 65536 at most), N outputs (4 at least). Twin:
-reference.int8_linear.
+A row's unit is its largest magnitude divided by 32639. Each element of x becomes a whole number of units, and that number becomes
+two digits, 256 * high + low, both int8. So weights need no widening and sums are exact. The rounding to whole units loses half a
+unit at most, less than a product's own rounding to bfloat16. The instruction takes one side as unsigned: weights are used with 128
+added, and 128 times the sum of a row's digits is subtracted at the end.
+
+Shapes: R rows, K inputs (a multiple of 64, 65536 at most), N outputs (4 at least). Reference implementation: reference.int8_linear.
 """
 
 from __future__ import annotations
@@ -22,21 +23,23 @@ from engine.kernels.cpu_bits import FASTMATH, bits_of_float, float_of_bits, magn
 from engine.kernels.cpu_tiles import fold_sums
 from engine.kernels.cpu_vectors import I32, I64, LANES, PAIRS, vector
 
-STEP = 64  # int8 of a vector
+STEP = 64  # int8 values in a vector
 LARGEST = 127 * 256 + 127
-MAX_INPUTS = 65536  # more, and sums of 255 * 127 could be too large
+MAX_INPUTS = 65536  # with more, sums of products up to 255 * 127 could overflow int32
 _STRIPE = 32  # outputs a thread takes at a time
-_TILE = 4 * 4 * LANES  # partial sums of two rows' digits and four outputs
-_PIECE_BYTES = 32 << 10  # of all rows' digits that are used at a time
+_TILE = 4 * 4 * LANES  # partial sums of the digits of two rows and four outputs
+_PIECE_BYTES = 32 << 10  # all rows' digits that are used at a time
 _OPTIONS: dict[str, Any] = {"fastmath": FASTMATH, "error_model": "numpy", "cache": True, "nogil": True}
 HAS_INT8_PRODUCTS = processor.runs("int8_linear")
 
 
 def digit_tile(num_columns: int) -> Any:
-    """A function (digits, at, weight, weight_at, width, length, ahead, fetched, sums, sums_at): adds the products of `length`
-    digits of num_columns rows from `at` on with four outputs' weights from weight_at on to 16 partial sums (int32) of each at
-    sums_at, column by column. Rows of both are `width` apart. `fetched` (1 to 4) weight rows `ahead` are fetched meanwhile.
-    """
+    """Returns a function (digits, at, weight, weight_at, width, length, ahead, fetched, sums, sums_at) that multiplies num_columns
+    rows of digits with four outputs' weights.
+
+    It adds the products of `length` digits of each row, from index `at` on, with the weights from weight_at on to 16 partial sums
+    (int32) for each pair of row and output, which begin at sums_at, row of digits by row of digits. width: elements from one row to
+    the next, in both arrays. Meanwhile `fetched` (1 to 4) weight rows that lie `ahead` elements after these are fetched."""
 
     @intrinsic
     def tile(
@@ -107,16 +110,16 @@ _one_row, _two_rows = digit_tile(2), digit_tile(4)
 
 @njit(fastmath=FASTMATH, error_model="numpy")
 def unit_of(row: Any) -> float:
-    """What one unit of the row's digits stands for; NaN or infinity if an element is."""
+    """Returns the value of one unit of the row's digits. It is NaN or infinity if an element is."""
     largest = int32(0)
-    for k in range(row.shape[0]):  # as bits, which are in order and have NaN above all
+    for k in range(row.shape[0]):  # compared as bits, which sort as magnitudes do, NaN above all
         largest = max(largest, magnitude(bits_of_float(widen(row[k]))))
     return float_of_bits(largest) / float32(LARGEST)
 
 
 @njit(fastmath=FASTMATH, error_model="numpy")
 def split(row: Any, begin: int, end: int, unit: float, high: Any, low: Any) -> tuple[int, int]:
-    """Digits of elements begin to below end to high and low; returns their sums."""
+    """Writes the digits of elements begin to below end to high and low. Returns the sums of the high digits and of the low ones."""
     inverse = float32(1.0) / unit if unit > float32(0.0) else float32(0.0)
     high_sum, low_sum = int32(0), int32(0)
     for k in range(begin, end):
@@ -138,7 +141,7 @@ def _digits(x: Any, row: int, units: Any, digits: Any, offsets: Any) -> None:
 
 @njit(fastmath=FASTMATH, error_model="numpy")
 def _stripe(digits: Any, units: Any, offsets: Any, weight: Any, scale: Any, bias: Any, out: Any, begin: int, end: int) -> None:
-    """Outputs from begin to below end."""
+    """Computes the outputs from begin to below end."""
     num_rows, (num_outputs, num_inputs) = out.shape[0], weight.shape
     row_tiles = (num_rows + 1) // 2
     fetched = (3 + row_tiles) // row_tiles
@@ -150,10 +153,10 @@ def _stripe(digits: Any, units: Any, offsets: Any, weight: Any, scale: Any, bias
     for k in range(0, num_inputs, piece):
         length = min(piece, num_inputs - k)
         for panel in range(panels):
-            at = min(begin + 4 * panel, num_outputs - 4) * num_inputs + k  # the last four may overlap those before
-            if panel + 1 < panels or k + piece >= num_inputs:  # next come the four outputs behind
+            at = min(begin + 4 * panel, num_outputs - 4) * num_inputs + k  # the last four outputs may overlap those before
+            if panel + 1 < panels or k + piece >= num_inputs:  # fetch the next four outputs' weights
                 next_at = at + 4 * num_inputs - (k if panel + 1 == panels else 0)
-            else:  # or this stripe's next piece
+            else:  # or this stripe's next piece of the inputs
                 next_at = begin * num_inputs + k + piece
             for tile in range(row_tiles):
                 ahead = next_at - at + min(tile * fetched, 3) * num_inputs
@@ -184,7 +187,7 @@ def int8_linear_signature(element: types.Type) -> Any:
 def _int8_linear(
     x: Any,  # [R, K]
     weight: Any,  # [N, K] int8
-    scale: Any,  # [N] float32: of each output's weights
+    scale: Any,  # [N] float32: the scale of each output's weights
     bias: Any,  # [N], or [0] for none
     digits: Any,  # [2 R, K] int8: scratch
     out: Any,  # [R, N]

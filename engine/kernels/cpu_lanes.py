@@ -1,8 +1,8 @@
-"""Numba's way to 16 float32 or int32 at a time: what row-wise loops are written with where its vectoriser does badly.
+"""Lets Numba kernels work on 16 float32 or int32 at a time, for row-wise loops that Numba's vectoriser handles badly.
 
-It mixes vectors of 256 and 512 bits, widens integers to 64 bits and fetches one by one what an index might find from the end. Here
-the width is said: `load` 16 elements, compute with + - * / as with one, `store` them. A processor whose vectors are narrower takes
-two for one.
+The vectoriser mixes vectors of 256 and 512 bits, widens integers to 64 bits, and loads elements one by one where an index might
+count from the end. Here the width is explicit: `load` 16 elements, compute with + - * / as with a single one, and `store` them. A
+processor with narrower vectors uses two of them for one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from engine.kernels.cpu_vectors import I32, LANES, PAIRS, SUMS, exp2, splat, vec
 
 
 class _Lanes(types.Type):
-    """16 of a kind, as one value of a kernel."""
+    """The Numba type of 16 numbers that are one value in a kernel."""
 
     def __init__(self, name: str, backend: ir.VectorType, scalar: types.Type) -> None:
         super().__init__(name)
@@ -40,7 +40,8 @@ class _LanesModel(models.PrimitiveModel):
 
 
 def _define(operation: Any, kind: _Lanes, generate: Callable[..., Any]) -> None:
-    """operation (an operator) of two of the kind, or of one and a scalar of its elements' type, which all lanes meet."""
+    """Defines `operation` (an operator) for two values of this kind, and for one and a scalar of its element type, which is applied
+    to all lanes."""
     sides = [(kind, kind), (kind, kind.scalar), (kind.scalar, kind)]
     cases = [signature(kind, *pair) for pair in sides]
     infer_global(operation)(type("Template", (ConcreteTemplate,), {"cases": cases}))
@@ -64,7 +65,7 @@ _define(operator.sub, WORDS, lambda builder, left, right: builder.sub(left, righ
 
 @intrinsic
 def lanes_of(typing_context: Any, value: Any) -> Any:
-    """A float32 or int32 in all lanes."""
+    """Returns a float32 or int32 in all lanes."""
     kind = FLOATS if value == types.float32 else WORDS
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
@@ -74,7 +75,7 @@ def lanes_of(typing_context: Any, value: Any) -> Any:
 
 
 def _address(context: Any, builder: Any, kind: Any, array: Any, at: Any, count: Any) -> tuple[Any, Any, Any]:
-    """Of 16 elements from index `at` on: a pointer to them, and which of them are among the first `count`."""
+    """Returns a pointer to the 16 elements from index `at` on, their vector type, and the mask of those among the first `count`."""
     data = context.make_array(kind)(context, builder, array).data
     raw = ir.VectorType(context.get_data_type(kind.dtype), LANES)
     places = ir.Constant(PAIRS, list(range(LANES)))
@@ -88,9 +89,11 @@ def _suffix(raw: ir.VectorType) -> str:
 
 @intrinsic
 def load(typing_context: Any, array: Any, at: Any, count: Any) -> Any:
-    """count elements from index `at` on, of an array whose rows lie end to end, as float32 (bfloat16 bits widened) or, if int32, as
-    they are; 0 in the lanes behind. Indices are not checked. A count that is known to be 16 makes no mask. For a row of many, an
-    index is cheaper than a slice, whose references Numba counts."""
+    """Returns `count` elements from index `at` on, with 0 in the other lanes. Elements become float32 (bfloat16 bits are widened),
+    but int32 stays as it is.
+
+    The array's rows must lie end to end; indices are not checked. A count that is known to be 16 needs no mask. For one row of
+    many, an index is cheaper than a slice, whose references Numba counts."""
     kind = WORDS if array.dtype == types.int32 else FLOATS
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
@@ -110,7 +113,7 @@ def load(typing_context: Any, array: Any, at: Any, count: Any) -> Any:
 
 @intrinsic
 def store(typing_context: Any, array: Any, at: Any, count: Any, values: Any) -> Any:
-    """The first lanes to count elements from index `at` on, rounded as `narrow` does if they are bfloat16 bits."""
+    """Stores the first `count` lanes from index `at` on, rounded as `narrow` does if the elements are bfloat16 bits."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         address, raw, mask = _address(context, builder, sig.args[0], *args[:3])
@@ -128,7 +131,8 @@ def store(typing_context: Any, array: Any, at: Any, count: Any, values: Any) -> 
 
 @intrinsic
 def rounded(typing_context: Any, values: Any, like: Any) -> Any:
-    """Lanes as they would come back from an array of elements like this one: float32, or bfloat16 bits."""
+    """Returns the lanes as they would be after storing them in elements of `like`'s type (float32 or bfloat16 bits) and loading
+    them again."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         if like == types.float32:
@@ -141,7 +145,7 @@ def rounded(typing_context: Any, values: Any, like: Any) -> Any:
 
 @intrinsic
 def kept(typing_context: Any, values: Any, bits: Any, cutoff: Any, other: Any) -> Any:
-    """values in the lanes whose bits (int32) are at least cutoff, `other` in all others."""
+    """Returns values in the lanes whose bits (int32) are at least cutoff, and `other` in all other lanes."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         backend = args[0].type
@@ -168,13 +172,13 @@ def _reduction(name: str, kind: _Lanes) -> Any:
 
 @intrinsic
 def total_of(typing_context: Any, lanes: Any) -> Any:
-    """All 16 float32 added up."""
+    """Returns the sum of all 16 float32."""
     return _reduction("fadd", FLOATS)
 
 
 @intrinsic
 def bits_of(typing_context: Any, values: Any) -> Any:
-    """float32 as int32 bits."""
+    """Returns the bits of float32 lanes as int32."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         return builder.bitcast(args[0], PAIRS)
@@ -184,7 +188,7 @@ def bits_of(typing_context: Any, values: Any) -> Any:
 
 @intrinsic
 def unmixed_hashes(typing_context: Any, first: Any, key0: Any, key1: Any) -> Any:
-    """cpu_bits.unmixed_words of `first` (int64) and the 15 numbers behind it, with the same keys (uint32)."""
+    """Returns cpu_bits.unmixed_words of the 16 numbers from `first` (int64) on, with the same keys (uint32)."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         first, *keys = args
@@ -198,7 +202,7 @@ def unmixed_hashes(typing_context: Any, first: Any, key0: Any, key1: Any) -> Any
 
 @intrinsic
 def hashes(typing_context: Any, unmixed: Any) -> Any:
-    """cpu_bits.hash_words, of unmixed_hashes."""
+    """Applies the last step of cpu_bits.hash_words to the result of unmixed_hashes."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         return mixed(builder, args[0])
@@ -208,7 +212,7 @@ def hashes(typing_context: Any, unmixed: Any) -> Any:
 
 @intrinsic
 def float_of_hashes(typing_context: Any, words: Any) -> Any:
-    """Words without a sign, from 0 to 2**32, as float32."""
+    """Returns unsigned words, from 0 to 2**32, as float32."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         return builder.uitofp(args[0], SUMS)
@@ -218,7 +222,7 @@ def float_of_hashes(typing_context: Any, words: Any) -> Any:
 
 @intrinsic
 def lower_hashes(typing_context: Any, left: Any, right: Any) -> Any:
-    """The lower word of each lane, without a sign."""
+    """Returns the smaller of the two unsigned words in each lane."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         return builder.select(builder.icmp_unsigned("<", *args), *args)
@@ -227,13 +231,13 @@ def lower_hashes(typing_context: Any, left: Any, right: Any) -> Any:
 
 
 def _marks(builder: ir.IRBuilder, comparison: Any) -> Any:
-    """int64 whose bit i tells lane i's outcome."""
+    """Returns the outcome of a comparison as int64, with bit i for lane i."""
     return builder.zext(builder.bitcast(comparison, ir.IntType(LANES)), ir.IntType(64))
 
 
 @intrinsic
 def hashes_up_to(typing_context: Any, words: Any, limit: Any) -> Any:
-    """Bit i: whether lane i, a word without a sign, is at most limit (uint32)."""
+    """Returns an int64 whose bit i tells whether lane i, an unsigned word, is at most limit (uint32)."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         return _marks(builder, builder.icmp_unsigned("<=", args[0], splat(builder, args[1], PAIRS)))
@@ -243,7 +247,7 @@ def hashes_up_to(typing_context: Any, words: Any, limit: Any) -> Any:
 
 @intrinsic
 def up_to(typing_context: Any, values: Any, limits: Any) -> Any:
-    """Bit i: whether lane i is at most that of limits (float32); of NaN it is not."""
+    """Returns an int64 whose bit i tells whether lane i of values is at most lane i of limits (float32). For NaN it is not."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         return _marks(builder, builder.fcmp_ordered("<=", *args))
@@ -253,7 +257,7 @@ def up_to(typing_context: Any, values: Any, limits: Any) -> Any:
 
 @intrinsic
 def at_least(typing_context: Any, words: Any, limit: Any) -> Any:
-    """Bit i: whether lane i (int32) is at least limit."""
+    """Returns an int64 whose bit i tells whether lane i (int32) is at least limit."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         return _marks(builder, builder.icmp_signed(">=", args[0], splat(builder, args[1], PAIRS)))
@@ -263,7 +267,7 @@ def at_least(typing_context: Any, words: Any, limit: Any) -> Any:
 
 @intrinsic
 def kept_up_to(typing_context: Any, values: Any, keys: Any, limit: Any) -> Any:
-    """values in the lanes whose key (float32) is at most limit, 0 in all others."""
+    """Returns values in the lanes whose key (float32) is at most limit, and 0 in all other lanes."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         stays = builder.fcmp_ordered("<=", args[1], splat(builder, args[2], SUMS))
@@ -274,7 +278,7 @@ def kept_up_to(typing_context: Any, values: Any, keys: Any, limit: Any) -> Any:
 
 @intrinsic
 def first_lanes(typing_context: Any, values: Any, count: Any) -> Any:
-    """The first lanes to count, 0 behind."""
+    """Returns the first `count` lanes, and 0 in the others."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         places = ir.Constant(PAIRS, list(range(LANES)))
@@ -286,7 +290,8 @@ def first_lanes(typing_context: Any, values: Any, count: Any) -> Any:
 
 @intrinsic
 def exp_for_bfloat16(typing_context: Any, values: Any) -> Any:
-    """e**x with a relative error below 1e-5, in two thirds of the instructions of cpu_bits.exp; from 2**-126 to 2**127."""
+    """Returns e**x with a relative error below 1e-5, in two thirds of the instructions of cpu_bits.exp. Results are limited to
+    between 2**-126 and 2**127."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         power, most = builder.fmul(args[0], vector(SUMS, 1.4426950408889634)), vector(SUMS, 127.0)
@@ -296,13 +301,14 @@ def exp_for_bfloat16(typing_context: Any, values: Any) -> Any:
 
 
 ROUGH_ERROR = 2e-3
-# 2**f for f from -0.5 to 0.5, fitted to the least largest relative error (1.73e-3)
+# A polynomial for 2**f with f from -0.5 to 0.5, fitted for the smallest maximum of the relative error (1.73e-3).
 _ROUGH_EXP2 = (1.00044314, 0.70344803, 0.23842894)
 
 
 @intrinsic
 def rough_exp2(typing_context: Any, values: Any) -> Any:
-    """2**x for x up to 127 at a third of what it costs exactly, relative error below ROUGH_ERROR; 2**-126 below that."""
+    """Returns 2**x for x up to 127 with a relative error below ROUGH_ERROR, at a third of the cost of an exact one. Below -126 it
+    returns 2**-126."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         return exp2(builder, args[0], _ROUGH_EXP2)

@@ -1,7 +1,9 @@
-"""Products of a few rows with a weight matrix on the CPU (Numba): so few that reading the weights is most of the work.
+"""Multiplies a few rows with a weight matrix on the CPU (Numba): so few that reading the weights is most of the work.
 
-Weights are read once, four outputs at a time, while those needed next are fetched; inputs are taken in pieces that stay in the
-first-level cache. Shapes: R rows, K inputs, N outputs (4 at least). Twin: reference.linear.
+Weights are read once, four outputs at a time, while those needed next are prefetched. Inputs are taken in pieces that stay in the
+first-level cache.
+
+Shapes: R rows, K inputs, N outputs (4 at least). Reference implementations: torch's linear, reference.int8_linear.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from engine.kernels.cpu_vectors import LANES
 MIN_OUTPUTS = 4
 _STRIPE = 32  # outputs a thread takes at a time
 _TILE = 4 * 4 * LANES  # partial sums of 4 rows and 4 outputs
-_PIECE_BYTES = 32 << 10  # of all rows' inputs that are used at a time
+_PIECE_BYTES = 32 << 10  # all rows' inputs that are used at a time
 _OPTIONS: dict[str, Any] = {"fastmath": FASTMATH, "error_model": "numpy", "cache": True, "nogil": True}
 _one_row, _two_rows, _three_rows, _four_rows = (dot_tile(num_rows, 4) for num_rows in (1, 2, 3, 4))
 
@@ -44,7 +46,7 @@ def _add_tile(
 
 @njit(fastmath=FASTMATH, error_model="numpy")
 def _write_outputs(folded: Any, num_rows: int, row: int, first: int, scale: Any, bias: Any, out: Any) -> None:
-    """folded [4 rows, 4 outputs] to out, from that row and output on."""
+    """Writes folded [4 rows, 4 outputs], times scale and plus bias, to out from row `row` and output `first` on."""
     for r in range(min(4, num_rows - row)):
         for n in range(4):
             total = folded[4 * r + n]
@@ -57,11 +59,11 @@ def _write_outputs(folded: Any, num_rows: int, row: int, first: int, scale: Any,
 
 @njit(fastmath=FASTMATH, error_model="numpy")
 def _linear_stripe(x: Any, weight: Any, scale: Any, bias: Any, out: Any, begin: int, end: int) -> None:
-    """Outputs from begin to below end."""
+    """Computes the outputs from begin to below end."""
     num_rows, num_inputs = x.shape
     num_outputs = weight.shape[0]
     row_tiles = (num_rows + 3) // 4
-    fetched = (3 + row_tiles) // row_tiles  # of the next four outputs' weights, each row tile fetches its share
+    fetched = (3 + row_tiles) // row_tiles  # each row tile prefetches its share of the next four outputs' weights
     num_pieces = max(1, (num_rows * num_inputs * x.itemsize + _PIECE_BYTES - 1) // _PIECE_BYTES)
     piece = ((num_inputs + num_pieces - 1) // num_pieces + 31) // 32 * 32
     panels = (end - begin + 3) // 4
@@ -70,10 +72,10 @@ def _linear_stripe(x: Any, weight: Any, scale: Any, bias: Any, out: Any, begin: 
     for k in range(0, num_inputs, piece):
         length = min(piece, num_inputs - k)
         for panel in range(panels):
-            at = min(begin + 4 * panel, num_outputs - 4) * num_inputs + k  # the last four may overlap those before
-            if panel + 1 < panels or k + piece >= num_inputs:  # next come the four outputs behind
+            at = min(begin + 4 * panel, num_outputs - 4) * num_inputs + k  # the last four outputs may overlap those before
+            if panel + 1 < panels or k + piece >= num_inputs:  # prefetch the next four outputs' weights
                 next_at = at + 4 * num_inputs - (k if panel + 1 == panels else 0)
-            else:  # or this stripe's next piece
+            else:  # or this stripe's next piece of the inputs
                 next_at = begin * num_inputs + k + piece
             for tile in range(row_tiles):
                 ahead = next_at - at + min(tile * fetched, 3) * num_inputs
@@ -88,7 +90,7 @@ def _linear_stripe(x: Any, weight: Any, scale: Any, bias: Any, out: Any, begin: 
 def _few_rows_linear(
     x: Any,  # [R, K]
     weight: Any,  # [N, K]
-    scale: Any,  # [N] float32: of each output's weights, or [0] for none
+    scale: Any,  # [N] float32: the scale of each output's weights, or [0] for none
     bias: Any,  # [N], or [0] for none
     out: Any,  # [R, N]
 ) -> None:

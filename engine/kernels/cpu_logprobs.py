@@ -1,5 +1,7 @@
-"""Log-probabilities and penalties on the CPU (Numba), for the rows that ask for them. Shapes: N rows, M of them asked for, V
-vocabulary, K alternatives. Twins: reference.top_logprobs, reference.penalise.
+"""Log-probabilities and penalties on the CPU (Numba), for the rows that ask for them. Reference implementations:
+reference.top_logprobs, reference.penalise.
+
+Shapes: N rows, M rows that are asked for, V vocabulary, K alternatives.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from numba import float32, float64, int32, int64, njit, types, void
 from engine.kernels.cpu_bits import FASTMATH, bits_of_float, exp, float_of_bits, ordered, widen
 
 _OPTIONS: dict[str, Any] = {"fastmath": FASTMATH, "error_model": "numpy", "cache": True, "nogil": True}
-_STRIPE = 1024  # logits between two looks at the worst alternative so far
+_STRIPE = 1024  # logits between two comparisons with the least likely alternative so far
 
 
 def top_logprobs_signature(element: types.Type) -> Any:
@@ -23,14 +25,14 @@ def top_logprobs_signature(element: types.Type) -> Any:
 
 @njit(fastmath=FASTMATH, inline="always")
 def _ordered(value: Any) -> Any:
-    """Bits of a float32 as an integer that sorts as the float does."""
+    """Returns a float32 as an integer that sorts as the float does."""
     return ordered(bits_of_float(value))
 
 
 @njit(**_OPTIONS)
 def top_logprobs(logits: Any, rows: Any, chosen: Any, picked: Any, top_ids: Any, top: Any) -> None:
-    """For each of rows [M] of logits [N, V]: picked [M] is the log-softmax at chosen [M]; top_ids and top [M, K] are those of the K
-    likeliest, likeliest first, the lower id first among equals."""
+    """Computes the log-softmax of rows [M] of logits [N, V]: at `chosen` [M] to picked [M], and of the K most likely tokens to
+    top_ids and top [M, K]. The most likely comes first, and of equal logits the lower id."""
     vocab, num_top = logits.shape[1], top.shape[1]
     for m in range(rows.shape[0]):
         row = logits[rows[m]]
@@ -72,9 +74,11 @@ PENALISE = void(float32[::1], int32[::1], int64, float64, float64, float64, int3
 
 @njit(**_OPTIONS)
 def penalise(row: Any, tokens: Any, num_prompt: int, presence: float, frequency: float, repetition: float, counts: Any) -> None:
-    """row [V] float32 in place; tokens: prompt, then output; counts [V]: zeros, and zeros again afterwards. Work is per token of
-    the sequence, not of the vocabulary."""
-    limit = float32(1e30)  # a strong penalty must not make an infinity: those mark a row whose logits are bad
+    """Applies penalties to the logits row [V] float32 in place, see reference.penalise. tokens: those of the prompt, then those of
+    the output.
+
+    counts: [V], zeros before and after the call. The work grows with the tokens of the sequence, not with the vocabulary."""
+    limit = float32(1e30)  # a strong penalty must not make an infinity, which would mark the row's logits as bad
     for i in range(num_prompt, tokens.shape[0]):
         counts[tokens[i]] += 1
     for i in range(tokens.shape[0]):

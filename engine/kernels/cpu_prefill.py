@@ -1,10 +1,11 @@
-"""Attention of prompts on the CPU (Numba): many query tokens of a sequence against its KV blocks, read where they lie.
+"""Attention of prompts on the CPU (Numba): many query tokens of a sequence against its KV blocks, which are read in place.
 
-Shapes: T tokens of the step, R rows, B blocks a row, H query heads, G KV heads, D head size; KV as in cpu_attention.py.
-Twin: reference.gather_context and reference.causal_attention.
+Shapes: T tokens of the step, R rows, B blocks of a row, H query heads, G KV heads, D head size; KV as in cpu_attention.py.
+Reference implementations: reference.gather_context and reference.causal_attention.
 
-Query tokens are taken a few at a time, with all heads that share a KV head, so that a chunk of keys and values serves some 32 rows
-while it is in the cache. A tile reads only what its last token sees; tiles are dealt out in turn, since later ones see more.
+A tile is a few query tokens with all heads that share a KV head, so that a chunk of keys and values serves about 32 rows while it
+is in the cache. A tile reads only what its last token sees. Tiles are dealt out to the threads in turn, because later ones see
+more.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from numba import float32, float64, int32, int64, njit, prange, types, void
 from engine.kernels.cpu_attention_blocks import CHUNK_TOKENS, HELPER, OPTIONS, add_block, score_block, soften_row, write_heads
 from engine.kernels.cpu_bits import named
 
-_TILE_ROWS = 32  # query tokens times the heads that share a KV head
+_TILE_ROWS = 32  # query tokens of a tile times the heads that share a KV head
 
 
 @njit(**HELPER)
 def _attend_tile(
     qkv: Any,
-    first_token: int,  # of the tile, in the step
+    first_token: int,  # index of the tile's first token in the step
     num_tokens: int,
-    context: int,  # positions that its first token attends to, its own included
+    context: int,  # positions that the first token attends to, its own included
     kv_head: int,
     kv: Any,
     layer_at: int,
@@ -38,7 +39,7 @@ def _attend_tile(
     scale: float,
     softcap: float,
     group: int,
-    queries: Any,  # [rows * D]: work space, as what follows
+    queries: Any,  # [rows * D]: work space, as are the next five
     scores: Any,  # [rows, chunk]
     weights: Any,
     tops: Any,  # [rows]
@@ -108,13 +109,13 @@ def _prefill_attention(
     block_tokens: int,  # a multiple of 4
     head_dim: int,
     block_table: Any,  # [R, B] int32
-    starts: Any,  # [R] int32, as what follows: a row's first token in the step
-    num_new: Any,  # its tokens
-    contexts: Any,  # positions stored for it, those of these tokens included
+    starts: Any,  # [R] int32: index of the row's first token in the step
+    num_new: Any,  # [R] int32: tokens of the row in the step
+    contexts: Any,  # [R] int32: positions stored for the row, those of these tokens included
     longer_than: int,  # rows of more tokens than this are served, no others
     window: int,  # a token attends to the last `window` positions up to its own; 0: to all
     scale: float,
-    softcap: float,  # scores become softcap * tanh(score / softcap); 0: as they are
+    softcap: float,  # scores become softcap * tanh(score / softcap); 0: unchanged
     num_shares: int,
     out: Any,  # [T, H * D]; only these rows' tokens are written
 ) -> None:

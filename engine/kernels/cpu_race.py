@@ -1,11 +1,14 @@
-"""The exponential race over a row's tokens (Numba): which comes first, and whether it is within top_p. V: vocabulary.
+"""Runs the exponential race over a row's tokens (Numba): finds the token that comes first, and whether it is within top_p.
 
-Token i's time is an exponential draw keyed by (key0, key1, i) over its weight e**((logit - largest) / temperature); the first wins.
-Nearly no token needs its weight for that: a uniform draw is below the exponential one of the same bits, so that a token whose
-uniform draw is above (earliest time so far) times (an upper bound of its weight) comes later. The bound is that of its stripe's
-largest logit, and what is left is the draws: a hash of each token's number.
+Token i's time is an exponential random number keyed by (key0, key1, i), divided by its weight e**((logit - largest) / temperature).
+The token with the earliest time wins. For nearly all tokens the weight need not be computed. A uniform random number is below the
+exponential one made from the same bits. So a token whose uniform number is above (earliest time so far) times (an upper bound of
+its weight) is later. The bound comes from the largest logit of the token's stripe, so what is left to compute is the random
+numbers: a hash of each token's number.
 
-Weights are added up for top_p alone, roughly first, with an error that is known: it hardly ever matters.
+Weights are added up only for top_p, first roughly, with a known error that hardly ever matters.
+
+Shapes: V vocabulary.
 """
 
 from __future__ import annotations
@@ -53,20 +56,20 @@ from engine.kernels.cpu_vectors import LANES
 
 # Python's error model puts a branch for zero before each division, which keeps loops from being vectorised.
 _HELPER: dict[str, Any] = {"fastmath": FASTMATH, "error_model": "numpy"}
-STRIPE = 256  # tokens of which the largest logit is known
-_AT_ONCE = 4 * LANES  # draws between two looks at the earliest time
-_ROUNDING = 1.00002  # what rounding may make of a bound
+STRIPE = 256  # tokens that share one upper bound, from their largest logit
+_AT_ONCE = 4 * LANES  # random numbers between two comparisons with the earliest time
+_ROUNDING = 1.00002  # factor that allows for the rounding of a bound
 _LOG2_E = 1.4426950408889634
 _INFINITY_BITS = 0x7F800000
 
 
 @njit(**_HELPER)
 def stripe_tops(row: Any, tops: Any) -> bool:
-    """tops: the largest logit of each stripe. Whether all logits are finite; tops mean nothing if not."""
+    """Fills tops with the largest logit of each stripe. Returns whether all logits are finite; if not, tops has no meaning."""
     size = magnitude(bits_of_element(row[0]))
     for stripe in range(tops.shape[0]):
         own = row[STRIPE * stripe : min(STRIPE * (stripe + 1), row.shape[0])]
-        top = ordered(bits_of_element(own[0]))  # integers: their maxima vectorise, and NaN can't mislead them
+        top = ordered(bits_of_element(own[0]))  # as integers, whose maximum vectorises and is not misled by NaN
         for i in range(own.shape[0]):
             bits = bits_of_element(own[i])
             size = max(size, magnitude(bits))
@@ -77,7 +80,7 @@ def stripe_tops(row: Any, tops: Any) -> bool:
 
 @njit(**_HELPER)
 def first_of(row: Any, tops: Any, largest: Any) -> int:
-    """The first token with the largest logit."""
+    """Returns the first token with the largest logit."""
     stripe = 0
     while tops[stripe] != largest:
         stripe += 1
@@ -89,7 +92,7 @@ def first_of(row: Any, tops: Any, largest: Any) -> int:
 
 @njit(**_HELPER)
 def weigh_stripes(tops: Any, largest: Any, factor: Any, heaviest: Any) -> None:
-    """heaviest: what no weight of each stripe is above."""
+    """Fills `heaviest` with an upper bound of the weights in each stripe."""
     for stripe in range(tops.shape[0]):
         heaviest[stripe] = exp((tops[stripe] - largest) * factor) * float32(_ROUNDING)
 
@@ -101,7 +104,8 @@ def _weights(row: Any, at: int, count: int, largest: Any, factor: Any) -> Any:
 
 @njit(inline="always", **_HELPER)
 def _latest(best: Any, heaviest: Any) -> Any:
-    """The largest hash (uint32), low bits unmixed, of a token that is as early as `best` and not heavier than `heaviest`."""
+    """Returns the largest hash (uint32) that a token of a weight up to `heaviest` may have to be as early as `best`, with the low
+    bits, which are unmixed, all set."""
     limit = float64(best) * float64(heaviest) * float64(2.0**32) * _ROUNDING
     if not limit < 2.0**32 - 2.0**UNMIXED_BITS:
         return uint32(0xFFFFFFFF)
@@ -113,7 +117,7 @@ def _look(
     row: Any,
     at: int,
     count: int,
-    unmixed: Any,  # hashes
+    unmixed: Any,  # the tokens' hashes without the last step
     largest: Any,
     factor: Any,
     floor: Any,
@@ -121,7 +125,8 @@ def _look(
     best: Any,
     winner: int,
 ) -> tuple[Any, int]:
-    """The earliest time and its token, of what `count` tokens from `at` on leave of `best` and `winner`."""
+    """Returns the earliest time and its token: of `count` tokens from index `at` on, or `best` and `winner` if none of them is
+    earlier."""
     own, words = _weights(row, at, count, largest, factor), hashes(unmixed)
     uniform = (float_of_hashes(words) + float32(0.5)) * float32(2.0**-32)
     marks = up_to(uniform, own * (best * float32(_ROUNDING))) & at_least(bits_of(own), floor) & ((int64(1) << count) - int64(1))
@@ -152,7 +157,8 @@ def _race_stripe(
     best: Any,
     winner: int,
 ) -> tuple[Any, int]:
-    """As _look, of the tokens from begin to below end, none of which weighs more than `heaviest`."""
+    """Returns the earliest time and its token, as _look does, of the tokens from begin to below end, none of which weighs more than
+    `heaviest`."""
     latest = _latest(best, heaviest)
     whole = end - (end - begin) % _AT_ONCE
     for at in range(begin, whole, _AT_ONCE):
@@ -177,10 +183,10 @@ def _race_stripe(
 
 @njit(**_HELPER)
 def _in_order(heaviest: Any, floor: Any, order: Any) -> int:
-    """order: the stripes that may hold weights of at least `floor`, heavier than the mean first; how many there are. Heavy ones
-    give early times, which make the others short."""
+    """Fills `order` with the stripes that may hold weights of at least `floor`, and returns how many there are. Stripes heavier
+    than the mean come first: heavy tokens give early times, which let more of the other tokens be skipped."""
     mean, num_heavy, num_light, last = heaviest.mean(), 0, 0, heaviest.shape[0] - 1
-    for stripe in range(heaviest.shape[0]):  # without branches: which stripe is heavy can't be foreseen
+    for stripe in range(heaviest.shape[0]):  # without branches, because which stripe is heavy cannot be predicted
         order[num_heavy], order[last - num_light] = stripe, stripe
         takes_part, is_heavy = bits_of_float(heaviest[stripe]) >= floor, heaviest[stripe] >= mean
         num_heavy += int64(takes_part and is_heavy)
@@ -199,11 +205,11 @@ def race(
     floor: Any,  # bits of a weight: lighter tokens take no part
     first: Any,
     second: Any,
-    order: Any,  # [stripes] int32, drawn [2, 16] int32: work space
-    drawn: Any,
-    ahead: int,  # elements from the row to the one that is looked at next, which is fetched meanwhile
+    order: Any,  # [stripes] int32, work space
+    drawn: Any,  # [2, 16] int32, work space
+    ahead: int,  # elements from this row to the row that is raced next, which is fetched meanwhile
 ) -> int:
-    """Which token comes first."""
+    """Returns the token that wins the race."""
     vocab = row.shape[0]
     best, winner = float32(np.inf), 0
     for number in range(_in_order(heaviest, floor, order)):
@@ -218,14 +224,15 @@ def race(
 
 @njit(**_HELPER)
 def bits_of_weight(logit: Any, largest: Any, factor: Any, drawn: Any) -> Any:
-    """As a token of this logit has it. drawn [2, 16] int32: work space."""
+    """Returns the bits (int32) of the weight that a token with this logit has. drawn: [2, 16] int32, work space."""
     store(drawn, 0, LANES, bits_of(exp((lanes_of(logit) - largest) * factor)))
     return drawn[0, 0]
 
 
 @njit(inline="always", **_HELPER)
 def _rough_masses(row: Any, begin: int, end: int, largest: Any, unit: Any, limit: Any) -> tuple[Any, Any]:
-    """Weights of the tokens from begin to below end, and of those of them whose logit is at most `limit`, added up."""
+    """Returns the approximate sum of the weights of the tokens from begin to below end, and the sum for those whose logit is at
+    most `limit`."""
     total, light = lanes_of(float32(0.0)), lanes_of(float32(0.0))
     whole = end - (end - begin) % LANES
     for at in range(begin, whole, LANES):
@@ -243,11 +250,12 @@ def _rough_masses(row: Any, begin: int, end: int, largest: Any, unit: Any, limit
 
 @njit(**_HELPER)
 def _roughly_within(row: Any, heaviest: Any, largest: Any, factor: Any, top_p: Any, winner: int) -> int:
-    """1 if the tokens heavier than the winner hold less than top_p of the mass, 0 if they hold more, -1 if it is too close."""
+    """Returns 1 if the tokens heavier than the winner hold less than top_p of the mass, 0 if they hold more, and -1 if it is too
+    close to tell."""
     limit = widen(row[winner])
     unit, rest = factor * float32(_LOG2_E), 1.0 - float64(top_p)
     vocab = row.shape[0]
-    ahead = float64(0.0)  # what the stripes that are not added up yet hold at most
+    ahead = float64(0.0)  # upper bound of the mass of the stripes that are not added up yet
     for stripe in range(heaviest.shape[0]):
         ahead += heaviest[stripe] * min(STRIPE, vocab - STRIPE * stripe)
     total, light = float64(0.0), float64(0.0)
@@ -264,7 +272,7 @@ def _roughly_within(row: Any, heaviest: Any, largest: Any, factor: Any, top_p: A
 
 @njit(**_HELPER)
 def _mass(row: Any, heaviest: Any, largest: Any, factor: Any, floor: Any) -> Any:
-    """Of the weights whose bits are at least `floor`."""
+    """Returns the sum of the weights whose bits are at least `floor`."""
     mass = float64(0.0)
     for stripe in range(heaviest.shape[0]):
         if bits_of_float(heaviest[stripe]) < floor:
@@ -281,7 +289,7 @@ def _mass(row: Any, heaviest: Any, largest: Any, factor: Any, floor: Any) -> Any
 
 @njit(**_HELPER)
 def is_within(row: Any, heaviest: Any, largest: Any, factor: Any, floor: Any, top_p: Any, winner: int, winner_bits: Any) -> bool:
-    """Whether the tokens heavier than the winner hold less than top_p of the mass at or above `floor`."""
+    """Returns whether the tokens heavier than the winner hold less than top_p of the mass of the weights of at least `floor`."""
     if floor == int32(0):
         found = _roughly_within(row, heaviest, largest, factor, top_p, winner)
         if found >= 0:
@@ -292,14 +300,14 @@ def is_within(row: Any, heaviest: Any, largest: Any, factor: Any, floor: Any, to
 
 @njit(**_HELPER)
 def _kth(values: Any, num: int, k: int) -> Any:
-    """The k-th largest of the first num values (float32), of equal ones each by itself."""
+    """Returns the k-th largest of the first num values (float32), where equal values count separately."""
     low, high = ordered(bits_of_float(values[0])), ordered(bits_of_float(values[0]))
     for i in range(num):
         bits = ordered(bits_of_float(values[i]))
         low, high = min(low, bits), max(high, bits)
     while low < high:
         middle = int32((int64(low) + int64(high) + 1) >> 1)
-        limit, count = float_of_bits(ordered(middle)), float32(0.0)  # exact to 2**24
+        limit, count = float_of_bits(ordered(middle)), float32(0.0)  # a float32 count is exact up to 2**24
         for i in range(num):
             count += float32(1.0) if values[i] >= limit else float32(0.0)
         if count >= k:
@@ -311,7 +319,7 @@ def _kth(values: Any, num: int, k: int) -> Any:
 
 @njit(**_HELPER)
 def _gather_from(row: Any, tops: Any, bound: Any, values: Any) -> int:
-    """The logits from `bound` up, to the begin of values; how many there are."""
+    """Copies the logits of at least `bound` to the start of values. Returns how many there are."""
     num, bounds = 0, lanes_of(bound)
     for stripe in range(tops.shape[0]):
         if tops[stripe] >= bound:
@@ -326,8 +334,10 @@ def _gather_from(row: Any, tops: Any, bound: Any, values: Any) -> int:
 
 @njit(**_HELPER)
 def kth_logit(row: Any, tops: Any, k: int) -> Any:
-    """The k-th largest of a row's logits, k from 1 to V, with a look at few of them if there are k that are as large as their
-    stripes' tops, or as the least of those."""
+    """Returns the k-th largest of a row's logits, for k from 1 to V.
+
+    It reads few of them in full if at least k logits are as large as the k-th largest of the stripes' tops (or as the least top, if
+    there are fewer than k stripes)."""
     values = np.empty(row.shape[0] + 1, np.float32)
     bound = _kth(tops, tops.shape[0], min(k, tops.shape[0]))
     num = _gather_from(row, tops, bound, values)

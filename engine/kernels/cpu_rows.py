@@ -1,7 +1,8 @@
-"""Row-wise work on the CPU (Numba): RMS norms, rotary embedding with the write into the KV cache, gated activations.
+"""Row-wise work on the CPU (Numba): RMS norms, rotary embedding with the write into the KV cache, and gated activations.
 
-Each comes serial and parallel over rows. Shapes: T tokens, W width, H query heads, G KV heads, D head size. Twins in reference.py
-under the same names.
+Each kernel has a serial form and one that is parallel over rows. The reference implementations in reference.py have the same names.
+
+Shapes: T tokens, W width, H query heads, G KV heads, D head size.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from engine.kernels.cpu_vectors import LANES
 _OPTIONS: dict[str, Any] = {"fastmath": FASTMATH, "error_model": "numpy", "cache": True, "nogil": True}
 
 
-_FETCHED_AHEAD = 2  # tokens: of those, places in the KV cache are fetched before they are written
+_FETCHED_AHEAD = 2  # how many tokens ahead their places in the KV cache are prefetched, before they are written
 _HELPER: dict[str, Any] = {"fastmath": FASTMATH, "error_model": "numpy"}
 
 
 def _compiled(function: Any) -> tuple[Any, Any]:
-    """(serial, parallel)."""
+    """Returns the function compiled in its serial and its parallel form."""
     return njit(**_OPTIONS)(function), njit(**_OPTIONS, parallel=True)(named(function.__name__ + "_parallel", function))
 
 
@@ -33,7 +34,7 @@ def gather_rows_signature(element: types.Type) -> Any:
 
 
 def _gather_rows(ids: Any, weight: Any, scale: float, out: Any) -> None:
-    """Rows ids [T] of weight [V, W], times scale -> out [T, W]."""
+    """Copies the rows `ids` [T] of weight [V, W], times scale, to out [T, W]."""
     factor = float32(scale)
     for row in prange(ids.shape[0]):
         found, to = weight[ids[row]], out[row]
@@ -62,8 +63,10 @@ def _scale_lanes(values: Any, at: int, factor: Any, weight: Any, around_one: boo
 
 @njit(**_HELPER)
 def _scale(values: Any, at: int, total: Any, eps: float, weight: Any, around_one: bool, out: Any) -> None:
-    """Places at to at + W: out = values * weight over the root of their mean square (total: the squares' sum), rounded to the
-    element type before the weight as transformers does it; around_one (Gemma): times 1 + weight instead, rounded once."""
+    """Writes to out the values at indices `at` to at + W divided by the root of their mean square, times weight [W].
+
+    total: the sum of their squares. The values are rounded to the element type before the weight is applied, as in transformers.
+    around_one (Gemma): they are multiplied with 1 + weight instead, and rounded once."""
     width = weight.shape[0]
     factor = float32(1.0 / np.sqrt(float64(total) / width + eps))
     whole = width - width % LANES
@@ -84,7 +87,7 @@ def _norm_vector(values: Any, at: int, weight: Any, around_one: bool, eps: float
 
 
 def _rms_norm(x: Any, weight: Any, around_one: bool, eps: float, out: Any) -> None:
-    """x [T, W] -> out [T, W]; the mean in float32."""
+    """Writes the norm of each row of x [T, W] to out [T, W]. The mean is computed in float32."""
     for row in prange(x.shape[0]):
         _norm_vector(x, row * x.shape[1], weight, around_one, eps, out)
 
@@ -95,7 +98,7 @@ def add_rms_norm_signature(element: types.Type) -> Any:
 
 @njit(inline="always", fastmath=FASTMATH)
 def _add_lanes(x: Any, residual: Any, at: int, count: int, weight: Any) -> Any:
-    """Squares of the sum."""
+    """Adds `count` elements of x to residual in place. Returns the squares of the sums."""
     values = rounded(load(residual, at, count) + load(x, at, count), weight[0])
     store(residual, at, count, values)
     return values * values
@@ -112,7 +115,7 @@ def _add_norm_vector(x: Any, residual: Any, at: int, weight: Any, around_one: bo
 
 
 def _add_rms_norm(x: Any, residual: Any, weight: Any, around_one: bool, eps: float, out: Any) -> None:
-    """residual += x in place, then out = rms_norm(residual)."""
+    """Adds x to residual in place, then writes the norm of the sum to out."""
     for row in prange(x.shape[0]):
         _add_norm_vector(x, residual, row * x.shape[1], weight, around_one, eps, out)
 
@@ -125,7 +128,7 @@ def rope_and_store_signature(element: types.Type) -> Any:
 
 @njit(inline="always", fastmath=FASTMATH)
 def _turn_lanes(qkv: Any, at: int, turns: Any, turns_at: int, half: int, d: int, count: int) -> None:
-    """Of a head, the pairs (d, half + d) and those behind."""
+    """Rotates `count` pairs (d, half + d) of a head's dimensions, from dimension d on."""
     left, right = load(qkv, at + d, count), load(qkv, at + half + d, count)
     cosine, sine = load(turns, turns_at + d, count), load(turns, turns_at + half + d, count)
     store(qkv, at + d, count, left * cosine - right * sine)
@@ -152,14 +155,14 @@ def _copy(values: Any, at: int, out: Any, out_at: int, width: int) -> None:
 
 @njit(inline="always")
 def _place_of(slot: int, layers: int, layer: int, kv_heads: int, block_tokens: int, head_dim: int) -> int:
-    """Element of the arena where a token's first KV head has its key."""
+    """Returns the index in the arena where the key of a token's first KV head begins."""
     block, place = slot // block_tokens, slot % block_tokens
     return ((block * layers + layer) * 2 * kv_heads * block_tokens + place) * head_dim
 
 
 def _rope_and_store(
     qkv: Any,  # [T, (H + 2 G) * D]; queries and keys are rotated in place
-    cos_sin: Any,  # [T, 2 P]: P cosines, then P sines; the first 2 P dimensions of a head turn, the others stay
+    cos_sin: Any,  # [T, 2 P]: P cosines, then P sines; the first 2 P dimensions of a head are rotated, the others unchanged
     query_norm: Any,  # [D], or [0] for none
     key_norm: Any,
     around_one: bool,
@@ -177,7 +180,7 @@ def _rope_and_store(
     line = 64 // kv.itemsize
     for token in prange(slots.shape[0]):
         following = min(token + _FETCHED_AHEAD, slots.shape[0] - 1)
-        if slots[following] >= 0:  # nobody has touched these places lately
+        if slots[following] >= 0:  # these places are unlikely to be in a cache
             to = _place_of(slots[following], layers, layer, kv_heads, block_tokens, head_dim)
             for head in range(2 * kv_heads):
                 for i in range(0, head_dim, line):
@@ -200,7 +203,7 @@ def gate_signature(element: types.Type) -> Any:
 
 @njit(inline="always", fastmath=FASTMATH)
 def _exp(x: Any, out: Any) -> Any:
-    """e**x, as exact as elements of `out` can tell."""
+    """Returns e**x, as exact as the element type of `out` can represent."""
     return exp_for_bfloat16(x) if out.itemsize == 2 else exp(x)
 
 
@@ -212,7 +215,7 @@ def _silu_lanes(gate_up: Any, at: int, width: int, out: Any, out_at: int, count:
 
 
 def _silu_and_mul(gate_up: Any, out: Any) -> None:
-    """gate_up [T, 2 W] -> out [T, W] = silu(gate) * up."""
+    """Writes silu(gate) * up to out [T, W], of gate and up side by side in gate_up [T, 2 W]."""
     width = out.shape[1]
     whole = width - width % LANES
     for row in prange(out.shape[0]):
@@ -231,7 +234,9 @@ def _gelu_lanes(gate_up: Any, at: int, width: int, out: Any, out_at: int, count:
 
 
 def _gelu_and_mul(gate_up: Any, out: Any) -> None:
-    """gate_up [T, 2 W] -> out [T, W] = gelu(gate) * up, in the form with tanh: g * sigmoid(2 sqrt(2 / pi) (g + 0.044715 g**3))."""
+    """Writes gelu(gate) * up to out [T, W], of gate and up side by side in gate_up [T, 2 W].
+
+    gelu is the tanh approximation, computed as g * sigmoid(2 sqrt(2 / pi) (g + 0.044715 g**3))."""
     width = out.shape[1]
     whole = width - width % LANES
     for row in prange(out.shape[0]):

@@ -1,7 +1,9 @@
-"""Tokens from logits on the CPU (Numba). Shapes: N rows, V vocabulary. Twins: reference.greedy, reference.sample.
+"""Samples tokens from logits on the CPU (Numba). Reference implementations: reference.greedy, reference.sample.
 
-Floats compare as integers once the magnitude bits of negative ones are flipped, and an exponent of all ones is NaN or infinity;
-integer maxima vectorise, and NaN can't mislead them.
+Shapes: N rows, V vocabulary.
+
+Floats compare as integers once the magnitude bits of negative ones are flipped, and an exponent of all ones is NaN or infinity. So
+maxima are taken of integers, which vectorise and are not misled by NaN.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from engine.kernels.cpu_vectors import LANES
 _OPTIONS: dict[str, Any] = {"fastmath": FASTMATH, "error_model": "numpy", "cache": True, "nogil": True}
 GREEDY_FLOAT32 = void(float32[:, ::1], int32[::1], boolean[::1])
 GREEDY_BFLOAT16 = void(int16[:, ::1], int32[::1], boolean[::1])
-_STRIPE = 1024  # logits between two comparisons of the running maximum; the winner's stripe is searched again for its index
+_STRIPE = 1024  # logits between two updates of the running maximum; the winner's stripe is searched again for its index
 _ONE_BITS = 0x3F800000
 
 
@@ -54,7 +56,7 @@ def _greedy_float32(logits: Any, ids: Any, bad: Any) -> None:
 
 
 def _greedy_bfloat16(logits: Any, ids: Any, bad: Any) -> None:
-    """logits: bfloat16 bits as int16."""
+    """Finds each row's most likely token in logits [N, V], which are bfloat16 bits as int16."""
     vocab = logits.shape[1]
     for n in prange(logits.shape[0]):
         row = logits[n]
@@ -90,12 +92,12 @@ def _sample_row(
     min_p: Any,
     first: Any,
     second: Any,
-    stripes: Any,  # [2, stripes] float32, order [stripes] int32, drawn [2, 16] int32: work space
-    order: Any,
-    drawn: Any,
-    ahead: int,  # elements to the row that comes next
+    stripes: Any,  # [2, stripes] float32, work space
+    order: Any,  # [stripes] int32, work space
+    drawn: Any,  # [2, 16] int32, work space
+    ahead: int,  # elements from this row to the next, which is prefetched
 ) -> int:
-    """The row's token; -1 if it is bad."""
+    """Returns the row's token, or -1 if the row holds NaN or an infinity."""
     tops, heaviest = stripes[0], stripes[1]
     if not stripe_tops(row, tops):
         return -1
@@ -115,8 +117,9 @@ def _sample_row(
         own = bits_of_weight(widen(row[winner]), largest, factor, drawn)
         if top_p >= float32(1.0) or own >= int32(_ONE_BITS) or is_within(row, heaviest, largest, factor, floor, top_p, winner, own):
             return winner
-        # Who wins among all wins among the likeliest, too, if it is one of them. If not, neither is any that is as light.
-        cutoff = int32(own + int32(1))  # of the same type as before, or `race` is compiled twice
+        # The winner among all tokens also wins among those within top_p, if it is one of them. If it is not, neither is any token
+        # that is as light, so the race is repeated among the heavier ones.
+        cutoff = int32(own + int32(1))  # of the same type as before, because `race` would be compiled twice otherwise
         ahead = 0
 
 
@@ -137,12 +140,12 @@ def _sample(
     ids: Any,
     bad: Any,
 ) -> None:
-    """Each of [N] rows draws from softmax(logits / temperature) cut to top_k and to min_p of the likeliest, then to top_p (0, 0
-    and 1: off); of temperature 0 takes its likeliest. num_shares: that rows are dealt out to.
+    """Samples a token for each of [N] rows of logits; see reference.sample, which describes the settings and the exponential race.
 
-    An exponential race: token i's time is an exponential draw keyed by (key0, key1, i) over its weight; the first wins. Which
-    token that is depends on the row alone, and hardly ever on the last bits of the logits.
-    """
+    num_shares: the number of shares that the rows are dealt out to. bad: [N], set where a row holds NaN or an infinity; its id is
+    0.
+
+    The token depends on the row alone, and hardly ever on the last bits of the logits."""
     for share in prange(num_shares):
         stripes = np.empty((2, (logits.shape[1] + STRIPE - 1) // STRIPE), np.float32)
         order, drawn = np.empty(stripes.shape[1], np.int32), np.empty((2, LANES), np.int32)

@@ -1,6 +1,6 @@
-"""Sums of products of a few rows with a few weight rows, kept in vector registers: the inside of the linear kernels.
+"""Sums of products of a few rows with a few weight rows, kept in vector registers: the inner loop of the linear kernels.
 
-Written as LLVM code because Numba's vectoriser keeps no tile of sums in registers (engine/kernels/cpu_vectors.py).
+It is generated as LLVM code because Numba's vectoriser keeps no tile of sums in registers (see cpu_vectors.py).
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from engine.kernels.cpu_vectors import I64, LANES, PAIRS, SUMS, Loader, add_prod
 
 
 def dot_tile(num_rows: int, num_outputs: int) -> Any:
-    """A function (x, x_at, x_stride, weight, weight_at, weight_stride, length, ahead,
-    fetched, sums, sums_at). For row r and output n it adds
-    the products of `length` elements of x from x_at + r * x_stride on with those of weight from weight_at + n * weight_stride on
-    to the 16 partial sums at sums_at + 16 * (r * num_outputs + n).
+    """Returns a function (x, x_at, x_stride, weight, weight_at, weight_stride, length, ahead, fetched, sums, sums_at) that
+    multiplies num_rows rows of x with num_outputs rows of weight.
 
-    Meanwhile `fetched` (1 to num_outputs) weight rows that lie `ahead` elements behind are fetched. Tiles that use the same weights
-    share that work, else the memory would pause while all but the first compute.
-    """
+    For row r and output n it adds the products of `length` elements of x from x_at + r * x_stride on with those of weight from
+    weight_at + n * weight_stride on to the 16 partial sums at sums_at + 16 * (r * num_outputs + n).
+
+    Meanwhile it prefetches `fetched` (1 to num_outputs) weight rows, `ahead` elements after these. Tiles that use the same weights
+    share that work, because otherwise the memory would be idle while all tiles but the first compute."""
 
     @intrinsic
     def tile(
@@ -87,7 +87,7 @@ def dot_tile(num_rows: int, num_outputs: int) -> Any:
 
 @intrinsic
 def fold_sums(typing_context: Any, sums: Any, at: Any, out: Any) -> Any:
-    """Adds up each of 16 times 16 partial sums (float32 or int32), from `at` on; the 16 results go to out."""
+    """Adds up each of 16 groups of 16 partial sums (float32 or int32) from index `at` on, and writes the 16 results to out."""
     kind = PAIRS if sums.dtype == types.int32 else SUMS
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:

@@ -1,5 +1,6 @@
-"""Decoding packed weights on the CPU (Numba): 64 values at a time, whose exponents are chosen among vectors by the bits of their
-codes; escapes, one value in forty, are put in behind. Twin: loader.codec, and loader.frame has the format.
+"""Decodes packed weights on the CPU (Numba), 64 values at a time. Each value's exponent is selected from vectors by the bits of its
+code. Escapes, one value in forty, are filled in afterwards. The reference implementation is loader.codec; the format is in
+loader.frame.
 
 Shapes: N values, W words of 64 values, E escapes, G groups.
 """
@@ -36,7 +37,8 @@ def _wide(value: int) -> Any:
 
 @intrinsic
 def _decode_word(typing_context: Any, out: Any, body: Any, at: Any, low: Any, middle: Any, high: Any, table: Any) -> Any:
-    """out[at : at + 64] from as many bytes of sign and mantissa, and a word of each plane; what is escaped gets exponent 0."""
+    """Decodes 64 values into out[at : at + 64], from 64 bytes of sign and mantissa and one word of each of the three planes of
+    codes. Escaped values get exponent 0."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         out_at, body_at, entries = (context.make_array(signature.args[i])(context, builder, args[i]).data for i in (0, 1, 6))
@@ -60,7 +62,7 @@ def _decode_word(typing_context: Any, out: Any, body: Any, at: Any, low: Any, mi
 
 @intrinsic
 def _lowest_bit(typing_context: Any, word: Any) -> Any:
-    """Its place in a word that is not 0."""
+    """Returns the index of the lowest set bit of a word that is not 0."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.cttz(args[0], cgutils.true_bit)
@@ -70,7 +72,8 @@ def _lowest_bit(typing_context: Any, word: Any) -> Any:
 
 @njit(inline="always")
 def _put_escapes(escaped: int, escapes: Any, taken: int, out: Any, at: int) -> int:
-    """Exponents of the values behind `at` whose bit is set. Returns how many are taken by then, or -1 if there are not so many."""
+    """Fills in the exponents of the values from index `at` on whose bit in `escaped` is set. Returns how many escapes are used by
+    then, or -1 if there are not enough."""
     while escaped != 0:
         if taken >= escapes.shape[0]:
             return -1
@@ -84,8 +87,9 @@ def _put_escapes(escaped: int, escapes: Any, taken: int, out: Any, at: int) -> i
     int64(uint8[::1], uint64[:, ::1], uint32[::1], uint8[::1], uint8[::1], uint16[::1]), error_model="numpy", cache=True, nogil=True
 )
 def _decode(body: Any, words: Any, offsets: Any, escapes: Any, table: Any, out: Any) -> int:
-    """body [64 W], words [3, W], offsets [G], escapes [E], table [7] -> out [N]. Returns how many escapes the codes ask for, or -1
-    where those are more than E or the offsets count them otherwise."""
+    """Decodes body [64 W], words [3, W], offsets [G], escapes [E] and table [7] into out [N].
+
+    Returns how many escapes the codes ask for, or -1 if that is more than E or disagrees with the offsets."""
     taken = 0
     num_whole = out.shape[0] // _VALUES
     for word in range(num_whole):
@@ -110,7 +114,7 @@ def _decode(body: Any, words: Any, offsets: Any, escapes: Any, table: Any, out: 
 
 @njit(void(uint64[::1], uint64[::1]), error_model="numpy", cache=True, nogil=True)
 def _sum(words: Any, sums: Any) -> None:
-    """sums [2] += the sum of the words, and of index * word."""
+    """Adds the sum of the words to sums[0] and the sum of index * word to sums[1]."""
     plain, weighted = np.uint64(0), np.uint64(0)
     for index in range(words.shape[0]):
         plain += words[index]
@@ -120,7 +124,8 @@ def _sum(words: Any, sums: Any) -> None:
 
 
 def decode(data: Any, out: Any) -> None:
-    """As codec.decode."""
+    """Decodes one frame of packed weights, data (uint8), into out (uint16 [N]), as codec.decode does. Raises FrameError for a bad
+    frame."""
     if data.ctypes.data % 8:
         codec.decode(data, out)
         return
@@ -130,7 +135,7 @@ def decode(data: Any, out: Any) -> None:
 
 
 def sum_of(data: Any) -> int:
-    """As codec.sum_of."""
+    """Returns the checksum of data (uint8), as codec.sum_of does."""
     whole = len(data) // 8 * 8
     if data.ctypes.data % 8:
         return codec.sum_of(data)

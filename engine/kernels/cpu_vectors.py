@@ -1,8 +1,8 @@
-"""What the tiles of the CPU kernels are written in: LLVM vectors of 16 float32, and loads and products of elements.
+"""The pieces that the CPU kernels' tiles are written in: LLVM vectors of 16 float32, and loads and products of elements.
 
-Elements: float32, bfloat16 as uint16 bits, and for weights int8. Two sides of at most 16 bits are multiplied as bfloat16 pairs
-where the processor can (AVX512-BF16, vdpbf16ps; Numba's vectoriser does not know them); elsewhere pairs of bfloat16 are widened
-first, and int8 weights are multiplied by cpu_widened_linear.py.
+Elements are float32, bfloat16 as uint16 bits, and for weights also int8. If both sides of a product have at most 16 bits, they are
+multiplied as bfloat16 pairs where the processor can (AVX512-BF16, vdpbf16ps, which Numba's vectoriser does not know). Elsewhere
+pairs of bfloat16 are widened first, and int8 weights are multiplied by cpu_widened_linear.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numba.core import cgutils
 
 from engine.kernels.cpu_bits import HAS_BFLOAT16_PRODUCTS, BFloat
 
-LANES = 16  # float32 sums of a vector
+LANES = 16  # float32 values in a vector
 
 I32, I64 = ir.IntType(32), ir.IntType(64)
 FLOAT = ir.FloatType()
@@ -24,7 +24,8 @@ SUMS = ir.VectorType(FLOAT, LANES)
 PAIRS = ir.VectorType(I32, LANES)
 BFLOATS = ir.VectorType(BFloat(), 2 * LANES)
 HALF_BFLOATS = ir.VectorType(BFloat(), LANES)
-# 2**f for f from -0.5 to 0.5, fitted to the least largest relative error (8e-8; 2.4e-7 as computed in float32)
+# A polynomial for 2**f with f from -0.5 to 0.5, fitted for the smallest maximum of the relative error: 8e-8, or 2.4e-7 as computed
+# in float32.
 EXP2 = (
     1.0000000716546715,
     0.6931469670643626,
@@ -33,7 +34,7 @@ EXP2 = (
     0.009675541332768824,
     0.0013276471782186472,
 )
-_ROUNDER = 1.5 * 2.0**23  # a float32 that has no places behind the point left: what is added to it is rounded
+_ROUNDER = 1.5 * 2.0**23  # a float32 without fractional bits, so that adding x to it rounds x to a whole number
 
 
 def vector(kind: ir.Type, value: int | float) -> ir.Constant:
@@ -56,7 +57,8 @@ class Loader:
         builder.call(function, [builder.gep(self._data, [at]), read, keep, is_data])
 
     def __call__(self, at: Any, count: Any = None) -> Any:
-        """Elements from index `at` on; count (i32): only so many of them are read, the others are 0."""
+        """Returns the step's elements from index `at` on. count (i32): only the first `count` of them are read and the others are
+        0."""
         builder = self._builder
         bits = ir.IntType(32 if self._element == types.float32 else 16 if self._element == types.uint16 else 8)
         raw = ir.VectorType(bits, self.step)
@@ -99,14 +101,14 @@ def fma(builder: ir.IRBuilder, left: Any, right: Any, total: Any) -> Any:
 
 
 def fenced(builder: ir.IRBuilder, values: Any) -> Any:
-    """The values, not to be reordered with what they are used in."""
+    """Returns the values, but keeps the compiler from reordering their computation with what uses them."""
     kind = ir.FunctionType(SUMS, [SUMS])
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.arithmetic.fence.v{LANES}f32"), [values])
 
 
 def exp2(builder: ir.IRBuilder, x: Any, coefficients: tuple[float, ...] = EXP2) -> Any:
-    """2**x in float32 for x up to 127, as exact as the polynomial is for 2**f, f from -0.5 to 0.5; 2**-126 below that; NaN and
-    infinity become NaN."""
+    """Returns 2**x in float32 for x up to 127, as exact as the polynomial is for 2**f with f from -0.5 to 0.5. Below -126 it
+    returns 2**-126. NaN and infinity become NaN."""
     least = vector(SUMS, -126.0)
     x = builder.select(builder.fcmp_ordered("<", x, least), least, x)
     shifted = fenced(builder, builder.fadd(x, vector(SUMS, _ROUNDER)))
@@ -114,12 +116,12 @@ def exp2(builder: ir.IRBuilder, x: Any, coefficients: tuple[float, ...] = EXP2) 
     power = vector(SUMS, coefficients[-1])
     for coefficient in coefficients[-2::-1]:
         power = fma(builder, power, f, vector(SUMS, coefficient))
-    whole = builder.shl(builder.bitcast(shifted, PAIRS), vector(PAIRS, 23))  # in the places of an exponent
+    whole = builder.shl(builder.bitcast(shifted, PAIRS), vector(PAIRS, 23))  # in the exponent's bits
     return builder.bitcast(builder.add(builder.bitcast(power, PAIRS), whole), SUMS)
 
 
 def add_products(builder: ir.IRBuilder, total: Any, left: Any, right: Any, paired: bool) -> Any:
-    """total + left * right in each lane; of pairs, both products."""
+    """Returns total + left * right in each lane. A lane of pairs adds both products."""
     if not paired:
         return fma(builder, left, right, total)
     if HAS_BFLOAT16_PRODUCTS:
@@ -133,9 +135,9 @@ def add_products(builder: ir.IRBuilder, total: Any, left: Any, right: Any, paire
 
 
 def fold(builder: ir.IRBuilder, vectors: list[Any]) -> Any:
-    """Adds up the lanes of each of as many vectors as they have lanes, or fewer (float32 or words); lane i of the result is the sum
-    of vector i."""
-    lanes = width = vectors[0].type.count  # width: lanes that hold parts of one sum
+    """Adds up the lanes of each vector, of float32 or of words. There are at most as many vectors as lanes; lane i of the result is
+    the sum of vector i."""
+    lanes = width = vectors[0].type.count  # width: number of lanes that hold parts of one sum
     add = builder.fadd if vectors[0].type.element == FLOAT else builder.add
     while width > 1:
         half = width // 2
@@ -154,8 +156,8 @@ def shuffle(builder: ir.IRBuilder, left: Any, right: Any, lanes: list[int]) -> A
 
 
 def token_pairs(builder: ir.IRBuilder, loaded: list[Any]) -> list[Any]:
-    """Of pairs (places 2 i and 2 i + 1) of one or two tokens: pairs of the tokens at even places, then at odd ones. The second of
-    one token is 0."""
+    """Rearranges pairs (places 2 i and 2 i + 1 of one token) of one or two tokens into pairs of the two tokens' values: first those
+    at even places, then those at odd places. Without a second token its values are 0."""
     lower, sixteen = vector(PAIRS, 0xFFFF), vector(PAIRS, 16)
     even, odd = builder.and_(loaded[0], lower), builder.lshr(loaded[0], sixteen)
     if len(loaded) == 2:
@@ -165,7 +167,7 @@ def token_pairs(builder: ir.IRBuilder, loaded: list[Any]) -> list[Any]:
 
 
 def for_pieces(builder: ir.IRBuilder, count: Any, step: int, body: Any) -> None:
-    """body(k) for each whole step below count, then body(k, rest as i32) if there is a rest."""
+    """Calls body(k) for each whole step below count, then body(k, rest) if there is a rest (i32)."""
     step_value = ir.Constant(I64, step)
     whole = builder.sub(count, builder.urem(count, step_value))
     with cgutils.for_range_slice(builder, ir.Constant(I64, 0), whole, step_value) as (k, _):

@@ -1,6 +1,7 @@
-"""Which CPU kernels models of a dtype need, and how this process comes by them: from the cache folder, or by compiling.
+"""Lists the CPU kernels that models of a dtype need, and loads each from the cache folder or compiles it.
 
-They come in units: a kernel for one thread and the same for all threads, whose parts are then compiled only once.
+They are handled in units: a kernel for one thread together with its form for all threads, so that their common parts are compiled
+only once.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from engine.kernels.cpu_attention import paged_attention_parallel, paged_attenti
 from engine.kernels.cpu_bits import HAS_BFLOAT16_PRODUCTS
 from engine.kernels.cpu_prefill import prefill_attention_parallel, prefill_attention_serial
 
-# Seconds that both kernels of a unit take to compile on one core, for the order and for what is told of the time that is left.
-# All others take SHORT_S.
+# Seconds that both kernels of a unit take to compile on one core. They decide the order and the reported time that is left. All
+# other units take SHORT_S.
 _SECONDS = {
     paged_attention_serial: 12.0,
     cpu.sample.serial: 6.0,
@@ -53,24 +54,25 @@ _preparing = threading.Lock()  # loads of two models may ask at the same time
 
 @dataclass(slots=True, frozen=True)
 class Unit:
-    """kernels: with their signatures. seconds: to compile them, about."""
+    """Kernels that are loaded or compiled together. kernels: (kernel, signature) pairs. seconds: about how long they take to
+    compile."""
 
     name: str
     kernels: tuple[tuple[Any, Any], ...]
     seconds: float
 
     def load(self) -> bool:
-        """From the cache folder. Returns whether they were all there."""
+        """Loads the kernels from the cache folder. Returns whether all of them were found there."""
         with _preparing:
             return all(_load(kernel, signature) for kernel, signature in self.kernels)
 
     def compile(self) -> None:
-        """What is not there, and saves it for `load` in other processes."""
-        with _preparing, _alone(self.name):  # of several processes that begin at once, the others read what the first one wrote
+        """Compiles the kernels that are missing and saves them for `load` in other processes."""
+        with _preparing, _alone(self.name):  # if several processes start at once, one compiles and the others read its files
             for kernel, signature in self.kernels:
                 kernel.disable_compile(False)
                 kernel.compile(signature)
-                kernel.disable_compile()  # arguments of other types are an error, not seconds of compiling inside a step
+                kernel.disable_compile()  # other argument types are an error, instead of seconds of compiling inside a step
 
 
 class _NotThere(Exception):
@@ -82,7 +84,7 @@ def _load(kernel: Any, signature: Any) -> bool:
         raise _NotThere
 
     kernel.disable_compile(False)
-    kernel._compiler.compile = refuse  # what `compile` calls for what is not in the cache folder
+    kernel._compiler.compile = refuse  # `compile` calls it for a kernel that is not in the cache folder
     try:
         kernel.compile(signature)
     except _NotThere:
@@ -98,17 +100,17 @@ def _alone(name: str) -> AbstractContextManager[Any]:
     folder = Path(numba.config.CACHE_DIR)
     folder.mkdir(parents=True, exist_ok=True)
     lock = (folder / f"lock-{name}").open("w")
-    fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed
+    fcntl.flock(lock, fcntl.LOCK_EX)  # held until the file is closed
     return lock
 
 
 def prepare_calls(units: list[Unit]) -> None:
-    """What calls kernels one after the other without Python: 60 ms for all, and nothing of it is saved."""
+    """Compiles the code that calls kernels one after the other without Python. It takes 60 ms for all of them and is not saved."""
     native.prepare([signature.args for unit in units for _, signature in unit.kernels])
 
 
 def compile_all(dtype: str, parallel: bool, quantize: str) -> None:
-    """All units, in this process."""
+    """Compiles all units in this process."""
     wanted = units(dtype, parallel, quantize)
     for unit in wanted:
         unit.compile()
@@ -116,7 +118,8 @@ def compile_all(dtype: str, parallel: bool, quantize: str) -> None:
 
 
 def units(dtype: str, parallel: bool, quantize: str) -> list[Unit]:
-    """All that models of float32 or bfloat16 call, those that take longest first. parallel: also the forms for several threads."""
+    """Returns all units that models of float32 or bfloat16 call, those that take longest first. parallel: also the forms for
+    several threads."""
     pairs = _wanted(dtype, quantize)
     found = []
     for serial, shared, signature in pairs:
@@ -135,7 +138,8 @@ def _both(forms: cpu.Forms, signature: Any) -> tuple[Any, Any, Any]:
 
 
 def _wanted(dtype: str, quantize: str) -> list[tuple[Any, Any, Any]]:
-    """Kernels for one thread, the same for all of them (None: there is none), and what they are compiled for."""
+    """Returns (kernel for one thread, the same for all threads or None if there is none, signature) of each kernel that is
+    needed."""
     element = numba.float32 if dtype == "float32" else numba.uint16
     gate = cpu_rows.gate_signature(element)
     prefill = cpu_prefill.prefill_attention_signature(element)
@@ -177,7 +181,7 @@ def _wanted(dtype: str, quantize: str) -> list[tuple[Any, Any, Any]]:
 
 
 def _wanted_int8(dtype: str, element: Any) -> list[tuple[Any, Any, Any]]:
-    wanted = []  # for matrices too narrow for those below, or too many rows
+    wanted = []  # the first serves matrices that are too narrow, or have too many rows, for those added after it
     if dtype == "bfloat16" and not HAS_BFLOAT16_PRODUCTS:
         widened = cpu_widened_linear.widened_linear_signature(element, numba.int8)
         wanted.append(_both(cpu.widened_linear, widened))

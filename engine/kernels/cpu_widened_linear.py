@@ -1,9 +1,11 @@
-"""Products with bfloat16 or int8 weights on processors that multiply nothing shorter than float32: weights are widened as they go.
+"""Products with bfloat16 or int8 weights on processors that multiply nothing shorter than float32: weights are widened on the fly.
 
-Up to FEW_ROWS rows each tile widens the weights it multiplies in its registers, reading them as they lie: with so few rows memory
-is the limit. For more rows a panel of weights is widened and transposed once, and multiplied with all rows. Inputs are widened
-once, before. Everything but weights comes from the caches, and weights that are needed next are fetched meanwhile. Shapes: R rows,
-K inputs, N outputs (OUTPUTS at least). References: torch's linear, reference.int8_linear.
+Up to FEW_ROWS rows, each tile widens the weights that it multiplies in registers and reads them as they lie, because with so few
+rows memory is the limit. For more rows, a panel of weights is widened and transposed once and multiplied with all rows. Inputs are
+widened once, before the products. Everything but weights comes from the caches, and weights that are needed next are prefetched
+meanwhile.
+
+Shapes: R rows, K inputs, N outputs (OUTPUTS at least). Reference implementations: torch's linear, reference.int8_linear.
 """
 
 from __future__ import annotations
@@ -36,13 +38,13 @@ from engine.kernels.cpu_widened_tiles import (
 FEW_ROWS = 28
 _STRIPE = 8 * OUTPUTS  # outputs whose weights stay in the second-level cache until all rows have used them
 _PIECE = 1024  # inputs of a tile's rows that stay in the first-level cache
-# Inputs that are packed at a time, and panels that are multiplied with them one after the other, while the same piece of all rows'
-# inputs stays in the second-level cache (256 rows of 2048 inputs all at once take a sixth longer).
+# _PACKED_PIECE: inputs that are packed at a time. _PANELS: panels that are multiplied with them one after the other, while that
+# piece of all rows' inputs stays in the second-level cache (256 rows of 2048 inputs all at once take a sixth longer).
 _PACKED_PIECE, _PANELS = 512, 4
-_LINE_FLOATS = 16  # of a line of the cache, at which each part of the scratch begins
+_LINE_FLOATS = 16  # float32 in a cache line; each part of the scratch begins at a line
 _OPTIONS: dict[str, Any] = {"fastmath": FASTMATH, "error_model": "numpy", "cache": True, "nogil": True}
 _HELPER: dict[str, Any] = {"fastmath": FASTMATH, "error_model": "numpy"}
-# Tiles are of about the same size, so those of fewer rows than these occur with no number of rows that is packed for.
+# The least rows that a tile of add_packed has: tiles are of about the same size, so none of more than FEW_ROWS rows is smaller.
 _LEAST_PACKED = min(num_rows // -(-num_rows // PACKED_ROWS) for num_rows in range(FEW_ROWS + 1, FEW_ROWS + 2 * PACKED_ROWS))
 _products = [add_products(num_rows) for num_rows in range(1, 7)]
 _one, _two, _three, _four, _five, _six = (_products[min(number, ROWS) - 1] for number in range(1, 7))
@@ -60,7 +62,7 @@ _padded_to = njit(**_HELPER)(_padded)
 
 
 def scratch_floats(num_rows: int, num_inputs: int, num_shares: int) -> int:
-    """Float32 that a product needs: the inputs, and what each share has for itself."""
+    """Returns how many float32 of scratch a product needs: the widened inputs, and the work space of each share."""
     return _padded(num_rows * _padded(num_inputs, STEP), _LINE_FLOATS) + num_shares * _own_floats(num_rows)
 
 
@@ -75,14 +77,14 @@ _own_floats = njit(**_HELPER)(_own)
 
 @njit(**_HELPER)
 def _tile_rows(tile: int, num_tiles: int, num_rows: int) -> tuple[int, int]:
-    """First row of a tile, and how many it has: as even as can be."""
+    """Returns the first row of a tile and its number of rows, when num_rows rows are split as evenly as possible."""
     rows, more = num_rows // num_tiles, num_rows % num_tiles
     return tile * rows + min(tile, more), rows + (1 if tile < more else 0)
 
 
 @njit(**_HELPER)
 def _widen_rows(x: Any, weight: Any, first: int, num_rows: int, columns: Any) -> None:
-    """Rows of a tile as add_products wants them; behind a row's last input come zeros."""
+    """Widens the rows of a tile into `columns` as add_products needs them, padded with zeros after a row's last input."""
     num_inputs = x.shape[1]
     at = first * _padded_to(num_inputs, STEP)
     whole = num_inputs // STEP * STEP
@@ -140,7 +142,7 @@ def _write(sums: Any, at: int, n: int, count: int, scale: Any, bias: Any, out: A
 
 @njit(**_HELPER)
 def _write_row(sums: Any, at: int, begin: int, end: int, scale: Any, bias: Any, out: Any, row: int) -> None:
-    """Outputs from begin to below end of a row, whose sums begin at `at`."""
+    """Writes a row's outputs from begin to below end, whose sums begin at index `at`."""
     whole = begin + (end - begin) // LANES * LANES
     for n in range(begin, whole, LANES):
         _write(sums, at + n - begin, n, LANES, scale, bias, out, row)
@@ -150,13 +152,13 @@ def _write_row(sums: Any, at: int, begin: int, end: int, scale: Any, bias: Any, 
 
 @njit(**_HELPER)
 def _stripe(columns: Any, num_tiles: int, weight: Any, scale: Any, bias: Any, sums: Any, out: Any, begin: int, end: int) -> None:
-    """Outputs from begin to below end, of few rows."""
+    """Computes the outputs from begin to below end, for few rows."""
     num_rows, (num_outputs, num_inputs) = out.shape[0], weight.shape
     whole = num_inputs // STEP * STEP
     panels = (end - begin + OUTPUTS - 1) // OUTPUTS
-    base = min(begin, num_outputs - OUTPUTS)  # the last outputs of all may overlap those before
-    fetched = (OUTPUTS - 1 + num_tiles) // num_tiles  # of the weight rows needed next, by each tile
-    # next come the outputs behind, or, if these are used by several tiles, the stripe behind
+    base = min(begin, num_outputs - OUTPUTS)  # the last panel of all may overlap the one before
+    fetched = (OUTPUTS - 1 + num_tiles) // num_tiles  # weight rows needed next that each tile prefetches
+    # prefetch the following outputs, or, if several tiles use these, the following stripe
     next_at = (OUTPUTS if num_tiles == 1 else _STRIPE) * num_inputs
     last = np.zeros((OUTPUTS, STEP), weight.dtype)
     results = np.empty((ROWS, _STRIPE + OUTPUTS), np.float32)
@@ -185,7 +187,7 @@ def _stripe(columns: Any, num_tiles: int, weight: Any, scale: Any, bias: Any, su
 
 @njit(**_HELPER)
 def _lay_out(x: Any, first: int, num_rows: int, columns: Any) -> None:
-    """Rows of a tile as add_packed wants them: [K, num_rows]."""
+    """Widens the rows of a tile into `columns` as add_packed needs them: [K, num_rows]."""
     num_inputs = x.shape[1]
     at = first * num_inputs
     for k in range(num_inputs):
@@ -195,7 +197,7 @@ def _lay_out(x: Any, first: int, num_rows: int, columns: Any) -> None:
 
 @njit(**_HELPER)
 def _pack(weight: Any, output: int, first: int, count: int, packed: Any) -> None:
-    """`count` inputs from `first` on of PANEL outputs' weights to packed [count, PANEL]."""
+    """Packs `count` inputs from input `first` on of PANEL outputs' weights into packed [count, PANEL]."""
     width = weight.shape[1]
     step = _INT8_STEP if weight.itemsize == 1 else _BFLOAT16_STEP
     whole = count // step * step
@@ -225,7 +227,7 @@ def _add_packed(
 
 @njit(**_HELPER)
 def _panels(columns: Any, num_tiles: int, weight: Any, scale: Any, bias: Any, own: Any, out: Any, begin: int, end: int) -> None:
-    """Outputs from begin to below end, _PANELS panels at most, of many rows: piece by piece of the inputs."""
+    """Computes the outputs from begin to below end, at most _PANELS panels, for many rows. Inputs are taken piece by piece."""
     num_rows, (num_outputs, num_inputs) = out.shape[0], weight.shape
     packed, sums = own, own[_PACKED_PIECE * PANEL :]
     for k in range(0, num_inputs, _PACKED_PIECE):
@@ -234,7 +236,7 @@ def _panels(columns: Any, num_tiles: int, weight: Any, scale: Any, bias: Any, ow
             output = min(panel, num_outputs - PANEL)  # the last panel may overlap the one before
             sums_at = (panel - begin) * num_rows
             next_panel, next_k = panel + PANEL, k
-            if next_panel >= end:  # next is the next piece of the first panel, or the panels behind
+            if next_panel >= end:  # next is the first panel's next piece, or the panels after these
                 next_k = k + count if k + count < num_inputs else 0
                 next_panel = begin if next_k else end
             next_at = min(next_panel, num_outputs - PANEL) * num_inputs + next_k
@@ -255,7 +257,7 @@ def _panels(columns: Any, num_tiles: int, weight: Any, scale: Any, bias: Any, ow
 def _share(
     words: Any, num_tiles: int, packs: bool, weight: Any, scale: Any, bias: Any, share: int, num_shares: int, out: Any
 ) -> None:
-    """One share of the outputs. words: the inputs, then what each share has for itself (scratch_floats)."""
+    """Computes one share of the outputs. words: the widened inputs, then each share's work space (see scratch_floats)."""
     num_rows, num_outputs = out.shape
     at_once = _PANELS * PANEL if packs else _STRIPE
     own_floats = _own_floats(num_rows)
@@ -276,10 +278,10 @@ def widened_linear_signature(element: types.Type, weight: types.Type) -> Any:
 def _widened_linear(
     x: Any,  # [R, K] bfloat16 bits
     weight: Any,  # [N, K] bfloat16 bits, or int8
-    scale: Any,  # [N]: of each output's weights, or [0] for none
+    scale: Any,  # [N]: the scale of each output's weights, or [0] for none
     bias: Any,  # [N], or [0] for none
     words: Any,  # [scratch_floats]
-    num_shares: int,  # that the outputs are cut into, one for each thread
+    num_shares: int,  # number of shares that the outputs are cut into, one for each thread
     out: Any,  # [R, N]
 ) -> None:
     num_rows, num_outputs = out.shape

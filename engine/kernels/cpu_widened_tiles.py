@@ -1,8 +1,10 @@
 """Tiles of products whose weights (bfloat16 or int8) are widened to float32, for processors that multiply nothing shorter.
 
-Written as LLVM code because Numba's vectoriser keeps no tile of sums in registers. Vectors are as wide as the processor's
-registers and tiles as large as it has registers for, so this file serves AVX-512, AVX2, NEON and what has none of them. Shapes: W
-float32 of a vector, K inputs.
+They are generated as LLVM code because Numba's vectoriser keeps no tile of sums in registers. Vectors are as wide as the
+processor's registers, and tiles as large as its number of registers allows, so this file serves AVX-512, AVX2, NEON and processors
+without them.
+
+Shapes: W float32 values in a vector, K inputs.
 """
 
 from __future__ import annotations
@@ -22,22 +24,22 @@ from engine.kernels.cpu_vectors import I32, I64, fma, fold, shuffle, vector
 _FEATURES = this_processor().features
 WIDTH = 16 if "avx512" in _FEATURES else 8 if "avx2" in _FEATURES else 4
 _HAS_32_REGISTERS = bool({"avx512", "neon"} & _FEATURES)
-STEP = 2 * WIDTH  # inputs of a step: a vector of bfloat16 pairs
-# A tile of sums across K (add_products): rows and outputs, each sum a vector whose lanes are added up in the end.
+STEP = 2 * WIDTH  # inputs of a step, as many as a vector of bfloat16 pairs has
+# A tile of sums across K (add_products): its rows and outputs. Each sum is a vector whose lanes are added up at the end.
 ROWS, OUTPUTS = (6, 4) if _HAS_32_REGISTERS else (3, 3)
-# A tile of sums across outputs (add_packed): rows, and vectors of outputs.
+# A tile of sums across outputs (add_packed): its rows, and its vectors of outputs.
 PACKED_ROWS, _PACKED_VECTORS = (12, 2) if WIDTH == 16 else (6, 4) if _HAS_32_REGISTERS else (6, 2)
 PANEL = _PACKED_VECTORS * WIDTH  # outputs whose weights are packed together
-TILE_FLOATS = ROWS * OUTPUTS * WIDTH  # of a tile's sums across K
-_BLOCK = 128  # inputs between two looks at what to fetch, of so many of each row
+TILE_FLOATS = ROWS * OUTPUTS * WIDTH  # float32 values in a tile's sums across K
+_BLOCK = 128  # inputs that are prefetched of each weight row at a time, and that are multiplied before the next
 _LINE_BYTES = 64
 
 _FLOATS, _WORDS = ir.VectorType(ir.FloatType(), WIDTH), ir.VectorType(I32, WIDTH)
-_SECOND_CACHE = 2  # as llvm.prefetch has it
+_SECOND_CACHE = 2  # the locality argument of llvm.prefetch
 
 
 def _with_data(context: Any, builder: Any, signature: Any, args: Any) -> list[Any]:
-    """The arguments, with a pointer to its first element for each array."""
+    """Returns the arguments, with each array replaced by a pointer to its first element."""
     return [
         context.make_array(kind)(context, builder, arg).data if isinstance(kind, types.Array) else arg
         for kind, arg in zip(signature.args, args, strict=True)
@@ -59,19 +61,21 @@ def _prefetch(builder: ir.IRBuilder, data: Any, at: Any) -> None:
 
 
 def _halves(builder: ir.IRBuilder, pairs: Any) -> list[Any]:
-    """Float32 of the even and of the odd elements of a vector of bfloat16 pairs."""
+    """Returns the even and the odd elements of a vector of bfloat16 pairs, each as a vector of float32."""
     even, odd = builder.shl(pairs, vector(_WORDS, 16)), builder.and_(pairs, vector(_WORDS, 0xFFFF0000))
     return [builder.bitcast(even, _FLOATS), builder.bitcast(odd, _FLOATS)]
 
 
 def _bytes_as_floats(builder: ir.IRBuilder, data: Any, at: Any) -> Any:
-    """W int8 from index `at` on."""
+    """Returns W int8 from index `at` on as float32."""
     return builder.sitofp(_load(builder, data, at, ir.VectorType(ir.IntType(8), WIDTH), 1), _FLOATS)
 
 
 def _call_own(builder: ir.IRBuilder, name: str, args: list[Any], body: Callable[[Any, list[Any]], None]) -> None:
-    """Calls a function of its own with these arguments: within the loops of its caller the compiler keeps neither a tile's sums nor
-    its addresses in registers (16 rows take twice as long). body(builder, args) writes it when it is not there yet."""
+    """Calls a separate function with these arguments, because within the loops of its caller the compiler keeps neither a tile's
+    sums nor its addresses in registers (16 rows take twice as long).
+
+    body(builder, args) generates the function unless the module has one of this name."""
     function = builder.module.globals.get(name)
     if function is None:
         function = ir.Function(builder.module, ir.FunctionType(ir.VoidType(), [arg.type for arg in args]), name)
@@ -86,7 +90,8 @@ def _call_own(builder: ir.IRBuilder, name: str, args: list[Any], body: Callable[
 
 @contextmanager
 def _in_registers(builder: ir.IRBuilder, data: Any, begin: Any, count: int, is_fresh: Any) -> Iterator[list[Any]]:
-    """Yields places of `count` sums, vectors from data[begin] on (0 if is_fresh), that are written back at the end."""
+    """Yields places for `count` sums, loaded as vectors from data[begin] on (or 0 if is_fresh). They are written back at the
+    end."""
     places = [builder.add(begin, I64(number * WIDTH)) for number in range(count)]
     totals = [cgutils.alloca_once(builder, _FLOATS) for _ in places]
     for total in totals:
@@ -101,7 +106,7 @@ def _in_registers(builder: ir.IRBuilder, data: Any, begin: Any, count: int, is_f
 
 @intrinsic
 def widen_weight(typing_context: Any, value: Any) -> Any:
-    """float32 of a weight, bfloat16 bits or int8; exact."""
+    """Returns a weight, bfloat16 bits or int8, as float32, which is exact."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         if value == types.int8:
@@ -113,8 +118,8 @@ def widen_weight(typing_context: Any, value: Any) -> Any:
 
 @intrinsic
 def widen_step(typing_context: Any, x: Any, at: Any, to: Any, to_at: Any, weight: Any) -> Any:
-    """STEP bfloat16 elements of x from `at` on to `to`, as add_products wants them beside such weights: elements of even index
-    and then those of odd one for bfloat16, in their order for int8."""
+    """Widens STEP bfloat16 elements of x from index `at` on into `to`, in the order in which add_products needs them. For bfloat16
+    weights that is elements of even index, then those of odd index. For int8 weights the order is unchanged."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         source, at, target, to_at, _ = _with_data(context, builder, signature, args)
@@ -133,11 +138,12 @@ def widen_step(typing_context: Any, x: Any, at: Any, to: Any, to_at: Any, weight
 
 
 def add_products(num_rows: int) -> Any:
-    """A function (x, x_at, weight, weight_at, width, steps, ahead, fetched, fresh, sums, sums_at) that adds the products of `steps`
-    steps of num_rows rows with OUTPUTS weight rows, `width` apart, to the tile of sums at sums_at; fresh: what is there is 0.
+    """Returns a function (x, x_at, weight, weight_at, width, steps, ahead, fetched, fresh, sums, sums_at) that adds the products of
+    `steps` steps of num_rows rows with OUTPUTS weight rows to the tile of sums at sums_at. If fresh, the sums start from 0.
 
-    x: float32 [steps, num_rows, STEP] as widen_step leaves them. Meanwhile `fetched` (1 to OUTPUTS) weight rows that lie `ahead`
-    elements behind are brought to the second-level cache. Tiles of other rows that use the same weights share that work."""
+    x: float32 [steps, num_rows, STEP], as widen_step leaves it. width: elements from one weight row to the next. Meanwhile
+    `fetched` (1 to OUTPUTS) weight rows that lie `ahead` elements after these are brought into the second-level cache. Tiles of
+    other rows that use the same weights share that work."""
 
     @intrinsic
     def tile(
@@ -197,8 +203,8 @@ def add_products(num_rows: int) -> Any:
 
 @intrinsic
 def fold_tile(typing_context: Any, sums: Any, at: Any, num_rows: Any, out: Any, out_at: Any, stride: Any) -> Any:
-    """Adds up the lanes of the sums of a tile's first num_rows rows; OUTPUTS results of each go to out from out_at on, rows
-    `stride` apart."""
+    """Adds up the lanes of the sums of a tile's first num_rows rows. Writes OUTPUTS results of each row to out from out_at on, with
+    rows `stride` elements apart."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         source, at, count, target, to, row_stride = _with_data(context, builder, signature, args)
@@ -208,7 +214,7 @@ def fold_tile(typing_context: Any, sums: Any, at: Any, num_rows: Any, out: Any, 
             with builder.if_then(builder.icmp_signed(">", count, I64(first))):
                 numbers = [r * OUTPUTS + n for r in rows for n in range(OUTPUTS)]
                 folded = fold(builder, [_load(builder, source, builder.add(at, I64(number * WIDTH))) for number in numbers])
-                for r in rows:  # those behind the last have room, too
+                for r in rows:  # rows after the last are written, too, as out has space for them
                     lanes = ir.Constant(ir.VectorType(I32, OUTPUTS), [(r - first) * OUTPUTS + n for n in range(OUTPUTS)])
                     _store(
                         builder,
@@ -224,8 +230,8 @@ def fold_tile(typing_context: Any, sums: Any, at: Any, num_rows: Any, out: Any, 
 
 @intrinsic
 def pack_step(typing_context: Any, weight: Any, at: Any, width: Any, packed: Any, to_at: Any) -> Any:
-    """W weight rows, `width` apart, widened and transposed: their next STEP inputs (W if int8) from `at` on become as many vectors
-    of W outputs, PANEL apart in packed from to_at on."""
+    """Widens and transposes STEP inputs (W if int8) from index `at` on of W weight rows, which are `width` elements apart. They
+    become as many vectors of W outputs, PANEL apart in packed from to_at on."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         weights, begin, row, target, to_begin = _with_data(context, builder, signature, args)
@@ -244,12 +250,13 @@ def pack_step(typing_context: Any, weight: Any, at: Any, width: Any, packed: Any
 
 
 def packed_step(of_int8: bool) -> int:
-    """Inputs that pack_step takes at a time."""
+    """Returns the number of inputs that pack_step takes at a time."""
     return WIDTH if of_int8 else STEP
 
 
 def _transposed(builder: ir.IRBuilder, vectors: list[Any]) -> list[Any]:
-    """W vectors of W: lane j of vector i becomes lane i of vector j. Each round exchanges half of the lanes of two vectors."""
+    """Returns W vectors of W lanes transposed: lane j of vector i becomes lane i of vector j. Each round exchanges half of the
+    lanes of two vectors."""
     span = WIDTH // 2
     while span:
         lower = [lane if lane // span % 2 == 0 else lane - span + WIDTH for lane in range(WIDTH)]
@@ -262,11 +269,12 @@ def _transposed(builder: ir.IRBuilder, vectors: list[Any]) -> list[Any]:
 
 
 def add_packed(num_rows: int) -> Any:
-    """A function (x, x_at, packed, count, fresh, sums, sums_at, weight, fetch_at, width, fetched) that adds the products of `count`
-    inputs of num_rows rows with a packed panel of weights to the sums [num_rows, PANEL] at sums_at; fresh: what is there is 0.
+    """Returns a function (x, x_at, packed, count, fresh, sums, sums_at, weight, fetch_at, width, fetched) that adds the products of
+    `count` inputs of num_rows rows with a packed panel of weights to the sums [num_rows, PANEL] at sums_at. If fresh, the sums
+    start from 0.
 
     x: float32 [count, num_rows] from x_at on. packed: [count, PANEL]. Meanwhile the same inputs of `fetched` weight rows from
-    fetch_at on, `width` apart, are brought to the second-level cache."""
+    fetch_at on, `width` elements apart, are brought into the second-level cache."""
 
     @intrinsic
     def tile(

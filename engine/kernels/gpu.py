@@ -1,6 +1,6 @@
 """The GPU kernels as ops.py calls them. Triton compiles them for a model's sizes and keeps them in the node's cache folder.
 
-Under TRITON_INTERPRET=1 the same kernels run on CPU tensors, slowly. Shapes as in ops.py.
+Under TRITON_INTERPRET=1 the same kernels run on CPU tensors, slowly. Shapes are those of ops.py.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ linear = gpu_linear.linear
 measure_linear = gpu_linear.measure
 weights_of_products = gpu_linear.weights_of_products
 FEW_ROWS = (1, 2, 4)
-KERNELS_BYTES = 64 << 20  # there has to be room for so much: Triton can't go on from a file that it could not write
+KERNELS_BYTES = 64 << 20  # disk space that must be free, because Triton fails if it cannot write a file
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 
 def configure(cache_dir: str) -> None:
-    """Compiled kernels are kept below cache_dir, or, where that takes none, in a temporary folder."""
+    """Sets where Triton keeps compiled kernels: below cache_dir, or in a temporary folder if cache_dir cannot be written."""
     triton.knobs.cache.dir = compiled.writable(cache_dir, KERNELS_BYTES)
 
 
@@ -73,7 +73,7 @@ def rope_and_store(
 def attention(
     qkv: Tensor, layer: int, heads: int, scale: float, softcap: float, batch: DeviceBatch, sinks: Tensor | None = None
 ) -> Tensor:
-    """[T, H D]; tokens of no row are left undefined."""
+    """Returns the attention [T, H D] of the step's tokens. Entries of tokens that belong to no row are undefined."""
     group, place = batch.group_of(layer)
     out = qkv.new_empty(qkv.shape[0], heads * group.kv.shape[5])
     kv = (group.kv, group.scales)
@@ -108,8 +108,9 @@ def attention(
 def sample(
     logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor, key0: Tensor, key1: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The columns [N] on the device (keys int64, or int32 bits); returns (ids [N] int32, bad [N] int8) there. Rows of temperature 0
-    take their largest logit."""
+    """Samples a token for each row, see reference.sample. Returns (ids [N] int32, bad [N] int8) on the device.
+
+    The settings [N] are on the device; keys are int64, or int32 bits. Rows of temperature 0 take their largest logit."""
     ids = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
     bad = torch.empty(len(logits), dtype=torch.int8, device=logits.device)
     triton_sampling.sample(logits, temperature, top_p, top_k, min_p, key0, key1, ids, bad)
@@ -117,14 +118,15 @@ def sample(
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """As `sample` of rows of temperature 0."""
+    """Returns each row's most likely token and whether the row is bad, as `sample` does for rows of temperature 0."""
     zeros = torch.zeros(len(logits), dtype=torch.float32, device=logits.device)
     nothing = zeros.to(torch.int32)
     return sample(logits, zeros, zeros, nothing, zeros, nothing, nothing)
 
 
 def top_logprobs(logits: Tensor, rows: Tensor, chosen: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """As ops.top_logprobs, with arrays on the device."""
+    """Returns the log-probabilities of the chosen and of the num_top most likely tokens, as ops.top_logprobs does, with arrays on
+    the device."""
     picked = torch.empty(len(rows), dtype=torch.float32, device=logits.device)
     top_ids = torch.empty(len(rows), num_top, dtype=torch.int32, device=logits.device)
     top = torch.empty(len(rows), num_top, dtype=torch.float32, device=logits.device)
@@ -133,7 +135,7 @@ def top_logprobs(logits: Tensor, rows: Tensor, chosen: Tensor, num_top: int) -> 
 
 
 def penalise(row: Tensor, tokens: Tensor, num_prompt: int, presence: float, frequency: float, repetition: float) -> None:
-    """As ops.penalise; tokens int32 on the device."""
+    """Applies penalties to a row of logits in place, see ops.penalise. tokens: int32 on the device."""
 
     def column(value: float) -> Tensor:
         return torch.full((1,), value, dtype=torch.float32, device=row.device)
@@ -144,7 +146,7 @@ def penalise(row: Tensor, tokens: Tensor, num_prompt: int, presence: float, freq
 
 
 def column(values: np.ndarray, device: torch.device) -> Tensor:
-    """A host array as a tensor on the device."""
+    """Copies a host array into a tensor on the device."""
     return torch.from_numpy(np.ascontiguousarray(values)).to(device)
 
 
@@ -162,7 +164,7 @@ def prepare_inputs(
     block_table: Tensor,
     block_tokens: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(input_ids, positions [T] int32, kv_slots [T] int64), as reference.prepare_inputs."""
+    """Returns (input_ids, positions [T] int32, kv_slots [T] int64) as reference.prepare_inputs does."""
     input_ids, positions = torch.empty_like(token_rows), torch.empty_like(token_rows)
     kv_slots = torch.empty(len(token_rows), dtype=torch.int64, device=token_rows.device)
     triton_inputs.prepare_inputs(
@@ -172,14 +174,14 @@ def prepare_inputs(
 
 
 def cos_sin(positions: Tensor, inv_freq: Tensor, scale: float) -> Tensor:
-    """[T, 2 P] float32, as Rotary.cos_sin."""
+    """Returns cosines, then sines, [T, 2 P] float32, as Rotary.cos_sin does."""
     out = torch.empty(len(positions), 2 * len(inv_freq), dtype=torch.float32, device=positions.device)
     triton_rope.cos_sin(positions, inv_freq, scale, out)
     return out
 
 
 def split_contexts(contexts: Tensor, window: int, target: int) -> triton_decode.DecodeWork:
-    """contexts [R] int32 on the device cut into about `target` pieces."""
+    """Returns contexts [R], int32 on the device, cut into about `target` pieces."""
     work = triton_decode.make_work(len(contexts), target, contexts.device)
     triton_decode.split_contexts(contexts, window, work)
     return work

@@ -1,4 +1,5 @@
-"""Which kernel multiplies few rows on a GPU: ours, or the one torch picks. Measured, once for each size, where a model is warmed.
+"""Chooses the kernel that multiplies few rows on a GPU: ours, or the one that torch picks. Both are measured, once for each size,
+when a model is warmed up.
 
 Shapes: M rows, K inputs, N outputs.
 """
@@ -16,19 +17,19 @@ from torch.nn import functional
 from engine.kernels import triton_linear
 
 REPEATS = 7
-FLUSH_BYTES = 128 << 20  # written between two measurements: more than the cache holds, so that weights come from memory
+FLUSH_BYTES = 128 << 20  # written between two measurements; more than the cache holds, so that weights come from memory
 
 _ours_wins: dict[tuple[int, int, int, torch.dtype], bool] = {}
 _noted: list[Tensor] | None = None
 
 
 def few_rows(num_rows: int) -> int:
-    """The row count that stands for num_rows: 1, 2 or 4; 0: too many."""
+    """Returns the row count under which num_rows is measured: 1, 2 or 4. Returns 0 if num_rows is too large for our kernel."""
     return 0 if num_rows > triton_linear.MAX_ROWS else 1 << (num_rows - 1).bit_length()
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [M, K] @ weight [N, K] transposed. A size not measured yet is torch's."""
+    """Returns x [M, K] @ weight [N, K] transposed, plus bias. Sizes that have not been measured use torch's kernel."""
     if _noted is not None:
         _noted.append(weight)
     rows = few_rows(x.shape[0])
@@ -45,7 +46,7 @@ def ours(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @contextmanager
 def weights_of_products() -> Iterator[list[Tensor]]:
-    """The weights that `linear` is given meanwhile."""
+    """Yields a list that collects the weights that `linear` is called with inside the context."""
     global _noted
     _noted = []
     try:
@@ -55,8 +56,8 @@ def weights_of_products() -> Iterator[list[Tensor]]:
 
 
 def measure(weight: Tensor, num_rows: int) -> dict[str, float]:
-    """Median seconds of both for weight [N, K] on a GPU; from here on `linear` takes the faster. {} if it is known, or there is no
-    memory to measure it with."""
+    """Measures both kernels for weight [N, K] on a GPU and returns their median seconds. From then on `linear` uses the faster one.
+    Returns {} if this size is already measured, or if there is not enough free memory to measure it."""
     key = (few_rows(num_rows), *weight.shape, weight.dtype)
     if key in _ours_wins:
         return {}

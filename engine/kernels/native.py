@@ -1,8 +1,9 @@
-"""Calls of compiled kernels with fixed arguments, made one after the other without Python between them.
+"""Calls compiled kernels with fixed arguments, one after the other, without Python between them.
 
-Between two products that stream weights through the caches, what the interpreter needs for a call has left them: the call costs ten
-times what it does in a tight loop. Here a list of calls is laid out as words in memory (of each call: its kernel's machine code,
-and the arguments as Numba's calling convention has them), and one small function, generated with llvmlite, makes them all.
+Between two products that stream weights through the caches, the data that the interpreter needs for a call is pushed out of the
+caches, so a call costs ten times as much as in a tight loop. Here a list of calls is laid out as words in memory: for each call the
+address of its kernel's machine code, and the arguments as Numba's calling convention passes them. One small function, generated
+with llvmlite, makes all the calls.
 """
 
 from __future__ import annotations
@@ -21,26 +22,28 @@ from llvmlite import ir
 from numba.core.registry import cpu_target
 
 _I32, _I64, _BYTES = ir.IntType(32), ir.IntType(64), ir.IntType(8).as_pointer()
-_ENTRY_WORDS = 3  # of a call in the table: the function that unpacks its arguments, the kernel, the arguments
+_ENTRY_WORDS = 3  # words of a call in the table: the function that unpacks its arguments, the kernel, the arguments
 _CALL = ir.FunctionType(_I32, [_I64, _I64.as_pointer()])
-_alive: list[Any] = []  # engines whose code is in use
-_unpackers: dict[tuple[Any, ...], int] = {}  # argument types -> address of what calls a kernel that takes them
+_alive: list[Any] = []  # LLVM engines, kept because their code is in use
+_unpackers: dict[tuple[Any, ...], int] = {}  # argument types -> address of the function that calls a kernel with them
 _preparing = threading.Lock()
 
 
 class NativeCalls:
-    """calls: kernels' compilations (of a dispatcher's `overloads`) and the arguments of each: arrays whose rows lie end to end, and
-    numbers. They are read again in every run, from the same memory."""
+    """A list of kernel calls that run without Python.
+
+    calls: the kernels' compilations (from a dispatcher's `overloads`), each with its arguments: numbers, and arrays whose rows lie
+    end to end. Every run reads the arrays' elements again, from the same memory."""
 
     def __init__(self, calls: Sequence[tuple[Any, Sequence[Any]]]) -> None:
-        self._calls = calls  # the arrays must stay
+        self._calls = calls  # keeps the arrays alive
         overloads = {id(overload): overload for overload, _ in calls}  # types take long to hash
         prepare([overload.signature.args for overload in overloads.values()])
         forms = {key: _forms(overload) for key, overload in overloads.items()}
         code = {key: (_unpackers[overload.signature.args], _code(overload)) for key, overload in overloads.items()}
         words = [_words(forms[id(overload)], args) for overload, args in calls]
         arguments = np.array([word for own in words for word in own], np.int64)
-        self._arguments: Any = arguments  # must stay, too
+        self._arguments: Any = arguments  # kept alive, too
         table, at = [], arguments.ctypes.data
         for (overload, _), own in zip(calls, words, strict=True):
             table.append((*code[id(overload)], at))
@@ -50,7 +53,7 @@ class NativeCalls:
         self._table_at = self._table.ctypes.data
 
     def followed_by(self, other: NativeCalls) -> NativeCalls:
-        """Makes both's calls in one run. They are not laid out once more."""
+        """Returns NativeCalls that make the calls of both in one run. The arguments are shared, not laid out again."""
         joined = object.__new__(NativeCalls)
         joined._calls = [*self._calls, *other._calls]
         joined._arguments = (self._arguments, other._arguments)
@@ -59,7 +62,10 @@ class NativeCalls:
         return joined
 
     def run(self, ticks: npt.NDArray[np.int64] | None = None) -> None:
-        """ticks [calls + 1]: the processor's clock before the first call and after each. Raises what the call that fails raises."""
+        """Makes all calls. If one fails, it is repeated from Python, which raises its exception (RuntimeError if it does not fail
+        again).
+
+        ticks: [calls + 1], filled with the processor's clock before the first call and after each."""
         num_calls = len(self._calls)
         made = self._runner(self._table_at, num_calls, 0 if ticks is None else ticks.ctypes.data)
         if made < num_calls:
@@ -74,7 +80,7 @@ def _code(overload: Any) -> int:
 
 
 def _forms(overload: Any) -> list[str]:
-    """How each argument is passed: array, float or whole number."""
+    """Returns how each argument is passed: "array", "float" or "whole" (a whole number). Raises TypeError for other types."""
     forms = []
     for kind in overload.signature.args:
         if isinstance(kind, numba.types.Array):
@@ -89,11 +95,11 @@ def _forms(overload: Any) -> list[str]:
 
 
 def _words(forms: Sequence[str], args: Sequence[Any]) -> list[int]:
-    """Of each argument as many words as Numba passes values for it."""
+    """Returns the arguments as 64-bit words, one for each value that Numba passes. An array takes several."""
     words: list[int] = []
     for arg, form in zip(args, forms, strict=True):
         if form == "array":
-            # owner and parent object: none, as nothing counts references here
+            # the first two are owner and parent object: none, because nothing counts references here
             words += (0, 0, arg.size, arg.itemsize, arg.__array_interface__["data"][0], *arg.shape, *arg.strides)
         elif form == "float":
             words.append(int(np.float64(arg).view(np.int64)))
@@ -103,7 +109,7 @@ def _words(forms: Sequence[str], args: Sequence[Any]) -> list[int]:
 
 
 def prepare(signatures: Sequence[tuple[Any, ...]]) -> None:
-    """Compiles what calls of kernels with these argument types need, if it is not there: 60 ms for all that cpu.py has."""
+    """Compiles the code that calls kernels with these argument types, unless it exists: 60 ms for all that cpu.py has."""
     with _preparing:
         _runner()
         missing = [kinds for kinds in dict.fromkeys(signatures) if kinds not in _unpackers]
@@ -115,7 +121,8 @@ def prepare(signatures: Sequence[tuple[Any, ...]]) -> None:
 
 
 def _write_unpacker(function: ir.Function, kinds: tuple[Any, ...]) -> None:
-    """(kernel, its arguments' words) -> the kernel's status, for one that takes these types."""
+    """Generates a function that takes a kernel's address and its arguments as words, calls the kernel and returns its status.
+    kinds: the types of the arguments."""
     kernel_type = cpu_target.target_context.call_conv.get_function_type(numba.types.none, kinds)
     builder = ir.IRBuilder(function.append_basic_block())
     kernel = builder.inttoptr(function.args[0], kernel_type.as_pointer())
@@ -135,7 +142,9 @@ def _write_unpacker(function: ir.Function, kinds: tuple[Any, ...]) -> None:
 
 @cache
 def _runner() -> Any:
-    """(table, calls, ticks or 0) -> calls made: all, or those before the one that failed."""
+    """Compiles the function that makes the calls of a table.
+
+    It takes (table, number of calls, ticks or 0) and returns how many calls were made: all, or those before the one that failed."""
     function = ir.Function(ir.Module(), ir.FunctionType(_I64, [_I64.as_pointer(), _I64, _I64.as_pointer()]), "run")
     table, num_calls, ticks = function.args
     names = ("begin", "next", "call", "well", "tick", "done")
@@ -179,7 +188,7 @@ def _runner() -> Any:
 
 
 def _addresses(module: ir.Module) -> list[int]:
-    """Of its functions' machine code, in order."""
+    """Compiles the module and returns the addresses of its functions' machine code, in order."""
     module.triple = llvmlite.binding.get_process_triple()
     machine = llvmlite.binding.Target.from_default_triple().create_target_machine(opt=1)
     engine = llvmlite.binding.create_mcjit_compiler(llvmlite.binding.parse_assembly(str(module)), machine)

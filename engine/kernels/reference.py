@@ -1,9 +1,10 @@
-"""What every kernel must compute, in plain torch. The engine runs these where no kernel serves the device or the dtype; tests hold
-the kernels to them.
+"""The reference implementation of every kernel, in plain torch. The engine runs it where no kernel serves the device or the dtype,
+and tests compare the kernels with it.
 
-Shapes: T tokens, W width, H query heads, G KV heads, D head size, N query tokens, R rows, B blocks a row.
-KV: [num_blocks, layers, 2, G, block_tokens, D], keys at index 0 and values at 1 of the third axis. With scales [num_blocks, layers,
-2, G, block_tokens] it is fp8, as quantize_fp8 makes it.
+Shapes: T tokens, W width, H query heads, G KV heads, D head size, N query tokens, R rows, B blocks of a row.
+
+KV cache: [num_blocks, layers, 2, G, block_tokens, D], with keys at index 0 and values at index 1 of the third axis. If it comes
+with scales [num_blocks, layers, 2, G, block_tokens], it is fp8 as quantize_fp8 makes it.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ from torch.nn import functional
 
 from loader.sizing import PREFILL_TILE_TOKENS
 
-MIN_FP8_SCALE = 127 - 24  # 2**-24: float16 has it; of what is smaller than 448 times that, the smallest numbers are rounded more
+# The smallest scale is 2**-24, which float16 can hold. Where all numbers are below 448 times that, the smallest are rounded more.
+MIN_FP8_SCALE = 127 - 24
 
 
 def int8_linear(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, held_bytes: int) -> Tensor:
-    """x [T, K] @ (values [N, K] int8 * scales [N] float32) transposed. Values become x's dtype (exactly) in parts of held_bytes."""
+    """Multiplies x [T, K] with the transposed weight matrix (values [N, K] int8 * scales [N] float32) and adds bias [N], if given.
+
+    The values are converted to x's dtype, which is exact, in parts of at most held_bytes bytes (but at least one row)."""
     num_outputs, num_inputs = values.shape
     out = x.new_empty(len(x), num_outputs)
     at_once = max(1, held_bytes // (num_inputs * x.element_size()))
@@ -31,8 +35,9 @@ def int8_linear(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, 
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, around_one: bool = False) -> Tensor:
-    """[T, W]; mean of squares in float32, rounded to x's dtype before the weight. around_one (Gemma): the factor is 1 + weight, and
-    the product is rounded once."""
+    """Returns x [T, W] divided by the root of its rows' mean squares, times weight [W]. The division is in float32 and is rounded
+    to x's dtype before the weight is applied. around_one (Gemma): the factor is 1 + weight instead, and only the product is
+    rounded."""
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     if around_one:
@@ -41,14 +46,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, around_one: bool = False) ->
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, around_one: bool = False) -> Tensor:
-    """residual += x in place; returns its norm."""
+    """Adds x to residual in place and returns the norm of the sum."""
     residual += x
     return rms_norm(residual, weight, eps, around_one)
 
 
 def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
-    """x [T, heads, D], cos_sin [T, 2 P] float32 (cosines, then sines): rotary embedding of halves of the first 2 P dimensions,
-    in float32."""
+    """Applies rotary embedding to x [T, heads, D]: pairs dimension i with dimension P + i of the first 2 P dimensions and rotates
+    each pair in float32. The other dimensions are unchanged. cos_sin: [T, 2 P] float32, P cosines, then P sines."""
     cosine, sine = cos_sin.unsqueeze(1).chunk(2, dim=-1)
     turning = cos_sin.shape[1]
     left, right = x[..., :turning].float().chunk(2, dim=-1)
@@ -69,8 +74,10 @@ def rope_and_store(
     slots: Tensor,
     scales: Tensor | None = None,
 ) -> None:
-    """qkv [T, (H + 2 G) D]: normalises (if norms are given) and rotates queries in place, and stores keys and values of the tokens
-    at slots [T] (block * block_tokens + place; below 0: not stored)."""
+    """Normalises (if norms are given) and rotates the queries and keys of qkv [T, (H + 2 G) D] in place, and stores keys and
+    values.
+
+    slots: [T], each token's place in the KV cache, block * block_tokens + place in the block; below 0: the token is not stored."""
     kv_heads, block_tokens, head_dim = kv.shape[3:]
     heads_of = qkv.view(qkv.shape[0], heads + 2 * kv_heads, head_dim)
     query, key = heads_of[:, :heads], heads_of[:, heads : heads + kv_heads]
@@ -89,27 +96,27 @@ def rope_and_store(
 
 
 def quantize_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [..., D] -> codes of float8_e4m3fn [..., D] and of their scales [...], both uint8; x is about 2 ** (scale - 127) * value.
+    """Quantizes x [..., D] to float8_e4m3fn codes [..., D] with scales [...], both uint8. x is about 2 ** (scale - 127) * value.
 
     A scale is the power of two (E8M0 of the OCP's microscaling formats) that brings the largest of the D numbers to between 224 and
-    448, which is e4m3's largest; so nothing is clamped, and but for the rounding nothing is lost. NaN and infinities become NaN."""
+    448, the largest number of e4m3. So nothing is clamped, and rounding is the only error. NaN and infinities become NaN."""
     wide = x.float()
     largest = wide.abs().amax(-1).view(torch.int32)
-    scales = (((largest + 0x1FFFFF) >> 23) - 8).clamp(min=MIN_FP8_SCALE)  # the exponent, and one more above 1.75 times its power
+    scales = (((largest + 0x1FFFFF) >> 23) - 8).clamp(min=MIN_FP8_SCALE)  # exponent, plus 1 above 1.75 times its power of two
     inverse = ((254 - scales) << 23).view(torch.float32)
     return (wide * inverse.unsqueeze(-1)).to(torch.float8_e4m3fn).view(torch.uint8), scales.to(torch.uint8)
 
 
 def widen_fp8(codes: Tensor, scales: Tensor) -> Tensor:
-    """What quantize_fp8 made, as float32 (without error)."""
+    """Returns the numbers [..., D] that quantize_fp8 encoded, as float32 (the conversion is exact)."""
     return codes.view(torch.float8_e4m3fn).float() * (scales.int() << 23).view(torch.float32).unsqueeze(-1)
 
 
 def gather_context(
     kv: Tensor, layer: int, blocks: Tensor, first: int, context: int, scales: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values [G, context - first, D] of positions first to below context of one row, fp8 ones as float32; blocks [B]: its
-    block table, of which only the entries of these positions are read."""
+    """Returns the keys and the values [G, context - first, D] of one row's positions from `first` to below `context`. fp8 ones are
+    returned as float32. blocks: [B], the row's block table, of which only the entries of these positions are read."""
     kv_heads, block_tokens, head_dim = kv.shape[3:]
     first_block, end_block = first // block_tokens, -(-context // block_tokens)
     pages = kv[blocks[first_block:end_block], layer]
@@ -122,7 +129,7 @@ def gather_context(
 
 
 def capped(scores: Tensor, softcap: float) -> Tensor:
-    """softcap * tanh(scores / softcap), in place; 0: as they are."""
+    """Returns softcap * tanh(scores / softcap), computed in place. With softcap 0 the scores are returned unchanged."""
     return scores.div_(softcap).tanh_().mul_(softcap) if softcap > 0 else scores
 
 
@@ -142,8 +149,10 @@ def paged_attention(
     sinks: Tensor | None = None,
     scales: Tensor | None = None,
 ) -> None:
-    """Query tokens [N] of qkv [T, (H + 2 G) D] attend to the first contexts[n] positions of row rows[n], of these to the last
-    `window` (0: all); out [T, H D]. Softmax in float32. sinks [H]: of each head one more score, whose value is 0."""
+    """Computes attention token by token: query token tokens[n] of qkv [T, (H + 2 G) D] attends to the first contexts[n] positions
+    of row rows[n], or with window > 0 to the last `window` of these. Writes out [T, H D].
+
+    The softmax is computed in float32. sinks: [H], one more score for each head, whose value is 0."""
     kv_heads, _, head_dim = kv.shape[3:]
     for token, row, context in zip(tokens.tolist(), rows.tolist(), contexts.tolist(), strict=True):
         first = max(0, context - window) if window else 0
@@ -166,8 +175,11 @@ def prepare_inputs(
     block_table: Tensor,
     block_tokens: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(input_ids, positions, kv_slots) [T] of tokens in rows token_rows [T], whose first ones [R] are at positions `firsts` and at
-    `starts` in T. Ids below 0 are last_ids [S + 1] of the row's slot; block_table [S + 1, B]; slot S is padding, stored nowhere."""
+    """Returns (input_ids, positions, kv_slots), each [T], of the tokens of a step.
+
+    token_rows: [T], the row of each token. firsts, starts: [R], the position and the index in T of each row's first token. A host
+    id below 0 stands for last_ids [S + 1] of the row's slot. block_table: [S + 1, B]. Slot S is padding and gets kv_slot -1 (stored
+    nowhere)."""
     rows = token_rows.long()
     slot = slots[rows].long()
     positions = firsts[rows] + torch.arange(len(rows)) - starts[rows]
@@ -179,8 +191,10 @@ def prepare_inputs(
 def split_contexts(
     contexts: Tensor, window: int, target: int, split_tokens: int, num_items: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Cuts the last `window` (0: all) of each row's contexts [R] into pieces of about 1 / target of them all, a multiple of
-    split_tokens: rows, begins, ends [num_items] (0 where unused), and the first piece of each row [R + 1]."""
+    """Cuts the last `window` positions (0: all) of each row's context into pieces, about `target` in all. They have the same size,
+    a multiple of split_tokens, except that the last of a row may be shorter. contexts: [R].
+
+    Returns rows, begins and ends [num_items] of the pieces (0 where unused), and the index of each row's first piece [R + 1]."""
     begin = (contexts - window).clamp(min=0) if window else torch.zeros_like(contexts)
     length = contexts - begin
     piece = max(1, -(-int(length.sum()) // (target * split_tokens))) * split_tokens
@@ -194,8 +208,9 @@ def split_contexts(
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float, mask: Tensor | None) -> Tensor:
-    """query [H, N, D] against key and value [G, C, D] -> [H, N, D]; mask [N, C] bool, or None for a square causal one
-    (without softcap)."""
+    """Returns the attention [H, N, D] of query [H, N, D] to key and value [G, C, D].
+
+    mask: [N, C] bool, or None for causal attention of as many queries as keys (only without softcap)."""
     if softcap > 0:
         assert mask is not None
         return _capped_attention(query, key, value, scale, softcap, mask)
@@ -222,16 +237,17 @@ def long_row_attention(
     out: Tensor,
     scales: Tensor | None = None,
 ) -> None:
-    """query [H, N, D] are the last N of the row's `context` positions; block_table: the row's; out [N, H, D]. The keys and values
-    that they see are gathered once."""
+    """Computes attention for the last N of one row's `context` positions, whose queries are query [H, N, D]. Writes out [N, H, D].
+
+    block_table: the row's own. The keys and values that the queries see are gathered once."""
     num_new = query.shape[1]
     before = context - num_new
-    first = max(0, before - window + 1) if window else 0  # what the first query sees first
+    first = max(0, before - window + 1) if window else 0  # the first position that the first query sees
     key, value = (x.to(query.dtype) for x in gather_context(kv, layer, block_table, first, context, scales))
     if before == 0 and not 0 < window < context and softcap == 0:
         out.copy_(causal_attention(query, key, value, scale, 0.0, None).transpose(0, 1))
         return
-    for tile in range(0, num_new, PREFILL_TILE_TOKENS):  # the mask is what takes memory
+    for tile in range(0, num_new, PREFILL_TILE_TOKENS):  # in tiles, because the mask takes much memory
         end = min(tile + PREFILL_TILE_TOKENS, num_new)
         low, high = max(0, before + tile - window + 1) if window else 0, before + end
         mask = torch.ones(end - tile, high - low, dtype=torch.bool).tril_(before + tile - low)
@@ -243,7 +259,7 @@ def long_row_attention(
 
 
 def _capped_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float, mask: Tensor) -> Tensor:
-    """As causal_attention, one KV head at a time: scores are held in full."""
+    """Computes causal_attention with a softcap, one KV head at a time, because all scores of a head are held in memory."""
     group = query.shape[0] // key.shape[0]
     out = torch.empty_like(query)
     hidden = ~mask
@@ -255,30 +271,30 @@ def _capped_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, s
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """[T, 2 W] -> [T, W]: silu(gate) * up."""
+    """Returns silu(gate) * up [T, W], of gate and up side by side in gate_up [T, 2 W]."""
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.silu(gate) * up
 
 
 def gelu_and_mul(gate_up: Tensor) -> Tensor:
-    """[T, 2 W] -> [T, W]: gelu(gate) * up, gelu in its form with tanh."""
+    """Returns gelu(gate) * up [T, W], of gate and up side by side in gate_up [T, 2 W]. gelu is the tanh approximation."""
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.gelu(gate, approximate="tanh") * up
 
 
 def gather_rows(table: Tensor, ids: Tensor, scale: float) -> Tensor:
-    """table [V, W], ids [T] -> [T, W], times scale in float32."""
+    """Returns the rows `ids` [T] of table [V, W] as [T, W], multiplied with scale in float32."""
     rows = functional.embedding(ids, table)
     return rows if scale == 1.0 else (rows.float() * scale).to(table.dtype)
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """logits [N, V] -> (first index of the largest, whether the row holds NaN or an infinity)."""
+    """Returns the first index of the largest logit, and whether the row holds NaN or an infinity, for each row of logits [N, V]."""
     return logits.argmax(-1), ~torch.isfinite(logits).all(-1)
 
 
 def hash32(index: Tensor, key0: Tensor, key1: Tensor) -> Tensor:
-    """32 well mixed bits of (index, key0, key1) in int64: the counter-based noise of `sample`."""
+    """Returns 32 well mixed bits of (index, key0, key1) as int64: the counter-based noise of `sample`."""
     low = 0xFFFFFFFF
     h = ((index * 0x9E3779B1) & low) ^ key0
     h = ((h ^ (h >> 16)) * 0x85EBCA6B) & low
@@ -292,10 +308,14 @@ def hash32(index: Tensor, key0: Tensor, key1: Tensor) -> Tensor:
 def sample(
     logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor, key0: Tensor, key1: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """logits [N, V], the rest [N] (keys int64 below 2**32) -> (ids, bad). Draws from softmax(logits / temperature) cut to the
-    top_k largest and to min_p of the likeliest, then to the smallest set that holds top_p (0, 0 and 1: off; ties stay in). An
-    exponential race decides: token i's time is an exponential draw keyed by (key0, key1, i) over its weight, the first wins. Rows
-    of temperature 0 take their likeliest."""
+    """Samples a token for each row of logits [N, V]; the other arguments are [N], keys int64 below 2**32. Returns (ids, bad), where
+    bad tells whether the row holds NaN or an infinity. Rows of temperature 0 take their most likely token.
+
+    Samples from softmax(logits / temperature) of the top_k largest tokens whose probability is at least min_p times the largest,
+    and of these from the smallest set that holds top_p of their mass. 0, 0 and 1 turn top_k, min_p and top_p off; ties stay in.
+
+    The choice is an exponential race: token i's time is an exponential random number keyed by (key0, key1, i), divided by the
+    token's weight. The token with the earliest time wins."""
     likeliest, bad = greedy(logits)
     draws = temperature > 0.0
     wide = torch.nan_to_num(logits.float()).double()
@@ -308,24 +328,27 @@ def sample(
     inside = (before < top_p.unsqueeze(1) * ordered.sum(-1, keepdim=True)) & (ordered > 0)
     inside |= (top_p >= 1.0).unsqueeze(1) & (ordered > 0)
     cutoff = ordered.gather(1, inside.sum(-1, keepdim=True).clamp(min=1) - 1)
-    # one half: a draw of 0 would win whatever its weight
+    # plus one half, because a token with time 0 would win whatever its weight
     uniform = (hash32(torch.arange(vocab), key0.unsqueeze(1), key1.unsqueeze(1)).double() + 0.5) / 2**32
     times = -torch.log1p(-uniform) / weights
     return torch.where(draws, times.masked_fill(weights < cutoff, torch.inf).argmin(-1), likeliest), bad
 
 
 def top_logprobs(logits: Tensor, chosen: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """logits [N, V], chosen [N] -> (log-softmax at chosen [N], ids and log-softmax [N, num_top] of the likeliest, likeliest first,
-    the lower id first among equals)."""
+    """Returns, for logits [N, V], the log-softmax at `chosen` [N], and the ids and log-softmax [N, num_top] of the most likely
+    tokens, most likely first. Of equal logits the lower id comes first."""
     logprobs = torch.log_softmax(logits.double(), dim=-1).float()
     ordered = torch.sort(logits, dim=-1, descending=True, stable=True).indices[:, :num_top]
     return logprobs.gather(1, chosen.unsqueeze(1)).squeeze(1), ordered, logprobs.gather(1, ordered)
 
 
 def penalise(row: Tensor, tokens: Tensor, num_prompt: int, presence: float, frequency: float, repetition: float) -> None:
-    """row [V] float32 in place; tokens: prompt, then output. Logits of all tokens seen are divided by `repetition` where positive
-    and multiplied where not; `frequency` times their count in the output, and `presence` if there is one, are taken off. What is
-    not finite stays."""
+    """Applies penalties to the logits row [V] float32 in place. tokens: the num_prompt tokens of the prompt, then those of the
+    output.
+
+    The logits of all these tokens are divided by `repetition` where they are positive and multiplied by it where not. Then
+    `frequency` times the token's count in the output is subtracted, and `presence` if the output has the token. Logits that are not
+    finite stay."""
     seen = tokens.unique().long()
     counts = torch.bincount(tokens[num_prompt:].long(), minlength=len(row))[seen]
     old = row[seen].double()

@@ -1,8 +1,10 @@
-"""What a recorded step's inputs must be, in numpy: the twins of cpu_inputs.py, which run where there is no Numba.
+"""The inputs of a recorded step, computed in numpy: the reference implementations of cpu_inputs.py, which also run where Numba is
+missing.
 
-Arrays of R rows and of T tokens have a place for every one that a step may have; counts[ROWS] and counts[TOKENS] are the step's,
-those behind are padding. A step's tokens lie end to end, row after row. Shapes: S slots, L tokens of a sequence, B blocks of the
-longest context, P pairs of a head's dimensions that turn.
+The arrays of R rows and of T tokens are as long as the largest step needs. counts[ROWS] and counts[TOKENS] are this step's rows and
+tokens; the entries after these are padding. A step's tokens lie end to end, row after row.
+
+Shapes: S slots, L tokens of a sequence, B blocks of the longest context, P pairs of a head's dimensions that are rotated.
 """
 
 from __future__ import annotations
@@ -13,27 +15,28 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-# Of counts: rows and tokens of the step (given); rows that sample, and of these, those that take their likeliest token; rows that
-# ask for more than a token drawn by its settings: logits edited, log-probabilities told; positions that all tokens attend to.
+# Indices in `counts`. ROWS, TOKENS: the step's rows and tokens (given). SAMPLING: rows that sample. GREEDY: those of them that take
+# their most likely token. APART: rows that ask for more than a token sampled by its settings, such as edited logits or reported
+# log-probabilities. ATTENDED: positions that all tokens together attend to.
 ROWS, TOKENS, SAMPLING, GREEDY, APART, ATTENDED = 0, 1, 2, 3, 4, 5
 NUM_COUNTS = 6
 
 
 def step_tokens(
     counts: Any,
-    slots: Any,  # [R] int32, as what follows: of each row
-    computed: Any,  # positions stored before the step
-    num_new: Any,  # tokens of the step
-    long_row: int,  # a row with more tokens attends as a whole, others token by token
+    slots: Any,  # [R] int32: each row's slot
+    computed: Any,  # [R] int32: positions of the row stored before the step
+    num_new: Any,  # [R] int32: tokens of the row in the step
+    long_row: int,  # attention is computed for a row with more tokens as a whole, for others token by token
     tokens: Any,  # [S, L] int32
-    input_ids: Any,  # [T] int64; behind the step's tokens as they are
-    positions: Any,  # [T] int32; behind the step's tokens as they are
-    starts: Any,  # [R] int32: of each row, its first token in the step
-    contexts: Any,  # [R] int32: positions stored after it; of padding as they are, as are starts
-    paged_rows: Any,  # [T] int32: the token's row
-    paged_contexts: Any,  # [T] int32: positions it attends to, by itself; -1 of a long row's, 0 of padding
+    input_ids: Any,  # [T] int64; padding is left unchanged
+    positions: Any,  # [T] int32; padding is left unchanged
+    starts: Any,  # [R] int32: index of the row's first token in the step; padding is left unchanged
+    contexts: Any,  # [R] int32: positions of the row stored after the step; padding is left unchanged
+    paged_rows: Any,  # [T] int32: the token's row, 0 for padding
+    paged_contexts: Any,  # [T] int32: positions the token attends to by itself; -1 in a long row, 0 for padding
 ) -> None:
-    """The step's tokens, and counts[ATTENDED]."""
+    """Fills in the step's tokens (the arrays from input_ids on) and counts[ATTENDED]."""
     num_rows, num_tokens = counts[ROWS], counts[TOKENS]
     first, new, own = computed[:num_rows], num_new[:num_rows], slots[:num_rows]
     starts[:num_rows] = np.cumsum(new) - new
@@ -58,8 +61,11 @@ def step_blocks(
     block_table: Any,
     places: Any,
 ) -> None:
-    """Of one KV group: block_tables [S, B] int32 -> block_table [R, B], each row's up to its last token's; places [T] int64:
-    block * block_tokens + place of each token, -1 of padding. The rest as step_tokens leaves them."""
+    """Fills in where one KV group's tokens are stored.
+
+    block_tables: [S, B] int32, given. block_table: [R, B], filled for each row up to its last token's block. places: [T] int64,
+    filled with block * block_tokens + place in the block of each token, -1 for padding. The other arrays are as step_tokens leaves
+    them."""
     num_rows, num_tokens = counts[ROWS], counts[TOKENS]
     most = -(-int(contexts[:num_rows].max()) // block_tokens)
     block_table[:num_rows, :most] = block_tables[slots[:num_rows], :most]
@@ -70,12 +76,12 @@ def step_blocks(
 
 def sampling_settings(
     counts: Any,
-    slots: Any,  # [R] each; the first three as step_tokens takes them
+    slots: Any,  # [R]; this and the next two as in step_tokens
     computed: Any,
     num_new: Any,
-    starts: Any,  # as it leaves them
-    samples: Any,  # bool
-    temperature: Any,  # [S] each, as the sequence table has them
+    starts: Any,  # [R], as step_tokens leaves it
+    samples: Any,  # [R] bool: whether the row samples
+    temperature: Any,  # [S]; this and the settings up to prompt_logprobs are columns of the sequence table
     top_p: Any,
     top_k: Any,
     min_p: Any,
@@ -84,15 +90,16 @@ def sampling_settings(
     min_tokens_until: Any,
     edits_logits: Any,
     prompt_logprobs: Any,
-    row_temperature: Any,  # [R] each, as what follows: of rows that sample, in order
+    row_temperature: Any,  # [R]; this and what follows have an entry for each row that samples, in order
     row_top_p: Any,
     row_top_k: Any,
     row_min_p: Any,
     key0: Any,  # uint32
     key1: Any,
-    last_tokens: Any,  # int64: of each, its last token in the step; 0 behind them
+    last_tokens: Any,  # int64: index of the row's last token in the step; 0 for padding
 ) -> None:
-    """The settings of the rows that sample, the keys of their noise, and counts[SAMPLING], counts[GREEDY] and counts[APART]."""
+    """Fills in the settings of the rows that sample, the keys of their noise, and counts[SAMPLING], counts[GREEDY] and
+    counts[APART]."""
     num_rows = counts[ROWS]
     own = np.flatnonzero(samples[:num_rows])
     num, rows = len(own), slots[own]
@@ -108,13 +115,13 @@ def sampling_settings(
 
 
 def noise_keys(seed: npt.NDArray[np.uint64], position: npt.NDArray[Any]) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
-    """Two 32-bit keys for each (seed, position): splitmix64 of the seed, then of that and the position."""
+    """Returns two 32-bit keys for each (seed, position): splitmix64 of the seed, then splitmix64 of that xor the position."""
     mixed = _splitmix64(_splitmix64(seed.astype(np.uint64)) ^ position.astype(np.uint64))
     return (mixed & np.uint64(0xFFFFFFFF)).astype(np.uint32), (mixed >> np.uint64(32)).astype(np.uint32)
 
 
 def _splitmix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (2014); arithmetic modulo 2**64."""
+    """Returns x mixed as in Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (2014), modulo 2**64."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -122,7 +129,7 @@ def _splitmix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def rotary_turns(positions: Any, inv_freq: Any, scale: float, turns: Any) -> None:
-    """positions [T] int32, inv_freq [P] float32 -> turns [T, 2 P] float32: cosines of position times inv_freq, then sines, times
-    scale. The angle is rounded to float32 before."""
+    """Fills turns [T, 2 P] float32 with the cosines, then the sines, of position * inv_freq, times scale. The angle is rounded to
+    float32 first. positions: [T] int32. inv_freq: [P] float32."""
     angles = torch.from_numpy(positions).float().unsqueeze(1) * torch.from_numpy(inv_freq)
     torch.from_numpy(turns).copy_(torch.cat((angles.cos(), angles.sin()), dim=1) * scale)

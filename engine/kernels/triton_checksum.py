@@ -1,4 +1,5 @@
-"""The checksum of memory on the GPU (Triton), so that no core reads what the bus brings. Twin: loader/checksum.py.
+"""Computes the checksum of memory on the GPU (Triton), so that no CPU core reads what the bus brings. Reference implementation:
+loader/checksum.py.
 
 Shapes: N 8-byte words, P programs. Sums are modulo 2**64, as int64 arithmetic is.
 """
@@ -35,10 +36,11 @@ def _sum_kernel(
 
 
 def partial_sums(words: Tensor, out: Tensor) -> None:
-    """words [N] int64; out [P, 2] int64: added up over P, the sum of the words, and of index * word."""
+    """Writes the partial sums of words [N] int64 to out [P, 2] int64. Added up over P, they are the sum of the words and the sum of
+    index * word."""
     _sum_kernel[(len(out),)](words, out, words.numel(), BLOCK=BLOCK_WORDS, num_warps=8)
 
 
 def new_partial_sums(device: torch.device | str) -> Tensor:
-    """[P, 2], of nothing."""
+    """Returns partial sums [P, 2] that are all 0."""
     return torch.zeros(NUM_PROGRAMS, 2, dtype=torch.int64, device=device)

@@ -1,10 +1,10 @@
-"""Decode attention on the GPU (Triton): one query token a row against its KV blocks, split along the context.
+"""Decode attention on the GPU (Triton): one query token of each row against its KV blocks, split along the context.
 
-A work list, made once a step on the device, cuts the rows' contexts into about equal pieces, so one grid (and one CUDA graph)
-serves every mix of lengths. All query heads of a KV head share a tile: its keys and values are read once.
+A work list, made once a step on the device, cuts the rows' contexts into pieces of about equal size, so one grid (and one CUDA
+graph) serves every mix of lengths. All query heads of a KV head share a tile, so its keys and values are read once.
 
-Shapes: R rows, I pieces of work (an upper bound; unused ones are empty), H query heads, G KV heads, D head size. Twins:
-reference.paged_attention, reference.split_contexts.
+Shapes: R rows, I pieces of work (an upper bound; unused ones are empty), H query heads, G KV heads, D head size. Reference
+implementations: reference.paged_attention, reference.split_contexts.
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ from torch import Tensor
 from engine.kernels.triton_fp8 import block_of, scale_of, scales_at, widened
 from engine.kernels.triton_softmax import LOG2_E, accumulate, scores_of
 
-SPLIT_TOKENS = 64  # the positions of a piece are a multiple of this
-MANY_ROWS = 65  # from here on the work list is made by another compilation of its kernel
+SPLIT_TOKENS = 64  # a piece's number of positions is a multiple of this
+MANY_ROWS = 65  # with at least so many rows, another compilation of the kernel makes the work list
 MAX_ROWS = 1024
 
 
 @dataclass(slots=True)
 class DecodeWork:
-    """Pieces of R rows' contexts. rows, begins, ends [I] int32: of each piece (begin = end: unused); firsts [R + 1] int32: first
-    piece of each row; target: how many are aimed at."""
+    """The pieces of R rows' contexts.
+
+    rows, begins, ends: [I] int32, each piece's row, first position and end (begin = end: unused). firsts: [R + 1] int32, each row's
+    first piece. target: about how many pieces are wanted."""
 
     rows: Tensor
     begins: Tensor
@@ -37,7 +39,7 @@ class DecodeWork:
 
 
 def make_work(num_rows: int, target: int, device: torch.device | str) -> DecodeWork:
-    """Room for what `split_contexts` may need: about `target` pieces, and one more a row."""
+    """Allocates what `split_contexts` may need: about `target` pieces, and one more for each row."""
     size = num_rows + target
 
     def column(length: int) -> Tensor:
@@ -74,7 +76,7 @@ def _split_kernel(
         tl.store(firsts + 1 + row, last, mask=row < num_rows)
         tl.store(firsts, 0)
     item = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
-    own = (item[:, None] >= first[None, :]) & (item[:, None] < last[None, :])  # at most one row of each item
+    own = (item[:, None] >= first[None, :]) & (item[:, None] < last[None, :])  # at most one row for each item
     at = tl.sum(tl.where(own, begin[None, :] + (item[:, None] - first[None, :]) * piece, 0), axis=1)
     end = tl.minimum(at + piece, tl.sum(tl.where(own, context[None, :], 0), axis=1))
     inside = item < num_items
@@ -84,7 +86,8 @@ def _split_kernel(
 
 
 def split_contexts(contexts: Tensor, window: int, work: DecodeWork) -> None:
-    """contexts [R] int32: positions of each row, of which the last `window` (0: all) are attended to; fills `work`."""
+    """Fills `work` with pieces of the rows' contexts [R] int32, of which only the last `window` positions (0: all) are attended to.
+    Raises ValueError for more than MAX_ROWS rows."""
     num_items, num_rows = len(work.rows), len(contexts)
     if num_rows > MAX_ROWS:
         raise ValueError(f"{num_rows} rows in a decode step; {MAX_ROWS} are supported")
@@ -110,9 +113,9 @@ def split_contexts(contexts: Tensor, window: int, work: DecodeWork) -> None:
 def _piece_kernel(
     qkv,  # [T, (H + 2 G) D]; row r's query is token r
     kv,
-    scales,  # of fp8 KV
+    scales,  # the scales of fp8 KV
     block_table,  # [S, B] int32
-    table_rows,  # [R] int32: each row's place in block_table
+    table_rows,  # [R] int32: each row's index in block_table
     rows,  # [I]
     begins,
     ends,
@@ -127,7 +130,7 @@ def _piece_kernel(
     G: tl.constexpr,
     D: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
-    M: tl.constexpr,  # H / G, padded to what tensor cores take
+    M: tl.constexpr,  # H / G, padded to a size that tensor cores take
     N: tl.constexpr,
     PADDED_D: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -207,7 +210,7 @@ def _combine_kernel(
         top = tl.load(sinks + head) * LOG2_E
         total = 1.0
     else:
-        top = -1e38  # of a row that is padding: 0 comes out
+        top = -1e38  # finite, so that a row that is padding gets 0
         total = 0.0
     for start in range(first, end, PIECES):
         inside = start + offset < end
@@ -239,11 +242,12 @@ def decode_attention(
     widen: bool,
     out: Tensor,
 ) -> None:
-    """The first R tokens of qkv [T, (H + 2 G) D] are the rows' queries; out [T, H D], rows without a context get zeros.
+    """Computes the attention of the rows' queries, which are the first R tokens of qkv [T, (H + 2 G) D], into out [T, H D]. Rows
+    without a context get zeros.
 
-    scales: of fp8 KV, which is widened to qkv's dtype for the products. block_table [S, B] int32; table_rows [R] int32: where each
-    row's blocks are in it. sinks [H] float32: a score that takes weight
-    and gives no value. widen: as in triton_softmax."""
+    scales: of fp8 KV, which is widened to qkv's dtype for the products. block_table: [S, B] int32. table_rows: [R] int32, where
+    each row's blocks are in block_table. sinks: [H] float32, a score that takes weight and gives no value. widen: see
+    triton_softmax."""
     kv_heads, block_tokens, head_dim = kv.shape[3:]
     num_items, num_rows = len(work.rows), len(work.firsts) - 1
     padded = max(16, triton.next_power_of_2(head_dim))

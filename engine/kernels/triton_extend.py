@@ -1,8 +1,9 @@
-"""Attention of several new tokens a row on the GPU (Triton): prefill, and every later chunk of it, over paged KV.
+"""Attention of several new tokens of each row on the GPU (Triton): prefill, and every later chunk of it, over paged KV.
 
-A program takes M query tokens of one head. Positions that all of them see need no mask; those are most of a long context.
+A program computes M query tokens of one head. Positions that all of them see need no mask, and these are most of a long context.
 
-Shapes: T tokens, R rows, I tiles of queries, H query heads, G KV heads, D head size. Twin: reference.paged_attention.
+Shapes: T tokens, R rows, I tiles of queries, H query heads, G KV heads, D head size. Reference implementation:
+reference.paged_attention.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from engine.kernels.triton_softmax import LOG2_E, accumulate, scores_of
 
 
 def tile_tokens(head_dim: int, dtype: torch.dtype) -> int:
-    """Query tokens of a tile."""
+    """Returns the number of query tokens in a tile."""
     if dtype is torch.float32:
         return 32
     return 128 if head_dim <= 128 else 64
@@ -30,7 +31,9 @@ def _attend(
     D: tl.constexpr, BLOCK_TOKENS: tl.constexpr, N: tl.constexpr, PADDED_D: tl.constexpr,
     MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, WIDEN: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
-    """Positions begin to end, of which those below `low` or after the queries' own exist only where MASKED."""
+    """Adds the positions from begin to below end to the running softmax, and returns the new (top, total, sums).
+
+    MASKED: positions below `low` and those after a query's own are masked out; without it there must be none of them."""
     dim, place = tl.arange(0, PADDED_D), tl.arange(0, N)
     if FP8:
         position = begin + place
@@ -74,12 +77,12 @@ def _attend(
 def _extend_kernel(
     qkv,  # [T, (H + 2 G) D]
     kv,
-    scales,  # of fp8 KV
+    scales,  # the scales of fp8 KV
     block_table,  # [S, B] int32
-    table_rows,  # [R] int32: each row's place in block_table
+    table_rows,  # [R] int32: each row's index in block_table
     tile_rows,  # [I] int32
     tile_firsts,  # [I] int32: the tile's first query among the row's new tokens
-    starts,  # [R] int32: the row's first token in T
+    starts,  # [R] int32: index in T of the row's first token
     num_new,  # [R] int32
     contexts,  # [R] int32
     sinks,  # [H] float32
@@ -172,8 +175,9 @@ def extend_attention(
     widen: bool,
     out: Tensor,
 ) -> None:
-    """Tiles of `tile_tokens` queries; only their tokens' rows of out [T, H D] are written. scales, table_rows, sinks,
-    widen: as triton_decode.decode_attention has them."""
+    """Computes attention for tiles of `tile_tokens` queries. Only the rows of out [T, H D] of their tokens are written.
+
+    scales, table_rows, sinks, widen: see triton_decode.decode_attention."""
     kv_heads, block_tokens, head_dim = kv.shape[3:]
     tokens = tile_tokens(head_dim, qkv.dtype)
     wide_items = qkv.element_size() == 4

@@ -1,6 +1,7 @@
-"""What a step's tokens are, worked out on the GPU (Triton) from columns the host sends. Twin: reference.prepare_inputs.
+"""Computes a step's tokens on the GPU (Triton) from columns that the host sends. Reference implementation:
+reference.prepare_inputs.
 
-Shapes: R rows, T tokens, S slots, B blocks a sequence may hold, N sampling rows. Slot S belongs to no sequence: padding goes there.
+Shapes: R rows, T tokens, S slots, B blocks that a sequence may hold. Slot S belongs to no sequence; it is used for padding.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ BLOCK = tl.constexpr(128)
 @triton.jit(do_not_specialize=["num_tokens", "num_slots"])
 def _prepare_kernel(
     token_rows,  # [T] int32
-    host_ids,  # [T] int32; below 0: the token is what the slot's last step sampled
+    host_ids,  # [T] int32; below 0: the token is the one that the slot's last step sampled
     slots,  # [R] int32
     firsts,  # [R] int32
     starts,  # [R] int32
@@ -56,8 +57,8 @@ def prepare_inputs(
     positions: Tensor,
     kv_slots: Tensor,
 ) -> None:
-    """Fills input_ids and positions [T] int32 and kv_slots [T] int64 (-1 for rows of slot S). firsts, starts [R]: position, and
-    place in T, of each row's first token; token_rows [T]: the row of each token."""
+    """Fills input_ids and positions [T] int32, and kv_slots [T] int64 (-1 for rows of slot S). firsts, starts: [R], the position
+    and the index in T of each row's first token. token_rows: [T], the row of each token."""
     num_tokens = len(token_rows)
     _prepare_kernel[(triton.cdiv(num_tokens, BLOCK.value),)](
         token_rows,
@@ -86,5 +87,5 @@ def _set_kernel(target, places, values, num_values):
 
 
 def set_entries(target: Tensor, places: Tensor, values: Tensor) -> None:
-    """target.view(-1)[places] = values, all int32; of places that come twice either value stays."""
+    """Does target.view(-1)[places] = values, all int32. If a place occurs twice, either value may be written."""
     _set_kernel[(triton.cdiv(len(places), BLOCK.value),)](target, places, values, len(places), num_warps=4)

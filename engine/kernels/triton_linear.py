@@ -1,5 +1,5 @@
-"""Matrix products of one to four rows on the GPU (Triton): the weights are read once, as fast as memory gives them. Twin: torch's
-linear.
+"""Matrix products of one to four rows on the GPU (Triton). The weights are read once, as fast as memory delivers them. Reference
+implementation: torch's linear.
 
 Shapes: M rows, K inputs, N outputs.
 """
@@ -57,7 +57,7 @@ def _few_rows_kernel(
 
 
 def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """out [M, N] = x [M, K] @ weight [N, K] transposed, plus bias [N]; M at most MAX_ROWS; sums in float32."""
+    """Writes x [M, K] @ weight [N, K] transposed, plus bias [N], to out [M, N]. M is at most MAX_ROWS. Sums are float32."""
     (rows, inputs), outputs = x.shape, weight.shape[0]
     block_k = min(triton.next_power_of_2(inputs), 2048 if rows == 1 else 512 if rows > 2 else 1024)
     block_n = 4

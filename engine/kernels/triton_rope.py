@@ -1,7 +1,7 @@
-"""Rotary embedding, norms of queries and keys, and the KV write in one pass on the GPU (Triton). Twins: reference.rope_and_store,
-forward_batch.Rotary.cos_sin.
+"""Rotary embedding, norms of queries and keys, and the KV write in one pass on the GPU (Triton). Reference implementations:
+reference.rope_and_store, forward_batch.Rotary.cos_sin.
 
-Shapes: T tokens, H query heads, G KV heads, D head size, P pairs of a head's dimensions that turn.
+Shapes: T tokens, H query heads, G KV heads, D head size, P pairs of a head's dimensions that are rotated.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def _cos_sin_kernel(
 
 
 def cos_sin(positions: Tensor, inv_freq: Tensor, scale: float, out: Tensor) -> None:
-    """positions [T] -> out [T, 2 P] float32: cosines, then sines."""
+    """Writes the cosines, then the sines, of position * inv_freq, times scale, to out [T, 2 P] float32. positions: [T]."""
     pairs = len(inv_freq)
     _cos_sin_kernel[(len(positions),)](positions, inv_freq, out, scale, P=pairs, BLOCK=triton.next_power_of_2(pairs), num_warps=1)
 
 
 @triton.jit
 def _normed(value, total, factor, AROUND_ONE: tl.constexpr, D: tl.constexpr, eps, narrow):
-    """RMS norm of part of a head, rounded as reference.rms_norm rounds. total: sum of the whole head's squares."""
+    """Returns the RMS norm of part of a head, rounded as reference.rms_norm rounds. total: the sum of the whole head's squares."""
     wide = value * tl.rsqrt(total / D + eps)[:, None]
     if AROUND_ONE:
         factor += 1.0
@@ -54,8 +54,8 @@ def _rope_and_store_kernel(
     query_norm,  # [D]
     key_norm,  # [D]
     kv,  # the arena as one group sees it
-    scales,  # of fp8 KV
-    slots,  # [T] int64, below 0: not stored
+    scales,  # the scales of fp8 KV
+    slots,  # [T] int64; below 0: the token is not stored
     eps,
     layer,
     block_stride,  # elements from one block to the next
@@ -66,9 +66,9 @@ def _rope_and_store_kernel(
     BLOCK_TOKENS: tl.constexpr,
     NORMS: tl.constexpr,
     AROUND_ONE: tl.constexpr,
-    HEADS: tl.constexpr,  # heads of a program
+    HEADS: tl.constexpr,  # heads that a program computes
     PAIRS: tl.constexpr,  # P, padded
-    REST: tl.constexpr,  # D - 2 P, padded; 0: every dimension turns
+    REST: tl.constexpr,  # D - 2 P, padded; 0: every dimension is rotated
     FP8: tl.constexpr,
 ):
     narrow: tl.constexpr = qkv.dtype.element_ty
@@ -108,7 +108,7 @@ def _rope_and_store_kernel(
     sine = tl.load(cos_sin + token * 2 * P + P + at, mask=at < P, other=0.0)[None, :]
     turned_left = tl.where(is_value[:, None], left, left * cosine - right * sine).to(narrow)
     turned_right = tl.where(is_value[:, None], right, right * cosine + left * sine).to(narrow)
-    # each element is loaded and stored by one thread, so writing in place races with nothing
+    # each element is loaded and stored by the same thread, so writing in place is no race
     keep = is_query[:, None] & (at < P)[None, :]
     tl.store(row + at[None, :], turned_left, mask=keep)
     tl.store(row + (P + at)[None, :], turned_right, mask=keep)
@@ -117,7 +117,7 @@ def _rope_and_store_kernel(
         if NORMS:
             tl.store(row + beyond[None, :], rest, mask=is_query[:, None] & (beyond < D)[None, :])
     slot = tl.load(slots + token)
-    which = layer * 2 * G + head - H  # values lie behind keys, in the block as in qkv
+    which = layer * 2 * G + head - H  # values follow keys, in the block as in qkv
     place = which * BLOCK_TOKENS + slot % BLOCK_TOKENS
     block_at = (slot // BLOCK_TOKENS) * block_stride
     kept = (head >= H) & (head < H + 2 * G) & (tl.zeros_like(head) + slot >= 0)
@@ -154,11 +154,12 @@ def rope_and_store(
     heads: int,
     slots: Tensor,
 ) -> None:
-    """As the twin, but keys and values are left as they are in qkv: only queries are written there."""
+    """Normalises (if norms are given) and rotates the queries of qkv in place, and stores the rotated keys and the values at slots
+    [T]. Unlike reference.rope_and_store it leaves qkv's keys as they are."""
     kv_heads, block_tokens, head_dim = kv.shape[3:]
     pairs = turns.shape[1] // 2
     padded = triton.next_power_of_2(pairs)
-    most = 1024 if scales is None else 512  # rounding takes registers
+    most = 1024 if scales is None else 512  # fewer for fp8, because rounding takes registers
     per_program = max(1, min(triton.next_power_of_2(heads + 2 * kv_heads), most // padded))
     beyond = head_dim - 2 * pairs
     _rope_and_store_kernel[(qkv.shape[0], triton.cdiv(heads + 2 * kv_heads, per_program))](

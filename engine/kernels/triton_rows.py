@@ -1,7 +1,7 @@
-"""Work along rows on the GPU (Triton): norms, gated activations, gathered rows. Twins: reference.{rms_norm, add_rms_norm,
-silu_and_mul, gelu_and_mul, gather_rows}.
+"""Row-wise work on the GPU (Triton): norms, gated activations, gathered rows. Reference implementations: reference.{rms_norm,
+add_rms_norm, silu_and_mul, gelu_and_mul, gather_rows}.
 
-Shapes: T rows, W width, V rows of a table. Sums are float32; rounding happens where the twins round.
+Shapes: T rows, W width, V rows of a table. Sums are float32. Results are rounded where the reference implementations round.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def _rms_norm_kernel(
 
 
 def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, around_one: bool, out: Tensor) -> None:
-    """As the twins; with a residual, residual += x in place and its norm is taken."""
+    """Writes the norm of x's rows to out, see reference.rms_norm. With a residual, adds x to it in place and writes the norm of the
+    sum."""
     rows, width = x.shape
     block = triton.next_power_of_2(width)
     _rms_norm_kernel[(rows,)](
@@ -77,7 +78,7 @@ def _gate_kernel(
     up = tl.load(gate_up + row * 2 * W + W + at, mask=inside, other=0.0).to(tl.float32)
     logit = gate
     if GELU:
-        # 1/2 (1 + tanh u) is the logistic function of 2u, with no difference of near equals
+        # 1/2 (1 + tanh u) is the logistic function of 2u, which subtracts no nearly equal numbers
         logit = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
     active = gate / (1.0 + tl.exp(-logit))
     tl.store(out + row * W + at, (active.to(out.dtype.element_ty).to(tl.float32) * up).to(out.dtype.element_ty), mask=inside)
@@ -109,7 +110,7 @@ def _gather_kernel(
 
 
 def gather_rows(table: Tensor, ids: Tensor, scale: float, out: Tensor) -> None:
-    """ids [T] below V, any integer type."""
+    """Copies the rows `ids` [T] of table [V, W], times scale, to out [T, W]. ids are below V, of any integer type."""
     rows, width = out.shape
     block = min(2048, triton.next_power_of_2(width))
     _gather_kernel[(rows, triton.cdiv(width, block))](

@@ -1,8 +1,10 @@
-"""Tokens from logits on the GPU (Triton), without a sort. Twins: reference.{greedy, sample, hash32, penalise}.
+"""Samples tokens from logits on the GPU (Triton), without a sort. Reference implementations: reference.{greedy, sample, hash32,
+penalise}.
 
 The exponential race of reference.sample is run over all tokens that top_k and min_p leave. Its winner is the answer if it lies
-within top_p, which one pass over the row tells; if it does not, neither does any token as light, and the race is run again over
-the heavier ones. The winner is the one the race over top_p's set alone has, at any number of rounds (one, nearly always).
+within top_p, which one pass over the row tells. If it does not, no token that is as light does either, and the race is repeated
+over the heavier ones. After any number of rounds (nearly always one) the winner is the token that would win the race over top_p's
+set alone.
 
 Shapes: N rows, V vocabulary.
 """
@@ -14,13 +16,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ONE_BITS = tl.constexpr(0x3F800000)  # 1.0; weights are between 0 and 1, so their bits sort as they do
-SEEN = tl.constexpr(1 << 30)  # of a token's count: it came in the prompt or after
+ONE_BITS = tl.constexpr(0x3F800000)  # the bits of 1.0; weights are between 0 and 1, so their bits sort as they do
+SEEN = tl.constexpr(1 << 30)  # bit of a token's count: the token occurs in the prompt or the output
 
 
 @triton.jit
 def hash32(index, key0, key1):
-    """32 well mixed bits of (index, key0, key1), all uint32."""
+    """Returns 32 well mixed bits of (index, key0, key1), all uint32."""
     h = (index * 0x9E3779B1).to(tl.uint32) ^ key0
     h = ((h ^ (h >> 16)) * 0x85EBCA6B).to(tl.uint32)
     h = ((h ^ (h >> 13)) * 0xC2B2AE35).to(tl.uint32)
@@ -32,8 +34,8 @@ def hash32(index, key0, key1):
 
 @triton.jit
 def exponential(bits):
-    """-log(1 - (bits + 1/2) / 2**32): uniform bits (uint32) as a draw from the unit exponential distribution, never 0. Small draws
-    decide races, so they keep their relative precision: a series below 1/64."""
+    """Returns -log(1 - (bits + 1/2) / 2**32), never 0: a unit exponential random number from uniform bits (uint32). Small numbers
+    decide races, so they keep their relative precision: a series is used below 1/64."""
     u = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10
     series = u * (1.0 + u * (0.5 + u * (0.33333334 + u * 0.25)))
     return tl.where(u < 0.015625, series, -tl.log(tl.maximum(1.0 - u, 2.9802322e-8)))
@@ -41,7 +43,7 @@ def exponential(bits):
 
 @triton.jit
 def _weights(logits, start, V, top, factor, BLOCK: tl.constexpr):
-    """Of V tokens from `start` on: weights (0 beyond the vocabulary), and their numbers."""
+    """Returns the weights of BLOCK tokens from `start` on (0 beyond the vocabulary V), and the tokens' indices."""
     at = start + tl.arange(0, BLOCK)
     logit = tl.load(logits + at, mask=at < V, other=float("-inf")).to(tl.float32)
     return tl.exp((logit - top) * factor), at
@@ -49,7 +51,7 @@ def _weights(logits, start, V, top, factor, BLOCK: tl.constexpr):
 
 @triton.jit
 def _mass_above(logits, V, top, factor, cutoff, weight, BLOCK: tl.constexpr):
-    """Sum of the weights that are at least `cutoff` and more than `weight`."""
+    """Returns the sum of the weights that are at least `cutoff` and more than `weight`."""
     mass = tl.zeros([BLOCK], tl.float32)
     for start in range(0, V, BLOCK):
         own, _ = _weights(logits, start, V, top, factor, BLOCK)
@@ -59,7 +61,7 @@ def _mass_above(logits, V, top, factor, cutoff, weight, BLOCK: tl.constexpr):
 
 @triton.jit
 def _top_k_cutoff(logits, V, top, factor, k, BLOCK: tl.constexpr):
-    """The k-th largest weight: three of its bits a pass. Ties with it stay in."""
+    """Returns the k-th largest weight; tokens of equal weight are thus kept. Each pass over the row finds three of its bits."""
     low = tl.zeros([BLOCK], tl.int32)
     unit = 1 << 27
     for _ in range(0, 10):
@@ -124,7 +126,7 @@ def _sample_kernel(
         if p < 1.0:
             target *= _mass_above(logits, V, top, factor, cutoff, -1.0, BLOCK)
         first, second = tl.load(key0 + row).to(tl.uint32), tl.load(key1 + row).to(tl.uint32)
-        floor = -1.0  # tokens as light as this are out
+        floor = -1.0  # tokens of this weight or less are excluded
         running = 1
         while running > 0:
             least = tl.full([BLOCK], float("inf"), tl.float32)
@@ -159,7 +161,8 @@ def sample(
     ids: Tensor,
     bad: Tensor,
 ) -> None:
-    """As reference.sample; rows of temperature 0 take their largest logit. ids [N] int32, bad [N] int8."""
+    """Samples a token for each row, see reference.sample. Writes ids [N] int32 and bad [N] int8. Rows of temperature 0 take their
+    largest logit."""
     rows, vocab = logits.shape
     block = min(4096, max(16, triton.next_power_of_2(vocab)))
     _sample_kernel[(rows,)](
@@ -212,8 +215,8 @@ def _penalise_kernel(
 def penalise(
     logits: Tensor, tokens: Tensor, lengths: Tensor, num_prompt: Tensor, presence: Tensor, frequency: Tensor, repetition: Tensor
 ) -> None:
-    """Each row of logits [N, V] float32 as reference.penalise does it, in place; tokens [N, L] int32: prompts, then outputs, of
-    which the first lengths [N] count."""
+    """Applies penalties to each row of logits [N, V] float32 in place, see reference.penalise. tokens: [N, L] int32, prompts, then
+    outputs, of which only the first lengths [N] are used."""
     rows, vocab = logits.shape
     counts = torch.zeros(rows, vocab, dtype=torch.int32, device=logits.device)
     block = 1024
@@ -251,7 +254,7 @@ def _logprobs_kernel(
     base = highest + tl.log(tl.sum(mass, axis=0))
     tl.store(picked + row, tl.load(logits + tl.load(chosen + row)).to(tl.float32) - base)
     last, last_at = float("inf"), -1
-    for k in range(0, K):  # what comes after the last one found: less, or as much and further on
+    for k in range(0, K):  # finds the next after the last one found: a lower logit, or an equal one at a higher index
         best = tl.full([BLOCK], float("-inf"), tl.float32)
         best_at = tl.full([BLOCK], 0x7FFFFFFF, tl.int32)
         for start in range(0, V, BLOCK):
@@ -267,7 +270,10 @@ def _logprobs_kernel(
 
 
 def top_logprobs(logits: Tensor, rows: Tensor, chosen: Tensor, picked: Tensor, top_ids: Tensor, top: Tensor) -> None:
-    """As ops.top_logprobs, of finite rows."""
+    """Computes the log-probabilities of the chosen and of the most likely tokens, see ops.top_logprobs. The rows' logits must be
+    finite.
+
+    rows, chosen: [M]. Writes picked [M], and top_ids and top [M, K]."""
     vocab = logits.shape[1]
     block = min(4096, max(16, triton.next_power_of_2(vocab)))
     _logprobs_kernel[(len(rows),)](

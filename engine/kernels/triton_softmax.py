@@ -1,4 +1,5 @@
-"""Pieces of the attention kernels (Triton). Scores are kept in powers of two, so that one instruction makes a weight of each.
+"""Pieces of the attention kernels (Triton). Scores are kept multiplied by log2(e), so that a single exp2 instruction turns each
+into a weight.
 
 Shapes: M queries, N positions, D head size (padded to a power of two).
 """
@@ -13,9 +14,9 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def scores_of(query, key, scale, softcap, SOFTCAP: tl.constexpr, WIDEN: tl.constexpr):
-    """query [M, D], key [N, D] -> [M, N] float32, times log2(e).
+    """Returns the scores [M, N] float32, times log2(e), of query [M, D] and key [N, D].
 
-    WIDEN: products of float32; Triton's interpreter multiplies bfloat16 by its bits."""
+    WIDEN: products are computed in float32, because Triton's interpreter would multiply bfloat16 by its bits."""
     if WIDEN:
         key = key.to(tl.float32)
     scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
@@ -27,9 +28,10 @@ def scores_of(query, key, scale, softcap, SOFTCAP: tl.constexpr, WIDEN: tl.const
 
 @triton.jit
 def accumulate(scores, value, top, total, sums, WIDEN: tl.constexpr):
-    """One step of the running softmax: scores [M, N] (-inf: not seen), value [N, D]; top and total [M], sums [M, D]."""
+    """Does one step of the running softmax and returns the new (top, total, sums). scores: [M, N], -inf where a position is not
+    seen. value: [N, D]. top, total: [M]. sums: [M, D]."""
     new_top = tl.maximum(top, tl.max(scores, axis=1))
-    seen = tl.where(new_top == float("-inf"), 0.0, new_top)  # nothing yet: -inf less -inf is no number
+    seen = tl.where(new_top == float("-inf"), 0.0, new_top)  # while nothing is seen, because -inf minus -inf is NaN
     weights = tl.exp2(scores - seen[:, None])
     kept = tl.exp2(top - seen)
     total = total * kept + tl.sum(weights, axis=1)

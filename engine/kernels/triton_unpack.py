@@ -1,8 +1,10 @@
-"""Decoding packed weights on the GPU (Triton). Twin: loader.codec.decode; loader.frame has the format.
+"""Decodes packed weights on the GPU (Triton). Reference implementation: loader.codec.decode; the format is in loader.frame.
 
-Shapes: F frames, N values of a tensor. A program decodes one group of 1,024 values of one frame: 128 bytes of each plane, 8 values
-a byte. Which of the frame's escapes are its own, the frame's offsets and the bits before tell; where they contradict each other,
-the frame is refused, and nothing outside of it was read.
+Shapes: F frames, N values of a tensor.
+
+A program decodes one group of 1,024 values of one frame: 128 bytes of each plane, 8 values a byte. The frame's offsets and the
+preceding bits tell which of the frame's escapes belong to the group. If these contradict each other, the frame is refused, and
+nothing outside of it has been read.
 """
 
 from __future__ import annotations
@@ -21,14 +23,14 @@ ESCAPE = tl.constexpr(layout.ESCAPE)
 
 @triton.jit(do_not_specialize=["num_values", "number"])
 def _unpack_kernel(
-    data,  # [bytes] uint8, every frame on 64 bytes
-    data32,  # the same as int32
-    begins,  # [F] int64, of the frames in data
+    data,  # [bytes] uint8, every frame aligned to 64 bytes
+    data32,  # the same memory as int32
+    begins,  # [F] int64, where each frame begins in data
     out,  # [N] int16
     refused,  # [1] int32
     num_values,
     number,
-    FRAME_VALUES: tl.constexpr,  # of every frame but the last one
+    FRAME_VALUES: tl.constexpr,  # values of every frame but the last one
 ):
     frame, group = tl.program_id(1), tl.program_id(0)
     first = frame.to(tl.int64) * FRAME_VALUES
@@ -65,9 +67,11 @@ def _unpack_kernel(
 
 
 def unpack(data: Tensor, begins: Tensor, frame_values: int, out: Tensor, refused: Tensor, number: int = 1) -> None:
-    """data uint8: frames whose heads and checksums the host has compared, each on 64 bytes, at begins [F] int64; out [N] of any
-    type of two bytes, contiguous. All frames but the last hold frame_values values. refused [1] int32: what is there becomes
-    number + f if the codes of frame f ask for other escapes than it has."""
+    """Decodes the frames in data (uint8) into out [N], contiguous, of any two-byte type.
+
+    begins: [F] int64, where each frame begins, aligned to 64 bytes. The host must have checked their heads and checksums. All
+    frames but the last hold frame_values values. refused: [1] int32, set to number + f if the codes of frame f ask for other
+    escapes than it has."""
     groups = triton.cdiv(min(frame_values, out.numel()), layout.GROUP_VALUES)
     bits = out.view(-1).view(dtype=torch.int16)
     _unpack_kernel[(groups, len(begins))](
