@@ -29,8 +29,8 @@ COMPACT_OPTIONS: JsonCompileOptions = {**JSON_OPTIONS, "whitespace_flexible": Fa
 
 
 def compile_grammar(grammar: str) -> str:
-    """Returns the grammar in llguidance's form. Raises ValueError if the kind is unknown, the text is not a JSON object where it
-    has to be one, or json_schema.prepared refuses it. llguidance reports other errors when the result is used."""
+    """Returns the grammar in llguidance's form. Raises ValueError if the kind is unknown, the text of a schema is not a JSON
+    object, or json_schema.prepared refuses it. llguidance reports other errors when the result is used."""
     kind, _, text = grammar.partition(":")
     if kind == "json_schema":
         compiled: str = LLMatcher.grammar_from_json_schema(json_schema.prepared(text), overrides=JSON_OPTIONS)

@@ -4,8 +4,8 @@ unchanged.
 llguidance reads numbers as 64-bit floats, the last digit of long ones inexactly, and writes large ones rounded. Bounds that it
 does not hold exactly are moved inward to the next number that it does. It also treats an exclusive whole bound as inclusive where
 the other bound is less than 1 away. Where a schema may contain such a pair, its exclusive whole bounds are replaced by inclusive
-ones just inside them. (Not elsewhere: with an upper bound of 0.999 it expects 0.90 for 0.9.) Schemas that cannot be narrowed are
-refused.
+ones just inside them. This is not done elsewhere, because below a bound of 0.999 llguidance accepts 0.90 but not 0.9. Schemas that
+cannot be narrowed are refused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 Schema = dict[str, Any]
 
-# a time whose second is below 60
+# matches times whose second is below 60
 WHOLE_MINUTE = "^([0-9-]{10}[Tt ])?[0-9]{2}:[0-9]{2}:[0-5]"
 
 _MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})  # name -> schema
@@ -131,8 +131,8 @@ def _narrow(schema: Schema) -> bool:
 
 
 def _hold_bounds(place: str, node: Schema) -> bool:
-    """Moves bounds that llguidance does not hold exactly inward, and returns whether there were any. Raises ValueError for bounds
-    that are no numbers or too large."""
+    """Moves inward the bounds that llguidance does not hold exactly, and returns whether any was moved. Raises ValueError for
+    bounds that are no numbers or too large."""
     changed = False
     for key, (is_lower, is_exclusive) in _BOUNDS.items():
         if key not in node:
@@ -144,7 +144,7 @@ def _hold_bounds(place: str, node: Schema) -> bool:
             raise ValueError(f"{place}/{key}: must be a number")
         if abs(given) > _LIMIT or (given > _WHOLE_LIMIT if is_lower else given < -_WHOLE_LIMIT):
             raise ValueError(f"{place}/{key}: {_shown(given)} is too large a bound; the largest is {_WHOLE_LIMIT}")
-        if _is_exact(Decimal(repr(given))) and not (is_exclusive and abs(given) >= _EXACT_DIGITS):  # llguidance adds 1 as floats
+        if _is_exact(Decimal(repr(given))) and not (is_exclusive and abs(given) >= _EXACT_DIGITS):  # it adds 1 to the float
             continue
         bound = _beside(node, key, is_lower) if is_exclusive else _inward(Decimal(repr(given)), is_lower)
         _close(node, key, bound, is_lower)

@@ -26,8 +26,8 @@ Words = str | Callable[[re.Match[str]], str]
 
 
 def plain(reason: str, grammar: str) -> str:
-    """Returns llguidance's reason in plain words. grammar: the client's, as in `SamplingParams.grammar`. Terms of llguidance's
-    own are never shown unless the grammar contains them: UNKNOWN is returned instead."""
+    """Returns llguidance's reason in plain words. grammar: the client's, as in `SamplingParams.grammar`. UNKNOWN is returned
+    instead of words that contain llguidance's internal terms, unless the client's grammar contains these terms itself."""
     placed = re.match(r"(?:at )?([0-9]+)\(([0-9]+)\): (.*)", reason, re.DOTALL)
     place = ""
     if placed:
@@ -50,7 +50,8 @@ def _told(reason: str) -> str:
 
 
 def _is_plain(text: str, grammar: str) -> bool:
-    """Returns whether the text has no terms or signs of llguidance's own, apart from those in the client's grammar."""
+    """Returns whether the text is free of llguidance's internal terms and signs, except those that the client's grammar
+    contains."""
     own = [*re.findall(r"[A-Za-z]+_[A-Za-z_]+|\b[A-Z][a-z]+[A-Z]\w*|(?i:\w*bias\w*)", text), *re.findall("[<>]", text)]
     return all(word in grammar for word in own)
 

@@ -1,4 +1,4 @@
-"""Rules out tokens that are not allowed next: their logits become the smallest finite number of their type.
+"""Rules out tokens that are not allowed next: their logits become the lowest finite number of their type.
 
 Shapes: N rows, V vocabulary.
 """

@@ -43,7 +43,8 @@ def graph_rows(num_rows: int) -> int:
 
 @dataclass(slots=True)
 class DecodeGraph:
-    """A captured decode step of R rows. capture_s: seconds its capture took."""
+    """A captured decode step of R rows. drawn: where it writes its result, ids and whether each row was bad. capture_s: seconds its
+    capture took."""
 
     graph: Any
     inputs: Tensor  # int32: every column, as Staging.send lays them out
@@ -67,8 +68,9 @@ def _make_pool(device: torch.device) -> None:
 
 
 class DecodeGraphs:
-    """The decode graphs of one model. step: computes columns -> [2, R] int32 and is what is captured. last_ids: where the step
-    leaves its tokens for the next one. max_rows: steps of more rows have no graph; 0 if no step has one."""
+    """The decode graphs of one model. step: computes columns -> [2, R] int32 (ids, and whether each row was bad) and is what is
+    captured. last_ids: where the step leaves its tokens for the next one. max_rows: steps of more rows have no graph; 0 if no step
+    has one."""
 
     def __init__(self, step: Callable[[dict[str, Tensor]], Tensor], staging: Staging, last_ids: Tensor, max_rows: int) -> None:
         self._step, self._staging, self._last_ids, self._max_rows = step, staging, last_ids, max_rows
@@ -87,9 +89,9 @@ class DecodeGraphs:
         return [size for size in sizes if size and size not in self.captured]
 
     def run(self, num_rows: int, columns: Mapping[str, Any]) -> Tensor | None:
-        """Runs a step of num_rows rows (a count that rows_for returned) and returns its [2, R] int32, which the next run
-        overwrites. Returns None if there was no memory to capture the graph: then nothing has run, and from now on there is no
-        graph for this count."""
+        """Runs a step of num_rows rows (a count that rows_for returned). Returns [2, R] int32, ids and whether each row was bad,
+        which the next run overwrites. Returns None if there was no memory to capture the graph: then nothing has run, and from now
+        on there is no graph for this count."""
         graph = self.captured.get(num_rows)
         if graph is None:
             try:

@@ -1,4 +1,5 @@
-"""The inputs of a forward pass on a GPU. As HostBatch (`forward_batch.py`) on the CPU, but every array is on the device.
+"""The inputs of a forward pass on a GPU. They are what HostBatch (`forward_batch.py`) is on the CPU, but every array is on the
+device.
 
 Shapes: R rows, T tokens, S slots of the model, B blocks a sequence may hold, P pairs of a head's dimensions that are rotated. Rows
 with one new token come first: row r's token is token r for r below num_decode.
@@ -15,7 +16,7 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class DeviceGroup:
-    """One KV group's part of a step's inputs. scales: of fp8 KV (engine/memory/arena.py). block_table [S, B] int32: the model's
+    """One KV group's part of a step's inputs. scales: of fp8 KV (engine/memory/arena.py). block_table [S + 1, B] int32: the model's
     own, by slot. kv_slots [T] int64: block * block_tokens + place of each token, -1 for padding. turns [T, 2 P] float32: rotary
     cosines, then sines. work: the pieces that the decode rows' contexts are cut into (triton_decode.DecodeWork), None if there are
     no decode rows."""

@@ -47,7 +47,7 @@ class FirstStep:
     restoring: KVTransfer | None = None
     restored_tokens: int = 0
     waits_for: LoadTask | None = None
-    weight: float = 1.0  # share of the device between models
+    weight: float = 1.0  # the model's share of the device's time
     put_by: list[Submit | Abort] = field(default_factory=list)
     leaves_later: list[EvictModel] = field(default_factory=list)
 
@@ -58,9 +58,9 @@ class FirstStep:
         return not self.running and not is_copied and self.served.scheduler.runnable
 
     def start(self, step_id: int, run: Callable[[Callable[[], None], FirstStep], None], alone: bool) -> BatchPlan | None:
-        """Plans the step and hands it to `run`(work, the object to report when work is done). Returns None if there is nothing to
-        run. alone: no other model's steps run, so the step takes as many prompt tokens as can be computed by the time the weights
-        are loaded."""
+        """Plans the step and hands it to `run` with this object, which is reported when the work is done. Returns None if there is
+        nothing to run. alone: no other model's steps run, so the step takes as many prompt tokens as can be computed by the time
+        the weights are loaded."""
         scheduler = self.served.scheduler
         plan = scheduler.plan(step_id, max_tokens=scheduler.limits.max_num_batched_tokens * (FIRST_STEP_SLICES if alone else 1))
         if plan is not None:

@@ -1,8 +1,8 @@
 """Records each kind of step when it first occurs, and replays it from then on.
 
 Decode steps, in which every row has one new token and samples, are recorded up to their logits. Steps with chunks of prompts are
-recorded up to the hidden states of the tokens to sample from; the logits of each number of such tokens are recorded apart. Sampling
-from logits is recorded as well.
+recorded up to the hidden states of the tokens to sample from; computing logits from these is recorded separately, for each number
+of rows. Sampling from logits is recorded as well.
 
 Shapes: R rows, T tokens, N sampling rows, W width.
 """
@@ -38,8 +38,8 @@ class RecordedSteps:
     def __init__(
         self, model: CausalLM, inputs: StepInputs, scratch: Scratch, max_decodes: int, max_rows: int, max_tokens: int
     ) -> None:
-        """max_decodes: the most rows that may sample in a step. max_rows, max_tokens: the largest step with chunks. With 0, steps
-        of that kind are not recorded."""
+        """Starts without programs. max_decodes: the most rows that may sample in a step. max_rows, max_tokens: the largest step
+        with chunks. With 0, steps of that kind are not recorded."""
         self._model, self._inputs, self._scratch = model, inputs, scratch
         self._max_decodes, self._max_rows, self._max_tokens = max_decodes, max_rows, max_tokens
         self._draws = True  # False once sampling was found to be more than kernel calls
@@ -137,7 +137,7 @@ class RecordedSteps:
         return len(plan.slots) <= self._max_rows and int(plan.num_new.sum()) <= self._max_tokens
 
     def _record_decode(self, num_rows: int) -> DecodeProgram:
-        recorder = Recorder(self._scratch, watches=not self.decodes)  # a model's code is the same for all sizes
+        recorder = Recorder(self._scratch, watches=not self.decodes)  # one size is enough: they share the model's code
         with recording(recorder):
             hidden = self._model.forward(self._inputs.batch(num_rows, with_long_rows=False), None)
             program = DecodeProgram(recorder.calls, hidden, self._model.logits(hidden))

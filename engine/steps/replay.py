@@ -94,7 +94,7 @@ class Replay:
     """A sequence of recorded calls, which `run` repeats in order."""
 
     def __init__(self, calls: Sequence[Call], after: Replay | None = None) -> None:
-        """after: a sequence whose calls are made before these."""
+        """Takes the calls, which are made after those of `after` if that is given."""
         self._own, self._after = calls, after
         self.calls: Sequence[Call] = calls if after is None else (*after.calls, *calls)
         self.seconds: npt.NDArray[np.float64] | None = None  # [calls], None until `watch`
@@ -162,7 +162,7 @@ class Replay:
         serial, shared = ((compilation(*form), form[1]) for form in vary(call.args))
         if serial[0] is None:
             return None
-        if shared[0] is None:  # only one thread has kernels
+        if shared[0] is None:  # only the form for one thread is compiled
             return serial, serial
         # is_shared is asked once a step, for all layers: their contexts are the same
         depends_on = kernel.depends_on(call.args)

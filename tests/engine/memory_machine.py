@@ -97,9 +97,9 @@ class MemoryMachine(RuleBasedStateMachine):
         self.slots_fd = os.memfd_create("tier")
         os.ftruncate(self.slots_fd, NUM_SLOTS * CHUNK_BYTES)
         self.free_slots = set(range(NUM_SLOTS))
-        self.kept: dict[str, tuple[list[int], int]] = {}  # slots, checksum
+        self.kept: dict[str, tuple[list[int], int]] = {}  # name -> slots, checksum
         self.saved: dict[str, Evicted] = {}
-        self.waiting: dict[str, dict[int, tuple[list[int], int]]] = {}  # of evicted models: request -> tokens, prompt
+        self.waiting: dict[str, dict[int, tuple[list[int], int]]] = {}  # evicted model -> request -> tokens, prompt length
         self.memory: CpuMemory | None = None
         self.runner: StampedRunner
         self.tier: HostTier

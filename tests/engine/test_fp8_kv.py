@@ -116,7 +116,7 @@ class Fp8Bench(TierBench):
 
 @pytest.mark.parametrize("name", ["llama", "gemma"])
 def test_saved_kv_is_read_with_the_scales_it_was_written_with(folder: Path, name: str) -> None:
-    """Sequences stopped, saved, taken back and gone on with give the tokens they would have given; shared beginnings among them."""
+    """Sequences whose KV is saved and restored go on with the tokens they would have had, also where they share their beginning."""
     bench = Fp8Bench(folder)
     gone, done = preempted(bench, name, 18, range(NUM_SLOTS))
     assert 0 < gone.saved_kv_tokens == done.restored_kv_tokens

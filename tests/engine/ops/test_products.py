@@ -189,7 +189,7 @@ def test_int8_is_multiplied_as_it_is(
     added = random(num_outputs, dtype=torch.bfloat16)
     wanted = x.double() @ (weight.values * weight.scales.unsqueeze(1)).double().T + added.double()
     unit = x.double().abs().amax(1, keepdim=True) / cpu_int8.LARGEST
-    lost = unit / 2 * (weight.values.abs().double().sum(1) * weight.scales.double())  # at most
+    lost = unit / 2 * (weight.values.abs().double().sum(1) * weight.scales.double())  # the most that rounding x can lose
     error = (ops.linear(x, weight, added).double() - wanted).abs()
     assert (error <= 2**-8 * wanted.abs() + lost + 1e-6).all()
 

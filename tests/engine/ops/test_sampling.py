@@ -73,7 +73,7 @@ def test_sample_draws_what_the_twin_draws(
     settings = (np.full(rows, temperature, np.float32), np.full(rows, top_p, np.float32), np.full(rows, top_k, np.int32))
     settings += (np.full(rows, min_p, np.float32),)
     (ids, _), (wanted, _) = both(monkeypatch, lambda: ops.sample(logits, *settings, *keys))
-    assert (ids != wanted).sum() <= 1  # rounding at a cutoff or a dead heat
+    assert (ids != wanted).sum() <= 1  # rounding at a cutoff, or a tie
 
 
 @pytest.mark.parametrize("vocab", [1, 15, 256, 300, 5000])
@@ -95,7 +95,7 @@ def test_sample_draws_what_the_twin_draws_of_any_vocabulary(
     settings = (column(0.0, 0.4, 1.0, 30.0), column(1.0, 0.97, 0.5, 0.1, 0.0), top_k, column(0.0, 0.0, 0.1, 1.0))
     (ids, bad), (wanted, _) = both(monkeypatch, lambda: ops.sample(logits, *settings, *keys))
     assert not bad.any()
-    assert (ids != wanted).sum() <= 1  # rounding at a cutoff or a dead heat
+    assert (ids != wanted).sum() <= 1  # rounding at a cutoff, or a tie
 
 
 @pytest.mark.parametrize("top_p", [0.25, 0.5, 0.75])
