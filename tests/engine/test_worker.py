@@ -300,7 +300,7 @@ def test_nan_fails_that_request_only(engine: EngineProcess, tmp_path: Path) -> N
 
 def test_turns_are_shared(engine: EngineProcess, tmp_path: Path) -> None:
     """Two busy models get equal turns (time slices), although a has 64 requests for 32 slots and b only one. Steps launched ahead
-    report the milliseconds they were meant to take, however long this machine made them wait, so equal shares are equal numbers of
+    report the milliseconds they were meant to take, however long the machine made them wait, so equal shares are equal numbers of
     steps."""
     for placement_id, model in enumerate(("a", "b"), 1):
         path = null_checkpoint(tmp_path / model, launches_ahead=True)
