@@ -1,1 +1,3 @@
-"""Sequences whose text must follow a grammar: which tokens may come next, worked out in a process of its own per model."""
+"""Constrained sampling: computes which tokens a grammar allows next, in a separate process for each model, and applies token
+limits.
+"""

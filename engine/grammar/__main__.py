@@ -1,8 +1,9 @@
-"""`python -P -m engine.grammar --channel-fd N --masks-fd M`: follows the grammars of one model. Lives as long as its socketpair.
+"""The grammar process of one model, `python -P -m engine.grammar --channel-fd N --masks-fd M`. It computes which tokens the
+grammars of running requests allow next, and ends when its socketpair is closed.
 
-A process, because building a tokenizer's trie holds the interpreter lock for up to a second, which the engine's steps must not
-wait for; and because its end gives all memory back when the model is evicted. A grammar is built in a thread (that releases the
-lock), so the masks of running sequences do not wait for it.
+It is a process of its own because building a tokenizer's trie holds the interpreter lock for up to a second, during which the
+engine's steps could not run, and because its memory is freed when it ends, as the model is evicted. Grammars are built in a
+thread, which releases the lock, so the masks of running sequences do not wait for it.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ log = logging.getLogger("grammar")
 
 
 class GrammarProcess:
-    """One connection to an engine."""
+    """Serves one connection to an engine. masks_fd: the memfd that masks are written to."""
 
     def __init__(self, connection: socket.socket, masks_fd: int) -> None:
         self._connection, self._masks_fd = connection, masks_fd
         self._sending = threading.Lock()
-        self._starting: set[int] = set()  # keys whose matcher the thread has not handed over yet
+        self._starting: set[int] = set()  # keys of requests whose matcher is still being built
         self._builder = ThreadPoolExecutor(1, "build")
         self._matchers: Matchers | None = None
 
@@ -71,7 +72,7 @@ class GrammarProcess:
         except GrammarError as error:
             self._starting.discard(key)
             self._send(Broken(key, str(error)))
-        except BaseException as error:  # nobody looks at the future
+        except BaseException as error:  # would be lost: the future's result is never read
             log.exception("grammar fault")
             self._send(Broken(key, repr(error)))
         else:
@@ -123,7 +124,7 @@ def main() -> None:
     except BaseException:
         log.exception("grammar fault")
         os._exit(70)
-    os._exit(0)  # a grammar may be being built
+    os._exit(0)  # a normal exit would wait for a grammar that is still being built
 
 
 if __name__ == "__main__":

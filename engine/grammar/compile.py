@@ -1,7 +1,7 @@
-"""From `SamplingParams.grammar` to llguidance's form: `KIND:TEXT`, where KIND is json_schema, compact_json (a schema whose answers
-have no blanks between JSON's tokens), regex or lark.
+"""Compiles `SamplingParams.grammar` into llguidance's form. A grammar is `KIND:TEXT`, where KIND is json_schema, compact_json (a
+schema whose answers have no whitespace between JSON's tokens), regex or lark.
 
-Shared by the engine's grammar processes and by the daemon's check before admission, so that both mean the same.
+Used by the engine's grammar processes and by the daemon's check before admission, so that both accept the same grammars.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from engine.grammar import json_schema
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-# Runs of blanks between JSON's tokens are bounded: a model that has nothing to say would write blanks for ever.
+# Whitespace between JSON's tokens is bounded: a model that has nothing left to write would write whitespace for ever.
 JSON_OPTIONS: JsonCompileOptions = {
     "item_separator": ",",
     "key_separator": ":",
@@ -24,13 +24,13 @@ JSON_OPTIONS: JsonCompileOptions = {
     "coerce_one_of": False,
     "lenient": False,
 }
-# No blanks; None, because a pattern for them would allow them.
+# No whitespace. The pattern is None because any pattern would allow whitespace.
 COMPACT_OPTIONS: JsonCompileOptions = {**JSON_OPTIONS, "whitespace_flexible": False, "whitespace_pattern": None}
 
 
 def compile_grammar(grammar: str) -> str:
-    """Raises ValueError if the kind is unknown, the text is no JSON object or json_schema.prepared refuses it; llguidance tells of
-    the rest when it is used."""
+    """Returns the grammar in llguidance's form. Raises ValueError if the kind is unknown, the text of a schema is not a JSON
+    object, or json_schema.prepared refuses it. llguidance reports other errors when the result is used."""
     kind, _, text = grammar.partition(":")
     if kind == "json_schema":
         compiled: str = LLMatcher.grammar_from_json_schema(json_schema.prepared(text), overrides=JSON_OPTIONS)
@@ -46,5 +46,6 @@ def compile_grammar(grammar: str) -> str:
 
 
 def parser_limits() -> LLParserLimits:
-    """llguidance's own, without the grammar's text in its errors. One mask takes at most about 15 ms with them."""
+    """Returns llguidance's default limits, with the grammar's text left out of error messages. One mask takes at most about 15 ms
+    with them."""
     return LLParserLimits(verbose_errors=False)

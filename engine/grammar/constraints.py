@@ -1,9 +1,10 @@
-"""The constrained requests of an engine: where each is on its way between the batch scheduler and its model's grammar process.
+"""Tracks the constrained requests of an engine on their way between the batch scheduler and their models' grammar processes.
 
-A request with a grammar comes to the batch scheduler only when its first mask is there. After each of its tokens it is held (the
-scheduler does that) until the next mask is there; rows without a grammar go on meanwhile. A model's process is started by its first
-request with a grammar and ends with the model. Should it die, it is started again and follows all outputs anew; a request it was
-working on in two deaths fails. Requests that only rule out tokens by name wait for nothing: their masks are worked out here.
+A request with a grammar enters the batch scheduler once its first mask is ready. After each of its tokens the scheduler holds it
+until its next mask is ready, while rows without a grammar go on. A model's grammar process is started by the model's first
+request with a grammar and ends with the model. If the process dies, it is started again and replays the output of every request.
+A request that it was working on at two deaths fails. Requests that only rule out tokens by id wait for nothing: their masks are
+computed here.
 """
 
 from __future__ import annotations
@@ -30,35 +31,36 @@ from scheduler.batch.request import BatchRequest
 
 log = logging.getLogger("engine")
 
-GRACE_S = 0.0005  # a step waits that long for masks that are nearly there: they usually take a tenth of it
+GRACE_S = 0.0005  # how long a step waits for masks that are nearly ready: they usually take a tenth of this
 MAX_DEATHS = 2
 
 
 @dataclass(slots=True, eq=False)
 class Constrained:
-    """started: the process has it (else it is parked). working: the process has been asked and has not answered. deaths: of the
-    process while it worked on this."""
+    """A request with a grammar. started: the process has received it (until then it is parked). working: the process has been
+    asked for a mask and has not answered. deaths: how often the process died while working on this request."""
 
     key: int
     request: BatchRequest
     params: SamplingParams
     output: list[int]
-    row: int = -1  # of its masks; -1 while it waits for one
+    row: int = -1  # where its masks are written; -1 while it has none
     started: bool = False
     working: bool = False
-    scheduled: bool = False  # the batch scheduler has it
+    scheduled: bool = False  # it is in the batch scheduler
     deaths: int = 0
 
 
 @dataclass(slots=True)
 class ModelGrammars:
-    """num_awaited: working ones that are in the batch scheduler."""
+    """The grammar process of one model, and its requests. num_awaited: requests in the batch scheduler that the process is
+    working on."""
 
     served: ServedModel
     port: GrammarPort
     free_rows: list[int]
     opened: bool = False
-    parked: deque[Constrained] = field(default_factory=deque)  # wait for the process to open, or for a row
+    parked: deque[Constrained] = field(default_factory=deque)  # waiting for the process to open, or for a free row
     by_id: dict[int, Constrained] = field(default_factory=dict)
     by_key: dict[int, Constrained] = field(default_factory=dict)
     num_awaited: int = 0
@@ -66,7 +68,8 @@ class ModelGrammars:
 
 @dataclass(slots=True, frozen=True)
 class End:
-    """A constrained request that the engine is to tell the end of. error "": its text is complete; code: RequestFailed.code."""
+    """The end of a constrained request, which the engine has to report. error: "" if its text is complete. code: as
+    RequestFailed.code."""
 
     model: str
     request_id: int
@@ -75,24 +78,25 @@ class End:
 
 
 class Constraints:
-    """Not called while a step runs."""
+    """All constrained requests of an engine, of all models. No method may be called while a step runs."""
 
     def __init__(self) -> None:
         self._models: dict[str, ModelGrammars] = {}
-        self._limits: dict[int, TokenLimits] = {}  # of the requests that rule out tokens by name, with or without a grammar
-        self._stuck: dict[int, str] = {}  # requests without a grammar that no token is left for, and their models
+        self._limits: dict[int, TokenLimits] = {}  # by request id: requests that rule out tokens by id, with or without a grammar
+        self._stuck: dict[int, str] = {}  # request id -> model: requests without a grammar that no token is left for
         self._poller = select.epoll()
         self._keys = itertools.count(1)
 
     def fileno(self) -> int:
-        """Readable when `receive` has something to do."""
+        """Returns a descriptor that is readable when `receive` has something to do."""
         return self._poller.fileno()
 
     # ---- requests
 
     def submit(self, served: ServedModel, request: BatchRequest, params: SamplingParams, output: list[int]) -> list[End]:
-        """Takes a request that is not in the batch scheduler yet, which gets it at once if it has no grammar. `output`: what it has
-        put out before. Returns its end if no token is left for it."""
+        """Takes a request that is not in the batch scheduler yet; without a grammar it is passed on to the scheduler at once.
+        `output`: tokens it produced before, if it is submitted again. Returns its end if no token is allowed next, otherwise
+        an empty list."""
         name = served.spec.model
         if params.is_limited:
             limits = TokenLimits(name, params, served.hosted.vocab_size, output)
@@ -114,7 +118,7 @@ class Constraints:
         return []
 
     def drop(self, model: str, request_id: int) -> None:
-        """Forgets a request that has ended or was aborted; unknown ones are passed over."""
+        """Forgets a request that has ended or was aborted. Unknown ids are ignored."""
         self._limits.pop(request_id, None)
         self._stuck.pop(request_id, None)
         grammars = self._models.get(model)
@@ -132,7 +136,7 @@ class Constraints:
         self._start_parked(grammars)
 
     def close(self, model: str) -> None:
-        """The model is gone, and its requests."""
+        """Forgets all requests of a model that is evicted, and ends its grammar process."""
         for request_id in [request_id for request_id, limits in self._limits.items() if limits.model == model]:
             self.drop(model, request_id)
         grammars = self._models.pop(model, None)
@@ -143,7 +147,7 @@ class Constraints:
     # ---- steps
 
     def masks(self, served: ServedModel, plan: BatchPlan) -> RowMasks | None:
-        """Of the plan's constrained rows that sample; None if there is none."""
+        """Returns the masks of the plan's constrained rows that sample, or None if there are no such rows."""
         grammars = self._models.get(served.spec.model)
         if grammars is None and not self._limits:
             return None
@@ -158,7 +162,8 @@ class Constraints:
         return RowMasks(request_ids, rows, bits)
 
     def _mask(self, grammars: ModelGrammars | None, request_id: int) -> npt.NDArray[np.uint32]:
-        """Returns [W]: the tokens that grammar and limits allow next, never none; not to be written to."""
+        """Returns the mask [W] of the tokens that both grammar and limits allow next. It allows at least one token and must not
+        be written to."""
         each = None if grammars is None else grammars.by_id.get(request_id)
         limits = self._limits.get(request_id)
         if grammars is None or each is None:
@@ -170,8 +175,8 @@ class Constraints:
     def _hold_ends_back(
         self, grammars: ModelGrammars | None, request_id: int, bits: npt.NDArray[np.uint32], ends: list[int]
     ) -> None:
-        """Clears in a mask the end tokens that may not come yet, in place. If it holds nothing else they stay: they are sampled,
-        and do not end the text (Endings)."""
+        """Clears the end ids that are not allowed yet (min_tokens, ignore_eos) in a mask, in place. If the mask would be empty
+        without them they stay: they may then be sampled without ending the text (class Endings)."""
         each = None if grammars is None else grammars.by_id.get(request_id)
         if each is not None:
             params, num_output = each.params, len(each.output)
@@ -180,11 +185,12 @@ class Constraints:
             params, num_output = limits.params, limits.num_output
         if num_output < params.min_tokens:
             hold_ends_back(bits, [*ends, *params.stop_token_ids])
-        elif params.ignore_eos and each is not None:  # an end id would end the grammar; without one it is a token like any other
+        elif params.ignore_eos and each is not None:  # with a grammar an end id would end the text; otherwise it is a normal token
             hold_ends_back(bits, ends)
 
     def sampled(self, served: ServedModel, masks: RowMasks, ids: IntArray, bad: BoolArray) -> None:
-        """After the scheduler took the step in: `ids`, `bad` of all its sampling rows. Asks for the masks after these tokens."""
+        """Records the tokens of a step, after the scheduler did, and asks for the masks that follow them. `ids`, `bad`: of all
+        sampling rows of the step."""
         model = served.spec.model
         grammars = self._models.get(model)
         keys, tokens = [], []
@@ -209,7 +215,8 @@ class Constraints:
             self._send(grammars, Advance(keys, tokens))
 
     def settle(self, served: ServedModel) -> list[End]:
-        """Before a step: takes in what is nearly done, as `receive` does; requests that no token is left for leave."""
+        """Prepares for the model's next step: waits up to GRACE_S for masks that are nearly ready, and ends requests that no
+        token is left for. Returns the ends, as `receive` does."""
         model = served.spec.model
         grammars = self._models.get(model)
         ends: list[End] = []
@@ -226,7 +233,8 @@ class Constraints:
         return ends
 
     def receive(self) -> list[End]:
-        """Requests whose mask is there go (back) to the scheduler; those that ended leave it."""
+        """Handles the answers that have arrived: requests whose mask is ready are submitted to the scheduler or released, those
+        that ended are taken out of it. Returns the ends."""
         ends: list[End] = []
         ready = {fd for fd, _ in self._poller.poll(0)}
         for model, grammars in list(self._models.items()):
@@ -265,7 +273,7 @@ class Constraints:
                 case Opened():
                     if message.error:
                         ends += self._fail(model, grammars, list(grammars.by_id.values()), message.error)
-                        self.close(model)  # the next request tries again: the files may be others by then
+                        self.close(model)  # the next request tries again: the files may have changed by then
                         return
                     grammars.opened = True
                     self._start_parked(grammars)
@@ -285,7 +293,8 @@ class Constraints:
                 yield each
 
     def _ready(self, model: str, grammars: ModelGrammars, each: Constrained) -> list[End]:
-        """Its mask is there. Where the request's own limits leave nothing of it, the text is complete if the grammar may end."""
+        """Lets the scheduler run a request whose mask is ready. If the request's own token limits leave nothing of the mask, the
+        request ends: as complete where the grammar may end here, otherwise with an error."""
         limits = self._limits.get(each.request.request_id)
         mask = grammars.port.masks[each.row]
         if limits is not None and not (limits.bits & mask).any():
@@ -302,7 +311,7 @@ class Constraints:
     def _fail(
         self, model: str, grammars: ModelGrammars, those: list[Constrained], error: str, code: str = "unsupported_grammar"
     ) -> list[End]:
-        """Takes them out of the scheduler and forgets them; error "": they are complete."""
+        """Takes requests out of the scheduler, forgets them and returns their ends. error: "" if their texts are complete."""
         ends = []
         for each in those:
             request_id = each.request.request_id
@@ -312,6 +321,7 @@ class Constraints:
         return ends
 
     def _restart(self, model: str, grammars: ModelGrammars, reason: str) -> list[End]:
+        """Starts the grammar process again after its death and parks its requests. Returns the ends of those that fail."""
         suspects = [each for each in grammars.by_id.values() if each.working or not grammars.opened]
         for each in suspects:
             each.deaths += 1

@@ -1,9 +1,11 @@
-"""A client's JSON schema as llguidance gets it: the same, or narrower where llguidance would let through what the schema forbids.
+"""Prepares a client's JSON schema for llguidance: it is narrowed where llguidance would accept what the schema forbids, otherwise
+unchanged.
 
-llguidance reads numbers as 64-bit floats, the last digit of long ones inexactly, and writes large ones rounded; such bounds are
-moved inward to the next number that it holds exactly. Between two neighbouring whole numbers it takes an exclusive whole bound
-for an inclusive one: where a schema may ask for that, exclusive whole bounds become inclusive ones beside them. (Not elsewhere:
-below a bound of 0.999 it wants 0.90 for 0.9.) What cannot be moved is refused.
+llguidance reads numbers as 64-bit floats, the last digit of long ones inexactly, and writes large ones rounded. Bounds that it
+does not hold exactly are moved inward to the next number that it does. It also treats an exclusive whole bound as inclusive where
+the other bound is less than 1 away. Where a schema may contain such a pair, its exclusive whole bounds are replaced by inclusive
+ones just inside them. This is not done elsewhere, because below a bound of 0.999 llguidance accepts 0.90 but not 0.9. Schemas that
+cannot be narrowed are refused.
 """
 
 from __future__ import annotations
@@ -17,20 +19,20 @@ from typing import Any
 
 Schema = dict[str, Any]
 
-# a time whose second is below 60
+# matches times whose second is below 60
 WHOLE_MINUTE = "^([0-9-]{10}[Tt ])?[0-9]{2}:[0-9]{2}:[0-5]"
 
 _MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})  # name -> schema
 _VALUES = frozenset({"const", "enum", "default", "examples"})
 
-_EXACT_DIGITS = 2**53  # a float of so many digits, taken as a whole number, is read exactly
-_EXACT_PLACES = 22  # ... with the point moved by so many places
-_DIGITS = 15  # any number of so many digits is the one its float is written as
-_WHOLE_LIMIT = 2**63 // 640_000 * 640_000  # a 64-bit integer, a float's exact value, and of no more than those digits
-_LIMIT = 2**64  # bounds up to here are those of integer types, and moved to _WHOLE_LIMIT
+_EXACT_DIGITS = 2**53  # a number is read exactly if its digits, taken as a whole number, are no more than this
+_EXACT_PLACES = 22  # ... and it has at most this many decimal places
+_DIGITS = 15  # a number of at most this many digits is still the same after it was read as a float and written
+_WHOLE_LIMIT = 2**63 // 640_000 * 640_000  # fits a 64-bit integer, is exact as a float, and has at most _DIGITS digits before zeros
+_LIMIT = 2**64  # bounds between _WHOLE_LIMIT and this are limits of integer types and moved to _WHOLE_LIMIT; larger are refused
 _SMALLEST = Decimal("1e-20")
 _UP, _DOWN = Context(prec=_DIGITS, rounding=ROUND_CEILING), Context(prec=_DIGITS, rounding=ROUND_FLOOR)
-# keyword -> (it bounds from below, it is exclusive)
+# keyword -> (whether it is a lower bound, whether it is exclusive)
 _BOUNDS = {
     "minimum": (True, False),
     "maximum": (False, False),
@@ -40,18 +42,19 @@ _BOUNDS = {
 
 
 def prepared(text: str) -> str:
-    """The schema that llguidance is to follow in place of this one. Raises ValueError naming the place and the keyword that cannot
-    be followed; text that is no JSON is returned for llguidance to refuse."""
+    """Returns the schema that llguidance is to follow in place of this one. Raises ValueError with the place and the keyword of
+    what cannot be followed. Text that is not a JSON object is returned as it is, for llguidance to refuse."""
     changed, schema, end = _decoded(text, 0)
     if schema is None or text[end:].strip(" \t\r\n"):
         return text
-    changed |= schema.pop("x-guidance", None) is not None  # options of llguidance, which are not a client's to set
+    changed |= schema.pop("x-guidance", None) is not None  # options of llguidance, which clients may not set
     changed |= _narrow(schema)
     return json.dumps(schema, ensure_ascii=False) if changed else text
 
 
 def prepared_lark(grammar: str) -> str:
-    """The same for each schema in a Lark grammar's `%json {...}`."""
+    """Returns a Lark grammar with the schema of each `%json {...}` narrowed as in `prepared`. Raises ValueError as `prepared`
+    does."""
     pieces, at = [], 0
     for found in re.finditer(r"%json\s*(?=\{)", grammar):
         if found.start() < at:
@@ -64,8 +67,8 @@ def prepared_lark(grammar: str) -> str:
 
 
 def _decoded(text: str, start: int) -> tuple[bool, Schema | None, int]:
-    """(whether a number in it has more digits than a float, the object that begins at `start` or None, where it ends). Raises
-    ValueError where it is nested too deeply."""
+    """Decodes the JSON object that begins at `start`. Returns (whether a number in it has more digits than a float holds, the
+    object or None if there is none, the index where it ends). Raises ValueError if it is nested too deeply."""
     inexact = False
 
     def number(written: str) -> float:
@@ -90,8 +93,8 @@ def _decoded(text: str, start: int) -> tuple[bool, Schema | None, int]:
 
 
 def subschemas(schema: Schema) -> Iterator[tuple[str, Schema]]:
-    """(place as a JSON pointer, schema) of all subschemas, itself first. What stands at an unknown keyword counts as one: a
-    reference may lead there."""
+    """Yields (place as a JSON pointer, schema) for the schema itself and then all its subschemas. Objects at unknown keywords
+    count as schemas, because a reference may point there."""
     open_: list[tuple[str, Any, bool]] = [("#", schema, False)]
     while open_:
         place, node, is_map = open_.pop()
@@ -109,7 +112,7 @@ def _escaped(key: str) -> str:
 
 
 def _narrow(schema: Schema) -> bool:
-    """In place; whether anything was changed."""
+    """Narrows the schema in place and returns whether anything was changed. Raises ValueError for what cannot be followed."""
     changed = False
     nodes = []
     for place, node in subschemas(schema):
@@ -128,7 +131,8 @@ def _narrow(schema: Schema) -> bool:
 
 
 def _hold_bounds(place: str, node: Schema) -> bool:
-    """Moves those that llguidance does not hold exactly."""
+    """Moves inward the bounds that llguidance does not hold exactly, and returns whether any was moved. Raises ValueError for
+    bounds that are no numbers or too large."""
     changed = False
     for key, (is_lower, is_exclusive) in _BOUNDS.items():
         if key not in node:
@@ -140,7 +144,7 @@ def _hold_bounds(place: str, node: Schema) -> bool:
             raise ValueError(f"{place}/{key}: must be a number")
         if abs(given) > _LIMIT or (given > _WHOLE_LIMIT if is_lower else given < -_WHOLE_LIMIT):
             raise ValueError(f"{place}/{key}: {_shown(given)} is too large a bound; the largest is {_WHOLE_LIMIT}")
-        if _is_exact(Decimal(repr(given))) and not (is_exclusive and abs(given) >= _EXACT_DIGITS):  # it adds 1 to a float
+        if _is_exact(Decimal(repr(given))) and not (is_exclusive and abs(given) >= _EXACT_DIGITS):  # it adds 1 to the float
             continue
         bound = _beside(node, key, is_lower) if is_exclusive else _inward(Decimal(repr(given)), is_lower)
         _close(node, key, bound, is_lower)
@@ -149,7 +153,8 @@ def _hold_bounds(place: str, node: Schema) -> bool:
 
 
 def _has_neighbours(nodes: list[Schema]) -> bool:
-    """An exclusive whole bound and one less than 1 beyond it, wherever they stand: allOf and references may bring them together."""
+    """Returns whether some schema has an exclusive whole bound and some schema an opposite bound less than 1 beyond it. They need
+    not be in the same schema, because allOf and references may combine them."""
     numbers = {key: [node[key] for node in nodes if key in node] for key in _BOUNDS}
     whole_lower = {value for value in numbers["exclusiveMinimum"] if float(value).is_integer()}
     whole_upper = {value for value in numbers["exclusiveMaximum"] if float(value).is_integer()}
@@ -160,7 +165,7 @@ def _has_neighbours(nodes: list[Schema]) -> bool:
 
 
 def _close(node: Schema, key: str, bound: Decimal, is_lower: bool) -> None:
-    """Puts an inclusive bound in the place of the one at `key`."""
+    """Replaces the bound at `key` by the inclusive bound `bound`."""
     value = int(bound) if bound == bound.to_integral_value() else float(bound)
     del node[key]
     inclusive = "minimum" if is_lower else "maximum"
@@ -168,7 +173,7 @@ def _close(node: Schema, key: str, bound: Decimal, is_lower: bool) -> None:
 
 
 def _beside(node: Schema, key: str, is_lower: bool) -> Decimal:
-    """The inclusive bound for the exclusive one at `key`."""
+    """Returns the inclusive bound that replaces the exclusive one at `key`: the next number inside it."""
     given, context = Decimal(repr(node[key])), _UP if is_lower else _DOWN
     if node.get("type") == "integer":
         bound = given.to_integral_value(ROUND_FLOOR) + 1 if is_lower else given.to_integral_value(ROUND_CEILING) - 1
@@ -180,8 +185,8 @@ def _beside(node: Schema, key: str, is_lower: bool) -> Decimal:
 
 
 def _inward(bound: Decimal, is_lower: bool) -> Decimal:
-    """The next number that llguidance holds exactly: not below a lower bound, not above an upper one. _hold_bounds has refused
-    those that have none."""
+    """Returns the next number that llguidance holds exactly: not below a lower bound, not above an upper one. Bounds that have no
+    such number were refused by _hold_bounds."""
     if _is_exact(bound):
         return bound
     if bound == bound.to_integral_value():
@@ -195,6 +200,7 @@ def _inward(bound: Decimal, is_lower: bool) -> Decimal:
 
 
 def _is_exact(value: Decimal) -> bool:
+    """Returns whether llguidance holds the number exactly."""
     if value == value.to_integral_value():
         return abs(value) <= _WHOLE_LIMIT and int(float(value)) == int(value) == Decimal(repr(float(value)))
     _, digits, exponent = value.normalize(Context(prec=400)).as_tuple()
@@ -223,7 +229,8 @@ def _check_values(place: str, node: Schema) -> None:
 
 
 def _check_count(place: str, node: Schema) -> None:
-    """A property whose name is free may be written twice and counts once."""
+    """Raises ValueError for a minProperties above 1 unless as many properties are required: llguidance may write a property that
+    is not listed twice, and two of the same name count once."""
     least = node.get("minProperties")
     if not isinstance(least, int) or least < 2 or ("type" in node and "object" not in str(node["type"])):
         return
@@ -234,7 +241,8 @@ def _check_count(place: str, node: Schema) -> None:
 
 
 def _without_leap_seconds(node: Schema) -> bool:
-    """llguidance lets the second be 60 at any time of day; RFC 3339 and validators only where a day ends. So: never."""
+    """Forbids second 60 in times, and returns whether the schema was changed. llguidance allows it at any time of day, RFC 3339 and
+    validators only where a day ends."""
     if node.get("format") not in ("time", "date-time") or not isinstance(node.get("allOf", []), list):
         return False
     node["allOf"] = [*node.get("allOf", []), {"pattern": WHOLE_MINUTE}]

@@ -1,7 +1,9 @@
-"""The matchers of one model's requests: each holds a place in its grammar and writes the mask of the tokens that may follow.
+"""The matchers of one model's requests. Each follows its request's grammar token by token and writes the mask of the tokens
+allowed next.
 
-All times are llguidance's: a mask takes a few µs in the middle of a string and up to 15 ms where it meets a new state; a grammar is
-built in 1 ms, a hostile one in up to a second, and the tokenizer's trie in 0.2 s (32,000 entries) to 1 s (128,000).
+Times, all of them llguidance's: a mask takes a few µs in the middle of a string and up to 15 ms where it reaches a new state.
+Building a grammar takes 1 ms, a hostile one up to a second. Building the tokenizer's trie takes 0.2 s (32,000 entries) to 1 s
+(128,000).
 """
 
 from __future__ import annotations
@@ -20,29 +22,33 @@ log = logging.getLogger("grammar")
 
 
 class GrammarError(Exception):
-    """The grammar cannot be followed (any further): why, for whoever wrote it."""
+    """Raised when a grammar cannot be followed, or not any further. The message says why, in words for the author of the
+    grammar."""
 
 
 @dataclass(slots=True)
 class Matcher:
+    """The state of one request in its grammar. row: where its masks are written."""
+
     row: int
     state: LLMatcher
     grammar: str
 
 
 class Matchers:
-    """masks: memory of num_rows rows of `row_bytes(vocab_size)`, at `address`. Bit i of a row: token i may come.
+    """The matchers of one model's requests, by key. masks: memory of num_rows rows of `row_bytes(vocab_size)`, at `address`. Bit
+    i of a row says that token i is allowed next.
 
-    `start` may run in a thread beside the other methods.
-    """
+    `start` may run in a thread while other methods are called."""
 
     def __init__(self, folder: str, vocab_size: int, eos_token_ids: list[int], masks: memoryview, address: int) -> None:
-        """Raises GrammarError for a tokenizer that llguidance cannot read."""
+        """Loads the tokenizer of the checkpoint in `folder`. Raises GrammarError if llguidance cannot read it, or if the model
+        has no end id."""
         file = Path(folder) / "tokenizer.json"
         if not eos_token_ids:
             raise GrammarError("a grammar's end needs an end id, and the model has none")
         try:
-            # the text, not the path: a path that is not there would be looked for on the network
+            # the text, not the path: a path that does not exist would be looked up on the network
             self._tokenizer = LLTokenizer(file.read_text(), n_vocab=vocab_size, eos_token=eos_token_ids)
         except Exception as error:  # the library raises bare Exception
             log.warning("%s cannot be used for grammars: %s", file, error)
@@ -53,7 +59,8 @@ class Matchers:
         self._matchers: dict[int, Matcher] = {}
 
     def start(self, row: int, grammar: str, output: list[int]) -> tuple[Matcher, bool]:
-        """(the matcher after `output`, whether its text is complete); its mask is written unless it is. Raises GrammarError."""
+        """Returns (the matcher after `output`, whether its text is complete). The mask is written unless the text is complete.
+        Raises GrammarError."""
         try:
             compiled = compile_grammar(grammar)
         except ValueError as error:
@@ -68,7 +75,8 @@ class Matchers:
         self._matchers[key] = matcher
 
     def advance(self, key: int, token: int) -> bool | None:
-        """Whether its text is complete; its mask is written unless it is. None for an unknown key. Raises GrammarError."""
+        """Takes a request's next token and returns whether its text is complete, or None for an unknown key. The mask is written
+        unless the text is complete. Raises GrammarError."""
         matcher = self._matchers.get(key)
         if matcher is None:
             return None
@@ -79,7 +87,8 @@ class Matchers:
         self._matchers.pop(key, None)
 
     def _ended(self, matcher: Matcher) -> bool:
-        """Writes the mask; True if nothing may follow but an end id."""
+        """Writes the matcher's mask, unless it has stopped. Returns True if only an end id may follow, that is, if the text is
+        complete. Raises GrammarError."""
         state = matcher.state
         self._check(matcher)
         if state.is_stopped():

@@ -1,6 +1,6 @@
-"""Messages between an engine and the grammar process of one of its models; framed as engine/protocol.py frames its own.
+"""Messages between an engine and the grammar process of one of its models, framed as in engine/protocol.py.
 
-A request is known by its key, which is never used twice, so an answer that comes too late is nobody's.
+A request is identified by its key. Keys are never reused, so an answer that arrives too late matches no request.
 """
 
 from __future__ import annotations
@@ -9,57 +9,64 @@ from engine.protocol import Message
 
 
 class Open(Message, frozen=True):
-    """Always the first; answered by Opened. The masks are rows of ceil(vocab_size / 32) words in shared memory, one bit a token."""
+    """The first message; answered by Opened. The masks are rows of ceil(vocab_size / 32) words in shared memory, one bit for each
+    token."""
 
-    folder: str  # the checkpoint's; its tokenizer.json is read
+    folder: str  # of the checkpoint, whose tokenizer.json is read
     vocab_size: int
     eos_token_ids: list[int]
     num_rows: int
 
 
 class Start(Message, frozen=True):
-    """A request, and what it has put out so far. Answered by Ready, Ended or Broken."""
+    """Starts following a request's grammar, after what it has output so far. Answered by Ready, Ended or Broken."""
 
     key: int
-    row: int  # where its masks go until Forget
+    row: int  # where its masks are written until Forget
     grammar: str  # SamplingParams.grammar
     output: list[int]
 
 
 class Advance(Message, frozen=True):
-    """The next token of each of these requests; each is answered by Ready, Ended or Broken."""
+    """Reports the next token of each of these requests. Each is answered by Ready, Ended or Broken."""
 
     keys: list[int]
     tokens: list[int]
 
 
 class Forget(Message, frozen=True):
+    """Drops requests; their rows may be given to others afterwards."""
+
     keys: list[int]
 
 
 class Opened(Message, frozen=True):
-    error: str  # "": none
+    """Says that the model's tokenizer is loaded, or why it cannot be."""
+
+    error: str  # "" if there is none
 
 
 class Ready(Message, frozen=True):
-    """Their rows hold the tokens that may come next."""
+    """Says that the masks of these requests are written: they hold the tokens allowed next."""
 
     keys: list[int]
 
 
 class Ended(Message, frozen=True):
-    """Their text is complete, and nothing may follow."""
+    """Says that the texts of these requests are complete, and that nothing may follow."""
 
     keys: list[int]
 
 
 class Broken(Message, frozen=True):
+    """Says why a request's grammar cannot be followed, or not any further."""
+
     key: int
     error: str
 
 
 def row_bytes(vocab_size: int) -> int:
-    """Of one mask: whole words of 32 bits."""
+    """Returns the bytes of one mask: one bit for each token, in whole words of 32 bits."""
     return (vocab_size + 31) // 32 * 4
 
 

@@ -1,4 +1,6 @@
-"""The engine's end of one model's grammar process: its start, its socket, the memory its masks come in."""
+"""The engine's end of one model's grammar process: starts and ends it, exchanges messages with it, and holds the memory that its
+masks are written to.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,11 @@ from engine.protocol import FrameReader, LoadModel, Message, encode
 
 
 class ProcessDied(Exception):
-    """The grammar process is gone; `close` this and start another."""
+    """Raised when the grammar process has ended. `close` this port and open another."""
 
 
 class GrammarPort:
-    """masks [num_rows, W] uint32 are written by the process; they stay readable after its death, until `close`."""
+    """A running grammar process. masks [num_rows, W] uint32: written by the process, and readable after its death until `close`."""
 
     def __init__(self, vocab_size: int, num_rows: int) -> None:
         num_bytes = num_rows * row_bytes(vocab_size)
@@ -45,18 +47,19 @@ class GrammarPort:
         return self._process.pid
 
     def send(self, message: Message) -> None:
-        """Blocks until the process has read most of it; it always reads, except while it opens its model. Raises ProcessDied."""
+        """Sends a message, blocking until the process has read most of it. The process always reads, except while it opens its
+        model. Raises ProcessDied."""
         try:
             self._socket.sendall(encode(message))
         except OSError as error:
             raise ProcessDied(str(error)) from None
 
     def wait(self, seconds: float) -> bool:
-        """Whether there is something to receive."""
+        """Waits for at most `seconds` and returns whether there is something to receive."""
         return wait_until(self._socket, select.POLLIN, seconds)
 
     def receive(self) -> list[object]:
-        """At least one message if the socket is readable. Raises ProcessDied."""
+        """Returns the messages that have arrived; blocks if there are none. Raises ProcessDied."""
         try:
             data = self._socket.recv(1 << 18)
         except OSError:
@@ -66,7 +69,7 @@ class GrammarPort:
         return list(self._reader.feed(data))
 
     def close(self) -> None:
-        """Ends the process at once, also one that is busy, and gives its memory back."""
+        """Kills the process, even in the middle of its work, and frees its memory."""
         self._socket.close()
         self._process.kill()
         self._process.wait()

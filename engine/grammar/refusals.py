@@ -1,4 +1,6 @@
-"""Why a grammar cannot be followed, in words for whoever wrote it: llguidance's reasons name its own parts and options."""
+"""Explains why a grammar cannot be followed, in words for its author: llguidance's own reasons name its internal parts and
+options.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ UNKNOWN = "it cannot be followed, for a reason that the grammar library does not
 _NO_TEXT = "no text follows it: its rules exclude each other, or one leads back to itself without an end"
 _TOO_COMPLEX = "it is too complex"
 _REGEX = "in the regular expression"
-_SHOWN = 100  # characters of a regular expression
+_SHOWN = 100  # characters shown of a value or regular expression
 
 _KINDS = {"string": "a string", "array": "an array", "f64": "a number", "positive integer": "a whole number from 0"}
 _TOKENS = {"'rule_name'": "a rule's name", "'token_name'": "a token's name", r"'\n'": "the end of the line"}
@@ -24,8 +26,8 @@ Words = str | Callable[[re.Match[str]], str]
 
 
 def plain(reason: str, grammar: str) -> str:
-    """grammar: the client's, as `SamplingParams.grammar`. Words that it does not hold and that only llguidance knows never come
-    through."""
+    """Returns llguidance's reason in plain words. grammar: the client's, as in `SamplingParams.grammar`. UNKNOWN is returned
+    instead of words that contain llguidance's internal terms, unless the client's grammar contains these terms itself."""
     placed = re.match(r"(?:at )?([0-9]+)\(([0-9]+)\): (.*)", reason, re.DOTALL)
     place = ""
     if placed:
@@ -39,6 +41,7 @@ def plain(reason: str, grammar: str) -> str:
 
 
 def _told(reason: str) -> str:
+    """Returns the words of the first entry of _REASONS that matches, or else the reason's first line."""
     for pattern, words in _REASONS:
         found = re.fullmatch(pattern, reason, re.DOTALL)
         if found:
@@ -47,13 +50,14 @@ def _told(reason: str) -> str:
 
 
 def _is_plain(text: str, grammar: str) -> bool:
-    """No word or sign of the library's own, but for what the client wrote."""
+    """Returns whether the text is free of llguidance's internal terms and signs, except those that the client's grammar
+    contains."""
     own = [*re.findall(r"[A-Za-z]+_[A-Za-z_]+|\b[A-Z][a-z]+[A-Z]\w*|(?i:\w*bias\w*)", text), *re.findall("[<>]", text)]
     return all(word in grammar for word in own)
 
 
 def _regular_expression(found: re.Match[str]) -> str:
-    """regex's own report: the expression, a line that marks the place, the error."""
+    """Rewrites the regex crate's report, which consists of the expression, a line that marks the place, and the error."""
     lines, error = found[1].split("\n"), found[2].replace("<=", "at most")
     if len(lines) != 2 or "^" not in lines[1]:
         return f"{_REGEX}: {error}"
@@ -93,7 +97,7 @@ def _not_json(found: re.Match[str]) -> str:
 
 
 def _expected(found: re.Match[str]) -> str:
-    """What Lark's parser wanted and met."""
+    """Says what Lark's parser expected and what it found."""
     wanted, text = found[1], found[2]
     for name, words in _TOKENS.items():
         wanted = wanted.replace(name, words)
@@ -101,7 +105,7 @@ def _expected(found: re.Match[str]) -> str:
     return wanted if wanted.endswith(near) else f"{wanted}, at {near}"
 
 
-# (of the whole reason, what is told); the first that fits
+# (pattern that matches the whole reason, what is said instead); the first match is used
 _REASONS: list[tuple[str, Words]] = [
     (r"NoExtension.*", _NO_TEXT),
     (r"(Lexer|Parser)TooComplex.*|.* too big \(limit for this grammar.*", _TOO_COMPLEX),

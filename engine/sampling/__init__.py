@@ -1,1 +1,1 @@
-"""From logits to tokens."""
+"""Turns logits into sampled tokens and log-probabilities."""

@@ -1,6 +1,8 @@
-"""Log-probabilities of tokens and prompts, by the softmax of the model's own logits: before bias, penalties, temperature and cuts.
+"""Log-probabilities of sampled tokens and of prompt tokens: the softmax of the model's own logits, before bias, penalties,
+temperature and cuts such as top_p.
 
-Only rows that ask for them are looked at. Shapes: N sampling rows, T tokens of a step, V vocabulary, K alternatives.
+Only rows whose request asks for log-probabilities are computed. Shapes: N sampling rows, T tokens of a step, V vocabulary, K
+alternatives.
 """
 
 from __future__ import annotations
@@ -18,11 +20,12 @@ from engine.contracts import BatchPlan, BoolArray, FloatArray, IntArray, LongArr
 from engine.protocol import PromptLogprobs, SamplingParams, TokenLogprobs
 from loader.sizing import sampler_rows
 
-DECIMALS = 6  # of a log-probability as it leaves the engine
+DECIMALS = 6  # to which a log-probability is rounded before it leaves the engine
 
 
 class LogprobCollector:
-    """Of one step's sampled tokens. num_top [N]: as SamplingRows has it; request_ids [N]."""
+    """Collects the log-probabilities of one step's sampled tokens. num_top [N]: alternatives wanted, as in SamplingRows.
+    request_ids [N]: the rows' requests."""
 
     def __init__(self, num_top: IntArray, request_ids: LongArray) -> None:
         self._num_top, self._request_ids = num_top, request_ids
@@ -32,7 +35,8 @@ class LogprobCollector:
         self._top: list[list[float]] = []
 
     def add(self, logits: Tensor, first: int, ids: IntArray, bad: BoolArray) -> None:
-        """logits [n, V] of the rows from `first` on, whose tokens are ids[first : first + n]."""
+        """Adds the rows that want log-probabilities, except bad ones. logits [n, V]: of the sampling rows from `first` on. ids,
+        bad [N]: the token of every sampling row of the step, and whether its logits were not finite."""
         end = first + len(logits)
         num_top = self._num_top[first:end]
         rows = np.flatnonzero((num_top >= 0) & ~bad[first:end]).astype(np.int32)
@@ -47,6 +51,7 @@ class LogprobCollector:
             self._top.append(rounded[k, :count].tolist())
 
     def result(self) -> TokenLogprobs | None:
+        """Returns the log-probabilities added so far, or None if no row has any."""
         if not self._rows:
             return None
         return TokenLogprobs(
@@ -60,7 +65,8 @@ class LogprobCollector:
 
 @dataclass(slots=True)
 class OwedRow:
-    """`count` prompt tokens from index `first` on: the hidden states before them are in this step."""
+    """One row of OwedPrompts: `count` prompt tokens from index `first` of the prompt on, whose log-probabilities this step can
+    compute. num_top: alternatives wanted for each token. ranked: whether the tokens' ranks are wanted too."""
 
     request_id: int
     first: int
@@ -71,14 +77,16 @@ class OwedRow:
 
 @dataclass(slots=True)
 class OwedPrompts:
-    """Prompt tokens whose log-probabilities a step can tell. tokens [P]: index into T of the token before; chosen [P]: the ids."""
+    """Prompt tokens whose log-probabilities a step can report, P in all. tokens [P]: index into T of the token before each of them.
+    chosen [P]: their own ids."""
 
     rows: list[OwedRow]
     tokens: LongArray
     chosen: IntArray
 
     def logprobs(self, hidden: Tensor, logits_of: Callable[[Tensor], Tensor], max_rows: int) -> list[PromptLogprobs]:
-        """hidden [>= P, width] of `tokens`; logits are made max_rows at a time, as many as the work space has room for."""
+        """Returns one message for each row. hidden [>= P, W]: hidden states of `tokens`. max_rows: rows of logits computed at a
+        time, as many as the work space has memory for."""
         num_top = max(row.num_top for row in self.rows)
         ranked = any(row.ranked for row in self.rows)
         parts: list[tuple[Any, Any, Any, Any]] = []
@@ -109,7 +117,8 @@ class OwedPrompts:
 
 
 def owed_prompt_rows(plan: BatchPlan, table: SequenceTable) -> OwedPrompts | None:
-    """None if no row of this step owes any: nearly always."""
+    """Returns the prompt tokens of this step whose log-probabilities are owed to their requests. None if there are none, which is
+    nearly always so."""
     owing = table.prompt_logprobs[plan.slots]
     if not owing.any():
         return None
@@ -132,11 +141,12 @@ def owed_prompt_rows(plan: BatchPlan, table: SequenceTable) -> OwedPrompts | Non
 
 
 def _ranks(logits: Tensor, chosen: IntArray) -> LongArray:
-    """[n]: how many tokens of each row of logits [n, V] are at least as likely as chosen [n], itself included."""
+    """Returns [n] ranks: how many tokens of each row of logits [n, V] are at least as likely as the row's token in chosen [n],
+    itself included."""
     ids = torch.from_numpy(chosen).to(logits.device).long().unsqueeze(1)
     ranks = []
     step = sampler_rows(logits.shape[1])
-    # comparisons are kept as float32: 512 rows of 152,000 take 0.08 s so, as booleans 0.2 to 2
+    # comparisons are stored as float32: 512 rows of 152,000 tokens then take 0.08 s, as booleans 0.2 to 2 s
     for part, own in zip(logits.split(step), ids.split(step), strict=True):
         at_least = torch.ge(part, part.gather(1, own), out=torch.empty(part.shape, dtype=torch.float32, device=part.device))
         ranks.append(at_least.sum(1))
@@ -145,5 +155,5 @@ def _ranks(logits: Tensor, chosen: IntArray) -> LongArray:
 
 
 def _rounded(values: FloatArray) -> Any:
-    """float64, so that what is printed has no more digits than it was rounded to."""
+    """Returns the values as float64 rounded to DECIMALS, so that they print with no more digits than that."""
     return np.round(values.astype(np.float64), DECIMALS)

@@ -1,4 +1,4 @@
-"""From the hidden states of a step to what it tells: sampled ids, bad rows, log-probabilities.
+"""Computes a step's result from its hidden states: sampled ids, bad rows, log-probabilities.
 
 Shapes: N sampling rows, V vocabulary, W width.
 """
@@ -27,9 +27,11 @@ def sampled_outputs(
     logits_rows: int,
     began_s: float,
 ) -> StepResult:
-    """hidden [>= N, W]: the sampling rows' first, behind them those of prompt tokens whose log-probabilities are owed, and padding.
-    rows: None if none samples. logits: [n, W] -> [n, V], called with at most logits_rows rows. began_s: of the step, by
-    perf_counter."""
+    """Returns a step's result.
+
+    hidden [>= N, W]: the hidden states of the N = num_sampling sampling rows, then those of the prompt tokens whose
+    log-probabilities are owed, then padding. rows: None if no row samples. logits: computes [n, W] -> [n, V] and is called with
+    at most logits_rows rows. began_s: when the step began, by time.perf_counter()."""
     ids, bad = np.empty(num_sampling, np.int32), np.empty(num_sampling, np.bool_)
     wanted: LogprobCollector | None = None
     if rows is not None:
@@ -37,11 +39,11 @@ def sampled_outputs(
             wanted = LogprobCollector(rows.num_top, table.request_id[plan.slots[plan.samples]])
         for first in range(0, num_sampling, logits_rows):
             part = logits(hidden[first : first + logits_rows])[: num_sampling - first]
-            raw = part.clone() if wanted is not None and rows.allowed is not None else part  # masks are written into it
+            raw = part.clone() if wanted is not None and rows.allowed is not None else part  # sample_tokens writes masks into part
             ids[first : first + len(part)], bad[first : first + len(part)] = sample_tokens(part, rows, first)
             if wanted is not None:
                 wanted.add(raw, first, ids, bad)
-            del part, raw  # before the next part is made: the work space has room for one
+            del part, raw  # before the next part is made: the work space holds only one
     result = StepResult(ids, bad, time.perf_counter() - began_s)
     if wanted is not None:
         result.logprobs = wanted.result()

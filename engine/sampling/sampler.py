@@ -1,5 +1,6 @@
-"""Which token each sampling row gets. Noise is a function of (the request's seed, the token's position, the token id): the same
-seed gives the same text alone, in any batch, and when a request is submitted again after a crash.
+"""Picks the token of each sampling row. The random noise is a function of the request's seed, the token's position and the token
+id. So the same seed gives the same text when the request runs alone, in any batch, and when it is submitted again after a
+crash.
 
 Shapes: N sampling rows, V vocabulary.
 """
@@ -26,16 +27,16 @@ KeyArray = npt.NDArray[np.uint32]
 
 @dataclass(slots=True)
 class LogitEdit:
-    """What happens to one row's logits before a token is picked, in this order: bias added, penalties, ids that may not come yet
-    (min_tokens) taken out. tokens: the row's so far, prompt then output."""
+    """The changes made to one row's logits before its token is picked, in this order: the bias is added, penalties are applied, and
+    end ids that are not allowed yet (min_tokens) are ruled out. tokens: the row's prompt and output so far."""
 
     params: SamplingParams | None
     tokens: IntArray
     num_prompt: int
-    banned: Tensor | None  # [.] int64
+    banned: Tensor | None  # [number of ids] int64
 
     def apply(self, row: Tensor) -> None:
-        """row [V] float32, in place. What was not finite stays so: it marks a bad row."""
+        """Edits the logits row [V] float32 in place. Logits that are not finite stay so, because they mark a bad row."""
         params = self.params
         if params is not None:
             if params.logit_bias:
@@ -52,8 +53,9 @@ class LogitEdit:
 
 @dataclass(slots=True)
 class SamplingRows:
-    """Settings of the rows that sample, in plan order, each [N]. edits: of the rows that have any. num_top: alternatives whose
-    log-probabilities are wanted beside the token's, -1 for none at all; None if no row wants any."""
+    """The settings of the rows that sample, in the order of the plan, [N] each. edits: by row, for those rows that have any.
+    num_top: alternatives whose log-probabilities are wanted besides the sampled token's own, -1 for no log-probabilities; None
+    if no row wants any."""
 
     all_greedy: bool
     temperature: FloatArray
@@ -64,7 +66,7 @@ class SamplingRows:
     key1: KeyArray
     edits: dict[int, LogitEdit]
     num_top: IntArray | None
-    allowed: RowMasks | None = None  # of the rows that follow a grammar; what may not come early is left out of it already
+    allowed: RowMasks | None = None  # for rows with a grammar or token limits; end ids before min_tokens are masked out in it
 
 
 def sampling_rows(plan: BatchPlan, table: SequenceTable, eos_token_ids: list[int], vocab_size: int) -> SamplingRows:
@@ -99,6 +101,8 @@ def sampling_rows(plan: BatchPlan, table: SequenceTable, eos_token_ids: list[int
 
 
 def _edit(table: SequenceTable, slot: int, position: int, early: bool, eos_token_ids: list[int], vocab_size: int) -> LogitEdit:
+    """Returns the edit of one row's logits. position: index of the token about to be sampled. early: whether min_tokens is not
+    reached yet."""
     params = table.params[slot]
     assert params is None or isinstance(params, SamplingParams)
     banned = None
@@ -109,7 +113,8 @@ def _edit(table: SequenceTable, slot: int, position: int, early: bool, eos_token
 
 
 def constrain(rows: SamplingRows, allowed: RowMasks) -> None:
-    """From here on the rows of `allowed` draw only what it allows."""
+    """Limits the rows of `allowed` to the tokens that it allows. Their min_tokens bans are dropped, since `allowed` contains them
+    already."""
     rows.allowed = allowed
     for row in allowed.rows.tolist():
         if (edit := rows.edits.get(row)) is not None:
@@ -117,8 +122,8 @@ def constrain(rows: SamplingRows, allowed: RowMasks) -> None:
 
 
 def sample_tokens(logits: Tensor, rows: SamplingRows, first: int) -> tuple[IntArray, BoolArray]:
-    """logits [n, V] of rows first to first + n; those that follow a grammar are masked in place. Bad rows hold NaN or an
-    infinity."""
+    """Samples rows first to first + n from logits [n, V] and returns (ids [n], bad [n]). bad: the row's logits hold NaN or an
+    infinity. Masks of rows with constraints are written into the logits."""
     end = first + len(logits)
     if rows.allowed is not None:
         apply_row_masks(logits, rows.allowed, first)
@@ -128,7 +133,7 @@ def sample_tokens(logits: Tensor, rows: SamplingRows, first: int) -> tuple[IntAr
     for begin in range(0, len(edited), step):
         part = np.array(edited[begin : begin + step])
         at = part - first
-        copy = logits[torch.from_numpy(at).to(logits.device)].float()  # in half precision a small penalty would be lost
+        copy = logits[torch.from_numpy(at).to(logits.device)].float()  # float32: in half precision a small penalty would be lost
         for row, number in zip(copy, part.tolist(), strict=True):
             rows.edits[number].apply(row)
         ids[at], bad[at] = _draw(copy, rows, part)
@@ -136,6 +141,7 @@ def sample_tokens(logits: Tensor, rows: SamplingRows, first: int) -> tuple[IntAr
 
 
 def _draw(logits: Tensor, rows: SamplingRows, at: npt.NDArray[np.intp] | slice) -> tuple[IntArray, BoolArray]:
+    """Samples the rows `at` (of N) from logits [n, V], without edits, and returns (ids [n], bad [n])."""
     if rows.all_greedy:
         return ops.greedy(logits)
     return ops.sample(logits, rows.temperature[at], rows.top_p[at], rows.top_k[at], rows.min_p[at], rows.key0[at], rows.key1[at])

@@ -1,4 +1,4 @@
-"""Tokens that may not come: their logits become the least finite number of their type.
+"""Rules out tokens that are not allowed next: their logits become the lowest finite number of their type.
 
 Shapes: N rows, V vocabulary.
 """
@@ -10,14 +10,15 @@ from torch import Tensor
 
 from engine.grammar.row_masks import RowMasks
 
-ROWS_AT_ONCE = 16  # bounds the work space: each row needs a copy of its logits, and a byte a token
+ROWS_AT_ONCE = 16  # bounds the work space: each row needs a copy of its logits and one byte for each token
 
 
 def apply_row_masks(logits: Tensor, masks: RowMasks, first: int) -> None:
-    """logits [N, V], in place, of the sampling rows first to first + N. NaN and infinities stay, so that they are found."""
+    """Applies the masks of sampling rows first to first + N to logits [N, V], in place. NaN and infinities stay, so that bad rows
+    are still found."""
     inside = [at for at, row in enumerate(masks.rows.tolist()) if first <= row < first + len(logits)]
     for start in range(0, len(inside), ROWS_AT_ONCE):
-        part = slice(inside[start], inside[min(start + ROWS_AT_ONCE, len(inside)) - 1] + 1)  # rows ascend: one run
+        part = slice(inside[start], inside[min(start + ROWS_AT_ONCE, len(inside)) - 1] + 1)  # rows ascend, so they are one slice
         rows = torch.from_numpy(masks.rows[part] - first).to(logits.device)
         values = logits[rows]
         keep = torch.from_numpy(masks.allowed(part, logits.shape[1])).to(logits.device) | ~torch.isfinite(values)

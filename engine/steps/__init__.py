@@ -1,1 +1,1 @@
-"""One forward pass: its inputs, its program or graph, and the forms it takes."""
+"""The forward pass of a step: its inputs, and the ways it is run (directly, as a recorded program, as a CUDA graph, in slices)."""

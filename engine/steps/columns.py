@@ -1,5 +1,5 @@
-"""What the host sends of a step on a GPU: a few columns a row and, of prompts, one a token. The device works out the rest
-(kernels/triton_inputs.py).
+"""The input columns that the host sends to a GPU for a step: a few values for each row and, in steps with prompts, one for each
+token. The device computes the other inputs from them (kernels/triton_inputs.py).
 
 Shapes: R rows, T tokens, N sampling rows, S slots. Slot S belongs to no sequence: padding rows point at it.
 """
@@ -19,7 +19,7 @@ Columns = dict[str, npt.NDArray[Any]]
 
 
 def sampling_columns(rows: SamplingRows) -> Columns:
-    """[N] each: what gpu.sample takes."""
+    """Returns the sampling settings as gpu.sample takes them, [N] each."""
     keys = rows.key0, rows.key1
     if rows.all_greedy:
         keys = (np.zeros(len(rows.temperature), np.uint32),) * 2
@@ -34,7 +34,8 @@ def sampling_columns(rows: SamplingRows) -> Columns:
 
 
 def decode_columns(plan: BatchPlan, table: SequenceTable, rows: SamplingRows, num_rows: int) -> Columns:
-    """Of a step in which every row has one new token and samples; [num_rows], the last ones padding."""
+    """Returns the columns of a step in which every row has one new token and samples, [num_rows] each. Rows after the plan's are
+    padding."""
     missing = num_rows - len(plan.slots)
     columns: Columns = {
         "slots": plan.slots,
@@ -50,7 +51,8 @@ def decode_columns(plan: BatchPlan, table: SequenceTable, rows: SamplingRows, nu
 
 
 def padding_columns(num_rows: int, num_slots: int) -> Columns:
-    """A decode step of rows that are nobody's: nothing is stored, and what they draw goes to slot S."""
+    """Returns the columns of a decode step that consists of padding rows only: no KV is stored, and the sampled tokens go to slot
+    S."""
     ints, floats = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.float32)
     columns: Columns = {"slots": ints + np.int32(num_slots), "firsts": ints, "contexts": ints, "host_ids": ints}
     columns |= {"temperature": floats, "top_p": floats + np.float32(1), "top_k": ints, "min_p": floats}
@@ -60,8 +62,9 @@ def padding_columns(num_rows: int, num_slots: int) -> Columns:
 
 @dataclass(slots=True)
 class ExtendStep:
-    """columns of a step with prompts in it; num_decode rows come first that have one new token; num_tiles: of the others' queries;
-    num_sampling: of the `wanted` tokens, those that are sampled from (the rest are `also`)."""
+    """The inputs of a step that computes prompt tokens. num_decode: rows with one new token, which come first. num_tiles: tiles
+    that the other rows' queries are divided into. num_sampling: how many of the `wanted` tokens are sampled from; the rest come
+    from `also`."""
 
     columns: Columns
     num_decode: int
@@ -70,7 +73,8 @@ class ExtendStep:
 
 
 def extend_step(plan: BatchPlan, table: SequenceTable, tile_tokens: int, also: LongArray | None) -> ExtendStep:
-    """tile_tokens: queries of a tile (kernels/triton_extend.py); also: indices into T whose hidden states are wanted besides."""
+    """Returns the inputs of a step that computes prompt tokens. tile_tokens: queries in a tile (kernels/triton_extend.py). also:
+    indices into T of further tokens whose hidden states are wanted, or None."""
     num_new = plan.num_new
     starts = (np.cumsum(num_new) - num_new).astype(np.int32)
     token_rows = np.repeat(np.arange(len(num_new), dtype=np.int32), num_new)
@@ -78,7 +82,7 @@ def extend_step(plan: BatchPlan, table: SequenceTable, tile_tokens: int, also: L
     positions += (plan.num_computed - starts)[token_rows]
     num_decode = int((num_new == 1).sum())
     tiles = [(row, at) for row in range(num_decode, len(num_new)) for at in range(0, int(num_new[row]), tile_tokens)]
-    tiles.sort(key=lambda tile: -(int(plan.num_computed[tile[0]]) + tile[1]))  # the longest first, so that the short ones fill gaps
+    tiles.sort(key=lambda tile: -(int(plan.num_computed[tile[0]]) + tile[1]))  # longest context first: short tiles then fill gaps
     wanted = (starts + num_new - 1)[plan.samples]
     columns: Columns = {
         "token_rows": token_rows,
@@ -96,7 +100,7 @@ def extend_step(plan: BatchPlan, table: SequenceTable, tile_tokens: int, also: L
 
 
 def _host_ids(table: SequenceTable, slots: IntArray, positions: IntArray) -> IntArray:
-    """The tokens at these positions of these slots; -1 for those the host has not been told yet."""
+    """Returns the tokens at these positions of these slots. -1 stands for tokens that the host does not know yet."""
     known = positions < table.num_tokens[slots]
     last = np.int32(table.tokens.shape[1] - 1)
     return np.where(known, table.tokens[slots, np.minimum(positions, last)], np.int32(-1)).astype(np.int32)

@@ -1,9 +1,10 @@
-"""Decode steps as CUDA graphs: one for each of few row counts, captured when first needed, all in one memory pool.
+"""Decode steps as CUDA graphs: one for each of a few row counts, captured when first needed, all in one memory pool.
 
-A graph holds addresses: of weights (which come back to the same range after an eviction), of the KV arena, of the model's sequences
-and of its own input columns. Graphs that share a pool must not run at the same time: all steps of a device are on one stream.
+A graph holds addresses: of the weights (which return to the same range after an eviction), of the KV arena, of the model's
+sequences and of its own input columns. Graphs that share a pool must not run at the same time, so all steps of a device run on one
+stream.
 
-Shapes: R rows, padded.
+Shapes: R rows, padding included.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ log = logging.getLogger("engine")
 
 WARM_UP_STEPS = 2  # compile kernels and let libraries allocate what they keep, outside the capture
 
-# Every graph's memory, and the stream they are captured on (libraries keep a work space a stream), of all models of this process.
+# The memory of all graphs of this process, whatever their model, and the stream they are captured on (libraries keep one work space
+# for each stream).
 _pool: Any = None
 _stream: Any = None
 _keeper: Any = None
@@ -32,7 +34,7 @@ _capturing = threading.Lock()  # a load captures its model's first graphs while 
 
 
 def graph_rows(num_rows: int) -> int:
-    """The row count of the graph that runs num_rows: 1, 2, 4, then multiples of 8, of 16 above 64, of 32 above 128."""
+    """Returns the row count of the graph that runs num_rows rows: 1, 2, 4, then multiples of 8, of 16 above 64, of 32 above 128."""
     if num_rows <= 4:
         return 1 << (num_rows - 1).bit_length()
     step = 8 if num_rows <= 64 else 16 if num_rows <= 128 else 32
@@ -41,15 +43,19 @@ def graph_rows(num_rows: int) -> int:
 
 @dataclass(slots=True)
 class DecodeGraph:
+    """A captured decode step of R rows. drawn: where it writes its result, ids and whether each row was bad. capture_s: seconds its
+    capture took."""
+
     graph: Any
     inputs: Tensor  # int32: every column, as Staging.send lays them out
     drawn: Tensor  # [2, R] int32
     capture_s: float
-    num_bytes: int  # what the pool grew by
+    num_bytes: int  # by which the capture made the pool grow
 
 
 def _make_pool(device: torch.device) -> None:
-    """With a graph that takes none of its memory and stays: torch lets nobody into a pool whose last graph is gone."""
+    """Creates the pool together with an empty graph that is kept for good: torch refuses a pool whose last graph was destroyed. The
+    empty graph takes no memory of the pool."""
     global _pool, _stream, _keeper
     pool, stream, keeper = torch.cuda.graph_pool_handle(), torch.cuda.Stream(), torch.cuda.CUDAGraph()
     word = torch.zeros(1, dtype=torch.int32, device=device)
@@ -62,27 +68,30 @@ def _make_pool(device: torch.device) -> None:
 
 
 class DecodeGraphs:
-    """step(columns) -> [2, R] int32 is what is captured; last_ids: where it leaves tokens for the next one; max_rows: larger steps
-    have no graph (0: none has)."""
+    """The decode graphs of one model. step: computes columns -> [2, R] int32 (ids, and whether each row was bad) and is what is
+    captured. last_ids: where the step leaves its tokens for the next one. max_rows: steps of more rows have no graph; 0 if no step
+    has one."""
 
     def __init__(self, step: Callable[[dict[str, Tensor]], Tensor], staging: Staging, last_ids: Tensor, max_rows: int) -> None:
         self._step, self._staging, self._last_ids, self._max_rows = step, staging, last_ids, max_rows
         self.captured: dict[int, DecodeGraph] = {}
-        self._refused: set[int] = set()  # row counts for whose graph there was no memory
+        self._refused: set[int] = set()  # row counts whose graph found no memory
 
     def rows_for(self, num_rows: int) -> int:
-        """0: no graph is to run this many rows."""
+        """Returns the row count of the graph that runs num_rows rows, or 0 if none may run them."""
         rows = graph_rows(num_rows)
         return rows if rows <= self._max_rows and rows not in self._refused else 0
 
     def missing(self, max_rows: int) -> list[int]:
-        """Row counts of graphs that steps of up to max_rows may ask for and that are not captured, the smallest first."""
+        """Returns the row counts of graphs that steps of up to max_rows rows may need and that are not captured yet, the smallest
+        first."""
         sizes = dict.fromkeys(map(self.rows_for, range(1, min(max_rows, self._max_rows) + 1)))
         return [size for size in sizes if size and size not in self.captured]
 
     def run(self, num_rows: int, columns: Mapping[str, Any]) -> Tensor | None:
-        """Runs a step of num_rows (as rows_for gave them) and returns [2, R] int32, overwritten by the next run. None: there was no
-        memory to capture it with, and nothing has run; from now on these rows have no graph."""
+        """Runs a step of num_rows rows (a count that rows_for returned). Returns [2, R] int32, ids and whether each row was bad,
+        which the next run overwrites. Returns None if there was no memory to capture the graph: then nothing has run, and from now
+        on there is no graph for this count."""
         graph = self.captured.get(num_rows)
         if graph is None:
             try:
@@ -97,7 +106,8 @@ class DecodeGraphs:
         return graph.drawn
 
     def _capture(self, columns: Mapping[str, Any]) -> DecodeGraph:
-        """Beside loads and copies of other threads. They may not wait for the device as a whole meanwhile, only for its streams."""
+        """Captures the graph of a step. Other threads may load and copy meanwhile, but they must not wait for the whole device,
+        only for its streams."""
         began_s = time.perf_counter()
         num_words = sum(-(-len(column) // 4) * 4 for column in columns.values())
         inputs = torch.zeros(num_words, dtype=torch.int32, device=self._last_ids.device)
@@ -111,7 +121,7 @@ class DecodeGraphs:
             with torch.cuda.stream(_stream):
                 for _ in range(WARM_UP_STEPS):
                     self._step(static)
-                    self._last_ids.copy_(last_ids)  # the step takes its inputs from there
+                    self._last_ids.copy_(last_ids)  # a step reads its input tokens from last_ids and overwrites them
                 reserved = torch.cuda.memory_reserved()
                 graph.capture_begin(pool=_pool, capture_error_mode="thread_local")
                 try:

@@ -1,5 +1,5 @@
-"""What of a model's sequences stays on the GPU between steps: block tables by slot, and the last token of each. The host sends what
-has changed, in one copy a step.
+"""The state of a model's sequences that stays on the GPU between steps: block tables by slot, and the last token of each slot. The
+host sends the changes in one copy a step.
 
 Shapes: S slots, B blocks a sequence may hold. Slot S belongs to no sequence: padding rows point at it.
 """
@@ -18,11 +18,11 @@ from engine.contracts import IntArray, SequenceTable
 from engine.kernels import gpu
 
 WORD_BYTES, ALIGN_WORDS = 4, 4
-NUM_STAGING = 8  # copies that may be under way at a time: two steps' and one more
+NUM_STAGING = 8  # copies that may be under way at a time: those of two steps and one more
 
 
 class Staging:
-    """Host columns to the device in one asynchronous copy, from page-locked memory where there is a GPU."""
+    """Copies columns from the host to the device in one asynchronous copy, from page-locked memory if the device is a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -32,8 +32,8 @@ class Staging:
         self._next = 0
 
     def send(self, columns: Mapping[str, npt.NDArray[Any]], into: Tensor | None = None) -> dict[str, Tensor]:
-        """Columns of 4-byte items as tensors on the device. into: int32 memory there that gets them, one after the other, each on
-        16 bytes (default: new memory)."""
+        """Copies columns of 4-byte items to the device and returns them as tensors there. into: int32 memory on the device that
+        receives them one after the other, each aligned to 16 bytes. None: new memory is allocated."""
         places, num_words = {}, 0
         for name, column in columns.items():
             places[name] = num_words
@@ -62,7 +62,8 @@ def _as_type(words: Tensor, dtype: Any) -> Tensor:
 
 
 class DeviceSequences:
-    """last_ids [S + 1] int32: what each slot's last step sampled · tables: for each KV group [S + 1, B] int32."""
+    """A model's sequences on the device. last_ids [S + 1] int32: the token that each slot's last step sampled. tables: one block
+    table [S + 1, B] int32 for each KV group."""
 
     def __init__(self, num_slots: int, max_blocks: int, num_groups: int, device: torch.device) -> None:
         self.num_slots = num_slots
@@ -71,7 +72,7 @@ class DeviceSequences:
         self._known = [np.zeros((num_slots, max_blocks), np.int32) for _ in range(num_groups)]
 
     def update(self, slots: IntArray, num_blocks: int, table: SequenceTable, staging: Staging) -> None:
-        """Brings the first num_blocks entries of these slots' block tables up to date."""
+        """Sends the entries that have changed among the first num_blocks of these slots' block tables."""
         for target, known, own in zip(self.tables, self._known, table.block_tables, strict=True):
             now = own[slots, :num_blocks]
             rows, columns = np.nonzero(now != known[slots, :num_blocks])

@@ -1,8 +1,9 @@
-"""The first step of a model whose weights are still coming: prompts that wait for it are computed layer by layer behind the reads.
+"""The first step of a model whose weights are still being loaded. Prompts that wait for the model are computed layer by layer, each
+layer as soon as its weights are read.
 
-What is more than a step may hold is computed in slices, each layer of all of them before the next. It runs in a thread of its own,
-beside the steps of other models. Until it has ended the model is not among the served ones: nobody takes its blocks or preempts its
-sequences, and what the daemon says of it meanwhile is put by.
+A step larger than usual is computed in slices: all slices of one layer before the next layer. It runs in a thread of its own, while
+other models' steps run. Until it has ended the model does not count as served: its blocks are not taken, its sequences are not
+preempted, and messages from the daemon about it are deferred.
 """
 
 from __future__ import annotations
@@ -24,11 +25,14 @@ NO_REQUESTS = np.zeros(0, np.int64)
 
 @dataclass(slots=True, eq=False)
 class FirstStep:
-    """running: in its thread, from `start` until it was told of; then one of `result` and `error` is set. loaded: the weights are
-    in, as the daemon knows; loaded_s: since when, by time.monotonic(). has_begun: the weights that it needs first are there, and
-    what is queued by now runs in it. restoring: saved KV on its way, which has to be there before a prompt is looked up in it.
-    waits_for: a load whose copy from the host tier ends before the step begins; should the copy be rejected, it runs behind what is
-    read instead. put_by, and then leaves_later: messages to take in afterwards."""
+    """The first step of one model, and what is known of the load that it runs after.
+
+    running: the step is in its thread, until the engine's loop has handled its end; then either `result` or `error` is set. loaded:
+    all weights are loaded and the daemon has been informed, since loaded_s (by time.monotonic()). has_begun: the weights that the
+    step needs first are loaded; requests queued by now run in it. restoring: the copy that brings saved KV back; prompts are looked
+    up in that KV, so the step waits for it. waits_for: a load from the host tier during which the step must not start; if that copy
+    is rejected the step starts after all, since the weights are then read again. put_by: deferred messages, handled when the step
+    has ended. leaves_later: deferred evictions, handled after them."""
 
     served: ServedModel
     hosted: StreamedModel
@@ -43,18 +47,20 @@ class FirstStep:
     restoring: KVTransfer | None = None
     restored_tokens: int = 0
     waits_for: LoadTask | None = None
-    weight: float = 1.0  # share of the device between models
+    weight: float = 1.0  # the model's share of the device's time
     put_by: list[Submit | Abort] = field(default_factory=list)
     leaves_later: list[EvictModel] = field(default_factory=list)
 
     @property
     def can_start(self) -> bool:
+        """Whether the step may start now and has requests to run."""
         is_copied = self.waits_for is not None and not self.waits_for.source_rejected
         return not self.running and not is_copied and self.served.scheduler.runnable
 
     def start(self, step_id: int, run: Callable[[Callable[[], None], FirstStep], None], alone: bool) -> BatchPlan | None:
-        """Plans it and hands it to `run`(work, what to tell of afterwards). None if nothing can run. alone: nobody else's steps
-        run, so it takes as much of the prompts as may be computed by the time the weights are there."""
+        """Plans the step and hands it to `run` with this object, which is reported when the work is done. Returns None if there is
+        nothing to run. alone: no other model's steps run, so the step takes as many prompt tokens as can be computed by the time
+        the weights are loaded."""
         scheduler = self.served.scheduler
         plan = scheduler.plan(step_id, max_tokens=scheduler.limits.max_num_batched_tokens * (FIRST_STEP_SLICES if alone else 1))
         if plan is not None:
@@ -64,18 +70,20 @@ class FirstStep:
 
     @property
     def request_ids(self) -> LongArray:
-        """Of the step under way."""
+        """The requests of the step that is running, empty if none is."""
         return NO_REQUESTS if self.plan is None or not self.running else self.served.scheduler.table.request_id[self.plan.slots]
 
     def put_aside(self, message: Submit) -> bool:
-        """Whether it has to wait until the step has ended, or the model is served."""
-        wait = self.running or bool(message.params.grammar) or message.params.is_limited  # the step has no masks
+        """Defers a request if it cannot be in this step, and returns whether it did: while the step runs, or if the request needs
+        masks."""
+        wait = self.running or bool(message.params.grammar) or message.params.is_limited  # this step applies no masks
         if wait:
             self.put_by.append(message)
         return wait
 
     def abort(self, request_id: int) -> bool:
-        """False if the batch scheduler can be told at once, or does not have it."""
+        """Returns whether the abort is handled here: a deferred request is dropped, the abort of one in the running step is
+        deferred. False: the caller passes the abort to the batch scheduler, if the request is there at all."""
         for message in self.put_by:
             if isinstance(message, Submit) and message.request_id == request_id:
                 self.put_by.remove(message)
@@ -94,7 +102,8 @@ class FirstStep:
             self.error = error
 
     def put_back(self) -> None:
-        """After WeightsWithdrawn: its sequences wait again. Raises whatever else it ended with."""
+        """Puts the step's requests back into the queue after WeightsWithdrawn. Any other error that the step ended with is
+        raised."""
         if not isinstance(self.error, WeightsWithdrawn):
             assert self.error is not None
             raise self.error

@@ -1,8 +1,8 @@
-"""What one forward pass computes, as arrays. Built once a step and passed down; nothing about a step is global, because several
-models live in one process.
+"""The inputs of one forward pass, as arrays. They are built once a step and passed down. Nothing about a step is global, because
+several models live in one process.
 
-Shapes: R rows, T tokens of all rows end to end, N tokens left to paged attention, B blocks of the longest row, D head size,
-P pairs of a head's dimensions that turn.
+Shapes: R rows, T tokens of all rows one after the other, N tokens that paged attention computes, B blocks of the longest row, D
+head size, P pairs of a head's dimensions that are rotated.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from torch import Tensor
 from engine.contracts import BatchPlan, IntArray, LongArray, SequenceTable
 from engine.steps.device_batch import DeviceBatch
 
-# Rows with more new tokens than this are prompts, of which many tokens attend to a block at a time; others do so token by token.
+# Rows with more new tokens than this are prompts: many of their queries read a block at a time. Other rows read it query by query.
 LONG_ROW_TOKENS = 16
 
 
 @dataclass(slots=True, frozen=True, eq=False)
 class Rotary:
-    """Rotary embedding of 2 P dimensions of each head. inv_freq [P] float32: angle per position; scale: of cosines and sines."""
+    """The rotary embedding of 2 P dimensions of each head. inv_freq [P] float32: angle per position. scale: factor of cosines and
+    sines."""
 
     inv_freq: Tensor
     scale: float = 1.0
@@ -32,9 +33,9 @@ class Rotary:
 
 @dataclass(slots=True, frozen=True)
 class GroupMemory:
-    """kv [num_blocks, layers of the group, 2, G, block_tokens, D] is the arena as one KV group of a model sees it, kv_flat the same
-    memory for kernels. rotary: of the group's layers. window_tokens: positions a query attends to, its own included; 0 for all.
-    scales: of fp8 KV (engine/memory/arena.py)."""
+    """One KV group's memory. kv [num_blocks, layers of the group, 2, G, block_tokens, D]: the arena as this group sees it, for G KV
+    heads. kv_flat: the same memory for kernels. rotary: of the group's layers. window_tokens: positions a query attends to, its own
+    included; 0 for all. scales: of fp8 KV (engine/memory/arena.py)."""
 
     kv: Tensor
     kv_flat: Any
@@ -45,8 +46,8 @@ class GroupMemory:
 
 @dataclass(slots=True)
 class GroupBatch:
-    """A step's view of one KV group. slots [T]: block * block_tokens + place of each token, -1 for padding. Entries of block_table
-    behind the window of every query are -1 and must not be read. cos_sin [T, 2 P] float32."""
+    """One KV group's part of a step's inputs. slots [T]: block * block_tokens + place of each token, -1 for padding. cos_sin [T, 2
+    P] float32. Entries of block_table for blocks that have left the window of every query are -1 and must not be read."""
 
     kv: Tensor
     kv_flat: Any
@@ -59,13 +60,14 @@ class GroupBatch:
 
 @dataclass(slots=True)
 class HostBatch:
-    """On the CPU. groups: one for each KV group · layer_places: for each layer, its group and its place in that group.
+    """The inputs of one step on the CPU.
 
-    num_tokens: T without padding · starts, num_new,
-    contexts [R]: first token, tokens of this step, and positions stored after it · paged_* [N]: token, row and context of each
-    query that reads its blocks directly (context 0: padding; -1: one of the others) · has_long_rows: whether there may be others,
-    of rows with more than LONG_ROW_TOKENS · attended [1]: positions that all of them attend to, at most.
-    """
+    num_tokens: T without padding. groups: one for each KV group. layer_places: for each layer, its group and its place in that
+    group. starts, num_new, contexts [R]: each row's first token in the step, its tokens in the step, and its positions stored after
+    the step. paged_tokens, paged_rows, paged_contexts [N]: token, row and context of each query that reads its blocks directly. A
+    context of 0 marks padding, -1 a query of a long row, which is computed with its whole row instead. has_long_rows: whether there
+    may be long rows, that is, rows with more than LONG_ROW_TOKENS tokens. attended [1]: an upper bound on the positions that all
+    queries together attend to."""
 
     input_ids: Tensor  # [T] int64
     num_tokens: int
@@ -81,7 +83,7 @@ class HostBatch:
     attended: LongArray
 
     def group_of(self, layer: int) -> tuple[GroupBatch, int]:
-        """A layer's KV group, and its place among the group's layers."""
+        """Returns a layer's KV group, and the layer's place among the group's layers."""
         group, place = self.layer_places[layer]
         return self.groups[group], place
 
@@ -90,7 +92,8 @@ ForwardBatch = HostBatch | DeviceBatch
 
 
 def padded_rows(num_rows: int) -> int:
-    """The next of few row counts: oneDNN builds a matrix product anew (0.3 to 2 ms) for every count it has not seen."""
+    """Returns the row count that num_rows is padded to. Few counts are used, because oneDNN prepares a matrix product again (0.3 to
+    2 ms) for every count that it has not seen."""
     if num_rows <= 8:
         return num_rows
     step = 8 if num_rows <= 128 else 16 if num_rows <= 256 else 32
@@ -105,8 +108,8 @@ def build_batch(
     cos_sin: Callable[[Rotary, IntArray], Tensor],
     padded: bool = False,
 ) -> HostBatch:
-    """cos_sin: ops.cos_sin. padded: T is one of few counts (the last tokens are not stored and attend to nothing). Work is per
-    array, never per row."""
+    """Builds the inputs of a step from the sequence table. cos_sin: ops.cos_sin. padded: T is padded to one of few counts; padding
+    tokens are not stored and attend to nothing. The work is done array by array, never row by row."""
     block_tokens = memory[0].kv.shape[4]
     num_new, first = plan.num_new, plan.num_computed
     num_rows = len(num_new)
@@ -133,7 +136,7 @@ def build_batch(
     nothing = np.zeros(missing, np.int64)
     blocks, places = positions // block_tokens, positions % block_tokens
     padded_positions = np.concatenate((positions, nothing), dtype=np.int32, casting="same_kind")
-    turns = {rotary: cos_sin(rotary, padded_positions) for rotary in {own.rotary for own in memory}}  # most groups share theirs
+    turns = {rotary: cos_sin(rotary, padded_positions) for rotary in {own.rotary for own in memory}}  # most groups share one
     groups = []
     for own, block_tables in zip(memory, table.block_tables, strict=True):
         block_table = np.ascontiguousarray(block_tables[plan.slots, :num_blocks])

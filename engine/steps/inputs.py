@@ -1,7 +1,7 @@
-"""The arrays a recorded step is computed from. They stay where they are, so that programs can count on them, and are filled from
-the sequence table by kernels whose calls are laid out once for each table.
+"""The input arrays of recorded steps. Their addresses never change, because programs contain them. Kernels fill them from the
+sequence table; the calls of these kernels are laid out once for each table.
 
-Shapes: R rows, T tokens (R and padding), B blocks of the longest context a model may have.
+Shapes: R rows, T tokens (R for decode steps, plus padding), B blocks of the longest context a model may have.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from engine.steps.replay import Replay
 
 @dataclass(slots=True, frozen=True)
 class Settings:
-    """How each row's token is drawn, [max_rows] each: what ops.sample takes."""
+    """Sampling settings of each row, [max_rows] each, as ops.sample takes them."""
 
     temperature: FloatArray
     top_p: FloatArray
@@ -34,15 +34,17 @@ class Settings:
     key1: npt.NDArray[np.uint32]
 
     def of(self, num_rows: int) -> tuple[npt.NDArray[Any], ...]:
+        """Returns the columns of the first num_rows rows."""
         every = (self.temperature, self.top_p, self.top_k, self.min_p, self.key0, self.key1)
         return tuple(column[:num_rows] for column in every)
 
 
 class StepInputs:
-    """Of steps of up to max_rows rows and max_tokens tokens, or as many tokens as rows; the first of each array are a smaller
-    step's, and padding.
+    """The input arrays of one model, for steps of up to max_rows rows and max_tokens tokens (at least as many as rows). A smaller
+    step uses the first entries of each array; the rest is padding.
 
-    settings: of the latest step's rows that sample; last_tokens: of each, its last token in the step, then zeros."""
+    settings: of the rows that sample in the latest step. last_tokens: for each of these rows the index of its last token in the
+    step, then zeros."""
 
     def __init__(
         self,
@@ -58,14 +60,14 @@ class StepInputs:
         max_rows = self.recorded_rows(max_rows)
         max_tokens = max(max_rows, max_tokens)
         self._counts = np.zeros(NUM_COUNTS, np.int64)
-        self._told = memoryview(self._counts.data)  # gives numbers of Python's
-        # of rows
+        self._told = memoryview(self._counts.data)  # its items are Python ints
+        # arrays of rows
         self._slots, self._computed, self._num_new = (np.zeros(max_rows, np.int32) for _ in range(3))
         self._starts, self._contexts = np.zeros(max_rows, np.int32), np.zeros(max_rows, np.int32)
         self._samples, self.last_tokens = np.zeros(max_rows, np.bool_), np.zeros(max_rows, np.int64)
         floats, ints, keys = (np.zeros((2, max_rows), kind) for kind in (np.float32, np.int32, np.uint32))
         self.settings = Settings(floats[0], floats[1], ints[0], np.zeros(max_rows, np.float32), keys[0], keys[1])
-        # of tokens; padding has some earlier step's id, and its position
+        # arrays of tokens; padding keeps the ids and positions of an earlier step
         self._tokens = np.arange(max_tokens, dtype=np.int32)
         self._input_ids = np.zeros(max_tokens, np.int64)
         self._positions, self._paged_rows, self._paged_contexts = (np.zeros(max_tokens, np.int32) for _ in range(3))
@@ -83,15 +85,16 @@ class StepInputs:
             for own in memory
         ]
         self._filling: tuple[SequenceTable, Replay] | None = None
-        self._decoding: IntArray | None = None  # slots of the latest step, if it only decoded: the next one's may be the same array
+        self._decoding: IntArray | None = None  # slots of the latest step if it was all decode, often the next step's, too
 
     def recorded_rows(self, num_rows: int) -> int:
-        """Rows of the program that computes a decode step of num_rows: the last ones are padding, which stores nothing and attends
-        to nothing. oneDNN wants few row counts anyway."""
+        """Returns the rows of the program that computes a decode step of num_rows rows. Rows added as padding store nothing and
+        attend to nothing. oneDNN is faster with few different row counts anyway."""
         return padded_rows(num_rows) if self._padded else num_rows
 
     def batch(self, num_tokens: int, with_long_rows: bool) -> HostBatch:
-        """A program of num_tokens, padding included, as views; what it recorded first, turns positions."""
+        """Returns the inputs of a program of num_tokens tokens, padding included, as views of the arrays. Calls the kernel that
+        computes rotary cosines and sines from positions, so while a program is recorded that call is its first."""
         for rotary, turns in self._turns.items():
             ops.rotary_turns(rotary, self._positions[:num_tokens], turns[:num_tokens])
         groups = [
@@ -122,7 +125,7 @@ class StepInputs:
         )
 
     def fill(self, plan: BatchPlan, table: SequenceTable) -> None:
-        """Takes in a step, and makes padding of all rows and tokens behind it."""
+        """Fills the arrays for a step. All rows and tokens after the step's own become padding."""
         num_rows = len(plan.slots)
         self._computed[:num_rows] = plan.num_computed
         if not plan.all_decode or plan.slots is not self._decoding:
@@ -136,7 +139,7 @@ class StepInputs:
         self._filling[1].run()
 
     def clear(self) -> None:
-        """Makes padding of all rows and tokens: it stores nothing and attends to nothing."""
+        """Turns all rows and tokens into padding, which stores nothing and attends to nothing."""
         self._counts[:] = 0
         self._num_new[:] = 0
         self._decoding = None
@@ -145,25 +148,26 @@ class StepInputs:
             group.slots[:] = -1
 
     def forget(self) -> None:
-        """The table is out of use."""
+        """Drops the calls for the current sequence table, which is no longer used."""
         self._filling = None
 
     @property
     def num_sampling(self) -> int:
-        """Rows of the latest step that sample."""
+        """Number of the latest step's rows that sample."""
         return self._told[SAMPLING]
 
     @property
     def all_greedy(self) -> bool:
-        """Whether all of these take their likeliest token."""
+        """Whether all rows that sample in the latest step take their most likely token."""
         return self._told[GREEDY] == self._told[SAMPLING]
 
     @property
     def settings_suffice(self) -> bool:
-        """Whether the latest step's tokens are drawn by `settings` alone: no row edits its logits or has log-probabilities told."""
+        """Whether the latest step's tokens depend on `settings` alone: no row edits its logits or wants log-probabilities."""
         return self._told[APART] == 0
 
     def _fill_from(self, table: SequenceTable) -> Replay:
+        """Returns the kernel calls that fill the arrays from this table."""
         kernels, own = ops.input_kernels(), self.settings
         counts, slots, computed, contexts = self._counts, self._slots, self._computed, self._contexts
         rows, tokens = (counts, slots, computed), (self._positions, self._paged_rows)

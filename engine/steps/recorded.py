@@ -1,8 +1,8 @@
-"""Steps that are recorded the first time one of their kind comes, and run again from then on.
+"""Records each kind of step when it first occurs, and replays it from then on.
 
-Of two kinds: decode steps, in which every row has one new token and samples, are recorded to their logits; steps with chunks of
-prompts to the hidden states of what is sampled from, and for any of them the logits of so many rows. How tokens are drawn from
-logits is recorded as well.
+Decode steps, in which every row has one new token and samples, are recorded up to their logits. Steps with chunks of prompts are
+recorded up to the hidden states of the tokens to sample from; computing logits from these is recorded separately, for each number
+of rows. Sampling from logits is recorded as well.
 
 Shapes: R rows, T tokens, N sampling rows, W width.
 """
@@ -30,26 +30,27 @@ _CHUNK_SIZES = sorted({recorded_tokens(num_tokens) for num_tokens in range(1, MA
 
 
 class RecordedSteps:
-    """Programs of one model. A step's results stay as they are until the next one of any model.
+    """The recorded programs of one model. A step's results stay valid until the next step of any model.
 
-    decodes: by number of rows; chunks: by number of tokens; heads, of steps with chunks: by number of rows that sample; padding
-    counts.
-    """
+    decodes: by number of rows. chunks: by number of tokens. heads (logits of steps with chunks): by number of rows that sample.
+    These numbers include padding."""
 
     def __init__(
         self, model: CausalLM, inputs: StepInputs, scratch: Scratch, max_decodes: int, max_rows: int, max_tokens: int
     ) -> None:
-        """max_decodes: rows that sample at a time; max_rows, max_tokens: of steps with chunks. 0: such steps are not recorded."""
+        """Starts without programs. max_decodes: the most rows that may sample in a step. max_rows, max_tokens: the largest step
+        with chunks. With 0, steps of that kind are not recorded."""
         self._model, self._inputs, self._scratch = model, inputs, scratch
         self._max_decodes, self._max_rows, self._max_tokens = max_decodes, max_rows, max_tokens
-        self._draws = True  # while no drawing has been found to be more than kernels' calls
-        self._picked: Tensor | None = None  # [rows, W]: hidden states that a step with chunks samples from
+        self._draws = True  # False once sampling was found to be more than kernel calls
+        self._picked: Tensor | None = None  # [rows, W]: hidden states that steps with chunks sample from
         self.decodes: dict[int, DecodeProgram] = {}
         self.chunks: dict[int, ChunkProgram] = {}
         self.heads: dict[int, Head] = {}
 
     def decode(self, plan: BatchPlan, table: SequenceTable) -> DecodeProgram | None:
-        """One decode step's hidden states and logits. None: it is not one, or not of a kind that can be run here."""
+        """Runs a decode step and returns the program that holds its hidden states and logits. None: nothing has run, because it is
+        not a decode step, or has more rows than are recorded."""
         if not self._decodes(plan):
             return None
         self._inputs.fill(plan, table)
@@ -61,7 +62,8 @@ class RecordedSteps:
         return program
 
     def hidden(self, plan: BatchPlan, table: SequenceTable) -> Tensor | None:
-        """Any step's normed hidden states [T and padding, W]. None: it is not of a kind that can be run here."""
+        """Runs a step of any kind and returns its normed hidden states [T with padding, W]. None: nothing has run, because steps of
+        this kind are not recorded."""
         if not self._chunks(plan):
             return None
         self._inputs.fill(plan, table)
@@ -73,8 +75,9 @@ class RecordedSteps:
         return program.hidden
 
     def draw(self, plan: BatchPlan, table: SequenceTable) -> tuple[IntArray, BoolArray] | None:
-        """One step's ids and bad rows, [N] each, with nothing of torch between kernels where there is nothing else. None: this step
-        has not run, as it is not of a kind recorded already, or a row wants more than a token drawn by its settings."""
+        """Runs a step with its sampling and returns ids [N] and bad rows [N]. Between the kernels torch is only called where a
+        program needs it. None: nothing has run, because the step is of no kind recorded so far, or a row needs more than its
+        sampling settings (edited logits, log-probabilities)."""
         if not self._draws:
             return None
         program: DecodeProgram | ChunkProgram | None = None
@@ -106,32 +109,35 @@ class RecordedSteps:
 
     @property
     def missing(self) -> list[int]:
-        """Sizes of steps with chunks that are not recorded yet. Until a step has shown that they can be: none."""
+        """Sizes of steps with chunks that are not recorded yet. Empty until some step was recorded, which shows that the model's
+        steps can be."""
         if not (self.decodes or self.chunks) or not self._max_rows:
             return []
         return [size for size in _CHUNK_SIZES if size <= self._max_tokens and size not in self.chunks]
 
     def record_next(self) -> None:
-        """The smallest of them, without running it: its first step then costs no more than later ones."""
+        """Records the smallest missing size without running it, so that its first step costs no more than later ones."""
         self._inputs.clear()
         size = self.missing[0]
         self._record_chunk(size, dry=True)
         self.chunks[size].lay_out()
 
     def forget_table(self) -> None:
-        """The model's sequences are gone."""
+        """Drops what refers to the sequence table: the model's sequences are gone."""
         self._inputs.forget()
 
     def _decodes(self, plan: BatchPlan) -> bool:
+        """Returns whether the plan is a decode step that may be recorded."""
         if len(plan.slots) > self._max_decodes:
             return False
         return plan.all_decode or bool(int(plan.num_new.max()) == 1 and plan.samples.all())
 
     def _chunks(self, plan: BatchPlan) -> bool:
+        """Returns whether the plan is small enough for the recorded steps with chunks."""
         return len(plan.slots) <= self._max_rows and int(plan.num_new.sum()) <= self._max_tokens
 
     def _record_decode(self, num_rows: int) -> DecodeProgram:
-        recorder = Recorder(self._scratch, watches=not self.decodes)  # a model's code is the same for all sizes
+        recorder = Recorder(self._scratch, watches=not self.decodes)  # one size is enough: they share the model's code
         with recording(recorder):
             hidden = self._model.forward(self._inputs.batch(num_rows, with_long_rows=False), None)
             program = DecodeProgram(recorder.calls, hidden, self._model.logits(hidden))
@@ -163,6 +169,7 @@ class RecordedSteps:
         return head
 
     def _may_repeat(self, recorder: Recorder) -> bool:
+        """Returns whether the recorded calls are the whole step. If not, no further steps are recorded."""
         if recorder.missed:
             log.info("steps are not recorded: %s is no operation of engine/ops.py", recorder.missed)
             self._max_decodes = self._max_rows = 0
@@ -170,7 +177,8 @@ class RecordedSteps:
 
     @torch.inference_mode()
     def _draw_first(self, program: DecodeProgram | ChunkProgram, head: Head | None, num_rows: int, greedy: bool) -> Drawing:
-        """Runs a step, and records how tokens are drawn from logits of so many rows. head: None if it is not recorded, either."""
+        """Runs a step and records the sampling of num_rows rows from its logits. head: None if the computation of logits is not
+        recorded either."""
         program.run()
         if head is None:
             head = self._record_head(self._inputs.recorded_rows(num_rows))
@@ -180,14 +188,14 @@ class RecordedSteps:
         with recording(recorder):
             logits = head.logits[:num_rows]
             ids, bad = ops.greedy(logits) if greedy else ops.sample(logits, *self._inputs.settings.of(num_rows))
-        self._draws = not recorder.missed  # else what was drawn now is right, and what repeats it is not
+        self._draws = not recorder.missed  # if missed, these tokens are right, but a replay's would not be
         step = program if isinstance(program, DecodeProgram) else None
         drawing = head.drawings[num_rows, greedy] = Drawing(recorder.calls, ids, bad, step)
         return drawing
 
 
 def _run(*replays: Replay) -> None:
-    """What torch computes of them, it computes without a look at gradients."""
+    """Runs the programs in order, without torch's autograd if torch computes a part of them."""
     with nullcontext() if all(replay.is_native for replay in replays) else torch.inference_mode():
         for replay in replays:
             replay.run()

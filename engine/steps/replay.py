@@ -1,7 +1,7 @@
-"""Running a recorded step again.
+"""Runs a recorded step again.
 
-Calls of compiled kernels that follow one another are laid out once and then made without Python between them
-(engine/kernels/native.py); what torch computes is called in its place.
+Consecutive calls of compiled kernels are laid out once and then made without Python between them (engine/kernels/native.py). What
+torch computes is called from Python at its place between them.
 """
 
 from __future__ import annotations
@@ -24,17 +24,20 @@ if TYPE_CHECKING:
 
 
 class _Part(Protocol):
-    """Some of a program's calls, first to before end."""
+    """Consecutive calls of a program, from number `first` to before `end`."""
 
     first: int
     end: int
 
     def run(self, shared: bool, seconds: npt.NDArray[np.float64] | None) -> None:
-        """shared: whether threads share what they do not always share. seconds: added to, of each call."""
+        """Makes the calls. shared: whether kernels that have a form for one thread and one for all threads use the latter. seconds:
+        each call's time is added to its entry; None: calls are not timed."""
         ...
 
 
 class _PythonCall:
+    """One call that is made by Python."""
+
     def __init__(self, call: Call, at: int) -> None:
         self.first, self.end = at, at + 1
         self._kernel, self._args = direct(call.kernel, call.args), call.args
@@ -48,16 +51,19 @@ class _PythonCall:
         seconds[0] += time.perf_counter() - begin
 
 
-_Forms = tuple[tuple[Any, Sequence[Any]], tuple[Any, Sequence[Any]]]  # (compiled kernel, arguments): for one thread, and for all
+_Forms = tuple[tuple[Any, Sequence[Any]], tuple[Any, Sequence[Any]]]  # (kernel, arguments) for one thread, and for all threads
 
 
 class _NativePart:
+    """Consecutive calls of compiled kernels, made without Python between them."""
+
     def __init__(self, serial: NativeCalls, shared: NativeCalls, first: int, end: int) -> None:
         self.first, self.end = first, end
         self._serial, self._shared = serial, shared
 
     @classmethod
     def of(cls, forms: Sequence[_Forms], first: int) -> _NativePart:
+        """Lays out calls of which both forms are given. first: number of the first one in the program."""
         from engine.kernels.native import NativeCalls
 
         varies = any(one is not other for one, other in forms)
@@ -66,7 +72,7 @@ class _NativePart:
         return cls(serial, shared, first, first + len(forms))
 
     def followed_by(self, other: _NativePart) -> _NativePart:
-        """Both in one: nothing of Python comes between them."""
+        """Returns both parts as one, without Python between them."""
         serial, shared = self._serial.followed_by(other._serial), self._shared.followed_by(other._shared)
         return _NativePart(serial, shared, self.first, self.end + other.end - other.first)
 
@@ -85,13 +91,13 @@ class _NativePart:
 
 
 class Replay:
-    """Makes the same calls, in order, as often as it is run."""
+    """A sequence of recorded calls, which `run` repeats in order."""
 
     def __init__(self, calls: Sequence[Call], after: Replay | None = None) -> None:
-        """after: whose calls are made first."""
+        """Takes the calls, which are made after those of `after` if that is given."""
         self._own, self._after = calls, after
         self.calls: Sequence[Call] = calls if after is None else (*after.calls, *calls)
-        self.seconds: npt.NDArray[np.float64] | None = None  # [calls], once somebody wants to know
+        self.seconds: npt.NDArray[np.float64] | None = None  # [calls], None until `watch`
         self._is_shared: Callable[[], bool] | None = None
         self._varying_on: tuple[int, ...] = ()
         self._parts: list[_Part] = []
@@ -99,12 +105,13 @@ class Replay:
 
     @property
     def is_native(self) -> bool:
-        """Whether Python makes none of the calls."""
+        """Whether all calls are made without Python."""
         if not self._parts:
             self.lay_out()
         return self._is_native
 
     def run(self) -> None:
+        """Makes all calls, in order."""
         if not self._parts:
             self.lay_out()
         shared = self._is_shared is not None and self._is_shared()
@@ -113,7 +120,7 @@ class Replay:
             part.run(shared, None if seconds is None else seconds[part.first : part.end])
 
     def lay_out(self) -> None:
-        """What the first run does, and later ones find done."""
+        """Prepares the calls. The first run does this if it has not been done before."""
         if self._parts:
             return
         before: list[_Part] = []
@@ -125,11 +132,11 @@ class Replay:
         self._is_native = all(isinstance(part, _NativePart) for part in self._parts)
 
     def watch(self) -> None:
-        """From here on the seconds of each call are added up."""
+        """Starts adding up the seconds of each call in `seconds`."""
         self.seconds = np.zeros(len(self.calls))
 
     def _lay_out(self, first: int) -> list[_Part]:
-        """Of its own calls, of which the first one's number is given."""
+        """Returns the parts of the sequence's own calls, of which the first has the number `first`."""
         parts: list[_Part] = []
         run: list[_Forms] = []
         for at, call in enumerate(self._own, first):
@@ -146,7 +153,7 @@ class Replay:
         return parts
 
     def _forms(self, call: Call) -> _Forms | None:
-        """None: Python makes this call."""
+        """Returns a call's compiled forms, for one thread and for all threads. None: Python has to make the call."""
         kernel: Any = call.kernel
         vary = getattr(kernel, "forms", None)
         if vary is None:
@@ -155,9 +162,9 @@ class Replay:
         serial, shared = ((compilation(*form), form[1]) for form in vary(call.args))
         if serial[0] is None:
             return None
-        if shared[0] is None:  # only one thread has kernels
+        if shared[0] is None:  # only the form for one thread is compiled
             return serial, serial
-        # asked once a step: the contexts of a step are the same in all layers
+        # is_shared is asked once a step, for all layers: their contexts are the same
         depends_on = kernel.depends_on(call.args)
         if self._is_shared is None:
             self._is_shared, self._varying_on = partial(kernel.is_shared, call.args), depends_on
@@ -165,14 +172,15 @@ class Replay:
 
 
 def _joined(before: list[_Part], behind: list[_Part]) -> list[_Part]:
+    """Returns both lists of parts as one; neighbouring native parts become one part."""
     if before and behind and isinstance(before[-1], _NativePart) and isinstance(behind[0], _NativePart):
         return [*before[:-1], before[-1].followed_by(behind[0]), *behind[1:]]
     return before + behind
 
 
 class Drawing(Replay):
-    """calls leave ids [N] and bad [N], as ops.sample gives them. step: what leaves the logits they are drawn from, and is run with
-    it; None: that is run apart."""
+    """The recorded sampling of tokens. Its calls write ids [N] and bad [N], as ops.sample returns them. step: the decode step that
+    computes the logits and is run first; None: that step is run separately."""
 
     def __init__(self, calls: Sequence[Call], ids: IntArray, bad: BoolArray, step: DecodeProgram | None = None) -> None:
         super().__init__(calls, step)
@@ -180,7 +188,8 @@ class Drawing(Replay):
 
 
 class ChunkProgram(Replay):
-    """calls leave the normed hidden states [T, width], and those of tokens that are sampled from where all chunks leave them."""
+    """A recorded step with chunks of prompts. Its calls write the normed hidden states [T, width], and copy those of the tokens to
+    sample from to one place that all chunk programs share."""
 
     def __init__(self, calls: Sequence[Call], hidden: Tensor) -> None:
         super().__init__(calls)
@@ -188,8 +197,8 @@ class ChunkProgram(Replay):
 
 
 class Head(Replay):
-    """calls leave the logits [N, V]. drawings: of tokens from these, by number of rows and whether all of them are greedy; of a
-    decode step, with the step itself."""
+    """The recorded computation of logits [N, V]. drawings: the sampling recorded for these logits, by (number of rows, whether all
+    are greedy). Those of a decode step include the step itself."""
 
     def __init__(self, calls: Sequence[Call], logits: Tensor) -> None:
         super().__init__(calls)
@@ -198,7 +207,7 @@ class Head(Replay):
 
 
 class DecodeProgram(Head):
-    """calls leave the normed hidden states [N, width] as well."""
+    """A recorded decode step. Its calls write the normed hidden states [N, width] and the logits [N, V]."""
 
     def __init__(self, calls: Sequence[Call], hidden: Tensor, logits: Tensor) -> None:
         super().__init__(calls, logits)

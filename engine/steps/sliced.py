@@ -1,5 +1,5 @@
-"""A step of more tokens than the work space has room for: layer by layer, and each layer slice by slice. So prompts of any length
-run behind weights that are still coming (engine/steps/first.py).
+"""Computes a step of more tokens than the work space allows: layer by layer, and each layer slice by slice. So prompts of any
+length can be computed while the weights are still being loaded (engine/steps/first.py).
 
 Shapes: T tokens of the whole step, W width.
 """
@@ -19,14 +19,14 @@ Layer = Callable[[Tensor | None, Tensor, ForwardBatch], Tensor]
 
 
 def slices(plan: BatchPlan, max_tokens: int) -> list[BatchPlan]:
-    """Parts of the plan in its order, that sample nothing; all but the last of the same number of tokens, max_tokens at most and a
-    multiple of 32 where it is that much: then no padding is needed between them."""
+    """Returns the plan cut into slices of at most max_tokens tokens, in order; they sample nothing. All but the last have the same
+    number of tokens, a multiple of 32 (of 8 if max_tokens is below 32), so no padding is needed between them."""
     step = next((step for step in (32, 8) if max_tokens >= step), 1)
     size = max_tokens // step * step
     ends = np.cumsum(plan.num_new)
     parts = []
     for begin in range(0, int(ends[-1]), size):
-        first = np.maximum(plan.num_new - (ends - begin), 0)  # of each row's tokens, those in earlier slices
+        first = np.maximum(plan.num_new - (ends - begin), 0)  # how many of each row's tokens are in earlier slices
         num_new = np.minimum(plan.num_new, size - (ends - plan.num_new) + begin) - first
         here = num_new > 0
         rows = (plan.num_computed + first)[here].astype(np.int32), num_new[here].astype(np.int32)
@@ -35,17 +35,21 @@ def slices(plan: BatchPlan, max_tokens: int) -> list[BatchPlan]:
 
 
 def in_slices(layers: Iterable[Layer], parts: Sequence[HostBatch]) -> Iterator[Layer]:
-    """Each layer as one that computes a whole step, whose tokens are those of `parts` end to end."""
+    """Yields each layer as one that computes the whole step slice by slice. The step's tokens are those of `parts`, one after the
+    other."""
     for layer in layers:
         yield _Sliced(layer, parts)
 
 
 class _Sliced:
+    """A layer that computes its tokens slice by slice."""
+
     def __init__(self, layer: Layer, parts: Sequence[HostBatch]) -> None:
         self._layer, self._parts = layer, parts
 
     def __call__(self, update: Tensor | None, residual: Tensor, batch: ForwardBatch) -> Tensor:
-        """As the layer. The update is given back where it was: a slice is read before it is written. [T, W] each."""
+        """Computes the layer. update, residual and the returned update: [T, W]. The new update overwrites the old one, since each
+        slice is read before it is written."""
         out = torch.zeros_like(residual) if update is None else update
         begin = 0
         for part in self._parts:

@@ -1,4 +1,4 @@
-"""A step that was launched and whose tokens nobody has read."""
+"""A step that was launched and whose tokens have not been read yet."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from engine.served_models import ServedModel
 
 @dataclass(slots=True, frozen=True)
 class StepUnderWay:
-    """request_ids [R]: of the plan's rows, as they were at the launch. expected_s: what it usually takes, 0.0 where that is not
-    known."""
+    """A launched step. request_ids [R]: the requests of the plan's rows at the time of the launch. expected_s: the seconds it
+    usually takes, 0.0 if that is not known."""
 
     served: ServedModel
     plan: BatchPlan

@@ -1,4 +1,4 @@
-"""What several files set up."""
+"""Fixtures that several test files use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.kernel_cache import CACHE_DIR
 
 @pytest.fixture
 def gpu_kernels() -> Iterator[None]:
-    """What a GPU runs; on the CPU it is interpreted."""
+    """Selects the kernels that a GPU runs; on the CPU they are interpreted."""
     ops.configure_gpu(CACHE_DIR)
     yield
     ops.configure(CACHE_DIR)

@@ -1,4 +1,4 @@
-"""The GPU's model loaded on the CPU, where its kernels are interpreted."""
+"""Loads the GPU's model on the CPU, where its kernels are interpreted."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROMPT = np.random.default_rng(11).integers(0, 211, 60).tolist()
 OTHER = np.random.default_rng(12).integers(0, 211, 45).tolist()
 KINDS = ["llama", "qwen3", "gemma2", "gemma3", "phi3-partial-window"]
 INTERPRETED = [
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy tells of infinities, a GPU does not
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy warns of infinities, a GPU does not
     pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU tests/gpu runs the same model"),
     pytest.mark.usefixtures("gpu_kernels"),
 ]

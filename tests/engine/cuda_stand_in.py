@@ -1,6 +1,7 @@
-"""CUDA's virtual memory management on memfds, and the few words of torch that engine/memory/cuda_memory.py speaks: so its calls,
-their order and their arguments are proven where there is no GPU. As strict as the driver's documentation, or stricter: alignment,
-what is mapped where, what must not be freed yet. Streams are at their end at once.
+"""A stand-in for CUDA's virtual memory management, made of memfds, and for the parts of torch that engine/memory/cuda_memory.py
+uses. With it calls, their order and their arguments are tested where there is no GPU. It is as strict as the driver's
+documentation, or stricter: about alignment, what is mapped where, and what must not be freed yet. Work on its streams is finished
+at once.
 """
 
 from __future__ import annotations
@@ -65,18 +66,19 @@ class CUmemAccessDesc(SimpleNamespace):
 
 
 class Handle:
-    """A physical allocation, as one process knows it."""
+    """A physical allocation, as known to one process."""
 
     def __init__(self, fd: int, num_bytes: int, exportable: bool) -> None:
         self.fd, self.num_bytes, self.exportable, self.released = fd, num_bytes, exportable, False
 
 
 class Refused(Exception):
-    """A call that the driver would not take: CUDA_ERROR_INVALID_VALUE, and a test that fails."""
+    """Raised for a call that the driver would refuse with CUDA_ERROR_INVALID_VALUE, so that the test fails."""
 
 
 class Driver(ModuleType):
-    """cuda.bindings.driver. limit_bytes: what the device has. mapped: address -> handle; reserved: address -> bytes."""
+    """Stands in for cuda.bindings.driver. limit_bytes: the device's memory. mapped: address -> handle. reserved: address ->
+    bytes."""
 
     CUresult, CUmemLocationType, CUmemAllocationType = CUresult, CUmemLocationType, CUmemAllocationType
     CUmemAllocationHandleType, CUmemAccess_flags = CUmemAllocationHandleType, CUmemAccess_flags
@@ -230,7 +232,7 @@ class Stream:
         assert isinstance(other, Stream)
 
     def synchronize(self) -> None:
-        """At its end already."""
+        """Does nothing: the stream has finished already."""
 
 
 class Event:
@@ -250,7 +252,8 @@ class Event:
 
 
 class Torch:
-    """torch, whose CUDA device is the CPU. It asks the driver whose an address is, as the real one does."""
+    """Stands in for torch, with the CPU as its CUDA device. Like the real one it asks the driver which memory an address belongs
+    to."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
@@ -276,13 +279,13 @@ class Torch:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, driver: Driver) -> Any:
-    """engine.memory.cuda_memory, on this driver."""
+    """Returns engine.memory.cuda_memory, imported anew to use this driver."""
     bindings, cuda = ModuleType("cuda.bindings"), ModuleType("cuda")
     bindings.driver = driver  # type: ignore[attr-defined]
     for name, module in (("cuda", cuda), ("cuda.bindings", bindings), ("cuda.bindings.driver", driver)):
         monkeypatch.setitem(sys.modules, name, module)
     for name in ("engine.memory.cuda_memory", "engine.memory.cuda_copies"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))  # so that what is imported now is forgotten afterwards
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))  # so that monkeypatch removes the module imported below
         del sys.modules[name]
     cuda_memory = importlib.import_module("engine.memory.cuda_memory")
     monkeypatch.setattr(cuda_memory, "torch", Torch(driver))

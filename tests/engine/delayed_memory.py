@@ -1,5 +1,6 @@
-"""A device whose copies take their time, as a GPU's do: they are carried out later, in the order they were started, from what their
-source holds by then."""
+"""A device whose copies take time, as a GPU's do: they are carried out later, in the order they were started, and copy what their
+source contains by then.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ MAX_DELAY_S = 1e-3
 
 @dataclass
 class Delayed:
-    """Fence and Copy of DelayedMemory."""
+    """A fence or copy of DelayedMemory, which is done when `over` is set."""
 
     over: threading.Event = field(default_factory=threading.Event)
     error: Exception | None = None
@@ -43,9 +44,9 @@ class _Launches(threading.local):
 
 
 class DelayedMemory(CpuMemory):
-    """One thread copies; `running` cleared, it stops before the next copy. fail_at: that copy (from 1 on) and what follows fail.
-
-    most_under_way: copies started and not over, at most."""
+    """Device memory whose copies are made by one thread. While `running` is cleared, no further copy begins. fail_at: number (from
+    1) of the copy that fails, together with all later ones; 0: none does. most_under_way: the most copies that were started and not
+    over at a time."""
 
     def __init__(self, num_chunks: int, chunk_bytes: int, fail_at: int = 0) -> None:
         super().__init__(num_chunks, chunk_bytes)
@@ -74,7 +75,7 @@ class DelayedMemory(CpuMemory):
 
     @contextmanager
     def copying(self) -> Iterator[None]:  # type: ignore[override]
-        """What runs within runs at once, so the copies it comes after have to be over."""
+        """Waits until earlier copies are over, because the code within the context runs at once."""
         self.fence().wait()
         self._launches.in_order = True
         try:

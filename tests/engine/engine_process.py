@@ -1,4 +1,4 @@
-"""An engine process at the end of a socketpair, for tests."""
+"""Runs an engine process at the end of a socketpair, for tests."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ def null_configure(**changes: Any) -> Configure:
 
 
 def null_checkpoint(folder: Path, **faults: Any) -> str:
-    """A folder with the config.json a null model needs. `faults`: its hearthd_null object."""
+    """Creates a folder with the config.json that a null model needs, and returns its path. faults: the "hearthd_null" object in
+    it."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {
         "num_hidden_layers": 2,
@@ -92,7 +93,7 @@ def submit_message(request_id: int, model: str = "m", prompt: list[int] | None =
 
 
 class EngineProcess:
-    """Spawned as the daemon does it. `messages` holds everything received so far."""
+    """An engine process, started as the daemon starts it. messages: everything received so far."""
 
     def __init__(self, configure: Configure, stderr: Path | None = None) -> None:
         self.sock, theirs = socket.socketpair()
@@ -135,7 +136,7 @@ class EngineProcess:
         self.sock.sendall(b"".join(encode(message) for message in messages))
 
     def receive(self, timeout_s: float) -> bool:
-        """Takes in what is there; False after `timeout_s` of silence or at the end."""
+        """Receives the messages that have arrived. Returns False if none arrived for timeout_s or the engine has ended."""
         if not select.select([self.sock], [], [], timeout_s)[0]:
             return False
         data = self.sock.recv(1 << 20)
@@ -159,11 +160,11 @@ class EngineProcess:
         return [message for message in self.messages if isinstance(message, kind)]
 
     def output(self) -> dict[int, list[int]]:
-        """Tokens of each request so far."""
+        """Returns the tokens of each request so far."""
         return self._output
 
     def finished(self) -> dict[int, int]:
-        """How requests ended: protocol.FINISH_*, or -1 for RequestFailed."""
+        """Returns how requests ended: protocol.FINISH_*, or -1 for RequestFailed."""
         return self._finished
 
     def _note(self, message: Any) -> None:

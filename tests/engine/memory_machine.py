@@ -1,5 +1,6 @@
-"""A random life of one engine's memory: loads, evictions, growing and shrinking KV, failures, crashes. After every operation the
-ledger of chunks, the page tables and the reference counts must agree, and all memory must hold what its owner put there."""
+"""A random history of one engine's memory: loads, evictions, growing and shrinking KV, failures, crashes. After every operation the
+ledger of chunks, the page tables and the reference counts must agree, and all memory must hold what its owner wrote there.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +32,11 @@ from tests.engine.engine_process import load_message, null_checkpoint, null_conf
 CHUNK_BYTES = 4096
 NUM_CHUNKS, NUM_SLOTS, WORK_CHUNKS = 96, 40, 6
 BUDGET = NUM_CHUNKS - WORK_CHUNKS
-NAMES = {"a": 1, "b": 2, "c": 3, "d": 5}  # and KV heads: blocks of 1, 2, 3 and 5 quarters of a chunk
+NAMES = {"a": 1, "b": 2, "c": 3, "d": 5}  # name -> KV heads: blocks of 1, 2, 3 and 5 quarters of a chunk
 
 
 class StampedModel(NullModel):
-    """A null model whose weights are real memory: every chunk says whose it is."""
+    """A null model whose weights are real memory: every chunk contains the model's name and the chunk's number."""
 
     weights: WeightRange
 
@@ -78,7 +79,7 @@ def stamped(address: int) -> bytes:
 
 
 def memory_machine(folder: Path, done: Counter[str] | None = None) -> Callable[[], RuleBasedStateMachine]:
-    """For hypothesis's run_state_machine_as_test. `done` counts what was done, by its effect."""
+    """Returns the state machine for hypothesis's run_state_machine_as_test. done: counts what was done, by its effect."""
     for name, heads in NAMES.items():
         null_checkpoint(folder / name)
         config = (folder / name / "config.json").read_text().replace('"num_key_value_heads": 2', f'"num_key_value_heads": {heads}')
@@ -88,7 +89,7 @@ def memory_machine(folder: Path, done: Counter[str] | None = None) -> Callable[[
 
 
 class MemoryMachine(RuleBasedStateMachine):
-    """The daemon's part is played here: it keeps the ledger and says which slots are whose."""
+    """Runs an engine's memory in the daemon's place: it keeps the ledger of chunks and assigns the slots of the host tier."""
 
     def __init__(self, folder: Path, done: Counter[str]) -> None:
         super().__init__()
@@ -96,18 +97,18 @@ class MemoryMachine(RuleBasedStateMachine):
         self.slots_fd = os.memfd_create("tier")
         os.ftruncate(self.slots_fd, NUM_SLOTS * CHUNK_BYTES)
         self.free_slots = set(range(NUM_SLOTS))
-        self.kept: dict[str, tuple[list[int], int]] = {}  # slots, checksum
+        self.kept: dict[str, tuple[list[int], int]] = {}  # name -> slots, checksum
         self.saved: dict[str, Evicted] = {}
-        self.waiting: dict[str, dict[int, tuple[list[int], int]]] = {}  # of evicted models: request -> tokens, prompt
+        self.waiting: dict[str, dict[int, tuple[list[int], int]]] = {}  # evicted model -> request -> tokens, prompt length
         self.memory: CpuMemory | None = None
         self.runner: StampedRunner
         self.tier: HostTier
         self.next_request = 1
-        self.contents: dict[tuple[str, bytes], bytes] = {}  # of kept prefixes, by their keys
+        self.contents: dict[tuple[str, bytes], bytes] = {}  # (model, key) -> content of a cached prefix's block
         self._start()
 
     def _start(self) -> None:
-        """An engine with nothing in it."""
+        """Starts an engine with nothing in it, after freeing the memory of the one before."""
         if self.memory is not None:
             for _, held in self.runner.ranges._ranges.values():
                 held.close()
@@ -122,7 +123,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self.sent: list[Any] = []
         self.loads = Loads(self.runner)
         self.placements = Placements(self.models, self.loads, self.sent.append, lambda name: None, self.memory, self.tier)
-        self.held: dict[str, int] = {}  # chunks by the ledger
+        self.held: dict[str, int] = {}  # chunks of each model in the daemon's ledger
 
     def teardown(self) -> None:
         self._start()
@@ -189,7 +190,7 @@ class MemoryMachine(RuleBasedStateMachine):
             self._submit(name, request_id, tokens, num_prompt)
 
     def runner_weights(self, name: str, weights: int) -> int:
-        """A model's size is its own."""
+        """Returns the chunks of a model's weights: `weights` when its size is not known yet, and the known size from then on."""
         known = self.runner.ranges._ranges.get(name)
         slots = self.kept.get(name)
         return len(slots[0]) if slots else known[1].num_chunks if known else weights
@@ -226,7 +227,8 @@ class MemoryMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.loaded)
     @rule(data=st.data(), num=st.integers(4, 10), prompt=st.integers(1, 24))
     def crowd(self, data: st.DataObject, num: int, prompt: int) -> None:
-        """More than the reserved KV holds, side by side, and every second one leaves early: what stays lies in gaps."""
+        """Runs more sequences than the reserved KV holds and aborts every second one early, so that the remaining blocks lie in
+        gaps."""
         name = data.draw(st.sampled_from(self.loaded))
         scheduler = self.models.by_name[name].scheduler
         self.done["crowds"] += 1
@@ -263,7 +265,7 @@ class MemoryMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.loaded)
     @rule(data=st.data(), num=st.integers(1, 6))
     def abort(self, data: st.DataObject, num: int) -> None:
-        """Some sequences go, and what they computed with them: the chunks of those that stay have gaps."""
+        """Aborts some sequences and drops cached prefixes, so that the chunks of the remaining sequences have gaps."""
         scheduler = self.models.by_name[data.draw(st.sampled_from(self.loaded))].scheduler
         running = [request.request_id for _, request in scheduler.running.requests()]
         for request_id in running[::2][:num]:
@@ -273,7 +275,7 @@ class MemoryMachine(RuleBasedStateMachine):
 
     @rule(share=st.integers(0, 100))
     def shrink(self, share: int) -> None:
-        """A smaller lease, then the whole of it again."""
+        """Makes the lease smaller, then restores all of it."""
         if not self.loaded:
             return
         self.done["shrinks"] += 1
@@ -284,7 +286,7 @@ class MemoryMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.loaded)
     @rule(data=st.data(), num_chunks=st.integers(1, 8))
     def gather(self, data: st.DataObject, num_chunks: int) -> None:
-        """A model's sparse chunks are emptied, as when another one wants them: nobody loses anything."""
+        """Empties a model's sparse chunks, as when another model needs them. No sequence and no cached prefix is lost."""
         scheduler = self.models.by_name[data.draw(st.sampled_from(self.loaded))].scheduler
         before = (scheduler.kv.held_bytes, scheduler.kv.recent_keys(), scheduler.num_preemptions, self.models.chunks.num_drawn)
         given = self.models.compaction.gather(scheduler, num_chunks)
@@ -301,7 +303,7 @@ class MemoryMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(sorted(NAMES)), chance=st.integers(0, 5))
     def fail(self, name: str, chance: int) -> None:
-        """The next loads of a model fail, or do no longer."""
+        """Switches whether the next loads of a model fail."""
         if chance < 4 and name not in self.runner.fails:
             return
         self.runner.fails ^= {name}
@@ -314,7 +316,7 @@ class MemoryMachine(RuleBasedStateMachine):
 
     @rule(chance=st.integers(0, 9))
     def crash(self, chance: int) -> None:
-        """The engine is gone with all that it ran; what the daemon holds is not."""
+        """Ends the engine with all that it ran. What the daemon holds stays."""
         if chance < 9 or not self.loaded:
             return
         self.done["crashes"] += 1
@@ -324,7 +326,8 @@ class MemoryMachine(RuleBasedStateMachine):
     # ---- what must hold
 
     def _stamp_blocks(self, served: Any, plan: Any) -> None:
-        """As a model would write KV: blocks that become full say what is in them; the same when computed again."""
+        """Writes KV as a model would: each block that becomes full is stamped with its content, which is the same when computed
+        again."""
         scheduler = served.scheduler
         (group,) = scheduler.kv.groups
         for slot, first, num in zip(plan.slots.tolist(), plan.num_computed.tolist(), plan.num_new.tolist(), strict=True):

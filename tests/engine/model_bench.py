@@ -1,4 +1,4 @@
-"""Tiny checkpoints made with transformers, and a hand-driven table to step them with."""
+"""Makes tiny checkpoints with transformers, and a table filled by hand to step them with."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def make_checkpoint(folder: Path, kind: str = "llama", dtype: torch.dtype = torc
     }[kind]
     torch.manual_seed(seed)
     config = config_class(**(COMMON | changes))
-    config._attn_implementation = "eager"  # the only one of theirs that caps scores
+    config._attn_implementation = "eager"  # the only one of transformers' that caps scores
     model = model_class(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -150,12 +150,12 @@ _places = itertools.cycle(range(NUM_MODELS))
 
 
 def make_memory(num_chunks: int = NUM_CHUNKS, chunk_bytes: int = CHUNK_BYTES) -> CpuMemory:
-    """num_chunks for blocks that tables are given by hand, and behind them the chunks for weights."""
+    """Returns memory with num_chunks chunks for blocks that tests assign to tables by hand, followed by the chunks for weights."""
     return CpuMemory(num_chunks + NUM_MODELS * WEIGHT_CHUNKS * CHUNK_BYTES // chunk_bytes, chunk_bytes)
 
 
 def load_task(spec: LoadModel, progress: Any = None, cancelled: Any = None, memory: CpuMemory | None = None) -> LoadTask:
-    """Some chunks behind the tables', as many as spec.weights_chunks at most; a few models can be loaded at a time."""
+    """Returns a load into chunks after the tables' own, spec.weights_chunks at most. A few models can be loaded at a time."""
     chunk_bytes = memory.chunk_bytes if memory else CHUNK_BYTES
     num = WEIGHT_CHUNKS * CHUNK_BYTES // chunk_bytes
     first = (memory.num_chunks - NUM_MODELS * num if memory else NUM_CHUNKS) + next(_places) * num
@@ -179,7 +179,7 @@ def load(
     kv_cache_dtype: str = "",
     name: str = "",
 ) -> TorchModel:
-    name = name or f"tiny{next(_names)}"  # each has a range of its own
+    name = name or f"tiny{next(_names)}"  # a new name gets a new weight range
     fingerprint = scan_one(folder).fingerprint
     limits = (1 << 20, 0, 0, max_len, max_sequences, list(eos))
     spec = LoadModel(1, name, str(folder), dtype, fingerprint, *limits, quantize=quantize, kv_cache_dtype=kv_cache_dtype)
@@ -191,7 +191,7 @@ def load(
 def load_both(
     runner: TorchRunner, folder: Path, dtype: str, quantize: str = "", max_sequences: int = 8
 ) -> tuple[TorchModel, TorchModel]:
-    """A model that records its steps, and one that does not."""
+    """Returns two copies of a model: one that records its steps, and one that does not."""
     recorded = load(runner, folder, dtype, max_sequences=max_sequences, quantize=quantize)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hosted_model, "MAX_RECORDED_ROWS", 0)
@@ -199,7 +199,8 @@ def load_both(
 
 
 def make_table(slots: int = 8, length: int = MAX_LEN, groups: Sequence[KVGroupSpec] = ()) -> SequenceTable:
-    """Slot s starts with blocks of its own, scattered over the arena; each group's blocks lie behind those of the group before."""
+    """Returns a table whose slots have their own blocks, scattered over the arena. Each group's blocks come after those of the
+    group before it."""
     blocks = -(-length // BLOCK_TOKENS)
     table = make_sequence_table(slots, length, blocks, max(1, len(groups)))
     table.temperature[:] = 0
@@ -217,12 +218,12 @@ def make_table(slots: int = 8, length: int = MAX_LEN, groups: Sequence[KVGroupSp
 
 
 def forget_behind_windows(model: TorchModel, table: SequenceTable, slot: int, num_computed: int) -> None:
-    """What the batch scheduler does to blocks that no query from position num_computed on sees, and worse: they hold NaN."""
+    """Drops blocks that no query from position num_computed on sees, as the batch scheduler does, and fills them with NaN."""
     for memory, block_table in zip(model._kv, table.block_tables, strict=True):
         if memory.window_tokens:
             num_blocks = max(0, num_computed - memory.window_tokens + 1) // BLOCK_TOKENS
             memory.kv[block_table[slot, :num_blocks]] = torch.nan
-            memory.kv[-1] = torch.nan  # where an index of -1 leads
+            memory.kv[-1] = torch.nan  # the block that an index of -1 would read
             block_table[slot, :num_blocks] = -1
 
 
@@ -232,7 +233,7 @@ def put(table: SequenceTable, slot: int, tokens: list[int]) -> None:
 
 
 def plan(*rows: tuple[int, int, int], samples: tuple[bool, ...] | None = None) -> BatchPlan:
-    """rows: (slot, num_computed, num_new); decode rows first."""
+    """Returns a plan of these rows (slot, num_computed, num_new), decode rows first."""
     columns = np.array(rows, np.int32)
     return BatchPlan(
         step_id=0,

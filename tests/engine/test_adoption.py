@@ -1,5 +1,6 @@
-"""An engine takes over the weights that another has left in the device's memory: nothing is read, nothing is copied, and nothing is
-used that is not what it was."""
+"""An engine adopts the weights that an earlier engine left in the device's memory, without reading or copying them. Weights that
+are not exactly what they should be are not adopted.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ PROMPT = list(range(3, 40))
 
 
 def left_by(bench: TierBench, *names: str, **changes: Any) -> list[WeightsHeld]:
-    """Loads the models there, and what it says of their weights."""
+    """Loads the models into the bench and returns its reports of their weights."""
     told = []
     for name in names:
         bench.load(name, **changes)
@@ -113,7 +114,8 @@ def test_a_copy_in_the_host_tier_stays_good(tmp_path: Path) -> None:
 
 
 def test_what_is_left_gives_way_to_what_needs_room(tmp_path: Path) -> None:
-    """Blank chunks go first; once one with weights is gone, the model is read again, wherever there is room."""
+    """Chunks with adoptable weights are taken only when no blank ones are left. After one of them was taken the model is read from
+    disk."""
     make_models(tmp_path, oak={"seed": 1})
     first = TierBench(tmp_path, outlives=True)
     left = left_by(first, "oak")

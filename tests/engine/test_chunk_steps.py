@@ -1,4 +1,4 @@
-"""Recorded steps with chunks of prompts compute what steps that are made call by call do."""
+"""Recorded steps with chunks of prompts compute the same as steps whose calls are made one by one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ from tests.engine.model_bench import (
 SLOTS, LENGTH = 12, 128
 TOKENS = np.random.default_rng(4).integers(2, 211, (SLOTS, LENGTH)).tolist()
 FAMILIES = ["llama-biases-linear", "qwen3-tied-biases", "mistral-window", "phi3-partial-window", "gemma2", "gemma3"]
-# (slot, first position, tokens), and which rows sample. Chunks of up to 16 tokens attend token by token, longer ones as a whole.
+# For each step its rows (slot, first position, tokens) and which of them sample. Chunks of up to 16 tokens are attended token by
+# token, longer ones as a whole.
 STEPS = [
     (((0, 0, 20),), (True,)),
     (((1, 0, 5), (2, 0, 40), (3, 0, 17)), (True, False, True)),
@@ -43,7 +44,7 @@ STEPS = [
     (((0, 21, 1), (1, 6, 1), (2, 56, 30), (4, 0, 18), (5, 0, 3)), (True, True, True, False, True)),
     (((0, 22, 1), (2, 86, 1), (4, 18, 1), (5, 3, 2)), (True, True, True, True)),
     (((0, 23, 1), (2, 87, 1), (4, 19, 100), (6, 0, 90), (7, 0, 33)), (True, True, True, False, True)),  # 226 tokens
-    (((0, 24, 1), (6, 90, 1), (8, 0, 128), (9, 0, 128)), (True, True, True, False)),  # 258: too many to be recorded
+    (((0, 24, 1), (6, 90, 1), (8, 0, 128), (9, 0, 128)), (True, True, True, False)),  # 258 tokens: too many to be recorded
     (((0, 25, 20),), (True,)),  # the first one's size again
     (((3, 17, 1), (8, 64, 64), (10, 0, 12)), (False, True, True)),
 ]
@@ -86,7 +87,8 @@ def logits(model: TorchModel, table: SequenceTable) -> Iterator[np.ndarray]:
 
 @pytest.mark.parametrize(("dtype", "quantize"), [("float32", ""), ("bfloat16", ""), ("bfloat16", "int8")])
 def test_they_equal_steps_that_are_not_recorded(runner: TorchRunner, folder: Path, dtype: str, quantize: str) -> None:
-    """Padding aside, for which torch may take other products."""
+    """Recorded steps give the logits of steps that are not recorded, within a tolerance: recorded ones are padded, and torch may
+    multiply padded rows with another kernel."""
     recorded, plain = load_both(runner, folder, dtype, quantize)
     wanted = list(logits(plain, new_table(plain)))
     tolerance = 1e-4 if dtype == "float32" else 0.06
@@ -161,7 +163,7 @@ def test_where_settings_alone_decide_tokens_are_drawn_by_recorded_calls(
 def test_recorded_in_idle_time_they_are_the_same_from_the_first_on(
     runner: TorchRunner, folder: Path, dtype: str, quantize: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And what sequences have stored is as it was."""
+    """Steps recorded in idle time are right from their first run on, and recording them leaves the sequences' stored KV alone."""
     model, plain = load_both(runner, folder, dtype, quantize)
     wanted = list(logits(plain, new_table(plain)))
     table = new_table(model)
@@ -188,7 +190,7 @@ def test_results_find_room_where_they_are_said_to(runner: TorchRunner, folder: P
     model = load(runner, folder, "bfloat16", max_sequences=SLOTS, max_len=LENGTH)
     model.logits(plan((0, 0, 120), (1, 0, 120)), new_table(model))
     assert set(model._steps.chunks) == {256}
-    packed = 2 * (260 << 10)  # weights, by two threads
+    packed = 2 * (260 << 10)  # weights that two threads pack
     assert 0 < scratch.most_bytes <= sizing.recorded_bytes(model.shape, "bfloat16", SLOTS, 512) + packed
     model.release()
 

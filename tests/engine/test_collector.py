@@ -1,4 +1,4 @@
-"""Python's garbage collector runs when the engine says so, and finds what an evicted model left once nothing runs."""
+"""Python's garbage collector runs when the engine decides, and collects what an evicted model left once nothing runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decode steps captured as graphs: a stand-in runs the captured step again, as a replay would."""
+"""Decode steps captured as graphs give the right tokens. A stand-in for a graph runs the captured step again, as a replay would."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ HANDLES = itertools.count()
 
 
 class StandInGraph:
-    """In CUDAGraph's place: a replay runs the captured step again, into the same result. As torch's allocator has it, a pool is
-    closed to new graphs once the last one in it is gone."""
+    """Stands in for torch's CUDAGraph: a replay runs the captured step again and writes to the same result. As with torch's
+    allocator, a pool accepts no new graph once its last one is destroyed."""
 
     captured: ClassVar[list[StandInGraph]] = []
     alive: ClassVar[dict[Any, int]] = {}  # graphs of each pool
@@ -49,7 +49,7 @@ class StandInGraph:
             self.alive[self.pool] -= 1
 
     def capture_end(self) -> None:
-        """The step between the two was the captured one."""
+        """Ends the capture. The step that ran since capture_begin is the captured one."""
 
     def replay(self) -> None:
         self.drawn.copy_(self.step())
@@ -75,7 +75,7 @@ def stand_in_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def remember_steps(model: CudaModel) -> None:
-    """Each stand-in for a graph gets the step that was captured with it."""
+    """Gives each stand-in graph the step that was captured with it."""
     step = model.graphs._step
 
     def remembered(columns: Any) -> Any:
@@ -89,7 +89,7 @@ def remember_steps(model: CudaModel) -> None:
 
 
 def decoded(model: CudaModel, rows: int, steps: int) -> list[list[int]]:
-    """Seeded and greedy rows, each step's tokens known to the next on the device alone."""
+    """Returns the tokens of seeded and greedy rows, where each step takes the last tokens from the device alone."""
     table = make_table(groups=model.kv_groups)
     for slot in range(rows):
         put(table, slot, PROMPT[slot : slot + 5])
@@ -100,7 +100,7 @@ def decoded(model: CudaModel, rows: int, steps: int) -> list[list[int]]:
 
 
 def test_captured_steps_are_padded_steps_with_other_columns(tmp_path: Path, stand_in_graphs: None) -> None:
-    """What a graph runs again reads its columns where the first run's were; rows of padding change nothing."""
+    """A replayed step reads its columns from where the captured one's were, and padding rows change nothing."""
     make_checkpoint(tmp_path, kind="qwen2", num_hidden_layers=1)
     plain = decoded(load_cuda_model(tmp_path), 3, 3)
     model = load_cuda_model(tmp_path, max_graph_rows=8)
@@ -130,11 +130,12 @@ def test_a_step_without_memory_for_its_graph_runs_without_one(tmp_path: Path, st
 
 
 def test_nothing_is_captured_after_a_second_load(tmp_path: Path, stand_in_graphs: None) -> None:
-    """The first load captures what it is asked for, idle time the rest, smallest first; what comes back has them all."""
+    """The first load captures the requested sizes, idle time the rest, smallest first. A model that is loaded again still has them
+    all."""
     make_checkpoint(tmp_path, kind="qwen2", num_hidden_layers=1)
     model = load_cuda_model(tmp_path, max_graph_rows=8)
     remember_steps(model)
-    model.capture(3)  # the stand-in's capture computes, which a real one does not: before there is a token to be spoilt
+    model.capture(3)  # the stand-in's capture computes, unlike a real one, so it is done before there are tokens to overwrite
     first = decoded(model, 3, 2)
     order = []
     while model.num_uncaptured:

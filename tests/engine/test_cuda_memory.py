@@ -1,5 +1,6 @@
-"""engine/memory/cuda_memory.py on a stand-in for the driver: the suite of the cpu device's memory, and what a driver counts.
-tests/gpu runs the same on a GPU."""
+"""engine/memory/cuda_memory.py passes the suite of the cpu device's memory on a stand-in for the driver, and what the driver counts
+is right. tests/gpu runs the same suite on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +75,8 @@ def test_chunks_of_another_granularity(cuda_memory: Any) -> None:
 
 
 def test_chunks_are_exported_and_had_again(cuda_memory: Any, driver: cuda_stand_in.Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By another memory, when the one that made them is closed: they hold what they held, and nothing more is taken."""
+    """Another memory imports the chunks after the one that made them was closed. They keep their content, and no further memory is
+    taken."""
     first = cuda_memory.CudaMemory(5, CHUNK, exportable=True)
     weights = WeightRange(first, 2 * CHUNK + 100)
     weights.map([3, 0, 4])
@@ -92,7 +94,7 @@ def test_chunks_are_exported_and_had_again(cuda_memory: Any, driver: cuda_stand_
     again.map([3, 0, 4])
     assert second.checksum(again.address, 2 * CHUNK + 100) == told
     total = checksum_of(second, np.array([3, 0, 4], np.int32), 2 * CHUNK + 100)
-    monkeypatch.setattr("engine.memory.transfers.NUM_THREADS", 1)  # Triton's interpreter is for one thread
+    monkeypatch.setattr("engine.memory.transfers.NUM_THREADS", 1)  # Triton's interpreter works in one thread only
     for left_checksum, adopted in ((total, True), (total + 1, False)):
         spec = load_message("path")
         left = WeightsHeld(1, "m", spec.fingerprint, spec.dtype, "", 2 * CHUNK + 100, [3, 0, 4], left_checksum)

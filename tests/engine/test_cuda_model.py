@@ -1,5 +1,6 @@
-"""The GPU's model, its kernels interpreted, against transformers: every logit, and tokens fed back on the device. What only a GPU
-can show (graphs, streams, page-locked memory) is in tests/gpu."""
+"""The GPU's model, with its kernels interpreted, gives every logit as transformers does, also with sampled tokens that stay on the
+device. What only a GPU can show (graphs, streams, page-locked memory) is tested in tests/gpu.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_prefill_in_chunks_then_a_mixed_batch(made: tuple[Path, Any]) -> None:
-    """Three rows prefill; then one decodes, one has a short chunk and one a long one."""
+    """Logits are right when three rows prefill, and in a mixed step where one row decodes, one has a short chunk and one a long
+    chunk."""
     model = load_cuda_model(made[0])
     table = make_table(groups=model.kv_groups)
     for slot, tokens in ((0, PROMPT), (1, OTHER), (4, PROMPT)):
@@ -65,7 +67,8 @@ def test_prefill_in_chunks_then_a_mixed_batch(made: tuple[Path, Any]) -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
 def test_tokens_go_from_step_to_step_on_the_device(tmp_path: Path, kind: str) -> None:
-    """Six steps are launched before the first is read; the host never tells a sampled token back."""
+    """Six steps launched before the first is read give the right text: sampled tokens reach the next step without passing through
+    the host."""
     made = make_checkpoint(tmp_path, **CASES[kind])
     model = load_cuda_model(tmp_path)
     table = make_table(groups=model.kv_groups)
@@ -81,8 +84,8 @@ def test_tokens_go_from_step_to_step_on_the_device(tmp_path: Path, kind: str) ->
 
 
 def test_settings_of_rows_give_the_tokens_of_the_cpu(tmp_path: Path) -> None:
-    """Seeded, cut, penalised, biased, masked and greedy rows in one step, log-probabilities for some and for a prompt, as the CPU's
-    sampler gives them."""
+    """A step with seeded, cut, penalised, biased, masked and greedy rows samples the CPU sampler's tokens. Log-probabilities, of
+    some rows and of a prompt, are equal too."""
     make_checkpoint(tmp_path, **CASES["llama"])
     settings = [
         SamplingParams(max_tokens=20, temperature=0.9, seed=4),
@@ -143,7 +146,7 @@ def test_a_row_that_is_not_finite_is_bad_and_no_other(tmp_path: Path) -> None:
 
 
 def test_a_step_that_finds_no_memory_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the model steps on."""
+    """A step that finds no memory raises NoWorkSpace, and the model's next step runs as usual."""
     make_checkpoint(tmp_path, kind="qwen2", num_hidden_layers=1)
     model = load_cuda_model(tmp_path)
     table = make_table(groups=model.kv_groups)
@@ -179,8 +182,8 @@ def test_released_weights_are_not_used(tmp_path: Path) -> None:
 
 
 def scheduled(model: CudaModel, ahead: bool, stop: Sequence[int] = ()) -> dict[int, list[int]]:
-    """Texts of three requests, with seeds, chunks, and stop ids for one: steps one after the other, or each launched before the
-    last is read."""
+    """Returns the texts of three requests with seeds and chunked prompts, one of them with stop ids. ahead: each step is launched
+    before the last one is read; otherwise steps run one after the other."""
     block_bytes = model.kv_groups[0].block_bytes
     chunks = ChunkPool(len(model._memory[0].kv) * block_bytes // CHUNK_BYTES, CHUNK_BYTES, lease_chunks=40)
     spec = LoadModel(1, "tiny", "", "float32", "f", 0, 8, 40, MAX_LEN, 8, [1])

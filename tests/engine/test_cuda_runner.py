@@ -1,4 +1,4 @@
-"""TorchRunner for a GPU: weights on their way to the device, work space, and models that come back."""
+"""Tests of TorchRunner for a GPU: weights on their way to the device, work space, and models that are loaded again."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ pytestmark = INTERPRETED
 
 
 def test_the_runner_gives_the_model_of_the_last_load_back(tmp_path: Path) -> None:
-    """An evicted model's weights return to their addresses: what was captured over them stays."""
+    """A model that is loaded again is the same object: its weights return to their addresses, so graphs captured over them stay
+    valid."""
     whole = make_checkpoint(tmp_path, **CASES["llama"])
     memory = make_memory()
     options = Configure("cpu:0", memory.num_chunks, memory.chunk_bytes, 64 << 20, 512, BLOCK_TOKENS, 10.0, 1, cache_dir=CACHE_DIR)
@@ -69,7 +70,7 @@ def test_the_runner_gives_the_model_of_the_last_load_back(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_weights_reach_a_device_as_they_reach_the_host(tmp_path: Path, dtype: str) -> None:
-    """Through slots smaller than a tensor, as they are and converted."""
+    """A device gets the same bytes as the host, with and without conversion, through slots smaller than a tensor."""
     make_checkpoint(tmp_path, **CASES["llama"])
     memory = make_memory()
     with ExitStack() as stack:

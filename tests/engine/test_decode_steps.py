@@ -1,4 +1,4 @@
-"""Recorded decode steps equal those that are computed call by call, bit for bit."""
+"""Recorded decode steps equal steps whose calls are made one by one, bit for bit."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from tests.engine.model_bench import (
 SLOTS = 24
 TOKENS = np.random.default_rng(2).integers(2, 211, (SLOTS, 48)).tolist()
 FAMILIES = ["llama-biases-linear", "qwen3-tied-biases", "mistral-window", "phi3-partial-window", "gemma2", "gemma3"]
-# 12 and 17: padded to 16 and 24 rows in bfloat16, and the second's products are torch's
+# 12 and 17 rows are padded to 16 and 24 in bfloat16; products of 24 rows are computed by torch
 BATCHES = [[3], [3, 5], [5], [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], [2, 19], list(range(17)), [19]]
 
 
@@ -70,7 +70,7 @@ def programs(model: TorchModel) -> set[int]:
 
 
 def filled(model: TorchModel) -> SequenceTable:
-    """All slots with a prompt, each of another length; slot 5 shares its first blocks with slot 3."""
+    """Returns a table with a prompt in every slot, of three different lengths. Slot 5 shares its first blocks with slot 3."""
     table = make_table(SLOTS, 48, model.kv_groups)
     for slot, tokens in enumerate(TOKENS):
         put(table, slot, TOKENS[3][: 3 * BLOCK_TOKENS] + tokens[3 * BLOCK_TOKENS :] if slot == 5 else tokens)
@@ -82,10 +82,10 @@ def filled(model: TorchModel) -> SequenceTable:
 
 
 def steps(model: TorchModel, table: SequenceTable, at: dict[int, int]) -> Iterator[np.ndarray]:
-    """Logits of every batch; at: the next position of each slot."""
+    """Yields the logits of every batch. at: the next position of each slot, which is moved on."""
     for slots in BATCHES:
         for slot in slots:
-            if slot != 5:  # it is ahead of the one it shares blocks with
+            if slot != 5:  # it is ahead of slot 3, which still needs the shared blocks
                 forget_behind_windows(model, table, slot, at[slot])
         yield model.logits(plan(*((slot, at[slot], 1) for slot in slots)), table)
         for slot in slots:
@@ -98,7 +98,7 @@ def positions() -> dict[int, int]:
 
 @pytest.fixture
 def no_dynamo(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Importing it fails, as it should never be tried: it takes a second."""
+    """Makes an import of torch._dynamo fail: steps must never import it, since that takes a second."""
     monkeypatch.setitem(sys.modules, "torch._dynamo", None)
 
 
@@ -117,7 +117,7 @@ def test_they_equal_steps_that_are_not_recorded(runner: TorchRunner, folder: Pat
 
 
 def drawn(model: TorchModel, table: SequenceTable, at: dict[int, int]) -> Iterator[tuple[list[int], list[bool]]]:
-    """Tokens of every batch. Before some of them a row's settings change."""
+    """Yields the sampled tokens of every batch. Before some batches a row's settings change."""
     for number, slots in enumerate(BATCHES):
         table.edits_logits[3] = number == 2
         table.params[3] = SamplingParams(9, temperature=0.8, presence_penalty=0.5)
@@ -137,7 +137,8 @@ def drawn(model: TorchModel, table: SequenceTable, at: dict[int, int]) -> Iterat
 def test_tokens_are_those_of_steps_that_are_not_recorded(
     runner: TorchRunner, folder: Path, dtype: str, temperatures: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Drawn by recorded calls where settings alone decide, and in either way where they do not."""
+    """Recorded and unrecorded steps sample the same tokens, both where settings alone decide (sampling is then recorded, too) and
+    where rows need more."""
 
     def table_of(model: TorchModel) -> SequenceTable:
         table = filled(model)
@@ -181,7 +182,8 @@ def reference_greedy(logits: Tensor) -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_all_that_may_run_are_recorded_within_the_memory_they_may_take(runner: TorchRunner, folder: Path) -> None:
-    """21 is no multiple of 8; memory for results stays within its bound."""
+    """Steps of the largest allowed number of rows are recorded, even if that is no multiple of 8. Memory for results stays within
+    its bound."""
     runner._scratch = scratch = Scratch()
     model = load(runner, folder, "bfloat16", max_sequences=21)
     table = filled(model)
@@ -194,7 +196,8 @@ def test_all_that_may_run_are_recorded_within_the_memory_they_may_take(runner: T
 
 
 def test_two_models_share_scratch_memory_and_one_comes_back(runner: TorchRunner, tmp_path: Path) -> None:
-    """They take turns; then the first is evicted and loaded again, to other chunks."""
+    """Two models that step alternately share scratch memory and give the right logits, also after the first was evicted and loaded
+    into other chunks."""
     folders = [tmp_path / name for name in ("llama", "qwen3")]
     for seed, folder in enumerate(folders):
         make_checkpoint(folder, kind=folder.name, seed=seed, num_hidden_layers=2 + seed)
@@ -206,7 +209,7 @@ def test_two_models_share_scratch_memory_and_one_comes_back(runner: TorchRunner,
         recorded.release()
     models = [load(runner, folder, "bfloat16", max_sequences=SLOTS) for folder in folders]
     for _ in range(2):
-        for model, logits in zip(models, wanted, strict=True):  # both have the same blocks, which are filled anew
+        for model, logits in zip(models, wanted, strict=True):  # both use the same blocks, so `filled` writes them again
             assert all(np.array_equal(*pair) for pair in zip(steps(model, filled(model), positions()), logits, strict=True))
     first = models[0]
     first.release()
@@ -217,7 +220,8 @@ def test_two_models_share_scratch_memory_and_one_comes_back(runner: TorchRunner,
 
 
 def test_a_model_that_comes_back_still_has_its_steps(runner: TorchRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its weights are in other chunks, and what ends an answer may have changed."""
+    """A model that is loaded again keeps its recorded steps, although its weights are in other chunks and its end ids may have
+    changed."""
     make_checkpoint(tmp_path)
 
     def again(eos: int = 1, **limits: int) -> TorchModel:
@@ -271,7 +275,7 @@ def test_a_load_that_fails_leaves_a_model_that_can_come_back(runner: TorchRunner
 def test_what_cannot_be_recorded_is_computed_as_before(
     runner: TorchRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compute: Callable[[Tensor], Tensor]
 ) -> None:
-    """A family that uses torch beside engine/ops.py."""
+    """The steps of a model that calls torch outside of engine/ops.py are not recorded, and give the right logits."""
     make_checkpoint(tmp_path)
     model, plain = load_both(runner, tmp_path, "float32")
     for each in (model, plain):

@@ -1,4 +1,4 @@
-"""Copies that a device makes by itself: nothing is told, freed or used again before they are over."""
+"""With copies that a device makes by itself, nothing is reported, freed or reused before they are over."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ NEVER: Callable[[], bool] = lambda: False  # noqa: E731
 
 
 class Device:
-    """A delayed memory with one model's range and a ring of two slots, far less than the model."""
+    """A delayed memory with the range of one model and a ring of two slots, which is far smaller than the model."""
 
     def __init__(self, source: OpenCheckpoint, dtype: str, fail_at: int = 0) -> None:
         self.source, self.dtype = source, dtype
@@ -89,7 +89,7 @@ def device(folder: Path) -> Iterator[Callable[..., Device]]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_has_landed_is_there(device: Callable[..., Device], dtype: str) -> None:
-    """Though slots are filled again and again while copies lag behind; each read is told once."""
+    """Reported bytes are in device memory, although slots are refilled while copies lag behind. Each read is reported once."""
     made = device(dtype)
     told: list[tuple[int, int]] = []
 
@@ -109,7 +109,8 @@ def test_what_has_landed_is_there(device: Callable[..., Device], dtype: str) -> 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_weights_are_kept_from_the_device_as_they_land(device: Callable[..., Device], fails: bool) -> None:
-    """Copies to the device and back are under way at the same time; where it fails, none is when the load has ended."""
+    """Weights are copied to the host tier while others are still copied to the device. After a failure no copy is left under
+    way."""
     made = device(fail_at=60 if fails else 0)
     fd = os.memfd_create("tier")
     os.ftruncate(fd, 32 * CHUNK)
@@ -142,7 +143,7 @@ def test_weights_are_kept_from_the_device_as_they_land(device: Callable[..., Dev
 
 
 def test_a_full_ring_waits_for_the_device(device: Callable[..., Device]) -> None:
-    """While it copies nothing, as much is read as there are slots, and nothing is told."""
+    """While the device copies nothing, no more is read than there are slots, and nothing is reported."""
     made, told = device(), []
     made.memory.running.clear()
     load = threading.Thread(target=made.stream, kwargs={"landed": told.append})
@@ -193,7 +194,8 @@ def pieces_of(memory: DelayedMemory, host: np.ndarray) -> list[tuple[int, Any]]:
 
 
 def test_pieces_go_there_and_back(memory: DelayedMemory) -> None:
-    """Several are under way at a time; progress grows; a piece that has landed is there; sums are the pieces'."""
+    """Pieces are copied to the device and back, several at a time. Progress grows, a reported piece has arrived, and the checksums
+    are right."""
     host = np.random.default_rng(0).integers(0, 256, 16 * CHUNK, np.uint8)
     pieces, done, told = pieces_of(memory, host), [], []
 
@@ -213,7 +215,7 @@ def test_pieces_go_there_and_back(memory: DelayedMemory) -> None:
 
 
 def test_a_transfer_ends_with_its_copies(memory: DelayedMemory) -> None:
-    """Cancelled or failed, it returns when nothing reads or writes the memory any more."""
+    """A transfer that is cancelled or fails returns only when no copy reads or writes the memory any more."""
     pieces = pieces_of(memory, np.ones(16 * CHUNK, np.uint8))
     looks = iter(range(100))
     with pytest.raises(TransferCancelled):
@@ -239,7 +241,8 @@ def on_gpu_kernels() -> Iterator[None]:
 
 @pytest.mark.parametrize("fail_at", [2, 30])
 def test_a_load_that_failed_leaves_its_chunks_free(folder: Path, on_gpu_kernels: None, fail_at: int) -> None:
-    """The runner tells the device's error as that load's; nothing is mapped or under way: the chunks have another use at once."""
+    """The runner raises the device's error for the load. Nothing is mapped or under way afterwards, so the chunks can be reused at
+    once."""
     memory = DelayedMemory(64, CHUNK, fail_at)
     options = Configure("cuda:0", 64, CHUNK, 64 << 20, 512, BLOCK_TOKENS, 10.0, 1, cache_dir=CACHE_DIR)
     runner = TorchRunner(memory, options, gpu=True)
@@ -250,6 +253,6 @@ def test_a_load_that_failed_leaves_its_chunks_free(folder: Path, on_gpu_kernels:
         runner.load(LoadTask(spec, chunks, lambda done, total: None, lambda: False))
     assert memory.num_over == memory.num_started >= fail_at
     weights = runner._ranges.of("m", (spec.fingerprint, "float32", ""), runner._ranges._ranges["m"][1].num_bytes)
-    weights.map(chunks[: weights.num_chunks].tolist())  # refused were it mapped still
+    weights.map(chunks[: weights.num_chunks].tolist())  # would be refused if it were still mapped
     weights.close()
     memory.close()

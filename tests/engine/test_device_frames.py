@@ -1,4 +1,6 @@
-"""Packed weights decoded on the device: a plain array of bytes stands for its memory, and Triton's interpreter for the GPU."""
+"""Packed weights are decoded on the device. A plain array of bytes stands in for its memory, and Triton's interpreter for the
+GPU.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """In frames of a few thousand values: the interpreter is slow."""
+    """Returns a folder with a packed checkpoint. Its frames have a few thousand values only, because the interpreter is slow."""
     folder = write_packable(tmp_path_factory.mktemp("packed") / "m", 2)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(frame, "FRAME_VALUES", 1 << 13)
@@ -63,7 +65,7 @@ def memory() -> Iterator[CpuMemory]:
 
 
 def on_host(folder: Path, dtype: str) -> Any:
-    """What the plain files hold."""
+    """Returns the weights as the plain files hold them."""
     with ExitStack() as stack:
         source = open_checkpoint(folder, "", stack, in_place=False)
         assert not source.is_packed
@@ -73,7 +75,7 @@ def on_host(folder: Path, dtype: str) -> Any:
 
 
 def on_device(folder: Path, dtype: str, memory: CpuMemory, frames: DeviceFrames | None) -> tuple[Any, int]:
-    """What the packed ones become; how many frames the device decoded."""
+    """Returns the weights that the packed files are decoded to, and how many frames the device decoded."""
     with ExitStack() as stack:
         source = open_checkpoint(folder, "", stack, in_place=False, wants_packed=lambda checkpoint: True)
         assert source.is_packed
@@ -106,7 +108,7 @@ def test_weights_of_another_dtype_are_decoded_and_converted_on_the_host(packed: 
 
 
 def spoil(folder: Path, change: Any) -> str:
-    """Changes the last packed frame of a file and its checksum with it; returns the tensor's name."""
+    """Changes the last frame of a packed tensor and adjusts the frame's checksum. Returns the tensor's name."""
     path = next((folder / PACKED_DIR).glob("*.safetensors"))
     header = next(one for name, one in read_headers(folder, PACKED_DIR).items() if name.endswith(path.name))
     tensor = next(one for one in header.tensors if any(each.packed for each in one.frames))
@@ -129,7 +131,7 @@ def spoil(folder: Path, change: Any) -> str:
 
 
 def other_escapes(held: Any, num_values: int) -> None:
-    """Groups of negative and of huge numbers of escapes."""
+    """Writes counts of escapes that are negative or far too large."""
     counts = held[frame.offsets_at(num_values) : frame.escapes_at(num_values)].view("<u4")
     counts[0], counts[-1] = 0xFFFFFF00, 1 << 30
 
@@ -143,7 +145,7 @@ def fewer_values(held: Any, num_values: int) -> None:
 def test_a_frame_with_a_right_checksum_and_wrong_contents_is_refused(
     tmp_path: Path, packed: Path, memory: CpuMemory, where: str, change: Any
 ) -> None:
-    """A checksum proves nothing against who can write the file."""
+    """Frames are checked beyond their checksum, since whoever writes the file can write a matching checksum."""
     folder = tmp_path / "m"
     for path in packed.rglob("*"):
         if path.is_file():
@@ -187,7 +189,7 @@ def test_its_speed_is_measured_as_loads_use_it(packed: Path, memory: CpuMemory, 
 
 
 def test_a_gpu_runner_decodes_on_its_device(packed: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The whole load: packed files alone, so that there is nothing to choose."""
+    """A whole load decodes on the device. Only packed files exist, so there is nothing to choose."""
     folder = tmp_path / "m"
     (folder / PACKED_DIR).mkdir(parents=True)
     for path in packed.rglob("*"):

@@ -1,4 +1,6 @@
-"""Pooled, normalised vectors against transformers in float32, and the requests of an encoder."""
+"""An encoder's pooled, normalised vectors equal those of transformers in float32, and its requests are queued, bounded and
+answered.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,7 @@ def load(folder: Path) -> TorchEncoder:
 
 
 def expected(model: Any, pooling: str) -> np.ndarray:
-    """Padded and masked, as sentence-transformers does it."""
+    """Returns the vectors that transformers computes, with padding and masks as in sentence-transformers."""
     longest = max(LENGTHS)
     ids = torch.zeros(len(TEXTS), longest, dtype=torch.long)
     mask = torch.zeros(len(TEXTS), longest, dtype=torch.long)

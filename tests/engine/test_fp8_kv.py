@@ -1,5 +1,6 @@
-"""Models that keep their keys and values as fp8: on the GPU's kernels (interpreted) and on their twins; KV that is saved and taken
-back."""
+"""Models that store keys and values as fp8: on the GPU's kernels (interpreted) and their reference implementations, and when KV is
+saved and restored.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ OTHER = np.random.default_rng(12).integers(0, 211, 45).tolist()
 
 
 def test_a_block_holds_its_values_and_their_scales() -> None:
-    """Each byte of a block belongs to one value or one scale, and to nobody else's block."""
+    """Each byte of a block belongs to exactly one value or scale, and to no other block."""
     layers, heads, head_dim = 3, 2, 24
     group = KVGroupSpec("full", 8, layers * 2 * heads * 8 * sizing.kv_head_bytes(head_dim, KV_FP8), tuple(range(layers)))
     arena = torch.zeros(5 * group.block_bytes + 17, dtype=torch.uint8)
@@ -56,7 +57,7 @@ def test_a_block_holds_its_values_and_their_scales() -> None:
 
 
 def prefilled_and_mixed(model: Any) -> np.ndarray:
-    """Logits of two rows in chunks, then of a decode row beside a chunk."""
+    """Returns the logits of two rows in chunks, then of a decode row together with a chunk, then of two decode rows."""
     table = make_table(groups=model.kv_groups)
     put(table, 0, PROMPT)
     put(table, 1, OTHER)
@@ -73,13 +74,14 @@ def wanted_logits(made: Any) -> np.ndarray:
 
 @pytest.fixture
 def kernels_on_and_off() -> Iterator[None]:
-    """The twins in place of the CPU's kernels, which would serve all but what reads and writes KV."""
+    """Restores the CPU's kernels after a test that uses the reference implementations instead. The kernels would compute everything
+    but what reads and writes KV."""
     yield
     ops.configure(CACHE_DIR)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU tests/gpu runs the same model")
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy tells of infinities, a GPU does not
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns of infinities, a GPU does not
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "qwen3", "phi3-partial-window"])
 def test_the_gpus_model_equals_the_twins_and_both_are_near_the_truth(tmp_path: Path, kind: str, kernels_on_and_off: None) -> None:
     pytest.importorskip("triton")
@@ -92,7 +94,7 @@ def test_the_gpus_model_equals_the_twins_and_both_are_near_the_truth(tmp_path: P
     twins = prefilled_and_mixed(load(runner, tmp_path, kv_cache_dtype=KV_FP8))
     ops.configure_gpu(CACHE_DIR)
     ours = prefilled_and_mixed(load_cuda_model(tmp_path, kv_cache_dtype=KV_FP8))
-    # a sum in another order may move a key over the middle between two codes, a sixteenth apart; so the mean is held closer
+    # a sum in another order may round a key to the next fp8 code, a sixteenth away, so the mean has the stricter limit
     spread = float(truth.std())
     assert np.abs(ours - twins).mean() < 2e-3 * spread
     assert np.abs(ours - twins).max() < 0.1 * spread
@@ -114,7 +116,7 @@ class Fp8Bench(TierBench):
 
 @pytest.mark.parametrize("name", ["llama", "gemma"])
 def test_saved_kv_is_read_with_the_scales_it_was_written_with(folder: Path, name: str) -> None:
-    """Sequences stopped, saved, taken back and gone on with give the tokens they would have given; shared beginnings among them."""
+    """Sequences whose KV is saved and restored go on with the tokens they would have had, also where they share their beginning."""
     bench = Fp8Bench(folder)
     gone, done = preempted(bench, name, 18, range(NUM_SLOTS))
     assert 0 < gone.saved_kv_tokens == done.restored_kv_tokens

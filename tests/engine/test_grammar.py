@@ -1,4 +1,4 @@
-"""Grammars in an engine process, with the null runner: it draws any token the mask leaves."""
+"""Tests of grammars in an engine process, with the null runner, which samples any token that the mask allows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is in a device's chunks outlives the process that put it there, in the hands of another that holds their descriptors."""
+"""The content of a device's chunks outlives the process that wrote it, as long as another process holds the chunks' descriptors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 CHUNK = 2 << 20
 NUM_CHUNKS, WEIGHTS_BYTES, PLACES = 6, 2 * CHUNK + 1234, [4, 1, 2]
 
-# An engine's life, as far as its memory goes: "make" leaves weights there and waits to be killed, "have" says what it found.
+# What an engine does with its memory: "make" writes weights and waits to be killed, "have" prints the checksum of what it found.
 LIFE = """
 import socket, sys
 import torch
@@ -43,7 +43,8 @@ sys.stdin.read()
 
 
 def lives(what: str, kind: tuple[str, str, str], given: Sequence[int]) -> tuple[str, list[int]]:
-    """One process from birth to SIGKILL: what it printed, and the handles it sent."""
+    """Runs a process until it is killed with SIGKILL, and returns what it printed and the handles it sent. what: "make" writes
+    weights to the memory, "have" prints the checksum of what it finds. given: handles of the memory that it starts with."""
     module, name, options = kind
     program = LIFE.format(module=module, kind=name, options=options, num_bytes=WEIGHTS_BYTES, places=PLACES)
     ours, theirs = socket.socketpair()
@@ -67,7 +68,8 @@ def lives(what: str, kind: tuple[str, str, str], given: Sequence[int]) -> tuple[
 
 
 def outlive(kind: tuple[str, str, str]) -> None:
-    """The first process is dead before its handles are even taken in; the second one is given them, twice."""
+    """Weights written by one process are found by two later ones, which get its handles after its death. Without handles they are
+    not found."""
     told, kept = lives("make", kind, [])
     assert int(told)
     assert lives("have", kind, kept)[0] == told

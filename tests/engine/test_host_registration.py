@@ -1,4 +1,4 @@
-"""Host memory is registered with a device that wants that, range by range; what cannot be is used as it is."""
+"""Host memory is registered with a device that wants that, range by range. What cannot be registered is used as it is."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CHUNK = 1 << 20
 
 
 class Registering(CpuMemory):
-    """Remembers what is registered; the host's memory is as good for it. limit_bytes: more is refused."""
+    """A memory that records what is registered with it. limit_bytes: registering more than this is refused."""
 
     limit_bytes = 1 << 40
     registered: tuple[tuple[int, int], ...] = ()

@@ -1,4 +1,4 @@
-"""Weights and KV that outlive an eviction, and an engine."""
+"""Weights and KV in the host tier survive an eviction, and weights also the end of an engine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROMPTS = {number: np.random.default_rng(number).integers(2, 211, 3 + 7 * number
 COMMON = np.random.default_rng(99).integers(2, 211, 13).tolist()
 PROMPTS[5] = COMMON + PROMPTS[5]
 PROMPTS[6] = COMMON + PROMPTS[6]
-PROMPTS[7] = PROMPTS[6]  # the same text twice: both hold the same last block
+PROMPTS[7] = PROMPTS[6]  # the same text twice, so both requests hold the same last block
 OUTPUT_TOKENS = 40
 
 
@@ -74,7 +74,7 @@ def test_a_kept_copy_is_loaded_without_the_disk(folder: Path, tmp_path: Path, nu
     bench.run("llama")
     assert bench.output[1] == first
     bench.evict("llama")
-    if quantize:  # and from disk again, without a copy
+    if quantize:  # loads from disk again, without a copy
         bench.load("llama", quantize=quantize)
         bench.output.pop(1)
         bench.submit("llama", 1, PROMPTS[3], 20)
@@ -135,7 +135,8 @@ def test_a_file_too_small_for_its_slots() -> None:
 
 
 def preempted(bench: TierBench, name: str, num_steps: int, save_slots: range) -> tuple[Evicted, LoadDone]:
-    """Everything submitted, stopped after some steps, loaded again, submitted again, run to the end."""
+    """Submits all requests, evicts the model after num_steps steps, loads it again, submits the requests again and runs them to
+    their end. Returns the messages of the eviction and of the second load."""
     bench.load(name)
     for request_id, prompt in PROMPTS.items():
         bench.submit(name, request_id, prompt, OUTPUT_TOKENS)
@@ -153,7 +154,8 @@ def preempted(bench: TierBench, name: str, num_steps: int, save_slots: range) ->
 @pytest.mark.parametrize("name", ["llama", "gemma", "mistral"])
 @pytest.mark.parametrize("num_steps", [5, 18])
 def test_preempted_requests_go_on_as_if_nothing_had_been(folder: Path, name: str, num_steps: int) -> None:
-    """Several lengths, so last blocks of every filling; windows; shared beginnings; two of the same text."""
+    """Requests go on from saved KV with only one token computed again each. Prompts of several lengths fill the last block
+    differently; some models have windows; some prompts share their beginning, and two are the same."""
     bench = TierBench(folder)
     gone, done = preempted(bench, name, num_steps, range(NUM_SLOTS))
     assert gone.recompute_kv_tokens == 0
@@ -208,7 +210,7 @@ def test_kept_prefixes_come_back_the_most_recent_first(folder: Path) -> None:
     for request_id in (3, 5, 6, 4):
         bench.submit("llama", request_id, PROMPTS[request_id], 4)
         bench.run("llama")
-    gone = bench.evict("llama", range(1))  # room for the last one, and a part of another
+    gone = bench.evict("llama", range(1))  # holds the last prompt and a part of another
     assert gone.recompute_kv_tokens == 0
     block_bytes = 3 * 2 * 2 * 16 * 4 * BLOCK_TOKENS  # layers, keys and values, heads, head size, float32
     assert gone.saved_kv_tokens == CHUNK_BYTES // block_bytes * BLOCK_TOKENS
@@ -223,7 +225,7 @@ def test_kept_prefixes_come_back_the_most_recent_first(folder: Path) -> None:
 
 
 def test_saved_twice_without_being_used(folder: Path) -> None:
-    """Taken back, and gone again before anybody came: nothing is lost on the way."""
+    """KV that was restored and is saved again, before any request used it, is complete."""
     bench = TierBench(folder)
     bench.load("llama")
     for request_id, prompt in PROMPTS.items():
@@ -272,8 +274,8 @@ def test_an_eviction_during_a_save_and_during_a_restore(folder: Path, monkeypatc
 
 
 def test_nothing_of_an_evicted_model_waits_for_the_garbage_collector(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine's is off while it works: whatever refers to itself would stay, chunk maps and tables included. What the runner
-    keeps of few models, on purpose, is left out here."""
+    """An evicted model is freed without the garbage collector, which engines disable while they work: anything in a reference cycle
+    would stay, chunk maps and tables included. What the runner keeps of a few models on purpose is turned off here."""
     monkeypatch.setattr(model_runner, "MAX_KEPT_MODELS", 0)
     bench = TierBench(folder)
     bench.load("llama")
@@ -286,7 +288,7 @@ def test_nothing_of_an_evicted_model_waits_for_the_garbage_collector(folder: Pat
     try:
         bench.evict("llama", range(NUM_SLOTS))
         bench.sent.clear()
-        for thread in threading.enumerate():  # the one that saved its KV has told so, and may not have ended
+        for thread in threading.enumerate():  # the thread that saved its KV has reported, but may not have ended
             if thread.name.startswith(("KV of", "load", "first step")):
                 thread.join()
         left = [held for reference in alive if (held := reference()) is not None]

@@ -1,4 +1,6 @@
-"""Numbers and counts that llguidance reads inexactly: what a compiled schema lets through is what the schema allows, exactly."""
+"""Compiled schemas accept exactly the numbers and property counts that the schema allows, although llguidance reads some
+inexactly.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ LARGE = 2**53
 
 
 def matcher_of(grammar: str) -> LLMatcher:
-    """Raises ValueError where the grammar is refused, by whom ever."""
+    """Returns a matcher of the grammar. Raises ValueError if compile_grammar or llguidance refuses it."""
     matcher = LLMatcher(BYTES, compile_grammar(grammar), log_level=0, limits=parser_limits())
     if matcher.is_error():
         raise ValueError(matcher.get_error())
@@ -40,7 +42,7 @@ def accepts(matcher: LLMatcher, text: str) -> bool:
 
 
 def is_valid(schema: dict[str, Any], text: str) -> bool:
-    """Of a number, by exact arithmetic: nothing is a float."""
+    """Returns whether the number in `text` is valid by the schema, computed in exact arithmetic, without floats."""
     if not NUMBER.fullmatch(text):
         return False
     value, bound = Fraction(text), {key: Fraction(repr(schema[key])) for key in (*BOUNDS, "multipleOf") if key in schema}
@@ -55,14 +57,14 @@ def is_valid(schema: dict[str, Any], text: str) -> bool:
 
 
 def written(value: Fraction, places: int) -> str:
-    """Rounded to so many places behind the point."""
+    """Returns the value as text, rounded to `places` decimal places."""
     digits = round(abs(value) * 10**places)
     whole, rest = divmod(digits, 10**places)
     return ("-" if value < 0 else "") + (f"{whole}.{rest:0{places}}" if places else str(whole))
 
 
 def texts_around(bounds: list[float]) -> set[str]:
-    """Numbers at and beside the bounds and zero, in several spellings."""
+    """Returns numbers at and near the bounds and zero, in several spellings."""
     steps = [Fraction(0), *(Fraction(1, 10**k) for k in (0, 1, 2, 3, 15, 16, 20, 22)), Fraction(3, 7), Fraction(2), Fraction(10)]
     found = {"-0", "-0.0", "00", "1.", "1e2", "-5E-1"}
     for bound in [*bounds, 0]:
@@ -74,7 +76,8 @@ def texts_around(bounds: list[float]) -> set[str]:
 
 
 def check(schema: dict[str, Any], wrapped: dict[str, Any] | None = None) -> int:
-    """How many of the numbers around its bounds are let through; all of them are valid. wrapped: the same in other words."""
+    """Asserts that all accepted numbers near the schema's bounds are valid, and returns how many were accepted. wrapped: the same
+    schema in another form, which is compiled in its place."""
     matcher = of(wrapped or schema)
     told = [text for text in texts_around([schema[key] for key in BOUNDS if key in schema]) if accepts(matcher, text)]
     wrong = [text for text in told if not is_valid(schema, text)]
@@ -111,7 +114,7 @@ def test_bounds(kind: str, bounds: dict[str, float], multiple: float | None, apa
     try:
         check(schema, wrapped if apart else None)
     except ValueError:
-        assume(False)  # refused, with the reason that test_refusals reads
+        assume(False)  # refused; test_refusals checks the reasons
 
 
 @pytest.mark.parametrize(
@@ -131,7 +134,7 @@ def test_bounds(kind: str, bounds: dict[str, float], multiple: float | None, apa
     ],
 )
 def test_what_bounds_still_allow(schema: dict[str, Any], good: list[str], bad: list[str]) -> None:
-    """Moving a bound inward must not take away what anybody means."""
+    """Bounds that were moved inward still accept the numbers that a user of the schema would expect."""
     matcher = of(schema)
     assert [text for text in good if not accepts(matcher, text)] == []
     assert [text for text in bad if accepts(matcher, text)] == []
@@ -183,7 +186,7 @@ def test_refusals(schema: dict[str, Any], message: str) -> None:
 
 
 def test_what_only_looks_like_a_number_is_left_alone() -> None:
-    """Properties that bear a keyword's name, and values that nothing is checked against."""
+    """Properties whose names are keywords, and values that nothing is checked against (default, examples), are not narrowed."""
     properties = {"const": {"type": "integer"}, "minimum": {"enum": ["x"]}, "multipleOf": {}}
     matcher = of({"properties": properties, "required": ["const"], "default": LARGE + 1, "examples": [{"minimum": True}]})
     assert accepts(matcher, '{"const":5,"minimum":"x"}')
@@ -204,7 +207,8 @@ def test_options_of_the_library_are_not_the_clients_to_set() -> None:
 
 
 def an_answer(matcher: LLMatcher, rng: random.Random) -> str:
-    """One text of the grammar, drawn byte by byte, quotes and what may end it preferred; "" if it does not end soon."""
+    """Returns one random text of the grammar, chosen byte by byte with a preference for quotes and bytes that may end it. Returns
+    "" if the text has no end within 300 bytes."""
     matcher.reset()
     text = bytearray()
     while len(text) < 300:

@@ -1,4 +1,6 @@
-"""Kernels that other processes compile: when they are in use, what is told meanwhile, and what a crash of the compiler leaves."""
+"""Kernels compiled by other processes: when they come into use, what is reported meanwhile, and what a crash of the compiler
+leaves.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from engine.contracts import KernelNews
 from engine.kernel_builds import KernelBuilds
 from engine.kernels import cpu_wanted
 
-# a process as `_start` makes them: notes what it is asked for in a file, and crashes at one name
+# stands in for a process of `_start`: writes the names it is asked for to a file, and crashes at one name
 PROCESS = """
 import json, os, sys
 for line in sys.stdin:
@@ -31,7 +33,7 @@ for line in sys.stdin:
 
 @dataclass(eq=False)
 class Unit:
-    """As far as KernelBuilds sees them. keeps: what other processes compile is there afterwards."""
+    """A unit of kernels as KernelBuilds sees it. keeps: once other processes have compiled it, it can be loaded."""
 
     name: str
     seconds: float = 1.0
@@ -115,7 +117,7 @@ def test_a_compiler_that_crashes_is_started_again_for_the_rest_and_its_unit_is_l
     one.builds.need("bfloat16")
     one.builds.wait()
     assert sorted(one.asked) == list("abcdef")
-    assert one.num_processes in (2, 3)  # the crash may be the last thing that was asked for
+    assert one.num_processes in (2, 3)  # no third one is needed if the crash comes last
     assert [news.apply for news in one.news] == [None] * len(one.news)
     assert one.news[-1].told.kind == ""
     assert one.news[-1].told.problem == "kernels for bfloat16: the compiler ended with signal 6 at c"
@@ -175,7 +177,7 @@ def test_two_kinds_are_compiled_one_after_the_other(machine, monkeypatch):
 
 def test_an_exception_is_told(machine, monkeypatch):
     one = machine([Unit("a")])
-    monkeypatch.setattr(one.builds, "_run_process", None)  # a thread cannot be made of it
+    monkeypatch.setattr(one.builds, "_run_process", None)  # its threads then do nothing
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
     monkeypatch.setattr(Unit, "compile", lambda self: 1 / 0)
     monkeypatch.setattr(Unit, "load", lambda self: False)
@@ -201,7 +203,7 @@ def test_a_process_compiles_what_it_is_asked_for_and_ends_with_its_input():
     assert errors.split() == ["compiling", "c", "compiling", "a"]
 
 
-# ---- real kernels, in processes whose cache folder is new
+# ---- real kernels, in processes with a new cache folder
 
 LOADS = """
 import sys

@@ -1,4 +1,4 @@
-"""Where compiled kernels are kept, and what a folder costs that takes none."""
+"""Tests of where compiled kernels are stored, and of what happens if that folder takes no files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.kernels import compiled
 
 @pytest.fixture(autouse=True)
 def keeps_cache_dir(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For the other tests."""
+    """Restores numba's cache folder for other tests."""
     monkeypatch.setattr(numba.config, "CACHE_DIR", numba.config.CACHE_DIR)
 
 
@@ -51,7 +51,7 @@ def test_kernels_are_kept_where_that_goes(tmp_path: Path, caplog: pytest.LogCapt
 def test_a_folder_that_takes_no_files_costs_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, room_bytes: int
 ) -> None:
-    """Not a folder at all; or one without room for so much."""
+    """If the folder cannot be made, or its disk lacks free space, kernels go to a temporary folder instead, with a warning."""
     monkeypatch.setattr(compiled.tempfile, "tempdir", str(tmp_path))
     (tmp_path / "file").write_text("")
     wanted = str(tmp_path / "cache") if room_bytes else str(tmp_path / "file" / "cache")

@@ -1,5 +1,6 @@
-"""A load waits until kernels have been looked for, not for their compiling: it says so, can be cancelled meanwhile, and fails
-where that fails."""
+"""A load waits until the kernels have been looked up, but not until they are compiled. While it waits it reports progress and can
+be cancelled. If the look-up fails, so does the load.
+"""
 
 from __future__ import annotations
 

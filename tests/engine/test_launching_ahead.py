@@ -1,4 +1,4 @@
-"""An engine whose steps are launched before the last one's tokens are read tells the same tokens as one that waits for each."""
+"""An engine that launches steps before the last one's tokens are read reports the same tokens as one that waits for each step."""
 
 from __future__ import annotations
 
@@ -86,7 +86,8 @@ def test_every_request_gets_its_tokens_and_none_beyond_its_end(tmp_path: Path, n
 
 
 def test_with_too_little_memory_for_all(tmp_path: Path) -> None:
-    """Preemptions need the tokens of the step under way."""
+    """Requests that are preempted for lack of memory still get the right tokens. A preemption needs the tokens of the step under
+    way."""
     asked = {number: Submit(number, "m", [number] * 40, SamplingParams(max_tokens=120, seed=number)) for number in range(1, 7)}
     with EngineProcess(null_configure(num_chunks=14)) as engine:
         loaded(engine, tmp_path, kv_reserved_chunks=2, lease_chunks=3, max_model_len=200)
@@ -144,7 +145,8 @@ def test_steps_are_captured_in_idle_time(tmp_path: Path) -> None:
 
 
 def test_a_step_that_finds_no_memory_costs_its_requests_alone(tmp_path: Path) -> None:
-    """Those that run beside it get all their tokens, before and after; so does who comes later."""
+    """A step without memory fails its own requests only. Requests that run at the same time or arrive later get all their
+    tokens."""
     with EngineProcess(null_configure(num_chunks=96)) as engine:
         for number, name in enumerate("mn", 1):
             path = null_checkpoint(tmp_path / name, launches_ahead=True, no_memory_token=7)
@@ -160,5 +162,5 @@ def test_a_step_that_finds_no_memory_costs_its_requests_alone(tmp_path: Path) ->
         after = Submit(3, "m", [3, 8], SamplingParams(max_tokens=20, seed=3))
         engine.send(after)
         check(engine, {1: beside, 3: after})
-        # nothing runs, waits or holds KV; what is kept of prompts may stay
+        # nothing runs, waits or holds KV; cached prefixes may stay
         engine.until(lambda: all(counts[:3] == [0, 0, 0] for counts in engine.last_stats().models.values()))

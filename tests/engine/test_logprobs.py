@@ -1,4 +1,6 @@
-"""Log-probabilities of tokens and prompts against transformers, in chunks, in mixed batches, beside what bends the choice."""
+"""Log-probabilities of tokens and prompts equal those of transformers: in chunks, in mixed batches, and whatever changes which
+token is sampled.
+"""
 
 from __future__ import annotations
 
@@ -48,14 +50,14 @@ def model(request: pytest.FixtureRequest, checkpoint: tuple[Path, Any]) -> Itera
 
 
 def reference(checkpoint: tuple[Path, Any], tokens: list[int]) -> np.ndarray:
-    """[T, V] log-softmax of every position's logits."""
+    """Returns the log-softmax of every position's logits as transformers computes them, [T, V]."""
     with torch.inference_mode():
         logits = checkpoint[1](torch.tensor([tokens])).logits[0]
     return torch.log_softmax(logits.double(), -1).numpy()
 
 
 def own(model: TorchModel, tokens: list[int]) -> np.ndarray:
-    """The same by the model's own logits: what half precision is held to."""
+    """Returns the log-softmax of the model's own logits, [T, V]: what log-probabilities in half precision are compared with."""
     table = make_table()
     put(table, 7, tokens)
     logits = torch.from_numpy(model.logits(plan((7, 0, len(tokens))), table, every_token=True))
@@ -72,7 +74,7 @@ def ask(table: SequenceTable, slot: int, tokens: list[int], num_prompt: int, **s
 
 
 def told(result: StepResult) -> dict[int, tuple[float, list[int], list[float]]]:
-    """By request."""
+    """Returns the result's log-probabilities by request id."""
     assert result.logprobs is not None
     return by_request(result.logprobs)
 
@@ -123,7 +125,8 @@ def test_they_are_the_models_own_whatever_bends_the_choice(model: TorchModel) ->
 
 @pytest.mark.parametrize("chunks", [[40], [1, 1, 38], [13, 20, 7], [39, 1], [16, 24]])
 def test_prompts_in_chunks(model: TorchModel, checkpoint: tuple[Path, Any], chunks: list[int]) -> None:
-    """Beside a row that samples; logits three rows at a time."""
+    """Prompt log-probabilities are right however the prompt is cut into chunks, next to a row that samples, with logits computed
+    three rows at a time."""
     table = make_table()
     model._logits_rows, before = 3, model._logits_rows
     ask(table, 0, PROMPT, 40, logprobs=5, prompt_logprobs=2, prompt_ranks=True)  # their numbers of alternatives differ
@@ -148,7 +151,7 @@ def test_prompts_in_chunks(model: TorchModel, checkpoint: tuple[Path, Any], chun
         wanted = reference(checkpoint, PROMPT)
         tolerance = TOLERANCE
     else:
-        tolerance = 0.6  # rounding differs from place to place
+        tolerance = 0.6  # bfloat16 rounds differently when the steps are cut differently
     assert np.abs(np.array(chosen) - wanted[np.arange(39), PROMPT[1:]]).max() < tolerance
     best = np.sort(wanted[:39], axis=1)[:, ::-1][:, :2]
     assert np.abs(np.array(top).reshape(39, 2) - best).max() < tolerance
@@ -160,7 +163,8 @@ def test_prompts_in_chunks(model: TorchModel, checkpoint: tuple[Path, Any], chun
 
 
 def test_only_the_prompt_is_owed_when_output_follows(model: TorchModel) -> None:
-    """A prompt of 30 and ten tokens of output, computed together."""
+    """When a prompt of 30 tokens and ten tokens of output are computed together, log-probabilities are reported for the prompt
+    only."""
     table = make_table()
     ask(table, 0, PROMPT, 30, prompt_logprobs=0)
     result = model.execute(plan((0, 0, 40)), table)
@@ -185,7 +189,7 @@ def test_a_bad_row_has_no_log_probabilities(checkpoint: tuple[Path, Any]) -> Non
 
 
 def test_a_grammar_does_not_change_them(model: TorchModel) -> None:
-    """Masks and penalties together: the token is the best of what is left, the numbers are the model's own."""
+    """With masks and penalties the token is the best of the allowed ones, but the log-probabilities are the model's own."""
     wanted = own(model, PROMPT)[-1]
     allowed = np.argsort(wanted)[5:8]
     bits = np.zeros((1, -(-VOCAB // 32)), np.uint32)

@@ -1,4 +1,4 @@
-"""Chunks, the arena and weight ranges: one suite for every kind of device memory (tests/gpu runs it on CUDA)."""
+"""Tests of chunks, the arena and weight ranges: one suite for every kind of device memory (tests/gpu runs it on CUDA)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CHUNK = 2 << 20
 
 
 class MemorySuite:
-    """What holds of every ChunkMemory of 12 chunks of 2 MiB."""
+    """Tests that every ChunkMemory of 12 chunks of 2 MiB must pass."""
 
     def test_two_groups_see_the_same_bytes(self, memory: ChunkMemory) -> None:
         small, scales = kv_views(memory.arena, KVGroupSpec("full", 4, 512, (0, 1)), 1, 8, "float32")
@@ -41,14 +41,14 @@ class MemorySuite:
         assert len(odd) == 12 * CHUNK // 6000, "the last partial block is left out"
 
     def test_a_range_shows_its_chunks_in_order(self, memory: ChunkMemory) -> None:
-        """The same memory, seen from the arena and from the range."""
+        """What is written through the arena is read through the weight range, and the other way round."""
         held = WeightRange(memory, 4 * CHUNK - 5000)
         chunks = [7, 2, 3, 11]
         held.map(chunks)
         for place, chunk in enumerate(chunks):
             memory.arena[chunk * CHUNK : chunk * CHUNK + 100] = place + 1
             assert (held.tensor(place * CHUNK, (100,), torch.uint8) == place + 1).all()
-        held.tensor(CHUNK - 512, (256,), torch.float32).fill_(3.0)  # over the edge of two chunks
+        held.tensor(CHUNK - 512, (256,), torch.float32).fill_(3.0)  # across the border between two chunks
         assert (memory.arena[8 * CHUNK - 512 : 8 * CHUNK].view(torch.float32) == 3.0).all()
         assert (memory.arena[2 * CHUNK : 2 * CHUNK + 512].view(torch.float32) == 3.0).all()
         held.close()
@@ -66,7 +66,7 @@ class MemorySuite:
         again = ranges.of("m", ("print", "bfloat16"), 3 * CHUNK)
         assert again.address == first.address
         again.map([9, 8, 7])
-        tensor.fill_(2.0)  # a view from before the eviction
+        tensor.fill_(2.0)  # this view was made before the eviction
         assert (memory.arena[9 * CHUNK + 4096 : 9 * CHUNK + 8096].view(torch.float32) == 2.0).all()
         again.unmap()
         other.unmap()
@@ -97,7 +97,8 @@ class MemorySuite:
         held.close()
 
     def test_several_pieces_are_copied_as_one_by_one(self, memory: ChunkMemory) -> None:
-        """Among them one that is not whole words."""
+        """Pieces copied in one call have the same content and checksums as pieces copied singly, even if one is not a whole number
+        of words."""
         if not isinstance(memory, CopiesSeveral):
             pytest.skip("this device copies by itself")
         held = WeightRange(memory, 2 * CHUNK)
@@ -116,7 +117,7 @@ class MemorySuite:
 
     def test_pieces_of_the_arena_are_copied(self, memory: ChunkMemory) -> None:
         whole = memory.arena[: len(memory.arena) // 6000 * 6000]
-        pieces = whole.view(torch.float32).view(-1, 1500)  # of 6000 bytes: no chunk is full of them
+        pieces = whole.view(torch.float32).view(-1, 1500)  # pieces of 6000 bytes, which is no divisor of the chunk's size
         for number in range(5):
             pieces[number] = float(number)
         sources, targets = np.array([0, 3, 4], np.int32), np.array([len(pieces) - 1, 7, 1000], np.int32)
@@ -156,7 +157,8 @@ def page_table_bytes() -> int:
 
 
 def test_an_evicted_model_leaves_next_to_nothing(memory: CpuMemory) -> None:
-    """Its chunks are the pool's again; what stays mapped for it is address space, with no page and no page table behind it."""
+    """After an eviction the chunks belong to the pool again. What stays mapped for the model is address space without pages or page
+    tables."""
     held = WeightRange(memory, 12 * CHUNK)
     tensor = held.tensor(0, (12 * CHUNK,), torch.uint8)
     before, tables = shared_bytes(), page_table_bytes()
@@ -185,7 +187,7 @@ def test_a_part_of_a_range_is_prepared_and_keeps_its_content(memory: CpuMemory) 
     memory.arena[4 * CHUNK : 5 * CHUNK] = 7
     before = shared_bytes()
     weights.prepare(CHUNK + 5, 2 * CHUNK + 5)
-    memory.arena[2 * CHUNK :: 4096][:8].sum()  # there already
+    memory.arena[2 * CHUNK :: 4096][:8].sum()  # has its pages already
     assert CHUNK <= shared_bytes() - before < 2 * CHUNK
     assert (memory.arena[4 * CHUNK : 5 * CHUNK] == 7).all()
     weights.close()
@@ -193,7 +195,8 @@ def test_a_part_of_a_range_is_prepared_and_keeps_its_content(memory: CpuMemory) 
 
 @pytest.mark.parametrize("allowed", [True, False])
 def test_what_a_chunk_has_is_not_asked_for_again(memory: CpuMemory, monkeypatch: pytest.MonkeyPatch, allowed: bool) -> None:
-    """allowed: whether the system gives huge pages; where it does not, they are tried for each time, and pages once."""
+    """Preparing a chunk again asks only for what it lacks. allowed: whether the system grants huge pages. If it does not, they are
+    requested at every attempt, normal pages only once."""
     calls: list[str] = []
 
     def collapse(address: int, num_bytes: int) -> int:
@@ -268,7 +271,7 @@ def test_the_checksum_and_its_twin(num_bytes: int, monkeypatch: pytest.MonkeyPat
 
 
 class Recording:
-    """A memory and a tier that only note what is prepared."""
+    """A stand-in for memory and host tier that only records what is prepared."""
 
     chunk_bytes = slot_bytes = CHUNK
     num_slots = 3

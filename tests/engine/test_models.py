@@ -1,4 +1,4 @@
-"""Every logit against transformers in float32, on weights large enough that a wiring fault shows."""
+"""Every logit equals that of transformers in float32, with weights so large that a wiring fault shows."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from tests.engine.model_bench import (
     put,
 )
 
-TOLERANCE = 2e-4  # noise is 2e-5, a wrong epsilon 3e-3
+TOLERANCE = 2e-4  # rounding noise is 2e-5, a wrong epsilon makes 3e-3
 PROMPT = np.random.default_rng(11).integers(0, 211, 60).tolist()
 OTHER = np.random.default_rng(12).integers(0, 211, 45).tolist()
 
 
 @pytest.fixture(scope="module", params=["kernels", "reference"])
 def backend(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Runs everything twice: with the CPU kernels and with their torch twins."""
+    """Runs every test twice: with the CPU kernels and with their reference implementations in torch."""
     name: str = request.param
     if name == "kernels":
         pytest.importorskip("numba")
@@ -108,7 +108,8 @@ def test_chunked_prefill(model: TorchModel, made: tuple[Path, Any], chunk: int) 
 
 
 def test_mixed_batch(model: TorchModel, made: tuple[Path, Any]) -> None:
-    """Two decode rows, a short and a long chunk with context, and a fresh long row in one step; only some of them sample."""
+    """Logits are right in one step with two decode rows, a short and a long chunk with context, and a new long row, of which only
+    some sample."""
     table = make_table(groups=model.kv_groups)
     for slot in range(5):
         put(table, slot, PROMPT if slot % 2 == 0 else OTHER)
@@ -124,7 +125,7 @@ def test_mixed_batch(model: TorchModel, made: tuple[Path, Any]) -> None:
 
 
 def test_prefix_cache_hit(model: TorchModel, made: tuple[Path, Any]) -> None:
-    """A second sequence shares the first one's full blocks and computes only what follows them."""
+    """A sequence that shares another one's full blocks, and computes only what follows them, has the right logits."""
     table = make_table(groups=model.kv_groups)
     put(table, 0, PROMPT[:40])
     model.logits(plan((0, 0, 40)), table)

@@ -1,5 +1,6 @@
-"""What the cases of test_models leave out: both lists of LongRoPE, half precision of the families that round in other places, and
-every family's file against transformers' own reading of it."""
+"""Tests what the cases of test_models leave out: both lists of LongRoPE, half precision of the families that round in other places,
+and that every family has a model class.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ def runner(request: pytest.FixtureRequest) -> Iterator[TorchRunner]:
 
 @pytest.mark.parametrize(("max_len", "num_tokens"), [(32, 32), (128, 60)], ids=["short", "long"])
 def test_longrope(runner: TorchRunner, tmp_path: Path, max_len: int, num_tokens: int) -> None:
-    """The longest context a model is served with picks the list; transformers goes by the sequence at hand."""
+    """The longest context that a model is served with selects the list of factors. transformers selects by the length of each
+    sequence."""
     changes: dict[str, Any] = {
         "head_dim": 8,
         "pad_token_id": 0,
@@ -74,7 +76,7 @@ def test_longrope(runner: TorchRunner, tmp_path: Path, max_len: int, num_tokens:
 
 @pytest.mark.parametrize("max_len", [32, 60])
 def test_dynamic_rope(runner: TorchRunner, tmp_path: Path, max_len: int) -> None:
-    """The frequencies are those of transformers for a sequence as long as the longest context that is served."""
+    """The frequencies are those that transformers uses for a sequence as long as the longest context that is served."""
     rope = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 2.0}
     made = make_checkpoint(tmp_path, kind="llama", max_position_embeddings=32, rope_parameters=rope)
     model = load(runner, tmp_path, max_len=max_len)
@@ -91,7 +93,7 @@ def test_dynamic_rope(runner: TorchRunner, tmp_path: Path, max_len: int) -> None
 
 @pytest.mark.parametrize("case", ["mistral-window", "phi3-partial-window", "gemma2", "gemma3"])
 def test_bfloat16_follows_transformers(runner: TorchRunner, tmp_path: Path, case: str) -> None:
-    """On the mean no further from float32 than transformers in bfloat16 is (and a fifth)."""
+    """The mean error against float32 is at most 1.2 times that of transformers in bfloat16."""
     whole = make_checkpoint(tmp_path, **CASES[case])
     model = load(runner, tmp_path, "bfloat16")
     table = make_table(groups=model.kv_groups)

@@ -1,4 +1,4 @@
-"""The null runner's tokens can be foretold, and its steps last as long as they shall."""
+"""The null runner's tokens can be computed in advance, and its steps take the time that was asked for."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_candidates_never_hold_an_end_id() -> None:
 def test_shape_comes_from_the_config(tmp_path: Path) -> None:
     model = NullRunner(null_configure()).load(task(null_checkpoint(tmp_path)))
     (group,) = model.kv_groups
-    assert group.block_bytes == 2 * 2 * 2 * 16 * 4 * 16  # k and v, layers, heads, head size, float32, tokens
+    assert group.block_bytes == 2 * 2 * 2 * 16 * 4 * 16  # keys and values, layers, heads, head size, float32, tokens
     assert group.layers == (0, 1)
     assert model.vocab_size == 1000
     assert model.weights_bytes == 4 << 16

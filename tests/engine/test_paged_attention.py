@@ -1,4 +1,6 @@
-"""Decode over a block table against the twin: head sizes, groups, windows, lengths, shares of the work."""
+"""The paged attention kernel for decoding gives the reference implementation's results, for various head sizes, query groups,
+windows, context lengths and numbers of shares that the work is divided into.
+"""
 
 from __future__ import annotations
 
@@ -59,11 +61,12 @@ def test_is_the_twins(
     window: int,
     softcap: float,
 ) -> None:
-    """What lies in the rows' blocks behind their contexts is NaN, and so are all blocks of other rows."""
+    """The kernel's output equals the reference implementation's. It reads nothing else: positions after a row's context, and all
+    blocks outside the table, hold NaN."""
     if use_tiles and not cpu_amx.may_use_tiles():
         pytest.skip("no AMX for this process: tiles cannot be run")
     if use_tiles and not cpu_amx.fits_tiles(block_tokens, head_dim):
-        return  # cpu.py takes the other way
+        return  # cpu.py uses the kernel without tiles here
     generator = torch.Generator().manual_seed(head_dim)
     contexts = np.array([1, 700, 16, 255, 513, 257], np.int32)
     heads, num_rows = kv_heads * group, len(contexts)
@@ -91,7 +94,7 @@ def test_is_the_twins(
 
 
 def test_tiles_serve_what_fits_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """bfloat16 whose keys are whole tiles, if the process may use them."""
+    """AMX tiles are used for bfloat16 keys that fill whole tiles, if the process may use AMX."""
     kernels = ops._kernels
     bfloat16, float32 = np.zeros((1, 64), np.uint16), np.zeros((1, 64), np.float32)
     monkeypatch.setattr(kernels, "may_use_tiles", lambda: True)

@@ -1,4 +1,6 @@
-"""Attention of prompts over a block table against the twin: head sizes, groups, windows, places, shares of the work."""
+"""The attention kernel for prompts gives the reference implementation's results, for various head sizes, query groups, windows,
+contexts and numbers of shares that the work is divided into.
+"""
 
 from __future__ import annotations
 
@@ -62,19 +64,19 @@ def test_is_the_twins(
     window: int,
     softcap: float,
 ) -> None:
-    """What no query may see is NaN: behind the context, before the window, other rows' blocks, other layers. Results of other
-    tokens of the step stay as they were."""
+    """The kernel's output equals the reference implementation's, and outputs of other tokens are left alone. It reads nothing else:
+    positions after the context or before the window, other rows' blocks and other layers hold NaN."""
     if use_tiles and not cpu_amx.may_use_tiles():
         pytest.skip("no AMX for this process: tiles cannot be run")
     if use_tiles and not cpu_amx.fits_tiles(block_tokens, head_dim):
-        return  # cpu.py takes the other way
+        return  # cpu.py uses the kernel without tiles here
     generator = torch.Generator().manual_seed(head_dim)
     heads, before, others = kv_heads * group, 3, 4
     num_blocks = -(-context // block_tokens)
     kv = torch.full((num_blocks + others, LAYERS, 2, kv_heads, block_tokens, head_dim), torch.nan, dtype=dtype)
     table = np.random.default_rng(1).permutation(num_blocks + others).astype(np.int32)[: 2 * num_blocks]
     table = np.resize(table, (2, num_blocks)) if len(table) < 2 * num_blocks else table.reshape(2, num_blocks)
-    table[0] = table[1][::-1]  # another row's, of no concern here
+    table[0] = table[1][::-1]  # row 0 is another row, which this call does not compute
     first = max(0, context - num_tokens - window + 1) if window else 0
     for position in range(first, context):
         block, place = table[1, position // block_tokens], position % block_tokens
@@ -91,7 +93,7 @@ def test_is_the_twins(
     kernel = getattr(ops._kernels, f"{name}_{'serial' if num_shares == 1 else 'parallel'}")
     sizes = (LAYERS, LAYER, heads, kv_heads, block_tokens, head_dim)
     arrays = [ops._array(x) for x in (qkv, kv.view(-1), given)]
-    # row 0 has no more tokens than are left to the other kernel
+    # row 0 is short enough to be left to the paged attention kernel
     rows = (np.array(x, np.int32) for x in ((0, before), (0, num_tokens), (context, context)))
     kernel(arrays[0], arrays[1], *sizes, table, *rows, 0, window, scale, softcap, num_shares, arrays[2])
     tolerance = 5e-6 if dtype is torch.float32 else 2e-2

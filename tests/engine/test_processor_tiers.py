@@ -1,5 +1,6 @@
-"""Products on the processors that this one can stand for: features are taken away in a process of its own, where kernels are
-compiled and compared for what is left. `make test-tiers` runs the whole suite so."""
+"""Matrix products are right on lesser processors that this one can stand in for. Processor features are turned off in a separate
+process, which compiles kernels for what remains and compares them. `make test-tiers` runs the whole suite in that way.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ TIERS = ["-avx512bf16", "-avx512vnni", "-avx512", "-sve,-bf16"]
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("removal", TIERS)
 def test_products(removal: str, record_property: Callable[[str, str], None]) -> None:
-    """The compiler ends the process where it is asked for what the processor has not, so this has to be another one."""
+    """The tests of products pass without these features. They run in another process, because the compiler ends a process that asks
+    it for features the processor lacks."""
     if os.environ.get(VARIABLE):
         pytest.skip(f"features are taken away already: {VARIABLE}={os.environ[VARIABLE]}")
     missing = {name.lstrip("-") for name in removal.split(",")} - host_features()

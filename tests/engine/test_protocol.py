@@ -1,4 +1,4 @@
-"""Frames survive any split of the stream; the journal never shows half a step."""
+"""Messages survive any split of the stream into pieces, and the journal never shows half a step."""
 
 from __future__ import annotations
 

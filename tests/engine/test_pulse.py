@@ -1,4 +1,4 @@
-"""The engine's sign of life, read from outside the process as the daemon does."""
+"""Tests of the engine's sign of life (its pulse), read from outside the process as the daemon does."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STEP_S = 0.2
 
 
 def wait_for(engine: EngineProcess, *, doing: Doing, least_s: float = 0.0, after_s: float = 0.0) -> Pulse:
-    """The first beat of that kind that is later than after_s and expects at least so much."""
+    """Waits for a beat of the given kind that is later than after_s and expects at least least_s, and returns it."""
     end = time.monotonic() + SAFETY_TIMEOUT_S
     while time.monotonic() < end:
         pulse = read_pulse(engine.journal)
@@ -41,7 +41,7 @@ def test_an_idle_engine_beats_by_itself() -> None:
     with EngineProcess(null_configure()) as engine:
         wait_for(engine, doing=Doing.IDLE)
         wait_for(engine, doing=Doing.IDLE, after_s=time.monotonic())
-        # a stopped one does not, and goes on when it may
+        # a stopped process does not beat, and beats again once it is continued
         os.kill(engine.process.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, engine.process.pid, os.WSTOPPED)
         last = read_pulse(engine.journal)

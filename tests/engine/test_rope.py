@@ -1,4 +1,4 @@
-"""Frequencies of the scaled rotary embeddings, against transformers' and against what their papers say of them."""
+"""The frequencies of scaled rotary embeddings equal those of transformers, and have the properties that their papers state."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def theirs(rope: dict[str, Any], num_tokens: int | None = None, **changes: Any) 
         (YARN, {}),
         (YARN | {"factor": 1.0}, {}),
         (YARN | {"factor": 2.5, "original_max_position_embeddings": 300}, {}),
-        (YARN | {"original_max_position_embeddings": 5}, {}),  # nothing turns even once
+        (YARN | {"original_max_position_embeddings": 5}, {}),  # no frequency makes a full turn
         (YARN | {"beta_fast": 16, "beta_slow": 2}, {}),
         (YARN | {"beta_fast": 1, "beta_slow": 1, "truncate": False}, {}),
         (YARN | {"beta_fast": 0, "beta_slow": None}, {}),
@@ -61,7 +61,7 @@ def theirs(rope: dict[str, Any], num_tokens: int | None = None, **changes: Any) 
         (YARN, {"head_dim": 96, "rope_theta": 500000.0}),
         ({"rope_type": "yarn", "factor": 4.0}, {}),
         ({"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 512}, {}),
-        (YARN, {"original_max_position_embeddings": 1024}),  # that of the configuration itself goes first
+        (YARN, {"original_max_position_embeddings": 1024}),  # the one in the configuration itself takes precedence
     ],
 )
 def test_yarn_is_transformers(rope: dict[str, Any], changes: dict[str, Any]) -> None:
@@ -74,7 +74,8 @@ def test_yarn_is_transformers(rope: dict[str, Any], changes: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("factor", [4.0, 16.0])
 def test_yarn_keeps_what_turns_often_and_stretches_what_hardly_turns(factor: float) -> None:
-    """From the paper: with its alpha 1 and beta 32, by the number of turns within the original length."""
+    """YaRN leaves frequencies that turn often within the original length as they are and divides those that hardly turn by the
+    factor. The limits on the number of turns, 1 and 32, are the paper's alpha and beta."""
     rope = shape_of(YARN | {"factor": factor, "truncate": False}).rope
     found = inverse_frequencies(rope, 128, 1).double()
     plain = 10000.0 ** -(torch.arange(64, dtype=torch.float64) / 64)

@@ -1,4 +1,4 @@
-"""Masks of single rows: what stays of the logits, and ends that are held back."""
+"""Masks of single rows keep the allowed logits, and end ids are held back unless nothing else is allowed."""
 
 from __future__ import annotations
 

@@ -45,7 +45,8 @@ def draw(logits: torch.Tensor, table: SequenceTable, slots: list[int], position:
 
 
 def exact(logits: np.ndarray, temperature: float, top_p: float, top_k: int) -> np.ndarray:
-    """Probabilities by the textbook: softmax with temperature, the k largest, then the smallest set with top_p of what is left."""
+    """Returns the probabilities by their definition: softmax with temperature, the k largest, then the smallest set of these with
+    top_p of the remaining mass."""
     p = np.exp((logits - logits.max()).astype(np.float64) / temperature)
     order = np.argsort(-p)
     if top_k:
@@ -61,7 +62,8 @@ def exact(logits: np.ndarray, temperature: float, top_p: float, top_k: int) -> n
     ("temperature", "top_p", "top_k"), [(1.0, 1.0, 0), (0.6, 1.0, 0), (1.0, 0.8, 0), (1.3, 1.0, 5), (0.9, 0.7, 10)]
 )
 def test_frequencies_are_the_exact_probabilities(temperature: float, top_p: float, top_k: int) -> None:
-    """20,000 draws; chi-squared per degree of freedom stays near 1 (above 2 is out of reach by chance)."""
+    """20,000 samples have the exact distribution: chi-squared per degree of freedom stays near 1 (above 2 is out of reach by
+    chance)."""
     num = 20000
     logits = np.random.default_rng(3).normal(0, 1.5, VOCAB).astype(np.float32)
     table = table_with(num, temperature, top_p, top_k)
@@ -160,11 +162,11 @@ def test_rows_sampled_in_parts_are_the_same() -> None:
     assert whole[30] != 1
 
 
-# ---- what bends the choice of tokens
+# ---- settings that change the choice of tokens
 
 
 def bent(num: int, temperature: float, tokens: list[int], num_prompt: int, **settings: Any) -> SequenceTable:
-    """num equal rows whose sequence is `tokens`."""
+    """Returns a table of num equal rows with this sequence and these settings."""
     table = make_table(slots=num, length=32)
     for slot in range(num):
         put(table, slot, tokens)
@@ -174,7 +176,7 @@ def bent(num: int, temperature: float, tokens: list[int], num_prompt: int, **set
 
 
 def textbook(logits: np.ndarray, tokens: list[int], num_prompt: int, **settings: Any) -> np.ndarray:
-    """Bias, then penalties, as their definitions read."""
+    """Returns the logits after bias and penalties, computed by their definitions."""
     out = logits.astype(np.float64).copy()
     for token, value in settings.get("logit_bias", {}).items():
         out[token] += value
@@ -230,7 +232,7 @@ def test_a_small_penalty_is_not_lost_in_half_precision() -> None:
 
 
 def test_bent_rows_alone_and_in_any_batch_and_their_neighbours() -> None:
-    """The neighbours draw what they draw without them; a sequence computed again from its tokens goes on as it would have."""
+    """Rows with penalties sample the same alone and in any batch, and do not change what their neighbours sample."""
     logits = torch.from_numpy(np.random.default_rng(8).normal(0, 1, (48, VOCAB)).astype(np.float32))
     table = bent(48, 1.0, SEQUENCE, 4)
     plain = draw(logits, table, list(range(48)), position=len(SEQUENCE))

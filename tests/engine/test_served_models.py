@@ -1,4 +1,4 @@
-"""How the models of one engine share its memory."""
+"""Tests of how the models of one engine share its memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class RecordingArena:
 
 
 class Node:
-    """Null models stepped by hand, no process."""
+    """Null models that are stepped by hand, without an engine process."""
 
     def __init__(self, folder: Path, **configure: Any) -> None:
         self.folder = folder
@@ -140,7 +140,8 @@ def test_an_idle_models_prefixes_make_room_for_a_busy_one(node: Node) -> None:
 
 
 def half_empty(node: Node, name: str, request_id: int = 1) -> int:
-    """Eight sequences of 5 blocks run, every second one goes; its chunks have gaps, nothing is kept. Returns the chunks drawn."""
+    """Runs eight sequences of 5 blocks and aborts every second one, so that the model's chunks have gaps and no prefix is kept.
+    Returns the number of its chunks."""
     for number in range(8):
         node.submit(name, request_id + number, 70, 100)
     scheduler = node.models.by_name[name].scheduler
@@ -204,7 +205,7 @@ def test_removing_a_model_gives_all_its_memory_back(node: Node) -> None:
 
 
 def test_memory_stays_with_its_chunk_up_to_the_limit(tmp_path: Path) -> None:
-    """64 chunks in all, 20 of them the work space's: whatever chunks were used, no more than 44 have memory at a time."""
+    """Freed chunks keep their memory, but no more than 44 chunks have memory at a time: 64, less 20 for the work space."""
     node = Node(tmp_path, work_space_bytes=20 * CHUNK_BYTES)
     chunks = node.models.chunks
     for name in ("a", "b", "c"):
@@ -216,7 +217,7 @@ def test_memory_stays_with_its_chunk_up_to_the_limit(tmp_path: Path) -> None:
     assert not node.arena.discarded, "what was freed is still there for the next"
     assert (chunks.resident[used]).all()
     node.remove("a")
-    chunks.hold(25)  # elsewhere than what has memory
+    chunks.hold(25)  # so the next loads take chunks that have no memory yet
     node.load("d", reserved=9)
     node.load("e", reserved=9)
     assert np.count_nonzero(chunks.resident) <= 44
@@ -260,7 +261,8 @@ GEMMA = {
 
 
 def test_windows_bound_what_a_sequence_holds(node: Node, tmp_path: Path) -> None:
-    """Two of four layers see 64 tokens: of 1,000 tokens they keep no more than those and a block at either end."""
+    """A window group keeps blocks for the window only. Two of four layers see 64 tokens, so of 1,000 tokens they keep these and one
+    more block."""
     folder = tmp_path / "gemma"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(GEMMA))
@@ -272,7 +274,7 @@ def test_windows_bound_what_a_sequence_holds(node: Node, tmp_path: Path) -> None
     while node.step("w"):
         held.append(node.models.stats(node.steps).models["w"][0])
     block_bytes = hosted.kv_groups[0].block_bytes
-    assert held[-2] == (1088 // 16 + 64 // 16 + 1) * block_bytes  # both groups' blocks are as large
+    assert held[-2] == (1088 // 16 + 64 // 16 + 1) * block_bytes  # blocks of both groups have the same size
     assert max(held) == held[-2]
     assert node.models.stats(node.steps).models["w"][0] == 0
     node.remove("w")
@@ -289,7 +291,7 @@ def test_other_kv_groups_are_named(node: Node) -> None:
 
 
 class Captures:
-    """A model with three sizes of steps to capture."""
+    """A model with three step sizes left to capture."""
 
     name, num_uncaptured = "a", 3
 

@@ -1,4 +1,4 @@
-"""Compute threads have a core each in the first step after a pause, and may run anywhere afterwards."""
+"""Compute threads are bound to one core each in the first step after a pause, and may run on any core afterwards."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def product() -> None:
 
 @pytest.fixture
 def apart() -> Iterator[ThreadsApart]:
-    """Of torch's threads, two of them, which it knows."""
+    """Returns a ThreadsApart for two threads of torch, which it has found already."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     apart = ThreadsApart(2)
-    for _ in range(2):  # in the second nobody else's threads run
+    for _ in range(2):  # in the second run no other threads are active
         apart.run(lambda: [product() for _ in range(50)])
     yield apart
     torch.set_num_threads(before)
@@ -145,7 +145,7 @@ def test_after_a_pause_those_that_take_all_cores_are_told_theirs_anew(
 def test_steps_in_which_no_other_thread_ran_change_nothing_known(apart: ThreadsApart, monkeypatch: pytest.MonkeyPatch) -> None:
     known = apart._others
     monkeypatch.setattr(threads_apart, "_ran_ns", lambda _: 0)
-    for _ in range(8):  # it learns after the fourth and the eighth of all
+    for _ in range(8):  # it looks for threads after the fourth and the eighth step
         apart.run(lambda: None)
     assert apart._others == known != []
 
@@ -193,7 +193,7 @@ def test_a_thread_that_has_ended_is_forgotten(apart: ThreadsApart, after_a_pause
     ended = threading.Thread(target=lambda: None)
     ended.start()
     ended.join()
-    while os.path.exists(f"/proc/self/task/{ended.native_id}"):  # Python is done with it before the kernel is
+    while os.path.exists(f"/proc/self/task/{ended.native_id}"):  # Python reports its end before the kernel has removed it
         time.sleep(0.001)
     assert ended.native_id is not None
     apart._others = [ended.native_id]

@@ -1,4 +1,4 @@
-"""A disk and copies that are slow on purpose."""
+"""Tests of the limits that make a disk and copies slow on purpose."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Tokens that requests rule out by name, in an engine process with the null runner: it draws any token the mask leaves."""
+"""Tests of tokens that requests rule out by id, in an engine process with the null runner, which samples any token that the mask
+allows.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,7 @@ def test_only_allowed_ids_come_and_other_rows_are_free(engine: EngineProcess) ->
 
 
 def test_bad_words_never_come(engine: EngineProcess) -> None:
-    """Random output of three tokens soon holds every pair; with these words it does not."""
+    """Random output of three tokens soon contains every pair, but no bad word when bad words are given."""
     three = [10, 11, 12]
     bad = [[10, 11], [11, 11, 12], [12, 12]]
     for at, words in ((1, []), (2, bad)):
@@ -125,7 +127,7 @@ def test_where_nothing_may_begin_the_request_ends_with_the_reason(
 
 @pytest.mark.parametrize("grammar", ["", "regex:[78]{9}"])
 def test_where_nothing_may_follow_the_request_keeps_its_tokens_and_ends(engine: EngineProcess, grammar: str) -> None:
-    """Three times 7, then neither 7 nor anything else."""
+    """After 7 three times nothing is allowed: the request ends with an error and keeps its tokens."""
     engine.send(submit_message(1, max_tokens=9, grammar=grammar, allowed_token_ids=list(b"7"), bad_words=[list(b"7777")]))
     engine.send(submit_message(2, max_tokens=9))
     engine.until(lambda: bool(engine.of(RequestFailed)))

@@ -1,4 +1,6 @@
-"""The program that compiles kernels ahead: what it takes, and that the processes it is made of end with who started them."""
+"""The program that compiles kernels in advance checks its arguments, and its compiling processes end with the process that started
+them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies of weights that are made while they are read."""
+"""Tests of copying weights to the host tier while they are read."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from tests.engine.tier_bench import CHUNK_BYTES, NUM_SLOTS, TierBench, make_mode
 CHUNK, CHUNKS = 8192, 6
 NUM_BYTES = CHUNKS * CHUNK - 500
 SLOTS = [3, 1, 7, 0, 5, 2]
-GAP = (2 * CHUNK - 64, 4 * CHUNK + 64)  # nothing is brought there, and the third piece lies in it
+GAP = (2 * CHUNK - 64, 4 * CHUNK + 64)  # no read fills it, and the third piece lies inside it
 
 
 class Bench:
-    """A range of six chunks with noise in it, and a tier of eight slots."""
+    """A weight range of six chunks filled with noise, and a host tier of eight slots."""
 
     def __init__(self) -> None:
         self.memory = CpuMemory(CHUNKS, CHUNK)
@@ -90,7 +90,8 @@ def test_arrivals_tell_of_a_group_once_when_its_last_byte_lands() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_what_lands_in_any_order_is_kept_whole(bench: Bench, seed: int) -> None:
-    """By several threads, in parts that end anywhere; what nothing is brought to has its place in the copy, too."""
+    """The copy is complete when several threads report parts with arbitrary ends in any order. It includes the gap that no read
+    fills."""
     draw = np.random.default_rng(seed)
     places = [(0, GAP[0]), (GAP[1], NUM_BYTES)]
     cuts = sorted(
@@ -215,14 +216,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def small_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A dozen reads where there would be one."""
+    """Makes a load use a dozen reads in place of one."""
     plan = weight_stream.plan_reads
     monkeypatch.setattr(weight_stream, "plan_reads", lambda *args: plan(*args[:3], 16 << 10))
 
 
 @pytest.mark.usefixtures("small_reads")
 def test_the_tier_fills_while_the_file_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the last read ends, every slot but those that it brings something for is as it will be."""
+    """Before the last read ends, every slot is filled except those that this read contributes to."""
     bench = TierBench(folder)
     slots = list(range(20, 32))
     plan, fetch = weight_stream.planned_reads, FileReader.fetch

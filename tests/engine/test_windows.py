@@ -1,4 +1,6 @@
-"""Models with windows under the batch scheduler: memory that no sequence holds is full of NaN, and the text is transformers'."""
+"""Models with sliding windows give the text of transformers under the batch scheduler. All memory that no sequence holds is filled
+with NaN, so any wrong read shows.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +27,13 @@ COMMON_PROMPT = np.random.default_rng(1).integers(2, 211, 30).tolist()
 
 
 def prompt_of(request_id: int) -> list[int]:
-    """Some begin alike."""
+    """Returns a request's prompt. Prompts with odd ids share their beginning."""
     own = np.random.default_rng(request_id).integers(2, 211, 5 + 6 * request_id).tolist()
     return COMMON_PROMPT + own if request_id % 2 else own
 
 
 class Node:
-    """One model, its scheduler and its memory."""
+    """A model with its batch scheduler and memory."""
 
     def __init__(self, folder: Path, lease_chunks: int) -> None:
         self.memory = make_memory(NUM_CHUNKS, CHUNK_BYTES)
@@ -47,7 +49,7 @@ class Node:
         self.cached: dict[int, int] = {}
 
     def submit(self, request_id: int, num: int) -> None:
-        """Again with what it has, if it was here before."""
+        """Submits a request for `num` tokens, with its output so far if it was submitted before."""
         output = self.output.setdefault(request_id, [])
         tokens = np.array(prompt_of(request_id) + output, np.int32)
         self.scheduler.submit(BatchRequest(request_id, tokens, len(prompt_of(request_id)), SamplingParams(num, temperature=0.0)))
@@ -66,7 +68,7 @@ class Node:
         return True
 
     def poison(self) -> None:
-        """Fills blocks that are neither held nor kept."""
+        """Fills all free blocks with NaN: those neither held by a sequence nor kept in the prefix cache."""
         for group, memory in zip(self.kv.groups, self.model._kv, strict=True):
             group.pool.check()
             memory.kv[group.pool._stack[: group.pool.num_free].astype(np.int64)] = torch.nan
@@ -80,7 +82,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "reference"])
 def test_text_is_transformers_however_it_is_scheduled(made: tuple[Path, Any], kernels: bool) -> None:
-    """Chunked prefill, prefix hits, preemption and a second submission at once, in little memory."""
+    """The text stays right with chunked prefill, prefix hits, preemption and resubmission, all at once and in little memory."""
     node = Node(made[0], lease_chunks=6)
     ops.configure(CACHE_DIR, use_kernels=kernels)
     try:

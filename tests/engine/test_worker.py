@@ -1,4 +1,4 @@
-"""The engine process over a real socketpair, with the null runner."""
+"""Tests of the engine process over a real socketpair, with the null runner."""
 
 from __future__ import annotations
 
@@ -97,7 +97,8 @@ def test_one_message_a_step(loaded: EngineProcess) -> None:
 
 
 def test_steps_without_tokens_are_told_with_the_next_that_gave_some(tmp_path: Path) -> None:
-    """A prompt of 40 in chunks of 16; what stops after no token at all is no step."""
+    """Steps of a chunked prompt are reported with the first tokens: 40 tokens in chunks of 16 are 3 steps. An end without a token
+    counts 0 steps."""
     with EngineProcess(null_configure(null_step_ms=60.0, max_num_batched_tokens=16)) as engine:
         engine.send(load_message(null_checkpoint(tmp_path / "m"), lease_chunks=16))
         engine.wait_for(LoadDone)
@@ -243,7 +244,7 @@ def test_reservation_beyond_the_device_fails_that_load_only(loaded: EngineProces
 
 def test_smaller_lease_preempts_and_the_text_goes_on(tmp_path: Path) -> None:
     with EngineProcess(null_configure(null_step_ms=3.0)) as engine:
-        # blocks of 8 KiB, 8 in a chunk: 4 reserved chunks hold 512 tokens, 8 requests want up to 1,600
+        # blocks of 8 KiB, 8 in a chunk: 4 reserved chunks hold 512 tokens, 8 requests need up to 1,600
         engine.send(load_message(null_checkpoint(tmp_path / "m"), lease_chunks=16))
         engine.wait_for(LoadDone)
         engine.send(*(submit_message(request_id, prompt=[request_id] * 100, max_tokens=100) for request_id in range(1, 9)))
@@ -258,7 +259,8 @@ def test_smaller_lease_preempts_and_the_text_goes_on(tmp_path: Path) -> None:
 
 
 def test_log_probabilities_come_with_their_tokens_and_the_prompts_before_the_first(tmp_path: Path) -> None:
-    """Chunks of 16 tokens; the null model is certain of each token."""
+    """Log-probabilities arrive with their tokens, those of the prompt before the first token, also in chunks of 16. The null model
+    is certain of each token."""
     with EngineProcess(null_configure(null_step_ms=3.0, max_num_batched_tokens=16)) as engine:
         engine.send(load_message(null_checkpoint(tmp_path / "m"), lease_chunks=16))
         engine.wait_for(LoadDone)
@@ -279,7 +281,7 @@ def test_log_probabilities_come_with_their_tokens_and_the_prompts_before_the_fir
             assert step.logprobs is not None
             assert step.logprobs.request_ids == [1]
             assert step.logprobs.top_ids == [step.ids[step.request_ids.index(1)]]
-        # again after a crash: the daemon has the prompt's
+        # a resubmission after a crash: the daemon has the prompt's log-probabilities already
         num_before = len(told)
         engine.send(submit_message(3, prompt=prompt, max_tokens=5, logprobs=0, prompt_logprobs=0, output=[300, 301]))
         engine.wait_finished(3)
@@ -297,8 +299,9 @@ def test_nan_fails_that_request_only(engine: EngineProcess, tmp_path: Path) -> N
 
 
 def test_turns_are_shared(engine: EngineProcess, tmp_path: Path) -> None:
-    """a has 64 requests for 32 slots, b has one: while both are busy they get the same time. Steps that are launched ahead tell the
-    milliseconds they were to take, however long this machine made them wait, so equal shares are equal numbers of steps."""
+    """Two busy models get equal turns (time slices), although a has 64 requests for 32 slots and b only one. Steps launched ahead
+    report the milliseconds they were meant to take, however long the machine made them wait, so equal shares are equal numbers of
+    steps."""
     for placement_id, model in enumerate(("a", "b"), 1):
         path = null_checkpoint(tmp_path / model, launches_ahead=True)
         engine.send(load_message(path, model, placement_id, max_model_len=128, kv_reserved_chunks=24))
@@ -376,7 +379,8 @@ def test_idle_costs_nothing(loaded: EngineProcess) -> None:
 
 
 def test_a_daemon_that_does_not_read_stops_the_steps(tmp_path: Path) -> None:
-    """200 requests of 10,000 tokens are 24 MB of messages; the engine holds back at 8 MiB."""
+    """An engine stops stepping when its daemon does not read, and goes on without loss. 200 requests of 10,000 tokens are 24 MB of
+    messages; the engine stops at 8 MiB."""
     requests = range(1 << 40, (1 << 40) + 200)
     configure = null_configure(null_step_ms=0.0, num_chunks=20_000, max_num_batched_tokens=4096)
     with EngineProcess(configure) as engine:

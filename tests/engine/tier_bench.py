@@ -1,4 +1,4 @@
-"""An engine's models and placements without its process: stepped by hand, with a host tier."""
+"""An engine's models and placements without a process: stepped by hand, with a host tier."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NUM_SLOTS = 64
 
 
 class TierBench:
-    """One device of 256 chunks of 64 KiB and a tier of as large slots. `sent`: what the daemon would get."""
+    """A device of 256 chunks of 64 KiB with a host tier whose slots have the same size. `sent`: messages to the daemon."""
 
     def __init__(
         self,
@@ -44,8 +44,9 @@ class TierBench:
         left: Sequence[WeightsHeld] = (),
         outlives: bool = False,
     ) -> None:
-        """before: one whose memory and slots this one takes over, as the engine after it; left: what is in them; outlives: it tells
-        of each load where the weights are, some time after it, which a test waits for (`pump(WeightsHeld)`)."""
+        """before: a bench whose memory and slots this one takes over, as the next engine would. left: the weights in them.
+        outlives: some time after each load the bench reports where its weights are; a test waits for that with
+        `pump(WeightsHeld)`."""
         self.folder, self.null = folder, null
         slots_fd = before.slots_fd if before is not None else slots_fd
         self.slots_fd = os.memfd_create("tier") if slots_fd is None else slots_fd
@@ -84,8 +85,8 @@ class TierBench:
         return load_message(str(folder), name, **(values | changes))
 
     def pump(self, kind: type[Any]) -> Any:
-        """Waits for the next message of that kind."""
-        if kind is not WeightsHeld:  # it comes by itself
+        """Waits for the next message of this kind and returns it."""
+        if kind is not WeightsHeld:  # it may have been sent already
             self.sent.clear()
         while not (found := [message for message in self.sent if isinstance(message, kind)]):
             assert select.select([self.placements.fileno()], [], [], 60)[0], f"nothing came of it; {self.sent}"
@@ -134,7 +135,7 @@ class TierBench:
 
 
 def _close(runner: Runner, memory: CpuMemory | None, tier: HostTier, loads: Loads, slots_fd: int | None) -> None:
-    """What a bench took of descriptors and mappings."""
+    """Frees the descriptors and mappings of a bench."""
     if isinstance(runner, TorchRunner):
         for _, weights in runner._ranges._ranges.values():
             weights.close()

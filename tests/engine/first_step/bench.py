@@ -1,4 +1,4 @@
-"""An engine's loop by hand, with reads of weights that wait for the test."""
+"""Runs an engine's loop by hand, with reads of weights that wait for the test."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ GREEDY = SamplingParams(6, temperature=0.0)
 
 
 class Collector:
-    """engine.channel.Channel that keeps what the daemon would get."""
+    """Stands in for engine.channel.Channel and keeps the messages to the daemon."""
 
     backlog_bytes = 0
 
@@ -44,7 +44,8 @@ class Collector:
 
 
 class Bench:
-    """One engine. `allow(stage)`: reads that bring nothing for it or an earlier one wait; `reached`: the stage a step waits for."""
+    """An engine whose loads are controlled by the test. `allow(stage)`: reads that bring nothing for this stage or an earlier one
+    wait. `reached`: the stage that a step has waited for last."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = folder
@@ -84,7 +85,8 @@ class Bench:
             self.changed.notify_all()
 
     def pump(self, done: Callable[[], Any], seconds: float = 60.0) -> Any:
-        """The engine's loop, until `done`."""
+        """Runs the engine's loop until `done` returns something true, and returns that. Raises AssertionError if that takes too
+        long."""
         engine = self.engine
         for _ in range(int(seconds / 0.02)):
             if found := done():

@@ -1,4 +1,4 @@
-"""One small model, an engine that loads it, and what it says."""
+"""Fixtures: one small model, an engine that loads it, and the model's answer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(saved: Path, tmp_path: Path) -> Path:
-    """A copy that the test may spoil."""
+    """Returns a copy of the model's folder that the test may damage."""
     for file in saved.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     return tmp_path
@@ -38,7 +38,7 @@ def bench(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
 
 @pytest.fixture
 def wanted(bench: Bench) -> list[int]:
-    """What a model that is loaded already says to PROMPT."""
+    """Returns the tokens with which a model that is already loaded answers PROMPT."""
     bench.load()
     bench.until(LoadDone)
     bench.submit(1)

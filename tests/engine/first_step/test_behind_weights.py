@@ -1,4 +1,4 @@
-"""Prompts computed behind the weights, layer by layer as they come."""
+"""Tests of prompts that are computed while the weights are still being loaded, layer by layer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.engine.first_step.bench import PROMPT, Bench, truncate
 
 
 def change_behind_a_step(bench: Bench, folder: Path) -> None:
-    """A load whose file changes while a step waits for the last layer."""
+    """Starts a load whose file changes while a step waits for the last layer."""
     bench.allow(3)
     bench.load()
     bench.until(LoadStreams)
@@ -36,12 +36,12 @@ def test_a_prompt_is_computed_layer_by_layer_as_weights_come(bench: Bench, wante
     bench.until(LoadStreams)
     bench.submit(7)
     bench.submit(8, PROMPT[:9])
-    bench.until_waits_for(2)  # the embedding and the first layer are computed, and the second is not there
-    assert set(read_journal(bench.journal)) == {7, 8}  # whose death it would be
+    bench.until_waits_for(2)  # the embedding and the first layer are computed; the second is not loaded
+    assert set(read_journal(bench.journal)) == {7, 8}  # the requests to blame if the engine died now
     assert bench.kinds().count("LoadDone") == 0
     bench.allow(3)
     bench.until_waits_for(3)
-    bench.submit(9)  # comes too late for the step that runs
+    bench.submit(9)  # arrives too late for the step that runs
     bench.allow(99)
     assert bench.until_answered(7, 9) == [wanted, wanted]
     kinds = bench.kinds()
@@ -80,14 +80,14 @@ def test_a_file_that_ends_too_early_fails_the_load_and_no_token_comes(bench: Ben
     bench.spoil = lambda read: None
     file.write_bytes(whole)
     os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    bench.load()  # what the failed one left behind is no hindrance
+    bench.load()  # the failed load has left nothing that hinders this one
     bench.until(LoadStreams)
     bench.submit(7)
     assert bench.until_answered(7) == [wanted]
 
 
 def test_a_file_that_changes_fails_the_load_at_its_end(bench: Bench, folder: Path) -> None:
-    """All layers are computed by then; nothing of it is told."""
+    """A file that changes during the load fails it at its end. All layers are computed by then, but no token is reported."""
     change_behind_a_step(bench, folder)
     failed: LoadFailed = bench.until(LoadFailed)
     assert not failed.permanent
@@ -98,7 +98,8 @@ def test_a_file_that_changes_fails_the_load_at_its_end(bench: Bench, folder: Pat
 def test_a_step_that_begins_anew_before_the_failure_is_told_is_withdrawn_too(
     bench: Bench, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The load's thread has withdrawn and released the model, and the engine hears first of the step that this has ended."""
+    """The failure withdraws a second step as well: the load's thread has released the model, but the engine learns of the first
+    step's end before the failure and starts the step again."""
     may_tell, tell, execute, begun = threading.Event(), Loads._tell, TorchModel.execute_behind, []
 
     def late(loads: Loads, item: Told) -> None:
@@ -135,7 +136,8 @@ def test_a_withdrawn_load_ends_its_step(bench: Bench) -> None:
 
 
 def test_what_comes_during_the_step_waits_for_its_end(bench: Bench, wanted: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """An abort, a lease, an eviction: of a step that goes on after its load has ended."""
+    """While a first step still runs after the end of its load, new requests, aborts and an eviction wait for the step, and a
+    smaller lease takes nothing from it."""
     may_end = threading.Event()
     opened = WeightGate.open
 
@@ -165,7 +167,7 @@ def test_what_comes_during_the_step_waits_for_its_end(bench: Bench, wanted: list
     bench.pump(lambda: not bench.engine.models.busy())
     assert read_pulse(bench.journal).first_since_s == 0.0
     assert not bench.tokens(10)
-    assert len(bench.tokens(8)) <= 1  # of the step that was under way
+    assert len(bench.tokens(8)) <= 1  # the token of the step that was under way
     may_end.clear()
     bench.evict()
     bench.allow(1)
@@ -188,8 +190,8 @@ def test_what_comes_during_the_step_waits_for_its_end(bench: Bench, wanted: list
 def test_weights_from_the_host_tier_come_through_the_same_gate(
     bench: Bench, wanted: list[int], good: bool, waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A copy that does not match is noticed at its end: what was computed is void, and is computed again from the drive's. waits:
-    where copies take all cores, nothing is computed beside one."""
+    """A first step can run during a load from the host tier. A copy that does not match is noticed at its end, and what was
+    computed is computed again from the weights on disk. waits: where copies take all cores, no step runs during one."""
     num_behind = 0
     execute_behind = TorchModel.execute_behind
 
@@ -205,7 +207,7 @@ def test_weights_from_the_host_tier_come_through_the_same_gate(
     bench.evict()
     if not good:
         bench.tier.slot(2)[100] ^= 1
-    bench.allow(1)  # holds the reads, should there be any
+    bench.allow(1)  # holds back any reads
     bench.load(source_slots=list(range(12)), checksum=done.checksum)
     bench.until(LoadStreams)
     bench.submit(7)

@@ -1,4 +1,4 @@
-"""Saved KV that comes back beside the weights: a first prompt waits for it, and its blocks are freed whatever comes."""
+"""Saved KV is restored at the same time as the weights: a first prompt waits for it, and its blocks are freed whatever happens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.engine.model_bench import BLOCK_TOKENS
 
 @pytest.fixture
 def may_copy(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Copies of KV wait for it."""
+    """Returns an event that copies of KV wait for; it is set at first."""
     event, run = threading.Event(), KVTransfer.run
     event.set()
 
@@ -29,7 +29,7 @@ def may_copy(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 
 def answered_and_saved(bench: Bench) -> dict[str, Any]:
-    """The model has said what it says to PROMPT and left; what a load must carry to take its KV back."""
+    """Has the model answer PROMPT and evicts it. Returns the fields of a load that restores its KV."""
     bench.load()
     bench.until(LoadDone)
     bench.submit(1)
@@ -42,7 +42,7 @@ def answered_and_saved(bench: Bench) -> dict[str, Any]:
 
 
 def restored_blocks(bench: Bench, request_id: int) -> int:
-    """Tokens of its prompt that were found in restored KV."""
+    """Returns how many tokens of the request's prompt were found in restored KV."""
     out = [message for message in bench.channel.sent if isinstance(message, TokensOut)]
     return next((message.cached[request_id] for message in out if request_id in message.cached), 0)
 

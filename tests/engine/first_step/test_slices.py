@@ -1,4 +1,4 @@
-"""Long prompts behind the weights: one pass over the layers, in slices that fit the work space."""
+"""Long prompts are computed during a load in one pass over the layers, in slices that fit the work space."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.engine.first_step.bench import GREEDY, Bench
 
 
 def computed_at_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The tokens of each step behind weights."""
+    """Returns a list that collects the number of tokens of each step that runs during a load."""
     told: list[int] = []
     execute = TorchModel.execute_behind
 
@@ -31,8 +31,8 @@ def computed_at_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> list[int]
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_long_prompts_are_computed_in_slices(bench: Bench, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
-    """max_num_batched_tokens 64: two prompts of 100 and one of 31 tokens in one step behind the weights, where nobody else has one;
-    then their blocks are prefixes."""
+    """With max_num_batched_tokens 64, two prompts of 100 tokens and one of 31 are computed in one step during the load if no other
+    model steps. Their blocks can then be found as prefixes."""
     told = computed_at_once(bench, monkeypatch)
     random = np.random.default_rng(6)
     prompts = [random.integers(2, 211, length).tolist() for length in (100, 100, 31)]
@@ -103,7 +103,7 @@ def test_slices_hold_each_token_once_and_in_order(max_tokens: int) -> None:
             for at in range(count)
         ]
         assert found == wanted
-        if max_tokens >= 8:  # a slice with its padding ends within the whole with its own
+        if max_tokens >= 8:  # the last slice with its padding must end within the padded whole
             begin = sum(sizes[:-1])
             assert all(padded_rows(size) == size for size in sizes[:-1])
             assert begin + padded_rows(sizes[-1]) <= padded_rows(sum(sizes))

@@ -1,4 +1,4 @@
-"""The gate between weights that land and the step that needs them."""
+"""Tests of the gate between weights that arrive and the step that needs them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_stage_opens_with_its_last_byte() -> None:
         gate.wait(2)
     gate.landed(132, 192)
     thread.join(0.2)
-    assert thread.is_alive()  # all is there, and nobody has said that it is good
+    assert thread.is_alive()  # everything has arrived, but is not yet known to be good
     gate.open()
     thread.join(60)
     assert computed == ["first", "second"]

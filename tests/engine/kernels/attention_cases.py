@@ -1,4 +1,4 @@
-"""Attention: the work lists of decode steps, one token a row, several new tokens a row."""
+"""Cases for the attention kernels: the work lists of decode steps, rows with one token, and rows with several new tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def attended(
     softcap: float,
     sinks: Any,
 ) -> Tensor:
-    """The twin's answer [T, H D] in float32 from the same (perhaps half precision) numbers."""
+    """Returns the reference implementation's result [T, H D] in float32, from the same numbers, which may be half precision."""
     out = torch.zeros(qkv.shape[0], case.heads * case.head_dim)
     columns = (torch.tensor(x, dtype=torch.int32) for x in (tokens, rows, seen))
     kv = case.kv.float() if case.scales is None else case.kv
@@ -33,7 +33,7 @@ def attended(
 
 
 def work_lists(draw: Draw) -> None:
-    """Of as many rows as a step may have."""
+    """The work list has the reference implementation's pieces, for any number of rows that a step may have."""
     rows, window, target = draw.one_of(1, draw.between(2, 64), draw.between(65, 300)), draw.one_of(0, 0, 50), draw.between(1, 40)
     contexts = torch.randint(0, draw.one_of(2, 90, 3000), (rows,), generator=draw.generator).int()
     work = triton_decode.make_work(rows, target, draw.device)
@@ -82,7 +82,7 @@ def extend_attention(draw: Draw, fp8: bool = False) -> None:
     case = paged(draw, contexts, seen_of, fp8, max_heads=4)
     softcap, scale = draw.one_of(0.0, 0.0, 5.0), draw.one_of(case.head_dim**-0.5, 0.3)
     sinks = torch.randn(case.heads, generator=draw.generator) if draw.one_of(False, False, True) else None
-    first = draw.one_of(0, 2)  # tokens before them are others' and stay as they are
+    first = draw.one_of(0, 2)  # tokens before `first` belong to other rows and must not change
     starts = [first + sum(new[:row]) for row in range(len(new))]
     qkv = draw.normal(first + sum(new), (case.heads + 2 * case.kv_heads) * case.head_dim)
     tokens = triton_extend.tile_tokens(case.head_dim, draw.dtype)

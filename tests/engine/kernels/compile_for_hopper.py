@@ -1,5 +1,6 @@
-"""Compiles every Triton kernel to machine code of compute capability 9.0 on a machine that has no GPU, as the engine would launch
-it for an 8B model in bfloat16. Prints one JSON line each: what the assembler says of it, and which instructions it has.
+"""Compiles every Triton kernel to machine code for compute capability 9.0, on a machine without a GPU, as the engine would launch
+it for an 8B model in bfloat16. Prints one JSON line for each kernel: what the assembler reports of it, and which instructions it
+has.
 
 usage: python -m tests.engine.kernels.compile_for_hopper (not under TRITON_INTERPRET)
 """
@@ -40,7 +41,7 @@ CUOBJDUMP = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
 class NoGpu:
-    """Triton's driver, as far as compiling asks it anything."""
+    """Stands in for Triton's driver, with the methods that compiling needs."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -53,7 +54,7 @@ class NoGpu:
 
 
 def assembled(cubin: bytes) -> dict[str, int]:
-    """stack_bytes: what did not fit into registers."""
+    """Returns the registers and stack_bytes of compiled code. stack_bytes: what did not fit into registers."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -87,7 +88,7 @@ def compile_instead_of_running() -> None:
 
 
 def kept_as(kv_dtype: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """KV of four layers."""
+    """Returns KV of four layers in this type, and its scales (None unless fp8)."""
     block_bytes = 4 * 2 * KV_HEADS * BLOCK_TOKENS * kv_head_bytes(HEAD_DIM, kv_dtype)
     group = KVGroupSpec("full", BLOCK_TOKENS, block_bytes, (0, 1, 2, 3))
     return kv_views(torch.zeros(ROWS * block_bytes, dtype=torch.uint8), group, KV_HEADS, HEAD_DIM, kv_dtype)

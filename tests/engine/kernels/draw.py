@@ -1,4 +1,4 @@
-"""What a case of a kernel is drawn from, and how near its answer has to come to the twin's."""
+"""Draws the random shapes and inputs of a kernel's case, and compares its result with the reference implementation's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 
 class Draw:
-    """Seeded shapes and tensors of one dtype, on one device."""
+    """A source of random shapes and tensors from one seed, of one dtype, on one device."""
 
     def __init__(self, seed: int, dtype: torch.dtype, device: str) -> None:
         self.shapes, self.generator = random.Random(seed), torch.Generator().manual_seed(seed)
@@ -30,11 +30,11 @@ class Draw:
         return (torch.randn(*shape, generator=self.generator) * scale).to(self.dtype)
 
     def on(self, x: Tensor) -> Tensor:
-        """A copy on the device."""
+        """Returns a copy of the tensor on the device."""
         return x.clone() if self.interpreted else x.to(self.device)
 
     def like(self, x: Tensor) -> Tensor:
-        """Memory for a result: NaN, so that what is not written shows."""
+        """Returns memory for a result like x, filled with NaN (integers: -7), so that unwritten places show."""
         out = torch.empty(x.shape, dtype=x.dtype, device=self.device)
         return out.fill_(math.nan) if x.is_floating_point() else out.fill_(-7)
 

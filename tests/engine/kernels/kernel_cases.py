@@ -1,5 +1,6 @@
-"""One case for each Triton kernel and seed: random shapes and inputs, the kernel on a device, its torch twin on the CPU. The same
-cases run interpreted (float32, float16) and on a GPU (bfloat16 too)."""
+"""One case for each Triton kernel and seed: random shapes and inputs, the kernel on a device, its reference implementation in torch
+on the CPU. The same cases run interpreted (float32, float16) and on a GPU (bfloat16 too).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from tests.engine.kernels.memory_cases import checksums, inputs, packed_weights
 from tests.engine.kernels.row_cases import few_rows_linear, gates, gathers, norms
 from tests.engine.kernels.sampling_cases import logprobs, penalties, sampling
 
-# of integers, or of float32 whatever the model's dtype
+# cases whose numbers are integers, or float32 whatever the model's dtype
 ONE_DTYPE = ("work_lists", "inputs", "penalties", "packed_weights", "checksums")
 
 CASES: dict[str, Callable[[Draw], None]] = {
@@ -42,7 +43,7 @@ CASES: dict[str, Callable[[Draw], None]] = {
 
 
 def of_dtypes(*dtypes: torch.dtype) -> list[object]:
-    """(case, dtype) for a test of all kernels; float32 is among the dtypes."""
+    """Returns (case, dtype) parameters for a test of all kernels. float32 must be among the dtypes."""
     return [
         pytest.param(name, dtype, id=f"{name}-{str(dtype).removeprefix('torch.')}")
         for name in CASES

@@ -1,4 +1,4 @@
-"""What is written into KV: norms, rotary embedding, rounding to fp8."""
+"""Cases for the kernels that write KV: norms, rotary embedding, rounding to fp8."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def rope(draw: Draw, fp8: bool = False) -> None:
 
 
 def stored_alike(case: Paged, kv: Tensor, scales: Tensor) -> None:
-    """Values are stored as they come, so their codes are the twin's; keys are computed first, and a difference in their last place
-    may round to the next code."""
+    """Asserts that fp8 KV equals the reference implementation's. Values are stored as they are, so their codes are the same. Keys
+    are computed first, and a difference in the last digit may round to the next code."""
     assert case.scales is not None
     assert torch.equal(kv[:, :, 1], case.kv[:, :, 1])
     assert torch.equal(scales[:, :, 1], case.scales[:, :, 1])
@@ -67,7 +67,8 @@ def _round_kernel(x, codes, exponents, again, N: tl.constexpr, D: tl.constexpr):
 
 
 def fp8_rounding(draw: Draw) -> None:
-    """Every code and every tie between two, of numbers of any size, in heads of which one number decides the scale."""
+    """Rounding to fp8 is exact for every code, every tie between two codes, and numbers of any size, in heads where one number
+    decides the scale."""
     wide = draw.one_of(torch.float32, draw.dtype)
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().nan_to_num(448.0)
     ties = (codes[:126] + codes[1:127]) / 2

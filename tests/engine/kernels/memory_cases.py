@@ -1,4 +1,4 @@
-"""Kernels that move numbers and compute none: the inputs of a step, packed weights, checksums."""
+"""Cases for the kernels that move numbers: the inputs of a step, packed weights, checksums."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from tests.engine.kernels.paged_kv import BLOCK_TOKENS
 
 
 def inputs(draw: Draw) -> None:
-    """Rows of one and of several tokens, padding behind them, tokens that only the device knows."""
+    """The inputs of a step are right with rows of one and of several tokens, padding after them, and tokens that only the device
+    knows."""
     num_slots, block_tokens, num_blocks = draw.between(1, 6), draw.one_of(*BLOCK_TOKENS), 9
     rows = draw.between(1, num_slots)
     slots = torch.randperm(num_slots, generator=draw.generator)[:rows].int()
@@ -40,7 +41,7 @@ def inputs(draw: Draw) -> None:
 
 
 def packed_weights(draw: Draw) -> None:
-    """Bits alone count, so every one of them is drawn; some of the tensors look trained."""
+    """Packed weights are decoded bit for bit. Any bits may occur, and some of the tensors look like trained weights."""
     frame_values = draw.one_of(64, 1000, 1024, 2048, 5000)
     num_values = draw.one_of(1, 63, 64, frame_values, frame_values + 1, draw.between(1, 4 * frame_values))
     values = torch.randint(-(1 << 15), 1 << 15, (num_values,), generator=draw.generator).to(torch.int16)
@@ -63,7 +64,7 @@ def packed_weights(draw: Draw) -> None:
     count = int(begins[spoilt]) + layout.offsets_at(held) + 4 * draw.between(0, layout.num_groups(held) - 1)
     data[count : count + 4] = torch.from_numpy(np.array([draw.one_of(1 << 20, -(1 << 30), -1)], np.int32).view(np.uint8))
     triton_unpack.unpack(draw.on(data), draw.on(begins), frame_values, out, refused, 7)
-    assert refused.item() == 7 + spoilt  # and nothing outside was read
+    assert refused.item() == 7 + spoilt  # the spoilt frame was refused, and nothing outside was read
 
 
 def checksums(draw: Draw) -> None:

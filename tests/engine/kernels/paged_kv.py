@@ -21,13 +21,14 @@ GROUPS = (1, 2, 3, 4, 5, 7, 8, 17)  # query heads of a KV head
 
 @dataclass(slots=True)
 class Paged:
-    """KV of a few rows: blocks scattered over an arena that holds NaN everywhere else (as fp8, scales that are not finite)."""
+    """KV of a few rows. Their blocks are scattered over an arena that holds NaN everywhere else (for fp8, scales that are not
+    finite)."""
 
     arena: Tensor
     view: Callable[[Tensor], tuple[Tensor, Tensor | None]]
     block_table: Tensor  # by row
     shuffled_table: Tensor  # the same, in another order
-    table_rows: Tensor  # where each row is there
+    table_rows: Tensor  # each row's index in shuffled_table
     contexts: list[int]
     heads: int
     layer: int
@@ -50,8 +51,8 @@ class Paged:
 
 
 def paged(draw: Draw, contexts: list[int], windows: list[int], fp8: bool, max_heads: int = 17) -> Paged:
-    """windows: positions at the end of each row that are read; what lies in blocks before them has no place (-1). max_heads: each
-    is computed by itself, and takes its time."""
+    """Returns random KV for rows with these contexts. windows: positions at the end of each row that are read; blocks before them
+    have index -1. max_heads: limits the query heads, because each is computed by itself and takes time."""
     head_dim, block_tokens, kv_heads = draw.one_of(*HEAD_DIMS), draw.one_of(*BLOCK_TOKENS), draw.one_of(1, 1, 2, 3)
     layers = draw.one_of(1, 2)
     layer = draw.between(0, layers - 1)

@@ -1,4 +1,4 @@
-"""Kernels along rows: norms, gated activations, products of few rows, gathered rows."""
+"""Cases for the kernels along rows: norms, gated activations, products of few rows, gathered rows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def norms(draw: Draw) -> None:
 def gates(draw: Draw) -> None:
     rows, width, scale = draw.between(1, 5), draw.one_of(1, 31, 80, 1024, 1500), draw.one_of(0.1, 3.0, 60.0)
     gate_up = draw.normal(rows, 2 * width, scale=scale)
-    gate_up[:, width:] /= scale  # where gelu vanishes, torch's loses all its digits; up must not make them large
+    gate_up[:, width:] /= scale  # where gelu is almost 0, torch's has no correct digit, and a large `up` would make that visible
     for gelu, twin in ((False, reference.silu_and_mul), (True, reference.gelu_and_mul)):
         wanted = twin(gate_up)
         out = draw.like(wanted)

@@ -1,4 +1,4 @@
-"""From logits to tokens."""
+"""Cases for the kernels that turn logits into tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from tests.engine.kernels.draw import Draw
 
 
 def sampling(draw: Draw) -> None:
-    """Greedy rows and drawn ones, each with settings of its own, one of them bad now and then."""
+    """Tokens are the reference implementation's, for greedy and sampled rows with settings of their own, some of them with logits
+    that are not finite."""
     rows, vocab = draw.between(1, 4), draw.one_of(1, 17, 300, 1000, 5000)
     logits = draw.normal(rows, vocab, scale=draw.one_of(0.3, 2.0, 5.0))
     if draw.one_of(False, False, True):

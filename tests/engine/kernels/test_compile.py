@@ -1,4 +1,4 @@
-"""What the interpreter cannot tell: that the kernels compile for a GPU, and to what."""
+"""Tests what the interpreter cannot show: that the kernels compile for a GPU, and to what."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_kernels_compile_for_hopper_with_tensor_cores_and_without_spills(tmp_pat
     assert {line["kernel"] for line in lines if line["fp8"]} == {"_piece_kernel", "_extend_kernel", "_rope_and_store_kernel"}
     for line in lines:
         assert line["stack_bytes"] == 0 or line["kernel"] == "_cos_sin_kernel", line  # angles of any size are reduced on the stack
-        assert line["shared_bytes"] <= 227 << 10  # what a block may have
+        assert line["shared_bytes"] <= 227 << 10  # the most a thread block may have
         if line["kernel"] == "_piece_kernel":
             assert line["mma"] > 0
             assert line["async_copies_of_16_bytes"] > 0

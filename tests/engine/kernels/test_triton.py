@@ -1,4 +1,4 @@
-"""Every Triton kernel, interpreted, against its torch twin over shapes drawn at random."""
+"""Every Triton kernel, interpreted, gives the results of its reference implementation in torch, for random shapes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.engine.kernels.draw import Draw
 from tests.engine.kernels.kernel_cases import CASES, of_dtypes
 
 NUM_SHAPES = 50
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy tells of infinities, a GPU does not
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns of infinities, a GPU does not
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU tests/gpu runs the same cases")

@@ -1,4 +1,4 @@
-"""The CPU kernels in place, whatever other tests chose."""
+"""Configures the CPU kernels for the tests of this folder, whatever other tests have configured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How compiled kernels are found and entered."""
+"""Tests of how compiled kernels are looked up and entered."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from engine.kernels import cpu_int8  # noqa: E402
 
 
 def test_threads_have_a_compilation_of_their_own() -> None:
-    """Numba's cache goes by name: with one name it hands out whichever was compiled first."""
+    """Serial and parallel forms of a kernel have different names. Numba's cache goes by name: under one name it returns the form
+    compiled first."""
     from engine.kernels import cpu_amx_linear, cpu_attention, cpu_linear, cpu_rows
 
     for serial, parallel in (
@@ -34,7 +35,8 @@ def test_threads_have_a_compilation_of_their_own() -> None:
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_repeated_call_enters_the_machine_code(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, threads: int) -> None:
-    """It is that of the form that is due and of these types; what was never compiled for them stays as it is."""
+    """`direct` returns the machine code for the form that is due and for the types of the arguments. Calls that were not compiled
+    for their types, and other functions, are returned as they are."""
     from engine.kernels import cpu_rows
 
     share_everything(monkeypatch)

@@ -1,4 +1,4 @@
-"""Inputs of recorded steps: the CPU kernels against their twins."""
+"""The CPU kernels that fill a recorded step's inputs give the results of their reference implementations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ SLOTS, LENGTH, MAX_ROWS, MAX_TOKENS = 30, 200, 24, 300
 
 
 def step(seed: int) -> tuple[np.random.Generator, np.ndarray, np.ndarray, np.ndarray]:
-    """A generator, and counts, slots and computed of a step of some rows; behind them lies what an earlier one left."""
+    """Returns a generator, and the counts, slots and computed positions of a random step. Entries after the step's own rows hold
+    leftovers of an earlier step."""
     generator = np.random.default_rng(seed)
     num_rows = int(generator.integers(1, MAX_ROWS + 1))
     counts = np.array([num_rows, *generator.integers(0, 99, NUM_COUNTS - 1)], np.int64)
@@ -26,7 +27,7 @@ def step(seed: int) -> tuple[np.random.Generator, np.ndarray, np.ndarray, np.nda
 
 
 def both(name: str, given: tuple[Any, ...], *out: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Each of `out` as the kernel and as its twin leave it."""
+    """Returns each of `out` twice: as the kernel fills it and as its reference implementation does."""
     from engine.kernels import cpu_inputs
 
     copies = [[array.copy() for array in out] for _ in range(2)]
@@ -36,7 +37,7 @@ def both(name: str, given: tuple[Any, ...], *out: np.ndarray) -> list[tuple[np.n
 
 
 def chunks(generator: np.random.Generator, counts: np.ndarray, computed: np.ndarray, decode: bool) -> np.ndarray:
-    """The new tokens of each row, and counts[TOKENS]; no row becomes longer than a sequence may be."""
+    """Returns the number of new tokens of each row and sets counts[TOKENS]. No row becomes longer than a sequence may be."""
     num_new = np.ones(MAX_ROWS, np.int32)
     if not decode:
         some = generator.random(MAX_ROWS) < 0.4
@@ -146,7 +147,7 @@ def test_settings_and_noise_of_the_rows_that_sample(seed: int, decode: bool) -> 
 @pytest.mark.parametrize("longest", [30, 4096, 1 << 20])
 @pytest.mark.parametrize(("pairs", "scale"), [(64, 1.0), (3, 1.19), (1, 1.0), (37, 0.5)])
 def test_turns_are_those_of_the_angle(pairs: int, scale: float, longest: int) -> None:
-    """As near as float32 has them, and the twin's."""
+    """Rotary cosines and sines are as exact as float32 allows, in the kernel and in the reference implementation."""
     positions = np.random.default_rng(pairs).integers(0, longest, 50).astype(np.int32)
     positions[:2] = 0, longest - 1
     inv_freq = (1.0 / 10000.0 ** (torch.arange(pairs) / pairs)).numpy()

@@ -1,4 +1,6 @@
-"""Norms, activations, rotary positions and attention: the CPU kernels against their torch twins."""
+"""The CPU kernels for norms, activations, rotary embeddings and attention give the results of their reference implementations in
+torch.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,7 @@ def test_gated_activations(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, 
     share_everything(monkeypatch)
     gate_up = random(5, 150, dtype=dtype, scale=scale)
     same(*both(monkeypatch, lambda: ops.silu_and_mul(gate_up)))
-    gate_up[:, 75:] /= scale  # where gelu vanishes, torch's loses all its digits; up must not make them large
+    gate_up[:, 75:] /= scale  # where gelu is almost 0, torch's has no correct digit, and a large `up` would make that visible
     same(*both(monkeypatch, lambda: ops.gelu_and_mul(gate_up)))
 
 
@@ -103,7 +105,8 @@ def test_attention(
 
 @pytest.mark.parametrize("window", [0, 3, 6, 30])
 def test_attention_reads_nothing_beyond_context_and_window(dtype: torch.dtype, window: int) -> None:
-    """NaN in blocks and places that don't belong to the rows stays where it is; blocks behind the window have no place at all."""
+    """Attention reads no block and no position that does not belong to its rows: these hold NaN. Blocks before the window have
+    index -1."""
     batch = make_batch(dtype, [(0, 5, 1), (1, 2, 3), (2, 50, 1), (3, 30, 40)], window=window)
     owned = torch.zeros(batch.groups[0].kv.shape[0], BLOCK_TOKENS, dtype=torch.bool)
     for row, context in enumerate(batch.contexts.tolist()):
@@ -130,7 +133,8 @@ def test_float16_runs_on_the_reference() -> None:
 
 
 def test_silu_of_every_bfloat16_gate_is_the_exact_one_rounded() -> None:
-    """But for gates that hardly lie on one side of a rounding; below -80 what is left is less than 1e-33."""
+    """silu is the exact value rounded, except for a few gates whose value is almost half-way between two bfloat16 numbers. Gates
+    below -80 are left out, since the result is less than 1e-33."""
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     gates = every[(every.float().abs() <= 80) & (every.float().abs() >= 1e-30)]
     gates = gates[: len(gates) // 16 * 16].view(16, -1)

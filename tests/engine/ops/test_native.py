@@ -1,4 +1,4 @@
-"""Calls of compiled kernels made one after the other by machine code."""
+"""Tests of calls of compiled kernels that machine code makes one after the other."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def compiled(kernel: Any, *args: Any) -> tuple[Any, tuple[Any, ...]]:
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_they_compute_what_the_kernels_do(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, threads: int) -> None:
-    """Flags, real numbers, arrays of one and two dimensions, results that are the next call's inputs; again and again."""
+    """The calls give the kernels' results, in repeated runs: with flags, real numbers, arrays of one and two dimensions, and
+    results that are the next call's inputs."""
     share_everything(monkeypatch)
     ops.set_num_threads(threads)
     x, weight, kernels, array = random(3, 70, dtype=dtype), random(70, dtype=dtype), ops._kernels, ops._array

@@ -1,4 +1,4 @@
-"""Products with weights, of float and of int8, by each kernel this processor has, against torch's."""
+"""Products with float and int8 weights, by each kernel that this processor can run, equal those of torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from engine.kernels import cpu_int8  # noqa: E402
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels() -> Iterator[None]:
-    """In place of the folder's: compiles only what these tests call, so that they can be run for many kinds of processor."""
+    """Takes the place of the folder's fixture: only what these tests call is compiled, so that they can be run for many kinds of
+    processor."""
     ops.configure(CACHE_DIR)
     yield
     ops.configure(CACHE_DIR)
@@ -63,7 +64,8 @@ def test_int8_linear(
     bias: bool,
     threads: int,
 ) -> None:
-    """Against the product with what the matrix stands for, in parts of a few outputs where torch computes it."""
+    """Products equal those with the dequantised matrix. Where torch computes them, the matrix is dequantised a few outputs at a
+    time."""
     ops.set_num_threads(threads)
     share_everything(monkeypatch)
     monkeypatch.setattr(ops, "DEQUANTIZED_BYTES", 7 * num_inputs * dtype.itemsize)
@@ -84,7 +86,7 @@ def of_int8_matrix(num_inputs: int, num_outputs: int) -> ops.Int8Matrix:
 
 
 def kernel_of(name: str) -> None:
-    """Skips where this processor has no such kernel."""
+    """Skips the test if this processor cannot run the kernel of this name."""
     if name.startswith("amx") and not ops._kernels.HAS_MATRIX_UNIT:
         pytest.skip("this processor has no AMX, or the kernel does not let this process use it")
     if name == "int8_linear" and not cpu_int8.HAS_INT8_PRODUCTS:
@@ -97,7 +99,8 @@ def kernel_of(name: str) -> None:
 def test_matrix_unit(
     monkeypatch: pytest.MonkeyPatch, num_inputs: int, num_outputs: int, num_rows: int, bias: bool, threads: int
 ) -> None:
-    """One piece of the inputs and several, rows and outputs that fill no tile, and more rows than stay in the cache."""
+    """AMX products are right with one piece of the inputs and with several, with rows and outputs that fill no tile, and with more
+    rows than stay in the cache."""
     kernel_of("amx_linear")
     ops.set_num_threads(threads)
     share_everything(monkeypatch)
@@ -111,7 +114,7 @@ def test_matrix_unit(
 
 
 def use_int8_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a processor without AMX."""
+    """Makes ops choose kernels as on a processor without AMX."""
     monkeypatch.setattr(ops._kernels, "HAS_MATRIX_UNIT", False)
     monkeypatch.setattr(ops._kernels, "HAS_INT8_PRODUCTS", True)
     monkeypatch.setattr(ops._kernels, "_INT8_PRODUCTS_ROWS", 250)
@@ -124,7 +127,8 @@ def use_int8_products(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_widened_weights(
     monkeypatch: pytest.MonkeyPatch, num_inputs: int, num_outputs: int, num_rows: int, of_int8: bool, threads: int
 ) -> None:
-    """A processor that multiplies neither bfloat16 nor int8 widens: few rows and many, inputs and outputs that fill no tile."""
+    """A processor that multiplies neither bfloat16 nor int8 widens the weights. Products are right with few rows and many, and with
+    inputs and outputs that fill no tile."""
     monkeypatch.setattr(ops._kernels, "HAS_BFLOAT16_PRODUCTS", False)
     monkeypatch.setattr(ops._kernels, "HAS_MATRIX_UNIT", False)
     monkeypatch.setattr(ops._kernels, "HAS_INT8_PRODUCTS", False)
@@ -148,7 +152,8 @@ def test_widened_weights(
 
 
 def test_each_processor_has_kernels_of_its_own() -> None:
-    """What is chosen, by what the processor has: for bfloat16 weights of one row and of 200, and for int8 ones of eight."""
+    """The kernels chosen depend on the processor's features: for bfloat16 weights with one row and with 200, and for int8 weights
+    with eight."""
     features, kernels = this_processor().features, ops._kernels
     chosen = (
         kernels.linear_kernel(1, 768, 768, "bfloat16"),
@@ -171,7 +176,7 @@ def test_each_processor_has_kernels_of_its_own() -> None:
 def test_int8_is_multiplied_as_it_is(
     monkeypatch: pytest.MonkeyPatch, num_inputs: int, num_outputs: int, num_rows: int, kernel: str, threads: int
 ) -> None:
-    """No more than the result's own rounding is lost, even in a row of which one element is a thousand times the others."""
+    """No more than the result's own rounding is lost, even in a row where one element is a thousand times the others."""
     kernel_of(kernel)
     if kernel == "int8_linear":
         use_int8_products(monkeypatch)
@@ -184,7 +189,7 @@ def test_int8_is_multiplied_as_it_is(
     added = random(num_outputs, dtype=torch.bfloat16)
     wanted = x.double() @ (weight.values * weight.scales.unsqueeze(1)).double().T + added.double()
     unit = x.double().abs().amax(1, keepdim=True) / cpu_int8.LARGEST
-    lost = unit / 2 * (weight.values.abs().double().sum(1) * weight.scales.double())  # at most
+    lost = unit / 2 * (weight.values.abs().double().sum(1) * weight.scales.double())  # the most that rounding x can lose
     error = (ops.linear(x, weight, added).double() - wanted).abs()
     assert (error <= 2**-8 * wanted.abs() + lost + 1e-6).all()
 
@@ -195,7 +200,7 @@ def test_int8_is_multiplied_as_it_is(
 def test_int8_of_many_rows_is_multiplied_as_bfloat16(
     monkeypatch: pytest.MonkeyPatch, num_inputs: int, num_outputs: int, num_rows: int, threads: int
 ) -> None:
-    """Bit for bit: with scales that are powers of two, the matrix exists in bfloat16, too."""
+    """The product equals the bfloat16 one bit for bit. Scales that are powers of two make the matrix exact in bfloat16, too."""
     kernel_of("amx_int8_linear")
     ops.set_num_threads(threads)
     share_everything(monkeypatch)

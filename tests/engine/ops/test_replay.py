@@ -1,4 +1,4 @@
-"""Recorded calls made again: compiled kernels by machine code, the others by Python, each in its place."""
+"""Recorded calls are made again in their order: compiled kernels by machine code, the others by Python."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytest.importorskip("numba")
 def test_attention_is_shared_as_soon_as_contexts_are_long(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, threads: int
 ) -> None:
-    """The choice is made anew in every run, once for all layers."""
+    """Attention is divided among threads when contexts are long. This is decided in every run, once for all layers."""
     ops.set_num_threads(threads)
     share_everything(monkeypatch)
     monkeypatch.setattr(ops._kernels, "_SHARED_ATTENTION", 50 * HEADS * HEAD_DIM)

@@ -1,4 +1,4 @@
-"""Tokens drawn from logits: the CPU kernels against their torch twins."""
+"""The CPU kernels sample the tokens that their reference implementations in torch sample."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_sample_draws_what_the_twin_draws(
     settings = (np.full(rows, temperature, np.float32), np.full(rows, top_p, np.float32), np.full(rows, top_k, np.int32))
     settings += (np.full(rows, min_p, np.float32),)
     (ids, _), (wanted, _) = both(monkeypatch, lambda: ops.sample(logits, *settings, *keys))
-    assert (ids != wanted).sum() <= 1  # rounding at a cutoff or a dead heat
+    assert (ids != wanted).sum() <= 1  # rounding at a cutoff, or a tie
 
 
 @pytest.mark.parametrize("vocab", [1, 15, 256, 300, 5000])
@@ -81,7 +81,8 @@ def test_sample_draws_what_the_twin_draws(
 def test_sample_draws_what_the_twin_draws_of_any_vocabulary(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, vocab: int, scale: float
 ) -> None:
-    """From rows that are alike in all tokens (scale 0) to rows of which few count. Settings differ from row to row."""
+    """The kernel samples the reference implementation's tokens from rows whose tokens are all alike (scale 0) up to rows where few
+    tokens matter. Settings differ from row to row."""
     rows = 160
     logits = random(rows, vocab, dtype=dtype, scale=scale) - 3.0
     generator = np.random.default_rng(vocab)
@@ -94,14 +95,15 @@ def test_sample_draws_what_the_twin_draws_of_any_vocabulary(
     settings = (column(0.0, 0.4, 1.0, 30.0), column(1.0, 0.97, 0.5, 0.1, 0.0), top_k, column(0.0, 0.0, 0.1, 1.0))
     (ids, bad), (wanted, _) = both(monkeypatch, lambda: ops.sample(logits, *settings, *keys))
     assert not bad.any()
-    assert (ids != wanted).sum() <= 1  # rounding at a cutoff or a dead heat
+    assert (ids != wanted).sum() <= 1  # rounding at a cutoff, or a tie
 
 
 @pytest.mark.parametrize("top_p", [0.25, 0.5, 0.75])
 def test_top_p_that_parts_likely_tokens_of_equal_weight_is_the_twins(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, top_p: float
 ) -> None:
-    """1000 tokens of four weights, whose masses are top_p within a part in 10,000: rough sums can't tell who is within."""
+    """The kernel sums precisely enough to cut at top_p. Here 1000 tokens have four weights, and the mass of some of these is within
+    1 part in 100,000 of top_p, so that rough sums could not tell which tokens are in."""
     rows = 400
     logits = torch.full((rows, 1000), -2.0).to(dtype)
     for weight, share in enumerate((0.0, 0.25, 0.5, 0.75)):
@@ -140,7 +142,8 @@ def test_rows_of_temperature_0_take_their_likeliest_among_rows_that_draw(
 
 
 def test_the_least_noise_does_not_pick_a_token_that_may_not_come(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    """With key1 0 and this key0 the hash of `token` is 0, as it is once in 2**32 draws."""
+    """A token that is ruled out is not sampled even with the smallest noise. With key1 0 and this key0 the hash of `token` is 0,
+    which happens once in 2**32 samples."""
     vocab, token = 300, 7
     logits = random(1, vocab, dtype=dtype)
     logits[0, token] = torch.finfo(dtype).min
@@ -152,7 +155,8 @@ def test_the_least_noise_does_not_pick_a_token_that_may_not_come(monkeypatch: py
 
 @pytest.mark.parametrize(("vocab", "num_top"), [(5000, 20), (5000, 0), (1025, 5), (7, 20), (1, 1)])
 def test_log_probabilities_are_the_twins(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, vocab: int, num_top: int) -> None:
-    """Of some rows, in any order; ties go to the lower id."""
+    """Log-probabilities of some rows, in any order, equal those of the reference implementation. Among equal values the lower id
+    comes first."""
     logits = random(6, vocab, dtype=dtype, scale=3.0)
     logits[2] = -1.5
     rows, chosen = np.array([4, 2, 0], np.int32), np.array([vocab - 1, vocab // 2, 0], np.int32)
@@ -176,7 +180,7 @@ def test_penalties_are_the_twins(monkeypatch: pytest.MonkeyPatch, kernels: None)
     def call() -> Any:
         out = row.clone()
         ops.penalise(out, tokens, 150, 0.4, 0.7, 1.3)
-        ops.penalise(out, tokens[:9], 4, -0.4, -0.7, 1e-36)  # twice: nothing is left behind in between
+        ops.penalise(out, tokens[:9], 4, -0.4, -0.7, 1e-36)  # the first call must leave no counts behind
         return out.numpy()
 
     ours, wanted = both(monkeypatch, call)

@@ -1,4 +1,4 @@
-"""The same call of ops with and without the CPU kernels, and how near the two must be."""
+"""Runs the same call of ops with and without the CPU kernels, and compares the results within a tolerance."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOLERANCE = {torch.float32: 1e-5 if platform.machine() == "aarch64" else 2e-6, t
 
 
 def both(monkeypatch: pytest.MonkeyPatch, call: Callable[[], Any]) -> tuple[Any, Any]:
-    """(with kernels, with the reference)."""
+    """Returns the result of `call` with the CPU kernels and with the reference implementation."""
     with_kernels = call()
     with monkeypatch.context() as patch:
         patch.setattr(ops, "_kernels", None)
@@ -25,7 +25,7 @@ def both(monkeypatch: pytest.MonkeyPatch, call: Callable[[], Any]) -> tuple[Any,
 
 
 def share_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even what is too little to be worth it, if there are threads to share with."""
+    """Makes kernels divide even the smallest work among threads, if there is more than one."""
     monkeypatch.setattr(ops._kernels, "_SHARED_ATTENTION", 0)
     monkeypatch.setattr(ops._kernels, "_SHARED_WEIGHTS", 0)
     monkeypatch.setattr(ops._kernels, "_SHARED_TILES", 0)

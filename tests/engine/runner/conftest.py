@@ -1,4 +1,4 @@
-"""One small model and a runner."""
+"""Fixtures: one small model and a runner."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 @pytest.fixture
 def folder(saved: tuple[Path, Any], tmp_path: Path) -> Path:
-    """A copy that the test may spoil."""
+    """Returns a copy of the model's folder that the test may damage."""
     for file in saved[0].iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     return tmp_path

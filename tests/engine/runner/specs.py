@@ -1,4 +1,4 @@
-"""What the tests of TorchRunner ask for."""
+"""The load orders that tests of TorchRunner use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PROMPT = np.random.default_rng(11).integers(0, 211, 50).tolist()
 
 
 def spec(folder: Path, **changes: Any) -> LoadModel:
-    """Of the model in `folder`, float32, with room for 8 sequences, unless `changes` say otherwise."""
+    """Returns the order to load the model in `folder`: float32, 8 sequences, unless `changes` say otherwise."""
     fields = {
         "placement_id": 1,
         "model": "tiny",

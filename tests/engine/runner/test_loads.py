@@ -1,4 +1,4 @@
-"""Loads that succeed, fail, are cancelled or run beside a step; shards, packed and corrupt files."""
+"""Tests of loads that succeed, fail, are cancelled or run while a model steps, with sharded, packed and corrupt files."""
 
 from __future__ import annotations
 
@@ -67,7 +67,8 @@ def test_corrupt_files_name_file_and_leave_others_serving(
 def test_damaged_packed_files_have_the_plain_ones_read(
     runner: TorchRunner, saved: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """While prompts may run behind the weights: what they have seen of the damaged ones is void."""
+    """If packed files are damaged the load reads the plain ones instead. Prompts that were computed from damaged weights meanwhile
+    are withdrawn."""
     copy.deepcopy(saved[1]).to(torch.bfloat16).save_pretrained(tmp_path)
     table = make_table()
     put(table, 0, PROMPT)
@@ -152,7 +153,7 @@ def test_cancel(runner: TorchRunner, folder: Path) -> None:
 
 
 def test_a_load_beside_steps(runner: TorchRunner, saved: tuple[Path, Any], folder: Path) -> None:
-    """Loading and releasing in another thread changes nothing of a model that is stepping."""
+    """Loading and releasing a model in another thread changes nothing for a model that is stepping."""
     model = load(runner, saved[0])
     table = make_table()
     put(table, 0, PROMPT)

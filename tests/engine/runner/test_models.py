@@ -1,4 +1,4 @@
-"""What a loaded model computes: dtypes, batches, several models in one arena."""
+"""Tests of what a loaded model computes: in each dtype, in batches, and with several models in one arena."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def test_what_a_model_says_of_itself(runner: TorchRunner, saved: tuple[Path, Any
 def test_int8_weights_are_the_rounded_ones(
     runner: TorchRunner, saved: tuple[Path, Any], tmp_path: Path, dtype: str, tolerance: float
 ) -> None:
-    """Against a checkpoint of the values that int8 stands for: prompts and single tokens, one row and many."""
+    """int8 weights give the logits of a checkpoint with the rounded values, for prompts and single tokens, with one row and
+    several."""
     rounded = copy.deepcopy(saved[1])
     for name, parameter in rounded.named_parameters():
         if name.endswith("_proj.weight"):
@@ -64,7 +65,8 @@ def test_int8_weights_are_the_rounded_ones(
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_follows_transformers(runner: TorchRunner, saved: tuple[Path, Any], dtype: str) -> None:
-    """Loose: rounding differs from place to place. Mixed, padded and single steps are held to each other as well."""
+    """Logits in half precision are near those of transformers, within a loose tolerance because rounding happens in other places.
+    Logits of mixed, padded and single steps are also compared with each other."""
     model = load(runner, saved[0], dtype)
     table = make_table()
     put(table, 0, PROMPT)
@@ -83,7 +85,7 @@ def test_half_precision_follows_transformers(runner: TorchRunner, saved: tuple[P
 
 
 def test_nan_weights_make_bad_rows_not_errors(runner: TorchRunner, saved: tuple[Path, Any], folder: Path) -> None:
-    """NaN in one token's embedding: rows that contain it are bad, their neighbours are not."""
+    """With NaN in one token's embedding, rows that contain the token are bad and other rows are not."""
     model = load(runner, folder)
     model._weights.tensor(0, (211, 48), torch.float32)[77] = torch.nan
     table = make_table()
@@ -146,13 +148,14 @@ def test_same_text_alone_and_in_a_full_batch_and_when_submitted_again(
     together = generate(list(range(8)), prompts, 40)
     for slot in (0, 3, 7):
         assert generate([slot], [prompts[slot]], 40) == [together[slot]]
-        assert generate([slot], [together[slot][:27]], 40) == [together[slot]]  # after a crash: prompt and output so far
+        assert generate([slot], [together[slot][:27]], 40) == [together[slot]]  # resubmitted after a crash, with the output so far
     assert temperature == 0.0 or len({tuple(text[12:]) for text in together}) == 8
     model.release()
 
 
 def test_two_models_share_the_arena(runner: TorchRunner, saved: tuple[Path, Any], tmp_path: Path) -> None:
-    """Different block sizes over the same bytes: each keeps to blocks inside its own chunks, and neither disturbs the other."""
+    """Two models with different block sizes over the same bytes do not disturb each other: each uses only blocks inside its own
+    chunks."""
     made = make_checkpoint(tmp_path, kind="qwen3", num_hidden_layers=2, tie_word_embeddings=True)
     first, second = load(runner, saved[0]), load(runner, tmp_path)
     table_one, table_two = make_table(), make_table()
