@@ -38,6 +38,11 @@ class Text:
         self.matched = False
 
     @property
+    def stop_string(self) -> str:
+        """The stop string that ended the text; "" for none."""
+        return self._stops.found if self._stops is not None else ""
+
+    @property
     def settled(self) -> bool:
         """The next token may be sent as the table renders it."""
         return self._stops is None and self._detokenizer.settled

@@ -36,8 +36,9 @@ def refusal(error: HearthError, body: Mapping[str, Any], request_id: str) -> byt
     return "\r\n".join([*lines, "", ""]).encode() + content
 
 
-def error_response(error: HearthError) -> web.Response:
-    response = json_response(error.body(), error.status)
+def error_response(error: HearthError, body: Mapping[str, Any] | None = None) -> web.Response:
+    """body: the error in another form than OpenAI's."""
+    response = json_response(error.body() if body is None else body, error.status)
     if error.retry_after_s is not None:
         response.headers["Retry-After"] = str(_whole_s(error.retry_after_s))
     return response

@@ -15,7 +15,7 @@ from daemon.access import Access
 from daemon.api import router
 from daemon.api.answers import SERVER, error_response
 from daemon.api.context import ApiContext
-from daemon.api.endpoint import Call
+from daemon.api.endpoint import Call, Endpoint
 from daemon.api.request_id import request_id
 from daemon.api.request_scope import RequestScope
 from daemon.connection import ANSWERING, Answering, Runner
@@ -122,7 +122,7 @@ async def _answer_errors(request: web.Request, context: ApiContext) -> web.Strea
             response = await _handle(request, context, target, name, stranger=tenant is None)
         status = response.status
     except HearthError as error:
-        response = error_response(error)
+        response = _error(error, endpoint)
         status = error.status
         if status == 401:
             response.headers.add("WWW-Authenticate", 'Bearer realm="hearthd"')
@@ -139,7 +139,7 @@ async def _answer_errors(request: web.Request, context: ApiContext) -> web.Strea
                 "%s %s failed", request.method, endpoint.name if endpoint is not None else "?", extra=fields(request_id=name)
             )
             answer = ServerFault("internal_error", f"the server failed on this request ({name})")
-        response = error_response(answer)
+        response = _error(answer, endpoint)
         status = response.status
     finally:
         context.answered(endpoint.name if endpoint is not None else "", status)
@@ -155,6 +155,10 @@ async def _answer_errors(request: web.Request, context: ApiContext) -> web.Strea
     return response
 
 
+def _error(error: HearthError, endpoint: Endpoint | None) -> web.Response:
+    return error_response(error, endpoint.error_body(error) if endpoint is not None else None)
+
+
 async def _handle(
     request: web.Request, context: ApiContext, target: router.Target | None, request_id: str, stranger: bool
 ) -> web.StreamResponse:
@@ -166,7 +170,7 @@ async def _handle(
     endpoint = target.endpoint
     if request.method not in endpoint.methods:
         error = BadRequest("method_not_allowed", f"use {endpoint.methods[0]} for this path, not {request.method[:32]}", status=405)
-        response = error_response(error)
+        response = _error(error, endpoint)
         response.headers["Allow"] = ", ".join(endpoint.methods)
         return response
     return await endpoint.handle(Call(request, context, endpoint, target.scope, target.model_id, request_id, stranger))

@@ -14,6 +14,7 @@ from aiohttp import web
 from msgspec import Struct
 
 from daemon.api.context import ApiContext
+from daemon.errors import HearthError
 
 READ_METHODS = ("GET", "HEAD")
 
@@ -65,6 +66,7 @@ class Endpoint:
     per_model: also served below /m/MODEL, for that model alone.
 
     open: served without a key where keys are set; handle() then has to keep the node's inside from strangers (Call.stranger).
+    error_body: an error as the endpoint's clients expect it.
     watching: reports on all tenants, so an admin's key is needed as soon as there is one.
     for_operators: leaves the main listener if operators have a listener of their own."""
 
@@ -74,6 +76,7 @@ class Endpoint:
     handle: Callable[[Call], Awaitable[web.StreamResponse]]
     methods: tuple[str, ...] = READ_METHODS
     body: Body[Any] | None = None
+    error_body: Callable[[HearthError], Mapping[str, Any]] = HearthError.body
     per_model: bool = True
     open: bool = False
     watching: bool = False

@@ -6,22 +6,27 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """`add` gives the text that may be sent and whether a stop string ended it. The stop string itself is never given."""
+    """Holds back text that may be the beginning of a stop string. A stop string itself is never given."""
 
-    __slots__ = ("_held", "_longest", "_stops", "matched")
+    __slots__ = ("_held", "_longest", "_stops", "found")
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._longest = max(map(len, self._stops))
         self._held = ""
-        self.matched = False
+        self.found = ""  # the stop string that ended the text
+
+    @property
+    def matched(self) -> bool:
+        return bool(self.found)
 
     def add(self, text: str) -> str:
         text = self._held + text
-        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        found = [(at, -len(stop), stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
-            self.matched, self._held = True, ""
-            return text[: min(found)]
+            at, _, self.found = min(found)
+            self._held = ""
+            return text[:at]
         keep = self._num_held(text)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

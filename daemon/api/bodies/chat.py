@@ -55,6 +55,11 @@ def parse(body: bytes) -> tuple[Head, bytes]:
     """Returns the small part and the messages. Raises BadRequest (400) naming the field."""
     fields: ChatBody = decode(_decoder, body, "")
     refuse_unsupported(fields)
+    return head_of_chat(fields)
+
+
+def head_of_chat(fields: ChatBody) -> tuple[Head, bytes]:
+    """Returns the two parts of a decoded body. Raises BadRequest naming the field."""
     tools, shown = tool_request(fields.tools, fields.tool_choice, fields.parallel_tool_calls)
     messages = pack_messages(fields.messages)
     options: dict[str, Any] = {

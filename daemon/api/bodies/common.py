@@ -176,7 +176,7 @@ def head_of(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
         ignore_eos=bool(fields.ignore_eos),
-        stop=_stops(fields.stop),
+        stop=checked_stops([fields.stop] if isinstance(fields.stop, str) else fields.stop or []),
         stop_token_ids=fields.stop_token_ids or [],
         stream=bool(fields.stream),
         include_usage=bool(stream_options.include_usage),
@@ -194,13 +194,13 @@ def head_of(
     )
 
 
-def _stops(stop: str | list[str] | None) -> list[str]:
-    stops = [stop] if isinstance(stop, str) else stop or []
+def checked_stops(stops: list[str], field: str = "stop") -> list[str]:
+    """Raises BadRequest naming the field."""
     if len(stops) > MAX_STOPS:
-        raise invalid("stop", f"stop: {len(stops)} strings are more than the {MAX_STOPS} one request may name")
+        raise invalid(field, f"{field}: {len(stops)} strings are more than the {MAX_STOPS} one request may name")
     for each in stops:
         if not each:
-            raise invalid("stop", "stop: a stop string is empty")
+            raise invalid(field, f"{field}: a stop string is empty")
         if len(each) > 1024:
-            raise invalid("stop", "stop: a stop string is longer than 1024 characters")
+            raise invalid(field, f"{field}: a stop string is longer than 1024 characters")
     return stops

@@ -14,6 +14,7 @@ from daemon.api.generation.answer_format import AnswerFormat, Finished
 from daemon.api.generation.chunks import ChunkFormat, Chunks
 from daemon.api.generation.generate import generate
 from daemon.api.generation.logprobs import ChatLogprobs
+from daemon.api.generation.reply_format import ParsedReply
 from daemon.api.generation.usage import usage_of
 
 COMMON_FIELDS = FieldTable("Chat and completions", common.Common, common.MEANINGS)
@@ -23,8 +24,8 @@ def _whole(finished: Finished) -> dict[str, Any]:
     """Returns a chat.completion: one choice for each sequence."""
     head, choices = finished.head, []
     for at, collector in enumerate(finished.collectors):
-        if finished.messages:
-            message, reason = finished.messages[at]
+        if finished.replies:
+            message, reason = _message(finished.replies[at]), finished.replies[at].reason
         else:
             message, reason = {"role": "assistant", "content": "".join(collector.parts), "refusal": None}, collector.reason
         choices.append({"index": at, "logprobs": Raw(finished.logprobs[at]), "finish_reason": reason, "message": message})
@@ -34,11 +35,25 @@ def _whole(finished: Finished) -> dict[str, Any]:
         "created": head.created,
         "model": head.model,
         "choices": choices,
-        "usage": usage_of(head.generations, sum(each.num_tokens for each in finished.collectors)),
+        "usage": usage_of(head.generations, finished.num_tokens),
     }
     if finished.prompt_logprobs:
         answer["prompt_logprobs"] = Raw(finished.prompt_logprobs[0])
     return answer
+
+
+def _message(parsed: ParsedReply) -> dict[str, Any]:
+    reply = parsed.reply
+    content = reply.content or (None if reply.calls or reply.reasoning else "")
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    if parsed.has_reasoning:
+        message["reasoning_content"] = reply.reasoning or None
+    if reply.calls:
+        message["tool_calls"] = [
+            {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+            for call_id, (name, arguments) in zip(parsed.call_ids, reply.calls, strict=True)
+        ]
+    return message
 
 
 _CHUNKS = ChunkFormat(
@@ -50,12 +65,13 @@ _CHUNKS = ChunkFormat(
     logprobs=ChatLogprobs,
 )
 CHAT_FORMAT = AnswerFormat(
-    id_prefix="chatcmpl",
+    id_prefix="chatcmpl-",
     prompt_field="messages",
     default_max_tokens=None,
     takes_replies_apart=True,
     shows_end_token=False,
     one_prompt_report=True,
+    bounds_max_tokens=False,
     logprobs=ChatLogprobs,
     whole=_whole,
     stream=partial(Chunks, _CHUNKS),

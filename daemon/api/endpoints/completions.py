@@ -37,7 +37,7 @@ def _whole(finished: Finished) -> dict[str, Any]:
         "created": head.created,
         "model": head.model,
         "choices": choices,
-        "usage": usage_of(head.generations, sum(each.num_tokens for each in finished.collectors)),
+        "usage": usage_of(head.generations, finished.num_tokens),
     }
 
 
@@ -45,12 +45,13 @@ _CHUNKS = ChunkFormat(
     object="text_completion", opening=b'"text":', closing=b"", first=b"", last=b'"text":""', logprobs=CompletionLogprobs
 )
 COMPLETION_FORMAT = AnswerFormat(
-    id_prefix="cmpl",
+    id_prefix="cmpl-",
     prompt_field="prompt",
     default_max_tokens=16,  # OpenAI's
     takes_replies_apart=False,
     shows_end_token=True,  # evaluation tools count an entry for each token
     one_prompt_report=False,
+    bounds_max_tokens=False,
     logprobs=CompletionLogprobs,
     whole=_whole,
     stream=partial(Chunks, _CHUNKS),

@@ -4,39 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from daemon.annotated_text import LogprobTrail, Rendering
+from daemon.api.generation.reply_format import ParsedReply
 from daemon.contracts import Generation
 from daemon.stream_parts import Frames, GroupEnd
-from daemon.streams import Collector
+from daemon.streams import Collector, Text
 from daemon.tool_stream import PieceFrames
 
 
 @dataclass(slots=True, frozen=True)
 class AnswerHead:
-    """What is known of an answer when its sequences are submitted. created: Unix time in seconds. include_usage,
-    continuous_usage: of a streamed answer, whether usage comes at its end, and with each chunk."""
+    """What is known of an answer when its sequences are submitted. texts: of each sequence. created: Unix time in seconds.
+    include_usage, continuous_usage: of a streamed answer, whether usage comes at its end, and with each chunk."""
 
     public_id: str
     created: int
     model: str
     generations: Sequence[Generation]
+    texts: Sequence[Text] = ()
     include_usage: bool = False
     continuous_usage: bool = False
 
 
 @dataclass(slots=True, frozen=True)
 class Finished:
-    """The sequences of an answer that is not streamed, all of them ended. logprobs: JSON for each. messages: the replies without
-    tool calls and reasoning, with their finish_reasons; empty: the text is the reply. prompt_logprobs: JSON for each, or
-    empty."""
+    """The sequences of an answer that is not streamed, all of them ended. logprobs: JSON for each. replies: the texts taken apart;
+    empty: the text is the reply. prompt_logprobs: JSON for each, or empty."""
 
     head: AnswerHead
     collectors: Sequence[Collector]
     logprobs: Sequence[bytes]
-    messages: Sequence[tuple[dict[str, Any], str]]
+    replies: Sequence[ParsedReply]
     prompt_logprobs: Sequence[bytes]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(each.num_tokens for each in self.collectors)
 
 
 class StreamFormat(GroupEnd, Protocol):
@@ -46,6 +51,10 @@ class StreamFormat(GroupEnd, Protocol):
         """Returns the constant parts of the frames of a sequence whose text is the reply."""
         ...
 
+    def continued(self, index: int) -> Frames:
+        """Returns them for a sequence that pieces() has rendered until now; what is left is text."""
+        ...
+
     def pieces(self, index: int, new_call_id: Callable[[], str]) -> PieceFrames:
         """Returns what renders a sequence's pieces: text, reasoning, tool calls."""
         ...
@@ -53,10 +62,10 @@ class StreamFormat(GroupEnd, Protocol):
 
 @dataclass(slots=True, frozen=True)
 class AnswerFormat:
-    """id_prefix: of an answer's id. prompt_field: the body's field that holds the prompt, for error messages. default_max_tokens:
-    None: what the context leaves. takes_replies_apart: tool calls and reasoning are fields of their own. shows_end_token: the
-    token that ended the text has log-probabilities, too. one_prompt_report: an answer reports on its prompt once, not with
-    each choice."""
+    """id_prefix: how an answer's id begins. prompt_field: the body's field that holds the prompt, for error messages.
+    default_max_tokens: None: what the context leaves. takes_replies_apart: tool calls and reasoning are fields of their own.
+    shows_end_token: the token that ended the text has log-probabilities, too. one_prompt_report: an answer reports on its
+    prompt once, not with each choice. bounds_max_tokens: a max_tokens that the context does not leave is reduced, not refused."""
 
     id_prefix: str
     prompt_field: str
@@ -64,6 +73,7 @@ class AnswerFormat:
     takes_replies_apart: bool
     shows_end_token: bool
     one_prompt_report: bool
+    bounds_max_tokens: bool
     logprobs: Callable[[LogprobTrail], Rendering]
     whole: Callable[[Finished], object]
     stream: Callable[[AnswerHead], StreamFormat]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -82,6 +82,9 @@ class Chunks:
             first=first,
             usage=continuous,
         )
+
+    def continued(self, index: int) -> Frames:
+        return replace(self.frames(index), first=b"")
 
     def pieces(self, index: int, new_call_id: Callable[[], str]) -> PieceFrames:
         return PieceFrames(self, index, new_call_id)

@@ -6,7 +6,7 @@ import asyncio
 import time
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import msgspec
@@ -18,7 +18,7 @@ from daemon.api.bodies.prompts import num_kept
 from daemon.api.body_parts import read_parts
 from daemon.api.context import ApiContext
 from daemon.api.endpoint import Body, Call
-from daemon.api.generation.answer_format import AnswerFormat, AnswerHead, Finished
+from daemon.api.generation.answer_format import AnswerFormat, AnswerHead, Finished, StreamFormat
 from daemon.api.generation.bad_words import bad_word_ids
 from daemon.api.generation.event_stream import EventStream
 from daemon.api.generation.logprobs import whole_logprobs_json
@@ -30,7 +30,7 @@ from daemon.api.generation.texts import texts_of, written_prompts
 from daemon.api.generation.tool_dialect import allow_plain_calls
 from daemon.contracts import Generation, ModelEntry
 from daemon.errors import BadRequest
-from daemon.streams import Collector, CollectorGroup, Stream, StreamGroup, Text
+from daemon.streams import Collector, CollectorGroup, Stream, StreamGroup
 from daemon.text.token_table import TokenTable
 from daemon.tool_stream import ToolStream
 
@@ -51,13 +51,13 @@ async def generate(call: Call, body: Body[Head], form: AnswerFormat) -> web.Stre
     reply = await reply_format(context, head, model, table) if form.takes_replies_apart else None
     if reply is not None and reply.grammar:
         head.grammar = reply.grammar
-    public_id = f"{form.id_prefix}-{call.request_id}"
+    public_id = form.id_prefix + call.request_id
     bad_words = await bad_word_ids(context.text, model, head.outputs.bad_words)
     generations = await _generations(form, head, model, prompts, public_id, bad_words)
     written = written_prompts(head, prompt)
     texts = texts_of(head, model, table if reply is None else reply.table, generations, written, form.shows_end_token)
-    answer = AnswerHead(public_id, int(time.time()), model.name, generations, head.include_usage, head.continuous_usage)
-    request = _Request(call, form, answer, texts, reply)
+    answer = AnswerHead(public_id, int(time.time()), model.name, generations, texts, head.include_usage, head.continuous_usage)
+    request = _Request(call, form, answer, reply)
     return await request.stream(table) if head.stream else await request.whole(model)
 
 
@@ -138,13 +138,12 @@ async def _prompt_ids(context: ApiContext, model: ModelEntry, head: Head, prompt
 
 @dataclass(slots=True, frozen=True)
 class _Request:
-    """A request whose sequences are ready to be submitted. texts: one for each. reply: how replies are taken apart; None: the
+    """A request whose sequences are ready to be submitted. reply: how replies are taken apart; None: the
     text is the reply."""
 
     call: Call
     form: AnswerFormat
     answer: AnswerHead
-    texts: Sequence[Text]
     reply: ReplyFormat | None
 
     def _submit(self) -> None:
@@ -165,7 +164,7 @@ class _Request:
         """Returns the answer when all sequences have ended."""
         generations, form = self.answer.generations, self.form
         group = CollectorGroup(self._cancel)
-        for at, text in enumerate(self.texts):
+        for at, text in enumerate(self.answer.texts):
             collector = Collector(group, at, text)
             group.collectors.append(collector)
             generations[at].sink = prompt_first(collector, text)
@@ -178,13 +177,16 @@ class _Request:
             raise
         if group.error is not None:
             raise group.error
-        messages = []
+        replies = []
         if self.reply is not None:
             for generation, collector in zip(generations, group.collectors, strict=True):
-                messages.append(await self.reply.message(generation, "".join(collector.parts), collector.reason))
+                replies.append(await self.reply.parsed(generation, "".join(collector.parts), collector.reason))
         logprobs = [await whole_logprobs_json(generation.logprobs, form.logprobs) for generation in generations]
         of_prompts = await prompt_logprobs_json(self.call.context.text, model, generations)
-        return json_response(form.whole(Finished(self.answer, group.collectors, logprobs, messages, of_prompts)))
+        return json_response(form.whole(Finished(self.answer, group.collectors, logprobs, replies, of_prompts)))
+
+    def _continued(self, format: StreamFormat, group: StreamGroup, index: int, table: TokenTable) -> Stream:
+        return Stream(group, index, table, format.continued(index), self.answer.texts[index])
 
     async def stream(self, table: TokenTable) -> web.StreamResponse:
         """Returns when the last byte is written, or the client is gone. Raises HearthError before the first."""
@@ -192,14 +194,14 @@ class _Request:
         format = self.form.stream(self.answer)
         response = EventStream(call.request, call.request_id, context.more_headers)
         group = StreamGroup(format, context.clock, self._cancel, response.connect)
-        for at, text in enumerate(self.texts):
+        for at, text in enumerate(self.answer.texts):
             if self.reply is None:
                 stream = Stream(group, at, table, format.frames(at), text)
                 group.streams.append(stream)
                 generations[at].sink = prompt_first(stream, text)
             else:
-                plain = partial(Stream, group, at, table, replace(format.frames(at), first=b""), text)
                 pieces = format.pieces(at, self.reply.new_call_id)
+                plain = partial(self._continued, format, group, at, table)
                 parsed = ToolStream(group, at, pieces, text, self.reply.parser(generations[at]), plain)
                 group.streams.append(parsed)
                 generations[at].sink = parsed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 from daemon.api.bodies.chat import CONTINUES_ANSWER, CONTINUES_REASONING
 from daemon.api.bodies.common import Head
@@ -19,13 +19,23 @@ from daemon.errors import BadRequest
 from daemon.text.detokenizer import decode
 from daemon.text.jobs import TextFacts
 from daemon.text.reasoning import OPEN, ReasoningSplitter
-from daemon.text.reply_parser import ReplyParser, assemble
+from daemon.text.reply_parser import Reply, ReplyParser, assemble
 from daemon.text.token_table import MarkedTable, TokenTable
 from daemon.text.tool_parsers.registry import LLAMA3, NONE, new_call_id, tool_parser
 from daemon.tool_stream import finish_reason
 
 READ_AT_ONCE = 4 << 10  # characters between two turns of the loop: at most 3 ms
 PROMPT_END_TOKENS = 16  # enough for <think> and new lines, also where they are no single tokens
+
+
+class ParsedReply(NamedTuple):
+    """A reply that was taken apart. call_ids: one for each call. reason: OpenAI's finish_reason. has_reasoning: reasoning was
+    looked for, found or not."""
+
+    reply: Reply
+    call_ids: list[str]
+    reason: str
+    has_reasoning: bool
 
 
 @dataclass(slots=True, frozen=True)
@@ -47,24 +57,16 @@ class ReplyFormat:
             splitter = ReasoningSplitter(opened=self.in_reasoning or end.rstrip().endswith(OPEN))
         return ReplyParser(tools, splitter, self.one_call)
 
-    async def message(self, generation: Generation, text: str, reason: str) -> tuple[dict[str, Any], str]:
-        """The message of a reply that is not streamed, and its finish_reason. `text`, `reason`: as the engine ended it."""
+    async def parsed(self, generation: Generation, text: str, reason: str) -> ParsedReply:
+        """Takes the text of a reply apart. text, reason: as the engine ended it."""
         parser, pieces = self.parser(generation), []
         for start in range(0, len(text), READ_AT_ONCE):
             pieces += parser.add(text[start : start + READ_AT_ONCE])
             if start + READ_AT_ONCE < len(text):
                 await asyncio.sleep(0)
         reply = assemble([*pieces, *parser.end(cut=reason == "length")])
-        content = reply.content or (None if reply.calls or reply.reasoning else "")
-        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        if self.reasoning:
-            message["reasoning_content"] = reply.reasoning or None
-        if reply.calls:
-            message["tool_calls"] = [
-                {"id": self.new_call_id(), "type": "function", "function": {"name": name, "arguments": arguments}}
-                for name, arguments in reply.calls
-            ]
-        return message, finish_reason(reason, parser.num_calls)
+        ids = [self.new_call_id() for _ in reply.calls]
+        return ParsedReply(reply, ids, finish_reason(reason, parser.num_calls), self.reasoning)
 
     def new_call_id(self) -> str:
         return new_call_id(self.dialect)

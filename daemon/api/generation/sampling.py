@@ -28,14 +28,14 @@ def max_tokens_for(head: Head, model: ModelEntry, form: AnswerFormat, prompt_tok
             param=prompt_field,
         )
     if head.max_tokens is not None:
-        if head.max_tokens > left:
+        if head.max_tokens > left and not form.bounds_max_tokens:
             raise BadRequest(
                 "context_length_exceeded",
                 f"{prompt_field}: {prompt_tokens} prompt tokens + max_tokens {head.max_tokens} = "
                 f"{prompt_tokens + head.max_tokens}, more than max_model_len {model.max_model_len} of {model.name}",
                 param=prompt_field,
             )
-        return head.max_tokens
+        return min(head.max_tokens, left)
     default = model.generation_defaults.get("max_tokens")
     if default is None:
         default = left if form.default_max_tokens is None else form.default_max_tokens

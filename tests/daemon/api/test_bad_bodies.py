@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import Struct
 
-from daemon.api.bodies import chat, completions, embeddings
+from daemon.api.bodies import chat, completions, embeddings, messages_api
 from daemon.api.bodies.unsupported import neutral_values
 from daemon.errors import BadRequest
 from tests.daemon.api.fakes import entry, serve
@@ -327,11 +327,19 @@ KNOWN = st.sampled_from(
         "suffix",
         "echo",
         "ignore_eos",
+        "system",
+        "tool_choice",
+        "thinking",
+        "output_config",
+        "stop_sequences",
     ]
 )
 
 
-@given(st.dictionaries(KNOWN, JSON, max_size=6), st.sampled_from([chat.parse, completions.parse]))
+@given(
+    st.dictionaries(KNOWN, JSON, max_size=6),
+    st.sampled_from([chat.parse, completions.parse, messages_api.parse, messages_api.parse_count]),
+)
 @settings(max_examples=500, deadline=None)
 def test_any_json_parses_or_names_what_is_wrong(fields, parse):
     error = refusal(parse, json.dumps(fields).encode())

@@ -48,7 +48,7 @@ def _whole(finished: Finished) -> dict[str, object]:
 
 
 _BODY = Body(parse, Head, (FieldTable("Say", SayBody, {"text": "what to say"}),))
-_FORMAT = replace(COMPLETION_FORMAT, id_prefix="say", prompt_field="text", whole=_whole)
+_FORMAT = replace(COMPLETION_FORMAT, id_prefix="say-", prompt_field="text", whole=_whole)
 
 
 async def _handle(call: Call) -> web.StreamResponse:
