@@ -1,6 +1,6 @@
 """An engine killed while it serves from the GPU, and the next one with the weights that the first has left there: seconds from the
 kill to the next token, bytes read, seconds of copying. Three kills: the third engine in a row to die early gives its memory up
-(daemon/left_memory.py), so the last one loads from the files again, in the same run. One JSON line each.
+(daemon/engines/left_memory.py), so the last one loads from the files again, in the same run. One JSON line each.
 
 usage: python -m benchmarks.gpu_adoption [--tiny]: without a GPU a small model computed on the CPU, to show that the script runs.
 """

@@ -23,7 +23,7 @@ from benchmarks.checkpoints import make
 from benchmarks.load import measure
 from benchmarks.serve import STORE
 from benchmarks.server import Server
-from daemon.keys import hash_key, new_key
+from daemon.access.keys import hash_key, new_key
 
 NUM_TENANTS = 8
 SCRAPE_EVERY_S = 1.0

@@ -23,7 +23,8 @@ import uvloop
 from aiohttp import web
 
 from daemon.api.app import make_app, make_runner
-from daemon.contracts import Generation, ModelEntry
+from daemon.contracts import Generation
+from daemon.models.entry import ModelEntry
 from daemon.text.token_table import BYTE_LEVEL, PackedTable, TokenTable
 from daemon.text.worker import body_reader
 from engine.protocol import FINISH_LENGTH, FINISH_NONE

@@ -5,52 +5,17 @@ The hot path is `TokenSink.tokens`, called once per row and step straight from t
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from daemon.errors import HearthError
+from daemon.models.entry import ModelEntry
 from engine.protocol import SamplingParams
 
 if TYPE_CHECKING:
-    from daemon.annotated_text import LogprobTrail
-    from daemon.prompt_trail import PromptTrail
-    from daemon.text.jobs import TextFacts
-    from daemon.text.token_table import TokenTable
-
-
-@dataclass(slots=True)
-class ModelEntry:
-    """A registered model as requests see it. One object per name; the registry replaces it when files or config change."""
-
-    name: str
-    path: str
-    aliases: tuple[str, ...]
-    max_model_len: int
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    bos_token_id: int | None
-    created: int  # Unix seconds: mtime of config.json
-    fingerprint: str
-    generation_defaults: dict[str, float | int] = field(default_factory=dict)  # generation_config.json, then config `sampling`
-    chat_template: str | None = None  # config's own (a file path or text); None: the checkpoint's
-    max_sequences: int = 256
-    tool_parser: str | None = None  # daemon/text/tool_parsers/registry.py; None: told by the chat template
-    reasoning_parser: str | None = None
-    embedding_size: int = 0  # of an encoder, which does nothing but embeddings; 0: it generates text
-    cut_sizes: Sequence[int] = ()  # what its embeddings may be cut to, beside that
-
-
-@dataclass(slots=True, frozen=True)
-class LoadSource:
-    """What LoadModel says beside the scheduler's figures."""
-
-    path: str
-    dtype: str
-    entry: ModelEntry
-    quantize: str = ""
-    kv_cache_dtype: str = ""
+    from daemon.streams.annotated_text import LogprobTrail
+    from daemon.streams.prompt_trail import PromptTrail
 
 
 class TokenSink(Protocol):
@@ -138,59 +103,6 @@ class ModelPort(Protocol):
 
     def entries(self) -> Sequence[ModelEntry]:
         """All models a client may name (not incomplete ones), sorted by name."""
-        ...
-
-
-class TextPort(Protocol):
-    """Tokenising and templates, done in a helper process. Token ids come back packed (`array("i")`), so that counting them
-    against max_model_len costs nothing and only an accepted prompt becomes a list."""
-
-    def encode(
-        self,
-        model: ModelEntry,
-        text: str | bytes,
-        add_special_tokens: bool = True,
-        field: str = "prompt",
-        keep_last: int = 0,
-        suffix: str = "",
-    ) -> Awaitable[list[array[int]]]:
-        """Returns one array per prompt. `text`: one prompt, or a list of strings packed as msgpack. `field`: the request's.
-        `keep_last`: so many tokens at the end are kept, beside special ones; 0: all. `suffix`: what follows the gap that the model
-        fills. Raises HearthError context_length_exceeded (400) if a text cannot fit, as far as that shows before encoding; an
-        array may still be too long."""
-        ...
-
-    def encode_chat(
-        self, model: ModelEntry, messages: bytes, options: dict[str, object], keep_last: int = 0
-    ) -> Awaitable[array[int]]:
-        """Renders the checkpoint's Jinja template (sandboxed) and encodes it. `messages`: a list of objects packed as msgpack.
-        `keep_last`: as for encode. Raises HearthError (400) with the template's own message."""
-        ...
-
-    def table(self, model: ModelEntry) -> Awaitable[TokenTable]:
-        """The text of every token id. Raises HearthError unsupported_tokenizer (400)."""
-        ...
-
-    def facts(self, model: ModelEntry) -> Awaitable[TextFacts]:
-        """What the model's template and tokenizer say of its replies. Never raises for a template or tokenizer that is missing."""
-        ...
-
-    def tokenize(self, model: ModelEntry, kind: str, prompt: bytes, options: dict[str, object]) -> Awaitable[list[bytes]]:
-        """`kind`, `prompt`, `options`: "text" and what `encode` takes, or "messages" and what `encode_chat` takes; options also
-        hold token_strings. Three parts: how many tokens, and as JSON their ids and (or null) how the vocabulary writes them."""
-        ...
-
-    def detokenize(self, model: ModelEntry, ids: bytes) -> Awaitable[bytes]:
-        """`ids`: packed int32. The text as a JSON string, special tokens included."""
-        ...
-
-    def check_grammar(self, field: str, grammar: str) -> Awaitable[None]:
-        """Raises HearthError (400) naming `field`, with the reason why `grammar` (SamplingParams.grammar) cannot be followed."""
-        ...
-
-    def parse_body(self, reader: str, body: bytes) -> Awaitable[tuple[bytes, bytes]]:
-        """Decodes and checks a large request body ("chat" | "completions") off the event loop: see daemon/api/bodies/common.py for
-        the two parts. Raises HearthError as the schema does."""
         ...
 
 

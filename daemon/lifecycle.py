@@ -24,28 +24,34 @@ from config import reload as config_reload
 from config.devices import device_budgets
 from config.schema import DeviceBudget, NodeConfig
 from config.units import format_bytes, machine_memory_bytes
-from daemon import keys, listeners, logs, sockets
-from daemon.acceptor import Acceptor, Crowd, Room
-from daemon.access import Access
+from daemon.access import keys
+from daemon.access.admission import Access
+from daemon.access.cors import Cors
 from daemon.api.app import http_log, make_app, make_runner
-from daemon.carve_outs import isolated_models
-from daemon.client_addresses import ClientAddresses, too_many
-from daemon.connection import Runner
 from daemon.contracts import Guarded
-from daemon.control import make_control_app
-from daemon.cors import Cors
+from daemon.engines.carve_outs import isolated_models
 from daemon.errors import BadRequest, NotNow
-from daemon.file_watch import FileWatch, signature
 from daemon.gpu.driver import Driver
 from daemon.gpu.inventory import Inventory, memories
-from daemon.node import Node, scheduler_settings
+from daemon.http import listeners, sockets
+from daemon.http.acceptor import Acceptor, Crowd, Room
+from daemon.http.client_addresses import ClientAddresses, too_many
+from daemon.http.connection import Runner
+from daemon.http.serving import listen, refuse_request
+from daemon.node.node import Node, scheduler_settings
+from daemon.operate.control import make_control_app
+from daemon.operate.health import NodeHealth
+from daemon.operate.overload import refuse_command
+from daemon.operate.page_snapshot import snapshot
+from daemon.page.feed import PageFeed
+from daemon.process import logs
+from daemon.process.file_watch import FileWatch, signature
+from daemon.process.systemd_notify import Notifier
+from daemon.process.version import VERSION
+from daemon.record.state import NodeState
 from daemon.scanning.folder_watch import FolderWatch
 from daemon.scanning.rescans import Rescans
 from daemon.scanning.scanner import ModelScanner
-from daemon.serving import listen, refuse_command, refuse_request
-from daemon.state import NodeState
-from daemon.systemd_notify import Notifier
-from daemon.version import VERSION
 from loader.catalog import Checkpoint
 from scheduler.node import events
 
@@ -110,9 +116,11 @@ class Lifecycle:
             worker.start()  # they import their libraries while the models folder is read
         node.gpu_watch.start()
         node.engine_rounds.start()
-        api = self._http(node, self._config.listen, lambda endpoint: not (http.admin and endpoint.for_operators))
+        feed = PageFeed(lambda: snapshot(node), node.ring)
+        api = self._http(node, feed, self._config.listen, lambda endpoint: not (http.admin and endpoint.for_operators))
         admin = self._http(
             node,
+            feed,
             self._config.admin_listen,
             lambda endpoint: endpoint.for_operators or endpoint.open or endpoint.watching,
             ask=http.admin_asks_key,
@@ -155,7 +163,7 @@ class Lifecycle:
             await self._drain(node)
         finally:
             node.listening = False
-            node.feed.close()
+            feed.close()
             await self._tear_down(node, {"http": api, "admin": admin, "control": control, "status": status})
         log.info("stopped")
         return 0
@@ -168,7 +176,9 @@ class Lifecycle:
             print(f"hearthd {VERSION} serves {node.url} control {self._config.control}", flush=True)
         self._notify.ready(f"serves {node.url}")
 
-    def _http(self, node: Node, listen: str, serves: Callable[[Guarded], bool], *, ask: bool = True, cors: bool = True) -> Runner:
+    def _http(
+        self, node: Node, feed: PageFeed, listen: str, serves: Callable[[Guarded], bool], *, ask: bool = True, cors: bool = True
+    ) -> Runner:
         """ask: whether keys are asked for. cors: whether other sites' pages may be allowed in."""
         rules = Cors(node.settings) if cors else None
         access = Access(self._keys if ask else None, node.settings, listen, node.metric.count_refused, rules)
@@ -180,10 +190,10 @@ class Lifecycle:
                 node.registry,
                 node.text,
                 node.settings,
-                node,
+                NodeHealth(node),
                 access,
                 serves,
-                node.feed,
+                feed,
                 node.metric.count_answer,
             ),
             FLUSH_LIMIT_S,

@@ -16,12 +16,15 @@ from config.devices import device_budgets
 from config.processor import UnknownFeature, this_processor
 from config.schema import NodeConfig
 from config.units import format_bytes, machine_memory_bytes
-from daemon import installation, keys, listeners, models_check
-from daemon.arguments import ArgumentParser
+from daemon.access import keys
 from daemon.errors import EXIT_OK, EXIT_USAGE
 from daemon.gpu.driver import Driver
 from daemon.gpu.inventory import Inventory, memories
-from daemon.version import VERSION
+from daemon.http import listeners
+from daemon.models import models_check
+from daemon.process import installation
+from daemon.process.arguments import ArgumentParser
+from daemon.process.version import VERSION
 
 FEW_OPEN_FILES = 1024  # each connection takes one
 _METAVARS = {
@@ -86,7 +89,8 @@ def main(argv: Sequence[str] | None = None, inventory: Inventory | None = None) 
         named = ", ".join(f"{device.name} {format_bytes(device.budget_bytes)}" for device in devices)
         print(f"ok: models {config.models_dir}, listen {config.listen}, control {config.control}, devices {named}")
         return EXIT_OK
-    from daemon import lifecycle, logs
+    from daemon import lifecycle
+    from daemon.process import logs
 
     logs.set_up(config.log_level, config.log_format)
     for one in lacking:

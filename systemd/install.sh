@@ -9,7 +9,7 @@ cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 prefix=${PREFIX:-/opt/hearthd}
 destdir=${DESTDIR:-}
-version=${VERSION:-$(sed -n 's/^VERSION = "\(.*\)"/\1/p' daemon/version.py)}
+version=${VERSION:-$(sed -n 's/^VERSION = "\(.*\)"/\1/p' daemon/process/version.py)}
 local=$destdir/usr/local
 say() { echo "install: $*"; }
 die() { echo "install: $*" >&2; exit 1; }

@@ -63,17 +63,11 @@ def modules() -> dict[str, pathlib.Path]:
 MODULES = modules()
 
 
-def imports_of(path: pathlib.Path, at_run_time_only: bool = False) -> set[str]:
-    """Dotted names a file imports; `from a import b` counts as a.b where that is a module of ours, else as a. at_run_time_only:
-    without what `if TYPE_CHECKING:` guards."""
+def imports_of(path: pathlib.Path) -> set[str]:
+    """Returns the dotted names a file imports, also under TYPE_CHECKING; `from a import b` counts as a.b where that is a module of
+    ours, else as a."""
     names: set[str] = set()
-    nodes: list[ast.AST] = [ast.parse(path.read_text())]
-    while nodes:
-        node = nodes.pop()
-        if at_run_time_only and isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            nodes.extend(node.orelse)
-            continue
-        nodes.extend(ast.iter_child_nodes(node))
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -125,8 +119,35 @@ def test_every_package_carries_the_mark() -> None:
     assert all(is_marked(str(ROOT), name) for name in NAMES)
 
 
+# inside daemon: a room may import only those before it
+DAEMON_ORDER = [
+    *("errors", "process", "record", "models", "text", "streams", "contracts", "access", "http", "scanning", "gpu", "page"),
+    *("metrics", "requests", "engines", "api", "node", "operate", "lifecycle", "main", "__main__", "simulate", "cli"),
+]
 # inside daemon.api: a module of the row may not import a module of the columns to its right
 API_ORDER = ["daemon.api.bodies", "daemon.api.generation", "daemon.api.endpoints", "daemon.api.router", "daemon.api.app"]
+
+
+def room_of(module: str) -> str:
+    """Returns the part of a daemon module's name that DAEMON_ORDER ranks: a folder's name, or a loose file's."""
+    return module.split(".")[1]
+
+
+def test_the_rooms_of_the_daemon_have_an_order() -> None:
+    """Whoever changes a room needs to know those it imports, never those that import it. Counts what TYPE_CHECKING guards, too."""
+    assert sorted(DAEMON_ORDER) == sorted({room_of(module) for module in MODULES if module.startswith("daemon.")})
+    for module in MODULES:
+        if module.startswith("daemon."):
+            rank = DAEMON_ORDER.index(room_of(module))
+            above = sorted(name for name in IMPORTS[module] if name in MODULES and name.startswith("daemon.")
+                           and DAEMON_ORDER.index(room_of(name)) > rank)  # fmt: skip
+            assert not above, f"{module} imports {above} from above itself"
+    loose = [module for module in MODULES if module.startswith("daemon.") and module.count(".") == 1 and not is_package(module)]
+    assert len([module for module in loose if not module.endswith("__main__")]) <= 4, loose
+
+
+def is_package(module: str) -> bool:
+    return MODULES[module].name == "__init__.py"
 
 
 def test_api_layers_point_down() -> None:
@@ -168,8 +189,8 @@ def test_engine_layers_point_down() -> None:
 
 
 def test_no_import_circles() -> None:
-    """A circle means two files are one idea cut in the wrong place, also where a function's own import hides it."""
-    graph = {m: {n for n in imports_of(MODULES[m], at_run_time_only=True) if n in MODULES and n != m} for m in MODULES}
+    """A circle means two files are one idea cut in the wrong place, also where a local import or TYPE_CHECKING hides it."""
+    graph = {m: {n for n in IMPORTS[m] if n in MODULES and n != m} for m in MODULES}
     state: dict[str, int] = {}
 
     def visit(module: str, trail: list[str]) -> None:

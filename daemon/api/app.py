@@ -10,20 +10,21 @@ from aiohttp import web
 from aiohttp.http import HttpProcessingError
 
 from config.units import parse_bytes
-from daemon import shortage
-from daemon.access import Access
+from daemon.access.admission import Access
 from daemon.api import router
-from daemon.api.answers import SERVER, error_response
 from daemon.api.context import ApiContext
 from daemon.api.endpoint import Call, Endpoint
-from daemon.api.request_id import request_id
 from daemon.api.request_scope import RequestScope
-from daemon.connection import ANSWERING, Answering, Runner
-from daemon.contracts import Guarded, HealthPort, HttpSettings, ModelPort, RequestPort, TextPort
+from daemon.contracts import Guarded, HealthPort, HttpSettings, ModelPort, RequestPort
 from daemon.errors import BadRequest, HearthError, ServerFault
-from daemon.logs import fields
+from daemon.http.answers import SERVER, error_response
+from daemon.http.connection import ANSWERING, Answering, Runner
+from daemon.http.request_id import request_id
 from daemon.page.feed import PageFeed
-from daemon.stream_clock import StreamClock
+from daemon.process import shortage
+from daemon.process.logs import fields
+from daemon.streams.stream_clock import StreamClock
+from daemon.text.port import TextPort
 
 log = logging.getLogger("hearthd.api")
 http_log = logging.getLogger("hearthd.http")
@@ -79,7 +80,7 @@ def make_runner(app: web.Application, shutdown_timeout_s: float = 30.0, **option
         access_log=None,
         logger=http_log,
         shutdown_timeout=shutdown_timeout_s,
-        tcp_keepalive=False,  # connections have it from the listener (daemon/listeners.py): a system call less for each
+        tcp_keepalive=False,  # connections have it from the listener (daemon/http/listeners.py): a system call less for each
         **options,
     )
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from daemon.api.body import read_body
 from daemon.api.endpoint import Body, Call, HeadT
-from daemon.contracts import ModelEntry
 from daemon.errors import BadRequest
+from daemon.models.entry import ModelEntry
 
 INLINE_BYTES = 128 << 10
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from daemon.access import Access
-from daemon.contracts import Guarded, HealthPort, HttpSettings, ModelPort, RequestPort, TextPort
+from daemon.access.admission import Access
+from daemon.contracts import Guarded, HealthPort, HttpSettings, ModelPort, RequestPort
 from daemon.page.feed import PageFeed
-from daemon.stream_clock import StreamClock
+from daemon.streams.stream_clock import StreamClock
+from daemon.text.port import TextPort
 
 
 @dataclass(slots=True)

@@ -12,13 +12,13 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from daemon import connection
 from daemon.api.bodies.common import Common
 from daemon.api.bodies.response_format import GRAMMAR_FIELDS
 from daemon.api.bodies.unsupported import WITHOUT_EFFECT, neutral_values
 from daemon.api.endpoint import FieldTable
 from daemon.api.endpoints.registry import ENDPOINTS
 from daemon.api.error_codes import CODES
+from daemon.http import connection
 
 CONTROL = {
     "GET /control/v1/status": "`hearth status`",

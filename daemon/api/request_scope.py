@@ -9,10 +9,11 @@ import logging
 import time
 from collections.abc import Sequence
 
-from daemon.contracts import Generation, ModelEntry, ModelPort, RequestPort
+from daemon.access.keys import Tenant
+from daemon.contracts import Generation, ModelPort, RequestPort
 from daemon.errors import HearthError, no_model
-from daemon.keys import Tenant
-from daemon.logs import fields
+from daemon.models.entry import ModelEntry
+from daemon.process.logs import fields
 
 log = logging.getLogger("hearthd.request")
 

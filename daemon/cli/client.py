@@ -9,8 +9,8 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
-from daemon.control_status import EXIT_OF_STATUS
 from daemon.errors import EXIT_BUSY, EXIT_DENIED, EXIT_USAGE
+from daemon.operate.control_status import EXIT_OF_STATUS
 
 
 class CommandError(Exception):

@@ -15,7 +15,7 @@ MIN_CHARACTERS = 20  # a sum of a short key can be undone by trying them all
 
 def hash_key(client: Client, options: argparse.Namespace) -> None:
     """The key never comes as an argument: those are seen by every user of the machine."""
-    from daemon import keys  # with the settings' libraries, which the other commands do without
+    from daemon.access import keys  # with the settings' libraries, which the other commands do without
 
     if options.generate:
         key = keys.new_key()

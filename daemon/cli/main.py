@@ -10,13 +10,13 @@ import sys
 from collections.abc import Callable, Sequence
 
 from config.paths import client_control_path, daemon_status_path
-from daemon.arguments import ArgumentParser
 from daemon.cli import completion, gpus, keys, models, node, plan, queue, simulate, story, top
 from daemon.cli.client import Client, CommandError
 from daemon.cli.doctor import command as doctor
 from daemon.cli.packing import command as packing
 from daemon.cli.pull import command as pull
 from daemon.errors import EXIT_OK, EXIT_USAGE
+from daemon.process.arguments import ArgumentParser
 
 # its exit code where that is not 0 without an error
 Command = Callable[[Client, argparse.Namespace], int | None]

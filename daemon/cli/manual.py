@@ -13,7 +13,7 @@ from config.schema import ModelConfig, NodeConfig
 from daemon.cli.completion import Command, Option, commands_of, options_of
 from daemon.cli.main import make_parser as make_hearth_parser
 from daemon.main import make_parser as make_hearthd_parser
-from daemon.version import VERSION
+from daemon.process.version import VERSION
 
 EXITS = {
     0: "done",

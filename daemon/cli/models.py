@@ -10,8 +10,8 @@ from urllib.parse import quote
 
 from daemon.cli.client import Client
 from daemon.cli.table import ago, size, table
-from daemon.control_status import EXIT_OF_STATUS
-from daemon.kernels import sentence as kernels_sentence
+from daemon.engines.kernels import sentence as kernels_sentence
+from daemon.operate.control_status import EXIT_OF_STATUS
 
 ROW_KEYS = ("name", "state", "device", "weights_bytes", "kv_bytes", "active", "queued", "pinned", "last_used")
 NOT_TO_BE_LOADED = ("disabled", "incomplete", "refused")

@@ -9,8 +9,8 @@ from urllib.parse import quote
 
 from daemon.cli.client import Client
 from daemon.cli.table import ago, duration, size, table
-from daemon.kernels import sentence as kernels_sentence
-from daemon.version import VERSION
+from daemon.engines.kernels import sentence as kernels_sentence
+from daemon.process.version import VERSION
 
 
 def status(client: Client, options: argparse.Namespace) -> None:

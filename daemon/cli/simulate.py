@@ -49,12 +49,12 @@ def add_trace_options(parser: argparse.ArgumentParser) -> None:
 
 
 def simulate(client: Client, options: argparse.Namespace) -> None:
-    from daemon.simulate.command import simulate as run
+    from daemon.cli.simulation.command import simulate as run
 
     run(options)
 
 
 def trace(client: Client, options: argparse.Namespace) -> None:
-    from daemon.simulate.command import trace as run
+    from daemon.cli.simulation.command import trace as run
 
     run(options)

@@ -7,8 +7,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from daemon.access.keys import OTHER
 from daemon.contracts import Generation
-from daemon.keys import OTHER
 from daemon.metrics.families import NUM_TENANTS
 from daemon.metrics.histogram import WAIT_BUCKETS_S, Histogram
 from daemon.metrics.swaps import SwapCounts

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from daemon.keys import OTHER
+from daemon.access.keys import OTHER
 from daemon.metrics.counters import Metrics
 from daemon.metrics.families import BY_NAME, COUNTER, HISTOGRAM
 from daemon.metrics.histogram import Histogram

@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 
 from daemon.errors import NotNow
-from daemon.event_ring import EventRing
 from daemon.page import document
+from daemon.record.event_ring import EventRing
 
 log = logging.getLogger("hearthd.page")
 PERIOD_S = 0.5
@@ -48,7 +48,7 @@ class Viewer:
 
 
 class PageFeed:
-    """Frames: `hello` {page, now, events, samples} once, then `snapshot` {time, events since, and daemon/page/snapshot.py},
+    """Frames: `hello` {page, now, events, samples} once, then `snapshot` {time, events since, and daemon/operate/page_snapshot.py},
     and `bye` when the daemon stops."""
 
     def __init__(self, snapshot: Callable[[], dict[str, Any]], ring: EventRing) -> None:

@@ -7,8 +7,8 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from config import open_files
+from daemon.process.shortage import SHORTAGE
 from daemon.scanning.scanner import ModelScanner
-from daemon.shortage import SHORTAGE
 
 log = logging.getLogger("hearthd.models")
 # After a change: a folder made and filled at once can get its watch too late for what is written into it, and then no further

@@ -16,8 +16,8 @@ from typing import Any
 
 import msgspec
 
-from daemon.contracts import ModelEntry
 from daemon.errors import BadRequest, HearthError, NotNow
+from daemon.models.entry import ModelEntry
 from daemon.text.connection import Worker, WorkerDied
 from daemon.text.deaths import Death
 from daemon.text.helper import Helper

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from daemon import acceptor, shortage
-from daemon.acceptor import Acceptor, Bounds, Crowd, Protocols, Refusal, Room
-from daemon.client_addresses import NUM_REFUSED, ClientAddresses, client_of
+from daemon.http import acceptor
+from daemon.http.acceptor import Acceptor, Bounds, Crowd, Protocols, Refusal, Room
+from daemon.http.client_addresses import NUM_REFUSED, ClientAddresses, client_of
+from daemon.process import shortage
 
 SAFETY_S = 60.0
 ANSWER = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"

@@ -13,9 +13,9 @@ from aiohttp import ClientSession
 
 from config.load import ConfigError
 from config.schema import NodeConfig
-from daemon import access, keys, listeners, sockets
-from daemon.access import Access
-from daemon.version import VERSION
+from daemon.access.admission import Access, access, keys
+from daemon.http import listeners, sockets
+from daemon.process.version import VERSION
 from tests.daemon.api.fakes import entry, serve
 
 CHAT = {"model": "org/tiny", "messages": [{"role": "user", "content": "hi"}]}

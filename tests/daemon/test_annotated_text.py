@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from daemon.annotated_text import AnnotatedText, LogprobTrail, TokenEntry
-from daemon.streams import Text
+from daemon.streams.annotated_text import AnnotatedText, LogprobTrail, TokenEntry
+from daemon.streams.stream import Text
 from daemon.text.token_table import BYTE, BYTE_LEVEL, NORMAL, PIECES, SKIPPED, PackedTable, TokenTable
 from engine.protocol import FINISH_LENGTH, FINISH_NONE, FINISH_STOP, PromptLogprobs
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from config.schema import DeviceBudget, ModelConfig, NodeConfig
-from daemon.carve_outs import Division, divide
-from daemon.registry import Registry
-from daemon.state import NodeState
+from daemon.engines.carve_outs import Division, divide
+from daemon.models.registry import Registry
+from daemon.record.state import NodeState
 from loader.catalog import scan
 from scheduler.node.events import ModelFacts, ModelRegistered
 from scheduler.node.ledger import size_of

@@ -10,14 +10,15 @@ import pytest
 from msgspec import structs
 
 from config.schema import ModelConfig, NodeConfig
-from daemon.contracts import Generation, LoadSource, ModelEntry
-from daemon.dispatcher import Dispatcher
-from daemon.engine_events import EngineEvents
+from daemon.contracts import Generation
+from daemon.engines.engine_events import EngineEvents
+from daemon.engines.kernels import Kernels
 from daemon.errors import BadRequest, HearthError, NotNow
-from daemon.event_ring import EventRing
-from daemon.kernels import Kernels
-from daemon.loop_watch import LoopWatch
 from daemon.metrics.counters import Metrics
+from daemon.models.entry import LoadSource, ModelEntry
+from daemon.process.loop_watch import LoopWatch
+from daemon.record.event_ring import EventRing
+from daemon.requests.dispatcher import Dispatcher
 from engine import protocol
 from engine.protocol import FINISH_ABORT, FINISH_LENGTH, FINISH_STOP, SamplingParams
 from scheduler.node import events
@@ -372,7 +373,7 @@ async def test_a_stop_string_counts_as_stop_and_a_lost_client_as_cancelled() -> 
 
 
 async def test_request_ids_are_remembered_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("daemon.open_requests.PUBLIC_IDS", 2)
+    monkeypatch.setattr("daemon.requests.open_requests.PUBLIC_IDS", 2)
     node = Harness()
     made = []
     for name in ("x", "y", "z"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from daemon.engine_watch import HELD_S, LOOK_EVERY_S, EngineWatch, Silence
+from daemon.engines.engine_watch import HELD_S, LOOK_EVERY_S, EngineWatch, Silence
 from engine.pulse import Doing, Pulse
 
 STALL_S = 30.0

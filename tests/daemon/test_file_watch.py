@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from daemon.file_watch import FileWatch, signature
+from daemon.process.file_watch import FileWatch, signature
 
 
 def edit(folder: Path) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from daemon.event_ring import EventRing
-from daemon.kernels import Kernels, sentence
+from daemon.engines.kernels import Kernels, sentence
+from daemon.record.event_ring import EventRing
 from engine.protocol import KernelsTold
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from config.load import ConfigError
-from daemon import keys
+from daemon.access import keys
 from tests.e2e.node import ROOT
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from daemon.left_memory import EARLY_S, LeftMemory
-from daemon.workers import FAULTY_MEMORY
+from daemon.engines.left_memory import EARLY_S, LeftMemory
+from daemon.engines.workers import FAULTY_MEMORY
 from engine import protocol
 from engine.channel import wait_until
 from engine.memory import handles

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from daemon import logs
+from daemon.process import logs
 from tests.daemon.test_main import hearthd
 from tests.e2e.chat import Stream
 from tests.e2e.checkpoints import make_model

@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from daemon.long_tasks import SOUND_AFTER_S, LongTasks
+from daemon.process.long_tasks import SOUND_AFTER_S, LongTasks
 
 
 class Clock:

@@ -1,7 +1,7 @@
 import asyncio
 import time
 
-from daemon.loop_watch import LoopWatch
+from daemon.process.loop_watch import LoopWatch
 
 PERIOD_S = 0.005
 

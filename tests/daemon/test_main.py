@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from daemon.version import VERSION
+from daemon.process.version import VERSION
 from tests.e2e.chat import Stream
 from tests.e2e.checkpoints import make_model
 from tests.e2e.node import ROOT, Node, environment, wait_gone

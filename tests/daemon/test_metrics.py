@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from daemon import keys
+from daemon.access import keys
 from daemon.contracts import Generation
 from daemon.metrics import families as metric_families
-from daemon.metrics import node as node_metrics
 from daemon.metrics import page as metrics_page
 from daemon.metrics.counters import Metrics
 from daemon.metrics.families import BY_NAME, FAMILIES, NUM_TENANTS
 from daemon.metrics.histogram import Histogram
 from daemon.metrics.page import ModelNow, Now
+from daemon.operate import metrics_now
 from engine.protocol import SamplingParams
 from tests.daemon.api.fakes import entry
 from tests.e2e.chat import Stream
@@ -252,5 +252,5 @@ def test_kv_use_is_of_what_a_model_could_have() -> None:
         ),
         engine_events=SimpleNamespace(stats={"cpu:0": stats}),
     )
-    assert node_metrics.kv_share(node, views["a"], 70) == 70 / 350  # type: ignore[arg-type]
-    assert node_metrics.kv_share(node, views["a"], 900) == 1.0  # type: ignore[arg-type]
+    assert metrics_now.kv_share(node, views["a"], 70) == 70 / 350  # type: ignore[arg-type]
+    assert metrics_now.kv_share(node, views["a"], 900) == 1.0  # type: ignore[arg-type]

@@ -17,8 +17,8 @@ import pytest
 from aiohttp import ClientSession
 from aiohttp.test_utils import TestClient, TestServer
 
-from daemon import shortage
-from daemon.control import make_control_app
+from daemon.operate.control import make_control_app
+from daemon.process import shortage
 from tests.daemon.api.fakes import serve
 from tests.e2e.chat import Stream
 from tests.e2e.checkpoints import make_model

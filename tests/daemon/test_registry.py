@@ -11,8 +11,8 @@ import pytest
 
 from config.schema import DeviceBudget, ModelConfig, NodeConfig, SamplingDefaults
 from daemon.errors import HearthError
-from daemon.registry import Registry
-from daemon.state import NodeState
+from daemon.models.registry import Registry
+from daemon.record.state import NodeState
 from loader.catalog import scan_one
 from scheduler.node import events
 from tests.e2e.checkpoints import END_ID, make_model

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from daemon.state import NodeState
+from daemon.record.state import NodeState
 
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from daemon.state import NodeState
-from daemon.state_keeper import StateKeeper
+from daemon.record.state import NodeState
+from daemon.record.state_keeper import StateKeeper
 
 SAFETY_S = 60.0
 

@@ -18,7 +18,7 @@ from config import paths
 from daemon.cli.completion import commands_of
 from daemon.cli.main import make_parser
 from daemon.cli.manual import _READING
-from daemon.control import NUM_FOLLOWERS
+from daemon.operate.control import NUM_FOLLOWERS
 from tests.e2e.checkpoints import make_model
 from tests.e2e.node import Node, environment
 

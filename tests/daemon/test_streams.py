@@ -13,9 +13,9 @@ from daemon.api.endpoints.chat import CHAT_FORMAT
 from daemon.api.generation.answer_format import AnswerHead
 from daemon.contracts import Generation
 from daemon.errors import HearthError, NotNow
-from daemon.stream_clock import StreamClock
-from daemon.stream_parts import Channel
-from daemon.streams import Collector, CollectorGroup, Stream, StreamGroup, Text
+from daemon.streams.stream import Collector, CollectorGroup, Stream, StreamGroup, Text
+from daemon.streams.stream_clock import StreamClock
+from daemon.streams.stream_parts import Channel
 from daemon.text.detokenizer import decode
 from engine.protocol import FINISH_ABORT, FINISH_LENGTH, FINISH_NONE, FINISH_STOP, SamplingParams
 from tests.daemon.api.fakes import EOS, VOCAB, byte_table, entry

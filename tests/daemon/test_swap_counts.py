@@ -9,8 +9,8 @@ import pytest
 from daemon.metrics import page as metrics_page
 from daemon.metrics import swaps as swap_counts
 from daemon.metrics.counters import Metrics
-from daemon.metrics.node import chunks_by_state
 from daemon.metrics.page import DeviceNow, Now
+from daemon.operate.metrics_now import chunks_by_state
 from engine import protocol
 from scheduler.node import actions
 from scheduler.node.views import DeviceView

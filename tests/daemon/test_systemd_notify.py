@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from daemon.systemd_notify import Notifier
+from daemon.process.systemd_notify import Notifier
 from tests.daemon.service_manager import NotifySocket, passing
 from tests.e2e.chat import Stream
 from tests.e2e.checkpoints import make_model

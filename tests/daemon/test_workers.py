@@ -14,8 +14,8 @@ import pytest
 
 from config import child_process
 from config.schema import DeviceBudget, NodeConfig
-from daemon import workers
-from daemon.workers import EngineSpec, Worker, threads_per_engine
+from daemon.engines import workers
+from daemon.engines.workers import EngineSpec, Worker, threads_per_engine
 from engine import protocol
 from tests.e2e.chat import Stream
 from tests.e2e.checkpoints import make_model

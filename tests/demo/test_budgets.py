@@ -9,8 +9,8 @@ import pytest
 
 from config.schema import DeviceBudget, NodeConfig
 from config.units import parse_bytes
-from daemon.registry import Registry
-from daemon.state import NodeState
+from daemon.models.registry import Registry
+from daemon.record.state import NodeState
 from demo.run import DEVICES, QUESTIONS
 from scheduler.node.ledger import size_of
 

@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from daemon.installation import BINDINGS, is_there
+from daemon.process.installation import BINDINGS, is_there
 from tests.e2e.chat import Stream
 from tests.e2e.checkpoints import make_model
 from tests.e2e.node import Node, environment

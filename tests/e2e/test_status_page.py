@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from daemon import keys
+from daemon.access import keys
 from tests.e2e import browser
 from tests.e2e.browser import Browser, Page
 from tests.e2e.checkpoints import make_model

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from daemon.keys import hash_key
+from daemon.access.keys import hash_key
 from tests.daemon.test_main import hearthd
 from tests.e2e.chat import Stream
 from tests.e2e.checkpoints import make_model

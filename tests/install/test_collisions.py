@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from daemon.version import VERSION
+from daemon.process.version import VERSION
 from tests.install.environments import Environment, foreign_wheel
 
 PROGRAMS = ("hearthd", "hearth", "engine")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from daemon.version import VERSION
+from daemon.process.version import VERSION
 from tests.e2e.checkpoints import make_model
 from tests.e2e.node import Node
 from tests.install.environments import PACKAGES, ROOT, Environment, plain_environment

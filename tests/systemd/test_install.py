@@ -22,7 +22,7 @@ import psutil
 import pytest
 
 from config.load import load
-from daemon.version import VERSION
+from daemon.process.version import VERSION
 from tests.daemon.service_manager import NotifySocket, passing
 from tests.e2e.checkpoints import make_model
 from tests.e2e.node import wait_gone
@@ -61,7 +61,7 @@ def make(destdir: Path, target: str, version: str = VERSION) -> str:
         (site,) = (destdir / "opt/hearthd" / version / "lib").glob("python*/site-packages")
         (site / "borrowed.pth").write_text(SITE + "\n")
         # so that a running daemon tells which version it is
-        (site / "daemon/version.py").write_text(f'VERSION = "{version}"\n')
+        (site / "daemon/process/version.py").write_text(f'VERSION = "{version}"\n')
     return result.stdout
 
 

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from daemon.api.bodies.decode import check_text, decode, invalid
-from daemon.contracts import ModelEntry
+from daemon.models.entry import ModelEntry
 
 MAX_PROMPTS = 1024  # of completions
 MAX_INPUTS = 2048  # of embeddings, as OpenAI's specification has it

@@ -12,14 +12,15 @@ from operator import mul
 import msgspec
 from aiohttp import web
 
-from daemon.api.answers import json_response
 from daemon.api.bodies import embeddings
 from daemon.api.bodies.decode import invalid
 from daemon.api.bodies.prompts import num_kept
 from daemon.api.body_parts import read_parts
 from daemon.api.endpoint import Body, Call, Endpoint, FieldTable
-from daemon.contracts import Generation, ModelEntry
+from daemon.contracts import Generation
 from daemon.errors import BadRequest, HearthError
+from daemon.http.answers import json_response
+from daemon.models.entry import ModelEntry
 from engine.protocol import SamplingParams
 
 NUMBERS_AT_ONCE = 8192  # written as text between two turns of the event loop: about a millisecond

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from daemon.api.answers import json_response
 from daemon.api.endpoint import Call, Endpoint
+from daemon.http.answers import json_response
 
 
 def _answer(call: Call, good: bool, body: dict[str, object]) -> web.Response:

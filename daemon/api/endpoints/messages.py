@@ -12,7 +12,6 @@ import msgspec
 from aiohttp import web
 from msgspec import Raw
 
-from daemon.api.answers import json_response
 from daemon.api.bodies import common, messages_api
 from daemon.api.body_parts import read_parts
 from daemon.api.endpoint import Body, Call, Endpoint, FieldTable
@@ -21,10 +20,11 @@ from daemon.api.generation.generate import generate
 from daemon.api.generation.logprobs import ChatLogprobs
 from daemon.api.generation.tool_dialect import allow_plain_calls
 from daemon.errors import HearthError
-from daemon.stream_parts import Frames
+from daemon.http.answers import json_response
+from daemon.streams.stream_parts import Frames
+from daemon.streams.tool_stream import TOOL_CALLS
 from daemon.text.token_table import escape
 from daemon.text.tool_parsers.pieces import ARGUMENTS, BROKEN, CALL, CALL_END, REASONING, Piece
-from daemon.tool_stream import TOOL_CALLS
 
 _json = msgspec.json.encode
 _ERROR_TYPES = {

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from daemon.api.answers import json_response
 from daemon.api.endpoint import Call, Endpoint
-from daemon.contracts import ModelEntry, ModelPort
+from daemon.contracts import ModelPort
+from daemon.http.answers import json_response
+from daemon.models.entry import ModelEntry
 
 
 async def _list(call: Call) -> web.Response:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from daemon.api.answers import json_response
 from daemon.api.endpoint import Call, Endpoint
-from daemon.version import VERSION
+from daemon.http.answers import json_response
+from daemon.process.version import VERSION
 
 
 async def _version(call: Call) -> web.Response:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from daemon.api.answers import SERVER
 from daemon.api.endpoint import Call, Endpoint
 from daemon.errors import BadRequest
+from daemon.http.answers import SERVER
 from daemon.page import document
 from daemon.page.feed import PageFeed
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from aiohttp import web
 from msgspec import Raw
 
-from daemon.api.answers import json_response
 from daemon.api.bodies import tokenize
 from daemon.api.body_parts import read_parts
 from daemon.api.endpoint import Body, Call, Endpoint, FieldTable
 from daemon.api.generation.tool_dialect import allow_plain_calls
+from daemon.http.answers import json_response
 
 _TOKENIZE_FIELDS = FieldTable("`/tokenize`, beside the fields of a chat", tokenize.TokenizeBody, tokenize.TOKENIZE_MEANINGS)
 _TOKENIZE_BODY = Body(tokenize.parse_tokenize, tokenize.TextHead, (_TOKENIZE_FIELDS,))

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from daemon.annotated_text import LogprobTrail, Rendering
 from daemon.api.generation.reply_format import ParsedReply
 from daemon.contracts import Generation
-from daemon.stream_parts import Frames, GroupEnd
-from daemon.streams import Collector, Text
-from daemon.tool_stream import PieceFrames
+from daemon.streams.annotated_text import LogprobTrail, Rendering
+from daemon.streams.stream import Collector, Text
+from daemon.streams.stream_parts import Frames, GroupEnd
+from daemon.streams.tool_stream import PieceFrames
 
 
 @dataclass(slots=True, frozen=True)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import msgspec
 
 from daemon.api.bodies.decode import invalid
-from daemon.contracts import ModelEntry, TextPort
+from daemon.models.entry import ModelEntry
+from daemon.text.port import TextPort
 
 
 async def bad_word_ids(text: TextPort, model: ModelEntry, words: Sequence[str]) -> list[list[int]]:

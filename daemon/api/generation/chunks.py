@@ -7,13 +7,13 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from daemon.annotated_text import LogprobTrail, Rendering
 from daemon.api.generation.answer_format import AnswerHead
 from daemon.api.generation.logprobs import NULL, logprobs_json
 from daemon.api.generation.piece_frames import PieceFrames
 from daemon.api.generation.usage import usage_of
 from daemon.errors import HearthError
-from daemon.stream_parts import Frames
+from daemon.streams.annotated_text import LogprobTrail, Rendering
+from daemon.streams.stream_parts import Frames
 
 _json = msgspec.json.encode
 DONE = b"data: [DONE]\n\n"

@@ -12,8 +12,8 @@ from functools import lru_cache
 from aiohttp import HttpVersion11, web
 from aiohttp.abc import AbstractStreamWriter
 
-from daemon.api.answers import SERVER
-from daemon.stream_parts import Channel
+from daemon.http.answers import SERVER
+from daemon.streams.stream_parts import Channel
 
 _HEAD = (
     "HTTP/{version} 200 OK\r\n"

@@ -12,7 +12,6 @@ from functools import partial
 import msgspec
 from aiohttp import web
 
-from daemon.api.answers import json_response
 from daemon.api.bodies.common import Head
 from daemon.api.bodies.prompts import num_kept
 from daemon.api.body_parts import read_parts
@@ -28,11 +27,13 @@ from daemon.api.generation.reply_format import ReplyFormat, reply_format
 from daemon.api.generation.sampling import check_n, nth, sampling_params
 from daemon.api.generation.texts import texts_of, written_prompts
 from daemon.api.generation.tool_dialect import allow_plain_calls
-from daemon.contracts import Generation, ModelEntry
+from daemon.contracts import Generation
 from daemon.errors import BadRequest
-from daemon.streams import Collector, CollectorGroup, Stream, StreamGroup
+from daemon.http.answers import json_response
+from daemon.models.entry import ModelEntry
+from daemon.streams.stream import Collector, CollectorGroup, Stream, StreamGroup
+from daemon.streams.tool_stream import ToolStream
 from daemon.text.token_table import TokenTable
-from daemon.tool_stream import ToolStream
 
 _ids_decoder = msgspec.msgpack.Decoder(list[bytes])
 UNPACKED_AT_ONCE = 1 << 15  # token ids made Python objects in one go: about 1 ms

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from daemon.annotated_text import LogprobTrail, Rendering, TokenEntry
+from daemon.streams.annotated_text import LogprobTrail, Rendering, TokenEntry
 from daemon.text.token_table import escape
 
 _json = msgspec.json.encode

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import msgspec
 
-from daemon.stream_parts import Frames
+from daemon.streams.stream_parts import Frames
 from daemon.text.token_table import escape
 from daemon.text.tool_parsers.pieces import ARGUMENTS, CALL, REASONING, Piece
 

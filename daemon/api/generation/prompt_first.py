@@ -10,11 +10,11 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from daemon.annotated_text import AnnotatedText, LogprobTrail
 from daemon.api.generation.logprobs import render_more
 from daemon.contracts import TokenSink
 from daemon.errors import HearthError, ServerFault
-from daemon.streams import Text
+from daemon.streams.annotated_text import AnnotatedText, LogprobTrail
+from daemon.streams.stream import Text
 
 log = logging.getLogger("hearthd.api")
 NUMBERS_AT_ONCE = 512  # log-probabilities between two turns of the event loop: about a millisecond

@@ -10,8 +10,10 @@ import msgspec
 from daemon.api.bodies.decode import invalid
 from daemon.api.bodies.outputs import Outputs
 from daemon.api.generation.logprobs import NULL, RENDERED_AT_ONCE
-from daemon.contracts import Generation, ModelEntry, TextPort
-from daemon.prompt_trail import PromptTrail
+from daemon.contracts import Generation
+from daemon.models.entry import ModelEntry
+from daemon.streams.prompt_trail import PromptTrail
+from daemon.text.port import TextPort
 from daemon.text.token_table import TokenTable, escape
 
 # The most tokens and alternatives in one answer. Each takes some 60 bytes of JSON: 120 MB, twice while they are put together.

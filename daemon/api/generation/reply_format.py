@@ -14,15 +14,16 @@ from daemon.api.bodies.tools import AUTO, ToolRequest
 from daemon.api.context import ApiContext
 from daemon.api.generation.tool_dialect import reply_dialect
 from daemon.api.generation.tool_grammar import JSON_SCHEMA, argument_schemas, tool_grammar
-from daemon.contracts import Generation, ModelEntry
+from daemon.contracts import Generation
 from daemon.errors import BadRequest
+from daemon.models.entry import ModelEntry
+from daemon.streams.tool_stream import finish_reason
 from daemon.text.detokenizer import decode
 from daemon.text.jobs import TextFacts
 from daemon.text.reasoning import OPEN, ReasoningSplitter
 from daemon.text.reply_parser import Reply, ReplyParser, assemble
 from daemon.text.token_table import MarkedTable, TokenTable
 from daemon.text.tool_parsers.registry import LLAMA3, NONE, new_call_id, tool_parser
-from daemon.tool_stream import finish_reason
 
 READ_AT_ONCE = 4 << 10  # characters between two turns of the loop: at most 3 ms
 PROMPT_END_TOKENS = 16  # enough for <think> and new lines, also where they are no single tokens

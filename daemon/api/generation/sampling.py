@@ -11,8 +11,8 @@ from msgspec import structs
 from daemon.api.bodies.common import Head
 from daemon.api.bodies.decode import invalid
 from daemon.api.generation.answer_format import AnswerFormat
-from daemon.contracts import ModelEntry
 from daemon.errors import BadRequest
+from daemon.models.entry import ModelEntry
 from engine.protocol import SamplingParams
 
 

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import msgspec
 
-from daemon.annotated_text import AnnotatedText, LogprobTrail
 from daemon.api.bodies.common import Head
-from daemon.contracts import Generation, ModelEntry
-from daemon.streams import Text
+from daemon.contracts import Generation
+from daemon.models.entry import ModelEntry
+from daemon.streams.annotated_text import AnnotatedText, LogprobTrail
+from daemon.streams.stream import Text
 from daemon.text.token_table import TokenTable
 
 _strings = msgspec.msgpack.Decoder(list[str])

@@ -6,8 +6,8 @@ from typing import Any
 
 from daemon.api.bodies.tools import AUTO, ToolRequest
 from daemon.api.context import ApiContext
-from daemon.contracts import ModelEntry
 from daemon.errors import BadRequest
+from daemon.models.entry import ModelEntry
 from daemon.text.tool_parsers.registry import GENERIC, NONE
 
 

@@ -6,10 +6,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 
-from daemon import installation
 from daemon.cli.doctor.finding import FAIL, OK, WARN, Finding
-from daemon.installation import Lack
-from daemon.version import VERSION
+from daemon.process import installation
+from daemon.process.installation import Lack
+from daemon.process.version import VERSION
 from hearthd import collisions
 from hearthd.packages import HOME
 

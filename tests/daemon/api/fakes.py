@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 import msgspec
 from aiohttp import web
 
-from daemon.access import Access
+from daemon.access.admission import Access
 from daemon.api.app import make_app, make_runner
-from daemon.contracts import Generation, ModelEntry
+from daemon.contracts import Generation
 from daemon.errors import BadRequest, HearthError
+from daemon.models.entry import ModelEntry
 from daemon.text.jobs import TextFacts
 from daemon.text.token_table import BYTE_LEVEL, NORMAL, SKIPPED, PackedTable, TokenTable
 from daemon.text.worker import body_reader

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from daemon.api.request_id import request_id
+from daemon.http.request_id import request_id
 from tests.daemon.api.fakes import Settings, serve
 from tests.daemon.api.openai_error import check_error
 

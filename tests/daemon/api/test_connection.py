@@ -13,8 +13,8 @@ from typing import Any, cast
 
 import pytest
 
-from daemon import connection
-from daemon.control import make_control_app
+from daemon.http import connection
+from daemon.operate.control import make_control_app
 from tests.daemon.api.fakes import Node, serve
 from tests.daemon.api.openai_error import check_error
 

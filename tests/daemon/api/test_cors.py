@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 from aiohttp import ClientSession, HttpVersion10, HttpVersion11
 
-from daemon import keys
-from daemon.access import Access
-from daemon.cors import Cors
+from daemon.access.admission import Access, keys
+from daemon.access.cors import Cors
 from tests.daemon.api.fakes import Node, serve
 
 SITE, OTHER = "https://chat.example.org", "https://evil.example"

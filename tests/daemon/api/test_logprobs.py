@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daemon.annotated_text import LogprobTrail, TokenEntry
 from daemon.api.generation.logprobs import CompletionLogprobs
+from daemon.streams.annotated_text import LogprobTrail, TokenEntry
 from daemon.text.token_table import BYTE_LEVEL, NORMAL, PackedTable, TokenTable
 
 TEXTS = [b"", b"", b"a", b"a", b"b", b"\xc3", b"\xc3", rb"bytes:\xc3", b"token_id:0", b"token_id:1", b"token_id:12", b""]

@@ -61,7 +61,8 @@ LINE = "from daemon.api.endpoints.say import SAY\n"
 USE = """
 import asyncio, json
 from aiohttp import ClientSession
-from daemon.api import body_parts, reference
+from daemon.api import body_parts
+from daemon.api import reference
 from tests.daemon.api.fakes import serve
 
 async def main():

@@ -16,15 +16,14 @@ from typing import Any
 import pytest
 from aiohttp import ClientSession, web
 
-from daemon import keys
-from daemon.access import Access
+from daemon.access.admission import Access, keys
 from daemon.api import router
 from daemon.api.app import make_app, make_runner
 from daemon.api.endpoints.page import PAGE, PAGE_EVENTS
 from daemon.contracts import Guarded
-from daemon.event_ring import EventRing
 from daemon.page import document, feed
 from daemon.page.feed import PageFeed
+from daemon.record.event_ring import EventRing
 from tests.daemon.api.fakes import FakeHealth, FakeModels, FakeRequests, FakeText, Settings, entry
 
 

@@ -10,7 +10,7 @@ import pytest
 from daemon.api.generation import prompt_logprobs
 from daemon.api.generation.prompt_logprobs import MAX_NUMBERS
 from daemon.errors import BadRequest
-from daemon.prompt_trail import PromptTrail
+from daemon.streams.prompt_trail import PromptTrail
 from engine.protocol import PromptLogprobs
 from tests.daemon.api.fakes import VOCAB, entry, logprobs_of, serve
 

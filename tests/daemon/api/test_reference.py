@@ -10,7 +10,7 @@ from daemon import errors
 from daemon.api import reference
 from daemon.api.endpoints.registry import ENDPOINTS
 from daemon.api.error_codes import CODES
-from daemon.control import make_control_app
+from daemon.operate.control import make_control_app
 
 ROOT = Path(__file__).resolve().parents[3]
 FAMILIES = {kind.__name__: kind for kind in errors.HearthError.__subclasses__()}

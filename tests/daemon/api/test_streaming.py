@@ -118,7 +118,7 @@ async def test_a_failure_in_mid_stream_is_an_event_without_done(http):
 
 
 async def test_the_status_line_waits_for_the_first_token_but_not_for_ever(http, monkeypatch):
-    monkeypatch.setattr("daemon.stream_clock.HOLD_STATUS_S", 0.15)
+    monkeypatch.setattr("daemon.streams.stream_clock.HOLD_STATUS_S", 0.15)
     loop = asyncio.get_running_loop()
     async with serve(lambda _: text_script(b"late", delay_s=0.6), Settings(sse_comment_every_s=0.1)) as node:
         start_s = loop.time()
@@ -135,7 +135,7 @@ async def test_the_status_line_waits_for_the_first_token_but_not_for_ever(http, 
 
 
 async def test_a_late_failure_after_the_status_line_is_an_event(http, monkeypatch):
-    monkeypatch.setattr("daemon.stream_clock.HOLD_STATUS_S", 0.05)
+    monkeypatch.setattr("daemon.streams.stream_clock.HOLD_STATUS_S", 0.05)
     async with serve(lambda _: [0.2, NotNow("load_timeout", "too long", retry_after_s=1)]) as node:
         answer, body = await post(http, node)
     data, _, done = events(body)

@@ -13,7 +13,7 @@ from config import paths
 from daemon import errors
 from daemon.cli import manual
 from daemon.cli.main import make_parser
-from daemon.control_status import EXIT_FAULT
+from daemon.operate.control_status import EXIT_FAULT
 
 ROOT = Path(__file__).resolve().parents[3]
 MAN, REFERENCE = ROOT / "docs/man", ROOT / "docs/reference"
@@ -47,7 +47,7 @@ def test_signals_are_those_that_are_handled() -> None:
 
 def test_environment_variables_are_those_that_are_read() -> None:
     read: set[str] = set()
-    for path in ("config/paths.py", "daemon/systemd_notify.py", "daemon/sockets.py", "daemon/keys.py"):
+    for path in ("config/paths.py", "daemon/process/systemd_notify.py", "daemon/http/sockets.py", "daemon/access/keys.py"):
         read |= set(re.findall(r'"([A-Z]{3,}_[A-Z_]+)"', (ROOT / path).read_text()))
     named = set(re.findall(r"[A-Z]{3,}_[A-Z_]+", " ".join(manual.VARIABLES)))
     assert named == read

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from daemon.contracts import ModelEntry
+from daemon.models.entry import ModelEntry
 from tests.daemon.api.fakes import entry
 
 CORPUS = [

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from daemon import installation
 from daemon.cli.doctor import packages
 from daemon.cli.doctor.finding import FAIL, OK, WARN, Finding
+from daemon.process import installation
 from hearthd.collisions import ELSEWHERE, SHARED, Collision
 
 ASKED = ["aiohttp>=3.11", "uvloop>=0.21", "torch>=2.11", 'numba>=0.61; extra == "cpu"', 'cuda-bindings>=12.9; extra == "cuda"']

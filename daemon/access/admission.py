@@ -1,0 +1,159 @@
+"""Who may come in: keys where they are set; where not, only this machine, and no other site's pages.
+
+Without keys a browser is the danger: a page of any site may send requests to this machine, and a name that its owner points at
+127.0.0.1 (DNS rebinding) makes the answers that site's own. So the Host header must be an address or a name of ours, and a
+request that names another Origin is refused, unless `allowed_origins` has it (daemon/access/cors.py). With keys neither matters,
+because a browser sends a key only where the page knows it; the exception is the password a browser remembers (Basic), which is
+taken for GET and from our own pages only.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import ipaddress
+import logging
+import re
+import socket
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from aiohttp import web
+
+from config.units import parse_listen
+from daemon.access.cors import Cors
+from daemon.access.keys import ANYONE, Keys, Tenant
+from daemon.contracts import Guarded
+from daemon.errors import NoKey, NotAllowed
+
+log = logging.getLogger("hearthd.access")
+TELL_EVERY_S = 60.0
+KEY_HEADERS = ("x-api-key", "api-key")  # of Anthropic's and Azure's clients
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[^:\[\]]*)(?::\d+)?\Z")
+
+
+class AccessSettings(Protocol):
+    @property
+    def allowed_hosts(self) -> Sequence[str]: ...
+
+
+class NoHosts:
+    allowed_hosts: Sequence[str] = ()
+
+
+class Access:
+    """One listener's rules. keys: None where no key is asked for; a reload replaces it."""
+
+    def __init__(
+        self,
+        keys: Keys | None = None,
+        settings: AccessSettings | None = None,
+        listen: str = "",
+        count: Callable[[str], None] = lambda reason: None,
+        cors: Cors | None = None,
+    ) -> None:
+        """listen: HOST:PORT as configured; its name is one of ours. count: told the reason of each refusal. cors: None: no other
+        site's page may come in."""
+        self.keys, self.cors = keys, cors
+        self._settings: AccessSettings = settings or NoHosts()
+        self._names = {socket.gethostname().lower()}
+        if listen:
+            self._names.add(parse_listen(listen)[0].lower())
+        self._count = count
+        self._untold: defaultdict[str, int] = defaultdict(int)
+        self._told_s: dict[str, float] = {}
+
+    def admit(self, request: web.Request, endpoint: Guarded | None, per_model: bool = False) -> Tenant | None:
+        """Returns whose request it is; None: a stranger asks what strangers may know. endpoint: None for an unknown path.
+        per_model: the path names a model. Raises HearthError."""
+        if self.keys is None:
+            self._refuse_other_sites(request, endpoint)
+            return ANYONE
+        found = self._keys_in(request)
+        tenant = self.keys.find(found[0]) if len(found) == 1 else None
+        if tenant is None:
+            if endpoint is not None and endpoint.open and not per_model:
+                return None
+            self._refused("wrong key" if found else "no key", request)
+            message = "An API key is needed: send it as `Authorization: Bearer KEY`."
+            if found:
+                message = "The API key is not known here."
+            if len(found) > 1:
+                message = "The request has different API keys in Authorization, x-api-key and api-key. Send one."
+            raise NoKey("invalid_api_key", message)
+        if endpoint is not None and endpoint.watching and not self.keys.may_watch(tenant):
+            self._refused("no admin", request)
+            raise NotAllowed("not_admin", "This tells of all tenants; only keys of a tenant with `admin = true` open it.")
+        return tenant
+
+    def _keys_in(self, request: web.Request) -> list[str]:
+        """The different keys that a request has, Authorization's first. Raises NotAllowed."""
+        keys = [self._authorization(request)]
+        for name in KEY_HEADERS:
+            if name in request.headers:
+                keys += (value.strip() for value in request.headers.getall(name))
+        return [key for key in dict.fromkeys(keys) if key]
+
+    def _authorization(self, request: web.Request) -> str:
+        """Its key; "" where there is none. Raises NotAllowed."""
+        scheme, _, value = request.headers.get("Authorization", "").partition(" ")
+        if scheme.lower() == "bearer":
+            return value.strip()
+        if scheme.lower() != "basic" or request.method not in ("GET", "HEAD"):
+            return ""
+        self._refuse_other_origins(request)
+        try:
+            return base64.b64decode(value.strip(), validate=True).decode().partition(":")[2]
+        except (binascii.Error, ValueError):
+            return ""
+
+    def _refuse_other_sites(self, request: web.Request, endpoint: Guarded | None) -> None:
+        host = request.headers.get("Host", "")
+        if host and not self._is_ours(host):
+            self._refused("other host", request)
+            raise NotAllowed(
+                "host_not_allowed",
+                f"This server does not answer for the host {host[:256]!r}. Use an address, or name the host in allowed_hosts.",
+            )
+        if self.cors is None or not self.cors.allows(request, endpoint):
+            self._refuse_other_origins(request)
+
+    def _refuse_other_origins(self, request: web.Request) -> None:
+        origin = request.headers.get("Origin")
+        host = request.headers.get("Host", "")
+        if origin is None or (host and origin.partition("://")[2].lower() == host.lower()):
+            return
+        self._refused("other origin", request)
+        raise NotAllowed("origin_not_allowed", f"Pages of {origin[:256]!r} may not use this server (allowed_origins).")
+
+    def _is_ours(self, host_header: str) -> bool:
+        """A rebound name is a name: addresses are always ours."""
+        match = _HOST.match(host_header)
+        if match is None:
+            return False
+        host = match[1].strip("[]").lower().rstrip(".")
+        if host == "localhost" or host.endswith(".localhost") or host in self._names:
+            return True
+        return is_address(host) or host in [name.lower().rstrip(".") for name in self._settings.allowed_hosts]
+
+    def _refused(self, reason: str, request: web.Request) -> None:
+        """Counts each, logs one a minute: strangers must not be able to fill the log."""
+        self._count(reason.replace(" ", "_"))
+        self._untold[reason] += 1
+        now = time.monotonic()
+        if now - self._told_s.get(reason, -TELL_EVERY_S) < TELL_EVERY_S:
+            return
+        self._told_s[reason] = now
+        log.warning(
+            "refused requests: %d (%s), the last from %s", self._untold.pop(reason), reason, request.remote or "a local socket"
+        )
+
+
+def is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,1 @@
+"""The engine processes: their start, watch, restart, and what they report."""

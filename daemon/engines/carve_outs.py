@@ -1,0 +1,104 @@
+"""Isolated models get a part of their device's budget for themselves, set aside before anything is placed.
+
+A carve-out is a device to all that comes after: its own account, lease and engine process, and one model that may live there. It
+stays for the life of the daemon, also while its model is not loaded: an engine takes its device's memory once and returns none of
+it to the driver (docs/design.md), so what an isolated model left could not become its neighbours'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from config.devices import CUDA_LEFT_BYTES, MIN_CHUNKS
+from config.schema import DeviceBudget, ModelConfig, NodeConfig
+from config.units import format_bytes, parse_bytes
+from daemon.models.registry import Registered, Registry
+from daemon.record.state import NodeState
+from loader.catalog import Checkpoint
+from scheduler.node.ledger import size_of
+
+
+@dataclass(slots=True, frozen=True)
+class Division:
+    """devices: the node's, smaller by what was set aside, each followed by its carve-outs. problems: isolated model -> why it has
+    none; it is not served."""
+
+    devices: list[DeviceBudget]
+    problems: dict[str, str]
+
+
+def isolated_models(config: NodeConfig) -> dict[str, ModelConfig]:
+    """Settings of the models that get a carve-out, by name."""
+    return {name: settings for name, settings in sorted(config.models.items()) if settings.isolate}
+
+
+def divide(
+    config: NodeConfig, devices: Sequence[DeviceBudget], state: NodeState, checkpoints: Mapping[str, Checkpoint]
+) -> Division:
+    """checkpoints: what is in the models folder; asked for only where a model is isolated."""
+    isolated = isolated_models(config)
+    if not isolated:
+        return Division(list(devices), {})
+    undivided = Registry(config, devices, state)
+    found = {name: undivided.register(config, checkpoints[name]) for name in isolated if name in checkpoints}
+    left = {device.name: device.budget_bytes for device in devices}
+    carved: dict[str, list[DeviceBudget]] = {device.name: [] for device in devices}
+    problems = {}
+    for name, settings in isolated.items():
+        try:
+            num_bytes = _wanted_bytes(config, name, settings, found.get(name))
+            device = _choose(config, name, _allowed(devices, settings, found.get(name)), left, num_bytes)
+        except _CannotCarve as error:
+            problems[name] = str(error)
+            continue
+        carved[device.name].append(DeviceBudget(f"{device.name}/{name}", num_bytes, device.uuid, name, device.budget_bytes))
+        left[device.name] -= num_bytes + _context_bytes(device)
+    divided = []
+    for device in devices:
+        divided += [msgspec.structs.replace(device, budget_bytes=left[device.name]), *carved[device.name]]
+    return Division(divided, problems)
+
+
+class _CannotCarve(Exception):
+    """Why nothing can be set aside for a model: its whole text goes to the operator."""
+
+
+def _wanted_bytes(config: NodeConfig, name: str, settings: ModelConfig, found: Registered | None) -> int:
+    """Whole chunks."""
+    chunk_bytes = int(config.chunk_bytes)
+    if settings.isolate_bytes is not None:
+        return -(-parse_bytes(settings.isolate_bytes) // chunk_bytes) * chunk_bytes
+    if found is None or found.entry is None:
+        why = "they were not there" if found is None else f"they could not be used: {found.problem}"
+        raise _CannotCarve(
+            f'models."{name}".isolate: what it takes was to be read from its files when hearthd started, and {why}. '
+            "Restart hearthd, or set isolate_bytes"
+        )
+    size = size_of(found.facts, chunk_bytes)
+    return (size.chunks + size.work_space_chunks) * chunk_bytes
+
+
+def _allowed(devices: Sequence[DeviceBudget], settings: ModelConfig, found: Registered | None) -> list[DeviceBudget]:
+    names = found.facts.devices if found is not None and found.entry is not None else tuple(settings.devices)
+    return [device for device in devices if not names or device.name in names]
+
+
+def _choose(config: NodeConfig, name: str, allowed: Sequence[DeviceBudget], left: dict[str, int], num_bytes: int) -> DeviceBudget:
+    """The one with most left of those that keep 8 chunks. Raises _CannotCarve."""
+    least = MIN_CHUNKS * int(config.chunk_bytes)
+    roomy = [device for device in allowed if left[device.name] - num_bytes - _context_bytes(device) >= least]
+    if not roomy:
+        has = ", ".join(f"{one.name} has {format_bytes(left[one.name])} left" for one in allowed) or "no device may hold it"
+        raise _CannotCarve(
+            f'models."{name}".isolate: {format_bytes(num_bytes)} cannot be set aside: {has}, of which it keeps '
+            f"{format_bytes(least)}. Give the device a larger budget, or the model a smaller max_model_len"
+        )
+    return max(roomy, key=lambda device: left[device.name])
+
+
+def _context_bytes(device: DeviceBudget) -> int:
+    """What one more process takes of a GPU beside its budget."""
+    return CUDA_LEFT_BYTES if device.uuid else 0

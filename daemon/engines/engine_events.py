@@ -1,0 +1,344 @@
+"""What engines tell, turned into the scheduler's events and the sinks' tokens.
+
+The hot path is `_tokens_out`: one call a step, one list append and one sink call a token.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from daemon.contracts import Generation
+from daemon.engines.kernels import Kernels
+from daemon.errors import BadRequest, HearthError, NotNow, ServerFault
+from daemon.metrics.swaps import KernelKills
+from daemon.process.logs import fields
+from daemon.requests.dispatcher import Dispatcher
+from engine import protocol
+from scheduler.node import events
+
+log = logging.getLogger("hearthd")
+MEASURED_PREFILL_TOKENS = 32  # shorter ones tell more of a step's overhead
+MEASURE_PREFILL_EVERY_S = 0.5  # a model's; each is an event for the scheduler
+
+
+class EngineEvents:
+    """WorkerEvents for the engines; on the event loop. `stats`: device -> the last its engine sent."""
+
+    def __init__(self, dispatcher: Dispatcher, budgets: Mapping[str, int], kernels: Kernels) -> None:
+        """budgets: device -> budget_bytes. kernels: told what engines tell of theirs."""
+        self._kernels = kernels
+        self.stats: dict[str, protocol.Stats] = {}
+        self._dispatcher, self._budgets = dispatcher, budgets
+        self._ring, self._metrics, self._open = dispatcher.ring, dispatcher.metrics, dispatcher.open
+        self._kernel_kills = KernelKills()
+        self._loaded_s: dict[str, float] = {}  # model -> when its last load ended
+        self._measure_prefill_at: dict[str, float] = {}  # model -> when a prefill may be measured again
+        self._post, self._find = dispatcher.post, dispatcher.open.by_id.get
+
+    def engine_up(self, device: str, message: protocol.EngineReady) -> None:
+        log.info("engine is up (pid %d, %d chunks)", message.pid, message.num_chunks, extra=fields(device=device))
+        self._ring.add("engine", device=device, state="up", pid=message.pid)
+        self._post(
+            events.EngineUp(
+                now=time.monotonic(),
+                cause=self._dispatcher.next_cause(f"engine-{device}"),
+                device=device,
+                budget_bytes=self._budgets[device],
+                left=tuple(message.left),
+            )
+        )
+
+    def engine_down(self, device: str, running: tuple[int, ...], reason: str) -> None:
+        self.stats.pop(device, None)
+        self._kernels.forget(device)
+        self._dispatcher.forget_aborts(device)
+        self._metrics.engine_restarts[device] += 1
+        self._metrics.swaps.engine_down(device, self._kernel_kills.look() and "SIGKILL" in reason)
+        self._ring.add("engine", device=device, state="down", reason=reason, running=len(running))
+        self._post(
+            events.EngineDown(
+                now=time.monotonic(),
+                cause=self._dispatcher.next_cause(f"engine-{device}"),
+                device=device,
+                running=running,
+                reason=reason,
+            )
+        )
+
+    def engine_message(self, device: str, message: Any) -> None:
+        kind = type(message)
+        if kind is protocol.TokensOut:
+            self._tokens_out(message)
+        elif kind is protocol.Stats:
+            self.stats[device] = message
+            self._post(
+                events.KVNoted(
+                    now=time.monotonic(),
+                    cause=f"engine-{device}",
+                    device=device,
+                    kv_bytes={model: (counts[0], counts[3]) for model, counts in message.models.items()},
+                    waiting={model: counts[2] for model, counts in message.models.items() if counts[2] > 0},
+                )
+            )
+        elif kind is protocol.KernelsTold:
+            self._kernels.told(device, message)
+        elif kind is protocol.LoadProgress:
+            self._load_progress(device, message)
+        elif kind is protocol.LoadStreams:
+            cause = f"load-{message.placement_id}"
+            self._post(events.LoadStreams(now=time.monotonic(), cause=cause, placement_id=message.placement_id))
+        elif kind is protocol.LoadDone:
+            self._metrics.loads[message.model, "done"] += 1
+            self._load_done(device, message)
+        elif kind is protocol.LoadFailed:
+            self._metrics.loads[message.model, "failed"] += 1
+            self._metrics.swaps.load_failed(device, message)
+            self._post(
+                events.LoadFailed(
+                    now=time.monotonic(),
+                    cause=f"load-{message.placement_id}",
+                    placement_id=message.placement_id,
+                    reason=message.error,
+                    permanent=message.permanent,
+                )
+            )
+        elif kind is protocol.Evicted:
+            self._evicted(device, message)
+        elif kind is protocol.EmbeddingsOut:
+            self._embeddings_out(message)
+        elif kind is protocol.PromptLogprobs:
+            self._prompt_logprobs(message)
+        elif kind is protocol.RequestFailed:
+            self._request_failed(message)
+
+    def _load_done(self, device: str, message: protocol.LoadDone) -> None:
+        self._loaded_s[message.model] = time.monotonic()
+        self._metrics.load_seconds[message.model] += message.seconds
+        self._metrics.swaps.load_done(message)
+        if message.source_rejected:
+            about = fields(model=message.model, device=device)
+            log.warning("its copy in host memory was not used: %s", message.source_rejected, extra=about)
+        self._ring.add(
+            "loaded",
+            model=message.model,
+            device=device,
+            seconds=round(message.seconds, 6),
+            bytes_read=message.bytes_read,
+            restored_kv_tokens=message.restored_kv_tokens,
+            adopted=message.adopted,
+        )
+        self._post(
+            events.LoadFinished(
+                now=time.monotonic(),
+                cause=f"load-{message.placement_id}",
+                placement_id=message.placement_id,
+                seconds=message.seconds,
+                kept=message.kept,
+                checksum=message.checksum,
+                copy_s=message.copy_seconds,
+                source_rejected=message.source_rejected,
+                read_as=message.read_as,
+                kernels_s=message.kernels_seconds,
+                adopted=message.adopted,
+                restored_kv_tokens=message.restored_kv_tokens,
+            )
+        )
+
+    def _evicted(self, device: str, message: protocol.Evicted) -> None:
+        self._metrics.swaps.evicted(message)
+        self._ring.add("evicted", model=message.model, device=device, saved_kv_tokens=message.saved_kv_tokens)
+        self._post(
+            events.EvictFinished(
+                now=time.monotonic(),
+                cause=f"evict-{message.placement_id}",
+                placement_id=message.placement_id,
+                kv_slots=tuple(message.kv_slots_used),
+                kv_index=message.kv_index,
+                saved_kv_tokens=message.saved_kv_tokens,
+            )
+        )
+
+    def _load_progress(self, device: str, message: protocol.LoadProgress) -> None:
+        self._ring.add(
+            "load_progress",
+            keep=False,
+            model=self._dispatcher.loading.get(device, ""),
+            device=device,
+            placement_id=message.placement_id,
+            bytes_done=message.bytes_done,
+            bytes_total=message.bytes_total,
+        )
+        self._post(
+            events.LoadProgressed(
+                now=time.monotonic(),
+                cause=f"load-{message.placement_id}",
+                placement_id=message.placement_id,
+                bytes_done=message.bytes_done,
+                bytes_total=message.bytes_total,
+            )
+        )
+
+    def _embeddings_out(self, message: protocol.EmbeddingsOut) -> None:
+        self._metrics.steps[message.model] += 1
+        self._metrics.step_seconds[message.model] += message.seconds
+        for request_id, vector in zip(message.request_ids, message.values, strict=True):
+            generation = self._find(request_id)
+            if generation is None:
+                continue
+            generation.vector = vector
+            self._open.end(generation, "stop")
+            try:
+                generation.sink.tokens((), protocol.FINISH_STOP)
+            except Exception:
+                self._dispatcher.sink_broke(generation)
+            self._dispatcher.finished(request_id)
+
+    def _request_failed(self, message: protocol.RequestFailed) -> None:
+        generation = self._find(message.request_id)
+        about = {"model": generation.model.name, "device": generation.submitted_device} if generation is not None else {}
+        cause = f"req-{message.request_id}"
+        log.warning("a request failed in the engine: %s: %s", message.code, message.error, extra=fields(cause=cause, **about))
+        if generation is not None:
+            self._dispatcher.fail(generation, _error(message, generation), "failed")
+            self._dispatcher.finished(message.request_id)
+
+    def _logprobs(self, told: protocol.TokenLogprobs) -> None:
+        start = 0
+        for request_id, chosen, count in zip(told.request_ids, told.chosen, told.counts, strict=True):
+            generation = self._find(request_id)
+            if generation is not None and generation.logprobs is not None:
+                generation.logprobs.feed(chosen, told.top_ids[start : start + count], told.top[start : start + count])
+            start += count
+
+    def _prompt_logprobs(self, told: protocol.PromptLogprobs) -> None:
+        generation = self._find(told.request_id)
+        if generation is None:
+            return
+        if generation.logprobs is not None:
+            generation.logprobs.feed_prompt(told)
+        if generation.prompt_logprobs is not None:
+            generation.prompt_logprobs.feed(told)
+
+    # ---- the hot path
+
+    def _tokens_out(self, message: protocol.TokensOut) -> None:
+        find = self._find
+        ids, finish = message.ids, message.finish
+        metrics, model = self._metrics, message.model
+        metrics.steps[model] += message.steps
+        metrics.step_seconds[model] += message.seconds
+        metrics.generated_tokens[model] += len(ids)
+        if message.cached:
+            self._note_cached(message)
+        if message.resumed:
+            self._note_resumed(message)
+        if message.logprobs is not None:
+            self._logprobs(message.logprobs)
+        self._dispatcher.hold_aborts()
+        try:
+            if not message.counts and not finish:
+                for request_id, token in zip(message.request_ids, ids, strict=True):
+                    generation = find(request_id)
+                    if generation is not None:
+                        output = generation.output
+                        if not output:
+                            self._first_token(generation)
+                        output.append(token)
+                        try:
+                            generation.sink.tokens((token,), 0)
+                        except Exception:  # the other rows of the step must get theirs
+                            self._dispatcher.sink_broke(generation)
+            else:
+                self._mixed_rows(message)
+        finally:
+            self._dispatcher.release_aborts()
+
+    def _mixed_rows(self, message: protocol.TokensOut) -> None:
+        """Rows of several tokens, or ends among them."""
+        start = 0
+        num_rows = len(message.request_ids)
+        counts = message.counts or (1,) * num_rows
+        finishes = message.finish or (0,) * num_rows
+        for request_id, count, finish in zip(message.request_ids, counts, finishes, strict=True):
+            row = message.ids[start : start + count]
+            start += count
+            generation = self._find(request_id)
+            if generation is None:
+                continue
+            if row and not generation.output:
+                self._first_token(generation)
+            generation.output += row
+            if finish == protocol.FINISH_NONE:
+                try:
+                    generation.sink.tokens(row, 0)
+                except Exception:
+                    self._dispatcher.sink_broke(generation)
+            elif finish == protocol.FINISH_ABORT:
+                # the model went away under it and the scheduler had not said so before: never silent
+                error = NotNow(
+                    "unloaded", f"Model {generation.model.name!r} was evicted while this request ran.", retry_after_s=1.0
+                )
+                self._dispatcher.fail(generation, error, "failed")
+                self._dispatcher.finished(request_id)
+            else:
+                self._open.end(generation, "stop" if finish == protocol.FINISH_STOP else "length")
+                try:
+                    generation.sink.tokens(row, finish)
+                except Exception:
+                    self._dispatcher.sink_broke(generation)
+                self._dispatcher.finished(request_id)
+
+    def _note_cached(self, message: protocol.TokensOut) -> None:
+        for request_id, num_cached in message.cached.items():
+            generation = self._find(request_id)
+            if generation is not None and not generation.output:
+                generation.num_cached = num_cached
+                self._metrics.cached_tokens[message.model] += num_cached
+
+    def _note_resumed(self, message: protocol.TokensOut) -> None:
+        for request_id, (restored, recomputed) in message.resumed.items():
+            generation = self._find(request_id)
+            if generation is not None:
+                generation.restored_tokens += restored
+                generation.recomputed_tokens += recomputed
+                self._metrics.swaps.kv_tokens[message.model, "restored"] += restored
+                self._metrics.swaps.kv_tokens[message.model, "recomputed"] += recomputed
+
+    def _first_token(self, generation: Generation) -> None:
+        now = generation.first_token_s = time.monotonic()
+        model = generation.model.name
+        self._metrics.ttft[model].add(now - generation.arrived_s)
+        num_computed = len(generation.prompt) - generation.num_cached
+        if (
+            num_computed >= MEASURED_PREFILL_TOKENS
+            and now >= self._measure_prefill_at.get(model, 0.0)
+            and not generation.num_pauses
+            and generation.submitted_s >= self._loaded_s.get(model, 0.0)  # else it waited for the weights
+        ):
+            self._measure_prefill_at[model] = now + MEASURE_PREFILL_EVERY_S
+            self._post(
+                events.PrefillMeasured(
+                    now=now,
+                    cause=f"req-{generation.request_id}",
+                    model=model,
+                    device=generation.submitted_device,
+                    num_tokens=num_computed,
+                    seconds=now - generation.submitted_s,
+                )
+            )
+
+
+def _error(failed: protocol.RequestFailed, generation: Generation) -> HearthError:
+    """Only the engine knows the vocabulary a grammar must be written in, and what words and lists leave of it; the rest of its
+    refusals are faults."""
+    if failed.code == "unsupported_grammar":
+        kind = generation.params.grammar.partition(":")[0]
+        field = {"regex": "regex", "lark": "grammar"}.get(kind, "response_format")
+        return BadRequest(failed.code, f"{field}: {failed.error}", param=field)
+    if failed.code == "no_token_left":
+        field = "allowed_token_ids" if generation.params.allowed_token_ids else "bad_words"
+        return BadRequest("no_token_left", f"{field}: {failed.error}", param=field)
+    return ServerFault(failed.code, failed.error)

@@ -1,0 +1,55 @@
+"""Looks at all engines every few seconds, and has those killed that hang: what follows is the usual road of a death."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+
+from daemon.engines.engine_watch import EngineWatch
+from daemon.engines.workers import Worker
+from daemon.metrics.counters import Metrics
+from daemon.process.logs import fields
+from daemon.record.event_ring import EventRing
+
+log = logging.getLogger("hearthd.engine")
+
+
+class EngineRounds:
+    """One timer for all engines of a node, on the event loop. stall_s: the setting engine_stall_s as it is now."""
+
+    def __init__(self, workers: Mapping[str, Worker], stall_s: Callable[[], float], ring: EventRing, metrics: Metrics) -> None:
+        self._workers, self._stall_s, self._ring, self._metrics = workers, stall_s, ring, metrics
+        self._watch = EngineWatch(time.monotonic())
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        self._watch = EngineWatch(time.monotonic())
+        self._arm()
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def problem(self, device: str) -> str:
+        """Of an engine from which nothing was heard for long, "" else."""
+        worker = self._workers[device]
+        pulse = worker.pulse()
+        return "" if pulse is None else self._watch.problem(device, time.monotonic(), worker.pid, pulse, self._stall_s())
+
+    def _arm(self) -> None:
+        # the loop's timers count milliseconds: one that is early by less would come again and again
+        delay_s = max(0.0, self._watch.due_s - time.monotonic()) + 0.001
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self._look)
+
+    def _look(self) -> None:
+        pulses = {name: (worker.pid, pulse) for name, worker in self._workers.items() if (pulse := worker.pulse()) is not None}
+        for device, silence in self._watch.look(time.monotonic(), pulses, self._stall_s()).items():
+            text = "engine hangs: %s (allowed are %.0f s); it is killed, its requests go on"
+            log.error(text, silence, silence.limit_s, extra=fields(device=device))
+            self._metrics.engine_stalls[device] += 1
+            self._ring.add("engine_hangs", device=device, reason=str(silence))
+            self._workers[device].restart(f"gave {silence}")
+        self._arm()

@@ -1,0 +1,53 @@
+"""Devices whose kernels are still being compiled, as their engines tell: until they are done, models there are slower."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # `hearth` has use for `sentence` alone
+    from daemon.record.event_ring import EventRing
+    from engine.protocol import KernelsTold
+
+
+class Kernels:
+    """What engines told last, by device."""
+
+    def __init__(self, ring: EventRing) -> None:
+        self._ring = ring
+        self._told: dict[str, KernelsTold] = {}
+
+    def told(self, device: str, message: KernelsTold) -> None:
+        before = self._told.get(device)
+        self._told[device] = message
+        if message.kind and (before is None or before.kind != message.kind):
+            self._ring.add("kernels", device=device, state="compiling", kind=message.kind, left_s=message.left_s)
+        elif not message.kind:
+            self._ring.add("kernels", device=device, state="failed" if message.problem else "in use", reason=message.problem)
+
+    def forget(self, device: str) -> None:
+        """Its engine is gone; the next one tells anew."""
+        self._told.pop(device, None)
+
+    def row(self, device: str) -> dict[str, Any] | None:
+        """None: nothing is being compiled."""
+        told = self._told.get(device)
+        if told is None or not told.kind:
+            return None
+        return {"kind": told.kind, "done": told.num_done, "total": told.num_units, "left_s": told.left_s}
+
+    def problem(self, device: str) -> str:
+        """Why kernels that were to be compiled are not there, "" for nothing."""
+        told = self._told.get(device)
+        return "" if told is None else told.problem
+
+    def sentence(self) -> str:
+        """Returns a sentence for each device whose kernels are being compiled, to be put behind another one; "" where none are."""
+        rows = ((device, self.row(device)) for device in self._told)
+        return " ".join(f"{sentence(device, row)}." for device, row in rows if row is not None)
+
+
+def sentence(device: str, row: dict[str, Any]) -> str:
+    """row: as Kernels.row."""
+    left = f"about {row['left_s']:.0f} s left" if row["left_s"] >= 1 else "nearly done"
+    done = f"{row['done']} of {row['total']}, {left}"
+    return f"{device}: kernels for {row['kind']} are being compiled ({done}); until then models are slower"

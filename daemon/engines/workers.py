@@ -1,0 +1,376 @@
+"""One engine process per device or carve-out: spawned, watched, started again with back-off; its end is told with the step it
+died in.
+
+An engine ends at the end of its socketpair, so it cannot outlive the daemon, whatever ends the daemon.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import mmap
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from config.child_process import child_environment
+from config.schema import DeviceBudget, NodeConfig
+from daemon.engines.engine_watch import HELD_S
+from daemon.engines.left_memory import LeftMemory
+from daemon.engines.worker_channel import WorkerChannel
+from daemon.metrics.swaps import KernelKills
+from daemon.process.logs import fields
+from engine import protocol
+from engine.pulse import Pulse, read_pulse
+
+BACK_OFF_S, MAX_BACK_OFF_S, HEALTHY_AFTER_S = 0.2, 10.0, 60.0
+START_LIMIT_S = 120.0  # from spawn to EngineReady; importing torch from a cold disk takes a while
+STOP_LIMIT_S = 3.0
+
+# What CUDA calls errors of the device's memory (cuGetErrorString: ECC uncorrectable, contained, hardware stack error).
+FAULTY_MEMORY = re.compile(r"\bECC\b|contained|hardware", re.IGNORECASE)
+
+ENGINE_LEVELS = {"INFO": logging.INFO, "WARNING": logging.WARNING, "ERROR": logging.ERROR, "CRITICAL": logging.CRITICAL}
+
+log = logging.getLogger("hearthd.engine")
+
+
+class WorkerEvents(Protocol):
+    """What the dispatcher is told; all on the event loop."""
+
+    def engine_up(self, device: str, message: protocol.EngineReady) -> None: ...
+
+    def engine_down(self, device: str, running: tuple[int, ...], reason: str) -> None: ...
+
+    def engine_message(self, device: str, message: Any) -> None: ...
+
+
+@dataclass(slots=True, frozen=True)
+class EngineSpec:
+    """What one engine is configured with, the same at each start."""
+
+    device: DeviceBudget
+    work_space_bytes: int
+    config: NodeConfig
+    threads: int
+    dtypes: tuple[str, ...] = ()
+    host_tier_slots: int = 0
+
+    def configure(self) -> protocol.Configure:
+        chunk_bytes = int(self.config.chunk_bytes)
+        return protocol.Configure(
+            device=self.device.hardware,
+            # address space for the whole budget: how much of it may be used is what the ledger's leases leave beside the work space
+            num_chunks=self.device.budget_bytes // chunk_bytes,
+            chunk_bytes=chunk_bytes,
+            work_space_bytes=self.work_space_bytes,
+            max_num_batched_tokens=self.config.max_num_batched_tokens,
+            block_tokens=self.config.block_tokens,
+            turn_budget_ms=self.config.turn_budget_ms,
+            max_step_stretch=self.config.max_step_stretch,
+            threads=self.threads,
+            runner=self.config.runner,
+            null_step_ms=self.config.null_step_ms,
+            cache_dir=self.config.cache_dir,
+            dtypes=list(self.dtypes),
+            host_tier_slots=self.host_tier_slots,
+            test_disk_bytes_per_s=self.config.test_disk_bytes_per_s,
+            test_copy_bytes_per_s=self.config.test_copy_bytes_per_s,
+        )
+
+
+def threads_per_engine(config: NodeConfig, devices: Sequence[DeviceBudget]) -> int:
+    """The configured number, else the cores this process may use shared out among the cpu engines, those of isolated models too."""
+    num_cpu = sum(device.name.startswith("cpu") for device in devices)
+    return config.threads or max(1, len(os.sched_getaffinity(0)) // max(1, num_cpu))
+
+
+class Worker:
+    """One device's engine through all its lives. `spec` may be asked for late: the process imports its libraries meanwhile.
+    host_tier_fd: the host tier's memfd, -1 where there is none. gpu: UUID of the only GPU it sees, "" for a cpu device.
+    no_memory: in one line, why the device cannot give what was asked for; in a thread, with the engine's own words. left: holds the
+    device's memory between its engines; None: an engine's memory ends with it.
+
+    problem: why there is no engine now, "" while there is one."""
+
+    def __init__(
+        self,
+        device: str,
+        threads: int,
+        spec: Callable[[], EngineSpec],
+        events: WorkerEvents,
+        host_tier_fd: int = -1,
+        gpu: str = "",
+        no_memory: Callable[[str], str] = str,
+        left: LeftMemory | None = None,
+    ) -> None:
+        self.device, self._threads, self._spec, self._events = device, threads, spec, events
+        self._host_tier_fd, self._gpu, self._no_memory, self._left = host_tier_fd, gpu, no_memory, left
+        self._kernel_kills = KernelKills()
+        self._came_up = self._distrusted = False  # of the life under way
+        self.problem = ""
+        self._fault: protocol.EngineFault | None = None
+        self.pid = 0
+        self.restarts = 0
+        self.up = False
+        self._configurable = asyncio.Event()
+        self._channel: WorkerChannel | None = None
+        self._journal: mmap.mmap | None = None
+        self._ready_timer: asyncio.TimerHandle | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stopping = False
+        self._task: asyncio.Task[None] | None = None
+        self._kill_reason = ""
+
+    def start(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._live(), name=f"engine {self.device}")
+
+    def configure(self) -> None:
+        """The work space is known now: engines that wait for Configure get it."""
+        self._configurable.set()
+
+    def pulse(self) -> Pulse | None:
+        """The last sign of life of the engine's loop; None while there is no engine, or it is starting."""
+        return read_pulse(self._journal) if self.up and self._journal is not None else None
+
+    def send(self, message: protocol.Message) -> None:
+        if self._channel is not None:
+            if self._left is not None:
+                self._left.sent(message)
+            self._channel.send(message)
+
+    def restart(self, reason: str, distrust_memory: bool = False) -> None:
+        """Kills the process; the usual road of a death follows. distrust_memory: what is on the device is not to be used again."""
+        self._kill_reason, self._distrusted = reason, distrust_memory
+        self._kill()
+
+    async def stop(self) -> None:
+        """Shutdown, end of the socketpair, and SIGKILL if that was not heard."""
+        self._stopping = True
+        process, channel = self._process, self._channel
+        if channel is not None:
+            channel.send(protocol.Shutdown())
+            channel.close()
+        if self._task is not None:
+            if process is None:
+                self._task.cancel()
+            done, _ = await asyncio.wait([self._task], timeout=STOP_LIMIT_S)
+            if not done:
+                log.warning("engine did not end within %.0f s: killed", STOP_LIMIT_S, extra=fields(device=self.device))
+                self._kill()
+                await asyncio.wait([self._task], timeout=STOP_LIMIT_S)
+
+    def kill_now(self) -> None:
+        self._stopping = True
+        self._kill()
+
+    def _kill(self) -> None:
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(signal.SIGKILL)
+
+    async def _live(self) -> None:
+        back_off_s = BACK_OFF_S
+        while not self._stopping:
+            started = time.monotonic()
+            try:
+                reason, running = await self._one_life()
+            except OSError as error:
+                reason, running = f"could not be started: {error}", ()
+            except Exception as error:  # a fault of this file must not leave the device without an engine for good
+                log.exception("looking after an engine failed", extra=fields(device=self.device))
+                reason, running = f"could not be looked after: {error}", ()
+            if self._left is not None:
+                killed, lasted_s = self._kernel_kills.look() and "SIGKILL" in reason, time.monotonic() - started
+                distrusted = self._distrusted or FAULTY_MEMORY.search(reason) is not None
+                await asyncio.to_thread(self._left.ended, self._came_up, lasted_s, distrusted, killed)
+            if self._stopping:
+                return
+            if time.monotonic() - started > HEALTHY_AFTER_S:
+                back_off_s = BACK_OFF_S
+            self.problem = f"the engine {reason}"
+            log.warning("engine %s; starting again in %.1f s", reason, back_off_s, extra=fields(device=self.device))
+            self._events.engine_down(self.device, running, reason)
+            self.restarts += 1
+            await asyncio.sleep(back_off_s)
+            back_off_s = min(MAX_BACK_OFF_S, 2 * back_off_s)
+
+    async def _one_life(self) -> tuple[str, tuple[int, ...]]:
+        """From spawn to death: (why it ended, the requests of the step it died in). Raises OSError if it can't be spawned."""
+        loop = asyncio.get_running_loop()
+        self._came_up = self._distrusted = False
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        handover = _Handover(self._left, self.device) if self._left is not None else None
+        journal_fd = os.memfd_create(f"journal-{self.device[:64]}")  # its name may be no longer than some 240
+        try:
+            os.ftruncate(journal_fd, protocol.JOURNAL_BYTES)
+            journal = mmap.mmap(journal_fd, protocol.JOURNAL_BYTES)
+            # in a thread: fork and exec of a large parent may take longer than the loop may be held
+            process = await asyncio.to_thread(self._spawn, theirs.fileno(), journal_fd, handover.fd if handover else -1)
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+            os.close(journal_fd)
+            if handover is not None:
+                handover.spawned()
+        self._process, self.pid, self._kill_reason, self._fault = process, process.pid, "", None
+        exited = loop.create_future()
+        pidfd = os.pidfd_open(process.pid)
+
+        def on_exit() -> None:
+            loop.remove_reader(pidfd)
+            if not exited.done():
+                exited.set_result(None)
+
+        loop.add_reader(pidfd, on_exit)
+        channel = WorkerChannel(self._on_message, lambda error: self.restart(f"sent what is no message: {error}"))
+        stderr = None
+        try:
+            await loop.create_connection(lambda: channel, sock=ours)
+            assert process.stderr is not None
+            stderr, _ = await loop.connect_read_pipe(lambda: _Lines(self.device), process.stderr)
+            self._channel, self._journal = channel, journal
+            self._expect_ready()
+            await self._configurable.wait()
+            channel.send(self._spec().configure())
+            # the end of the stream comes with the process's, but one may be seen before the other
+            await asyncio.wait([exited, channel.closed], return_when=asyncio.FIRST_COMPLETED)
+            if not exited.done():
+                await asyncio.wait([exited], timeout=1.0)
+                self._kill()
+                await exited
+            await asyncio.wait([channel.closed], timeout=1.0)
+        finally:
+            self._channel, self._process, self._journal, self.pid, self.up = None, None, None, 0, False
+            if self._ready_timer is not None:
+                self._ready_timer.cancel()
+            loop.remove_reader(pidfd)
+            os.close(pidfd)
+            channel.close()
+            if process.poll() is None:
+                process.kill()
+            code = await asyncio.to_thread(process.wait)
+            if handover is not None:
+                await asyncio.to_thread(handover.join)
+            if stderr is not None:
+                stderr.close()
+        running = protocol.read_journal(journal)
+        journal.close()
+        return self._kill_reason or await self._why(code), running
+
+    async def _why(self, code: int) -> str:
+        if self._fault is None:
+            return _describe(code)
+        if self._fault.kind == "no_memory":
+            return f"could not start: {await asyncio.to_thread(self._no_memory, self._fault.error)}"
+        return f"{_describe(code)}: {self._fault.error}"
+
+    def _spawn(self, channel_fd: int, journal_fd: int, handover_fd: int) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-P", "-m", "engine", "--channel-fd", str(channel_fd), "--journal-fd", str(journal_fd)]
+        passed = [channel_fd, journal_fd]
+        if self._host_tier_fd >= 0:
+            command += ["--host-tier-fd", str(self._host_tier_fd)]
+            passed.append(self._host_tier_fd)
+        if handover_fd >= 0:
+            command += ["--handover-fd", str(handover_fd)]
+            passed.append(handover_fd)
+        threads = str(self._threads)
+        visible = {"CUDA_VISIBLE_DEVICES": self._gpu} if self._gpu else {}
+        # its own process group: a terminal's Ctrl-C is for the daemon, which drains first
+        return subprocess.Popen(
+            command,
+            cwd="/",
+            env=child_environment(OMP_NUM_THREADS=threads, MKL_NUM_THREADS=threads, **visible),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            pass_fds=passed,
+            process_group=0,
+        )
+
+    def _on_message(self, message: Any) -> None:
+        if type(message) is protocol.EngineReady:
+            if message.version != protocol.PROTOCOL_VERSION:
+                self.restart(f"speaks protocol {message.version}, the daemon {protocol.PROTOCOL_VERSION}")
+                return
+            self.up, self._came_up, self.problem = True, True, ""
+            self._events.engine_up(self.device, message)
+        elif type(message) is protocol.EngineFault:
+            self._fault = message
+        elif type(message) is protocol.WeightsHeld:
+            if self._left is not None:
+                self._left.told(message)
+        else:
+            self._events.engine_message(self.device, message)
+
+    def _expect_ready(self) -> None:
+        due_s = time.monotonic() + START_LIMIT_S
+        self._ready_timer = asyncio.get_running_loop().call_later(START_LIMIT_S, self._too_slow, due_s)
+
+    def _too_slow(self, due_s: float) -> None:
+        if self.up:
+            return
+        if time.monotonic() - due_s > HELD_S:  # the daemon stood still: the engine may have, too, or be ready and not heard yet
+            self._expect_ready()
+        else:
+            self.restart(f"was not ready within {START_LIMIT_S:.0f} s")
+
+
+class _Handover:
+    """The daemon's end of the socket on which one engine asks for the memory left by the one before."""
+
+    def __init__(self, left: LeftMemory, device: str) -> None:
+        ours, self._theirs = socket.socketpair()
+        self.fd = self._theirs.fileno()
+        self._thread = threading.Thread(target=left.exchange, args=(ours,), name=f"memory of {device}", daemon=True)
+        self._thread.start()
+
+    def spawned(self) -> None:
+        """The engine has its end, or there is none: ours ends with it."""
+        self._theirs.close()
+
+    def join(self) -> None:
+        self._thread.join()
+
+
+def _describe(code: int) -> str:
+    if code < 0:
+        return f"was ended by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"
+
+
+class _Lines(asyncio.Protocol):
+    """An engine's stderr, line by line into the log."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._rest = b""
+
+    def data_received(self, data: bytes) -> None:
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            self._log(line)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._rest:
+            self._log(self._rest)
+
+    def _log(self, line: bytes) -> None:
+        text = line.decode(errors="replace").rstrip()
+        level, _, rest = text.partition(" ")
+        if level in ENGINE_LEVELS:
+            log.log(ENGINE_LEVELS[level], "%s", rest, extra=fields(device=self._device))
+        elif text:
+            log.info("%s", text, extra=fields(device=self._device))

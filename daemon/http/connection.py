@@ -1,0 +1,284 @@
+"""A client's connection: aiohttp's, but what is no HTTP is answered as every other refusal of the listener is.
+
+aiohttp answers it itself, as plain text, in HTTP/1.0 and with its own name, and counts it nowhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
+from aiohttp.http import HttpVersion10, HttpVersion11
+from aiohttp.http_exceptions import InvalidURLError, LineTooLong
+from aiohttp.streams import EMPTY_PAYLOAD, StreamReader
+from aiohttp.web_protocol import _ErrInfo
+
+from daemon.errors import BadRequest, HearthError, ServerFault
+from daemon.http.answers import refusal
+from daemon.http.request_id import request_id
+
+log = logging.getLogger("hearthd.http")
+HEADER_BYTES = 32 << 10  # a header with its name, and the address of a request
+VERSIONS = (HttpVersion11, HttpVersion10)
+HEAD_BYTES = 256 << 10  # a request's address and headers together
+HEAD_LIMIT_S = 10.0  # a request's head may take, from connecting or from its first byte
+LOOK_AGAIN_S = 0.1
+LINGER_S = 5.0  # a refused client may take to send the rest and to read the answer
+
+
+@dataclass(slots=True, frozen=True)
+class Answering:
+    """How a listener answers."""
+
+    # makes the JSON object of an error
+    body: Callable[[HearthError], Mapping[str, Any]]
+    # is told the endpoint ("" here) and the status of what is refused before it is a request
+    counted: Callable[[str, int], None] = lambda endpoint, status: None
+    # handles all requests in place of the application's router
+    handle: Callable[[web.Request], Awaitable[web.StreamResponse]] | None = None
+
+
+ANSWERING = web.AppKey("answering", Answering)
+
+
+class Runner(web.AppRunner):
+    """Runs an application that has ANSWERING."""
+
+    async def _make_server(self) -> web.Server:
+        made = await super()._make_server()
+        return ConnectionServer(self.app[ANSWERING], made)
+
+
+class ConnectionServer(web.Server):
+    """Makes a Connection for each client."""
+
+    def __init__(self, answering: Answering, made: web.Server) -> None:
+        """made: the application's own."""
+        super().__init__(
+            answering.handle or made.request_handler,  # type: ignore[arg-type]
+            request_factory=made.request_factory,
+            handler_cancellation=made.handler_cancellation,
+            **made._kwargs,
+        )
+        self.answering = answering
+
+    def __call__(self) -> Connection:
+        return self.connection(_nothing)
+
+    def connection(self, closed: Callable[[], None]) -> Connection:
+        """closed: called when it is."""
+        options = self._kwargs
+        return Connection(self, closed, loop=self._loop, max_line_size=HEADER_BYTES, max_field_size=HEADER_BYTES, **options)
+
+
+def _nothing() -> None:
+    pass
+
+
+class Connection(web.RequestHandler):
+    """One client's. Its timer looks whether a request's head is overdue: it is set when the client connects, and when a later head
+    comes in pieces, so that requests which come whole need none."""
+
+    __slots__ = (
+        "_answering", "_body", "_broken", "_closed", "_head_bytes", "_head_due_s", "_head_timer", "_is_last_look", "_lingering",
+    )  # fmt: skip
+
+    def __init__(self, server: ConnectionServer, closed: Callable[[], None], **options: Any) -> None:
+        """closed: called when it is."""
+        super().__init__(server, **options)
+        self._answering, self._closed = server.answering, closed
+        self._body: StreamReader = EMPTY_PAYLOAD  # of the last request whose head has come
+        self._broken = False  # what still comes cannot be read as HTTP, and is dropped
+        self._lingering: asyncio.Future[None] | None = None
+        self._head_bytes = 0  # that have come of a head that is not whole
+        self._head_due_s = 0.0  # on the loop's clock; 0: no head is awaited
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._is_last_look = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._await_head()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+        self._closed()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._broken:
+            return
+        num_before = self._request_count
+        super().data_received(data)
+        if self._request_count == num_before:
+            if data and self._is_between_requests:
+                self._on_part_of_head(data)
+            return
+        self._head_bytes, self._head_due_s = 0, 0.0
+        for at in range(num_before - self._request_count, 0):
+            message, body = self._messages[at]
+            if isinstance(message, _ErrInfo):
+                self._break_off(message.exc)
+            elif message.version not in VERSIONS:  # the parser takes HTTP/0.9 and 2.0 too
+                error = BadRequest("invalid_http", "only HTTP/1.1 and HTTP/1.0 are spoken here")
+                self._messages[at] = (_ErrInfo(error.status, error, error.message), EMPTY_PAYLOAD)
+                self._break_off(error)
+            else:
+                self._body = body
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Tells the transport whether to stay open. A client that ends its request midway may still read an answer; who ends after
+        a whole request has gone."""
+        if self._lingering is not None:
+            return False
+        if not self._body.is_eof():
+            self._break_off(None)
+        elif self._request_in_progress:
+            return False
+        elif self._head_bytes and not self._broken:
+            self._give_up(BadRequest("invalid_http", "the request ended before its head was whole"))
+        return self._broken
+
+    def close(self) -> None:
+        super().close()
+        if self._lingering is not None and not self._lingering.done():
+            self._lingering.set_result(None)
+
+    @property
+    def _is_between_requests(self) -> bool:
+        return self._request_count == 0 or (self._waiter is not None and not self._waiter.done())
+
+    def _on_part_of_head(self, data: bytes) -> None:
+        if not self._head_bytes and not data.strip(b"\r\n"):
+            return  # some clients end a body with an empty line more
+        self._head_bytes += len(data)
+        if self._head_bytes > HEAD_BYTES:
+            self._give_up(BadRequest("headers_too_large", f"the head of the request is longer than {HEAD_BYTES} bytes", status=431))
+        elif not self._head_due_s:
+            self._await_head()
+
+    def _await_head(self) -> None:
+        self._head_due_s = self._loop.time() + HEAD_LIMIT_S
+        self._is_last_look = False
+        if self._head_timer is None:
+            self._head_timer = self._loop.call_at(self._head_due_s, self._look_for_head)
+
+    def _look_for_head(self) -> None:
+        self._head_timer = None
+        if not self._head_due_s or self._broken:
+            return
+        if self._loop.time() < self._head_due_s:  # the timer was an earlier head's
+            self._head_timer = self._loop.call_at(self._head_due_s, self._look_for_head)
+        elif not self._is_last_look:  # a loop that was held up calls its timers before it reads what has come meanwhile
+            self._is_last_look = True
+            self._head_timer = self._loop.call_later(LOOK_AGAIN_S, self._look_for_head)
+        elif self._head_bytes:
+            message = f"the head of the request was not in within {HEAD_LIMIT_S:g} s"
+            self._give_up(BadRequest("head_timeout", message, status=408))
+        else:
+            self.force_close()
+
+    def _give_up(self, error: HearthError) -> None:
+        """Answers in place of the request whose head is coming."""
+        self._broken = True
+        self._messages.append((_ErrInfo(error.status, error, error.message), EMPTY_PAYLOAD))
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _break_off(self, error: BaseException | None) -> None:
+        """error: None where the client ended its side."""
+        self._broken = True
+        if not self._body.is_eof():  # aiohttp would leave its reader waiting
+            what = "it ended early" if error is None else f"its chunked encoding is broken: {_say(error)}"
+            self._body.set_exception(web.RequestPayloadError(what))
+
+    def _make_error_handler(self, err_info: _ErrInfo) -> Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]:
+        async def refuse(request: web.BaseRequest) -> web.StreamResponse:
+            self._broken = True
+            error = refused(err_info.exc)
+            log.debug("malformed HTTP from %s: %s", request.remote, error.message)
+            return await self._refuse(error)
+
+        return refuse
+
+    def handle_error(
+        self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
+    ) -> web.StreamResponse:
+        """Where a handler raised. Its own errors are answered before this; what remains is a client that is gone, or a fault."""
+        if exc is not None and not isinstance(exc, ConnectionError):
+            self.log_exception("%s %s failed", request.method, request.path, exc_info=exc)
+        if request.writer.output_size > 0 or self.transport is None:
+            raise ConnectionResetError("the answer had begun")
+        return self._answer(ServerFault("internal_error", "the server failed on this request"))
+
+    async def _refuse(self, error: HearthError) -> web.StreamResponse:
+        """Answers, then drops what comes until the client closes: closing first would take the answer from one that still
+        sends."""
+        answer = self._answer(error)
+        await answer.write_eof()
+        if self.transport is not None and not self._close:
+            self.transport.write_eof()
+            self._lingering = self._loop.create_future()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LINGER_S):
+                    await self._lingering
+        return answer
+
+    def _answer(self, error: HearthError) -> WholeAnswer:
+        self._answering.counted("", error.status)
+        return WholeAnswer(self, refusal(error, self._answering.body(error), request_id(None)))
+
+
+class WholeAnswer(web.StreamResponse):
+    """A response that is written as it stands, head and body. To aiohttp it is prepared from the start."""
+
+    def __init__(self, connection: Connection, answer: bytes) -> None:
+        super().__init__()
+        self._connection, self._answer = connection, answer
+
+    @property
+    def prepared(self) -> bool:
+        return True
+
+    @property
+    def keep_alive(self) -> bool:
+        return False
+
+    async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
+        return None
+
+    async def write_eof(self, data: bytes = b"") -> None:
+        """The second time it does nothing."""
+        answer, self._answer = self._answer, b""
+        if answer and self._connection.transport is not None:
+            self._connection.transport.write(answer)
+
+
+def refused(error: BaseException) -> HearthError:
+    """What the client is told of bytes that the parser does not take."""
+    if isinstance(error, HearthError):
+        return error
+    if isinstance(error, LineTooLong):
+        if isinstance(error.args[0], bytearray):  # so the parser keeps an address that is still coming
+            return BadRequest("uri_too_long", f"the address of the request is longer than {HEADER_BYTES} bytes", status=414)
+        message = f"a header of the request is longer than {HEADER_BYTES} bytes"
+        return BadRequest("headers_too_large", message, status=431)
+    told = _say(error)
+    if told.startswith("Too many headers"):
+        return BadRequest("headers_too_large", "the request has too many headers", status=431)
+    return BadRequest("invalid_http", f"the request is no HTTP/1.1: {told}")
+
+
+def _say(error: BaseException) -> str:
+    """The parser's own words, without the bytes that it quotes below them."""
+    if isinstance(error, InvalidURLError):
+        return "its address is no URL"
+    text = " ".join(str(getattr(error, "message", error)).partition("\n\n")[0].split())
+    return text.rstrip(":")[:200]

@@ -1,0 +1,102 @@
+"""Where hearthd listens for HTTP, and whether it may: beyond this machine only with keys, or when told that anybody may come."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from config.load import ConfigError
+from config.schema import NodeConfig
+from config.units import parse_listen
+from daemon.http import sockets
+
+log = logging.getLogger("hearthd")
+
+
+@dataclass(slots=True)
+class Listeners:
+    """Bound and listening. admin: empty where the main ones serve everything."""
+
+    main: list[socket.socket]
+    admin: list[socket.socket]
+
+    @property
+    def admin_asks_key(self) -> bool:
+        """Not on this machine's own addresses: reaching them is permission enough."""
+        return _first_open(_addresses(self.admin)) is not None
+
+    def close(self) -> None:
+        for sock in (*self.main, *self.admin):
+            sock.close()
+
+
+def bind(config: NodeConfig, passed: Mapping[str, Sequence[socket.socket]], has_keys: bool) -> Listeners:
+    """What systemd passed, else what the settings name. Raises SocketError."""
+    found = Listeners(list(passed.get(sockets.HTTP, ())), list(passed.get(sockets.ADMIN, ())))
+    try:
+        if not found.main:
+            found.main = sockets.bind_http(config.listen)
+        elif config.listen != NodeConfig().listen:
+            log.warning(
+                "listen = %s is not used: systemd passed %s; change ListenStream= with `systemctl edit hearthd.socket`",
+                config.listen,
+                ", ".join(sockets.url_of(sock) for sock in found.main),
+            )
+        if not found.admin and config.admin_listen:
+            found.admin = sockets.bind_http(config.admin_listen)
+        for name, listening in (("listen", found.main), ("admin_listen", found.admin)):
+            text = problem(_addresses(listening), has_keys or config.insecure)
+            if text is not None:
+                raise sockets.SocketError(f"{name}: {text}")
+            for sock in listening:
+                sockets.keep_alive(sock)
+    except sockets.SocketError:
+        found.close()
+        raise
+    return found
+
+
+def check(config: NodeConfig, has_keys: bool, source: str) -> None:
+    """The same before anything is bound. Raises ConfigError."""
+    for key, listen in (("listen", config.listen), ("admin_listen", config.admin_listen)):
+        text = problem(_resolved(listen), has_keys or config.insecure) if listen else None
+        if text is not None:
+            raise ConfigError(source, key, f"{listen!r}: {text}")
+
+
+def problem(addresses: Iterable[str], allowed: bool) -> str | None:
+    found = None if allowed else _first_open(addresses)
+    if found is None:
+        return None
+    return (
+        f"{found} can be reached from other machines and no keys are set, so anybody could use the models. "
+        "Say who may with --keys-file FILE, or --insecure if anybody should"
+    )
+
+
+def _first_open(addresses: Iterable[str]) -> str | None:
+    """The first address that others than this machine can reach."""
+    return next((address for address in addresses if not _is_local(address)), None)
+
+
+def _is_local(address: str) -> bool:
+    parsed = ipaddress.ip_address(address.partition("%")[0])
+    mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None
+    return (mapped or parsed).is_loopback
+
+
+def _addresses(listening: Iterable[socket.socket]) -> list[str]:
+    return [str(sock.getsockname()[0]) for sock in listening]
+
+
+def _resolved(listen: str) -> list[str]:
+    """[] for a name that stands for nothing: binding will say so."""
+    host, port = parse_listen(listen)
+    try:
+        infos = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError:
+        return []
+    return [str(info[4][0]) for info in infos]

@@ -1,0 +1,42 @@
+"""Puts an HTTP application behind its listeners, each with its share of the descriptors."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+
+from daemon.errors import HearthError
+from daemon.http.acceptor import Acceptor, Bounds, Crowd, Protocols, Refusal
+from daemon.http.answers import refusal
+from daemon.http.connection import ConnectionServer, Runner
+from daemon.http.request_id import request_id
+from daemon.process.shortage import overloaded
+
+
+async def listen(
+    runner: Runner,
+    listeners: Sequence[socket.socket],
+    backlog: int,
+    bounds: Bounds,
+    refuse: Protocols,
+    crowd: Crowd | None = None,
+) -> list[Acceptor]:
+    """Starts to accept. refuse: see `refuse_request`. crowd: as in Acceptor."""
+    await runner.setup()
+    server = runner.server
+    assert isinstance(server, ConnectionServer)
+    acceptors = [Acceptor(listener, server.connection, refuse, bounds, crowd) for listener in listeners]
+    for acceptor in acceptors:
+        acceptor.start(backlog)
+    return acceptors
+
+
+def refuse_request(answered: Callable[[str, int], None], error_of: Callable[[], HearthError] = overloaded) -> Protocols:
+    """For the API, in OpenAI's form. answered: as in `make_app`."""
+
+    def refuse(closed: Callable[[], None]) -> Refusal:
+        error = error_of()
+        answered("", error.status)
+        return Refusal(refusal(error, error.body(), request_id(None)), closed)
+
+    return refuse

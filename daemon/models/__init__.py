@@ -1,0 +1,1 @@
+"""The models of this node: their names, settings and files."""

@@ -1,0 +1,358 @@
+"""Which models there are: scans the models folder, and tells the node scheduler what each one takes.
+
+Scanning runs in a process of its own (daemon/scanning); the loop only swaps the result in. A model that is running keeps the files
+it was loaded from: a change registers the name anew, with a new fingerprint, for the next load.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from config.schema import DeviceBudget, ModelConfig, NodeConfig
+from config.units import format_bytes
+from daemon.errors import BadRequest, HearthError, NotNow, no_model
+from daemon.models.entry import LoadSource, ModelEntry
+from daemon.record.state import NodeState
+from loader import catalog, sizing
+from loader.errors import shortened
+from loader.gpu_sizing import gpu_work_space_bytes
+from loader.hf_config import ModelShape
+from scheduler.node import events
+from scheduler.node.ledger import kv_reserved_bytes, size_of
+
+log = logging.getLogger("hearthd.models")
+# (models folder, the last result) -> every model by name; raises OSError if the folder can't be read
+Scan = Callable[[str, Mapping[str, catalog.Checkpoint]], Awaitable[dict[str, catalog.Checkpoint]]]
+
+
+@dataclass(slots=True, frozen=True)
+class Registered:
+    """One name. entry is None while the folder is not a usable model; `problem` says why."""
+
+    checkpoint: catalog.Checkpoint
+    facts: events.ModelFacts
+    entry: ModelEntry | None
+    dtype: str
+    problem: str
+    quantize: str = ""  # int8: of the layers' matrices
+    kv_cache_dtype: str = ""  # fp8: of keys and values; empty: dtype
+
+
+async def scan_in_thread(models_dir: str, previous: Mapping[str, catalog.Checkpoint]) -> dict[str, catalog.Checkpoint]:
+    """A scan for those who trust the folder and may wait for it."""
+    return await asyncio.to_thread(catalog.scan, models_dir, previous)
+
+
+class Registry:
+    """ModelPort for the API."""
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        devices: Sequence[DeviceBudget],
+        state: NodeState,
+        without_carve_out: Mapping[str, str] | None = None,
+        scan: Scan = scan_in_thread,
+    ) -> None:
+        """without_carve_out: isolated models for which nothing could be set aside, and why."""
+        self.config, self._devices, self._state, self._scan = config, devices, state, scan
+        self._without_carve_out = without_carve_out or {}
+        self.models: dict[str, Registered] = {}
+        self.refused: Callable[[str], HearthError | None] = lambda name: None  # set by the node: why a model can never run
+        self._aliases: dict[str, str] = {}
+        self._entries: list[ModelEntry] = []
+        self._rescan_lock = asyncio.Lock()
+
+    # ---- ModelPort
+
+    def resolve(self, name: str) -> ModelEntry:
+        found = self.models.get(name)
+        if found is None:
+            found = self.models.get(self._aliases.get(name, ""))
+        if found is None:
+            raise no_model(name)
+        if found.entry is None:
+            known, why = found.checkpoint.name, found.problem
+            if found.facts.incomplete:
+                raise NotNow("model_incomplete", f"The model {known!r} is not complete: {why}", retry_after_s=10.0)
+            raise BadRequest("model_unusable", f"The model {known!r} cannot be served: {why}", param="model")
+        refusal = self.refused(found.entry.name)
+        if refusal is not None:
+            raise refusal
+        return found.entry
+
+    def entries(self) -> Sequence[ModelEntry]:
+        return self._entries
+
+    # ---- for the dispatcher and the operator
+
+    def canonical(self, name: str) -> str:
+        """Name or alias -> name. Raises HearthError model_not_found."""
+        if name in self.models:
+            return name
+        alias = self._aliases.get(name)
+        if alias is None or alias not in self.models:
+            raise BadRequest("model_not_found", f"There is no model {name!r}.", status=404, details={"model": name})
+        return alias
+
+    def source(self, name: str) -> LoadSource | None:
+        found = self.models.get(name)
+        if found is None or found.entry is None:
+            return None
+        return LoadSource(found.checkpoint.path, found.dtype, found.entry, found.quantize, found.kv_cache_dtype)
+
+    # ---- scanning
+
+    async def rescan(self, config: NodeConfig | None = None) -> list[events.Event]:
+        """Looks at the folder again (with new settings, if given) and returns what the scheduler is to be told. Raises OSError if
+        the models folder can't be read: nothing is changed then."""
+        async with self._rescan_lock:
+            config = config or self.config
+            before = self.models
+            checkpoints = await self._scan(config.models_dir, {name: known.checkpoint for name, known in before.items()})
+            found = await asyncio.to_thread(self._register_all, config, before, checkpoints)
+            return self._swap(config, found)
+
+    def _register_all(
+        self, config: NodeConfig, before: Mapping[str, Registered], checkpoints: Mapping[str, catalog.Checkpoint]
+    ) -> dict[str, Registered]:
+        result = {}
+        for name, checkpoint in checkpoints.items():
+            known = before.get(name)
+            if known is not None and known.checkpoint is checkpoint and config is self.config:
+                result[name] = known
+                continue
+            try:
+                result[name] = self.register(config, checkpoint)
+            except Exception as error:  # whatever a folder says is that folder's fault, and must not hide the others
+                log.exception("%s: what its files say cannot be used", name)
+                problem = f"what its files say cannot be used: {type(error).__name__}: {shortened(str(error))}"
+                result[name] = self._unusable(config, checkpoint, problem)
+        return result
+
+    def _unusable(self, config: NodeConfig, checkpoint: catalog.Checkpoint, problem: str) -> Registered:
+        name = checkpoint.name
+        settings = config.models.get(name, ModelConfig())
+        facts = events.ModelFacts(
+            name=name,
+            weights_bytes=0,
+            kv_bytes_per_token=0,
+            work_space_bytes=0,
+            max_model_len=0,
+            pinned=self._state.pinned.get(name, settings.pinned),
+            enabled=self._state.enabled.get(name, True),
+            fingerprint=checkpoint.fingerprint,
+            incomplete=problem if checkpoint.reason else "",  # the rest may still come
+            unusable="" if checkpoint.reason else problem,
+        )
+        return Registered(checkpoint, facts, None, settings.dtype or config.dtype, problem)
+
+    def register(self, config: NodeConfig, checkpoint: catalog.Checkpoint) -> Registered:
+        """What the checkpoint and the settings together say of one model."""
+        name = checkpoint.name
+        settings = config.models.get(name, ModelConfig())
+        pinned, enabled = self._state.pinned.get(name, settings.pinned), self._state.enabled.get(name, True)
+        dtype = settings.dtype or config.dtype
+        shape = checkpoint.shape
+        quantize = "int8" if settings.quantize == "int8" else ""
+        misfit = self._without_carve_out.get(name, "") if settings.isolate else ""
+        if shape is not None:
+            misfit = misfit or self._encoder_misfit(name, settings, shape) or self._kv_misfit(name, settings, shape)
+        if quantize and shape is not None:
+            misfit = misfit or self._quantize_misfit(name, settings, shape)
+        if not checkpoint.complete or shape is None or misfit:
+            return self._unusable(config, checkpoint, checkpoint.reason or checkpoint.error or misfit or "not a model")
+        dtype = shape.dtype if dtype == "auto" else dtype
+        kv_dtype = sizing.KV_FP8 if _has_fp8_kv(settings) else dtype
+        max_model_len = self._max_model_len(config, name, settings, shape, dtype, kv_dtype)
+        facts = events.ModelFacts(
+            name=name,
+            weights_bytes=sizing.weights_bytes(shape, dtype, quantize),
+            kv_bytes_per_token=sizing.kv_bytes_per_token(shape, kv_dtype),
+            work_space_bytes=self._work_space_bytes(config, name, settings, shape, dtype, max_model_len),
+            max_model_len=max_model_len,
+            kv_floor_tokens=settings.kv_floor_tokens or 0,
+            kv_reserved_bytes=_kv_reserved_bytes(config, shape, kv_dtype, max(max_model_len, settings.kv_floor_tokens or 0)),
+            max_sequences=settings.max_sequences,
+            max_queued=config.max_queued_per_model if settings.max_queued is None else settings.max_queued,
+            priority=settings.priority,
+            pinned=pinned,
+            enabled=enabled,
+            devices=self._named_devices(name, settings, shape),
+            fingerprint=checkpoint.fingerprint,
+        )
+        generation = checkpoint.generation
+        given = settings.sampling
+        defaults: dict[str, float | int | None] = {"max_tokens": given.max_tokens}
+        for key in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
+            override = getattr(given, key)
+            defaults[key] = override if override is not None else getattr(generation, key)
+        entry = ModelEntry(
+            name=name,
+            path=checkpoint.path,
+            aliases=tuple(settings.aliases),
+            max_model_len=max_model_len,
+            vocab_size=shape.vocab_size,
+            eos_token_ids=generation.eos_token_ids,
+            bos_token_id=generation.bos_token_id,
+            created=checkpoint.created,
+            fingerprint=checkpoint.fingerprint,
+            generation_defaults={key: value for key, value in defaults.items() if value is not None},
+            chat_template=settings.chat_template,
+            max_sequences=settings.max_sequences,
+            tool_parser=settings.tool_parser,
+            reasoning_parser=settings.reasoning_parser,
+            embedding_size=shape.hidden_size if shape.pooling else 0,
+            cut_sizes=range(1, shape.hidden_size + 1) if shape.any_cut_size else shape.cut_sizes,
+        )
+        return Registered(checkpoint, facts, entry, dtype, "", quantize, sizing.KV_FP8 if _has_fp8_kv(settings) else "")
+
+    def _allowed(self, name: str, settings: ModelConfig, shape: ModelShape) -> list[DeviceBudget]:
+        """Devices it may live on: its carve-out alone, or any that is nobody's carve-out; of a GPU's kernels none are an
+        encoder's, of a CPU's none read fp8 KV."""
+        own = [device for device in self._devices if device.model == name]
+        shared = [device for device in self._devices if not device.model]
+        named = own or [device for device in shared if not settings.devices or device.name in settings.devices]
+        if not shape.pooling and not _has_fp8_kv(settings):
+            return named
+        return [device for device in named if device.name.startswith("cuda") != bool(shape.pooling)]
+
+    def _named_devices(self, name: str, settings: ModelConfig, shape: ModelShape) -> tuple[str, ...]:
+        """For ModelFacts.devices, where () is any."""
+        if shape.pooling or _has_fp8_kv(settings) or any(device.model for device in self._devices):
+            return tuple(device.name for device in self._allowed(name, settings, shape)) or tuple(settings.devices)
+        return tuple(settings.devices)
+
+    def _work_space_bytes(
+        self, config: NodeConfig, name: str, settings: ModelConfig, shape: ModelShape, dtype: str, max_model_len: int
+    ) -> int:
+        """By the rule of the kind of device it may live on, the larger one's where it may live on both."""
+        batch, sequences = config.max_num_batched_tokens, settings.max_sequences
+        kinds = {device.name.partition(":")[0] for device in self._allowed(name, settings, shape)}
+        sizes = [gpu_work_space_bytes(shape, dtype, batch, sequences)] if "cuda" in kinds else []
+        if kinds != {"cuda"}:
+            quantize = "int8" if settings.quantize == "int8" else ""
+            sizes.append(sizing.work_space_bytes(shape, dtype, batch, sequences, max_model_len, quantize))
+        return max(sizes)
+
+    def _encoder_misfit(self, name: str, settings: ModelConfig, shape: ModelShape) -> str:
+        """Why an encoder has no device, or ""."""
+        if not shape.pooling or self._allowed(name, settings, shape):
+            return ""
+        if own := [device for device in self._devices if device.model == name]:
+            return (
+                f'models."{name}".isolate: its part was set aside on {own[0].hardware}, and encoders are not built for cuda '
+                'devices; name a cpu device in its "devices" and restart hearthd'
+            )
+        return f'models."{name}".devices: encoders are not built for cuda devices; give the node a cpu device for them'
+
+    def _quantize_misfit(self, name: str, settings: ModelConfig, shape: ModelShape) -> str:
+        """Why the model can't be quantised, or ""."""
+        gpus = [one.name for one in self._devices if one.name.startswith("cuda") and one.name in (settings.devices or [one.name])]
+        if gpus:
+            return f'models."{name}".quantize: int8 is not built for {gpus[0]}; name cpu devices in its "devices"'
+        return f'models."{name}".quantize: int8 is not built for encoders' if shape.pooling else ""
+
+    def _kv_misfit(self, name: str, settings: ModelConfig, shape: ModelShape) -> str:
+        """Why KV can't be kept as asked, or ""."""
+        if not _has_fp8_kv(settings):
+            return ""
+        if shape.pooling:
+            return f'models."{name}".kv_cache_dtype: encoders keep no KV; leave it out'
+        if self._allowed(name, settings, shape):
+            return ""
+        own = [device.hardware for device in self._devices if device.model == name]
+        where = ", ".join(own or settings.devices or [device.name for device in self._devices if not device.model])
+        return f'models."{name}".kv_cache_dtype: fp8 is built for cuda devices only, and this model may live on {where}'
+
+    def _max_model_len(
+        self, config: NodeConfig, name: str, settings: ModelConfig, shape: ModelShape, dtype: str, kv_dtype: str
+    ) -> int:
+        """The configured length, or the default: the checkpoint's or what 25 % of the largest allowed device holds as KV (for a
+        carve-out, of the device it is of); halved (down to 2,048) while the model with the work space for such contexts would not
+        fit at all."""
+        if settings.max_model_len is not None:
+            return min(settings.max_model_len, shape.max_position_embeddings)
+        allowed = self._allowed(name, settings, shape)
+        budget_bytes = max((device.budget_bytes for device in allowed), default=0)
+        whole_bytes = max((device.whole_bytes or device.budget_bytes for device in allowed), default=0)
+        length = sizing.default_max_model_len(shape, kv_dtype, whole_bytes)
+        chunk_bytes = int(config.chunk_bytes)
+        quantize = "int8" if settings.quantize == "int8" else ""
+        while length > sizing.MIN_MODEL_LEN:
+            facts = events.ModelFacts(
+                name="",
+                weights_bytes=sizing.weights_bytes(shape, dtype, quantize),
+                kv_bytes_per_token=sizing.kv_bytes_per_token(shape, kv_dtype),
+                work_space_bytes=self._work_space_bytes(config, name, settings, shape, dtype, length),
+                max_model_len=length,
+                kv_reserved_bytes=_kv_reserved_bytes(config, shape, kv_dtype, length),
+            )
+            size = size_of(facts, chunk_bytes)
+            if size.chunks + size.work_space_chunks <= budget_bytes // chunk_bytes:
+                break
+            length = max(sizing.MIN_MODEL_LEN, length // 2)
+        return length
+
+    def _swap(self, config: NodeConfig, found: dict[str, Registered]) -> list[events.Event]:
+        before, self.models, self.config = self.models, found, config
+        now = time.monotonic()
+        changes: list[events.Event] = [
+            events.ModelRemoved(now=now, cause="scan", model=name) for name in before if name not in found
+        ]
+        for name, registered in found.items():
+            known = before.get(name)
+            if known is not registered and (known is None or known.facts != registered.facts):
+                changes.append(events.ModelRegistered(now=now, cause="scan", facts=registered.facts))
+        self._aliases = {}
+        for name, settings in config.models.items():
+            for alias in settings.aliases:
+                if alias in found:
+                    log.warning('alias %r of "%s" is hidden by the model of that name', alias, name)
+                else:
+                    self._aliases[alias] = name
+        self._entries = [registered.entry for _, registered in sorted(found.items()) if registered.entry is not None]
+        return changes
+
+    def unknown_models(self) -> list[str]:
+        """Models with settings and no folder; told to the log, too: a name may be misspelt."""
+        unknown = sorted(self.config.models.keys() - self.models.keys())
+        for name in unknown:
+            log.warning('settings for models."%s": there is no model of that name (yet)', name)
+        return unknown
+
+    def describe(self, name: str) -> str:
+        """The registration line of one model."""
+        found = self.models[name]
+        if found.entry is None:
+            return f"{name}: {'incomplete' if found.facts.incomplete else 'refused'}: {found.problem}"
+        facts = found.facts
+        limit = found.checkpoint.shape.max_position_embeddings if found.checkpoint.shape is not None else 0
+        capped = f" of {limit}" if facts.max_model_len < limit else ""
+        asked = self.config.models.get(name, ModelConfig()).max_model_len
+        if asked is not None and asked > facts.max_model_len:
+            capped = f" (configured {asked} is more than the checkpoint has)"
+        held = f"{found.dtype}, {found.quantize} matrices" if found.quantize else found.dtype
+        held += f", {found.kv_cache_dtype} KV" if found.kv_cache_dtype else ""
+        return (
+            f"{name}: {held}, max_model_len {facts.max_model_len}{capped}, weights {format_bytes(facts.weights_bytes)}, "
+            f"reserved KV {format_bytes(kv_reserved_bytes(facts))}, "
+            f"work space {format_bytes(facts.work_space_bytes)}"
+        )
+
+
+def _has_fp8_kv(settings: ModelConfig) -> bool:
+    return settings.kv_cache_dtype == "fp8"
+
+
+def _kv_reserved_bytes(config: NodeConfig, shape: ModelShape, kv_dtype: str, num_tokens: int) -> int:
+    """For ModelFacts: of a model with windows."""
+    if not any(shape.layer_windows):
+        return 0
+    return sizing.kv_reserved_bytes(
+        shape, kv_dtype, num_tokens, config.block_tokens, config.max_num_batched_tokens, int(config.chunk_bytes)
+    )

@@ -1,0 +1,366 @@
+"""The node's parts put together, and what it tells of itself: rows for `ps`, status, health, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import platform
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from config.schema import DeviceBudget, NodeConfig
+from daemon.access.keys import Keys
+from daemon.api.endpoints.registry import BODY_MODULES
+from daemon.engines.carve_outs import divide
+from daemon.engines.engine_events import EngineEvents
+from daemon.engines.engine_rounds import EngineRounds
+from daemon.engines.host_memory import HostMemory
+from daemon.engines.kernels import Kernels
+from daemon.engines.left_memory import LeftMemory
+from daemon.engines.workers import EngineSpec, Worker, threads_per_engine
+from daemon.errors import BadRequest, HearthError
+from daemon.gpu.driver import Driver
+from daemon.gpu.inventory import GpuFault, Inventory, rows_of, why_no_memory
+from daemon.gpu.watch import GpuWatch
+from daemon.metrics.counters import Metrics
+from daemon.models.registry import Registry
+from daemon.node.live_settings import LiveSettings
+from daemon.node.reloads import Reloads
+from daemon.process.logs import fields
+from daemon.process.long_tasks import LongTasks
+from daemon.process.loop_watch import LoopWatch
+from daemon.process.version import VERSION
+from daemon.record.event_ring import EventRing
+from daemon.record.state import NodeState
+from daemon.record.state_keeper import StateKeeper
+from daemon.requests.dispatcher import Dispatcher
+from daemon.scanning.scanner import ModelScanner
+from daemon.text.service import TextService
+from engine.protocol import PROTOCOL_VERSION
+from loader.catalog import Checkpoint
+from scheduler.node import events
+from scheduler.node.node_scheduler import NodeScheduler
+from scheduler.node.settings import SchedulerSettings
+from scheduler.node.views import ModelView
+
+log = logging.getLogger("hearthd")
+POST_AT_A_TIME = 25  # registrations between two turns of the loop
+
+
+def scheduler_settings(config: NodeConfig) -> SchedulerSettings:
+    return SchedulerSettings(
+        chunk_bytes=int(config.chunk_bytes),
+        load_deadline_s=config.load_deadline_s,
+        overdue_after_s=config.overdue_after_s,
+        max_wait_s=config.max_wait_s,
+        max_queued_per_model=config.max_queued_per_model,
+        max_queued_per_tenant=config.max_queued_per_tenant,
+        host_tier_slots=int(config.host_tier_bytes or 0) // int(config.chunk_bytes),
+        preempt_after_s=config.preempt_after_s,
+    )
+
+
+class Node:
+    """Made on the event loop; `reload` is set by the lifecycle."""
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        devices: Sequence[DeviceBudget],
+        state: NodeState,
+        inventory: Inventory | None = None,
+        scanner: ModelScanner | None = None,
+        checkpoints: Mapping[str, Checkpoint] | None = None,
+    ) -> None:
+        """checkpoints: what is in the models folder, for the carve-outs of isolated models."""
+        loop = asyncio.get_running_loop()
+        division = divide(config, devices, state, checkpoints or {})
+        self.devices = devices = division.devices
+        self.inventory = inventory or Driver()
+        self.state_keeper = StateKeeper(state)
+        self.settings = LiveSettings(config)
+        self.ring, self.metric = EventRing(), Metrics()
+        self.watch = LoopWatch(loop, config.loop_watch_ms / 1e3)
+        budgets = {device.name: device.budget_bytes for device in devices}
+        settings = scheduler_settings(config)
+        self.scheduler = NodeScheduler(settings, budgets)
+        self.host_memory = HostMemory(settings.host_tier_slots, settings.chunk_bytes)
+        self.scanner = scanner or ModelScanner()
+        self.tasks = LongTasks()
+        self.registry = Registry(config, devices, state, division.problems, self.scanner.scan)
+        self.registry.refused = self._refused
+        self.dispatcher = Dispatcher(self.scheduler, config, self.registry.source, self.ring, self.metric, self.watch)
+        self.kernels = Kernels(self.ring)
+        self.engine_events = EngineEvents(self.dispatcher, budgets, self.kernels)
+        self.dispatcher.why_slow = self.kernels.sentence
+        threads = threads_per_engine(config, devices)
+        self.workers = {
+            device.name: Worker(
+                device.name,
+                threads,
+                self._spec_of(device, threads),
+                self.engine_events,
+                self.host_memory.fd,
+                device.uuid,
+                partial(why_no_memory, self.inventory, device),
+                self._left_memory(device),
+            )
+            for device in devices
+        }
+        self.engine_rounds = EngineRounds(self.workers, lambda: self.config.engine_stall_s, self.ring, self.metric)
+        self.gpu_watch = GpuWatch(self.inventory, devices, self._gpu_fault)
+        self.dispatcher.engines = dict(self.workers)
+        self.text = TextService(stall_s=lambda: self.config.text_stall_s, num_deaths=self.metric.text_deaths, preload=BODY_MODULES)
+        self.reload: Callable[[], Awaitable[dict[str, Any]]] | None = None
+        self.url = ""
+        self.keys: Keys | None = None  # None: no keys are set
+        self.reloads = Reloads(self.metric.reloads)
+        self.listening = False
+        self.started_unix_s = time.time()
+        self._unix_offset_s = time.time() - time.monotonic()
+
+    @property
+    def config(self) -> NodeConfig:
+        return self.settings.config
+
+    def _spec_of(self, device: DeviceBudget, threads: int) -> Callable[[], EngineSpec]:
+        def spec() -> EngineSpec:
+            models = self.registry.models.values()
+            usable = [one for one in models if one.entry is not None and device.name in (one.facts.devices or [device.name])]
+            facts = [one.facts for one in usable]
+            fitting = [one.work_space_bytes for one in facts if one.weights_bytes + one.work_space_bytes < device.budget_bytes]
+            dtypes = tuple(dtype for dtype, _ in Counter(one.dtype for one in usable).most_common())
+            return EngineSpec(device, max(fitting, default=0), self.config, threads, dtypes, self.host_memory.num_slots)
+
+        return spec
+
+    def _left_memory(self, device: DeviceBudget) -> LeftMemory | None:
+        is_host = device.hardware.startswith("cpu")
+        wanted = not is_host if self.config.adopt_weights is None else self.config.adopt_weights
+        return LeftMemory(device.name, is_host) if wanted and self.config.runner == "torch" else None
+
+    def _gpu_fault(self, device: DeviceBudget, fault: GpuFault) -> None:
+        """Its engine may not come back from what it waits for; the others have nothing to do with it."""
+        log.error("GPU %s: %s", device.uuid, fault, extra=fields(device=device.name))
+        self.ring.add("gpu_fault", device=device.name, uuid=device.uuid, xid=fault.xid, fatal=fault.is_fatal)
+        self.metric.gpu_faults[device.name, str(fault.xid)] += 1
+        if fault.is_fatal:
+            self.workers[device.name].restart(f"was ended: {fault} on {device.uuid}", distrust_memory=True)
+
+    async def gpu_rows(self) -> list[dict[str, Any]]:
+        """For `hearth gpus`. Raises NoGpus."""
+        return rows_of(await asyncio.to_thread(self.inventory.gpus), self.devices, self.gpu_watch.xids)
+
+    # ---- models
+
+    async def rescan(self, config: NodeConfig | None = None) -> None:
+        """Raises OSError if the models folder can't be read."""
+        changes = await self.registry.rescan(config)
+        for at, change in enumerate(changes):
+            self.dispatcher.post(change)
+            self._tell(change)
+            if at % POST_AT_A_TIME == POST_AT_A_TIME - 1:
+                await asyncio.sleep(0)
+
+    def _tell(self, change: events.Event) -> None:
+        if isinstance(change, events.ModelRemoved):
+            log.info("%s: its folder is gone", change.model)
+            self.ring.add("removed", model=change.model)
+        elif isinstance(change, events.ModelRegistered):
+            name = change.facts.name
+            if name in self.registry.models:
+                line = self.registry.describe(name)
+                if (refusal := self._refused(name)) is not None:
+                    line = f"{name}: refused: {refusal.details['arithmetic']}"
+                log.info("%s", line)
+                self.ring.add("registered", model=name, text=line)
+
+    def _refused(self, name: str) -> HearthError | None:
+        arithmetic = self.scheduler.too_large(name)  # asked for each request
+        if not arithmetic:
+            return None
+        message = f"The model {name!r} can never be loaded on this node: {arithmetic}"
+        return BadRequest("model_too_large", message, param="model", details={"arithmetic": arithmetic})
+
+    # ---- views
+
+    def _view(self, name: str) -> ModelView | None:
+        return self.scheduler.model(name)
+
+    def state_of(self, name: str) -> str:
+        view = self._view(name)
+        return view.state if view is not None else "absent"
+
+    def unix_s(self, monotonic_s: float) -> float:
+        return round(monotonic_s + self._unix_offset_s, 3)
+
+    @property
+    def draining(self) -> bool:
+        return self.scheduler.draining
+
+    def rows(self) -> list[dict[str, Any]]:
+        """All models, sorted by name; `ps` leaves the cold ones out."""
+        kv_bytes = self._kv_bytes()
+        rows = []
+        for view in sorted(self.scheduler.snapshot(), key=lambda view: view.name):
+            row = {
+                "name": view.name,
+                "state": view.state,
+                "device": view.device,
+                "weights_bytes": view.weights_bytes,
+                "kv_bytes": kv_bytes.get(view.name, 0),
+                "active": view.active,
+                "queued": view.queued,
+                "pinned": view.pinned,
+                "last_used": None if view.last_used is None else self.unix_s(view.last_used),
+                "reason": view.reason,
+                "host_bytes": view.kept_bytes,
+                "saved_kv_tokens": view.saved_kv_tokens,
+            }
+            if view.quarantined_until is not None:
+                row["quarantined_until"] = round(view.quarantined_until + self._unix_offset_s, 3)
+            if (compiling := self.kernels.row(view.device or "")) is not None:
+                row["kernels"] = compiling
+            if view.progress is not None:
+                row["bytes_done"], row["bytes_total"] = view.progress
+            rows.append(row)
+        return rows
+
+    def _kv_bytes(self) -> dict[str, int]:
+        return {name: counts[0] for stats in self.engine_events.stats.values() for name, counts in stats.models.items()}
+
+    def queue_rows(self) -> list[dict[str, Any]]:
+        """Requests that wait for their turn, and work on texts that takes its time, which comes before."""
+        now = time.monotonic()
+        rows = []
+        for view in self.scheduler.queue():
+            generation = self.dispatcher.open.by_id.get(view.request_id)
+            rows.append(
+                {
+                    "for": "turn",
+                    "request": view.request_id,
+                    "id": generation.public_id if generation is not None else "",
+                    "model": view.model,
+                    "tenant": view.tenant,
+                    "position": view.position,
+                    "waiting_s": round(now - view.arrived, 3),
+                    "resubmission": view.resubmission,
+                }
+            )
+        no_request = {"for": "text", "request": None, "id": "", "tenant": "", "position": 0, "resubmission": False}
+        return rows + [no_request | work for work in self.text.rows()]
+
+    def device_rows(self) -> list[dict[str, Any]]:
+        views = {view.name: view for view in self.scheduler.devices()}
+        rows = []
+        for device in self.devices:
+            worker, view = self.workers[device.name], views.get(device.name)
+            problem = self.engine_rounds.problem(device.name) or worker.problem or self.kernels.problem(device.name)
+            row: dict[str, Any] = {
+                "name": device.name,
+                "up": worker.up,
+                "pid": worker.pid,
+                "restarts": worker.restarts,
+                "budget_bytes": device.budget_bytes,
+                "uuid": device.uuid,
+                "problem": problem,
+                "kernels": self.kernels.row(device.name),
+            }
+            if view is not None:
+                row |= {
+                    "work_space_bytes": view.work_space_chunks * view.chunk_bytes,
+                    "held_bytes": sum(view.held.values()) * view.chunk_bytes,
+                    "lease_bytes": view.lease_chunks * view.chunk_bytes,
+                    "loading": view.loading,
+                    "problem": view.problem or problem,
+                }
+            rows.append(row)
+        return rows
+
+    def host_tier_row(self) -> dict[str, int]:
+        """Bytes, in all and by what is in them."""
+        view = self.scheduler.host_tier()
+        return {"bytes": view.num_slots * view.slot_bytes} | {
+            f"{kind}_bytes": num * view.slot_bytes for kind, num in view.slots.items()
+        }
+
+    def num_open(self) -> int:
+        return len(self.dispatcher.open.by_id)
+
+    def version(self) -> dict[str, Any]:
+        return {"version": VERSION, "protocol": PROTOCOL_VERSION, "python": platform.python_version()}
+
+    def status(self) -> dict[str, Any]:
+        healthy, _ = self.health()
+        ready, body = self.ready()
+        return {
+            "version": VERSION,
+            "pid": os.getpid(),
+            "url": self.url,
+            "control": self.config.control,
+            "models_dir": self.config.models_dir,
+            "cache_dir": self.config.cache_dir,
+            "uptime_s": round(time.time() - self.started_unix_s, 1),
+            "healthy": healthy,
+            "problems": [*self._problems(), *self.text.problems()],
+            "ready": ready,
+            "reason": body.get("reason", ""),
+            "draining": self.draining,
+            "requests": self.num_open(),
+            "keys": self.keys is not None,
+            "tenants": 0 if self.keys is None else len(self.keys.tenants),
+            "num_keys": 0 if self.keys is None else self.keys.num_keys,
+            "reload_refused": self.reloads.row(),
+            "state_not_saved": self.state_keeper.row(),
+            "output_tokens": sum(self.metric.generated_tokens.values()),
+            "engine_restarts": sum(self.metric.engine_restarts.values()),
+            "devices": self.device_rows(),
+            "host_tier": self.host_tier_row(),
+            "event_loop_stall_max_s": round(self.watch.stall_s, 6),
+        }
+
+    def why(self, name: str) -> dict[str, Any]:
+        """A model's or a request's story. Raises HearthError not_found."""
+        request_id = self.dispatcher.open.request_id(name)
+        asked = f"req-{request_id}" if request_id is not None else name
+        lines = self.scheduler.why(asked)
+        if not lines:
+            with contextlib.suppress(HearthError):
+                asked = self.registry.canonical(name)
+                lines = self.scheduler.why(asked)
+        if not lines:
+            raise BadRequest("not_found", f"There is no model and no request {name!r}.", status=404, details={"name": name})
+        if slow := self.kernels.sentence():
+            lines = [*lines, slow]
+        return {"name": asked, "lines": lines}
+
+    # ---- health
+
+    def health(self) -> tuple[bool, dict[str, object]]:
+        """A task that is being started again is told of, but is no reason to end the node."""
+        healthy, problems = not self.scheduler.health(), self._problems()
+        return healthy, {"status": "failing" if not healthy else "degraded" if problems else "ok", "problems": problems}
+
+    def _problems(self) -> list[str]:
+        return [*self.scheduler.health(), *self.tasks.problems()]
+
+    def problem(self) -> str:
+        """What withholds the watchdog, "" for nothing."""
+        return "; ".join(map(str, self.scheduler.health()))
+
+    def ready(self) -> tuple[bool, dict[str, object]]:
+        engines = {name: "up" if worker.up else "down" for name, worker in self.workers.items()}
+        if not self.listening:
+            reason = "not listening"
+        elif self.draining:
+            reason = "draining"
+        elif not any(worker.up for worker in self.workers.values()):
+            reason = "no engine is up: " + ", ".join(engines)
+        else:
+            reason = ""
+        return not reason, {"status": "ready" if not reason else "not ready", "reason": reason, "engines": engines}

@@ -1,0 +1,1 @@
+"""What operators ask and see: the control API and its views."""

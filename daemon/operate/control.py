@@ -1,0 +1,297 @@
+"""The control API on the Unix sockets: what `hearth` and scripts talk to. Who may open the control socket may do everything, who
+may open the status socket may look.
+
+Commands answer with NDJSON: progress lines, then one line `{"event": "result", "ok": ..}`. An error that is known before the
+first line is an HTTP status; its body, and a failed result's `error`, is `{code, message, details}`. See
+daemon/operate/control_status.py for how statuses and exit codes correspond.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from aiohttp import web
+
+from config.devices import NoGpus
+from daemon.errors import BadRequest, HearthError, NotNow, ServerFault, from_refusal
+from daemon.http.answers import SERVER
+from daemon.http.connection import ANSWERING, Answering
+from daemon.node.node import Node
+from daemon.operate import operator_views
+from daemon.operate.control_status import EXIT_FAULT, STATUS_OF_EXIT
+from daemon.process import shortage
+from scheduler.node import events
+from scheduler.node.actions import Refusal
+
+log = logging.getLogger("hearthd.control")
+FOLLOW_LIMIT = 4096
+NUM_FOLLOWERS = 64  # of the events, on one socket
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+_COMMANDS: dict[str, Callable[..., events.Event]] = {
+    "load": events.LoadRequested,
+    "unload": events.UnloadRequested,
+    "pin": events.PinRequested,
+    "unpin": events.UnpinRequested,
+    "enable": events.EnableRequested,
+    "disable": events.DisableRequested,
+}
+_REMEMBERED = ("pin", "unpin", "enable", "disable")
+
+
+def make_control_app(node: Node, read_only: bool = False) -> web.Application:
+    """read_only: the status socket's, which anybody on the machine may open."""
+    api = ControlApi(node)
+    app = web.Application(middlewares=[_errors])
+    app[ANSWERING] = Answering(error_object)
+    app.on_response_prepare.append(_name_server)
+    app.router.add_get("/control/v1/status", api.status)
+    app.router.add_get("/control/v1/models", api.models)
+    app.router.add_get("/control/v1/queue", api.queue)
+    app.router.add_get("/control/v1/version", api.version)
+    app.router.add_get("/control/v1/events", api.event_lines)
+    app.router.add_get("/control/v1/why/{name:.+}", api.why)
+    app.router.add_get("/control/v1/plan/{name:.+}", api.plan)
+    app.router.add_get("/control/v1/room", api.room)
+    app.router.add_get("/control/v1/history", api.history)
+    app.router.add_get("/control/v1/top", api.top)
+    app.router.add_get("/control/v1/gpus", api.gpus)
+    if read_only:
+        app.router.add_post("/{path:.*}", _denied)
+        return app
+    app.router.add_post("/control/v1/models/{name:.+}/{command:[a-z]+}", api.command)
+    app.router.add_post("/control/v1/drain", api.drain)
+    app.router.add_post("/control/v1/resume", api.resume)
+    app.router.add_post("/control/v1/reload", api.reload)
+    return app
+
+
+async def _denied(request: web.Request) -> web.StreamResponse:
+    raise BadRequest("permission_denied", "This socket is for reading only; commands go to the control socket.", status=403)
+
+
+async def _name_server(request: web.Request, response: web.StreamResponse) -> None:
+    response.headers["Server"] = SERVER
+
+
+def error_object(error: HearthError) -> dict[str, Any]:
+    details: dict[str, object] = dict(error.details)
+    if error.retry_after_s is not None:
+        details["retry_after_s"] = error.retry_after_s
+    return {"code": error.code, "message": error.message, "details": details}
+
+
+def error_status(error: HearthError) -> int:
+    return STATUS_OF_EXIT.get(error.exit_code, STATUS_OF_EXIT[EXIT_FAULT])
+
+
+@web.middleware
+async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except HearthError as error:
+        return _json(error_object(error), error_status(error))
+    except web.HTTPException as error:
+        code = "not_found" if error.status == 404 else "invalid_request"
+        message = f"{request.method} {request.path}: {error.reason}"
+        return _json({"code": code, "message": message, "details": {}}, 404 if error.status == 404 else 400)
+    except asyncio.CancelledError:
+        raise
+    except Exception as error:
+        if isinstance(error, ConnectionError) and (request.transport is None or request.transport.is_closing()):
+            return web.Response()  # the client is gone; raised, it would be a traceback in the log
+        if (short := shortage.in_place_of(error)) is not None:
+            return _json(error_object(short), error_status(short))
+        log.exception("%s %s failed", request.method, request.path)
+        return _json({"code": "internal", "message": "hearthd failed on this command; see its log", "details": {}}, 500)
+
+
+def _json(value: Any, status: int = 200) -> web.Response:
+    return web.Response(body=json.dumps(value).encode() + b"\n", status=status, content_type="application/json")
+
+
+def _line(value: dict[str, Any]) -> bytes:
+    return json.dumps(value).encode() + b"\n"
+
+
+class ControlApi:
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._num_followers = 0
+
+    async def status(self, request: web.Request) -> web.Response:
+        return _json(self._node.status())
+
+    async def models(self, request: web.Request) -> web.Response:
+        return _json(self._node.rows())
+
+    async def queue(self, request: web.Request) -> web.Response:
+        return _json(self._node.queue_rows())
+
+    async def version(self, request: web.Request) -> web.Response:
+        return _json(self._node.version())
+
+    async def why(self, request: web.Request) -> web.Response:
+        return _json(self._node.why(request.match_info["name"]))
+
+    async def plan(self, request: web.Request) -> web.Response:
+        return _json(operator_views.plan(self._node, request.match_info["name"]))
+
+    async def room(self, request: web.Request) -> web.Response:
+        """`?bytes=N`, of one device with `&device=NAME`."""
+        return _json(operator_views.room(self._node, request.query.get("bytes", ""), request.query.get("device", "")))
+
+    async def history(self, request: web.Request) -> web.Response:
+        """`?model=NAME`: of that one."""
+        return _json(operator_views.history(self._node, request.query.get("model", "")))
+
+    async def top(self, request: web.Request) -> web.Response:
+        return _json(operator_views.top(self._node))
+
+    async def gpus(self, request: web.Request) -> web.Response:
+        try:
+            return _json(await self._node.gpu_rows())
+        except NoGpus as error:
+            raise BadRequest("not_found", f"No GPUs: {error}.", status=404) from None
+
+    async def event_lines(self, request: web.Request) -> web.StreamResponse:
+        """History, then with `?follow=1` what happens until the client goes."""
+        if request.query.get("follow") not in ("1", "true"):
+            response = await _start_lines(request)
+            with contextlib.suppress(ConnectionError):  # the client has seen enough
+                for event in self._node.ring.history():
+                    await response.write(_line(event))
+            return response
+        if self._num_followers >= NUM_FOLLOWERS:
+            raise NotNow("too_many_followers", f"{NUM_FOLLOWERS} clients follow the events on this socket already.")
+        self._num_followers += 1
+        queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue(FOLLOW_LIMIT)
+        stop = self._node.ring.follow(lambda event: _offer(queue, event))
+        try:
+            response = await _start_lines(request)
+            with contextlib.suppress(ConnectionError):
+                for event in self._node.ring.history():
+                    await response.write(_line(event))
+                while True:
+                    await response.write(_line(await queue.get()))
+        finally:
+            stop()
+            self._num_followers -= 1
+        return response
+
+    async def command(self, request: web.Request) -> web.StreamResponse:
+        """load, unload, pin, unpin, enable, disable. `?wait=0`: answers as soon as the scheduler has not refused. `unload?to=warm`:
+        what is kept of the weights in host memory stays."""
+        command = request.match_info["command"]
+        make = _COMMANDS.get(command)
+        if make is None:
+            raise BadRequest("not_found", f"no command {command!r}; known: {', '.join(_COMMANDS)}", status=404)
+        name = self._node.registry.canonical(request.match_info["name"])
+        node = self._node
+        queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue(FOLLOW_LIMIT)
+        stop = node.ring.follow(lambda event: _offer(queue, event) if event.get("model") == name else None)
+        try:
+            options = _options(command, request)
+            done = node.dispatcher.command(lambda now, cause: make(now=now, cause=cause, model=name, **options))
+            if done.done():
+                _settle(done)  # raises the refusal as an HTTP status
+            # it is decided, whether or not anybody waits for the load
+            saved = _saved(await node.state_keeper.remember(command, name)) if command in _REMEMBERED else {}
+            response = await _start_lines(request)
+            if not done.done() and request.query.get("wait") == "0":
+                await response.write(_line({"event": "result", "ok": True, "model": name, "waiting": True, **saved}))
+                return response
+            try:
+                await self._pass_on(response, queue, done)
+                _settle(done)
+                result = {"event": "result", "ok": True, "model": name, "state": node.state_of(name), **saved}
+            except HearthError as error:
+                result = saved | {
+                    "event": "result",
+                    "ok": False,
+                    "model": name,
+                    "error": error_object(error),
+                    "status": error_status(error),
+                }
+            await response.write(_line(result))
+            return response
+        finally:
+            stop()
+
+    async def _pass_on(
+        self, response: web.StreamResponse, queue: asyncio.Queue[dict[str, Any]], done: asyncio.Future[Refusal | None]
+    ) -> None:
+        """Progress lines until the command is done."""
+        getter: asyncio.Future[Any] | None = None
+        try:
+            while not done.done():
+                getter = getter or asyncio.ensure_future(queue.get())
+                either: list[asyncio.Future[Any]] = [getter, done]
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+                if getter.done():
+                    await response.write(_line(getter.result()))
+                    getter = None
+            while not queue.empty():
+                await response.write(_line(queue.get_nowait()))
+        finally:
+            if getter is not None:
+                getter.cancel()
+
+    async def drain(self, request: web.Request) -> web.Response:
+        return await self._gate(request, events.DrainRequested)
+
+    async def resume(self, request: web.Request) -> web.Response:
+        return await self._gate(request, events.ResumeRequested)
+
+    async def _gate(self, request: web.Request, make: Callable[..., events.Event]) -> web.Response:
+        """`?model=NAME`, or the whole node."""
+        name = request.query.get("model", "")
+        model = self._node.registry.canonical(name) if name else ""
+        refusal = await self._node.dispatcher.command(lambda now, cause: make(now=now, cause=cause, model=model))
+        if refusal is not None:
+            raise from_refusal(refusal)
+        return _json({"ok": True, "model": model, "draining": self._node.draining})
+
+    async def reload(self, request: web.Request) -> web.Response:
+        if self._node.reload is None:
+            raise ServerFault("internal", "this node cannot be reloaded")
+        return _json(await self._node.reload())
+
+
+def _options(command: str, request: web.Request) -> dict[str, str]:
+    """Fields of the command's event from its query."""
+    to = request.query.get("to")
+    if command != "unload" or to is None:
+        return {}
+    if to not in ("cold", "warm"):
+        raise BadRequest("invalid_request", f"to={to!r}: allowed are cold and warm", param="to")
+    return {"to": to}
+
+
+def _saved(error: HearthError | None) -> dict[str, Any]:
+    """Returns the part of a command's result that says whether a restart would know of it, and if not, why."""
+    return {"saved": True} if error is None else {"saved": False, "error": error_object(error), "status": error_status(error)}
+
+
+def _settle(done: asyncio.Future[Refusal | None]) -> None:
+    """Raises the refusal, if it is one."""
+    refusal = done.result()
+    if refusal is not None:
+        raise from_refusal(refusal)
+
+
+async def _start_lines(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
+    await response.prepare(request)
+    return response
+
+
+def _offer(queue: asyncio.Queue[dict[str, Any]], event: dict[str, Any]) -> None:
+    """A follower that does not read loses events rather than holding them all in memory."""
+    with contextlib.suppress(asyncio.QueueFull):
+        queue.put_nowait(event)

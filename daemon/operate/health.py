@@ -1,0 +1,18 @@
+"""What load balancers and monitoring ask of the node."""
+
+from __future__ import annotations
+
+from daemon.metrics import page
+from daemon.node.node import Node
+from daemon.operate import metrics_now
+
+
+class NodeHealth:
+    """HealthPort for the API."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self.health, self.ready, self.num_open = node.health, node.ready, node.num_open
+
+    def metrics(self, model: str | None = None) -> bytes:
+        return page.render(self._node.metric, metrics_now.now(self._node, model), model)

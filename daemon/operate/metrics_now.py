@@ -1,0 +1,110 @@
+"""What /metrics tells of the node as it is now, gathered from the scheduler's views and the engines' last words."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from daemon.metrics.page import DeviceNow, ModelNow, Now
+from daemon.process.version import VERSION
+from scheduler.node.views import DeviceView, ModelView
+
+if TYPE_CHECKING:
+    from daemon.node.node import Node
+
+NO_STATS = (0, 0, 0, 0)  # protocol.Stats.models of a model that is not loaded
+
+
+def now(node: Node, model: str | None = None) -> Now:
+    """model: of that one only."""
+    wanted = [view] if model is not None and (view := node.scheduler.model(model)) is not None else []
+    views: Iterable[ModelView] = wanted if model is not None else node.scheduler.snapshot()
+    devices = {} if model is not None else _devices(node)
+    return Now(
+        version=VERSION,
+        models={view.name: _model(node, view) for view in views},
+        devices=devices,
+        tenants_open=Counter(generation.tenant for generation in node.dispatcher.open.by_id.values() if generation.tenant),
+        started_unix_s=node.started_unix_s,
+        text_jobs=node.text.num_waiting,
+        cpu_s=time.process_time(),
+        loop_stall_s=node.watch.stall_s,
+        draining=node.draining,
+        reload_refused=node.reloads.refused is not None,
+        state_not_saved=bool(node.state_keeper.problem),
+        host_tier_bytes=_host_tier(node),
+    )
+
+
+def _host_tier(node: Node) -> dict[str, int]:
+    view = node.scheduler.host_tier()
+    return {kind: num * view.slot_bytes for kind, num in view.slots.items()}
+
+
+def _model(node: Node, view: ModelView) -> ModelNow:
+    stats = node.engine_events.stats.get(view.device)
+    kv_bytes, running, _, cached_bytes = stats.models.get(view.name, NO_STATS) if stats is not None else NO_STATS
+    return ModelNow(
+        state=view.state,
+        device=view.device,
+        weights_bytes=view.weights_bytes,
+        kv_bytes=kv_bytes,
+        kv_cached_bytes=cached_bytes,
+        kv_share=kv_share(node, view, kv_bytes) if kv_bytes else 0.0,
+        queued=view.queued,
+        active=view.active,
+        running=min(running, view.active),  # the engine's figure is up to 0.25 s old
+        host_bytes=view.kept_bytes,
+        saved_kv_tokens=view.saved_kv_tokens,
+    )
+
+
+def kv_share(node: Node, view: ModelView, kv_bytes: int) -> float:
+    """Of its reserved KV and what the others leave of the lease."""
+    device = next((one for one in node.scheduler.devices() if one.name == view.device), None)
+    if device is None:
+        return 0.0
+    room_bytes = view.kv_reserved_bytes + device.lease_chunks * device.chunk_bytes
+    for name, counts in node.engine_events.stats[view.device].models.items():
+        if name != view.name and (other := node.scheduler.model(name)) is not None:
+            room_bytes -= max(0, counts[0] - other.kv_reserved_bytes)
+    return min(1.0, kv_bytes / max(room_bytes, kv_bytes, 1))
+
+
+def chunks_by_state(view: DeviceView, kv_used: int) -> dict[str, int]:
+    """All of the device's. kv_used: as its engine said last, so it may be of a moment ago."""
+    used = {"work_space": view.work_space_chunks, "weights": view.weights_chunks}
+    used["kv"] = min(kv_used, view.total_chunks - sum(used.values()))
+    return used | {"free": view.total_chunks - sum(used.values())}
+
+
+def _resident_bytes(pid: int) -> int:
+    """0 where there is no such process."""
+    try:
+        fields = Path(f"/proc/{pid}/statm").read_text().split()
+    except OSError:
+        return 0
+    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _devices(node: Node) -> dict[str, DeviceNow]:
+    views = {view.name: view for view in node.scheduler.devices()}
+    found = {}
+    for device in node.devices:
+        one = found[device.name] = DeviceNow(up=node.workers[device.name].up, budget_bytes=device.budget_bytes)
+        view, stats = views.get(device.name), node.engine_events.stats.get(device.name)
+        if view is not None:
+            one.work_space_bytes = view.work_space_chunks * view.chunk_bytes
+            one.held_bytes = sum(view.held.values()) * view.chunk_bytes
+            one.lease_bytes = view.lease_chunks * view.chunk_bytes
+            if stats is not None:
+                one.kv_used_bytes, one.preemptions = stats.kv_chunks_used * view.chunk_bytes, stats.preemptions
+                one.kv_moved_bytes = stats.kv_moved_bytes
+            one.chunks = chunks_by_state(view, 0 if stats is None else stats.kv_chunks_used)
+            one.planned_bytes = view.weights_chunks * view.chunk_bytes + one.kv_used_bytes
+            one.measured_bytes = _resident_bytes(node.workers[device.name].pid)
+    return found

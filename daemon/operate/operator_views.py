@@ -1,0 +1,69 @@
+"""What `hearth plan`, `evict --dry-run`, `history` and `top` show: the scheduler's views as rows. Reading only."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from config import units
+from daemon.errors import BadRequest
+from daemon.operate.page_snapshot import snapshot
+from scheduler.node.views import PlacementView
+
+if TYPE_CHECKING:
+    from daemon.node.node import Node
+
+SWAPS_SHOWN = 64
+
+
+def plan(node: Node, name: str) -> dict[str, Any]:
+    """Raises HearthError not_found."""
+    model = node.registry.canonical(name)
+    found = node.scheduler.plan_load(model, time.monotonic())
+    if found is None:
+        raise BadRequest("model_not_found", f"There is no model {name!r}.", status=404, details={"name": name})
+    return asdict(found)
+
+
+def room(node: Node, text: str, device: str) -> list[dict[str, Any]]:
+    """Raises HearthError for what is no size or no device."""
+    try:
+        num_bytes = units.parse_bytes(int(text) if text.isascii() and text.isdigit() else text)
+    except ValueError as error:
+        raise BadRequest("invalid_request", f"bytes: {text!r} {error}") from None
+    names = [one.name for one in node.devices]
+    if device and device not in names:
+        raise BadRequest("not_found", f"There is no device {device!r}; this node has {', '.join(names)}.", status=404)
+    plans = [node.scheduler.plan_room(name, num_bytes, time.monotonic()) for name in names if device in ("", name)]
+    return [asdict(one) for one in plans if one is not None]
+
+
+def history(node: Node, name: str) -> list[dict[str, Any]]:
+    """Oldest first. Raises HearthError not_found."""
+    model = node.registry.canonical(name) if name else ""
+    return [_placement(node, view) for view in node.scheduler.history(model)]
+
+
+def top(node: Node) -> dict[str, Any]:
+    """The status page's figures, with the tokens of each model and the last swaps."""
+    return {
+        "time": round(time.time(), 3),
+        **snapshot(node),
+        "tokens": dict(node.metric.generated_tokens),
+        "swaps": [_placement(node, view) for view in node.scheduler.history()[-SWAPS_SHOWN:]],
+    }
+
+
+def _placement(node: Node, view: PlacementView) -> dict[str, Any]:
+    """Times are Unix seconds; bytes freed by a victim come from its chunks."""
+    row = asdict(view)
+    chunk_bytes = int(node.config.chunk_bytes)
+    row["victims"] = [
+        {"name": one.name, "score": one.score, "bytes": one.chunks * chunk_bytes, "busy": one.busy, "idle_s": one.idle_s}
+        for one in view.victims
+    ]
+    row["begun"] = node.unix_s(view.begun)
+    row["ended"] = None if view.ended is None else node.unix_s(view.ended)
+    row["waited_s"] = round(view.waited_s, 3)
+    return row

@@ -1,0 +1,17 @@
+"""The control API's answer to a connection that is one too many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from daemon.http.acceptor import Refusal
+from daemon.http.answers import refusal
+from daemon.http.request_id import request_id
+from daemon.operate.control import error_object
+from daemon.process.shortage import overloaded
+
+
+def refuse_command(closed: Callable[[], None]) -> Refusal:
+    """Returns the answer, for Acceptor. closed: called when it is sent."""
+    error = overloaded()
+    return Refusal(refusal(error, error_object(error), request_id(None)), closed)

@@ -1,0 +1,75 @@
+"""What the status page shows of the node as it is now. The page draws these figures and computes none of its own but rates."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from scheduler.node.views import DeviceView
+
+if TYPE_CHECKING:
+    from daemon.node.node import Node
+
+MAX_MODELS = 300  # rows that are told; a node may have thousands of cold ones, and a viewer gets the table twice a second
+NO_STATS = (0, 0, 0, 0)  # protocol.Stats.models of a model that is not loaded
+
+
+def snapshot(node: Node) -> dict[str, Any]:
+    """Equal for equal states: nothing in it changes by itself."""
+    rows = node.rows()
+    cached = {name: counts[3] for stats in node.engine_events.stats.values() for name, counts in stats.models.items()}
+    for row in rows:
+        row["kv_cached_bytes"] = cached.get(row["name"], 0)
+    shown = rows if len(rows) <= MAX_MODELS else sorted(rows, key=lambda row: (row["state"] == "cold", row["name"]))[:MAX_MODELS]
+    healthy, _ = node.health()
+    ready, body = node.ready()
+    metric = node.metric
+    return {
+        "node": {
+            "started": round(node.started_unix_s, 3),
+            "healthy": healthy,
+            "ready": ready,
+            "reason": body.get("reason", ""),
+            "draining": node.draining,
+        },
+        "counters": {
+            "requests": sum(metric.requests.values()),
+            "tokens": sum(metric.generated_tokens.values()),
+            "open": len(node.dispatcher.open.by_id),
+            "queued": sum(row["queued"] for row in rows),
+        },
+        "host_tier": node.host_tier_row(),
+        "devices": _devices(node, {row["name"]: row for row in rows}),
+        "models": shown,
+        "states": dict(Counter(row["state"] for row in rows)),
+    }
+
+
+def _devices(node: Node, rows: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    views = {view.name: view for view in node.scheduler.devices()}
+    found = []
+    for device in node.device_rows():
+        row = {key: device[key] for key in ("name", "up", "pid", "restarts", "budget_bytes")}
+        row["loading"], row["problem"] = device.get("loading", ""), device.get("problem", "")
+        view = views.get(row["name"])
+        stats = node.engine_events.stats.get(row["name"])
+        row["waiting"] = view.num_waiting if view is not None else 0
+        row["parts"] = [] if view is None or not view.up else _parts(view, dict(stats.models) if stats is not None else {}, rows)
+        found.append(row)
+    return found
+
+
+def _parts(device: DeviceView, stats: dict[str, list[int]], rows: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """How a device's budget is divided; the bytes add up to it. kinds: work (space), weights, kv (of running sequences), cache
+    (prefixes kept), reserved (KV a model has and does not use), free (what all models there may draw on)."""
+    parts: list[dict[str, Any]] = [{"kind": "work", "model": "", "bytes": device.work_space_chunks * device.chunk_bytes}]
+    for model in sorted(device.held):
+        held_bytes = device.held[model] * device.chunk_bytes
+        weights_bytes = min(held_bytes, rows[model]["weights_bytes"] if model in rows else held_bytes)
+        kv_bytes, _, _, cached_bytes = stats.get(model, NO_STATS)
+        reserved_bytes = max(0, held_bytes - weights_bytes - kv_bytes - cached_bytes)
+        kinds = (("weights", weights_bytes), ("kv", kv_bytes), ("cache", cached_bytes), ("reserved", reserved_bytes))
+        parts += [{"kind": kind, "model": model, "bytes": size} for kind, size in kinds if size]
+    # an engine's figures are up to 0.25 s older than the ledger's
+    parts.append({"kind": "free", "model": "", "bytes": max(0, device.budget_bytes - sum(part["bytes"] for part in parts))})
+    return parts

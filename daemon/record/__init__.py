@@ -1,0 +1,1 @@
+"""What outlives a moment: the state on disk, the latest events."""

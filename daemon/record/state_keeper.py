@@ -1,0 +1,88 @@
+"""Saves what the operator decided. A folder that cannot be written takes nothing back: the decision holds, whoever made it is told
+that it was not saved, and saving is tried again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+
+from daemon.errors import ServerFault
+from daemon.record.state import NodeState
+
+log = logging.getLogger("hearthd.state")
+RETRY_S = 5.0
+
+
+class StateKeeper:
+    """Keeps one NodeState saved; on the event loop.
+
+    problem: why the file does not hold what was decided last, "" where it does. since: Unix time since when."""
+
+    def __init__(self, state: NodeState, retry_s: float = RETRY_S) -> None:
+        self._state, self._retry_s = state, retry_s
+        self._lock = asyncio.Lock()
+        self._retrying: asyncio.Task[None] | None = None
+        self._closing = asyncio.Event()
+        self.problem, self.since = "", 0.0
+
+    async def remember(self, command: str, name: str) -> ServerFault | None:
+        """Keeps what pin, unpin, enable and disable decided; returns the error if it could not be saved. Once called it is done,
+        also if the caller is cancelled."""
+        if command in ("pin", "unpin"):
+            self._state.pinned[name] = command == "pin"
+        else:
+            self._state.enabled[name] = command == "enable"
+        problem = await asyncio.shield(asyncio.ensure_future(self._save()))
+        if not problem:
+            return None
+        message = (
+            f"{command} {name}: done, but not saved: {problem}. hearthd tries again every {self._retry_s:g} s; until `hearth "
+            "status` says no more of it, a restart would forget it"
+        )
+        return ServerFault("state_not_saved", message, status=507, details={"state_file": str(self._state.path)})
+
+    def row(self) -> dict[str, object] | None:
+        """For `hearth status --json`; None where all is saved."""
+        return {"message": self.problem, "since": self.since} if self.problem else None
+
+    async def close(self) -> None:
+        """Tries a last time."""
+        self._closing.set()
+        if self._retrying is not None:
+            await self._retrying
+        if self.problem:
+            await self._save()
+        if self.problem:
+            log.error("pins and switched-off models were not saved, the next start finds older ones: %s", self.problem)
+
+    async def _save(self) -> str:
+        """Returns the problem, "" for none."""
+        async with self._lock:
+            try:
+                await asyncio.to_thread(self._state.write, self._state.snapshot())
+            except OSError as error:
+                self._failed(f"state_dir {self._state.path.parent}: {error.strerror or error}")
+            else:
+                if self.problem:
+                    log.info("%s is saved again", self._state.path)
+                self.problem = ""
+            return self.problem
+
+    def _failed(self, problem: str) -> None:
+        if problem != self.problem:
+            log.error("pins and switched-off models are not saved: %s; tried again every %g s", problem, self._retry_s)
+        if not self.problem:
+            self.since = round(time.time(), 3)
+        self.problem = problem
+        if self._retrying is None or self._retrying.done():
+            self._retrying = asyncio.get_running_loop().create_task(self._retry())
+
+    async def _retry(self) -> None:
+        while self.problem:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._closing.wait(), self._retry_s)
+            if self._closing.is_set():
+                return  # a write under way in a thread is not left behind: `close` waits for this task
+            await self._save()

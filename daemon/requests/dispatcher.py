@@ -1,0 +1,398 @@
+"""Carries the node scheduler's decisions out. Requests come in here; what engines tell comes in through engine_events."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Protocol
+
+from config.schema import NodeConfig
+from daemon.contracts import Generation
+from daemon.errors import HearthError, NotNow, ServerFault, from_refusal
+from daemon.metrics.counters import Metrics
+from daemon.models.entry import LoadSource
+from daemon.process.logs import fields
+from daemon.process.loop_watch import LoopWatch
+from daemon.record.event_ring import EventRing
+from daemon.requests.open_requests import OpenRequests
+from engine import protocol
+from scheduler.node import actions, events
+
+log = logging.getLogger("hearthd")
+
+
+class EnginePort(Protocol):
+    """A worker as the dispatcher sees it."""
+
+    def send(self, message: protocol.Message) -> None: ...
+
+    def restart(self, reason: str) -> None: ...
+
+
+class SchedulerPort(Protocol):
+    """scheduler.node.NodeScheduler's moving half."""
+
+    def handle(self, event: events.Event) -> list[actions.Action]: ...
+
+    def next_deadline(self) -> float | None: ...
+
+
+class Dispatcher:
+    """RequestPort for the API. All methods run on the event loop."""
+
+    def __init__(
+        self,
+        scheduler: SchedulerPort,
+        config: NodeConfig,
+        source: Callable[[str], LoadSource | None],
+        ring: EventRing,
+        metrics: Metrics,
+        watch: LoopWatch,
+    ) -> None:
+        """source: a registered model's files, None when its folder is gone."""
+        self.scheduler, self.config, self.ring, self.metrics = scheduler, config, ring, metrics
+        self.engines: dict[str, EnginePort] = {}
+        self.open = OpenRequests(metrics, watch, lambda: self.config.request_timeout_s, self._timed_out)
+        self.loading: dict[str, str] = {}  # device -> model it was last told to load
+        self._source = source
+        self._loop = asyncio.get_running_loop()
+        self._ids = itertools.count(1)
+        self._causes = itertools.count(1)
+        self._waiting: dict[str, asyncio.Future[actions.Refusal | None]] = {}  # cause -> command
+        self.why_slow: Callable[[], str] = lambda: ""  # a sentence for those that have waited too long
+        self._pending: deque[events.Event] = deque()
+        self._busy = False
+        self._submitting = 0
+        self._refused: HearthError | None = None
+        self._hold_aborts = False
+        self._aborts: dict[str, list[int]] = {}
+        self._deadline_s: float | None = None
+        self._deadline_timer: asyncio.TimerHandle | None = None
+        self._carry: dict[type[actions.Action], Callable[[Any], None]] = {
+            actions.Load: self._load,
+            actions.Evict: self._evict,
+            actions.RequestsPaused: self._paused,
+            actions.GrantLease: self._grant_lease,
+            actions.Submit: self._submit,
+            actions.Reject: self._reject,
+            actions.AbortInEngine: self._abort,
+            actions.RestartEngine: self._restart_engine,
+            actions.StateChanged: self._state_changed,
+            actions.CommandDone: self._command_done,
+        }
+
+    # ---- RequestPort
+
+    def submit(self, generation: Generation) -> None:
+        request_id = next(self._ids)
+        now = time.monotonic()
+        generation.request_id, generation.arrived_s = request_id, now
+        model = generation.model.name
+        self.open.add(generation)
+        self._submitting, self._refused = request_id, None
+        facts = events.RequestFacts(
+            request_id=request_id,
+            model=model,
+            num_prompt_tokens=len(generation.prompt),
+            max_tokens=generation.params.max_tokens,
+            tenant=generation.tenant,
+            weight=generation.weight,
+            priority=generation.priority,
+            part_of=generation.first.request_id if generation.first is not None else 0,
+        )
+        try:
+            self.post(events.RequestArrived(now=now, cause=f"req-{request_id}", request=facts))
+        finally:
+            self._submitting = 0
+        if self._refused is not None:
+            raise self._refused
+        self.open.accepted(generation)
+
+    def cancel(self, generation: Generation) -> None:
+        if self.open.by_id.get(generation.request_id) is not generation:
+            return
+        # inside a step it is the sink that has seen a stop string; else the client is gone
+        self.open.end(generation, "stop" if self._hold_aborts else "cancelled")
+        self._cancelled(generation.request_id)
+
+    # ---- commands
+
+    def next_cause(self, kind: str) -> str:
+        return f"{kind}-{next(self._causes)}"
+
+    def command(self, make: Callable[[float, str], events.Event], kind: str = "cli") -> asyncio.Future[actions.Refusal | None]:
+        """Posts `make(now, cause)` and returns what CommandDone will say: None is done, else why not."""
+        cause = self.next_cause(kind)
+        future: asyncio.Future[actions.Refusal | None] = self._loop.create_future()
+        self._waiting[cause] = future
+        future.add_done_callback(lambda _: self._waiting.pop(cause, None))
+        self.post(make(time.monotonic(), cause))
+        return future
+
+    def fail_all(self, error: HearthError) -> int:
+        """Ends every open request with `error`; returns how many there were."""
+        left = list(self.open.by_id.values())
+        for generation in left:
+            self.fail(generation, error, "failed")
+            self._cancelled(generation.request_id)
+        return len(left)
+
+    # ---- events and actions
+
+    def post(self, event: events.Event) -> None:
+        """Actions are carried out in order; an event posted meanwhile (a sink cancels) waits for its turn."""
+        self._pending.append(event)
+        if self._busy:
+            return
+        self._busy = True
+        try:
+            while self._pending:
+                self._handle(self._pending.popleft())
+        finally:
+            self._busy = False
+        if self._aborts and not self._hold_aborts:
+            self._flush_aborts()
+        self._arm_deadline()
+
+    def _handle(self, event: events.Event) -> None:
+        try:
+            decided = self.scheduler.handle(event)
+        except Exception:
+            # one bad event must not take the node down; the request it was about must not hang
+            self.metrics.scheduler_errors += 1
+            log.exception("the node scheduler failed on %s", event)
+            if isinstance(event, events.RequestArrived) and (lost := self.open.by_id.get(event.request.request_id)) is not None:
+                self.fail(lost, ServerFault("internal", "The node scheduler failed on this request; see the log."), "failed")
+            elif (command := self._waiting.get(event.cause)) is not None and not command.done():
+                command.set_exception(ServerFault("internal", "The node scheduler failed on this command; see the log."))
+            return
+        for action in decided:
+            self._carry[type(action)](action)
+
+    def _arm_deadline(self) -> None:
+        deadline_s = self.scheduler.next_deadline()
+        if deadline_s == self._deadline_s:
+            return
+        if self._deadline_timer is not None:
+            self._deadline_timer.cancel()
+            self._deadline_timer = None
+        self._deadline_s = deadline_s
+        if deadline_s is not None:
+            # relative: the loop's clock may lag behind the monotonic one by its resolution
+            self._deadline_timer = self._loop.call_later(max(0.0, deadline_s - time.monotonic()), self._deadline_reached)
+
+    def _deadline_reached(self) -> None:
+        now = max(time.monotonic(), self._deadline_s or 0.0)
+        self._deadline_timer, self._deadline_s = None, None
+        self.post(events.TimePassed(now=now, cause="time"))
+        if self._deadline_s is not None and self._deadline_s <= now and self._deadline_timer is not None:
+            # a deadline that stays in the past would spin the loop
+            self._deadline_timer.cancel()
+            self._deadline_timer = self._loop.call_later(0.05, self._deadline_reached)
+
+    def _load(self, action: actions.Load) -> None:
+        source = self._source(action.model)
+        if source is None:
+            self._load_impossible(action, "its folder is gone", permanent=True)
+            return
+        entry = source.entry
+        self.metrics.swaps.load_sent(action)
+        if action.source_slots and action.fingerprint != entry.fingerprint:
+            self._load_impossible(action, "its files have changed just now", permanent=False)
+            return
+        self.loading[action.device] = action.model
+        self._send(
+            action.device,
+            protocol.LoadModel(
+                placement_id=action.placement_id,
+                model=action.model,
+                path=source.path,
+                dtype=source.dtype,
+                fingerprint=entry.fingerprint,
+                weights_chunks=action.weights_chunks,
+                kv_reserved_chunks=action.kv_reserved_chunks,
+                lease_chunks=action.lease_chunks,
+                max_model_len=entry.max_model_len,
+                max_sequences=entry.max_sequences,
+                eos_token_ids=list(entry.eos_token_ids),
+                quantize=source.quantize,
+                source_slots=list(action.source_slots),
+                checksum=action.checksum,
+                keep_slots=list(action.keep_slots),
+                kv_slots=list(action.kv_slots),
+                kv_index=action.kv_index,
+                kv_cache_dtype=source.kv_cache_dtype,
+            ),
+        )
+
+    def _load_impossible(self, action: actions.Load, reason: str, permanent: bool) -> None:
+        self.post(
+            events.LoadFailed(
+                now=time.monotonic(),
+                cause=action.cause,
+                placement_id=action.placement_id,
+                reason=reason,
+                permanent=permanent,
+            )
+        )
+
+    def _evict(self, action: actions.Evict) -> None:
+        self.metrics.evictions[action.model] += 1
+        self.metrics.swaps.evict_sent(action)
+        self._send(
+            action.device,
+            protocol.EvictModel(
+                placement_id=action.placement_id,
+                model=action.model,
+                lease_chunks=action.lease_chunks,
+                save_slots=list(action.save_slots),
+            ),
+        )
+
+    def _paused(self, action: actions.RequestsPaused) -> None:
+        now = time.monotonic()
+        self.metrics.swaps.paused_requests[action.model] += len(action.request_ids)
+        for request_id in action.request_ids:
+            generation = self.open.by_id.get(request_id)
+            if generation is not None:
+                generation.num_pauses += 1
+                generation.paused_since_s = now
+        about = fields(model=action.model, cause=action.cause)
+        log.info("%d requests are paused: their model makes room", len(action.request_ids), extra=about)
+        self.ring.add("paused", model=action.model, requests=len(action.request_ids), cause=action.cause)
+
+    def _grant_lease(self, action: actions.GrantLease) -> None:
+        self._send(action.device, protocol.SetLease(lease_chunks=action.lease_chunks))
+
+    def _submit(self, action: actions.Submit) -> None:
+        generation = self.open.by_id.get(action.request_id)
+        if generation is None:
+            return  # ended meanwhile; its RequestCancelled or RequestFinished is on its way
+        if generation.submitted_device:
+            self.metrics.resubmitted += 1
+            generation.resume(time.monotonic())
+        else:
+            generation.submitted_s = time.monotonic()
+            self.metrics.submitted(generation)
+        generation.submitted_device = action.device
+        self._send(
+            action.device,
+            protocol.Submit(
+                request_id=action.request_id,
+                model=action.model,
+                prompt=generation.prompt,
+                params=generation.params,
+                output=generation.output,
+                tenant=generation.tenant,
+                cache_salt=generation.cache_salt,
+                priority=generation.priority,
+                task=generation.task,
+                weight=self._weight(action.model),
+                tenant_weight=generation.weight,
+            ),
+        )
+
+    def _weight(self, model: str) -> float:
+        config = self.config.models.get(model)
+        return config.priority if config is not None else 1.0
+
+    def _reject(self, action: actions.Reject) -> None:
+        generation = self.open.by_id.get(action.request_id)
+        if generation is not None:
+            refusal = action.refusal
+            if refusal.code == "wait_exceeded" and (slow := self.why_slow()):
+                refusal = replace(refusal, message=f"{refusal.message}. {slow}")
+            self.fail(generation, from_refusal(refusal), "refused")
+
+    def _abort(self, action: actions.AbortInEngine) -> None:
+        self._aborts.setdefault(action.device, []).append(action.request_id)
+
+    def hold_aborts(self) -> None:
+        """Until release_aborts, aborts are collected: those of one step go out in one message."""
+        self._hold_aborts = True
+
+    def release_aborts(self) -> None:
+        self._hold_aborts = False
+        if self._aborts:
+            self._flush_aborts()
+
+    def forget_aborts(self, device: str) -> None:
+        """Its engine is gone, and what ran there with it."""
+        self._aborts.pop(device, None)
+
+    def _flush_aborts(self) -> None:
+        aborts, self._aborts = self._aborts, {}
+        for device, request_ids in aborts.items():
+            self._send(device, protocol.Abort(request_ids=request_ids))
+
+    def _restart_engine(self, action: actions.RestartEngine) -> None:
+        log.error("engine is restarted: %s", action.reason, extra=fields(device=action.device, cause=action.cause))
+        engine = self.engines.get(action.device)
+        if engine is not None:
+            engine.restart(action.reason)
+
+    def _state_changed(self, action: actions.StateChanged) -> None:
+        self.metrics.swaps.state_changed(action)
+        # what a model is at first is told by its registration line
+        level = logging.DEBUG if not action.old else logging.WARNING if action.new in ("failed", "refused") else logging.INFO
+        about = fields(model=action.model, device=action.device, cause=action.cause)
+        log.log(level, "%s -> %s: %s", action.old, action.new, action.reason, extra=about)
+        self.ring.add(
+            "state",
+            model=action.model,
+            old=action.old,
+            new=action.new,
+            device=action.device,
+            reason=action.reason,
+            cause=action.cause,
+        )
+
+    def _command_done(self, action: actions.CommandDone) -> None:
+        future = self._waiting.get(action.cause)
+        if future is not None and not future.done():
+            future.set_result(action.refusal)
+
+    def _send(self, device: str, message: protocol.Message) -> None:
+        engine = self.engines.get(device)
+        if engine is not None:
+            engine.send(message)
+
+    # ---- ends
+
+    def fail(self, generation: Generation, error: HearthError, outcome: str) -> None:
+        """Ends a request with an error; the scheduler is told by the caller, if it does not know."""
+        self.open.end(generation, outcome)
+        if generation.request_id == self._submitting:
+            self._refused = error  # submit() raises it; the sink was never told of the request
+        else:
+            generation.sink.failed(error)
+
+    def sink_broke(self, generation: Generation) -> None:
+        """Called from an `except`: a fault in one stream's own code ends that stream."""
+        about = fields(cause=f"req-{generation.request_id}", model=generation.model.name, device=generation.submitted_device)
+        log.exception("the stream of a request failed", extra=about)
+        open_still = generation.request_id in self.open.by_id
+        try:
+            if open_still:
+                self.open.end(generation, "failed")
+            generation.sink.failed(ServerFault("internal_error", "The server failed on this stream; see its log."))
+        except Exception:
+            log.exception("and could not be told so")
+        if open_still:
+            self._cancelled(generation.request_id)
+
+    def finished(self, request_id: int) -> None:
+        self.post(events.RequestFinished(now=time.monotonic(), cause=f"req-{request_id}", request_id=request_id))
+
+    def _cancelled(self, request_id: int) -> None:
+        self.post(events.RequestCancelled(now=time.monotonic(), cause=f"req-{request_id}", request_id=request_id))
+
+    def _timed_out(self, generation: Generation, limit_s: float) -> None:
+        message = f"The request did not end within request_timeout_s ({limit_s:g} s)."
+        self.fail(generation, NotNow("request_timeout", message), "timeout")
+        self._cancelled(generation.request_id)

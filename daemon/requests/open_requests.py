@@ -1,0 +1,87 @@
+"""Every accepted request until it ends: found by id, timed out by age, counted when it goes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from daemon.contracts import Generation
+from daemon.metrics.counters import Metrics
+from daemon.process.loop_watch import LoopWatch
+
+PUBLIC_IDS = 4096
+
+
+class OpenRequests:
+    """`by_id` holds the requests in the order they came. `timeout_s` is read anew each time; `on_timeout` ends the request."""
+
+    def __init__(
+        self, metrics: Metrics, watch: LoopWatch, timeout_s: Callable[[], float], on_timeout: Callable[[Generation, float], None]
+    ) -> None:
+        self.by_id: dict[int, Generation] = {}
+        self._metrics, self._watch, self._timeout_s, self._on_timeout = metrics, watch, timeout_s, on_timeout
+        self._loop = asyncio.get_running_loop()
+        self._public_ids: dict[str, int] = {}  # the last ones, oldest first
+        self._timer: asyncio.TimerHandle | None = None
+        self._empty: asyncio.Future[None] | None = None
+
+    def add(self, generation: Generation) -> None:
+        self.by_id[generation.request_id] = generation
+        if generation.public_id:
+            self._public_ids[generation.public_id] = generation.request_id
+            if len(self._public_ids) > PUBLIC_IDS:
+                del self._public_ids[next(iter(self._public_ids))]
+
+    def accepted(self, generation: Generation) -> None:
+        """It was not refused at once."""
+        self._metrics.prompt_tokens[generation.model.name] += len(generation.prompt)
+        if generation.request_id in self.by_id:
+            self._watch.start()
+            if self._timer is None:
+                self._timer = self._loop.call_later(self._timeout_s(), self._check_timeouts)
+
+    def end(self, generation: Generation, outcome: str) -> None:
+        """outcome: stop, length, cancelled, refused, failed or timeout."""
+        self.by_id.pop(generation.request_id, None)
+        generation.outcome = outcome
+        self._metrics.ended(generation)
+        if not self.by_id:
+            self._watch.stop()
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+            if self._empty is not None and not self._empty.done():
+                self._empty.set_result(None)
+
+    def request_id(self, public_id: str) -> int | None:
+        """Of an X-Request-Id, also some time after the request ended; for `hearth why`."""
+        return self._public_ids.get(public_id)
+
+    def when_empty(self) -> asyncio.Future[None]:
+        """Done once no request is open."""
+        if self._empty is None or self._empty.done():
+            self._empty = self._loop.create_future()
+        if not self.by_id:
+            self._empty.set_result(None)
+        return self._empty
+
+    def _check_timeouts(self) -> None:
+        """The oldest request is the first of the dict: only those that came too long ago are looked at, of which there are none but
+        the paused ones, whose pauses don't count."""
+        self._timer = None
+        limit_s = self._timeout_s()
+        now = time.monotonic()
+        next_s = limit_s
+        for generation in list(self.by_id.values()):
+            left_s = generation.arrived_s + limit_s - now
+            if left_s > 0:
+                next_s = min(next_s, left_s)
+                break
+            left_s = limit_s - generation.lived_s(now)
+            if left_s > 0:
+                next_s = min(next_s, left_s)
+            else:
+                self._on_timeout(generation, limit_s)
+        if self.by_id and self._timer is None:
+            self._timer = self._loop.call_later(next_s, self._check_timeouts)

@@ -1,0 +1,1 @@
+"""Answers on their way to clients: text from tokens, frames, who is behind."""

@@ -1,0 +1,233 @@
+"""The text of a sequence whose client wants more than text: the prompt in front of it (echo), the log-probability of every token.
+
+Plain sequences never come here. The engine's log-probabilities are fed to the trail just before the tokens they belong to.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from daemon.streams.prompt_trail import PromptTrail
+from daemon.streams.stream import Text
+from daemon.text.detokenizer import Detokenizer, detokenizer
+from daemon.text.token_table import TokenTable
+from engine.protocol import FINISH_STOP, PromptLogprobs
+
+
+@dataclass(slots=True)
+class TokenEntry:
+    """A token as clients see it. Texts, joined, are the choice's text; `offset` is where in it this one begins. A character made of
+    several tokens belongs to the last of them. raw: the token's own bytes. logprob: None for the first token of a prompt."""
+
+    token_id: int
+    text: str
+    raw: bytes
+    logprob: float | None
+    top_ids: Sequence[int] = ()
+    top: Sequence[float] = ()
+    offset: int = 0
+
+
+class Rendering(Protocol):
+    """Entries as JSON, a few at a time."""
+
+    def __len__(self) -> int: ...
+
+    def add(self, entries: Sequence[TokenEntry]) -> None: ...
+
+    def json(self) -> bytes: ...
+
+
+class LogprobTrail:
+    """Tokens with their log-probabilities, given out together with the text they make. keep_end: so is the end id, with no text."""
+
+    def __init__(self, table: TokenTable, end_ids: frozenset[int], num_top: int, keep_end: bool) -> None:
+        """num_top: alternatives asked for."""
+        self.table, self.num_top = table, num_top
+        self.rendering: Rendering | None = None  # of what was rendered ahead of the next frame
+        self._end_ids, self._keep_end = end_ids, keep_end
+        self._detokenizer: Detokenizer = detokenizer(table)
+        self._fed: deque[tuple[float, Sequence[int], Sequence[float]]] = deque()
+        self._prompt = PromptTrail(num_top)
+        self._queue: deque[TokenEntry] = (
+            deque()
+        )  # their text is held back, by a stop string that may come or an unfinished character
+        self._open: list[TokenEntry] = []  # the last of them, whose text is not known yet
+        self._out: list[TokenEntry] = []
+        self._begun = False
+        self._offset = self._sent = 0  # characters in front of the queue, and sent
+
+    # ---- from the engine
+
+    def feed(self, chosen: float, top_ids: Sequence[int], top: Sequence[float]) -> None:
+        """Of the next token."""
+        self._fed.append((chosen, top_ids, top))
+
+    def feed_prompt(self, told: PromptLogprobs) -> None:
+        """Takes the log-probabilities of the prompt's tokens, as PromptTrail.feed does."""
+        self._prompt.feed(told)
+
+    # ---- in step with the text
+
+    def begin(self, prompt: Sequence[int], first: int, end: int) -> None:
+        """The prompt's tokens from `first` to before `end` are shown; called with one piece after the other, then `begun`."""
+        if len(self._prompt) != len(prompt) - 1:
+            raise RuntimeError(f"log-probabilities of {len(self._prompt)} prompt tokens are there, of {len(prompt)} tokens in all")
+        for at in range(first, end):
+            if at == 0:
+                self._append(TokenEntry(prompt[0], "", b"", None))
+            else:
+                self._append(TokenEntry(prompt[at], "", b"", *self._prompt[at - 1]))
+        self._release_all(len(self._open))
+
+    def begun(self, num_chars: int) -> None:
+        """The whole prompt is shown, as num_chars characters."""
+        self._open.clear()
+        self._prompt = PromptTrail(self.num_top)  # its memory is not needed any more
+        self._release_all(0)
+        self._offset = self._sent = num_chars
+
+    def _release_all(self, but: int) -> None:
+        while len(self._queue) > but:
+            entry = self._queue.popleft()
+            entry.offset = self._offset
+            self._offset += len(entry.text)
+            self._out.append(entry)
+
+    def add(self, ids: Sequence[int], finish: int) -> None:
+        for at, token_id in enumerate(ids):
+            told = self._fed.popleft()
+            if finish == FINISH_STOP and at == len(ids) - 1 and token_id in self._end_ids:
+                if self._keep_end:
+                    self._queue.append(TokenEntry(token_id, "", b"", *told))
+                break
+            self._append(TokenEntry(token_id, "", b"", *told))
+        if finish:
+            rest = self._detokenizer.end()
+            if self._open:
+                self._open[-1].text += rest
+            elif rest and self._out:  # the prompt ended within a character
+                self._out[-1].text += rest
+                self._offset += len(rest)
+            self._open.clear()
+
+    def skip(self, num_tokens: int) -> None:
+        """Tokens nobody asked for."""
+        for _ in range(num_tokens):
+            self._fed.popleft()
+
+    def release(self, num_chars: int, matched: bool) -> None:
+        """That many more characters may be sent; matched: what follows them is void."""
+        self._sent += num_chars
+        while len(self._queue) > len(self._open) and self._offset + len(self._queue[0].text) <= self._sent:
+            entry = self._queue.popleft()
+            entry.offset = self._offset
+            self._offset += len(entry.text)
+            self._out.append(entry)
+        if matched:
+            if self._queue and self._offset < self._sent:  # a token the stop string begins in
+                entry = self._queue[0]
+                entry.text = entry.text[: self._sent - self._offset]
+                entry.raw, entry.offset = entry.text.encode(), self._offset
+                self._out.append(entry)
+            self._queue.clear()
+            self._open.clear()
+
+    def take(self, but: int = 0) -> list[TokenEntry]:
+        """What may be sent and was not taken yet; `but`: so many of the last stay."""
+        end = max(0, len(self._out) - but)
+        out, self._out = self._out[:end], self._out[end:]
+        return out
+
+    def _append(self, entry: TokenEntry) -> None:
+        entry.raw = self.table.raw(entry.token_id) if self._begun else self.table.raw_first(entry.token_id)
+        self._begun = self._begun or bool(entry.raw)
+        text = self._detokenizer.add((entry.token_id,))
+        if self._open and len(text) > len(entry.raw.decode(errors="replace")):
+            own = _decoded(entry.raw)
+            if own is not None and text.endswith(own):  # what stood before it turned out to be no part of its character
+                self._open[-1].text += text[: len(text) - len(own)]
+                text = own
+        entry.text = text
+        self._queue.append(entry)
+        if self._detokenizer.settled:
+            self._open.clear()
+        else:
+            self._open.append(entry)
+
+
+class AnnotatedText(Text):
+    """trail: of a sequence with log-probabilities. echo: its prompt, and how it was written if it was text. drop_tokens: of the
+    completion nothing is wanted (max_tokens 0; the engine always makes one token)."""
+
+    __slots__ = ("_drop_tokens", "_echo", "_shown", "_shown_tokens", "trail")
+
+    def __init__(
+        self,
+        table: TokenTable,
+        end_ids: frozenset[int],
+        stops: Sequence[str],
+        min_tokens: int,
+        trail: LogprobTrail | None,
+        echo: tuple[Sequence[int], str | None] | None,
+        drop_tokens: bool,
+    ) -> None:
+        super().__init__(table, end_ids, stops, min_tokens)
+        self.trail, self._echo, self._drop_tokens = trail, echo, drop_tokens
+        self._shown: list[str] = []  # of the prompt
+        self._shown_tokens = 0
+
+    @property
+    def settled(self) -> bool:
+        return False
+
+    def add(self, ids: Sequence[int], finish: int) -> str:
+        shown = self._show_prompt() if self._echo is not None else ""
+        if self._drop_tokens:
+            if self.trail is not None:
+                self.trail.skip(len(ids))
+            ids = ()
+        if self.trail is None:
+            return shown + super().add(ids, finish)
+        self.trail.add(ids, finish)
+        text = super().add(ids, finish)
+        self.trail.release(len(text), self.matched)
+        return shown + text
+
+    @property
+    def has_prompt(self) -> bool:
+        """It is to be shown."""
+        return self._echo is not None
+
+    def show_some(self, num_tokens: int) -> bool:
+        """Reads that many more of the prompt's tokens; whether that was all. What is left `add` reads at once."""
+        assert self._echo is not None
+        prompt, _ = self._echo
+        first = self._shown_tokens
+        self._shown_tokens = end = min(len(prompt), first + num_tokens)
+        self._shown.append(self._detokenizer.add(prompt[first:end]))
+        if self.trail is not None:
+            self.trail.begin(prompt, first, end)
+        return end == len(prompt)
+
+    def _show_prompt(self) -> str:
+        """Stop strings are not looked for in it."""
+        assert self._echo is not None
+        prompt, written = self._echo
+        if self._shown_tokens < len(prompt):
+            self.show_some(len(prompt))
+        shown = "".join(self._shown) if written is None else written
+        self._echo, self._shown = None, []
+        if self.trail is not None:
+            self.trail.begun(len(shown))
+        return shown
+
+
+def _decoded(raw: bytes) -> str | None:
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return None

@@ -1,0 +1,384 @@
+"""The hot path from an engine's step to a client's socket: one write of one pre-built frame a token, nothing else.
+
+A `Stream` is the TokenSink of one streamed sequence, a `Collector` of one that is answered in one piece. All sequences of a request
+are a group (`StreamGroup`, `CollectorGroup`) whose `done` the request's handler awaits. Frames go to the transport directly, in
+chunked encoding where the client speaks HTTP/1.1. A write is a system call: the headers go out with the first frame, and what ends
+the response with the last. Every token has a frame of its own while the client keeps up; where the transport's buffer is over its
+limit the tokens' text waits in a list (8 bytes a token) and goes out as one frame when the buffer has drained.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from daemon.errors import HearthError, ServerFault
+from daemon.streams.stream_clock import StreamClock
+from daemon.streams.stream_parts import Channel, Connection, Frames, GroupEnd, Member
+from daemon.text.detokenizer import Detokenizer, detokenizer
+from daemon.text.stop_strings import StopStrings
+from daemon.text.token_table import TokenTable, escape
+from engine.protocol import FINISH_ABORT, FINISH_LENGTH, FINISH_NONE, FINISH_STOP
+
+LAST_CHUNK = b"0\r\n\r\n"
+REASONS = {FINISH_STOP: "stop", FINISH_LENGTH: "length"}
+
+
+class Text:
+    """Detokenising and stop strings of one sequence; shared by both kinds of sink."""
+
+    __slots__ = ("_detokenizer", "_end_ids", "_min_tokens", "_stops", "matched", "num_tokens")
+
+    def __init__(self, table: TokenTable, end_ids: frozenset[int], stops: Sequence[str], min_tokens: int) -> None:
+        self._detokenizer: Detokenizer = detokenizer(table)
+        self._end_ids = end_ids
+        self._stops = StopStrings(stops) if stops else None
+        self._min_tokens = min_tokens
+        self.num_tokens = 0
+        self.matched = False
+
+    @property
+    def stop_string(self) -> str:
+        """The stop string that ended the text; "" for none."""
+        return self._stops.found if self._stops is not None else ""
+
+    @property
+    def settled(self) -> bool:
+        """The next token may be sent as the table renders it."""
+        return self._stops is None and self._detokenizer.settled
+
+    def add(self, ids: Sequence[int], finish: int) -> str:
+        """The text that may be sent now. Sets `matched` when a stop string was found: what follows is void."""
+        if self._stops is None:
+            return self._add(ids, finish)
+        parts = []
+        # one token at a time, so that the count stops at the token that completed the stop string
+        for at in range(len(ids)):
+            last = at == len(ids) - 1
+            text = self._add(ids[at : at + 1], finish if last else FINISH_NONE)
+            if self.num_tokens <= self._min_tokens:
+                parts.append(self._stops.end() + text)
+            else:
+                parts.append(self._stops.add(text))
+                if self._stops.matched:
+                    self.matched = True
+                    return "".join(parts)
+        if finish:
+            if not ids:
+                parts.append(self._stops.add(self._detokenizer.end()))
+                self.matched = self._stops.matched
+            parts.append(self._stops.end())
+        return "".join(parts)
+
+    def _add(self, ids: Sequence[int], finish: int) -> str:
+        self.num_tokens += len(ids)
+        # the id that ended the sequence is no part of the answer, special or not
+        if finish == FINISH_STOP and ids and ids[-1] in self._end_ids:
+            ids = ids[:-1]
+        text = self._detokenizer.add(ids) if ids else ""
+        return text + self._detokenizer.end() if finish else text
+
+
+class Stream:
+    """TokenSink of one streamed sequence."""
+
+    __slots__ = (
+        "_connection",
+        "_ended",
+        "_escaped",
+        "_fast",
+        "_first",
+        "_frames",
+        "_group",
+        "_overhead",
+        "_pending",
+        "_prefix",
+        "_reason",
+        "_suffix",
+        "_table",
+        "_text",
+        "_write",
+        "index",
+        "num_tokens",
+    )  # fmt: skip
+
+    def __init__(self, group: StreamGroup, index: int, table: TokenTable, frames: Frames, text: Text) -> None:
+        self._group, self.index, self._table, self._frames, self._text = group, index, table, frames, text
+        self._escaped = table.escaped
+        self._prefix, self._suffix = frames.prefix, frames.suffix
+        self._overhead = len(frames.prefix) + len(frames.suffix)
+        self._pending: list[bytes] = []  # escaped text not written yet
+        self._first = frames.first
+        self._fast = self._ended = False
+        self._reason = ""  # set once the sequence has ended
+        self.num_tokens = 0
+
+    def tokens(self, ids: Sequence[int], finish: int) -> None:
+        if self._fast and not finish and len(ids) == 1:
+            try:
+                text = self._escaped[ids[0]]
+                if text and not self._connection.writing_paused:
+                    self.num_tokens += 1
+                    self._write(b"%x\r\n%b%b%b\r\n" % (self._overhead + len(text), self._prefix, text, self._suffix))
+                    return
+            except IndexError:  # an id beyond the vocabulary reads as nothing
+                pass
+            except RuntimeError:  # the transport is closed; the handler is about to be told
+                self._group.lost()
+                return
+        self._tokens(ids, finish)
+
+    def _tokens(self, ids: Sequence[int], finish: int) -> None:
+        if self._ended or self._reason:
+            return
+        if finish == FINISH_ABORT:
+            self.failed(ServerFault("aborted", "the engine gave the request up"))
+            return
+        state = self._text
+        state.num_tokens = self.num_tokens
+        text = state.add(ids, finish)
+        self.num_tokens = state.num_tokens
+        if text:
+            self._pending.append(escape(text))
+        if state.matched:
+            self._reason = "stop"
+            if not finish:
+                self._group.cancel_one(self.index)
+        elif finish:
+            self._reason = REASONS[finish]
+        self.flush()
+        render, escaped = self._table.render, self._escaped
+        for token_id in ids:
+            if 0 <= token_id < len(escaped) and escaped[token_id] is None:
+                render(token_id)
+
+    def flush(self) -> None:
+        """Writes what waits, if the client is ready for it."""
+        group = self._group
+        if self._ended or not group.may_write(bool(self._pending or self._reason)):
+            self._fast = False
+            return
+        out = b""
+        if self._pending or (self._reason and self._first):
+            out, self._first = self._first, b""
+        if self._pending:
+            usage = self._frames.usage
+            out += self._prefix + b"".join(self._pending) + (self._suffix if usage is None else usage(self.num_tokens))
+            self._pending.clear()
+        if self._reason:
+            self._ended, self._fast = True, False
+            group.ended(out + group.end.finish(self.index, self._reason, self.num_tokens))
+            return
+        if out:
+            group.write(out)
+        self._fast = self._text.settled and self._frames.usage is None and group.chunked and not self._first
+
+    def opened(self, connection: Connection, write: Callable[[bytes], None]) -> None:
+        self._connection, self._write = connection, write
+
+    def failed(self, error: HearthError) -> None:
+        if not self._ended:
+            self._group.fail(error)
+
+    def comment(self) -> None:
+        if not self._ended:
+            self._group.comment()
+
+    def close(self) -> None:
+        self._ended, self._fast = True, False
+        self._pending.clear()
+
+
+class StreamGroup:
+    """The sequences of one streamed response. It is opened by the first of them that has something to write, or by the clock.
+    `done` is resolved when nothing more will be written, and never failed: `error` tells what happened."""
+
+    def __init__(
+        self, end: GroupEnd, clock: StreamClock, cancel: Callable[[int], None], connect: Callable[[], Channel | None]
+    ) -> None:
+        """connect: called once, when the response begins; None: the client is gone."""
+        self.end, self._clock, self._cancel, self._connect = end, clock, cancel, connect
+        self.streams: list[Member] = []
+        self.error: HearthError | None = None
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.chunked = True
+        self.num_seen = 0  # tokens at the clock's last look
+        self.behind_since_s: float | None = None
+        self._num_ended = 0
+        self._head = b""  # not written yet
+        self._transport: asyncio.WriteTransport | None = None
+        self._connection: Connection | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(stream.num_tokens for stream in self.streams)
+
+    @property
+    def is_open(self) -> bool:
+        """The client has been promised a stream: what goes wrong from now on is told in it."""
+        return self._connection is not None
+
+    def open(self) -> None:
+        if self._connection is not None or self.done.done():
+            return
+        channel = self._connect()
+        if channel is None:
+            self.lost()
+            return
+        self._transport, self._connection, self.chunked, self._head = (
+            channel.transport, channel.connection, channel.chunked, channel.head,
+        )  # fmt: skip
+        self._clock.opened(self)
+        for stream in self.streams:
+            stream.opened(channel.connection, channel.transport.write)
+
+    def may_write(self, waiting: bool) -> bool:
+        if self._connection is None:
+            if waiting:
+                self.open()
+            if self._connection is None:
+                return False
+        if self._connection.writing_paused:
+            if self.behind_since_s is None:
+                self.behind_since_s = self._clock.behind(self)
+            return False
+        return True
+
+    def write(self, data: bytes, after: bytes = b"") -> None:
+        """after: of a chunked response, behind the chunk."""
+        assert self._transport is not None
+        head, self._head = self._head, b""
+        try:
+            self._transport.write(b"%b%x\r\n%b\r\n%b" % (head, len(data), data, after) if self.chunked else head + data)
+        except RuntimeError:
+            self.lost()
+
+    def ended(self, out: bytes) -> None:
+        """`out`: a sequence's last frames."""
+        self._num_ended += 1
+        if self._num_ended == len(self.streams):
+            self._end(out + self.end.tail(self.num_tokens))
+        else:
+            self.write(out)
+
+    def fail(self, error: HearthError) -> None:
+        if self.done.done() or self.error is not None:
+            return
+        self.error = error
+        self.cancel_all()
+        for stream in self.streams:
+            stream.close()
+        if self._transport is not None:
+            self._end(self.end.error(error))
+        else:
+            _resolve(self.done)
+
+    def comment(self) -> None:
+        if self._connection is not None and not self.done.done() and not self._connection.writing_paused:
+            self.write(b": waiting\n\n")
+
+    def poll(self) -> None:
+        """The clock's: is the client that was behind ready again?"""
+        if self._connection is None or self._connection.writing_paused:
+            return
+        self.behind_since_s = None
+        for stream in self.streams:
+            stream.flush()
+
+    def stalled(self) -> None:
+        """The client has read nothing for the request's whole time limit."""
+        self.cancel_all()
+        if self._transport is not None:
+            self._transport.abort()
+        self.lost()
+
+    def lost(self) -> None:
+        for stream in self.streams:
+            stream.close()
+        self.close()
+        # after the step that found it out, or it would pass for a stop string's end
+        asyncio.get_running_loop().call_soon(self.cancel_all)
+
+    def cancel_one(self, index: int) -> None:
+        self._cancel(index)
+
+    def cancel_all(self) -> None:
+        for stream in self.streams:
+            self._cancel(stream.index)
+
+    def close(self) -> None:
+        """Nothing more is written; forgets the connection."""
+        self._clock.discard(self)
+        for stream in self.streams:
+            stream.close()
+        _resolve(self.done)
+
+    def _end(self, out: bytes) -> None:
+        self.write(out, after=LAST_CHUNK)
+        self._clock.discard(self)
+        _resolve(self.done)
+
+
+class Collector:
+    """TokenSink of one sequence that is answered in one piece."""
+
+    __slots__ = ("_group", "_text", "index", "num_tokens", "parts", "reason")
+
+    def __init__(self, group: CollectorGroup, index: int, text: Text) -> None:
+        self._group, self._text, self.index = group, text, index
+        self.parts: list[str] = []
+        self.reason = ""
+        self.num_tokens = 0
+
+    def tokens(self, ids: Sequence[int], finish: int) -> None:
+        if self.reason:
+            return
+        if finish == FINISH_ABORT:
+            self.failed(ServerFault("aborted", "the engine gave the request up"))
+            return
+        text = self._text.add(ids, finish)
+        self.num_tokens = self._text.num_tokens
+        if text:
+            self.parts.append(text)
+        if self._text.matched:
+            self.reason = "stop"
+            if not finish:
+                self._group.cancel(self.index)
+        elif finish:
+            self.reason = REASONS[finish]
+        if self.reason:
+            self._group.ended()
+
+    def failed(self, error: HearthError) -> None:
+        self._group.fail(error)
+
+    def comment(self) -> None:
+        """Nothing is sent before the answer."""
+
+
+class CollectorGroup:
+    """The sequences of one response that is not streamed."""
+
+    def __init__(self, cancel: Callable[[int], None]) -> None:
+        self.cancel = cancel
+        self.collectors: list[Collector] = []
+        self.error: HearthError | None = None
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._num_ended = 0
+
+    def ended(self) -> None:
+        self._num_ended += 1
+        if self._num_ended == len(self.collectors):
+            _resolve(self.done)
+
+    def fail(self, error: HearthError) -> None:
+        if not self.done.done():
+            self.error = error
+            for collector in self.collectors:
+                self.cancel(collector.index)
+            _resolve(self.done)
+
+
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
