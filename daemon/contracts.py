@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class ModelEntry:
-    """A registered model as requests see it. Each name has one object, which the registry replaces when files or settings change."""
+    """A registered model as requests see it. Each name has one object, replaced by the registry when files or settings change."""
 
     name: str
     path: str
@@ -34,9 +34,7 @@ class ModelEntry:
     bos_token_id: int | None
     created: int  # Unix seconds: mtime of config.json
     fingerprint: str
-    generation_defaults: dict[str, float | int] = field(
-        default_factory=dict
-    )  # of generation_config.json; `sampling` in the config wins
+    generation_defaults: dict[str, float | int] = field(default_factory=dict)  # generation_config.json, overridden by `sampling`
     chat_template: str | None = None  # set in the config (a file path or text); None: the checkpoint's
     max_sequences: int = 256
     tool_parser: str | None = None  # named in daemon/text/tool_parsers/registry.py; None: chosen by the chat template

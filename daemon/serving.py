@@ -1,4 +1,4 @@
-"""Puts an HTTP application behind its listeners, each with its share of the descriptors."""
+"""Serves an HTTP application on its listeners, each of which has a share of the file descriptors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ async def listen(
     refuse: Protocols,
     crowd: Crowd | None = None,
 ) -> list[Acceptor]:
-    """Starts to accept. refuse: see `refuse_request` and `refuse_command`. crowd: as in Acceptor."""
+    """Starts to accept connections. refuse: made by `refuse_request`, or `refuse_command` itself. crowd: as in Acceptor."""
     await runner.setup()
     server = runner.server
     assert isinstance(server, ConnectionServer)
@@ -33,7 +33,8 @@ async def listen(
 
 
 def refuse_request(answered: Callable[[str, int], None], error_of: Callable[[], HearthError] = overloaded) -> Protocols:
-    """For the API, in OpenAI's form. answered: as in `make_app`."""
+    """Returns the maker of protocols that refuse an API client, in OpenAI's form. answered: as in `make_app`. error_of: makes the
+    error."""
 
     def refuse(closed: Callable[[], None]) -> Refusal:
         error = error_of()
@@ -44,6 +45,6 @@ def refuse_request(answered: Callable[[str, int], None], error_of: Callable[[], 
 
 
 def refuse_command(closed: Callable[[], None]) -> Refusal:
-    """For the control API."""
+    """Makes the protocol that refuses a client of the control API."""
     error = overloaded()
     return Refusal(refusal(error, error_object(error), request_id(None)), closed)
