@@ -21,7 +21,7 @@ from daemon.client_addresses import REFUSED, SERVED, UNCOUNTED, ClientAddresses
 from daemon.shortage import SHORTAGE
 
 log = logging.getLogger("hearthd")
-ACCEPTED_AT_ONCE = 64  # at most, before the event loop does other work
+ACCEPTED_AT_ONCE = 64  # connections, at most, before the event loop does other work
 PAUSE_S = 1.0
 REFUSED_FOR_S = 5.0  # how long a refused client may take to send its request and read the answer
 _GONE = (errno.ECONNABORTED, errno.EPROTO)  # the client closed the connection before it was accepted

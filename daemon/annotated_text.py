@@ -208,8 +208,8 @@ class AnnotatedText(Text):
         return self._echo is not None
 
     def show_some(self, num_tokens: int) -> bool:
-        """Decodes the next num_tokens tokens of the prompt and returns whether that was all of it. `add` decodes at once what is
-        left."""
+        """Decodes the next num_tokens tokens of the prompt and returns whether that was all of it. `add` decodes whatever is left
+        in one go."""
         assert self._echo is not None
         prompt, _ = self._echo
         first = self._shown_tokens

@@ -28,7 +28,7 @@ class ArgumentParser(argparse.ArgumentParser):
         self.exit(EXIT_USAGE, f"{self.prog}: {self._plain(message)}\n")
 
     def _command(self, found: argparse.Namespace) -> ArgumentParser:
-        """The sub-parser of the command that was given, or this parser where there are no commands."""
+        """Returns the sub-parser of the command that was given, or this parser if there are no commands."""
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
                 return action.choices.get(getattr(found, action.dest), self)

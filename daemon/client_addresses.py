@@ -72,7 +72,7 @@ class Place:
         self._addresses, self._client, self.outcome = addresses, client, outcome
 
     def leave(self) -> None:
-        """Ends the counting of the connection. Further calls do nothing."""
+        """Stops counting the connection. Further calls do nothing."""
         if self._addresses is not None:
             self._addresses.left(self._client)
             self._addresses = None
@@ -82,7 +82,7 @@ UNCOUNTED = Place(None, "", SERVED)
 
 
 def client_of(address: str) -> str:
-    """Returns what counts as one client: an IPv4 address, or the /64 network of an IPv6 address, because one host has all of it."""
+    """Returns what counts as one client: an IPv4 address, or the /64 network of an IPv6 address, all of which one host may use."""
     if ":" not in address:
         return address
     packed = socket.inet_pton(socket.AF_INET6, address.partition("%")[0])

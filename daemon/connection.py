@@ -193,7 +193,7 @@ class Connection(web.RequestHandler):
             self._waiter.set_result(None)
 
     def _break_off(self, error: BaseException | None) -> None:
-        """Reads nothing further and lets reading the request's body fail. error: why it cannot be read; None if the client ended
+        """Reads nothing further and makes reading the request's body fail. error: why it cannot be read; None if the client ended
         its data."""
         self._broken = True
         if not self._body.is_eof():  # aiohttp alone would leave the body's reader waiting

@@ -70,8 +70,8 @@ class TokenSink(Protocol):
 
 @dataclass(slots=True)
 class Generation:
-    """One accepted sequence. A chat request is one sequence, a batched completion is several. `output` grows with every token
-    that the sink was given: after a crash of the engine, prompt + output is submitted again."""
+    """One accepted sequence. A chat request with n = 1 is one sequence; a batch of prompts or n > 1 makes several. `output` grows
+    with every token that the sink was given: after a crash of the engine, prompt + output is submitted again."""
 
     model: ModelEntry
     prompt: list[int]
@@ -182,7 +182,8 @@ class TextPort(Protocol):
         ...
 
     def tokenize(self, model: ModelEntry, kind: str, prompt: bytes, options: dict[str, object]) -> Awaitable[list[bytes]]:
-        """Returns three parts: the number of tokens, their ids as JSON, and as JSON how the vocabulary writes them, or null.
+        """Returns three parts: the number of tokens, their ids as JSON, and the vocabulary's strings for them as JSON (null if
+        not wanted).
 
         `kind`: "text", with a `prompt` and `options` as for `encode`, or "messages", with those of `encode_chat`. The options
         also hold token_strings: whether the third part is wanted."""
@@ -207,8 +208,8 @@ class HealthPort(Protocol):
     """What the node reports about itself over HTTP. The methods are called on the event loop and never block."""
 
     def health(self) -> tuple[bool, dict[str, object]]:
-        """Returns whether the event loop runs and no roll-back is overdue, and the body of /healthz. The status is 503 if it is
-        False."""
+        """Returns whether no roll-back is overdue, and the body of /healthz. The HTTP status is 503 if the first value is False.
+        Any answer shows that the event loop runs."""
         ...
 
     def ready(self) -> tuple[bool, dict[str, object]]:

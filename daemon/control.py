@@ -29,7 +29,7 @@ from scheduler.node.actions import Refusal
 
 log = logging.getLogger("hearthd.control")
 FOLLOW_LIMIT = 4096
-NUM_FOLLOWERS = 64  # of the events, per socket
+NUM_FOLLOWERS = 64  # clients that may follow the events, per socket
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _COMMANDS: dict[str, Callable[..., events.Event]] = {
@@ -280,7 +280,7 @@ def _saved(error: HearthError | None) -> dict[str, Any]:
 
 
 def _settle(done: asyncio.Future[Refusal | None]) -> None:
-    """Raises the refusal of a finished command, if it was refused."""
+    """Raises a HearthError if the finished command was refused."""
     refusal = done.result()
     if refusal is not None:
         raise from_refusal(refusal)

@@ -145,8 +145,8 @@ class Dispatcher:
     # ---- events and actions
 
     def post(self, event: events.Event) -> None:
-        """Handles an event and carries out the actions in order. An event posted meanwhile (for example when a sink cancels) is
-        handled afterwards."""
+        """Has the scheduler handle an event, and carries out its actions in order. An event posted meanwhile (for example when a
+        sink cancels) is handled afterwards."""
         self._pending.append(event)
         if self._busy:
             return
@@ -366,7 +366,7 @@ class Dispatcher:
     # ---- ends
 
     def fail(self, generation: Generation, error: HearthError, outcome: str) -> None:
-        """Ends a request with an error. If the scheduler does not know of it, the caller has to post that to it."""
+        """Ends a request with an error. The caller has to inform the scheduler, unless the scheduler already knows."""
         self.open.end(generation, outcome)
         if generation.request_id == self._submitting:
             self._refused = error  # submit() raises it; the sink does not know of the request yet

@@ -25,8 +25,8 @@ MEASURE_PREFILL_EVERY_S = 0.5  # for each model; each measurement is an event fo
 
 
 class EngineEvents:
-    """Handles what happens to the engines (WorkerEvents), on the event loop. `stats`: maps each device to the last Stats of its
-    engine."""
+    """Handles the starts, ends and messages of all engines (implements WorkerEvents), on the event loop. `stats`: maps each
+    device to the last Stats of its engine."""
 
     def __init__(self, dispatcher: Dispatcher, budgets: Mapping[str, int], kernels: Kernels) -> None:
         """budgets: device -> budget_bytes. kernels: gets the engines' reports on compiling kernels."""

@@ -72,7 +72,7 @@ class _Life:
 
 
 class EngineWatch:
-    """Judges all engines of a node, look after look. due_s: when the next look is due. All times are those of time.monotonic()."""
+    """Checks all engines of a node for silence. due_s: when the next check is due. All times are those of time.monotonic()."""
 
     def __init__(self, now: float) -> None:
         self.due_s = now + LOOK_EVERY_S
@@ -80,8 +80,8 @@ class EngineWatch:
 
     def look(self, now: float, pulses: Mapping[str, tuple[int, Pulse]], stall_s: float) -> dict[str, Silence]:
         """Returns the engines that hang, each one once. pulses: device -> the process id and the last sign of life of each engine
-        that is up. stall_s: 0 if no engine is ever taken to hang. After a look that comes late all engines start anew, because
-        their signs of life may be as old as the daemon's own pause."""
+        that is up. stall_s: 0 if no engine is ever taken to hang. A call much later than due_s starts anew for all engines,
+        because their signs of life may be as old as the daemon's own pause."""
         was_held = now - self.due_s > HELD_S
         self.due_s = now + LOOK_EVERY_S
         before, self._lives = self._lives, {}

@@ -3,7 +3,7 @@
 HearthError
 ├── BadRequest    the caller's fault: 4xx, names the field
 ├── NoKey         401: a key is missing or not known
-├── NotAllowed    403: the caller lacks permission, or a browser sends it for another site's page
+├── NotAllowed    403: the caller lacks permission, or the request is from another site's page
 ├── NotNow        429/503, with Retry-After where trying again makes sense
 └── ServerFault   the server's fault: 500, the engine was restarted or the model is at fault
 """

@@ -15,7 +15,7 @@ Signature = tuple[tuple[int, int, int] | None, ...]
 
 
 def signature(paths: Sequence[str]) -> Signature:
-    """Returns a value that differs once a file's content may differ. It has None for a file that does not exist."""
+    """Returns a value that changes when the content of a file may have changed. A file that does not exist is None in it."""
     found: list[tuple[int, int, int] | None] = []
     for path in paths:
         try:

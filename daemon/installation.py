@@ -106,8 +106,9 @@ def requirement(package: str) -> str:
 def required() -> tuple[list[str], list[Lack]]:
     """Checks hearthd's requirements, leaving out those that only extras have, except for the packages in NEEDED_BY.
 
-    Returns the sound ones without an extra, as `aiohttp 3.11.1`, and what is missing or too old; of an extra's packages only what
-    is installed and too old. Raises PackageNotFoundError if hearthd is not installed but runs from its folder."""
+    Returns two lists: the requirements without an extra that are met, as `aiohttp 3.11.1`, and what is missing or too old. A
+    package of an extra is listed only if the installed version is too old. Raises PackageNotFoundError if hearthd is not
+    installed but runs from its folder."""
     from importlib import metadata
 
     from packaging.requirements import Requirement

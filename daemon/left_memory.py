@@ -2,8 +2,8 @@
 
 The daemon holds the memory's file descriptors and the engine's account of which weights are where. The next engine gets both. It
 maps the weights where they are and uses them if their checksum is still the same. As soon as the daemon tells an engine to load
-or evict a model, that model leaves the account, so a half-written model is never offered. The next engine overwrites everything
-else in the memory, KV included.
+or evict a model, that model leaves the account, so a half-written model is never offered. The next engine may overwrite
+everything else in the memory, KV included.
 
 While the daemon holds the descriptors the memory stays allocated: a device's driver counts it as used, without a process that
 uses it. So the memory is given back in all cases where a new engine might not want it: see `ended`.

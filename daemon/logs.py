@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import Any
 
 log = logging.getLogger("hearthd")
-_PRIORITIES = ((logging.CRITICAL, 2), (logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6), (0, 7))  # of syslog(3)
+_PRIORITIES = ((logging.CRITICAL, 2), (logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6), (0, 7))  # in syslog(3)
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _PLAIN = re.compile(r"[^\s\"=\\]+\Z")
 

@@ -1,10 +1,10 @@
-"""Measures how long the event loop was blocked at most, with a timer that notes how late it runs. It is on only while requests
-are open.
+"""Measures the longest time for which the event loop was blocked, with a timer that notes how late it fires. It runs only while
+requests are open.
 
 A timer every 5 ms (the default of `loop_watch_ms`) costs some 15 us a tick while tokens flow (measured; every 2 ms was 2 % of a
-core on one slow stream) and nothing when the node is idle. A single blocking is measured up to one period too short, a repeated
-one in full. The time that the thread waited for a core because other programs used all of them is no fault of the daemon, and is
-subtracted where the kernel reports it.
+core on one slow stream) and nothing when the node is idle. A single block is measured up to one period too short, a repeated one in
+full. Time in which the thread waited for a core because other programs used all of them is not the daemon's fault, and is
+subtracted if the kernel reports it.
 """
 
 from __future__ import annotations

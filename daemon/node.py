@@ -240,8 +240,8 @@ class Node:
         return {name: counts[0] for stats in self.engine_events.stats.values() for name, counts in stats.models.items()}
 
     def queue_rows(self) -> list[dict[str, Any]]:
-        """Returns a row for each request that waits in the scheduler's queue, then for each tokenising job that takes long, which
-        comes before that queue."""
+        """Returns a row for each request that waits in the scheduler's queue, and then for each long-running text job. Text jobs
+        come before a request is queued."""
         now = time.monotonic()
         rows = []
         for view in self.scheduler.queue():
@@ -357,7 +357,7 @@ class Node:
         return [*self.scheduler.health(), *self.tasks.problems()]
 
     def problem(self) -> str:
-        """Returns why systemd's watchdog gets no sign of life, or "" if it gets one."""
+        """Returns why systemd's watchdog is not notified, or "" if it is."""
         return "; ".join(map(str, self.scheduler.health()))
 
     def ready(self) -> tuple[bool, dict[str, object]]:

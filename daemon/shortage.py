@@ -22,7 +22,8 @@ class Shortage:
         self._told_s = -TELL_EVERY_S
 
     def note(self, what: str) -> None:
-        """Counts one failure and may log. what: a plural noun for the log, such as "requests answered 503"."""
+        """Counts a failure and logs the counts at most once a minute. what: a plural noun for the log, such as "requests answered
+        503"."""
         self._untold[what] += 1
         now = time.monotonic()
         if now - self._told_s < TELL_EVERY_S:

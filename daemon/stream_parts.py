@@ -43,8 +43,8 @@ class Connection(Protocol):
 
 @dataclass(slots=True, frozen=True)
 class Channel:
-    """The way of a response to its client. head: the status line and headers, which are sent with the first frame. chunked:
-    whether each write is a chunk of HTTP/1.1."""
+    """The connection over which a response reaches its client. head: the status line and headers, which are sent with the first
+    frame. chunked: whether each write is a chunk of HTTP/1.1."""
 
     transport: asyncio.WriteTransport
     connection: Connection
