@@ -1,4 +1,4 @@
-"""The long-running process: HTTP, control socket, dispatcher, engines' supervision. Never imports torch. Read `main` first.
+"""The long-running daemon process: the HTTP API, the control socket, the dispatcher and the supervision of engine processes.
 
-Part of hearthd.
+It never imports torch. Start reading at `main`. Part of hearthd.
 """

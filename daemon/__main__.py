@@ -1,4 +1,4 @@
-"""`python -P -m daemon`: the same as `hearthd`."""
+"""Makes `python -P -m daemon` the same as `hearthd`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""The seams inside the daemon: what the API hands the dispatcher, and how tokens come back.
+"""The interfaces inside the daemon: what the API passes to the dispatcher, and how tokens come back.
 
-The hot path is `TokenSink.tokens`, called once per row and step straight from the engine's message: no await, no task, no queue.
+The hot path is `TokenSink.tokens`. The handling of an engine's message calls it directly, once per sequence and step, without an
+await, a task or a queue.
 """
 
 from __future__ import annotations
@@ -19,61 +20,61 @@ if TYPE_CHECKING:
 
 
 class TokenSink(Protocol):
-    """Where a request's tokens go. Both methods are called on the event loop and never block."""
+    """Receives the tokens of a request. Its methods are called on the event loop and never block."""
 
     def tokens(self, ids: Sequence[int], finish: int) -> None:
-        """`finish`: protocol.FINISH_*. ids may be empty when only the end is told."""
+        """Takes new tokens. finish: one of protocol.FINISH_*. ids may be empty when only the end is reported."""
         ...
 
     def failed(self, error: HearthError) -> None: ...
 
     def comment(self) -> None:
-        """Asked for every sse_comment_every_s while nothing else was sent."""
+        """Sends a comment to the client of a streamed response so that the connection is not silent; does nothing otherwise."""
         ...
 
 
 @dataclass(slots=True)
 class Generation:
-    """One accepted sequence (a chat request is one; a batched completion is several). `output` grows with every token the sink
-    was given: after a crash prompt + output is submitted again."""
+    """One accepted sequence. A chat request with n = 1 is one sequence; a batch of prompts or n > 1 makes several. `output` grows
+    with every token that the sink was given: after a crash of the engine, prompt + output is submitted again."""
 
     model: ModelEntry
     prompt: list[int]
     params: SamplingParams
     sink: TokenSink
-    request_id: int = 0  # given by the dispatcher
+    request_id: int = 0  # assigned by the dispatcher
     public_id: str = ""  # X-Request-Id / cmpl-…, for logs and `hearth why`
     tenant: str = ""
-    cache_salt: str = ""  # the client's: beside it only requests with the same one share cached prefixes
+    cache_salt: str = ""  # the client's: only requests of the same tenant with the same salt share cached prefixes
     weight: float = 1.0  # the tenant's share
     priority: int = 0
     output: list[int] = field(default_factory=list)
     num_cached: int = 0  # prompt tokens found in the prefix cache
     arrived_s: float = 0.0  # monotonic
-    submitted_s: float = 0.0  # monotonic; 0: not yet in an engine
+    submitted_s: float = 0.0  # monotonic; 0: not submitted to an engine yet
     first_token_s: float = 0.0
     submitted_device: str = ""
-    num_pauses: int = 0  # how often its model was taken from the device under it
-    paused_since_s: float = 0.0  # monotonic; 0: it is not paused
-    paused_s: float = 0.0  # in all the pauses that are over; request_timeout_s does not count them
-    restored_tokens: int = 0  # after pauses and deaths of engines: tokens whose KV was found again
-    recomputed_tokens: int = 0  # and those whose KV was computed again
+    num_pauses: int = 0  # how often its model was evicted while it ran
+    paused_since_s: float = 0.0  # monotonic; 0: not paused now
+    paused_s: float = 0.0  # in the pauses that are over; request_timeout_s does not count pauses
+    restored_tokens: int = 0  # tokens whose KV was restored after pauses and deaths of engines
+    recomputed_tokens: int = 0  # tokens whose KV was computed again after them
     outcome: str = ""  # once it has ended: stop, length, cancelled, refused, failed or timeout
-    logprobs: LogprobTrail | None = None  # of a sequence that asked for them: fed just before the tokens they belong to
-    prompt_logprobs: PromptTrail | None = None  # of one that asked for them by that name
-    task: str = "generate"  # or embed
-    vector: bytes = b""  # what an embedding came to: float32, little-endian
-    first: Generation | None = None  # of the sequences of the same client's request; None: it is the first, or alone
-    is_copy: bool = False  # another sequence of the same prompt (n > 1): usage counts the prompt once
+    logprobs: LogprobTrail | None = None  # None unless asked for; fed just before the tokens they belong to
+    prompt_logprobs: PromptTrail | None = None  # None unless the request has prompt_logprobs
+    task: str = "generate"  # or "embed"
+    vector: bytes = b""  # an embedding's result: float32, little-endian
+    first: Generation | None = None  # the first sequence of the same client request; None: this one is
+    is_copy: bool = False  # a further sequence of the same prompt (n > 1): usage counts the prompt once
 
     def resume(self, now: float) -> None:
-        """It is submitted again: the pause, if it was one, is over."""
+        """Ends the pause, if there is one, when the sequence is submitted again. now: time.monotonic()."""
         if self.paused_since_s:
             self.paused_s += now - self.paused_since_s
             self.paused_since_s = 0.0
 
     def lived_s(self, now: float) -> float:
-        """Seconds since it came, without its pauses."""
+        """Returns the seconds since the sequence arrived, without its pauses. now: time.monotonic()."""
         paused_s = self.paused_s + (now - self.paused_since_s if self.paused_since_s else 0.0)
         return now - self.arrived_s - paused_s
 
@@ -82,11 +83,11 @@ class RequestPort(Protocol):
     """The dispatcher as the API sees it."""
 
     def submit(self, generation: Generation) -> None:
-        """Accepts (queued or running) or raises HearthError at once; what happens later is told to the sink."""
+        """Accepts the sequence (queued or running) or raises HearthError at once. Later failures are reported to the sink."""
         ...
 
     def cancel(self, generation: Generation) -> None:
-        """The client is gone, or a stop string matched. Idempotent."""
+        """Cancels the sequence because its client is gone or a stop string matched. Further calls do nothing."""
         ...
 
 
@@ -94,40 +95,43 @@ class ModelPort(Protocol):
     """The registry as the API sees it."""
 
     def resolve(self, name: str) -> ModelEntry:
-        """Name or alias. Raises HearthError model_not_found (404) or, for an incomplete/refused model, its 400/503."""
+        """Returns the model with this name or alias. Raises HearthError: model_not_found (404), or 503 for an incomplete model,
+        or 400 for one that cannot be served."""
         ...
 
     def canonical(self, name: str) -> str:
-        """Name or alias -> name, also of a model that resolve() refuses. Raises HearthError (404) for an unknown one."""
+        """Returns the model's name for a name or an alias, even of a model that resolve() refuses. Raises HearthError (404) if it
+        is unknown."""
         ...
 
     def entries(self) -> Sequence[ModelEntry]:
-        """All models a client may name (not incomplete ones), sorted by name."""
+        """Returns all models that a client may name, sorted by name. Incomplete and unusable models are left out."""
         ...
 
 
 class HealthPort(Protocol):
-    """What the node says about itself over HTTP. Called on the event loop, never blocks."""
+    """What the node reports about itself over HTTP. The methods are called on the event loop and never block."""
 
     def health(self) -> tuple[bool, dict[str, object]]:
-        """/healthz: the loop turns and no roll-back is overdue. False answers 503 with the same body."""
+        """Returns whether no roll-back is overdue, and the body of /healthz. The HTTP status is 503 if the first value is False.
+        Any answer shows that the event loop runs."""
         ...
 
     def ready(self) -> tuple[bool, dict[str, object]]:
-        """/readyz: not draining and at least one engine can place."""
+        """Returns whether the node takes requests (not draining, at least one engine is up), and the body of /readyz."""
         ...
 
     def num_open(self) -> int:
-        """/load: requests that were accepted and have not ended."""
+        """Returns the number of requests that were accepted and have not ended, for /load."""
         ...
 
     def metrics(self, model: str | None = None) -> bytes:
-        """/metrics in Prometheus' text format. model: only what is told of it."""
+        """Returns /metrics in Prometheus' text format. model: gives only what concerns this model."""
         ...
 
 
 class HttpSettings(Protocol):
-    """The part of NodeConfig the API reads. Read anew for each request, so a reload needs only replace the values."""
+    """The part of NodeConfig that the API reads. It is read anew for each request, so a reload only has to replace the values."""
 
     @property
     def max_body_bytes(self) -> int | str: ...

@@ -1,11 +1,11 @@
-"""All errors a client or operator can meet, in a few families, and the one map to HTTP status, OpenAI body and exit code.
+"""All errors that a client or operator can meet, in a few families, and their mapping to HTTP status, OpenAI body and exit code.
 
 HearthError
 ├── BadRequest    the caller's fault: 4xx, names the field
 ├── NoKey         401: a key is missing or not known
-├── NotAllowed    403: who asks may not, or a browser asks for another site
+├── NotAllowed    403: the caller lacks permission, or the request is from another site's page
 ├── NotNow        429/503, with Retry-After where trying again makes sense
-└── ServerFault   ours: 500, the engine was restarted or the model is at fault
+└── ServerFault   the server's fault: 500, the engine was restarted or the model is at fault
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ from typing import Any
 
 from scheduler.node.actions import Refusal
 
-# CLI exit codes, also the `code` groups of the control API
+# exit codes of the command line; the control API groups its error codes by them
 EXIT_OK, EXIT_USAGE, EXIT_NOT_FOUND, EXIT_NO_FIT, EXIT_BUSY, EXIT_DENIED = 0, 2, 3, 4, 5, 6
-EXIT_NOT_SAVED = 7  # the command took effect, and a restart would forget it
+EXIT_NOT_SAVED = 7  # the command took effect, but a restart would forget it
 
 
 class HearthError(Exception):
-    """code: machine-readable · param: the offending field or None · status: HTTP · type: OpenAI's error type."""
+    """An error to report to a client or operator.
+
+    code: machine-readable. param: the offending field or None. status: of HTTP. type: OpenAI's error type."""
 
     status = 500
     type = "server_error"
@@ -42,7 +44,7 @@ class HearthError(Exception):
         self.details = details or {}
 
     def body(self) -> dict[str, Any]:
-        """OpenAI's error object."""
+        """Returns OpenAI's error object."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
     @property
@@ -110,7 +112,8 @@ _EXIT_CODES = {
 
 
 def no_model(name: str) -> HearthError:
-    """Also for one that a tenant may not use: who must not have it learns nothing of it."""
+    """Returns the error for an unknown model. It is also used for a model that the tenant may not use, so that the tenant does
+    not learn that the model exists."""
     return BadRequest("model_not_found", f"The model {name[:256]!r} does not exist.", param="model", status=404)
 
 

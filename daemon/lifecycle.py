@@ -1,4 +1,4 @@
-"""From start to stop: the order in which things come up, signals, draining, reload."""
+"""Runs the daemon from start to stop: the order in which its parts start, signals, draining and reloading."""
 
 from __future__ import annotations
 
@@ -56,16 +56,16 @@ from loader.catalog import Checkpoint
 from scheduler.node import events
 
 log = logging.getLogger("hearthd")
-GC_AFTER_OBJECTS = 20_000  # young objects between two collections; each walks only those
-SWITCH_INTERVAL_S = 0.0005  # a thread that reads headers may not keep the loop waiting for Python's usual 5 ms
-FLUSH_LIMIT_S = 2.0  # for handlers to write their last bytes
+GC_AFTER_OBJECTS = 20_000  # new objects between two garbage collections; each collection walks only those
+SWITCH_INTERVAL_S = 0.0005  # a thread that reads headers must not keep the loop waiting for Python's default 5 ms
+FLUSH_LIMIT_S = 2.0  # how long handlers may take to write their last bytes
 JUST_NOW_S = 10.0
-TEAR_DOWN_S = 10.0  # what the stop may take beyond drain_timeout_s
+TEAR_DOWN_S = 10.0  # how long the stop may take beyond drain_timeout_s
 
 
 class Lifecycle:
-    """One run of the daemon. flags: those of the command line, read again at each reload. known: the keys, None where none are
-    asked for."""
+    """One run of the daemon. flags: the values given on the command line, read again at each reload. known: the keys; None if no
+    keys are required."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Lifecycle:
         self._config, self._devices, self._config_path, self._flags = config, devices, config_path, flags
         self._keys = known
         self._acceptors: list[Acceptor] = []
-        self._accesses: list[Access] = []  # of listeners that ask for keys
+        self._accesses: list[Access] = []  # the rules of the listeners that require keys
         self._stop = asyncio.Event()
         self._stop_signal = ""
         self._stop_now = asyncio.Event()
@@ -88,12 +88,12 @@ class Lifecycle:
         self._notify = Notifier()
         self._watch: FileWatch | None = None
         self._folder_watch: FolderWatch | None = None
-        self._own_sockets: list[str] = []  # paths to remove at the end; those systemd made are systemd's
-        self._read = signature(self._files())  # as of the last reading
-        self._by_itself: tuple[float, list[str]] = (-JUST_NOW_S, [])  # when a changed file was last applied unasked, and what of it
+        self._own_sockets: list[str] = []  # paths to remove at the end; systemd removes those that it made
+        self._read = signature(self._files())  # of the files at the last reading
+        self._by_itself: tuple[float, list[str]] = (-JUST_NOW_S, [])  # when a changed file was last applied by itself, and what
 
     async def run(self) -> int:
-        """Serves until told to stop. Raises sockets.SocketError or OSError where it can't start."""
+        """Serves until told to stop. Raises sockets.SocketError or OSError if it cannot start."""
         loop = asyncio.get_running_loop()
         state = NodeState(self._config.state_dir)
         state.load()
@@ -113,7 +113,7 @@ class Lifecycle:
             loop.add_signal_handler(number, self._on_stop_signal, number)
         loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
         for worker in node.workers.values():
-            worker.start()  # they import their libraries while the models folder is read
+            worker.start()  # engines import their libraries while the models folder is read
         node.gpu_watch.start()
         node.engine_rounds.start()
         feed = PageFeed(lambda: snapshot(node), node.ring)
@@ -150,14 +150,14 @@ class Lifecycle:
             listening += main
             node.url, node.listening = sockets.url_of(http.main[0]), True
             self._announce(node)
-            # what exists now lives to the end: the collector needs not walk it under streams
+            # what exists now lives to the end, so the garbage collector need not walk it while streams run
             gc.collect()
             gc.freeze()
             gc.set_threshold(GC_AFTER_OBJECTS, 20, 20)
             await self._stop.wait()
             self._notify.stopping(self._config.drain_timeout_s + TEAR_DOWN_S)
             if sockets.HTTP in passed:
-                for acceptor in main:  # systemd holds the listeners: new connections wait there for the next hearthd
+                for acceptor in main:  # systemd keeps the sockets open, so new connections wait for the next hearthd
                     acceptor.stop()
             log.info("%s: draining for at most %g s", self._stop_signal, self._config.drain_timeout_s)
             await self._drain(node)
@@ -200,7 +200,7 @@ class Lifecycle:
         )
 
     def _control_sockets(self, passed: Mapping[str, list[socket.socket]]) -> dict[str, list[socket.socket]]:
-        """By name; what systemd did not pass is made. Raises SocketError."""
+        """Returns the control and status sockets by name. Sockets that systemd did not pass are made. Raises SocketError."""
         found = {}
         for name, path, mode in (
             (sockets.CONTROL, self._config.control, 0o660),
@@ -218,8 +218,8 @@ class Lifecycle:
                 os.unlink(path)
 
     async def _checkpoints_to_isolate(self, scanner: ModelScanner) -> dict[str, Checkpoint]:
-        """What is in the models folder, where carve-outs are made from it. A folder that can't be read counts as empty: the first
-        scan of the registry tells of it."""
+        """Returns the content of the models folder if carve-outs need it, else {}. A folder that cannot be read counts as empty:
+        the registry's first scan reports it."""
         if isolated_models(self._config):
             with contextlib.suppress(OSError):
                 return await scanner.scan(self._config.models_dir, {})
@@ -228,12 +228,12 @@ class Lifecycle:
     # ---- reload
 
     def _files(self) -> list[str]:
-        """What a reload reads."""
+        """Returns the files that a reload reads."""
         keys_file = [keys.file_path(self._config.keys_file)] if self._config.keys_file else []
         return [*([self._config_path] if self._config_path else []), *keys_file]
 
     def _on_file_changed(self) -> None:
-        # a reload that was asked for may have read it already
+        # a reload on request may already have read it
         if signature(self._files()) != self._read and not self._stop.is_set():
             self._node.tasks.once("reloading", self._reload_logged())
 
@@ -245,7 +245,8 @@ class Lifecycle:
             self._by_itself = time.monotonic(), (await self.reload())["applied"]
 
     async def reload_as_asked(self) -> dict[str, Any]:
-        """Who writes the file and then asks is told what has just been applied by itself: it is what was asked for."""
+        """Reloads for an operator. If a changed file has just been applied by itself, returns what that applied, because that is
+        what was asked for."""
         result = await self.reload()
         at, applied = self._by_itself
         if not result["applied"] and time.monotonic() - at < JUST_NOW_S:
@@ -253,7 +254,8 @@ class Lifecycle:
         return result
 
     async def reload(self) -> dict[str, Any]:
-        """Reads the file again; all of it is valid or nothing changes. Raises HearthError invalid_config naming file and key."""
+        """Reads the settings and keys again. All of it is valid or nothing changes. Raises HearthError invalid_config naming file
+        and key."""
         async with self._reload_lock:
             node = self._node
             if node.listening:
@@ -311,7 +313,7 @@ class Lifecycle:
             self._stop.set()
 
     async def _drain(self, node: Node) -> None:
-        """No new requests; what is open may end within drain_timeout_s, the rest is told that the server restarts."""
+        """Accepts no new requests and lets the open ones end within drain_timeout_s. The rest fail with server_restarting."""
         node.dispatcher.post(events.DrainRequested(now=time.monotonic(), cause="shutdown"))
         empty = node.dispatcher.open.when_empty()
         now = asyncio.ensure_future(self._stop_now.wait())
@@ -324,7 +326,7 @@ class Lifecycle:
             log.warning("%d requests did not end in time and were told server_restarting", num_cut)
 
     async def _tear_down(self, node: Node, servers: Mapping[str, web.AppRunner]) -> None:
-        """Every part is stopped even where another one fails to; HTTP first."""
+        """Stops every part, HTTP first. If stopping one part fails, the others are still stopped."""
         node.engine_rounds.stop()
         for acceptor in self._acceptors:
             acceptor.stop()
@@ -361,7 +363,7 @@ def _control_runner(app: web.Application) -> Runner:
         access_log=None,
         logger=http_log,
         handler_cancellation=True,
-        auto_decompress=False,  # nobody's body is wanted, least of all inflated
+        auto_decompress=False,  # request bodies are not used here, so there is no need to decompress them
         shutdown_timeout=FLUSH_LIMIT_S,
     )
 
@@ -374,11 +376,11 @@ def serve(
     known: keys.Keys | None = None,
     inventory: Inventory | None = None,
 ) -> int:
-    """Runs a node to its end and returns the exit code: 0 stopped when told to, 1 could not start."""
+    """Runs a node to its end. Returns the exit code: 0 if it stopped when told to, 1 if it could not start."""
     import uvloop
 
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    faulthandler.enable()  # a watchdog's SIGABRT: the log says where each thread was
+    faulthandler.enable()  # at a watchdog's SIGABRT the log shows where each thread was
 
     async def main() -> int:
         return await Lifecycle(config, devices, config_path, flags, known, inventory).run()

@@ -1,4 +1,4 @@
-"""`hearthd`'s command line. Exit codes: 0 stopped when told to, 1 could not start, 2 wrong flags or configuration."""
+"""The command line of `hearthd`. Exit codes: 0 stopped when told to, 1 could not start, 2 wrong flags or configuration."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ _METAVARS = {
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """One flag for every key of the node; their values stay text until config.load has read the file too."""
+    """Returns a parser with one flag for every key of the node's settings. Values stay text until config.load has read the file,
+    too."""
     parser = ArgumentParser(prog="hearthd", description="Serves the models of one folder over the OpenAI API.")
     parser.add_argument("--config", metavar="FILE", help="TOML file; flags win over it")
     parser.add_argument("--check-config", action="store_true", help="check flags and file, print what would run, and end")
@@ -61,7 +62,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None, inventory: Inventory | None = None) -> int:
-    """inventory: whom to ask for GPUs, by default the driver."""
+    """Runs `hearthd` with these arguments and returns the exit code. inventory: finds the GPUs; by default the driver does."""
     inventory = inventory or Driver()
     options: dict[str, Any] = vars(make_parser().parse_args(argv))
     path, check = options.pop("config"), options.pop("check_config")

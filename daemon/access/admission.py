@@ -1,10 +1,11 @@
-"""Who may come in: keys where they are set; where not, only this machine, and no other site's pages.
+"""Decides who may use the HTTP API: with keys set, whoever has a key; without keys, this machine, except for other sites' pages.
 
-Without keys a browser is the danger: a page of any site may send requests to this machine, and a name that its owner points at
-127.0.0.1 (DNS rebinding) makes the answers that site's own. So the Host header must be an address or a name of ours, and a
-request that names another Origin is refused, unless `allowed_origins` has it (daemon/access/cors.py). With keys neither matters,
-because a browser sends a key only where the page knows it; the exception is the password a browser remembers (Basic), which is
-taken for GET and from our own pages only.
+Without keys, browsers are the danger. A page of any site may send requests to this machine, and a site may point its own host
+name at 127.0.0.1 (DNS rebinding) so that the browser lets its pages read the answers. So the Host header must be an address or
+one of this server's names, and a request whose Origin is another site is refused unless `allowed_origins` lists that site
+(daemon/access/cors.py). With keys neither check is needed, because a browser sends a key only for a page that knows it. The
+exception is a password that a browser remembers (HTTP Basic): it is accepted for GET and HEAD only, and from this server's own
+pages only.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from daemon.errors import NoKey, NotAllowed
 
 log = logging.getLogger("hearthd.access")
 TELL_EVERY_S = 60.0
-KEY_HEADERS = ("x-api-key", "api-key")  # of Anthropic's and Azure's clients
+KEY_HEADERS = ("x-api-key", "api-key")  # sent by Anthropic's and Azure's clients
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[^:\[\]]*)(?::\d+)?\Z")
 
 
@@ -44,7 +45,7 @@ class NoHosts:
 
 
 class Access:
-    """One listener's rules. keys: None where no key is asked for; a reload replaces it."""
+    """The access rules of one listener. keys: None where no key is required; a reload replaces it."""
 
     def __init__(
         self,
@@ -54,8 +55,8 @@ class Access:
         count: Callable[[str], None] = lambda reason: None,
         cors: Cors | None = None,
     ) -> None:
-        """listen: HOST:PORT as configured; its name is one of ours. count: told the reason of each refusal. cors: None: no other
-        site's page may come in."""
+        """listen: the configured HOST:PORT; its host counts as a name of this server. count: called with the reason of each
+        refusal. cors: the rules for other sites' pages; None if none may use the API."""
         self.keys, self.cors = keys, cors
         self._settings: AccessSettings = settings or NoHosts()
         self._names = {socket.gethostname().lower()}
@@ -66,8 +67,8 @@ class Access:
         self._told_s: dict[str, float] = {}
 
     def admit(self, request: web.Request, endpoint: Guarded | None, per_model: bool = False) -> Tenant | None:
-        """Returns whose request it is; None: a stranger asks what strangers may know. endpoint: None for an unknown path.
-        per_model: the path names a model. Raises HearthError."""
+        """Returns the tenant that sends the request, or None for a request without a valid key to an endpoint that is open to all.
+        endpoint: None for an unknown path. per_model: the path names a model. Raises NoKey or NotAllowed."""
         if self.keys is None:
             self._refuse_other_sites(request, endpoint)
             return ANYONE
@@ -89,7 +90,8 @@ class Access:
         return tenant
 
     def _keys_in(self, request: web.Request) -> list[str]:
-        """The different keys that a request has, Authorization's first. Raises NotAllowed."""
+        """Returns the different keys in the request's headers, the Authorization header's first. Raises NotAllowed for a Basic
+        password sent by another site's page."""
         keys = [self._authorization(request)]
         for name in KEY_HEADERS:
             if name in request.headers:
@@ -97,7 +99,8 @@ class Access:
         return [key for key in dict.fromkeys(keys) if key]
 
     def _authorization(self, request: web.Request) -> str:
-        """Its key; "" where there is none. Raises NotAllowed."""
+        """Returns the key in the Authorization header, or "" if there is none. Raises NotAllowed for a Basic password sent by
+        another site's page."""
         scheme, _, value = request.headers.get("Authorization", "").partition(" ")
         if scheme.lower() == "bearer":
             return value.strip()
@@ -129,7 +132,7 @@ class Access:
         raise NotAllowed("origin_not_allowed", f"Pages of {origin[:256]!r} may not use this server (allowed_origins).")
 
     def _is_ours(self, host_header: str) -> bool:
-        """A rebound name is a name: addresses are always ours."""
+        """Returns whether the Host header names this server. An IP address always does, because DNS rebinding needs a host name."""
         match = _HOST.match(host_header)
         if match is None:
             return False
@@ -139,7 +142,7 @@ class Access:
         return is_address(host) or host in [name.lower().rstrip(".") for name in self._settings.allowed_hosts]
 
     def _refused(self, reason: str, request: web.Request) -> None:
-        """Counts each, logs one a minute: strangers must not be able to fill the log."""
+        """Counts each refusal, but logs at most one line a minute for each reason: strangers must not be able to fill the log."""
         self._count(reason.replace(" ", "_"))
         self._untold[reason] += 1
         now = time.monotonic()

@@ -1,6 +1,6 @@
 """Cross-origin resource sharing (https://fetch.spec.whatwg.org/#http-cors-protocol): which other sites' pages may use the API.
 
-No credentials of the browser's own are allowed (cookies, remembered passwords): a page has to send its key.
+The browser's own credentials (cookies, remembered passwords) are not allowed: a page has to send its key.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from aiohttp import web
 from config.origins import ANY, parse_origin
 from daemon.contracts import Guarded
 
-MAX_AGE_S = 600  # a browser need not ask again so long
+MAX_AGE_S = 600  # how long a browser may reuse the answer to a preflight request
 _NONE: Mapping[str, str] = {}
 _NAMES = re.compile(r"[A-Za-z0-9_, -]{1,4096}\Z")
 
@@ -25,7 +25,7 @@ class CorsSettings(Protocol):
 
 
 class Cors:
-    """One listener's. The settings are read anew for each request."""
+    """The cross-origin rules of one listener. The settings are read anew for each request."""
 
     def __init__(self, settings: CorsSettings) -> None:
         self._settings = settings
@@ -33,8 +33,8 @@ class Cors:
         self._allowed: frozenset[str] = frozenset()
 
     def allows(self, request: web.Request, endpoint: Guarded | None) -> bool:
-        """Whether the page that asks is one of those; False where none asks. The status page and the metrics are the operators' and
-        for no other page. endpoint: None for an unknown path."""
+        """Returns whether the request comes from a page of an allowed origin; False if it comes from no page. The status page and
+        the metrics are for operators, so no other site's page may read them. endpoint: None for an unknown path."""
         allowed = self._settings.allowed_origins
         if not allowed or (endpoint is not None and endpoint.for_operators):
             return False
@@ -44,7 +44,7 @@ class Cors:
         return origin is not None and (ANY in self._allowed or origin.lower() in self._allowed)
 
     def headers(self, request: web.Request, endpoint: Guarded | None) -> Mapping[str, str]:
-        """What an answer has to say, an error's too."""
+        """Returns the cross-origin headers of an answer; errors need them too."""
         if not self._settings.allowed_origins:
             return _NONE
         if not self.allows(request, endpoint):
@@ -57,8 +57,8 @@ class Cors:
         }
 
     def preflight(self, request: web.Request, endpoint: Guarded | None) -> web.Response | None:
-        """The answer to a browser that asks before it sends a page's request, which it does without the key. None: this is no such
-        question, or not one that is answered."""
+        """Returns the answer to a preflight request, which a browser sends without the key before a page's request. Returns None
+        if this is no preflight request or its origin is not allowed."""
         if request.method != "OPTIONS" or endpoint is None or "Access-Control-Request-Method" not in request.headers:
             return None
         if not self.allows(request, endpoint):
@@ -69,5 +69,5 @@ class Cors:
         }
         names = request.headers.get("Access-Control-Request-Headers", "")
         if _NAMES.match(names):
-            headers["Access-Control-Allow-Headers"] = names  # no header opens anything here but one with a key
+            headers["Access-Control-Allow-Headers"] = names  # no header gives access except one with a key
         return web.Response(status=204, headers=headers)

@@ -1,4 +1,4 @@
-"""The keys file: who may use the node. It holds SHA-256 sums only, so reading it opens nothing.
+"""The keys file: who may use the node. It holds only SHA-256 sums of keys, so reading it gives no access.
 
 [tenants.search]
 keys = ["sha256:9f86d081…"]      # `hearth hash-key` makes them; []: nobody is this tenant
@@ -28,7 +28,7 @@ from config.nearest import nearest
 
 log = logging.getLogger("hearthd.access")
 CREDENTIAL = "credential:"
-OTHER = "other"  # the label of the tenants that metrics do not name
+OTHER = "other"  # the label in metrics of tenants that they do not name
 PREFIX = "sha256:"
 MAX_WEIGHT = 1000
 KEY_FORM = '"sha256:" and 64 hexadecimal digits, as `hearth hash-key` prints them'
@@ -39,7 +39,7 @@ FIELDS = ("keys", "weight", "models", "admin")
 
 @dataclass(slots=True, frozen=True)
 class Tenant:
-    """Who sends a request. name: "" where no keys are set. weight: its share where several want the same model."""
+    """The sender of a request. name: "" if no keys are set. weight: its share where several tenants want the same model."""
 
     name: str = ""
     weight: float = 1.0
@@ -48,7 +48,7 @@ class Tenant:
     _allowed: re.Pattern[str] | None = field(default=None, repr=False, compare=False)
 
     def may_use(self, model: str) -> bool:
-        """`model`: its name, never an alias."""
+        """Returns whether the tenant may use the model. `model`: its name, never an alias."""
         return self._allowed is None or self._allowed.match(model) is not None
 
 
@@ -56,24 +56,25 @@ ANYONE = Tenant()
 
 
 class Keys:
-    """The tenants of one reading of the file. Replaced as a whole, never changed."""
+    """The tenants from one reading of the keys file. A reload replaces the object as a whole; it never changes."""
 
     def __init__(self, tenants: dict[str, Tenant], digests: dict[bytes, str]) -> None:
-        """digests: SHA-256 of a key -> its tenant."""
+        """digests: SHA-256 of a key -> its tenant's name."""
         self.tenants, self._digests = tenants, digests
-        # Looked up under a secret of this process: how long a look-up takes says nothing about the sums in the file.
+        # Sums are looked up under a secret of this process, so that the time of a look-up says nothing about the sums in the file.
         self._secret = secrets.token_bytes(32)
         self._tenant_of = {self._blind(digest): (digest, tenants[name]) for digest, name in digests.items()}
         self._has_admin = any(tenant.admin for tenant in tenants.values())
 
     def find(self, key: str) -> Tenant | None:
-        """Whose key it is; in constant time."""
+        """Returns the tenant that the key belongs to, or None, in constant time."""
         digest = hashlib.sha256(key.encode(errors="surrogateescape")).digest()
         known, tenant = self._tenant_of.get(self._blind(digest), (bytes(32), None))
         return tenant if hmac.compare_digest(known, digest) else None
 
     def may_watch(self, tenant: Tenant) -> bool:
-        """Whether its keys open what tells of all tenants (metrics, status page): any key, until one tenant is an admin."""
+        """Returns whether the tenant's keys give access to what concerns all tenants (metrics, status page). While no tenant is
+        an admin, any key does."""
         return tenant.admin or not self._has_admin
 
     @property
@@ -81,7 +82,7 @@ class Keys:
         return len(self._digests)
 
     def warn_if_empty(self, keys_file: str) -> None:
-        """Tells the log that no request can get in, which may be meant or not."""
+        """Logs a warning if there is no key, so that every request is refused. This may or may not be intended."""
         if not self._digests:
             log.warning("%s has no key: every request is refused with 401", keys_file)
 
@@ -93,7 +94,8 @@ class Keys:
 
 
 def file_path(keys_file: str) -> str:
-    """Where `keys_file` is: a path, or credential:NAME, which systemd puts into a folder of its own. Raises ConfigError."""
+    """Returns the path that `keys_file` stands for: itself, or for credential:NAME the file in the folder that systemd sets.
+    Raises ConfigError."""
     if not keys_file.startswith(CREDENTIAL):
         return keys_file
     name, folder = keys_file.removeprefix(CREDENTIAL), os.environ.get("CREDENTIALS_DIRECTORY", "")
@@ -107,7 +109,7 @@ def file_path(keys_file: str) -> str:
 
 
 def load(keys_file: str) -> Keys:
-    """Raises ConfigError naming the file, the line, the tenant, the key and what is allowed."""
+    """Reads the keys file. Raises ConfigError naming the file, the line, the tenant, the key and what is allowed."""
     path = file_path(keys_file)
     try:
         return _load(path)
@@ -126,7 +128,7 @@ def _load(path: str) -> Keys:
     for name in table:
         if name != "tenants":
             raise ConfigError(path, _quoted(name), "unknown key; the file holds tables [tenants.NAME] only")
-    entries = table.get("tenants", {})  # a file without any lets nobody in: that is how the last key is revoked
+    entries = table.get("tenants", {})  # a file without tenants gives nobody access: that is how the last key is revoked
     if not isinstance(entries, dict):
         raise ConfigError(path, "tenants", "must be tables [tenants.NAME]")
     tenants: dict[str, Tenant] = {}
@@ -142,12 +144,12 @@ def _load(path: str) -> Keys:
 
 
 def hash_key(key: str) -> str:
-    """What the keys file holds for `key`."""
+    """Returns the text that the keys file holds for `key`."""
     return PREFIX + hashlib.sha256(key.encode()).hexdigest()
 
 
 def new_key() -> str:
-    """256 random bits, in the form clients of the OpenAI API expect."""
+    """Returns a new key of 256 random bits, in the form that clients of the OpenAI API expect."""
     return "sk-" + secrets.token_urlsafe(32)
 
 
@@ -182,7 +184,8 @@ def _tenant(path: str, name: str, entry: Any) -> Tenant:
 def _check_texts(
     path: str, where: str, values: Any, good: Callable[[str], object], form: str, shown: Callable[[object], str] | None = None
 ) -> None:
-    """shown: how a wrong value stands in the message."""
+    """Raises ConfigError unless `values` is a list of texts that are all `good`. form: what a text must be. shown: formats a
+    wrong value for the message."""
     shown = shown or _shown
     if not isinstance(values, list):
         raise ConfigError(path, where, f"{shown(values)} must be a list of {form}")
@@ -196,16 +199,17 @@ def _is_digest(text: str) -> bool:
 
 
 def _quoted(name: str) -> str:
-    """As a part of a dotted key."""
+    """Returns the name as one part of a dotted TOML key."""
     return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name)
 
 
 def _hidden(value: object) -> str:
-    """What stands among the keys may be one in the clear, and messages go to the log and to whoever asks for the status."""
+    """Returns a description of a wrong value among the keys without its text. It may be a key in the clear, and messages go to
+    the log and to everybody who asks for the status."""
     return f"a text of {len(value)} characters" if isinstance(value, str) else _shown(value)
 
 
 def _shown(value: object) -> str:
-    """Enough to find it."""
+    """Returns enough of the value to find it in the file."""
     text = repr(value)
     return text if len(text) <= 12 else f"{text[:9]}…"

@@ -1,8 +1,8 @@
-"""Isolated models get a part of their device's budget for themselves, set aside before anything is placed.
+"""Sets a part of a device's budget aside for each isolated model, before anything is placed.
 
-A carve-out is a device to all that comes after: its own account, lease and engine process, and one model that may live there. It
-stays for the life of the daemon, also while its model is not loaded: an engine takes its device's memory once and returns none of
-it to the driver (docs/design.md), so what an isolated model left could not become its neighbours'.
+To everything that follows, a carve-out is a device: it has its own account, lease and engine process, and only one model may live
+there. It stays for the life of the daemon, even while its model is not loaded. An engine takes its device's memory once and returns
+none of it to the driver (docs/design.md), so other models could not use memory that an isolated model has left.
 """
 
 from __future__ import annotations
@@ -23,22 +23,23 @@ from scheduler.node.ledger import size_of
 
 @dataclass(slots=True, frozen=True)
 class Division:
-    """devices: the node's, smaller by what was set aside, each followed by its carve-outs. problems: isolated model -> why it has
-    none; it is not served."""
+    """The result of dividing the devices. devices: the node's devices, smaller by what was set aside, each followed by its
+    carve-outs. problems: maps an isolated model without a carve-out to the reason; such a model is not served."""
 
     devices: list[DeviceBudget]
     problems: dict[str, str]
 
 
 def isolated_models(config: NodeConfig) -> dict[str, ModelConfig]:
-    """Settings of the models that get a carve-out, by name."""
+    """Returns the settings of the models that get a carve-out, by name."""
     return {name: settings for name, settings in sorted(config.models.items()) if settings.isolate}
 
 
 def divide(
     config: NodeConfig, devices: Sequence[DeviceBudget], state: NodeState, checkpoints: Mapping[str, Checkpoint]
 ) -> Division:
-    """checkpoints: what is in the models folder; asked for only where a model is isolated."""
+    """Divides the devices' budgets between shared use and carve-outs. checkpoints: the content of the models folder, which is
+    needed only if a model is isolated."""
     isolated = isolated_models(config)
     if not isolated:
         return Division(list(devices), {})
@@ -63,11 +64,12 @@ def divide(
 
 
 class _CannotCarve(Exception):
-    """Why nothing can be set aside for a model: its whole text goes to the operator."""
+    """Raised when nothing can be set aside for a model. The operator is shown the message as it is."""
 
 
 def _wanted_bytes(config: NodeConfig, name: str, settings: ModelConfig, found: Registered | None) -> int:
-    """Whole chunks."""
+    """Returns the bytes to set aside for the model, in whole chunks. Raises _CannotCarve if neither its settings nor its files
+    tell them."""
     chunk_bytes = int(config.chunk_bytes)
     if settings.isolate_bytes is not None:
         return -(-parse_bytes(settings.isolate_bytes) // chunk_bytes) * chunk_bytes
@@ -87,7 +89,8 @@ def _allowed(devices: Sequence[DeviceBudget], settings: ModelConfig, found: Regi
 
 
 def _choose(config: NodeConfig, name: str, allowed: Sequence[DeviceBudget], left: dict[str, int], num_bytes: int) -> DeviceBudget:
-    """The one with most left of those that keep 8 chunks. Raises _CannotCarve."""
+    """Returns the allowed device with the most memory left among those that would keep MIN_CHUNKS chunks. Raises _CannotCarve if
+    there is none."""
     least = MIN_CHUNKS * int(config.chunk_bytes)
     roomy = [device for device in allowed if left[device.name] - num_bytes - _context_bytes(device) >= least]
     if not roomy:
@@ -100,5 +103,5 @@ def _choose(config: NodeConfig, name: str, allowed: Sequence[DeviceBudget], left
 
 
 def _context_bytes(device: DeviceBudget) -> int:
-    """What one more process takes of a GPU beside its budget."""
+    """Returns the bytes that one more process takes of a GPU outside its budget; 0 for a cpu device."""
     return CUDA_LEFT_BYTES if device.uuid else 0

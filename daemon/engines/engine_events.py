@@ -1,6 +1,6 @@
-"""What engines tell, turned into the scheduler's events and the sinks' tokens.
+"""Turns the engines' messages into events for the scheduler and tokens for the sinks.
 
-The hot path is `_tokens_out`: one call a step, one list append and one sink call a token.
+The hot path is `_tokens_out`: one call per step, and one list append and one sink call per token.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from engine import protocol
 from scheduler.node import events
 
 log = logging.getLogger("hearthd")
-MEASURED_PREFILL_TOKENS = 32  # shorter ones tell more of a step's overhead
-MEASURE_PREFILL_EVERY_S = 0.5  # a model's; each is an event for the scheduler
+MEASURED_PREFILL_TOKENS = 32  # shorter prefills mostly measure a step's overhead
+MEASURE_PREFILL_EVERY_S = 0.5  # for each model; each measurement is an event for the scheduler
 
 
 class EngineEvents:
-    """WorkerEvents for the engines; on the event loop. `stats`: device -> the last its engine sent."""
+    """Handles the starts, ends and messages of all engines (implements WorkerEvents), on the event loop. `stats`: maps each
+    device to the last Stats of its engine."""
 
     def __init__(self, dispatcher: Dispatcher, budgets: Mapping[str, int], kernels: Kernels) -> None:
-        """budgets: device -> budget_bytes. kernels: told what engines tell of theirs."""
+        """budgets: device -> budget_bytes. kernels: gets the engines' reports on compiling kernels."""
         self._kernels = kernels
         self.stats: dict[str, protocol.Stats] = {}
         self._dispatcher, self._budgets = dispatcher, budgets
@@ -249,7 +250,7 @@ class EngineEvents:
                         output.append(token)
                         try:
                             generation.sink.tokens((token,), 0)
-                        except Exception:  # the other rows of the step must get theirs
+                        except Exception:  # the step's other sequences must get their tokens
                             self._dispatcher.sink_broke(generation)
             else:
                 self._mixed_rows(message)
@@ -257,7 +258,7 @@ class EngineEvents:
             self._dispatcher.release_aborts()
 
     def _mixed_rows(self, message: protocol.TokensOut) -> None:
-        """Rows of several tokens, or ends among them."""
+        """Delivers a step's tokens where a sequence has several tokens or ends."""
         start = 0
         num_rows = len(message.request_ids)
         counts = message.counts or (1,) * num_rows
@@ -277,7 +278,7 @@ class EngineEvents:
                 except Exception:
                     self._dispatcher.sink_broke(generation)
             elif finish == protocol.FINISH_ABORT:
-                # the model went away under it and the scheduler had not said so before: never silent
+                # its model was evicted without the scheduler having said so: the request must not end silently
                 error = NotNow(
                     "unloaded", f"Model {generation.model.name!r} was evicted while this request ran.", retry_after_s=1.0
                 )
@@ -316,7 +317,7 @@ class EngineEvents:
             num_computed >= MEASURED_PREFILL_TOKENS
             and now >= self._measure_prefill_at.get(model, 0.0)
             and not generation.num_pauses
-            and generation.submitted_s >= self._loaded_s.get(model, 0.0)  # else it waited for the weights
+            and generation.submitted_s >= self._loaded_s.get(model, 0.0)  # otherwise it waited for the weights
         ):
             self._measure_prefill_at[model] = now + MEASURE_PREFILL_EVERY_S
             self._post(
@@ -332,8 +333,8 @@ class EngineEvents:
 
 
 def _error(failed: protocol.RequestFailed, generation: Generation) -> HearthError:
-    """Only the engine knows the vocabulary a grammar must be written in, and what words and lists leave of it; the rest of its
-    refusals are faults."""
+    """Returns the error for a request that failed in the engine. A grammar that the vocabulary cannot follow, and word and token
+    lists that leave no token, are the client's fault, and only the engine can find them. All other failures are the server's."""
     if failed.code == "unsupported_grammar":
         kind = generation.params.grammar.partition(":")[0]
         field = {"regex": "regex", "lark": "grammar"}.get(kind, "response_format")

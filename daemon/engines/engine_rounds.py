@@ -1,4 +1,4 @@
-"""Looks at all engines every few seconds, and has those killed that hang: what follows is the usual road of a death."""
+"""Checks all engines every few seconds and kills those that hang. What follows is the same as after any death of an engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = logging.getLogger("hearthd.engine")
 
 
 class EngineRounds:
-    """One timer for all engines of a node, on the event loop. stall_s: the setting engine_stall_s as it is now."""
+    """Checks all engines of a node with one timer, on the event loop. stall_s: returns the current setting engine_stall_s."""
 
     def __init__(self, workers: Mapping[str, Worker], stall_s: Callable[[], float], ring: EventRing, metrics: Metrics) -> None:
         self._workers, self._stall_s, self._ring, self._metrics = workers, stall_s, ring, metrics
@@ -34,13 +34,13 @@ class EngineRounds:
             self._timer = None
 
     def problem(self, device: str) -> str:
-        """Of an engine from which nothing was heard for long, "" else."""
+        """Returns the problem of an engine that has given no sign of life for long, or "" if there is none."""
         worker = self._workers[device]
         pulse = worker.pulse()
         return "" if pulse is None else self._watch.problem(device, time.monotonic(), worker.pid, pulse, self._stall_s())
 
     def _arm(self) -> None:
-        # the loop's timers count milliseconds: one that is early by less would come again and again
+        # the loop's timers count milliseconds: one that is early by less would fire again and again
         delay_s = max(0.0, self._watch.due_s - time.monotonic()) + 0.001
         self._timer = asyncio.get_running_loop().call_later(delay_s, self._look)
 

@@ -1,9 +1,8 @@
-"""Whether engines hang, judged by the sign of life that each one's loop leaves in shared memory (engine/pulse.py). It has no clock
-and does no I/O.
+"""Decides whether engines hang, from the sign of life that each engine's loop leaves in shared memory (engine/pulse.py).
 
-An engine is given `stall_s` between two beats. A step is given eight times what it usually takes, where that is more. What nobody
-knows the length of (a step of a size that was seen fewer than three times, which may compile kernels, or the capture of one) is
-given ten times `stall_s`.
+It reads no clock and does no I/O. An engine may take `stall_s` seconds between two signs of life, and for a step eight times what
+the step usually takes, if that is longer. Work of unknown length gets ten times `stall_s`: a step of a size seen fewer than three
+times, which may compile kernels, or the capture of a step.
 """
 
 from __future__ import annotations
@@ -14,15 +13,15 @@ from dataclasses import dataclass
 from engine.pulse import BEAT_EVERY_S, Doing, Pulse
 
 LOOK_EVERY_S = 5.0
-HELD_S = 2.0  # a timer that is later than this was not late by itself: the whole process stood still, and others may have, too
+HELD_S = 2.0  # a timer that is later than this shows that the whole process stood still, and others may have, too
 TIMES_EXPECTED = 8
 TIMES_UNKNOWN = 10
-SUSPECT, SUSPECT_S = 1 / 3, BEAT_EVERY_S + 3.0  # of the limit, but no sooner
+SUSPECT, SUSPECT_S = 1 / 3, BEAT_EVERY_S + 3.0  # silence is suspect from this part of its limit on, but not before SUSPECT_S
 
 
 @dataclass(slots=True, frozen=True)
 class Silence:
-    """How long nothing was heard of an engine, how long that may be, and what it was doing."""
+    """How long an engine has given no sign of life, how long it may, and what it was doing."""
 
     silent_s: float
     limit_s: float
@@ -41,7 +40,9 @@ class Silence:
 
 
 def silence(pulse: Pulse, since_s: float, now: float, stall_s: float) -> Silence:
-    """since_s: what is older is not held against it. Of two things it does at a time, the one that is nearer its limit."""
+    """Returns how long the engine has been silent, compared with its limit. since_s: silence before this time does not count.
+    stall_s: the limit between two signs of life. If the engine does two things at a time, the one nearer to its limit is
+    returned."""
     silent_s = max(0.0, now - max(pulse.at_s, since_s))
     unknown_s = TIMES_UNKNOWN * stall_s
     if pulse.doing == Doing.STEP and pulse.expected_s:
@@ -63,7 +64,7 @@ def silence(pulse: Pulse, since_s: float, now: float, stall_s: float) -> Silence
 
 @dataclass(slots=True)
 class _Life:
-    """One engine process. since_s: what is older is not held against it. hangs: it was told to hang."""
+    """One engine process. since_s: silence before this time does not count. hangs: whether `look` has reported it as hanging."""
 
     pid: int
     since_s: float
@@ -71,16 +72,16 @@ class _Life:
 
 
 class EngineWatch:
-    """All engines of a node, from look to look. due_s: when the next one is. Times are those of time.monotonic()."""
+    """Checks all engines of a node for silence. due_s: when the next check is due. All times are those of time.monotonic()."""
 
     def __init__(self, now: float) -> None:
         self.due_s = now + LOOK_EVERY_S
         self._lives: dict[str, _Life] = {}
 
     def look(self, now: float, pulses: Mapping[str, tuple[int, Pulse]], stall_s: float) -> dict[str, Silence]:
-        """Which engines hang, each told once. pulses: device -> its process and last beat, of the engines that are up. stall_s: 0
-        where none is ever taken to hang. After a look that comes late all begin anew, as their beats may be as old as the daemon's
-        own pause."""
+        """Returns the engines that hang, each one once. pulses: device -> the process id and the last sign of life of each engine
+        that is up. stall_s: 0 if no engine is ever taken to hang. A call much later than due_s starts anew for all engines,
+        because their signs of life may be as old as the daemon's own pause."""
         was_held = now - self.due_s > HELD_S
         self.due_s = now + LOOK_EVERY_S
         before, self._lives = self._lives, {}
@@ -105,7 +106,7 @@ class EngineWatch:
         return found
 
     def problem(self, device: str, now: float, pid: int, pulse: Pulse, stall_s: float) -> str:
-        """What an operator should know of this engine by now, "" for nothing."""
+        """Returns what an operator should already know about this engine's silence, or "" for nothing."""
         life = self._lives.get(device)
         if life is None or life.pid != pid or stall_s <= 0:
             return ""

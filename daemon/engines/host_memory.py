@@ -1,7 +1,7 @@
-"""The host tier's memory: one memfd that the daemon owns, so that what is kept there outlives every engine.
+"""The host tier's memory: one memfd owned by the daemon, so that its content outlives every engine.
 
-Engines get its descriptor when they are spawned. It is sealed against shrinking and growing: no process can take pages from under
-another. Pages exist once they are written. Which slot holds what is scheduler/node's business.
+Engines get its descriptor when they are spawned. It is sealed against shrinking and growing, so no process can take pages away from
+another. A page uses memory once it is written. The node scheduler decides what each slot holds.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 
 
 class HostMemory:
-    """`num_slots` slots of `slot_bytes`; fd is -1 where there are none. Raises OSError if it can't be made."""
+    """Host memory of `num_slots` slots of `slot_bytes` each. fd: -1 if there are no slots. Raises OSError if it cannot be made."""
 
     def __init__(self, num_slots: int, slot_bytes: int) -> None:
         self.num_slots, self.slot_bytes = num_slots, slot_bytes
@@ -22,7 +22,7 @@ class HostMemory:
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
 
     def close(self) -> None:
-        """Gives the memory back once the engines have ended, too."""
+        """Closes the daemon's descriptor. The memory is freed when the engines have ended, too."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1

@@ -1,16 +1,16 @@
-"""Devices whose kernels are still being compiled, as their engines tell: until they are done, models there are slower."""
+"""Devices whose kernels are still being compiled, as their engines report. Until that is done, models on them are slower."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # `hearth` has use for `sentence` alone
+if TYPE_CHECKING:  # `hearth` only uses `sentence`
     from daemon.record.event_ring import EventRing
     from engine.protocol import KernelsTold
 
 
 class Kernels:
-    """What engines told last, by device."""
+    """The last report of each device's engine on compiling kernels."""
 
     def __init__(self, ring: EventRing) -> None:
         self._ring = ring
@@ -25,29 +25,29 @@ class Kernels:
             self._ring.add("kernels", device=device, state="failed" if message.problem else "in use", reason=message.problem)
 
     def forget(self, device: str) -> None:
-        """Its engine is gone; the next one tells anew."""
+        """Drops the device's report because its engine is gone; the next engine reports anew."""
         self._told.pop(device, None)
 
     def row(self, device: str) -> dict[str, Any] | None:
-        """None: nothing is being compiled."""
+        """Returns the progress of the device's compilation for status output, or None if nothing is being compiled."""
         told = self._told.get(device)
         if told is None or not told.kind:
             return None
         return {"kind": told.kind, "done": told.num_done, "total": told.num_units, "left_s": told.left_s}
 
     def problem(self, device: str) -> str:
-        """Why kernels that were to be compiled are not there, "" for nothing."""
+        """Returns why kernels that were to be compiled are not in use, or "" if there is no problem."""
         told = self._told.get(device)
         return "" if told is None else told.problem
 
     def sentence(self) -> str:
-        """Returns a sentence for each device whose kernels are being compiled, to be put behind another one; "" where none are."""
+        """Returns a sentence for each device whose kernels are being compiled, to be put after another one, or ""."""
         rows = ((device, self.row(device)) for device in self._told)
         return " ".join(f"{sentence(device, row)}." for device, row in rows if row is not None)
 
 
 def sentence(device: str, row: dict[str, Any]) -> str:
-    """row: as Kernels.row."""
+    """Returns the progress of one device's compilation in words, without a full stop. row: as Kernels.row returns it."""
     left = f"about {row['left_s']:.0f} s left" if row["left_s"] >= 1 else "nearly done"
     done = f"{row['done']} of {row['total']}, {left}"
     return f"{device}: kernels for {row['kind']} are being compiled ({done}); until then models are slower"

@@ -1,12 +1,12 @@
-"""One device's memory between the lives of its engines, so that weights need not be loaded again.
+"""Keeps one device's memory when its engine ends, so that the next engine need not load the weights again.
 
-The daemon holds the descriptors of the memory and the engine's account of which weights are where. Both go to the next engine,
-which maps the weights where they are and uses them if they sum up to what they did before. What the daemon has told an engine to
-load or to evict is not in the account from that moment on, so nothing half written is ever offered. All else in the memory, KV too,
-is the next engine's to use anew.
+The daemon holds the memory's file descriptors and the engine's account of which weights are where. The next engine gets both. It
+maps the weights where they are and uses them if their checksum is still the same. As soon as the daemon tells an engine to load
+or evict a model, that model leaves the account, so a half-written model is never offered. The next engine may overwrite
+everything else in the memory, KV included.
 
-While the daemon holds them, the memory stays allocated: a device's driver counts it against the device, without a process to show
-for it. So it is let go wherever a new engine might not want it: see `ended`.
+While the daemon holds the descriptors the memory stays allocated: a device's driver counts it as used, without a process that
+uses it. So the memory is given back in all cases where a new engine might not want it: see `ended`.
 """
 
 from __future__ import annotations
@@ -20,30 +20,32 @@ from engine.memory import handles
 
 log = logging.getLogger("hearthd.engine")
 
-EARLY_S, MAX_EARLY = 60.0, 2  # a request that kills its engine does so twice at most (max_crashes), of which the first counts not
+EARLY_S, MAX_EARLY = 60.0, 2  # a request kills its engine twice at most (max_crashes), and the first time does not count
 
 
 class LeftMemory:
-    """Of one device. `exchange` runs in a thread of its own while an engine lives, the rest where no exchange runs or on the event
-    loop. is_host: the memory is the system's, so that holding it keeps it from everybody."""
+    """Holds one device's memory between two engines. is_host: the memory is the system's, so holding it keeps it from everything
+    else.
+
+    `exchange` runs in its own thread while an engine lives. The other methods run while no exchange runs, or on the event loop."""
 
     def __init__(self, device: str, is_host: bool) -> None:
         self._device, self._is_host = device, is_host
         self._handles: list[int] = []
         self._shape = (0, 0)  # chunks, bytes of a chunk
         self._weights: dict[str, protocol.WeightsHeld] = {}
-        self._placed: dict[str, int] = {}  # model -> the load whose weights may be there
-        self._adopted = False  # by the engine that lives
-        self._num_early = 0  # engines in a row that had adopted it and died early
+        self._placed: dict[str, int] = {}  # model -> placement id of the load whose weights may be there
+        self._adopted = False  # whether the living engine took the memory over
+        self._num_early = 0  # engines in a row that took the memory over and died early
 
     @property
     def models(self) -> list[str]:
-        """Whose weights the next engine would find."""
+        """Returns the models whose weights the next engine would find."""
         return list(self._weights) if self._handles else []
 
     def exchange(self, sock: socket.socket) -> None:
-        """Answers one engine's question, and takes the descriptors of the memory it makes, if it makes any. Returns at its death at
-        the latest."""
+        """Answers one engine's question for memory, and receives the descriptors of the memory that the engine makes, if it makes
+        any. Returns at the engine's death at the latest."""
         with sock:
             try:
                 handles.allow_many_files()
@@ -61,7 +63,7 @@ class LeftMemory:
                 log.debug("no memory is held for %s: %s", self._device, error)
 
     def sent(self, message: protocol.Message) -> None:
-        """What the engine is told."""
+        """Takes note of a message to the engine: weights that are about to be loaded or evicted leave the account."""
         if isinstance(message, protocol.LoadModel):
             self._placed[message.model] = message.placement_id
             self._weights.pop(message.model, None)
@@ -70,17 +72,19 @@ class LeftMemory:
             self._weights.pop(message.model, None)
 
     def told(self, held: protocol.WeightsHeld) -> None:
-        """What the engine says; of a model that was told to leave meanwhile it is void. What an engine before had left in these
-        chunks is not there any more."""
+        """Takes the engine's account of a loaded model's weights. It is ignored if the model has been told to leave meanwhile.
+        Weights that an earlier engine left in these chunks have been overwritten."""
         if self._placed.get(held.model) == held.placement_id:
             chunks = set(held.chunks)
             self._weights = {name: other for name, other in self._weights.items() if chunks.isdisjoint(other.chunks)}
             self._weights[held.model] = held
 
     def ended(self, came_up: bool, lasted_s: float, distrusted: bool, kernel_killed: bool) -> None:
-        """An engine's life. The memory is let go where the next engine might fail by it as this one did (it did not come up, or is
-        not the first on it to die early), where the device itself is at fault (distrusted), and where the system ended the engine
-        for want of memory that this is."""
+        """Decides at an engine's end whether its memory stays for the next engine.
+
+        The memory is given back if the next engine might fail because of it as this one did (this one did not come up, or is not
+        the first on it to die early), if the device itself is at fault (distrusted), and if the system killed the engine for lack
+        of the memory that is held here (kernel_killed, on host memory). lasted_s: seconds from the engine's start to its end."""
         self._placed.clear()
         self._num_early = self._num_early + 1 if self._adopted and lasted_s < EARLY_S else 0
         if distrusted:
@@ -99,7 +103,7 @@ class LeftMemory:
             log.info(text, num_bytes / 2**30, ", ".join(self.models), extra=fields(device=self._device))
 
     def let_go(self, why: str) -> None:
-        """Gives the memory back, with what is in it. why: for the log; "" where nothing is lost."""
+        """Gives the memory back with everything in it. why: the reason for the log; "" if nothing is lost."""
         if why and self.models:
             log.warning("weights on the device are given up: %s", why, extra=fields(device=self._device))
         handles.close(self._handles)

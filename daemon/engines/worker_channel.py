@@ -10,8 +10,8 @@ from engine import protocol
 
 
 class WorkerChannel(asyncio.Protocol):
-    """Hands each message to `on_message` as it is decoded, on the event loop. `closed` is set at the end of the stream, after
-    the last message was handed over: so nothing of a dead engine can arrive after its death was dealt with."""
+    """Passes each message from the engine to `on_message` as it is decoded, on the event loop. `closed` is set at the end of the
+    stream, after the last message, so no message of a dead engine can arrive after its death was handled."""
 
     def __init__(self, on_message: Callable[[Any], None], on_broken: Callable[[Exception], None]) -> None:
         self._frames = protocol.FrameReader(protocol.FromEngine)
@@ -26,7 +26,7 @@ class WorkerChannel(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         try:
             messages = self._frames.feed(data)
-        except Exception as error:  # not our protocol: the engine can't be trusted any more
+        except Exception as error:  # the bytes do not follow the protocol: the engine cannot be trusted any more
             self._on_broken(error)
             return
         for message in messages:
@@ -38,7 +38,8 @@ class WorkerChannel(asyncio.Protocol):
             self.closed.set_result(None)
 
     def send(self, message: protocol.Message) -> None:
-        """Never blocks. What is sent to an engine that is gone is dropped: its death is told to the scheduler anyway."""
+        """Sends a message without blocking. A message to an engine that is gone is dropped: the scheduler hears of the engine's
+        death anyway."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(protocol.encode(message))
 

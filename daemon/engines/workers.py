@@ -1,7 +1,7 @@
-"""One engine process per device or carve-out: spawned, watched, started again with back-off; its end is told with the step it
-died in.
+"""Runs one engine process per device or carve-out: spawns it, watches it, and starts it again with back-off when it ends. Its end
+is reported with the requests of the step in which it died.
 
-An engine ends at the end of its socketpair, so it cannot outlive the daemon, whatever ends the daemon.
+An engine ends when its socketpair is closed, so it cannot outlive the daemon, whatever ends the daemon.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from engine import protocol
 from engine.pulse import Pulse, read_pulse
 
 BACK_OFF_S, MAX_BACK_OFF_S, HEALTHY_AFTER_S = 0.2, 10.0, 60.0
-START_LIMIT_S = 120.0  # from spawn to EngineReady; importing torch from a cold disk takes a while
+START_LIMIT_S = 120.0  # from spawn to EngineReady; importing torch takes a while if the disk's cache is cold
 STOP_LIMIT_S = 3.0
 
-# What CUDA calls errors of the device's memory (cuGetErrorString: ECC uncorrectable, contained, hardware stack error).
+# CUDA's names for errors of the device's memory (cuGetErrorString: ECC uncorrectable, contained, hardware stack error).
 FAULTY_MEMORY = re.compile(r"\bECC\b|contained|hardware", re.IGNORECASE)
 
 ENGINE_LEVELS = {"INFO": logging.INFO, "WARNING": logging.WARNING, "ERROR": logging.ERROR, "CRITICAL": logging.CRITICAL}
@@ -45,7 +45,7 @@ log = logging.getLogger("hearthd.engine")
 
 
 class WorkerEvents(Protocol):
-    """What the dispatcher is told; all on the event loop."""
+    """Receives what happens to the engines, always on the event loop."""
 
     def engine_up(self, device: str, message: protocol.EngineReady) -> None: ...
 
@@ -56,7 +56,7 @@ class WorkerEvents(Protocol):
 
 @dataclass(slots=True, frozen=True)
 class EngineSpec:
-    """What one engine is configured with, the same at each start."""
+    """The configuration of one engine, the same at each start."""
 
     device: DeviceBudget
     work_space_bytes: int
@@ -69,7 +69,7 @@ class EngineSpec:
         chunk_bytes = int(self.config.chunk_bytes)
         return protocol.Configure(
             device=self.device.hardware,
-            # address space for the whole budget: how much of it may be used is what the ledger's leases leave beside the work space
+            # address space for the whole budget; how much of it may be used is limited by the ledger's leases and the work space
             num_chunks=self.device.budget_bytes // chunk_bytes,
             chunk_bytes=chunk_bytes,
             work_space_bytes=self.work_space_bytes,
@@ -89,16 +89,19 @@ class EngineSpec:
 
 
 def threads_per_engine(config: NodeConfig, devices: Sequence[DeviceBudget]) -> int:
-    """The configured number, else the cores this process may use shared out among the cpu engines, those of isolated models too."""
+    """Returns the configured number of threads, or else this process's cores divided by the number of cpu engines, those of
+    isolated models included."""
     num_cpu = sum(device.name.startswith("cpu") for device in devices)
     return config.threads or max(1, len(os.sched_getaffinity(0)) // max(1, num_cpu))
 
 
 class Worker:
-    """One device's engine through all its lives. `spec` may be asked for late: the process imports its libraries meanwhile.
-    host_tier_fd: the host tier's memfd, -1 where there is none. gpu: UUID of the only GPU it sees, "" for a cpu device.
-    no_memory: in one line, why the device cannot give what was asked for; in a thread, with the engine's own words. left: holds the
-    device's memory between its engines; None: an engine's memory ends with it.
+    """One device's engine process, started again each time it ends.
+
+    `spec` may be called late: the process imports its libraries meanwhile. host_tier_fd: the host tier's memfd, -1 if there is
+    none. gpu: UUID of the only GPU that the engine sees, "" for a cpu device. no_memory: gets the engine's error and returns in
+    one line why the device cannot give the memory; called in a thread. left: keeps the device's memory between two engines; None
+    if an engine's memory ends with it.
 
     problem: why there is no engine now, "" while there is one."""
 
@@ -116,7 +119,7 @@ class Worker:
         self.device, self._threads, self._spec, self._events = device, threads, spec, events
         self._host_tier_fd, self._gpu, self._no_memory, self._left = host_tier_fd, gpu, no_memory, left
         self._kernel_kills = KernelKills()
-        self._came_up = self._distrusted = False  # of the life under way
+        self._came_up = self._distrusted = False  # of the current process
         self.problem = ""
         self._fault: protocol.EngineFault | None = None
         self.pid = 0
@@ -135,11 +138,11 @@ class Worker:
         self._task = asyncio.get_running_loop().create_task(self._live(), name=f"engine {self.device}")
 
     def configure(self) -> None:
-        """The work space is known now: engines that wait for Configure get it."""
+        """Lets Configure be sent to the engine, because the size of the work space is known now."""
         self._configurable.set()
 
     def pulse(self) -> Pulse | None:
-        """The last sign of life of the engine's loop; None while there is no engine, or it is starting."""
+        """Returns the last sign of life of the engine's loop; None while there is no engine or it is starting."""
         return read_pulse(self._journal) if self.up and self._journal is not None else None
 
     def send(self, message: protocol.Message) -> None:
@@ -149,12 +152,13 @@ class Worker:
             self._channel.send(message)
 
     def restart(self, reason: str, distrust_memory: bool = False) -> None:
-        """Kills the process; the usual road of a death follows. distrust_memory: what is on the device is not to be used again."""
+        """Kills the process; the usual handling of its death starts a new one. distrust_memory: the device's memory must not be
+        used again."""
         self._kill_reason, self._distrusted = reason, distrust_memory
         self._kill()
 
     async def stop(self) -> None:
-        """Shutdown, end of the socketpair, and SIGKILL if that was not heard."""
+        """Sends Shutdown and closes the socketpair, then sends SIGKILL if the engine has not ended within STOP_LIMIT_S."""
         self._stopping = True
         process, channel = self._process, self._channel
         if channel is not None:
@@ -186,7 +190,7 @@ class Worker:
                 reason, running = await self._one_life()
             except OSError as error:
                 reason, running = f"could not be started: {error}", ()
-            except Exception as error:  # a fault of this file must not leave the device without an engine for good
+            except Exception as error:  # a bug in this file must not leave the device without an engine for ever
                 log.exception("looking after an engine failed", extra=fields(device=self.device))
                 reason, running = f"could not be looked after: {error}", ()
             if self._left is not None:
@@ -205,17 +209,18 @@ class Worker:
             back_off_s = min(MAX_BACK_OFF_S, 2 * back_off_s)
 
     async def _one_life(self) -> tuple[str, tuple[int, ...]]:
-        """From spawn to death: (why it ended, the requests of the step it died in). Raises OSError if it can't be spawned."""
+        """Runs one engine from spawn to death. Returns why it ended and the requests of the step in which it died. Raises OSError
+        if it cannot be spawned."""
         loop = asyncio.get_running_loop()
         self._came_up = self._distrusted = False
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         handover = _Handover(self._left, self.device) if self._left is not None else None
-        journal_fd = os.memfd_create(f"journal-{self.device[:64]}")  # its name may be no longer than some 240
+        journal_fd = os.memfd_create(f"journal-{self.device[:64]}")  # a memfd's name may have at most some 240 characters
         try:
             os.ftruncate(journal_fd, protocol.JOURNAL_BYTES)
             journal = mmap.mmap(journal_fd, protocol.JOURNAL_BYTES)
-            # in a thread: fork and exec of a large parent may take longer than the loop may be held
+            # in a thread, because fork and exec of a large process may block the loop too long
             process = await asyncio.to_thread(self._spawn, theirs.fileno(), journal_fd, handover.fd if handover else -1)
         except BaseException:
             ours.close()
@@ -245,7 +250,7 @@ class Worker:
             self._expect_ready()
             await self._configurable.wait()
             channel.send(self._spec().configure())
-            # the end of the stream comes with the process's, but one may be seen before the other
+            # the stream and the process end together, but either may be noticed first
             await asyncio.wait([exited, channel.closed], return_when=asyncio.FIRST_COMPLETED)
             if not exited.done():
                 await asyncio.wait([exited], timeout=1.0)
@@ -288,7 +293,7 @@ class Worker:
             passed.append(handover_fd)
         threads = str(self._threads)
         visible = {"CUDA_VISIBLE_DEVICES": self._gpu} if self._gpu else {}
-        # its own process group: a terminal's Ctrl-C is for the daemon, which drains first
+        # its own process group, because Ctrl-C in a terminal is for the daemon, which drains first
         return subprocess.Popen(
             command,
             cwd="/",
@@ -322,14 +327,14 @@ class Worker:
     def _too_slow(self, due_s: float) -> None:
         if self.up:
             return
-        if time.monotonic() - due_s > HELD_S:  # the daemon stood still: the engine may have, too, or be ready and not heard yet
+        if time.monotonic() - due_s > HELD_S:  # the daemon stood still; the engine may have, too, or its message was not read yet
             self._expect_ready()
         else:
             self.restart(f"was not ready within {START_LIMIT_S:.0f} s")
 
 
 class _Handover:
-    """The daemon's end of the socket on which one engine asks for the memory left by the one before."""
+    """The daemon's end of the socket on which an engine asks for the memory that the previous engine left."""
 
     def __init__(self, left: LeftMemory, device: str) -> None:
         ours, self._theirs = socket.socketpair()
@@ -338,7 +343,7 @@ class _Handover:
         self._thread.start()
 
     def spawned(self) -> None:
-        """The engine has its end, or there is none: ours ends with it."""
+        """Closes the daemon's copy of the engine's end: now the engine has it, or was not started."""
         self._theirs.close()
 
     def join(self) -> None:
@@ -352,7 +357,7 @@ def _describe(code: int) -> str:
 
 
 class _Lines(asyncio.Protocol):
-    """An engine's stderr, line by line into the log."""
+    """Writes an engine's stderr to the log, line by line."""
 
     def __init__(self, device: str) -> None:
         self._device = device

@@ -1,9 +1,9 @@
-"""Takes the connections of a listening socket, as many as descriptors allow.
+"""Accepts the connections of a listening socket, as many as the limit of open file descriptors allows.
 
-A new descriptor is the lowest number that is free, so the number of a new connection tells how many are left, whoever has the
-others: engines, text workers, files. Connections near the limit are answered 503 and closed; the last numbers are kept for the
-daemon's own work and for operators. The event loop's own server does none of this: out of descriptors it closes connections
-unanswered, and it can lose the listener itself.
+The kernel gives a new descriptor the lowest free number, so the number of a new connection shows how many are left, whatever holds
+the others: engines, text workers, files. Connections with a number near the limit are answered 503 and closed. The highest numbers
+are reserved for the daemon's own work and for operators. The event loop's own server does none of this: when descriptors run out it
+closes connections unanswered, and it can lose the listener itself.
 """
 
 from __future__ import annotations
@@ -21,50 +21,52 @@ from daemon.http.client_addresses import REFUSED, SERVED, UNCOUNTED, ClientAddre
 from daemon.process.shortage import SHORTAGE
 
 log = logging.getLogger("hearthd")
-ACCEPTED_AT_ONCE = 64  # between two turns of the loop
+ACCEPTED_AT_ONCE = 64  # connections, at most, before the event loop does other work
 PAUSE_S = 1.0
-REFUSED_FOR_S = 5.0  # a refused client may take to send its request and to read the answer
-_GONE = (errno.ECONNABORTED, errno.EPROTO)  # the client went before it was accepted
+REFUSED_FOR_S = 5.0  # how long a refused client may take to send its request and read the answer
+_GONE = (errno.ECONNABORTED, errno.EPROTO)  # the client closed the connection before it was accepted
 
-# Makes the protocol of a connection; the protocol calls what it is given when the connection is closed.
+# Makes the protocol of a connection. The argument is a callback that the protocol calls when the connection is closed.
 Protocols = Callable[[Callable[[], None]], asyncio.BaseProtocol]
 
 
 @dataclass(slots=True, frozen=True)
 class Bounds:
-    """Descriptors of a listener's connections. From refused_from on they are answered 503, from pause_from on accepting pauses
-    after each one."""
+    """Descriptor numbers from which a listener's connections are limited. Connections with a number of refused_from or more are
+    answered 503. After each connection with a number of pause_from or more, accepting pauses."""
 
     refused_from: int
     pause_from: int
 
 
 class Room:
-    """Says which of `limit` descriptors each kind of listener may fill."""
+    """The shares of the `limit` file descriptors that each kind of listener may use."""
 
     def __init__(self, limit: int) -> None:
-        num_spare = min(64, limit // 4)  # for the daemon's own work
+        num_spare = min(64, limit // 4)  # kept for the daemon's own work
         spare_from = limit - num_spare
         self.clients = Bounds(spare_from - min(32, limit // 8), spare_from)
-        self.watchers = Bounds(limit - num_spare // 2, limit - num_spare // 2)  # metrics, status socket: to look into a shortage
-        self.operators = Bounds(limit, limit)  # who may open the control socket may do everything
+        self.watchers = Bounds(limit - num_spare // 2, limit - num_spare // 2)  # metrics and status socket: needed in a shortage
+        self.operators = Bounds(limit, limit)  # the control socket: its users may do everything
 
 
 @dataclass(slots=True, frozen=True)
 class Crowd:
-    """What bounds the connections of one client. refuse: those above its limit."""
+    """Limits the connections of one client. addresses: counts each client's connections. refuse: makes the protocol that answers
+    a connection above the limit."""
 
     addresses: ClientAddresses
     refuse: Protocols
 
 
 class Acceptor:
-    """Accepts the connections of one listener, and closes it in the end."""
+    """Accepts the connections of one listening socket until it is stopped, and then closes the socket."""
 
     def __init__(
         self, listener: socket.socket, serve: Protocols, refuse: Protocols, bounds: Bounds, crowd: Crowd | None = None
     ) -> None:
-        """refuse: where descriptors are short. crowd: None: a client may have any number of connections."""
+        """refuse: makes the protocol that answers a connection when descriptors are short. crowd: the limit on the connections of
+        one client; None for no limit."""
         self._loop = asyncio.get_running_loop()
         self._listener, self._serve, self._refuse = listener, serve, refuse
         self._bounds, self._crowd = bounds, crowd
@@ -77,7 +79,7 @@ class Acceptor:
         self._loop.add_reader(self._listener.fileno(), self._on_readable)
 
     def stop(self) -> None:
-        """Connections that were accepted go on."""
+        """Stops accepting and closes the listening socket. Connections already accepted continue."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -108,14 +110,14 @@ class Acceptor:
                 return
 
     def _on_refusal_closed(self) -> None:
-        """There is room for the next to be told."""
+        """Ends a pause in accepting: the closed connection's descriptor is free, so the next client can be answered."""
         if self._timer is not None:
             self._timer.cancel()
             self._go_on()
 
     def _pause(self) -> None:
-        """Until a refused connection is closed, or for a moment. What waits stays in the kernel's queue; looking again at once
-        would find the same and take a core."""
+        """Stops accepting for PAUSE_S, or until a refused connection is closed. Waiting clients stay in the kernel's queue.
+        Trying again at once would fail in the same way and keep a core busy."""
         self._loop.remove_reader(self._listener.fileno())
         self._timer = self._loop.call_later(PAUSE_S, self._go_on)
 
@@ -151,8 +153,8 @@ class Acceptor:
 
 
 class Refusal(asyncio.Protocol):
-    """A connection there is no room for: its first bytes are answered, the rest is read and dropped until the client closes, since
-    closing first would take the answer from a client that still sends."""
+    """A connection that is refused. Its first bytes are answered with an error, and the rest is read and dropped until the client
+    closes. Closing first could take the answer from a client that is still sending."""
 
     def __init__(self, answer: bytes, closed: Callable[[], None]) -> None:
         """answer: a whole HTTP response."""

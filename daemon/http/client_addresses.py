@@ -1,4 +1,4 @@
-"""How many connections each client has open, so that one cannot take those of all others."""
+"""Counts the open connections of each client, so that one client cannot use up the connections of all others."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from daemon.errors import NotNow
 
 log = logging.getLogger("hearthd.access")
 TELL_EVERY_S = 60.0
-NUM_REFUSED = 64  # connections of one client that are told so at the same time; beyond that they are closed unanswered
+NUM_REFUSED = 64  # connections above the limit that are answered, for one client at a time; more are closed unanswered
 SERVED, REFUSED, CLOSED = range(3)
-_MAPPED = bytes(10) + b"\xff\xff"  # an IPv4 address to an IPv6 listener
+_MAPPED = bytes(10) + b"\xff\xff"  # prefix of an IPv4 address as an IPv6 listener sees it
 
 
 class ClientAddresses:
     """Counts the connections to listeners that share one limit."""
 
     def __init__(self, limit: Callable[[], int]) -> None:
-        """limit: connections of one client, read anew for each; 0: any number."""
+        """limit: returns the most connections one client may have, or 0 for any number. It is called anew for each connection."""
         self._limit = limit
         self._num_open: dict[str, int] = {}
         self._num_untold = 0
         self._told_s = -TELL_EVERY_S
 
     def enter(self, address: str) -> Place:
-        """A new connection, of what is to be left when it is closed."""
+        """Counts a new connection. The caller must call `leave` on the returned Place when the connection is closed."""
         client = client_of(address)
         num_open = self._num_open[client] = self._num_open.get(client, 0) + 1
         limit = self._limit()
@@ -47,7 +47,7 @@ class ClientAddresses:
         return sum(self._num_open.values())
 
     def _note(self, address: str) -> None:
-        """Logs one line a minute: who opens many connections must not fill the log as well."""
+        """Logs at most one line a minute: a client that opens many connections must not be able to fill the log as well."""
         self._num_untold += 1
         now = time.monotonic()
         if now - self._told_s < TELL_EVERY_S:
@@ -63,16 +63,16 @@ class ClientAddresses:
 
 
 class Place:
-    """Stands for one counted connection. outcome: SERVED, REFUSED or CLOSED."""
+    """One counted connection. outcome: what to do with it, SERVED, REFUSED or CLOSED."""
 
     __slots__ = ("_addresses", "_client", "outcome")
 
     def __init__(self, addresses: ClientAddresses | None, client: str, outcome: int) -> None:
-        """addresses: None where nobody counts."""
+        """addresses: what counts the connection; None if it is not counted."""
         self._addresses, self._client, self.outcome = addresses, client, outcome
 
     def leave(self) -> None:
-        """Once is enough; more do no harm."""
+        """Stops counting the connection. Further calls do nothing."""
         if self._addresses is not None:
             self._addresses.left(self._client)
             self._addresses = None
@@ -82,7 +82,7 @@ UNCOUNTED = Place(None, "", SERVED)
 
 
 def client_of(address: str) -> str:
-    """Returns what is counted as one client: an IPv4 address, or the /64 network of an IPv6 address, all of which one host has."""
+    """Returns what counts as one client: an IPv4 address, or the /64 network of an IPv6 address, all of which one host may use."""
     if ":" not in address:
         return address
     packed = socket.inet_pton(socket.AF_INET6, address.partition("%")[0])
@@ -94,6 +94,6 @@ def client_of(address: str) -> str:
 
 
 def too_many() -> NotNow:
-    """What a client is told that has as many connections as it may."""
+    """Returns the error for a client that has as many connections open as it may."""
     message = "Your address has as many connections open as it may (max_connections_per_address). Close some, or use those again."
     return NotNow("too_many_connections", message, status=429, retry_after_s=1.0)

@@ -1,6 +1,6 @@
-"""A client's connection: aiohttp's, but what is no HTTP is answered as every other refusal of the listener is.
+"""The connection of an HTTP client: aiohttp's, except that malformed HTTP is answered like the listener's other refusals.
 
-aiohttp answers it itself, as plain text, in HTTP/1.0 and with its own name, and counts it nowhere.
+aiohttp itself would answer it in plain text, in HTTP/1.0 and with its own server name, and the daemon would not count it.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from daemon.http.answers import refusal
 from daemon.http.request_id import request_id
 
 log = logging.getLogger("hearthd.http")
-HEADER_BYTES = 32 << 10  # a header with its name, and the address of a request
+HEADER_BYTES = 32 << 10  # limit of a header with its name, and of a request's address
 VERSIONS = (HttpVersion11, HttpVersion10)
-HEAD_BYTES = 256 << 10  # a request's address and headers together
-HEAD_LIMIT_S = 10.0  # a request's head may take, from connecting or from its first byte
+HEAD_BYTES = 256 << 10  # limit of a request's address and headers together
+HEAD_LIMIT_S = 10.0  # how long a request's head may take, from connecting or from its first byte
 LOOK_AGAIN_S = 0.1
-LINGER_S = 5.0  # a refused client may take to send the rest and to read the answer
+LINGER_S = 5.0  # how long a refused client may take to send the rest and read the answer
 
 
 @dataclass(slots=True, frozen=True)
 class Answering:
-    """How a listener answers."""
+    """How a listener answers requests and errors."""
 
     # makes the JSON object of an error
     body: Callable[[HearthError], Mapping[str, Any]]
-    # is told the endpoint ("" here) and the status of what is refused before it is a request
+    # called with the endpoint ("" in this module) and the status when something is refused before it is a request
     counted: Callable[[str, int], None] = lambda endpoint, status: None
     # handles all requests in place of the application's router
     handle: Callable[[web.Request], Awaitable[web.StreamResponse]] | None = None
@@ -48,7 +48,7 @@ ANSWERING = web.AppKey("answering", Answering)
 
 
 class Runner(web.AppRunner):
-    """Runs an application that has ANSWERING."""
+    """Runs an application that has an ANSWERING entry, with a Connection for each client."""
 
     async def _make_server(self) -> web.Server:
         made = await super()._make_server()
@@ -59,7 +59,7 @@ class ConnectionServer(web.Server):
     """Makes a Connection for each client."""
 
     def __init__(self, answering: Answering, made: web.Server) -> None:
-        """made: the application's own."""
+        """made: the server that aiohttp made for the application."""
         super().__init__(
             answering.handle or made.request_handler,  # type: ignore[arg-type]
             request_factory=made.request_factory,
@@ -72,7 +72,7 @@ class ConnectionServer(web.Server):
         return self.connection(_nothing)
 
     def connection(self, closed: Callable[[], None]) -> Connection:
-        """closed: called when it is."""
+        """Returns a new connection. closed: called when the connection is closed."""
         options = self._kwargs
         return Connection(self, closed, loop=self._loop, max_line_size=HEADER_BYTES, max_field_size=HEADER_BYTES, **options)
 
@@ -82,22 +82,22 @@ def _nothing() -> None:
 
 
 class Connection(web.RequestHandler):
-    """One client's. Its timer looks whether a request's head is overdue: it is set when the client connects, and when a later head
-    comes in pieces, so that requests which come whole need none."""
+    """The HTTP connection of one client. A timer limits how long a request's head may take. It is set when the client connects
+    and when a later head arrives in pieces, so requests that arrive whole need no timer."""
 
     __slots__ = (
         "_answering", "_body", "_broken", "_closed", "_head_bytes", "_head_due_s", "_head_timer", "_is_last_look", "_lingering",
     )  # fmt: skip
 
     def __init__(self, server: ConnectionServer, closed: Callable[[], None], **options: Any) -> None:
-        """closed: called when it is."""
+        """closed: called when the connection is closed."""
         super().__init__(server, **options)
         self._answering, self._closed = server.answering, closed
-        self._body: StreamReader = EMPTY_PAYLOAD  # of the last request whose head has come
-        self._broken = False  # what still comes cannot be read as HTTP, and is dropped
+        self._body: StreamReader = EMPTY_PAYLOAD  # the body of the last request whose head has arrived
+        self._broken = False  # whether what still arrives cannot be read as HTTP and is dropped
         self._lingering: asyncio.Future[None] | None = None
-        self._head_bytes = 0  # that have come of a head that is not whole
-        self._head_due_s = 0.0  # on the loop's clock; 0: no head is awaited
+        self._head_bytes = 0  # received of a head that is not complete yet
+        self._head_due_s = 0.0  # time by the loop's clock; 0: no head is awaited
         self._head_timer: asyncio.TimerHandle | None = None
         self._is_last_look = False
 
@@ -126,7 +126,7 @@ class Connection(web.RequestHandler):
             message, body = self._messages[at]
             if isinstance(message, _ErrInfo):
                 self._break_off(message.exc)
-            elif message.version not in VERSIONS:  # the parser takes HTTP/0.9 and 2.0 too
+            elif message.version not in VERSIONS:  # the parser accepts HTTP/0.9 and 2.0 too
                 error = BadRequest("invalid_http", "only HTTP/1.1 and HTTP/1.0 are spoken here")
                 self._messages[at] = (_ErrInfo(error.status, error, error.message), EMPTY_PAYLOAD)
                 self._break_off(error)
@@ -134,8 +134,8 @@ class Connection(web.RequestHandler):
                 self._body = body
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Tells the transport whether to stay open. A client that ends its request midway may still read an answer; who ends after
-        a whole request has gone."""
+        """Handles the end of the client's data and returns whether the transport stays open. A client that ends its request
+        midway may still read an answer; one that ends after a whole request counts as gone."""
         if self._lingering is not None:
             return False
         if not self._body.is_eof():
@@ -157,7 +157,7 @@ class Connection(web.RequestHandler):
 
     def _on_part_of_head(self, data: bytes) -> None:
         if not self._head_bytes and not data.strip(b"\r\n"):
-            return  # some clients end a body with an empty line more
+            return  # some clients send an extra empty line after a body
         self._head_bytes += len(data)
         if self._head_bytes > HEAD_BYTES:
             self._give_up(BadRequest("headers_too_large", f"the head of the request is longer than {HEAD_BYTES} bytes", status=431))
@@ -174,9 +174,9 @@ class Connection(web.RequestHandler):
         self._head_timer = None
         if not self._head_due_s or self._broken:
             return
-        if self._loop.time() < self._head_due_s:  # the timer was an earlier head's
+        if self._loop.time() < self._head_due_s:  # the timer was set for an earlier head
             self._head_timer = self._loop.call_at(self._head_due_s, self._look_for_head)
-        elif not self._is_last_look:  # a loop that was held up calls its timers before it reads what has come meanwhile
+        elif not self._is_last_look:  # a loop that was held up runs its timers before it reads what has arrived
             self._is_last_look = True
             self._head_timer = self._loop.call_later(LOOK_AGAIN_S, self._look_for_head)
         elif self._head_bytes:
@@ -186,16 +186,17 @@ class Connection(web.RequestHandler):
             self.force_close()
 
     def _give_up(self, error: HearthError) -> None:
-        """Answers in place of the request whose head is coming."""
+        """Queues an error as the answer to the request whose head is incomplete, and reads nothing further."""
         self._broken = True
         self._messages.append((_ErrInfo(error.status, error, error.message), EMPTY_PAYLOAD))
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     def _break_off(self, error: BaseException | None) -> None:
-        """error: None where the client ended its side."""
+        """Reads nothing further and makes reading the request's body fail. error: why it cannot be read; None if the client ended
+        its data."""
         self._broken = True
-        if not self._body.is_eof():  # aiohttp would leave its reader waiting
+        if not self._body.is_eof():  # aiohttp alone would leave the body's reader waiting
             what = "it ended early" if error is None else f"its chunked encoding is broken: {_say(error)}"
             self._body.set_exception(web.RequestPayloadError(what))
 
@@ -211,7 +212,9 @@ class Connection(web.RequestHandler):
     def handle_error(
         self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:
-        """Where a handler raised. Its own errors are answered before this; what remains is a client that is gone, or a fault."""
+        """Returns the answer to a request whose handler raised an exception. The handler answers its own errors, so what remains
+        is a client that is gone or a fault of the server. Raises ConnectionResetError if the answer had begun or the
+        connection is closed."""
         if exc is not None and not isinstance(exc, ConnectionError):
             self.log_exception("%s %s failed", request.method, request.path, exc_info=exc)
         if request.writer.output_size > 0 or self.transport is None:
@@ -219,8 +222,8 @@ class Connection(web.RequestHandler):
         return self._answer(ServerFault("internal_error", "the server failed on this request"))
 
     async def _refuse(self, error: HearthError) -> web.StreamResponse:
-        """Answers, then drops what comes until the client closes: closing first would take the answer from one that still
-        sends."""
+        """Answers, then drops what arrives until the client closes. Closing first could take the answer from a client that is
+        still sending."""
         answer = self._answer(error)
         await answer.write_eof()
         if self.transport is not None and not self._close:
@@ -237,7 +240,7 @@ class Connection(web.RequestHandler):
 
 
 class WholeAnswer(web.StreamResponse):
-    """A response that is written as it stands, head and body. To aiohttp it is prepared from the start."""
+    """A response that is written as given, head and body in one piece. To aiohttp it is prepared from the start."""
 
     def __init__(self, connection: Connection, answer: bytes) -> None:
         super().__init__()
@@ -255,18 +258,18 @@ class WholeAnswer(web.StreamResponse):
         return None
 
     async def write_eof(self, data: bytes = b"") -> None:
-        """The second time it does nothing."""
+        """Writes the response. A second call does nothing."""
         answer, self._answer = self._answer, b""
         if answer and self._connection.transport is not None:
             self._connection.transport.write(answer)
 
 
 def refused(error: BaseException) -> HearthError:
-    """What the client is told of bytes that the parser does not take."""
+    """Returns the error to answer with when the HTTP parser does not accept the bytes."""
     if isinstance(error, HearthError):
         return error
     if isinstance(error, LineTooLong):
-        if isinstance(error.args[0], bytearray):  # so the parser keeps an address that is still coming
+        if isinstance(error.args[0], bytearray):  # the parser holds an incomplete address as a bytearray
             return BadRequest("uri_too_long", f"the address of the request is longer than {HEADER_BYTES} bytes", status=414)
         message = f"a header of the request is longer than {HEADER_BYTES} bytes"
         return BadRequest("headers_too_large", message, status=431)
@@ -277,7 +280,7 @@ def refused(error: BaseException) -> HearthError:
 
 
 def _say(error: BaseException) -> str:
-    """The parser's own words, without the bytes that it quotes below them."""
+    """Returns the parser's own message without the bytes that it quotes below it, at most 200 characters."""
     if isinstance(error, InvalidURLError):
         return "its address is no URL"
     text = " ".join(str(getattr(error, "message", error)).partition("\n\n")[0].split())

@@ -1,4 +1,4 @@
-"""Where hearthd listens for HTTP, and whether it may: beyond this machine only with keys, or when told that anybody may come."""
+"""Opens the HTTP listeners. Beyond this machine it listens only if keys are set, or if the operator allows anybody (--insecure)."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ log = logging.getLogger("hearthd")
 
 @dataclass(slots=True)
 class Listeners:
-    """Bound and listening. admin: empty where the main ones serve everything."""
+    """The bound and listening sockets. admin: empty if the main sockets serve everything."""
 
     main: list[socket.socket]
     admin: list[socket.socket]
 
     @property
     def admin_asks_key(self) -> bool:
-        """Not on this machine's own addresses: reaching them is permission enough."""
+        """Returns whether the admin sockets require a key. They do not on this machine's own addresses: reaching those is
+        permission enough."""
         return _first_open(_addresses(self.admin)) is not None
 
     def close(self) -> None:
@@ -34,7 +35,7 @@ class Listeners:
 
 
 def bind(config: NodeConfig, passed: Mapping[str, Sequence[socket.socket]], has_keys: bool) -> Listeners:
-    """What systemd passed, else what the settings name. Raises SocketError."""
+    """Returns the sockets that systemd passed, or else new ones at the configured addresses. Raises SocketError."""
     found = Listeners(list(passed.get(sockets.HTTP, ())), list(passed.get(sockets.ADMIN, ())))
     try:
         if not found.main:
@@ -60,7 +61,7 @@ def bind(config: NodeConfig, passed: Mapping[str, Sequence[socket.socket]], has_
 
 
 def check(config: NodeConfig, has_keys: bool, source: str) -> None:
-    """The same before anything is bound. Raises ConfigError."""
+    """Makes the checks of `bind` on the configured addresses before anything is bound. Raises ConfigError."""
     for key, listen in (("listen", config.listen), ("admin_listen", config.admin_listen)):
         text = problem(_resolved(listen), has_keys or config.insecure) if listen else None
         if text is not None:
@@ -78,7 +79,7 @@ def problem(addresses: Iterable[str], allowed: bool) -> str | None:
 
 
 def _first_open(addresses: Iterable[str]) -> str | None:
-    """The first address that others than this machine can reach."""
+    """Returns the first address that other machines can reach, or None."""
     return next((address for address in addresses if not _is_local(address)), None)
 
 
@@ -93,7 +94,7 @@ def _addresses(listening: Iterable[socket.socket]) -> list[str]:
 
 
 def _resolved(listen: str) -> list[str]:
-    """[] for a name that stands for nothing: binding will say so."""
+    """Returns the IP addresses of HOST:PORT, or [] for a name without an address: binding reports that."""
     host, port = parse_listen(listen)
     try:
         infos = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)

@@ -1,4 +1,4 @@
-"""Puts an HTTP application behind its listeners, each with its share of the descriptors."""
+"""Serves an HTTP application on its listeners, each of which has a share of the file descriptors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ async def listen(
     refuse: Protocols,
     crowd: Crowd | None = None,
 ) -> list[Acceptor]:
-    """Starts to accept. refuse: see `refuse_request`. crowd: as in Acceptor."""
+    """Starts to accept connections. refuse: made by `refuse_request`. crowd: as in Acceptor."""
     await runner.setup()
     server = runner.server
     assert isinstance(server, ConnectionServer)
@@ -32,7 +32,8 @@ async def listen(
 
 
 def refuse_request(answered: Callable[[str, int], None], error_of: Callable[[], HearthError] = overloaded) -> Protocols:
-    """For the API, in OpenAI's form. answered: as in `make_app`."""
+    """Returns the maker of protocols that refuse an API client, in OpenAI's form. answered: as in `make_app`. error_of: makes the
+    error."""
 
     def refuse(closed: Callable[[], None]) -> Refusal:
         error = error_of()

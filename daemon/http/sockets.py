@@ -1,4 +1,4 @@
-"""Listening sockets, with errors that say what to do."""
+"""Makes listening sockets, with errors that say what to do."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ HTTP, ADMIN, CONTROL, STATUS = "http", "admin", "control", "status"  # FileDescr
 
 
 class SocketError(Exception):
-    """The daemon cannot listen; the message names the address and why."""
+    """Raised when the daemon cannot listen. The message names the address and why."""
 
 
 def inherited(environment: MutableMapping[str, str] | None = None) -> dict[str, list[socket.socket]]:
-    """The listening sockets systemd passed (sd_listen_fds(3)), by name; the names are those of FileDescriptorName=. Takes LISTEN_*
-    out of the environment. What the FD store kept and nobody asks for is closed. Raises SocketError for a name or kind of socket
-    that means nothing here."""
+    """Returns the listening sockets that systemd passed (sd_listen_fds(3)), by the name that FileDescriptorName= gives. Removes
+    LISTEN_* from the environment. Closes what the FD store kept, which is not used. Raises SocketError for a name or kind of
+    socket that is not supported."""
     variables = os.environ if environment is None else environment
     pid, count, names_text = (variables.pop(name, "") for name in ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"))
     if pid != str(os.getpid()) or not count.isdigit():
@@ -37,7 +37,7 @@ def inherited(environment: MutableMapping[str, str] | None = None) -> dict[str, 
             continue
         if name not in (HTTP, ADMIN, CONTROL, STATUS):
             raise SocketError(f"LISTEN_FDNAMES: {name!r} is none of {HTTP}, {ADMIN}, {CONTROL}, {STATUS}; set FileDescriptorName=")
-        os.set_inheritable(fd, False)  # engines hold no listener: their death or life must not keep a port
+        os.set_inheritable(fd, False)  # engines inherit no listener: an engine that lives on must not keep a port in use
         try:
             sock = socket.socket(fileno=fd)
             listening = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
@@ -53,7 +53,7 @@ def inherited(environment: MutableMapping[str, str] | None = None) -> dict[str, 
 
 
 def bind_http(listen: str) -> list[socket.socket]:
-    """One socket per address the host has; with port 0 only the first one. Raises SocketError."""
+    """Returns one socket per address of the host, or only the first one with port 0. Raises SocketError."""
     host, port = parse_listen(listen)
     try:
         infos = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -72,7 +72,7 @@ def bind_http(listen: str) -> list[socket.socket]:
         except OSError as error:
             sock.close()
             if error.errno in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL) and len(infos) > 1:
-                continue  # a host name may stand for an address family this machine has switched off
+                continue  # a host name may have an address of a family that this machine has switched off
             for other in bound:
                 other.close()
             raise SocketError(f"listen {listen}: {_why(error)}") from None
@@ -85,7 +85,7 @@ def bind_http(listen: str) -> list[socket.socket]:
 
 
 def keep_alive(listener: socket.socket) -> None:
-    """The connections it accepts inherit this: clients that vanished without a word are noticed after a while."""
+    """Turns on TCP keep-alive for the connections that the listener accepts, so that vanished clients are noticed after a while."""
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
@@ -97,7 +97,8 @@ def url_of(sock: socket.socket) -> str:
 
 
 def bind_control(path: str, mode: int = 0o660) -> socket.socket:
-    """`mode` from the first moment. A socket nobody listens on is replaced; a live one is an error. Raises SocketError."""
+    """Returns a new listening Unix socket, which has `mode` from the first moment. A socket without a listener is replaced; one
+    with a listener is an error. Raises SocketError."""
     length = len(os.fsencode(path))
     if length > MAX_SOCKET_PATH_BYTES:
         raise SocketError(f"control {path}: {length} bytes is too long for a socket path, at most {MAX_SOCKET_PATH_BYTES}")
@@ -127,7 +128,7 @@ def _make_folder(folder: str, path: str) -> None:
         owner = os.stat(folder).st_uid
     except OSError as error:
         raise SocketError(f"control {path}: folder {folder}: {error.strerror}") from None
-    # the fallback below /tmp has a name anybody can foretell
+    # another user can predict the name of the fallback folder below /tmp
     if folder.startswith("/tmp/hearthd-") and owner != os.getuid():
         raise SocketError(f"control {path}: folder {folder} belongs to another user (uid {owner}); name a socket with --control")
 

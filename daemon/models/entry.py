@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class ModelEntry:
-    """A registered model as requests see it. One object per name; the registry replaces it when files or config change."""
+    """A registered model as requests see it. Each name has one object, replaced by the registry when files or settings change."""
 
     name: str
     path: str
@@ -19,18 +19,18 @@ class ModelEntry:
     bos_token_id: int | None
     created: int  # Unix seconds: mtime of config.json
     fingerprint: str
-    generation_defaults: dict[str, float | int] = field(default_factory=dict)  # generation_config.json, then config `sampling`
-    chat_template: str | None = None  # config's own (a file path or text); None: the checkpoint's
+    generation_defaults: dict[str, float | int] = field(default_factory=dict)  # generation_config.json, overridden by `sampling`
+    chat_template: str | None = None  # set in the config (a file path or text); None: the checkpoint's
     max_sequences: int = 256
-    tool_parser: str | None = None  # daemon/text/tool_parsers/registry.py; None: told by the chat template
+    tool_parser: str | None = None  # named in daemon/text/tool_parsers/registry.py; None: chosen by the chat template
     reasoning_parser: str | None = None
-    embedding_size: int = 0  # of an encoder, which does nothing but embeddings; 0: it generates text
-    cut_sizes: Sequence[int] = ()  # what its embeddings may be cut to, beside that
+    embedding_size: int = 0  # an encoder's, which only makes embeddings; 0: the model generates text
+    cut_sizes: Sequence[int] = ()  # smaller sizes that its embeddings may be cut to
 
 
 @dataclass(slots=True, frozen=True)
 class LoadSource:
-    """What LoadModel says beside the scheduler's figures."""
+    """The part of a LoadModel message that does not come from the scheduler: the model's files and settings."""
 
     path: str
     dtype: str

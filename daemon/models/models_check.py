@@ -1,4 +1,4 @@
-"""What `hearthd --check-config` says of the settings for models, beside the models folder as it is now."""
+"""Checks the settings for models against the current models folder, for `hearthd --check-config`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from loader import catalog
 
 
 def check(config: NodeConfig, source: str) -> list[str]:
-    """Returns warnings: settings for models that are not there (yet). Raises ConfigError for an alias that can never work because a
-    model of that name is there. source: the file the settings come from."""
+    """Returns warnings about settings for models that do not exist (yet). Raises ConfigError for an alias that can never work
+    because it is the name of an existing model. source: the file the settings come from."""
     try:
         names = list(catalog.scan(config.models_dir))
     except OSError as error:

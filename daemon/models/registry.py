@@ -1,7 +1,7 @@
-"""Which models there are: scans the models folder, and tells the node scheduler what each one takes.
+"""Keeps the list of models: scans the models folder and tells the node scheduler how much memory each model takes.
 
-Scanning runs in a process of its own (daemon/scanning); the loop only swaps the result in. A model that is running keeps the files
-it was loaded from: a change registers the name anew, with a new fingerprint, for the next load.
+Scanning runs in a separate process (daemon/scanning); the event loop only takes over the result. A model that is running keeps the
+files it was loaded from: when they change, the name is registered anew with a new fingerprint, for the next load.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ Scan = Callable[[str, Mapping[str, catalog.Checkpoint]], Awaitable[dict[str, cat
 
 @dataclass(slots=True, frozen=True)
 class Registered:
-    """One name. entry is None while the folder is not a usable model; `problem` says why."""
+    """One model name. entry: None while the folder is not a usable model; `problem` says why."""
 
     checkpoint: catalog.Checkpoint
     facts: events.ModelFacts
     entry: ModelEntry | None
     dtype: str
     problem: str
-    quantize: str = ""  # int8: of the layers' matrices
-    kv_cache_dtype: str = ""  # fp8: of keys and values; empty: dtype
+    quantize: str = ""  # "int8" if the layers' matrices are quantised
+    kv_cache_dtype: str = ""  # "fp8", or empty: keys and values are kept in dtype
 
 
 async def scan_in_thread(models_dir: str, previous: Mapping[str, catalog.Checkpoint]) -> dict[str, catalog.Checkpoint]:
-    """A scan for those who trust the folder and may wait for it."""
+    """Scans the models folder in a thread, for callers that trust the folder and may wait for it."""
     return await asyncio.to_thread(catalog.scan, models_dir, previous)
 
 
 class Registry:
-    """ModelPort for the API."""
+    """All registered models; the ModelPort for the API."""
 
     def __init__(
         self,
@@ -58,11 +58,11 @@ class Registry:
         without_carve_out: Mapping[str, str] | None = None,
         scan: Scan = scan_in_thread,
     ) -> None:
-        """without_carve_out: isolated models for which nothing could be set aside, and why."""
+        """without_carve_out: maps each isolated model for which nothing could be set aside to the reason."""
         self.config, self._devices, self._state, self._scan = config, devices, state, scan
         self._without_carve_out = without_carve_out or {}
         self.models: dict[str, Registered] = {}
-        self.refused: Callable[[str], HearthError | None] = lambda name: None  # set by the node: why a model can never run
+        self.refused: Callable[[str], HearthError | None] = lambda name: None  # set by the node: returns why a model can never run
         self._aliases: dict[str, str] = {}
         self._entries: list[ModelEntry] = []
         self._rescan_lock = asyncio.Lock()
@@ -91,7 +91,7 @@ class Registry:
     # ---- for the dispatcher and the operator
 
     def canonical(self, name: str) -> str:
-        """Name or alias -> name. Raises HearthError model_not_found."""
+        """Returns the model's name for a name or an alias. Raises HearthError model_not_found."""
         if name in self.models:
             return name
         alias = self._aliases.get(name)
@@ -108,8 +108,8 @@ class Registry:
     # ---- scanning
 
     async def rescan(self, config: NodeConfig | None = None) -> list[events.Event]:
-        """Looks at the folder again (with new settings, if given) and returns what the scheduler is to be told. Raises OSError if
-        the models folder can't be read: nothing is changed then."""
+        """Scans the folder again (with new settings, if given) and returns the events for the scheduler. Raises OSError if the
+        models folder cannot be read; nothing is changed then."""
         async with self._rescan_lock:
             config = config or self.config
             before = self.models
@@ -128,7 +128,7 @@ class Registry:
                 continue
             try:
                 result[name] = self.register(config, checkpoint)
-            except Exception as error:  # whatever a folder says is that folder's fault, and must not hide the others
+            except Exception as error:  # an error in one folder must not hide the other models
                 log.exception("%s: what its files say cannot be used", name)
                 problem = f"what its files say cannot be used: {type(error).__name__}: {shortened(str(error))}"
                 result[name] = self._unusable(config, checkpoint, problem)
@@ -146,13 +146,13 @@ class Registry:
             pinned=self._state.pinned.get(name, settings.pinned),
             enabled=self._state.enabled.get(name, True),
             fingerprint=checkpoint.fingerprint,
-            incomplete=problem if checkpoint.reason else "",  # the rest may still come
+            incomplete=problem if checkpoint.reason else "",  # missing files may still arrive
             unusable="" if checkpoint.reason else problem,
         )
         return Registered(checkpoint, facts, None, settings.dtype or config.dtype, problem)
 
     def register(self, config: NodeConfig, checkpoint: catalog.Checkpoint) -> Registered:
-        """What the checkpoint and the settings together say of one model."""
+        """Returns what the checkpoint and the settings together say about one model."""
         name = checkpoint.name
         settings = config.models.get(name, ModelConfig())
         pinned, enabled = self._state.pinned.get(name, settings.pinned), self._state.enabled.get(name, True)
@@ -212,8 +212,8 @@ class Registry:
         return Registered(checkpoint, facts, entry, dtype, "", quantize, sizing.KV_FP8 if _has_fp8_kv(settings) else "")
 
     def _allowed(self, name: str, settings: ModelConfig, shape: ModelShape) -> list[DeviceBudget]:
-        """Devices it may live on: its carve-out alone, or any that is nobody's carve-out; of a GPU's kernels none are an
-        encoder's, of a CPU's none read fp8 KV."""
+        """Returns the devices the model may live on: its carve-out alone if it has one, or else the configured devices that are
+        no carve-out. Encoders cannot run on GPUs, and models with fp8 KV cannot run on CPUs, for lack of kernels."""
         own = [device for device in self._devices if device.model == name]
         shared = [device for device in self._devices if not device.model]
         named = own or [device for device in shared if not settings.devices or device.name in settings.devices]
@@ -222,7 +222,7 @@ class Registry:
         return [device for device in named if device.name.startswith("cuda") != bool(shape.pooling)]
 
     def _named_devices(self, name: str, settings: ModelConfig, shape: ModelShape) -> tuple[str, ...]:
-        """For ModelFacts.devices, where () is any."""
+        """Returns the value for ModelFacts.devices, where () means any device."""
         if shape.pooling or _has_fp8_kv(settings) or any(device.model for device in self._devices):
             return tuple(device.name for device in self._allowed(name, settings, shape)) or tuple(settings.devices)
         return tuple(settings.devices)
@@ -230,7 +230,8 @@ class Registry:
     def _work_space_bytes(
         self, config: NodeConfig, name: str, settings: ModelConfig, shape: ModelShape, dtype: str, max_model_len: int
     ) -> int:
-        """By the rule of the kind of device it may live on, the larger one's where it may live on both."""
+        """Returns the work space by the rule for the kind of device that the model may live on; the larger one if it may live on
+        both kinds."""
         batch, sequences = config.max_num_batched_tokens, settings.max_sequences
         kinds = {device.name.partition(":")[0] for device in self._allowed(name, settings, shape)}
         sizes = [gpu_work_space_bytes(shape, dtype, batch, sequences)] if "cuda" in kinds else []
@@ -240,7 +241,7 @@ class Registry:
         return max(sizes)
 
     def _encoder_misfit(self, name: str, settings: ModelConfig, shape: ModelShape) -> str:
-        """Why an encoder has no device, or ""."""
+        """Returns why an encoder has no device, or "" if it has one."""
         if not shape.pooling or self._allowed(name, settings, shape):
             return ""
         if own := [device for device in self._devices if device.model == name]:
@@ -251,14 +252,14 @@ class Registry:
         return f'models."{name}".devices: encoders are not built for cuda devices; give the node a cpu device for them'
 
     def _quantize_misfit(self, name: str, settings: ModelConfig, shape: ModelShape) -> str:
-        """Why the model can't be quantised, or ""."""
+        """Returns why the model cannot be quantised, or ""."""
         gpus = [one.name for one in self._devices if one.name.startswith("cuda") and one.name in (settings.devices or [one.name])]
         if gpus:
             return f'models."{name}".quantize: int8 is not built for {gpus[0]}; name cpu devices in its "devices"'
         return f'models."{name}".quantize: int8 is not built for encoders' if shape.pooling else ""
 
     def _kv_misfit(self, name: str, settings: ModelConfig, shape: ModelShape) -> str:
-        """Why KV can't be kept as asked, or ""."""
+        """Returns why KV cannot be kept in the configured type, or ""."""
         if not _has_fp8_kv(settings):
             return ""
         if shape.pooling:
@@ -272,9 +273,11 @@ class Registry:
     def _max_model_len(
         self, config: NodeConfig, name: str, settings: ModelConfig, shape: ModelShape, dtype: str, kv_dtype: str
     ) -> int:
-        """The configured length, or the default: the checkpoint's or what 25 % of the largest allowed device holds as KV (for a
-        carve-out, of the device it is of); halved (down to 2,048) while the model with the work space for such contexts would not
-        fit at all."""
+        """Returns the configured length (at most the checkpoint's) or a default.
+
+        The default is the checkpoint's length, or what 25 % of the largest allowed device holds as KV if that is less (for a
+        carve-out, 25 % of the device it is part of). It is halved, down to 2,048, while the model with the work space for such
+        contexts would not fit at all."""
         if settings.max_model_len is not None:
             return min(settings.max_model_len, shape.max_position_embeddings)
         allowed = self._allowed(name, settings, shape)
@@ -319,14 +322,14 @@ class Registry:
         return changes
 
     def unknown_models(self) -> list[str]:
-        """Models with settings and no folder; told to the log, too: a name may be misspelt."""
+        """Returns the models that have settings but no folder. It also logs them, because a name may be misspelt."""
         unknown = sorted(self.config.models.keys() - self.models.keys())
         for name in unknown:
             log.warning('settings for models."%s": there is no model of that name (yet)', name)
         return unknown
 
     def describe(self, name: str) -> str:
-        """The registration line of one model."""
+        """Returns the line that is logged when the model is registered."""
         found = self.models[name]
         if found.entry is None:
             return f"{name}: {'incomplete' if found.facts.incomplete else 'refused'}: {found.problem}"
@@ -350,7 +353,7 @@ def _has_fp8_kv(settings: ModelConfig) -> bool:
 
 
 def _kv_reserved_bytes(config: NodeConfig, shape: ModelShape, kv_dtype: str, num_tokens: int) -> int:
-    """For ModelFacts: of a model with windows."""
+    """Returns the KV bytes to reserve for a model with sliding windows (ModelFacts.kv_reserved_bytes), or 0 for any other model."""
     if not any(shape.layer_windows):
         return 0
     return sizing.kv_reserved_bytes(

@@ -1,4 +1,4 @@
-"""The running configuration, replaced as a whole by a reload; who reads it through here sees the new values at once."""
+"""The running configuration. A reload replaces it as a whole, and code that reads it through here sees the new values at once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from config.schema import NodeConfig
 
 
 class LiveSettings:
-    """HttpSettings, AccessSettings and CorsSettings for the API."""
+    """The current values of HttpSettings, AccessSettings and CorsSettings for the API."""
 
     def __init__(self, config: NodeConfig) -> None:
         self.config = config

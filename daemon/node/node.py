@@ -1,4 +1,4 @@
-"""The node's parts put together, and what it tells of itself: rows for `ps`, status, health, metrics."""
+"""Puts the parts of a node together and reports on it: rows for `ps`, status, health, metrics."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from scheduler.node.settings import SchedulerSettings
 from scheduler.node.views import ModelView
 
 log = logging.getLogger("hearthd")
-POST_AT_A_TIME = 25  # registrations between two turns of the loop
+POST_AT_A_TIME = 25  # registrations posted before the event loop does other work
 
 
 def scheduler_settings(config: NodeConfig) -> SchedulerSettings:
@@ -66,7 +66,7 @@ def scheduler_settings(config: NodeConfig) -> SchedulerSettings:
 
 
 class Node:
-    """Made on the event loop; `reload` is set by the lifecycle."""
+    """All parts of one node. It must be made on the event loop. `reload` is set by the lifecycle."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Node:
         scanner: ModelScanner | None = None,
         checkpoints: Mapping[str, Checkpoint] | None = None,
     ) -> None:
-        """checkpoints: what is in the models folder, for the carve-outs of isolated models."""
+        """checkpoints: the content of the models folder, for the carve-outs of isolated models."""
         loop = asyncio.get_running_loop()
         division = divide(config, devices, state, checkpoints or {})
         self.devices = devices = division.devices
@@ -145,7 +145,8 @@ class Node:
         return LeftMemory(device.name, is_host) if wanted and self.config.runner == "torch" else None
 
     def _gpu_fault(self, device: DeviceBudget, fault: GpuFault) -> None:
-        """Its engine may not come back from what it waits for; the others have nothing to do with it."""
+        """Logs and counts a GPU's fault. A fatal fault restarts only this device's engine, because the engine may wait for the
+        GPU for ever."""
         log.error("GPU %s: %s", device.uuid, fault, extra=fields(device=device.name))
         self.ring.add("gpu_fault", device=device.name, uuid=device.uuid, xid=fault.xid, fatal=fault.is_fatal)
         self.metric.gpu_faults[device.name, str(fault.xid)] += 1
@@ -153,13 +154,13 @@ class Node:
             self.workers[device.name].restart(f"was ended: {fault} on {device.uuid}", distrust_memory=True)
 
     async def gpu_rows(self) -> list[dict[str, Any]]:
-        """For `hearth gpus`. Raises NoGpus."""
+        """Returns the rows of `hearth gpus`. Raises NoGpus."""
         return rows_of(await asyncio.to_thread(self.inventory.gpus), self.devices, self.gpu_watch.xids)
 
     # ---- models
 
     async def rescan(self, config: NodeConfig | None = None) -> None:
-        """Raises OSError if the models folder can't be read."""
+        """Reads the models folder again and reports the changes to the scheduler. Raises OSError if the folder cannot be read."""
         changes = await self.registry.rescan(config)
         for at, change in enumerate(changes):
             self.dispatcher.post(change)
@@ -181,7 +182,7 @@ class Node:
                 self.ring.add("registered", model=name, text=line)
 
     def _refused(self, name: str) -> HearthError | None:
-        arithmetic = self.scheduler.too_large(name)  # asked for each request
+        arithmetic = self.scheduler.too_large(name)  # called for each request
         if not arithmetic:
             return None
         message = f"The model {name!r} can never be loaded on this node: {arithmetic}"
@@ -204,7 +205,7 @@ class Node:
         return self.scheduler.draining
 
     def rows(self) -> list[dict[str, Any]]:
-        """All models, sorted by name; `ps` leaves the cold ones out."""
+        """Returns a row for each model, sorted by name. `ps` leaves the cold models out."""
         kv_bytes = self._kv_bytes()
         rows = []
         for view in sorted(self.scheduler.snapshot(), key=lambda view: view.name):
@@ -235,7 +236,8 @@ class Node:
         return {name: counts[0] for stats in self.engine_events.stats.values() for name, counts in stats.models.items()}
 
     def queue_rows(self) -> list[dict[str, Any]]:
-        """Requests that wait for their turn, and work on texts that takes its time, which comes before."""
+        """Returns a row for each request that waits in the scheduler's queue, and then for each long-running text job. Text jobs
+        come before a request is queued."""
         now = time.monotonic()
         rows = []
         for view in self.scheduler.queue():
@@ -283,7 +285,7 @@ class Node:
         return rows
 
     def host_tier_row(self) -> dict[str, int]:
-        """Bytes, in all and by what is in them."""
+        """Returns the bytes of the host tier, in total and by kind of content."""
         view = self.scheduler.host_tier()
         return {"bytes": view.num_slots * view.slot_bytes} | {
             f"{kind}_bytes": num * view.slot_bytes for kind, num in view.slots.items()
@@ -325,7 +327,7 @@ class Node:
         }
 
     def why(self, name: str) -> dict[str, Any]:
-        """A model's or a request's story. Raises HearthError not_found."""
+        """Returns the history of a model or a request as lines of text. Raises HearthError not_found."""
         request_id = self.dispatcher.open.request_id(name)
         asked = f"req-{request_id}" if request_id is not None else name
         lines = self.scheduler.why(asked)
@@ -342,7 +344,8 @@ class Node:
     # ---- health
 
     def health(self) -> tuple[bool, dict[str, object]]:
-        """A task that is being started again is told of, but is no reason to end the node."""
+        """Returns whether the node is healthy, and the body of /healthz. A task that is started again is reported, but is no
+        reason to end the node."""
         healthy, problems = not self.scheduler.health(), self._problems()
         return healthy, {"status": "failing" if not healthy else "degraded" if problems else "ok", "problems": problems}
 
@@ -350,7 +353,7 @@ class Node:
         return [*self.scheduler.health(), *self.tasks.problems()]
 
     def problem(self) -> str:
-        """What withholds the watchdog, "" for nothing."""
+        """Returns why systemd's watchdog is not notified, or "" if it is."""
         return "; ".join(map(str, self.scheduler.health()))
 
     def ready(self) -> tuple[bool, dict[str, object]]:

@@ -1,4 +1,4 @@
-"""How readings of the settings ended after the start: counted, and the refusal that stands until one is applied."""
+"""Counts how reloads of the settings ended, and keeps the last refusal until settings are applied again."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ log = logging.getLogger("hearthd")
 
 @dataclass(slots=True, frozen=True)
 class RefusedReload:
-    """Why what the files say now is not in use. since: Unix time of the first refusal since settings were last applied."""
+    """Why the current content of the files is not in use. since: Unix time of the first refusal after the last success."""
 
     message: str
     file: str
-    line: int  # from 1; 0 where none is known
+    line: int  # from 1; 0 if unknown
     key: str
     since: float
 
 
 class Reloads:
-    """refused: None while the running settings are those of the last reading."""
+    """Counts reloads. refused: None while the running settings are those of the last reading."""
 
     def __init__(self, counts: defaultdict[str, int]) -> None:
-        """counts: of readings that were applied and refused, for the metrics."""
+        """counts: the numbers of readings "applied" and "refused", for the metrics."""
         self._counts = counts
         self.refused: RefusedReload | None = None
 
     def refuse(self, error: ConfigError) -> BadRequest:
-        """Counts, logs and keeps the refusal; returns what the caller of the reload is told."""
+        """Counts, logs and keeps the refusal, and returns the error for the caller of the reload."""
         self._counts["refused"] += 1
         log.error("reload refused, the running settings stay: %s", error)
         since = round(time.time(), 3) if self.refused is None else self.refused.since
@@ -46,5 +46,5 @@ class Reloads:
         self.refused = None
 
     def row(self) -> dict[str, object] | None:
-        """For `hearth status --json`."""
+        """Returns the refusal for `hearth status --json`, or None."""
         return None if self.refused is None else asdict(self.refused)

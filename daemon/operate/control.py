@@ -1,9 +1,9 @@
-"""The control API on the Unix sockets: what `hearth` and scripts talk to. Who may open the control socket may do everything, who
-may open the status socket may look.
+"""The control API on the Unix sockets, which `hearth` and scripts use.
 
-Commands answer with NDJSON: progress lines, then one line `{"event": "result", "ok": ..}`. An error that is known before the
-first line is an HTTP status; its body, and a failed result's `error`, is `{code, message, details}`. See
-daemon/operate/control_status.py for how statuses and exit codes correspond.
+Whoever may open the control socket may do everything; whoever may open the status socket may only read. Commands answer with
+NDJSON: progress lines, then one line `{"event": "result", "ok": ..}`. An error that is known before the first line is an HTTP
+status. Its body, and the `error` of a failed result, is `{code, message, details}`. daemon/operate/control_status.py maps the
+statuses to exit codes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from scheduler.node.actions import Refusal
 
 log = logging.getLogger("hearthd.control")
 FOLLOW_LIMIT = 4096
-NUM_FOLLOWERS = 64  # of the events, on one socket
+NUM_FOLLOWERS = 64  # clients that may follow the events, per socket
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _COMMANDS: dict[str, Callable[..., events.Event]] = {
@@ -45,7 +45,8 @@ _REMEMBERED = ("pin", "unpin", "enable", "disable")
 
 
 def make_control_app(node: Node, read_only: bool = False) -> web.Application:
-    """read_only: the status socket's, which anybody on the machine may open."""
+    """Returns the application of the control socket. read_only: makes that of the status socket, which anybody on the machine may
+    open."""
     api = ControlApi(node)
     app = web.Application(middlewares=[_errors])
     app[ANSWERING] = Answering(error_object)
@@ -104,7 +105,7 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         raise
     except Exception as error:
         if isinstance(error, ConnectionError) and (request.transport is None or request.transport.is_closing()):
-            return web.Response()  # the client is gone; raised, it would be a traceback in the log
+            return web.Response()  # the client is gone; raising would log a traceback
         if (short := shortage.in_place_of(error)) is not None:
             return _json(error_object(short), error_status(short))
         log.exception("%s %s failed", request.method, request.path)
@@ -143,11 +144,11 @@ class ControlApi:
         return _json(operator_views.plan(self._node, request.match_info["name"]))
 
     async def room(self, request: web.Request) -> web.Response:
-        """`?bytes=N`, of one device with `&device=NAME`."""
+        """Answers with the models that would leave each device to free `?bytes=N`. `&device=NAME`: only on that device."""
         return _json(operator_views.room(self._node, request.query.get("bytes", ""), request.query.get("device", "")))
 
     async def history(self, request: web.Request) -> web.Response:
-        """`?model=NAME`: of that one."""
+        """Answers with the last placements. `?model=NAME`: only those that concern this model."""
         return _json(operator_views.history(self._node, request.query.get("model", "")))
 
     async def top(self, request: web.Request) -> web.Response:
@@ -160,10 +161,11 @@ class ControlApi:
             raise BadRequest("not_found", f"No GPUs: {error}.", status=404) from None
 
     async def event_lines(self, request: web.Request) -> web.StreamResponse:
-        """History, then with `?follow=1` what happens until the client goes."""
+        """Answers with the event history as NDJSON, and with `?follow=1` then with new events until the client closes the
+        connection."""
         if request.query.get("follow") not in ("1", "true"):
             response = await _start_lines(request)
-            with contextlib.suppress(ConnectionError):  # the client has seen enough
+            with contextlib.suppress(ConnectionError):  # the client closed the connection
                 for event in self._node.ring.history():
                     await response.write(_line(event))
             return response
@@ -185,8 +187,8 @@ class ControlApi:
         return response
 
     async def command(self, request: web.Request) -> web.StreamResponse:
-        """load, unload, pin, unpin, enable, disable. `?wait=0`: answers as soon as the scheduler has not refused. `unload?to=warm`:
-        what is kept of the weights in host memory stays."""
+        """Runs load, unload, pin, unpin, enable or disable for a model. `?wait=0`: answers as soon as the scheduler has not
+        refused. `unload?to=warm`: keeps the copy of the weights in host memory."""
         command = request.match_info["command"]
         make = _COMMANDS.get(command)
         if make is None:
@@ -200,7 +202,7 @@ class ControlApi:
             done = node.dispatcher.command(lambda now, cause: make(now=now, cause=cause, model=name, **options))
             if done.done():
                 _settle(done)  # raises the refusal as an HTTP status
-            # it is decided, whether or not anybody waits for the load
+            # the command has taken effect, whether or not anybody waits for the load
             saved = _saved(await node.state_keeper.remember(command, name)) if command in _REMEMBERED else {}
             response = await _start_lines(request)
             if not done.done() and request.query.get("wait") == "0":
@@ -226,7 +228,7 @@ class ControlApi:
     async def _pass_on(
         self, response: web.StreamResponse, queue: asyncio.Queue[dict[str, Any]], done: asyncio.Future[Refusal | None]
     ) -> None:
-        """Progress lines until the command is done."""
+        """Writes progress lines until the command is done."""
         getter: asyncio.Future[Any] | None = None
         try:
             while not done.done():
@@ -249,7 +251,7 @@ class ControlApi:
         return await self._gate(request, events.ResumeRequested)
 
     async def _gate(self, request: web.Request, make: Callable[..., events.Event]) -> web.Response:
-        """`?model=NAME`, or the whole node."""
+        """Drains or resumes the model of `?model=NAME`, or the whole node without it."""
         name = request.query.get("model", "")
         model = self._node.registry.canonical(name) if name else ""
         refusal = await self._node.dispatcher.command(lambda now, cause: make(now=now, cause=cause, model=model))
@@ -264,7 +266,7 @@ class ControlApi:
 
 
 def _options(command: str, request: web.Request) -> dict[str, str]:
-    """Fields of the command's event from its query."""
+    """Returns the fields that the query sets in the command's event."""
     to = request.query.get("to")
     if command != "unload" or to is None:
         return {}
@@ -274,12 +276,12 @@ def _options(command: str, request: web.Request) -> dict[str, str]:
 
 
 def _saved(error: HearthError | None) -> dict[str, Any]:
-    """Returns the part of a command's result that says whether a restart would know of it, and if not, why."""
+    """Returns the part of a command's result that says whether its effect survives a restart and, if not, why."""
     return {"saved": True} if error is None else {"saved": False, "error": error_object(error), "status": error_status(error)}
 
 
 def _settle(done: asyncio.Future[Refusal | None]) -> None:
-    """Raises the refusal, if it is one."""
+    """Raises a HearthError if the finished command was refused."""
     refusal = done.result()
     if refusal is not None:
         raise from_refusal(refusal)
@@ -292,6 +294,7 @@ async def _start_lines(request: web.Request) -> web.StreamResponse:
 
 
 def _offer(queue: asyncio.Queue[dict[str, Any]], event: dict[str, Any]) -> None:
-    """A follower that does not read loses events rather than holding them all in memory."""
+    """Queues an event for a follower. If the queue is full the event is dropped: a follower that does not read must not fill the
+    memory."""
     with contextlib.suppress(asyncio.QueueFull):
         queue.put_nowait(event)

@@ -1,4 +1,4 @@
-"""HTTP statuses of the control API and exit codes of `hearth`: one to one, read by both sides."""
+"""Maps the HTTP statuses of the control API to the exit codes of `hearth`, one to one. Both sides use it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `hearth plan`, `evict --dry-run`, `history` and `top` show: the scheduler's views as rows. Reading only."""
+"""What `hearth plan`, `evict --dry-run`, `history` and `top` show: the scheduler's views as rows. Nothing is changed here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SWAPS_SHOWN = 64
 
 
 def plan(node: Node, name: str) -> dict[str, Any]:
-    """Raises HearthError not_found."""
+    """Returns what loading the model would do now. Raises HearthError not_found."""
     model = node.registry.canonical(name)
     found = node.scheduler.plan_load(model, time.monotonic())
     if found is None:
@@ -27,7 +27,8 @@ def plan(node: Node, name: str) -> dict[str, Any]:
 
 
 def room(node: Node, text: str, device: str) -> list[dict[str, Any]]:
-    """Raises HearthError for what is no size or no device."""
+    """Returns for each device, or the given one, which models would leave to free the bytes. text: a size. device: "" for all.
+    Raises HearthError for an invalid size or an unknown device."""
     try:
         num_bytes = units.parse_bytes(int(text) if text.isascii() and text.isdigit() else text)
     except ValueError as error:
@@ -40,13 +41,13 @@ def room(node: Node, text: str, device: str) -> list[dict[str, Any]]:
 
 
 def history(node: Node, name: str) -> list[dict[str, Any]]:
-    """Oldest first. Raises HearthError not_found."""
+    """Returns the last placements, oldest first; those of one model if `name` is not "". Raises HearthError not_found."""
     model = node.registry.canonical(name) if name else ""
     return [_placement(node, view) for view in node.scheduler.history(model)]
 
 
 def top(node: Node) -> dict[str, Any]:
-    """The status page's figures, with the tokens of each model and the last swaps."""
+    """Returns the status page's figures with each model's generated tokens and the last swaps."""
     return {
         "time": round(time.time(), 3),
         **snapshot(node),
@@ -56,7 +57,7 @@ def top(node: Node) -> dict[str, Any]:
 
 
 def _placement(node: Node, view: PlacementView) -> dict[str, Any]:
-    """Times are Unix seconds; bytes freed by a victim come from its chunks."""
+    """Returns a placement as a row. Times are Unix seconds; the bytes a victim frees are computed from its chunks."""
     row = asdict(view)
     chunk_bytes = int(node.config.chunk_bytes)
     row["victims"] = [

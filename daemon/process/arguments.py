@@ -1,4 +1,4 @@
-"""argparse whose errors are one line: what is wrong, what was meant perhaps, where to look."""
+"""A variant of argparse whose errors are one line: what is wrong, what was perhaps meant, and where to find help."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ _UNKNOWN_CHOICE = re.compile(r"argument (\S+): invalid choice: '(.*)' \(choose f
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """Its sub-parsers are of the same kind."""
+    """A parser with one-line errors. Its sub-parsers are of this class, too."""
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """What a command does not take is told by that command, with flags of its own."""
+        """Parses the arguments. An argument that a command does not take is reported by that command's parser, which suggests its
+        own flags."""
         found, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self._command(found)._refuse(unknown[0])
@@ -27,14 +28,14 @@ class ArgumentParser(argparse.ArgumentParser):
         self.exit(EXIT_USAGE, f"{self.prog}: {self._plain(message)}\n")
 
     def _command(self, found: argparse.Namespace) -> ArgumentParser:
-        """The sub-parser of the command that was given, or this parser where there are no commands."""
+        """Returns the sub-parser of the command that was given, or this parser if there are no commands."""
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
                 return action.choices.get(getattr(found, action.dest), self)
         return self
 
     def _refuse(self, word: str) -> NoReturn:
-        """word: an argument that nothing takes."""
+        """Exits with an error about `word`, an argument that is not accepted."""
         if not word.startswith("-"):
             text = f"{word!r} is one word too many; `{self.prog} --help` tells what it takes"
         else:
@@ -52,7 +53,7 @@ class ArgumentParser(argparse.ArgumentParser):
 
 
 def _names(action: argparse.Action) -> set[str]:
-    """By which an error may call it."""
+    """Returns the names by which an argparse error may call the action."""
     return {"/".join(action.option_strings), str(action.metavar), action.dest}
 
 

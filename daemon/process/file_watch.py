@@ -1,4 +1,4 @@
-"""Tells when one of a few files may have changed: edited in place, replaced, or reached through a link that moved."""
+"""Reports when one of a few files may have changed: edited in place, replaced, or reached through a link that moved."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Signature = tuple[tuple[int, int, int] | None, ...]
 
 
 def signature(paths: Sequence[str]) -> Signature:
-    """Differs once a file's content may. None stands for a file that is not there."""
+    """Returns a value that changes when the content of a file may have changed. A file that does not exist is None in it."""
     found: list[tuple[int, int, int] | None] = []
     for path in paths:
         try:
@@ -28,8 +28,8 @@ def signature(paths: Sequence[str]) -> Signature:
 
 
 class FileWatch:
-    """`changed` is called on the loop some 0.3 s after something happened in a folder of `paths`; whether it was one of the files
-    is for `signature` to tell. Folders are watched, not files: an editor's new file is another one under the same name."""
+    """Calls `changed` on the event loop some 0.3 s after something happened in a folder of `paths`. Compare `signature` to see
+    whether it was one of the files. It watches folders, not files, because an editor may write a new file under the same name."""
 
     def __init__(self, paths: Sequence[str], changed: Callable[[], None]) -> None:
         self._loop = asyncio.get_running_loop()
@@ -53,7 +53,7 @@ class FileWatch:
                 log.warning("%s cannot be watched (%s); `hearth reload` reads again", ", ".join(self._folders), error)
 
     def stop(self) -> None:
-        """Blocks until the thread has seen it: for a thread."""
+        """Stops watching. It blocks until the watching thread has noticed, so call it from a thread."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(2.0)

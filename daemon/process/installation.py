@@ -1,7 +1,7 @@
-"""What of the Python packages that hearthd asks for is not installed beside it, what that costs, and the command that mends it.
+"""Finds out which Python packages that hearthd needs are missing, what that costs, and the command that installs them.
 
-Two kinds: those without which nothing runs (`required`), and those that a kind of device needs (`of_devices`). Nothing is imported
-here: a package is looked for, and its version read from what its installer has written.
+There are two kinds: packages without which nothing runs (`required`), and packages that a kind of device needs (`of_devices`).
+Nothing is imported here: a package is looked for, and its version is read from what its installer has written.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 NUMBA, TRITON, BINDINGS, TORCH = "numba", "triton", "cuda-bindings", "torch"
-# what is no requirement of all -> what needs it; numba also decodes packed weights, numpy does without it
+# optional package -> what needs it; numba also decodes packed weights, which numpy does without it
 NEEDED_BY = {NUMBA: "cpu devices and packed weights", TRITON: "cuda devices", BINDINGS: "cuda devices"}
-_MODULES = {BINDINGS: "cuda.bindings"}  # where it is not the distribution's name
+_MODULES = {BINDINGS: "cuda.bindings"}  # a package's module, where it has another name
 SLOW_CPU = "cpu devices compute with torch's operations alone, at a fraction of the speed"
 
 ONE_AT_A_TIME = "kernels run on threads of Numba's own beside torch's, and models of a cpu device never at the same time"
@@ -26,8 +26,8 @@ GET_OPENMP = "install the system's libgomp: apt-get install libgomp1, or dnf ins
 
 @dataclass(frozen=True, slots=True)
 class Lack:
-    """package: its distribution's name. found: what is the matter with it. cost: what that takes away. stops: all of it. change: a
-    command."""
+    """A package that is missing or unsuitable. package: its distribution's name. found: what is wrong with it. cost: what suffers
+    from it. stops: whether that does not work at all, rather than more slowly. change: the command that mends it."""
 
     package: str
     found: str
@@ -40,15 +40,16 @@ class Lack:
 
 
 def is_there(package: str) -> bool:
-    """Whether Python finds the package; it may be of any version."""
+    """Returns whether Python finds the package, of any version."""
     try:
         return importlib.util.find_spec(_MODULES.get(package, package)) is not None
-    except ModuleNotFoundError:  # of the package it lies in
+    except ModuleNotFoundError:  # the parent package is missing
         return False
 
 
 def has_openmp() -> bool:
-    """Whether the system has GCC's OpenMP. Numba's wheels need it for their threads; torch brings one, which they do not find."""
+    """Returns whether the system has GCC's OpenMP. Numba's wheels need it for their threads; torch brings one, which they do not
+    find."""
     try:
         ctypes.CDLL("libgomp.so.1")
     except OSError:
@@ -57,7 +58,7 @@ def has_openmp() -> bool:
 
 
 def of_devices(devices: Iterable[str]) -> list[Lack]:
-    """Returns what devices of these names need and do not have, for the runner that computes."""
+    """Returns what the devices of these names need and do not have, if the runner computes. A name starts with "cpu" or "cuda"."""
     kinds = {name.partition(":")[0] for name in devices}
     found = []
     if not is_there(TORCH):
@@ -79,8 +80,8 @@ def _lack(package: str, cost: str, stops: bool) -> Lack:
 
 
 def installed_version(package: str) -> str:
-    """Returns "" where no installer has written one down."""
-    from importlib import metadata  # 10 ms, and only where something is amiss
+    """Returns the installed version of the package, or "" if no installer has recorded one."""
+    from importlib import metadata  # takes 10 ms, and is needed only if something is wrong
 
     try:
         return metadata.version(package)
@@ -89,7 +90,8 @@ def installed_version(package: str) -> str:
 
 
 def requirement(package: str) -> str:
-    """Returns what hearthd asks for, as in pyproject.toml: `numba>=0.61`; the bare name where hearthd itself is not installed."""
+    """Returns hearthd's requirement of the package as in pyproject.toml: `numba>=0.61`. Returns the bare name if hearthd itself
+    is not installed."""
     from importlib import metadata
 
     from packaging.requirements import Requirement
@@ -102,8 +104,11 @@ def requirement(package: str) -> str:
 
 
 def required() -> tuple[list[str], list[Lack]]:
-    """Returns what is there of hearthd's requirements without an extra, as `aiohttp 3.11.1`, and what is missing or too old; also
-    what is there of an extra's and too old. Raises PackageNotFoundError where hearthd is not installed but runs from its folder."""
+    """Checks hearthd's requirements, leaving out those that only extras have, except for the packages in NEEDED_BY.
+
+    Returns two lists: the requirements without an extra that are met, as `aiohttp 3.11.1`, and what is missing or too old. A
+    package of an extra is listed only if the installed version is too old. Raises PackageNotFoundError if hearthd is not
+    installed but runs from its folder."""
     from importlib import metadata
 
     from packaging.requirements import Requirement
@@ -127,7 +132,7 @@ def required() -> tuple[list[str], list[Lack]]:
 
 
 def install_command(*words: str) -> str:
-    """What installs into the environment this process runs in. words: requirements and options of pip."""
+    """Returns the command that installs into the environment of this process. words: requirements and options of pip."""
     given = " ".join(map(shlex.quote, words))
     if os.path.exists(os.path.join(sys.prefix, "pipx_metadata.json")):
         return f"pipx runpip {shlex.quote(os.path.basename(sys.prefix))} install {given}"
@@ -135,5 +140,6 @@ def install_command(*words: str) -> str:
 
 
 def cuda_torch_command() -> str:
-    """Puts a build with CUDA, as PyPI has it, in the place of one without, which pip takes for its equal."""
+    """Returns the command that replaces a torch without CUDA by PyPI's build with CUDA. Without the options pip would take the
+    two for equal."""
     return install_command("--force-reinstall", "--index-url", "https://pypi.org/simple", requirement(TORCH))

@@ -1,7 +1,8 @@
-"""One line an event on stderr: what happened, then `name=value` of what it is about. Prompts, outputs and keys are never logged.
+"""Writes one line per event to stderr: what happened, then `name=value` pairs of what it concerns. Prompts, outputs and keys are
+never logged.
 
-Formats: `text` for people, `journal` the same without the time but with the priority (`<6>`) that journald takes off, `json` one
-object a line. A call site gives values with `extra=fields(model=..., device=...)`.
+The formats: `text` for people; `journal` is the same without the time but with the priority (`<6>`), which journald takes off;
+`json` is one object a line. Callers add values with `extra=fields(model=..., device=...)`.
 """
 
 from __future__ import annotations
@@ -16,18 +17,19 @@ from functools import lru_cache
 from typing import Any
 
 log = logging.getLogger("hearthd")
-_PRIORITIES = ((logging.CRITICAL, 2), (logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6), (0, 7))  # of syslog(3)
+_PRIORITIES = ((logging.CRITICAL, 2), (logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6), (0, 7))  # in syslog(3)
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _PLAIN = re.compile(r"[^\s\"=\\]+\Z")
 
 
 def fields(**values: object) -> dict[str, dict[str, object]]:
-    """For `extra=`: request_id, cause, model, device and what else a reader may search for; empty ones are left out."""
+    """Returns the argument for `extra=`: request_id, cause, model, device and other values to search for. Empty values are left
+    out."""
     return {"fields": {name: value for name, value in values.items() if value not in ("", None)}}
 
 
 def _message(record: logging.LogRecord) -> str:
-    """On one line, whatever a file or a client has put into it."""
+    """Returns the record's message on one line, with control characters escaped, whatever a file or a client has put into it."""
     return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], record.getMessage())
 
 
@@ -36,7 +38,7 @@ def _logger(record: logging.LogRecord) -> str:
 
 
 class TextLines(logging.Formatter):
-    """`12:30:01.250 warning api: text model=a`; the date is left to who keeps the log."""
+    """Formats records as `12:30:01.250 warning api: text model=a`. The date is left to the program that keeps the log."""
 
     def format(self, record: logging.LogRecord) -> str:
         return f"{_clock(int(record.created))}.{int(record.msecs):03d} {record.levelname.lower()} {self.text(record)}"
@@ -61,7 +63,7 @@ def _clock(unix_s: int) -> str:
 
 
 class JournalLines(TextLines):
-    """`<4>api: text model=a`; a traceback's lines carry the priority of theirs."""
+    """Formats records as `<4>api: text model=a`. Each line of a traceback has its record's priority."""
 
     def format(self, record: logging.LogRecord) -> str:
         priority = next(number for level, number in _PRIORITIES if record.levelno >= level)
@@ -69,7 +71,8 @@ class JournalLines(TextLines):
 
 
 class JsonLines(logging.Formatter):
-    """`{"time": "2026-01-31T12:30:01.250Z", "level": "warning", "logger": "api", "message": "text", "model": "a"}`."""
+    """Formats records as `{"time": "2026-01-31T12:30:01.250Z", "level": "warning", "logger": "api", "message": "text", "model":
+    "a"}`."""
 
     def format(self, record: logging.LogRecord) -> str:
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
@@ -90,7 +93,8 @@ _handler: logging.StreamHandler[Any] | None = None
 
 
 def set_up(level: str, log_format: str = "") -> None:
-    """level: debug, info, warning or error. log_format: auto, text, json or journal; "" leaves it as it is. May be called again."""
+    """Sets up logging; may be called again. level: debug, info, warning or error. log_format: auto, text, json or journal; ""
+    keeps it."""
     global _handler
     root = logging.getLogger()
     if _handler is None or _handler not in root.handlers:
@@ -100,15 +104,15 @@ def set_up(level: str, log_format: str = "") -> None:
     if log_format:
         name = ("journal" if stderr_is_journal() else "text") if log_format == "auto" else log_format
         _handler.setFormatter(_FORMATS[name]())
-    # what no format shows is not looked up for each line
+    # values that no format shows need not be looked up for each line
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
-    logging._srcfile = None  # the way of the library's manual to leave out the caller's file and line
+    logging._srcfile = None  # leaves out the caller's file and line, as the library's manual says
     root.setLevel(logging.WARNING)
     logging.getLogger("hearthd").setLevel(level.upper())
 
 
 def stderr_is_journal() -> bool:
-    """systemd says in JOURNAL_STREAM which device and inode the journal's stream has."""
+    """Returns whether stderr is the journal. systemd sets JOURNAL_STREAM to the device and inode of the journal's stream."""
     try:
         status = os.fstat(2)
     except OSError:

@@ -1,4 +1,4 @@
-"""Tasks that run as long as the daemon: one that fails is logged and started again, and the node tells of it."""
+"""Tasks that run as long as the daemon. A task that fails is logged and started again, and the node reports it."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import Any
 
 log = logging.getLogger("hearthd")
 PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
-SOUND_AFTER_S = 60.0  # a task that has run for so long since its last failure is no problem any more
+SOUND_AFTER_S = 60.0  # once its last failure is this old, a task is no problem any more
 
 
 class LongTasks:
-    """Made on the event loop. The clock is monotonic."""
+    """Keeps tasks running. It must be made on the event loop. clock: monotonic."""
 
     def __init__(self, pause_s: float = PAUSE_S, clock: Callable[[], float] = time.monotonic) -> None:
         self._pause_s, self._clock = pause_s, clock
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._failures: dict[str, tuple[float, int, str]] = {}  # name -> when it failed last, how often in a row, with what
+        self._failures: dict[str, tuple[float, int, str]] = {}  # name -> time of the last failure, failures in a row, last error
 
     def start(self, name: str, run: Callable[[], Awaitable[None]]) -> None:
-        """`run` may return when its work is done; after an exception it is called again."""
+        """Starts a task. `run` may return when its work is done; after an exception it is called again."""
         self._keep(asyncio.get_running_loop().create_task(self._run(name, run), name=name))
 
     def once(self, name: str, work: Awaitable[Any]) -> None:
-        """Work that ends by itself and that nobody waits for; an exception of it is logged."""
+        """Runs work that ends by itself and that nothing waits for. If it raises an exception, that is logged."""
 
         async def run() -> None:
             try:
@@ -37,7 +37,7 @@ class LongTasks:
         self._keep(asyncio.get_running_loop().create_task(run(), name=name))
 
     def problems(self) -> list[str]:
-        """Returns a sentence for each task that failed lately."""
+        """Returns a sentence for each task that failed within the last SOUND_AFTER_S seconds."""
         now = self._clock()
         return [
             f"{name} failed {count} times in a row, at last with {error}; it was started again"
@@ -50,7 +50,7 @@ class LongTasks:
             task.cancel()
 
     def _keep(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.add(task)  # the loop itself holds tasks by weak references only
+        self._tasks.add(task)  # the loop itself holds only weak references to tasks
         task.add_done_callback(self._tasks.discard)
 
     async def _run(self, name: str, run: Callable[[], Awaitable[None]]) -> None:

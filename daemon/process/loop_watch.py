@@ -1,9 +1,10 @@
-"""How long the event loop was held at most: a timer that notes how late it runs, on only while requests are open.
+"""Measures the longest time for which the event loop was blocked, with a timer that notes how late it fires. It runs only while
+requests are open.
 
 A timer every 5 ms (the default of `loop_watch_ms`) costs some 15 us a tick while tokens flow (measured; every 2 ms was 2 % of a
-core on one slow stream) and nothing when the node is idle. A single hold is seen less up to one period, one that repeats is seen in
-full. What the thread waited for a core, because other programs had them all, is no hold of ours and is taken off where the kernel
-tells it.
+core on one slow stream) and nothing when the node is idle. A single block is measured up to one period too short, a repeated one in
+full. Time in which the thread waited for a core because other programs used all of them is not the daemon's fault, and is
+subtracted if the kernel reports it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import time
 
 
 class LoopWatch:
-    """`stall_s`: the longest hold seen so far, to within `period_s`. Made in the loop's thread."""
+    """Measures how long the event loop is blocked. `stall_s`: the longest time so far, to within `period_s`. Make it in the
+    loop's thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, period_s: float = 0.005) -> None:
         self._loop, self._period_s = loop, period_s
@@ -26,7 +28,7 @@ class LoopWatch:
         try:
             self._fd = os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
-            self._fd = -1  # a kernel without schedstat: waits for a core count as holds
+            self._fd = -1  # the kernel has no schedstat: waiting for a core counts as blocking
 
     def start(self) -> None:
         if self._timer is None:
@@ -44,7 +46,8 @@ class LoopWatch:
             self._fd = -1
 
     def _waited_for_core_s(self) -> float:
-        """Seconds this thread was runnable and not running, since it began."""
+        """Returns the seconds since the thread's start in which it could run but had no core; 0.0 if the kernel does not report
+        them."""
         return int(os.pread(self._fd, 96, 0).split()[1]) / 1e9 if self._fd >= 0 else 0.0
 
     def _arm(self) -> None:

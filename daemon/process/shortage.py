@@ -1,4 +1,4 @@
-"""What is said, to clients and in the log, where descriptors run out."""
+"""What clients and the log are told when file descriptors run out."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ RETRY_AFTER_S = 1.0
 
 
 class Shortage:
-    """Counts what could not be done and logs one line a minute: a shortage lasts, and each request would add to the log."""
+    """Counts what could not be done and logs at most one line a minute: a shortage lasts, and each request would add to the log."""
 
     def __init__(self) -> None:
         self._untold: Counter[str] = Counter()
         self._told_s = -TELL_EVERY_S
 
     def note(self, what: str) -> None:
-        """what: plural, for the log."""
+        """Counts a failure and logs the counts at most once a minute. what: a plural noun for the log, such as "requests answered
+        503"."""
         self._untold[what] += 1
         now = time.monotonic()
         if now - self._told_s < TELL_EVERY_S:
@@ -37,17 +38,18 @@ class Shortage:
         )
 
 
-SHORTAGE = Shortage()  # one a process, as the limit is
+SHORTAGE = Shortage()  # one per process, like the limit
 
 
 def overloaded() -> NotNow:
-    """What a client is told whose request finds no descriptor."""
+    """Returns the error for a client whose request finds no free descriptor."""
     message = "The server has too many connections and files open for this request. Send it again in a moment."
     return NotNow("overloaded", message, retry_after_s=RETRY_AFTER_S)
 
 
 def in_place_of(error: Exception) -> NotNow | None:
-    """The error to answer with, and a note for the log, if `error` says that there are no more descriptors."""
+    """Returns the error to answer with, and notes the shortage, if `error` says that no descriptors are left; otherwise returns
+    None."""
     if not isinstance(error, OSError) or not open_files.are_used_up(error):
         return None
     SHORTAGE.note("requests answered 503")

@@ -1,4 +1,4 @@
-"""systemd's notify protocol (sd_notify(3)): what the service manager is told. Does nothing where systemd did not start us."""
+"""Reports the daemon's state to systemd by the notify protocol (sd_notify(3)). Does nothing if systemd did not start the daemon."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ log = logging.getLogger("hearthd.systemd")
 
 
 class Notifier:
-    """Takes NOTIFY_SOCKET and WATCHDOG_* out of the environment: engines must not speak for the daemon.
+    """Sends notifications to systemd. It takes NOTIFY_SOCKET and WATCHDOG_* out of the environment, because engines must not
+    speak for the daemon.
 
-    watchdog_s: a WATCHDOG=1 must come at least that often; 0: nobody waits for one."""
+    watchdog_s: the seconds within which systemd expects each WATCHDOG=1; 0 if it expects none."""
 
     def __init__(self, environment: MutableMapping[str, str] | None = None) -> None:
         variables = os.environ if environment is None else environment
@@ -29,10 +30,10 @@ class Notifier:
         return bool(self._address)
 
     def send(self, *assignments: str) -> None:
-        """One datagram. A service manager that cannot be reached is logged, never fatal."""
+        """Sends one datagram. If the service manager cannot be reached, that is logged and does no further harm."""
         if not self._address:
             return
-        # "@name" is a socket of the abstract namespace
+        # "@name" is a socket in the abstract namespace
         address = "\0" + self._address[1:] if self._address.startswith("@") else self._address
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK) as sock:
@@ -41,19 +42,21 @@ class Notifier:
             log.warning("systemd at %s was not told %s: %s", self._address, assignments[0], error)
 
     def ready(self, status: str) -> None:
-        """Also ends a reload."""
+        """Reports that the daemon is ready. This also ends a reload."""
         self.send("READY=1", f"STATUS={status}")
 
     def reloading(self) -> None:
         self.send("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
 
     def stopping(self, limit_s: float) -> None:
-        """limit_s: how long the stop may take, whatever the unit's TimeoutStopSec says."""
+        """Reports that the daemon is stopping. limit_s: how long this may take, whatever the unit's TimeoutStopSec says."""
         self.send("STOPPING=1", f"EXTEND_TIMEOUT_USEC={int(limit_s * 1e6)}", "STATUS=draining")
 
     async def watchdog(self, problems: Callable[[], str]) -> None:
-        """WATCHDOG=1 three times a period, on the event loop: a blocked loop withholds it by being blocked, a node that says what
-        is wrong (`problems`, "" for nothing) by this line's `if`. Runs until cancelled; at once done where nobody waits."""
+        """Sends WATCHDOG=1 three times per period, until cancelled. Returns at once if systemd expects none.
+
+        It runs on the event loop, so a blocked loop sends nothing. It also sends nothing while `problems` returns a text ("" is
+        healthy)."""
         while self.watchdog_s:
             problem = problems()
             if not problem:

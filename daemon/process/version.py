@@ -1,3 +1,3 @@
-"""The version both programs report."""
+"""The version that both programs report."""
 
 VERSION = "0.1.0"

@@ -1,4 +1,4 @@
-"""The last happenings of the node, for `hearth events` and for commands that wait: bounded history plus followers."""
+"""The node's latest events, for `hearth events` and for commands that wait: a bounded history, and followers of new events."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ Follower = Callable[[dict[str, Any]], None]
 
 
 class EventRing:
-    """An event is a flat dict: `time` (Unix seconds), `event` (state, load_progress, engine, registered, ...), what it is about."""
+    """Keeps the latest events. An event is a flat dict: `time` (Unix seconds), `event` (state, load_progress, engine, registered,
+    ...), and what it is about."""
 
     def __init__(self) -> None:
         self._history: deque[dict[str, Any]] = deque(maxlen=HISTORY)
         self._followers: list[Follower] = []
 
     def add(self, event: str, keep: bool = True, **fields: Any) -> None:
-        """`keep=False`: told to followers only (progress, of which there is much)."""
+        """Adds an event and passes it to the followers. `keep=False`: leaves it out of the history (progress, of which there is
+        much)."""
         entry = {"time": round(time.time(), 3), "event": event, **fields}
         if keep:
             self._history.append(entry)
@@ -30,7 +32,8 @@ class EventRing:
         return list(self._history)
 
     def follow(self, follower: Follower) -> Callable[[], None]:
-        """Calls `follower` on the event loop for every new event, until the returned function is called. It must not block."""
+        """Calls `follower` on the event loop for every new event until the returned function is called. The follower must not
+        block."""
         self._followers.append(follower)
 
         def stop() -> None:

@@ -1,4 +1,4 @@
-"""What the operator decided and a restart must not forget: pins and switched-off models, one JSON file in the state folder."""
+"""The operator's decisions that must survive a restart: pins and switched-off models, in one JSON file in the state folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ VERSION = 1
 
 
 class NodeState:
-    """pinned / enabled: model -> what `hearth pin|unpin|enable|disable` said last; absent: as the config says."""
+    """Maps models to the operator's last decision. pinned: by `hearth pin|unpin`. enabled: by `hearth enable|disable`. A model
+    without an entry follows the config."""
 
     def __init__(self, folder: str) -> None:
         self.path = Path(folder) / "state.json"
@@ -22,8 +23,8 @@ class NodeState:
         self.enabled: dict[str, bool] = {}
 
     def load(self) -> None:
-        """A file that cannot be understood is kept beside as state.json.bad-TIME and said so. Raises OSError naming the setting
-        if the folder can't be made or the file not be read. What a write that was cut off has left is removed."""
+        """Reads the file, and removes what an interrupted write has left. An invalid file is kept as state.json.bad-TIME, with a
+        warning. Raises OSError naming the setting if the folder cannot be made or the file cannot be read."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             with contextlib.suppress(OSError):
@@ -59,13 +60,13 @@ class NodeState:
         return self.path.with_name(self.path.name + ".new")
 
     def write(self, data: bytes) -> None:
-        """Atomic: the old file or the new one, whenever the power goes. Blocks (fsync): for a thread. Raises OSError, and then
-        leaves no part of the new file behind."""
+        """Replaces the file atomically: after a power failure it is the old or the new one. It blocks (fsync), so call it from a
+        thread. Raises OSError, and then leaves no part of the new file."""
         try:
             fd = os.open(self._partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
             try:
                 left = memoryview(data)
-                while left:  # a disk that is nearly full takes a part
+                while left:  # a disk that is nearly full may write only a part
                     left = left[os.write(fd, left) :]
                 os.fsync(fd)
             finally:

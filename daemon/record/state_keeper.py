@@ -1,5 +1,6 @@
-"""Saves what the operator decided. A folder that cannot be written takes nothing back: the decision holds, whoever made it is told
-that it was not saved, and saving is tried again."""
+"""Saves the operator's decisions. If the state folder cannot be written, the decision still holds: the operator is told that it
+was not saved, and saving is tried again.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +17,9 @@ RETRY_S = 5.0
 
 
 class StateKeeper:
-    """Keeps one NodeState saved; on the event loop.
+    """Keeps one NodeState saved, on the event loop.
 
-    problem: why the file does not hold what was decided last, "" where it does. since: Unix time since when."""
+    problem: why the file does not hold the last decisions, "" if it does. since: Unix time from which on it does not."""
 
     def __init__(self, state: NodeState, retry_s: float = RETRY_S) -> None:
         self._state, self._retry_s = state, retry_s
@@ -28,8 +29,8 @@ class StateKeeper:
         self.problem, self.since = "", 0.0
 
     async def remember(self, command: str, name: str) -> ServerFault | None:
-        """Keeps what pin, unpin, enable and disable decided; returns the error if it could not be saved. Once called it is done,
-        also if the caller is cancelled."""
+        """Stores what pin, unpin, enable or disable decided, and returns the error if it could not be saved. Once called it is
+        completed, even if the caller is cancelled."""
         if command in ("pin", "unpin"):
             self._state.pinned[name] = command == "pin"
         else:
@@ -44,11 +45,11 @@ class StateKeeper:
         return ServerFault("state_not_saved", message, status=507, details={"state_file": str(self._state.path)})
 
     def row(self) -> dict[str, object] | None:
-        """For `hearth status --json`; None where all is saved."""
+        """Returns the problem for `hearth status --json`, or None if everything is saved."""
         return {"message": self.problem, "since": self.since} if self.problem else None
 
     async def close(self) -> None:
-        """Tries a last time."""
+        """Tries to save a last time, if saving has failed."""
         self._closing.set()
         if self._retrying is not None:
             await self._retrying
@@ -58,7 +59,7 @@ class StateKeeper:
             log.error("pins and switched-off models were not saved, the next start finds older ones: %s", self.problem)
 
     async def _save(self) -> str:
-        """Returns the problem, "" for none."""
+        """Saves the state and returns the problem, or "" if there is none."""
         async with self._lock:
             try:
                 await asyncio.to_thread(self._state.write, self._state.snapshot())
@@ -84,5 +85,5 @@ class StateKeeper:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._closing.wait(), self._retry_s)
             if self._closing.is_set():
-                return  # a write under way in a thread is not left behind: `close` waits for this task
+                return  # only here, never while a thread writes: `close` waits for this task
             await self._save()

@@ -1,4 +1,4 @@
-"""Carries the node scheduler's decisions out. Requests come in here; what engines tell comes in through engine_events."""
+"""Carries out the node scheduler's decisions. Requests arrive here; messages from engines arrive through engine_events."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ log = logging.getLogger("hearthd")
 
 
 class EnginePort(Protocol):
-    """A worker as the dispatcher sees it."""
+    """An engine's worker as the dispatcher sees it."""
 
     def send(self, message: protocol.Message) -> None: ...
 
@@ -35,7 +35,7 @@ class EnginePort(Protocol):
 
 
 class SchedulerPort(Protocol):
-    """scheduler.node.NodeScheduler's moving half."""
+    """The part of scheduler.node.NodeScheduler that takes events and returns decisions."""
 
     def handle(self, event: events.Event) -> list[actions.Action]: ...
 
@@ -43,7 +43,7 @@ class SchedulerPort(Protocol):
 
 
 class Dispatcher:
-    """RequestPort for the API. All methods run on the event loop."""
+    """The RequestPort for the API. All its methods run on the event loop."""
 
     def __init__(
         self,
@@ -54,17 +54,17 @@ class Dispatcher:
         metrics: Metrics,
         watch: LoopWatch,
     ) -> None:
-        """source: a registered model's files, None when its folder is gone."""
+        """source: returns the files and settings of a registered model, or None if its folder is gone."""
         self.scheduler, self.config, self.ring, self.metrics = scheduler, config, ring, metrics
         self.engines: dict[str, EnginePort] = {}
         self.open = OpenRequests(metrics, watch, lambda: self.config.request_timeout_s, self._timed_out)
-        self.loading: dict[str, str] = {}  # device -> model it was last told to load
+        self.loading: dict[str, str] = {}  # device -> the model it was last sent to load
         self._source = source
         self._loop = asyncio.get_running_loop()
         self._ids = itertools.count(1)
         self._causes = itertools.count(1)
-        self._waiting: dict[str, asyncio.Future[actions.Refusal | None]] = {}  # cause -> command
-        self.why_slow: Callable[[], str] = lambda: ""  # a sentence for those that have waited too long
+        self._waiting: dict[str, asyncio.Future[actions.Refusal | None]] = {}  # cause -> its command's result
+        self.why_slow: Callable[[], str] = lambda: ""  # returns a sentence for requests that have waited too long
         self._pending: deque[events.Event] = deque()
         self._busy = False
         self._submitting = 0
@@ -116,7 +116,7 @@ class Dispatcher:
     def cancel(self, generation: Generation) -> None:
         if self.open.by_id.get(generation.request_id) is not generation:
             return
-        # inside a step it is the sink that has seen a stop string; else the client is gone
+        # within a step the caller is a sink that found a stop string; otherwise the client is gone
         self.open.end(generation, "stop" if self._hold_aborts else "cancelled")
         self._cancelled(generation.request_id)
 
@@ -126,7 +126,8 @@ class Dispatcher:
         return f"{kind}-{next(self._causes)}"
 
     def command(self, make: Callable[[float, str], events.Event], kind: str = "cli") -> asyncio.Future[actions.Refusal | None]:
-        """Posts `make(now, cause)` and returns what CommandDone will say: None is done, else why not."""
+        """Posts the event `make(now, cause)`. The returned future gets None when the command is done, or the reason why it was
+        refused."""
         cause = self.next_cause(kind)
         future: asyncio.Future[actions.Refusal | None] = self._loop.create_future()
         self._waiting[cause] = future
@@ -135,7 +136,7 @@ class Dispatcher:
         return future
 
     def fail_all(self, error: HearthError) -> int:
-        """Ends every open request with `error`; returns how many there were."""
+        """Ends every open request with `error` and returns how many there were."""
         left = list(self.open.by_id.values())
         for generation in left:
             self.fail(generation, error, "failed")
@@ -145,7 +146,8 @@ class Dispatcher:
     # ---- events and actions
 
     def post(self, event: events.Event) -> None:
-        """Actions are carried out in order; an event posted meanwhile (a sink cancels) waits for its turn."""
+        """Has the scheduler handle an event, and carries out its actions in order. An event posted meanwhile (for example when a
+        sink cancels) is handled afterwards."""
         self._pending.append(event)
         if self._busy:
             return
@@ -163,7 +165,7 @@ class Dispatcher:
         try:
             decided = self.scheduler.handle(event)
         except Exception:
-            # one bad event must not take the node down; the request it was about must not hang
+            # one bad event must not stop the node, and its request must not hang
             self.metrics.scheduler_errors += 1
             log.exception("the node scheduler failed on %s", event)
             if isinstance(event, events.RequestArrived) and (lost := self.open.by_id.get(event.request.request_id)) is not None:
@@ -313,7 +315,7 @@ class Dispatcher:
         self._aborts.setdefault(action.device, []).append(action.request_id)
 
     def hold_aborts(self) -> None:
-        """Until release_aborts, aborts are collected: those of one step go out in one message."""
+        """Collects aborts until release_aborts is called, so that those of one step are sent in one message."""
         self._hold_aborts = True
 
     def release_aborts(self) -> None:
@@ -322,7 +324,7 @@ class Dispatcher:
             self._flush_aborts()
 
     def forget_aborts(self, device: str) -> None:
-        """Its engine is gone, and what ran there with it."""
+        """Drops the collected aborts for the device, whose engine is gone with everything that ran there."""
         self._aborts.pop(device, None)
 
     def _flush_aborts(self) -> None:
@@ -338,7 +340,7 @@ class Dispatcher:
 
     def _state_changed(self, action: actions.StateChanged) -> None:
         self.metrics.swaps.state_changed(action)
-        # what a model is at first is told by its registration line
+        # a model's first state is in its registration line
         level = logging.DEBUG if not action.old else logging.WARNING if action.new in ("failed", "refused") else logging.INFO
         about = fields(model=action.model, device=action.device, cause=action.cause)
         log.log(level, "%s -> %s: %s", action.old, action.new, action.reason, extra=about)
@@ -365,15 +367,15 @@ class Dispatcher:
     # ---- ends
 
     def fail(self, generation: Generation, error: HearthError, outcome: str) -> None:
-        """Ends a request with an error; the scheduler is told by the caller, if it does not know."""
+        """Ends a request with an error. The caller has to inform the scheduler, unless the scheduler already knows."""
         self.open.end(generation, outcome)
         if generation.request_id == self._submitting:
-            self._refused = error  # submit() raises it; the sink was never told of the request
+            self._refused = error  # submit() raises it; the sink does not know of the request yet
         else:
             generation.sink.failed(error)
 
     def sink_broke(self, generation: Generation) -> None:
-        """Called from an `except`: a fault in one stream's own code ends that stream."""
+        """Ends one stream because its own code failed. It must be called from an `except` block."""
         about = fields(cause=f"req-{generation.request_id}", model=generation.model.name, device=generation.submitted_device)
         log.exception("the stream of a request failed", extra=about)
         open_still = generation.request_id in self.open.by_id

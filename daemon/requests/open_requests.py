@@ -1,4 +1,4 @@
-"""Every accepted request until it ends: found by id, timed out by age, counted when it goes."""
+"""Keeps every accepted request until it ends: finds it by id, ends it when it is too old, and counts it when it ends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ PUBLIC_IDS = 4096
 
 
 class OpenRequests:
-    """`by_id` holds the requests in the order they came. `timeout_s` is read anew each time; `on_timeout` ends the request."""
+    """The open requests. `by_id` holds them in the order of arrival. `timeout_s` is called anew each time; `on_timeout` ends the
+    request."""
 
     def __init__(
         self, metrics: Metrics, watch: LoopWatch, timeout_s: Callable[[], float], on_timeout: Callable[[Generation, float], None]
@@ -22,7 +23,7 @@ class OpenRequests:
         self.by_id: dict[int, Generation] = {}
         self._metrics, self._watch, self._timeout_s, self._on_timeout = metrics, watch, timeout_s, on_timeout
         self._loop = asyncio.get_running_loop()
-        self._public_ids: dict[str, int] = {}  # the last ones, oldest first
+        self._public_ids: dict[str, int] = {}  # of the last PUBLIC_IDS requests, oldest first
         self._timer: asyncio.TimerHandle | None = None
         self._empty: asyncio.Future[None] | None = None
 
@@ -34,7 +35,7 @@ class OpenRequests:
                 del self._public_ids[next(iter(self._public_ids))]
 
     def accepted(self, generation: Generation) -> None:
-        """It was not refused at once."""
+        """Counts a request that was not refused at once, and starts the timeout and the loop watch if it is still open."""
         self._metrics.prompt_tokens[generation.model.name] += len(generation.prompt)
         if generation.request_id in self.by_id:
             self._watch.start()
@@ -42,7 +43,7 @@ class OpenRequests:
                 self._timer = self._loop.call_later(self._timeout_s(), self._check_timeouts)
 
     def end(self, generation: Generation, outcome: str) -> None:
-        """outcome: stop, length, cancelled, refused, failed or timeout."""
+        """Removes a request that has ended. outcome: stop, length, cancelled, refused, failed or timeout."""
         self.by_id.pop(generation.request_id, None)
         generation.outcome = outcome
         self._metrics.ended(generation)
@@ -55,11 +56,11 @@ class OpenRequests:
                 self._empty.set_result(None)
 
     def request_id(self, public_id: str) -> int | None:
-        """Of an X-Request-Id, also some time after the request ended; for `hearth why`."""
+        """Returns the request with this X-Request-Id, even some time after it ended, for `hearth why`; None if it is unknown."""
         return self._public_ids.get(public_id)
 
     def when_empty(self) -> asyncio.Future[None]:
-        """Done once no request is open."""
+        """Returns a future that is done once no request is open."""
         if self._empty is None or self._empty.done():
             self._empty = self._loop.create_future()
         if not self.by_id:
@@ -67,8 +68,8 @@ class OpenRequests:
         return self._empty
 
     def _check_timeouts(self) -> None:
-        """The oldest request is the first of the dict: only those that came too long ago are looked at, of which there are none but
-        the paused ones, whose pauses don't count."""
+        """Ends requests that are too old. The dict is in the order of arrival, so the loop stops at the first request that
+        arrived recently enough. Older requests remain only if they were paused, because pauses do not count."""
         self._timer = None
         limit_s = self._timeout_s()
         now = time.monotonic()

@@ -1,6 +1,8 @@
-"""The text of a sequence whose client wants more than text: the prompt in front of it (echo), the log-probability of every token.
+"""The text of a sequence whose client wants more than the generated text: the prompt before it (echo) or each token's
+log-probability.
 
-Plain sequences never come here. The engine's log-probabilities are fed to the trail just before the tokens they belong to.
+Sequences without these options do not use this module. The engine's log-probabilities are fed to the trail just before the tokens
+they belong to.
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ from engine.protocol import FINISH_STOP, PromptLogprobs
 
 @dataclass(slots=True)
 class TokenEntry:
-    """A token as clients see it. Texts, joined, are the choice's text; `offset` is where in it this one begins. A character made of
-    several tokens belongs to the last of them. raw: the token's own bytes. logprob: None for the first token of a prompt."""
+    """A token as clients see it. The texts of all entries, joined, are the choice's text, and `offset` is the character at which
+    this token's text begins in it. A character made of several tokens belongs to the last of them. raw: the token's own bytes.
+    logprob: None for the first token of a prompt. top_ids, top: the alternatives' ids and log-probabilities."""
 
     token_id: int
     text: str
@@ -32,7 +35,7 @@ class TokenEntry:
 
 
 class Rendering(Protocol):
-    """Entries as JSON, a few at a time."""
+    """Renders token entries as JSON, a few at a time."""
 
     def __len__(self) -> int: ...
 
@@ -42,28 +45,27 @@ class Rendering(Protocol):
 
 
 class LogprobTrail:
-    """Tokens with their log-probabilities, given out together with the text they make. keep_end: so is the end id, with no text."""
+    """The tokens of one sequence with their log-probabilities, given out together with the text they make. keep_end: whether the
+    id that ends the sequence is given out too, with an empty text."""
 
     def __init__(self, table: TokenTable, end_ids: frozenset[int], num_top: int, keep_end: bool) -> None:
-        """num_top: alternatives asked for."""
+        """num_top: alternatives wanted for each token."""
         self.table, self.num_top = table, num_top
-        self.rendering: Rendering | None = None  # of what was rendered ahead of the next frame
+        self.rendering: Rendering | None = None  # entries rendered ahead of the next frame; None: there are none
         self._end_ids, self._keep_end = end_ids, keep_end
         self._detokenizer: Detokenizer = detokenizer(table)
         self._fed: deque[tuple[float, Sequence[int], Sequence[float]]] = deque()
         self._prompt = PromptTrail(num_top)
-        self._queue: deque[TokenEntry] = (
-            deque()
-        )  # their text is held back, by a stop string that may come or an unfinished character
-        self._open: list[TokenEntry] = []  # the last of them, whose text is not known yet
+        self._queue: deque[TokenEntry] = deque()  # text held back: a possible stop string or an unfinished character
+        self._open: list[TokenEntry] = []  # the last of the queue, whose text is not known yet
         self._out: list[TokenEntry] = []
         self._begun = False
-        self._offset = self._sent = 0  # characters in front of the queue, and sent
+        self._offset = self._sent = 0  # characters before the queue, characters sent
 
     # ---- from the engine
 
     def feed(self, chosen: float, top_ids: Sequence[int], top: Sequence[float]) -> None:
-        """Of the next token."""
+        """Takes the next token's log-probability, and the ids and log-probabilities of its alternatives."""
         self._fed.append((chosen, top_ids, top))
 
     def feed_prompt(self, told: PromptLogprobs) -> None:
@@ -73,7 +75,8 @@ class LogprobTrail:
     # ---- in step with the text
 
     def begin(self, prompt: Sequence[int], first: int, end: int) -> None:
-        """The prompt's tokens from `first` to before `end` are shown; called with one piece after the other, then `begun`."""
+        """Adds the prompt's tokens from `first` to before `end` to the tokens to give out. It is called for one piece of the
+        prompt after the other, and then `begun` once. Raises RuntimeError if log-probabilities of prompt tokens are missing."""
         if len(self._prompt) != len(prompt) - 1:
             raise RuntimeError(f"log-probabilities of {len(self._prompt)} prompt tokens are there, of {len(prompt)} tokens in all")
         for at in range(first, end):
@@ -84,9 +87,9 @@ class LogprobTrail:
         self._release_all(len(self._open))
 
     def begun(self, num_chars: int) -> None:
-        """The whole prompt is shown, as num_chars characters."""
+        """Ends the prompt, whose whole text is num_chars characters."""
         self._open.clear()
-        self._prompt = PromptTrail(self.num_top)  # its memory is not needed any more
+        self._prompt = PromptTrail(self.num_top)  # frees its memory
         self._release_all(0)
         self._offset = self._sent = num_chars
 
@@ -115,12 +118,12 @@ class LogprobTrail:
             self._open.clear()
 
     def skip(self, num_tokens: int) -> None:
-        """Tokens nobody asked for."""
+        """Drops the log-probabilities of the next tokens, which the client did not ask for."""
         for _ in range(num_tokens):
             self._fed.popleft()
 
     def release(self, num_chars: int, matched: bool) -> None:
-        """That many more characters may be sent; matched: what follows them is void."""
+        """Allows num_chars more characters to be sent. matched: a stop string was found, so everything after them is dropped."""
         self._sent += num_chars
         while len(self._queue) > len(self._open) and self._offset + len(self._queue[0].text) <= self._sent:
             entry = self._queue.popleft()
@@ -128,7 +131,7 @@ class LogprobTrail:
             self._offset += len(entry.text)
             self._out.append(entry)
         if matched:
-            if self._queue and self._offset < self._sent:  # a token the stop string begins in
+            if self._queue and self._offset < self._sent:  # the stop string begins within this token
                 entry = self._queue[0]
                 entry.text = entry.text[: self._sent - self._offset]
                 entry.raw, entry.offset = entry.text.encode(), self._offset
@@ -137,7 +140,7 @@ class LogprobTrail:
             self._open.clear()
 
     def take(self, but: int = 0) -> list[TokenEntry]:
-        """What may be sent and was not taken yet; `but`: so many of the last stay."""
+        """Returns the entries that may be sent and were not taken yet, except the last `but` of them, which stay."""
         end = max(0, len(self._out) - but)
         out, self._out = self._out[:end], self._out[end:]
         return out
@@ -148,7 +151,7 @@ class LogprobTrail:
         text = self._detokenizer.add((entry.token_id,))
         if self._open and len(text) > len(entry.raw.decode(errors="replace")):
             own = _decoded(entry.raw)
-            if own is not None and text.endswith(own):  # what stood before it turned out to be no part of its character
+            if own is not None and text.endswith(own):  # the bytes before this token are no part of its character
                 self._open[-1].text += text[: len(text) - len(own)]
                 text = own
         entry.text = text
@@ -160,8 +163,10 @@ class LogprobTrail:
 
 
 class AnnotatedText(Text):
-    """trail: of a sequence with log-probabilities. echo: its prompt, and how it was written if it was text. drop_tokens: of the
-    completion nothing is wanted (max_tokens 0; the engine always makes one token)."""
+    """The text of a sequence with log-probabilities, with an echo of its prompt, or with both.
+
+    trail: None without log-probabilities. echo: the prompt's tokens, and its text if it was given as text; None without echo.
+    drop_tokens: the client wants nothing of the completion (max_tokens 0), but the engine always makes one token."""
 
     __slots__ = ("_drop_tokens", "_echo", "_shown", "_shown_tokens", "trail")
 
@@ -177,7 +182,7 @@ class AnnotatedText(Text):
     ) -> None:
         super().__init__(table, end_ids, stops, min_tokens)
         self.trail, self._echo, self._drop_tokens = trail, echo, drop_tokens
-        self._shown: list[str] = []  # of the prompt
+        self._shown: list[str] = []  # the prompt's text so far
         self._shown_tokens = 0
 
     @property
@@ -199,11 +204,12 @@ class AnnotatedText(Text):
 
     @property
     def has_prompt(self) -> bool:
-        """It is to be shown."""
+        """Returns whether the prompt still has to be shown."""
         return self._echo is not None
 
     def show_some(self, num_tokens: int) -> bool:
-        """Reads that many more of the prompt's tokens; whether that was all. What is left `add` reads at once."""
+        """Decodes the next num_tokens tokens of the prompt and returns whether that was all of it. `add` decodes whatever is left
+        in one go."""
         assert self._echo is not None
         prompt, _ = self._echo
         first = self._shown_tokens
@@ -214,7 +220,7 @@ class AnnotatedText(Text):
         return end == len(prompt)
 
     def _show_prompt(self) -> str:
-        """Stop strings are not looked for in it."""
+        """Returns the prompt's text. Stop strings are not looked for in it."""
         assert self._echo is not None
         prompt, written = self._echo
         if self._shown_tokens < len(prompt):

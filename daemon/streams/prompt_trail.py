@@ -1,4 +1,4 @@
-"""The log-probabilities of one prompt's tokens, as its engine tells them."""
+"""The log-probabilities of one prompt's tokens, as its engine reports them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class PromptTrail:
 
     def __init__(self, num_top: int) -> None:
         self.num_top = num_top
-        self._num_told = 0  # alternatives to each token that are reported
+        self._num_told = 0  # alternatives that the engine reports for each token
         self._chosen: list[float] = []
         self._ranks: list[int] = []
         self._top_ids: list[int] = []
@@ -22,7 +22,8 @@ class PromptTrail:
         return len(self._chosen)
 
     def feed(self, told: PromptLogprobs) -> None:
-        """Adds what the engine reports, which reports all of it again after a crash or a preemption."""
+        """Adds what the engine reports. After a crash or a preemption the engine reports all of it again, which replaces what is
+        here."""
         at = told.first - 1
         if at > len(self._chosen):
             raise RuntimeError(f"log-probabilities of prompt tokens from {len(self._chosen) + 1} to {told.first} are missing")
@@ -33,13 +34,14 @@ class PromptTrail:
         self._top[at * k :] = told.top
 
     def __getitem__(self, at: int) -> tuple[float, Sequence[int], Sequence[float]]:
-        """Returns the log-probability of the prompt's token at + 1, and ids and log-probabilities of the likeliest in its place."""
+        """Returns the log-probability of the prompt's token `at` + 1, and the ids and log-probabilities of the most likely tokens
+        in its place."""
         begin = at * self._num_told
         end = begin + min(self._num_told, self.num_top)
         return self._chosen[at], self._top_ids[begin:end], self._top[begin:end]
 
     def tokens(self) -> Iterator[tuple[float, int, Sequence[int], Sequence[float]]]:
-        """Yields for each token what indexing gives, with its rank behind its log-probability."""
+        """Yields for each token what indexing gives, with its rank after its log-probability."""
         for at, rank in enumerate(self._ranks):
             chosen, top_ids, top = self[at]
             yield chosen, rank, top_ids, top

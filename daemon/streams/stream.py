@@ -1,10 +1,11 @@
-"""The hot path from an engine's step to a client's socket: one write of one pre-built frame a token, nothing else.
+"""The hot path from an engine's step to a client's socket: one write of one pre-built frame per token, nothing else.
 
-A `Stream` is the TokenSink of one streamed sequence, a `Collector` of one that is answered in one piece. All sequences of a request
-are a group (`StreamGroup`, `CollectorGroup`) whose `done` the request's handler awaits. Frames go to the transport directly, in
-chunked encoding where the client speaks HTTP/1.1. A write is a system call: the headers go out with the first frame, and what ends
-the response with the last. Every token has a frame of its own while the client keeps up; where the transport's buffer is over its
-limit the tokens' text waits in a list (8 bytes a token) and goes out as one frame when the buffer has drained.
+A `Stream` is the TokenSink of one streamed sequence, a `Collector` that of a sequence answered in one piece. All sequences of a
+request form a group (`StreamGroup`, `CollectorGroup`), whose `done` the request's handler awaits. Frames are written to the
+transport directly, in chunked encoding if the client uses HTTP/1.1. Each write is a system call, so the headers are sent with the
+first frame, and the end of the response with the last. Every token has a frame of its own while the client reads fast enough. When
+the transport's buffer is over its limit, the text of further tokens waits in a list (8 bytes a token) and is sent as one frame when
+the buffer has drained.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ REASONS = {FINISH_STOP: "stop", FINISH_LENGTH: "length"}
 
 
 class Text:
-    """Detokenising and stop strings of one sequence; shared by both kinds of sink."""
+    """Detokenising and stop strings of one sequence, for streamed responses and for those in one piece."""
 
     __slots__ = ("_detokenizer", "_end_ids", "_min_tokens", "_stops", "matched", "num_tokens")
 
@@ -44,15 +45,15 @@ class Text:
 
     @property
     def settled(self) -> bool:
-        """The next token may be sent as the table renders it."""
+        """Returns whether the next token may be sent as the table renders it."""
         return self._stops is None and self._detokenizer.settled
 
     def add(self, ids: Sequence[int], finish: int) -> str:
-        """The text that may be sent now. Sets `matched` when a stop string was found: what follows is void."""
+        """Returns the text that may be sent now. Sets `matched` if a stop string was found; the text after it is dropped."""
         if self._stops is None:
             return self._add(ids, finish)
         parts = []
-        # one token at a time, so that the count stops at the token that completed the stop string
+        # one token at a time, so that num_tokens stops at the token that completed the stop string
         for at in range(len(ids)):
             last = at == len(ids) - 1
             text = self._add(ids[at : at + 1], finish if last else FINISH_NONE)
@@ -72,7 +73,7 @@ class Text:
 
     def _add(self, ids: Sequence[int], finish: int) -> str:
         self.num_tokens += len(ids)
-        # the id that ended the sequence is no part of the answer, special or not
+        # the id that ended the sequence is not part of the answer, whether it is special or not
         if finish == FINISH_STOP and ids and ids[-1] in self._end_ids:
             ids = ids[:-1]
         text = self._detokenizer.add(ids) if ids else ""
@@ -80,7 +81,7 @@ class Text:
 
 
 class Stream:
-    """TokenSink of one streamed sequence."""
+    """The TokenSink of one streamed sequence."""
 
     __slots__ = (
         "_connection",
@@ -121,9 +122,9 @@ class Stream:
                     self.num_tokens += 1
                     self._write(b"%x\r\n%b%b%b\r\n" % (self._overhead + len(text), self._prefix, text, self._suffix))
                     return
-            except IndexError:  # an id beyond the vocabulary reads as nothing
+            except IndexError:  # an id beyond the vocabulary has no text
                 pass
-            except RuntimeError:  # the transport is closed; the handler is about to be told
+            except RuntimeError:  # the transport is closed; the handler is about to be notified
                 self._group.lost()
                 return
         self._tokens(ids, finish)
@@ -190,13 +191,13 @@ class Stream:
 
 
 class StreamGroup:
-    """The sequences of one streamed response. It is opened by the first of them that has something to write, or by the clock.
-    `done` is resolved when nothing more will be written, and never failed: `error` tells what happened."""
+    """The sequences of one streamed response. The first sequence that has something to write opens it, or the clock does. `done`
+    is resolved when nothing more will be written. It never fails: `error` says what happened."""
 
     def __init__(
         self, end: GroupEnd, clock: StreamClock, cancel: Callable[[int], None], connect: Callable[[], Channel | None]
     ) -> None:
-        """connect: called once, when the response begins; None: the client is gone."""
+        """connect: called once, when the response begins; returns None if the client is gone."""
         self.end, self._clock, self._cancel, self._connect = end, clock, cancel, connect
         self.streams: list[Member] = []
         self.error: HearthError | None = None
@@ -215,7 +216,7 @@ class StreamGroup:
 
     @property
     def is_open(self) -> bool:
-        """The client has been promised a stream: what goes wrong from now on is told in it."""
+        """Returns whether the response has begun, so that errors must be sent within the stream."""
         return self._connection is not None
 
     def open(self) -> None:
@@ -245,7 +246,7 @@ class StreamGroup:
         return True
 
     def write(self, data: bytes, after: bytes = b"") -> None:
-        """after: of a chunked response, behind the chunk."""
+        """Writes data as one HTTP chunk if the response is chunked. after: bytes to send after that chunk; unused otherwise."""
         assert self._transport is not None
         head, self._head = self._head, b""
         try:
@@ -254,7 +255,7 @@ class StreamGroup:
             self.lost()
 
     def ended(self, out: bytes) -> None:
-        """`out`: a sequence's last frames."""
+        """Counts a sequence that has ended, and ends the response after the last one. `out`: the sequence's last frames."""
         self._num_ended += 1
         if self._num_ended == len(self.streams):
             self._end(out + self.end.tail(self.num_tokens))
@@ -278,7 +279,7 @@ class StreamGroup:
             self.write(b": waiting\n\n")
 
     def poll(self) -> None:
-        """The clock's: is the client that was behind ready again?"""
+        """Writes what waits if a client that was too slow is ready again. Called by the clock."""
         if self._connection is None or self._connection.writing_paused:
             return
         self.behind_since_s = None
@@ -286,7 +287,7 @@ class StreamGroup:
             stream.flush()
 
     def stalled(self) -> None:
-        """The client has read nothing for the request's whole time limit."""
+        """Ends the response because the client has read nothing for request_timeout_s."""
         self.cancel_all()
         if self._transport is not None:
             self._transport.abort()
@@ -296,7 +297,7 @@ class StreamGroup:
         for stream in self.streams:
             stream.close()
         self.close()
-        # after the step that found it out, or it would pass for a stop string's end
+        # only after the current step: within a step, a cancelled request counts as ended by a stop string
         asyncio.get_running_loop().call_soon(self.cancel_all)
 
     def cancel_one(self, index: int) -> None:
@@ -307,7 +308,7 @@ class StreamGroup:
             self._cancel(stream.index)
 
     def close(self) -> None:
-        """Nothing more is written; forgets the connection."""
+        """Ends all writing and forgets the connection."""
         self._clock.discard(self)
         for stream in self.streams:
             stream.close()
@@ -320,7 +321,7 @@ class StreamGroup:
 
 
 class Collector:
-    """TokenSink of one sequence that is answered in one piece."""
+    """The TokenSink of one sequence that is answered in one piece."""
 
     __slots__ = ("_group", "_text", "index", "num_tokens", "parts", "reason")
 
@@ -353,7 +354,7 @@ class Collector:
         self._group.fail(error)
 
     def comment(self) -> None:
-        """Nothing is sent before the answer."""
+        """Does nothing: nothing is sent before the answer."""
 
 
 class CollectorGroup:

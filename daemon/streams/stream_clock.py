@@ -1,4 +1,4 @@
-"""The one timer of all streamed responses."""
+"""The one timer that serves all streamed responses."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 TICK_S = 0.1
-HOLD_STATUS_S = 2.0  # a response's status line waits that long for the first token or a refusal
+HOLD_STATUS_S = 2.0  # how long a response's status line waits for the first token or a refusal
 
 
 class Response(Protocol):
@@ -33,19 +33,19 @@ class Response(Protocol):
 
 
 class StreamClock:
-    """Opens responses that have waited for their first token long enough, comments on silent ones, and looks after those whose
-    client is behind. Runs only while there are some."""
+    """Opens responses that have waited long enough for their first token, sends comments on silent ones, and checks those whose
+    client reads too slowly. The timer runs only while there are responses."""
 
     def __init__(self, comment_every_s: Callable[[], float], stall_timeout_s: Callable[[], float]) -> None:
         self._comment_every_s, self._stall_timeout_s = comment_every_s, stall_timeout_s
         self._all: set[Response] = set()
-        self._held: dict[Response, float] = {}  # not open yet, in the order in which they are to be
+        self._held: dict[Response, float] = {}  # not open yet -> when to open them, earliest first
         self._behind: set[Response] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._next_comments_s = 0.0
 
     def add(self, group: Response) -> None:
-        """It is opened in HOLD_STATUS_S, unless it has been by then."""
+        """Adds a response, which is opened after HOLD_STATUS_S unless it was opened before."""
         loop = asyncio.get_running_loop()
         now_s = loop.time()
         self._all.add(group)

@@ -1,4 +1,4 @@
-"""What the parts of a streamed response are to each other."""
+"""The interfaces between the parts of a streamed response."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from daemon.errors import HearthError
 
 @dataclass(slots=True, frozen=True)
 class Frames:
-    """The parts of one sequence's SSE frames that never change; daemon/api/generation/chunks.py renders them."""
+    """The parts of one sequence's SSE frames that never change. daemon/api/generation/chunks.py renders them."""
 
-    prefix: bytes  # up to the text of a chunk
+    prefix: bytes  # before the text of a chunk
     suffix: bytes  # after it
     first: bytes  # whole frames before the first text (chat: the role)
-    usage: Callable[[int], bytes] | None = None  # continuous usage or logprobs: (tokens so far) -> suffix instead of `suffix`
+    usage: Callable[[int], bytes] | None = None  # for continuous usage or logprobs: (tokens so far) -> what replaces `suffix`
 
 
 class GroupEnd(Protocol):
-    """Renders what follows the sequences' own text."""
+    """Renders what follows the text of the sequences."""
 
     def finish(self, index: int, reason: str, num_tokens: int) -> bytes:
-        """The chunk with the finish_reason."""
+        """Returns the chunk with a sequence's finish_reason."""
         ...
 
     def tail(self, num_tokens: int) -> bytes:
-        """The usage chunk if asked for, and [DONE]."""
+        """Returns the usage chunk, if it was asked for, and [DONE]."""
         ...
 
     def error(self, error: HearthError) -> bytes: ...
 
 
 class Connection(Protocol):
-    """What is needed of aiohttp's connection."""
+    """The part of aiohttp's connection that streams need."""
 
     @property
     def writing_paused(self) -> bool: ...
@@ -43,8 +43,8 @@ class Connection(Protocol):
 
 @dataclass(slots=True, frozen=True)
 class Channel:
-    """A response's way to its client. head: status line and headers, which go out with the first frame. chunked: each write is a
-    chunk of HTTP/1.1."""
+    """The connection over which a response reaches its client. head: the status line and headers, which are sent with the first
+    frame. chunked: whether each write is a chunk of HTTP/1.1."""
 
     transport: asyncio.WriteTransport
     connection: Connection
@@ -53,19 +53,20 @@ class Channel:
 
 
 class Member(Protocol):
-    """A sequence of a StreamGroup."""
+    """One sequence of a StreamGroup."""
 
     index: int
     num_tokens: int
 
     def opened(self, connection: Connection, write: Callable[[bytes], None]) -> None:
-        """The response has begun: `write` takes whole chunks, behind a first one that goes through the group."""
+        """Called when the response has begun. `write` takes whole HTTP chunks, but only after a first one was written through the
+        group."""
         ...
 
     def flush(self) -> None:
-        """Write what waits, if the client is ready for it."""
+        """Writes what waits, if the client is ready for it."""
         ...
 
     def close(self) -> None:
-        """Nothing more is written."""
+        """Ends all writing."""
         ...

@@ -1,4 +1,6 @@
-"""The streamed sequence of a request with tools or reasoning: its text is taken apart on the way. Others are plain Streams."""
+"""The streamed sequence of a request with tools or reasoning, whose text is split into pieces on the way. Other requests use
+Streams.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,12 @@ from daemon.text.reply_parser import ReplyParser
 from daemon.text.tool_parsers.pieces import ARGUMENTS, CALL, CONTENT, REASONING, Piece
 from engine.protocol import FINISH_ABORT, FINISH_LENGTH
 
-TOOL_CALLS = "tool_calls"  # the finish_reason of a reply with a complete call
+TOOL_CALLS = "tool_calls"  # finish_reason of a reply with a complete call
 _JOINED = frozenset({CONTENT, REASONING, ARGUMENTS})
 
 
 class PieceFrames(Protocol):
-    """Renders a piece as a whole frame."""
+    """Renders each piece of a reply as a whole frame."""
 
     first: bytes
 
@@ -25,8 +27,10 @@ class PieceFrames(Protocol):
 
 
 class ToolStream:
-    """TokenSink of one streamed sequence; a member of a StreamGroup. A client that falls behind gets neighbouring pieces of a kind
-    as one. `plain`: makes the Stream that goes on once the reasoning is over and nothing is left to look for."""
+    """The TokenSink of one streamed sequence with tools or reasoning, and a member of a StreamGroup.
+
+    If the client reads too slowly, neighbouring pieces of one kind are sent as one. plain: makes the Stream that takes over once
+    the reasoning is over and the rest of the text needs no parsing."""
 
     __slots__ = (
         "_connection", "_ended", "_first", "_frames", "_group", "_heir", "_parser", "_pending", "_plain", "_reason", "_text",
@@ -112,12 +116,12 @@ class ToolStream:
 
 
 def finish_reason(reason: str, num_calls: int) -> str:
-    """`num_calls`: complete ones."""
+    """Returns OpenAI's finish_reason of a reply. num_calls: complete calls in it."""
     return TOOL_CALLS if reason == "stop" and num_calls else reason
 
 
 def _joined(pieces: list[Piece]) -> list[Piece]:
-    """Neighbours of a kind as one; only what is sent."""
+    """Returns the pieces that are sent to clients, with neighbours of one kind joined."""
     joined: list[Piece] = []
     texts: list[str] = []
     for piece in pieces:

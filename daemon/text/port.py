@@ -12,7 +12,7 @@ from daemon.text.token_table import TokenTable
 
 
 class TextPort(Protocol):
-    """Tokenising and templates, done in a helper process. Token ids come back packed (`array("i")`), so that counting them
+    """Tokenising and chat templates, done in a helper process. Token ids come back packed (`array("i")`), so counting them
     against max_model_len costs nothing and only an accepted prompt becomes a list."""
 
     def encode(
@@ -24,38 +24,45 @@ class TextPort(Protocol):
         keep_last: int = 0,
         suffix: str = "",
     ) -> Awaitable[list[array[int]]]:
-        """Returns one array per prompt. `text`: one prompt, or a list of strings packed as msgpack. `field`: the request's.
-        `keep_last`: so many tokens at the end are kept, beside special ones; 0: all. `suffix`: what follows the gap that the model
-        fills. Raises HearthError context_length_exceeded (400) if a text cannot fit, as far as that shows before encoding; an
-        array may still be too long."""
+        """Returns the token ids of each prompt as one array.
+
+        `text`: one prompt, or a list of prompts packed as msgpack. `field`: the request's field, named in errors. `keep_last`:
+        how many tokens at each prompt's end are kept, not counting special tokens; 0 keeps all. `suffix`: the text after the gap
+        that the model fills. Raises HearthError context_length_exceeded (400) for a text that is certain to be too long before it
+        is encoded; an array may still be too long."""
         ...
 
     def encode_chat(
         self, model: ModelEntry, messages: bytes, options: dict[str, object], keep_last: int = 0
     ) -> Awaitable[array[int]]:
-        """Renders the checkpoint's Jinja template (sandboxed) and encodes it. `messages`: a list of objects packed as msgpack.
-        `keep_last`: as for encode. Raises HearthError (400) with the template's own message."""
+        """Renders the checkpoint's Jinja template (sandboxed) and returns the token ids of the result. `messages`: a list of
+        objects packed as msgpack. `keep_last`: as for encode. Raises HearthError (400) with the template's own message."""
         ...
 
     def table(self, model: ModelEntry) -> Awaitable[TokenTable]:
-        """The text of every token id. Raises HearthError unsupported_tokenizer (400)."""
+        """Returns the text of every token id. Raises HearthError unsupported_tokenizer (400)."""
         ...
 
     def facts(self, model: ModelEntry) -> Awaitable[TextFacts]:
-        """What the model's template and tokenizer say of its replies. Never raises for a template or tokenizer that is missing."""
+        """Returns what the model's template and tokenizer say about its replies. Does not raise if the template or tokenizer is
+        missing."""
         ...
 
     def tokenize(self, model: ModelEntry, kind: str, prompt: bytes, options: dict[str, object]) -> Awaitable[list[bytes]]:
-        """`kind`, `prompt`, `options`: "text" and what `encode` takes, or "messages" and what `encode_chat` takes; options also
-        hold token_strings. Three parts: how many tokens, and as JSON their ids and (or null) how the vocabulary writes them."""
+        """Returns three parts: the number of tokens, their ids as JSON, and the vocabulary's strings for them as JSON (null if
+        not wanted).
+
+        `kind`: "text", with a `prompt` and `options` as for `encode`, or "messages", with those of `encode_chat`. The options
+        also hold token_strings: whether the third part is wanted."""
         ...
 
     def detokenize(self, model: ModelEntry, ids: bytes) -> Awaitable[bytes]:
-        """`ids`: packed int32. The text as a JSON string, special tokens included."""
+        """Returns the text of the tokens as a JSON string, special tokens included. `ids`: packed int32."""
         ...
 
     def check_grammar(self, field: str, grammar: str) -> Awaitable[None]:
-        """Raises HearthError (400) naming `field`, with the reason why `grammar` (SamplingParams.grammar) cannot be followed."""
+        """Raises HearthError (400) that names `field` and the reason, if `grammar` (as in SamplingParams.grammar) cannot be
+        followed."""
         ...
 
     def parse_body(self, reader: str, body: bytes) -> Awaitable[tuple[bytes, bytes]]:
