@@ -91,9 +91,8 @@ def threads_may_share() -> bool:
 
 
 def set_num_threads(num_threads: int) -> None:
-    """Sets how many threads share the operations that the calling thread starts from now on. Only this may set it in torch and
-    Numba."""
-    if num_threads != _told.num_threads:  # asking torch would take 20 us in the middle of a step
+    """Sets how many threads share the operations that the calling thread starts from now on, for torch and for the kernels."""
+    if num_threads != _told.num_threads:  # nothing else sets it, and asking torch takes 20 us in a step
         _told.num_threads = num_threads
         torch.set_num_threads(num_threads)
         if _kernels is not None:
@@ -173,8 +172,7 @@ def linear(x: Tensor, weight: Tensor | Int8Matrix, bias: Tensor | None = None) -
 
 
 def _int8_linear(x: Tensor, weight: Int8Matrix, bias: Tensor | None) -> Tensor:
-    """Multiplies with an Int8Matrix. Without a kernel, converts a few outputs' weights to x's dtype at a time, never the whole
-    matrix."""
+    """Multiplies with an Int8Matrix. Without a kernel, a few outputs' weights at a time are converted to x's dtype, never all."""
     if _served(x, "int8") and (product := cpu_products.int8_linear(_kernels, x, weight.values, weight.scales, bias)) is not None:
         return product
     if not is_recording():
@@ -273,8 +271,7 @@ def rope_and_store(qkv: Tensor, norms: HeadNorms | None, layer: int, heads: int,
 
 
 def attention(qkv: Tensor, layer: int, heads: int, scale: float, softcap: float, batch: ForwardBatch) -> Tensor:
-    """Returns [T, H D]: causal attention of every token over its row's KV blocks in the layer's window. rope_and_store comes before
-    it.
+    """Returns causal attention [T, H D] of every token over its row's KV blocks in the layer's window. Runs after rope_and_store.
 
     softcap: scores become softcap * tanh(score / softcap); 0: they are unchanged."""
     if isinstance(batch, DeviceBatch):
@@ -389,8 +386,7 @@ def top_logprobs(logits: Tensor, rows: Any, chosen: Any, num_top: int) -> tuple[
 
 
 def penalise(row: Tensor, tokens: Any, num_prompt: int, presence: float, frequency: float, repetition: float) -> None:
-    """Applies penalties to one row's logits [V] float32, in place. tokens: int32 array, num_prompt of the prompt, then the
-    output."""
+    """Applies penalties to one row's logits [V] float32, in place. tokens: int32 array, num_prompt prompt tokens, then output."""
     if _gpu is not None:
         _gpu.penalise(row, _gpu.column(tokens, row.device), num_prompt, presence, frequency, repetition)
         return
