@@ -212,7 +212,7 @@ class TorchRunner:
     def _stream(
         self, task: LoadTask, source: OpenCheckpoint, weights: WeightRange, behind: Sequence[WeightGate | KeptCopy]
     ) -> None:
-        """Reads the weights into the range. behind: each is told which bytes have landed."""
+        """Reads the weights into the range. behind: each is notified of the bytes that have landed."""
 
         def landed(read: Read) -> None:
             for begin_bytes, end_bytes in read.places:

@@ -88,8 +88,8 @@ class ServedModels:
         self.turns = Turns()
         self.threads = ThreadsApart(compute_threads(configure))
         # Then a copy from the host tier and a concurrent step only slow each other down. First token of one-b in a conversation of
-        # 1,000 tokens, 2 cores, relative to copy and step by themselves: 1.04-1.07 if the step runs during the copy, 1.01-1.03 if
-        # it runs after it, as a recorded step.
+        # 1,000 tokens, 2 cores, as a multiple of copy time plus step time, each measured alone: 1.04-1.07 if the step runs during
+        # the copy, 1.01-1.03 if it runs after it, as a recorded step.
         self.copies_take_all_cores = compute_threads(configure) <= NUM_COPY_THREADS
         self._configure = configure
         self._arena = arena

@@ -7,10 +7,10 @@ virtual machine): after a pause of 0.1 s and more, a prompt of 48 tokens took 38
 after it 16.7 ms; with each thread bound to a core of its own they took 20.5 and 9.0 ms, as they do without a pause. So threads are
 bound for the first steps after a pause; between these steps, and afterwards, all may run anywhere.
 
-If the compute threads take all cores there are, they are bound for every step. Otherwise what runs between two steps (the daemon,
-with the tokens of the last one) moves one of them to the other's core, where both may stay: of 2,700 steps of 8.6 ms, one in a
-hundred took 18 ms, with all its computing on one core. In this case the other threads stay bound until the next pause, while the
-calling thread, and threads it has started, are free between steps.
+If the compute threads take all cores there are, they are bound for every step. Unbound, one of them is moved to the other's core by
+what runs between two steps (the daemon, with the tokens of the last one), and there both may stay: of 2,700 steps of 8.6 ms, one in
+a hundred took 18 ms, with all its computing on one core. When bound for every step, the other threads stay bound until the next
+pause, while the calling thread, and threads it has started, are free between steps.
 """
 
 from __future__ import annotations
