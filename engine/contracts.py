@@ -34,8 +34,8 @@ class StepResult:
 
 @dataclass(slots=True, frozen=True)
 class KernelNews:
-    """News about the compilation of kernels. told: the message for the daemon. apply: to be called between two steps; it changes
-    what steps cost."""
+    """News about the compilation of kernels. told: the message for the daemon. apply: to be called between two steps, after which
+    steps cost something else; None: there is nothing to call."""
 
     told: KernelsTold
     apply: Callable[[], None] | None = None
@@ -134,8 +134,8 @@ class HostedEncoder(Protocol):
 @dataclass(slots=True)
 class LoadTask:
     """One load: what is asked for, the device's chunks for the weights, and `progress(bytes_done, bytes_total)`, with the meanings
-    of LoadProgress. The fields from bytes_read to weights_checksum are results, set by the runner; protocol.LoadDone explains those
-    it has too."""
+    of LoadProgress. The fields from bytes_read to weights_checksum are results, set by the runner; protocol.LoadDone explains the
+    fields it shares."""
 
     spec: LoadModel
     chunks: IntArray
@@ -171,7 +171,7 @@ class CompilesKernels(Protocol):
     """A Runner whose kernels may still be compiling when it serves its first models."""
 
     def watch_kernels(self, tell: Callable[[KernelNews], None]) -> None:
-        """Has `tell` called, from other threads, with all news about the kernels."""
+        """Calls `tell`, from other threads, with all news about the kernels from now on."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""What an engine does while nothing runs and no message arrives: it captures steps, collects garbage and prepares memory."""
+"""Does an engine's idle work while nothing runs and no message arrives: captures steps, collects garbage and prepares memory."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class Configure(Message, frozen=True):
     """The first message to an engine, answered by EngineReady. num_chunks covers the device's whole budget; the leases leave memory
     for the weights and for the work space (work_space_bytes: the largest of the models known now)."""
 
-    device: str  # cpu:0
+    device: str  # its name, such as cpu:0
     num_chunks: int
     chunk_bytes: int
     work_space_bytes: int
@@ -190,7 +190,7 @@ class LoadDone(Message, frozen=True):
     seconds: float
     bytes_read: int  # from disk; 0 where the weights came from the host tier
     kept: bool = False  # a whole copy of the weights is in keep_slots, or in source_slots if those were used
-    checksum: int = 0  # of the kept copy
+    checksum: int = 0  # checksum of the kept copy
     copy_seconds: float = 0.0  # between the host tier and the device, weights and KV
     map_seconds: float = 0.0  # spent in mapping calls
     restored_kv_tokens: int = 0  # tokens whose KV was restored from kv_slots
@@ -212,7 +212,7 @@ class KernelsTold(Message, frozen=True):
 
 
 class WeightsHeld(Message, frozen=True):
-    """Where a ready model's weights are. Nothing writes there until the model is told to leave, so the next engine, given the same
+    """Where a ready model's weights are. Nothing writes there until the daemon evicts the model, so the next engine, given the same
     memory, may take them over if their checksum is still `checksum`."""
 
     placement_id: int
@@ -239,7 +239,7 @@ class Evicted(Message, frozen=True):
     kv_slots_used: list[int] = []  # of save_slots, in order; the others are free again
     saved_kv_tokens: int = 0
     recompute_kv_tokens: int = 0  # of dropped requests: computed, but not saved
-    copy_seconds: float = 0.0  # between the device and the host tier
+    copy_seconds: float = 0.0  # copying between the device and the host tier
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -353,7 +353,7 @@ def decode_held(note: bytes) -> list[WeightsHeld]:
 
 
 class FrameReader:
-    """Cuts a byte stream back into messages; `feed` may be given any split of it."""
+    """Cuts a byte stream back into messages; the stream may be passed to `feed` in parts of any size."""
 
     def __init__(self, kinds: Any) -> None:
         self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(kinds)

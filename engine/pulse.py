@@ -17,7 +17,7 @@ _fields = struct.Struct("<dddB")
 
 
 class Doing(IntEnum):
-    """What the loop does from a beat on."""
+    """What the engine's loop does from the time of a beat on."""
 
     IDLE = 0  # waits, at most BEAT_EVERY_S
     TURN = 1  # takes in messages, plans a step
@@ -30,8 +30,8 @@ class Pulse(NamedTuple):
     first.
 
     expected_s: the usual seconds of the step, from earlier ones; 0.0 if too few of its size have run. first_since_s: a model's
-    first step runs in its own thread, and if all its weights have arrived, this is since when it has computed with them; 0.0 if
-    there is no such step."""
+    first step runs in a thread of its own; this is when its last weights arrived, if it is still computing; 0.0 if there is no such
+    step."""
 
     at_s: float
     expected_s: float

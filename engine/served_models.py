@@ -32,7 +32,7 @@ CAPTURE_EVERY_DECODES = 16
 
 
 class Arena(Protocol):
-    """The device memory behind the chunks."""
+    """The device memory that the chunks consist of."""
 
     def discard(self, chunk: int, num_chunks: int, /) -> None:
         """Gives the memory of a run of chunks back to the system; its content is lost."""
@@ -114,7 +114,7 @@ class ServedModels:
         return self.turns.next(busy, self._backlogged(busy))
 
     def room_of(self, served: ServedModel, busy: Sequence[str]) -> StepRoom:
-        """Returns how much a model's next step may hold."""
+        """Returns the room (rows, tokens and time) of a model's next step. busy: all models that may have a step to run."""
         served.turns = turns_of_step(len(busy), len(self._backlogged(busy)), served.backlogged)
         return StepRoom(served.limits, served.turns, strict=self.turns.is_over)
 
@@ -248,8 +248,8 @@ class ServedModels:
         self.give_up_place(served.place)
 
     def set_lease(self, lease_chunks: int) -> None:
-        """Sets the KV lease and gives chunks back until those drawn fit it: sparse chunks are emptied first, then cached prefixes
-        are dropped, then the newest sequences are preempted."""
+        """Sets the KV lease, and gives chunks back until those drawn from it fit: sparse chunks are emptied first, then cached
+        prefixes are dropped, then the newest sequences are preempted."""
         self.chunks.set_lease(lease_chunks)
         drawing = [served.scheduler for served in self.by_name.values() if served.scheduler.kv.num_drawn_chunks]
         for way in (self.compaction.gather, self.compaction.give_up_prefixes):

@@ -180,7 +180,7 @@ class Engine:
         before, request_ids, expected_s = self._under_way, scheduler.table.request_id[plan.slots], served.limits.expected_s(plan)
         if before is None:
             self.journal.note(request_ids, expected_s)
-        else:  # a fault may be that of either step: devices report it late
+        else:  # a fault may come from either step: devices report faults late
             both_s = before.expected_s + expected_s if before.expected_s and expected_s else 0.0
             self.journal.note(np.union1d(before.request_ids, request_ids), both_s)
         masks = self.constraints.masks(served, plan)

@@ -1,5 +1,5 @@
-"""Tells a step that runs while its model's weights arrive how far they have come: the step waits for each layer, and at its end for
-all.
+"""Holds back a step that runs while its model's weights arrive: it waits for each layer's weights, and at its end for all of
+them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class WeightGate:
         self._arrivals = WeightArrivals(places, 1 + max(stage_of.values(), default=0))
         self._changed = threading.Condition()
         self._num_inside = 0
-        self._withdrawn = ""  # why; "": it is not
+        self._withdrawn = ""  # why the weights were withdrawn; "": they were not
         self._all = False
         self.begun: Callable[[], None] | None = None
         self.waited_s = 0.0  # seconds that steps waited for weights

@@ -85,7 +85,7 @@ class ChunkMemory(Protocol):
         ...
 
     def release(self, address: int, num_bytes: int) -> None:
-        """Ends an unmapped reservation."""
+        """Gives up a reservation in which nothing is mapped."""
         ...
 
     def tensor(self, address: int, num_bytes: int) -> Tensor:

@@ -25,7 +25,7 @@ _header = struct.Struct("<IIQI")  # descriptors, chunks, bytes of a chunk, bytes
 
 
 class Received(NamedTuple):
-    """What `receive` returns; the receiver closes the descriptors."""
+    """The result of `receive`. The receiver must close the descriptors (handles)."""
 
     handles: list[int]
     num_chunks: int

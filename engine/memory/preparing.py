@@ -21,7 +21,7 @@ from scheduler.batch.plan import BoolArray
 log = logging.getLogger("engine")
 
 AFTER_IDLE_S = 2.0
-SHARE = 0.25  # of idle time, so that an idle engine leaves the machine to others
+SHARE = 0.25  # of idle time spent preparing, so that an idle engine leaves the machine to others
 MIN_AVAILABLE = 0.25  # this share of the system's memory is never taken this way
 _LOOK_EVERY_BYTES = 256 << 20
 
