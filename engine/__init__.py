@@ -1,4 +1,5 @@
-"""One process per device hosting every model placed there. The daemon imports only `engine.protocol`. Read `worker` first.
+"""The engine: one process per device, which hosts every model placed there. The daemon imports only a few light modules of it,
+above all `engine.protocol`. Start reading at `worker`.
 
 Part of hearthd.
 """

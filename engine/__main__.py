@@ -1,4 +1,4 @@
-"""`python -P -m engine`: one engine process; engine/main.py has its arguments."""
+"""`python -P -m engine` runs one engine process; engine/main.py has its arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine's end of the socketpair: frames in, frames out, never blocking."""
+"""The engine's end of the socketpair to the daemon: sends and receives framed messages. Only functions named wait_… block."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ RECV_BYTES = 1 << 18
 
 
 def wait_until(sock: socket.socket, events: int, limit_s: float | None = None) -> bool:
-    """Blocks until a poll finds one of these events (select.POLLIN, select.POLLOUT) or the end of the stream; False after limit_s.
-    Not select(2): a daemon that holds a device's memory has thousands of descriptors, and the engines it starts get higher numbers
-    than select takes."""
+    """Blocks until a poll reports one of `events` (select.POLLIN, select.POLLOUT) or the end of the stream. Returns False if
+    limit_s seconds pass first; None: no limit. Not select(2): a daemon that holds a device's memory has thousands of
+    descriptors, and the engines it starts get higher numbers than select takes."""
     poller = select.poll()
     poller.register(sock, events)
     return bool(poller.poll(None if limit_s is None else limit_s * 1e3))
 
 
 class ChannelClosed(Exception):
-    """The daemon's end is gone."""
+    """Raised when the daemon has closed its end of the channel."""
 
 
 class Channel:
-    """Sends go to the kernel at once and what it does not take waits in `out`; `backlog_bytes` says how much that is."""
+    """The engine's end of the channel. A message goes to the kernel at once; what the kernel does not take waits in a backlog of
+    `backlog_bytes` bytes."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -41,7 +42,7 @@ class Channel:
         return len(self._out)
 
     def send(self, message: Message) -> None:
-        """Raises ChannelClosed."""
+        """Sends a message, or adds to the backlog what the kernel does not take. Raises ChannelClosed."""
         frame = encode(message)
         if self._out:
             self._out += frame
@@ -52,12 +53,13 @@ class Channel:
             self._out += frame[sent:]
 
     def flush(self) -> None:
-        """Hands the backlog to the kernel as far as it takes it."""
+        """Hands the backlog to the kernel, as much as it takes, at most 1 MiB in one call. Raises ChannelClosed."""
         if self._out:
             del self._out[: self._send(bytes(memoryview(self._out)[: 1 << 20]))]
 
     def receive(self) -> list[Any]:
-        """All messages that are there. Raises ChannelClosed at the end of the stream, after the last message."""
+        """Returns all messages that have arrived, without blocking. Raises ChannelClosed at the end of the stream, after the last
+        message was returned."""
         messages: list[Any] = []
         while True:
             try:
@@ -75,11 +77,11 @@ class Channel:
                 return messages
 
     def wait_for_room(self, limit_s: float) -> None:
-        """Until the kernel takes more."""
+        """Blocks until the kernel takes more data, at most limit_s seconds."""
         wait_until(self._sock, select.POLLOUT, limit_s)
 
     def wait_for_message(self) -> list[Any]:
-        """Blocks until at least one message is there."""
+        """Blocks until at least one message has arrived, and returns all that have. Raises ChannelClosed."""
         while True:
             wait_until(self._sock, select.POLLIN)
             messages = self.receive()

@@ -1,4 +1,4 @@
-"""Python's garbage collector, off the hot path: it runs when nothing else does, or every few thousand steps."""
+"""Runs Python's garbage collector outside the hot path: when nothing else runs, or every few thousand steps."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ EVERY_STEPS = 4096
 
 
 class Collector:
-    """What a load leaves and what an evicted model was is frozen: it is looked at once nothing runs. To look at a load's objects
-    when it ends would hold up its first tokens, by a tenth of a second where kernels have just been imported."""
+    """Decides when garbage is collected. The objects of a load, or of a model evicted since, are frozen (gc.freeze) and only
+    examined once nothing runs. Examining a load's objects when it ends would delay its first tokens, by a tenth of a second
+    where kernels have just been imported."""
 
     def __init__(self) -> None:
         self._steps_at_last = 0
         self._must_thaw = False
 
     def start(self) -> None:
-        """From now on nothing is collected but by `collect`."""
+        """Turns automatic collection off: from now on only `collect` collects."""
         gc.disable()
         gc.freeze()
 
@@ -28,7 +29,8 @@ class Collector:
         self._must_thaw = True
 
     def wanted(self, num_steps: int) -> bool:
-        """In idle time."""
+        """Returns whether there is something to collect in idle time: steps have run since the last collection, or frozen objects
+        are to be examined. num_steps: steps run so far."""
         return num_steps > self._steps_at_last or self._must_thaw
 
     def overdue(self, num_steps: int) -> bool:

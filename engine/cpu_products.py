@@ -1,6 +1,6 @@
-"""Products of bfloat16 or float32 inputs with a weight matrix on the CPU: which kernel computes them, and what it is called with.
+"""Picks the CPU kernel that multiplies bfloat16 or float32 inputs with a weight matrix, and prepares its arguments.
 
-kernels: engine.kernels.cpu. Shapes: R rows, K inputs, N outputs.
+kernels: the module engine.kernels.cpu. Shapes: R rows, K inputs, N outputs.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ _NO_SCALES = np.empty(0, np.float32)
 
 
 def array(x: Tensor) -> Any:
-    """The tensor's memory as numpy sees it: bfloat16 as uint16 bits."""
+    """Returns the tensor's memory as a numpy array; bfloat16 appears as its bits, in uint16."""
     return x.view(torch.uint16 if x.dtype is torch.bfloat16 else x.dtype).numpy()
 
 
 def linear(kernels: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-    """x [R, K] @ weight [N, K] transposed, plus bias [N]. None: torch's linear is the faster one."""
+    """Returns x [R, K] @ weight [N, K] transposed, plus bias [N]; None if torch's linear is to be used: it is faster, or x is not
+    contiguous."""
     kernel = kernels.linear_kernel(*x.shape, len(weight), _element(x)) if x.is_contiguous() else None
     if kernel is None:
         return None
@@ -37,11 +38,12 @@ def linear(kernels: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
 
 
 def int8_linear(kernels: Any, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor | None:
-    """x [R, K] @ (values [N, K] int8 * scales [N] float32) transposed, plus bias [N]. None: no kernel for so many rows."""
+    """Returns x [R, K] @ (values [N, K] int8 * scales [N] float32) transposed, plus bias [N]; None if no kernel takes this shape
+    or x is not contiguous."""
     kernel = kernels.int8_linear_kernel(*x.shape, len(values), _element(x)) if x.is_contiguous() else None
     if kernel is None:
         return None
-    out = empty(x, len(x), len(values))  # before scratch, whose memory is lent for these calls alone
+    out = empty(x, len(x), len(values))  # allocated before scratch, whose memory is lent for these calls only
     if kernel is kernels.widened_linear:
         _widened_linear(kernels, x, values.numpy(), scales.numpy(), bias, out)
         return out
@@ -59,7 +61,7 @@ def int8_linear(kernels: Any, x: Tensor, values: Tensor, scales: Tensor, bias: T
 
 
 def _widened_linear(kernels: Any, x: Tensor, weight: Any, scales: Any, bias: Tensor | None, out: Tensor) -> None:
-    """So many rows at a time that what is made of them stays in the caches."""
+    """Computes the product for MOST_ROWS rows at a time, so that what is derived from these rows stays in the caches."""
     num_shares = kernels.num_shares()
     for first in range(0, len(x), kernels.MOST_ROWS):
         rows, to = x[first : first + kernels.MOST_ROWS], out[first : first + kernels.MOST_ROWS]
@@ -77,12 +79,13 @@ def _bias(x: Tensor, bias: Tensor | None) -> Any:
 
 
 def _columns(kernels: Any, x: Tensor, of_int8: bool) -> tuple[Any, int]:
-    """Scratch for x in tiles of 16 rows and for packed weights, as words; into how many shares the outputs are cut."""
+    """Returns scratch memory, in int32 words, for x in tiles of 16 rows and for packed weights; and the number of shares the
+    outputs are cut into."""
     num_shares = kernels.num_shares()
     num_words = kernels.amx_scratch_words(*x.shape, of_int8, num_shares)
     return empty(x, 1, 2 * num_words).view(torch.int32).view(-1).numpy(), num_shares
 
 
 def _digits(x: Tensor) -> Any:
-    """Scratch for two digits of every element: [2 R, K] int8."""
+    """Returns scratch memory for two int8 digits of every element: [2 R, K]."""
     return empty(x, len(x), x.shape[1]).view(torch.int8).view(2 * len(x), -1).numpy()

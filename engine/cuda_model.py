@@ -1,8 +1,8 @@
-"""A model on a GPU: steps are launched, and their tokens read later, so the next one can be under way before they are.
+"""A model on a GPU. Steps are launched and their tokens read later, so the next step can start before they are known.
 
-A step's inputs are worked out on the device (kernels/triton_inputs.py): the host sends a few columns a row, and a token that it has
-not seen yet is taken from where the step before left it. Steps that only decode, with settings that need no host, are one CUDA
-graph each (engine/steps/cuda_graphs.py).
+Most of a step's inputs are computed on the device (kernels/triton_inputs.py): the host sends a few columns per row, and the device
+takes a token that the host has not seen yet from where the last step left it. A step that only decodes, with sampling settings that
+do not need the host, runs as one CUDA graph (engine/steps/cuda_graphs.py).
 
 Shapes: R rows, T tokens, N sampling rows, S slots, V vocabulary.
 """
@@ -39,13 +39,14 @@ from loader import sizing
 from loader.gpu_sizing import LOGITS_ROWS
 from loader.hf_config import ModelShape
 
-DECODE_PIECES_PER_CORE = 8  # how finely contexts are cut among the multiprocessors
-CPU_CORES = 2  # what stands for multiprocessors where the kernels are interpreted
+DECODE_PIECES_PER_CORE = 8  # contexts are cut into this many pieces per multiprocessor
+CPU_CORES = 2  # stands for the number of multiprocessors where the kernels are interpreted
 
 
 @dataclass(slots=True, frozen=True)
 class DeviceGroupMemory:
-    """One KV group of the model: kv and scales as forward_batch.GroupMemory has them; rotary on the device."""
+    """The memory of one of the model's KV groups. kv and scales: as in forward_batch.GroupMemory; rotary: its tensors are on the
+    device."""
 
     kv: Tensor
     scales: Tensor | None
@@ -55,7 +56,7 @@ class DeviceGroupMemory:
 
 
 class PendingStep:
-    """On the device; `wait` blocks without spinning."""
+    """A step under way on the device; `wait` blocks without spinning."""
 
     def __init__(self, drawn: Tensor, started: Any, done: Any, began_s: float) -> None:
         self._drawn, self._started, self._done, self._began_s = drawn, started, done, began_s
@@ -71,9 +72,10 @@ class PendingStep:
 
 
 class CudaModel:
-    """engine.contracts.HostedModel on a GPU, or on the CPU with interpreted kernels (for tests). Not for two threads at a time.
+    """An engine.contracts.HostedModel on a GPU, or on the CPU with interpreted kernels (for tests). Not safe for two threads at a
+    time.
 
-    arena: the device's KV memory as uint8. max_graph_rows: decode steps of up to so many rows run as graphs, 0: none do."""
+    arena: the device's KV memory as uint8. max_graph_rows: decode steps of up to this many rows run as graphs; 0: none do."""
 
     def __init__(
         self,
@@ -119,16 +121,17 @@ class CudaModel:
     # ---- steps
 
     def execute(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> StepResult:
-        """One step, waited for."""
+        """Runs one step and waits for it."""
         return self.launch(plan, table, masks).wait()
 
     def launch(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> Launched:
-        """As LaunchesAhead has it. Rows whose logits the host edits, or whose log-probabilities are wanted, are waited for here."""
+        """Starts one step, as LaunchesAhead says. If the host edits logits of the step, or log-probabilities are wanted, it also
+        waits for the step."""
         try:
             return self._launch(plan, table, masks)
         except torch.OutOfMemoryError as error:
             why = str(error).partition("\n")[0]
-        # out here nothing holds what the step had taken
+        # raised outside the except block: here nothing holds the memory that the step had taken
         raise NoWorkSpace(f"a step of {int(plan.num_new.sum())} tokens of {len(plan.slots)} requests found no work space: {why}")
 
     @torch.inference_mode()
@@ -160,8 +163,8 @@ class CudaModel:
 
     @torch.inference_mode()
     def warm(self, graph_rows: Sequence[int] = (1, 2, 4, 8)) -> None:
-        """Compiles what steps need, finds out which kernel multiplies few rows fastest, and captures graphs of so many rows. All
-        with rows that are nobody's: no KV is written."""
+        """Compiles what steps need, measures which kernel multiplies few rows fastest, and captures graphs of graph_rows rows.
+        All steps it runs consist of padding rows, which belong to no sequence, so no KV is written."""
         if self._device.type == "cuda":
             with gpu.weights_of_products() as weights:
                 self._decode(self._staging.send(padding_columns(1, self._sequences.num_slots)))
@@ -191,7 +194,7 @@ class CudaModel:
 
     @torch.inference_mode()
     def capture(self, num_rows: int) -> None:
-        """Makes the graph that runs num_rows, if one is to and there is none yet: for idle time."""
+        """Captures the graph that runs num_rows rows, unless it exists or none is wanted. Called while loading and in idle time."""
         padded = self.graphs.rows_for(num_rows)
         if padded and padded not in self.graphs.captured:
             self.graphs.run(padded, padding_columns(padded, self._sequences.num_slots))
@@ -205,7 +208,7 @@ class CudaModel:
 
     @torch.inference_mode()
     def logits(self, plan: BatchPlan, table: SequenceTable, every_token: bool = False) -> FloatArray:
-        """For tests: the same step without sampling. [N, V] float32 of the sampling rows, or [T, V] of all tokens."""
+        """Runs a step without sampling, for tests. Returns float32 logits: [N, V] of the sampling rows, or [T, V] of all tokens."""
         self._update_blocks(plan, table)
         everything = np.arange(int(plan.num_new.sum())) if every_token else None
         step = extend_step(plan, table, self._tile_tokens, everything)
@@ -214,13 +217,13 @@ class CudaModel:
         return self._loaded().logits(part).float().cpu().numpy()
 
     def restore(self) -> None:
-        """After a reload: the weights are in the same range again."""
+        """Makes the model usable again after a reload, which has put the weights back into the same address range."""
         self._model = build_model(self.shape, Weights(self.shape, self._dtype_name, self._weights))
 
     def release(self) -> None:
-        """Unmaps the weights. Idempotent; any later step raises RuntimeError."""
+        """Unmaps the weights. Idempotent; until `restore` any step raises RuntimeError."""
         if self._device.type == "cuda" and self._model is not None:
-            torch.cuda.default_stream(self._device).synchronize()  # nothing may run on memory that goes
+            torch.cuda.default_stream(self._device).synchronize()  # nothing may still run on memory that is unmapped
         self._model = None
         self._weights.unmap()
 
@@ -251,8 +254,8 @@ class CudaModel:
         return PendingStep(drawn, started, done, began_s)
 
     def _decode(self, columns: dict[str, Tensor]) -> Tensor:
-        """The device's part of a decode step, from the columns to [2, R] int32: ids, and whether the row was bad. Runs eagerly, or
-        while a graph is captured: nothing here may ask the device for a value."""
+        """Computes the device's part of a decode step from its columns. Returns [2, R] int32: ids, and whether each row was bad.
+        Runs eagerly, or while a graph is captured, so nothing here may read a value back from the device."""
         numbers = columns["numbers"]
         batch = self._batch(
             numbers,
@@ -267,7 +270,7 @@ class CudaModel:
         return self._draw(self._loaded().forward(batch, None), columns)
 
     def _forward(self, step: ExtendStep) -> Tensor:
-        """Hidden states of the step's `wanted` tokens."""
+        """Returns the hidden states of the step's `wanted` tokens."""
         sent = self._staging.send(step.columns)
         tiles = QueryTiles(sent["tile_rows"], sent["tile_firsts"], sent["starts"], sent["num_new"]) if step.num_tiles else None
         batch = self._batch(
@@ -312,7 +315,8 @@ class CudaModel:
         return DeviceBatch(input_ids, num_decode, groups, self._layer_places, slots, contexts, tiles)
 
     def _draw(self, hidden: Tensor, columns: dict[str, Tensor]) -> Tensor:
-        """Samples one id for each row of hidden [N, width], leaves it as its slot's last one; [2, N] int32."""
+        """Samples one id for each row of hidden [N, width] and stores it as the last token of the row's slot. Returns [2, N]
+        int32: ids, and whether each row was bad."""
         drawn = torch.empty(2, len(hidden), dtype=torch.int32, device=self._device)
         names = ("temperature", "top_p", "top_k", "min_p", "key0", "key1")
         for first in range(0, len(hidden), LOGITS_ROWS):
@@ -324,7 +328,7 @@ class CudaModel:
 
 
 class _Told:
-    """A step that is over when it has been launched."""
+    """A launched step whose result is already known."""
 
     def __init__(self, result: StepResult) -> None:
         self._result = result

@@ -1,6 +1,7 @@
-"""The requests of one encoder: fair among tenants (scheduler/fair_queue.py), as many at a time as a step may have tokens.
+"""The requests of one encoder. Tenants get a fair share (scheduler/fair_queue.py), and a step takes as many texts as its tokens
+allow.
 
-There is nothing between two steps of a request: each is computed whole, in one step.
+Each request is computed whole, in one step, so nothing of it is kept between steps.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from engine.protocol import EmbeddingsOut, LoadModel, RequestFailed, Submit
 from scheduler.batch.step_costs import StepCosts
 from scheduler.fair_queue import FairQueue
 
-MAX_TEXTS = 4096  # in one step: what the step journal can name
+MAX_TEXTS = 4096  # in one step: as many requests as the step journal can name
 
 
 @dataclass(slots=True)
 class Embedder:
-    """A loaded encoder. max_tokens: of a step; one text may have more."""
+    """A loaded encoder and its waiting requests. max_tokens: limit of one step; only a step of a single text may have more."""
 
     spec: LoadModel
     hosted: HostedEncoder
@@ -29,7 +30,7 @@ class Embedder:
     _costs: StepCosts = field(default_factory=StepCosts)
 
     def submit(self, message: Submit) -> str:
-        """Why not; "" if it waits now."""
+        """Queues a request. Returns why it is refused, or "" if it is queued."""
         limit, vocab_size = self.spec.max_model_len, self.hosted.vocab_size
         if not message.prompt:
             return "the text has no tokens"
@@ -43,7 +44,7 @@ class Embedder:
         return ""
 
     def next_texts(self) -> list[int]:
-        """Request ids of the next step, which is to be `step`'s."""
+        """Takes the next step's requests out of the queue and returns their ids, to be given to `step`."""
         chosen: list[int] = []
         room = self.max_tokens
         while len(chosen) < MAX_TEXTS and (request_id := self._queue.first()) is not None:
@@ -56,18 +57,18 @@ class Embedder:
         return chosen
 
     def expected_s(self, request_ids: list[int]) -> float:
-        """What a step of these usually takes; 0.0 where too few of its size were seen."""
+        """Returns the usual seconds of a step of these requests; 0.0 if too few steps of its size have run."""
         return self._costs.firm_seconds(self._num_tokens(request_ids))
 
     def forget_costs(self) -> None:
-        """Steps will cost something else from here on."""
+        """Drops the learned step costs, because steps will cost something else from now on."""
         self._costs = StepCosts()
 
     def _num_tokens(self, request_ids: list[int]) -> int:
         return sum(len(self.waiting[request_id]) for request_id in request_ids)
 
     def step(self, request_ids: list[int], step_id: int) -> tuple[EmbeddingsOut, list[RequestFailed]]:
-        """What they came to; each request is in one of the two."""
+        """Computes one step. Returns the vectors and the failed requests; each request is in one of the two."""
         num_tokens = self._num_tokens(request_ids)
         vectors, seconds = self.hosted.embed([self.waiting.pop(request_id) for request_id in request_ids])
         self._costs.note(num_tokens, seconds)

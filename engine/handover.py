@@ -1,4 +1,4 @@
-"""The engine's side of memory that outlives it: what an engine before it has left on the device, and what it leaves itself."""
+"""The engine's side of device memory that outlives it: takes over what an earlier engine left, and hands its own to the daemon."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ log = logging.getLogger("engine")
 
 
 class Handover:
-    """sock: to the daemon, which holds the descriptors of this device's memory while engines come and go."""
+    """Exchanges descriptors of device memory with the daemon, which holds them while engines come and go. sock: the socket to the
+    daemon."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
 
     def ask(self, num_chunks: int, chunk_bytes: int) -> tuple[list[int], list[WeightsHeld]]:
-        """(descriptors of memory of that shape, for `close`; the weights that are in it); none and none where nothing was left."""
+        """Asks for memory of this shape that an earlier engine left. Returns its descriptors, which the caller closes with
+        `handles.close`, and the weights in it; both are empty if nothing was left."""
         handles.allow_many_files()
         try:
             handles.send(self._sock, [], num_chunks, chunk_bytes)
@@ -31,7 +33,7 @@ class Handover:
         return given.handles, decode_held(given.note)
 
     def give(self, memory: ChunkMemory) -> None:
-        """In the background: there may be thousands."""
+        """Sends the descriptors of this engine's memory to the daemon, in a background thread because there may be thousands."""
 
         def work() -> None:
             exported: list[int] = []

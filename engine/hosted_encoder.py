@@ -1,6 +1,6 @@
-"""An encoder in device memory: texts in, one pooled and normalised vector each out. It has no KV and samples nothing.
+"""An encoder in device memory: turns each text into one pooled and normalised vector. It has no KV and samples nothing.
 
-Shapes: R texts, T tokens of all of them.
+Shapes: R texts, T tokens of all texts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from loader.hf_config import ModelShape
 
 
 class TorchEncoder:
-    """engine.contracts.HostedEncoder on torch. Not for two threads at a time."""
+    """An engine.contracts.HostedEncoder on torch. Not safe for two threads at a time."""
 
     def __init__(self, spec: LoadModel, shape: ModelShape, weights: WeightRange, num_threads: int) -> None:
         self.name = spec.model
@@ -33,7 +33,8 @@ class TorchEncoder:
 
     @torch.inference_mode()
     def embed(self, texts: Sequence[IntArray]) -> tuple[FloatArray, float]:
-        """Token ids of each text, none empty -> float32 [R, hidden] of length 1 each, and the seconds it took."""
+        """Returns the vectors, float32 [R, hidden], each of norm 1, and the seconds it took. texts: token ids of each text, none
+        empty."""
         begin = time.perf_counter()
         if self._model is None:
             raise RuntimeError(f"model {self.name} was released")

@@ -1,4 +1,4 @@
-"""A model in device memory: one weight range, its view of the KV arena, and one step at a time.
+"""A model on the CPU device: its weights in one address range, its view of the KV arena, and its steps, one at a time.
 
 Shapes: R rows, T tokens, N sampling rows, V vocabulary.
 """
@@ -37,7 +37,7 @@ from loader.sizing import MAX_RECORDED_ROWS, MAX_RECORDED_TOKENS
 
 
 class TorchModel:
-    """engine.contracts.HostedModel on torch. Not for two threads at a time."""
+    """An engine.contracts.HostedModel on torch. Not safe for two threads at a time."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class TorchModel:
         rotary = rotary_of(shape.rope, shape.head_dim, spec.max_model_len)
         local = rotary if shape.local_rope is None else rotary_of(shape.local_rope, shape.head_dim, spec.max_model_len)
         self._kv_dtype = spec.kv_dtype
-        self._padded = spec.dtype != "float32"  # MKL, which serves float32, has no set-up per row count
+        self._padded = spec.dtype != "float32"  # float32 needs no padding: MKL, which computes it, has no set-up per row count
         self._kv = [self._group_memory(memory, group, local if group.window_tokens else rotary) for group in self.kv_groups]
         places = {layer: (number, place) for number, group in enumerate(self.kv_groups) for place, layer in enumerate(group.layers)}
         self._layer_places = tuple(places[layer] for layer in range(shape.num_layers))
@@ -75,21 +75,23 @@ class TorchModel:
         self._steps = self._recorded_steps()
 
     def _recorded_steps(self) -> RecordedSteps:
-        """Records nothing as long as other kernels are called than will be later."""
+        """Returns a new store of recorded steps. It records nothing while the model's final kernels are not in use yet, because a
+        recording would go on calling the old ones."""
         max_rows = 0 if self._awaits_kernels else self._max_rows
         max_decodes = min(max_rows, self._logits_rows)
         return RecordedSteps(self._model, self._inputs, self._scratch, max_decodes, max_rows, MAX_RECORDED_TOKENS)
 
     def _group_memory(self, memory: ChunkMemory, group: KVGroupSpec, rotary: Rotary) -> GroupMemory:
         kv, scales = kv_views(memory.arena, group, self.shape.num_kv_heads, self.shape.head_dim, self._kv_dtype)
-        flat = memory.arena[:0] if scales is not None else kv.view(-1)  # no kernel of the CPU's reads fp8
+        flat = memory.arena[:0] if scales is not None else kv.view(-1)  # no CPU kernel reads fp8
         kv_flat = flat.view(torch.uint16).numpy() if kv.dtype is torch.bfloat16 else flat.numpy()
         return GroupMemory(kv, kv_flat, rotary, group.window_tokens, scales)
 
     @torch.inference_mode()
     def execute_behind(self, gate: WeightGate, plan: BatchPlan, table: SequenceTable, max_tokens: int) -> StepResult:
-        """As `execute`, of rows without masks, while the weights are still coming; a plan of more than max_tokens in slices."""
-        with gate.step():  # before anything is asked of the model: a load that failed has withdrawn its gate, then released it
+        """Runs a step as `execute` does, without masks, while the weights are still arriving. A plan of more than max_tokens tokens
+        is computed in slices. Raises WeightsWithdrawn."""
+        with gate.step():  # entered before the model is used: a failed load withdraws the gate first, then releases the model
             model = self._loaded()
             layers = model.layers
             gate.wait(0)
@@ -102,14 +104,14 @@ class TorchModel:
                 ]
                 model.layers = in_slices(model.layers, parts)
             try:
-                result = self._execute(plan, table, None, recorded=False)  # programs' memory is for one step at a time
+                result = self._execute(plan, table, None, recorded=False)  # recorded programs share memory for one step at a time
             finally:
                 model.layers = layers
         result.seconds -= gate.waited_s - waited_s
         return result
 
     def execute(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> StepResult:
-        """One step: stores the new tokens' KV, samples one id for each sampling row."""
+        """Runs one step: stores the new tokens' KV and samples one id for each sampling row."""
         begin = time.perf_counter()
         if masks is None:
             self._prepare()
@@ -138,7 +140,7 @@ class TorchModel:
 
     @torch.inference_mode()
     def logits(self, plan: BatchPlan, table: SequenceTable, every_token: bool = False) -> FloatArray:
-        """For tests: the same step without sampling. [N, V] float32 of the sampling rows, or [T, V] of all tokens."""
+        """Runs a step without sampling, for tests. Returns float32 logits: [N, V] of the sampling rows, or [T, V] of all tokens."""
         step = self._decode(plan, table)
         if step is not None:
             return step.logits[: len(plan.slots)].float().numpy().copy()
@@ -151,7 +153,8 @@ class TorchModel:
         return self._model
 
     def _decode(self, plan: BatchPlan, table: SequenceTable) -> DecodeProgram | None:
-        """None: this step is computed by _forward."""
+        """Runs the plan as a recorded decode step. Returns None if it is not one that can be recorded: then `_forward` computes
+        it."""
         self._prepare()
         return self._steps.decode(plan, table)
 
@@ -160,15 +163,15 @@ class TorchModel:
         if self._awaits_kernels and ops.is_final(self._dtype, self._quantize):
             self._awaits_kernels = False
             self._steps = self._recorded_steps()
-        # those that compile want cores, too: threads that wait for one another would mostly wait
+        # the compiler processes need cores, too: more threads than free cores would mostly wait for one another
         ops.set_num_threads(max(1, self.num_threads // 2) if self._awaits_kernels else self.num_threads)
         return model
 
     def _forward(
         self, plan: BatchPlan, table: SequenceTable, every_token: bool, also: LongArray | None = None, recorded: bool = True
     ) -> tuple[Tensor, int]:
-        """Hidden states of the sampling rows' last tokens, or of all tokens, and their number; behind them those of `also` (indices
-        into T), and padding. recorded: whether recorded steps may be run."""
+        """Returns the hidden states of the sampling rows' last tokens, or of all tokens, and their number. After them come the
+        hidden states of `also` (indices into T) and padding. recorded: whether recorded steps may be run."""
         model, num_tokens = self._prepare(), int(plan.num_new.sum())
         wanted: Tensor | None = None
         num_wanted = num_tokens
@@ -188,12 +191,12 @@ class TorchModel:
 
     @property
     def num_uncaptured(self) -> int:
-        """Sizes of steps with chunks of prompts that are not recorded."""
+        """The number of sizes of steps with prompt chunks that are not recorded yet."""
         return 0 if self._released else len(self._steps.missing)
 
     @torch.inference_mode()
     def capture_next(self) -> None:
-        """Records one of them; some 10 ms of the interpreter, nothing is computed."""
+        """Records a step of one of these sizes. It takes the interpreter some 10 ms and computes nothing."""
         self._prepare()
         self._steps.record_next()
 
@@ -204,6 +207,7 @@ class TorchModel:
         self._weights.unmap()
 
     def restore(self, spec: LoadModel) -> None:
-        """The weights are back, or on their way, in the same range: steps recorded before are as good as ever."""
+        """Makes the model usable again: its weights are back, or on their way, in the same address range, so recorded steps stay
+        valid."""
         self._eos_token_ids = spec.eos_token_ids
         self._released = False

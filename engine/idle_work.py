@@ -1,4 +1,4 @@
-"""What an engine does while nothing runs and nothing comes: captures steps, collects garbage, prepares memory."""
+"""Does an engine's idle work while nothing runs and no message arrives: captures steps, collects garbage and prepares memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CAPTURE_AFTER_IDLE_S = 0.02
 
 
 class IdleWork:
-    """Of one engine; in its loop. preparer: None where the models have no memory."""
+    """The idle work of one engine, done in the engine's loop. preparer: None if the models have no memory."""
 
     def __init__(
         self, models: ServedModels, collector: Collector, preparer: Preparer | None, placements: Placements, journal: StepJournal
@@ -23,7 +23,8 @@ class IdleWork:
         self._placements, self._journal = placements, journal
 
     def wait_s(self, num_steps: int) -> float | None:
-        """How long to stay idle before `step`; None if there is nothing to do. num_steps: that the engine has run."""
+        """Returns how many seconds to stay idle before `step`; None if there is nothing to do. num_steps: steps the engine has
+        run."""
         if self._models.uncaptured() is not None:
             return CAPTURE_AFTER_IDLE_S
         if self._collector.wanted(num_steps):
@@ -31,7 +32,8 @@ class IdleWork:
         return None if self._preparer is None or self._placements.busy else self._preparer.wait_s()
 
     def step(self, num_steps: int) -> None:
-        """The first of these that is to be done, a little of it."""
+        """Does a small part of the first kind of work that is due: capturing steps, then collecting garbage, then preparing
+        memory."""
         self._journal.beat(Doing.TURN)
         if self._models.uncaptured() is not None:
             self._journal.beat(Doing.CAPTURE)

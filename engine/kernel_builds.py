@@ -1,8 +1,9 @@
-"""Compiles CPU kernels in processes of their own, which give all their memory back, while torch's operations serve the models.
+"""Compiles CPU kernels in separate processes, which give all their memory back at their end, while torch's operations serve the
+models.
 
-An engine asks for what a model's dtype needs (`need`). What is in the cache folder is in use at once. The rest is dealt out, unit
-by unit, to processes that end when all is done: python -P -m engine.warm --unit-by-unit. A compiler that crashes does not take the
-engine with it: its unit is not tried again, and the dtype stays with torch's operations.
+An engine asks for the kernels that a model's dtype needs (`need`). Those in the cache folder are used at once. The rest is handed
+out, unit by unit, to processes that end when all is done: python -P -m engine.warm --unit-by-unit. A compiler that crashes does not
+take the engine with it: its unit is not tried again, and models of the dtype continue with torch's operations.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from engine.protocol import KernelsTold
 log = logging.getLogger("engine")
 
 TELL_EVERY_S = 1.0
-START_S = 2.0  # for a process to import what it compiles with
+START_S = 2.0  # a process needs this long to import what it compiles with
 
 
 @dataclass(slots=True, frozen=True)
 class _Kind:
-    """What models of one dtype need."""
+    """The kernels that models of one dtype and quantisation need."""
 
     dtype: str
     quantize: str
@@ -46,11 +47,11 @@ class _Kind:
 
 
 class _Progress:
-    """What is done of one kind, and how long the rest will take."""
+    """The progress of compiling one kind of kernels, and an estimate of how long the rest will take."""
 
     def __init__(self, missing: Sequence[Unit], num_processes: int) -> None:
         self.num_units, self.num_done = len(missing), 0
-        self.problem = self.not_started = ""  # how a unit's process ended; why there was none
+        self.problem = self.not_started = ""  # how the process of a failed unit ended; why no process started
         self.since_s = time.monotonic()
         self._num_processes = num_processes
         self._all_s = sum(unit.seconds for unit in missing)
@@ -68,14 +69,14 @@ class _Progress:
         with self._lock:
             passed_s, done_s = time.monotonic() - self.since_s, self._done_s
             planned_s = START_S + max(self._longest_s, self._all_s / self._num_processes)
-            if done_s >= self._all_s / 3:  # how fast this machine is has shown
+            if done_s >= self._all_s / 3:  # enough is done to tell how fast this machine is
                 planned_s = max(passed_s, passed_s * self._all_s / done_s)
             return max(0.0, planned_s - passed_s)
 
 
 class KernelBuilds:
-    """The compiling that one process asks for. num_threads: that models' kernels run on. tell: called from other threads, with what
-    becomes of it."""
+    """Compiles the kernels that one process needs. num_threads: threads that run the models' kernels. num_processes: how many
+    compilers may run at a time, MOST_COMPILERS at most. tell: called from other threads with news of the compilation."""
 
     def __init__(self, num_threads: int, num_processes: int, tell: Callable[[KernelNews], None]) -> None:
         self._parallel, self._num_processes, self._tell = num_threads > 1, max(1, min(num_processes, MOST_COMPILERS)), tell
@@ -86,7 +87,7 @@ class KernelBuilds:
         self.problems: dict[str, str] = {}  # kind -> why its kernels are not in use
 
     def need(self, dtype: str, quantize: str = "") -> None:
-        """Returns once the kernels are in use, or are being compiled."""
+        """Asks for the kernels of a dtype. Returns once they are in use or are being compiled."""
         kind = _Kind(compiled.kernels_dtype(dtype), quantize)
         with self._lock:
             if kind in self._known:
@@ -104,7 +105,7 @@ class KernelBuilds:
                 self._builder.start()
 
     def wait(self) -> None:
-        """Returns when nothing is being compiled."""
+        """Waits until nothing is being compiled."""
         while (builder := self._builder) is not None:
             builder.join()
 
@@ -147,7 +148,7 @@ class KernelBuilds:
             self._give_up(kind, problem, progress)
             return
         for unit in missing:
-            if not unit.load():  # what others compile cannot be kept: the cache folder takes nothing more
+            if not unit.load():  # the other processes' result could not be kept: the cache folder takes nothing more
                 unit.compile()
         seconds = time.monotonic() - progress.since_s
         log.info("kernels for %s are compiled and in use: %.1f s", kind, seconds)
@@ -165,11 +166,11 @@ class KernelBuilds:
         return KernelsTold(str(kind), progress.num_done, progress.num_units, round(progress.left_s, 1), problem)
 
     def _run_process(self, kind: _Kind, left: deque[Unit], progress: _Progress) -> None:
-        """Has one process after the other compile what is left, a new one where the last one has crashed."""
+        """Has a process compile what is left, unit by unit; starts a new process whenever one has crashed."""
         while left:
             try:
                 process = _start(self._parallel)
-            except OSError as error:  # another one may do it all
+            except OSError as error:  # another thread's process may compile everything
                 progress.not_started = f"the compiler does not start: {error}"
                 return
             while (unit := _next(left)) is not None:
@@ -188,7 +189,7 @@ def _start(parallel: bool) -> subprocess.Popen[str]:
 
 
 def _compile_in(process: subprocess.Popen[str], asked: list[str]) -> bool:
-    """Whether it was done; else the process has ended."""
+    """Has the process compile one unit. Returns whether it did; if not, the process has ended."""
     assert process.stdin is not None
     assert process.stdout is not None
     try:
@@ -207,7 +208,7 @@ def _next(left: deque[Unit]) -> Unit | None:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Closes its standard input, and with that it ends."""
+    """Closes the process's standard input, which makes it end, and waits for its end."""
     for pipe in (process.stdin, process.stdout):
         assert pipe is not None
         with contextlib.suppress(BrokenPipeError):
@@ -221,13 +222,14 @@ def _exit_of(process: subprocess.Popen[str]) -> str:
 
 
 def compile_units(parallel: bool) -> None:
-    """What such a process does: reads units from its standard input, answers each, and ends with it."""
+    """Runs in a compiler process: compiles the units named on standard input, answers each with a line, and exits when the input
+    ends."""
     asked: SimpleQueue[list[str]] = SimpleQueue()
 
     def read() -> None:
         for line in sys.stdin:
             asked.put(json.loads(line))
-        os._exit(0)  # also in the middle of a unit: nobody waits for it
+        os._exit(0)  # even in the middle of a unit: its result is no longer wanted
 
     threading.Thread(target=read, daemon=True).start()
     while True:

@@ -1,4 +1,4 @@
-"""The KV cache of one model: its groups' pools, and what each gets of the chunks reserved for the model."""
+"""Makes the KV cache of one model: a block pool for each KV group, with its share of the chunks reserved for the model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ KINDS = ("full", "window")
 
 
 def make_kv_cache(spec: LoadModel, groups: Sequence[KVGroupSpec], chunks: ChunkPool, max_num_batched_tokens: int) -> KVCache:
-    """Raises MemoryError if the reserved chunks are not there, ValueError for KV this engine cannot hold."""
+    """Returns a model's KV cache. Raises MemoryError if the reserved chunks are not free, ValueError for KV groups this engine
+    cannot hold."""
     for group in groups:
         if group.kind not in KINDS or (group.kind == "window") != (group.window_tokens > 0):
             raise ValueError(
@@ -36,8 +37,8 @@ def make_kv_cache(spec: LoadModel, groups: Sequence[KVGroupSpec], chunks: ChunkP
 
 
 def split_reserve(num_chunks: int, needs: Sequence[int]) -> list[int]:
-    """Each group's part of num_chunks: what a sequence of full length needs of it, and all that is left over to the first; in
-    proportion if there is less than that."""
+    """Returns each group's part of num_chunks: what a sequence of full length needs of that group, or a proportional part if there
+    are fewer chunks. What is left over goes to the first group."""
     total = sum(needs)
     parts = list(needs) if num_chunks >= total else [num_chunks * need // total for need in needs]
     parts[0] += num_chunks - sum(parts)

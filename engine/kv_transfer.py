@@ -1,6 +1,6 @@
-"""KV blocks on their way between a device and slots of the host tier: where each lies, and what the daemon keeps of it.
+"""Copies KV blocks between a device and slots of the host tier: where each block lies, and the index that the daemon keeps of them.
 
-Saved blocks lie end to end in the slots, in the order of the index, whatever borders of slots they cross.
+Saved blocks lie end to end in the slots, in the order of the index; a block may begin in one slot and end in the next.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ log = logging.getLogger("engine")
 
 
 class KVIndex(msgspec.Struct, frozen=True, array_like=True):
-    """Evicted.kv_index. E blocks: keys, end to end; num_tokens int32 [E]; present uint8 [E, G], which groups have the block;
-    checksums uint64, of those present."""
+    """The content of Evicted.kv_index, for E blocks and G KV groups. keys: all keys, end to end. num_tokens: int32 [E]. present:
+    uint8 [E, G], which groups have the block. checksums: uint64, one for each block and group present."""
 
     fingerprint: str
     kv_dtype: str
@@ -45,8 +45,9 @@ _decoder = msgspec.msgpack.Decoder(KVIndex)
 
 @dataclass(slots=True)
 class KVTransfer:
-    """The blocks of one model, from the device to the tier (`save`) or back; `run` may be called in any thread. blocks [E, G]: -1
-    where a group has none. checksums: of each block that is there, row by row."""
+    """Copies the blocks of one model from the device to the host tier (`save`) or back; `run` may be called in any thread. blocks
+    [E, G]: block numbers, -1 where a group has none. pieces, expected and checksums have one entry for each block present, row by
+    row; expected: what the index says the checksums are."""
 
     served: ServedModel
     keys: list[bytes]
@@ -54,8 +55,8 @@ class KVTransfer:
     blocks: IntArray
     save: bool
     pieces: list[list[Piece]]
-    memory: ChunkMemory | None  # None: of a null model, which has no KV to copy
-    slots_used: list[int] = field(default_factory=list)  # of those given, in order
+    memory: ChunkMemory | None  # None for a null model, which has no KV to copy
+    slots_used: list[int] = field(default_factory=list)  # those of the given slots that are filled, in order
     placement_ids: list[int] = field(default_factory=list)  # of the EvictModel messages to answer
     num_lost_tokens: int = 0
     expected: list[int] = field(default_factory=list)
@@ -84,7 +85,8 @@ class KVTransfer:
 
 
 def saving(served: ServedModel, slots: Sequence[int], tier: HostTier | None, memory: ChunkMemory | None) -> KVTransfer:
-    """What goes to `slots` of a model that leaves; nothing without a tier. Raises IndexError for a slot that is not there."""
+    """Prepares the copy of an evicted model's KV to `slots`; without a tier nothing is copied. Raises IndexError for a slot that
+    does not exist."""
     slot_bytes = tier.slot_bytes if tier is not None else 0
     found = kv_saving.select(served.scheduler, len(slots) * slot_bytes)
     pieces = _pieces(served.scheduler.kv, found.blocks, slots, tier, memory) if tier is not None and slots else []
@@ -96,7 +98,8 @@ def saving(served: ServedModel, slots: Sequence[int], tier: HostTier | None, mem
 
 
 def index_of(done: KVTransfer) -> bytes:
-    """What LoadModel must carry to take the saved blocks back; empty if there are none."""
+    """Returns the index that LoadModel must carry so that the saved blocks are restored; empty if there are none or the copy
+    failed."""
     if not done.keys or done.error is not None:
         return b""
     spec, kv = done.served.spec, done.served.scheduler.kv
@@ -115,8 +118,8 @@ def index_of(done: KVTransfer) -> bytes:
 
 
 def restoring(served: ServedModel, tier: HostTier | None, memory: ChunkMemory | None) -> KVTransfer | None:
-    """What comes back from spec.kv_slots into blocks that are free; None if there is nothing to take back. KV of other weights, or
-    an index that makes no sense, is told to the log and left."""
+    """Prepares the copy from spec.kv_slots into free blocks; None if there is nothing to restore. KV of other weights and an
+    invalid index are logged and not used."""
     spec, kv = served.spec, served.scheduler.kv
     if not spec.kv_index or tier is None:
         return None
@@ -147,7 +150,8 @@ def restoring(served: ServedModel, tier: HostTier | None, memory: ChunkMemory | 
 
 
 def restored(done: KVTransfer) -> int:
-    """After `run`: makes known what came back whole. Returns its tokens."""
+    """Makes known, after `run`, the blocks that came back intact: they are cached prefixes now. Returns the number of their
+    tokens."""
     kv = done.served.scheduler.kv
     present = done.blocks >= 0
     same: BoolArray = np.zeros(present.shape, np.bool_)
@@ -163,7 +167,8 @@ def restored(done: KVTransfer) -> int:
 
 
 def _pieces(kv: KVCache, blocks: IntArray, slots: Sequence[int], tier: HostTier, memory: ChunkMemory | None) -> list[list[Piece]]:
-    """For each block that is there, row by row, its parts: they end where slots do."""
+    """Returns the parts of each block present, row by row; a block is cut where a slot ends. Raises ValueError if the slots are too
+    few."""
     arena = 0 if memory is None else memory.arena.data_ptr()
     sizes = [group.block_bytes for group in kv.groups]
     views = [tier.slot(slot) for slot in slots]

@@ -1,7 +1,7 @@
-"""`python -P -m engine --channel-fd N --journal-fd M [--host-tier-fd L] [--handover-fd K]`: one engine process. It lives as long as
-its socketpair.
+"""`python -P -m engine --channel-fd N --journal-fd M [--host-tier-fd L] [--handover-fd K]` runs one engine process. It lives as
+long as its socketpair to the daemon.
 
-Signals are the daemon's business: SIGTERM and SIGINT, which reach a whole process group, are ignored here.
+SIGTERM and SIGINT, which reach a whole process group, are ignored: only the daemon decides when an engine ends.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ from engine.worker import Engine
 log = logging.getLogger("engine")
 
 EXIT_FAULT = 70
-TELL_LIMIT_S = 1.0  # for the daemon to hear of a fault
+TELL_LIMIT_S = 1.0  # limit for handing a fault message to the daemon
 
 
 def beside_work_space(configure: Configure) -> Configure:
-    """On a GPU the chunks are taken at once, and torch takes the work space from what they leave; on the CPU pages exist once
-    touched. The leases are the smaller by it in any case."""
+    """Returns the configuration with the work space's chunks taken out of num_chunks on a GPU: chunks are allocated at once there,
+    and torch takes the work space from the memory they leave. On the CPU nothing changes, because pages exist only once touched.
+    The leases are smaller by the work space in either case."""
     if not configure.device.startswith("cuda"):
         return configure
     work_chunks = -(-configure.work_space_bytes // configure.chunk_bytes)
@@ -46,8 +47,9 @@ def beside_work_space(configure: Configure) -> Configure:
 def make_runner(
     configure: Configure, tier: HostTier | None, work_space_bytes: int, handover: Handover | None
 ) -> tuple[Runner, ChunkMemory | None, list[WeightsHeld] | None]:
-    """The third: as Engine wants it. torch is imported only for the runner that computes. work_space_bytes: beside the chunks of a
-    GPU. handover: None where the memory is this process's alone. Raises ValueError for an unknown runner."""
+    """Returns the runner, its memory, and the weights an earlier engine left in it, as Engine takes them. torch is imported only
+    for the runner that computes. work_space_bytes: what torch may take of a GPU on top of the chunks. handover: None if the memory
+    ends with this process. Raises ValueError for an unknown runner."""
     if configure.runner == "null":
         from engine.null_runner import NullRunner
 
@@ -122,8 +124,8 @@ def main() -> int:
 
 
 def _fault(channel: Channel, kind: str, error: Exception) -> int:
-    """Tells the daemon, and the log; a device's error comes from any call after the one that made it, so where it came up says
-    nothing."""
+    """Reports a fault to the daemon and the log, and returns the exit code. A device's error is raised by any call after the one
+    that caused it, so its traceback would say nothing and is left out of the log."""
     line, is_known = str(error).partition("\n")[0], kind == "no_memory"
     if isinstance(error, ModuleNotFoundError):
         line, is_known = f"the Python package {error.name} is not installed; `hearth doctor` says how it is", True
@@ -138,7 +140,8 @@ def _fault(channel: Channel, kind: str, error: Exception) -> int:
 
 
 def run() -> None:
-    """Ends at once: loader threads may be in the middle of a read, and there is nothing to tidy up."""
+    """Runs `main` and ends the process at once, without clean-up: loader threads may be in the middle of a read, and there is
+    nothing to tidy up."""
     try:
         code = main()
     except Exception:

@@ -1,4 +1,4 @@
-"""TorchRunner: brings checkpoints into this process and makes models of them."""
+"""TorchRunner: loads checkpoints into this process and makes models of them."""
 
 from __future__ import annotations
 
@@ -45,35 +45,37 @@ from loader.weight_stream import OpenCheckpoint, ReadCancelled, open_checkpoint,
 
 log = logging.getLogger("engine")
 
-if TYPE_CHECKING:  # Triton need not be there on the CPU, nor Numba on a GPU
+if TYPE_CHECKING:  # Triton may be missing on the CPU, and Numba on a GPU
     from engine.cuda_model import CudaModel
     from engine.kernel_builds import KernelBuilds
 
-MAX_GRAPH_ROWS = 256  # decode steps of more rows have no graph
-MAX_KEPT_MODELS = 32  # with recorded steps: some hundred KiB for each number of rows
+MAX_GRAPH_ROWS = 256  # decode steps with more rows have no graph
+MAX_KEPT_MODELS = 32  # with their recorded steps: some hundred KiB for each number of rows
 KERNELS_LIMIT_S, TELL_EVERY_S = 300.0, 1.0
 FP8_CAPABILITY = (8, 9)
 
 
 class TorchRunner:
-    """engine.contracts.Runner on torch. The kernels of Configure.dtypes are compiled (once per machine) by other processes from the
-    start; until they are there, models are served without them. On a GPU they are compiled for each model's sizes, at its load.
+    """The engine.contracts.Runner on torch. On the CPU, other processes compile the kernels of Configure.dtypes from the start
+    (once per machine); until they are done, models are served without them. On a GPU, kernels are compiled for each model's sizes,
+    at its load.
 
-    gpu: whether models run through the GPU's kernels (default: whether the memory is a GPU's; interpreted, they run on any)."""
+    gpu: whether models run through the GPU's kernels (default: whether the memory is a GPU's); interpreted, these run on any
+    device."""
 
     def __init__(self, memory: ChunkMemory, options: Configure, tier: HostTier | None = None, gpu: bool | None = None) -> None:
         self._gpu = memory.arena.is_cuda if gpu is None else gpu
         self.memory, self._options = memory, options
         self._ranges = WeightRanges(memory)
-        self._gpu_models: dict[str, tuple[object, CudaModel]] = {}  # every model's last, with its graphs
-        self._cpu_models: dict[str, tuple[object, TorchModel]] = {}  # those loaded last, with their recorded steps
+        self._gpu_models: dict[str, tuple[object, CudaModel]] = {}  # the latest of each name, with its graphs
+        self._cpu_models: dict[str, tuple[object, TorchModel]] = {}  # the latest loaded, with their recorded steps
         self._copies = WeightCopies(memory, tier)
         self._ring = StagingRing()
         self._scratch = Scratch()
         self._rates = ReadRates(options.cache_dir)
-        self._frames: DeviceFrames | None = None  # where packed weights are decoded on a GPU
-        self._builds: KernelBuilds | None = None  # where numba is there
-        self._news: list[KernelNews] = []  # that nobody has asked for yet
+        self._frames: DeviceFrames | None = None  # decodes packed weights on a GPU; None: the host does
+        self._builds: KernelBuilds | None = None  # None on a GPU, or without Numba
+        self._news: list[KernelNews] = []  # from before watch_kernels was called
         self._tell: Callable[[KernelNews], None] = self._news.append
         self._telling = threading.Lock()
         self._kernels = _in_background(self._prepare_kernels)
@@ -86,7 +88,7 @@ class TorchRunner:
             register(self.memory, "staging", [self._ring.span], self._ring.slot_bytes)
         if self._gpu:
             ops.configure_gpu(self._options.cache_dir)
-            self.memory.copy_out(self.memory.arena.data_ptr(), np.zeros(8, np.uint8)).wait()  # compiles what sums copies up
+            self.memory.copy_out(self.memory.arena.data_ptr(), np.zeros(8, np.uint8)).wait()  # compiles the checksum kernel
             self._frames = device_frames(self.memory)
             return
         if ops.configure(self._options.cache_dir, deferred=True):
@@ -98,7 +100,7 @@ class TorchRunner:
         self._decoder()
 
     def watch_kernels(self, tell: Callable[[KernelNews], None]) -> None:
-        """From here on what becomes of kernels is told, from other threads."""
+        """Calls `tell` with all earlier news about kernels, and from other threads with all later news."""
         with self._telling:
             self._tell = tell
             for news in self._news:
@@ -112,11 +114,13 @@ class TorchRunner:
         return weight_decoder(self._options.cache_dir)
 
     def _measured_decoder(self) -> Decoder:
-        """Does what loads do, wherever the values go."""
+        """Returns a decoder for measurements. It does with a frame what loads do, whether they decode on the device or on the
+        host."""
         return self._decoder() if self._frames is None else self._frames.measured_by(self._decoder())
 
     def load(self, task: LoadTask) -> TorchModel | CudaModel | TorchEncoder:
-        """Runs beside steps of other models. Raises CheckpointError (permanent), CheckpointChanged, MemoryError, LoadCancelled."""
+        """Loads one model while other models step. Raises CheckpointError (permanent), CheckpointChanged, MemoryError,
+        LoadCancelled."""
         spec, asked_s = task.spec, time.perf_counter()
         _wait_for_kernels(self._kernels, task)
         with ExitStack() as stack:
@@ -167,7 +171,8 @@ class TorchRunner:
                 raise
 
     def _in_memory(self, task: LoadTask, weights: WeightRange, gate: WeightGate | None) -> bool:
-        """Whether the range holds the weights now with nothing read: they were on the device, or are copied from the host tier."""
+        """Fills the range without reading files, from weights left on the device or from a copy in the host tier. Returns whether
+        it holds the weights now."""
         for way, given in ((partial(adopt, self.memory), task.left), (self._copies.take, task.spec.source_slots)):
             if given:
                 if way(task, weights, gate):
@@ -185,8 +190,8 @@ class TorchRunner:
         gate: WeightGate | None,
         stack: ExitStack,
     ) -> None:
-        """From its files to the range, and on to the host tier where it is to be kept; from the plain files if packed ones are
-        damaged. stack: closes what is opened."""
+        """Reads the weights from files into the range, and copies them to the host tier if they are to be kept. Reads the plain
+        files if packed ones are damaged. stack: closes what is opened."""
         spec = task.spec
         layout = sizing.weight_layout(source.shape, spec.dtype, spec.quantize)
         places = [(begin, end) for begin, end, _ in parameter_places(layout)]
@@ -207,7 +212,7 @@ class TorchRunner:
     def _stream(
         self, task: LoadTask, source: OpenCheckpoint, weights: WeightRange, behind: Sequence[WeightGate | KeptCopy]
     ) -> None:
-        """behind: are told what has landed."""
+        """Reads the weights into the range. behind: each is notified of the bytes that have landed."""
 
         def landed(read: Read) -> None:
             for begin_bytes, end_bytes in read.places:
@@ -231,7 +236,8 @@ class TorchRunner:
         return DeviceSink(self.memory, weights, self._frames) if self._gpu else HostSink(weights.buffer, weights.prepare)
 
     def _cpu_model(self, spec: LoadModel, shape: ModelShape, weights: WeightRange, num_threads: int) -> TorchModel:
-        """As _gpu_model; recorded steps are to it what graphs are there. They take host memory, so few models' are kept."""
+        """Returns the model; if it was loaded before with the same settings, the earlier object with its recorded steps, as
+        _gpu_model does with graphs. Recorded steps take host memory, so only MAX_KEPT_MODELS models are kept."""
         identity = (weights, spec.kv_dtype, spec.max_model_len, spec.max_sequences)
         known = self._cpu_models.pop(spec.model, None)
         if known is not None and known[0] == identity:
@@ -245,7 +251,8 @@ class TorchRunner:
         return model
 
     def _gpu_model(self, spec: LoadModel, shape: ModelShape, weights: WeightRange) -> CudaModel:
-        """Of a model that was loaded before, the one there was: what its graphs have addresses of is where it was."""
+        """Returns the model; if it was loaded before with the same settings, the earlier object with its graphs: what they hold
+        addresses of is still at the same place."""
         if shape.pooling:
             raise UnsupportedModel(CONFIG_NAME, None, "encoders are not served on a GPU")
         identity = (weights.address, spec.fingerprint, spec.dtype, spec.kv_dtype, spec.max_model_len, spec.max_sequences)
@@ -263,21 +270,21 @@ class TorchRunner:
 
 
 def _check_fp8(capability: tuple[int, int]) -> None:
-    """Raises UnsupportedModel for a GPU whose processors do not convert float8_e4m3."""
+    """Raises UnsupportedModel for a GPU whose processors cannot convert float8_e4m3."""
     if capability < FP8_CAPABILITY:
         needed, there = (".".join(map(str, one)) for one in (FP8_CAPABILITY, capability))
         raise UnsupportedModel(CONFIG_NAME, None, f"kv_cache_dtype: fp8 needs compute capability {needed}; this GPU has {there}")
 
 
 def _in_background(work: Callable[[], object]) -> Future[None]:
-    """In a thread that the process does not wait for at its end."""
+    """Runs `work` in a thread that the process does not wait for at its end."""
     future: Future[None] = Future()
 
     def run() -> None:
         try:
             work()
             future.set_result(None)
-        except BaseException as error:  # told to every load; silence would leave the engine on the slow path
+        except BaseException as error:  # reported by every load; ignored, it would leave the engine on the slow path
             future.set_exception(error)
 
     threading.Thread(target=run, name="kernels", daemon=True).start()
@@ -285,7 +292,8 @@ def _in_background(work: Callable[[], object]) -> Future[None]:
 
 
 def _wait_for_kernels(compiled: Future[None], task: LoadTask) -> None:
-    """Until they are found. Tells meanwhile that this load's time has not begun. Raises RuntimeError, LoadCancelled."""
+    """Waits until kernels have been set up, and reports meanwhile that this load's time has not begun. Raises RuntimeError,
+    LoadCancelled."""
     until_s = time.monotonic() + KERNELS_LIMIT_S
     while not wait([compiled], TELL_EVERY_S).done:
         task.progress(0, 0)

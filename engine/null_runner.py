@@ -1,11 +1,12 @@
-"""Tokens without a model: measures and tests everything around one.
+"""Null models produce tokens without computing anything, to measure and test everything around a model.
 
 A null model reads its shape and its windows from the checkpoint's config.json, holds no weights and samples ids that follow from
-(seed, position) by `null_tokens`, so a test can foretell them. Steps are paced: over many of them each
-takes exactly `null_step_ms`.
-For tests of what goes wrong, config.json may hold an object `"hearthd_null"`: `load_s` (how long a load takes), `load_error` and
+(seed, position) by `null_tokens`, so a test can predict them. Steps are paced: over many of them each takes exactly `null_step_ms`.
+
+For tests of failures, config.json may hold an object `"hearthd_null"`: `load_s` (how long a load takes), `load_error` and
 `load_error_permanent`, `nan_token`, `crash_token` and `no_memory_token` (a sequence that contains this id gives NaN, raises, or
-finds no memory for its step, where steps are launched ahead); `token_ms` is what each token of a step adds to it.
+finds no memory for its step, the last only with `launches_ahead`), `launches_ahead` (steps are launched as on a GPU), and
+`token_ms` (the time that each token of a step adds to it).
 """
 
 from __future__ import annotations
@@ -34,11 +35,12 @@ PROGRESS_EVERY_S = 0.05
 
 
 class NullLoadError(CheckpointError):
-    """What `load_error` asks for."""
+    """Raised if config.json cannot be read, or asks for an error by `load_error`."""
 
 
 def null_candidates(vocab_size: int, eos_token_ids: list[int]) -> IntArray:
-    """Ids a null model samples: past the single bytes of a usual vocabulary, at most 512 of them, and no end id."""
+    """Returns the ids a null model samples: at most 512, no end id, and none of the single bytes that a usual vocabulary begins
+    with. Raises ValueError if no id is left."""
     first = 256 if vocab_size >= 512 else vocab_size // 4
     ids = np.setdiff1d(np.arange(first, min(vocab_size, first + 512), dtype=np.int32), np.array(eos_token_ids, np.int32))
     if not len(ids):
@@ -47,8 +49,9 @@ def null_candidates(vocab_size: int, eos_token_ids: list[int]) -> IntArray:
 
 
 def null_tokens(seeds: npt.NDArray[np.uint64], positions: IntArray, candidates: IntArray) -> IntArray:
-    """[N] int32 ids for tokens at `positions` (absolute index in prompt + output) of rows with `seeds`: SplitMix64 of both."""
-    # arrays of integers wrap around without a word
+    """Returns ids [N] int32 for tokens at `positions` (absolute index in prompt + output) of rows with `seeds`: SplitMix64 of
+    both."""
+    # numpy's integer arrays wrap around without a warning
     x = seeds + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -57,26 +60,26 @@ def null_tokens(seeds: npt.NDArray[np.uint64], positions: IntArray, candidates: 
 
 
 class Pacer:
-    """Sleeps so that consecutive steps are `step_s` apart on average; a pause between steps is not made up for."""
+    """Sleeps so that consecutive steps are `step_s` seconds apart on average; a pause between steps is not made up for."""
 
     def __init__(self, step_s: float) -> None:
         self.step_s = step_s
         self._due = 0.0
 
     def wait(self, more_s: float = 0.0) -> None:
-        """more_s: what this step takes beyond step_s."""
+        """Sleeps until the step is due to end. more_s: seconds this step takes beyond step_s."""
         step_s = self.step_s + more_s
         if step_s <= 0:
             return
         now = time.monotonic()
-        # Late by less than one step: the schedule stands, so sleeping too long does not add up.
+        # If late by less than one step, the schedule is kept, so that sleeping too long does not add up.
         self._due = self._due + step_s if now - self._due < step_s else now + step_s
         if self._due > now:
             time.sleep(self._due - now)
 
 
 class NullModel:
-    """A HostedModel with no weights."""
+    """A HostedModel without weights."""
 
     def __init__(self, spec: LoadModel, config: dict[str, Any], configure: Configure, pacer: Pacer) -> None:
         layers = int(config.get("num_hidden_layers", 2))
@@ -100,7 +103,7 @@ class NullModel:
         self._pacer = pacer
 
     def execute(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> StepResult:
-        """Raises RuntimeError if a row holds `crash_token`."""
+        """Runs one step. Raises RuntimeError if a row holds `crash_token`."""
         started = time.monotonic()
         result = self._step(plan, table, masks)
         self._pacer.wait(self._tokens_s(plan))
@@ -129,7 +132,7 @@ class NullModel:
 
     @staticmethod
     def _tell_logprobs(result: StepResult, plan: BatchPlan, slots: IntArray, table: SequenceTable) -> None:
-        """Every token was certain: the only alternative is the token itself."""
+        """Adds the wanted log-probabilities to the result. Every token was certain: its only alternative is the token itself."""
         asking = np.flatnonzero((table.num_logprobs[slots] >= 0) & ~result.bad)
         if len(asking):
             counts = np.minimum(table.num_logprobs[slots[asking]], 1)
@@ -153,7 +156,7 @@ class NullModel:
             result.prompt_logprobs.append(PromptLogprobs(whose, first, num_top, nothing, top_ids, top, ranks))
 
     def release(self) -> None:
-        """There is nothing to give back."""
+        """Does nothing: there is no memory to give back."""
 
     @staticmethod
     def _holding(token: int, slots: IntArray, table: SequenceTable) -> npt.NDArray[np.bool_]:
@@ -161,7 +164,7 @@ class NullModel:
 
 
 class AheadNullModel(NullModel):
-    """A null model whose steps are launched as a GPU's are, for tests of what that asks of the engine."""
+    """A null model whose steps are launched as a GPU's are, to test what that demands of the engine."""
 
     num_uncaptured = 3
 
@@ -175,7 +178,7 @@ class AheadNullModel(NullModel):
 
 
 class PacedStep:
-    """Over when the pacer says so."""
+    """A launched step of a null model; it is over when the pacer says so."""
 
     def __init__(self, result: StepResult, pacer: Pacer, tokens_s: float) -> None:
         self._result, self._pacer, self._tokens_s = result, pacer, tokens_s
@@ -187,7 +190,8 @@ class PacedStep:
 
 
 def _mark(spec: LoadModel, index: int) -> npt.NDArray[np.uint8]:
-    """[16] what a null model's copy has at the beginning of its slots, so that a slot given to two is noticed."""
+    """Returns 16 bytes, uint8 [16]: the beginning of the index-th slot of a null model's copy, which shows if a slot was given to
+    two models."""
     text = f"{index} {spec.fingerprint} {spec.dtype}".encode()
     return np.frombuffer(hashlib.blake2b(text, digest_size=16).digest(), np.uint8)
 
@@ -204,7 +208,7 @@ class NullRunner:
         self._pacer = Pacer(configure.null_step_ms / 1e3)
 
     def load(self, task: LoadTask) -> NullModel:
-        """Raises NullLoadError if config.json is missing or asks for an error; LoadCancelled."""
+        """Loads a null model. Raises NullLoadError if config.json cannot be read or asks for an error, and LoadCancelled."""
         spec = task.spec
         path = Path(spec.path) / "config.json"
         try:
@@ -236,7 +240,8 @@ class NullRunner:
         return kind(spec, config, self._configure, self._pacer)
 
     def _taken(self, task: LoadTask) -> bool:
-        """As WeightCopies.take."""
+        """Checks the copy in spec.source_slots. Returns whether it is used; if not, task.source_rejected says why, as with
+        WeightCopies.take."""
         spec = task.spec
         if not spec.source_slots:
             return False

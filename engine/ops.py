@@ -1,7 +1,7 @@
-"""The one place that picks a kernel or its torch reference. Models and layers call these and nothing below them.
+"""Operations for models and layers, which call nothing below them: only this module picks a kernel or its reference on torch.
 
-`configure` or `configure_gpu` must run before the first operation. On a GPU Triton serves everything but matrix products. On the
-CPU Numba serves float32 and bfloat16 where it is installed; the reference serves everything else. Shapes: T tokens, W width,
+`configure` or `configure_gpu` must run before the first operation. On a GPU, Triton computes all but most matrix products. On the
+CPU, Numba computes float32 and bfloat16 where it is installed; the reference computes everything else. Shapes: T tokens, W width,
 H query heads, G KV heads, D head size, V vocabulary.
 """
 
@@ -26,21 +26,21 @@ from engine.steps.forward_batch import LONG_ROW_TOKENS, ForwardBatch, Rotary
 from engine.steps.program import call, empty, into, is_recording
 from loader.sizing import DEQUANTIZED_BYTES, sampler_rows
 
-BLOCK_TOKENS_STEP = 4  # of paged_attention
-_kernels: Any = None  # engine.kernels.cpu, once configured and if numba is there
+BLOCK_TOKENS_STEP = 4  # paged_attention takes blocks of a multiple of this
+_kernels: Any = None  # engine.kernels.cpu, once configured, if Numba is installed
 _in_use: frozenset[tuple[str, str]] | None = None  # dtypes and quantisations whose kernels are called; None: all
 _gpu: Any = None  # engine.kernels.gpu, once configured for a GPU
 
 
 class _Told(threading.local):
-    num_threads = 0  # that the calling thread has told torch and the kernels
+    num_threads = 0  # what the calling thread has set in torch and the kernels
 
 
 _told = _Told()
 
 
 def configure(cache_dir: str, use_kernels: bool = True, deferred: bool = False) -> bool:
-    """Finds the kernels, to be kept compiled in cache_dir. Returns whether there are any. deferred: none is called before `use`."""
+    """Finds the CPU kernels, kept compiled in cache_dir. Returns whether there are any. deferred: none is called before `use`."""
     global _kernels, _gpu, _told, _in_use
     _gpu, _told, _in_use = None, _Told(), frozenset() if deferred else None
     if not use_kernels or importlib.util.find_spec("numba") is None:
@@ -55,19 +55,19 @@ def configure(cache_dir: str, use_kernels: bool = True, deferred: bool = False) 
 
 
 def use(dtype: str, quantize: str = "") -> None:
-    """From here on models of this dtype call kernels, whose units (engine/kernels/cpu_wanted.py) are there."""
+    """Lets models of this dtype call kernels from now on. Their units (engine/kernels/cpu_wanted.py) must be compiled."""
     global _in_use
     if _in_use is not None:
         _in_use |= {(compiled.kernels_dtype(dtype), one) for one in ("", quantize)}
 
 
 def is_final(dtype: str, quantize: str = "") -> bool:
-    """Whether models of this dtype call what they will always call; not while their kernels are still being compiled."""
+    """Returns whether models of this dtype call the kernels they will always call; False while these are still being compiled."""
     return _kernels is None or _in_use is None or (compiled.kernels_dtype(dtype), quantize) in _in_use
 
 
 def configure_gpu(cache_dir: str) -> None:
-    """Finds the kernels of the GPU that this process owns, to be kept compiled in cache_dir. Raises ImportError without Triton."""
+    """Finds the kernels of this process's GPU and keeps their compiled code in cache_dir. Raises ImportError without Triton."""
     global _kernels, _gpu
     from engine.kernels import gpu
 
@@ -76,8 +76,8 @@ def configure_gpu(cache_dir: str) -> None:
 
 
 def prepare(dtype: str, num_threads: int, quantize: str = "") -> None:
-    """Compiles in this process what models of this dtype need, so that no step has to, and uses it: half a minute, once a machine.
-    Engines have it done by others: engine/kernel_builds.py."""
+    """Compiles in this process what models of this dtype need and lets them use it, so that no step compiles: half a minute, once
+    per machine. Engines have other processes do it: engine/kernel_builds.py."""
     if _kernels is not None:
         from engine.kernels import cpu_wanted
 
@@ -86,13 +86,13 @@ def prepare(dtype: str, num_threads: int, quantize: str = "") -> None:
 
 
 def threads_may_share() -> bool:
-    """Whether two threads may run operations at a time. Numba's own queue serves one only."""
+    """Returns whether two threads may run operations at a time. Numba's own work queue serves only one."""
     return _kernels is None or compiled.threading_layer() == "omp"
 
 
 def set_num_threads(num_threads: int) -> None:
-    """Threads of the operations the calling thread starts from here on. Nothing else tells torch or the kernels."""
-    if num_threads != _told.num_threads:  # to ask torch takes 20 us in the middle of a step
+    """Sets how many threads share the operations that the calling thread starts from now on, for torch and for the kernels."""
+    if num_threads != _told.num_threads:  # nothing else sets it, and asking torch takes 20 us in a step
         _told.num_threads = num_threads
         torch.set_num_threads(num_threads)
         if _kernels is not None:
@@ -100,17 +100,17 @@ def set_num_threads(num_threads: int) -> None:
 
 
 def input_kernels() -> Any:
-    """What reads a recorded step's inputs off the sequence table: a module with the functions of reference_inputs.py."""
+    """Returns the module that reads a recorded step's inputs off the sequence table; it has reference_inputs.py's functions."""
     return reference_inputs if _kernels is None or _in_use == frozenset() else _kernels
 
 
 def rotary_turns(rotary: Rotary, positions: Any, turns: Tensor) -> None:
-    """positions [T] (int32 array) -> turns [T, 2 P] float32: cosines, then sines, of the dimensions that turn."""
+    """Writes turns [T, 2 P] float32 for positions [T] (int32 array): cosines, then sines, of the dimensions that rotate."""
     call(input_kernels().rotary_turns, positions, rotary.inv_freq.numpy(), rotary.scale, turns.numpy())
 
 
 def cos_sin(rotary: Rotary, positions: Any) -> Tensor:
-    """As rotary_turns, to a new tensor."""
+    """Returns what rotary_turns writes, as a new tensor."""
     turns = torch.empty(len(positions), 2 * len(rotary.inv_freq))
     rotary_turns(rotary, positions, turns)
     return turns
@@ -123,12 +123,12 @@ def _served(x: Tensor, quantize: str = "") -> bool:
 
 
 def _draws(logits: Tensor) -> bool:
-    # any model's may be edited, in float32, so all dtypes' kernels have that
+    # logits of any model may be edited, in float32, so the kernels of every dtype can sample from float32
     return _served(logits) or (bool(_in_use) and logits.dtype is torch.float32)
 
 
 def embedding(ids: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:
-    """ids [T] int64 -> rows [T, W] of weight [V, W], times scale."""
+    """Returns the rows [T, W] of weight [V, W] that ids [T] int64 name, times scale."""
     if _gpu is not None or not _served(weight):
         return reference.gather_rows(weight, ids, scale)
     out = empty(weight, len(ids), weight.shape[1])
@@ -137,7 +137,7 @@ def embedding(ids: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:
 
 
 def pick(x: Tensor, rows: Tensor, out: Tensor) -> None:
-    """out [N, W] = rows [N] int64 of x [T, W]."""
+    """Copies rows [N] int64 of x [T, W] to out [N, W]."""
     if _gpu is not None or not _served(x):
         torch.index_select(x, 0, rows, out=out)
     else:
@@ -146,21 +146,21 @@ def pick(x: Tensor, rows: Tensor, out: Tensor) -> None:
 
 @dataclass(slots=True, frozen=True)
 class Int8Matrix:
-    """values [N, K] int8 times scales [N] float32: one for each output."""
+    """A matrix of int8 weights: values [N, K] int8 times scales [N] float32, one for each output."""
 
     values: Tensor
     scales: Tensor
 
 
 def linear(x: Tensor, weight: Tensor | Int8Matrix, bias: Tensor | None = None) -> Tensor:
-    """x [T, K] @ weight [N, K] transposed, in their dtype, or x's."""
+    """Returns x [T, K] @ weight [N, K] transposed, plus bias [N], in their common dtype; with an Int8Matrix, in x's."""
     if isinstance(weight, Int8Matrix):
         return _int8_linear(x, weight, bias)
     if _gpu is not None:
         return _gpu.linear(x, weight, bias)
     if _served(x) and (product := cpu_products.linear(_kernels, x, weight, bias)) is not None:
         return product
-    if is_recording() and _gpu is None:  # what torch's linear calls
+    if is_recording() and _gpu is None:  # the functions that torch's linear calls
         out = empty(x, len(x), len(weight))
         own, to = x.view(x.shape), out.view(out.shape)
         if bias is None:
@@ -172,7 +172,7 @@ def linear(x: Tensor, weight: Tensor | Int8Matrix, bias: Tensor | None = None) -
 
 
 def _int8_linear(x: Tensor, weight: Int8Matrix, bias: Tensor | None) -> Tensor:
-    """What no kernel multiplies: some outputs' weights at a time in x's dtype, so that the matrix is never there in full."""
+    """Multiplies with an Int8Matrix. Without a kernel, a few outputs' weights at a time are converted to x's dtype, never all."""
     if _served(x, "int8") and (product := cpu_products.int8_linear(_kernels, x, weight.values, weight.scales, bias)) is not None:
         return product
     if not is_recording():
@@ -183,7 +183,7 @@ def _int8_linear(x: Tensor, weight: Int8Matrix, bias: Tensor | None) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, around_one: bool = False) -> Tensor:
-    """x [T, W], each row normalised, times weight [W] (around_one: times 1 + weight)."""
+    """Returns x [T, W], each row normalised, times weight [W] (around_one: times 1 + weight)."""
     if _gpu is not None:
         return _gpu.rms_norm(x, weight, eps, around_one)
     if not _served(x):
@@ -194,7 +194,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, around_one: bool = False) ->
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, around_one: bool = False) -> Tensor:
-    """residual += x in place; returns its norm."""
+    """Adds x to residual in place; returns the norm of the sum, as rms_norm does."""
     if _gpu is not None:
         return _gpu.add_rms_norm(x, residual, weight, eps, around_one)
     if not _served(x):
@@ -205,12 +205,12 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, around
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """[T, 2 W] -> [T, W]: silu(gate) * up."""
+    """Returns silu(gate) * up as [T, W]; gate_up is [T, 2 W]."""
     return _gate_and_mul(gate_up, gelu=False)
 
 
 def gelu_and_mul(gate_up: Tensor) -> Tensor:
-    """[T, 2 W] -> [T, W]: gelu(gate) * up, gelu in its form with tanh."""
+    """Returns gelu(gate) * up as [T, W]; gate_up is [T, 2 W]. gelu: its form with tanh."""
     return _gate_and_mul(gate_up, gelu=True)
 
 
@@ -226,7 +226,7 @@ def _gate_and_mul(gate_up: Tensor, gelu: bool) -> Tensor:
 
 @dataclass(slots=True, frozen=True)
 class HeadNorms:
-    """RMS norms of each head's queries and keys: weights [D]. around_one: the factors are 1 + weight."""
+    """The RMS norms of each head's queries and keys: weights [D]. around_one: the factors are 1 + weight."""
 
     query: Tensor
     key: Tensor
@@ -235,8 +235,8 @@ class HeadNorms:
 
 
 def rope_and_store(qkv: Tensor, norms: HeadNorms | None, layer: int, heads: int, batch: ForwardBatch) -> None:
-    """Normalises (if norms are given) and rotates queries and keys of qkv [T, (H + 2 G) D] in place (on a GPU only queries); stores
-    keys and values."""
+    """Normalises (if norms are given) and rotates the queries and keys of qkv [T, (H + 2 G) D] in place (on a GPU only the
+    queries), and stores keys and values in the KV blocks."""
     query_norm, key_norm = (None, None) if norms is None else (norms.query, norms.key)
     eps, around_one = (0.0, False) if norms is None else (norms.eps, norms.around_one)
     if isinstance(batch, DeviceBatch):
@@ -271,10 +271,9 @@ def rope_and_store(qkv: Tensor, norms: HeadNorms | None, layer: int, heads: int,
 
 
 def attention(qkv: Tensor, layer: int, heads: int, scale: float, softcap: float, batch: ForwardBatch) -> Tensor:
-    """Causal attention of every token over its row's KV blocks, within the layer's window, after rope_and_store. Returns [T, H D].
+    """Returns causal attention [T, H D] of every token over its row's KV blocks in the layer's window. Runs after rope_and_store.
 
-    softcap: scores become softcap * tanh(score / softcap); 0: they stay.
-    """
+    softcap: scores become softcap * tanh(score / softcap); 0: they are unchanged."""
     if isinstance(batch, DeviceBatch):
         return _gpu.attention(qkv, layer, heads, scale, softcap, batch)
     group, place = batch.group_of(layer)
@@ -318,14 +317,14 @@ def attention(qkv: Tensor, layer: int, heads: int, scale: float, softcap: float,
 
 
 def softcap(x: Tensor, cap: float) -> Tensor:
-    """cap * tanh(x / cap), in place; cap 0: x as it is."""
+    """Returns cap * tanh(x / cap), computed in place; with cap 0, x unchanged."""
     if cap:
         call(reference.capped, x.view(x.shape), cap)
     return x
 
 
 def greedy(logits: Tensor) -> tuple[Any, Any]:
-    """logits [N, V] -> (ids [N] int32, bad [N] bool) as numpy arrays; bad: the row holds NaN or an infinity."""
+    """Returns numpy arrays: the most likely ids [N] int32 of logits [N, V], and bad [N] bool, rows that hold NaN or an infinity."""
     if _gpu is not None:
         return _drawn(*_gpu.greedy(logits))
     if not _draws(logits):
@@ -340,15 +339,15 @@ def greedy(logits: Tensor) -> tuple[Any, Any]:
 
 
 def sample(logits: Tensor, temperature: Any, top_p: Any, top_k: Any, min_p: Any, key0: Any, key1: Any) -> tuple[Any, Any]:
-    """Draws one token for each row of logits [N, V]; the rest are numpy arrays [N] (keys uint32). Rows of temperature 0 take their
-    likeliest. Returns as `greedy` does."""
+    """Samples one token for each row of logits [N, V]; the other arguments are numpy arrays [N] (keys uint32). Rows of temperature
+    0 get their most likely token. Returns ids and bad rows as `greedy` does."""
     if _gpu is not None:
         arrays = (temperature, top_p, top_k, min_p, key0.view(np.int32), key1.view(np.int32))
         return _drawn(*_gpu.sample(logits, *(_gpu.column(x, logits.device) for x in arrays)))
     if not _draws(logits):
         arrays = (temperature, top_p, top_k, min_p, key0.astype(np.int64), key1.astype(np.int64))
         columns = [torch.from_numpy(x) for x in arrays]
-        step = sampler_rows(logits.shape[1])  # it needs several copies of the logits
+        step = sampler_rows(logits.shape[1])  # the reference needs several copies of the logits
         parts = [
             reference.sample(logits[at : at + step], *(column[at : at + step] for column in columns))
             for at in range(0, len(logits), step)
@@ -367,8 +366,8 @@ def _drawn(ids: Tensor, bad: Tensor) -> tuple[Any, Any]:
 
 
 def top_logprobs(logits: Tensor, rows: Any, chosen: Any, num_top: int) -> tuple[Any, Any, Any]:
-    """Log-softmax of rows [M] (int32 array) of logits [N, V]: at chosen [M] int32 -> [M] float32; ids and values [M, num_top] of
-    the likeliest. Numpy arrays; the rows are finite."""
+    """Returns log-softmax values of rows [M] (int32 array) of logits [N, V], as numpy arrays: at chosen [M] int32 -> [M] float32;
+    then ids and values [M, num_top] of the most likely tokens. The rows must be finite."""
     num_top = min(num_top, logits.shape[1])
     if _gpu is not None:
         on_device = (_gpu.column(x, logits.device) for x in (rows, chosen))
@@ -387,7 +386,7 @@ def top_logprobs(logits: Tensor, rows: Any, chosen: Any, num_top: int) -> tuple[
 
 
 def penalise(row: Tensor, tokens: Any, num_prompt: int, presence: float, frequency: float, repetition: float) -> None:
-    """Penalties on one row's logits [V] float32, in place; tokens: int32 array, prompt then output."""
+    """Applies penalties to one row's logits [V] float32, in place. tokens: int32 array, num_prompt prompt tokens, then output."""
     if _gpu is not None:
         _gpu.penalise(row, _gpu.column(tokens, row.device), num_prompt, presence, frequency, repetition)
         return

@@ -1,4 +1,6 @@
-"""Models that come and go: loads and evictions under way, the KV that outlives them, and what the daemon is told."""
+"""Placements of models on one device: loads and evictions under way, the KV that outlives them, and what is reported to the
+daemon.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,16 @@ log = logging.getLogger("engine")
 
 
 class Placements:
-    """`forget(model)` drops what the engine's loop knows of an evicted model's requests; `resume` takes in what a first step came
-    to, and what was put by meanwhile; `loaded` when a load was told of. memory: None where no model has any. outlives: whether the
-    daemon holds the memory beyond this process, and is told where weights are.
+    """Carries out loads and evictions. Not called while a step runs; copies and first steps run concurrent with steps of other
+    models.
 
-    Not called while a step runs; copies and first steps run beside the steps of other models. A model is in one of these:
-    loads.running (and in `first` if prompts may run behind its weights, once saved KV is there), first (its weights are there, the
-    step is still running), restoring (its load has ended, its KV is coming), models, leaving (its KV is going)."""
+    forget(model): drops what the engine's loop knows of an evicted model's requests. resume(first): takes in the result of a first
+    step and the messages deferred meanwhile. loaded(): called after each report of a load. memory: None if no model has any.
+    outlives: whether the daemon keeps the memory beyond this process; it is then told where weights are.
+
+    A model is in one of these: loads.running (and also in `first` if prompts may run while its weights arrive, once saved KV is
+    restored), `first` (its weights have arrived, its first step is still running), _restoring (its load has ended, its KV is being
+    restored), the served models, _leaving (its KV is being saved)."""
 
     def __init__(
         self,
@@ -52,7 +57,7 @@ class Placements:
         self._leaving: dict[str, KVTransfer] = {}
 
     def fileno(self) -> int:
-        """Readable when `take` has something to do."""
+        """Returns a descriptor that is readable when `take` has something to do."""
         return self._loads.fileno()
 
     @property
@@ -94,7 +99,7 @@ class Placements:
         self._models.set_lease(message.lease_chunks)
 
     def take(self) -> None:
-        """What the threads have to say."""
+        """Handles everything that the threads of loads, copies and first steps have reported."""
         for item in self._loads.take():
             if isinstance(item, LoadProgress):
                 self._send(item)
@@ -121,7 +126,7 @@ class Placements:
             else:
                 self._restored(item)
 
-    # ---- coming
+    # ---- loading
 
     def _begun(self, begun: Begun) -> None:
         load = begun.load
@@ -132,7 +137,7 @@ class Placements:
         try:
             served = self._models.make(spec, begun.hosted, load.place)
         except (MemoryError, ValueError):
-            return  # it will be the same at the load's end, which tells of it
+            return  # the end of the load meets the same error and reports it
         first = self.first[spec.model] = FirstStep(served, begun.hosted, load.gate)
         if spec.source_slots and self._models.copies_take_all_cores:
             first.waits_for = load.task
@@ -141,12 +146,12 @@ class Placements:
             self._loads.copy(first.restoring)
 
     def _take_requests(self, first: FirstStep) -> None:
-        """Once all is there that its step begins with."""
+        """Reports that requests may be submitted, once everything that the first step begins with has arrived."""
         if first.has_begun and first.restoring is None:
             self._send(LoadStreams(first.served.spec.placement_id, first.served.spec.model))
 
     def start(self, first: FirstStep, step_id: int) -> BatchPlan | None:
-        """Its step, if there is anything to compute."""
+        """Starts a model's first step. Returns its plan; None if there is nothing to compute."""
         others_run = bool(self._models.busy()) or any(one.running for one in self.first.values())
         return first.start(step_id, self._loads.step, alone=not others_run)
 
@@ -165,13 +170,13 @@ class Placements:
         self._models.add(first.served)
         self._models.turns.set_weight(first.served.spec.model, first.weight)
         self._resume(first)
-        for message in first.leaves_later:  # leases have been told since
+        for message in first.leaves_later:  # the lease may have changed since then
             self.evict(msgspec.structs.replace(message, lease_chunks=self._models.chunks.lease_chunks))
 
     def _streamed(self, load: Load, first: FirstStep) -> None:
-        """The end of a load behind whose weights a step may be running."""
+        """Handles the end of a load whose model may already be running its first step."""
         name = load.task.spec.model
-        if first.restoring is not None:  # nothing was asked of it yet
+        if first.restoring is not None:  # no request was submitted to it yet
             del self.first[name]
             self._restoring[name] = (load, first.restoring)
             return
@@ -233,7 +238,7 @@ class Placements:
     def _restored(self, transfer: KVTransfer) -> None:
         spec, num_tokens = transfer.served.spec, kv_transfer.restored(transfer)
         first = self.first.get(spec.model)
-        if first is not None:  # its weights are still coming
+        if first is not None:  # its weights are still arriving
             first.restoring, first.restored_tokens = None, num_tokens
             self._take_requests(first)
             return
@@ -279,14 +284,14 @@ class Placements:
                 self._loads.sum_up(load, partial(checksum_of, self._memory, chunks, task.weights_bytes))
 
     def _tell_held(self, load: Load) -> None:
-        """Where the weights are. Of a model that has begun to leave the daemon knows better."""
+        """Reports where the model's weights are, unless the model has begun to leave: the daemon then knows better."""
         task, spec, size = load.task, load.task.spec, self._memory.chunk_bytes if self._memory is not None else 1
         chunks = load.place.weights[: -(-task.weights_bytes // size)].tolist()
-        if chunks:  # it has not left
+        if chunks:  # empty once it has left
             told = (spec.fingerprint, spec.dtype, spec.quantize, task.weights_bytes, chunks, task.weights_checksum)
             self._send(WeightsHeld(spec.placement_id, spec.model, *told))
 
-    # ---- going
+    # ---- evicting
 
     def _save(self, served: ServedModel, message: EvictModel) -> None:
         self._forget(message.model)

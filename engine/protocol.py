@@ -1,8 +1,8 @@
 """Every message between the daemon and an engine: tagged msgspec Structs over a socketpair.
 
-Framing: 4-byte little-endian length, then one msgpack body (`encode` / `FrameReader`). Up to one `TokensOut` a step goes up,
-whatever the number of sequences, so what a token costs the host does not grow with the batch.
-Everything is flat arrays of ints; no object per token.
+Framing: 4-byte little-endian length, then one msgpack body (`encode` / `FrameReader`). A step sends at most one `TokensOut`,
+whatever the number of sequences, so what a token costs the host does not grow with the batch. Everything is flat arrays of ints; no
+object per token.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 
 PROTOCOL_VERSION = 9
 
-# How a sequence ended, as `TokensOut.finish` carries it. 0 is "goes on".
+# How a sequence ended, in `TokensOut.finish`; 0: it goes on.
 FINISH_NONE, FINISH_STOP, FINISH_LENGTH, FINISH_ABORT = 0, 1, 2, 3
 
 
@@ -24,31 +24,31 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """How one request picks its tokens. Stop strings stay in the daemon, which sees text; ids are matched in the engine."""
+    """How the tokens of one request are sampled. Stop strings stay in the daemon, which sees text; the engine matches stop ids."""
 
     max_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0  # 0: off
-    seed: int = 0  # always set by the daemon (drawn when the client gave none) so that a resubmission repeats itself
+    seed: int = 0  # always set by the daemon (at random if the client gave none), so that a resubmission repeats itself
     min_tokens: int = 0
     ignore_eos: bool = False
     stop_token_ids: list[int] = []  # the request's own; the model's end ids come with LoadModel
-    logprobs: int = -1  # -1: none; else number of alternatives beside the sampled token
-    prompt_logprobs: int = -1  # the same of the prompt's tokens
-    min_p: float = 0.0  # tokens below this share of the likeliest one's probability are cut; 0: off
-    presence_penalty: float = 0.0  # over the output, as frequency_penalty
+    logprobs: int = -1  # -1: none; else the number of alternatives to the sampled token
+    prompt_logprobs: int = -1  # the same for the prompt's tokens
+    min_p: float = 0.0  # tokens below this share of the most likely one's probability are cut; 0: off
+    presence_penalty: float = 0.0  # counts the output only, as frequency_penalty does
     frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0  # over prompt and output
+    repetition_penalty: float = 1.0  # counts prompt and output
     logit_bias: dict[int, float] = {}  # token id -> added to its logit
     grammar: str = ""  # the text must follow it: "json_schema:…", "regex:…" and so on (engine/grammar/compile.py)
-    allowed_token_ids: list[int] = []  # no other may come; empty: any
-    bad_words: list[list[int]] = []  # sequences of tokens none of which may come; each has at least one
-    prompt_ranks: bool = False  # with prompt_logprobs
+    allowed_token_ids: list[int] = []  # no other may be sampled; empty: any
+    bad_words: list[list[int]] = []  # token sequences none of which may appear; each has at least one token
+    prompt_ranks: bool = False  # fills PromptLogprobs.ranks; only with prompt_logprobs
 
     @property
     def is_limited(self) -> bool:
-        """Whether tokens are ruled out by name (engine/grammar/token_limits.py)."""
+        """Whether the request rules out certain tokens or sequences of them (engine/grammar/token_limits.py)."""
         return bool(self.allowed_token_ids or self.bad_words)
 
 
@@ -56,10 +56,10 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, omit_defaults
 
 
 class Configure(Message, frozen=True):
-    """Always the first message; answered by EngineReady. num_chunks covers the device's whole budget; the leases keep room for
-    the weights and for the work space (work_space_bytes: the largest of the models known now)."""
+    """The first message to an engine, answered by EngineReady. num_chunks covers the device's whole budget; the leases leave memory
+    for the weights and for the work space (work_space_bytes: the largest of the models known now)."""
 
-    device: str  # cpu:0
+    device: str  # its name, such as cpu:0
     num_chunks: int
     chunk_bytes: int
     work_space_bytes: int
@@ -70,18 +70,18 @@ class Configure(Message, frozen=True):
     runner: str = "torch"  # torch | null
     null_step_ms: float = 10.0
     cache_dir: str = ""
-    dtypes: list[str] = []  # of the registered models, the commonest first: their kernels are compiled from the start on
-    test_disk_bytes_per_s: int = 0  # weights come from disk no faster than that; 0: as fast as they can
-    test_copy_bytes_per_s: int = 0  # nor do copies between the host tier and the device
-    host_tier_slots: int = 0  # of chunk_bytes each, in a memfd that the daemon made and hands over as --host-tier-fd; 0: none
-    max_step_stretch: float = 2.0  # a step that computes prompts too, against that of its decoding sequences; 0: any
+    dtypes: list[str] = []  # of the registered models, the most common first: their kernels are compiled from the start
+    test_disk_bytes_per_s: int = 0  # for tests: limit for reading weights from disk; 0: none
+    test_copy_bytes_per_s: int = 0  # for tests: limit for copies between the host tier and the device; 0: none
+    host_tier_slots: int = 0  # of chunk_bytes each, in a memfd that the daemon made and passes as --host-tier-fd; 0: no tier
+    max_step_stretch: float = 2.0  # longest step with prompts, as a multiple of a step of its decoding sequences alone; 0: any
 
 
 class LoadModel(Message, frozen=True):
-    """Brings a checkpoint into the device. `lease_chunks` is the engine's KV lease once this model is in: the engine gives
-    up blocks (prefix cache first, then preemption by recompute) down to it before it allocates.
+    """Loads a checkpoint into the device. `lease_chunks` is the engine's KV lease once this model is in: before it allocates, the
+    engine gives up blocks down to it (cached prefixes first, then sequences, by preemption with recompute).
 
-    Slots are indices into the host tier; the daemon says which, and writes none while an engine uses them."""
+    Slots are indices into the host tier; the daemon chooses them, and writes none while an engine uses them."""
 
     placement_id: int
     model: str
@@ -94,30 +94,30 @@ class LoadModel(Message, frozen=True):
     max_model_len: int
     max_sequences: int
     eos_token_ids: list[int]
-    quantize: str = ""  # int8: of the layers' matrices
-    source_slots: list[int] = []  # hold this model's weights, in order; empty: they come from disk
-    checksum: int = 0  # of the weights in source_slots, as LoadDone told it; a copy that differs is not used
-    keep_slots: list[int] = []  # to fill with the weights while they come from disk; empty: no copy is kept
+    quantize: str = ""  # int8: the layers' matrices are quantised; empty: nothing is
+    source_slots: list[int] = []  # hold this model's weights, in order; empty: they are read from disk
+    checksum: int = 0  # of the weights in source_slots, as LoadDone reported it; a copy that differs is not used
+    keep_slots: list[int] = []  # to fill with the weights while they are read from disk; empty: no copy is kept
     kv_slots: list[int] = []  # hold KV that an eviction saved (Evicted.kv_slots_used)
-    kv_index: bytes = b""  # what is in them (Evicted.kv_index); empty: nothing is taken back
-    kv_cache_dtype: str = ""  # fp8: of keys and values; empty: dtype
+    kv_index: bytes = b""  # what is in them (Evicted.kv_index); empty: nothing is restored
+    kv_cache_dtype: str = ""  # fp8: dtype of keys and values; empty: that of the model
 
     @property
     def kv_dtype(self) -> str:
-        """What keys and values are kept in."""
+        """The dtype in which keys and values are stored."""
         return self.kv_cache_dtype or self.dtype
 
 
 class EvictModel(Message, frozen=True):
-    """Frees a model's weights and KV at once, or withdraws its load; answered by Evicted when the memory is back. Requests still
-    in it are dropped without a word, between two steps: the daemon keeps them and submits them again. Their KV (the last, partial
-    block included), then kept prefixes, the most recently used first, are copied to save_slots as far as those reach. A request
-    submitted after the load that takes them back finds it by the prefix cache's keys."""
+    """Frees a model's weights and KV at once, or withdraws its load; answered by Evicted when the memory is free. Its requests are
+    dropped without a message, between two steps: the daemon keeps them and submits them again. Their KV (including the last,
+    partial block), then cached prefixes, the most recently used first, are copied to save_slots as far as these reach. A request
+    submitted after the load that restores them finds them by the prefix cache's keys."""
 
     placement_id: int
     model: str
-    lease_chunks: int  # the lease after it
-    save_slots: list[int] = []  # of the host tier
+    lease_chunks: int  # the KV lease after the eviction
+    save_slots: list[int] = []  # slots of the host tier that may take the KV
 
 
 class SetLease(Message, frozen=True):
@@ -125,7 +125,7 @@ class SetLease(Message, frozen=True):
 
 
 class Submit(Message, frozen=True):
-    """A request, or a request again after its engine died: `output` is what the client already has."""
+    """A request, or a request again after its engine died: `output` is what the client has already received."""
 
     request_id: int
     model: str
@@ -133,15 +133,15 @@ class Submit(Message, frozen=True):
     params: SamplingParams
     output: list[int] = []
     tenant: str = ""  # tenants never share prefix blocks
-    cache_salt: str = ""  # nor do requests of one tenant with different salts
+    cache_salt: str = ""  # requests of one tenant with different salts share none either
     priority: int = 0
-    task: str = "generate"  # | embed: of encoders, answered by EmbeddingsOut; params are not looked at
-    weight: float = 1.0  # share of the device between models
+    task: str = "generate"  # | embed: for encoders, answered by EmbeddingsOut; params are ignored
+    weight: float = 1.0  # the model's share of the device
     tenant_weight: float = 1.0  # the tenant's share among those that want this model
 
 
 class Abort(Message, frozen=True):
-    """Forgets these requests at once, wherever they are; unknown ids are passed over. Not answered."""
+    """Drops these requests at once, wherever they are; unknown ids are ignored. Not answered."""
 
     request_ids: list[int]
 
@@ -157,19 +157,19 @@ class EngineReady(Message, frozen=True):
     pid: int
     version: int
     num_chunks: int
-    left: list[str] = []  # models whose weights an engine before this one has left on the device
+    left: list[str] = []  # models whose weights an earlier engine left on the device
 
 
 class EngineFault(Message, frozen=True):
-    """The last message of an engine that ends of itself: its requests are submitted to the next one. kind: no_memory, where the
-    device could not give what Configure asks for; else fault."""
+    """The last message of an engine that ends itself; its requests are submitted to the next one. kind: no_memory if the device
+    could not give what Configure asks for, else fault."""
 
     kind: str
     error: str  # one line
 
 
 class LoadProgress(Message, frozen=True):
-    """bytes_total 0: the load waits until kernels have been looked for, and its time has not begun."""
+    """Progress of a load, in bytes. bytes_total 0: the load waits until kernels are set up, and its time has not begun."""
 
     placement_id: int
     bytes_done: int
@@ -177,8 +177,8 @@ class LoadProgress(Message, frozen=True):
 
 
 class LoadStreams(Message, frozen=True):
-    """Of a load under way: requests may be submitted, and are computed layer by layer as the weights come. None of them has a token
-    before LoadDone; LoadFailed and Evicted forget them, as Evicted does. Where saved KV comes back, it is there by then."""
+    """Sent during a load: requests may be submitted and are computed layer by layer as the weights arrive. None of them gets a
+    token before LoadDone; LoadFailed and Evicted drop them. Saved KV that is to be restored has been restored by then."""
 
     placement_id: int
     model: str
@@ -189,30 +189,31 @@ class LoadDone(Message, frozen=True):
     model: str
     seconds: float
     bytes_read: int  # from disk; 0 where the weights came from the host tier
-    kept: bool = False  # keep_slots, or source_slots that were used, hold a whole copy of the weights
-    checksum: int = 0  # of the kept copy
+    kept: bool = False  # a whole copy of the weights is in keep_slots, or in source_slots if those were used
+    checksum: int = 0  # checksum of the kept copy
     copy_seconds: float = 0.0  # between the host tier and the device, weights and KV
     map_seconds: float = 0.0  # spent in mapping calls
-    restored_kv_tokens: int = 0  # tokens whose KV was taken back from kv_slots
+    restored_kv_tokens: int = 0  # tokens whose KV was restored from kv_slots
     source_rejected: str = ""  # why source_slots were given but not used (the weights came from disk instead)
-    read_as: str = ""  # which of its files were read and why, where some are packed
-    kernels_seconds: float = 0.0  # of the seconds, spent waiting until kernels had been looked for
+    read_as: str = ""  # which files were read and why, if some are packed
+    kernels_seconds: float = 0.0  # part of `seconds`: spent waiting until kernels were set up
     adopted: bool = False  # the weights were on the device already, left by an engine that died: nothing was read or copied
 
 
 class KernelsTold(Message, frozen=True):
-    """How far kernels are compiled, once a machine; told every second meanwhile. Models are served without them, more slowly."""
+    """Progress of compiling kernels (once per machine), sent every second. Models are served without them meanwhile, more
+    slowly."""
 
-    kind: str  # what is being compiled: "bfloat16"; empty: nothing is, any more
+    kind: str  # what is being compiled, such as "bfloat16"; empty: nothing any more
     num_done: int
     num_units: int
-    left_s: float  # about
+    left_s: float  # estimate
     problem: str = ""  # why kernels are not in use though nothing is being compiled
 
 
 class WeightsHeld(Message, frozen=True):
-    """Where a ready model's weights are. Nothing writes there until the model is told to leave, so the engine after this one, given
-    the same memory, may take them over if they sum up to `checksum` still."""
+    """Where a ready model's weights are. Nothing writes there until the daemon evicts the model, so the next engine, given the same
+    memory, may take them over if their checksum is still `checksum`."""
 
     placement_id: int
     model: str
@@ -220,8 +221,8 @@ class WeightsHeld(Message, frozen=True):
     dtype: str
     quantize: str
     num_bytes: int
-    chunks: list[int]  # of the device, in the weights' order
-    checksum: int  # as LoadModel.checksum
+    chunks: list[int]  # chunks of the device, in the weights' order
+    checksum: int  # computed as LoadModel.checksum
 
 
 class LoadFailed(Message, frozen=True):
@@ -237,13 +238,13 @@ class Evicted(Message, frozen=True):
     kv_index: bytes = b""  # for LoadModel: opaque to the daemon
     kv_slots_used: list[int] = []  # of save_slots, in order; the others are free again
     saved_kv_tokens: int = 0
-    recompute_kv_tokens: int = 0  # of requests that were dropped: computed, but not saved
-    copy_seconds: float = 0.0  # between the device and the host tier
+    recompute_kv_tokens: int = 0  # of dropped requests: computed, but not saved
+    copy_seconds: float = 0.0  # copying between the device and the host tier
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Log-probabilities of some of a step's tokens, by the softmax of the model's own logits (before bias, penalties and
-    temperature). Flat: token i belongs to request_ids[i], and counts[i] of the alternatives, likeliest first, are its."""
+    temperature). Flat: token i belongs to request_ids[i] and has the next counts[i] alternatives, the most likely first."""
 
     request_ids: list[int]
     chosen: list[float]
@@ -253,39 +254,39 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokensOut(Message, frozen=True):
-    """One step of one model. `counts` is empty when every request got exactly one token, `finish` when none ended. The end id that
-    stopped a sequence is among `ids`."""
+    """The tokens of one step of one model. `counts` is empty if every request got exactly one token, `finish` if none ended. `ids`
+    includes the end id that stopped a sequence."""
 
     model: str
     step_id: int
-    seconds: float  # on the device: of this step and of those since the model's last message that gave no token
+    seconds: float  # device time of this step and of steps without a token since the model's last message
     request_ids: list[int]
     ids: list[int]
     counts: list[int] = []
     finish: list[int] = []
     # request id -> prompt tokens found in the prefix cache; only in the step in which a request got its first token
     cached: dict[int, int] = {}
-    logprobs: TokenLogprobs | None = None  # of the rows that asked
-    # request id -> [tokens whose KV was found, tokens computed again], of requests submitted with `output`; only in the step in
+    logprobs: TokenLogprobs | None = None  # of the requests that asked for them
+    # request id -> [tokens whose KV was found, tokens computed again], for requests submitted with `output`; only in the step in
     # which they got their next token
     resumed: dict[int, tuple[int, int]] = {}
-    steps: int = 1  # how many `seconds` are of; 0 where a sequence just ends
+    steps: int = 1  # number of steps in `seconds`; 0 if a sequence ends without a step
 
 
 class EmbeddingsOut(Message, frozen=True):
-    """What one step of an encoder came to: answers to Submits of task "embed", which have ended with it. seconds: device time."""
+    """The vectors of one step of an encoder: the answers that end Submits of task "embed". seconds: device time."""
 
     model: str
     step_id: int
     seconds: float
     request_ids: list[int]
-    values: list[bytes]  # of each: float32, little-endian, of length 1
+    values: list[bytes]  # one vector each: float32, little-endian, of norm 1
 
 
 class PromptLogprobs(Message, frozen=True):
-    """Of the prompt's tokens from index `first` (>= 1) on, as many as `chosen` has; each has `num_top` alternatives. All of them
-    come before the request's first token, in order; again from the start if the request is computed again before that. ranks: how
-    many tokens were at least as likely as each; empty unless SamplingParams.prompt_ranks."""
+    """Log-probabilities of the prompt's tokens from index `first` (>= 1) on, as many as `chosen` has, with `num_top` alternatives
+    each. All are sent before the request's first token, in order, and again from the start if the request is computed again before
+    that. ranks: for each, how many tokens were at least as likely; empty unless SamplingParams.prompt_ranks."""
 
     request_id: int
     first: int
@@ -303,13 +304,13 @@ class RequestFailed(Message, frozen=True):
 
 
 class Stats(Message, frozen=True):
-    """Sent when something changed, at most 4 times a second. `models`: name -> [kv_bytes, active, queued, cached_bytes]."""
+    """The engine's state, sent on change, at most 4 times a second. `models`: name -> [kv_bytes, active, queued, cached_bytes]."""
 
     kv_chunks_used: int
     models: dict[str, list[int]]
     steps: int
     preemptions: int
-    kv_moved_bytes: int = 0  # of KV, copied from chunk to chunk so that sparse chunks came free; since the engine's start
+    kv_moved_bytes: int = 0  # KV copied from chunk to chunk to free sparse chunks, since the engine's start
 
 
 ToEngine = Configure | LoadModel | EvictModel | SetLease | Submit | Abort | Shutdown
@@ -336,23 +337,23 @@ _length = struct.Struct("<I")
 
 
 def encode(message: Message) -> bytes:
-    """One frame, length prefix included."""
+    """Returns one frame, length prefix included."""
     body = _encoder.encode(message)
     return _length.pack(len(body)) + body
 
 
 def encode_held(weights: list[WeightsHeld]) -> bytes:
-    """What goes with the descriptors of a dead engine's memory (engine/memory/handles.py)."""
+    """Returns the note that goes with the descriptors of a dead engine's memory (engine/memory/handles.py)."""
     return _encoder.encode(weights)
 
 
 def decode_held(note: bytes) -> list[WeightsHeld]:
-    """Raises msgspec.DecodeError."""
+    """Returns the weights in such a note; none for an empty one. Raises msgspec.DecodeError."""
     return _held_decoder.decode(note) if note else []
 
 
 class FrameReader:
-    """Cuts a byte stream back into messages; `feed` may be given any split of it."""
+    """Cuts a byte stream back into messages; the stream may be passed to `feed` in parts of any size."""
 
     def __init__(self, kinds: Any) -> None:
         self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(kinds)
@@ -375,14 +376,14 @@ class FrameReader:
 
 # ---- the step journal: which requests were in the step that killed an engine -------------------------------------------
 
-PULSE_AT = 8 + 8 * 4096  # behind the requests: engine/pulse.py
+PULSE_AT = 8 + 8 * 4096  # the pulse (engine/pulse.py) comes after the requests
 JOURNAL_BYTES = PULSE_AT + 32
 _count = struct.Struct("<I")
 
 
 def write_journal(journal: Any, request_ids: Any) -> None:
-    """Notes the step in flight in shared memory (a memfd the daemon made): no system call. `request_ids`: int64 array, or empty
-    when nothing is left to run. The count is written last, so a reader never sees a half-written list."""
+    """Writes the step in flight to shared memory (a memfd the daemon made), without a system call. `request_ids`: int64 array, cut
+    at 4096; empty if nothing is left to run. The count is written last, so a reader never sees a half-written list."""
     _count.pack_into(journal, 0, 0)
     num = min(len(request_ids), 4096)
     if num:
@@ -391,6 +392,6 @@ def write_journal(journal: Any, request_ids: Any) -> None:
 
 
 def read_journal(journal: Any) -> tuple[int, ...]:
-    """The requests of the writer's last step; () if nothing was left to run when it died."""
+    """Returns the requests of the writer's last step; () if nothing was left to run when it died."""
     (num,) = _count.unpack_from(journal, 0)
     return struct.unpack_from(f"<{num}q", journal, 4)

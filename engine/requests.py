@@ -1,4 +1,4 @@
-"""A request as the daemon submits it, turned into the batch scheduler's, or why it cannot be."""
+"""Turns a request from the daemon into one for the batch scheduler, or says why it cannot be served."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from scheduler.batch.request import BatchRequest
 
 
 def batch_request(message: Submit, spec: LoadModel, vocab_size: int) -> BatchRequest | RequestFailed | None:
-    """Of a model that generates. None: it has all its tokens."""
+    """Returns the batch scheduler's request, for a model that generates. Returns RequestFailed if the request is not valid, None if
+    it already has all its tokens."""
     request_id, params, limit = message.request_id, message.params, spec.max_model_len
     try:
         tokens = np.array(message.prompt + message.output, np.int64)

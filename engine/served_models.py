@@ -1,4 +1,6 @@
-"""The models of one engine, and the device memory they share: which chunks are whose is decided here and below."""
+"""The models of one engine, and the device memory they share. Which model owns which chunk is decided here and in
+scheduler/batch.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,10 @@ CAPTURE_EVERY_DECODES = 16
 
 
 class Arena(Protocol):
-    """The device memory behind the chunks."""
+    """The device memory that the chunks consist of."""
 
     def discard(self, chunk: int, num_chunks: int, /) -> None:
-        """Gives the memory of a run of chunks back to the system; their content is gone."""
+        """Gives the memory of a run of chunks back to the system; its content is lost."""
         ...
 
     def copy_within(self, piece_bytes: int, sources: IntArray, targets: IntArray, /) -> None:
@@ -43,50 +45,51 @@ class Arena(Protocol):
 
 @dataclass(slots=True)
 class Place:
-    """Chunks of one model: those of its weights, and while it loads, those its reserved KV will be made of."""
+    """The chunks of one model: those of its weights and, while it loads, those held for its reserved KV."""
 
     weights: IntArray
     kv: IntArray
-    left: WeightsHeld | None = None  # what is in the weights' chunks already
+    left: WeightsHeld | None = None  # weights that these chunks hold already
 
 
 @dataclass(slots=True)
 class ServedModel:
-    """A loaded model, its sequences, and how large its steps may be."""
+    """A loaded model, its sequences, and the limits of its steps."""
 
     spec: LoadModel
     hosted: HostedModel
     scheduler: BatchScheduler
     place: Place
     limits: StepLimits
-    ahead: LaunchesAhead | None = None  # the hosted model, where it is one
+    ahead: LaunchesAhead | None = None  # the hosted model, if it launches steps ahead
     captures: CapturesSteps | None = None
     num_decodes: int = 0  # steps that only decoded
     num_leaving_chunks: int = 0
-    turns: int = 0  # that its latest step was planned to take (StepRoom)
-    backlogged: bool = False  # it had more to do than fits a turn when that was planned
-    untold_steps: int = 0  # since the last that gave tokens
-    untold_s: float = 0.0  # they took on the device
+    turns: int = 0  # how many turns (a model's time slice) its latest step was planned to take (StepRoom)
+    backlogged: bool = False  # when that step was planned, it had more to do than fits a turn
+    untold_steps: int = 0  # steps since the last report of tokens
+    untold_s: float = 0.0  # device seconds of these steps
 
     def tell_steps(self) -> tuple[int, float]:
-        """How many steps there were since this was asked last, and the seconds they took on the device."""
+        """Returns the number of steps since the last call, and the device seconds they took."""
         told = self.untold_steps, self.untold_s
         self.untold_steps, self.untold_s = 0, 0.0
         return told
 
 
 class ServedModels:
-    """Everything loaded on one device. Not called while a step runs."""
+    """All models loaded on one device. Not called while a step runs."""
 
     def __init__(self, configure: Configure, arena: Arena | None, left: Sequence[WeightsHeld] = ()) -> None:
-        """left: by an engine before this one, in the arena."""
+        """left: weights that an earlier engine left in the arena."""
         self.by_name: dict[str, ServedModel] = {}
         self.embedders: dict[str, Embedder] = {}
         self._encoder_places: dict[str, Place] = {}
         self.turns = Turns()
         self.threads = ThreadsApart(compute_threads(configure))
-        # A copy from the host tier and a step beside it then only take from each other: first token of one-b in a conversation of
-        # 1,000 tokens, 2 cores, over both by themselves: 1.04-1.07 beside the copy, 1.01-1.03 after it, where the step is recorded.
+        # Then a copy from the host tier and a concurrent step only slow each other down. First token of one-b in a conversation of
+        # 1,000 tokens, 2 cores, as a multiple of copy time plus step time, each measured alone: 1.04-1.07 if the step runs during
+        # the copy, 1.01-1.03 if it runs after it, as a recorded step.
         self.copies_take_all_cores = compute_threads(configure) <= NUM_COPY_THREADS
         self._configure = configure
         self._arena = arena
@@ -95,23 +98,23 @@ class ServedModels:
             configure.num_chunks, configure.chunk_bytes, resident_limit=max(0, configure.num_chunks - work_chunks)
         )
         self.compaction = Compaction(self._copy_blocks)
-        self._preempted_before = 0  # by models that are gone
-        self._limits: dict[tuple[str, str, str], StepLimits] = {}  # of all ever loaded: what their steps cost is still so
+        self._preempted_before = 0  # preemptions of models that are no longer loaded
+        self._limits: dict[tuple[str, str, str], StepLimits] = {}  # of all models ever loaded: what their steps cost stays valid
         self._left: dict[str, WeightsHeld] = {}
         if left:
             self._take_over(left)
 
     def busy(self) -> list[str]:
-        """Models that may have a step to run."""
+        """Returns the models that may have a step to run."""
         busy = [name for name, served in self.by_name.items() if served.scheduler.runnable]
         return busy + [name for name, embedder in self.embedders.items() if embedder.waiting]
 
     def next(self, busy: Sequence[str]) -> str | None:
-        """The busy model whose step is next; None if none is busy."""
+        """Returns the busy model whose step is next; None if none is busy."""
         return self.turns.next(busy, self._backlogged(busy))
 
     def room_of(self, served: ServedModel, busy: Sequence[str]) -> StepRoom:
-        """For a model's next step."""
+        """Returns the room (rows, tokens and time) of a model's next step. busy: all models that may have a step to run."""
         served.turns = turns_of_step(len(busy), len(self._backlogged(busy)), served.backlogged)
         return StepRoom(served.limits, served.turns, strict=self.turns.is_over)
 
@@ -119,13 +122,13 @@ class ServedModels:
         return [name for name in busy if name in self.by_name and self.by_name[name].backlogged]
 
     def uncaptured(self) -> CapturesSteps | None:
-        """A model with steps to capture in idle time; None if there is none."""
+        """Returns a model with step sizes to capture in idle time; None if there is none."""
         return next(
             (one.captures for one in self.by_name.values() if one.captures is not None and one.captures.num_uncaptured), None
         )
 
     def capture_next(self) -> None:
-        """Captures one size of its steps."""
+        """Captures one step size of such a model."""
         model = self.uncaptured()
         if model is not None:
             model.capture_next()
@@ -133,9 +136,10 @@ class ServedModels:
                 log.info("%s: steps of every size are captured", model.name)
 
     def to_capture_between(self, served: ServedModel, plan: BatchPlan) -> CapturesSteps | None:
-        """Of which model to capture a size after this step, if any: now and then, where that takes the interpreter alone, after one
-        that only decoded, with no other model busy. A model that is asked from its load on has no idle time, and the first prompt
-        beside its streams would meet all sizes anew."""
+        """Returns the model of which one step size is to be captured after this step; None: none. That is so after every 16th step
+        that only decoded (CAPTURE_EVERY_DECODES), if capturing takes only the interpreter and no other model is busy. A model that
+        has requests from its load on is never idle, and the first prompt next to its streams would otherwise meet every size
+        uncaptured."""
         if served.captures is None or served.ahead is not None or not plan.all_decode:
             return None
         served.num_decodes += 1
@@ -144,7 +148,7 @@ class ServedModels:
         return None
 
     def charge(self, served: ServedModel, plan: BatchPlan, seconds: float) -> None:
-        """A step took `seconds` of the device."""
+        """Accounts for a step that took `seconds` of device time."""
         self.turns.charge(served.spec.model, seconds, served.limits.turns_s(served.turns) if served.turns else None)
         served.untold_steps += 1
         served.untold_s += seconds
@@ -155,7 +159,7 @@ class ServedModels:
         return name in self.by_name or name in self.embedders
 
     def take_place(self, spec: LoadModel) -> Place:
-        """What a model will own, before its load. Raises MemoryError, taking nothing."""
+        """Takes the chunks that a model will own, before its load. Raises MemoryError and takes none if there are too few."""
         left = self._left_of(spec)
         weights = self.chunks.take_left(spec.model) if left is not None else np.zeros(0, np.int32)
         kv = weights[:0]
@@ -170,15 +174,15 @@ class ServedModels:
         return Place(weights, kv, left)
 
     def give_up_place(self, place: Place) -> None:
-        """Of a load that came to nothing, or of a model whose sequences are closed and whose weights are out of use."""
+        """Frees the chunks of a failed load, or of a model whose sequences are closed and whose weights are out of use."""
         self.chunks.release_hold(place.kv)
         self.chunks.give_back_weights(place.weights)
         place.kv, place.weights = place.kv[:0], place.weights[:0]
         self.discard_returned()
 
     def make(self, spec: LoadModel, hosted: HostedModel, place: Place) -> ServedModel:
-        """Not among the served yet. Raises MemoryError if the reserved chunks are not there, ValueError for KV this engine cannot
-        hold."""
+        """Makes a model that is not served yet (`add` does that). Raises MemoryError if the reserved chunks are not free,
+        ValueError for KV this engine cannot hold."""
         self.chunks.release_hold(place.kv)
         place.kv = place.kv[:0]
         kv = make_kv_cache(spec, hosted.kv_groups, self.chunks, self._configure.max_num_batched_tokens)
@@ -188,7 +192,7 @@ class ServedModels:
             max_model_len=spec.max_model_len,
             max_num_batched_tokens=self._configure.max_num_batched_tokens,
             eos_token_ids=tuple(spec.eos_token_ids),
-            fingerprint=spec.fingerprint + spec.quantize,  # keys and values of quantised weights are others
+            fingerprint=spec.fingerprint + spec.quantize,  # quantised weights give other keys and values
             kv_dtype=spec.dtype + spec.kv_cache_dtype,
         )
         pace = self._limits.setdefault(
@@ -200,7 +204,7 @@ class ServedModels:
         return ServedModel(spec, hosted, BatchScheduler(spec.model, kv, limits), place, pace, ahead, captures)
 
     def forget_costs(self) -> None:
-        """What steps have cost so far says nothing of those to come."""
+        """Drops all learned step costs, because steps will cost something else from now on."""
         for limits in self._limits.values():
             limits.forget()
         for embedder in self.embedders.values():
@@ -217,7 +221,7 @@ class ServedModels:
         self.turns.add(spec.model)
 
     def remove_encoder(self, name: str) -> bool:
-        """Frees its weights, forgetting its requests; False if it is not loaded."""
+        """Removes an encoder: frees its weights and drops its requests. Returns False if it is not loaded."""
         embedder = self.embedders.pop(name, None)
         if embedder is not None:
             self.turns.remove(name)
@@ -226,7 +230,8 @@ class ServedModels:
         return embedder is not None
 
     def detach(self, name: str) -> ServedModel | None:
-        """Takes a model out of service, its KV and weights staying where they are until `free`; None if it is not loaded."""
+        """Takes a model out of service and returns it; its KV and weights stay in place until `free`. Returns None if it is not
+        loaded."""
         served = self.by_name.pop(name, None)
         if served is not None:
             self.turns.remove(name)
@@ -236,14 +241,15 @@ class ServedModels:
         return served
 
     def free(self, served: ServedModel) -> None:
-        """Of a model that is out of service, or never came into it."""
+        """Frees the memory of a model that is out of service or was never in it."""
         self.chunks.num_leaving -= served.num_leaving_chunks
         served.scheduler.close()
         served.hosted.release()
         self.give_up_place(served.place)
 
     def set_lease(self, lease_chunks: int) -> None:
-        """Sparse chunks are emptied first, then kept prefixes go, then the newest sequences, until what is drawn fits the lease."""
+        """Sets the KV lease, and gives chunks back until those drawn from it fit: sparse chunks are emptied first, then cached
+        prefixes are dropped, then the newest sequences are preempted."""
         self.chunks.set_lease(lease_chunks)
         drawing = [served.scheduler for served in self.by_name.values() if served.scheduler.kv.num_drawn_chunks]
         for way in (self.compaction.gather, self.compaction.give_up_prefixes):
@@ -252,7 +258,7 @@ class ServedModels:
                     way(scheduler, -self.chunks.room_chunks)
         while self.chunks.room_chunks < 0:
             drawing = [scheduler for scheduler in drawing if scheduler.kv.num_drawn_chunks]
-            if not drawing:  # a model into which saved KV is being copied holds the rest; it follows when it is there
+            if not drawing:  # the rest belongs to a model whose KV is being restored; `add` sets the lease again
                 break
             most = max(drawing, key=lambda scheduler: scheduler.kv.num_drawn_chunks)
             most.preempt_one()
@@ -260,7 +266,7 @@ class ServedModels:
         self.discard_returned()
 
     def discard_returned(self) -> None:
-        """Memory beyond what the chunks may take goes back to the system."""
+        """Gives the memory of returned chunks back to the system, as far as more chunks have memory than may have it."""
         for first_chunk, num_chunks in self.chunks.take_discards():
             if self._arena is not None:
                 self._arena.discard(first_chunk, num_chunks)
@@ -280,10 +286,10 @@ class ServedModels:
             preemptions += scheduler.num_preemptions
         return Stats(num_chunks, models, num_steps, preemptions, self.compaction.moved_bytes)
 
-    # ---- what an engine before this one has left
+    # ---- weights that an earlier engine left
 
     def _take_over(self, left: Sequence[WeightsHeld]) -> None:
-        """Keeps what is left where it is; all else on the device is free."""
+        """Keeps the weights that an earlier engine left where they are; the memory of all other chunks is given back."""
         for weights in left:
             try:
                 self.chunks.leave(weights.model, np.array(weights.chunks, np.int32))
@@ -298,7 +304,8 @@ class ServedModels:
         log.info("an engine before this one has left %.2f GiB of weights: %s", num_bytes / 2**30, ", ".join(self._left))
 
     def _left_of(self, spec: LoadModel) -> WeightsHeld | None:
-        """The weights this load wants, if they are on the device. Other weights of that name are nothing to keep."""
+        """Returns the weights this load needs, if they are on the device. Other weights left under the model's name are given
+        up."""
         left = self._left.pop(spec.model, None)
         if left is None or spec.model not in self.chunks.left:
             return None
@@ -309,8 +316,8 @@ class ServedModels:
         return left
 
     def _reclaim(self, wanting: str, num_chunks: int) -> int:
-        """Other models' sparse chunks, then their kept prefixes make room for `wanting`; returns how many chunks came back to the
-        lease."""
+        """Frees chunks for `wanting` from other models: empties sparse chunks first, then drops cached prefixes. Returns how many
+        chunks came back to the lease."""
         given = 0
         for way in (self.compaction.gather, self.compaction.give_up_prefixes):
             for name, served in self.by_name.items():

@@ -1,15 +1,16 @@
-"""A core for each compute thread when a step comes after a pause.
+"""Gives each compute thread its own core when a step comes after a pause.
 
-A parallel product wakes the threads that share it. Those that have slept for some time Linux often wakes on the core of the one
-that wakes them, though another is idle: it looks for one no further than the load it saw last allows. Two threads then have half a
-core each until the balancer parts them. Measured with 2 threads on 2 cores (Linux 6.18, a virtual machine): after a pause of 0.1 s
-and more a prompt of 48 tokens took 38 ms, 18 of them in wait for a core, and the step behind it 16.7 ms; bound to a core each 20.5
-and 9.0 ms, as without a pause. So it is done for the first steps after one; between them, and afterwards, all may run anywhere.
+A parallel product wakes the threads that share it. Linux often wakes a thread that has slept for some time on the core of the
+thread that wakes it, even if another core is idle, because it looks for an idle core no further than the load it saw last allows.
+Two threads then have half a core each until the load balancer separates them. Measured with 2 threads on 2 cores (Linux 6.18, a
+virtual machine): after a pause of 0.1 s and more, a prompt of 48 tokens took 38 ms, 18 of them waiting for a core, and the step
+after it 16.7 ms; with each thread bound to a core of its own they took 20.5 and 9.0 ms, as they do without a pause. So threads are
+bound for the first steps after a pause; between these steps, and afterwards, all may run anywhere.
 
-Where they take all cores there are it is done for every step: what else runs between two steps (the daemon, with the tokens of the
-last one) moves one of them to the other's core, and there they may stay. Of 2,700 steps of 8.6 ms one in a hundred took 18, all of
-its computing on one core. The others then stay where they are bound until the next pause; the calling thread is free between steps,
-as what it starts there is.
+If the compute threads take all cores there are, they are bound for every step. Unbound, one of them is moved to the other's core by
+what runs between two steps (the daemon, with the tokens of the last one), and there both may stay: of 2,700 steps of 8.6 ms, one in
+a hundred took 18 ms, with all its computing on one core. When bound for every step, the other threads stay bound until the next
+pause, while the calling thread, and threads it has started, are free between steps.
 """
 
 from __future__ import annotations
@@ -26,23 +27,23 @@ log = logging.getLogger("engine")
 Result = TypeVar("Result")
 
 AFTER_PAUSE_S = 0.03
-FOR_S = 0.1  # from the end of a pause: until then Linux has seen that there is load for all cores
+FOR_S = 0.1  # after a pause: by then Linux has seen that there is load for all cores
 LEARN_EVERY_STEPS = 256
 _TASKS = "/proc/self/task"
-_PROCESSOR = 36  # of a task's stat, counted from behind its name
+_PROCESSOR = 36  # field number in a task's stat, counted after the task's name
 
 
 class ThreadsApart:
-    """The calling thread, always the same one, and those that compute with it, num_threads in all; with one there is nothing to
-    do."""
+    """Keeps num_threads compute threads on cores of their own: the calling thread, always the same one, and those that compute with
+    it. With one thread there is nothing to do."""
 
     def __init__(self, num_threads: int) -> None:
         self._num_others = num_threads - 1
-        self._others: list[int] = []  # native ids of the threads that compute, but for the calling one
+        self._others: list[int] = []  # native ids of the compute threads, without the calling one
         self._ran_ns: dict[int, int] = {}
-        self._cores: dict[int, int] = {}  # thread -> its own, once chosen; the calling one's first
-        self._free_to: dict[int, set[int]] = {}  # where they may run otherwise
-        self._seen: set[int] = set()  # all threads, when that was last looked at
+        self._cores: dict[int, int] = {}  # thread -> its core, once chosen; the calling thread comes first
+        self._free_to: dict[int, set[int]] = {}  # thread -> cores it may run on when it is not bound
+        self._seen: set[int] = set()  # all threads of the process, as of the last look
         self._ended_s = self._until_s = 0.0
         self._num_steps = 0
 
@@ -52,7 +53,7 @@ class ThreadsApart:
         now = time.monotonic()
         if now - self._ended_s > AFTER_PAUSE_S:
             self._until_s = now + FOR_S
-            self._let_go()  # who ran where is another matter by now
+            self._let_go()  # where the threads ran before the pause says nothing now
         if self._others:
             if self._cores:
                 self._bind([threading.get_native_id()])
@@ -80,13 +81,13 @@ class ThreadsApart:
         return self._num_others + 1 == len(self._free_to.get(threading.get_native_id()) or os.sched_getaffinity(0))
 
     def _choose(self) -> None:
-        """A core for each, and there they are."""
+        """Chooses a core for each compute thread and binds them."""
         me = threading.get_native_id()
         try:
             self._seen = _threads()
             self._free_to = {thread: os.sched_getaffinity(thread) for thread in (me, *self._others)}
             self._cores = own_cores({thread: _core_of(thread) for thread in self._free_to}, self._free_to[me])
-        except (ProcessLookupError, FileNotFoundError):  # one has ended; who computes now is learned again
+        except (ProcessLookupError, FileNotFoundError):  # a thread has ended: the compute threads are learned again
             self._others = []
             return
         self._bind(list(self._cores))
@@ -104,7 +105,7 @@ class ThreadsApart:
             self._num_others = 0
 
     def _free_caller(self) -> None:
-        """And the threads it has made in the step, which are where it was."""
+        """Lets the calling thread, and the threads it started in the step, which inherited its core, run anywhere again."""
         me = threading.get_native_id()
         its_core, free_to = {self._cores[me]}, self._free_to[me]
         before, self._seen = self._seen, _threads()
@@ -122,7 +123,8 @@ class ThreadsApart:
         self._cores, self._free_to = {}, {}
 
     def _learn(self) -> None:
-        """The threads that ran most since it was last asked, of those that Python knows nothing of; as before where none ran."""
+        """Finds the threads that compute: those that ran most since the last call, of the threads that Python knows nothing of. If
+        none ran, the known ones stay."""
         known = {thread.native_id or 0 for thread in threading.enumerate()}
         ran_ns = {thread: _ran_ns(thread) for thread in _threads() - known}
         lately = {thread: ns - self._ran_ns.get(thread, 0) for thread, ns in ran_ns.items()}
@@ -134,8 +136,8 @@ class ThreadsApart:
 
 
 def own_cores(ran_on: Mapping[int, int], allowed: set[int]) -> dict[int, int]:
-    """A core for each thread: where it ran last, unless one before it has that; then one where none of them ran. ran_on: thread ->
-    core, in order. Without enough allowed cores: nothing."""
+    """Returns a core for each thread: the one it ran on last, unless an earlier thread has that core; then a free one. ran_on:
+    thread -> core it ran on last, in order. Returns nothing if there are fewer allowed cores than threads."""
     if len(allowed) < len(ran_on):
         return {}
     found: dict[int, int] = {}
@@ -147,7 +149,7 @@ def own_cores(ran_on: Mapping[int, int], allowed: set[int]) -> dict[int, int]:
 
 
 def _threads() -> set[int]:
-    """Of this process; none where /proc does not tell."""
+    """Returns the native ids of this process's threads; empty if /proc cannot be read."""
     try:
         return set(map(int, os.listdir(_TASKS)))
     except OSError:
@@ -160,7 +162,7 @@ def _core_of(thread: int) -> int:
 
 
 def _ran_ns(thread: int) -> int:
-    """0 where the kernel does not count, or the thread has ended."""
+    """Returns how many nanoseconds a thread has run; 0 if the kernel does not count them or the thread has ended."""
     try:
         with open(f"{_TASKS}/{thread}/schedstat", "rb") as file:
             return int(file.read().split()[0])

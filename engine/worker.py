@@ -1,8 +1,8 @@
-"""The engine's loop: messages in, the next model's step, one message out.
+"""The engine's loop: takes in messages, runs the next model's step, and sends one message with its tokens.
 
 It blocks in epoll while nothing runs. A step is journalled in shared memory before it starts, so the daemon knows what was running
-should the process not come back from it. Whatever a step raises ends the process: the daemon starts a new one and submits again.
-But for one: a step that finds no memory to compute with fails its own requests.
+if the process dies in it. Any exception in a step ends the process: the daemon starts a new one and submits the requests again.
+Only a step that finds no memory to compute with does not end it, but fails its own requests.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ STATS_EVERY_S = 0.25
 
 
 class Engine:
-    """One device. `run` returns at the channel's end or on Shutdown. left: what is in the memory already; None: it ends with us."""
+    """The engine of one device. `run` returns at the channel's end or on Shutdown. left: weights in memory that outlives this
+    process; None: the memory ends with it."""
 
     def __init__(
         self,
@@ -91,7 +92,7 @@ class Engine:
         self._stats_dirty, self._stats_sent_s, self._shutdown = True, 0.0, False
 
     def run(self, first_messages: Iterable[Any] = ()) -> None:
-        """first_messages: those that came in together with Configure."""
+        """Runs the loop. first_messages: those that arrived together with Configure."""
         self._collector.start()
         poller = select.epoll()
         poller.register(self.channel.fileno(), select.EPOLLIN)
@@ -136,7 +137,7 @@ class Engine:
                     self._turn(self.models.busy() if ready else busy)
                 elif self._under_way is not None:
                     self._settle()
-                elif not ready and wait_s is not None:  # nothing runs and nothing came: tell how things stand, then the rest
+                elif not ready and wait_s is not None:  # nothing runs and nothing arrived: send stats first
                     if self._stats_dirty:
                         self._send_stats(time.monotonic())
                     else:
@@ -149,7 +150,7 @@ class Engine:
     # ---- steps
 
     def _turn(self, busy: list[str]) -> None:
-        """Starts one step of the model whose turn it is among those that have something to do, then takes in the one before."""
+        """Starts one step of the busy model whose turn (time slice) it is, then takes in the result of the step before."""
         name = self.models.next(busy)
         if name is None:
             return
@@ -179,7 +180,7 @@ class Engine:
         before, request_ids, expected_s = self._under_way, scheduler.table.request_id[plan.slots], served.limits.expected_s(plan)
         if before is None:
             self.journal.note(request_ids, expected_s)
-        else:  # a fault may be that of either step: what a device says of it comes late
+        else:  # a fault may come from either step: devices report faults late
             both_s = before.expected_s + expected_s if before.expected_s and expected_s else 0.0
             self.journal.note(np.union1d(before.request_ids, request_ids), both_s)
         masks = self.constraints.masks(served, plan)
@@ -198,7 +199,7 @@ class Engine:
             self._take_in(before.served, before.plan, before.masks, before.launched.wait())
 
     def _give_up(self, served: ServedModel, request_ids: list[int], why: str) -> None:
-        """Of a step that was not started: its requests fail, so that all others go on."""
+        """Fails the requests of a step that could not be started, so that all others go on."""
         self._settle()
         for request_id in request_ids:
             if self._model_of.pop(request_id, None) is not None:  # else it ended with the step before
@@ -208,14 +209,14 @@ class Engine:
         self._stats_dirty = True
 
     def _settle(self) -> None:
-        """Takes in the step under way, if there is one: afterwards nothing runs on the device."""
+        """Takes in the result of the step under way, if there is one; afterwards nothing runs on the device."""
         step, self._under_way = self._under_way, None
         if step is not None:
             self.journal.beat(Doing.STEP, step.expected_s)
             self._take_in(step.served, step.plan, step.masks, step.launched.wait())
 
     def _take_in(self, served: ServedModel, plan: BatchPlan, masks: RowMasks | None, result: StepResult) -> None:
-        """A step is over: its tokens go to the scheduler and to the daemon."""
+        """Hands the tokens of a step that has ended to the scheduler and to the daemon."""
         name, scheduler = served.spec.model, served.scheduler
         self.models.charge(served, plan, result.seconds)
         for told in result.prompt_logprobs:
@@ -251,7 +252,7 @@ class Engine:
             captures.capture_next()
 
     def _start_first_steps(self) -> None:
-        """Of models whose weights are still coming."""
+        """Starts first steps of models whose weights are still arriving."""
         for first in self.placements.first.values():
             if first.can_start and self.placements.start(first, self.num_steps + 1) is not None:
                 self.num_steps += 1
@@ -260,7 +261,8 @@ class Engine:
                 self._fail_hopeless(first.served.scheduler)
 
     def _resume(self, first: FirstStep) -> None:
-        """Its step has ended: well, or because its weights come once more."""
+        """Takes in a first step that has ended, or is void because its weights are read again, and the messages deferred
+        meanwhile."""
         put_by, first.put_by = first.put_by, []
         if first.plan is not None and first.result is not None:
             self._take_in(first.served, first.plan, None, first.result)
@@ -307,7 +309,7 @@ class Engine:
     # ---- idle
 
     def _idle_wait_s(self) -> float | None:
-        """How long until there is something to do; None: until something arrives."""
+        """Returns how many seconds to wait until there is something to do; None: until something arrives."""
         if self._stats_dirty:
             return max(0.0, self._stats_sent_s + STATS_EVERY_S - time.monotonic())
         return self.idle_work.wait_s(self.num_steps)
@@ -321,7 +323,7 @@ class Engine:
 
     def _handle(self, message: Any) -> None:
         self.journal.beat(Doing.TURN)
-        if type(message) is not Submit:  # all else changes what a step under way counts on
+        if type(message) is not Submit:  # anything else changes what a step under way relies on
             self._settle()
         match message:
             case Submit():
@@ -375,7 +377,7 @@ class Engine:
             self.channel.send(RequestFailed(request_id, "internal", f"request {request_id} is here already"))
             return
         request = batch_request(message, served.spec, served.hosted.vocab_size)
-        if request is None:  # again after a crash, and nothing is left to do
+        if request is None:  # submitted again after a crash, with nothing left to do
             self.channel.send(TokensOut(message.model, self.num_steps, 0.0, [request_id], [], [0], [FINISH_LENGTH], steps=0))
             return
         if isinstance(request, RequestFailed):
@@ -390,7 +392,7 @@ class Engine:
         self._end_constrained(self.constraints.submit(served, request, message.params, message.output))
 
     def _forget(self, name: str) -> None:
-        """An evicted model's requests."""
+        """Drops what is known of an evicted model's requests."""
         self._model_of = {request: model for request, model in self._model_of.items() if model != name}
         self.constraints.close(name)
         self._collector.thaw_later()

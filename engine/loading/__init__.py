@@ -1,1 +1,1 @@
-"""Weights on their way into a device's memory, and copies of them in the host tier."""
+"""Brings weights into a device's memory, and keeps copies of them in the host tier."""

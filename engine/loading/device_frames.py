@@ -1,5 +1,6 @@
-"""Frames of packed weights (loader.frame) decoded on the device they are for: a frame is copied there as it is in the file, and a
-kernel behind the copy puts its values where they belong."""
+"""Decodes frames of packed weights (loader.frame) on the device they are for. A frame is copied there as it is in the file; a
+kernel launched after the copy decodes its values and writes them to their place.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +22,10 @@ PROOF_VALUES = 2 * frame.GROUP_VALUES + 100
 
 
 class DeviceFrames:
-    """Of one device, for all its loads and several threads at once.
+    """Decodes frames on one device, for all its loads and for several threads at once.
 
-    Frames pass through one buffer on the device: copies and kernels are on one stream, so the next frame's copy waits for the last
-    one's kernel. What that costs is little: a frame is decoded in a tenth of the time the bus takes for it."""
+    Frames pass through one buffer on the device. Copies and kernels are on one stream, so the next frame's copy waits for the
+    kernel of the frame before. That costs little: decoding a frame takes a tenth of the time that the bus takes to transfer it."""
 
     def __init__(self, memory: ChunkMemory) -> None:
         from engine.kernels import triton_unpack
@@ -37,31 +38,34 @@ class DeviceFrames:
             self._begin = torch.zeros(1, dtype=torch.int64, device=memory.arena.device)
 
     def verdict(self) -> Tensor:
-        """[1] int32 for `decode`: 0 until a frame was refused."""
+        """Returns [1] int32 on the device, for `decode`: it stays 0 until a frame is refused."""
         with self._memory.copying():
             return torch.zeros(1, dtype=torch.int32, device=self._memory.arena.device)
 
     def decode(self, data: Any, out: Tensor, verdict: Tensor, number: int) -> None:
-        """Starts decoding a frame (uint8, its checksum compared) to out: [N] of two bytes each, on the device. Raises FrameError
-        for a head that says otherwise; what only decoding can tell becomes `number` (not 0) in verdict, once it has run."""
+        """Starts decoding a frame to out, [N] values of two bytes each on the device. data: the frame, uint8, its checksum compared
+        already. Raises FrameError if the frame's head does not fit. If decoding finds the frame invalid, `number` (not 0) is
+        written to verdict."""
         codec.Parts(data, out.numel())
         with self._lock, self._memory.copying():
             self._memory.write(self._buffer.data_ptr(), data)
             self._unpack(self._buffer, self._begin, frame.FRAME_VALUES, out, verdict, number)
 
     def refused(self, verdict: Tensor) -> int:
-        """Waits for what was started; the number of a frame that was refused, or 0."""
+        """Waits for the decoding that was started. Returns the number of a frame that was refused, or 0."""
         with self._memory.copying():
             return int(verdict.item())
 
     def measured_by(self, host: Decoder) -> Decoder:
-        """What loads do with a frame, for measuring (loader.read_rates): its checksum on the host, its values on the device."""
+        """Returns a decoder, for measurements (loader.read_rates), that does with a frame what loads do: its checksum on the host,
+        its values on the device."""
         out = torch.empty(frame.FRAME_VALUES, dtype=torch.int16, device=self._memory.arena.device)
         verdict = self.verdict()
         return Decoder("triton", lambda data, values: self.decode(data, out[: len(values)], verdict, 1), host.sum_of)
 
     def prove(self) -> None:
-        """Decodes a frame whose values are known, and so has the kernel compiled. Raises RuntimeError for other values."""
+        """Decodes a frame whose values are known, which also compiles the kernel. Raises RuntimeError if the decoded values
+        differ."""
         values = np.random.default_rng(1).normal(0, 0.02, PROOF_VALUES).astype(np.float32)
         bits = (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
         out = torch.zeros(PROOF_VALUES, dtype=torch.int16, device=self._memory.arena.device)
@@ -72,7 +76,8 @@ class DeviceFrames:
 
 
 def device_frames(memory: ChunkMemory) -> DeviceFrames | None:
-    """None, and the log says why, where the device does not decode as it should: the host does it then."""
+    """Returns the device's decoder; None if the device does not decode correctly: the log says why, and the host decodes
+    instead."""
     try:
         frames = DeviceFrames(memory)
         frames.prove()

@@ -1,5 +1,6 @@
-"""A checkpoint's bytes into memory that the host cannot write: through the reader's slots, each copied on as it fills. Packed
-weights cross as they are, and are decoded there."""
+"""Writes a checkpoint's bytes to device memory that the host cannot write: reads fill the reader's slots, and each slot is copied
+to the device as soon as it is full. Packed weights are copied as they are and decoded there.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ from loader.unpack import damaged
 
 
 class DeviceSink:
-    """loader.sinks.WeightSink on a mapped range of any device. What has another dtype is converted on the host, and decoded there
-    first if it is packed. frames: None where the host decodes everything."""
+    """The loader.sinks.WeightSink for a mapped range of any device. Weights that change dtype are converted on the host, and packed
+    ones among them are decoded there first. frames: None if the host decodes everything."""
 
     memory: memoryview | None = None
 
@@ -29,10 +30,10 @@ class DeviceSink:
         self._device, self._weights, self._address = device, weights, weights.address
         self._frames, self._verdict = frames, None if frames is None else frames.verdict()
         self._lock = threading.Lock()
-        self.decoded: list[Segment] = []  # frame number n is the one at n - 1
+        self.decoded: list[Segment] = []  # frame number n is decoded[n - 1]
 
     def prepare(self, begin_bytes: int, end_bytes: int) -> None:
-        """A device's memory is there once it is mapped."""
+        """Does nothing: a device's memory exists once it is mapped."""
 
     def store(self, span: Span, staged: memoryview) -> None:
         read = np.frombuffer(staged, np.uint8)
@@ -43,7 +44,7 @@ class DeviceSink:
             HostSink(read.data).store(dataclasses.replace(span, segment=at_its_start), staged)
         self._device.write(self._address + span.place_bytes, read)
         if span.segment.target and (fence := self.fence()) is not None:
-            fence.wait()  # what was converted is in nobody's slot
+            fence.wait()  # converted values are in no slot, so nothing else keeps them until they are copied
 
     def decode(self, segment: Segment, staged: memoryview) -> bool:
         frame, content = segment.frame, segment.content

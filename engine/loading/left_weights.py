@@ -1,5 +1,6 @@
-"""A model's weights that an engine before this one has left in the device's memory: used where they are, once every byte of them
-has been summed up."""
+"""Takes over a model's weights that an earlier engine left in the device's memory. They are used where they are, once the checksum
+of every byte has been compared.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +13,15 @@ from engine.memory.chunk_memory import ChunkMemory, Copied
 from engine.memory.transfers import Piece, TransferCancelled, transfer
 from loader import checksum
 
-if TYPE_CHECKING:  # engines of null models have no use for torch
+if TYPE_CHECKING:  # engines of null models do not need torch
     from engine.memory.weight_range import WeightRange
 
 log = logging.getLogger("engine")
 
 
 def adopt(memory: ChunkMemory, task: LoadTask, weights: WeightRange, gate: WeightGate | None = None) -> bool:
-    """Whether the mapped range holds what task.left says. gate: is told what has landed. Raises LoadCancelled."""
+    """Returns whether the mapped range holds the weights that task.left describes. gate: notified of the bytes that have been
+    checked. Raises LoadCancelled."""
     left = task.left
     if left is None or left.num_bytes != weights.num_bytes:
         return False
@@ -47,13 +49,14 @@ def adopt(memory: ChunkMemory, task: LoadTask, weights: WeightRange, gate: Weigh
         log.warning(text, task.spec.model, found, left.checksum)
         return False
     task.adopted, task.weights_checksum = True, found
-    if task.spec.source_slots:  # as good as before: nobody has looked
+    if task.spec.source_slots:  # the copy in the host tier is taken to be as good as before: it was not checked
         task.kept, task.checksum = True, task.spec.checksum
     return True
 
 
 def checksum_of(memory: ChunkMemory, chunks: IntArray, num_bytes: int) -> int:
-    """Of weights that fill these chunks in that order: read through the arena, so that they may leave meanwhile."""
+    """Returns the checksum of weights that fill these chunks in that order. Reads them through the arena, so the model may be
+    evicted meanwhile."""
     size, arena = memory.chunk_bytes, memory.arena.data_ptr()
     places = zip(chunks.tolist(), range(0, num_bytes, size), strict=False)
     return checksum.combined([memory.checksum(arena + chunk * size, min(size, num_bytes - at)) for chunk, at in places])

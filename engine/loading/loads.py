@@ -1,4 +1,4 @@
-"""Loads and copies of KV under way: one thread each, while the other models step."""
+"""Runs loads and copies of KV in the background, each in a thread of its own, while other models step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PROGRESS_EVERY_S = 0.1
 
 @dataclass(slots=True)
 class Load:
-    """What became of one LoadModel. Exactly one of `hosted` and `error` is set when its thread is done."""
+    """The state of the load that one LoadModel asked for. When its thread is done, exactly one of `hosted` and `error` is set."""
 
     task: LoadTask
     place: Place
@@ -35,12 +35,12 @@ class Load:
     hosted: HostedModel | HostedEncoder | None = None
     error: Exception | None = None
     seconds: float = 0.0
-    gate: WeightGate | None = None  # of weights that a step may run behind
+    gate: WeightGate | None = None  # set if a step may run while the weights arrive
 
 
 @dataclass(slots=True)
 class Begun:
-    """Of a load under way: the model is there but for its weights."""
+    """Reports that the model of a load under way is complete except for its weights."""
 
     load: Load
     hosted: StreamedModel
@@ -48,14 +48,14 @@ class Begun:
 
 @dataclass(slots=True)
 class Streams:
-    """Of a load that was told Begun: the weights that a step needs first are there."""
+    """Reports, after Begun, that the weights which a step needs first have arrived."""
 
     load: Load
 
 
 @dataclass(slots=True)
 class Summed:
-    """The checksum of a load's weights is known: task.weights_checksum."""
+    """Reports that the checksum of a load's weights is known: task.weights_checksum."""
 
     load: Load
 
@@ -64,10 +64,11 @@ Told = KernelNews | LoadProgress | Load | Begun | Streams | FirstStep | KVTransf
 
 
 class Loads:
-    """Starts loads and tells of them, and of kernels, through an eventfd, so the engine's loop can sleep."""
+    """Starts loads, and reports what becomes of them and of kernels. An eventfd signals reports, so the engine's loop can sleep
+    until one comes."""
 
     def __init__(self, runner: Runner, test_disk_bytes_per_s: int = 0, test_copy_bytes_per_s: int = 0) -> None:
-        """test_…: see engine/loading/throttle.py."""
+        """test_…: limits for tests, see engine/loading/throttle.py; 0: none."""
         self._runner = runner
         self._disk_bytes_per_s, self._copy_bytes_per_s = test_disk_bytes_per_s, test_copy_bytes_per_s
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -103,7 +104,7 @@ class Loads:
         threading.Thread(target=self._run, args=(load,), name=f"load {spec.model}", daemon=True).start()
 
     def copy(self, transfer: KVTransfer) -> None:
-        """Runs it; `take` tells when it is done."""
+        """Runs a transfer of KV in a thread; `take` reports when it is done."""
 
         def work() -> None:
             started_s = time.monotonic()
@@ -116,7 +117,7 @@ class Loads:
         threading.Thread(target=work, name=f"KV of {transfer.served.spec.model}", daemon=True).start()
 
     def sum_up(self, load: Load, checksum: Callable[[], int]) -> None:
-        """Of a load that has ended; `take` tells when it is known."""
+        """Computes the checksum of the weights of a load that has ended, in a thread; `take` reports when it is known."""
 
         def work() -> None:
             load.task.weights_checksum = checksum()
@@ -125,7 +126,7 @@ class Loads:
         threading.Thread(target=work, name=f"checksum of {load.task.spec.model}", daemon=True).start()
 
     def step(self, work: Callable[[], None], first: FirstStep) -> None:
-        """Runs it; `take` tells when it is done."""
+        """Runs `work`, a model's first step, in a thread; `take` reports when it is done."""
 
         def run() -> None:
             work()
@@ -134,7 +135,7 @@ class Loads:
         threading.Thread(target=run, name=f"first step of {first.served.spec.model}", daemon=True).start()
 
     def take(self) -> list[Told]:
-        """What happened since the last call, in order; a finished Load is no longer in `running`."""
+        """Returns what was reported since the last call, in order. A finished Load is no longer in `running`."""
         try:
             os.eventfd_read(self._wake_fd)
         except BlockingIOError:
@@ -157,15 +158,15 @@ class Loads:
             log.warning("load of %s failed: %s: %s", load.task.spec.model, type(error).__name__, error)
             load.error = error
         load.seconds = time.monotonic() - load.started_s
-        load.task.begun = None  # these know the load: nothing may be left to the garbage collector
+        load.task.begun = None  # both refer to the load: cleared, so that no cycle is left to the garbage collector
         if load.gate is not None:
             load.gate.begun = None
         self._tell(load)
-        if load.gate is not None and load.hosted is not None:  # after it was told: no token comes before the load has ended well
+        if load.gate is not None and load.hosted is not None:  # after the report: no token comes before the load has succeeded
             load.gate.open()
 
     def _hold(self, load: Load) -> None:
-        """As slow as the test wants it."""
+        """Delays a load that was faster than the test limits allow."""
         task = load.task
         if task.bytes_read:
             throttle.hold(load.started_s, task.bytes_read, self._disk_bytes_per_s, task.cancelled)

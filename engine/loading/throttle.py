@@ -1,5 +1,4 @@
-"""A slower disk and slower copies than there are, for tests and benchmarks (Configure.test_disk_bytes_per_s and
-test_copy_bytes_per_s)."""
+"""Slows reads and copies down for tests and benchmarks (Configure.test_disk_bytes_per_s and test_copy_bytes_per_s)."""
 
 from __future__ import annotations
 
@@ -10,7 +9,8 @@ _LOOK_EVERY_S = 0.02
 
 
 def hold(started_s: float, num_bytes: int, bytes_per_s: int, cancelled: Callable[[], bool]) -> None:
-    """Sleeps until so many bytes may have moved since `started_s` (time.monotonic), or it is cancelled. bytes_per_s 0: returns."""
+    """Sleeps until num_bytes may have moved since `started_s` (time.monotonic), or until cancelled. bytes_per_s 0: returns at
+    once."""
     if not bytes_per_s:
         return
     due_s = started_s + num_bytes / bytes_per_s

@@ -1,4 +1,6 @@
-"""What has yet to land of a model's weights, counted in groups of bytes: the stages of a forward pass, the slots of a copy."""
+"""Counts which of a model's weights have yet to arrive, by groups of bytes: the stages of a forward pass, or the slots of a
+copy.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,8 @@ from loader.sizing import SCALE_BYTES, WeightSlot
 
 
 def parameter_places(layout: Iterable[WeightSlot]) -> list[tuple[int, int, str]]:
-    """[begin, end) in the weight range and the parameter's name, of all that a load brings: values and, quantised, their scales.
-    layout: sizing.weight_layout's."""
+    """Returns (begin, end, parameter name) for everything that a load brings: a parameter's values and, if it is quantised, its
+    scales. begin and end are bytes in the weight range, end exclusive. layout: as sizing.weight_layout gives it."""
     places = []
     for slot in layout:
         places.append((slot.offset_bytes, slot.offset_bytes + slot.num_bytes, slot.name))
@@ -20,8 +22,8 @@ def parameter_places(layout: Iterable[WeightSlot]) -> list[tuple[int, int, str]]
 
 
 class WeightArrivals:
-    """places: (begin, end, group) in bytes of the weight range, no byte in two; groups count from 0. What lies between them belongs
-    to no group. left_bytes: of each group. Not for two threads at once."""
+    """Counts the bytes of each group that have yet to arrive (left_bytes). places: (begin, end, group) in bytes of the weight
+    range, no byte in two; groups count from 0. Bytes between places belong to no group. Not for two threads at once."""
 
     def __init__(self, places: Iterable[tuple[int, int, int]], num_groups: int) -> None:
         self._places = sorted(place for place in places if place[1] > place[0])
@@ -30,13 +32,13 @@ class WeightArrivals:
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """Everything comes once more."""
+        """Starts over, because everything will arrive once more."""
         self.left_bytes = [0] * len(self.left_bytes)
         for begin, end, group in self._places:
             self.left_bytes[group] += end - begin
 
     def landed(self, begin_bytes: int, end_bytes: int) -> list[int]:
-        """These bytes are there, each told once. Returns the groups that are whole with them."""
+        """Notes that these bytes have arrived; each byte may be reported once. Returns the groups that are complete with them."""
         whole = []
         for begin, end, group in self._places[bisect_right(self._ends, begin_bytes) :]:
             if begin >= end_bytes:

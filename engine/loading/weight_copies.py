@@ -1,4 +1,4 @@
-"""A model's weights in the host tier: kept there while they come from disk, and taken from there the next time."""
+"""Keeps a model's weights in the host tier while they are read from disk, and loads them from there the next time."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from loader import checksum
 
 
 class WeightCopies:
-    """Of one device. tier: None where the daemon has none."""
+    """Copies weights between one device and the host tier. tier: None if the daemon has none."""
 
     def __init__(self, memory: ChunkMemory, tier: HostTier | None) -> None:
         self._memory, self._tier = memory, tier
 
     def take(self, task: LoadTask, weights: WeightRange, gate: WeightGate | None = None) -> bool:
-        """Fills the mapped range from spec.source_slots; False if none were given, or with the reason in task.source_rejected if
-        they are not to be used. gate: is told what has landed. Raises LoadCancelled."""
+        """Fills the mapped range from spec.source_slots. Returns False if there are none, or if they cannot be used, with the
+        reason in task.source_rejected. gate: notified of the bytes that have landed. Raises LoadCancelled."""
         spec = task.spec
         if not spec.source_slots:
             return False
@@ -65,11 +65,12 @@ class WeightCopies:
 
     @contextmanager
     def keeping(self, task: LoadTask, weights: WeightRange, places: Iterable[tuple[int, int]]) -> Iterator[KeptCopy | None]:
-        """Around the read of the weights: a copy of them to spec.keep_slots (None if none were given), which is to be told what has
-        landed. Where the block ends well it is whole, and the task says so; where it ends at all, nothing is written to the slots
-        any more. places: [begin, end) in the range of all that the read brings.
+        """A context around the read of the weights. It yields the copy of them to spec.keep_slots (None if there are none), which
+        must be notified of what has landed. If the block succeeds, the copy is complete and the task says so; once the block has
+        ended in any way, nothing writes to the slots any more. places: [begin, end) in the range, in bytes, of all that the read
+        brings.
 
-        Raises LoadCancelled, or ValueError or IndexError for slots that can't hold it."""
+        Raises LoadCancelled, or ValueError or IndexError for slots that can't hold the copy."""
         spec = task.spec
         if not spec.keep_slots:
             yield None
@@ -86,7 +87,7 @@ class WeightCopies:
             raise LoadCancelled(f"copy of {spec.model} to the host tier was cancelled") from None
         finally:
             kept.stop()
-        task.copy_seconds += time.perf_counter() - started_s  # for what was read last; the rest was copied beside the reads
+        task.copy_seconds += time.perf_counter() - started_s  # only for what was read last; the rest was copied during the reads
         task.kept, task.checksum = True, checksum.combined(sums)
         task.weights_checksum = task.checksum
 
@@ -97,8 +98,9 @@ class WeightCopies:
 
 
 class KeptCopy:
-    """Copies pieces of a weight range, the first bytes of slots of slot_bytes, each once all that the read brings of it has landed:
-    by threads of its own, so that neither the readers nor a step behind the weights wait for it."""
+    """Copies a weight range to the host tier, piece by piece. Piece i fills the beginning of the i-th slot (slot_bytes each),
+    as soon as all that the read brings of it has landed. Its own threads copy, so neither the readers nor a step that runs
+    meanwhile waits for it."""
 
     def __init__(
         self,
@@ -114,21 +116,21 @@ class KeptCopy:
         self._start()
 
     def landed(self, begin_bytes: int, end_bytes: int) -> None:
-        """These bytes of the range are there; from any thread, each byte once."""
+        """Notes that these bytes of the range have arrived. Called from any thread, once for each byte."""
         with self._lock:
             whole = self._arrivals.landed(begin_bytes, end_bytes)
         for piece in whole:
             self._ready.put(piece)
 
     def begin_anew(self) -> None:
-        """The weights come once more, from elsewhere; nothing lands meanwhile."""
+        """Starts over, because the weights will be read once more, from elsewhere. Nothing may land meanwhile."""
         self.stop()
         self._arrivals.begin_anew()
         self._start()
 
     def finish(self) -> list[int]:
-        """Waits for the copies of what has landed, which is all of it; returns the pieces' checksums. Raises TransferCancelled, or
-        what a copy raised."""
+        """Waits for the last copies, once everything has landed. Returns the pieces' checksums. Raises TransferCancelled, or what a
+        copy raised."""
         assert max(self._arrivals.left_bytes, default=0) <= 0
         self._join()
         if self._error is not None:
@@ -136,16 +138,16 @@ class KeptCopy:
         return self._sums
 
     def stop(self) -> None:
-        """Ends it, whole or not. Idempotent."""
+        """Stops copying, complete or not. Idempotent."""
         self._stopped = True
         self._join()
 
     def _start(self) -> None:
         self._stopped, self._sums = False, list[int]()
         self._error: Exception | None = None
-        self._ready: SimpleQueue[int | None] = SimpleQueue()  # places in `pieces`
+        self._ready: SimpleQueue[int | None] = SimpleQueue()  # indices into `pieces`; None: no more
         for piece, left in enumerate(self._arrivals.left_bytes):
-            if not left:  # nothing comes there
+            if not left:  # the read brings nothing there
                 self._ready.put(piece)
         self._thread = threading.Thread(target=self._run, name="keep weights", daemon=True)
         self._thread.start()
@@ -166,7 +168,7 @@ class KeptCopy:
 
 
 def _by_piece(places: Iterable[tuple[int, int]], piece_bytes: int) -> Iterator[tuple[int, int, int]]:
-    """(begin, end, piece) of places that are cut where pieces end."""
+    """Yields (begin, end, piece) for `places`, cut where pieces end."""
     for begin, end in places:
         for piece in range(begin // piece_bytes, -(-end // piece_bytes)):
             yield max(begin, piece * piece_bytes), min(end, (piece + 1) * piece_bytes), piece

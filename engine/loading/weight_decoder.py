@@ -1,4 +1,4 @@
-"""What decodes packed weight files on this host, whatever device they are for."""
+"""Picks what decodes packed weight files on this host, whatever device they are for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from loader.unpack import Decoder
 
 
 def weight_decoder(cache_dir: str) -> Decoder:
-    """Compiled, once a machine, where numba is installed; else numpy's."""
+    """Returns Numba's decoder, compiled once per machine, if Numba is installed; else numpy's."""
     if importlib.util.find_spec("numba") is None:
         return Decoder()
     compiled.keep_in(cache_dir)

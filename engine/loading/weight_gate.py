@@ -1,4 +1,6 @@
-"""How far a model's weights have come, for a step that runs behind them: it waits for each layer, and at its end for all of it."""
+"""Holds back a step that runs while its model's weights arrive: it waits for each layer's weights, and at its end for all of
+them.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +18,16 @@ Layer = TypeVar("Layer")
 
 
 class WeightsWithdrawn(Exception):
-    """What the step has computed is void: the load has failed, was cancelled, or begins anew from other bytes."""
+    """Raised in a step whose results are void: the load has failed, was cancelled, or starts over with bytes from elsewhere."""
 
 
 class WeightGate:
-    """Of one load. layout: sizing.weight_layout's; stages as range_plan.stages counts them.
+    """The gate between one load and the steps that run during it. layout: as sizing.weight_layout gives it; stages: as
+    range_plan.stages counts them.
 
-    The readers tell what `landed`; a stage is open when all bytes of its parameters have; `begun`, if it is set, is called once
-    when the first one is, by any thread. What only the whole proves (checksums, a file that changed) is proven before `open`, so no
-    step ends on weights that are not good.
-    """
+    The readers report what has `landed`. A stage is open when all bytes of its parameters have landed. `begun`, if set, is called
+    once, by any thread, when the first stage opens. What only complete weights can prove (checksums, a file that changed) is
+    checked before `open`, so no step ends on bad weights."""
 
     def __init__(self, layout: Iterable[WeightSlot]) -> None:
         slots = list(layout)
@@ -34,16 +36,16 @@ class WeightGate:
         self._arrivals = WeightArrivals(places, 1 + max(stage_of.values(), default=0))
         self._changed = threading.Condition()
         self._num_inside = 0
-        self._withdrawn = ""  # why
+        self._withdrawn = ""  # why the weights were withdrawn; "": they were not
         self._all = False
         self.begun: Callable[[], None] | None = None
-        self.waited_s = 0.0  # by steps, for weights
+        self.waited_s = 0.0  # seconds that steps waited for weights
 
     # ---- the load
 
     def landed(self, begin_bytes: int, end_bytes: int) -> None:
-        """These bytes of the weight range are there; from any thread, each byte once. What lies between parameters counts for
-        nothing."""
+        """Notes that these bytes of the weight range have arrived. Called from any thread, once for each byte. Bytes between
+        parameters are ignored."""
         with self._changed:
             self._arrivals.landed(begin_bytes, end_bytes)
             self._changed.notify_all()
@@ -54,20 +56,21 @@ class WeightGate:
             begun()
 
     def open(self) -> None:
-        """Everything is there, and good."""
+        """Declares that everything has arrived and is good."""
         with self._changed:
             self._all = True
             self._changed.notify_all()
 
     def withdraw(self, why: str) -> None:
-        """Returns when no step reads the weights any more; the next one does not begin."""
+        """Lets no further step begin, and returns when no step reads the weights any more. why: the text of the WeightsWithdrawn
+        that steps get."""
         with self._changed:
             self._withdrawn = why
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._num_inside)
 
     def begin_anew(self) -> None:
-        """The weights come once more, from elsewhere."""
+        """Withdraws the weights and starts over, because they will arrive once more, from elsewhere."""
         self.withdraw("they are read again")
         with self._changed:
             self._withdrawn = ""
@@ -77,7 +80,7 @@ class WeightGate:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around all that reads the weights. Raises WeightsWithdrawn."""
+        """A context around everything in a step that reads the weights. Raises WeightsWithdrawn."""
         with self._changed:
             self._raise_withdrawn()
             self._num_inside += 1
@@ -89,14 +92,14 @@ class WeightGate:
                 self._changed.notify_all()
 
     def behind(self, layers: Iterable[Layer]) -> Iterator[Layer]:
-        """Each layer once its weights are there; ends when all are. Raises WeightsWithdrawn."""
+        """Yields each layer once its weights have arrived, and ends once `open` was called. Raises WeightsWithdrawn."""
         for stage, layer in enumerate(layers, 1):
             self.wait(stage)
             yield layer
         self._wait(lambda: self._all)
 
     def wait(self, stage: int) -> None:
-        """Raises WeightsWithdrawn."""
+        """Waits until all weights of this stage have arrived. Raises WeightsWithdrawn."""
         self._wait(lambda: self._is_there(stage))
 
     def _is_there(self, stage: int) -> bool:

@@ -1,4 +1,6 @@
-"""Copies of host memory that are checked as they are made: reading the source once serves both. loader.checksum has the sums."""
+"""Copies host memory and computes its checksum on the way, so that the source is read only once. loader.checksum defines the
+sums.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ def _kernels() -> tuple[Callable[[Any, Any, Any], None], Callable[[Any, Any], No
 
 
 def of(source: Any) -> int:
-    """loader.checksum.of, at memory's speed; releases the GIL."""
+    """Returns what loader.checksum.of returns, but at memory's speed where Numba is installed; releases the GIL."""
     kernels = _kernels()
     if kernels is None or source.ctypes.data % 8:
         return loader_checksum.of(source)
@@ -35,7 +37,7 @@ def of(source: Any) -> int:
 
 
 def copy(target: Any, source: Any) -> int:
-    """uint8 arrays of one length. Returns the checksum of `source`; releases the GIL."""
+    """Copies `source` to `target`, uint8 arrays of one length, and returns the checksum of `source`. Releases the GIL."""
     sums = np.zeros(2, np.uint64)
     whole = len(source) // 8 * 8
     kernels = _kernels()
@@ -49,8 +51,8 @@ def copy(target: Any, source: Any) -> int:
 
 
 def copy_each(targets: Sequence[int], sources: Sequence[int], num_bytes: Sequence[int]) -> list[int] | None:
-    """Of several pieces, by their addresses, in one go: as `copy` of each. None, with nothing copied: it takes whole words and a
-    compiled kernel."""
+    """Copies several pieces, given by their addresses, in one call and returns their checksums. Returns None, with nothing copied,
+    if an address or length is not a multiple of 8 bytes or there is no compiled kernel."""
     kernels = _kernels()
     pieces = np.array([targets, sources, num_bytes], np.int64)
     if kernels is None or (pieces % 8).any():
@@ -61,6 +63,6 @@ def copy_each(targets: Sequence[int], sources: Sequence[int], num_bytes: Sequenc
 
 
 def _copy_and_sum(target: Any, source: Any, sums: Any) -> None:
-    """The twin of the kernel, on numpy alone."""
+    """The kernel's reference implementation, on numpy alone."""
     np.copyto(target, source)
     add_words(source, sums)

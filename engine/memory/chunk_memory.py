@@ -1,4 +1,4 @@
-"""The seam between what is counted in chunks and the memory of a kind of device."""
+"""The interface between code that counts in chunks and the memory of one kind of device."""
 
 from __future__ import annotations
 
@@ -9,28 +9,29 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from scheduler.batch.plan import IntArray
 
-if TYPE_CHECKING:  # engines of null models have no use for torch
+if TYPE_CHECKING:  # engines of null models do not need torch
     from torch import Tensor
 
     from loader.sinks import Fence
 
 
 class Copy(Protocol):
-    """Under way between the host and a device. Until `wait` has returned or raised, its source stays as it is and nobody reads its
-    target."""
+    """A copy under way between the host and a device. Until `wait` has returned or raised, its source must not change and its
+    target must not be read."""
 
     def done(self) -> bool:
-        """Whether `wait` would return, or raise, at once."""
+        """Returns whether `wait` would return, or raise, at once."""
         ...
 
     def wait(self) -> int:
-        """The checksum of what was copied (memory/checksum.py). Raises RuntimeError if the device failed."""
+        """Waits for the copy and returns the checksum of what was copied (memory/checksum.py). Raises RuntimeError if the device
+        failed."""
         ...
 
 
 @dataclass(slots=True, frozen=True)
 class Copied:
-    """A Copy that was over when it was started, or that there was no need to make."""
+    """A Copy that had ended when it was returned, or that was not needed."""
 
     checksum: int
 
@@ -47,20 +48,20 @@ Piece = tuple[int, Any]
 
 @runtime_checkable
 class CopiesSeveral(Protocol):
-    """A ChunkMemory to and from which the calling thread copies by itself."""
+    """A ChunkMemory for which the calling thread itself does the copying."""
 
     def copy_several(self, pieces: Sequence[Piece], out: bool) -> list[int]:
-        """As copy_in of each piece, or copy_out; their checksums. The interpreter is let go once for all of them."""
+        """Copies each piece as copy_in does, or as copy_out does if `out`, and returns their checksums. Releases the GIL once for
+        all of them."""
         ...
 
 
 class ChunkMemory(Protocol):
-    """All physical memory that a device's weights and KV draw on: num_chunks chunks of chunk_bytes each, made once. Every chunk has
-    a fixed place in the arena, one address range; a chunk may be mapped into one reservation beside it. Addresses are the device's.
+    """All physical memory that holds a device's weights and KV: num_chunks chunks of chunk_bytes each, allocated once. Every chunk
+    has a fixed place in the arena, one address range; a chunk may also be mapped into one reservation. Addresses are the device's.
 
-    CpuMemory and CudaMemory are the two implementations. Every call may come from any thread; those that take chunks are for their
-    owner (scheduler/batch/chunk_pool.py says who that is).
-    """
+    CpuMemory and CudaMemory are the two implementations. Every method may be called from any thread. Methods that take chunks are
+    only for the chunks' owner (scheduler/batch/chunk_pool.py says who that is)."""
 
     @property
     def num_chunks(self) -> int: ...
@@ -68,71 +69,75 @@ class ChunkMemory(Protocol):
     def chunk_bytes(self) -> int: ...
     @property
     def arena(self) -> Tensor:
-        """uint8 [num_chunks * chunk_bytes]: chunk c is [c * chunk_bytes, (c + 1) * chunk_bytes)."""
+        """The whole arena, uint8 [num_chunks * chunk_bytes]: chunk c is [c * chunk_bytes, (c + 1) * chunk_bytes)."""
         ...
 
     def reserve(self, num_bytes: int) -> int:
-        """An address range without memory, of whole chunks. Raises MemoryError."""
+        """Reserves an address range without memory, a whole number of chunks, and returns its address. Raises MemoryError."""
         ...
 
     def map(self, address: int, chunks: Sequence[int]) -> None:
-        """The chunks, one after the other, from `address` on, which lies in a reservation. Raises MemoryError."""
+        """Maps the chunks, one after the other, from `address` on, which lies in a reservation. Raises MemoryError."""
         ...
 
     def unmap(self, address: int, num_bytes: int) -> None:
-        """Takes the chunks out of a reservation, which stays; nothing may be running on them."""
+        """Takes the chunks out of a reservation, which itself stays. Nothing may be running on them."""
         ...
 
     def release(self, address: int, num_bytes: int) -> None:
-        """Ends an unmapped reservation."""
+        """Gives up a reservation in which nothing is mapped."""
         ...
 
     def tensor(self, address: int, num_bytes: int) -> Tensor:
-        """uint8 [num_bytes] at an address with chunks behind it, valid whenever it has some. It keeps nothing alive."""
+        """Returns the memory at an address as uint8 [num_bytes]. It is valid while chunks are mapped there, and keeps nothing
+        alive."""
         ...
 
     def copy_in(self, address: int, source: Any) -> Copy:
-        """Starts copying host memory (uint8 array) to the device. address: on 8 bytes."""
+        """Starts copying host memory (uint8 array) to the device. address: aligned to 8 bytes."""
         ...
 
     def copy_out(self, address: int, target: Any) -> Copy:
-        """Starts copying the device's memory, as the steps launched so far leave it, to the host's (uint8 array)."""
+        """Starts copying the device's memory, as the steps launched so far leave it, to host memory (uint8 array)."""
         ...
 
     def write(self, address: int, source: Any) -> None:
-        """As copy_in, with no checksum: it is over once a fence taken afterwards is passed."""
+        """Copies as copy_in does, but without a checksum. The copy has ended once a fence taken afterwards is passed."""
         ...
 
     def copying(self) -> AbstractContextManager[object]:
-        """What a thread launches on the device within comes after every `write` before it, and counts as one for a fence."""
+        """A context: what the calling thread launches on the device in it runs after every earlier `write`, and counts as one for
+        fences."""
         ...
 
     def fence(self) -> Fence | None:
-        """Behind every `write` so far; None if they are over."""
+        """Returns a fence after every `write` so far; None if they have all ended."""
         ...
 
     def prepare(self, chunk: int) -> int:
-        """Has the system provide a free chunk's memory as well as it can (huge pages); returns how many bytes of it are so now."""
+        """Has the system provide a free chunk's memory, in huge pages where it can. Returns how many bytes of the chunk are in huge
+        pages now."""
         ...
 
     def discard(self, first_chunk: int, num_chunks: int) -> None:
-        """Gives the memory of free chunks back to the system, where the device has a system to give it to."""
+        """Gives the memory of free chunks back to the system. Does nothing for a device whose memory is not the system's."""
         ...
 
     def copy_within(self, piece_bytes: int, sources: IntArray, targets: IntArray) -> None:
-        """Copies piece sources[i] of the arena to targets[i], of which none is both; piece p is [p * piece_bytes, (p + 1) *
+        """Copies piece sources[i] of the arena to piece targets[i]; no piece is in both. Piece p is [p * piece_bytes, (p + 1) *
         piece_bytes)."""
         ...
 
     def checksum(self, address: int, num_bytes: int) -> int:
-        """Of the device's memory, as the steps launched so far leave it (memory/checksum.py). address: on 8 bytes."""
+        """Returns the checksum (memory/checksum.py) of the device's memory as the steps launched so far leave it. address: aligned
+        to 8 bytes."""
         ...
 
     def export(self) -> list[int]:
-        """Descriptors of all chunks, in order, which the caller closes (memory/handles.py): a memory made of them, in this process
-        or another, after the death of this one too, has the same chunks with what is in them."""
+        """Returns file descriptors of all chunks, in order, which the caller closes (memory/handles.py). A memory made of them has
+        the same chunks with their content, in this process or another, even after this process has died."""
         ...
 
     def close(self) -> None:
-        """Ends all mappings; no view may be touched afterwards."""
+        """Ends all mappings; no tensor of this memory may be touched afterwards."""
         ...

@@ -1,7 +1,7 @@
 """The `cpu` device's chunks: one memfd, mapped as a whole for the arena and chunk by chunk into weight ranges.
 
-Measured against private memory, two mappings of one memfd cost the kernels nothing (docs/design.md, Memory); a chunk that leaves a
-range keeps its pages, so the next model finds them there.
+Measured against private memory, mapping one memfd twice costs the kernels nothing (docs/design.md, Memory). A chunk that is taken
+out of a range keeps its pages, so the next model finds them there.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from scheduler.batch.plan import IntArray
 
 
 class CpuMemory:
-    """engine.memory.chunk_memory.ChunkMemory on Linux. Pages exist once touched. handles: what `export` of another one gave, to be
-    this one's chunks, too; they stay the caller's. Raises MemoryError, ValueError."""
+    """The engine.memory.chunk_memory.ChunkMemory of the `cpu` device, on Linux. Pages exist once touched. handles: what `export` of
+    another one returned, to use its chunks; the caller still closes them. Raises MemoryError, ValueError."""
 
     def __init__(self, num_chunks: int, chunk_bytes: int, handles: Sequence[int] = ()) -> None:
         if chunk_bytes % mmap.PAGESIZE:
@@ -51,7 +51,7 @@ class CpuMemory:
         if len(chunks) and not 0 <= min(chunks) <= max(chunks) < self.num_chunks:
             raise IndexError(f"chunks {min(chunks)} to {max(chunks)} are not among the {self.num_chunks}")
         begin = 0
-        for at in range(1, len(chunks) + 1):  # neighbours in one call
+        for at in range(1, len(chunks) + 1):  # adjacent chunks are mapped in one call
             if at == len(chunks) or chunks[at] != chunks[at - 1] + 1:
                 size, place = self.chunk_bytes, address + begin * self.chunk_bytes
                 mappings.map_file(place, (at - begin) * size, self._fd, int(chunks[begin]) * size)
@@ -96,12 +96,13 @@ class CpuMemory:
         return np.frombuffer(mappings.bytes_at(address, num_bytes), np.uint8)
 
     def prepare(self, chunk: int) -> int:
-        """What a chunk has it keeps until it is discarded, so only what is missing is asked for again."""
+        """Prepares a chunk as ChunkMemory.prepare says. A chunk keeps its pages until it is discarded, so only what is missing is
+        asked for."""
         if self._is_huge[chunk]:
             return self.chunk_bytes
         address, huge_bytes = self._arena_address + chunk * self.chunk_bytes, 0
         if self.chunk_bytes % mappings.HUGE_PAGE_BYTES == 0:
-            # reading gives a page of a memfd memory, too, and harms nothing should the chunk be in use
+            # reading, too, gives memory to a page of a memfd, and does no harm if the chunk is in use
             self.arena[chunk * self.chunk_bytes : (chunk + 1) * self.chunk_bytes : mappings.HUGE_PAGE_BYTES].sum()
             huge_bytes = mappings.collapse(address, self.chunk_bytes)
         self._is_huge[chunk] = huge_bytes == self.chunk_bytes
@@ -110,7 +111,7 @@ class CpuMemory:
         return huge_bytes
 
     def discard(self, first_chunk: int, num_chunks: int) -> None:
-        """The chunks read as zeros afterwards."""
+        """Gives the chunks' memory back to the system; they read as zeros afterwards."""
         if not 0 <= first_chunk <= first_chunk + num_chunks <= self.num_chunks:
             raise IndexError(f"chunks {first_chunk}..{first_chunk + num_chunks} are outside the memory's {self.num_chunks}")
         mappings.punch_hole(self._fd, first_chunk * self.chunk_bytes, num_chunks * self.chunk_bytes)

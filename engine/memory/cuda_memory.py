@@ -1,4 +1,4 @@
-"""A CUDA device's chunks: physical allocations of the driver's virtual memory management, mapped as a whole for the arena and again
+"""A CUDA device's chunks: physical allocations by the driver's virtual memory management, mapped as a whole for the arena and again
 into weight ranges. Addresses never change, so captured graphs survive an eviction.
 
 Source: CUDA driver API, "Virtual Memory Management". Imported only where cuda-bindings is installed.
@@ -22,11 +22,12 @@ FILE_DESCRIPTOR = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE
 
 
 class DeviceError(RuntimeError):
-    """The driver refused. Only a new process cures most of what it says."""
+    """Raised when the driver refuses a call. Most of these errors are only cured by a new process."""
 
 
 def _call(function: Any, *arguments: Any) -> Any:
-    """Its result, if it has one. Raises MemoryError for what the device is out of, DeviceError for anything else."""
+    """Calls a function of the driver and returns its result, if it has one. Raises MemoryError if the device is out of memory,
+    DeviceError for any other error."""
     status, *results = function(*arguments)
     if status != driver.CUresult.CUDA_SUCCESS:
         name = driver.cuGetErrorName(status)[1]
@@ -37,7 +38,7 @@ def _call(function: Any, *arguments: Any) -> Any:
 
 
 class _Bytes:
-    """Device memory as torch takes it in, without owning it."""
+    """A range of device memory that torch can use as a tensor without owning it."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -50,11 +51,11 @@ class _Bytes:
 
 
 class CudaMemory:
-    """engine.memory.chunk_memory.ChunkMemory on device `index`, in torch's (primary) context. All memory is taken at once.
+    """The engine.memory.chunk_memory.ChunkMemory of CUDA device `index`, in torch's (primary) context. All memory is allocated at
+    once.
 
-    chunk_bytes: a multiple of the device's granularity (2 MiB). exportable: for `export`. handles: what `export` of another one
-    gave, to be this one's chunks, too; they stay the caller's. Raises MemoryError, ValueError, DeviceError.
-    """
+    chunk_bytes: a multiple of the device's granularity (2 MiB). exportable: whether `export` will be called. handles: what `export`
+    of another one returned, to use its chunks; the caller still closes them. Raises MemoryError, ValueError, DeviceError."""
 
     def __init__(
         self, num_chunks: int, chunk_bytes: int, index: int = 0, exportable: bool = False, handles: Sequence[int] = ()
@@ -118,7 +119,8 @@ class CudaMemory:
             raise
 
     def unmap(self, address: int, num_bytes: int) -> None:
-        """Waits for what runs on the device: a kernel that still reads the range would take the context with it."""
+        """Unmaps chunks after waiting for what runs on the device: a kernel still reading the range would make the whole context
+        unusable."""
         self._enter()
         self._streams.synchronise()
         for place in range(address, address + num_bytes, self.chunk_bytes):
@@ -160,11 +162,11 @@ class CudaMemory:
         _call(driver.cuMemHostRegister, address, num_bytes, 0)
 
     def prepare(self, chunk: int) -> int:
-        """Nothing to do: a device's memory is what it is from the start."""
+        """Does nothing: a device's memory is complete from the start."""
         return self.chunk_bytes
 
     def discard(self, first_chunk: int, num_chunks: int) -> None:
-        """The device has nobody to give memory to."""
+        """Checks the chunks and does nothing else: a device's memory is not given back. Raises IndexError."""
         if not 0 <= first_chunk <= first_chunk + num_chunks <= self.num_chunks:
             raise IndexError(f"chunks {first_chunk}..{first_chunk + num_chunks} are outside the memory's {self.num_chunks}")
 
@@ -173,7 +175,7 @@ class CudaMemory:
         return self._streams.sum_of(self.tensor(address, num_bytes))
 
     def export(self) -> list[int]:
-        """One a chunk. Raises DeviceError, and OSError where this process may not have so many."""
+        """Returns one descriptor for each chunk. Raises DeviceError, and OSError if this process may not open so many."""
         descriptors.allow_many_files(len(self._handles))
         return [int(_call(driver.cuMemExportToShareableHandle, handle, FILE_DESCRIPTOR, 0)) for handle in self._handles]
 
@@ -191,5 +193,5 @@ class CudaMemory:
         self.release(self._arena_address, self.num_bytes)
 
     def _enter(self) -> None:
-        """Threads begin without a context."""
+        """Sets the CUDA context of the calling thread, because a new thread has none."""
         _call(driver.cuCtxSetCurrent, self._context)

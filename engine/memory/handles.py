@@ -1,8 +1,8 @@
-"""A device's chunks as file descriptors: whoever holds them holds the memory, whatever becomes of the process that made it. They
-cross between processes over a Unix socket.
+"""Passes a device's chunks between processes, as file descriptors over a Unix socket. Memory exists as long as any process holds
+its descriptors, whatever becomes of the process that made it.
 
-An engine sends none, but what memory it is to have; the daemon answers with the descriptors of such memory, if an engine before has
-left any, and with what is in it; if not, the engine makes its own and sends their descriptors.
+An engine first sends no descriptors, only the shape of the memory it is to have. If an earlier engine left such memory, the daemon
+answers with its descriptors and with what is in it; if not, the engine makes its own memory and sends the descriptors.
 
 Source: unix(7), SCM_RIGHTS; CUDA driver API, cuMemExportToShareableHandle ("once all shareable handles are closed and the
 allocation is released, the memory is released").
@@ -25,7 +25,7 @@ _header = struct.Struct("<IIQI")  # descriptors, chunks, bytes of a chunk, bytes
 
 
 class Received(NamedTuple):
-    """The descriptors are the receiver's to close."""
+    """The result of `receive`. The receiver must close the descriptors (handles)."""
 
     handles: list[int]
     num_chunks: int
@@ -34,8 +34,8 @@ class Received(NamedTuple):
 
 
 def allow_many_files(num_files: int = 0) -> None:
-    """As many descriptors as the system lets this process have: a device of 140 GiB in chunks of 16 MiB has 9,000. Raises OSError
-    where those are fewer than num_files and what else a process opens."""
+    """Raises this process's limit of open files as far as the system allows: a device of 140 GiB in chunks of 16 MiB has 9,000
+    descriptors. Raises OSError if the limit is less than num_files and what else a process opens."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     if hard < num_files + OTHER_FILES:
@@ -43,14 +43,15 @@ def allow_many_files(num_files: int = 0) -> None:
 
 
 def send(sock: socket.socket, handles: Sequence[int], num_chunks: int, chunk_bytes: int, note: bytes = b"") -> None:
-    """The descriptors stay the caller's, too. sock: a blocking stream socket. Raises OSError."""
+    """Sends the descriptors, the shape of their memory and a note. The descriptors stay open here, too. sock: a blocking stream
+    socket. Raises OSError."""
     sock.sendall(_header.pack(len(handles), num_chunks, chunk_bytes, len(note)) + note)
     for first in range(0, len(handles), MAX_FDS):
         socket.send_fds(sock, [b"h"], list(handles[first : first + MAX_FDS]))
 
 
 def receive(sock: socket.socket) -> Received:
-    """What another process sent. Raises OSError if it ended before the last descriptor; none is left open then."""
+    """Returns what another process sent. Raises OSError if not all of it arrives; no descriptor is left open then."""
     count, num_chunks, chunk_bytes, note_bytes = _header.unpack(_exactly(sock, _header.size))
     note = _exactly(sock, note_bytes)
     handles: list[int] = []

@@ -1,5 +1,6 @@
-"""Host memory registered with a device's driver (page-locked), so that its copy engines read and write it by themselves: without
-that every copy passes through the driver's own small buffers."""
+"""Registers host memory with a device's driver (page-locks it), so that the copy engines read and write it by themselves. Without
+that, every copy passes through the driver's own small buffers.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import Protocol, runtime_checkable
 
 log = logging.getLogger("engine")
 
-RANGE_BYTES = 256 << 20  # a call takes some tenths of a second a GiB: copies of other ranges get in between
+RANGE_BYTES = 256 << 20  # a call takes some tenths of a second per GiB; between two calls copies of other ranges can run
 
 # (address, bytes)
 Span = tuple[int, int]
@@ -18,17 +19,18 @@ Span = tuple[int, int]
 
 @runtime_checkable
 class RegistersHost(Protocol):
-    """A ChunkMemory whose device wants that."""
+    """A ChunkMemory whose device copies faster to and from registered host memory."""
 
     def register_host(self, address: int, num_bytes: int) -> None:
-        """For the life of the process. Raises MemoryError or RuntimeError."""
+        """Registers a range for the life of the process. Raises MemoryError or RuntimeError."""
         ...
 
 
 def register(memory: RegistersHost, what: str, spans: Sequence[Span], unit_bytes: int) -> int:
-    """Registers the spans range by range, says how long it took, and returns how many bytes are registered. What cannot be is used
-    as it is: copies of it are slower, and the log says so. unit_bytes: no copy crosses a multiple of it from a span's beginning
-    (the driver refuses one that crosses the border of a range)."""
+    """Registers the spans range by range, logs how long it took, and returns how many bytes are registered. What cannot be
+    registered is used as it is: copies of it are slower, and the log says so. what: the memory's name in the log. unit_bytes: no
+    copy crosses a multiple of it, counted from a span's beginning (the driver refuses a copy that crosses the border of a
+    range)."""
     range_bytes = max(1, RANGE_BYTES // unit_bytes) * unit_bytes
     done, total, began_s = 0, sum(num_bytes for _, num_bytes in spans), time.perf_counter()
     try:

@@ -1,4 +1,4 @@
-"""The host tier as an engine sees it: slots in a memfd that the daemon made, so what is in them outlives the engine."""
+"""The host tier as an engine sees it: slots in a memfd that the daemon made, so their content outlives the engine."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from engine.memory import mappings
 
 
 class HostTier:
-    """num_slots slots of slot_bytes each. Which are whose is the daemon's business. Raises ValueError for a file too small,
-    MemoryError if it can't be mapped. Takes over `fd`."""
+    """Maps num_slots slots of slot_bytes each from `fd`, and closes it. The daemon decides which slot holds what. Raises ValueError
+    if the file is too small, MemoryError if it can't be mapped."""
 
     def __init__(self, fd: int, num_slots: int, slot_bytes: int) -> None:
         self.num_slots, self.slot_bytes = num_slots, slot_bytes
@@ -27,27 +27,28 @@ class HostTier:
 
     @property
     def span(self) -> tuple[int, int]:
-        """(address, bytes) of all slots."""
+        """The address of the slots and the number of bytes of all of them."""
         return self._address, self.num_slots * self.slot_bytes
 
     def slot(self, index: int) -> Any:
-        """uint8 [slot_bytes]. Raises IndexError."""
+        """Returns the memory of a slot, uint8 [slot_bytes]. Raises IndexError."""
         if not 0 <= index < self.num_slots:
             raise IndexError(f"host tier: slot {index} is not among the {self.num_slots}")
         return np.frombuffer(mappings.bytes_at(self._address + index * self.slot_bytes, self.slot_bytes), np.uint8)
 
     def pieces(self, slots: Sequence[int], num_bytes: int) -> list[Any]:
-        """The first num_bytes of these slots, end to end. Raises ValueError if they hold less, IndexError."""
+        """Returns the first num_bytes of these slots, end to end, as one array per slot. Raises ValueError if the slots hold less,
+        IndexError if one does not exist."""
         if len(slots) * self.slot_bytes < num_bytes:
             raise ValueError(f"{len(slots)} slots of {self.slot_bytes} bytes are too few for {num_bytes} bytes")
         size = self.slot_bytes
         return [self.slot(slot)[: num_bytes - at] for at, slot in zip(range(0, num_bytes, size), slots, strict=False)]
 
     def prepare(self, index: int) -> int:
-        """As ChunkMemory.prepare; what the slot holds stays."""
+        """Prepares a slot as ChunkMemory.prepare does a chunk, and returns the same; what the slot holds stays."""
         address = self._address + index * self.slot_bytes
         huge = mappings.HUGE_PAGE_BYTES
         if self.slot_bytes % huge:
             return 0
-        self.slot(index)[::huge].sum()  # a read gives a page of a memfd memory, too
+        self.slot(index)[::huge].sum()  # reading, too, gives memory to a page of a memfd
         return mappings.collapse(address, self.slot_bytes)

@@ -1,8 +1,8 @@
-"""Free memory made ready in idle time, so that a load or growing KV finds huge pages instead of page faults.
+"""Prepares free memory in idle time, so that a load or growing KV finds huge pages instead of page faults.
 
 Zeroing fresh memory costs more than reading weights into it, and drives read into 2 MiB pages at three times the speed. So while
-nothing runs, free chunks, then the slots of the host tier, are touched and put into huge pages, one at a time between two looks for
-messages; contents are never changed.
+nothing runs, free chunks, then the slots of the host tier, are touched and put into huge pages, one at a time, with a look for
+messages after each; contents are never changed.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from scheduler.batch.plan import BoolArray
 log = logging.getLogger("engine")
 
 AFTER_IDLE_S = 2.0
-SHARE = 0.25  # of the time, so that an idle engine leaves the machine to others
-MIN_AVAILABLE = 0.25  # of the system's memory is never taken this way
+SHARE = 0.25  # of idle time spent preparing, so that an idle engine leaves the machine to others
+MIN_AVAILABLE = 0.25  # this share of the system's memory is never taken this way
 _LOOK_EVERY_BYTES = 256 << 20
 
 
 class Preparer:
-    """Of one device's chunks, no more than its pool may have resident, and the tier. Not for two threads."""
+    """Prepares one device's free chunks, no more than its pool may have in memory, and the host tier's slots. Not for two
+    threads."""
 
     def __init__(self, memory: ChunkMemory, chunks: ChunkPool, tier: HostTier | None) -> None:
         self._memory, self._chunks, self._tier = memory, chunks, tier
@@ -41,15 +42,15 @@ class Preparer:
         self.huge_bytes = 0
 
     def wait_s(self) -> float | None:
-        """How long to stay idle before the next `step`; None if there is nothing to do."""
+        """Returns how many seconds to stay idle before the next `step`; None if there is nothing to do."""
         return None if self._stopped or (self._next() is None and self._slots_done) else self._wait_s
 
     def disturbed(self) -> None:
-        """The engine had something to do: idle time begins anew."""
+        """Starts idle time anew, because the engine had something to do."""
         self._wait_s = AFTER_IDLE_S
 
     def step(self) -> None:
-        """One chunk or slot."""
+        """Prepares one chunk or slot."""
         started_s = time.monotonic()
         chunk = self._next()
         if chunk is not None:
@@ -70,7 +71,7 @@ class Preparer:
         return self._tier is None or self._next_slot >= self._tier.num_slots
 
     def _next(self) -> int | None:
-        self._tried &= self._chunks.resident  # what went back to the system is not prepared any more
+        self._tried &= self._chunks.resident  # chunks whose memory went back to the system are no longer prepared
         wanted = self._chunks.free & ~self._tried
         if np.count_nonzero(self._chunks.resident) >= self._chunks.resident_limit:
             wanted &= self._chunks.resident
@@ -87,7 +88,7 @@ class Preparer:
 
 
 def _available() -> float:
-    """The share of the system's memory that programs can have without anything being pushed out."""
+    """Returns the share of the system's memory that programs can get without anything being swapped out."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     amounts = {line.split(":")[0]: int(line.split()[1]) for line in lines}
     return amounts["MemAvailable"] / amounts["MemTotal"]

@@ -1,5 +1,6 @@
-"""Copies between a device and the host, beside the steps of other models: by a few threads, which hold no lock while they copy,
-where the host does the copying; several under way at a time where the device does it by itself."""
+"""Copies between a device and the host, concurrent with the steps of other models. Where the host does the copying, a few threads
+copy and hold no lock meanwhile. Where the device copies by itself, several copies are under way at a time.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +14,21 @@ from typing import Any
 from engine.memory.chunk_memory import ChunkMemory, Copied, CopiesSeveral, Copy
 from engine.memory.chunk_memory import Piece as Piece
 
-NUM_THREADS = 2  # more gain nothing on the machines measured: one or two saturate a memory channel's worth
-# Of a thread: the next one is there for the device when one ends, and a cancellation waits for no more than these.
+NUM_THREADS = 2  # more gain nothing on the machines measured: one or two use all that a memory channel gives
+# Copies of one thread: the device has the next one when one ends, and a cancellation waits for no more than these.
 UNDER_WAY = 4
 
-# That a thread copies by itself in one go. Between two of them it needs the interpreter, which another may hold: a GB in pieces of
-# 512 KiB, one by one, took 170 ms of two cores, so 101 (a Xeon).
+# What a thread copies in one call. Between two calls it needs the interpreter, which another thread may hold: 1 GB in pieces of
+# 512 KiB took 170 ms of two cores with one piece per call, and 101 ms this way (a Xeon).
 AT_ONCE_BYTES = 8 << 20
 
 
 class TransferCancelled(Exception):
-    """`cancelled()` became true."""
+    """Raised when `cancelled()` became true during a transfer."""
 
 
 def copies_several(memory: ChunkMemory, out: bool) -> Callable[[Sequence[Piece]], list[int]] | None:
-    """What `transfer` takes as `several`; None where the device copies."""
+    """Returns what `transfer` takes as `several`; None if the device does the copying."""
     return partial(memory.copy_several, out=out) if isinstance(memory, CopiesSeveral) else None
 
 
@@ -40,10 +41,10 @@ def transfer(
     next_piece: Callable[[], int | None] | None = None,
     several: Callable[[Sequence[Piece]], list[int]] | None = None,
 ) -> list[int]:
-    """Copies every piece by `copy` (ChunkMemory.copy_in or copy_out) and returns their checksums. progress: bytes done so far;
-    landed: of each piece that is there, in any thread. next_piece: the place of one to copy, which a thread may have to wait for,
-    or None, once for each of NUM_THREADS; else all are copied in their order. several: copies some of them in place of `copy`, and
-    returns their checksums (copies_several).
+    """Copies every piece by `copy` (ChunkMemory.copy_in or copy_out) and returns their checksums. progress: called with the bytes
+    done so far. landed: called with each piece that was copied, in any thread. next_piece: returns the index of a piece to copy,
+    after waiting for one if it must, or None once for each of NUM_THREADS threads; default: all pieces in order. several: copies
+    several pieces in place of `copy` and returns their checksums (copies_several).
 
     Raises the first error of a copy, or TransferCancelled; no copy is under way then."""
     checksums = [0] * len(pieces)
@@ -98,7 +99,7 @@ def transfer(
         except BaseException as error:
             errors.append(error)
             for _, started in under_way:
-                with suppress(Exception):  # the first error counts; but nobody may free what the device still reads or writes
+                with suppress(Exception):  # the first error counts, but memory that the device still uses must not be freed
                     started.wait()
 
     helpers = [threading.Thread(target=work, name="transfer", daemon=True) for _ in range(min(NUM_THREADS, len(pieces)) - 1)]

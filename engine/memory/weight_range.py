@@ -1,6 +1,7 @@
-"""One address range per model for its weights, the same from the first load to the last: what holds an address of a weight (a
-captured graph, a table) stays valid. Between an eviction and the next load it has no memory, and touching it is a fault, so a use
-after eviction can't pass unnoticed."""
+"""One address range per model for its weights, the same from the first load to the last, so whatever holds the address of a weight
+(a captured graph, a table) stays valid. Between an eviction and the next load the range has no memory, and touching it is a fault,
+so a use after eviction can't pass unnoticed.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +14,12 @@ import torch
 
 from engine.memory.chunk_memory import ChunkMemory
 
-PREPARING_LOCKS = 8  # chunks prepared at a time, at most; two neighbours have different ones
+PREPARING_LOCKS = 8  # the most chunks prepared at a time; adjacent chunks have different locks
 
 
 class WeightRange:
-    """num_bytes in whole chunks. Raises MemoryError if there is no address space."""
+    """The address range of one model's weights: num_bytes, rounded up to whole chunks. Raises MemoryError if there is no address
+    space."""
 
     def __init__(self, memory: ChunkMemory, num_bytes: int) -> None:
         self.num_bytes = num_bytes
@@ -31,13 +33,13 @@ class WeightRange:
 
     @cached_property
     def _all(self) -> torch.Tensor:
-        """Made when there is memory behind it, and kept: torch asks the driver whose an address is, and without memory it is
-        nobody's."""
+        """The whole range as a tensor, made once memory is mapped, and kept: torch asks the driver which device an address belongs
+        to, and the driver knows none for an address without memory."""
         return self._memory.tensor(self.address, self.num_bytes)
 
     @property
     def buffer(self) -> Any:
-        """For reads into it, on a device whose memory the host can write."""
+        """The range as a buffer for reads into it, on a device whose memory the host can write."""
         return self._all.numpy().data
 
     def tensor(self, offset_bytes: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -47,8 +49,8 @@ class WeightRange:
         return self._all[offset_bytes : offset_bytes + num_bytes].view(dtype).view(shape)
 
     def map(self, chunks: Sequence[int]) -> None:
-        """Puts memory behind it; what the chunks hold is undefined. Raises ValueError unless there are num_chunks of them, and
-        MemoryError, mapping none."""
+        """Maps the chunks into the range; what they hold is undefined. Raises ValueError unless there are num_chunks of them and
+        none is mapped yet, and MemoryError, mapping none."""
         if len(chunks) != self.num_chunks or self._mapped:
             raise ValueError(f"{len(chunks)} chunks for a range of {self.num_chunks}{', mapped already' if self._mapped else ''}")
         self._mapped, self._chunks = True, chunks
@@ -59,35 +61,35 @@ class WeightRange:
             raise
 
     def prepare(self, begin_bytes: int, end_bytes: int) -> None:
-        """Of the chunks behind this part of a mapped range, as ChunkMemory.prepare; for several threads at once: each returns when
-        its own part is ready."""
+        """Prepares the chunks of this part of a mapped range, as ChunkMemory.prepare does. Several threads may call it at once:
+        each call returns when its own part is ready."""
         size = self._memory.chunk_bytes
         for place in range(begin_bytes // size, -(-end_bytes // size)):
             with self._preparing[place % PREPARING_LOCKS]:
                 self._memory.prepare(int(self._chunks[place]))
 
     def unmap(self) -> None:
-        """Takes the memory out again. Idempotent."""
+        """Unmaps the chunks; the address range stays. Idempotent."""
         if self._mapped:
             self._mapped = False
             self._memory.unmap(self.address, self._reserved_bytes)
 
     def close(self) -> None:
-        """Ends the range."""
+        """Unmaps the chunks and gives up the address range."""
         self.unmap()
         self._memory.release(self.address, self._reserved_bytes)
 
 
 class WeightRanges:
-    """Every model's range, for the life of the process."""
+    """The weight ranges of all models, for the life of the process."""
 
     def __init__(self, memory: ChunkMemory) -> None:
         self._memory = memory
         self._ranges: dict[str, tuple[object, WeightRange]] = {}
 
     def of(self, model: str, identity: object, num_bytes: int) -> WeightRange:
-        """The unmapped range of a model that is not loaded: as it was if `identity` (what the weights are) and size are those of
-        its last load, else a new one."""
+        """Returns the unmapped range of a model that is not loaded: its last one if `identity` (what the weights are) and size are
+        the same as at its last load, else a new one."""
         known = self._ranges.get(model)
         if known is not None:
             if known[0] == identity and known[1].num_bytes == num_bytes:
