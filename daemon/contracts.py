@@ -28,10 +28,6 @@ class TokenSink(Protocol):
 
     def failed(self, error: HearthError) -> None: ...
 
-    def comment(self) -> None:
-        """Sends a comment to the client of a streamed response so that the connection is not silent; does nothing otherwise."""
-        ...
-
 
 @dataclass(slots=True)
 class Generation:

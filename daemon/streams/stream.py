@@ -181,10 +181,6 @@ class Stream:
         if not self._ended:
             self._group.fail(error)
 
-    def comment(self) -> None:
-        if not self._ended:
-            self._group.comment()
-
     def close(self) -> None:
         self._ended, self._fast = True, False
         self._pending.clear()
@@ -352,9 +348,6 @@ class Collector:
 
     def failed(self, error: HearthError) -> None:
         self._group.fail(error)
-
-    def comment(self) -> None:
-        """Does nothing: nothing is sent before the answer."""
 
 
 class CollectorGroup:

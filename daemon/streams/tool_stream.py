@@ -104,12 +104,6 @@ class ToolStream:
         elif not self._ended:
             self._group.fail(error)
 
-    def comment(self) -> None:
-        if self._heir is not None:
-            self._heir.comment()
-        elif not self._ended:
-            self._group.comment()
-
     def close(self) -> None:
         self._ended = True
         self._pending.clear()

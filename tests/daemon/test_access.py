@@ -13,7 +13,8 @@ from aiohttp import ClientSession
 
 from config.load import ConfigError
 from config.schema import NodeConfig
-from daemon.access.admission import Access, access, keys
+from daemon.access import admission, keys
+from daemon.access.admission import Access
 from daemon.http import listeners, sockets
 from daemon.process.version import VERSION
 from tests.daemon.api.fakes import entry, serve
@@ -275,7 +276,9 @@ def test_sockets_that_systemd_passed_are_looked_at_too() -> None:
 
 
 def test_addresses() -> None:
-    assert [access.is_address(host) for host in ("1.2.3.4", "::1", "fe80::1%eth0", "a.b", "", "1.2.3")] == [True] * 3 + [False] * 3
+    assert [admission.is_address(host) for host in ("1.2.3.4", "::1", "fe80::1%eth0", "a.b", "", "1.2.3")] == [True] * 3 + [
+        False
+    ] * 3
 
 
 @pytest.mark.parametrize("is_passed", [True, False])

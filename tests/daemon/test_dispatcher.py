@@ -63,8 +63,6 @@ class Sink:
         assert self.error is None
         self.error = error
 
-    def comment(self) -> None: ...
-
 
 class Harness:
     """One device, models a and b that fit together unless said otherwise."""

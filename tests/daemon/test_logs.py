@@ -80,7 +80,7 @@ def test_the_journal_is_known_by_its_stream(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_auto_in_a_real_process(tmp_path: Path) -> None:
     """A file stands for the journal's stream; hearthd ends at once because its port is taken away."""
-    code = "from daemon import logs; logs.set_up('info', 'auto'); logs.log.warning('here')"
+    code = "from daemon.process import logs; logs.set_up('info', 'auto'); logs.log.warning('here')"
     for journal in (True, False):
         with (tmp_path / "log").open("w") as log:
             status = os.fstat(log.fileno())

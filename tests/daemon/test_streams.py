@@ -177,7 +177,7 @@ async def test_a_closed_transport_ends_the_stream_quietly():
     assert rig.cancelled == [0]
     rig.stream.tokens([97], FINISH_NONE)
     rig.stream.failed(NotNow("busy", "x"))
-    rig.stream.comment()
+    rig.group.comment()
 
 
 async def test_ids_beyond_the_vocabulary_read_as_nothing():

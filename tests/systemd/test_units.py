@@ -12,8 +12,8 @@ import pytest
 
 from config import paths
 from config.schema import NodeConfig
+from daemon import lifecycle
 from daemon.http import sockets
-from daemon.process import lifecycle
 
 ROOT = Path(__file__).resolve().parents[2]
 UNITS = ROOT / "systemd"

@@ -131,9 +131,6 @@ class _Waiting:
         if not self.done.done():
             self.done.set_exception(error)
 
-    def comment(self) -> None:
-        pass
-
 
 EMBEDDINGS = Endpoint(
     name="embeddings",

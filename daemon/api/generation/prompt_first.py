@@ -63,6 +63,3 @@ class PromptFirst:
     def failed(self, error: HearthError) -> None:
         self._over = True
         self._sink.failed(error)
-
-    def comment(self) -> None:
-        self._sink.comment()

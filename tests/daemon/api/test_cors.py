@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from aiohttp import ClientSession, HttpVersion10, HttpVersion11
 
-from daemon.access.admission import Access, keys
+from daemon.access import keys
+from daemon.access.admission import Access
 from daemon.access.cors import Cors
 from tests.daemon.api.fakes import Node, serve
 

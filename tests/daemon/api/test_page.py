@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 from aiohttp import ClientSession, web
 
-from daemon.access.admission import Access, keys
+from daemon.access import keys
+from daemon.access.admission import Access
 from daemon.api import router
 from daemon.api.app import make_app, make_runner
 from daemon.api.endpoints.page import PAGE, PAGE_EVENTS
