@@ -17,10 +17,10 @@ from config.units import format_bytes
 from daemon.contracts import LoadSource, ModelEntry
 from daemon.errors import BadRequest, HearthError, NotNow, no_model
 from daemon.state import NodeState
-from loader import catalog, sizing
+from loader import catalog, kv_layout, layout, work_space
 from loader.errors import shortened
 from loader.gpu_sizing import gpu_work_space_bytes
-from loader.hf_config import ModelShape
+from loader.model_shape import ModelShape
 from scheduler.node import events
 from scheduler.node.ledger import kv_reserved_bytes, size_of
 
@@ -167,12 +167,12 @@ class Registry:
         if not checkpoint.complete or shape is None or misfit:
             return self._unusable(config, checkpoint, checkpoint.reason or checkpoint.error or misfit or "not a model")
         dtype = shape.dtype if dtype == "auto" else dtype
-        kv_dtype = sizing.KV_FP8 if _has_fp8_kv(settings) else dtype
+        kv_dtype = kv_layout.KV_FP8 if _has_fp8_kv(settings) else dtype
         max_model_len = self._max_model_len(config, name, settings, shape, dtype, kv_dtype)
         facts = events.ModelFacts(
             name=name,
-            weights_bytes=sizing.weights_bytes(shape, dtype, quantize),
-            kv_bytes_per_token=sizing.kv_bytes_per_token(shape, kv_dtype),
+            weights_bytes=layout.weights_bytes(shape, dtype, quantize),
+            kv_bytes_per_token=kv_layout.kv_bytes_per_token(shape, kv_dtype),
             work_space_bytes=self._work_space_bytes(config, name, settings, shape, dtype, max_model_len),
             max_model_len=max_model_len,
             kv_floor_tokens=settings.kv_floor_tokens or 0,
@@ -209,7 +209,7 @@ class Registry:
             embedding_size=shape.hidden_size if shape.pooling else 0,
             cut_sizes=range(1, shape.hidden_size + 1) if shape.any_cut_size else shape.cut_sizes,
         )
-        return Registered(checkpoint, facts, entry, dtype, "", quantize, sizing.KV_FP8 if _has_fp8_kv(settings) else "")
+        return Registered(checkpoint, facts, entry, dtype, "", quantize, kv_layout.KV_FP8 if _has_fp8_kv(settings) else "")
 
     def _allowed(self, name: str, settings: ModelConfig, shape: ModelShape) -> list[DeviceBudget]:
         """Devices it may live on: its carve-out alone, or any that is nobody's carve-out; of a GPU's kernels none are an
@@ -236,7 +236,7 @@ class Registry:
         sizes = [gpu_work_space_bytes(shape, dtype, batch, sequences)] if "cuda" in kinds else []
         if kinds != {"cuda"}:
             quantize = "int8" if settings.quantize == "int8" else ""
-            sizes.append(sizing.work_space_bytes(shape, dtype, batch, sequences, max_model_len, quantize))
+            sizes.append(work_space.work_space_bytes(shape, dtype, batch, sequences, max_model_len, quantize))
         return max(sizes)
 
     def _encoder_misfit(self, name: str, settings: ModelConfig, shape: ModelShape) -> str:
@@ -280,14 +280,14 @@ class Registry:
         allowed = self._allowed(name, settings, shape)
         budget_bytes = max((device.budget_bytes for device in allowed), default=0)
         whole_bytes = max((device.whole_bytes or device.budget_bytes for device in allowed), default=0)
-        length = sizing.default_max_model_len(shape, kv_dtype, whole_bytes)
+        length = kv_layout.default_max_model_len(shape, kv_dtype, whole_bytes)
         chunk_bytes = int(config.chunk_bytes)
         quantize = "int8" if settings.quantize == "int8" else ""
-        while length > sizing.MIN_MODEL_LEN:
+        while length > kv_layout.MIN_MODEL_LEN:
             facts = events.ModelFacts(
                 name="",
-                weights_bytes=sizing.weights_bytes(shape, dtype, quantize),
-                kv_bytes_per_token=sizing.kv_bytes_per_token(shape, kv_dtype),
+                weights_bytes=layout.weights_bytes(shape, dtype, quantize),
+                kv_bytes_per_token=kv_layout.kv_bytes_per_token(shape, kv_dtype),
                 work_space_bytes=self._work_space_bytes(config, name, settings, shape, dtype, length),
                 max_model_len=length,
                 kv_reserved_bytes=_kv_reserved_bytes(config, shape, kv_dtype, length),
@@ -295,7 +295,7 @@ class Registry:
             size = size_of(facts, chunk_bytes)
             if size.chunks + size.work_space_chunks <= budget_bytes // chunk_bytes:
                 break
-            length = max(sizing.MIN_MODEL_LEN, length // 2)
+            length = max(kv_layout.MIN_MODEL_LEN, length // 2)
         return length
 
     def _swap(self, config: NodeConfig, found: dict[str, Registered]) -> list[events.Event]:
@@ -353,6 +353,6 @@ def _kv_reserved_bytes(config: NodeConfig, shape: ModelShape, kv_dtype: str, num
     """For ModelFacts: of a model with windows."""
     if not any(shape.layer_windows):
         return 0
-    return sizing.kv_reserved_bytes(
+    return kv_layout.kv_reserved_bytes(
         shape, kv_dtype, num_tokens, config.block_tokens, config.max_num_batched_tokens, int(config.chunk_bytes)
     )

@@ -31,9 +31,9 @@ from engine.steps.program import Scratch
 from engine.steps.recorded import RecordedSteps
 from engine.steps.replay import DecodeProgram
 from engine.steps.sliced import in_slices, slices
-from loader import sizing
-from loader.hf_config import ModelShape
-from loader.sizing import MAX_RECORDED_ROWS, MAX_RECORDED_TOKENS
+from loader import kv_layout, work_space
+from loader.model_shape import ModelShape
+from loader.work_space import MAX_RECORDED_ROWS, MAX_RECORDED_TOKENS
 
 
 class TorchModel:
@@ -53,11 +53,11 @@ class TorchModel:
         self.vocab_size = shape.vocab_size
         self.weights_bytes = weights.num_bytes
         self.shape = shape
-        self.kv_groups = sizing.kv_groups(shape, spec.kv_dtype, block_tokens)
+        self.kv_groups = kv_layout.kv_groups(shape, spec.kv_dtype, block_tokens)
         self.num_threads = num_threads
         self._eos_token_ids = spec.eos_token_ids
         self._weights = weights
-        self._logits_rows = sizing.logits_rows(shape, spec.dtype, spec.max_sequences)
+        self._logits_rows = work_space.logits_rows(shape, spec.dtype, spec.max_sequences)
         self._model: CausalLM = build_model(shape, Weights(shape, spec.dtype, weights, spec.quantize))
         self._released = False
         rotary = rotary_of(shape.rope, shape.head_dim, spec.max_model_len)

@@ -32,9 +32,10 @@ from engine.memory.host_tier import HostTier
 from engine.memory.weight_range import WeightRange, WeightRanges
 from engine.protocol import Configure, LoadModel
 from engine.steps.program import Scratch
-from loader import sizing
 from loader.errors import CheckpointError, UnsupportedModel
-from loader.hf_config import CONFIG_NAME, ModelShape
+from loader.hf_config import CONFIG_NAME
+from loader.layout import weight_layout, weights_bytes
+from loader.model_shape import ModelShape
 from loader.range_plan import Read
 from loader.read_rates import ReadRates
 from loader.sinks import HostSink, WeightSink
@@ -127,7 +128,7 @@ class TorchRunner:
                 raise UnsupportedModel(CONFIG_NAME, None, f"quantize: {spec.quantize} is not built {what}")
             if spec.kv_cache_dtype and self.memory.arena.is_cuda:
                 _check_fp8(torch.cuda.get_device_capability())
-            num_bytes = sizing.weights_bytes(source.shape, spec.dtype, spec.quantize)
+            num_bytes = weights_bytes(source.shape, spec.dtype, spec.quantize)
             granted = len(task.chunks) * self._options.chunk_bytes
             if num_bytes > granted:
                 raise MemoryError(f"weights take {num_bytes} bytes, {len(task.chunks)} chunks were granted ({granted} bytes)")
@@ -145,7 +146,7 @@ class TorchRunner:
                 if not self._gpu and not source.shape.pooling:
                     hosted = self._cpu_model(spec, source.shape, weights, num_threads)
                     if task.begun is not None and ops.threads_may_share():
-                        gate = WeightGate(sizing.weight_layout(source.shape, spec.dtype, spec.quantize))
+                        gate = WeightGate(weight_layout(source.shape, spec.dtype, spec.quantize))
                         task.begun(hosted, gate)
                 if not self._in_memory(task, weights, gate):
                     self._read(task, choice, source, weights, gate, stack)
@@ -188,7 +189,7 @@ class TorchRunner:
         """From its files to the range, and on to the host tier where it is to be kept; from the plain files if packed ones are
         damaged. stack: closes what is opened."""
         spec = task.spec
-        layout = sizing.weight_layout(source.shape, spec.dtype, spec.quantize)
+        layout = weight_layout(source.shape, spec.dtype, spec.quantize)
         places = [(begin, end) for begin, end, _ in parameter_places(layout)]
         with self._copies.keeping(task, weights, places) as kept:
             behind = [each for each in (gate, kept) if each is not None]

@@ -24,7 +24,7 @@ from engine.kernels import compiled, reference, reference_inputs
 from engine.steps.device_batch import DeviceBatch
 from engine.steps.forward_batch import LONG_ROW_TOKENS, ForwardBatch, Rotary
 from engine.steps.program import call, empty, into, is_recording
-from loader.sizing import DEQUANTIZED_BYTES, sampler_rows
+from loader.work_space import DEQUANTIZED_BYTES, PREFILL_TILE_TOKENS, sampler_rows
 
 BLOCK_TOKENS_STEP = 4  # of paged_attention
 _kernels: Any = None  # engine.kernels.cpu, once configured and if numba is there
@@ -312,6 +312,7 @@ def attention(qkv: Tensor, layer: int, heads: int, scale: float, softcap: float,
             scale,
             softcap,
             out[start : start + num_new].view(num_new, heads, head_dim),
+            PREFILL_TILE_TOKENS,
             group.scales,
         )
     return out

@@ -1,11 +1,11 @@
-"""What one step of a model allocates on a GPU beside weights and KV: the counterpart of sizing.work_space_bytes, whose arrays are
+"""What one step of a model allocates on a GPU beside weights and KV: the counterpart of loader/work_space.py, whose arrays are
 others: attention reads KV where it is, and logits of many rows are made at once."""
 
 from __future__ import annotations
 
 from loader import frame
-from loader.hf_config import ModelShape
-from loader.sizing import ITEM_BYTES
+from loader.dtypes import ITEM_BYTES
+from loader.model_shape import ModelShape
 
 LOGITS_ROWS = 256  # sampling rows whose logits are computed at a time
 # Pieces of contexts beside one a row, and float32 results of each: some eight a multiprocessor, of which there are at most 256.

@@ -16,11 +16,11 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from config.regular_file import open_regular
-from loader import sizing
+from loader import layout
 from loader.catalog import Checkpoint, scan_one
 from loader.errors import CheckpointChanged
 from loader.file_reader import Fetched, FileReader
-from loader.hf_config import ModelShape
+from loader.model_shape import ModelShape
 from loader.range_plan import Read, plan_reads
 from loader.safetensors import Header, read_header
 from loader.sinks import WeightSink
@@ -123,7 +123,7 @@ class ReadReport:
 
 def planned_reads(source: OpenCheckpoint, dtype: str, ring: StagingRing, quantize: str = "") -> list[Read]:
     """What `stream_weights` will read, in that order. Raises CheckpointError."""
-    return plan_reads(source.headers, sizing.weight_layout(source.shape, dtype, quantize), dtype, ring.slot_bytes)
+    return plan_reads(source.headers, layout.weight_layout(source.shape, dtype, quantize), dtype, ring.slot_bytes)
 
 
 def stream_weights(
@@ -137,7 +137,7 @@ def stream_weights(
     landed: Callable[[Read], None] = lambda read: None,
     decoder: Decoder = NUMPY_DECODER,
 ) -> ReadReport:
-    """Fills the sink's weight range, laid out by sizing.weight_layout, through slots of `ring` where it must, quantised on the way.
+    """Fills the sink's weight range, laid out by layout.weight_layout, through slots of `ring` where it must, quantised on the way.
     decoder: of packed files.
 
     progress(bytes done, all bytes) and `cancelled` are called by this thread between reads; `landed`, by this one or a reader's,

@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from loader.sizing import PREFILL_TILE_TOKENS
-
 MIN_FP8_SCALE = 127 - 24  # 2**-24: float16 has it; of what is smaller than 448 times that, the smallest numbers are rounded more
 
 
@@ -220,10 +218,11 @@ def long_row_attention(
     scale: float,
     softcap: float,
     out: Tensor,
+    tile_tokens: int,
     scales: Tensor | None = None,
 ) -> None:
     """query [H, N, D] are the last N of the row's `context` positions; block_table: the row's; out [N, H, D]. The keys and values
-    that they see are gathered once."""
+    that they see are gathered once. tile_tokens: queries that attend at a time where that needs a mask."""
     num_new = query.shape[1]
     before = context - num_new
     first = max(0, before - window + 1) if window else 0  # what the first query sees first
@@ -231,8 +230,8 @@ def long_row_attention(
     if before == 0 and not 0 < window < context and softcap == 0:
         out.copy_(causal_attention(query, key, value, scale, 0.0, None).transpose(0, 1))
         return
-    for tile in range(0, num_new, PREFILL_TILE_TOKENS):  # the mask is what takes memory
-        end = min(tile + PREFILL_TILE_TOKENS, num_new)
+    for tile in range(0, num_new, tile_tokens):  # the mask is what takes memory
+        end = min(tile + tile_tokens, num_new)
         low, high = max(0, before + tile - window + 1) if window else 0, before + end
         mask = torch.ones(end - tile, high - low, dtype=torch.bool).tril_(before + tile - low)
         if window:

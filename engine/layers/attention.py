@@ -7,33 +7,24 @@ from torch import Tensor
 from engine import ops
 from engine.layers.weights import Weights
 from engine.steps.forward_batch import ForwardBatch
-from loader.hf_config import ModelShape
+from loader.architectures.decoder import Decoder
+from loader.model_shape import ModelShape
 
 
 class Attention:
     """x [T, hidden] -> [T, hidden]. Keys and values of the T tokens are stored before any is read. The layer's window and rotary
-    embedding are its KV group's (engine/steps/forward_batch.py).
+    embedding are its KV group's (engine/steps/forward_batch.py)."""
 
-    projections: names of those that give queries, keys and values. norms_around_one: factors of their norms are 1 + weight.
-    """
-
-    def __init__(
-        self,
-        shape: ModelShape,
-        weights: Weights,
-        layer: int,
-        projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj"),
-        norms_around_one: bool = False,
-    ) -> None:
-        prefix = f"model.layers.{layer}.self_attn."
-        self.qkv_weight = weights.matrix(prefix, projections)
-        self.qkv_bias = weights.find_fused(prefix, projections, ".bias")
-        self.out_weight = weights.matrix(prefix, ("o_proj",))
-        self.out_bias = weights.find(prefix + "o_proj.bias")
+    def __init__(self, family: Decoder, shape: ModelShape, weights: Weights, layer: int) -> None:
+        names, prefix = family.names, family.names.layer.format(layer)
+        self.qkv_weight = weights.matrix(prefix, names.queries_keys_values)
+        self.qkv_bias = weights.find_fused(prefix, names.queries_keys_values, ".bias")
+        self.out_weight = weights.matrix(prefix, (names.attention_output,))
+        self.out_bias = weights.find(f"{prefix}{names.attention_output}.bias")
         self.norms: ops.HeadNorms | None = None
-        if shape.qk_norm:
-            query_norm, key_norm = weights.get(prefix + "q_norm.weight"), weights.get(prefix + "k_norm.weight")
-            self.norms = ops.HeadNorms(query_norm, key_norm, shape.rms_norm_eps, norms_around_one)
+        if names.query_norm:
+            query_norm, key_norm = (weights.get(f"{prefix}{name}.weight") for name in (names.query_norm, names.key_norm))
+            self.norms = ops.HeadNorms(query_norm, key_norm, shape.rms_norm_eps, family.norms_around_one)
         self.layer, self.heads = layer, shape.num_heads
         self.scale, self.softcap = shape.query_scale, shape.attention_softcap
 

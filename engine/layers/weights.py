@@ -1,5 +1,5 @@
 """A model's parameters as views of its weight range. Tensors that one matrix product reads together lie end to end there
-(loader/sizing.py), so the fused matrix is a view as well."""
+(loader/layout.py), so the fused matrix is a view as well."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from torch import Tensor
 
 from engine.memory.weight_range import WeightRange
 from engine.ops import Int8Matrix
-from loader.hf_config import ModelShape
-from loader.sizing import weight_layout
+from loader.layout import weight_layout
+from loader.model_shape import ModelShape
 
 
 class Weights:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable
 
-from loader.sizing import SCALE_BYTES, WeightSlot
+from loader.layout import SCALE_BYTES, WeightSlot
 
 
 def parameter_places(layout: Iterable[WeightSlot]) -> list[tuple[int, int, str]]:
     """[begin, end) in the weight range and the parameter's name, of all that a load brings: values and, quantised, their scales.
-    layout: sizing.weight_layout's."""
+    layout: loader.layout.weight_layout's."""
     places = []
     for slot in layout:
         places.append((slot.offset_bytes, slot.offset_bytes + slot.num_bytes, slot.name))

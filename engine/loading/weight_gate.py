@@ -9,8 +9,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from engine.loading.weight_arrivals import WeightArrivals, parameter_places
-from loader.range_plan import stages
-from loader.sizing import WeightSlot
+from loader.layout import WeightSlot
 
 Layer = TypeVar("Layer")
 
@@ -20,7 +19,7 @@ class WeightsWithdrawn(Exception):
 
 
 class WeightGate:
-    """Of one load. layout: sizing.weight_layout's; stages as range_plan.stages counts them.
+    """Of one load. layout: loader.layout.weight_layout's; its slots tell the stages.
 
     The readers tell what `landed`; a stage is open when all bytes of its parameters have; `begun`, if it is set, is called once
     when the first one is, by any thread. What only the whole proves (checksums, a file that changed) is proven before `open`, so no
@@ -29,7 +28,7 @@ class WeightGate:
 
     def __init__(self, layout: Iterable[WeightSlot]) -> None:
         slots = list(layout)
-        stage_of = stages(slots)
+        stage_of = {slot.name: slot.stage for slot in slots}
         places = [(begin, end, stage_of[name]) for begin, end, name in parameter_places(slots)]
         self._arrivals = WeightArrivals(places, 1 + max(stage_of.values(), default=0))
         self._changed = threading.Condition()

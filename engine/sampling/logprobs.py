@@ -16,7 +16,7 @@ from torch import Tensor
 from engine import ops
 from engine.contracts import BatchPlan, BoolArray, FloatArray, IntArray, LongArray, SequenceTable
 from engine.protocol import PromptLogprobs, SamplingParams, TokenLogprobs
-from loader.sizing import sampler_rows
+from loader.work_space import sampler_rows
 
 DECIMALS = 6  # of a log-probability as it leaves the engine
 

@@ -34,8 +34,8 @@ class Scratch:
     """Memory of intermediate results, shared by all programs of a process: one step runs at a time.
 
     A result lies in the first gap between those that live, so programs of all sizes and models use the same pages, as many as the
-    largest needs (sizing.recorded_bytes at most, and 0.5 MB a thread where weights are packed). Its memory is free again when its
-    tensor has died: what is recorded must hold other views of it.
+    largest needs (work_space.recorded_bytes at most, and 0.5 MB a thread where weights are packed). Its memory is free again when
+    its tensor has died: what is recorded must hold other views of it.
     """
 
     def __init__(self, num_bytes: int = _REGION_BYTES) -> None:

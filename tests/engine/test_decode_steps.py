@@ -22,7 +22,7 @@ from engine.protocol import SamplingParams
 from engine.steps import recorded as recorded_steps
 from engine.steps.forward_batch import ForwardBatch
 from engine.steps.program import Scratch
-from loader import sizing
+from loader import work_space
 from loader.errors import CheckpointError
 from tests.engine import model_bench
 from tests.engine.model_bench import (
@@ -189,7 +189,7 @@ def test_all_that_may_run_are_recorded_within_the_memory_they_may_take(runner: T
     for num in (21, 9):
         model.logits(plan(*((slot, at[slot], 1) for slot in range(num) if slot != 5), (5, at[5], 1)), table)
     assert programs(model) == {16, 24}
-    assert 0 < scratch.most_bytes <= sizing.recorded_bytes(model.shape, "bfloat16", 21, 512)
+    assert 0 < scratch.most_bytes <= work_space.recorded_bytes(model.shape, "bfloat16", 21, 512)
     model.release()
 
 

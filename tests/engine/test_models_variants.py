@@ -1,5 +1,4 @@
-"""What the cases of test_models leave out: both lists of LongRoPE, half precision of the families that round in other places, and
-every family's file against transformers' own reading of it."""
+"""What the cases of test_models leave out: both lists of LongRoPE, and half precision where families round in other places."""
 
 from __future__ import annotations
 
@@ -14,8 +13,6 @@ import torch
 
 from engine import ops
 from engine.model_runner import TorchRunner
-from engine.models.registry import ENCODERS, MODELS
-from loader.families import FAMILIES
 from tests.engine.model_bench import (
     CACHE_DIR,
     CASES,
@@ -105,8 +102,3 @@ def test_bfloat16_follows_transformers(runner: TorchRunner, tmp_path: Path, case
     wanted, exact = np.concatenate((half[:59], half[50:59])), np.concatenate((exact[:59], exact[50:59]))
     assert np.abs(actual - exact).mean() < 1.2 * np.abs(wanted - exact).mean()
     model.release()
-
-
-def test_every_family_has_its_class() -> None:
-    assert set(MODELS) == {name for name, family in FAMILIES.items() if not family.encoder}
-    assert set(ENCODERS) == {name for name, family in FAMILIES.items() if family.encoder}

@@ -20,10 +20,10 @@ from engine.kernels import cpu_unpack
 from loader import file_reader, frame, packer
 from loader.catalog import Checkpoint, scan, scan_one
 from loader.errors import CheckpointError
+from loader.layout import weights_bytes
 from loader.packer import INCOMPLETE, JOURNAL
 from loader.safetensors import INDEX_NAME, Header
 from loader.sinks import HostSink
-from loader.sizing import weights_bytes
 from loader.staging import StagingRing
 from loader.unpack import Decoder
 from loader.verifier import verify_tensor

@@ -17,9 +17,9 @@ import torch
 from loader import file_reader, quantize, sinks
 from loader.catalog import scan_one
 from loader.errors import CheckpointChanged, CheckpointError, ReadFailed
+from loader.layout import weight_layout, weights_bytes
 from loader.range_plan import Read
 from loader.sinks import HostSink
-from loader.sizing import weight_layout, weights_bytes
 from loader.staging import StagingRing
 from loader.weight_stream import OpenCheckpoint, ReadCancelled, ReadReport, open_checkpoint, planned_reads, stream_weights
 from tests.loader.checkpoints import CONFIG, tensors_for, write_checkpoint
