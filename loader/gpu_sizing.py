@@ -25,7 +25,7 @@ def gpu_work_space_bytes(shape: ModelShape, dtype: str, max_num_batched_tokens: 
     query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     residual = tokens * hidden * 3 * item  # residual, normed, a product's result
     pieces = (max_sequences + -(-DECODE_PIECES // shape.num_kv_heads)) * shape.num_heads * (shape.head_dim + 1) * 4
-    attention = tokens * ((query + 2 * key) + query) * item + pieces
+    attention = tokens * ((query + 2 * key) + (2 if shape.whole_width_norms else 1) * query) * item + pieces
     mlp = tokens * shape.intermediate_size * 3 * item
     rows = min(LOGITS_ROWS, max(1, max_sequences))
     # as they come, an untouched copy where log-probabilities are wanted of masked rows, and in float32 where the host edits them

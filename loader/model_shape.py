@@ -32,6 +32,7 @@ class ModelShape:
     query_scale: float  # factor of attention scores
     attention_softcap: float = 0.0  # scores become cap * tanh(score / cap); 0: they are not capped
     logit_softcap: float = 0.0
+    whole_width_norms: bool = False  # norms of queries and keys are over all heads at once
     local_rope: RopeParameters | None = None  # of windowed layers, where theirs differs from `rope`
     pooling: str = ""  # of an encoder: mean or cls; "": the model generates text
     type_vocab_size: int = 0  # of an encoder: kinds of segments

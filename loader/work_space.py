@@ -43,7 +43,8 @@ def recorded_bytes(shape: ModelShape, dtype: str, max_sequences: int, max_num_ba
     or the logits. It leaves out 0.5 MB for each thread that packs weights (scratch_words of cpu_amx_linear.py, scratch_floats of
     cpu_widened_linear.py)."""
     query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    layer = max(2 * query + 2 * key, 3 * shape.intermediate_size)
+    # queries, keys and values beside attention's result, or beside the queries as they are normalised
+    layer = max((3 if shape.whole_width_norms else 2) * query + 2 * key, 3 * shape.intermediate_size)
     # residual, update, normed, output, and as much for gaps between those that are taken and given back
     around = 8 * shape.hidden_size
     rows = min(logits_rows(shape, dtype, max_sequences), MAX_RECORDED_ROWS)
@@ -79,6 +80,8 @@ def work_space_bytes(
         context = min(context, max(shape.layer_windows, default=context) + max_num_batched_tokens)
     residual = tokens * hidden * (3 * item + 2 * 4)  # residual, normed, output; two float32 copies inside the norm
     attention = tokens * (query + 2 * key) * (2 * item + 4) + tokens * query * (item + 4) + tokens * shape.head_dim * 2 * 4
+    if shape.whole_width_norms:  # the queries, and their norms
+        attention += tokens * 2 * query * item
     tile = min(PREFILL_TILE_TOKENS, max_num_batched_tokens)
     # one row's context as gathered and as scaled_dot_product_attention repeats it for each query head; its causal mask
     gathered = context * 2 * (2 * key + query) * item + tile * context * 5

@@ -1,4 +1,4 @@
-"""Dense decoders: Llama, Mistral, Qwen, Phi and Gemma, and what else `loader.architectures.decoder.Decoder` can describe.
+"""Dense decoders: Llama, Mistral, Qwen, Phi, Gemma, OLMo and what else `loader.architectures.decoder.Decoder` can describe.
 
 T tokens of all rows end to end; hidden: model width; V vocabulary. Weights are views of the model's one memory range.
 """
@@ -11,6 +11,7 @@ from torch import Tensor
 from engine import ops
 from engine.layers.attention import Attention
 from engine.layers.mlp import GatedMLP
+from engine.layers.norms import add
 from engine.layers.weights import Weights
 from engine.steps.forward_batch import ForwardBatch
 from loader.architectures.decoder import Decoder
@@ -18,32 +19,38 @@ from loader.model_shape import ModelShape
 
 
 class DecoderLayer:
-    """attention_norm -> attention -> [attended_norm] -> add -> mlp_norm -> mlp -> [mlp_output_norm]; those in brackets where the
-    family has them. Additions are fused with the norm that follows."""
+    """attention_norm -> attention -> attended_norm -> add -> mlp_norm -> mlp -> mlp_output_norm; a family has some of these norms.
+    Additions are fused with the norm that follows."""
 
     def __init__(self, family: Decoder, shape: ModelShape, weights: Weights, layer: int) -> None:
         names, prefix = family.names, family.names.layer.format(layer)
         self.eps, self.around_one = shape.rms_norm_eps, family.norms_around_one
-        self.attention_norm = weights.get(f"{prefix}{names.attention_norm}.weight")
+        self.attention_norm = weights.get(f"{prefix}{names.attention_norm}.weight") if names.attention_norm else None
         self.attention = Attention(family, shape, weights, layer)
         self.attended_norm = weights.get(f"{prefix}{names.attended_norm}.weight") if names.attended_norm else None
-        self.mlp_norm = weights.get(f"{prefix}{names.mlp_norm}.weight")
+        self.mlp_norm = weights.get(f"{prefix}{names.mlp_norm}.weight") if names.mlp_norm else None
         self.mlp = GatedMLP(family, weights, layer)
         self.mlp_output_norm = weights.get(f"{prefix}{names.mlp_output_norm}.weight") if names.mlp_output_norm else None
 
     def __call__(self, update: Tensor | None, residual: Tensor, batch: ForwardBatch) -> Tensor:
         """Returns what this layer adds to the residual [T, hidden]. update: what the layer before adds to it (None: nothing)."""
-        if update is None:
-            normed = ops.rms_norm(residual, self.attention_norm, self.eps, self.around_one)
-        else:
-            normed = ops.add_rms_norm(update, residual, self.attention_norm, self.eps, self.around_one)
-        update = self.attention(normed, batch)
+        update = self.attention(self._added(update, residual, self.attention_norm), batch)
         if self.attended_norm is not None:
             update = ops.rms_norm(update, self.attended_norm, self.eps, self.around_one)
-        update = self.mlp(ops.add_rms_norm(update, residual, self.mlp_norm, self.eps, self.around_one))
+        update = self.mlp(self._added(update, residual, self.mlp_norm))
         if self.mlp_output_norm is not None:
             update = ops.rms_norm(update, self.mlp_output_norm, self.eps, self.around_one)
         return update
+
+    def _added(self, update: Tensor | None, residual: Tensor, norm: Tensor | None) -> Tensor:
+        """Adds the update to the residual in place; returns what a branch reads of it: its norm, or itself where there is none."""
+        if norm is None:
+            if update is not None:
+                add(update, residual)
+            return residual
+        if update is None:
+            return ops.rms_norm(residual, norm, self.eps, self.around_one)
+        return ops.add_rms_norm(update, residual, norm, self.eps, self.around_one)
 
 
 class DecoderModel:

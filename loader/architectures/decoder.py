@@ -64,6 +64,7 @@ class Decoder:
     activation: str = SILU  # the only one supported, as config.json calls it
     activation_key: str = "hidden_act"
     norms_around_one: bool = False  # norms multiply by 1 + weight
+    whole_width_norms: bool = False  # norms of queries and keys are over all heads at once, else over each head
     scales_embeddings: bool = False  # by the square root of the width
 
     def parse(self, fields: Fields) -> ModelShape:
@@ -105,6 +106,7 @@ class Decoder:
             query_scale=self._query_scalar(fields, head_dim) ** -0.5,
             attention_softcap=_softcap(fields, "attn_logit_softcapping", self.attention_softcap),
             logit_softcap=_softcap(fields, "final_logit_softcapping", self.logit_softcap),
+            whole_width_norms=self.whole_width_norms,
             local_rope=local_rope,
         )
 
@@ -137,18 +139,19 @@ class Decoder:
                 *([TensorGroup(tuple((f"{name}.bias", (width,)) for name, width in pairs), layer)] if has_bias else []),
             ]
 
-        def norms(*which: str, width: int = hidden) -> list[TensorGroup]:
+        def norms(*which: str, width: int) -> list[TensorGroup]:
             return [one_tensor(f"{prefix}{name}.weight", width, layer=layer) for name in which if name]
 
         return [
-            *norms(names.attention_norm),
+            *norms(names.attention_norm, width=hidden),
             *projections(names.queries_keys_values, (query, key, key), hidden, shape.attention_bias),
-            *norms(names.query_norm, names.key_norm, width=shape.head_dim),
+            *norms(names.query_norm, width=query if self.whole_width_norms else shape.head_dim),
+            *norms(names.key_norm, width=key if self.whole_width_norms else shape.head_dim),
             *projections((names.attention_output,), (hidden,), query, shape.output_bias),
-            *norms(names.attended_norm, names.mlp_norm),
+            *norms(names.attended_norm, names.mlp_norm, width=hidden),
             *projections(names.gate_up, (inner, inner), hidden, shape.mlp_bias),
             *projections((names.down,), (hidden,), inner, shape.mlp_bias),
-            *norms(names.mlp_output_norm),
+            *norms(names.mlp_output_norm, width=hidden),
         ]
 
     def _refuse_variants(self, fields: Fields) -> None:

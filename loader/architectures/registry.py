@@ -16,6 +16,7 @@ _FILES = (  # of this folder; each holds its description as ARCHITECTURE
     "phi3",
     "gemma2",
     "gemma3",
+    "olmo2",
     "bert",
 )
 _DESCRIPTIONS: list[Architecture] = [import_module(f"loader.architectures.{file}").ARCHITECTURE for file in _FILES]

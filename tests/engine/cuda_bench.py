@@ -22,7 +22,7 @@ from tests.engine.model_bench import BLOCK_TOKENS, MAX_LEN
 
 PROMPT = np.random.default_rng(11).integers(0, 211, 60).tolist()
 OTHER = np.random.default_rng(12).integers(0, 211, 45).tolist()
-KINDS = ["llama", "qwen3", "gemma2", "gemma3", "phi3-partial-window"]
+KINDS = ["llama", "qwen3", "gemma2", "gemma3", "phi3-partial-window", "olmo2"]
 INTERPRETED = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy tells of infinities, a GPU does not
     pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU tests/gpu runs the same model"),

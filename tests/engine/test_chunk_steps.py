@@ -34,7 +34,7 @@ from tests.engine.model_bench import (
 
 SLOTS, LENGTH = 12, 128
 TOKENS = np.random.default_rng(4).integers(2, 211, (SLOTS, LENGTH)).tolist()
-FAMILIES = ["llama-biases-linear", "qwen3-tied-biases", "mistral-window", "phi3-partial-window", "gemma2", "gemma3"]
+FAMILIES = ["llama-biases-linear", "qwen3-tied-biases", "mistral-window", "phi3-partial-window", "gemma2", "gemma3", "olmo2"]
 # (slot, first position, tokens), and which rows sample. Chunks of up to 16 tokens attend token by token, longer ones as a whole.
 STEPS = [
     (((0, 0, 20),), (True,)),

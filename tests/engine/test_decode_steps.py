@@ -40,7 +40,7 @@ from tests.engine.model_bench import (
 
 SLOTS = 24
 TOKENS = np.random.default_rng(2).integers(2, 211, (SLOTS, 48)).tolist()
-FAMILIES = ["llama-biases-linear", "qwen3-tied-biases", "mistral-window", "phi3-partial-window", "gemma2", "gemma3"]
+FAMILIES = ["llama-biases-linear", "qwen3-tied-biases", "mistral-window", "phi3-partial-window", "gemma2", "gemma3", "olmo2"]
 # 12 and 17: padded to 16 and 24 rows in bfloat16, and the second's products are torch's
 BATCHES = [[3], [3, 5], [5], [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], [2, 19], list(range(17)), [19]]
 

@@ -86,7 +86,7 @@ def test_dynamic_rope(runner: TorchRunner, tmp_path: Path, max_len: int) -> None
     model.release()
 
 
-@pytest.mark.parametrize("case", ["mistral-window", "phi3-partial-window", "gemma2", "gemma3"])
+@pytest.mark.parametrize("case", ["mistral-window", "phi3-partial-window", "gemma2", "gemma3", "olmo2"])
 def test_bfloat16_follows_transformers(runner: TorchRunner, tmp_path: Path, case: str) -> None:
     """On the mean no further from float32 than transformers in bfloat16 is (and a fifth)."""
     whole = make_checkpoint(tmp_path, **CASES[case])

@@ -128,6 +128,23 @@ GEMMA3_1B: dict[str, Any] = {
     "torch_dtype": "bfloat16",
     "vocab_size": 262144,
 }
+OLMO2_7B: dict[str, Any] = {
+    "architectures": ["Olmo2ForCausalLM"],
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 4096,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 500000,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "vocab_size": 100352,
+}
 PUBLISHED = {
     "Mistral 7B": (MISTRAL_7B, 7_241_732_096),
     "Qwen2.5 7B": (QWEN25_7B, 7_615_616_512),
@@ -135,6 +152,7 @@ PUBLISHED = {
     "Phi-4 mini": (PHI4_MINI, 3_836_021_760),
     "Gemma 2 2B": (GEMMA2_2B, 2_614_341_888),
     "Gemma 3 1B": (GEMMA3_1B, 999_885_952),
+    "OLMo 2 7B": (OLMO2_7B, 7_298_617_344),
 }
 
 
@@ -337,6 +355,18 @@ def test_work_space_counts_what_families_add() -> None:
         )
 
     assert 0 < more(1024) == more(2048) < more(None)
+
+
+def test_olmo2() -> None:
+    """Norms of queries and keys are over all their heads; no norm comes before a branch."""
+    sizes = parameter_shapes(parse(OLMO2_7B, num_key_value_heads=8))
+    assert sizes["model.layers.31.self_attn.q_norm.weight"] == (4096,)
+    assert sizes["model.layers.31.self_attn.k_norm.weight"] == (1024,)
+    assert "model.layers.31.input_layernorm.weight" not in sizes
+    biased = parameter_shapes(parse(OLMO2_7B, attention_bias=True, mlp_bias=True))
+    assert {name.split(".", 3)[3] for name in biased if name.startswith("model.layers.0.") and name.endswith(".bias")} == {
+        f"self_attn.{name}_proj.bias" for name in "qkvo"
+    }
 
 
 def test_the_reference_lists_every_family() -> None:
