@@ -25,6 +25,16 @@ class KVGroupSpec:
     window_tokens: int = 0
 
 
+def asked_kv_cache_dtype(setting: str) -> str:
+    """Returns what the setting `kv_cache_dtype` asks for: KV_FP8, or "" for the model's dtype (auto)."""
+    return KV_FP8 if setting == KV_FP8 else ""
+
+
+def kv_dtype_of(dtype: str, kv_cache_dtype: str) -> str:
+    """Returns what keys and values are kept in: the model's dtype, or KV_FP8."""
+    return kv_cache_dtype or dtype
+
+
 def kv_head_bytes(head_dim: int, kv_dtype: str) -> int:
     """Returns the size of one token's keys, or values, in one KV head. kv_dtype: the model's dtype, or KV_FP8."""
     return head_dim + 1 if kv_dtype == KV_FP8 else head_dim * ITEM_BYTES[kv_dtype]

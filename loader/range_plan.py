@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from loader.direct_io import BLOCK_BYTES, Alignment
 from loader.dtypes import DTYPE_OF, ITEM_BYTES
 from loader.errors import CheckpointError
-from loader.layout import SCALE_BYTES, WeightSlot
+from loader.formats.int8 import SCALE_BYTES
+from loader.formats.weight_format import WeightSlot
 from loader.packed import Frame
 from loader.safetensors import DTYPE_BYTES, Header, TensorRef
 

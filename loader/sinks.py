@@ -11,8 +11,8 @@ import torch
 
 from loader.dtypes import ITEM_BYTES
 from loader.errors import CheckpointError
-from loader.layout import SCALE_BYTES
-from loader.quantize import quantize_rows
+from loader.formats.int8 import SCALE_BYTES
+from loader.formats.int8_rows import quantize_rows
 from loader.range_plan import QUANTIZED, Segment, Span
 from loader.safetensors import DTYPE_BYTES
 

@@ -20,6 +20,8 @@ from loader import layout
 from loader.catalog import Checkpoint, scan_one
 from loader.errors import CheckpointChanged
 from loader.file_reader import Fetched, FileReader
+from loader.formats.plain import PLAIN
+from loader.formats.weight_format import WeightFormat
 from loader.model_shape import ModelShape
 from loader.range_plan import Read, plan_reads
 from loader.safetensors import Header, read_header
@@ -121,9 +123,9 @@ class ReadReport:
     refused: dict[str, str] = field(default_factory=dict)
 
 
-def planned_reads(source: OpenCheckpoint, dtype: str, ring: StagingRing, quantize: str = "") -> list[Read]:
+def planned_reads(source: OpenCheckpoint, dtype: str, ring: StagingRing, weight_format: WeightFormat = PLAIN) -> list[Read]:
     """What `stream_weights` will read, in that order. Raises CheckpointError."""
-    return plan_reads(source.headers, layout.weight_layout(source.shape, dtype, quantize), dtype, ring.slot_bytes)
+    return plan_reads(source.headers, layout.weight_layout(source.shape, dtype, weight_format), dtype, ring.slot_bytes)
 
 
 def stream_weights(
@@ -133,7 +135,7 @@ def stream_weights(
     ring: StagingRing,
     progress: Callable[[int, int], None],
     cancelled: Callable[[], bool],
-    quantize: str = "",
+    weight_format: WeightFormat = PLAIN,
     landed: Callable[[Read], None] = lambda read: None,
     decoder: Decoder = NUMPY_DECODER,
 ) -> ReadReport:
@@ -145,7 +147,7 @@ def stream_weights(
     a device is under way when it returns, or raises.
     Raises CheckpointError naming file, tensor and offset, CheckpointChanged, ReadCancelled, or RuntimeError if the device failed.
     """
-    reads = planned_reads(source, dtype, ring, quantize)
+    reads = planned_reads(source, dtype, ring, weight_format)
     total = source.num_bytes
     done = total - sum(read.num_bytes for read in reads)  # tensors that follow from others, and are not read
     report = ReadReport(total)

@@ -5,12 +5,12 @@ loader/gpu_sizing.py is the counterpart for GPUs.
 from __future__ import annotations
 
 from loader.dtypes import ITEM_BYTES
+from loader.formats.plain import PLAIN
+from loader.formats.weight_format import WeightFormat
 from loader.model_shape import ModelShape
 
 # A first step may be so many times max_num_batched_tokens (engine/steps/first.py), as long as that takes one layer's work space.
 FIRST_STEP_SLICES = 4
-# Bytes of a quantised matrix that are held in the model's dtype at a time, for steps of many rows.
-DEQUANTIZED_BYTES = 4 << 20
 # Logits held at a time; sampling rows beyond it are computed in turn, so a large vocabulary can't outgrow the work space.
 LOGITS_BYTES = 8 << 20
 # Steps of up to so many rows, and with chunks of prompts of up to so many tokens, are recorded on the cpu device
@@ -63,7 +63,7 @@ def work_space_bytes(
     max_num_batched_tokens: int,
     max_sequences: int,
     max_model_len: int | None = None,
-    quantize: str = "",
+    weight_format: WeightFormat = PLAIN,
 ) -> int:
     """Returns an upper bound of what one step allocates beside weights and KV (activations of one layer, or the logits being
     sampled) and of what recorded steps keep between steps.
@@ -90,8 +90,8 @@ def work_space_bytes(
     mlp = tokens * shape.intermediate_size * 4 * item
     logits = logits_rows(shape, dtype, max_sequences) * (shape.vocab_size + hidden) * item
     sampling = min(sampler_rows(shape.vocab_size), max_sequences) * shape.vocab_size * 4 * SAMPLER_COPIES
-    if quantize:  # a part of a matrix, and its products before they are scaled
-        mlp += DEQUANTIZED_BYTES + tokens * 2 * shape.intermediate_size * item
+    if weight_format.widened_bytes:  # a part of a matrix, and its products before they are scaled
+        mlp += weight_format.widened_bytes + tokens * 2 * shape.intermediate_size * item
     if not any(shape.layer_windows):  # the residual and its update in a first step's other slices
         residual += (FIRST_STEP_SLICES - 1) * max_num_batched_tokens * (2 * hidden * item + shape.head_dim * 4)
     # measured: a quarter more than the arrays, for oneDNN's scratch and what malloc keeps

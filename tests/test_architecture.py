@@ -35,6 +35,7 @@ DAEMON_FROM_LOADER = {
     "loader.catalog",
     "loader.direct_io",
     "loader.errors",
+    "loader.formats.registry",
     "loader.gpu_sizing",
     "loader.hf_config",
     "loader.kv_layout",

@@ -5,7 +5,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable
 
-from loader.layout import SCALE_BYTES, WeightSlot
+from loader.formats.int8 import SCALE_BYTES
+from loader.formats.weight_format import WeightSlot
 
 
 def parameter_places(layout: Iterable[WeightSlot]) -> list[tuple[int, int, str]]:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from engine.loading.weight_arrivals import WeightArrivals, parameter_places
-from loader.layout import WeightSlot
+from loader.formats.weight_format import WeightSlot
 
 Layer = TypeVar("Layer")
 

@@ -70,6 +70,7 @@ from pathlib import Path
 import loader
 from loader import layout
 from loader.catalog import scan_one
+from loader.formats.registry import FORMATS
 from tests.engine.model_bench import load, make_memory, make_runner, make_table, plan, put
 
 folder, prompt, num_output = Path(sys.argv[1]), json.loads(sys.argv[2]), int(sys.argv[3])
@@ -100,7 +101,7 @@ print(json.dumps({
     "output": output,
     "recorded": recorded,
     "rounded": rounded,
-    "weights_bytes": [layout.weights_bytes(seen.shape, "float32", quantize) for quantize in ("", "int8")],
+    "weights_bytes": [layout.weights_bytes(seen.shape, "float32", one) for one in FORMATS.values()],
     "stages": stages,
 }))
 """

@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 
 from loader.direct_io import BLOCK_BYTES
+from loader.formats.int8 import INT8
 from loader.layout import MIN_BLOCK_ALIGNED_BYTES, block_offsets, parameter_shapes, weight_layout, weights_bytes
 from loader.safetensors import TensorRef
 from tests.loader.checkpoints import shape
@@ -40,7 +41,7 @@ def test_layout_is_aligned_and_without_overlap(dtype: str) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_quantised_layout_is_aligned_and_without_overlap(dtype: str) -> None:
     model = shape(attention_bias=True, mlp_bias=True, tie_word_embeddings=False)
-    slots = weight_layout(model, dtype, "int8")
+    slots = weight_layout(model, dtype, INT8)
     assert {slot.name: slot.shape for slot in slots} == parameter_shapes(model)
     spans = []
     for slot in slots:
@@ -53,7 +54,7 @@ def test_quantised_layout_is_aligned_and_without_overlap(dtype: str) -> None:
             spans.append((slot.scales_at_bytes, slot.scales_at_bytes + 4 * slot.shape[0]))
     spans.sort()
     assert all(0 <= begin - end < 64 for (_, end), (begin, _) in pairwise(spans))
-    assert 0 <= weights_bytes(model, dtype, "int8") - spans[-1][1] < 64
+    assert 0 <= weights_bytes(model, dtype, INT8) - spans[-1][1] < 64
     for name in ("q_proj", "gate_proj"):  # scales that one product reads together lie end to end
         first = next(number for number, slot in enumerate(slots) if slot.name.endswith(f"{name}.weight"))
         assert slots[first + 1].scales_at_bytes == slots[first].scales_at_bytes + 4 * slots[first].shape[0]

@@ -15,6 +15,8 @@ from engine.device import SINGLE_THREAD_WEIGHTS_BYTES, num_cores, threads_for
 from engine.model_runner import TorchRunner
 from loader import kv_layout, layout
 from loader.catalog import scan_one
+from loader.formats.int8 import INT8
+from loader.formats.plain import PLAIN
 from tests.engine.model_bench import BLOCK_TOKENS, CHUNK_BYTES, NUM_CHUNKS, load, load_task, make_checkpoint, make_table, plan, put
 from tests.engine.runner.specs import PROMPT, spec
 
@@ -57,7 +59,7 @@ def test_int8_weights_are_the_rounded_ones(
         model.release()
     checkpoint = scan_one(saved[0])
     assert checkpoint.shape is not None
-    assert sizes == [layout.weights_bytes(checkpoint.shape, dtype, quantize) for quantize in ("", "int8")]
+    assert sizes == [layout.weights_bytes(checkpoint.shape, dtype, one) for one in (PLAIN, INT8)]
     assert sizes[1] < sizes[0]
     assert np.abs(logits[0] - logits[1]).max() < tolerance * np.abs(logits[0]).max()
 
