@@ -14,7 +14,7 @@ FIRST_STEP_SLICES = 4
 # Logits held at a time; sampling rows beyond it are computed in turn, so a large vocabulary can't outgrow the work space.
 LOGITS_BYTES = 8 << 20
 # Steps of up to so many rows, and with chunks of prompts of up to so many tokens, are recorded on the cpu device
-# (engine/steps/recorded.py), and keep memory for their results. Of longer ones the interpreter takes a few hundredths.
+# (engine/steps/recorded.py), and keep memory for their results. In longer ones the interpreter takes a few hundredths of the time.
 MAX_RECORDED_ROWS, MAX_RECORDED_TOKENS = 128, 256
 # Float32 logits the sampler turns into tokens at a time (one row at least); it needs about six copies of them.
 SAMPLER_BYTES = 1 << 20

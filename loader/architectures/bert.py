@@ -21,7 +21,7 @@ class Encoder:
     model_type: str
 
     def parse(self, fields: Fields) -> ModelShape:
-        """As Architecture.parse. The pooling is in a file of its own (loader/pooling.py)."""
+        """Implements Architecture.parse. The pooling is in a file of its own (loader/pooling.py)."""
         hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
         if hidden_size % num_heads:
             raise fields.fail("num_attention_heads", f"{num_heads} does not divide hidden_size {hidden_size}")
@@ -60,7 +60,7 @@ class Encoder:
         )
 
     def tensor_groups(self, shape: ModelShape) -> list[TensorGroup]:
-        """As Architecture.tensor_groups."""
+        """Implements Architecture.tensor_groups."""
         hidden, inner = shape.hidden_size, shape.intermediate_size
 
         def one(layer: int | None, name: str, *dims: int) -> list[TensorGroup]:
@@ -83,7 +83,7 @@ class Encoder:
         return groups
 
     def ignores(self, shape: ModelShape, name: str) -> bool:
-        """As Architecture.ignores: the pooler, and positions that are counted here."""
+        """Implements Architecture.ignores: the pooler, and positions that are counted here."""
         return name.removeprefix(shape.tensor_prefix).startswith(("pooler.", "embeddings.position_ids"))
 
 

@@ -68,7 +68,7 @@ class Decoder:
     scales_embeddings: bool = False  # by the square root of the width
 
     def parse(self, fields: Fields) -> ModelShape:
-        """As Architecture.parse."""
+        """Implements Architecture.parse."""
         self._refuse_variants(fields)
         hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
         num_kv_heads = fields.integer("num_key_value_heads", num_heads)
@@ -111,7 +111,7 @@ class Decoder:
         )
 
     def tensor_groups(self, shape: ModelShape) -> list[TensorGroup]:
-        """As Architecture.tensor_groups."""
+        """Implements Architecture.tensor_groups."""
         names, hidden = self.names, shape.hidden_size
         groups = [one_tensor(f"{names.embedding}.weight", shape.vocab_size, hidden)]
         for layer in range(shape.num_layers):
@@ -122,7 +122,7 @@ class Decoder:
         return groups
 
     def ignores(self, shape: ModelShape, name: str) -> bool:
-        """As Architecture.ignores: rotary frequencies, and the head of a model whose head is its embedding."""
+        """Implements Architecture.ignores: rotary frequencies, and the head of a model whose head is its embedding."""
         return name.endswith("rotary_emb.inv_freq") or (shape.tie_word_embeddings and name == f"{self.names.head}.weight")
 
     def _layer_groups(self, shape: ModelShape, layer: int) -> list[TensorGroup]:

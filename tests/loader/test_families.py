@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from loader.architectures import registry
 from loader.architectures.bert import Encoder
 from loader.architectures.registry import ARCHITECTURES
 from loader.errors import CheckpointError, UnsupportedModel
@@ -192,6 +193,12 @@ def test_model_type_stands_in_for_architectures() -> None:
         activation = "gelu" if isinstance(family, Encoder) else "silu"
         shape = parse(QWEN25_7B, architectures="absent", model_type=family.model_type, hidden_act=activation)
         assert shape.architecture == family.name
+
+
+def test_every_description_is_listed() -> None:
+    folder = Path(registry.__file__).parent
+    described = {path.stem for path in folder.glob("*.py") if re.search(r"^ARCHITECTURE = ", path.read_text(), re.MULTILINE)}
+    assert described == set(registry._FILES)
 
 
 def test_mistral_windows() -> None:
