@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from loader.config_fields import Fields
 from loader.dtypes import DTYPES
@@ -14,8 +13,7 @@ MAX_LAYERS = 1024  # the deepest models have some 130; a list of so many is buil
 Dims = tuple[int, ...]
 
 
-@dataclass(slots=True, frozen=True)
-class TensorGroup:
+class TensorGroup(NamedTuple):
     """Tensors that lie end to end in a model's memory, because one matrix product reads them together.
 
     tensors: name in the checkpoint and shape of each. layer: the one that needs them; None: what comes before the first layer or
@@ -26,6 +24,10 @@ class TensorGroup:
     tensors: tuple[tuple[str, Dims], ...]
     layer: int | None = None
     may_be_quantized: bool = False
+
+    def in_layer(self, layer: int, prefix: str) -> TensorGroup:
+        """Returns the group of a layer whose names begin so."""
+        return TensorGroup(tuple((prefix + name, dims) for name, dims in self.tensors), layer, self.may_be_quantized)
 
 
 class Architecture(Protocol):
@@ -51,8 +53,8 @@ class Architecture(Protocol):
         ...
 
 
-def one_tensor(name: str, *dims: int, layer: int | None = None) -> TensorGroup:
-    return TensorGroup(((name, dims),), layer)
+def one_tensor(name: str, *dims: int) -> TensorGroup:
+    return TensorGroup(((name, dims),))
 
 
 def stored_dtype(fields: Fields) -> str:

@@ -63,23 +63,26 @@ class Encoder:
         """Implements Architecture.tensor_groups."""
         hidden, inner = shape.hidden_size, shape.intermediate_size
 
-        def one(layer: int | None, name: str, *dims: int) -> list[TensorGroup]:
-            return [one_tensor(f"{name}.weight", *dims, layer=layer), one_tensor(f"{name}.bias", dims[0], layer=layer)]
+        def one(name: str, *dims: int) -> list[TensorGroup]:
+            return [one_tensor(f"{name}.weight", *dims), one_tensor(f"{name}.bias", dims[0])]
 
         at = shape.tensor_prefix + "embeddings."
         tables = (("word", shape.vocab_size), ("position", shape.max_position_embeddings), ("token_type", shape.type_vocab_size))
         groups = [one_tensor(f"{at}{name}_embeddings.weight", rows, hidden) for name, rows in tables]
-        groups += one(None, at + "LayerNorm", hidden)
+        groups += one(at + "LayerNorm", hidden)
+        mixing = [f"attention.self.{name}" for name in ("query", "key", "value")]
+        in_a_layer = [
+            TensorGroup(tuple((f"{name}.weight", (hidden, hidden)) for name in mixing)),
+            TensorGroup(tuple((f"{name}.bias", (hidden,)) for name in mixing)),
+            *one("attention.output.dense", hidden, hidden),
+            *one("attention.output.LayerNorm", hidden),
+            *one("intermediate.dense", inner, hidden),
+            *one("output.dense", hidden, inner),
+            *one("output.LayerNorm", hidden),
+        ]
         for layer in range(shape.num_layers):
-            at = f"{shape.tensor_prefix}encoder.layer.{layer}."
-            names = [f"{at}attention.self.{name}" for name in ("query", "key", "value")]
-            groups.append(TensorGroup(tuple((name + ".weight", (hidden, hidden)) for name in names), layer))
-            groups.append(TensorGroup(tuple((name + ".bias", (hidden,)) for name in names), layer))
-            groups += one(layer, at + "attention.output.dense", hidden, hidden)
-            groups += one(layer, at + "attention.output.LayerNorm", hidden)
-            groups += one(layer, at + "intermediate.dense", inner, hidden)
-            groups += one(layer, at + "output.dense", hidden, inner)
-            groups += one(layer, at + "output.LayerNorm", hidden)
+            prefix = f"{shape.tensor_prefix}encoder.layer.{layer}."
+            groups += [group.in_layer(layer, prefix) for group in in_a_layer]
         return groups
 
     def ignores(self, shape: ModelShape, name: str) -> bool:

@@ -114,8 +114,10 @@ class Decoder:
         """Implements Architecture.tensor_groups."""
         names, hidden = self.names, shape.hidden_size
         groups = [one_tensor(f"{names.embedding}.weight", shape.vocab_size, hidden)]
+        in_a_layer = self._groups_of_any_layer(shape)
         for layer in range(shape.num_layers):
-            groups += self._layer_groups(shape, layer)
+            prefix = names.layer.format(layer)
+            groups += [group.in_layer(layer, prefix) for group in in_a_layer]
         groups.append(one_tensor(f"{names.final_norm}.weight", hidden))
         if not shape.tie_word_embeddings:
             groups.append(one_tensor(f"{names.head}.weight", shape.vocab_size, hidden))
@@ -125,33 +127,21 @@ class Decoder:
         """Implements Architecture.ignores: rotary frequencies, and the head of a model whose head is its embedding."""
         return name.endswith("rotary_emb.inv_freq") or (shape.tie_word_embeddings and name == f"{self.names.head}.weight")
 
-    def _layer_groups(self, shape: ModelShape, layer: int) -> list[TensorGroup]:
+    def _groups_of_any_layer(self, shape: ModelShape) -> list[TensorGroup]:
+        """Returns the groups of one layer, named without what comes before a layer's names."""
         names, hidden, inner = self.names, shape.hidden_size, shape.intermediate_size
-        prefix = names.layer.format(layer)
         query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-
-        def projections(which: tuple[str, ...], outputs: tuple[int, ...], inputs: int, has_bias: bool) -> list[TensorGroup]:
-            widths = outputs if len(which) > 1 else (sum(outputs),)
-            pairs = [(f"{prefix}{name}", width) for name, width in zip(which, widths, strict=True)]
-            weights = TensorGroup(tuple((f"{name}.weight", (width, inputs)) for name, width in pairs), layer, may_be_quantized=True)
-            return [
-                weights,
-                *([TensorGroup(tuple((f"{name}.bias", (width,)) for name, width in pairs), layer)] if has_bias else []),
-            ]
-
-        def norms(*which: str, width: int) -> list[TensorGroup]:
-            return [one_tensor(f"{prefix}{name}.weight", width, layer=layer) for name in which if name]
-
+        query_norm, key_norm = (query, key) if self.whole_width_norms else (shape.head_dim, shape.head_dim)
         return [
-            *norms(names.attention_norm, width=hidden),
-            *projections(names.queries_keys_values, (query, key, key), hidden, shape.attention_bias),
-            *norms(names.query_norm, width=query if self.whole_width_norms else shape.head_dim),
-            *norms(names.key_norm, width=key if self.whole_width_norms else shape.head_dim),
-            *projections((names.attention_output,), (hidden,), query, shape.output_bias),
-            *norms(names.attended_norm, names.mlp_norm, width=hidden),
-            *projections(names.gate_up, (inner, inner), hidden, shape.mlp_bias),
-            *projections((names.down,), (hidden,), inner, shape.mlp_bias),
-            *norms(names.mlp_output_norm, width=hidden),
+            *_norms(hidden, names.attention_norm),
+            *_projections(names.queries_keys_values, (query, key, key), hidden, shape.attention_bias),
+            *_norms(query_norm, names.query_norm),
+            *_norms(key_norm, names.key_norm),
+            *_projections((names.attention_output,), (hidden,), query, shape.output_bias),
+            *_norms(hidden, names.attended_norm, names.mlp_norm),
+            *_projections(names.gate_up, (inner, inner), hidden, shape.mlp_bias),
+            *_projections((names.down,), (hidden,), inner, shape.mlp_bias),
+            *_norms(hidden, names.mlp_output_norm),
         ]
 
     def _refuse_variants(self, fields: Fields) -> None:
@@ -164,6 +154,18 @@ class Decoder:
 
     def _query_scalar(self, fields: Fields, head_dim: int) -> float:
         return head_dim if self.query_scalar is None else fields.positive("query_pre_attn_scalar", self.query_scalar)
+
+
+def _norms(width: int, *names: str) -> list[TensorGroup]:
+    return [one_tensor(f"{name}.weight", width) for name in names if name]
+
+
+def _projections(names: tuple[str, ...], outputs: tuple[int, ...], inputs: int, has_bias: bool) -> list[TensorGroup]:
+    widths = outputs if len(names) > 1 else (sum(outputs),)
+    pairs = list(zip(names, widths, strict=True))
+    weights = TensorGroup(tuple((f"{name}.weight", (width, inputs)) for name, width in pairs), may_be_quantized=True)
+    biases = TensorGroup(tuple((f"{name}.bias", (width,)) for name, width in pairs))
+    return [weights, biases] if has_bias else [weights]
 
 
 def _softcap(fields: Fields, key: str, default: float | None) -> float:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from loader.architectures.architecture import TensorGroup
 
 ALIGN_BYTES = 64
 
 
-@dataclass(slots=True, frozen=True)
-class WeightSlot:
+class WeightSlot(NamedTuple):
     """One parameter's place. name: as in the checkpoint; offset_bytes: in the model's weight range. scales_at_bytes: where the
     scales of an int8 matrix are, one float32 for each row; -1: it is held in the model's dtype. stage: when a forward pass first
     needs it, 0 before the layers, n + 1 in layer n, the highest after them."""
@@ -24,8 +24,7 @@ class WeightSlot:
     stage: int = 0
 
 
-@dataclass(slots=True, frozen=True)
-class Space:
+class Space(NamedTuple):
     """Where a group of tensors goes. offset_bytes: the first free byte of the weight range; item_bytes: an element of the model's
     dtype; block_offset: how far after a block's boundary the group begins in its file, -1 where that does not matter; stage: see
     WeightSlot."""
