@@ -28,9 +28,10 @@ from engine.hosted_model import TorchModel  # noqa: E402
 from engine.memory.cpu_memory import CpuMemory  # noqa: E402
 from engine.model_runner import TorchRunner  # noqa: E402
 from engine.protocol import Configure, LoadModel  # noqa: E402
-from loader import sizing  # noqa: E402
+from loader import kv_layout, layout  # noqa: E402
 from loader.catalog import scan_one  # noqa: E402
-from loader.hf_config import ModelShape  # noqa: E402
+from loader.formats.registry import FORMATS  # noqa: E402
+from loader.model_shape import ModelShape  # noqa: E402
 
 BLOCK_TOKENS = 16
 CHUNK_BYTES = 2 << 20
@@ -104,8 +105,8 @@ def load_model(
         raise SystemExit(f"{path}: {checkpoint.error or checkpoint.reason}")
     shape, dtype = checkpoint.shape, checkpoint.shape.dtype if dtype == "auto" else dtype
     blocks = num_rows * -(-length // BLOCK_TOKENS)
-    num_chunks = -(-blocks * sizing.block_bytes(shape, dtype, BLOCK_TOKENS) // CHUNK_BYTES)
-    weights_chunks = -(-sizing.weights_bytes(shape, dtype, quantize) // CHUNK_BYTES)
+    num_chunks = -(-blocks * kv_layout.block_bytes(shape, dtype, BLOCK_TOKENS) // CHUNK_BYTES)
+    weights_chunks = -(-layout.weights_bytes(shape, dtype, FORMATS[quantize]) // CHUNK_BYTES)
     place = ("cpu:0", num_chunks + weights_chunks, CHUNK_BYTES)
     configure = Configure(*place, 0, MAX_BATCHED_TOKENS, BLOCK_TOKENS, 10.0, threads, cache_dir=str(ROOT / ".cache"))
     runner = TorchRunner(CpuMemory(num_chunks + weights_chunks, CHUNK_BYTES), configure)

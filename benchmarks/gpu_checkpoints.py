@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.checkpoints import make_large_tokenizer, train_tokenizer, write_tokenizer
 from benchmarks.gpu_shapes import CONFIGS, LLAMA, shape_of
-from loader import sizing
+from loader import layout
 
 TRAINED_SIZE = 32_000
 TOKENIZER_SIZE = {"8b": 128_000, "1b": 128_000, "tiny": 300}
@@ -27,7 +27,7 @@ def make(folder: pathlib.Path, name: str, device: str) -> int:
     shape = shape_of(name)
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", **LLAMA, **CONFIGS[name]}))
     header, offset = {}, 0
-    for tensor, dims in sizing.parameter_shapes(shape).items():
+    for tensor, dims in layout.parameter_shapes(shape).items():
         num_bytes = math.prod(dims) * 2
         header[tensor] = {"dtype": "BF16", "shape": list(dims), "data_offsets": [offset, offset + num_bytes]}
         offset += num_bytes
@@ -35,7 +35,7 @@ def make(folder: pathlib.Path, name: str, device: str) -> int:
     text += b" " * (-len(text) % 4096)
     with (folder / "model.safetensors").open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
-        for tensor, dims in sizing.parameter_shapes(shape).items():
+        for tensor, dims in layout.parameter_shapes(shape).items():
             values = torch.ones(dims, dtype=torch.bfloat16, device=device)
             if "norm" not in tensor:
                 values.normal_(0.0, 0.02)

@@ -17,7 +17,7 @@ from benchmarks.gpu_limits import CACHE_DIR, copy_bytes_per_s, gemm_flops, host_
 from benchmarks.gpu_shapes import Bench
 from engine import ops
 from engine.work_space import KEPT_BYTES
-from loader import sizing
+from loader import dtypes, kv_layout
 from loader.gpu_sizing import gpu_work_space_bytes
 
 IN_FLIGHT = 2
@@ -47,8 +47,8 @@ def drive(bench: Bench, num_rows: int, context: int, steps: int) -> tuple[float,
 def decode(bench: Bench, num_rows: int, context: int, steps: int, copy: float) -> None:
     drive(bench, num_rows, context, 4)
     wall_s, device_s, host_s = drive(bench, num_rows, context, steps)
-    weights = bench.weights.num_bytes - bench.shape.vocab_size * bench.shape.hidden_size * sizing.ITEM_BYTES[bench.dtype]
-    kv = num_rows * (context + steps // 2) * sizing.kv_bytes_per_token(bench.shape, bench.dtype)
+    weights = bench.weights.num_bytes - bench.shape.vocab_size * bench.shape.hidden_size * dtypes.ITEM_BYTES[bench.dtype]
+    kv = num_rows * (context + steps // 2) * kv_layout.kv_bytes_per_token(bench.shape, bench.dtype)
     floor_s = (weights + kv) / copy
     graph = bench.model.graphs.captured.get(bench.model.graphs.rows_for(num_rows))
     tell(
@@ -76,7 +76,7 @@ def prefill(bench: Bench, num_tokens: int, gemm: float) -> None:
         bench.model.execute(bench.plan(1, 0, num_tokens), bench.table)
         times.append(time.perf_counter() - began_s)
     seconds = sorted(times)[len(times) // 2]
-    matrices = bench.weights.num_bytes // sizing.ITEM_BYTES[bench.dtype] - 2 * shape.vocab_size * shape.hidden_size
+    matrices = bench.weights.num_bytes // dtypes.ITEM_BYTES[bench.dtype] - 2 * shape.vocab_size * shape.hidden_size
     attention = 4 * shape.num_layers * shape.num_heads * shape.head_dim * num_tokens * (num_tokens + 1) / 2
     flops = 2.0 * matrices * num_tokens + 2.0 * shape.vocab_size * shape.hidden_size + attention
     tell(

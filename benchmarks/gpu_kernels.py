@@ -29,7 +29,7 @@ from engine.kernels import (
     triton_unpack,
 )
 from engine.memory.arena import kv_views
-from loader import codec, sizing
+from loader import codec, kv_layout
 from loader.frame import FRAME_VALUES
 
 BLOCK_TOKENS = 16
@@ -68,8 +68,8 @@ def make_kv(
     num_blocks: int, layers: int, kv_heads: int, head_dim: int, kv_dtype: str, device: str
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Keys and values that are normal numbers, and their scales if they are fp8."""
-    block_bytes = layers * 2 * kv_heads * BLOCK_TOKENS * sizing.kv_head_bytes(head_dim, kv_dtype)
-    group = sizing.KVGroupSpec("full", BLOCK_TOKENS, block_bytes, tuple(range(layers)))
+    block_bytes = layers * 2 * kv_heads * BLOCK_TOKENS * kv_layout.kv_head_bytes(head_dim, kv_dtype)
+    group = kv_layout.KVGroupSpec("full", BLOCK_TOKENS, block_bytes, tuple(range(layers)))
     kv, scales = kv_views(
         torch.empty(num_blocks * block_bytes, dtype=torch.uint8, device=device), group, kv_heads, head_dim, kv_dtype
     )
@@ -82,7 +82,7 @@ def make_kv(
 
 
 def about(heads: int, kv_heads: int, head_dim: int, kv_dtype: str) -> str:
-    return f"{heads}/{kv_heads} heads of {head_dim}{', fp8 KV' if kv_dtype == sizing.KV_FP8 else ''}"
+    return f"{heads}/{kv_heads} heads of {head_dim}{', fp8 KV' if kv_dtype == kv_layout.KV_FP8 else ''}"
 
 
 def decode(
@@ -91,7 +91,7 @@ def decode(
     dtype, device = (torch.float32 if table.tiny else torch.bfloat16), table.device
     kv_dtype = kv_dtype or str(dtype).removeprefix("torch.")
     seen = min(window or context, context)
-    layer_bytes = rows * seen * 2 * kv_heads * sizing.kv_head_bytes(head_dim, kv_dtype)
+    layer_bytes = rows * seen * 2 * kv_heads * kv_layout.kv_head_bytes(head_dim, kv_dtype)
     layers = 1 if table.tiny else max(1, min(8, CACHES_BYTES // layer_bytes))
     blocks = -(-context // BLOCK_TOKENS)
     kv = make_kv(rows * blocks, layers, kv_heads, head_dim, kv_dtype, device)
@@ -190,7 +190,7 @@ def rope(table: Table, num_tokens: int, heads: int, kv_heads: int, head_dim: int
     qkv = torch.randn(num_tokens, (heads + 2 * kv_heads) * head_dim, device=device).to(dtype)
     turns = torch.randn(num_tokens, head_dim, device=device)
     slots, norm = torch.randperm(blocks * BLOCK_TOKENS)[:num_tokens].to(device), torch.ones(head_dim, dtype=dtype, device=device)
-    stored = num_tokens * 2 * kv_heads * sizing.kv_head_bytes(head_dim, kv_dtype)
+    stored = num_tokens * 2 * kv_heads * kv_layout.kv_head_bytes(head_dim, kv_dtype)
     num_bytes = (qkv.numel() + num_tokens * heads * head_dim) * dtype.itemsize + stored
     for name, norms in (("RoPE + KV write", (None, None)), ("norms + RoPE + KV write", (norm, norm))):
 
@@ -241,9 +241,9 @@ def main() -> None:
         few_rows(table, 1, 8, 16)
         rows(table, 2, 16, 32)
         rope(table, 2, 4, 2, 16)
-        decode(table, 2, 20, 4, 2, 16, kv_dtype=sizing.KV_FP8)
-        extend(table, 20, 5, 4, 2, 16, kv_dtype=sizing.KV_FP8)
-        rope(table, 2, 4, 2, 16, kv_dtype=sizing.KV_FP8)
+        decode(table, 2, 20, 4, 2, 16, kv_dtype=kv_layout.KV_FP8)
+        extend(table, 20, 5, 4, 2, 16, kv_dtype=kv_layout.KV_FP8)
+        rope(table, 2, 4, 2, 16, kv_dtype=kv_layout.KV_FP8)
         sampling(table, 2, 50)
         packed_weights(table, 5000)
         return
@@ -253,9 +253,9 @@ def main() -> None:
     decode(table, 256, 512, 32, 8, 128)
     decode(table, 64, 4096, 32, 8, 64)
     decode(table, 64, 8192, 8, 4, 256, window=1024)
-    decode(table, 64, 4096, 32, 8, 128, kv_dtype=sizing.KV_FP8)
-    extend(table, 8192, 0, 32, 8, 128, kv_dtype=sizing.KV_FP8)
-    rope(table, 2048, 32, 8, 128, kv_dtype=sizing.KV_FP8)
+    decode(table, 64, 4096, 32, 8, 128, kv_dtype=kv_layout.KV_FP8)
+    extend(table, 8192, 0, 32, 8, 128, kv_dtype=kv_layout.KV_FP8)
+    rope(table, 2048, 32, 8, 128, kv_dtype=kv_layout.KV_FP8)
     for num_rows in (1, 4):
         for num_outputs, num_inputs in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)):
             few_rows(table, num_rows, num_outputs, num_inputs)

@@ -31,7 +31,7 @@ from engine.memory.chunk_memory import ChunkMemory
 from engine.memory.host_registration import RegistersHost, register
 from engine.memory.weight_range import WeightRange
 from loader.catalog import scan_one
-from loader.sizing import weights_bytes
+from loader.layout import weights_bytes
 from loader.staging import StagingRing
 from loader.weight_stream import open_checkpoint, stream_weights
 

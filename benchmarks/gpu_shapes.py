@@ -13,8 +13,9 @@ from benchmarks.plain_memory import PlainRange
 from engine.contracts import BatchPlan, SequenceTable
 from engine.cuda_model import CudaModel
 from engine.protocol import LoadModel
-from loader import sizing
-from loader.hf_config import ModelShape, parse_config
+from loader import kv_layout, layout
+from loader.hf_config import parse_config
+from loader.model_shape import ModelShape
 from scheduler.batch.plan import make_sequence_table
 
 BLOCK_TOKENS = 16
@@ -51,10 +52,10 @@ def shape_of(name: str) -> ModelShape:
 
 def random_weights(shape: ModelShape, dtype: str, device: str) -> PlainRange:
     """Normal numbers small enough that hidden states stay finite; norms are ones."""
-    memory = PlainRange(sizing.weights_bytes(shape, dtype), device)
+    memory = PlainRange(layout.weights_bytes(shape, dtype), device)
     kind: torch.dtype = getattr(torch, dtype)
     memory.memory.view(kind).normal_(0.0, 0.02)
-    for slot in sizing.weight_layout(shape, dtype):
+    for slot in layout.weight_layout(shape, dtype):
         if "norm" in slot.name:
             memory.tensor(slot.offset_bytes, slot.shape, kind).fill_(1.0)
     return memory
@@ -69,7 +70,7 @@ class Bench:
         self.shape = shape_of(name)
         self.dtype = "bfloat16" if device == "cuda" else "float32"
         self.weights = random_weights(self.shape, self.dtype, device) if weights is None else weights
-        self.block_bytes = sizing.block_bytes(self.shape, self.dtype, BLOCK_TOKENS)
+        self.block_bytes = kv_layout.block_bytes(self.shape, self.dtype, BLOCK_TOKENS)
         blocks = -(-length // BLOCK_TOKENS)
         self.num_blocks = num_rows * blocks + SPARE_BLOCKS
         arena = torch.zeros(self.num_blocks * self.block_bytes, dtype=torch.uint8, device=device)

@@ -31,7 +31,7 @@ from benchmarks.quantize import CONTEXT, DEMO_MODELS, quality, text_pieces  # no
 from benchmarks.run import machine, table  # noqa: E402
 from engine.hosted_model import TorchModel  # noqa: E402
 from engine.kernels import reference  # noqa: E402
-from loader.sizing import KV_FP8, kv_bytes_per_token  # noqa: E402
+from loader.kv_layout import KV_FP8, kv_bytes_per_token  # noqa: E402
 
 ROWS, LARGER_KEYS = 2, 128
 E4M3_MAX, SCALE_OF_ONE = 448.0, 127

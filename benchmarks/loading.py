@@ -37,9 +37,9 @@ from engine.memory.host_tier import HostTier
 from engine.memory.weight_range import WeightRange
 from engine.protocol import LoadModel
 from loader.direct_io import is_cached, open_direct
+from loader.layout import weight_layout, weights_bytes
 from loader.range_plan import Read
 from loader.sinks import HostSink
-from loader.sizing import weight_layout, weights_bytes
 from loader.staging import HUGE_PAGE_BYTES, SLOT_BYTES, StagingRing
 from loader.weight_stream import NUM_READERS, open_checkpoint, stream_weights
 

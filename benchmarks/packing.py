@@ -39,10 +39,10 @@ from engine.memory.weight_range import WeightRange  # noqa: E402
 from loader import codec  # noqa: E402
 from loader.catalog import scan_one  # noqa: E402
 from loader.frame import FRAME_VALUES  # noqa: E402
+from loader.layout import weights_bytes  # noqa: E402
 from loader.packer import pack_file  # noqa: E402
 from loader.safetensors import INDEX_NAME, read_header  # noqa: E402
 from loader.sinks import HostSink  # noqa: E402
-from loader.sizing import weights_bytes  # noqa: E402
 from loader.staging import SLOT_BYTES, StagingRing  # noqa: E402
 from loader.unpack import Decoder  # noqa: E402
 from loader.verifier import verify_tensor  # noqa: E402

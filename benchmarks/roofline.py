@@ -40,9 +40,9 @@ from engine.model_runner import TorchRunner  # noqa: E402
 from engine.protocol import JOURNAL_BYTES, Configure, LoadModel, SamplingParams, TokensOut, encode, write_journal  # noqa: E402
 from engine.served_models import ServedModels  # noqa: E402
 from engine.steps.replay import ChunkProgram, Head, Replay  # noqa: E402
-from loader import sizing  # noqa: E402
+from loader import dtypes, kv_layout, layout, work_space  # noqa: E402
 from loader.catalog import scan_one  # noqa: E402
-from loader.hf_config import ModelShape  # noqa: E402
+from loader.model_shape import ModelShape  # noqa: E402
 from scheduler.batch.request import BatchRequest  # noqa: E402
 
 MACHINE_BYTES = 2 << 30  # of matrices that the bandwidth is measured with
@@ -163,8 +163,8 @@ class Steps:
         self.shape: ModelShape = checkpoint.shape
         self.dtype = self.shape.dtype
         length = 2048
-        kv_chunks = -(-64 * 512 // BLOCK_TOKENS * sizing.block_bytes(self.shape, self.dtype, BLOCK_TOKENS) // CHUNK_BYTES)
-        weights_chunks = -(-sizing.weights_bytes(self.shape, self.dtype) // CHUNK_BYTES)
+        kv_chunks = -(-64 * 512 // BLOCK_TOKENS * kv_layout.block_bytes(self.shape, self.dtype, BLOCK_TOKENS) // CHUNK_BYTES)
+        weights_chunks = -(-layout.weights_bytes(self.shape, self.dtype) // CHUNK_BYTES)
         num_chunks = kv_chunks + weights_chunks
         configure = Configure(
             "cpu:0", num_chunks, CHUNK_BYTES, 0, MAX_BATCHED_TOKENS, BLOCK_TOKENS, 10.0, threads, cache_dir=str(ROOT / ".cache")
@@ -221,7 +221,9 @@ class Steps:
         steps = self.hosted._steps
         has_chunks = kind in ("prefill", "mixed")
         first: ChunkProgram | Head | None = (
-            steps.chunks.get(sizing.recorded_tokens(size)) if has_chunks else steps.decodes.get(steps._inputs.recorded_rows(size))
+            steps.chunks.get(work_space.recorded_tokens(size))
+            if has_chunks
+            else steps.decodes.get(steps._inputs.recorded_rows(size))
         )
         return None if first is None else Program([first, *(steps.heads.values() if has_chunks else ())])
 
@@ -253,15 +255,19 @@ class Steps:
 
     def num_product_weights(self) -> tuple[int, int]:
         """Weights every token meets, and those of the head, which only sampling rows meet."""
-        shapes = sizing.parameter_shapes(self.shape)
+        shapes = layout.parameter_shapes(self.shape)
         every = sum(dims[0] * dims[1] for name, dims in shapes.items() if len(dims) == 2 and ".layers." in name)
         return every, self.shape.vocab_size * self.shape.hidden_size
 
     def bound_ms(self, machine: Machine, num_tokens: int, num_sampling: int, num_kv_tokens: int) -> float:
         every, head = self.num_product_weights()
-        item = sizing.ITEM_BYTES[self.dtype]
+        item = dtypes.ITEM_BYTES[self.dtype]
         seconds = (
-            num_kv_tokens * sizing.block_bytes(self.shape, self.dtype, BLOCK_TOKENS) / BLOCK_TOKENS / machine.bandwidth_gb_s / 1e9
+            num_kv_tokens
+            * kv_layout.block_bytes(self.shape, self.dtype, BLOCK_TOKENS)
+            / BLOCK_TOKENS
+            / machine.bandwidth_gb_s
+            / 1e9
         )
         for weights, rows in ((every, num_tokens), (head, num_sampling)):
             seconds += max(weights * item / machine.bandwidth_gb_s, 2 * weights * rows / machine.gflop_s) / 1e9

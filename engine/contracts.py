@@ -11,7 +11,7 @@ from typing import Protocol, runtime_checkable
 from engine.grammar.row_masks import RowMasks
 from engine.loading.weight_gate import WeightGate
 from engine.protocol import KernelsTold, LoadModel, PromptLogprobs, TokenLogprobs, WeightsHeld
-from loader.sizing import KVGroupSpec as KVGroupSpec
+from loader.kv_layout import KVGroupSpec as KVGroupSpec
 from scheduler.batch.plan import BatchPlan as BatchPlan
 from scheduler.batch.plan import BoolArray as BoolArray
 from scheduler.batch.plan import FloatArray as FloatArray

@@ -35,9 +35,9 @@ from engine.steps.cuda_graphs import DecodeGraphs
 from engine.steps.device_batch import DeviceBatch, DeviceGroup, QueryTiles
 from engine.steps.device_state import DeviceSequences, Staging
 from engine.steps.forward_batch import Rotary
-from loader import sizing
+from loader import kv_layout
 from loader.gpu_sizing import LOGITS_ROWS
-from loader.hf_config import ModelShape
+from loader.model_shape import ModelShape
 
 DECODE_PIECES_PER_CORE = 8  # contexts are cut into this many pieces per multiprocessor
 CPU_CORES = 2  # stands for the number of multiprocessors where the kernels are interpreted
@@ -87,7 +87,7 @@ class CudaModel:
         max_graph_rows: int = 0,
     ) -> None:
         self.name, self.vocab_size, self.weights_bytes, self.shape = spec.model, shape.vocab_size, weights.num_bytes, shape
-        self.kv_groups = sizing.kv_groups(shape, spec.kv_dtype, block_tokens)
+        self.kv_groups = kv_layout.kv_groups(shape, spec.kv_dtype, block_tokens)
         self._device = arena.device
         self._weights = weights
         self._eos_token_ids = spec.eos_token_ids

@@ -18,7 +18,7 @@ from engine.layers.weights import Weights
 from engine.memory.weight_range import WeightRange
 from engine.models.registry import Encoder, build_encoder
 from engine.protocol import LoadModel
-from loader.hf_config import ModelShape
+from loader.model_shape import ModelShape
 
 
 class TorchEncoder:

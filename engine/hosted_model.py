@@ -31,9 +31,10 @@ from engine.steps.program import Scratch
 from engine.steps.recorded import RecordedSteps
 from engine.steps.replay import DecodeProgram
 from engine.steps.sliced import in_slices, slices
-from loader import sizing
-from loader.hf_config import ModelShape
-from loader.sizing import MAX_RECORDED_ROWS, MAX_RECORDED_TOKENS
+from loader import kv_layout, work_space
+from loader.formats.registry import FORMATS
+from loader.model_shape import ModelShape
+from loader.work_space import MAX_RECORDED_ROWS, MAX_RECORDED_TOKENS
 
 
 class TorchModel:
@@ -53,12 +54,12 @@ class TorchModel:
         self.vocab_size = shape.vocab_size
         self.weights_bytes = weights.num_bytes
         self.shape = shape
-        self.kv_groups = sizing.kv_groups(shape, spec.kv_dtype, block_tokens)
+        self.kv_groups = kv_layout.kv_groups(shape, spec.kv_dtype, block_tokens)
         self.num_threads = num_threads
         self._eos_token_ids = spec.eos_token_ids
         self._weights = weights
-        self._logits_rows = sizing.logits_rows(shape, spec.dtype, spec.max_sequences)
-        self._model: CausalLM = build_model(shape, Weights(shape, spec.dtype, weights, spec.quantize))
+        self._logits_rows = work_space.logits_rows(shape, spec.dtype, spec.max_sequences)
+        self._model: CausalLM = build_model(shape, Weights(shape, spec.dtype, weights, FORMATS[spec.quantize]))
         self._released = False
         rotary = rotary_of(shape.rope, shape.head_dim, spec.max_model_len)
         local = rotary if shape.local_rope is None else rotary_of(shape.local_rope, shape.head_dim, spec.max_model_len)
@@ -70,8 +71,8 @@ class TorchModel:
         max_rows, max_blocks = min(spec.max_sequences, MAX_RECORDED_ROWS), -(-spec.max_model_len // block_tokens)
         self._inputs = StepInputs(self._kv, self._layer_places, max_rows, MAX_RECORDED_TOKENS, max_blocks, self._padded)
         self._max_rows, self._scratch = max_rows, scratch
-        self._dtype, self._quantize = spec.dtype, spec.quantize
-        self._awaits_kernels = not ops.is_final(spec.dtype, spec.quantize)
+        self._dtype, self._format_kernels = spec.dtype, FORMATS[spec.quantize].kernels
+        self._awaits_kernels = not ops.is_final(self._dtype, self._format_kernels)
         self._steps = self._recorded_steps()
 
     def _recorded_steps(self) -> RecordedSteps:
@@ -160,7 +161,7 @@ class TorchModel:
 
     def _prepare(self) -> CausalLM:
         model = self._loaded()
-        if self._awaits_kernels and ops.is_final(self._dtype, self._quantize):
+        if self._awaits_kernels and ops.is_final(self._dtype, self._format_kernels):
             self._awaits_kernels = False
             self._steps = self._recorded_steps()
         # the compiler processes need cores, too: more threads than free cores would mostly wait for one another

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from engine.contracts import KVGroupSpec
 from engine.protocol import LoadModel
-from loader import sizing
+from loader import kv_layout
 from scheduler.batch.block_pool import BlockPool
 from scheduler.batch.chunk_pool import ChunkPool
 from scheduler.batch.group_cache import GroupCache
@@ -24,7 +24,7 @@ def make_kv_cache(spec: LoadModel, groups: Sequence[KVGroupSpec], chunks: ChunkP
                 f"model {spec.model}: KV group of kind {group.kind} with window_tokens {group.window_tokens}; "
                 f"supported: {', '.join(KINDS)} (of at least 1 token)"
             )
-    needs = [sizing.group_chunks(group, spec.max_model_len, max_num_batched_tokens, chunks.chunk_bytes) for group in groups]
+    needs = [kv_layout.group_chunks(group, spec.max_model_len, max_num_batched_tokens, chunks.chunk_bytes) for group in groups]
     made: list[GroupCache] = []
     try:
         for group, share in zip(groups, split_reserve(spec.kv_reserved_chunks, needs), strict=True):

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
+from engine.identity import kv_identity, weights_identity
 from engine.memory.chunk_memory import ChunkMemory
 from engine.memory.host_tier import HostTier
 from engine.memory.transfers import Piece, copies_several, transfer
@@ -105,8 +106,8 @@ def index_of(done: KVTransfer) -> bytes:
     spec, kv = done.served.spec, done.served.scheduler.kv
     return msgspec.msgpack.encode(
         KVIndex(
-            spec.fingerprint,
-            spec.dtype + spec.kv_cache_dtype,
+            weights_identity(spec),
+            kv_identity(spec),
             kv.block_tokens,
             [group.block_bytes for group in kv.groups],
             b"".join(done.keys),
@@ -129,7 +130,7 @@ def restoring(served: ServedModel, tier: HostTier | None, memory: ChunkMemory | 
         num_tokens = np.frombuffer(index.num_tokens, np.int32)
         present = np.frombuffer(index.present, np.uint8).reshape(len(keys), len(kv.groups)).astype(np.bool_)
         sums = np.frombuffer(index.checksums, np.uint64)
-        ours = (spec.fingerprint, spec.dtype + spec.kv_cache_dtype, kv.block_tokens)
+        ours = (weights_identity(spec), kv_identity(spec), kv.block_tokens)
         same = (index.fingerprint, index.kv_dtype, index.block_tokens) == ours
         if not same or index.block_bytes != [group.block_bytes for group in kv.groups]:
             raise ValueError("it is of other weights or blocks")

@@ -32,9 +32,11 @@ from engine.memory.host_tier import HostTier
 from engine.memory.weight_range import WeightRange, WeightRanges
 from engine.protocol import Configure, LoadModel
 from engine.steps.program import Scratch
-from loader import sizing
 from loader.errors import CheckpointError, UnsupportedModel
-from loader.hf_config import CONFIG_NAME, ModelShape
+from loader.formats.registry import FORMATS
+from loader.hf_config import CONFIG_NAME
+from loader.layout import weight_layout, weights_bytes
+from loader.model_shape import ModelShape
 from loader.range_plan import Read
 from loader.read_rates import ReadRates
 from loader.sinks import HostSink, WeightSink
@@ -126,18 +128,20 @@ class TorchRunner:
         with ExitStack() as stack:
             choice = SourceChoice(self._rates, self._ring, self._measured_decoder)
             source = open_checkpoint(spec.path, spec.fingerprint, stack, not self._gpu, choice.wants_packed)
-            if spec.quantize and (self._gpu or source.shape.pooling):
-                what = "on a GPU" if self._gpu else "for encoders"
+            weight_format = FORMATS[spec.quantize]
+            on_gpu = bool(self._gpu) and not weight_format.runs_on_gpus
+            if on_gpu or (source.shape.pooling and not weight_format.runs_encoders):
+                what = "on a GPU" if on_gpu else "for encoders"
                 raise UnsupportedModel(CONFIG_NAME, None, f"quantize: {spec.quantize} is not built {what}")
             if spec.kv_cache_dtype and self.memory.arena.is_cuda:
                 _check_fp8(torch.cuda.get_device_capability())
-            num_bytes = sizing.weights_bytes(source.shape, spec.dtype, spec.quantize)
+            num_bytes = weights_bytes(source.shape, spec.dtype, weight_format)
             granted = len(task.chunks) * self._options.chunk_bytes
             if num_bytes > granted:
                 raise MemoryError(f"weights take {num_bytes} bytes, {len(task.chunks)} chunks were granted ({granted} bytes)")
             num_threads = threads_for(num_bytes, self._options.threads)
             if self._builds is not None:
-                self._builds.need(spec.dtype, spec.quantize)
+                self._builds.need(spec.dtype, weight_format.kernels)
             task.kernels_seconds = time.perf_counter() - asked_s
             weights = self._ranges.of(spec.model, (spec.fingerprint, spec.dtype, spec.quantize), num_bytes)
             started_s = time.perf_counter()
@@ -149,7 +153,7 @@ class TorchRunner:
                 if not self._gpu and not source.shape.pooling:
                     hosted = self._cpu_model(spec, source.shape, weights, num_threads)
                     if task.begun is not None and ops.threads_may_share():
-                        gate = WeightGate(sizing.weight_layout(source.shape, spec.dtype, spec.quantize))
+                        gate = WeightGate(weight_layout(source.shape, spec.dtype, weight_format))
                         task.begun(hosted, gate)
                 if not self._in_memory(task, weights, gate):
                     self._read(task, choice, source, weights, gate, stack)
@@ -193,7 +197,7 @@ class TorchRunner:
         """Reads the weights from files into the range, and copies them to the host tier if they are to be kept. Reads the plain
         files if packed ones are damaged. stack: closes what is opened."""
         spec = task.spec
-        layout = sizing.weight_layout(source.shape, spec.dtype, spec.quantize)
+        layout = weight_layout(source.shape, spec.dtype, FORMATS[spec.quantize])
         places = [(begin, end) for begin, end, _ in parameter_places(layout)]
         with self._copies.keeping(task, weights, places) as kept:
             behind = [each for each in (gate, kept) if each is not None]
@@ -226,7 +230,7 @@ class TorchRunner:
             self._ring,
             task.progress,
             task.cancelled,
-            task.spec.quantize,
+            FORMATS[task.spec.quantize],
             landed=landed,
             decoder=self._decoder() if source.is_packed else Decoder(),
         )

@@ -26,7 +26,7 @@ from engine.contracts import BatchPlan, IntArray, KVGroupSpec, LoadCancelled, Lo
 from engine.grammar.row_masks import RowMasks
 from engine.memory.host_tier import HostTier
 from engine.protocol import Configure, LoadModel, PromptLogprobs, SamplingParams, TokenLogprobs
-from loader import sizing
+from loader import kv_layout
 from loader.catalog import MAX_CONFIG_BYTES
 from loader.errors import CheckpointError
 from loader.hf_config import parse_config
@@ -89,11 +89,11 @@ class NullModel:
         self.name = spec.model
         self.vocab_size = int(config.get("vocab_size", 1024))
         self.weights_bytes = spec.weights_chunks * configure.chunk_bytes
-        block_bytes = 2 * layers * kv_heads * sizing.kv_head_bytes(head_dim, spec.kv_dtype) * configure.block_tokens
+        block_bytes = 2 * layers * kv_heads * kv_layout.kv_head_bytes(head_dim, spec.kv_dtype) * configure.block_tokens
         self.kv_groups: tuple[KVGroupSpec, ...] = (KVGroupSpec("full", configure.block_tokens, block_bytes, tuple(range(layers))),)
         if config.get("sliding_window"):
             shape = parse_config(json.dumps(config).encode(), f"{spec.path}/config.json")
-            self.kv_groups = sizing.kv_groups(shape, spec.kv_dtype, configure.block_tokens)
+            self.kv_groups = kv_layout.kv_groups(shape, spec.kv_dtype, configure.block_tokens)
         faults = config.get("hearthd_null", {})
         self._nan_token: int | None = faults.get("nan_token")
         self._crash_token: int | None = faults.get("crash_token")

@@ -24,7 +24,8 @@ from engine.kernels import compiled, reference, reference_inputs
 from engine.steps.device_batch import DeviceBatch
 from engine.steps.forward_batch import LONG_ROW_TOKENS, ForwardBatch, Rotary
 from engine.steps.program import call, empty, into, is_recording
-from loader.sizing import DEQUANTIZED_BYTES, sampler_rows
+from loader.formats.int8 import WIDENED_BYTES
+from loader.work_space import PREFILL_TILE_TOKENS, sampler_rows
 
 BLOCK_TOKENS_STEP = 4  # paged_attention takes blocks of a multiple of this
 _kernels: Any = None  # engine.kernels.cpu, once configured, if Numba is installed
@@ -176,9 +177,9 @@ def _int8_linear(x: Tensor, weight: Int8Matrix, bias: Tensor | None) -> Tensor:
     if _served(x, "int8") and (product := cpu_products.int8_linear(_kernels, x, weight.values, weight.scales, bias)) is not None:
         return product
     if not is_recording():
-        return reference.int8_linear(x, weight.values, weight.scales, bias, DEQUANTIZED_BYTES)
+        return reference.int8_linear(x, weight.values, weight.scales, bias, WIDENED_BYTES)
     out = empty(x, len(x), len(weight.values))
-    call(into, out.view(out.shape), reference.int8_linear, x.view(x.shape), weight.values, weight.scales, bias, DEQUANTIZED_BYTES)
+    call(into, out.view(out.shape), reference.int8_linear, x.view(x.shape), weight.values, weight.scales, bias, WIDENED_BYTES)
     return out
 
 
@@ -301,18 +302,10 @@ def attention(qkv: Tensor, layer: int, heads: int, scale: float, softcap: float,
         return out
     for row in np.flatnonzero(batch.num_new > LONG_ROW_TOKENS):
         start, num_new = int(batch.starts[row]), int(batch.num_new[row])
-        reference.long_row_attention(
-            qkv[start : start + num_new, : heads * head_dim].view(num_new, heads, head_dim).transpose(0, 1),
-            kv,
-            place,
-            torch.from_numpy(group.block_table[row]),
-            int(batch.contexts[row]),
-            group.window_tokens,
-            scale,
-            softcap,
-            out[start : start + num_new].view(num_new, heads, head_dim),
-            group.scales,
-        )
+        query = qkv[start : start + num_new, : heads * head_dim].view(num_new, heads, head_dim).transpose(0, 1)
+        to = out[start : start + num_new].view(num_new, heads, head_dim)
+        context, blocks = int(batch.contexts[row]), torch.from_numpy(group.block_table[row])
+        reference.long_row_attention(query, kv, place, blocks, context, *how, to, PREFILL_TILE_TOKENS, group.scales)
     return out
 
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import msgspec
 
+from loader.kv_layout import kv_dtype_of
+
 PROTOCOL_VERSION = 9
 
 # How a sequence ended, in `TokensOut.finish`; 0: it goes on.
@@ -105,7 +107,7 @@ class LoadModel(Message, frozen=True):
     @property
     def kv_dtype(self) -> str:
         """The dtype in which keys and values are stored."""
-        return self.kv_cache_dtype or self.dtype
+        return kv_dtype_of(self.dtype, self.kv_cache_dtype)
 
 
 class EvictModel(Message, frozen=True):

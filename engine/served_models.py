@@ -14,6 +14,7 @@ import numpy as np
 from engine.contracts import CapturesSteps, HostedEncoder, HostedModel, LaunchesAhead
 from engine.device import compute_threads
 from engine.embedder import Embedder
+from engine.identity import kv_identity, weights_identity
 from engine.kv_caches import make_kv_cache
 from engine.memory.transfers import NUM_THREADS as NUM_COPY_THREADS
 from engine.protocol import Configure, LoadModel, Stats, WeightsHeld
@@ -192,8 +193,8 @@ class ServedModels:
             max_model_len=spec.max_model_len,
             max_num_batched_tokens=self._configure.max_num_batched_tokens,
             eos_token_ids=tuple(spec.eos_token_ids),
-            fingerprint=spec.fingerprint + spec.quantize,  # quantised weights give other keys and values
-            kv_dtype=spec.dtype + spec.kv_cache_dtype,
+            fingerprint=weights_identity(spec),
+            kv_dtype=kv_identity(spec),
         )
         pace = self._limits.setdefault(
             (spec.model, spec.fingerprint, limits.kv_dtype),

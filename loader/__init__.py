@@ -1,4 +1,4 @@
-"""From checkpoint folders to bytes in device memory. `catalog`, `safetensors`, `hf_config` and `sizing` need no torch.
+"""From checkpoint folders to bytes in device memory. What the daemon takes of it needs no torch.
 
 Part of hearthd.
 """

@@ -15,17 +15,11 @@ from pathlib import Path
 
 from config import open_files
 from config.regular_file import read_regular
-from loader import hub_cache, sizing
+from loader import hub_cache, layout
+from loader.dtypes import DTYPES
 from loader.errors import CheckpointError, FileTooShort, shortened
-from loader.hf_config import (
-    CONFIG_NAME,
-    DTYPES,
-    GENERATION_CONFIG_NAME,
-    GenerationDefaults,
-    ModelShape,
-    parse_config,
-    parse_generation,
-)
+from loader.hf_config import CONFIG_NAME, GENERATION_CONFIG_NAME, GenerationDefaults, parse_config, parse_generation
+from loader.model_shape import ModelShape
 from loader.pooling import MODULES_NAME, POOLING_NAME, check_modules, parse_pooling
 from loader.safetensors import INDEX_NAME, Header
 from loader.weight_files import PACKED_DIR, FileInfo, MissingFile, is_packed_only, packed_files, read_headers, read_packed
@@ -309,8 +303,8 @@ def _fill(checkpoint: Checkpoint, folder: Path, stats: Mapping[str, tuple[int, i
     if checkpoint.shape.pooling and any(tensor.name.startswith("bert.") for tensor in tensors):
         checkpoint.shape = replace(checkpoint.shape, tensor_prefix="bert.")
     _check_layers(checkpoint.shape, len(tensors))
-    checkpoint.shape = replace(checkpoint.shape, block_offsets=sizing.block_offsets(checkpoint.shape, tensors))
-    checkpoint.weights_bytes = {dtype: sizing.weights_bytes(checkpoint.shape, dtype) for dtype in DTYPES}
+    checkpoint.shape = replace(checkpoint.shape, block_offsets=layout.block_offsets(checkpoint.shape, tensors))
+    checkpoint.weights_bytes = {dtype: layout.weights_bytes(checkpoint.shape, dtype) for dtype in DTYPES}
     files = []
     for file, header in headers.items():
         size, mtime = stats[file] if file in stats else _stat(folder / file)
@@ -346,12 +340,12 @@ def _check_layers(shape: ModelShape, num_tensors: int) -> None:
 
 def check_parameters(shape: ModelShape, headers: Mapping[str, Header]) -> None:
     """Every parameter is there in its shape, and nothing else. Raises CheckpointError naming file and tensor."""
-    wanted = sizing.parameter_shapes(shape)
+    wanted = layout.parameter_shapes(shape)
     for file, header in headers.items():
         for tensor in header.tensors:
             dims = wanted.pop(tensor.name, None)
             if dims is None:
-                if not sizing.is_ignored_tensor(shape, tensor.name):
+                if not layout.is_ignored_tensor(shape, tensor.name):
                     raise CheckpointError(file, tensor.name, f"{shape.architecture} with this config.json has no such parameter")
             elif dims != tensor.shape:
                 raise CheckpointError(file, tensor.name, f"has shape {list(tensor.shape)}, config.json asks for {list(dims)}")

@@ -18,6 +18,7 @@ _STATX_DIOALIGN = 0x2000  # Linux 6.1
 _STATX_BYTES = 256
 _DIOALIGN_OFFSET = 152  # of stx_dio_mem_align in struct statx; stx_dio_offset_align follows
 DEFAULT_ALIGN_BYTES = 4096  # where the kernel doesn't say; a multiple of every block size in use
+BLOCK_BYTES = 4096  # direct reads are in whole ones, of the file as of memory
 PROBES = 4  # pages asked for where cachestat is not to be had
 # What a drive or file system answers to a read it can't do directly.
 REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)

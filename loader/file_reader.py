@@ -9,11 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from loader.direct_io import REFUSALS, Alignment, direct_alignment, is_cached, open_direct
+from loader.direct_io import BLOCK_BYTES, REFUSALS, Alignment, direct_alignment, is_cached, open_direct
 from loader.errors import CheckpointError, ReadFailed
 from loader.range_plan import ANY_ALIGNMENT, Read, Span, direct_spans, staged_spans
 from loader.sinks import Fence, WeightSink
-from loader.sizing import BLOCK_BYTES
 from loader.staging import StagingRing
 from loader.unpack import Unpacker
 

@@ -1,31 +1,31 @@
-"""What one step of a model allocates on a GPU beside weights and KV: the counterpart of sizing.work_space_bytes, whose arrays are
+"""What one step of a model allocates on a GPU beside weights and KV: the counterpart of loader/work_space.py, whose arrays are
 others: attention reads KV where it is, and logits of many rows are made at once."""
 
 from __future__ import annotations
 
 from loader import frame
-from loader.hf_config import ModelShape
-from loader.sizing import ITEM_BYTES
+from loader.dtypes import ITEM_BYTES
+from loader.model_shape import ModelShape
 
 LOGITS_ROWS = 256  # sampling rows whose logits are computed at a time
-# Pieces of contexts beside one a row, and float32 results of each: some eight a multiprocessor, of which there are at most 256.
+# Contexts are cut into one piece a row and so many more, each with float32 results: some eight for each of 256 multiprocessors.
 DECODE_PIECES = 2048
 # cuBLAS's work space of 32 MiB a stream, on the stream of steps and on that of captures
 LIBRARY_BYTES = 64 << 20
-# Through which packed weights pass, and as much again while their speed is measured (engine/loading/device_frames.py).
+# Buffers that packed weights pass through, and as many again while their speed is measured (engine/loading/device_frames.py).
 PACKED_BYTES = 2 * frame.frame_bytes(frame.FRAME_VALUES, frame.FRAME_VALUES)
 
 
 def gpu_work_space_bytes(shape: ModelShape, dtype: str, max_num_batched_tokens: int, max_sequences: int) -> int:
-    """Upper bound for one step. What a loaded model keeps between steps (block tables, the memory of its graphs) comes from what
-    the default budget leaves of a GPU. Encoders are not served there: 0."""
+    """Returns an upper bound for one step. What a loaded model keeps between steps (block tables, the memory of its graphs) comes
+    from what the default budget leaves of a GPU. Encoders are not served there: 0."""
     if shape.pooling:
         return 0
     tokens, item, hidden = max(max_num_batched_tokens, max_sequences), ITEM_BYTES[dtype], shape.hidden_size
     query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     residual = tokens * hidden * 3 * item  # residual, normed, a product's result
     pieces = (max_sequences + -(-DECODE_PIECES // shape.num_kv_heads)) * shape.num_heads * (shape.head_dim + 1) * 4
-    attention = tokens * ((query + 2 * key) + query) * item + pieces
+    attention = tokens * ((query + 2 * key) + (2 if shape.whole_width_norms else 1) * query) * item + pieces
     mlp = tokens * shape.intermediate_size * 3 * item
     rows = min(LOGITS_ROWS, max(1, max_sequences))
     # as they come, an untouched copy where log-probabilities are wanted of masked rows, and in float32 where the host edits them

@@ -14,7 +14,8 @@ _MODES = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
 
 
 def parse_pooling(text: bytes | None) -> str:
-    """mean or cls; None, no such file, is mean. Raises UnsupportedModel naming the key of any other mode."""
+    """Returns mean or cls. text: None where there is no such file, which means mean. Raises UnsupportedModel naming the key of any
+    other mode."""
     if text is None:
         return "mean"
     fields = json_fields(text, POOLING_NAME)

@@ -2,27 +2,27 @@
 range.
 
 A read is made of whole blocks, so that it can bypass the page cache. Where the block boundaries of a segment's place are those of
-the file (sizing.weight_layout sees to that), its whole blocks are read straight to their place: a direct span. The rest (the blocks
+the file (layout.weight_layout sees to that), its whole blocks are read straight to their place: a direct span. The rest (the blocks
 at a tensor's ends, tensors that lie otherwise, other dtypes) goes through a staging slot, at its position in the read.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from loader.direct_io import Alignment
+from loader.direct_io import BLOCK_BYTES, Alignment
+from loader.dtypes import DTYPE_OF, ITEM_BYTES
 from loader.errors import CheckpointError
+from loader.formats.int8 import SCALE_BYTES
+from loader.formats.weight_format import WeightSlot
 from loader.packed import Frame
 from loader.safetensors import DTYPE_BYTES, Header, TensorRef
-from loader.sizing import BLOCK_BYTES, DTYPE_OF, ITEM_BYTES, SCALE_BYTES, WeightSlot
 
 MIN_DIRECT_BYTES = 32 << 10  # less than this is as cheap to copy, and a system call takes 1,024 pieces at most
 ANY_ALIGNMENT = Alignment(1, 1)
 QUANTIZED = "int8"
-_LAYER = re.compile(r"\blayers?\.(\d+)\.")
 
 
 @dataclass(slots=True, frozen=True)
@@ -113,18 +113,6 @@ class Read:
         return places
 
 
-def stages(layout: Iterable[WeightSlot]) -> dict[str, int]:
-    """Parameter -> when a forward pass first needs it: 0 before its layers, n + 1 in layer n, the highest behind them."""
-    found: dict[str, int] = {}
-    behind = 0
-    for slot in layout:
-        layer = _LAYER.search(slot.name)
-        found[slot.name] = behind if layer is None else int(layer[1]) + 1
-        if layer is not None:
-            behind = max(behind, int(layer[1]) + 2)
-    return found
-
-
 def plan_reads(headers: Mapping[str, Header], layout: Iterable[WeightSlot], dtype: str, read_bytes: int) -> list[Read]:
     """Every parameter once, by the first stage that a read brings something for, else file by file in file order; read_bytes: the
     longest read, in whole blocks, two at least.
@@ -133,7 +121,7 @@ def plan_reads(headers: Mapping[str, Header], layout: Iterable[WeightSlot], dtyp
     naming a parameter that is missing or has another shape.
     """
     slots = {slot.name: slot for slot in layout}
-    stage_of = stages(slots.values())
+    stage_of = {slot.name: slot.stage for slot in slots.values()}
     reads: list[Read] = []
     for file, header in headers.items():
         segments: list[Segment] = []

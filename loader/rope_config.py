@@ -7,11 +7,20 @@ import math
 from dataclasses import dataclass
 
 from loader.config_fields import Fields
-from loader.families import Family
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic")
 MAX_POSITIONS = 1 << 40
 _LAYER_KINDS = ("full_attention", "sliding_attention")
+
+
+@dataclass(slots=True, frozen=True)
+class RopeRules:
+    """What a family's rotary embedding may be. theta: the base where config.json names none. may_be_partial: only a part of each
+    head may turn, and LongRoPE may scale the frequencies. is_local: windowed layers have frequencies of their own."""
+
+    theta: float = 10000.0
+    may_be_partial: bool = False
+    is_local: bool = False
 
 
 @dataclass(slots=True, frozen=True)
@@ -44,44 +53,45 @@ class RopeParameters:
 
 
 def parse_rope(
-    fields: Fields, family: Family, head_dim: int, max_position_embeddings: int
+    fields: Fields, name: str, rules: RopeRules, head_dim: int, max_position_embeddings: int
 ) -> tuple[RopeParameters, RopeParameters | None]:
-    """(of full attention, of windowed layers where they have their own). Raises UnsupportedModel or CheckpointError."""
+    """Returns the parameters of full attention, and those of windowed layers where these have their own. name: the architecture's.
+    Raises UnsupportedModel or CheckpointError."""
     new, old = fields.mapping("rope_parameters"), fields.mapping("rope_scaling")
-    if not family.local_rope:
-        if new is not None and any(isinstance(new.values.get(kind), dict) for kind in _LAYER_KINDS):
-            raise new.unsupported("full_attention", f"{family.architecture} is supported with one rotary embedding only")
-        given = new or old or Fields({}, fields.file)
-        theta = fields.number("rope_theta", family.rope_theta)
-        return _rope(given, fields, family, theta, head_dim, max_position_embeddings), None
-    if new is not None and not any(isinstance(new.values.get(kind), dict) for kind in _LAYER_KINDS):
+    nothing = Fields({}, fields.file)
+    has_kinds = new is not None and any(isinstance(new.values.get(kind), dict) for kind in _LAYER_KINDS)
+    if not rules.is_local:
+        if new is not None and has_kinds:
+            raise new.unsupported("full_attention", f"{name} is supported with one rotary embedding only")
+        theta = fields.number("rope_theta", rules.theta)
+        return _rope(new or old or nothing, fields, name, rules, theta, head_dim, max_position_embeddings), None
+    if new is not None and not has_kinds:
         # before transformers 5 knew one per kind of layer, this object was the full layers'
         wide: Fields | None = new
         near = None
     else:
         wide = new.mapping("full_attention") if new else old
         near = new.mapping("sliding_attention") if new else None
-    nothing = Fields({}, fields.file)
-    theta, local_theta = fields.number("rope_theta", family.rope_theta), fields.number("rope_local_base_freq", 10000.0)
+    theta, local_theta = fields.number("rope_theta", rules.theta), fields.number("rope_local_base_freq", 10000.0)
     return (
-        _rope(wide or nothing, fields, family, theta, head_dim, max_position_embeddings),
-        _rope(near or nothing, fields, family, local_theta, head_dim, max_position_embeddings),
+        _rope(wide or nothing, fields, name, rules, theta, head_dim, max_position_embeddings),
+        _rope(near or nothing, fields, name, rules, local_theta, head_dim, max_position_embeddings),
     )
 
 
 def _rope(
-    given: Fields, fields: Fields, family: Family, theta: float, head_dim: int, max_position_embeddings: int
+    given: Fields, fields: Fields, name: str, rules: RopeRules, theta: float, head_dim: int, max_position_embeddings: int
 ) -> RopeParameters:
     kind = str(given.values.get("rope_type") or given.values.get("type") or "default")
-    supported = (*ROPE_TYPES, "longrope") if family.partial_rotary else ROPE_TYPES
-    if family.partial_rotary and kind == "su":
+    supported = (*ROPE_TYPES, "longrope") if rules.may_be_partial else ROPE_TYPES
+    if rules.may_be_partial and kind == "su":
         kind = "longrope"  # its first name
     if kind not in supported:
         raise given.unsupported("rope_type", f"{kind!r} is not supported; supported: {', '.join(supported)}")
     theta = given.number("rope_theta", theta)
     if theta <= 0:
         raise fields.fail("rope_theta", f"{theta} is not positive")
-    share = _partial(given, fields, family, head_dim)
+    share = _partial(given, fields, name, rules, head_dim)
     if kind == "default":
         return RopeParameters(theta=theta, partial_rotary_factor=share)
     if kind == "longrope":
@@ -112,26 +122,26 @@ def _rope(
     return RopeParameters("llama3", theta, factor, low, high, original, share)
 
 
-def _partial(given: Fields, fields: Fields, family: Family, head_dim: int) -> float:
+def _partial(given: Fields, fields: Fields, name: str, rules: RopeRules, head_dim: int) -> float:
     holder = given if given.has("partial_rotary_factor") else fields
     share = holder.number("partial_rotary_factor", 1.0)
     if share == 1.0:
         return share
-    if not family.partial_rotary:
-        raise holder.unsupported("partial_rotary_factor", f"{family.architecture} is supported with whole rotary embedding only")
+    if not rules.may_be_partial:
+        raise holder.unsupported("partial_rotary_factor", f"{name} is supported with whole rotary embedding only")
     if not 0 < share < 1 or int(head_dim * share) % 2 or int(head_dim * share) == 0:
         raise holder.fail("partial_rotary_factor", f"{share} of head_dim {head_dim} is not an even number of dimensions")
     return share
 
 
 def _yarn(given: Fields, fields: Fields, theta: float, share: float, max_position_embeddings: int) -> RopeParameters:
-    """https://arxiv.org/abs/2309.00071. As transformers, prefers the original length that stands beside the rotary settings."""
+    """YaRN (https://arxiv.org/abs/2309.00071). The original length beside the rotary settings comes first, as in transformers."""
     holder = fields if fields.has("original_max_position_embeddings") else given
     original = holder.integer("original_max_position_embeddings", max_position_embeddings)
-    is_told = holder.has("original_max_position_embeddings")
+    is_given = holder.has("original_max_position_embeddings")
     if theta <= 1:
         raise fields.fail("rope_theta", f"{theta} is not above 1, which yarn needs")
-    factor = given.number("factor", max_position_embeddings / original if is_told else None)
+    factor = given.number("factor", max_position_embeddings / original if is_given else None)
     if factor < 1:
         raise given.fail("factor", f"{factor} is below 1")
     fast, slow = given.number("beta_fast", 32.0) or 32.0, given.number("beta_slow", 1.0) or 1.0
@@ -149,12 +159,12 @@ def _yarn(given: Fields, fields: Fields, theta: float, share: float, max_positio
         beta_fast=fast,
         beta_slow=slow,
         truncate=given.boolean("truncate", True),
-        extended_to=_reach(given, original, factor) if is_told else 0,
+        extended_to=_reach(given, original, factor) if is_given else 0,
     )
 
 
 def _yarn_scale(factor: float, weight: float) -> float:
-    """What cosines and sines are multiplied by: the paper's square root of 1/t, with a weight of 1."""
+    """Returns what cosines and sines are multiplied by: with a weight of 1 the paper's square root of 1/t."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 

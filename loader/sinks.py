@@ -9,11 +9,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from loader.dtypes import ITEM_BYTES
 from loader.errors import CheckpointError
-from loader.quantize import quantize_rows
+from loader.formats.int8 import SCALE_BYTES
+from loader.formats.int8_rows import quantize_rows
 from loader.range_plan import QUANTIZED, Segment, Span
 from loader.safetensors import DTYPE_BYTES
-from loader.sizing import ITEM_BYTES, SCALE_BYTES
 
 # Elements converted at a time: torch runs that many without waking its thread pool, which belongs to the model that is stepping.
 CONVERT_ELEMENTS = 32768
@@ -62,7 +63,7 @@ class WeightSink(Protocol):
 
 
 class HostSink:
-    """The range is this process's own memory. memory: writable, laid out by sizing.weight_layout; prepare: see WeightSink."""
+    """The range is this process's own memory. memory: writable, laid out by layout.weight_layout; prepare: see WeightSink."""
 
     def __init__(self, memory: memoryview, prepare: Callable[[int, int], None] = lambda begin_bytes, end_bytes: None) -> None:
         self.memory: memoryview | None = memory

@@ -16,11 +16,13 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from config.regular_file import open_regular
-from loader import sizing
+from loader import layout
 from loader.catalog import Checkpoint, scan_one
 from loader.errors import CheckpointChanged
 from loader.file_reader import Fetched, FileReader
-from loader.hf_config import ModelShape
+from loader.formats.plain import PLAIN
+from loader.formats.weight_format import WeightFormat
+from loader.model_shape import ModelShape
 from loader.range_plan import Read, plan_reads
 from loader.safetensors import Header, read_header
 from loader.sinks import WeightSink
@@ -121,9 +123,9 @@ class ReadReport:
     refused: dict[str, str] = field(default_factory=dict)
 
 
-def planned_reads(source: OpenCheckpoint, dtype: str, ring: StagingRing, quantize: str = "") -> list[Read]:
+def planned_reads(source: OpenCheckpoint, dtype: str, ring: StagingRing, weight_format: WeightFormat = PLAIN) -> list[Read]:
     """What `stream_weights` will read, in that order. Raises CheckpointError."""
-    return plan_reads(source.headers, sizing.weight_layout(source.shape, dtype, quantize), dtype, ring.slot_bytes)
+    return plan_reads(source.headers, layout.weight_layout(source.shape, dtype, weight_format), dtype, ring.slot_bytes)
 
 
 def stream_weights(
@@ -133,11 +135,11 @@ def stream_weights(
     ring: StagingRing,
     progress: Callable[[int, int], None],
     cancelled: Callable[[], bool],
-    quantize: str = "",
+    weight_format: WeightFormat = PLAIN,
     landed: Callable[[Read], None] = lambda read: None,
     decoder: Decoder = NUMPY_DECODER,
 ) -> ReadReport:
-    """Fills the sink's weight range, laid out by sizing.weight_layout, through slots of `ring` where it must, quantised on the way.
+    """Fills the sink's weight range, laid out by layout.weight_layout, through slots of `ring` where it must, quantised on the way.
     decoder: of packed files.
 
     progress(bytes done, all bytes) and `cancelled` are called by this thread between reads; `landed`, by this one or a reader's,
@@ -145,7 +147,7 @@ def stream_weights(
     a device is under way when it returns, or raises.
     Raises CheckpointError naming file, tensor and offset, CheckpointChanged, ReadCancelled, or RuntimeError if the device failed.
     """
-    reads = planned_reads(source, dtype, ring, quantize)
+    reads = planned_reads(source, dtype, ring, weight_format)
     total = source.num_bytes
     done = total - sum(read.num_bytes for read in reads)  # tensors that follow from others, and are not read
     report = ReadReport(total)

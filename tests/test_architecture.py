@@ -35,12 +35,16 @@ DAEMON_FROM_LOADER = {
     "loader.catalog",
     "loader.direct_io",
     "loader.errors",
+    "loader.formats.registry",
     "loader.gpu_sizing",
     "loader.hf_config",
+    "loader.kv_layout",
+    "loader.layout",
+    "loader.model_shape",
     "loader.packed",
     "loader.packer",
     "loader.safetensors",
-    "loader.sizing",
+    "loader.work_space",
     "loader.verifier",
     "loader.weight_files",
 }
@@ -186,6 +190,15 @@ def test_engine_layers_point_down() -> None:
         for name in names:
             for above in ENGINE_ORDER[rank + 1 :]:
                 assert not name.startswith(above), f"{module} imports {name} from above itself"
+
+
+def test_kernels_know_nothing_of_checkpoints() -> None:
+    """What a kernel needs of a model is an argument: the sizes at which work is cut belong to who accounts for the memory. Kernels
+    that decode packed weights share the format of the bytes with those that write them."""
+    bytes_of_files = {"loader.checksum", "loader.codec", "loader.frame"}
+    for module, names in IMPORTS.items():
+        if module.startswith("engine.kernels"):
+            assert {name for name in names if name.split(".")[0] == "loader"} <= bytes_of_files, module
 
 
 def test_no_import_circles() -> None:

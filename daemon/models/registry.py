@@ -17,10 +17,11 @@ from config.units import format_bytes
 from daemon.errors import BadRequest, HearthError, NotNow, no_model
 from daemon.models.entry import LoadSource, ModelEntry
 from daemon.record.state import NodeState
-from loader import catalog, sizing
+from loader import catalog, kv_layout, layout, work_space
 from loader.errors import shortened
+from loader.formats.registry import asked_format
 from loader.gpu_sizing import gpu_work_space_bytes
-from loader.hf_config import ModelShape
+from loader.model_shape import ModelShape
 from scheduler.node import events
 from scheduler.node.ledger import kv_reserved_bytes, size_of
 
@@ -158,21 +159,21 @@ class Registry:
         pinned, enabled = self._state.pinned.get(name, settings.pinned), self._state.enabled.get(name, True)
         dtype = settings.dtype or config.dtype
         shape = checkpoint.shape
-        quantize = "int8" if settings.quantize == "int8" else ""
+        weight_format = asked_format(settings.quantize)
+        kv_cache_dtype = kv_layout.asked_kv_cache_dtype(settings.kv_cache_dtype)
         misfit = self._without_carve_out.get(name, "") if settings.isolate else ""
         if shape is not None:
             misfit = misfit or self._encoder_misfit(name, settings, shape) or self._kv_misfit(name, settings, shape)
-        if quantize and shape is not None:
-            misfit = misfit or self._quantize_misfit(name, settings, shape)
+            misfit = misfit or self._format_misfit(name, settings, shape)
         if not checkpoint.complete or shape is None or misfit:
             return self._unusable(config, checkpoint, checkpoint.reason or checkpoint.error or misfit or "not a model")
         dtype = shape.dtype if dtype == "auto" else dtype
-        kv_dtype = sizing.KV_FP8 if _has_fp8_kv(settings) else dtype
+        kv_dtype = kv_layout.kv_dtype_of(dtype, kv_cache_dtype)
         max_model_len = self._max_model_len(config, name, settings, shape, dtype, kv_dtype)
         facts = events.ModelFacts(
             name=name,
-            weights_bytes=sizing.weights_bytes(shape, dtype, quantize),
-            kv_bytes_per_token=sizing.kv_bytes_per_token(shape, kv_dtype),
+            weights_bytes=layout.weights_bytes(shape, dtype, weight_format),
+            kv_bytes_per_token=kv_layout.kv_bytes_per_token(shape, kv_dtype),
             work_space_bytes=self._work_space_bytes(config, name, settings, shape, dtype, max_model_len),
             max_model_len=max_model_len,
             kv_floor_tokens=settings.kv_floor_tokens or 0,
@@ -209,7 +210,7 @@ class Registry:
             embedding_size=shape.hidden_size if shape.pooling else 0,
             cut_sizes=range(1, shape.hidden_size + 1) if shape.any_cut_size else shape.cut_sizes,
         )
-        return Registered(checkpoint, facts, entry, dtype, "", quantize, sizing.KV_FP8 if _has_fp8_kv(settings) else "")
+        return Registered(checkpoint, facts, entry, dtype, "", weight_format.name, kv_cache_dtype)
 
     def _allowed(self, name: str, settings: ModelConfig, shape: ModelShape) -> list[DeviceBudget]:
         """Returns the devices the model may live on: its carve-out alone if it has one, or else the configured devices that are
@@ -236,8 +237,8 @@ class Registry:
         kinds = {device.name.partition(":")[0] for device in self._allowed(name, settings, shape)}
         sizes = [gpu_work_space_bytes(shape, dtype, batch, sequences)] if "cuda" in kinds else []
         if kinds != {"cuda"}:
-            quantize = "int8" if settings.quantize == "int8" else ""
-            sizes.append(sizing.work_space_bytes(shape, dtype, batch, sequences, max_model_len, quantize))
+            weight_format = asked_format(settings.quantize)
+            sizes.append(work_space.work_space_bytes(shape, dtype, batch, sequences, max_model_len, weight_format))
         return max(sizes)
 
     def _encoder_misfit(self, name: str, settings: ModelConfig, shape: ModelShape) -> str:
@@ -251,12 +252,15 @@ class Registry:
             )
         return f'models."{name}".devices: encoders are not built for cuda devices; give the node a cpu device for them'
 
-    def _quantize_misfit(self, name: str, settings: ModelConfig, shape: ModelShape) -> str:
-        """Returns why the model cannot be quantised, or ""."""
+    def _format_misfit(self, name: str, settings: ModelConfig, shape: ModelShape) -> str:
+        """Returns why the model cannot be held in the configured weight format, or ""."""
+        asked = asked_format(settings.quantize)
         gpus = [one.name for one in self._devices if one.name.startswith("cuda") and one.name in (settings.devices or [one.name])]
-        if gpus:
-            return f'models."{name}".quantize: int8 is not built for {gpus[0]}; name cpu devices in its "devices"'
-        return f'models."{name}".quantize: int8 is not built for encoders' if shape.pooling else ""
+        if gpus and not asked.runs_on_gpus:
+            return f'models."{name}".quantize: {asked.name} is not built for {gpus[0]}; name cpu devices in its "devices"'
+        if shape.pooling and not asked.runs_encoders:
+            return f'models."{name}".quantize: {asked.name} is not built for encoders'
+        return ""
 
     def _kv_misfit(self, name: str, settings: ModelConfig, shape: ModelShape) -> str:
         """Returns why KV cannot be kept in the configured type, or ""."""
@@ -283,14 +287,14 @@ class Registry:
         allowed = self._allowed(name, settings, shape)
         budget_bytes = max((device.budget_bytes for device in allowed), default=0)
         whole_bytes = max((device.whole_bytes or device.budget_bytes for device in allowed), default=0)
-        length = sizing.default_max_model_len(shape, kv_dtype, whole_bytes)
+        length = kv_layout.default_max_model_len(shape, kv_dtype, whole_bytes)
         chunk_bytes = int(config.chunk_bytes)
-        quantize = "int8" if settings.quantize == "int8" else ""
-        while length > sizing.MIN_MODEL_LEN:
+        weight_format = asked_format(settings.quantize)
+        while length > kv_layout.MIN_MODEL_LEN:
             facts = events.ModelFacts(
                 name="",
-                weights_bytes=sizing.weights_bytes(shape, dtype, quantize),
-                kv_bytes_per_token=sizing.kv_bytes_per_token(shape, kv_dtype),
+                weights_bytes=layout.weights_bytes(shape, dtype, weight_format),
+                kv_bytes_per_token=kv_layout.kv_bytes_per_token(shape, kv_dtype),
                 work_space_bytes=self._work_space_bytes(config, name, settings, shape, dtype, length),
                 max_model_len=length,
                 kv_reserved_bytes=_kv_reserved_bytes(config, shape, kv_dtype, length),
@@ -298,7 +302,7 @@ class Registry:
             size = size_of(facts, chunk_bytes)
             if size.chunks + size.work_space_chunks <= budget_bytes // chunk_bytes:
                 break
-            length = max(sizing.MIN_MODEL_LEN, length // 2)
+            length = max(kv_layout.MIN_MODEL_LEN, length // 2)
         return length
 
     def _swap(self, config: NodeConfig, found: dict[str, Registered]) -> list[events.Event]:
@@ -349,13 +353,13 @@ class Registry:
 
 
 def _has_fp8_kv(settings: ModelConfig) -> bool:
-    return settings.kv_cache_dtype == "fp8"
+    return bool(kv_layout.asked_kv_cache_dtype(settings.kv_cache_dtype))
 
 
 def _kv_reserved_bytes(config: NodeConfig, shape: ModelShape, kv_dtype: str, num_tokens: int) -> int:
     """Returns the KV bytes to reserve for a model with sliding windows (ModelFacts.kv_reserved_bytes), or 0 for any other model."""
     if not any(shape.layer_windows):
         return 0
-    return sizing.kv_reserved_bytes(
+    return kv_layout.kv_reserved_bytes(
         shape, kv_dtype, num_tokens, config.block_tokens, config.max_num_batched_tokens, int(config.chunk_bytes)
     )

@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from loader.sizing import PREFILL_TILE_TOKENS
-
 # The smallest scale is 2**-24, which float16 can hold. Where all numbers are below 448 times that, the smallest are rounded more.
 MIN_FP8_SCALE = 127 - 24
 
@@ -235,11 +233,13 @@ def long_row_attention(
     scale: float,
     softcap: float,
     out: Tensor,
+    tile_tokens: int,
     scales: Tensor | None = None,
 ) -> None:
     """Computes attention for the last N of one row's `context` positions, whose queries are query [H, N, D]. Writes out [N, H, D].
 
-    block_table: the row's own. The keys and values that the queries see are gathered once."""
+    block_table: the row's own. The keys and values that the queries see are gathered once. tile_tokens: queries that attend at a
+    time where that needs a mask."""
     num_new = query.shape[1]
     before = context - num_new
     first = max(0, before - window + 1) if window else 0  # the first position that the first query sees
@@ -247,8 +247,8 @@ def long_row_attention(
     if before == 0 and not 0 < window < context and softcap == 0:
         out.copy_(causal_attention(query, key, value, scale, 0.0, None).transpose(0, 1))
         return
-    for tile in range(0, num_new, PREFILL_TILE_TOKENS):  # in tiles, because the mask takes much memory
-        end = min(tile + PREFILL_TILE_TOKENS, num_new)
+    for tile in range(0, num_new, tile_tokens):  # in tiles, because the mask takes much memory
+        end = min(tile + tile_tokens, num_new)
         low, high = max(0, before + tile - window + 1) if window else 0, before + end
         mask = torch.ones(end - tile, high - low, dtype=torch.bool).tril_(before + tile - low)
         if window:

@@ -1,34 +1,27 @@
-"""The gated feed-forward layer: SwiGLU, or with GELU in SiLU's place."""
+"""The gated feed-forward layer: SwiGLU, or GELU in SiLU's place."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 from torch import Tensor
 
 from engine import ops
 from engine.layers.weights import Weights
+from loader.architectures.decoder import GELU_TANH, SILU, Decoder
+
+# [T, 2 W] -> [T, W]: gate applied to up
+_ACTIVATIONS = {SILU: ops.silu_and_mul, GELU_TANH: ops.gelu_and_mul}
 
 
 class GatedMLP:
-    """x [T, hidden] -> [T, hidden].
+    """x [T, hidden] -> [T, hidden]."""
 
-    projections: names of those that give gate and up. activate: [T, 2 W] -> [T, W], gate applied to up.
-    """
-
-    def __init__(
-        self,
-        weights: Weights,
-        layer: int,
-        projections: tuple[str, ...] = ("gate_proj", "up_proj"),
-        activate: Callable[[Tensor], Tensor] = ops.silu_and_mul,
-    ) -> None:
-        prefix = f"model.layers.{layer}.mlp."
-        self.gate_up_weight = weights.matrix(prefix, projections)
-        self.gate_up_bias = weights.find_fused(prefix, projections, ".bias")
-        self.down_weight = weights.matrix(prefix, ("down_proj",))
-        self.down_bias = weights.find(prefix + "down_proj.bias")
-        self.activate = activate
+    def __init__(self, family: Decoder, weights: Weights, layer: int) -> None:
+        names, prefix = family.names, family.names.layer.format(layer)
+        self.gate_up_weight = weights.matrix(prefix, names.gate_up)
+        self.gate_up_bias = weights.find_fused(prefix, names.gate_up, ".bias")
+        self.down_weight = weights.matrix(prefix, (names.down,))
+        self.down_bias = weights.find(f"{prefix}{names.down}.bias")
+        self.activate = _ACTIVATIONS[family.activation]
 
     def __call__(self, x: Tensor) -> Tensor:
         return ops.linear(self.activate(ops.linear(x, self.gate_up_weight, self.gate_up_bias)), self.down_weight, self.down_bias)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.steps.forward_batch import Rotary
-from loader.hf_config import RopeParameters
+from loader.rope_config import RopeParameters
 
 
 def rotary_of(rope: RopeParameters, head_dim: int, max_model_len: int) -> Rotary:

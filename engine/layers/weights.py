@@ -1,5 +1,5 @@
 """A model's parameters as views of its weight range. Tensors that one matrix product reads together lie end to end there
-(loader/sizing.py), so the fused matrix is a view as well."""
+(loader/layout.py), so the fused matrix is a view as well."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from torch import Tensor
 
 from engine.memory.weight_range import WeightRange
 from engine.ops import Int8Matrix
-from loader.hf_config import ModelShape
-from loader.sizing import weight_layout
+from loader.formats.plain import PLAIN
+from loader.formats.weight_format import WeightFormat
+from loader.layout import weight_layout
+from loader.model_shape import ModelShape
 
 
 class Weights:
-    """Looks parameters up by their checkpoint names. Raises KeyError for a name the model has not."""
+    """Looks parameters up by their names in the checkpoint. Raises KeyError for a name that the model does not have."""
 
-    def __init__(self, shape: ModelShape, dtype: str, memory: WeightRange, quantize: str = "") -> None:
-        self._slots = {slot.name: slot for slot in weight_layout(shape, dtype, quantize)}
+    def __init__(self, shape: ModelShape, dtype: str, memory: WeightRange, weight_format: WeightFormat = PLAIN) -> None:
+        self._slots = {slot.name: slot for slot in weight_layout(shape, dtype, weight_format)}
         self._dtype: torch.dtype = getattr(torch, dtype)
         self._memory = memory
 
@@ -25,17 +27,17 @@ class Weights:
         return self._memory.tensor(slot.offset_bytes, slot.shape, self._dtype)
 
     def find(self, name: str) -> Tensor | None:
-        """None where the model has no such parameter (biases, norms of queries and keys)."""
+        """Returns None where the model has no such parameter (biases)."""
         return self.get(name) if name in self._slots else None
 
     def fused(self, prefix: str, names: tuple[str, ...], suffix: str) -> Tensor:
-        """prefix + name + suffix of all names as one tensor, joined along the first axis."""
+        """Returns the tensors prefix + name + suffix of all names as one, joined along the first axis."""
         slots = [self._slots[f"{prefix}{name}{suffix}"] for name in names]
         shape = (sum(slot.shape[0] for slot in slots), *slots[0].shape[1:])
         return self._memory.tensor(slots[0].offset_bytes, shape, self._dtype)
 
     def matrix(self, prefix: str, names: tuple[str, ...]) -> Tensor | Int8Matrix:
-        """The weights of projections that one matrix product reads together, as they are held."""
+        """Returns the weights of projections that one matrix product reads together, as they are held."""
         slots = [self._slots[f"{prefix}{name}.weight"] for name in names]
         if slots[0].scales_at_bytes < 0:
             return self.fused(prefix, names, ".weight")
@@ -44,5 +46,5 @@ class Weights:
         return Int8Matrix(values, self._memory.tensor(slots[0].scales_at_bytes, (num_outputs,), torch.float32))
 
     def find_fused(self, prefix: str, names: tuple[str, ...], suffix: str) -> Tensor | None:
-        """None where the model has no such parameters."""
+        """Returns None where the model has no such parameters."""
         return self.fused(prefix, names, suffix) if f"{prefix}{names[0]}{suffix}" in self._slots else None

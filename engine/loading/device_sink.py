@@ -13,10 +13,10 @@ import torch
 from engine.loading.device_frames import DeviceFrames
 from engine.memory.chunk_memory import ChunkMemory
 from engine.memory.weight_range import WeightRange
+from loader.dtypes import ITEM_BYTES
 from loader.range_plan import Segment, Span
 from loader.safetensors import DTYPE_BYTES
 from loader.sinks import Fence, HostSink
-from loader.sizing import ITEM_BYTES
 from loader.unpack import damaged
 
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable
 
-from loader.sizing import SCALE_BYTES, WeightSlot
+from loader.formats.int8 import SCALE_BYTES
+from loader.formats.weight_format import WeightSlot
 
 
 def parameter_places(layout: Iterable[WeightSlot]) -> list[tuple[int, int, str]]:
     """Returns (begin, end, parameter name) for everything that a load brings: a parameter's values and, if it is quantised, its
-    scales. begin and end are bytes in the weight range, end exclusive. layout: as sizing.weight_layout gives it."""
+    scales. begin and end are bytes in the weight range, end exclusive. layout: as loader.layout.weight_layout gives it."""
     places = []
     for slot in layout:
         places.append((slot.offset_bytes, slot.offset_bytes + slot.num_bytes, slot.name))

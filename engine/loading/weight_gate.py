@@ -11,8 +11,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from engine.loading.weight_arrivals import WeightArrivals, parameter_places
-from loader.range_plan import stages
-from loader.sizing import WeightSlot
+from loader.formats.weight_format import WeightSlot
 
 Layer = TypeVar("Layer")
 
@@ -22,8 +21,8 @@ class WeightsWithdrawn(Exception):
 
 
 class WeightGate:
-    """The gate between one load and the steps that run during it. layout: as sizing.weight_layout gives it; stages: as
-    range_plan.stages counts them.
+    """The gate between one load and the steps that run during it. layout: as loader.layout.weight_layout gives it; its slots name
+    the stages.
 
     The readers report what has `landed`. A stage is open when all bytes of its parameters have landed. `begun`, if set, is called
     once, by any thread, when the first stage opens. What only complete weights can prove (checksums, a file that changed) is
@@ -31,7 +30,7 @@ class WeightGate:
 
     def __init__(self, layout: Iterable[WeightSlot]) -> None:
         slots = list(layout)
-        stage_of = stages(slots)
+        stage_of = {slot.name: slot.stage for slot in slots}
         places = [(begin, end, stage_of[name]) for begin, end, name in parameter_places(slots)]
         self._arrivals = WeightArrivals(places, 1 + max(stage_of.values(), default=0))
         self._changed = threading.Condition()

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from loader.sizing import KV_FP8, KVGroupSpec
+from loader.kv_layout import KV_FP8, KVGroupSpec
 from scheduler.batch.plan import IntArray
 
 

@@ -1,1 +1,1 @@
-"""Model families, one plain file each; `registry` maps a checkpoint's architecture to its file."""
+"""One plain file for each kind of model that computes differently; `registry` maps a family's description to its file."""

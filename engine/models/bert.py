@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.layers.weights import Weights
-from loader.hf_config import ModelShape
+from loader.model_shape import ModelShape
 
 QUERY_KEY_VALUE = ("query", "key", "value")
 

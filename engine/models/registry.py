@@ -1,23 +1,19 @@
-"""Which class runs which architecture (as config.json names it)."""
+"""Which class runs which family: there is one for each kind of description in loader/architectures."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from engine.layers.weights import Weights
 from engine.models.bert import BertModel
-from engine.models.gemma2 import Gemma2ForCausalLM
-from engine.models.gemma3 import Gemma3ForCausalLM
-from engine.models.llama import LlamaForCausalLM
-from engine.models.mistral import MistralForCausalLM
-from engine.models.phi3 import Phi3ForCausalLM
-from engine.models.qwen2 import Qwen2ForCausalLM
-from engine.models.qwen3 import Qwen3ForCausalLM
+from engine.models.decoder import DecoderModel
 from engine.steps.forward_batch import ForwardBatch
-from loader.hf_config import ModelShape
+from loader.architectures.decoder import Decoder
+from loader.architectures.registry import architecture_of
+from loader.model_shape import ModelShape
 
 
 class CausalLM(Protocol):
@@ -32,22 +28,13 @@ class Encoder(Protocol):
     def forward(self, input_ids: Tensor, lengths: Sequence[int]) -> Tensor: ...
 
 
-MODELS: dict[str, Callable[[ModelShape, Weights], CausalLM]] = {
-    "Gemma2ForCausalLM": Gemma2ForCausalLM,
-    "Gemma3ForCausalLM": Gemma3ForCausalLM,
-    "LlamaForCausalLM": LlamaForCausalLM,
-    "MistralForCausalLM": MistralForCausalLM,
-    "Phi3ForCausalLM": Phi3ForCausalLM,
-    "Qwen2ForCausalLM": Qwen2ForCausalLM,
-    "Qwen3ForCausalLM": Qwen3ForCausalLM,
-}
-ENCODERS: dict[str, Callable[[ModelShape, Weights], Encoder]] = {"BertModel": BertModel}
-
-
 def build_model(shape: ModelShape, weights: Weights) -> CausalLM:
-    """loader.hf_config has refused all other architectures before."""
-    return MODELS[shape.architecture](shape, weights)
+    """Raises TypeError for a family that does not generate text: callers go by shape.pooling."""
+    family = architecture_of(shape)
+    if isinstance(family, Decoder):
+        return DecoderModel(family, shape, weights)
+    raise TypeError(f"{shape.architecture} is not built: nothing runs a {type(family).__name__}")
 
 
 def build_encoder(shape: ModelShape, weights: Weights) -> Encoder:
-    return ENCODERS[shape.architecture](shape, weights)
+    return BertModel(shape, weights)

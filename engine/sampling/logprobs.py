@@ -18,7 +18,7 @@ from torch import Tensor
 from engine import ops
 from engine.contracts import BatchPlan, BoolArray, FloatArray, IntArray, LongArray, SequenceTable
 from engine.protocol import PromptLogprobs, SamplingParams, TokenLogprobs
-from loader.sizing import sampler_rows
+from loader.work_space import sampler_rows
 
 DECIMALS = 6  # to which a log-probability is rounded before it leaves the engine
 

@@ -20,7 +20,7 @@ from engine.grammar.row_masks import RowMasks
 from engine.kernels.reference_inputs import noise_keys
 from engine.protocol import SamplingParams
 from engine.sampling.token_mask import apply_row_masks
-from loader.sizing import sampler_rows
+from loader.work_space import sampler_rows
 
 KeyArray = npt.NDArray[np.uint32]
 

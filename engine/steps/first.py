@@ -18,7 +18,7 @@ from engine.kv_transfer import KVTransfer
 from engine.loading.weight_gate import WeightGate, WeightsWithdrawn
 from engine.protocol import Abort, EvictModel, Submit
 from engine.served_models import ServedModel
-from loader.sizing import FIRST_STEP_SLICES
+from loader.work_space import FIRST_STEP_SLICES
 
 NO_REQUESTS = np.zeros(0, np.int64)
 

@@ -36,7 +36,7 @@ class Scratch:
     """Memory for intermediate results, shared by all programs of a process, because one step runs at a time.
 
     A result is placed in the first gap between the results in use, so programs of all sizes and models use the same pages, as many
-    as the largest needs (sizing.recorded_bytes at most, and 0.5 MB a thread where weights are packed). Its memory is free again
+    as the largest needs (work_space.recorded_bytes at most, and 0.5 MB a thread where weights are packed). Its memory is free again
     once its tensor is destroyed, so recorded calls must hold other views of it."""
 
     def __init__(self, num_bytes: int = _REGION_BYTES) -> None:

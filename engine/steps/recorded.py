@@ -22,7 +22,7 @@ from engine.models.registry import CausalLM
 from engine.steps.inputs import StepInputs
 from engine.steps.program import Recorder, Scratch, recording
 from engine.steps.replay import ChunkProgram, DecodeProgram, Drawing, Head, Replay
-from loader.sizing import MAX_RECORDED_TOKENS, recorded_tokens
+from loader.work_space import MAX_RECORDED_TOKENS, recorded_tokens
 
 log = logging.getLogger("engine")
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from loader import hf_config, sizing
+from loader import dtypes, hf_config, layout, model_shape
 
 BEGIN, END, USER, ASSISTANT, SYSTEM = "<|begin|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"
 SPECIALS = (BEGIN, END, USER, ASSISTANT, SYSTEM)
@@ -46,7 +46,7 @@ def make_model(
     if weights_bytes:
         # deep rather than wide: work space grows with the width, reserved KV with heads; both stay small this way
         hidden_size, num_heads, num_kv_heads = 256, 16, 1
-        layer_bytes = sizing.ITEM_BYTES[dtype] * (
+        layer_bytes = dtypes.ITEM_BYTES[dtype] * (
             hidden_size * hidden_size * 2 + 2 * hidden_size * 16 + 3 * 2 * hidden_size * hidden_size
         )
         num_layers = -(-weights_bytes // layer_bytes)
@@ -78,13 +78,13 @@ def make_model(
     return folder
 
 
-def write_weights(path: Path, shape: hf_config.ModelShape, seed: int) -> None:
+def write_weights(path: Path, shape: model_shape.ModelShape, seed: int) -> None:
     """One safetensors file with every parameter the shape asks for, drawn with std 0.2 so that logits differ clearly."""
     generator = np.random.default_rng(seed)
     header: dict[str, Any] = {}
     parts: list[bytes] = []
     offset = 0
-    for name, dims in sizing.parameter_shapes(shape).items():
+    for name, dims in layout.parameter_shapes(shape).items():
         values = generator.standard_normal(math.prod(dims), dtype=np.float32) * np.float32(0.2)
         if "norm" in name:
             values += 1

@@ -13,7 +13,7 @@ import torch
 from benchmarks.plain_memory import PlainRange
 from engine.cuda_model import CudaModel
 from engine.protocol import LoadModel
-from loader import sizing
+from loader import layout
 from loader.catalog import scan_one
 from loader.sinks import HostSink
 from loader.staging import StagingRing
@@ -22,7 +22,7 @@ from tests.engine.model_bench import BLOCK_TOKENS, MAX_LEN
 
 PROMPT = np.random.default_rng(11).integers(0, 211, 60).tolist()
 OTHER = np.random.default_rng(12).integers(0, 211, 45).tolist()
-KINDS = ["llama", "qwen3", "gemma2", "gemma3", "phi3-partial-window"]
+KINDS = ["llama", "qwen3", "gemma2", "gemma3", "phi3-partial-window", "olmo2"]
 INTERPRETED = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy warns of infinities, a GPU does not
     pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU tests/gpu runs the same model"),
@@ -37,7 +37,7 @@ def load_cuda_model(
     spec = LoadModel(1, "tiny", str(folder), dtype, scan_one(folder).fingerprint, *limits, kv_cache_dtype=kv_cache_dtype)
     with ExitStack() as stack:
         source = open_checkpoint(folder, spec.fingerprint, stack, in_place=False)
-        on_host = PlainRange(sizing.weights_bytes(source.shape, dtype), "cpu")
+        on_host = PlainRange(layout.weights_bytes(source.shape, dtype), "cpu")
         sink = HostSink(on_host.memory.numpy().data)
         stream_weights(source, dtype, sink, StagingRing(), lambda done, total: None, lambda: False)
     weights = PlainRange(on_host.num_bytes, device)

@@ -15,8 +15,8 @@ from engine.hosted_model import TorchModel
 from engine.model_runner import TorchRunner
 from engine.steps import recorded as recorded_steps
 from engine.steps.program import Scratch
-from loader import sizing
-from loader.sizing import recorded_tokens
+from loader import work_space
+from loader.work_space import recorded_tokens
 from scheduler.batch.step_costs import class_tokens
 from scheduler.batch.step_limits import CHUNK_STEP_TOKENS
 from tests.engine import model_bench
@@ -34,7 +34,7 @@ from tests.engine.model_bench import (
 
 SLOTS, LENGTH = 12, 128
 TOKENS = np.random.default_rng(4).integers(2, 211, (SLOTS, LENGTH)).tolist()
-FAMILIES = ["llama-biases-linear", "qwen3-tied-biases", "mistral-window", "phi3-partial-window", "gemma2", "gemma3"]
+FAMILIES = ["llama-biases-linear", "qwen3-tied-biases", "mistral-window", "phi3-partial-window", "gemma2", "gemma3", "olmo2"]
 # For each step its rows (slot, first position, tokens) and which of them sample. Chunks of up to 16 tokens are attended token by
 # token, longer ones as a whole.
 STEPS = [
@@ -191,7 +191,7 @@ def test_results_find_room_where_they_are_said_to(runner: TorchRunner, folder: P
     model.logits(plan((0, 0, 120), (1, 0, 120)), new_table(model))
     assert set(model._steps.chunks) == {256}
     packed = 2 * (260 << 10)  # weights that two threads pack
-    assert 0 < scratch.most_bytes <= sizing.recorded_bytes(model.shape, "bfloat16", SLOTS, 512) + packed
+    assert 0 < scratch.most_bytes <= work_space.recorded_bytes(model.shape, "bfloat16", SLOTS, 512) + packed
     model.release()
 
 

@@ -18,7 +18,7 @@ from engine.main import beside_work_space
 from engine.memory.weight_range import WeightRange
 from engine.model_runner import TorchRunner
 from engine.protocol import Configure, LoadModel
-from loader import sizing
+from loader import layout
 from loader.catalog import scan_one
 from loader.errors import UnsupportedModel
 from loader.sinks import HostSink
@@ -75,12 +75,12 @@ def test_weights_reach_a_device_as_they_reach_the_host(tmp_path: Path, dtype: st
     memory = make_memory()
     with ExitStack() as stack:
         source = open_checkpoint(tmp_path, "", stack)
-        on_host = np.zeros(sizing.weights_bytes(source.shape, dtype), np.uint8)
+        on_host = np.zeros(layout.weights_bytes(source.shape, dtype), np.uint8)
         weights = WeightRange(memory, len(on_host))
         weights.map(list(range(weights.num_chunks)))
         for sink in (HostSink(on_host.data), DeviceSink(memory, weights)):
             stream_weights(source, dtype, sink, StagingRing(2, 8 << 10), lambda done, total: None, lambda: False)
-    for slot in sizing.weight_layout(source.shape, dtype):
+    for slot in layout.weight_layout(source.shape, dtype):
         wanted = torch.from_numpy(on_host[slot.offset_bytes : slot.offset_bytes + slot.num_bytes])
         assert torch.equal(weights.tensor(slot.offset_bytes, (slot.num_bytes,), torch.uint8), wanted), slot.name
     weights.close()

@@ -22,7 +22,7 @@ from engine.protocol import SamplingParams
 from engine.steps import recorded as recorded_steps
 from engine.steps.forward_batch import ForwardBatch
 from engine.steps.program import Scratch
-from loader import sizing
+from loader import work_space
 from loader.errors import CheckpointError
 from tests.engine import model_bench
 from tests.engine.model_bench import (
@@ -40,7 +40,7 @@ from tests.engine.model_bench import (
 
 SLOTS = 24
 TOKENS = np.random.default_rng(2).integers(2, 211, (SLOTS, 48)).tolist()
-FAMILIES = ["llama-biases-linear", "qwen3-tied-biases", "mistral-window", "phi3-partial-window", "gemma2", "gemma3"]
+FAMILIES = ["llama-biases-linear", "qwen3-tied-biases", "mistral-window", "phi3-partial-window", "gemma2", "gemma3", "olmo2"]
 # 12 and 17 rows are padded to 16 and 24 in bfloat16; products of 24 rows are computed by torch
 BATCHES = [[3], [3, 5], [5], [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], [2, 19], list(range(17)), [19]]
 
@@ -191,7 +191,7 @@ def test_all_that_may_run_are_recorded_within_the_memory_they_may_take(runner: T
     for num in (21, 9):
         model.logits(plan(*((slot, at[slot], 1) for slot in range(num) if slot != 5), (5, at[5], 1)), table)
     assert programs(model) == {16, 24}
-    assert 0 < scratch.most_bytes <= sizing.recorded_bytes(model.shape, "bfloat16", 21, 512)
+    assert 0 < scratch.most_bytes <= work_space.recorded_bytes(model.shape, "bfloat16", 21, 512)
     model.release()
 
 

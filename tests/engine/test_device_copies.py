@@ -26,7 +26,7 @@ from engine.memory.transfers import NUM_THREADS, UNDER_WAY, TransferCancelled, t
 from engine.memory.weight_range import WeightRange
 from engine.model_runner import TorchRunner
 from engine.protocol import Configure, LoadModel
-from loader import checksum, sizing
+from loader import checksum, layout
 from loader.catalog import scan_one
 from loader.range_plan import Read
 from loader.sinks import HostSink
@@ -47,7 +47,7 @@ class Device:
     def __init__(self, source: OpenCheckpoint, dtype: str, fail_at: int = 0) -> None:
         self.source, self.dtype = source, dtype
         self.memory = DelayedMemory(64, CHUNK, fail_at)
-        num_bytes = sizing.weights_bytes(source.shape, dtype)
+        num_bytes = layout.weights_bytes(source.shape, dtype)
         self.weights = WeightRange(self.memory, num_bytes)
         self.weights.map(list(range(self.weights.num_chunks)))
         self.held = np.frombuffer(self.weights.buffer, np.uint8)
@@ -116,7 +116,7 @@ def test_weights_are_kept_from_the_device_as_they_land(device: Callable[..., Dev
     os.ftruncate(fd, 32 * CHUNK)
     tier, slots = HostTier(fd, 32, CHUNK), list(range(5, 5 + made.weights.num_chunks))
     task = LoadTask(load_message("", keep_slots=slots), np.arange(1, dtype=np.int32), lambda done, total: None, NEVER)
-    places = [(begin, end) for begin, end, _ in parameter_places(sizing.weight_layout(made.source.shape, "float32"))]
+    places = [(begin, end) for begin, end, _ in parameter_places(layout.weight_layout(made.source.shape, "float32"))]
 
     def load() -> None:
         with WeightCopies(made.memory, tier).keeping(task, made.weights, places) as kept:

@@ -25,7 +25,7 @@ from engine.memory.cpu_memory import CpuMemory
 from engine.memory.weight_range import WeightRange
 from engine.model_runner import TorchRunner
 from engine.protocol import Configure
-from loader import codec, frame, sizing
+from loader import codec, frame, layout
 from loader.catalog import scan_one
 from loader.errors import CheckpointError
 from loader.packed import METADATA_KEY
@@ -69,7 +69,7 @@ def on_host(folder: Path, dtype: str) -> Any:
     with ExitStack() as stack:
         source = open_checkpoint(folder, "", stack, in_place=False)
         assert not source.is_packed
-        held = np.zeros(sizing.weights_bytes(source.shape, dtype), np.uint8)
+        held = np.zeros(layout.weights_bytes(source.shape, dtype), np.uint8)
         stream_weights(source, dtype, HostSink(held.data), StagingRing(3, 64 << 10), lambda *_: None, lambda: False)
     return held
 
@@ -79,7 +79,7 @@ def on_device(folder: Path, dtype: str, memory: CpuMemory, frames: DeviceFrames 
     with ExitStack() as stack:
         source = open_checkpoint(folder, "", stack, in_place=False, wants_packed=lambda checkpoint: True)
         assert source.is_packed
-        weights = WeightRange(memory, sizing.weights_bytes(source.shape, dtype))
+        weights = WeightRange(memory, layout.weights_bytes(source.shape, dtype))
         stack.callback(weights.close)
         weights.map(range(weights.num_chunks))
         sink = DeviceSink(memory, weights, frames)

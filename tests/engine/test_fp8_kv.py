@@ -16,9 +16,9 @@ from engine import ops
 from engine.memory.arena import kv_views
 from engine.model_runner import _check_fp8
 from engine.null_runner import NullModel, Pacer
-from loader import sizing
+from loader import kv_layout
 from loader.errors import UnsupportedModel
-from loader.sizing import KV_FP8, KVGroupSpec
+from loader.kv_layout import KV_FP8, KVGroupSpec
 from tests.engine.model_bench import (
     BLOCK_TOKENS,
     CACHE_DIR,
@@ -41,7 +41,7 @@ OTHER = np.random.default_rng(12).integers(0, 211, 45).tolist()
 def test_a_block_holds_its_values_and_their_scales() -> None:
     """Each byte of a block belongs to exactly one value or scale, and to no other block."""
     layers, heads, head_dim = 3, 2, 24
-    group = KVGroupSpec("full", 8, layers * 2 * heads * 8 * sizing.kv_head_bytes(head_dim, KV_FP8), tuple(range(layers)))
+    group = KVGroupSpec("full", 8, layers * 2 * heads * 8 * kv_layout.kv_head_bytes(head_dim, KV_FP8), tuple(range(layers)))
     arena = torch.zeros(5 * group.block_bytes + 17, dtype=torch.uint8)
     kv, scales = kv_views(arena, group, heads, head_dim, KV_FP8)
     assert scales is not None

@@ -22,7 +22,7 @@ from engine.memory.host_tier import HostTier
 from engine.memory.preparing import AFTER_IDLE_S, Preparer
 from engine.memory.weight_range import WeightRange, WeightRanges
 from loader import checksum as sums
-from loader.sizing import KVGroupSpec
+from loader.kv_layout import KVGroupSpec
 from scheduler.batch.chunk_pool import ChunkPool
 
 CHUNK = 2 << 20

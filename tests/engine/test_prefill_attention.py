@@ -88,7 +88,7 @@ def test_is_the_twins(
     query = qkv[own, : heads * head_dim].view(num_tokens, heads, head_dim).transpose(0, 1)
     scale = head_dim**-0.5
     blocks, to = torch.from_numpy(table[1]), wanted[own].view(num_tokens, heads, head_dim)
-    reference.long_row_attention(query, kv, LAYER, blocks, context, window, scale, softcap, to)
+    reference.long_row_attention(query, kv, LAYER, blocks, context, window, scale, softcap, to, 256)
     name = "prefill_tiles" if use_tiles else "prefill_attention"
     kernel = getattr(ops._kernels, f"{name}_{'serial' if num_shares == 1 else 'parallel'}")
     sizes = (LAYERS, LAYER, heads, kv_heads, block_tokens, head_dim)

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from engine.layers.rope import inverse_frequencies, rotary_of
-from loader.hf_config import ModelShape, parse_config
+from loader.hf_config import parse_config
+from loader.model_shape import ModelShape
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

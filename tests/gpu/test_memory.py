@@ -19,7 +19,7 @@ from engine.loading.device_sink import DeviceSink
 from engine.memory.host_registration import register
 from engine.memory.transfers import transfer
 from engine.memory.weight_range import WeightRange
-from loader import checksum, sizing
+from loader import checksum, layout
 from loader.range_plan import Read
 from loader.sinks import HostSink
 from loader.staging import StagingRing
@@ -145,7 +145,7 @@ def test_weights_reach_the_gpu_as_they_reach_the_host(memory: CudaMemory, tmp_pa
     memory.arena.zero_()  # between parameters nothing is written
     with ExitStack() as stack:
         source = open_checkpoint(tmp_path, "", stack, in_place=False)
-        wanted = np.zeros(sizing.weights_bytes(source.shape, dtype), np.uint8)
+        wanted = np.zeros(layout.weights_bytes(source.shape, dtype), np.uint8)
         stream_weights(source, dtype, HostSink(wanted.data), StagingRing(), lambda done, total: None, lambda: False)
         weights = WeightRange(memory, len(wanted))
         weights.map(list(range(weights.num_chunks)))

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from loader.hf_config import parse_config
+from loader.layout import parameter_shapes
+from loader.model_shape import ModelShape
 from loader.safetensors import DTYPE_BYTES
-from loader.sizing import parameter_shapes
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -33,6 +34,12 @@ CONFIG: dict[str, Any] = {
     "eos_token_id": 2,
     "bos_token_id": 1,
 }
+
+
+def shape(**changes: object) -> ModelShape:
+    """CONFIG with some changes, parsed."""
+    return parse_config(json.dumps(CONFIG | changes).encode())
+
 
 FINITE = bytes(byte & 0xBF for byte in range(256))  # no exponent of ones, in any dtype's top byte
 

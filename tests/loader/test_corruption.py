@@ -18,8 +18,8 @@ import torch
 
 from loader.catalog import scan_one
 from loader.errors import CheckpointChanged, CheckpointError, LoaderError
+from loader.layout import weight_layout, weights_bytes
 from loader.sinks import HostSink
-from loader.sizing import weight_layout, weights_bytes
 from loader.staging import StagingRing
 from loader.weight_stream import open_checkpoint, stream_weights
 from tests.loader.checkpoints import CONFIG, tensors_for, write_checkpoint

@@ -10,10 +10,16 @@ from typing import Any
 
 import pytest
 
+from loader.architectures import registry
+from loader.architectures.bert import Encoder
+from loader.architectures.registry import ARCHITECTURES
 from loader.errors import CheckpointError, UnsupportedModel
-from loader.families import FAMILIES
-from loader.hf_config import ModelShape, RopeParameters, parse_config
-from loader.sizing import kv_bytes_per_token, kv_groups, parameter_shapes, weights_bytes, work_space_bytes
+from loader.hf_config import parse_config
+from loader.kv_layout import kv_bytes_per_token, kv_groups
+from loader.layout import parameter_shapes, weights_bytes
+from loader.model_shape import ModelShape
+from loader.rope_config import RopeParameters
+from loader.work_space import work_space_bytes
 
 # As published (rope_theta, torch_dtype: the older dialect); figures: the published numbers of parameters.
 MISTRAL_7B: dict[str, Any] = {
@@ -123,6 +129,23 @@ GEMMA3_1B: dict[str, Any] = {
     "torch_dtype": "bfloat16",
     "vocab_size": 262144,
 }
+OLMO2_7B: dict[str, Any] = {
+    "architectures": ["Olmo2ForCausalLM"],
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 4096,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 500000,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "vocab_size": 100352,
+}
 PUBLISHED = {
     "Mistral 7B": (MISTRAL_7B, 7_241_732_096),
     "Qwen2.5 7B": (QWEN25_7B, 7_615_616_512),
@@ -130,6 +153,7 @@ PUBLISHED = {
     "Phi-4 mini": (PHI4_MINI, 3_836_021_760),
     "Gemma 2 2B": (GEMMA2_2B, 2_614_341_888),
     "Gemma 3 1B": (GEMMA3_1B, 999_885_952),
+    "OLMo 2 7B": (OLMO2_7B, 7_298_617_344),
 }
 
 
@@ -165,10 +189,16 @@ def test_figures_and_dialects_of_published_models(name: str) -> None:
 
 
 def test_model_type_stands_in_for_architectures() -> None:
-    for family in FAMILIES.values():
-        activation = "gelu" if family.encoder else "silu"
+    for family in ARCHITECTURES.values():
+        activation = "gelu" if isinstance(family, Encoder) else "silu"
         shape = parse(QWEN25_7B, architectures="absent", model_type=family.model_type, hidden_act=activation)
-        assert shape.architecture == family.architecture
+        assert shape.architecture == family.name
+
+
+def test_every_description_is_listed() -> None:
+    folder = Path(registry.__file__).parent
+    described = {path.stem for path in folder.glob("*.py") if re.search(r"^ARCHITECTURE = ", path.read_text(), re.MULTILINE)}
+    assert described == set(registry._FILES)
 
 
 def test_mistral_windows() -> None:
@@ -204,7 +234,7 @@ def test_qwen2_biases() -> None:
 
 def test_phi() -> None:
     mini, small = parse(PHI3_MINI_4K), parse(PHI4_MINI)
-    assert mini.fused_projections
+    assert {"qkv_proj", "gate_up_proj"} <= {name.split(".")[-2] for name in parameter_shapes(mini)}
     assert mini.layer_windows == (2047,) * 32
     assert mini.rope == RopeParameters()
     assert parse(PHI3_MINI_4K, sliding_window="absent").layer_windows == (0,) * 32
@@ -244,7 +274,7 @@ def test_gemma2() -> None:
     assert shape.query_scale == pytest.approx(1 / 12)
     assert (shape.attention_softcap, shape.logit_softcap) == (50.0, 30.0)
     assert shape.tie_word_embeddings
-    assert shape.branch_norms
+    assert parameter_shapes(shape)["model.layers.25.post_feedforward_layernorm.weight"] == (2304,)
     left_out = ("attn_logit_softcapping", "final_logit_softcapping", "sliding_window", "head_dim", "hidden_activation")
     assert parse(GEMMA2_2B, query_pre_attn_scalar=144, **dict.fromkeys(left_out, "absent")) == shape
     plain = parse(GEMMA2_2B, attn_logit_softcapping=None, final_logit_softcapping=None)
@@ -256,7 +286,7 @@ def test_gemma3() -> None:
     assert shape.layer_windows == (512, 512, 512, 512, 512, 0) * 4 + (512, 512)
     assert shape.rope == RopeParameters("linear", 1e6, 8.0)
     assert shape.local_rope == RopeParameters(theta=1e4)
-    assert shape.qk_norm
+    assert parameter_shapes(shape)["model.layers.25.self_attn.k_norm.weight"] == (256,)
     assert parse(GEMMA3_1B, sliding_window_pattern=2).layer_windows == (512, 0) * 13
     # a window no sequence outgrows still has its own frequencies, so it stays a group of its own
     assert len(kv_groups(parse(GEMMA3_1B, sliding_window=32768), "bfloat16", 16)) == 2
@@ -334,6 +364,18 @@ def test_work_space_counts_what_families_add() -> None:
     assert 0 < more(1024) == more(2048) < more(None)
 
 
+def test_olmo2() -> None:
+    """Norms of queries and keys are over all their heads; no norm comes before a branch."""
+    sizes = parameter_shapes(parse(OLMO2_7B, num_key_value_heads=8))
+    assert sizes["model.layers.31.self_attn.q_norm.weight"] == (4096,)
+    assert sizes["model.layers.31.self_attn.k_norm.weight"] == (1024,)
+    assert "model.layers.31.input_layernorm.weight" not in sizes
+    biased = parameter_shapes(parse(OLMO2_7B, attention_bias=True, mlp_bias=True))
+    assert {name.split(".", 3)[3] for name in biased if name.startswith("model.layers.0.") and name.endswith(".bias")} == {
+        f"self_attn.{name}_proj.bias" for name in "qkvo"
+    }
+
+
 def test_the_reference_lists_every_family() -> None:
     text = (Path(__file__).parents[2] / "docs/reference/models.md").read_text()
-    assert re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE) == list(FAMILIES)
+    assert re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE) == list(ARCHITECTURES)

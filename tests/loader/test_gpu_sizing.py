@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 from loader.gpu_sizing import LIBRARY_BYTES, gpu_work_space_bytes
-from loader.sizing import work_space_bytes
-from tests.loader.test_sizing import shape
+from loader.work_space import work_space_bytes
+from tests.loader.checkpoints import shape
 
 
 def test_it_grows_with_tokens_sequences_and_item_size() -> None:

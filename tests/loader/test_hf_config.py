@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 
 from loader.errors import CheckpointError, UnsupportedModel
-from loader.hf_config import GenerationDefaults, RopeParameters, parse_config, parse_generation
+from loader.hf_config import GenerationDefaults, parse_config, parse_generation
+from loader.layout import parameter_shapes
+from loader.rope_config import RopeParameters
 from tests.loader.checkpoints import CONFIG
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
@@ -48,9 +50,9 @@ def test_head_dim_is_derived_or_explicit() -> None:
 
 def test_qwen3() -> None:
     shape = parse(architectures=["Qwen3ForCausalLM"], head_dim=8, mlp_bias=True)
-    assert shape.qk_norm
+    assert "model.layers.1.self_attn.q_norm.weight" in parameter_shapes(shape)
     assert not shape.mlp_bias
-    assert not parse().qk_norm
+    assert "model.layers.1.self_attn.q_norm.weight" not in parameter_shapes(parse())
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from loader.architectures.architecture import MAX_LAYERS
 from loader.catalog import MAX_CONFIG_BYTES, Checkpoint, scan
-from loader.hf_config import MAX_LAYERS
 from tests.loader.checkpoints import CONFIG, write_checkpoint
 
 DEEP = "[" * 200_000

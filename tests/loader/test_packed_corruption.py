@@ -18,9 +18,9 @@ from engine.kernels import cpu_unpack
 from loader import frame
 from loader.catalog import scan_one
 from loader.errors import CheckpointChanged, CheckpointError, LoaderError
+from loader.layout import weight_layout, weights_bytes
 from loader.packed import METADATA_KEY
 from loader.sinks import HostSink
-from loader.sizing import weight_layout, weights_bytes
 from loader.staging import StagingRing
 from loader.unpack import Decoder
 from loader.weight_files import PACKED_DIR, read_headers

@@ -20,10 +20,13 @@ from engine.kernels import cpu_unpack
 from loader import file_reader, frame, packer
 from loader.catalog import Checkpoint, scan, scan_one
 from loader.errors import CheckpointError
+from loader.formats.int8 import INT8
+from loader.formats.plain import PLAIN
+from loader.formats.weight_format import WeightFormat
+from loader.layout import weights_bytes
 from loader.packer import INCOMPLETE, JOURNAL
 from loader.safetensors import INDEX_NAME, Header
 from loader.sinks import HostSink
-from loader.sizing import weights_bytes
 from loader.staging import StagingRing
 from loader.unpack import Decoder
 from loader.verifier import verify_tensor
@@ -40,30 +43,34 @@ def small_frames(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def load(
-    folder: Path, dtype: str = "bfloat16", packed: bool = True, decoder: Decoder | None = None, quantize: str = ""
+    folder: Path, dtype: str = "bfloat16", packed: bool = True, decoder: Decoder | None = None, weight_format: WeightFormat = PLAIN
 ) -> tuple[bytes, ReadReport]:
     """The whole weight range."""
     with ExitStack() as stack:
         source = open_checkpoint(folder, "", stack, wants_packed=lambda checkpoint: packed)
-        memory = mmap.mmap(-1, weights_bytes(replace(source.shape, block_offsets=()), dtype, quantize))
+        memory = mmap.mmap(-1, weights_bytes(replace(source.shape, block_offsets=()), dtype, weight_format))
         source.shape = replace(source.shape, block_offsets=())  # the same layout, whichever files there are
         sink, ring = HostSink(memoryview(memory)), StagingRing(3, 64 << 10)
-        report = stream_weights(source, dtype, sink, ring, lambda *_: None, lambda: False, quantize, decoder=decoder or Decoder())
+        report = stream_weights(
+            source, dtype, sink, ring, lambda *_: None, lambda: False, weight_format, decoder=decoder or Decoder()
+        )
         return memory[:], report
 
 
 @pytest.mark.parametrize("cached", [True, False])
-@pytest.mark.parametrize(("dtype", "quantize"), [("bfloat16", ""), ("float32", ""), ("bfloat16", "int8"), ("float32", "int8")])
+@pytest.mark.parametrize(
+    ("dtype", "weight_format"), [("bfloat16", PLAIN), ("float32", PLAIN), ("bfloat16", INT8), ("float32", INT8)]
+)
 @pytest.mark.parametrize("shards", [1, 3])
 def test_packed_weights_load_as_plain_ones_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shards: int, dtype: str, quantize: str, cached: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shards: int, dtype: str, weight_format: WeightFormat, cached: bool
 ) -> None:
     monkeypatch.setattr(file_reader, "is_cached", lambda *_: cached)
     folder = write_packable(tmp_path / "m", shards)
     pack_checkpoint(folder)
-    plain, plain_report = load(folder, dtype, packed=False, quantize=quantize)
+    plain, plain_report = load(folder, dtype, packed=False, weight_format=weight_format)
     for decoder in (Decoder(), Decoder("numba", cpu_unpack.decode, cpu_unpack.sum_of)):
-        packed, report = load(folder, dtype, decoder=decoder, quantize=quantize)
+        packed, report = load(folder, dtype, decoder=decoder, weight_format=weight_format)
         assert packed == plain
     assert report.num_bytes < 0.74 * plain_report.num_bytes  # 11 frames' heads and padding count here
     fingerprint = scan_one(folder).fingerprint
@@ -71,8 +78,8 @@ def test_packed_weights_load_as_plain_ones_do(
         path.unlink()
     assert scan_one(folder).complete
     assert scan_one(folder).fingerprint != fingerprint
-    assert load(folder, dtype, quantize=quantize)[0] == plain
-    assert load(folder, dtype, packed=False, quantize=quantize)[0] == plain  # there is nothing else to read
+    assert load(folder, dtype, weight_format=weight_format)[0] == plain
+    assert load(folder, dtype, packed=False, weight_format=weight_format)[0] == plain  # there is nothing else to read
 
 
 def test_any_tool_can_read_the_header(tmp_path: Path) -> None:

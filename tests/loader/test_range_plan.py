@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loader.direct_io import Alignment
+from loader.direct_io import BLOCK_BYTES, Alignment
+from loader.dtypes import ITEM_BYTES
 from loader.errors import CheckpointError
-from loader.range_plan import ANY_ALIGNMENT, MIN_DIRECT_BYTES, direct_spans, plan_reads, staged_spans, stages
+from loader.layout import WeightSlot
+from loader.range_plan import ANY_ALIGNMENT, MIN_DIRECT_BYTES, direct_spans, plan_reads, staged_spans
 from loader.safetensors import DTYPE_BYTES, Header, TensorRef
-from loader.sizing import BLOCK_BYTES, ITEM_BYTES, WeightSlot
 
 
 def files_of(sizes: list[tuple[str, int]], starts: list[int], width: int = 0) -> dict[str, Header]:
@@ -118,18 +119,11 @@ def test_rows_longer_than_a_read_are_not_quantised() -> None:
     assert len(plan_reads(headers, slots, "bfloat16", 16_384)) == 2
 
 
-def test_stages_follow_the_layers() -> None:
-    names = ["embed", "model.layers.0.a", "model.layers.0.b", "model.layers.1.a", "model.norm", "lm_head"]
-    found = stages([WeightSlot(name, (1,), 0, 2) for name in names])
-    assert found == dict(zip(names, [0, 1, 1, 2, 3, 3], strict=True))
-    assert stages([WeightSlot("bert.encoder.layer.11.x", (1,), 0, 2)]) == {"bert.encoder.layer.11.x": 12}
-
-
 def test_layers_that_a_file_holds_out_of_order_are_read_in_order() -> None:
     """As Hugging Face writes them: by name, layer 10 before layer 2."""
     names = sorted(f"model.layers.{layer}.w" for layer in range(12))
     tensors = [TensorRef("f", name, "BF16", (9000,), 128 + at * 18000, 18000) for at, name in enumerate(names)]
-    layout = [WeightSlot(f"model.layers.{layer}.w", (9000,), layer * 18432, 18000) for layer in range(12)]
+    layout = [WeightSlot(f"model.layers.{layer}.w", (9000,), layer * 18432, 18000, stage=layer + 1) for layer in range(12)]
     reads = plan_reads({"f": Header(tuple(tensors), b"", 128)}, layout, "bfloat16", 4 * BLOCK_BYTES)
     assert [min(segment.stage for segment in read.segments) for read in reads] == sorted(
         min(segment.stage for segment in read.segments) for read in reads

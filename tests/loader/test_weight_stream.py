@@ -14,12 +14,14 @@ from typing import Any
 import pytest
 import torch
 
-from loader import file_reader, quantize, sinks
+from loader import file_reader, sinks
 from loader.catalog import scan_one
 from loader.errors import CheckpointChanged, CheckpointError, ReadFailed
+from loader.formats import int8_rows
+from loader.formats.int8 import INT8
+from loader.layout import weight_layout, weights_bytes
 from loader.range_plan import Read
 from loader.sinks import HostSink
-from loader.sizing import weight_layout, weights_bytes
 from loader.staging import StagingRing
 from loader.weight_stream import OpenCheckpoint, ReadCancelled, ReadReport, open_checkpoint, planned_reads, stream_weights
 from tests.loader.checkpoints import CONFIG, tensors_for, write_checkpoint
@@ -182,11 +184,11 @@ def read_quantised(folder: Path, slot_bytes: int = 8192) -> dict[str, tuple[torc
     """int8 matrices and their scales, by name."""
     with ExitStack() as stack:
         source = open_checkpoint(folder, "", stack)
-        memory = mmap.mmap(-1, weights_bytes(source.shape, "bfloat16", "int8"))
+        memory = mmap.mmap(-1, weights_bytes(source.shape, "bfloat16", INT8))
         sink, ring = HostSink(memoryview(memory)), StagingRing(3, slot_bytes)
-        stream_weights(source, "bfloat16", sink, ring, lambda *_: None, lambda: False, "int8")
+        stream_weights(source, "bfloat16", sink, ring, lambda *_: None, lambda: False, INT8)
         held = {}
-        for slot in weight_layout(source.shape, "bfloat16", "int8"):
+        for slot in weight_layout(source.shape, "bfloat16", INT8):
             if slot.scales_at_bytes >= 0:
                 values = torch.frombuffer(memory, dtype=torch.int8, count=slot.num_bytes, offset=slot.offset_bytes)
                 scales = torch.frombuffer(memory, dtype=torch.float32, count=slot.shape[0], offset=slot.scales_at_bytes)
@@ -200,7 +202,7 @@ def test_a_load_quantises_as_the_whole_matrix_would_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: str, shards: int
 ) -> None:
     """Bit for bit, wherever reads and pieces end, and within half a step of what is stored."""
-    monkeypatch.setattr(quantize, "ELEMENTS", 700)
+    monkeypatch.setattr(int8_rows, "ELEMENTS", 700)
     config = LARGE | {"dtype": "bfloat16"}
     held = read_quantised(write_checkpoint(tmp_path / "m", config, shards, stored, random_bytes=True, padding=3))
     assert len(held) == 14
@@ -232,7 +234,7 @@ def test_rows_of_zeros_are_quantised_to_zeros() -> None:
     rows = torch.zeros(3, 8)
     rows[1] = torch.arange(8)
     values, scales = torch.full((3, 8), 5, dtype=torch.int8), torch.ones(3)
-    quantize.quantize_rows(rows, values, scales)
+    int8_rows.quantize_rows(rows, values, scales)
     assert values.tolist() == [[0] * 8, [0, 18, 36, 54, 73, 91, 109, 127], [0] * 8]
     assert scales.tolist() == [0.0, pytest.approx(7 / 127), 0.0]
 

@@ -9,14 +9,14 @@ import pytest
 
 from engine.loading.weight_gate import WeightGate, WeightsWithdrawn
 from loader.catalog import scan_one
-from loader.sizing import WeightSlot, weight_layout
+from loader.layout import WeightSlot, weight_layout
 
 LAYOUT = (
     WeightSlot("embed", (4,), 0, 8),
-    WeightSlot("layers.0.a", (4,), 64, 8),
-    WeightSlot("layers.0.b", (2, 4), 72, 8, scales_at_bytes=128),
-    WeightSlot("layers.1.a", (4,), 192, 8),
-    WeightSlot("norm", (4,), 256, 8),
+    WeightSlot("layers.0.a", (4,), 64, 8, stage=1),
+    WeightSlot("layers.0.b", (2, 4), 72, 8, scales_at_bytes=128, stage=1),
+    WeightSlot("layers.1.a", (4,), 192, 8, stage=2),
+    WeightSlot("norm", (4,), 256, 8, stage=3),
 )
 
 

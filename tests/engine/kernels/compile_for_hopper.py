@@ -33,7 +33,7 @@ from engine.kernels import (
 )
 from engine.memory.arena import kv_views
 from loader.frame import FRAME_VALUES
-from loader.sizing import KV_FP8, KVGroupSpec, kv_head_bytes
+from loader.kv_layout import KV_FP8, KVGroupSpec, kv_head_bytes
 
 BLOCK_TOKENS = 16
 HEADS, KV_HEADS, HEAD_DIM, WIDTH, INNER, VOCAB, ROWS = 32, 8, 128, 4096, 14336, 128256, 8

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.kernels import reference
 from engine.memory.arena import kv_views
-from loader import sizing
+from loader import kv_layout
 from tests.engine.kernels.draw import Draw
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
@@ -58,9 +58,9 @@ def paged(draw: Draw, contexts: list[int], windows: list[int], fp8: bool, max_he
     layer = draw.between(0, layers - 1)
     heads = kv_heads * draw.one_of(*(group for group in GROUPS if kv_heads * group <= max_heads))
     num_blocks = sum(-(-c // block_tokens) for c in contexts) + 3
-    kv_dtype = sizing.KV_FP8 if fp8 else str(draw.dtype).removeprefix("torch.")
-    block_bytes = layers * 2 * kv_heads * block_tokens * sizing.kv_head_bytes(head_dim, kv_dtype)
-    group = sizing.KVGroupSpec("full", block_tokens, block_bytes, tuple(range(layers)))
+    kv_dtype = kv_layout.KV_FP8 if fp8 else str(draw.dtype).removeprefix("torch.")
+    block_bytes = layers * 2 * kv_heads * block_tokens * kv_layout.kv_head_bytes(head_dim, kv_dtype)
+    group = kv_layout.KVGroupSpec("full", block_tokens, block_bytes, tuple(range(layers)))
     view = partial(kv_views, group=group, kv_heads=kv_heads, head_dim=head_dim, kv_dtype=kv_dtype)
     arena = torch.full((num_blocks * block_bytes,), 0xFF, dtype=torch.uint8)
     kv, scales = view(arena)

@@ -68,7 +68,7 @@ def test_int8_linear(
     time."""
     ops.set_num_threads(threads)
     share_everything(monkeypatch)
-    monkeypatch.setattr(ops, "DEQUANTIZED_BYTES", 7 * num_inputs * dtype.itemsize)
+    monkeypatch.setattr(ops, "WIDENED_BYTES", 7 * num_inputs * dtype.itemsize)
     x = random(num_rows, num_inputs, dtype=dtype)
     values = (random(num_outputs, num_inputs, dtype=torch.float32) * 40).round().clamp(-127, 127).to(torch.int8)
     weight = ops.Int8Matrix(values, random(num_outputs, dtype=torch.float32).abs() * 0.03 * num_inputs**-0.5)

@@ -13,8 +13,10 @@ import torch
 from engine import hosted_model
 from engine.device import SINGLE_THREAD_WEIGHTS_BYTES, num_cores, threads_for
 from engine.model_runner import TorchRunner
-from loader import sizing
+from loader import kv_layout, layout
 from loader.catalog import scan_one
+from loader.formats.int8 import INT8
+from loader.formats.plain import PLAIN
 from tests.engine.model_bench import BLOCK_TOKENS, CHUNK_BYTES, NUM_CHUNKS, load, load_task, make_checkpoint, make_table, plan, put
 from tests.engine.runner.specs import PROMPT, spec
 
@@ -28,7 +30,7 @@ def test_what_a_model_says_of_itself(runner: TorchRunner, saved: tuple[Path, Any
     assert model.vocab_size == 211
     (group,) = model.kv_groups
     assert (group.kind, group.block_tokens, group.layers) == ("full", BLOCK_TOKENS, (0, 1, 2))
-    assert group.block_bytes == sizing.block_bytes(checkpoint.shape, "float32", BLOCK_TOKENS)
+    assert group.block_bytes == kv_layout.block_bytes(checkpoint.shape, "float32", BLOCK_TOKENS)
     assert progress[-1][0] == progress[-1][1] == sum(p.numel() * 4 for p in saved[1].parameters())
     model.release()
 
@@ -58,7 +60,7 @@ def test_int8_weights_are_the_rounded_ones(
         model.release()
     checkpoint = scan_one(saved[0])
     assert checkpoint.shape is not None
-    assert sizes == [sizing.weights_bytes(checkpoint.shape, dtype, quantize) for quantize in ("", "int8")]
+    assert sizes == [layout.weights_bytes(checkpoint.shape, dtype, one) for one in (PLAIN, INT8)]
     assert sizes[1] < sizes[0]
     assert np.abs(logits[0] - logits[1]).max() < tolerance * np.abs(logits[0]).max()
 

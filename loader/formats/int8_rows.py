@@ -1,18 +1,18 @@
-"""Rows of a weight matrix as int8, symmetric: a row's largest magnitude becomes 127, and its scale turns them back."""
+"""Rounds the rows of a weight matrix to int8. A row's largest magnitude becomes 127, and its scale gives the values back."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-# Elements at a time: torch runs that many without waking its thread pool, which belongs to the model that is stepping.
+# Elements rounded at a time: torch takes so many without waking its thread pool, which belongs to the model that is stepping.
 ELEMENTS = 32768
 LARGEST = 127
 
 
 def quantize_rows(rows: Tensor, values: Tensor, scales: Tensor) -> None:
-    """rows [N, K] float32, bfloat16 or float16 -> values [N, K] int8, scales [N] float32. Raises ValueError for rows that are not
-    finite."""
+    """Writes rows [N, K] (float32, bfloat16 or float16) as values [N, K] int8 and scales [N] float32. Raises ValueError for rows
+    that are not finite."""
     num_rows, width = rows.shape
     at_once = max(1, ELEMENTS // width)
     wide = torch.empty(min(at_once, num_rows), width)

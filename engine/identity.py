@@ -1,0 +1,15 @@
+"""What tells the keys and values of one load from those of another: they may be taken over only where both are the same."""
+
+from __future__ import annotations
+
+from engine.protocol import LoadModel
+
+
+def weights_identity(spec: LoadModel) -> str:
+    """Names the files and the weight format: weights of another format give other keys and values."""
+    return spec.fingerprint + spec.quantize
+
+
+def kv_identity(spec: LoadModel) -> str:
+    """Names what keys and values are computed in, and what they are kept in."""
+    return spec.dtype + spec.kv_cache_dtype

@@ -1,0 +1,174 @@
+"""Dense decoders that generate text: embedding, layers of attention and gated MLP with RMS norms around them, head.
+
+A family is a `Decoder`: values that say what differs. loader/architectures reads config.json and lists tensors by it,
+engine/models/decoder.py runs it. Defaults are those of transformers' configuration classes, which apply where a checkpoint leaves a
+key out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from loader.architectures.architecture import MAX_LAYERS, TensorGroup, one_tensor, refuse_quantized, stored_dtype
+from loader.architectures.windows import Windows
+from loader.config_fields import Fields
+from loader.model_shape import ModelShape
+from loader.rope_config import RopeRules, parse_rope
+
+SILU, GELU_TANH = "silu", "gelu_pytorch_tanh"
+_NO_WINDOWS, _PLAIN_ROPE = Windows(), RopeRules()
+
+
+@dataclass(slots=True, frozen=True)
+class TensorNames:
+    """Names of a decoder's tensors in the checkpoint, without `.weight` and `.bias`. Those of a layer follow `layer`, in which {}
+    is the layer's number. A norm that the family does not have is "".
+
+    queries_keys_values, gate_up: one name each, or a single one where the checkpoint holds them as one tensor.
+    """
+
+    embedding: str = "model.embed_tokens"
+    layer: str = "model.layers.{}."
+    attention_norm: str = "input_layernorm"  # of what attention reads
+    queries_keys_values: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    query_norm: str = ""
+    key_norm: str = ""
+    attention_output: str = "self_attn.o_proj"
+    attended_norm: str = ""  # of what attention adds
+    mlp_norm: str = "post_attention_layernorm"  # of what the MLP reads
+    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
+    mlp_output_norm: str = ""  # of what the MLP adds
+    final_norm: str = "model.norm"
+    head: str = "lm_head"
+
+
+@dataclass(slots=True, frozen=True)
+class Decoder:
+    """One family. The fields between `windows` and `activation` say what config.json may hold and what holds where it does not."""
+
+    name: str
+    model_type: str
+    names: TensorNames = TensorNames()
+    windows: Windows = _NO_WINDOWS
+    rope: RopeRules = _PLAIN_ROPE
+    head_dim: int | None = None  # None: hidden_size / num_attention_heads
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    attention_bias: bool | None = None  # of queries, keys and values; None: the key attention_bias says
+    output_bias: bool | None = None  # of the attention's output; None: as attention_bias
+    has_mlp_bias_key: bool = False  # else the MLP has no biases
+    query_scalar: float | None = None  # default of the key query_pre_attn_scalar; None: no such key, it is head_dim
+    attention_softcap: float | None = None  # default of the key attn_logit_softcapping, 0: no cap; None: the key is not read
+    logit_softcap: float | None = None  # default of the key final_logit_softcapping, likewise
+    activation: str = SILU  # the only one supported, as config.json calls it
+    activation_key: str = "hidden_act"
+    norms_around_one: bool = False  # norms multiply by 1 + weight
+    whole_width_norms: bool = False  # norms of queries and keys are over all heads at once, else over each head
+    scales_embeddings: bool = False  # by the square root of the width
+
+    def parse(self, fields: Fields) -> ModelShape:
+        """Implements Architecture.parse."""
+        self._refuse_variants(fields)
+        hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+        num_kv_heads = fields.integer("num_key_value_heads", num_heads)
+        if num_heads % num_kv_heads:
+            raise fields.fail("num_key_value_heads", f"{num_kv_heads} does not divide num_attention_heads {num_heads}")
+        head_dim = fields.integer("head_dim", self.head_dim or hidden_size // num_heads)
+        if head_dim % 2:
+            raise fields.fail("head_dim", f"{head_dim} is odd; rotary embedding needs pairs")
+        num_layers = fields.integer("num_hidden_layers", at_most=MAX_LAYERS)
+        max_position_embeddings = fields.integer("max_position_embeddings")
+        rope, local_rope = parse_rope(fields, self.name, self.rope, head_dim, max_position_embeddings)
+        max_position_embeddings = max(max_position_embeddings, rope.extended_to)
+        # layers that turn by frequencies of their own differ from the others even where they see as much
+        keeps_all = self.rope.is_local
+        windows = self.windows.by_layer(fields, self.name, num_layers, max_position_embeddings, keeps_all)
+        attention_bias = fields.boolean("attention_bias") if self.attention_bias is None else self.attention_bias
+        return ModelShape(
+            architecture=self.name,
+            hidden_size=hidden_size,
+            intermediate_size=fields.integer("intermediate_size"),
+            num_layers=num_layers,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            vocab_size=fields.integer("vocab_size"),
+            rms_norm_eps=fields.number("rms_norm_eps", self.rms_norm_eps),
+            max_position_embeddings=max_position_embeddings,
+            rope=rope,
+            tie_word_embeddings=fields.boolean("tie_word_embeddings", self.tie_word_embeddings),
+            attention_bias=attention_bias,
+            output_bias=attention_bias if self.output_bias is None else self.output_bias,
+            mlp_bias=self.has_mlp_bias_key and fields.boolean("mlp_bias"),
+            dtype=stored_dtype(fields),
+            layer_windows=windows,
+            query_scale=self._query_scalar(fields, head_dim) ** -0.5,
+            attention_softcap=_softcap(fields, "attn_logit_softcapping", self.attention_softcap),
+            logit_softcap=_softcap(fields, "final_logit_softcapping", self.logit_softcap),
+            whole_width_norms=self.whole_width_norms,
+            local_rope=local_rope,
+        )
+
+    def tensor_groups(self, shape: ModelShape) -> list[TensorGroup]:
+        """Implements Architecture.tensor_groups."""
+        names, hidden = self.names, shape.hidden_size
+        groups = [one_tensor(f"{names.embedding}.weight", shape.vocab_size, hidden)]
+        in_a_layer = self._groups_of_any_layer(shape)
+        for layer in range(shape.num_layers):
+            prefix = names.layer.format(layer)
+            groups += [group.in_layer(layer, prefix) for group in in_a_layer]
+        groups.append(one_tensor(f"{names.final_norm}.weight", hidden))
+        if not shape.tie_word_embeddings:
+            groups.append(one_tensor(f"{names.head}.weight", shape.vocab_size, hidden))
+        return groups
+
+    def ignores(self, shape: ModelShape, name: str) -> bool:
+        """Implements Architecture.ignores: rotary frequencies, and the head of a model whose head is its embedding."""
+        return name.endswith("rotary_emb.inv_freq") or (shape.tie_word_embeddings and name == f"{self.names.head}.weight")
+
+    def _groups_of_any_layer(self, shape: ModelShape) -> list[TensorGroup]:
+        """Returns the groups of one layer, named without what comes before a layer's names."""
+        names, hidden, inner = self.names, shape.hidden_size, shape.intermediate_size
+        query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        query_norm, key_norm = (query, key) if self.whole_width_norms else (shape.head_dim, shape.head_dim)
+        return [
+            *_norms(hidden, names.attention_norm),
+            *_projections(names.queries_keys_values, (query, key, key), hidden, shape.attention_bias),
+            *_norms(query_norm, names.query_norm),
+            *_norms(key_norm, names.key_norm),
+            *_projections((names.attention_output,), (hidden,), query, shape.output_bias),
+            *_norms(hidden, names.attended_norm, names.mlp_norm),
+            *_projections(names.gate_up, (inner, inner), hidden, shape.mlp_bias),
+            *_projections((names.down,), (hidden,), inner, shape.mlp_bias),
+            *_norms(hidden, names.mlp_output_norm),
+        ]
+
+    def _refuse_variants(self, fields: Fields) -> None:
+        activation = fields.values.get(self.activation_key) or self.activation
+        if activation != self.activation:
+            raise fields.unsupported(self.activation_key, f"{activation!r} is not supported; supported: {self.activation}")
+        if fields.boolean("use_bidirectional_attention"):
+            raise fields.unsupported("use_bidirectional_attention", "only causal attention is supported")
+        refuse_quantized(fields)
+
+    def _query_scalar(self, fields: Fields, head_dim: int) -> float:
+        return head_dim if self.query_scalar is None else fields.positive("query_pre_attn_scalar", self.query_scalar)
+
+
+def _norms(width: int, *names: str) -> list[TensorGroup]:
+    return [one_tensor(f"{name}.weight", width) for name in names if name]
+
+
+def _projections(names: tuple[str, ...], outputs: tuple[int, ...], inputs: int, has_bias: bool) -> list[TensorGroup]:
+    widths = outputs if len(names) > 1 else (sum(outputs),)
+    pairs = list(zip(names, widths, strict=True))
+    weights = TensorGroup(tuple((f"{name}.weight", (width, inputs)) for name, width in pairs), may_be_quantized=True)
+    biases = TensorGroup(tuple((f"{name}.bias", (width,)) for name, width in pairs))
+    return [weights, biases] if has_bias else [weights]
+
+
+def _softcap(fields: Fields, key: str, default: float | None) -> float:
+    if default is None or fields.is_null(key) or (default == 0 and not fields.has(key)):
+        return 0.0
+    return fields.positive(key, default)

@@ -1,0 +1,14 @@
+"""Qwen2 and Qwen2.5 (dense): Llama with biases on queries, keys and values; in some, layers from one on have a window."""
+
+from __future__ import annotations
+
+from loader.architectures.decoder import Decoder
+from loader.architectures.windows import Windows, from_a_layer_on
+
+ARCHITECTURE = Decoder(
+    "Qwen2ForCausalLM",
+    "qwen2",
+    windows=Windows(from_a_layer_on, default_tokens=4096),
+    attention_bias=True,
+    output_bias=False,
+)

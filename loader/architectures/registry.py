@@ -1,0 +1,44 @@
+"""The families that are served, one line each. Their order is that of error messages and of docs/reference/models.md."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from loader.architectures.architecture import Architecture
+from loader.config_fields import Fields
+from loader.model_shape import ModelShape
+
+_FILES = (  # of this folder; each holds its description as ARCHITECTURE
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "phi3",
+    "gemma2",
+    "gemma3",
+    "olmo2",
+    "bert",
+)
+_DESCRIPTIONS: list[Architecture] = [import_module(f"loader.architectures.{file}").ARCHITECTURE for file in _FILES]
+ARCHITECTURES = {one.name: one for one in _DESCRIPTIONS}
+
+
+def architecture_of(shape: ModelShape) -> Architecture:
+    """Returns the description of a parsed model's family."""
+    return ARCHITECTURES[shape.architecture]
+
+
+def named_architecture(fields: Fields) -> Architecture:
+    """Returns the one that config.json names. Raises UnsupportedModel, which lists those that are supported, or CheckpointError
+    where none is named."""
+    listed = fields.values.get("architectures")
+    if isinstance(listed, list) and listed:
+        name = str(listed[0])
+    else:
+        model_type = fields.values.get("model_type")
+        if model_type is None:
+            raise fields.fail("architectures", "missing")
+        name = next((one.name for one in ARCHITECTURES.values() if one.model_type == model_type), str(model_type))
+    if name not in ARCHITECTURES:
+        raise fields.unsupported("architectures", f"{name!r} is not supported; supported: {', '.join(ARCHITECTURES)}")
+    return ARCHITECTURES[name]

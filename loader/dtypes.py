@@ -1,0 +1,7 @@
+"""The types that weights are held in, and how long their elements are."""
+
+from __future__ import annotations
+
+DTYPES = ("float32", "bfloat16", "float16")
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_OF = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # safetensors' name -> ours

@@ -1,0 +1,37 @@
+"""Matrices rounded to int8 as they are read (`quantize = "int8"`), with a float32 scale of every output after each group.
+
+loader/formats/int8_rows.py rounds them, engine/kernels multiplies them as they are or widens a part at a time.
+"""
+
+from __future__ import annotations
+
+import math
+
+from loader.architectures.architecture import TensorGroup
+from loader.formats.weight_format import Space, WeightFormat, WeightSlot, aligned
+
+SCALE_BYTES = 4  # float32
+WIDENED_BYTES = 4 << 20
+
+
+def _place(group: TensorGroup, space: Space) -> tuple[list[WeightSlot], int]:
+    offset = aligned(space.offset_bytes)
+    scales_at = aligned(offset + sum(math.prod(dims) for _, dims in group.tensors))
+    slots = []
+    for name, dims in group.tensors:
+        num_values = math.prod(dims)
+        slots.append(WeightSlot(name, dims, offset, num_values, scales_at, space.stage))
+        offset += num_values
+        scales_at += dims[0] * SCALE_BYTES
+    return slots, scales_at
+
+
+INT8 = WeightFormat(
+    "int8",
+    ("int8",),
+    _place,
+    kernels="int8",
+    widened_bytes=WIDENED_BYTES,
+    runs_on_gpus=False,
+    runs_encoders=False,
+)

@@ -1,0 +1,26 @@
+"""Weights as numbers of the model's dtype: as stored, or converted to that dtype as they are read.
+
+Large groups begin as far after a block's boundary as they do in their file, so that direct reads can leave them where they belong.
+"""
+
+from __future__ import annotations
+
+import math
+
+from loader.architectures.architecture import TensorGroup
+from loader.direct_io import BLOCK_BYTES
+from loader.formats.weight_format import Space, WeightFormat, WeightSlot, aligned
+
+
+def _place(group: TensorGroup, space: Space) -> tuple[list[WeightSlot], int]:
+    offset = space.offset_bytes
+    offset = aligned(offset) if space.block_offset < 0 else offset + (space.block_offset - offset) % BLOCK_BYTES
+    slots = []
+    for name, dims in group.tensors:
+        num_bytes = math.prod(dims) * space.item_bytes
+        slots.append(WeightSlot(name, dims, offset, num_bytes, stage=space.stage))
+        offset += num_bytes
+    return slots, offset
+
+
+PLAIN = WeightFormat("", (None, "none"), _place)

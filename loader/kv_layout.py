@@ -1,0 +1,97 @@
+"""How keys and values are grouped and how long they are: bytes of a token and of a block, chunks of a sequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from loader.dtypes import ITEM_BYTES
+from loader.model_shape import ModelShape
+
+KV_FP8 = "fp8"  # keys and values as float8_e4m3fn; a head of a token has one scale, of one byte (engine/kernels/triton_fp8.py)
+MIN_MODEL_LEN = 2048
+
+
+@dataclass(slots=True, frozen=True)
+class KVGroupSpec:
+    """Layers that share block tables (docs/design.md, KV cache groups). block_bytes: size of one block of all these layers.
+
+    A `window` layer's query at position p attends to [p - window_tokens + 1, p]; a `full` one's to [0, p], and window_tokens is 0.
+    """
+
+    kind: str  # full, window (chunked, latent, state: later families)
+    block_tokens: int
+    block_bytes: int
+    layers: tuple[int, ...]
+    window_tokens: int = 0
+
+
+def asked_kv_cache_dtype(setting: str) -> str:
+    """Returns what the setting `kv_cache_dtype` asks for: KV_FP8, or "" for the model's dtype (auto)."""
+    return KV_FP8 if setting == KV_FP8 else ""
+
+
+def kv_dtype_of(dtype: str, kv_cache_dtype: str) -> str:
+    """Returns what keys and values are kept in: the model's dtype, or KV_FP8."""
+    return kv_cache_dtype or dtype
+
+
+def kv_head_bytes(head_dim: int, kv_dtype: str) -> int:
+    """Returns the size of one token's keys, or values, in one KV head. kv_dtype: the model's dtype, or KV_FP8."""
+    return head_dim + 1 if kv_dtype == KV_FP8 else head_dim * ITEM_BYTES[kv_dtype]
+
+
+def kv_bytes_per_token(shape: ModelShape, kv_dtype: str) -> int:
+    """Returns the size of one token's keys and values in all layers; an encoder keeps none."""
+    if shape.pooling:
+        return 0
+    return shape.num_layers * 2 * shape.num_kv_heads * kv_head_bytes(shape.head_dim, kv_dtype)
+
+
+def block_bytes(shape: ModelShape, kv_dtype: str, block_tokens: int) -> int:
+    """Returns the size of one KV block of a model all of whose layers are one group."""
+    return kv_bytes_per_token(shape, kv_dtype) * block_tokens
+
+
+def kv_groups(shape: ModelShape, kv_dtype: str, block_tokens: int) -> tuple[KVGroupSpec, ...]:
+    """Groups layers by their window: full ones first, then the others by size. A block holds the layers of its group only."""
+    windows = shape.layer_windows or (0,) * shape.num_layers
+    layer_bytes = 2 * shape.num_kv_heads * kv_head_bytes(shape.head_dim, kv_dtype) * block_tokens
+    groups = []
+    for window in sorted(set(windows)):
+        layers = tuple(layer for layer, own in enumerate(windows) if own == window)
+        kind = "window" if window else "full"
+        groups.append(KVGroupSpec(kind, block_tokens, layer_bytes * len(layers), layers, window))
+    return tuple(groups)
+
+
+def group_chunks(group: KVGroupSpec, max_model_len: int, max_num_batched_tokens: int, chunk_bytes: int) -> int:
+    """Returns how many chunks hold all blocks of one sequence of max_model_len in one group, and as many more as one block takes,
+    because blocks don't begin and end where chunks do. A window group keeps the window and the chunk of a prompt being computed."""
+    blocks = -(-max_model_len // group.block_tokens)
+    if group.window_tokens:
+        blocks = min(blocks, -(-(group.window_tokens + max_num_batched_tokens) // group.block_tokens) + 1)
+    return -(-blocks * group.block_bytes // chunk_bytes) - (-group.block_bytes // chunk_bytes)
+
+
+def kv_reserved_bytes(
+    shape: ModelShape, kv_dtype: str, max_model_len: int, block_tokens: int, max_num_batched_tokens: int, chunk_bytes: int
+) -> int:
+    """Returns the size of the chunks for one sequence of max_model_len, of which each group has its own; without the one chunk that
+    the ledger adds for every model."""
+    groups = kv_groups(shape, kv_dtype, block_tokens)
+    return (sum(group_chunks(group, max_model_len, max_num_batched_tokens, chunk_bytes) for group in groups) - 1) * chunk_bytes
+
+
+def default_max_model_len(shape: ModelShape, kv_dtype: str, device_budget_bytes: int) -> int:
+    """Returns the checkpoint's length, or what a quarter of the device holds as KV if that is less (but 2,048 at least). A layer
+    with a window takes no more than its window."""
+    if shape.pooling:
+        return shape.max_position_embeddings
+    layer_bytes = kv_bytes_per_token(shape, kv_dtype) // shape.num_layers
+    windows = [window for window in shape.layer_windows if window]
+    left_bytes = max(0, device_budget_bytes // 4 - sum(windows) * layer_bytes)
+    fits = device_budget_bytes // 4 // kv_bytes_per_token(shape, kv_dtype)  # shorter than every window
+    if windows and fits > max(windows):
+        num_full = shape.num_layers - len(windows)
+        fits = left_bytes // (num_full * layer_bytes) if num_full else shape.max_position_embeddings
+    return min(shape.max_position_embeddings, max(MIN_MODEL_LEN, fits))

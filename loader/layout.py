@@ -1,0 +1,76 @@
+"""Where every parameter of a model lies in its one memory range, and how long that range is.
+
+Parameters that one matrix product reads together (q, k, v; gate, up) lie end to end, so the fused matrix is a view and nothing
+of the checkpoint is converted. Matrices of layers are held in the model's weight format (loader/formats); what else there is
+(embedding, head, norms, biases) is plain.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import lru_cache
+
+from loader.architectures.architecture import TensorGroup
+from loader.architectures.registry import architecture_of
+from loader.direct_io import BLOCK_BYTES
+from loader.dtypes import DTYPE_OF, ITEM_BYTES
+from loader.formats.plain import PLAIN
+from loader.formats.weight_format import Space, WeightFormat, WeightSlot, aligned
+from loader.model_shape import ModelShape
+from loader.safetensors import TensorRef
+
+MIN_BLOCK_ALIGNED_BYTES = 64 << 10  # what is smaller is copied into place instead of costing up to a block of padding
+
+
+def parameter_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Returns name and shape of every tensor that the checkpoint must hold."""
+    return dict(item for group in _groups(shape) for item in group.tensors)
+
+
+def is_ignored_tensor(shape: ModelShape, name: str) -> bool:
+    """Tells whether a checkpoint may hold this tensor beside those, unread."""
+    return architecture_of(shape).ignores(shape, name)
+
+
+def _groups(shape: ModelShape) -> list[TensorGroup]:
+    return architecture_of(shape).tensor_groups(shape)
+
+
+def block_offsets(shape: ModelShape, tensors: Iterable[TensorRef]) -> tuple[int, ...]:
+    """Returns ModelShape.block_offsets by a checkpoint's headers: for each group how far after a block's boundary its first tensor
+    begins in its file; -1 where a direct read is not possible (packed, another dtype, an odd place) or not worth it."""
+    stored = {tensor.name: tensor for tensor in tensors if tensor.record is None}
+    offsets = []
+    for group in _groups(shape):
+        first = stored.get(group.tensors[0][0])
+        num_bytes = sum(math.prod(dims) for _, dims in group.tensors) * ITEM_BYTES[shape.dtype]
+        direct = first is not None and DTYPE_OF.get(first.dtype) == shape.dtype and first.offset_bytes % 8 == 0
+        offsets.append(first.offset_bytes % BLOCK_BYTES if first and direct and num_bytes >= MIN_BLOCK_ALIGNED_BYTES else -1)
+    return tuple(offsets)
+
+
+def weight_layout(shape: ModelShape, dtype: str, weight_format: WeightFormat = PLAIN) -> list[WeightSlot]:
+    """Places all parameters in the weight range, each group of them as its format does."""
+    groups = _groups(shape)
+    block_offsets = shape.block_offsets if dtype == shape.dtype else ()
+    slots: list[WeightSlot] = []
+    offset = after_layers = 0
+    for group, block_offset in zip(groups, block_offsets or (-1,) * len(groups), strict=True):
+        stage = after_layers
+        if group.layer is not None:
+            stage, after_layers = group.layer + 1, max(after_layers, group.layer + 2)
+        held_as = weight_format if group.may_be_quantized else PLAIN
+        placed, offset = held_as.place(group, Space(offset, ITEM_BYTES[dtype], block_offset, stage))
+        slots += placed
+    return slots
+
+
+@lru_cache(maxsize=4096)
+def weights_bytes(shape: ModelShape, dtype: str, weight_format: WeightFormat = PLAIN) -> int:
+    """Returns how much the engine maps for weights held as `dtype` in a format: the length of the layout, or of the one without
+    block offsets where that is longer."""
+    layouts = {replace(shape, block_offsets=()), shape}
+    ends = (weight_layout(one, dtype, weight_format)[-1] for one in layouts)  # a norm or the head: plain in every format
+    return max(aligned(last.offset_bytes + last.num_bytes) for last in ends)

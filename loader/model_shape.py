@@ -1,0 +1,42 @@
+"""What config.json says of a model of any family: the sizes and settings that the engine and the memory figures need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from loader.rope_config import RopeParameters
+
+
+@dataclass(slots=True, frozen=True)
+class ModelShape:
+    """Sizes and settings of one model. Counts are in elements, lengths in tokens. What all models of a family have in common is in
+    the family's description (loader/architectures)."""
+
+    architecture: str
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: float
+    max_position_embeddings: int  # where a rotary scaling reaches further: as far as it reaches
+    rope: RopeParameters
+    tie_word_embeddings: bool
+    attention_bias: bool  # of queries, keys and values
+    output_bias: bool  # of the attention's output
+    mlp_bias: bool
+    dtype: str
+    layer_windows: tuple[int, ...]  # by layer: positions a query sees, its own included; 0: all
+    query_scale: float  # factor of attention scores
+    attention_softcap: float = 0.0  # scores become cap * tanh(score / cap); 0: they are not capped
+    logit_softcap: float = 0.0
+    whole_width_norms: bool = False  # norms of queries and keys are over all heads at once
+    local_rope: RopeParameters | None = None  # of windowed layers, where theirs differs from `rope`
+    pooling: str = ""  # of an encoder: mean or cls; "": the model generates text
+    type_vocab_size: int = 0  # of an encoder: kinds of segments
+    cut_sizes: tuple[int, ...] = ()  # of an encoder trained for it (Matryoshka): what its vectors may be cut to
+    any_cut_size: bool = False  # of an encoder trained for it: its vectors may be cut to any size
+    tensor_prefix: str = ""  # of an encoder: what its parameters' names begin with
+    block_offsets: tuple[int, ...] = ()  # where large parameters begin in the files (block_offsets in layout.py); (): unknown

@@ -1,0 +1,108 @@
+"""How much memory one step of a model takes on a cpu device beside weights and KV, and the sizes at which work is cut for that.
+loader/gpu_sizing.py is the counterpart for GPUs.
+"""
+
+from __future__ import annotations
+
+from loader.dtypes import ITEM_BYTES
+from loader.formats.plain import PLAIN
+from loader.formats.weight_format import WeightFormat
+from loader.model_shape import ModelShape
+
+# A first step may be so many times max_num_batched_tokens (engine/steps/first.py), as long as that takes one layer's work space.
+FIRST_STEP_SLICES = 4
+# Logits held at a time; sampling rows beyond it are computed in turn, so a large vocabulary can't outgrow the work space.
+LOGITS_BYTES = 8 << 20
+# Steps of up to so many rows, and with chunks of prompts of up to so many tokens, are recorded on the cpu device
+# (engine/steps/recorded.py), and keep memory for their results. In longer ones the interpreter takes a few hundredths of the time.
+MAX_RECORDED_ROWS, MAX_RECORDED_TOKENS = 128, 256
+# Float32 logits the sampler turns into tokens at a time (one row at least); it needs about six copies of them.
+SAMPLER_BYTES = 1 << 20
+SAMPLER_COPIES = 6
+# Queries of one row that attend to its context at a time where that needs a mask.
+PREFILL_TILE_TOKENS = 256
+
+
+def logits_rows(shape: ModelShape, dtype: str, max_sequences: int) -> int:
+    """Returns for how many sampling rows logits are computed at a time: max_sequences, rounded up to a multiple of 8, or as many as
+    fit."""
+    wanted = max_sequences if max_sequences < 8 else -(-max_sequences // 8) * 8
+    rows = max(1, min(wanted, LOGITS_BYTES // (shape.vocab_size * ITEM_BYTES[dtype])))
+    return rows if rows < 8 else rows // 8 * 8
+
+
+def recorded_tokens(num_tokens: int) -> int:
+    """Rounds up to one of few token counts, for each of which a step with chunks of prompts is recorded: whole tiles of the matrix
+    unit."""
+    step = 16 if num_tokens <= 128 else 32
+    return -(-num_tokens // step) * step
+
+
+def recorded_bytes(shape: ModelShape, dtype: str, max_sequences: int, max_num_batched_tokens: int) -> int:
+    """Returns an upper bound of the memory that holds results of recorded steps, whatever else runs: what a layer needs at a time,
+    or the logits. It leaves out 0.5 MB for each thread that packs weights (scratch_words of cpu_amx_linear.py, scratch_floats of
+    cpu_widened_linear.py)."""
+    query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    # queries, keys and values beside attention's result, or beside the queries as they are normalised
+    layer = max((3 if shape.whole_width_norms else 2) * query + 2 * key, 3 * shape.intermediate_size)
+    # residual, update, normed, output, and as much for gaps between those that are taken and given back
+    around = 8 * shape.hidden_size
+    rows = min(logits_rows(shape, dtype, max_sequences), MAX_RECORDED_ROWS)
+    tokens = recorded_tokens(min(max_num_batched_tokens, MAX_RECORDED_TOKENS))
+    return max(rows * (around + max(layer, shape.vocab_size)), tokens * (around + layer)) * ITEM_BYTES[dtype]
+
+
+def sampler_rows(vocab_size: int) -> int:
+    """Returns how many rows are sampled from at a time (greedy rows need no copies and are not counted)."""
+    return max(1, SAMPLER_BYTES // (vocab_size * 4))
+
+
+def work_space_bytes(
+    shape: ModelShape,
+    dtype: str,
+    max_num_batched_tokens: int,
+    max_sequences: int,
+    max_model_len: int | None = None,
+    weight_format: WeightFormat = PLAIN,
+) -> int:
+    """Returns an upper bound of what one step allocates beside weights and KV (activations of one layer, or the logits being
+    sampled) and of what recorded steps keep between steps.
+
+    max_model_len: longest context, whose keys and values are gathered for one prefill row at a time (default: the checkpoint's).
+    """
+    if shape.pooling:
+        return _encoder_work_space_bytes(shape, dtype, max_num_batched_tokens)
+    tokens = max_num_batched_tokens + max_sequences
+    item, hidden = ITEM_BYTES[dtype], shape.hidden_size
+    query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    context = min(max_model_len or shape.max_position_embeddings, shape.max_position_embeddings)
+    if all(shape.layer_windows):
+        context = min(context, max(shape.layer_windows, default=context) + max_num_batched_tokens)
+    residual = tokens * hidden * (3 * item + 2 * 4)  # residual, normed, output; two float32 copies inside the norm
+    attention = tokens * (query + 2 * key) * (2 * item + 4) + tokens * query * (item + 4) + tokens * shape.head_dim * 2 * 4
+    if shape.whole_width_norms:  # the queries, and their norms
+        attention += tokens * 2 * query * item
+    tile = min(PREFILL_TILE_TOKENS, max_num_batched_tokens)
+    # one row's context as gathered and as scaled_dot_product_attention repeats it for each query head; its causal mask
+    gathered = context * 2 * (2 * key + query) * item + tile * context * 5
+    if shape.attention_softcap:  # scores of one KV head's queries as products, in float32 and as weights
+        gathered += shape.num_heads // shape.num_kv_heads * tile * context * (2 * item + 2 * 4)
+    mlp = tokens * shape.intermediate_size * 4 * item
+    logits = logits_rows(shape, dtype, max_sequences) * (shape.vocab_size + hidden) * item
+    sampling = min(sampler_rows(shape.vocab_size), max_sequences) * shape.vocab_size * 4 * SAMPLER_COPIES
+    if weight_format.widened_bytes:  # a part of a matrix, and its products before they are scaled
+        mlp += weight_format.widened_bytes + tokens * 2 * shape.intermediate_size * item
+    if not any(shape.layer_windows):  # the residual and its update in a first step's other slices
+        residual += (FIRST_STEP_SLICES - 1) * max_num_batched_tokens * (2 * hidden * item + shape.head_dim * 4)
+    # measured: a quarter more than the arrays, for oneDNN's scratch and what malloc keeps
+    step = (residual + max(attention + gathered, mlp, logits + sampling) + tokens * 64) * 5 // 4
+    return step + recorded_bytes(shape, dtype, max_sequences, max_num_batched_tokens)
+
+
+def _encoder_work_space_bytes(shape: ModelShape, dtype: str, max_num_batched_tokens: int) -> int:
+    tokens, item = max(max_num_batched_tokens, shape.max_position_embeddings), ITEM_BYTES[dtype]
+    context = min(tokens, shape.max_position_embeddings)
+    # hidden, sum, normed, mixed, qkv; or hidden and the MLP's two; scores of the longest text, should they be written out
+    widths = shape.hidden_size * (6 * item + 4) + max(3 * shape.hidden_size, 2 * shape.intermediate_size) * item
+    scores = shape.num_heads * context * context * 4
+    return (tokens * (widths + 64) + scores) * 5 // 4

@@ -1,0 +1,22 @@
+from __future__ import annotations
+
+import itertools
+
+import msgspec
+
+from engine.identity import kv_identity, weights_identity
+from engine.protocol import LoadModel
+
+SPEC = LoadModel(1, "m", "/m", "bfloat16", "f", 1, 1, 1, 64, 8, [])
+
+
+def test_what_changes_keys_and_values_changes_an_identity() -> None:
+    changes = [{}, {"fingerprint": "g"}, {"dtype": "float32"}, {"quantize": "int8"}, {"kv_cache_dtype": "fp8"}]
+    specs = [msgspec.structs.replace(SPEC, **change) for change in changes]
+    for one, other in itertools.combinations(specs, 2):
+        assert (weights_identity(one), kv_identity(one)) != (weights_identity(other), kv_identity(other))
+
+
+def test_what_does_not_change_them_does_not() -> None:
+    other = msgspec.structs.replace(SPEC, placement_id=2, model="n", path="/n", max_model_len=32, weights_chunks=2)
+    assert (weights_identity(other), kv_identity(other)) == (weights_identity(SPEC), kv_identity(SPEC))
