@@ -63,10 +63,10 @@ class Words:
         packed = PackedTable(BYTE_LEVEL, blob, array("I", range(0, 5001, 5)).tobytes(), bytes(1000))
         self._table = TokenTable(packed, 1000)
 
-    async def encode(self, model: ModelEntry, text: bytes, add_special_tokens: bool = True) -> list[array[int]]:
+    async def encode(self, model: ModelEntry, text: bytes, *options: object, **more: object) -> list[array[int]]:
         return [array("i", [1]) for _ in msgspec.msgpack.decode(text)]
 
-    async def encode_chat(self, model: ModelEntry, messages: bytes, options: dict[str, object]) -> array[int]:
+    async def encode_chat(self, model: ModelEntry, messages: bytes, *options: object) -> array[int]:
         return array("i", [1])
 
     async def table(self, model: ModelEntry) -> TokenTable:
