@@ -62,11 +62,14 @@ class Body(Generic[HeadT]):
 
 @dataclass(frozen=True, eq=False)
 class Endpoint:
-    """name: in logs and metrics. paths: the first is the one that the reference names. about: a line of the reference.
+    """One thing that the API offers.
+
+    name: in logs and metrics. paths: the first is the one that the reference names. about: a line of the reference.
     per_model: also served below /m/MODEL, for that model alone.
 
+    error_body: returns an error as the endpoint's clients expect it.
+
     open: served without a key where keys are set; handle() then has to keep the node's inside from strangers (Call.stranger).
-    error_body: an error as the endpoint's clients expect it.
     watching: reports on all tenants, so an admin's key is needed as soon as there is one.
     for_operators: leaves the main listener if operators have a listener of their own."""
 

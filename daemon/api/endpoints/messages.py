@@ -57,7 +57,7 @@ def _usage(answer: AnswerHead, num_tokens: int) -> dict[str, int]:
 
 
 def _stop(answer: AnswerHead, reason: str, num_tokens: int) -> dict[str, str | None]:
-    """reason: OpenAI's finish_reason."""
+    """Returns stop_reason and stop_sequence. reason: OpenAI's finish_reason."""
     (generation,), (text,) = answer.generations, answer.texts
     if reason == TOOL_CALLS:
         kind = "tool_use"

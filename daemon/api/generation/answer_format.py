@@ -62,7 +62,9 @@ class StreamFormat(GroupEnd, Protocol):
 
 @dataclass(slots=True, frozen=True)
 class AnswerFormat:
-    """id_prefix: how an answer's id begins. prompt_field: the body's field that holds the prompt, for error messages.
+    """How an endpoint answers, and what it asks of the shared code.
+
+    id_prefix: how an answer's id begins. prompt_field: the body's field that holds the prompt, for error messages.
     default_max_tokens: None: what the context leaves. takes_replies_apart: tool calls and reasoning are fields of their own.
     shows_end_token: the token that ended the text has log-probabilities, too. one_prompt_report: an answer reports on its
     prompt once, not with each choice. bounds_max_tokens: a max_tokens that the context does not leave is reduced, not refused."""

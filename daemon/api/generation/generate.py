@@ -40,7 +40,7 @@ UNPACKED_AT_ONCE = 1 << 15  # token ids made Python objects in one go: about 1 m
 
 
 async def generate(call: Call, body: Body[Head], form: AnswerFormat) -> web.StreamResponse:
-    """body: the endpoint's. form: how it answers. Raises HearthError."""
+    """Answers a request for text, streamed or whole. body, form: the endpoint's. Raises HearthError before the first byte."""
     context = call.context
     head, prompt, model = await read_parts(call, body)
     if model.embedding_size:
@@ -186,23 +186,23 @@ class _Request:
         of_prompts = await prompt_logprobs_json(self.call.context.text, model, generations)
         return json_response(form.whole(Finished(self.answer, group.collectors, logprobs, replies, of_prompts)))
 
-    def _continued(self, format: StreamFormat, group: StreamGroup, index: int, table: TokenTable) -> Stream:
-        return Stream(group, index, table, format.continued(index), self.answer.texts[index])
+    def _continued(self, stream_format: StreamFormat, group: StreamGroup, index: int, table: TokenTable) -> Stream:
+        return Stream(group, index, table, stream_format.continued(index), self.answer.texts[index])
 
     async def stream(self, table: TokenTable) -> web.StreamResponse:
         """Returns when the last byte is written, or the client is gone. Raises HearthError before the first."""
         call, context, generations = self.call, self.call.context, self.answer.generations
-        format = self.form.stream(self.answer)
+        stream_format = self.form.stream(self.answer)
         response = EventStream(call.request, call.request_id, context.more_headers)
-        group = StreamGroup(format, context.clock, self._cancel, response.connect)
+        group = StreamGroup(stream_format, context.clock, self._cancel, response.connect)
         for at, text in enumerate(self.answer.texts):
             if self.reply is None:
-                stream = Stream(group, at, table, format.frames(at), text)
+                stream = Stream(group, at, table, stream_format.frames(at), text)
                 group.streams.append(stream)
                 generations[at].sink = prompt_first(stream, text)
             else:
-                pieces = format.pieces(at, self.reply.new_call_id)
-                plain = partial(self._continued, format, group, at, table)
+                pieces = stream_format.pieces(at, self.reply.new_call_id)
+                plain = partial(self._continued, stream_format, group, at, table)
                 parsed = ToolStream(group, at, pieces, text, self.reply.parser(generations[at]), plain)
                 group.streams.append(parsed)
                 generations[at].sink = parsed
