@@ -1,1 +1,1 @@
-"""The node's GPUs, as the driver tells of them."""
+"""The node's GPUs, as the driver reports them."""

@@ -1,4 +1,4 @@
-"""The machine's own driver, asked through daemon/gpu/nvml.py."""
+"""The machine's own GPU driver, asked through daemon/gpu/nvml.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from daemon.gpu.inventory import Gpu, GpuFault, Inventory
 
 
 class Driver:
-    """The machine's own inventory; the library that asks the driver is loaded with the first question."""
+    """The inventory of this machine. The library that asks the driver is loaded on first use."""
 
     def __init__(self) -> None:
         self._nvml: Inventory | None = None

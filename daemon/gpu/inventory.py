@@ -1,4 +1,4 @@
-"""The node's GPUs as the driver tells of them, whoever asks it."""
+"""The node's GPUs as the driver reports them, whatever library asks it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from config.units import format_bytes
 
 HOLDERS_NAMED = 5
 
-# Faults after which nothing that runs on the GPU can be trusted to go on, or to come back from a call: the engine is ended. After
-# others the driver ends what was at fault itself, and CUDA tells that process. Source: NVIDIA, "XID Errors".
+# After these faults nothing that runs on the GPU can be trusted to go on, or to return from a call: the engine is ended. After
+# other faults the driver itself ends the process at fault, and CUDA reports it there. Source: NVIDIA, "XID Errors".
 FATAL_XIDS = {
     48: "uncorrectable memory error",
     62: "the GPU's own controller halted",
@@ -32,7 +32,7 @@ FATAL_XIDS = {
 
 @dataclass(slots=True, frozen=True)
 class GpuProcess:
-    """used_bytes: None where the driver does not say."""
+    """A process that uses a GPU. used_bytes: None if the driver does not report it."""
 
     pid: int
     name: str
@@ -41,11 +41,11 @@ class GpuProcess:
 
 @dataclass(slots=True, frozen=True)
 class Gpu:
-    """One GPU now; None where it has no such sensor, or where asking for it failed (`error` says so then).
+    """The state of one GPU. A reading is None if the GPU has no such sensor, or if asking for it failed.
 
-    total_bytes: without what the driver keeps for itself. ecc_errors: memory errors since the driver was loaded that could not be
-    corrected. faulty_rows: memory rows taken out of use for them. problem: what its memory says of itself that needs a reset or a
-    repair."""
+    total_bytes: without what the driver reserves. ecc_errors: memory errors since the driver was loaded that could not be
+    corrected. faulty_rows: memory rows that were taken out of use because of errors. problem: a state of its memory that needs a
+    reset or a repair, or why the GPU could not be asked; uuid is "" then."""
 
     index: int
     uuid: str
@@ -67,7 +67,7 @@ class Gpu:
 
 @dataclass(slots=True, frozen=True)
 class GpuFault:
-    """An Xid the driver has reported. uuid: "" where it does not say of which GPU."""
+    """A fault (Xid) that the driver has reported. uuid: "" if the driver does not say which GPU it is about."""
 
     uuid: str
     xid: int
@@ -81,24 +81,25 @@ class GpuFault:
 
 
 class Inventory(Protocol):
-    """Whom to ask for GPUs. Every call may block for some milliseconds, and may come from any thread."""
+    """Reports the machine's GPUs and their faults. Every call may block for some milliseconds, and may come from any thread."""
 
     def gpus(self) -> Sequence[Gpu]:
-        """All of the machine's. Raises config.devices.NoGpus where there is no driver."""
+        """Returns all GPUs of the machine. Raises config.devices.NoGpus if there is no driver."""
         ...
 
     def next_fault(self, timeout_s: float) -> GpuFault | None:
-        """Blocks until one is reported, None after timeout_s. Raises NoGpus where none can be."""
+        """Blocks until a fault is reported and returns it, or None after timeout_s seconds. Raises NoGpus if none can be
+        reported."""
         ...
 
 
 def memories(inventory: Inventory) -> list[GpuMemory]:
-    """For config.devices. Raises NoGpus."""
+    """Returns the memory of all GPUs, for config.devices. Raises NoGpus."""
     return [gpu.memory for gpu in inventory.gpus()]
 
 
 def holders(gpu: Gpu, not_pids: Collection[int] = ()) -> str:
-    """Who holds a GPU's memory, the largest first; "" if nobody else is known to."""
+    """Names the processes that hold a GPU's memory, the largest first; "" if none is known. not_pids: processes to leave out."""
     others = sorted((one for one in gpu.processes if one.pid not in not_pids), key=lambda one: -(one.used_bytes or 0))
     told = [f"pid {one.pid} {one.name} {'?' if one.used_bytes is None else format_bytes(one.used_bytes)}" for one in others]
     more = [f"{len(told) - HOLDERS_NAMED} more"] if len(told) > HOLDERS_NAMED else []
@@ -106,7 +107,7 @@ def holders(gpu: Gpu, not_pids: Collection[int] = ()) -> str:
 
 
 def why_no_memory(inventory: Inventory, device: DeviceBudget, error: str) -> str:
-    """What stands in the way of a device's budget, for its operator. Blocks."""
+    """Explains to the operator why a device's budget cannot be allocated. Blocks."""
     text = f"the driver cannot give {format_bytes(device.budget_bytes)} ({error})"
     try:
         gpu = next((one for one in inventory.gpus() if one.uuid == device.uuid), None)
@@ -119,7 +120,8 @@ def why_no_memory(inventory: Inventory, device: DeviceBudget, error: str) -> str
 
 
 def rows_of(gpus: Sequence[Gpu], devices: Sequence[DeviceBudget], faults: dict[str, list[int]]) -> list[dict[str, Any]]:
-    """What `hearth gpus --json` prints. device: the node's name for it, "" where it does not use it; xids: seen since its start."""
+    """Returns what `hearth gpus --json` prints. device: the node's name for the GPU, "" if the node does not use it; xids: those
+    seen since the node's start."""
     found = []
     for gpu in gpus:
         parts = [device for device in devices if device.uuid and device.uuid == gpu.uuid]  # the device itself, and its carve-outs

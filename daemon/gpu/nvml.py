@@ -1,4 +1,4 @@
-"""The inventory by NVIDIA's management library, which is loaded with the first question: nodes without GPUs need none.
+"""The inventory of NVIDIA's management library, which is loaded on first use, because nodes without GPUs do not need it.
 
 Source: NVML API reference.
 """
@@ -20,7 +20,7 @@ VOLATILE, UNCORRECTED = pynvml.NVML_VOLATILE_ECC, pynvml.NVML_MEMORY_ERROR_TYPE_
 
 
 class Nvml:
-    """The real driver's inventory."""
+    """The inventory of the real driver."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -54,7 +54,7 @@ class Nvml:
 
 
 def _start() -> None:
-    """Idempotent. Raises NoGpus."""
+    """Initializes the library; may be called again. Raises NoGpus."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
@@ -62,7 +62,7 @@ def _start() -> None:
 
 
 def _watched() -> Any:
-    """An event set with the Xids of all GPUs that report them. Raises NoGpus."""
+    """Returns an event set that receives the Xids of all GPUs that report them. Raises NoGpus."""
     try:
         events = pynvml.nvmlEventSetCreate()
         for index in range(pynvml.nvmlDeviceGetCount()):
@@ -76,7 +76,7 @@ def _watched() -> Any:
 
 
 def _gpu(index: int) -> Gpu:
-    """A GPU that has fallen off the bus is told of as far as it can be."""
+    """Returns the state of a GPU. One that has fallen off the bus is reported as far as possible."""
     try:
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
         uuid, name = str(pynvml.nvmlDeviceGetUUID(handle)), str(pynvml.nvmlDeviceGetName(handle))
@@ -103,7 +103,7 @@ def _gpu(index: int) -> Gpu:
 
 
 def _memory(handle: Any) -> tuple[int, int]:
-    """(total, used), both without what the driver reserves, which older ones count among the used."""
+    """Returns the (total, used) bytes of a GPU, both without what the driver reserves. Older drivers count that as used."""
     with contextlib.suppress(pynvml.NVMLError):
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
         return int(memory.total) - int(memory.reserved), int(memory.used)
@@ -112,7 +112,8 @@ def _memory(handle: Any) -> tuple[int, int]:
 
 
 def _memory_problem(remapped: Any) -> str:
-    """remapped: (corrected, uncorrected, pending, failed), None where it is not told."""
+    """Returns what is wrong with a GPU's memory, "" if nothing is. remapped: numbers of rows (corrected, uncorrected, pending,
+    failed); None if not reported."""
     if remapped is None:
         return ""
     if remapped[3]:
@@ -133,7 +134,7 @@ def _name(pid: int) -> str:
 
 
 def _ask(question: Callable[..., Any], *arguments: Any) -> Any:
-    """None where this GPU has no answer."""
+    """Returns the driver's answer, None if it has none for this GPU."""
     try:
         return question(*arguments)
     except pynvml.NVMLError:

@@ -1,4 +1,6 @@
-"""Listens for what the driver reports of the node's GPUs, in a thread that sleeps in the driver, and tells it on the event loop."""
+"""Listens for the faults that the driver reports of the node's GPUs, in a thread that sleeps in the driver, and passes them to the
+event loop.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,12 @@ from daemon.gpu.inventory import GpuFault, Inventory
 
 log = logging.getLogger("hearthd")
 LISTEN_S = 5.0
-KEPT_XIDS = 32  # a GPU's, the newest
+KEPT_XIDS = 32  # per GPU, the newest
 
 
 class GpuWatch:
-    """xids: UUID -> those seen since `start`, the oldest first. Without a cuda device nothing is started, and nobody asked."""
+    """Watches for faults of the GPUs. xids: UUID -> the Xids seen since `start`, oldest first. on_fault: called for each device on
+    the GPU. Without a cuda device no thread is started and the driver is not asked."""
 
     def __init__(
         self, inventory: Inventory, devices: Sequence[DeviceBudget], on_fault: Callable[[DeviceBudget, GpuFault], None]
@@ -30,10 +33,10 @@ class GpuWatch:
         self._stop = threading.Event()
 
     def start(self) -> None:
-        """On the event loop."""
+        """Starts listening. Must be called on the event loop."""
         if self._devices:
             loop = asyncio.get_running_loop()
-            # it ends with the process at the latest: the driver may hold it for LISTEN_S
+            # a daemon thread, which ends with the process: the driver may hold it for LISTEN_S
             threading.Thread(target=self._listen, args=(loop,), name="gpu faults", daemon=True).start()
 
     def stop(self) -> None:
@@ -46,7 +49,7 @@ class GpuWatch:
                 if fault is None or self._stop.is_set():
                     continue
                 hit = [fault.uuid] if fault.uuid else self._lost()
-                if not hit:  # told already; the driver may say so again at once
+                if not hit:  # already reported; the driver may repeat it at once
                     self._stop.wait(LISTEN_S)
             except NoGpus as error:
                 log.warning("faults of GPUs will not be told of: %s", error)
@@ -56,7 +59,8 @@ class GpuWatch:
                     loop.call_soon_threadsafe(self._tell, uuid, fault)
 
     def _lost(self) -> list[str]:
-        """Whom a fault without a name is about: GPUs that the driver has no more."""
+        """Returns the node's GPUs that the driver no longer has and that were not reported yet: a fault without a UUID is about
+        them."""
         there = {gpu.uuid for gpu in self._inventory.gpus()}
         ours = dict.fromkeys(device.uuid for device in self._devices)  # a device and its carve-outs are one GPU
         lost = [uuid for uuid in ours if uuid not in there | self._known_lost]

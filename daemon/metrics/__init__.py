@@ -1,1 +1,1 @@
-"""What the node counts, and /metrics."""
+"""The node's counters, and the page /metrics."""

@@ -1,4 +1,4 @@
-"""The node's counters as plain numbers, added to once a step or request; daemon/metrics/page.py renders them when asked."""
+"""The node's counters as plain numbers, increased once per step or request; daemon/metrics/page.py renders them when asked."""
 
 from __future__ import annotations
 
@@ -31,14 +31,15 @@ def _histograms(edges_s: Sequence[float]) -> defaultdict[str, Histogram]:
 
 @dataclass(slots=True)
 class TenantCounts:
-    """By tenant, the largest by name. A request counts for the label its tenant has when it ends, so no label ever goes down."""
+    """Counters by tenant. The NUM_TENANTS largest have a label of their own, the others share one. A request counts for the label
+    that its tenant has when the request ends, so no label's count ever falls."""
 
     requests: defaultdict[tuple[str, str], int] = field(default_factory=_pairs)  # (label, outcome)
     prompt_tokens: defaultdict[str, int] = field(default_factory=_counts)
     cached_tokens: defaultdict[str, int] = field(default_factory=_counts)
     generated_tokens: defaultdict[str, int] = field(default_factory=_counts)
     named: set[str] = field(default_factory=set)
-    _tokens: defaultdict[str, int] = field(default_factory=_counts)  # of each tenant, for the rank
+    _tokens: defaultdict[str, int] = field(default_factory=_counts)  # of each tenant, for `rank`
 
     def label(self, tenant: str) -> str:
         if tenant not in self.named:
@@ -48,7 +49,7 @@ class TenantCounts:
         return tenant
 
     def rank(self) -> None:
-        """Names the largest anew; once a scrape is often enough."""
+        """Chooses anew which tenants, the largest, have a label of their own. Once per scrape is often enough."""
         if len(self._tokens) > NUM_TENANTS:
             self.named = set(sorted(self._tokens, key=lambda tenant: -self._tokens[tenant])[:NUM_TENANTS])
 
@@ -66,7 +67,7 @@ class TenantCounts:
 
 @dataclass(slots=True)
 class Metrics:
-    """Counters since start. Keys: model, (model, outcome), device or reason, as named."""
+    """The counters since the start. Each is keyed by model, (model, outcome), device or reason, as named."""
 
     requests: defaultdict[tuple[str, str], int] = field(default_factory=_pairs)
     prompt_tokens: defaultdict[str, int] = field(default_factory=_counts)
@@ -100,11 +101,11 @@ class Metrics:
         self.access_refused[reason] += 1
 
     def submitted(self, generation: Generation) -> None:
-        """For the first time."""
+        """Counts a request that was submitted to an engine for the first time."""
         self.queue[generation.model.name].add(generation.submitted_s - generation.arrived_s)
 
     def ended(self, generation: Generation) -> None:
-        """Its outcome is set."""
+        """Counts a request that has ended and has its outcome."""
         model = generation.model.name
         self.requests[model, generation.outcome] += 1
         self.tenants.ended(generation)

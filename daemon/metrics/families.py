@@ -1,5 +1,6 @@
-"""Every metric of /metrics: name, kind, unit, labels, meaning. docs/reference/metrics.md is made from this table by
-`python -m daemon.metrics.families`, and the page that is scraped has nothing that is not here."""
+"""Every metric of /metrics: name, kind, unit, labels, meaning. docs/reference/metrics.md is made from this table by `python -m
+daemon.metrics.families`, and /metrics has nothing that is not in this table.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +8,11 @@ import sys
 from typing import NamedTuple
 
 COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
-NUM_TENANTS = 20  # that metrics name
+NUM_TENANTS = 20  # that have a label of their own
 
 
 class Family(NamedTuple):
-    """name: as scraped (a counter's with _total, a histogram's without _bucket). unit: "" for plain numbers."""
+    """One metric. name: as scraped (a counter's with _total, a histogram's without _bucket). unit: "" for plain numbers."""
 
     name: str
     kind: str

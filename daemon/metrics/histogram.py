@@ -1,4 +1,4 @@
-"""Counts in buckets, as Prometheus has them."""
+"""Counts values in buckets, as Prometheus has them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Histogram:
     __slots__ = ("counts", "edges_s", "total_s")
 
     def __init__(self, edges_s: Sequence[float] = WAIT_BUCKETS_S) -> None:
-        """edges_s: upper edges; what is above the last one is counted too."""
+        """Makes an empty histogram. edges_s: the buckets' upper edges, in seconds; values above the last one are counted too."""
         self.edges_s = edges_s
         self.counts = [0] * (len(edges_s) + 1)
         self.total_s = 0.0

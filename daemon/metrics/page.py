@@ -1,4 +1,4 @@
-"""/metrics as text: the counters (`counters.py`) and what is true now, in the families of `families.py`."""
+"""Renders /metrics as text: the counters (`counters.py`) and the present figures, in the families of `families.py`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ Key = str | tuple[str, ...]
 
 @dataclass(slots=True)
 class ModelNow:
-    """running: in the engine's batch; active: handed to the engine. kv_share: of what it could have, 0 to 1."""
+    """A model's present figures. running: requests in the engine's batch; active: requests handed to the engine. kv_share: the
+    share, from 0 to 1, of the KV it could have."""
 
     state: str
     device: str = ""
@@ -50,7 +51,7 @@ class DeviceNow:
 
 @dataclass(slots=True)
 class Now:
-    """What the node looks like; gathered when somebody asks."""
+    """The node's present figures, gathered on request."""
 
     version: str
     models: dict[str, ModelNow]
@@ -67,7 +68,8 @@ class Now:
 
 
 def render(metrics: Metrics, now: Now, model: str | None = None) -> bytes:
-    """Prometheus text, version 0.0.4. model: only the families that tell of models, and of them only its rows."""
+    """Returns the metrics as Prometheus text, version 0.0.4. model: show only the families with a model label, and in them only
+    this model's rows."""
     from prometheus_client import CollectorRegistry, generate_latest
 
     registry = CollectorRegistry(auto_describe=False)
@@ -195,7 +197,7 @@ def _values(key: Key) -> tuple[str, ...]:
 
 
 def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
-    """Cumulative, as Prometheus wants them."""
+    """Returns the (edge, count) of each bucket; the counts are cumulative, as Prometheus wants them."""
     total, buckets = 0, []
     for edge, count in zip((*histogram.edges_s, "+Inf"), histogram.counts, strict=True):
         total += count

@@ -1,4 +1,4 @@
-"""What swapping models took: counters for /metrics, fed by the dispatcher and by what engines tell."""
+"""Counts what swapping models costs, for /metrics; fed by the dispatcher and by the engines' messages."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ def _seconds() -> defaultdict[str, float]:
 
 @dataclass(slots=True)
 class SwapCounts:
-    """Counters since start. tier: disk or host, where weights came from or are left; device: where a dead engine had left them."""
+    """Counters since the start. tier: disk or host, where weights came from or are left; device: where an engine that died had left
+    them."""
 
     ins: defaultdict[tuple[str, str], int] = field(default_factory=_pairs)  # (tier, reason), loads that were done
     outs: defaultdict[tuple[str, str], int] = field(default_factory=_pairs)  # (tier, reason)
     phase_seconds: defaultdict[str, float] = field(default_factory=_seconds)  # drain, evict, save, read, copy, map
-    age: Histogram = field(default_factory=lambda: Histogram(AGE_BUCKETS_S))  # of what left, since it became ready
+    age: Histogram = field(default_factory=lambda: Histogram(AGE_BUCKETS_S))  # of evicted models, since they became ready
     pauses: defaultdict[str, int] = field(default_factory=_counts)  # model
     paused_requests: defaultdict[str, int] = field(default_factory=_counts)  # model
     kv_tokens: defaultdict[tuple[str, str], int] = field(default_factory=_pairs)  # (model, saved | restored | recomputed)
@@ -84,7 +85,8 @@ class SwapCounts:
         self.kv_tokens[message.model, "saved"] += message.saved_kv_tokens
 
     def engine_down(self, device: str, killed_for_memory: bool) -> None:
-        """Its placements are answered no more."""
+        """Forgets the device's placements, whose answers will not come any more, and counts an engine that was killed for want of
+        memory."""
         self._load_reason = {placement: told for placement, told in self._load_reason.items() if told[0] != device}
         self._evict_sent_s = {placement: sent for placement, sent in self._evict_sent_s.items() if sent[0] != device}
         if killed_for_memory:
@@ -92,7 +94,7 @@ class SwapCounts:
 
 
 class KernelKills:
-    """Whether the kernel has killed processes for want of memory since the last look."""
+    """Tells whether the kernel has killed processes for want of memory since the last look."""
 
     def __init__(self) -> None:
         self._seen = _oom_kills()
@@ -103,7 +105,7 @@ class KernelKills:
 
 
 def _oom_kills() -> int:
-    """Since the machine's start; 0 where it is not told."""
+    """Returns how many processes the kernel has killed for want of memory since the machine's start; 0 if that is not known."""
     try:
         lines = Path("/proc/vmstat").read_text().splitlines()
     except OSError:

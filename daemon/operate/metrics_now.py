@@ -1,4 +1,4 @@
-"""What /metrics tells of the node as it is now, gathered from the scheduler's views and the engines' last words."""
+"""Gathers what /metrics shows of the node as it is now, from the scheduler's views and the engines' latest figures."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from scheduler.node.views import DeviceView, ModelView
 if TYPE_CHECKING:
     from daemon.node.node import Node
 
-NO_STATS = (0, 0, 0, 0)  # protocol.Stats.models of a model that is not loaded
+NO_STATS = (0, 0, 0, 0)  # used where protocol.Stats.models has no entry, because the model is not loaded
 
 
 def now(node: Node, model: str | None = None) -> Now:
-    """model: of that one only."""
+    """Returns the node's present figures. model: only this model's; None: those of all models and devices."""
     wanted = [view] if model is not None and (view := node.scheduler.model(model)) is not None else []
     views: Iterable[ModelView] = wanted if model is not None else node.scheduler.snapshot()
     devices = {} if model is not None else _devices(node)
@@ -64,7 +64,8 @@ def _model(node: Node, view: ModelView) -> ModelNow:
 
 
 def kv_share(node: Node, view: ModelView, kv_bytes: int) -> float:
-    """Of its reserved KV and what the others leave of the lease."""
+    """Returns the share, from 0 to 1, that a model uses of the KV it could have: its reserved KV and what other models leave of the
+    lease."""
     device = next((one for one in node.scheduler.devices() if one.name == view.device), None)
     if device is None:
         return 0.0
@@ -76,14 +77,15 @@ def kv_share(node: Node, view: ModelView, kv_bytes: int) -> float:
 
 
 def chunks_by_state(view: DeviceView, kv_used: int) -> dict[str, int]:
-    """All of the device's. kv_used: as its engine said last, so it may be of a moment ago."""
+    """Returns the number of the device's chunks in each state. kv_used: as its engine last reported it, so it may be slightly out
+    of date."""
     used = {"work_space": view.work_space_chunks, "weights": view.weights_chunks}
     used["kv"] = min(kv_used, view.total_chunks - sum(used.values()))
     return used | {"free": view.total_chunks - sum(used.values())}
 
 
 def _resident_bytes(pid: int) -> int:
-    """0 where there is no such process."""
+    """Returns a process's resident memory, 0 if there is no such process."""
     try:
         fields = Path(f"/proc/{pid}/statm").read_text().split()
     except OSError:

@@ -1,4 +1,4 @@
-"""What the status page shows of the node as it is now. The page draws these figures and computes none of its own but rates."""
+"""What the status page shows of the node as it is now. The page draws these figures and computes only rates from them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from scheduler.node.views import DeviceView
 if TYPE_CHECKING:
     from daemon.node.node import Node
 
-MAX_MODELS = 300  # rows that are told; a node may have thousands of cold ones, and a viewer gets the table twice a second
-NO_STATS = (0, 0, 0, 0)  # protocol.Stats.models of a model that is not loaded
+MAX_MODELS = 300  # rows that are sent; a node may have thousands of cold ones, and a viewer gets the table twice a second
+NO_STATS = (0, 0, 0, 0)  # used where protocol.Stats.models has no entry, because the model is not loaded
 
 
 def snapshot(node: Node) -> dict[str, Any]:
-    """Equal for equal states: nothing in it changes by itself."""
+    """Returns the node's state as values for JSON. Equal states give equal results: nothing in it changes by itself."""
     rows = node.rows()
     cached = {name: counts[3] for stats in node.engine_events.stats.values() for name, counts in stats.models.items()}
     for row in rows:
@@ -60,8 +60,9 @@ def _devices(node: Node, rows: dict[str, dict[str, Any]]) -> list[dict[str, Any]
 
 
 def _parts(device: DeviceView, stats: dict[str, list[int]], rows: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """How a device's budget is divided; the bytes add up to it. kinds: work (space), weights, kv (of running sequences), cache
-    (prefixes kept), reserved (KV a model has and does not use), free (what all models there may draw on)."""
+    """Returns how a device's budget is divided; the bytes add up to it. kinds: work (work space), weights, kv (of running
+    sequences), cache (cached prefixes), reserved (KV that a model has reserved and does not use), free (what all models on the
+    device may use)."""
     parts: list[dict[str, Any]] = [{"kind": "work", "model": "", "bytes": device.work_space_chunks * device.chunk_bytes}]
     for model in sorted(device.held):
         held_bytes = device.held[model] * device.chunk_bytes

@@ -1,6 +1,6 @@
-"""The page as the browser gets it: one document with its style and its script in it, and the policy that allows nothing else.
+"""The page as the browser gets it: one document that contains its style and its script, and the policy that allows nothing else.
 
-The three parts are files of their own so that each can be read; they are put together once, when this module is imported.
+The three parts are separate files so that each can be read; they are put together once, when this module is imported.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _STYLE, _SCRIPT = "/*{style}*/", "/*{script}*/"
 
 
 def _source(csp_text: str) -> str:
-    """A CSP source that names this inline text and no other."""
+    """Returns a CSP source that allows this inline text and no other."""
     return "'sha256-" + base64.b64encode(hashlib.sha256(csp_text.encode()).digest()).decode() + "'"
 
 
@@ -23,7 +23,8 @@ def _read(name: str) -> str:
 
 
 def _assemble(style: str, script: str) -> bytes:
-    """Raises ValueError where a part would end its own element or the document has no place for it."""
+    """Returns the document with its style and script. Raises ValueError if a part would end its own element or the document has no
+    place for it."""
     text = _read("index.html")
     for mark, part in ((_STYLE, style), (_SCRIPT, script)):
         if text.count(mark) != 1 or "</" + ("style" if mark == _STYLE else "script") in part.lower():
@@ -33,8 +34,8 @@ def _assemble(style: str, script: str) -> bytes:
 
 
 def _policy(style: str, script: str) -> str:
-    """Only the page's own style and script, requests to this server alone, and no sink that takes markup from strings: a model's
-    name can't become an element even where the script were wrong."""
+    """Returns the content security policy: only the page's own style and script, requests to this server alone, and no sink that
+    takes markup from strings. So a model's name cannot become an element even if the script is wrong."""
     return "; ".join(
         (
             "default-src 'none'",
@@ -53,7 +54,8 @@ def _policy(style: str, script: str) -> str:
 
 _style, _script = _read("style.css"), _read("page.js")
 BODY = _assemble(_style, _script)
-ID = hashlib.sha256(BODY).hexdigest()[:16]  # a page that is open when the daemon is upgraded sees another one and reloads itself
+# a page that is open when the daemon is upgraded sees another id and reloads itself
+ID = hashlib.sha256(BODY).hexdigest()[:16]
 HEADERS = {
     "Content-Type": "text/html; charset=utf-8",
     "Content-Security-Policy": _policy(_style, _script),

@@ -1,4 +1,4 @@
-"""Snapshots for everybody who looks: made only while somebody does, and once for all of them."""
+"""Sends snapshots of the node to all open status pages. They are made only while there is a viewer, and once for all viewers."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ from daemon.record.event_ring import EventRing
 
 log = logging.getLogger("hearthd.page")
 PERIOD_S = 0.5
-SHARE = 0.02  # of the event loop's time at most: a node of thousands of models is told of less often
-ALIVE_S = 5.0  # an unchanged snapshot is sent again after this: so a page knows that it is not alone
-NUM_EVENTS = 400  # that a new viewer is told of
+SHARE = 0.02  # of the event loop's time at most: snapshots of a node with thousands of models are less frequent
+ALIVE_S = 5.0  # an unchanged snapshot is sent again after this, to show that the connection still works
+NUM_EVENTS = 400  # the most that a new viewer is sent
 SAMPLE_S = 1.0
 NUM_SAMPLES = 300
 NUM_VIEWERS = 64
-BEHIND = 16  # frames a viewer may not have read; who reads slower starts again
+BEHIND = 16  # unread frames a viewer may have; one that reads slower is cut off and has to start again
 
 _json = msgspec.json.encode
 
 
 def frame(event: str, value: Any) -> bytes:
-    """One server-sent event. JSON has no line breaks of its own."""
+    """Returns one server-sent event. Its JSON contains no line breaks."""
     return b"event: %b\ndata: %b\n\n" % (event.encode(), _json(value))
 
 
 class Viewer:
-    """Frames to be written; None is the end."""
+    """The frames waiting to be written to one viewer; None marks the end. cut_off: ends the connection of a viewer that has too
+    many."""
 
     def __init__(self, cut_off: Callable[[], None]) -> None:
         self.frames: asyncio.Queue[bytes | None] = asyncio.Queue(BEHIND)
@@ -48,15 +49,15 @@ class Viewer:
 
 
 class PageFeed:
-    """Frames: `hello` {page, now, events, samples} once, then `snapshot` {time, events since, and daemon/operate/page_snapshot.py},
-    and `bye` when the daemon stops."""
+    """Sends frames to viewers: `hello` {page, now, events, samples} once, then `snapshot` {time, the events since the last one, and
+    the fields of daemon/operate/page_snapshot.py}, and `bye` when the daemon stops."""
 
     def __init__(self, snapshot: Callable[[], dict[str, Any]], ring: EventRing) -> None:
         self._snapshot, self._ring = snapshot, ring
         self._viewers: set[Viewer] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._unfollow: Callable[[], None] | None = None
-        self._events: deque[dict[str, Any]] = deque(maxlen=NUM_EVENTS)  # that all viewers were told of
+        self._events: deque[dict[str, Any]] = deque(maxlen=NUM_EVENTS)  # already sent to all viewers
         self._news: list[dict[str, Any]] = []
         self._samples: deque[tuple[float, int, int, int]] = deque(maxlen=NUM_SAMPLES)  # time, requests ended, tokens, open
         self._told: dict[str, Any] = {}
@@ -70,11 +71,11 @@ class PageFeed:
 
     @property
     def running(self) -> bool:
-        """Whether it costs anything now."""
+        """Returns whether the feed has a timer or follows events now, which it does only for viewers."""
         return self._timer is not None or self._unfollow is not None
 
     def join(self, cut_off: Callable[[], None]) -> Viewer:
-        """cut_off: ends the connection of a viewer that does not read. Raises NotNow."""
+        """Adds a viewer. cut_off: ends the connection of a viewer that does not read. Raises NotNow."""
         if self._closed:
             raise NotNow("server_restarting", "The server is stopping.", retry_after_s=2.0)
         if len(self._viewers) >= NUM_VIEWERS:
@@ -96,7 +97,7 @@ class PageFeed:
             self._rest()
 
     def close(self) -> None:
-        """Tells all viewers that the daemon stops, and takes no more."""
+        """Tells all viewers that the daemon stops, and accepts no more."""
         self._closed = True
         for viewer in list(self._viewers):
             viewer.offer(frame("bye", {}))
@@ -124,7 +125,7 @@ class PageFeed:
         self._told, self._hello, self._frame = {}, b"", b""
 
     def _on_event(self, event: dict[str, Any]) -> None:
-        # progress is in the snapshot's rows; more news than can be shown is cut to the newest
+        # progress is in the snapshot's rows; of more news than can be shown, the oldest is dropped
         if event["event"] != "load_progress":
             self._news.append(event)
             if len(self._news) > NUM_EVENTS:
@@ -145,7 +146,7 @@ class PageFeed:
         if state != self._told or self._news or started_s - self._told_s >= ALIVE_S:
             self._told, self._told_s = state, started_s
             self._frame = frame("snapshot", {"time": round(now, 3), "events": [], **state})
-            # who joins later knows the news from the hello
+            # viewers that join later get the news in the hello frame
             data = frame("snapshot", {"time": round(now, 3), "events": self._news, **state}) if self._news else self._frame
             self._events.extend(self._news)
             self._news.clear()

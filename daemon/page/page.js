@@ -1,7 +1,7 @@
 
 "use strict";
-// Draws what the feed tells. Nothing here parses markup: names of models are text wherever they go, and the page's policy forbids
-// the sinks that would see it otherwise.
+// Draws what the feed sends. Nothing here parses markup: names of models are always inserted as text, and the page's policy forbids
+// the sinks that would parse them.
 
 const WINDOWS_S = [60, 120, 300, 600], SPARK_S = 300, MAX_EVENTS = 200, SILENT_MS = 20000, HIDDEN_MS = 30000, LANES = 14;
 const KEPT = "hearth.key";
@@ -38,7 +38,7 @@ const clock = (unix) => new Date(unix * 1000).toTimeString().slice(0, 8);
 const several = (count, word) => `${count.toLocaleString("en")} ${word}${count === 1 ? "" : "s"}`;
 const shortName = (name) => name.slice(name.lastIndexOf("/") + 1);
 
-const colours = new Map(); // model -> its colour, by order of appearance: it keeps it while the page is open
+const colours = new Map(); // model -> its colour, by order of appearance; kept while the page is open
 function colour(model) {
   if (!colours.has(model)) colours.set(model, `var(--c${colours.size % 8})`);
   return { "--c": colours.get(model) };
@@ -49,7 +49,7 @@ const ON_DEVICE = ["loading", "ready", "draining"];
 // ---- figures
 
 let samples = []; // [Unix time, requests ended and tokens generated since the daemon's start, requests open]
-/** The least window that shows all since the daemon's start, or the longest. */
+/** Returns the shortest window, in seconds, that shows all since the daemon's start, or `longest` seconds. */
 const windowOf = (state, longest) => WINDOWS_S.find((seconds) => seconds >= Math.min(longest, state.time - state.node.started));
 function rates(column, from) {
   const points = [];
@@ -140,7 +140,7 @@ function drawHost(host) {
     h("header", {}, h("h3", {}, "Host memory"), h("span", { class: "dim" }, `${bytes(host.bytes - host.free_bytes)} of ${bytes(host.bytes)}`)), stack, legend);
 }
 
-/** Children by key; one is made anew only where what it shows has changed, so a selection or the focus in it stays. */
+/** Updates a node's children by key. A child is made anew only if what it shows has changed, so a selection or the focus in it stays. */
 function keyed(place, items, key, draw) {
   const old = place.keyed || new Map(), now = new Map();
   for (const item of items) {
@@ -171,7 +171,7 @@ function drawModels(state) {
   const wanted = $("filter").value.trim().toLowerCase();
   const rows = state.models.filter((row) => !wanted || row.name.toLowerCase().includes(wanted) || row.state.includes(wanted));
   rows.sort((a, b) => (RANK[a.state] ?? 9) - (RANK[b.state] ?? 9) || (a.name < b.name ? -1 : 1));
-  // seconds would redraw each row twice a second
+  // rounded, because exact seconds would redraw each row twice a second
   const told = rows.map((row) => ({ ...row, last_used: row.last_used && 1, ago: row.last_used && ago(state.time - row.last_used) }));
   keyed($("models"), told, (row) => row.name, drawModel);
   const total = Object.values(state.states).reduce((sum, count) => sum + count, 0), left = total - state.models.length;
@@ -208,7 +208,7 @@ let numTold = 0;
 function addEvents(more) {
   for (const event of more) event.id = ++numTold;
   events = [...events, ...more].slice(-1000);
-  // told twice: loads and evictions by the states they lead to, a new model's first state by its registration
+  // these would be shown twice: the states show loads and evictions, and its registration shows a new model's first state
   const shown = events.filter((event) => event.event === "state" ? event.old || event.new !== "cold" : !["loaded", "evicted"].includes(event.event)).slice(-MAX_EVENTS).reverse();
   keyed($("events"), shown, (event) => event.id, drawEvent);
 }
@@ -225,7 +225,7 @@ function spansOf(state, span_s) { // device -> model -> [{kind, from, to}]
     if (event.event !== "state") continue;
     const before = open.get(event.model), device = event.device || (before && before.device);
     if (before) { add(before, event.time); open.delete(event.model); }
-    else if (ON_DEVICE.includes(event.old) && event.old !== "loading" && device) add({ model: event.model, device, kind: event.old, from: start }, event.time); // it was there before the first event
+    else if (ON_DEVICE.includes(event.old) && event.old !== "loading" && device) add({ model: event.model, device, kind: event.old, from: start }, event.time); // it was on the device before the first event
     if (ON_DEVICE.includes(event.new) && device) open.set(event.model, { model: event.model, device, kind: event.new, from: event.time });
   }
   for (const row of state.models) {
@@ -284,14 +284,14 @@ function onSnapshot(state) {
 }
 let pageId = "";
 function onHello(hello) {
-  if (pageId && pageId !== hello.page) return location.reload(); // another hearthd: its own page fits it better
+  if (pageId && pageId !== hello.page) return location.reload(); // the daemon has another version of this page: load that
   pageId = hello.page;
   events = [];
   samples = hello.samples;
   addEvents(hello.events);
 }
 
-// ---- the line to the daemon
+// ---- the connection to the daemon
 
 function link(kind, text) {
   $("link").className = `pill ${kind}`;
@@ -311,10 +311,10 @@ function askKey(why) {
   link("calm", "key needed");
   $("key").focus();
 }
-/** One connection to its end. Returns why it ended, or null where a key is asked for. */
+/** Reads one connection to its end. Returns why it ended, or null if a key is asked for. */
 async function follow(abort) {
   const key = sessionStorage.getItem(KEPT);
-  // without credentials: the browser must not put its own password window over the form
+  // without credentials, so that the browser does not put its own password window over the form
   const answer = await fetch("/status/events", { headers: key ? { Authorization: `Bearer ${key}` } : {}, credentials: "omit", cache: "no-store", signal: abort.signal });
   if (answer.status === 401) return askKey(key ? "This key is not known here." : "Its tenants' keys open this page."), null;
   if (answer.status === 403 && key) return askKey("This key is known, but only keys of a tenant with admin = true open this page."), null;
@@ -365,7 +365,7 @@ async function connect() {
     why = "hearthd does not answer.";
     failures++;
   }
-  if (connection !== mine) return; // let go on purpose
+  if (connection !== mine) return; // ended by disconnect()
   connection = null;
   if (why === null) return;
   gone(why);
@@ -386,7 +386,7 @@ $("login").addEventListener("submit", (event) => {
 });
 $("forget").addEventListener("click", () => { disconnect(); askKey("The key is forgotten."); });
 $("filter").addEventListener("input", () => last && drawModels(last));
-// who does not look costs nothing
+// a page that is hidden disconnects, so that it costs nothing
 let hiding = 0;
 document.addEventListener("visibilitychange", () => {
   clearTimeout(hiding);

@@ -1,4 +1,4 @@
-"""The scanning process: `python -P -m daemon.scanning FD`. Ends with FD, and after a scan that left it large."""
+"""The scanning process: `python -P -m daemon.scanning FD`. It ends when FD is closed, and after a scan that left it large."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from engine.protocol import FrameReader, Message, encode
 from loader.catalog import Checkpoint, walk
 
 MEMORY_BYTES = 1 << 30  # of address space: headers of 100 MB, which the format allows, fit
-LARGE_BYTES = 48 << 20  # resident; with such a size it ends after the scan and gives its memory back
+LARGE_BYTES = 48 << 20  # resident; a process of this size ends after the scan, which returns its memory
 OOM_SCORE_ADJ = 800  # the kernel ends this process before the daemon and its engines
 
 
 def main() -> None:
-    # the daemon drains on SIGTERM and Ctrl-C; this process follows when its socket ends
+    # the daemon drains on SIGTERM and Ctrl-C; this process ends when its socket does
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     limit_memory(MEMORY_BYTES, OOM_SCORE_ADJ)
@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def _scan(connection: socket.socket, request: Scan) -> bool:
-    """Returns whether this process is to end."""
+    """Does one scan and sends what it finds. Returns whether this process is to end."""
     previous = {
         name: Checkpoint(name, path, complete=True, signature=signature) for name, (path, signature) in request.known.items()
     }
@@ -56,7 +56,7 @@ def _scan(connection: socket.socket, request: Scan) -> bool:
             else:
                 try:
                     send(Found(_plain(checkpoint), seen.in_cache))
-                except (OverflowError, UnicodeEncodeError) as failure:  # a number or text that no message holds
+                except (OverflowError, UnicodeEncodeError) as failure:  # a number or text that a message cannot hold
                     problem = f"what its files say cannot be used: {failure}"
                     send(Found(Checkpoint(checkpoint.name, checkpoint.path, error=_text(problem)), seen.in_cache))
     except OSError as failure:
@@ -74,7 +74,7 @@ def _resident_bytes() -> int:
 
 
 class _Warnings(logging.Handler):
-    """Keeps what a scan has to say, for the daemon's log."""
+    """Collects the warnings of a scan, for the daemon's log."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -85,7 +85,8 @@ class _Warnings(logging.Handler):
 
 
 def _plain(checkpoint: Checkpoint) -> Checkpoint:
-    """What the daemon needs of it, as text that can be sent; of one that is not complete no shape, which may be of any size."""
+    """Returns what the daemon needs of a checkpoint, with texts that can be sent. An incomplete checkpoint is sent without its
+    shape, which may be of any size."""
     return replace(
         checkpoint,
         failure=None,
@@ -97,7 +98,7 @@ def _plain(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _text(text: str) -> str:
-    """Bytes of a file's name that are no UTF-8 are written as escapes."""
+    """Returns the text with escapes in place of file-name bytes that are not UTF-8."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 

@@ -1,7 +1,7 @@
-"""Tells when something changed in one of many folders, each watched by itself.
+"""Reports when something changed in one of many folders, each watched by itself.
 
-A recursive watch would follow links wherever they lead, to all of the file system if one leads to `/`: the folders are those that
-the last scan has looked into.
+A recursive watch would follow links wherever they lead, to all of the file system if one leads to `/`. So only the folders that the
+last scan has looked into are watched.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ import threading
 from collections.abc import Callable, Iterable
 
 log = logging.getLogger("hearthd.models")
-DEBOUNCE_MS, STEP_MS = 300, 150  # step: also how often the thread wakes to look whether it is to stop
-POLL_MS = 2000  # where the kernel gives no watches
-AGAIN_S = 1.0  # after a folder was gone before its watch began
+DEBOUNCE_MS, STEP_MS = 300, 150  # STEP_MS is also how often the thread looks whether it is to stop
+POLL_MS = 2000  # if the kernel gives no watches
+AGAIN_S = 1.0  # before the next try, if a folder disappeared before its watch began
 JOIN_S = 2.0
 
 
 class FolderWatch:
-    """Calls `changed` on the loop some 0.3 s after something happened in one of the folders. Made on the loop."""
+    """Calls `changed` on the event loop about 0.3 s after something happened in one of the folders. Must be made on the event
+    loop."""
 
     def __init__(self, changed: Callable[[], None]) -> None:
         self._loop = asyncio.get_running_loop()
@@ -30,7 +31,8 @@ class FolderWatch:
         self._thread: threading.Thread | None = None
 
     def look_at(self, folders: Iterable[str]) -> None:
-        """Watches these instead. What happened in a new one before has no event of its own, so `changed` is called for it."""
+        """Watches these folders instead of the earlier ones. Changes in a new folder before its watch began cause no event, so
+        `changed` is called once for them."""
         found = frozenset(folders)
         if found == self._folders or self._stopped.is_set():
             return
@@ -42,13 +44,13 @@ class FolderWatch:
         self._changed()
 
     def stop(self) -> None:
-        """Blocks until the thread has seen it: for a thread."""
+        """Stops watching. Blocks until the thread has ended, at most JOIN_S seconds, so it must not be called on the event loop."""
         self._stopped.set()
         if self._thread is not None:
             self._thread.join(JOIN_S)
 
     def is_set(self) -> bool:
-        """Whether the watch under way is to end, as watchfiles asks it."""
+        """Returns whether the current watch is to end. watchfiles asks this, as of an Event."""
         return self._stopped.is_set() or self._replaced.is_set()
 
     def _run(self) -> None:
@@ -62,7 +64,7 @@ class FolderWatch:
             try:
                 self._watch(folders, polling)
             except FileNotFoundError:
-                self._stopped.wait(AGAIN_S)  # gone just now; a scan will leave it out
+                self._stopped.wait(AGAIN_S)  # a folder has just disappeared; the next scan leaves it out
             except (OSError, RuntimeError) as error:
                 if polling:
                     log.warning("the models folder cannot be watched (%s); `hearth reload` looks again", error)
@@ -71,7 +73,7 @@ class FolderWatch:
                 log.warning("the models folder cannot be watched (%s); it is polled from now on", error)
 
     def _watch(self, folders: list[str], polling: bool) -> None:
-        """Until `is_set`. Raises OSError, RuntimeError."""
+        """Watches the folders until `is_set`. Raises OSError, RuntimeError."""
         from watchfiles import watch
 
         options = {

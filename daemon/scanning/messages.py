@@ -1,6 +1,6 @@
-"""Messages between the daemon and the scanning process; framed as engine/protocol.py frames its own.
+"""Messages between the daemon and the scanning process, framed like those of engine/protocol.py.
 
-Each `Scan` is answered with `Looking`, `Same` and `Found` in any number and then one `Finished`.
+Each `Scan` is answered with any number of `Looking`, `Same` and `Found`, then with one `Finished`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from loader.catalog import Checkpoint
 
 
 class Scan(Message, frozen=True):
-    """known: name -> (path, signature) of the last result. silent: paths not to be looked at, and why."""
+    """Asks for a scan of models_dir. known: name -> (path, signature) in the last result. silent: path -> why it is not to be
+    looked at."""
 
     models_dir: str
     known: dict[str, tuple[str, str]]
@@ -18,28 +19,28 @@ class Scan(Message, frozen=True):
 
 
 class Looking(Message, frozen=True):
-    """The path that is looked at next."""
+    """Names the path that is looked at next."""
 
     path: str
 
 
 class Same(Message, frozen=True):
-    """A folder that has not changed since the last result."""
+    """Names a model whose folder has not changed since the last result."""
 
     name: str
     in_cache: bool
 
 
 class Found(Message, frozen=True):
-    """A folder that is new or has changed; its checkpoint comes without `failure`."""
+    """Reports a model whose folder is new or has changed; its checkpoint is sent without `failure`."""
 
     checkpoint: Checkpoint
     in_cache: bool
 
 
 class Finished(Message, frozen=True):
-    """error: why the models folder itself could not be read, as (errno, text); None: it was. warnings: for the log. is_last: the
-    process ends now, and takes no further `Scan`. folders: where a change would matter."""
+    """Ends the answer to a scan. error: why the models folder itself could not be read, as (errno, text), or None. warnings: lines
+    for the log. is_last: the process ends now and accepts no further `Scan`. folders: those in which a change would matter."""
 
     error: tuple[int, str] | None
     warnings: list[str]

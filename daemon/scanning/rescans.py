@@ -1,4 +1,4 @@
-"""When the models folder is looked at again."""
+"""Decides when the models folder is scanned again."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from daemon.process.shortage import SHORTAGE
 from daemon.scanning.scanner import ModelScanner
 
 log = logging.getLogger("hearthd.models")
-# After a change: a folder made and filled at once can get its watch too late for what is written into it, and then no further
-# event comes.
+# Waits after a change: a folder made and filled at once can get its watch too late for what is written into it, and then no
+# further event comes.
 LOOK_AGAIN_S = (1.0, 3.0, 10.0)
 
 

@@ -1,4 +1,4 @@
-"""The daemon's end of the scanning process: started when needed, ended when it does not answer, and when it is idle."""
+"""The daemon's end of the scanning process: starts it when needed, and ends it when it is idle or does not answer."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from engine.protocol import FrameReader, encode
 from loader.catalog import Checkpoint, Seen, merged
 
 log = logging.getLogger("hearthd.models")
-ANSWER_LIMIT_S = 10.0  # without a sign of life from what is looked at
-NEXT_LIMIT_S = 2.0  # where another path of the same scan has not answered: they are likely to be on one file system
-MAX_SILENT = 64  # paths without an answer, of one scan
+ANSWER_LIMIT_S = 10.0  # without a sign of life while it looks at a path
+NEXT_LIMIT_S = 2.0  # after another path of the same scan did not answer: they are probably on one file system
+MAX_SILENT = 64  # paths without an answer in one scan
 IDLE_S = 15.0
-ENOUGH_S = 2.0  # for a killed process to end; one that waits for a file system may take any time
-LOOK_AGAIN_S, LOOK_AGAIN_AT_MOST_S = 60.0, 3600.0  # at a path that did not answer; twice as long after each time
+ENOUGH_S = 2.0  # wait for a killed process to end; one that waits for a file system may take any time
+LOOK_AGAIN_S, LOOK_AGAIN_AT_MOST_S = 60.0, 3600.0  # at a path that did not answer; doubled after each time
 
 
 @dataclass(slots=True)
 class _Silent:
-    """A path that did not answer. until_s: of the monotonic clock, when it may be looked at again; pause_s: how long that was.
-    process: the one that waited for it, and may do so still."""
+    """A path that did not answer. why: the end of a sentence about the path. until_s: when it may be looked at again, on the
+    monotonic clock; pause_s: the length of that pause. process: the one that waited for the path, and may still do so."""
 
     why: str
     until_s: float
@@ -41,7 +41,8 @@ class _Silent:
 
 
 class NoAnswer(Exception):
-    """The process gave no sign of life, or died. path: what it was looking at; why: the end of a sentence about it."""
+    """Raised when the process gave no sign of life or died. path: what it was looking at. why: the end of a sentence about the
+    path."""
 
     def __init__(self, process: _Process, path: str, why: str) -> None:
         super().__init__(f"{path} {why}")
@@ -49,8 +50,8 @@ class NoAnswer(Exception):
 
 
 class ModelScanner:
-    """Scans as loader.catalog.scan does, in a process. A path that does not answer is an incomplete model, or keeps what was known
-    of it, and is looked at again later."""
+    """Scans as loader.catalog.scan does, in another process. A model on a path that does not answer is incomplete, or stays as it
+    was known, and is looked at again later."""
 
     def __init__(self, answer_limit_s: float = ANSWER_LIMIT_S, look_again_s: float = LOOK_AGAIN_S) -> None:
         self._answer_limit_s, self._look_again_s = answer_limit_s, look_again_s
@@ -59,18 +60,18 @@ class ModelScanner:
         self._idle: asyncio.TimerHandle | None = None
         self._silent: dict[str, _Silent] = {}
         self._closed = False
-        self.looked_into: Callable[[list[str]], None] = lambda folders: None  # is told after each scan where a change would matter
+        self.looked_into: Callable[[list[str]], None] = lambda folders: None  # called after each scan with the folders to watch
 
     @property
     def look_again_in_s(self) -> float | None:
-        """Seconds until a path that did not answer is due for another look; None: all have answered."""
+        """Returns the seconds until a path that did not answer is due for another look; None if all have answered."""
         if not self._silent:
             return None
         return max(0.0, min(one.until_s for one in self._silent.values()) - time.monotonic())
 
     async def scan(self, models_dir: str, previous: Mapping[str, Checkpoint]) -> dict[str, Checkpoint]:
-        """Models by name, sorted; unchanged folders keep the object they have in `previous`. Raises OSError if models_dir can't be
-        read or does not answer."""
+        """Returns the models by name, sorted; unchanged folders keep the object they have in `previous`. Raises OSError if
+        models_dir cannot be read or does not answer."""
         async with self._lock:
             limit_s = self._answer_limit_s
             due = self._due()
@@ -99,7 +100,8 @@ class ModelScanner:
         await self._end()
 
     def _due(self) -> set[str]:
-        """Silent paths that may have another look: not while the last process still waits for the path, as another one would."""
+        """Returns the silent paths that may be looked at again. A path for which an earlier process still waits is not among them,
+        because another process would wait too."""
         now = time.monotonic()
         return {path for path, one in self._silent.items() if now >= one.until_s and not one.process.is_running}
 
@@ -140,7 +142,8 @@ class ModelScanner:
 
 
 def _with_known(found: Iterable[Seen], silent: Mapping[str, str], previous: Mapping[str, Checkpoint]) -> Iterable[Seen]:
-    """What is known of models on paths that do not answer stays: they may be running, or be kept in memory."""
+    """Yields the models that were found, and those known before on paths that do not answer: they may be running, or kept in
+    memory."""
     kept = [one for one in previous.values() if one.complete and any(_is_below(one.path, path) for path in silent)]
     yield from map(Seen, kept)
     for seen in found:
@@ -161,7 +164,7 @@ class _Process(asyncio.Protocol):
         self._process = process
         self._reader = FrameReader(FromScanner)
         self._exited: asyncio.Future[None] = loop.create_future()
-        self._transport: Any = None  # uvloop's are of no class of asyncio
+        self._transport: Any = None  # uvloop's transports are not of asyncio's classes
         self._answer: asyncio.Future[tuple[list[Seen], Finished]] | None = None
         self._previous: Mapping[str, Checkpoint] = {}
         self._seen: list[Seen] = []
@@ -172,7 +175,7 @@ class _Process(asyncio.Protocol):
 
     @classmethod
     async def start(cls) -> _Process:
-        """Raises OSError if it can't be started."""
+        """Starts a process and connects to it. Raises OSError if that fails."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         try:
@@ -195,7 +198,8 @@ class _Process(asyncio.Protocol):
         return self.is_running and self._transport is not None and not self._transport.is_closing()
 
     async def scan(self, request: Scan, previous: Mapping[str, Checkpoint], limit_s: float) -> tuple[list[Seen], Finished]:
-        """Raises NoAnswer."""
+        """Sends a request and returns the models seen and the message that ended the answer. previous: the last result. limit_s:
+        the longest time without a sign of life. Raises NoAnswer."""
         loop = asyncio.get_running_loop()
         self._answer, self._previous, self._seen, self._path = loop.create_future(), previous, [], request.models_dir
         self._transport.write(encode(request))
@@ -213,7 +217,7 @@ class _Process(asyncio.Protocol):
             await asyncio.sleep(max(0.05, self._heard_s + limit_s - loop.time()))
             if loop.time() - self._heard_s < limit_s:
                 continue
-            # a loop that was held, or a machine that slept, has messages to read first
+            # after the loop was held up or the machine slept, there may be messages to read first
             heard_s = self._heard_s
             await asyncio.sleep(0.2)
             if self._heard_s == heard_s:
@@ -240,14 +244,14 @@ class _Process(asyncio.Protocol):
                 self._answer.set_result((self._seen, message))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        # the exit code comes with the end of the process, which may be seen later than its socket's
+        # the exit code comes with the end of the process, which may be seen later than the socket's end
         if self._exited.done():
             self._fail_ended()
 
     def _on_exit(self) -> None:
         asyncio.get_running_loop().remove_reader(self._pidfd)
         os.close(self._pidfd)
-        self._process.wait()  # has ended: nothing is waited for
+        self._process.wait()  # returns at once: it has ended
         self._exited.set_result(None)
         if self._transport is None or self._transport.is_closing():
             self._fail_ended()
@@ -258,14 +262,14 @@ class _Process(asyncio.Protocol):
         self._fail(f"cannot be read: the process that reads it ended {how}")
 
     def kill(self) -> None:
-        """Ends it at once, also in the middle of a scan. Returns before it has ended."""
+        """Kills the process, also in the middle of a scan. Returns before it has ended."""
         if not self._exited.done():
             self._process.kill()
         if self._transport is not None:
             self._transport.close()
 
     async def wait(self, limit_s: float) -> None:
-        """Returns when it has ended, or after the limit."""
+        """Waits until the process has ended, at most limit_s seconds."""
         await asyncio.wait([self._exited], timeout=limit_s)
 
 

@@ -1,1 +1,1 @@
-"""`hearth simulate` and `hearth trace`: files in and tables out; what is simulated stands in scheduler/simulate."""
+"""`hearth simulate` and `hearth trace`: reads files and prints tables. The simulation itself is in scheduler/simulate."""

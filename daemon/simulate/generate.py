@@ -1,4 +1,4 @@
-"""Made traces: models asked for by Zipf's law, each in bursts of its own or evenly."""
+"""Makes traces: models are requested by Zipf's law, each in bursts of its own or evenly."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ ARRIVALS = ("bursty", "poisson")
 
 @dataclass(slots=True, frozen=True)
 class TraceShape:
-    """The model of rank k (from 1) gets a share of the requests that falls as k^-zipf; which rank a model has is drawn. Bursty:
-    each model is asked for in phases of burst_s on average (exponential), active_share of the time, at random within them (a
-    Markov-modulated Poisson process whose number of requests is given); poisson: at random over all the time. Lengths are drawn
-    evenly, ends included."""
+    """What a trace should be like. The model of rank k (from 1) gets a share of the requests proportional to k^-zipf; ranks are
+    given to models at random. input_tokens, output_tokens: lengths are sampled evenly from least to most, both included.
+
+    arrivals "bursty": each model is requested at random moments in phases of burst_s seconds on average (exponential), which take
+    up active_share of the time (a Markov-modulated Poisson process whose number of requests is given). "poisson": at random moments
+    over the whole time."""
 
     models: tuple[str, ...]
     requests_per_s: float = 2.0
@@ -32,7 +34,7 @@ class TraceShape:
 
 
 def generate(shape: TraceShape) -> list[TraceRequest]:
-    """The same shape gives the same trace, on every machine."""
+    """Returns the requests of a trace, in order of time. The same shape gives the same trace on every machine."""
     draw = random.Random(shape.seed)
     ranked = list(shape.models)
     draw.shuffle(ranked)
@@ -50,7 +52,7 @@ def generate(shape: TraceShape) -> list[TraceRequest]:
 
 
 def _phases(draw: random.Random, shape: TraceShape) -> list[tuple[float, float]]:
-    """(begin, end) of the phases in which a model is asked for, at least one."""
+    """Returns the (begin, end) in seconds of the phases in which a model is requested, at least one."""
     rest_s = shape.burst_s * (1 - shape.active_share) / shape.active_share
     phases: list[tuple[float, float]] = []
     while not phases:
@@ -66,7 +68,7 @@ def _phases(draw: random.Random, shape: TraceShape) -> list[tuple[float, float]]
 
 
 def _times(draw: random.Random, phases: list[tuple[float, float]], number: int) -> list[float]:
-    """So many moments, evenly at random over the phases together."""
+    """Returns `number` moments, evenly at random over all phases together."""
     ends = list(accumulate(end - begin for begin, end in phases))
     times = []
     for _ in range(number):

@@ -18,11 +18,11 @@ from scheduler.node.events import ModelFacts
 from scheduler.simulate.costs import Costs, ModelCosts
 
 _DEFAULTS = Costs()
-MAX_QUEUED = 1_000_000  # a simulation shows how long one would wait, unless asked to refuse
+MAX_QUEUED = 1_000_000  # no limit in practice: a simulation shows how long requests wait, unless asked to refuse them
 
 
 class NodeCosts(msgspec.Struct, frozen=True):
-    """`[costs]`: the fields of scheduler.simulate.costs.Costs."""
+    """The table `[costs]`: the fields of scheduler.simulate.costs.Costs."""
 
     disk_bytes_per_s: Annotated[float, key("reading weights from disk")] = _DEFAULTS.disk_bytes_per_s
     copy_bytes_per_s: Annotated[float, key("copying from host memory to the device")] = _DEFAULTS.copy_bytes_per_s
@@ -41,7 +41,7 @@ class NodeCosts(msgspec.Struct, frozen=True):
 
 
 class ScenarioModel(msgspec.Struct, frozen=True):
-    """`[models."org/name"]`: its size and limits, and what was measured of it."""
+    """A table `[models."org/name"]`: the model's size and limits, and what was measured of it."""
 
     weights_bytes: Annotated[int | str, key("its weights on the device")]
     kv_bytes_per_token: Annotated[int, key("KV of one token")] = 0
@@ -59,7 +59,7 @@ class ScenarioModel(msgspec.Struct, frozen=True):
 
 
 class TraceTable(msgspec.Struct, frozen=True):
-    """`[trace]`: the fields of daemon.simulate.generate.TraceShape but its models, which are all of the file's."""
+    """The table `[trace]`: the fields of daemon.simulate.generate.TraceShape except `models`, which are all models of the file."""
 
     requests_per_s: float = 2.0
     duration_s: float = 1200.0
@@ -74,7 +74,7 @@ class TraceTable(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True, frozen=True)
 class Scenario:
-    """`source`: the file, for errors. `trace`: None where the file has no such table."""
+    """What a scenario file says. source: the file's path, for errors. trace: None if the file has no such table."""
 
     source: str
     devices: dict[str, int]
@@ -90,7 +90,7 @@ _TABLES = ("devices", "chunk_bytes", "host_tier_bytes", "costs", "models", "trac
 
 
 def read(path: str) -> Scenario:
-    """Raises ConfigError naming file, key and line."""
+    """Reads a scenario file. Raises ConfigError naming file, key and line."""
     try:
         return _scenario(path, _json(path) if path.endswith(".json") else read_toml(path))
     except ConfigError as error:
@@ -154,7 +154,7 @@ def _size(path: str, where: str, value: Any) -> int:
 
 def _positive(path: str, prefix: str, values: dict[str, Any]) -> dict[str, Any]:
     for name, value in values.items():
-        least_open = name.endswith("_per_s")  # a rate divides
+        least_open = name.endswith("_per_s")  # rates are divisors
         if isinstance(value, float) and not (math.isfinite(value) and (value > 0 if least_open else value >= 0)):
             raise ConfigError(path, prefix + name, f"{value!r} must be {'above 0' if least_open else '0 or more'}")
     return values

@@ -1,4 +1,4 @@
-"""Traces as CSV: `time_s,model,input_tokens,output_tokens`, one request a line, in the order of time."""
+"""Reads and writes traces as CSV: `time_s,model,input_tokens,output_tokens`, one request per line, in the order of time."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ COLUMNS = ("time_s", "model", "input_tokens", "output_tokens")
 
 
 class TraceError(Exception):
-    """What is wrong, with file, line and column."""
+    """Raised for a trace that cannot be read; says what is wrong, with file, line and column."""
 
 
 def read(file: TextIO, name: str) -> list[TraceRequest]:
-    """`name`: the file's, for errors. Raises TraceError. Lines that are empty or begin with # are passed over."""
+    """Reads a trace. Skips lines that are empty or begin with #. name: the file's name, for errors. Raises TraceError."""
     found: list[TraceRequest] = []
     header: list[str] | None = None
     before = 0.0

@@ -1,1 +1,1 @@
-"""Templates and tokenizers, run in a helper process so that parsing never holds the event loop."""
+"""Chat templates and tokenizers, run in helper processes so that their work never blocks the event loop."""

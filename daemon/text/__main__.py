@@ -1,8 +1,9 @@
-"""The text helper: `python -P -m daemon.text FD [MODULE…]`.
+"""The text helper process: `python -P -m daemon.text FD [MODULE…]`.
 
-Holds the tokenizer and template libraries and those modules ready and forks a worker for each socket it is sent over FD, a packet
-socket. A process per model keeps a 280 ms parse or a runaway template of one model from everybody else, and gives all its memory
-back when it ends. This process starts no thread, so forking it is safe. It ends with FD, and its workers with it.
+It keeps the tokenizer and template libraries and those modules loaded and forks a worker for each socket that is sent to it over FD,
+a packet socket. With one process per model, a 280 ms parse or a runaway template of one model does not delay the others, and all the
+memory it took is returned when the process ends. The helper starts no thread, so it is safe to fork. It ends when FD is closed, and
+kills its workers then.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ _decoder: msgspec.msgpack.Decoder[ToHelper] = msgspec.msgpack.Decoder(ToHelper)
 
 @dataclass(slots=True)
 class _Child:
-    """A worker process. errors: the pipe that is its standard error."""
+    """A worker process. errors: the read end of the pipe that is its standard error."""
 
     number: int
     errors: int
     last_words: bytearray = field(default_factory=bytearray)
 
     def read_errors(self) -> None:
-        """Keeps the end of what there is to read."""
+        """Reads what the worker has written to its standard error and keeps the last LAST_WORDS_BYTES of it."""
         try:
             while data := os.read(self.errors, 1 << 16):
                 self.last_words += data
@@ -52,7 +53,7 @@ class _Helper:
         self._woken, self._wake = os.pipe()
         for descriptor in (self._woken, self._wake):
             os.set_blocking(descriptor, False)
-        signal.signal(signal.SIGCHLD, lambda number, frame: None)  # one without a handler wakes nobody
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)  # a signal without a handler writes nothing to the wakeup pipe
         signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
         for descriptor in (control.fileno(), self._woken):
             self._poll.register(descriptor, select.POLLIN)
@@ -71,7 +72,7 @@ class _Helper:
             self._reap()
 
     def _take(self) -> bool:
-        """Does what one packet asks for. Returns whether more may come."""
+        """Handles one packet from the daemon. Returns whether more may come; False means that the socket has ended."""
         try:
             data, descriptors, _, _ = socket.recv_fds(self._control, PACKET_BYTES, 1)
         except ConnectionResetError:
@@ -81,7 +82,7 @@ class _Helper:
         asked = _decoder.decode(data)
         if not isinstance(asked, Fork):
             for pid, child in self._children.items():
-                if child.number == asked.number:  # it was not waited for, so the id is still its own
+                if child.number == asked.number:  # it was not reaped yet, so no other process has its id
                     os.kill(pid, signal.SIGKILL)
         elif descriptors:
             self._fork(asked.number, socket.socket(fileno=descriptors[0]))
@@ -110,14 +111,14 @@ class _Helper:
         self._tell(Forked(number, pid))
 
     def _become_worker(self, connection: socket.socket, errors: int) -> NoReturn:
-        """The forked worker's life. Never returns into the helper's loop."""
+        """Runs the worker in the forked process, then exits. Never returns into the helper's loop."""
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self._control.close()
             for descriptor in (self._woken, self._wake, *(child.errors for child in self._children.values())):
                 os.close(descriptor)
-            os.set_blocking(errors, False)  # a worker never waits for somebody to read what it says
+            os.set_blocking(errors, False)  # a worker must not block when nobody reads its standard error
             os.dup2(errors, 2)
             os.close(errors)
             Worker(connection).run()
@@ -133,7 +134,7 @@ class _Helper:
             if child.errors == descriptor:
                 child.read_errors()
         if event & ~select.POLLIN:
-            self._poll.unregister(descriptor)  # its end is told for as long as it is looked at
+            self._poll.unregister(descriptor)  # poll reports the pipe's end again and again while it is registered
 
     def _reap(self) -> None:
         while self._children:
@@ -149,11 +150,11 @@ class _Helper:
             self._tell(Ended(child.number, os.waitstatus_to_exitcode(status), usage.ru_maxrss << 10, words))
 
     def _tell(self, message: FromHelper) -> None:
-        with contextlib.suppress(OSError):  # the daemon is gone, and the next packet says so
+        with contextlib.suppress(OSError):  # the daemon is gone, which the next read of the socket shows
             self._control.send(msgspec.msgpack.encode(message))
 
     def _end(self) -> None:
-        """Ends the workers, also those in the middle of a job."""
+        """Kills and reaps all workers, including those in the middle of a job."""
         for pid in self._children:
             os.kill(pid, signal.SIGKILL)
         for pid in self._children:
@@ -161,7 +162,7 @@ class _Helper:
 
 
 def main() -> None:
-    # the daemon drains on SIGTERM and Ctrl-C; its helpers follow when their sockets end
+    # the daemon drains on SIGTERM and Ctrl-C; its helpers end when their sockets do
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the library's own switch: no thread pool in each worker

@@ -1,4 +1,6 @@
-"""Chat templates: Jinja from a checkpoint, so from a stranger. Rendered in a sandbox, within limits of time, memory and size."""
+"""Renders chat templates: Jinja code from a checkpoint, which cannot be trusted. It runs in a sandbox, with limits on time, memory
+and size.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,12 @@ from daemon.text.jobs import TEMPLATE_CPU_S
 
 T = TypeVar("T")
 
-RENDER_LIMIT_S = 2.0  # of CPU time: a busy machine is no reason to refuse
+RENDER_LIMIT_S = 2.0  # of CPU time, so that a busy machine causes no refusals
 MAX_CHARACTERS = 64 << 20
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks the assistant's words for training; here it is only its content."""
+    """The `{% generation %}` block, which marks the assistant's words for training. Here it renders its content unchanged."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -34,7 +36,7 @@ class _Generation(Extension):
 
 
 class _OutOfTime(BaseException):
-    """No Exception, so that nothing in a template's filters swallows it."""
+    """Raised when a template has used up its CPU time. Not an Exception, so that no filter of a template can swallow it."""
 
 
 def _raise_exception(message: str) -> None:
@@ -44,12 +46,13 @@ def _raise_exception(message: str) -> None:
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Jinja's own escapes HTML characters, which models were not trained on."""
+    """Writes a value as JSON. Jinja's own filter escapes HTML characters, which models were not trained on."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 class ChatTemplate:
-    """`render` raises BadRequest with the template's own message."""
+    """A compiled chat template. Its constructor and `render` raise BadRequest if the template fails, with the template's own
+    message."""
 
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
         environment = ImmutableSandboxedEnvironment(
@@ -105,7 +108,8 @@ class ChatTemplate:
 
 
 def _parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    """The API carries a call's arguments as a JSON string, templates expect the object."""
+    """Returns the call with its arguments as an object, which templates expect; the API carries them as a JSON string. A call whose
+    arguments cannot be parsed is returned unchanged."""
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
@@ -127,7 +131,7 @@ def _guard(run: Callable[[], T]) -> T:
         raise _refused("recursed too deeply") from None
     except MemoryError:
         raise _refused("used too much memory") from None
-    except Exception as error:  # whatever a stranger's template does wrong is the request's or the checkpoint's fault
+    except Exception as error:  # any failure of an untrusted template is the fault of the request or the checkpoint
         raise _refused(f"{type(error).__name__}: {error}") from None
 
 
@@ -142,7 +146,8 @@ def _limited() -> Iterator[None]:
 
     before = signal.signal(signal.SIGVTALRM, out_of_time)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_PROF, TEMPLATE_CPU_S)  # for what no exception can interrupt, such as 9**9**9
+    # ends the process: for code that no exception can interrupt, such as 9**9**9
+    signal.setitimer(signal.ITIMER_PROF, TEMPLATE_CPU_S)
     signal.setitimer(signal.ITIMER_VIRTUAL, RENDER_LIMIT_S)
     try:
         yield

@@ -1,4 +1,4 @@
-"""The text side of one checkpoint folder: tokenizer.json, tokenizer_config.json and the chat template, read on first use."""
+"""The text side of one checkpoint folder: tokenizer.json, tokenizer_config.json and the chat template, each read on first use."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ from daemon.text.token_lower_bound import TokenLowerBound
 from daemon.text.token_table import PackedTable
 from daemon.text.tool_parsers.registry import MARKERS, detect_reasoning, detect_tools
 
-MAX_TOKENIZER_BYTES = 256 << 20  # the largest in use have some 35 MB
-MAX_TEXT_FILE_BYTES = 32 << 20  # templates and the small JSON files
+MAX_TOKENIZER_BYTES = 256 << 20  # the largest in use have about 35 MB
+MAX_TEXT_FILE_BYTES = 32 << 20  # of templates and the small JSON files
 
 
 class CheckpointText:
-    """`name` is the model's, for messages. Raises BadRequest naming the file that is missing or wrong."""
+    """The tokenizer and chat template of one model. name: the model's name, for error messages. chat_template: the template, or
+    the path of its file, to use instead of the checkpoint's own. The methods raise BadRequest naming the file that is missing
+    or wrong."""
 
     def __init__(self, name: str, path: str, chat_template: str | None) -> None:
         self._name, self._folder, self._override = name, Path(path), chat_template
@@ -38,7 +40,8 @@ class CheckpointText:
         return build_table(contents, str(file), lambda ids: self.tokenizer().decode(ids))
 
     def encode(self, texts: list[str], add_special_tokens: bool, keep_last: int = 0, suffix: str = "") -> list[list[int]]:
-        """Returns the token ids of each text. keep_last, suffix: as in the job Encode. Raises BadRequest."""
+        """Returns the token ids of each text. keep_last: the number of tokens to keep at the end, 0 for all. suffix: the text after
+        the gap to fill in, "" for none. Raises BadRequest."""
         tokenizer = self.tokenizer()
         if suffix:
             first = tokenizer.encode("").ids if add_special_tokens else []
@@ -61,7 +64,8 @@ class CheckpointText:
         return found
 
     def token_lower_bound(self, text: str) -> tuple[int, str]:
-        """Returns TokenLowerBound.of(text); the bound is built on first use."""
+        """Returns a lower bound on the text's number of tokens and how it was computed, as TokenLowerBound.of does. The bound is
+        built on first use."""
         if self._lower_bound is None:
             self._lower_bound = TokenLowerBound(self.tokenizer())
         return self._lower_bound.of(text)
@@ -79,7 +83,8 @@ class CheckpointText:
         return self._template.render(messages, add_generation_prompt, kwargs, tools, documents)
 
     def facts(self) -> TextFacts:
-        """What can't be read says nothing here; it is told by the request that needs it."""
+        """Returns what the checkpoint's files say about its replies. A file that cannot be read counts as empty here; the request
+        that needs it reports the error."""
         template, model_type, markers = "", "", {}
         with contextlib.suppress(BadRequest):
             template = self._template_source()
@@ -136,7 +141,7 @@ class CheckpointText:
         )
 
     def _special_tokens(self) -> dict[str, str]:
-        """bos_token, eos_token …: templates name them."""
+        """Returns the special tokens by the names that templates use for them: bos_token, eos_token …"""
         tokens = {}
         for file in ("special_tokens_map.json", "tokenizer_config.json"):
             for key, value in self._json(self._folder / file).items():
@@ -146,7 +151,8 @@ class CheckpointText:
         return tokens
 
     def _json(self, file: Path) -> dict[str, Any]:
-        """{} if there is no such file."""
+        """Reads a JSON object from a file. Returns {} if there is no such file or it holds no object. Raises BadRequest if it is
+        not valid JSON."""
         if not file.exists():
             return {}
         try:
@@ -159,7 +165,8 @@ class CheckpointText:
 
 
 def _default_template(value: object) -> str | None:
-    """A string, or a list of named ones: the one named "default"."""
+    """Returns the template that a chat_template setting holds: a string, or a list of named templates, of which the one named
+    "default" is used. None if there is none."""
     if isinstance(value, str):
         return value
     if isinstance(value, list):

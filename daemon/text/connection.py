@@ -1,4 +1,4 @@
-"""The daemon's connection to one text worker: jobs in, answers out, and a limit of how long a job may take."""
+"""The daemon's connection to one text worker: it sends jobs, receives answers, and limits how long a job may take."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from daemon.text.deaths import Death
 from daemon.text.jobs import Deferred, Done, Failed, FromWorker, Job, Open
 from engine.protocol import FrameReader, encode
 
-BYTES_PER_S = 256 << 10  # a job may take this much longer than the setting; tokenizers are five times as fast and more
-HELD_S = 2.0  # a timer that is later than this: the whole process stood still, and its workers may have, too
-REPORT_WAIT_S = 2.0  # from the end of a worker's socket to the helper's report of why
+BYTES_PER_S = 256 << 10  # a job may take text_stall_s and its size at this rate; tokenizers are at least five times as fast
+HELD_S = 2.0  # a timer later than this means that the whole process stood still, and its workers perhaps too
+REPORT_WAIT_S = 2.0  # at most, between the end of a worker's socket and the helper's report of why it ended
 
 
 class WorkerDied(Exception):
-    """The worker ended with the job unanswered. is_suspect: the job was being done; is_alone: and no other one."""
+    """Raised when the worker ended before it answered the job. is_suspect: the job was in progress then; is_alone: exactly one job
+    was."""
 
     def __init__(self, death: Death, is_suspect: bool, is_alone: bool) -> None:
         super().__init__(death.details)
@@ -33,14 +34,14 @@ class WorkerDied(Exception):
 class _Waiting:
     kind: str
     num_bytes: int
-    limit_s: float  # 0: none
+    limit_s: float  # 0: no limit
     since_s: float
     answer: asyncio.Future[list[bytes]]
 
 
 @dataclass(slots=True)
 class _Lane:
-    """Jobs that are done one after the other. since_s: when the first of them was begun."""
+    """Jobs that the worker does one after the other. since_s: when it began the first of them (the loop's time)."""
 
     jobs: dict[int, _Waiting] = field(default_factory=dict)
     since_s: float = 0.0
@@ -62,7 +63,8 @@ class _Lane:
 
 
 class Worker(asyncio.Protocol):
-    """stall_s: the setting text_stall_s as it is now, 0 for no limit. on_end: called once; the death is None after `close`."""
+    """The connection to one text worker. stall_s: returns the setting text_stall_s in seconds, 0 for no limit. on_end: called once,
+    when the worker has ended; the death it is given is None after `close`."""
 
     def __init__(
         self, number: int, model: str, stall_s: Callable[[], float], on_end: Callable[[Worker, Death | None], None]
@@ -77,8 +79,9 @@ class Worker(asyncio.Protocol):
         self._short, self._long = _Lane(), _Lane()
         self._timer: asyncio.TimerHandle | None = None
         self._due_s = 0.0
-        self._death: Death | None = None  # what is known of it while its socket is still open
-        self._is_closed = self._is_lost = self._is_finished = False  # by us · its socket has ended · everybody was told
+        self._death: Death | None = None  # set when the worker's end is reported before its socket ends
+        # `close` was called · the socket has ended · `on_end` was called
+        self._is_closed = self._is_lost = self._is_finished = False
 
     # ---- jobs
 
@@ -87,7 +90,7 @@ class Worker(asyncio.Protocol):
         return len(self._short.jobs) + len(self._long.jobs)
 
     def waiting(self) -> list[tuple[str, int, float]]:
-        """Kind, bytes and since when (the loop's time) of each job without an answer."""
+        """Returns, for each job without an answer, its kind, its bytes and since when it has waited (the loop's time)."""
         return [(job.kind, job.num_bytes, job.since_s) for lane in self._lanes for job in lane.jobs.values()]
 
     @property
@@ -99,7 +102,8 @@ class Worker(asyncio.Protocol):
         self._transport.write(encode(opening))
 
     async def call(self, job: Job) -> list[bytes]:
-        """Raises HearthError, or WorkerDied."""
+        """Sends a job and returns the parts of its answer. Raises HearthError if the job fails, WorkerDied if the worker ends
+        first."""
         if not self.alive or self._transport is None:
             raise WorkerDied(self._death or deaths.unknown(), False, False)
         data, stall_s, now = encode(job), self._stall_s(), self._loop.time()
@@ -109,7 +113,7 @@ class Worker(asyncio.Protocol):
         if limit_s and (self._timer is None or now + limit_s < self._due_s):
             self._arm(limit_s)
         self._transport.write(data)
-        # a client that goes cancels its wait; the worker is still at the job, which stays in its lane
+        # a client that disconnects cancels its wait; the worker goes on with the job, so it stays in its lane
         return await waiting.answer
 
     def _arm(self, delay_s: float) -> None:
@@ -119,7 +123,8 @@ class Worker(asyncio.Protocol):
         self._timer = self._loop.call_at(self._due_s, self._check)
 
     def _check(self) -> None:
-        """Looks for a job that takes too long. The timer is not moved for each job, so it is often early."""
+        """Kills the worker if its current job takes too long. The timer is not moved for each job, so it is often early and is set
+        again."""
         self._timer = None
         now = self._loop.time()
         was_held = now - self._due_s > HELD_S
@@ -135,7 +140,7 @@ class Worker(asyncio.Protocol):
                 self._finish(deaths.stalled(job.limit_s, f"{job.kind}, {job.num_bytes} bytes"), [job])
                 return
         if left_s:
-            self._arm(min(left_s) + 0.001)  # a loop's timer may be early by less than that
+            self._arm(min(left_s) + 0.001)  # the loop's timer may be early, by less than that
 
     # ---- the socket
 
@@ -173,7 +178,7 @@ class Worker(asyncio.Protocol):
     # ---- its end
 
     def died(self, death: Death) -> None:
-        """Says why its process ended. What it has sent before is read first."""
+        """Reports why the worker's process ended. What it sent before that is read first."""
         self.alive = False
         self._death = death
         if self._is_lost:
@@ -182,14 +187,14 @@ class Worker(asyncio.Protocol):
             self._loop.call_later(REPORT_WAIT_S, self._wait_no_longer)
 
     def close(self) -> None:
-        """Lets the process end, which it does after the jobs it has."""
+        """Closes the connection, which lets the process end after the jobs it has."""
         self.alive = False
         self._is_closed = True
         if self._transport is not None:
             self._transport.close()
 
     def abort(self, death: Death) -> None:
-        """Fails what waits for it at once."""
+        """Fails all unanswered jobs and closes the connection at once."""
         self._finish(death, [])
 
     def _wait_no_longer(self) -> None:
@@ -199,7 +204,8 @@ class Worker(asyncio.Protocol):
         self._finish(death, [job for lane in self._lanes if (job := lane.first) is not None])
 
     def _finish(self, death: Death | None, suspects: list[_Waiting]) -> None:
-        """Fails what waits. suspects: the jobs that may have brought the death about. death: None where it was closed."""
+        """Fails all unanswered jobs and calls `on_end`, once. suspects: the jobs that may have caused the death. death: None after
+        `close`."""
         if self._is_finished:
             return
         self._is_finished = True

@@ -1,4 +1,4 @@
-"""Why a text worker ended, and what its requests are told."""
+"""The reasons why text workers end, in words for the log and for the requests that fail with them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from daemon.text.helper_messages import Ended
 from daemon.text.jobs import GRAMMAR_CPU_S, LIMIT_BYTES, TEMPLATE_CPU_S
 from loader.errors import shortened
 
-# causes, a metric's labels: what a job does to its worker, and what is done to a worker
+# Causes, which are labels of a metric. Those in the first line come from a job, those in the second from elsewhere.
 STALLED, MEMORY, CPU_TIME, CRASHED = "stalled", "memory", "cpu_time", "crashed"
 KILLED, HELPER, UNKNOWN = "killed", "helper", "unknown"
 _OF_A_JOB = frozenset({STALLED, MEMORY, CPU_TIME, CRASHED})
@@ -17,7 +17,8 @@ _OF_A_JOB = frozenset({STALLED, MEMORY, CPU_TIME, CRASHED})
 
 @dataclass(slots=True, frozen=True)
 class Death:
-    """why: goes behind "the text of this request ..."; details: for the log, with what the worker wrote last."""
+    """Why a text worker ended. why: completes the sentence "the text of this request ..."; details: for the log, with what the
+    worker wrote last."""
 
     cause: str
     why: str
@@ -25,7 +26,7 @@ class Death:
 
     @property
     def is_of_a_job(self) -> bool:
-        """Whether the job that was being done has most likely brought it about, and would again."""
+        """Returns whether the job in progress most likely caused the death, and would cause it again."""
         return self.cause in _OF_A_JOB
 
 
@@ -43,7 +44,7 @@ def unknown(details: str = "its socket closed, and nothing is known of why") -> 
 
 
 def from_report(ended: Ended, model: str) -> Death:
-    """model: the worker's; "" of one for request bodies or grammars."""
+    """Returns the death that the helper reports. model: the worker's model, "" for a worker for request bodies or grammars."""
     peak = f"{ended.peak_bytes >> 20} MiB at most"
     lines = [line.strip() for line in ended.last_words.splitlines()]
     words = shortened(" ".join(line for line in lines if line and not line.startswith("note: run with `RUST_BACKTRACE")))

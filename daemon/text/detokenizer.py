@@ -1,4 +1,4 @@
-"""Token ids to text, a few at a time. What comes out, joined, equals `tokenizer.decode(ids, skip_special_tokens=True)`."""
+"""Turns token ids into text, a few at a time. The texts, joined, equal `tokenizer.decode(ids, skip_special_tokens=True)`."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ _utf8 = codecs.getincrementaldecoder("utf-8")
 
 
 class Detokenizer(Protocol):
-    """One sequence's state. `settled`: nothing is held back and the next token reads as the table says."""
+    """The state of decoding one sequence. settled: nothing is held back, and the next token's text is the one in the table."""
 
     settled: bool
 
     def add(self, ids: Iterable[int]) -> str: ...
 
     def end(self) -> str:
-        """What was held back, with U+FFFD for bytes that became no character."""
+        """Returns the text that was held back, with U+FFFD for bytes that do not form a character."""
         ...
 
 
 class ByteLevelDetokenizer:
-    """Tokens are bytes of UTF-8, cut anywhere: up to three bytes wait for the rest of their character."""
+    """Decodes tokens that are bytes of UTF-8, cut anywhere: up to three bytes wait for the rest of their character."""
 
     __slots__ = ("_decoder", "_table", "settled")
 
@@ -44,8 +44,9 @@ class ByteLevelDetokenizer:
 
 
 class PiecesDetokenizer:
-    """Tokens are strings; a run of byte-fallback tokens is text only as a whole (if it is no UTF-8, every byte of the run is
-    U+FFFD), so it waits for its end. The start of the text loses spaces, as the tokenizer's decoder says."""
+    """Decodes tokens that are strings. A run of byte-fallback tokens is held back until it ends, since it is decoded as a whole: if
+    it is not UTF-8, each of its bytes becomes U+FFFD. The start of the text loses spaces where the tokenizer's decoder removes
+    them."""
 
     __slots__ = ("_first", "_run", "_strip", "_table", "settled")
 
@@ -100,6 +101,6 @@ def detokenizer(table: TokenTable) -> Detokenizer:
 
 
 def decode(table: TokenTable, ids: Sequence[int]) -> str:
-    """The text of a whole sequence."""
+    """Returns the text of a whole sequence."""
     state = detokenizer(table)
     return state.add(ids) + state.end()

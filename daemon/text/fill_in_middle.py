@@ -1,4 +1,4 @@
-"""Fill in the middle: the tokens that code models read a text with a gap by, and the order they expect it in.
+"""Prompts for filling in the middle: the tokens that mark a gap in a text for code models, and the order the models expect.
 
 Sources: the model cards of Qwen2.5-Coder, CodeGemma, StarCoder, SantaCoder, DeepSeek-Coder, CodeLlama and Codestral.
 """
@@ -14,7 +14,8 @@ from daemon.errors import BadRequest
 
 
 class _Family(NamedTuple):
-    """Tokens before the text, before the suffix and at the gap ("": the suffix comes first, and the text ends the prompt)."""
+    """The tokens before the text, before the suffix and at the gap. middle "": the suffix comes first, and the text ends the
+    prompt."""
 
     prefix: str
     suffix: str
@@ -32,8 +33,8 @@ _FAMILIES = (
 
 
 def fill_in_middle(tokenizer: Tokenizer, name: str, texts: Sequence[str], suffix: str) -> list[list[int]]:
-    """Returns for each text the token ids of a prompt for what stands between it and the suffix. name: the model's. Raises
-    BadRequest if its tokenizer has no tokens for that."""
+    """Returns, for each text, the token ids of a prompt that asks for what stands between the text and the suffix. name: the
+    model's name, for the error. Raises BadRequest if its tokenizer has no tokens for this."""
     for family in _FAMILIES:
         tokens = [token for token in family if token]
         ids = [token_id for token in tokens if (token_id := tokenizer.token_to_id(token)) is not None]

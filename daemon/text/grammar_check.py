@@ -1,4 +1,4 @@
-"""Whether llguidance can follow a grammar. Runs in a text worker of its own: a hostile grammar costs that process its life, only.
+"""Checks whether llguidance can follow a grammar, in a text worker for grammars only: a hostile grammar can kill no other process.
 
 The kernel kills a worker that takes more CPU time than its limit, and the request is refused (daemon/text/deaths.py).
 """
@@ -17,8 +17,8 @@ from engine.grammar.refusals import plain
 
 
 def check_grammar(field: str, grammar: str) -> None:
-    """Raises BadRequest with the reason. A Lark grammar that names special tokens is checked by the engine alone, which knows the
-    vocabulary."""
+    """Raises BadRequest with the reason if the grammar cannot be followed. field: the request's field that holds it. A Lark grammar
+    that names special tokens is checked by the engine alone, which knows the vocabulary."""
     signal.setitimer(signal.ITIMER_PROF, GRAMMAR_CPU_S)  # its signal ends the process
     try:
         reason = why_not(grammar)
@@ -34,13 +34,13 @@ def _bytes_tokenizer() -> LLTokenizer:
 
 
 def why_not(grammar: str) -> str:
-    """In words for who wrote it; "" if it can be followed."""
+    """Returns the reason why a grammar cannot be followed, in words for its author; "" if it can."""
     reason = _refusal(grammar)
     return plain(reason, grammar) if reason else ""
 
 
 def _refusal(grammar: str) -> str:
-    """llguidance's words."""
+    """Returns the reason why a grammar cannot be followed, in llguidance's words; "" if it can."""
     try:
         compiled = compile_grammar(grammar)
     except ValueError as error:
@@ -50,7 +50,7 @@ def _refusal(grammar: str) -> str:
         return messages[0]
     if messages:
         return ""
-    # the first mask builds what is left to build; single bytes are every vocabulary's common part
+    # the first mask builds the rest of the parser; its tokens are single bytes, which all vocabularies have in common
     matcher = LLMatcher(_bytes_tokenizer(), compiled, log_level=0, limits=parser_limits())
     if not matcher.is_error():
         mask = matcher.compute_bitmask()

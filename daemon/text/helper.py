@@ -1,4 +1,4 @@
-"""The daemon's end of the text helper, the process that forks text workers and tells why they ended."""
+"""The daemon's end of the text helper, the process that forks text workers and reports why they ended."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ from daemon.text.helper_messages import PACKET_BYTES, Ended, Fork, Forked, FromH
 from daemon.text.jobs import Open
 
 log = logging.getLogger("hearthd.text")
-FORK_LIMIT_S = 10.0  # a helper that has forked nothing for so long hangs
-SOUND_AFTER_S = 10.0  # one that lived for so long is started again at once; another one when it is needed
+FORK_LIMIT_S = 10.0  # a helper that has not forked a worker in this time hangs
+SOUND_AFTER_S = 10.0  # a helper that lived this long is started again at once, any other only when it is needed
 _decoder: msgspec.msgpack.Decoder[FromHelper] = msgspec.msgpack.Decoder(FromHelper)
 
 
 class Helper:
-    """`connect` starts it where it does not run. stall_s: see Worker. on_death: told of every worker that ended unasked. preload:
-    modules that the process imports before it forks."""
+    """Runs the text helper and connects to its workers. `connect` starts the helper if it does not run. stall_s: as in Worker.
+    on_death: called for every worker that ended without being asked to. preload: modules that the process imports before it
+    forks."""
 
     def __init__(
         self, stall_s: Callable[[], float], on_death: Callable[[Worker, Death], None], preload: Sequence[str] = ()
@@ -46,11 +47,11 @@ class Helper:
         self._ended = False
         self._numbers = itertools.count(1)
         self.workers: dict[int, Worker] = {}
-        self._unanswered: dict[int, asyncio.TimerHandle] = {}  # Fork messages
+        self._unanswered: dict[int, asyncio.TimerHandle] = {}  # the time limits of Fork messages, by worker number
 
     @property
     def pid(self) -> int:
-        """0 where it does not run."""
+        """Returns the helper's process id, or 0 if it does not run."""
         return 0 if self._process is None else self._process.pid
 
     async def start(self) -> None:
@@ -72,7 +73,7 @@ class Helper:
         asyncio.get_running_loop().add_reader(control, self._on_packets, control)
 
     async def connect(self, opening: Open) -> Worker:
-        """A new worker. Raises NotNow, ServerFault."""
+        """Has a new worker forked and returns the connection to it. Raises NotNow, ServerFault."""
         loop = asyncio.get_running_loop()
         for _ in range(2):
             await self.start()
@@ -97,13 +98,13 @@ class Helper:
         return worker
 
     def release(self, worker: Worker) -> None:
-        """Ends a worker, also one in the middle of a job."""
+        """Ends a worker; one in the middle of a job is killed."""
         if worker.num_waiting:
             self._send(Kill(worker.number))
         worker.close()
 
     async def end(self) -> None:
-        """Ends the helper and its workers, also one in the middle of a job. It is not started again."""
+        """Ends the helper and its workers, including those in the middle of a job. The helper is not started again."""
         self._ended = True
         if self._starting is not None:
             await asyncio.wait([self._starting])
@@ -111,7 +112,7 @@ class Helper:
         process = self._release()
         if control is not None:
             asyncio.get_running_loop().remove_reader(control)
-            control.close()  # which ends it
+            control.close()  # the helper ends with its socket
         for worker in list(self.workers.values()):
             worker.abort(deaths.with_helper())
         if process is not None:
@@ -122,7 +123,8 @@ class Helper:
     # ---- its messages
 
     def _send(self, message: ToHelper, descriptor: int | None = None) -> bool:
-        """Returns whether it was sent; one that takes no messages hangs or is gone, and is given up."""
+        """Sends a message to the helper. Returns whether it was sent; a helper that takes no messages hangs or is gone, and is
+        given up."""
         control = self._control
         if control is None:
             return False
@@ -178,13 +180,14 @@ class Helper:
     def _hangs(self, control: socket.socket | None) -> None:
         if control is None or control is not self._control:
             return
-        self._on_packets(control)  # what it has answered and was not read yet
+        self._on_packets(control)  # handles answers that were not read yet
         if control is self._control and self._unanswered:
             log.error("the text helper (pid %d) has forked no worker for %g s; it is killed", self.pid, FORK_LIMIT_S)
             self._gone(control)
 
     def _gone(self, control: socket.socket) -> None:
-        """Its socket has ended, or is given up: what is left of it is killed, and its workers' jobs are done by others."""
+        """Gives up a helper that hangs or whose socket has ended: kills what is left of it, and lets other workers do its workers'
+        jobs."""
         if control is not self._control:
             return
         process = self._release()
@@ -247,15 +250,18 @@ def _wait(process: subprocess.Popen[bytes]) -> None:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Ends it and its workers, which are of its process group; it was not waited for, so the group's id is still its own."""
+    """Kills the helper and its workers, which are in its process group. It was not reaped yet, so the group's id is still its
+    own."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
 def _environment() -> dict[str, str]:
-    """Encoding a prompt allocates and frees thousands of small blocks of one size. glibc keeps 7 of a size at hand and merges the
-    others with their neighbours, to cut them up again; with thousands at hand a prompt takes a quarter less time. Of a failure of
-    a library written in Rust, the message is of use; its stack is not."""
+    """Returns the environment of the helper. It changes two things.
+
+    GLIBC_TUNABLES: encoding a prompt allocates and frees thousands of small blocks of one size. By default glibc keeps 7 blocks of
+    a size ready and merges the others with their neighbours, only to split them again. If it keeps thousands, a prompt takes a
+    quarter less time. RUST_BACKTRACE: when a library written in Rust fails, its message is useful and its stack is not."""
     tunables = os.environ.get("GLIBC_TUNABLES", "")
     if "tcache_count" not in tunables:
         tunables = ":".join(filter(None, (tunables, "glibc.malloc.tcache_count=4000")))

@@ -1,4 +1,4 @@
-"""Messages between the daemon and the text helper, one a packet. The socket of a new worker travels with `Fork`."""
+"""Messages between the daemon and the text helper, one per packet. The socket of a new worker is sent with `Fork`."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ import msgspec
 
 
 class Fork(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Asks for a worker on the socket that comes with it. `number`: the daemon's name for it, never used twice."""
+    """Asks for a worker that serves the socket sent with this message. number: the daemon's number for the worker, never used
+    twice."""
 
     number: int
 
 
 class Kill(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Asks for the end of a worker that does not end by itself."""
+    """Asks the helper to kill a worker that does not end by itself."""
 
     number: int
 
 
 class Forked(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Answers Fork. `problem`: "" or why there is no worker; `pid` is then 0."""
+    """Answers Fork. problem: why there is no worker, in which case `pid` is 0; "" if there is one."""
 
     number: int
     pid: int
@@ -26,8 +27,8 @@ class Forked(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Ended(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Tells that a worker is gone. `exit_code`: as subprocess has it, minus the signal's number if one ended it; `peak_bytes`: the
-    most memory it had resident; `last_words`: the end of what it wrote to its standard error."""
+    """Reports that a worker has ended. exit_code: as in subprocess, the negative number of the signal if one ended it; peak_bytes:
+    the most memory it had resident; last_words: the end of what it wrote to its standard error."""
 
     number: int
     exit_code: int

@@ -1,4 +1,4 @@
-"""What a text worker does for single jobs, apart from its loop."""
+"""The work of single jobs of a text worker, apart from the worker's loop."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from daemon.text.checkpoint_text import CheckpointText
 from daemon.text.jobs import Detokenize, Encode, EncodeChat
 from daemon.text.plain_calls import Message, Tools, render_plainly
 
-LONG_TEXT = 64 << 10  # characters; longer ones are encoded beside the short ones, in a thread (encoding releases the GIL)
+LONG_TEXT = 64 << 10  # characters; longer jobs are encoded in a thread, concurrently with short ones (encoding releases the GIL)
 
 
 def rendered(text: CheckpointText, messages: bytes, options: dict[str, Any]) -> str:
-    """A chat as the template writes it. Raises BadRequest."""
+    """Returns a chat as the template writes it. messages, options: as in EncodeChat. Raises BadRequest."""
     try:
         plain = msgspec.msgpack.decode(messages)
         kwargs = msgspec.msgpack.decode(options["kwargs"]) if "kwargs" in options else {}
-        # the standard reader keeps what a template may show as the client wrote it, big numbers included
+        # json.loads keeps values that a template may show as the client wrote them, big numbers included
         shown, documents = (json.loads(options[key]) if options.get(key) else None for key in ("tools", "documents"))
 
         def render(messages: list[Message], tools: Tools) -> str:
@@ -42,7 +42,7 @@ def rendered(text: CheckpointText, messages: bytes, options: dict[str, Any]) -> 
 
 def _to_end_of_text(render: Callable[[list[Message]], str], messages: list[Message]) -> str:
     """Returns the chat up to the end of the last message's text, which the reply continues. Raises BadRequest."""
-    mark = secrets.token_hex(16)  # shows where the template writes that end
+    mark = secrets.token_hex(16)  # finds the place where the template writes that end
     messages[-1]["content"] += mark
     parts = render(messages).split(mark)
     if len(parts) != 2:
@@ -52,8 +52,8 @@ def _to_end_of_text(render: Callable[[list[Message]], str], messages: list[Messa
 
 
 def check_length(text: CheckpointText, texts: Sequence[str], job: Encode | EncodeChat) -> None:
-    """Raises BadRequest for a long text that cannot have as few tokens as the model takes: encoding it could take seconds. A short
-    one is encoded sooner than the bound on its tokens is built."""
+    """Raises BadRequest for a long text that is certain to have more tokens than the model takes, because encoding it could take
+    seconds. Short texts are not checked: encoding them takes less time than building the bound on their tokens."""
     field = job.field if isinstance(job, Encode) else "messages"
     for at, each in enumerate(texts):
         if len(each) <= LONG_TEXT:
@@ -66,7 +66,7 @@ def check_length(text: CheckpointText, texts: Sequence[str], job: Encode | Encod
 
 
 def tokenized(tokenizer: Tokenizer, ids: list[int], strings: bool) -> list[bytes]:
-    """The parts of a Tokenize job."""
+    """Returns the answer to a Tokenize job: the number of tokens, their ids, and the vocabulary's strings or null, each as JSON."""
     written = [tokenizer.id_to_token(token_id) for token_id in ids] if strings else None
     return [b"%d" % len(ids), msgspec.json.encode(ids), msgspec.json.encode(written)]
 

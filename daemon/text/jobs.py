@@ -1,7 +1,7 @@
-"""Messages between the daemon and a text worker; framed as engine/protocol.py frames its own.
+"""Messages between the daemon and a text worker, framed like those of engine/protocol.py.
 
-A worker serves one model and answers each job with one `Done` or `Failed`: in the order they came, but for those it has put off
-with `Deferred`, which have an order of their own.
+A worker serves one model and answers each job with one `Done` or `Failed`. The answers come in the order of the jobs, except those
+to jobs that the worker has put off with `Deferred`, which have an order of their own.
 """
 
 from __future__ import annotations
@@ -12,17 +12,20 @@ from engine.protocol import Message
 
 
 class Open(Message, frozen=True):
-    """Always the first. `path` "": a worker for request bodies or grammars, without a model."""
+    """Tells the worker which model it serves; always the first message. path "": the worker is for request bodies or grammars and
+    has no model."""
 
     name: str
     path: str
-    chat_template: str | None  # instead of the checkpoint's own: a file path or the template's text
+    chat_template: str | None  # used instead of the checkpoint's own: a file path or the template's text
 
 
 class Encode(Message, frozen=True):
-    """-> one int32 array a text. `texts`: list of strings as msgpack. `max_tokens`: what cannot have so few is refused before it is
-    encoded, naming `field`; 0: any length. `keep_last`: so many tokens at the end are kept; 0: all. `suffix`: the text after the
-    gap that is to be filled in; "": there is none."""
+    """Asks for the token ids of texts; answered with one int32 array per text.
+
+    texts: a list of strings, as msgpack. max_tokens: a text that is certain to have more tokens is refused before it is encoded,
+    with an error that names `field`; 0: any length. keep_last: the number of tokens to keep at the end; 0: all. suffix: the text
+    after the gap that is to be filled in; "": none."""
 
     job_id: int
     texts: bytes
@@ -34,10 +37,12 @@ class Encode(Message, frozen=True):
 
 
 class EncodeChat(Message, frozen=True):
-    """-> one int32 array. `messages`: list of objects, as msgpack. `options`, as msgpack: add_generation_prompt,
-    continue_final_message, kwargs (msgpack again), tools and documents (JSON, as they came); plain_calls: whether
-    daemon/text/plain_calls.py sees to what the template leaves out; forced: null, or of calls that are forced `name` (of the
-    function, "" for any) and `many`. `max_tokens`, `keep_last`: as Encode's."""
+    """Asks for the token ids of a chat; answered with one int32 array.
+
+    messages: a list of objects, as msgpack. options: an object, as msgpack, with add_generation_prompt, continue_final_message,
+    kwargs (msgpack again), tools and documents (JSON, as the client sent them), plain_calls (whether daemon/text/plain_calls.py
+    adds what the template leaves out) and forced (null, or for forced calls an object with `name`, the function's or "" for any,
+    and `many`, whether several calls are allowed). max_tokens, keep_last: as in Encode."""
 
     job_id: int
     messages: bytes
@@ -47,8 +52,11 @@ class EncodeChat(Message, frozen=True):
 
 
 class Tokenize(Message, frozen=True):
-    """-> how many tokens, then as JSON their ids and (null unless asked for) the vocabulary's strings. `kind` "text": `prompt` as
-    Encode's texts, of which there is one · "messages": as EncodeChat's. `options`: both jobs' and token_strings."""
+    """Asks for a tokenization; answered with the number of tokens, then as JSON their ids and the vocabulary's strings (null unless
+    asked for).
+
+    kind: "text" if prompt is like Encode's texts, with one text, or "messages" if it is like EncodeChat's messages. options: those
+    of both jobs and token_strings."""
 
     job_id: int
     kind: str
@@ -57,7 +65,7 @@ class Tokenize(Message, frozen=True):
 
 
 class Detokenize(Message, frozen=True):
-    """-> the text of these ids (int32), special tokens included, as a JSON string."""
+    """Asks for the text of these ids (int32), special tokens included; answered with a JSON string."""
 
     job_id: int
     ids: bytes
@@ -65,19 +73,20 @@ class Detokenize(Message, frozen=True):
 
 
 class Describe(Message, frozen=True):
-    """-> TextFacts as msgpack."""
+    """Asks for the model's TextFacts; answered with them as msgpack."""
 
     job_id: int
 
 
 class BuildTable(Message, frozen=True):
-    """-> a PackedTable as msgpack."""
+    """Asks for the model's token table; answered with a PackedTable as msgpack."""
 
     job_id: int
 
 
 class ParseBody(Message, frozen=True):
-    """-> the two parts of a request's body, the small one as msgpack. `reader`: the function that reads it, MODULE:NAME."""
+    """Asks for a request's body to be read; answered with its two parts, the small one as msgpack. `reader`: the function that does
+    it, MODULE:NAME."""
 
     job_id: int
     reader: str
@@ -85,7 +94,8 @@ class ParseBody(Message, frozen=True):
 
 
 class CheckGrammar(Message, frozen=True):
-    """-> nothing, or the reason why it cannot be followed. `field`: the request's, for the message."""
+    """Asks whether a grammar can be followed; answered with no parts, or with Failed and the reason. field: the request's field
+    that holds the grammar, for the message."""
 
     job_id: int
     field: str
@@ -98,7 +108,7 @@ class Done(Message, frozen=True):
 
 
 class Failed(Message, frozen=True):
-    """A HearthError on its way to the client. family: BadRequest or ServerFault."""
+    """Carries a HearthError to the client. family: BadRequest or ServerFault."""
 
     job_id: int
     family: str
@@ -109,7 +119,7 @@ class Failed(Message, frozen=True):
 
 
 class Deferred(Message, frozen=True):
-    """The job is long: it is done beside those that come after it."""
+    """Says that a job is long, and is done concurrently with those that come after it."""
 
     job_id: int
 
@@ -118,18 +128,18 @@ Job = Encode | EncodeChat | Tokenize | Detokenize | Describe | BuildTable | Pars
 ToWorker = Open | Encode | EncodeChat | Tokenize | Detokenize | Describe | BuildTable | ParseBody | CheckGrammar
 FromWorker = Done | Failed | Deferred
 
-TEMPLATE_CPU_S, GRAMMAR_CPU_S = 6.0, 2.0  # after which the kernel ends the worker; everyday grammars take 1 ms
+TEMPLATE_CPU_S, GRAMMAR_CPU_S = 6.0, 2.0  # CPU time after which the kernel ends the worker; everyday grammars take 1 ms
 LIMIT_BYTES = 1 << 30  # of a worker's address space: a prompt of 4.5 million tokens of one byte each fits
 
 
 class TextFacts(Struct, frozen=True, array_like=True):
-    """What template and tokenizer say of a model's replies; see daemon/text/tool_parsers/registry.py."""
+    """What the template and the tokenizer say about a model's replies; see daemon/text/tool_parsers/registry.py."""
 
     tool_parser: str = "none"
     reasoning_parser: str = "none"
-    markers: dict[int, str] = {}  # the parsers' markers that the tokenizer calls special, which are else left out of texts
+    markers: dict[int, str] = {}  # id -> a parser's marker that is a special token; it would otherwise be left out of texts
 
 
 def is_template_text(chat_template: str) -> bool:
-    """A configured chat template is a file's path unless it can only be Jinja."""
+    """Returns whether a configured chat template is Jinja text; otherwise it is the path of a file."""
     return "{" in chat_template or "\n" in chat_template

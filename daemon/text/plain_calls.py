@@ -1,7 +1,7 @@
-"""Tools, calls and their results as plain text, for chat templates that know nothing of them.
+"""Tools, calls and their results as plain text, for chat templates that do not support them.
 
-A template shows a thing where a mark in its place is found in what the template writes. Whether two renderings differ would not
-tell: a template may write the time of day.
+To find out whether a template shows something, a mark is put in its place and searched for in what the template writes. It would
+not do to compare two renderings: a template may write the time of day.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _SYSTEM_ROLES = ("system", "developer")
 
 
 def render_plainly(render: Render, messages: list[Message], tools: Tools, forced: dict[str, Any] | None) -> str:
-    """A chat of a model that no dialect is known of. What the template leaves out or refuses stands as text in the messages it
-    shows: calls and results of the history, and, if calls are `forced`, the tools. `forced`: as in EncodeChat's options. Raises
-    BadRequest."""
+    """Renders a chat for a model whose dialect for calls is not known. Calls and results in the history that the template leaves
+    out or refuses are written as text into messages that it shows, and so are the tools if calls are forced. forced: as in
+    EncodeChat's options. Raises BadRequest."""
     if any(_is_of_calls(message) for message in messages) and not _shows_calls(render, messages, tools):
         messages = _plain_history(messages)
     if forced and tools and not _shows_tools(render, messages, tools):
@@ -69,7 +69,7 @@ def _writes(render: Render, messages: list[Message], tools: Tools, marks: list[s
 
 
 def _rendered(render: Render, messages: list[Message], tools: Tools) -> str:
-    """ "" where the template refuses."""
+    """Returns the rendered chat, or "" if the template refuses it."""
     try:
         return render(messages, tools)
     except BadRequest:
@@ -80,8 +80,9 @@ def _rendered(render: Render, messages: list[Message], tools: Tools) -> str:
 
 
 def _plain_history(messages: list[Message]) -> list[Message]:
-    """A result follows its call as the user's word. Neighbours of one role become one message, as templates want them in turn."""
-    names: dict[str, str] = {}  # by the call's id
+    """Returns the messages with calls and results as text; a result becomes a message of the user. A changed message is merged with
+    a neighbour of the same role, because templates expect roles to alternate."""
+    names: dict[str, str] = {}  # of functions, by the call's id
     plain: list[Message] = []
     was_changed = False
     for message in messages:
@@ -105,7 +106,7 @@ def _plain_history(messages: list[Message]) -> list[Message]:
 def _call(function: dict[str, Any]) -> str:
     arguments = function["arguments"]
     if isinstance(arguments, str):
-        with contextlib.suppress(ValueError):  # what is no JSON stays the text it is
+        with contextlib.suppress(ValueError):  # arguments that are not JSON stay text
             arguments = json.loads(arguments or "{}")
     return generic.written(function["name"], json.dumps(arguments, ensure_ascii=False, separators=(",", ":")))
 
@@ -118,7 +119,8 @@ def _joined(first: str | None, second: str | None) -> str:
 
 
 def _words(tools: list[dict[str, Any]], name: str, many: bool) -> str:
-    """`name`: of the function that is to be called, "" for any. `many`: several calls are allowed."""
+    """Returns the words that show the tools and the form of a call. name: the function that is to be called, "" for any. many:
+    whether several calls are allowed."""
     shown = [{key: value for key, value in tool["function"].items() if key != "strict"} for tool in tools]
     lines = "\n".join(json.dumps(each, ensure_ascii=False) for each in shown)
     form = generic.written(name or "NAME", "{...}")
@@ -132,7 +134,8 @@ def _words(tools: list[dict[str, Any]], name: str, many: bool) -> str:
 
 
 def _with_words(render: Render, messages: list[Message], words: str) -> str:
-    """In the system message; where the template refuses or drops that, in front of the user's first."""
+    """Renders the chat with the words in the system message or, if the template refuses or drops that, before the user's first
+    message."""
     first = messages[0]
     if first["role"] in _SYSTEM_ROLES:
         as_system = [{**first, "content": _joined(first["content"], words)}, *messages[1:]]

@@ -1,4 +1,4 @@
-"""Splits a reply's reasoning (`<think>…</think>`) off its answer, as the text comes."""
+"""Separates a reply's reasoning (`<think>…</think>`) from its answer while the text arrives."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ _BEFORE, _OPENED, _INSIDE, _CLOSED, _ANSWER = range(5)
 
 
 class ReasoningSplitter:
-    """Only at the start of a reply is <think> a marker. New lines next to the markers belong to neither part.
+    """Splits one reply. <think> is a marker only at the start of the reply. New lines next to the markers belong to neither part.
 
-    `opened`: the prompt ended with <think>, so the reply begins inside."""
+    opened: the prompt ended with <think>, so the reply begins inside the reasoning."""
 
     __slots__ = ("_held", "_spaces", "_state")
 
     def __init__(self, opened: bool) -> None:
         self._state = _OPENED if opened else _BEFORE
-        self._held = ""  # the part of a marker at the end of what was given
-        self._spaces: list[str] = []  # before a reply's first word, or perhaps at the end of the reasoning
+        self._held = ""  # the end of the text so far that may become a marker
+        self._spaces: list[str] = []  # white space before the reply's first word, or where the reasoning may end
 
     @property
     def is_through(self) -> bool:
-        """All that follows is the answer."""
+        """Returns whether all text from here on is the answer."""
         return self._state == _ANSWER
 
     def add(self, text: str) -> tuple[str, str]:
-        """(reasoning, answer) that may be sent now."""
+        """Takes the next text of the reply and returns the (reasoning, answer) that may be sent now."""
         if self._state == _ANSWER:
             return "", text
         text, self._held = self._held + text, ""
@@ -42,14 +42,14 @@ class ReasoningSplitter:
         return reasoning, text
 
     def end(self) -> tuple[str, str]:
-        """What was held back, once it is known that nothing follows."""
+        """Returns the (reasoning, answer) that was held back, at the end of the reply."""
         held, self._held = self._held, ""
         if self._state == _BEFORE:
             return "", "".join(self._spaces) + held
         return ("".join(self._spaces) + held if held else ""), ""
 
     def _before(self, text: str) -> str:
-        """What is to be read on."""
+        """Looks for <think> at the start of the reply. Returns the text that remains to be read."""
         body = text.lstrip()
         self._spaces.append(text[: len(text) - len(body)])
         if len(body) < len(OPEN) and OPEN.startswith(body):

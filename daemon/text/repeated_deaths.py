@@ -1,6 +1,7 @@
-"""Models whose texts were never done, because each worker for them ended at its first job: requests are refused for a while.
+"""Pauses models whose texts were never processed because each worker for them died at its first job: requests are refused for a
+while.
 
-Of a model that has answered once, a client's text is at fault and never the model's files: nobody else is refused for it.
+If a model has answered once, a death is the fault of a client's text and not of the model's files, so no other client is refused.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 from daemon.text.deaths import Death
 
-ALLOWED = 2  # in a row, workers that ended with their first job
+ALLOWED = 2  # deaths in a row, of workers at their first job, that pause a model
 PAUSE_S, LONGEST_PAUSE_S = 30.0, 600.0
 MAX_ENTRIES = 1024
 
@@ -25,15 +26,15 @@ class _Entry:
 
 
 class RepeatedDeaths:
-    """By model. The clock is monotonic."""
+    """Counts workers that died at their first job, by model. clock: returns monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._entries: dict[Hashable, _Entry] = {}
-        self._sound: dict[Hashable, None] = {}  # models that have answered; a set that keeps its order
+        self._sound: dict[Hashable, None] = {}  # models that have answered; a dict as a set that keeps its order
 
     def add(self, model: Hashable, death: Death) -> None:
-        """A worker has ended that had answered nothing yet, through the job it was at."""
+        """Records that a worker which had not answered anything yet was killed by the job in progress."""
         if model in self._sound:
             return
         entry = self._entries.pop(model, None)
@@ -49,7 +50,8 @@ class RepeatedDeaths:
             _forget_oldest(self._sound)
 
     def pause(self, model: Hashable) -> tuple[float, Death] | None:
-        """For how many more seconds its requests are refused, and what its last worker ended with."""
+        """Returns for how many more seconds the model's requests are refused, and why its last worker died; None if they are not
+        refused."""
         entry = self._entries.get(model)
         if entry is None or (left_s := entry.until_s - self._clock()) <= 0:
             return None

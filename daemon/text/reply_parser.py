@@ -1,4 +1,4 @@
-"""A reply's text taken apart: reasoning first, then content and calls."""
+"""Splits a reply's text into its reasoning, which comes first, then its content and tool calls."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from daemon.text.tool_parsers.pieces import ARGUMENTS, BROKEN, CALL, CALL_END, C
 
 
 class ReplyParser:
-    """One reply's state. White space between calls, and between text and calls, is dropped. `one_call`: calls after the first
+    """The parser of one reply. White space between calls, and between text and calls, is dropped. one_call: calls after the first
     complete one are dropped."""
 
     __slots__ = ("_dropped", "_one_call", "_reasoning", "_spaces", "_tools", "num_calls")
 
     def __init__(self, tools: ToolParser | None, reasoning: ReasoningSplitter | None, one_call: bool = False) -> None:
         self._tools, self._reasoning, self._one_call = tools, reasoning, one_call
-        self._spaces: list[str] = []  # behind what was given; content unless a call or the end follows
-        self._dropped = ""  # the white space before the latest call
-        self.num_calls = 0  # complete ones
+        # white space at the end of the text so far; content unless a call or, after a call, the end follows
+        self._spaces: list[str] = []
+        self._dropped = ""  # the white space before the latest call, which is content again if that call is broken
+        self.num_calls = 0  # complete calls
 
     @property
     def is_through(self) -> bool:
-        """All that follows is content as it stands."""
+        """Returns whether all text from here on is content as it stands."""
         return self._tools is None and (self._reasoning is None or self._reasoning.is_through)
 
     def add(self, text: str) -> list[Piece]:
@@ -37,7 +38,7 @@ class ReplyParser:
         return out
 
     def end(self, cut: bool) -> list[Piece]:
-        """`cut`: the reply ended at max_tokens."""
+        """Returns the pieces that were held back. cut: the reply ended at max_tokens."""
         out: list[Piece] = []
         if self._reasoning is not None:
             reasoning, text = self._reasoning.end()
@@ -78,7 +79,7 @@ class ReplyParser:
 
 @dataclass(slots=True)
 class Reply:
-    """A whole reply."""
+    """A whole reply, split into its parts."""
 
     content: str = ""
     reasoning: str = ""
@@ -90,7 +91,7 @@ def parse_whole(parser: ReplyParser, text: str, cut: bool) -> Reply:
 
 
 def assemble(pieces: Iterable[Piece]) -> Reply:
-    """All pieces of a reply; broken calls are content in their place."""
+    """Joins all pieces of a reply into a Reply. A broken call becomes content, at its place in the text."""
     content: list[str] = []
     reasoning: list[str] = []
     calls: dict[int, tuple[str, list[str]]] = {}

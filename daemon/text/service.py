@@ -1,4 +1,6 @@
-"""TextPort: templates and tokenizers in helper processes, one worker a model, the least recently used ones ended."""
+"""Implements TextPort: templates and tokenizers run in helper processes, one worker per model; the least recently used ones are
+ended.
+"""
 
 from __future__ import annotations
 
@@ -44,12 +46,12 @@ MAX_WORKERS = 4  # models whose tokenizers stay parsed: 33-109 MB each for vocab
 MAX_TABLES = 64  # 1.5-3 MB each
 MAX_FACTS = 1024
 STALL_S = 30.0  # the default of text_stall_s
-SHARED_TRIES = 2  # of a job whose worker was ended by another one's job; then it gets a worker for itself
+SHARED_TRIES = 2  # on shared workers, where another job may end the worker; after these a job gets a worker of its own
 ALONE_AT_A_TIME = 2
 SHOWN_AFTER_S = 1.0
-RECENT_S, MAX_RECENT = 600.0, 16  # deaths are told of for so long, and so many of them
+RECENT_S, MAX_RECENT = 600.0, 16  # deaths are reported for this long, and at most this many
 
-_Key = tuple[str, str, str | None]  # path, fingerprint, chat template: changed files are another model
+_Key = tuple[str, str, str | None]  # path, fingerprint, chat template: a model whose files changed has another key
 _NO_MODEL: _Key = ("", "", None)
 _GRAMMARS: _Key = ("", "grammars", None)
 # what `hearth queue` calls a job
@@ -75,12 +77,11 @@ class _Recent:
 
 
 class TextService:
-    """All methods may raise HearthError.
+    """Runs jobs on requests' texts in worker processes. All methods may raise HearthError.
 
-    A job that takes too long, or that its worker crashes with, is refused at once. Jobs that waited behind it are done by another
-    worker, as is one whose worker was killed from outside. stall_s: the setting text_stall_s as it is now. deaths: counts by
-    cause, added to here.
-    """
+    A job that takes too long, or crashes its worker, is refused at once. The jobs that waited after it are done by another worker,
+    and so is a job whose worker was killed from outside. stall_s: returns the setting text_stall_s, in seconds. num_deaths: the
+    number of workers that died, by cause; updated here."""
 
     def __init__(
         self,
@@ -102,7 +103,7 @@ class TextService:
         self._job_ids = itertools.count(1)
 
     async def start(self) -> None:
-        """Starts the helper ahead of its first use. Optional."""
+        """Starts the helper before its first use. Optional."""
         await self._helper.start()
 
     async def close(self) -> None:
@@ -115,7 +116,7 @@ class TextService:
     # ---- what it is doing
 
     def rows(self) -> list[dict[str, Any]]:
-        """The work that takes its time, for `hearth queue`, the oldest first."""
+        """Returns the jobs that have waited for SHOWN_AFTER_S or longer, the oldest first, for `hearth queue`."""
         now = asyncio.get_running_loop().time()
         rows = [
             {"model": worker.model, "work": _WORK[kind], "bytes": num_bytes, "waiting_s": round(now - since_s, 3)}
@@ -130,7 +131,7 @@ class TextService:
         return sum(worker.num_waiting for worker in self._helper.workers.values())
 
     def problems(self) -> list[str]:
-        """Of the last minutes."""
+        """Returns a line of text for each model and cause with worker deaths in the last RECENT_S seconds."""
         now = time.monotonic()
         self._recent = {key: one for key, one in self._recent.items() if now - one.last_s < RECENT_S}
         return [
@@ -204,7 +205,7 @@ class TextService:
             while len(self._tables) > MAX_TABLES:
                 self._tables.popitem(last=False)
         self._tables.move_to_end(key)
-        # shared: one client's disconnect must not fail the others'
+        # the task is shared: one client's disconnect must not fail the others
         return task.result() if task.done() else await asyncio.shield(task)
 
     async def _build(self, model: ModelEntry) -> TokenTable:
@@ -228,7 +229,7 @@ class TextService:
             else:
                 self._repeated.answered(key)
                 return parts
-        # for itself, so that it is known what it does to a worker, and does it to nobody else's jobs
+        # in a worker of its own: shows whether this job kills workers, and keeps it from killing other jobs' worker
         async with self._alone:
             self._check_not_paused(key, opening)
             worker = await self._helper.connect(opening)
@@ -261,7 +262,8 @@ class TextService:
         return task.result() if task.done() else await asyncio.shield(task)
 
     def _end_idle(self, but: _Key) -> None:
-        """The least recently used workers without a job, down to the limit. Those without a model do not count."""
+        """Ends the least recently used workers without a job, until no more than the limit are left. Workers without a model do not
+        count. but: the key of a worker to keep."""
         for key, task in list(self._workers.items()):
             if len(self._workers.keys() - {_NO_MODEL, _GRAMMARS}) <= self._max_workers:
                 return
@@ -290,7 +292,7 @@ def _open(model: ModelEntry) -> tuple[_Key, Open]:
 
 @lru_cache(maxsize=MAX_FACTS)
 def _opening(name: str, path: str, fingerprint: str, template: str | None) -> tuple[_Key, Open]:
-    # the helper's working folder is /
+    # absolute, because the helper's working folder is /
     path = os.path.abspath(path)
     if template is not None and not is_template_text(template):
         template = os.path.abspath(template)

@@ -1,4 +1,4 @@
-"""Finds stop strings in text that arrives in pieces, and keeps back what could still become one."""
+"""Finds stop strings in text that arrives in pieces, and holds back text that could still become one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """Holds back text that may be the beginning of a stop string. A stop string itself is never given."""
+    """Searches one reply for stop strings. `add` returns the text that may be sent and sets `found` if a stop string ended the
+    reply. The stop string itself is never returned."""
 
     __slots__ = ("_held", "_longest", "_stops", "found")
 
@@ -32,12 +33,12 @@ class StopStrings:
         return text[: len(text) - keep]
 
     def end(self) -> str:
-        """What was kept back, once it is known that nothing follows."""
+        """Returns the text that was held back, at the end of the reply."""
         held, self._held = self._held, ""
         return held
 
     def _num_held(self, text: str) -> int:
-        """Length of the longest end of `text` that begins a stop string."""
+        """Returns the length of the longest end of `text` that begins a stop string."""
         for length in range(min(self._longest - 1, len(text)), 0, -1):
             tail = text[len(text) - length :]
             if any(stop.startswith(tail) for stop in self._stops):

@@ -1,6 +1,6 @@
-"""From a tokenizer.json to the table of what each token id reads as.
+"""Builds the table of each token id's text from a tokenizer.json.
 
-What a tokenizer's decoder does to a list of tokens is replayed here token by token; source of the rules: huggingface/tokenizers,
+What a tokenizer's decoder does to a list of tokens is reproduced here token by token. Source of the rules: huggingface/tokenizers,
 tokenizers/src/decoders and pre_tokenizers/{byte_level,metaspace}.rs. Decoders not named here are refused, never approximated.
 """
 
@@ -47,15 +47,15 @@ def read_tokenizer_file(data: bytes, where: str) -> TokenizerFile:
 
 
 class _Tokens(NamedTuple):
-    by_id: list[str]  # "" where an id has no token, or one of those below
+    by_id: list[str]  # "" for ids in one of the other fields
     missing: list[int]
-    special: dict[int, str]  # their names
-    added: dict[int, str]  # not special ones: what they read as may have gone through the normalizer
+    special: dict[int, str]  # id -> name
+    added: dict[int, str]  # id -> content of those that are not special: what they decode to may be normalized
 
 
 def build_table(file: TokenizerFile, where: str, decode: Callable[[list[int]], str]) -> PackedTable:
-    """`decode`: the tokenizer's own, asked only about the added tokens that are not special. Raises BadRequest
-    unsupported_tokenizer naming the file and the decoder."""
+    """Builds the table of each token's text. decode: the tokenizer's own, used only for the added tokens that are not special.
+    Raises BadRequest unsupported_tokenizer naming the file and the decoder."""
     tokens = _tokens(file, where)
     steps = _flatten(file.decoder)
     kinds = [step.get("type") for step in steps]
@@ -93,8 +93,9 @@ def _tokens(file: TokenizerFile, where: str) -> _Tokens:
 
 
 def _added_pieces(tokens: _Tokens, static: Callable[[str], bytes], decode: Callable[[list[int]], str]) -> dict[int, bytes]:
-    """What added tokens read as after another token. Asked of the tokenizer: whether they are seen normalized depends on its
-    version. `static` gives the bytes if the answer is the same, so that bytes that are no character stay as they are."""
+    """Returns the bytes of each added token as it is decoded after another token. The tokenizer decides: whether it shows added
+    tokens normalized depends on its version. static: computes a token's bytes; they are used if the tokenizer's text agrees, so
+    that bytes that form no character are kept."""
     anchor = next((at for at, token in enumerate(tokens.by_id) if token.isascii() and token.isalnum()), None)
     pieces = {}
     for token_id, content in tokens.added.items():
@@ -116,7 +117,8 @@ def _flatten(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def byte_of_character() -> dict[str, int]:
-    """ByteLevel's alphabet: printable characters stand for themselves, the other bytes for characters from U+0100 on."""
+    """Returns ByteLevel's alphabet: printable characters stand for their own byte, characters from U+0100 on for the other
+    bytes."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [value for value in range(256) if value not in set(printable)]
     return {chr(value): value for value in printable} | {chr(256 + at): value for at, value in enumerate(others)}
@@ -128,7 +130,7 @@ def _byte_level(tokens: _Tokens, decode: Callable[[list[int]], str]) -> PackedTa
     def piece(token: str) -> bytes:
         try:
             return bytes([alphabet[char] for char in token])
-        except KeyError:  # then the decoder takes the token as it is
+        except KeyError:  # a character outside the alphabet: the decoder leaves the token as it is
             return token.encode()
 
     # the whole vocabulary in one translation: a loop over 128k tokens would take five times as long
@@ -148,7 +150,7 @@ def _metaspace(tokens: _Tokens, step: dict[str, Any], decode: Callable[[list[int
     encoded = [token.replace(mark, " ").encode() for token in tokens.by_id]
     first = {}
     if drops:
-        # a first token loses its marks, not the spaces it may hold beside them
+        # a first token loses its marks, but not the spaces it may also hold
         first = {at: token.replace(mark, "").encode() for at, token in enumerate(tokens.by_id) if " " in token}
         first |= {token_id: decode([token_id]).encode() for token_id in tokens.added}
     added = _added_pieces(tokens, lambda token: token.replace(mark, " ").encode(), decode)
@@ -157,7 +159,7 @@ def _metaspace(tokens: _Tokens, step: dict[str, Any], decode: Callable[[list[int
 
 
 def _is_pieces(steps: list[dict[str, Any]]) -> bool:
-    """Replace*, ByteFallback?, Fuse, Strip?: Llama 2, Mistral, Gemma and their like."""
+    """Returns whether the steps are Replace*, ByteFallback?, Fuse, Strip?, as in Llama 2, Mistral, Gemma and similar models."""
     kinds = [str(step.get("type")) for step in steps]
     if not re.fullmatch(r"(Replace )*(ByteFallback )?Fuse( Strip)?", " ".join(kinds)):
         return False
@@ -202,7 +204,8 @@ def _pack(
     first: dict[int, bytes] | None = None,
     first_drops_spaces: bool = False,
 ) -> PackedTable:
-    """`blob` and `lengths` hold nothing for special tokens and the ids in `added` yet."""
+    """Packs the table. blob, lengths: the joined bytes of all tokens and the length of each, with nothing yet for special tokens
+    and the ids in `added`."""
     added = added | {token_id: name.encode() for token_id, name in tokens.special.items()}
     starts = list(accumulate(lengths, initial=0))
     parts, done = [], 0

@@ -1,8 +1,9 @@
-"""A lower bound on the number of a text's tokens, without tokenizing it, which takes seconds for texts of megabytes.
+"""Computes a lower bound on the number of a text's tokens without tokenizing it, which takes seconds for texts of megabytes.
 
-No token stands for more bytes than the longest token does. The same holds of some bytes alone: no token has more letters than the
-token with most letters. That second bound is the useful one, because the longest tokens of most vocabularies are runs of blanks or
-dashes. Both hold for tokenizers in which every byte of the text belongs to a token: byte-level BPE, and BPE with byte fallback.
+No token stands for more bytes than the longest token has. The same holds for some kinds of bytes alone: no token has more letters
+than the token with the most letters. That second bound is the useful one, because the longest tokens of most vocabularies are runs
+of blanks or dashes. Both hold for tokenizers in which every byte of the text belongs to a token: byte-level BPE, and BPE with byte
+fallback.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ Form = Literal["NFC", "NFD", "NFKC", "NFKD"]
 _ALL = frozenset(range(256))
 _BLANKS = frozenset(b" \t\n\v\f\r\x1c\x1d\x1e\x1f")
 _LETTERS, _DIGITS, _HIGH = frozenset(string.ascii_letters.encode()), frozenset(string.digits.encode()), frozenset(range(128, 256))
-# Sets of bytes that are counted alone. The second list is for tokenizers that may drop blanks.
+# Sets of bytes, each of which gives a bound. The second list is for tokenizers that may drop blanks.
 _KINDS = (_ALL, _ALL - _BLANKS, _LETTERS | _HIGH, _LETTERS, _DIGITS)
 _KINDS_BUT_BLANKS = (_LETTERS, _DIGITS)
 _KEEPS_BYTES = {"ByteLevel", "Metaspace", "Digits", "UnicodeScripts"}
 _DROPS_BLANKS = {"Whitespace", "WhitespaceSplit", "BertPreTokenizer"}
-_KEEPING = {"Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous"}  # behaviours of what splits
+_KEEPING = {"Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous"}  # behaviours of splitting steps that keep all bytes
 
 
 class TokenLowerBound:
@@ -56,7 +57,7 @@ class TokenLowerBound:
             self._most.append((others, _most(tokens, others)))
 
     def of(self, text: str) -> tuple[int, str]:
-        """Returns the bound and its arithmetic for an error message; (0, "") for tokenizers of other kinds."""
+        """Returns the bound and how it was computed, for an error message; (0, "") for tokenizers that have no such bound."""
         for form in self._forms:
             if not unicodedata.is_normalized(form, text):
                 text = unicodedata.normalize(form, text)

@@ -1,6 +1,7 @@
-"""What every token id of a model reads as: one blob of bytes, offsets into it and a flag each, made by the text helper.
+"""The text of every token id of a model: one blob of bytes, offsets into it and a flag per token, built by the text helper.
 
-Table lookups replace the tokenizer in the daemon: 128,256 tokens are about 1.5 MB here and over 50 MB parsed.
+In the daemon, lookups in this table replace the tokenizer: 128,256 tokens take about 1.5 MB here and over 50 MB in a parsed
+tokenizer.
 """
 
 from __future__ import annotations
@@ -17,20 +18,21 @@ BYTE_LEVEL, PIECES = "byte_level", "pieces"
 
 
 class PackedTable(msgspec.Struct, frozen=True, array_like=True):
-    """The table as it crosses from the helper to the daemon."""
+    """The table as the helper sends it to the daemon."""
 
-    kind: str  # BYTE_LEVEL: bytes of UTF-8, cut anywhere · PIECES: whole strings, beside byte-fallback tokens
+    kind: str  # BYTE_LEVEL: bytes of UTF-8, cut anywhere · PIECES: whole strings, and byte-fallback tokens
     blob: bytes
     offsets: bytes  # uint32[num_tokens + 1]
     flags: bytes  # uint8[num_tokens]
     strip_start: int = 0  # spaces taken off the start of the whole text
-    first: dict[int, bytes] = {}  # text of a token that comes first, where it differs
+    first: dict[int, bytes] = {}  # id -> text of the token when it comes first, where that differs
     first_drops_spaces: bool = False  # a first token loses all its spaces (Metaspace)
 
 
 class TokenTable:
-    """`escaped[id]` is the token as the inside of a JSON string, or b"" for none, or None where the slow path must look: a token
-    not asked for yet, or bytes that are no UTF-8 on their own. Rendered on first use: 128k objects at once would hold the loop."""
+    """The texts of a model's tokens. `escaped[id]` is the token as the inside of a JSON string, b"" if it has no text, or None if
+    the slow path must find it: the token was not rendered yet, or its bytes alone are not UTF-8. It is filled on first use, because
+    rendering 128k objects at once would block the event loop."""
 
     __slots__ = ("_blob", "_first", "_flags", "_offsets", "escaped", "first_drops_spaces", "kind", "num_tokens", "strip_start")
 
@@ -40,24 +42,24 @@ class TokenTable:
         self._offsets = array("I")
         self._offsets.frombytes(packed.offsets)
         self.num_tokens = len(packed.flags)
-        # ids the model can sample but the tokenizer has no token for are silent
+        # ids that the model can sample but the tokenizer has no token for have no text
         self.escaped: list[bytes | None] = [None] * max(self.num_tokens, vocab_size)
 
     def flag(self, token_id: int) -> int:
         return self._flags[token_id] if 0 <= token_id < self.num_tokens else SKIPPED
 
     def raw(self, token_id: int) -> bytes:
-        """The token's bytes as they join others'; b"" for a skipped one."""
+        """Returns the token's bytes as they follow other tokens'; b"" for a skipped token."""
         if self.flag(token_id) == SKIPPED:
             return b""
         return self._blob[self._offsets[token_id] : self._offsets[token_id + 1]]
 
     def shown(self, token_id: int) -> bytes:
-        """As `raw`, special tokens by their names."""
+        """Returns the token's bytes like `raw`, but special tokens by their names."""
         return self._blob[self._offsets[token_id] : self._offsets[token_id + 1]] if 0 <= token_id < self.num_tokens else b""
 
     def raw_first(self, token_id: int) -> bytes:
-        """The same for the first token that is not skipped."""
+        """Returns the token's bytes if it is the first token that is not skipped."""
         raw = self.raw(token_id)
         if not self.first_drops_spaces:
             return raw
@@ -65,7 +67,7 @@ class TokenTable:
         return raw.replace(b" ", b"") if special is None else special
 
     def render(self, token_id: int) -> None:
-        """Fills `escaped[token_id]` if the token reads the same wherever it stands."""
+        """Fills `escaped[token_id]` if the token has the same text wherever it stands."""
         if not 0 <= token_id < len(self.escaped) or self.flag(token_id) == BYTE:
             return
         try:
@@ -75,7 +77,7 @@ class TokenTable:
 
 
 class MarkedTable(TokenTable):
-    """A table that also shows some special tokens: `markers`, id -> text. `escaped` does not know of them."""
+    """A table that also shows some special tokens. markers: id -> text. `escaped` does not include them."""
 
     __slots__ = ("_markers",)
 
@@ -93,7 +95,8 @@ class MarkedTable(TokenTable):
 
 
 def escape(text: str) -> bytes:
-    """The inside of a JSON string. Line separators are escaped as well: some clients cut an event stream with str.splitlines."""
+    """Returns the text as the inside of a JSON string. Line separators are escaped too, since some clients cut an event stream with
+    str.splitlines."""
     escaped = msgspec.json.encode(text)[1:-1]
     if text.isascii():
         return escaped

@@ -1,4 +1,4 @@
-"""A text worker: one process, one model, jobs in and answers out over a socket. Ends at the socket's end."""
+"""A text worker: one process for one model, which receives jobs and sends answers over a socket. It ends when the socket does."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Worker:
         self._text = CheckpointText(opening.name, opening.path, opening.chat_template) if opening.path else None
 
     def _answer(self, job: Job, work: object) -> None:
-        """Runs `work`, which returns the parts, or None if it left the answer to the thread."""
+        """Runs `work` and sends the job's answer. work: returns the answer's parts, or None if a thread will answer."""
         try:
             parts = work()  # type: ignore[operator]
         except HearthError as error:
@@ -73,9 +73,9 @@ class Worker:
             self._refuse(job, f"needs more than the {LIMIT_BYTES >> 20} MiB that a text worker may take")
         except Exception as error:
             self._send(Failed(job.job_id, "ServerFault", "internal_error", f"{self._about()}: {error!r}", None, 500))
-        except BaseException as error:  # what a library written in Rust raises where it panics
+        except BaseException as error:  # raised by a library written in Rust when it panics
             self._refuse(job, f"made the tokenizer fail: {error}")
-            self._open(self._opening)  # it may be of no use any more
+            self._open(self._opening)  # the panic may have left the tokenizer unusable
         else:
             if parts is not None:
                 self._send(Done(job.job_id, parts))
@@ -108,7 +108,8 @@ class Worker:
             texts, special = msgspec.msgpack.decode(job.texts, type=list[str]), job.add_special_tokens
             suffix, keep_last = job.suffix, job.keep_last
         elif isinstance(job, EncodeChat):
-            texts, special = [rendered(text, job.messages, msgspec.msgpack.decode(job.options))], False  # the template wrote them
+            # the template has written the special tokens
+            texts, special = [rendered(text, job.messages, msgspec.msgpack.decode(job.options))], False
             keep_last = job.keep_last
         else:
             options = msgspec.msgpack.decode(job.options)

@@ -1,4 +1,4 @@
-"""What `hearth simulate` and `hearth trace` do."""
+"""Does the work of `hearth simulate` and `hearth trace`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CHUNK_BYTES, CUDA_CHUNK_BYTES = 2 << 20, 16 << 20
 
 
 def simulate(options: argparse.Namespace) -> None:
-    """Raises CommandError."""
+    """Simulates a trace under each policy and prints the results. Raises CommandError."""
     try:
         given = scenario.read(options.costs) if options.costs else scenario.EMPTY
         trace = _trace(options, given)
@@ -59,7 +59,7 @@ def simulate(options: argparse.Namespace) -> None:
 
 
 def trace(options: argparse.Namespace) -> None:
-    """Raises CommandError."""
+    """Makes a trace and prints it. Raises CommandError."""
     try:
         given = scenario.read(options.name) if options.name else scenario.EMPTY
         shape = given.trace or TraceShape(tuple(given.models) or _model_names(options.num_models))
@@ -107,7 +107,7 @@ def _model_names(number: int) -> tuple[str, ...]:
 
 
 def _changed(options: argparse.Namespace, shape: TraceShape) -> TraceShape:
-    """What the flags say beats what the file says."""
+    """Returns the trace's shape with the values of the flags that were given in place of the file's. Raises CommandError."""
     values: dict[str, Any] = {"arrivals": options.arrivals, "seed": options.seed, "zipf": options.zipf}
     for flag, name in (("rate", "requests_per_s"), ("duration", "duration_s"), ("burst", "burst_s"), ("active_share",) * 2):
         value = getattr(options, flag)
@@ -189,7 +189,7 @@ def _costs(options: argparse.Namespace, costs: Costs) -> Costs:
 
 
 def _size(flag: str, text: str) -> int:
-    """0 where the flag is not given."""
+    """Returns the bytes that a flag's value says, 0 if the flag is not given. Raises CommandError."""
     try:
         return units.parse_bytes(text) if text else 0
     except ValueError as error:
@@ -201,7 +201,7 @@ def _size_or_none(text: str) -> int:
 
 
 def _of_folder(folder: str, devices: dict[str, int], chunk_bytes: int) -> dict[str, ModelFacts]:
-    """As the daemon would register them, with its default settings."""
+    """Returns the facts of the folder's models by name, as the daemon would register them with its default settings."""
     from config.schema import DeviceBudget, NodeConfig
     from daemon.models.registry import Registry
     from daemon.record.state import NodeState

@@ -1,1 +1,1 @@
-"""Calls of tools in a model's text: one file a dialect, read as the text comes, each character once."""
+"""Parsers for tool calls in a model's text: one file per dialect. Each reads the text as it arrives, and every character once."""

@@ -1,4 +1,4 @@
-"""One call as it is being written: `{"name": …, "arguments": {…}}`, or a name followed by its arguments."""
+"""Reads one tool call while it is being written: `{"name": …, "arguments": {…}}`, or a name followed by its arguments."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ _OTHER_KEYS = ("type", "id")
 
 
 class Call(ABC):
-    """`done`: complete · `bad`: it is no call, see `give_up`. `lead`: the markers it began with."""
+    """The state of reading one call. done: the call is complete. bad: the text is not a call after all, see `give_up`. lead: the
+    markers that the call began with."""
 
     __slots__ = ("_index", "_raw", "announced", "bad", "done")
 
@@ -33,13 +34,13 @@ class Call(ABC):
         return end
 
     def give_up(self, out: list[Piece]) -> None:
-        """What was read is content after all."""
+        """Adds what was read to `out` as content: as a BROKEN piece if the call was announced, otherwise as CONTENT."""
         raw = "".join(self._raw)
         out.append(Piece(BROKEN, raw, self._index) if self.announced else Piece(CONTENT, raw))
 
     @abstractmethod
     def _read(self, text: str, at: int, out: list[Piece]) -> int:
-        """As `feed`; sets `done` or `bad` at the call's end."""
+        """Does the work of `feed`, and sets `done` or `bad` at the call's end."""
 
     def _announce(self, name: str, out: list[Piece]) -> None:
         self.announced = True
@@ -51,8 +52,9 @@ _OPEN, _KEY_OR_END, _KEY, _COLON, _VALUE, _COMMA_OR_END = range(6)
 
 
 class CallObject(Call):
-    """An object with `name` and `arguments` (or `parameters`), in any order. The arguments are an object, or a string that holds
-    one, or null. `names`: only these are calls, and no keys but a call's own; for text that carries no marker."""
+    """Reads an object with `name` and `arguments` (or `parameters`), in any order. The arguments are an object, a string that holds
+    one, or null. names: for text without a marker, the only names that count as calls, which then may have no keys but a call's
+    own. None: any name and keys."""
 
     __slots__ = ("_arguments_seen", "_captured", "_expected", "_held", "_key", "_names", "_streaming", "_value")
 
@@ -63,7 +65,7 @@ class CallObject(Call):
         self._key: str | None = None  # None: the next string is a key
         self._value: JsonValue | None = None  # the key or value being read
         self._captured: list[str] = []
-        self._streaming = False  # the value is the arguments' object: it goes out as it comes
+        self._streaming = False  # the value is the arguments' object, which is passed on as it arrives
         self._arguments_seen = False
         self._held: list[str] = []  # arguments that came before the name
 
@@ -155,7 +157,8 @@ class CallObject(Call):
 
 
 def _string_or_null(text: str) -> object:
-    """A string's contents, None for null and nothing; other values as they are written, in bytes: nobody looks into them."""
+    """Returns the contents of a JSON string, None for null or no text, and other values as the bytes they are written in, since
+    nothing reads them."""
     if text.startswith('"'):
         return msgspec.json.decode(text)
     return None if text in ("", "null") else text.encode()

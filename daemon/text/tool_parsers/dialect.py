@@ -1,4 +1,4 @@
-"""What the dialects share: content up to a marker, a call, what follows it."""
+"""The base of the dialects' parsers: it reads content up to a marker, then a call, then what follows the call."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ Mode = Callable[[str, int, list[Piece]], int]
 
 
 class DialectParser(ABC):
-    """A reply in one dialect; a ToolParser. `opened` is told when `marker` was read, `after` reads on behind a complete call."""
+    """Parses a reply in one dialect, as a ToolParser. Subclasses define `marker`, `opened`, which is called after the marker was
+    read, and `after`, which reads what follows a complete call."""
 
     marker: str
 
     def __init__(self) -> None:
         self.mode: Mode = self.content
-        self.held = ""  # the part of a marker at the end of what was given
-        self.lead = ""  # what was read and is no content as long as a call follows
-        self.num_calls = 0  # announced ones
+        self.held = ""  # the end of the text so far that may become a marker
+        self.lead = ""  # text that was read and is content only if no call follows
+        self.num_calls = 0  # announced calls
         self._call: Call | None = None
 
     def add(self, text: str) -> list[Piece]:
@@ -61,11 +62,11 @@ class DialectParser(ABC):
         return found + len(self.marker)
 
     def begin(self, call: Call) -> None:
-        """`call` was given `lead`."""
+        """Starts reading a call that was given `lead`."""
         self._call, self.lead, self.mode = call, "", self._in_call
 
     def no_call(self) -> None:
-        """`lead` and what follows is content."""
+        """Makes `lead` and what follows it content."""
         self.mode = self.content
 
     def skip_spaces(self, text: str, at: int) -> int:
@@ -89,4 +90,4 @@ class DialectParser(ABC):
         return at
 
     def gave_up(self) -> None:  # noqa: B027 (most dialects have nothing to do then)
-        """A call was malformed."""
+        """Called when a call was malformed."""

@@ -1,4 +1,4 @@
-"""Our own dialect, for forced calls of models whose template tells of none: `{"name":…,"arguments":{…}}`, one call a line."""
+"""Hearthd's own dialect, for forced calls of models whose template shows none: `{"name":…,"arguments":{…}}`, one call per line."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ from daemon.text.tool_parsers.call import CallObject
 from daemon.text.tool_parsers.dialect import DialectParser
 from daemon.text.tool_parsers.pieces import CONTENT, Piece
 
-BETWEEN = "\n"  # calls
+BETWEEN = "\n"  # between two calls
 AFTER_ARGUMENTS = "}"
 
 
 def before_arguments(name: str) -> str:
-    """A call up to its arguments; AFTER_ARGUMENTS ends it."""
+    """Returns the start of a call, up to its arguments; AFTER_ARGUMENTS ends the call."""
     return f'{{"name":{json.dumps(name)},"arguments":'
 
 
 def written(name: str, arguments: str) -> str:
-    """A whole call. `arguments`: JSON."""
+    """Returns a whole call. arguments: JSON."""
     return before_arguments(name) + arguments + AFTER_ARGUMENTS
 
 
 class GenericParser(DialectParser):
-    """`names`: the tools offered; only their calls are calls. What is none, and all that follows, is content."""
+    """Parses replies in this dialect. names: the tools offered; only calls of them count as calls. Anything else is content, and so
+    is all that follows it."""
 
     def __init__(self, names: Sequence[str]) -> None:
         super().__init__()
@@ -32,7 +33,7 @@ class GenericParser(DialectParser):
         self.mode = self._start
 
     def opened(self) -> None:
-        """There is no marker to read."""
+        """Does nothing, since this dialect has no marker."""
 
     def content(self, text: str, at: int, out: list[Piece]) -> int:
         out.append(Piece(CONTENT, self.lead + text[at:]))

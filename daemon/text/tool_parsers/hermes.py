@@ -1,4 +1,6 @@
-"""Hermes and Qwen: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, any number of them, text between them."""
+"""The dialect of Hermes and Qwen: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, any number of them, with text between
+them.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ class HermesParser(DialectParser):
         self.begin(CallObject(self.num_calls, self.lead))
 
     def after(self, text: str, at: int, out: list[Piece]) -> int:
-        """The closing marker; models that forget it lose nothing."""
+        """Reads the closing marker. A model that forgets the marker loses nothing."""
         at = self.skip_spaces(text, at)
         rest = text[at : at + len(CLOSE)]
         if rest and not CLOSE.startswith(rest):

@@ -1,4 +1,4 @@
-"""Follows one JSON value through text that comes in pieces and says where it ends, or where it stops being JSON (RFC 8259)."""
+"""Follows one JSON value through text that arrives in pieces, and finds where it ends or where it stops being JSON (RFC 8259)."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _VALUE, _VALUE_OR_END, _KEY, _KEY_OR_END, _COLON, _COMMA_OR_END, _STRING, _ESCAP
 
 
 class JsonValue:
-    """`done`: the value is complete · `bad`: it is no JSON. Nothing is read after either."""
+    """The state of reading one JSON value. done: the value is complete. bad: the text is not JSON. Nothing is read after either."""
 
     __slots__ = ("_expected", "_in_key", "_num_hex", "_open", "_scalar", "bad", "done")
 
     def __init__(self) -> None:
-        self._open: list[str] = []  # the brackets around what comes next
+        self._open: list[str] = []  # the open brackets around what comes next
         self._expected = _VALUE
         self._in_key = False
         self._num_hex = 0
@@ -125,5 +125,5 @@ class JsonValue:
 
 def _end(pattern: re.Pattern[str], text: str, at: int) -> int:
     match = pattern.match(text, at)
-    assert match is not None  # all of them match nothing as well
+    assert match is not None  # all these patterns also match the empty string
     return match.end()

@@ -1,4 +1,6 @@
-"""Llama 3: `{"name": …, "parameters": {…}}` as the whole reply, or behind <|python_tag|>; more calls after `;` or a new line."""
+"""The dialect of Llama 3: `{"name": …, "parameters": {…}}` as the whole reply or after <|python_tag|>; more calls after `;` or a
+new line.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ PYTHON_TAG = "<|python_tag|>"
 
 
 class Llama3Parser(DialectParser):
-    """`names`: the tools offered. Without the tag only their calls are calls: a reply may be JSON of another kind."""
+    """Parses replies in Llama 3's dialect. names: the tools offered. Without the tag only calls of them count as calls, because a
+    reply may be JSON of another kind."""
 
     marker = PYTHON_TAG
 

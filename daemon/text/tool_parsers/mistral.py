@@ -1,4 +1,6 @@
-"""Mistral: `[TOOL_CALLS] [{"name": …, "arguments": {…}}, …]`, and the newer `[TOOL_CALLS]name[ARGS]{…}` once for each call."""
+"""The dialect of Mistral: `[TOOL_CALLS] [{"name": …, "arguments": {…}}, …]`, or the newer `[TOOL_CALLS]name[ARGS]{…}` once for each
+call.
+"""
 
 from __future__ import annotations
 

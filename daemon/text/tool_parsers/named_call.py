@@ -1,4 +1,4 @@
-"""A call written as `name[ARGS]{…}`, with `[CALL_ID]id` before [ARGS] or with neither: Mistral's newer models."""
+"""Reads a call of Mistral's newer models: `name[ARGS]{…}`, `name[CALL_ID]id[ARGS]{…}` or `name{…}`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ class NamedCall(Call):
         return at
 
     def _word(self, text: str, at: int) -> int:
-        """The name or the id: up to the next mark or, for the name, the brace. Our ids are our own."""
+        """Reads the name, up to the next mark or the brace, or the id, up to the next mark. The id is not used: hearthd makes its
+        own."""
         match = _NAME_RUN.match(text, at)
         assert match is not None
         if self._expected == _NAME:

@@ -1,4 +1,4 @@
-"""What a reply's text is taken apart into."""
+"""The pieces that a reply's text is split into."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ CONTENT, REASONING, CALL, ARGUMENTS, CALL_END, BROKEN = range(6)
 
 
 class Piece(NamedTuple):
-    """CALL announces a call, ARGUMENTS carries a part of its JSON as generated, CALL_END says it was well formed. BROKEN withdraws
-    a call that was announced: its arguments turned out to be no JSON; what follows it in the text comes as CONTENT."""
+    """A part of a reply. CALL announces a call, ARGUMENTS carries a part of its JSON as generated, and CALL_END says that it was
+    well formed. BROKEN withdraws a call that was announced, because its arguments turned out not to be JSON; the text after it
+    comes as CONTENT."""
 
     kind: int
     # CONTENT, REASONING, ARGUMENTS: the text · CALL: the function's name · BROKEN: all the text of the call, markers included
@@ -18,17 +19,19 @@ class Piece(NamedTuple):
 
 
 class ToolParser(Protocol):
-    """One reply's state. The pieces do not depend on how the text was cut, but for the cuts between CONTENT or ARGUMENTS."""
+    """The parser of one reply. The pieces do not depend on how the text was cut, except for the cuts between CONTENT or
+    ARGUMENTS."""
 
     def add(self, text: str) -> list[Piece]: ...
 
     def end(self, cut: bool) -> list[Piece]:
-        """What was held back. `cut`: the reply ended at max_tokens, so an unfinished call is no malformed one."""
+        """Returns the pieces that were held back. cut: the reply ended at max_tokens, so an unfinished call is not malformed."""
         ...
 
 
 def find_marker(text: str, at: int, marker: str) -> tuple[int, bool]:
-    """(where the marker begins, True), else (where an end of `text` begins that may yet become one or len(text), False)."""
+    """Looks for a marker from text[at] on. Returns (its start, True) if the whole marker is found, otherwise (start, False), where
+    the text from `start` on may be the beginning of a marker; `start` is len(text) if none begins there."""
     found = text.find(marker, at)
     if found >= 0:
         return found, True
@@ -41,7 +44,7 @@ def find_marker(text: str, at: int, marker: str) -> tuple[int, bool]:
 
 
 def skip_spaces(text: str, at: int) -> int:
-    """The index of the first character from `at` on that is no JSON white space."""
+    """Returns the index of the first character from `at` on that is not JSON white space."""
     while at < len(text) and text[at] in " \t\r\n":
         at += 1
     return at

@@ -1,4 +1,6 @@
-"""Which dialect a model speaks, and its parser. Found by what the chat template writes, overridden by `tool_parser`."""
+"""Finds a model's dialect for tool calls and its parser. The chat template shows the dialect; the setting `tool_parser` overrides
+it.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +12,20 @@ from daemon.text.tool_parsers import generic, hermes, llama3, mistral, named_cal
 from daemon.text.tool_parsers.pieces import ToolParser
 
 HERMES, LLAMA3, MISTRAL, NONE = "hermes", "llama3", "mistral", "none"
-GENERIC = "generic"  # no model's own: forced calls of those with NONE
+GENERIC = "generic"  # not a model's own: used for forced calls of models with NONE
 THINK = "think"
-# shown in the text also where the tokenizer calls them special: the parsers look for them
+# shown in the text even if they are special tokens, because the parsers look for them
 MARKERS = frozenset(
     [hermes.OPEN, hermes.CLOSE, llama3.PYTHON_TAG, mistral.MARKER, named_call.ARGS, named_call.CALL_ID, "<think>", "</think>"]
 )
-# config.json's model_type -> its family's dialect, for templates that take tools and write no marker
+# model_type in config.json -> the dialect of its family, for templates that take tools but contain no marker
 _FAMILIES = {"llama": LLAMA3, "mistral": MISTRAL, "qwen2": HERMES, "qwen3": HERMES}
 _ID_CHARACTERS = string.ascii_letters + string.digits
 
 
 def detect_tools(template: str, model_type: str) -> str:
-    """none: the template shows the model no tools, or in a dialect that is not known here."""
+    """Returns the dialect of the template's tool calls; NONE if it shows the model no tools, or in a dialect that is not known
+    here."""
     if "tools" not in template or "<function=" in template:
         return NONE
     if mistral.MARKER in template:
@@ -39,7 +42,8 @@ def detect_reasoning(template: str) -> str:
 
 
 def tool_parser(dialect: str, names: Sequence[str]) -> ToolParser:
-    """`names`: the tools the request offers."""
+    """Returns a parser for one reply. names: the tools that the request offers. Raises ValueError for a dialect without a
+    parser."""
     if dialect == HERMES:
         return hermes.HermesParser()
     if dialect == LLAMA3:
@@ -52,7 +56,7 @@ def tool_parser(dialect: str, names: Sequence[str]) -> ToolParser:
 
 
 def new_call_id(dialect: str) -> str:
-    """Mistral's templates insist on nine letters and digits."""
+    """Returns a new random id for a call. Mistral's templates require nine letters and digits."""
     if dialect == MISTRAL:
         return "".join(secrets.choice(_ID_CHARACTERS) for _ in range(9))
     return "call_" + secrets.token_hex(12)
