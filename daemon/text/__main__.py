@@ -1,9 +1,9 @@
 """The text helper process: `python -P -m daemon.text FD [MODULE…]`.
 
-It keeps the tokenizer and template libraries and those modules loaded and forks a worker for each socket that is sent to it over FD,
-a packet socket. With one process per model, a 280 ms parse or a runaway template of one model does not delay the others, and all the
-memory it took is returned when the process ends. The helper starts no thread, so it is safe to fork. It ends when FD is closed, and
-kills its workers then.
+It keeps the tokenizer and template libraries and those modules loaded and forks a worker for each socket that is sent to it over
+FD, a packet socket. With one process per model, a 280 ms parse or a runaway template of one model does not delay the others, and
+all the memory it took is returned when the process ends. The helper starts no thread, so it is safe to fork. It ends when FD is
+closed, and kills its workers then.
 """
 
 from __future__ import annotations
