@@ -13,7 +13,7 @@ from daemon.cli.client import Client
 SHELLS = ("bash", "zsh", "fish")
 # the metavars of positional arguments that stand for a model
 _MODELS = ("NAME", "MODEL|REQUEST")
-# one name a line; the JSON has one value a line
+# prints one name per line; the JSON has one value per line
 _NAMES = """hearth %s models --json 2>/dev/null | sed -n 's/^ *"name": "\\(.*\\)",$/\\1/p'"""
 
 

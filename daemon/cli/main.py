@@ -111,7 +111,7 @@ def run(argv: Sequence[str] | None = None) -> int:
             print(f"hearth: {error}{meant(client, error, options)}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:
-        # the reader (a pager, head) has seen enough
+        # the reader (a pager, head) has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         if options.goes_on:

@@ -1,4 +1,4 @@
-"""`hearth ps|models|load|unload|pin|unpin|enable|disable`."""
+"""The commands `hearth ps|models|load|unload|pin|unpin|enable|disable`."""
 
 from __future__ import annotations
 

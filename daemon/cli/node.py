@@ -1,4 +1,4 @@
-"""`hearth status|drain|resume|reload|version`."""
+"""The commands `hearth status|drain|resume|reload|version`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Progress bars, on a terminal only."""
+"""Shows progress bars, on a terminal only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hearth why` and `hearth events`: what happened."""
+"""The commands `hearth why` and `hearth events`, which show what happened."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from array import array
 
 import msgspec
 
-# flags, one byte a token
+# flags, one byte per token
 NORMAL, SKIPPED, BYTE = 0, 1, 2  # SKIPPED: special, or an id without a token · BYTE: a byte-fallback token <0xNN>
 
 # how tokens join to text
@@ -24,7 +24,7 @@ class PackedTable(msgspec.Struct, frozen=True, array_like=True):
     blob: bytes
     offsets: bytes  # uint32[num_tokens + 1]
     flags: bytes  # uint8[num_tokens]
-    strip_start: int = 0  # spaces taken off the start of the whole text
+    strip_start: int = 0  # spaces removed from the start of the whole text
     first: dict[int, bytes] = {}  # id -> text of the token when it comes first, where that differs
     first_drops_spaces: bool = False  # a first token loses all its spaces (Metaspace)
 
