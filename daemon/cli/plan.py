@@ -57,8 +57,8 @@ def evict(client: Client, options: argparse.Namespace) -> None:
 
 
 def _room(plans: list[dict[str, Any]], options: argparse.Namespace) -> None:
-    """Shows what would have to leave to free the wanted bytes. Raises CommandError if no device can free so many; its details say
-    what is on each device."""
+    """Shows which models would be evicted to free the wanted bytes. Raises CommandError if no device can free so many; its details
+    say what is on each device."""
     can = any(device["verdict"] in ("fits", "evicts") for device in plans)
     if options.json and can:
         print(json.dumps(plans, indent=1))

@@ -49,7 +49,7 @@ class TokenTable:
         return self._flags[token_id] if 0 <= token_id < self.num_tokens else SKIPPED
 
     def raw(self, token_id: int) -> bytes:
-        """Returns the token's bytes as they follow other tokens'; b"" for a skipped token."""
+        """Returns the token's bytes as they read after other tokens; b"" for a skipped token."""
         if self.flag(token_id) == SKIPPED:
             return b""
         return self._blob[self._offsets[token_id] : self._offsets[token_id + 1]]
@@ -59,7 +59,7 @@ class TokenTable:
         return self._blob[self._offsets[token_id] : self._offsets[token_id + 1]] if 0 <= token_id < self.num_tokens else b""
 
     def raw_first(self, token_id: int) -> bytes:
-        """Returns the token's bytes if it is the first token that is not skipped."""
+        """Returns the token's bytes as they read when it is the first token that is not skipped."""
         raw = self.raw(token_id)
         if not self.first_drops_spaces:
             return raw
