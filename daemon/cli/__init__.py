@@ -1,1 +1,3 @@
-"""`hearth`: the operator's command line, one file per noun. Starts fast: http.client over the control socket, nothing heavier."""
+"""`hearth`: the operator's command line, one file per group of commands. It starts fast: it imports http.client for the control
+socket, and nothing heavier.
+"""

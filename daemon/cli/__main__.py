@@ -1,4 +1,4 @@
-"""`python -P -m daemon.cli`: the same as `hearth`."""
+"""Runs `hearth` as `python -P -m daemon.cli`."""
 
 from __future__ import annotations
 

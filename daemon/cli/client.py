@@ -1,4 +1,4 @@
-"""HTTP over the control socket, and how its errors become exit codes."""
+"""Speaks HTTP over the control socket, and turns its errors into exit codes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from daemon.operate.control_status import EXIT_OF_STATUS
 
 
 class CommandError(Exception):
-    """What ends the command. error: `{code, message, details}`."""
+    """Raised to end the command. error: `{code, message, details}`."""
 
     def __init__(self, exit_code: int, error: dict[str, Any]) -> None:
         super().__init__(error["message"])
@@ -36,8 +36,8 @@ class _UnixConnection(http.client.HTTPConnection):
 
 
 class Client:
-    """One command's connection. All methods raise CommandError. status: the socket to read from where `control` may not be opened;
-    "" for none."""
+    """The connection of one command to the daemon. status: the socket to read from if `control` may not be opened; "" for none. All
+    methods raise CommandError."""
 
     def __init__(self, control: str, status: str = "") -> None:
         self.control, self._status = control, status
@@ -49,7 +49,7 @@ class Client:
         return json.loads(self._request("POST", path).read())
 
     def lines(self, method: str, path: str) -> Iterator[dict[str, Any]]:
-        """NDJSON as it comes."""
+        """Sends a request and yields the objects of its NDJSON answer as they arrive."""
         response = self._request(method, path)
         try:
             for line in response:
@@ -59,7 +59,7 @@ class Client:
             raise self._gone(error) from None
 
     def result(self, lines: Iterator[dict[str, Any]]) -> dict[str, Any]:
-        """The result line of a command, the last one."""
+        """Returns the result of a command, which is the last line of its answer. Raises CommandError if the command failed."""
         last = None
         for last in lines:  # noqa: B007
             pass
@@ -70,7 +70,7 @@ class Client:
     def _request(self, method: str, path: str, socket_path: str = "") -> http.client.HTTPResponse:
         connection = _UnixConnection(socket_path or self.control)
         try:
-            connection.request(method, path, headers={"Connection": "close"})  # the socket ends with the answer
+            connection.request(method, path, headers={"Connection": "close"})  # the daemon closes the socket after the answer
             response = connection.getresponse()
         except PermissionError:
             if method == "GET" and not socket_path and os.path.exists(self._status):
@@ -102,7 +102,7 @@ class Client:
 
 
 def check(result: dict[str, Any]) -> dict[str, Any]:
-    """The result line itself, or CommandError if the command failed."""
+    """Returns the result of a command. Raises CommandError if the command failed."""
     if not result["ok"]:
         raise CommandError(EXIT_OF_STATUS.get(result["status"], 1), result["error"])
     return result

@@ -1,4 +1,6 @@
-"""`hearth completion bash|zsh|fish`: made from the parser, so it knows what the parser knows. Models are asked of the daemon."""
+"""`hearth completion bash|zsh|fish`: prints a script made from the parser, so that it has all commands and flags. The script asks
+the daemon for the models' names.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from daemon.cli.client import Client
 SHELLS = ("bash", "zsh", "fish")
 # the metavars of positional arguments that stand for a model
 _MODELS = ("NAME", "MODEL|REQUEST")
-# one name a line; the JSON has one value a line
+# prints one name per line; the JSON has one value per line
 _NAMES = """hearth %s models --json 2>/dev/null | sed -n 's/^ *"name": "\\(.*\\)",$/\\1/p'"""
 
 
@@ -27,8 +29,8 @@ class Command:
     name: str
     help: str
     options: list[Option] = field(default_factory=list)
-    argument: str = ""  # metavar of the positional one
-    choices: list[str] = field(default_factory=list)  # of it
+    argument: str = ""  # metavar of the positional argument
+    choices: list[str] = field(default_factory=list)  # of the positional argument
 
     @property
     def wants_model(self) -> bool:
@@ -45,7 +47,7 @@ def options_of(parser: argparse.ArgumentParser) -> list[Option]:
 
 
 def commands_of(parser: argparse.ArgumentParser) -> list[Command]:
-    """All commands of `hearth`'s parser, in its order."""
+    """Returns all commands of `hearth`'s parser, in its order."""
     (group,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     helps = {choice.dest: choice.help or "" for choice in group._choices_actions}
     found = []
@@ -106,7 +108,8 @@ complete -F _hearth hearth
 
 
 def _quoted(text: str) -> str:
-    """In single quotes, which both zsh and fish read; `:` and brackets mean something to zsh's _arguments."""
+    """Returns the text without single quotes, so that it can stand between them in both zsh and fish. Colons and brackets also mean
+    something to zsh's _arguments; `_zsh` replaces those."""
     return text.replace("'", "")
 
 

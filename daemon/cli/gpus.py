@@ -1,4 +1,4 @@
-"""`hearth gpus`: what the driver tells of the machine's GPUs, through the daemon or without one."""
+"""`hearth gpus`: what the driver reports of the machine's GPUs, asked through the daemon or without one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def gpus(client: Client, options: argparse.Namespace) -> None:
 
 
 def _of_driver() -> list[dict[str, Any]]:
-    """Raises CommandError where there is no driver."""
+    """Returns the rows as this process gets them from the driver. Raises CommandError if there is no driver."""
     from config.devices import NoGpus
     from daemon.gpu.driver import Driver
     from daemon.gpu.inventory import rows_of
@@ -36,7 +36,7 @@ def _of_driver() -> list[dict[str, Any]]:
 
 
 def text(rows: list[dict[str, Any]]) -> str:
-    """A line a GPU, then who holds its memory."""
+    """Returns a table with a line per GPU, then the processes that hold each GPU's memory."""
     if not rows:
         return "the driver sees no GPU"
     lines = [table(HEADER, [_row(row) for row in rows], frozenset({0, 3, 4, 5, 6, 7, 8}))]

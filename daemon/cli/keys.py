@@ -1,4 +1,4 @@
-"""`hearth hash-key`: what to write into a keys file. Talks to no daemon."""
+"""`hearth hash-key`: prints what to write into a keys file. It needs no daemon."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import sys
 from daemon.cli.client import Client, CommandError
 from daemon.errors import EXIT_USAGE
 
-MIN_CHARACTERS = 20  # a sum of a short key can be undone by trying them all
+MIN_CHARACTERS = 20  # a shorter key could be found from its hash by trying all keys
 
 
 def hash_key(client: Client, options: argparse.Namespace) -> None:
-    """The key never comes as an argument: those are seen by every user of the machine."""
-    from daemon.access import keys  # with the settings' libraries, which the other commands do without
+    """Prints the hash of a key that is read from the terminal or standard input, or of a new key. The key is never an argument,
+    because all users of the machine can see those."""
+    from daemon.access import keys  # imported here: it needs the libraries for settings, which the other commands do without
 
     if options.generate:
         key = keys.new_key()

@@ -1,5 +1,6 @@
-"""`hearth [--control SOCKET] COMMAND`. Exit codes: 0 ok, 1 hearthd failed, 2 usage, 3 not found, 4 would not fit or is not
-served, 5 busy, timed out or not running, 6 denied, 7 done but not saved."""
+"""`hearth [--control SOCKET] COMMAND`. Exit codes: 0 ok, 1 hearthd failed, 2 usage, 3 not found, 4 would not fit or is not served,
+5 busy, timed out or not running, 6 denied, 7 done but not saved.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from daemon.cli.pull import command as pull
 from daemon.errors import EXIT_OK, EXIT_USAGE
 from daemon.process.arguments import ArgumentParser
 
-# its exit code where that is not 0 without an error
+# what runs a command; returns its exit code if that is not 0 although there was no error
 Command = Callable[[Client, argparse.Namespace], int | None]
 
 
@@ -86,7 +87,7 @@ def make_parser() -> argparse.ArgumentParser:
     simulate.add_trace_options(made)
     shell = add("completion", completion.completion, "what makes a shell complete this program's commands and models")
     shell.add_argument("shell", metavar="SHELL", choices=completion.SHELLS, help="bash, zsh or fish")
-    shell.set_defaults(parser=parser)  # what it is made from
+    shell.set_defaults(parser=parser)  # completion scripts are made from the parser
     add("version", node.version, "versions of this program and of the daemon")
     return parser
 
@@ -110,7 +111,7 @@ def run(argv: Sequence[str] | None = None) -> int:
             print(f"hearth: {error}{meant(client, error, options)}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:
-        # the reader (a pager, head) has seen enough
+        # the reader (a pager, head) has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         if options.goes_on:
@@ -122,10 +123,10 @@ def run(argv: Sequence[str] | None = None) -> int:
 
 
 def meant(client: Client, error: CommandError, options: argparse.Namespace) -> str:
-    """Which model a name that is none may stand for."""
+    """Returns a hint to add to an error about an unknown model: the most similar name, or how to list all. "" for other errors."""
     if error.error["code"] not in ("model_not_found", "not_found") or not getattr(options, "name", ""):
         return ""
-    from difflib import get_close_matches  # for this alone
+    from difflib import get_close_matches  # imported here, since nothing else needs it
 
     try:
         names = [row["name"] for row in client.get("/control/v1/models")]

@@ -1,4 +1,4 @@
-"""`hearth ps|models|load|unload|pin|unpin|enable|disable`."""
+"""The commands `hearth ps|models|load|unload|pin|unpin|enable|disable`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ DONE = {
 
 
 def ps(client: Client, options: argparse.Namespace) -> None:
-    """What is on a device or on its way, warm, paused or failed; what cannot be loaded is counted."""
+    """Shows the models that are on a device or on their way to one, warm, paused or failed. Those that cannot be loaded are only
+    counted."""
     found = client.get("/control/v1/models")
     rows = [row for row in found if row["state"] not in ("cold", *NOT_TO_BE_LOADED)]
     num_others = sum(row["state"] in NOT_TO_BE_LOADED for row in found)
@@ -42,7 +43,7 @@ def ps(client: Client, options: argparse.Namespace) -> None:
 
 
 def models(client: Client, options: argparse.Namespace) -> None:
-    """All models, and why those that can't run can't."""
+    """Shows all models, and why those that cannot run cannot."""
     rows = client.get("/control/v1/models")
     if options.json:
         print(json.dumps(rows, indent=1))
@@ -82,8 +83,8 @@ def _state(row: dict[str, Any]) -> str:
 
 
 def command(client: Client, options: argparse.Namespace) -> int | None:
-    """load, unload, pin, unpin, enable and disable are the same request with another verb. Returns the exit code where what was
-    done could not be saved."""
+    """Runs load, unload, pin, unpin, enable or disable, which are the same request with another verb. Returns the exit code if what
+    was done could not be saved, otherwise None."""
     verb, name = options.command, options.name
     path = f"/control/v1/models/{quote(name)}/{verb}"
     if getattr(options, "no_wait", False):

@@ -1,4 +1,4 @@
-"""`hearth status|drain|resume|reload|version`."""
+"""The commands `hearth status|drain|resume|reload|version`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _keys(value: dict[str, Any]) -> str:
 
 
 def host_memory(host: dict[str, int]) -> str:
-    """What the host tier is used for."""
+    """Returns a line that says what the host tier is used for."""
     kinds = (("weights_bytes", "weights"), ("kv_bytes", "saved KV"), ("transit_bytes", "being written"), ("free_bytes", "free"))
     return f"host memory {size(host['bytes'])}: {', '.join(f'{text} {size(host[key])}' for key, text in kinds)}"
 
@@ -90,7 +90,7 @@ def reload(client: Client, options: argparse.Namespace) -> None:
 
 
 def version(client: Client, options: argparse.Namespace) -> None:
-    """Its own and the daemon's, if one runs."""
+    """Prints the version of this program and, if a daemon runs, the daemon's."""
     from daemon.cli.client import CommandError
 
     value: dict[str, Any] = {"hearth": VERSION, "hearthd": None}

@@ -1,4 +1,4 @@
-"""`hearth plan`, `hearth evict` and `hearth history`: what would leave for whom, and what did."""
+"""`hearth plan`, `hearth evict` and `hearth history`: which models would be evicted for which, and which ones were."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ def evict(client: Client, options: argparse.Namespace) -> None:
 
 
 def _room(plans: list[dict[str, Any]], options: argparse.Namespace) -> None:
-    """Raises CommandError where no device can have so many bytes free; its details name what stands on each."""
+    """Shows which models would be evicted to free the wanted bytes. Raises CommandError if no device can free so many; its details
+    say what is on each device."""
     can = any(device["verdict"] in ("fits", "evicts") for device in plans)
     if options.json and can:
         print(json.dumps(plans, indent=1))
@@ -80,7 +81,7 @@ def _one(client: Client, options: argparse.Namespace) -> None:
     found = client.get("/control/v1/room?bytes=1")
     here = [(device["device"], one) for device in found for one in device["candidates"] if one["name"] == options.name]
     if not here:
-        state = client.get(f"/control/v1/plan/{quote(options.name)}")["state"]  # or that there is no such model
+        state = client.get(f"/control/v1/plan/{quote(options.name)}")["state"]  # raises CommandError if there is no such model
         message = f"{options.name} is on no device: it is {state}"
         raise CommandError(EXIT_NOT_FOUND, {"code": "not_loaded", "message": message, "details": {"state": state}})
     device, one = here[0]
@@ -155,7 +156,7 @@ def _placement(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _score(score: float) -> str:
-    """Reload seconds lost per second and GiB freed: of a size that can be read."""
+    """Returns a score, reload seconds lost per second and byte freed, as a readable text per GiB."""
     return f"{score * 2**30:.3g}"
 
 

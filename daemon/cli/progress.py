@@ -1,4 +1,4 @@
-"""Progress bars, on a terminal only."""
+"""Shows progress bars, on a terminal only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def byte_bar() -> Progress:
 
 @contextmanager
 def byte_progress(name: str, total_bytes: int, shown: bool) -> Iterator[Callable[[int], None]]:
-    """What it gives is called with bytes that are done."""
+    """Shows a progress bar while its block runs, and yields a function to call with the number of bytes done since the last call.
+    shown: False shows nothing."""
     if not shown:
         yield lambda num_bytes: None
         return
@@ -29,7 +30,7 @@ def byte_progress(name: str, total_bytes: int, shown: bool) -> Iterator[Callable
 
 
 def show(name: str, lines: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Passes the lines on and draws what they tell."""
+    """Passes the lines on and shows the progress that they report."""
     with byte_bar() as progress:
         task = progress.add_task(f"{name}: waiting", total=None)
         for line in lines:

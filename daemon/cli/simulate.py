@@ -1,4 +1,6 @@
-"""`hearth simulate` and `hearth trace`: talk to no daemon. What they do stands in daemon/simulate, imported when needed."""
+"""`hearth simulate` and `hearth trace`, which need no daemon. Their work is done in daemon/simulate, which is imported when
+needed.
+"""
 
 from __future__ import annotations
 

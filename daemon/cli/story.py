@@ -1,4 +1,4 @@
-"""`hearth why` and `hearth events`: what happened."""
+"""The commands `hearth why` and `hearth events`, which show what happened."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from daemon.cli.client import Client
 
 
 def why(client: Client, options: argparse.Namespace) -> None:
-    """A model's or a request's story, and what it waits for."""
+    """Prints what happened to a model or request, and what it waits for."""
     value = client.get(f"/control/v1/why/{quote(options.name)}")
     if options.json:
         print(json.dumps(value, indent=1))
@@ -21,7 +21,7 @@ def why(client: Client, options: argparse.Namespace) -> None:
 
 
 def events(client: Client, options: argparse.Namespace) -> None:
-    """History; with -f what follows, until Ctrl-C."""
+    """Prints past events and, with -f, those that follow until Ctrl-C."""
     try:
         for event in client.lines("GET", "/control/v1/events" + ("?follow=1" if options.follow else "")):
             print(json.dumps(event) if options.json else _line(event), flush=True)

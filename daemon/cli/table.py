@@ -1,4 +1,4 @@
-"""Aligned text tables and readable figures."""
+"""Formats aligned text tables and readable figures."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: frozenset[int] = frozenset()) -> str:
-    """`right`: indices of right-aligned columns."""
+    """Returns an aligned table. right: the indices of right-aligned columns."""
     widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
     lines = []
     for row in (header, *rows):

@@ -1,4 +1,6 @@
-"""`hearth top`: how memory is divided, what runs, the last swaps. Drawn in plain ANSI, with colours on a terminal only."""
+"""`hearth top`: shows how memory is divided, what runs, and the last swaps. It is drawn in plain ANSI, with colours on a terminal
+only.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from daemon.cli.node import host_memory
 from daemon.cli.table import size, table
 from daemon.errors import EXIT_USAGE
 
-# by kind; weights carry their model's letter
+# by kind; weights are drawn as their model's letter
 _FILL = {"work": "#", "kv": "=", "cache": "-", "reserved": ".", "free": " "}
 _KINDS = "letters weights, = KV, - kept prefixes, . reserved KV, # work space"
 _COLOURS = (39, 208, 78, 170, 220, 45, 203, 141)
@@ -53,7 +55,8 @@ def top(client: Client, options: argparse.Namespace) -> None:
 
 
 def lines(now: dict[str, Any], before: dict[str, Any], columns: int, colours: bool) -> list[str]:
-    """`before`: an earlier look, for rates. No line is longer than `columns` characters."""
+    """Returns the lines to show, none longer than `columns` characters. now, before: two answers of the daemon, whose difference
+    gives the rates."""
     passed_s = max(now["time"] - before["time"], 1e-3)
     letters = _letters(now)
     counters = now["counters"]
@@ -76,7 +79,7 @@ def lines(now: dict[str, Any], before: dict[str, Any], columns: int, colours: bo
 
 
 def _letters(now: dict[str, Any]) -> dict[str, str]:
-    """Models on a device, each with a letter that stays its own while the same models are registered."""
+    """Returns a letter for each model. It stays the same as long as the same models are registered."""
     names = sorted(model["name"] for model in now["models"])
     return {name: _LETTERS[at % len(_LETTERS)] for at, name in enumerate(names)}
 
@@ -92,7 +95,8 @@ def _device(device: dict[str, Any], letters: dict[str, str], columns: int, colou
 
 
 def _bar(device: dict[str, Any], letters: dict[str, str], width: int, colours: bool) -> str:
-    """Its parts side by side; a part's ends are rounded, so that the whole is as wide as it should be."""
+    """Returns a bar of the device's parts side by side. The end of each part is rounded, so that the whole bar has the right
+    width."""
     text, at, done = "", 0, 0
     for part in device["parts"]:
         done += part["bytes"]
@@ -130,7 +134,8 @@ def _models(now: dict[str, Any], before: dict[str, Any], passed_s: float, letter
 
 
 def _timeline(now: dict[str, Any], columns: int) -> str:
-    """The last two minutes from left to right: l a load began, e one for which others left, f one that forced busy ones out."""
+    """Returns the last two minutes from left to right: l marks a load, e one for which models were evicted, f one that forced busy
+    models out."""
     label, end = f"swaps of the last {_TIMELINE_S:.0f} s [", "] l load, e evicts, f forces"
     width = max(10, columns - len(label) - len(end))
     cells = ["-"] * width

@@ -20,8 +20,8 @@ KEPT_XIDS = 32  # per GPU, the newest
 
 
 class GpuWatch:
-    """Watches for faults of the GPUs. xids: UUID -> the Xids seen since `start`, oldest first. on_fault: called for each device on
-    the GPU. Without a cuda device no thread is started and the driver is not asked."""
+    """Watches for faults of the GPUs. xids: UUID -> the Xids seen since `start`, oldest first. on_fault: called with each device on
+    the GPU that has the fault. Without a cuda device no thread is started and the driver is not asked."""
 
     def __init__(
         self, inventory: Inventory, devices: Sequence[DeviceBudget], on_fault: Callable[[DeviceBudget, GpuFault], None]

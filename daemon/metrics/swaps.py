@@ -36,13 +36,13 @@ class SwapCounts:
     outs: defaultdict[tuple[str, str], int] = field(default_factory=_pairs)  # (tier, reason)
     phase_seconds: defaultdict[str, float] = field(default_factory=_seconds)  # drain, evict, save, read, copy, map
     age: Histogram = field(default_factory=lambda: Histogram(AGE_BUCKETS_S))  # of evicted models, since they became ready
-    pauses: defaultdict[str, int] = field(default_factory=_counts)  # model
-    paused_requests: defaultdict[str, int] = field(default_factory=_counts)  # model
+    pauses: defaultdict[str, int] = field(default_factory=_counts)  # by model
+    paused_requests: defaultdict[str, int] = field(default_factory=_counts)  # by model
     kv_tokens: defaultdict[tuple[str, str], int] = field(default_factory=_pairs)  # (model, saved | restored | recomputed)
-    out_of_memory: defaultdict[str, int] = field(default_factory=_counts)  # device
-    _load_reason: dict[int, tuple[str, str]] = field(default_factory=dict)  # placement -> device, reason
-    _drains_since_s: dict[str, float] = field(default_factory=dict)  # model
-    _evict_sent_s: dict[int, tuple[str, float]] = field(default_factory=dict)  # placement -> device, when
+    out_of_memory: defaultdict[str, int] = field(default_factory=_counts)  # by device
+    _load_reason: dict[int, tuple[str, str]] = field(default_factory=dict)  # placement -> (device, reason)
+    _drains_since_s: dict[str, float] = field(default_factory=dict)  # by model
+    _evict_sent_s: dict[int, tuple[str, float]] = field(default_factory=dict)  # placement -> (device, when)
 
     def state_changed(self, action: actions.StateChanged) -> None:
         if action.new == "draining":

@@ -64,8 +64,8 @@ def _model(node: Node, view: ModelView) -> ModelNow:
 
 
 def kv_share(node: Node, view: ModelView, kv_bytes: int) -> float:
-    """Returns the share, from 0 to 1, that a model uses of the KV it could have: its reserved KV and what other models leave of the
-    lease."""
+    """Returns the model's KV in use as a share, from 0 to 1, of what it could have: its reserved KV and what other models leave of
+    the lease."""
     device = next((one for one in node.scheduler.devices() if one.name == view.device), None)
     if device is None:
         return 0.0

@@ -97,7 +97,7 @@ class PageFeed:
             self._rest()
 
     def close(self) -> None:
-        """Tells all viewers that the daemon stops, and accepts no more."""
+        """Tells all viewers that the daemon stops, and accepts no new ones."""
         self._closed = True
         for viewer in list(self._viewers):
             viewer.offer(frame("bye", {}))

@@ -14,9 +14,9 @@ from daemon.scanning.messages import Finished, Found, Looking, Same, Scan
 from engine.protocol import FrameReader, Message, encode
 from loader.catalog import Checkpoint, walk
 
-MEMORY_BYTES = 1 << 30  # of address space: headers of 100 MB, which the format allows, fit
+MEMORY_BYTES = 1 << 30  # of address space, enough for headers of 100 MB, which the format allows
 LARGE_BYTES = 48 << 20  # resident; a process of this size ends after the scan, which returns its memory
-OOM_SCORE_ADJ = 800  # the kernel ends this process before the daemon and its engines
+OOM_SCORE_ADJ = 800  # if memory runs out, the kernel ends this process before the daemon and its engines
 
 
 def main() -> None:

@@ -165,7 +165,7 @@ def main() -> None:
     # the daemon drains on SIGTERM and Ctrl-C; its helpers end when their sockets do
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the library's own switch: no thread pool in each worker
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the library's own switch, so that no worker starts a thread pool
     for module in sys.argv[2:]:
         importlib.import_module(module)
     _Helper(socket.socket(fileno=int(sys.argv[1]))).run()

@@ -175,7 +175,7 @@ class Worker(asyncio.Protocol):
         else:
             self._loop.call_later(REPORT_WAIT_S, self._wait_no_longer)
 
-    # ---- its end
+    # ---- the worker's end
 
     def died(self, death: Death) -> None:
         """Reports why the worker's process ended. What it sent before that is read first."""

@@ -120,7 +120,7 @@ class Helper:
         if self._again is not None:
             await self._again
 
-    # ---- its messages
+    # ---- the helper's messages
 
     def _send(self, message: ToHelper, descriptor: int | None = None) -> bool:
         """Sends a message to the helper. Returns whether it was sent; a helper that takes no messages hangs or is gone, and is
@@ -175,7 +175,7 @@ class Helper:
         if not self._ended:
             self._on_death(worker, death)
 
-    # ---- its own end
+    # ---- the helper's end
 
     def _hangs(self, control: socket.socket | None) -> None:
         if control is None or control is not self._control:

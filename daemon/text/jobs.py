@@ -129,7 +129,7 @@ ToWorker = Open | Encode | EncodeChat | Tokenize | Detokenize | Describe | Build
 FromWorker = Done | Failed | Deferred
 
 TEMPLATE_CPU_S, GRAMMAR_CPU_S = 6.0, 2.0  # CPU time after which the kernel ends the worker; everyday grammars take 1 ms
-LIMIT_BYTES = 1 << 30  # of a worker's address space: a prompt of 4.5 million tokens of one byte each fits
+LIMIT_BYTES = 1 << 30  # of a worker's address space, enough for a prompt of 4.5 million tokens of one byte each
 
 
 class TextFacts(Struct, frozen=True, array_like=True):

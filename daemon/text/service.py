@@ -113,7 +113,7 @@ class TextService:
         self._tables.clear()
         await self._helper.end()
 
-    # ---- what it is doing
+    # ---- what the service is doing
 
     def rows(self) -> list[dict[str, Any]]:
         """Returns the jobs that have waited for SHOWN_AFTER_S or longer, the oldest first, for `hearth queue`."""
@@ -149,7 +149,7 @@ class TextService:
         while len(self._recent) > MAX_RECENT:
             del self._recent[next(iter(self._recent))]
 
-    # ---- the work
+    # ---- jobs
 
     async def encode(
         self,

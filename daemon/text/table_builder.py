@@ -159,7 +159,8 @@ def _metaspace(tokens: _Tokens, step: dict[str, Any], decode: Callable[[list[int
 
 
 def _is_pieces(steps: list[dict[str, Any]]) -> bool:
-    """Returns whether the steps are Replace*, ByteFallback?, Fuse, Strip?, as in Llama 2, Mistral, Gemma and similar models."""
+    """Returns whether a PIECES table can do what the steps do: they are Replace*, ByteFallback?, Fuse, Strip?, as in Llama 2,
+    Mistral, Gemma and similar models."""
     kinds = [str(step.get("type")) for step in steps]
     if not re.fullmatch(r"(Replace )*(ByteFallback )?Fuse( Strip)?", " ".join(kinds)):
         return False

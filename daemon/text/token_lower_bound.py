@@ -71,7 +71,8 @@ class TokenLowerBound:
 
 
 def _steps(stage: Any, several: str) -> list[dict[str, Any]]:
-    """Returns the steps of a normalizer or pre-tokenizer as tokenizer.json writes them. several: the key of a Sequence's steps."""
+    """Returns the steps of a normalizer or pre-tokenizer as they are in tokenizer.json. several: the key of the steps of a
+    Sequence."""
 
     def flat(step: dict[str, Any]) -> Iterable[dict[str, Any]]:
         return [each for inner in step[several] for each in flat(inner)] if step["type"] == "Sequence" else [step]
@@ -80,13 +81,13 @@ def _steps(stage: Any, several: str) -> list[dict[str, Any]]:
 
 
 def _replaces_with_more(step: dict[str, Any]) -> bool:
-    """Returns whether a step replaces blanks with a text of as many bytes or more, so that no byte of any set is lost."""
+    """Returns whether a step replaces blanks by at least as many bytes, so that no counted byte is lost."""
     literal = step.get("pattern", {}).get("String") if step["type"] == "Replace" else None
     return literal is not None and set(literal.encode()) <= _BLANKS and len(step["content"].encode()) >= len(literal.encode())
 
 
 def _pieces(tokenizer: Tokenizer, byte_level: bool) -> list[bytes] | None:
-    """Returns each token's bytes; None if the model may lose bytes or replace several of them by one unknown token."""
+    """Returns each token's bytes; None if the model may lose bytes, or replace several of them by one unknown token."""
     model = tokenizer.model
     if not isinstance(model, models.BPE):
         return None

@@ -10,7 +10,7 @@ from array import array
 
 import msgspec
 
-# flags, one byte a token
+# flags, one byte per token
 NORMAL, SKIPPED, BYTE = 0, 1, 2  # SKIPPED: special, or an id without a token · BYTE: a byte-fallback token <0xNN>
 
 # how tokens join to text
@@ -24,7 +24,7 @@ class PackedTable(msgspec.Struct, frozen=True, array_like=True):
     blob: bytes
     offsets: bytes  # uint32[num_tokens + 1]
     flags: bytes  # uint8[num_tokens]
-    strip_start: int = 0  # spaces taken off the start of the whole text
+    strip_start: int = 0  # spaces removed from the start of the whole text
     first: dict[int, bytes] = {}  # id -> text of the token when it comes first, where that differs
     first_drops_spaces: bool = False  # a first token loses all its spaces (Metaspace)
 
@@ -49,7 +49,7 @@ class TokenTable:
         return self._flags[token_id] if 0 <= token_id < self.num_tokens else SKIPPED
 
     def raw(self, token_id: int) -> bytes:
-        """Returns the token's bytes as they follow other tokens'; b"" for a skipped token."""
+        """Returns the token's bytes as they read after other tokens; b"" for a skipped token."""
         if self.flag(token_id) == SKIPPED:
             return b""
         return self._blob[self._offsets[token_id] : self._offsets[token_id + 1]]
@@ -59,7 +59,7 @@ class TokenTable:
         return self._blob[self._offsets[token_id] : self._offsets[token_id + 1]] if 0 <= token_id < self.num_tokens else b""
 
     def raw_first(self, token_id: int) -> bytes:
-        """Returns the token's bytes if it is the first token that is not skipped."""
+        """Returns the token's bytes as they read when it is the first token that is not skipped."""
         raw = self.raw(token_id)
         if not self.first_drops_spaces:
             return raw

@@ -37,7 +37,7 @@ from daemon.text.jobs import (
 from engine.protocol import FrameReader, Message, encode
 from loader.errors import shortened
 
-OOM_SCORE_ADJ = 900  # the kernel ends a worker before the scanning process, the daemon and its engines
+OOM_SCORE_ADJ = 900  # if memory runs out, the kernel ends a worker before the scanning process, the daemon and its engines
 
 
 class Worker:

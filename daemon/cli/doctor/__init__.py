@@ -1,1 +1,1 @@
-"""`hearth doctor`: what of this machine stands in the way, and what to change."""
+"""`hearth doctor`: checks what on this machine stands in hearthd's way, and what to change."""

@@ -1,4 +1,4 @@
-"""`hearth doctor`, with or without a running daemon."""
+"""Runs `hearth doctor`, with or without a running daemon."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def text(findings: Sequence[Finding]) -> str:
 
 
 def examined(against: Settings, models_dir: str, memory_bytes: int) -> list[Finding]:
-    """All checks, in the order they are read in."""
+    """Returns the findings of all checks, in the order in which they are shown."""
     from daemon.cli.doctor import gpu, memory, network, packages, storage, system
     from daemon.cli.doctor.finding import OK, Finding
     from daemon.gpu.driver import Driver
 
     limits, whose = _limits(against.pid)
-    devices = [*against.budgets, *(["cuda:0"] if against.wants_gpu else [])]  # without a driver no budget tells of a GPU
+    devices = [*against.budgets, *(["cuda:0"] if against.wants_gpu else [])]  # without a driver there are no budgets for GPUs
     return [
         *packages.find_packages(devices),
         system.kernel(os.uname().release),
@@ -76,7 +76,8 @@ def examined(against: Settings, models_dir: str, memory_bytes: int) -> list[Find
 
 
 def _limits(pid: int) -> tuple[dict[str, int], str]:
-    """Of the running daemon, else of this process, which started the same way has the same."""
+    """Returns a process's limits and whose they are: the running daemon's, or this process's own, which are the same for a daemon
+    started in the same way."""
     from daemon.cli.doctor.system import hard_open_files, soft_limits
 
     known = {f"/proc/{pid}/limits": "hearthd's"} if pid else {}

@@ -1,4 +1,4 @@
-"""What one check says."""
+"""The result of one check."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ OK, WARN, FAIL = "ok", "warn", "fail"
 
 @dataclass(slots=True, frozen=True)
 class Finding:
-    """level: ok; warn: it works, but slower or not all of it; fail: it does not. change: what to do, "" where all is well."""
+    """The result of one check. level: ok; warn: it works, but slower or not completely; fail: it does not work. change: what to do,
+    "" if all is well."""
 
     check: str
     level: str

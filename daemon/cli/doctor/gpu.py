@@ -1,4 +1,4 @@
-"""The NVIDIA driver, as its management library tells."""
+"""Checks the NVIDIA driver, as its management library reports it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from daemon.cli.doctor.finding import FAIL, OK, WARN, Finding
 from daemon.cli.table import size
 from daemon.gpu.inventory import Gpu, Inventory, holders
 
-MIN_CUDA = 12000  # what the driver must speak, as NVML writes 12.0
+MIN_CUDA = 12000  # the oldest CUDA version that the driver must support: 12.0, as NVML writes it
 
 
 @dataclass(slots=True, frozen=True)
 class Driver:
-    """cuda: 1000 x major + 10 x minor. names: of the GPUs."""
+    """An NVIDIA driver. cuda: the newest CUDA version it supports, 1000 x major + 10 x minor. names: of the GPUs."""
 
     version: str
     cuda: int
@@ -24,7 +24,7 @@ class Driver:
 
 
 def driver(found: Driver | str, wants_gpu: bool, has_uvm: bool) -> Finding:
-    """found: or why there is none. has_uvm: /dev/nvidia-uvm is there."""
+    """Checks the driver. found: the driver, or why there is none. has_uvm: whether /dev/nvidia-uvm exists."""
     if isinstance(found, str):
         if not wants_gpu:
             return Finding("driver", OK, f"no GPU ({found}); none is configured")
@@ -45,7 +45,8 @@ def find_driver(wants_gpu: bool) -> Finding:
 
 
 def device(name: str, gpu: Gpu | None, uuid: str, budget_bytes: int, is_running: bool) -> Finding:
-    """gpu: as the driver tells of it, None if it has none of that UUID. is_running: hearthd has its memory already."""
+    """Checks the GPU of one device. gpu: as the driver reports it, None if it has none with that UUID. is_running: hearthd already
+    holds the GPU's memory."""
     if gpu is None:
         return Finding(name, FAIL, f"the driver has no {uuid} (any more)", "journalctl -k | grep Xid; reset the GPU or the machine")
     found = f"{gpu.name}, {size(gpu.used_bytes)} of {size(gpu.total_bytes)} used"
@@ -66,7 +67,7 @@ def device(name: str, gpu: Gpu | None, uuid: str, budget_bytes: int, is_running:
 
 
 def find_devices(inventory: Inventory, uuids: Mapping[str, str], budgets: Mapping[str, int], is_running: bool) -> list[Finding]:
-    """One for each cuda device; none where the driver cannot be asked, which is a finding of its own."""
+    """Returns one finding for each cuda device, or none if the driver cannot be asked, which `find_driver` reports."""
     if not uuids:
         return []
     try:

@@ -1,4 +1,4 @@
-"""Whether the HTTP address is free, or taken by whom."""
+"""Checks whether the HTTP address is free, and if not, which process has it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ SYSTEMD = "systemd"
 
 
 def port(listen: str, problem: OSError | None, holder: str | None) -> Finding:
-    """problem: of binding to it. holder: `NAME (pid N)` of the process that listens; None: not to be told."""
+    """Checks the HTTP address. problem: the error of binding to it, if any. holder: the process that listens there, as `NAME (pid
+    N)`; None: not known."""
     if problem is None:
         return Finding("HTTP address", OK, f"{listen} is free")
     if problem.errno != errno.EADDRINUSE:

@@ -1,4 +1,4 @@
-"""The Python packages: hearthd's own, those it needs, and those that a kind of device needs."""
+"""Checks the Python packages: hearthd's own, those it needs, and those that one kind of device needs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hearthd.packages import HOME
 
 
 def installed(found: Sequence[collisions.Collision]) -> list[Finding]:
-    """found: which other distributions' packages have the names of hearthd's."""
+    """Checks hearthd's own packages. found: packages of other distributions that have the names of hearthd's."""
     if not found:
         python = ".".join(map(str, sys.version_info[:3]))
         return [Finding("installation", OK, f"hearthd {VERSION} in {HOME}, Python {python} of {sys.prefix}")]
@@ -23,7 +23,7 @@ def installed(found: Sequence[collisions.Collision]) -> list[Finding]:
 
 
 def required(there: Sequence[str], lacking: Sequence[Lack]) -> list[Finding]:
-    """Returns a finding for each package that is lacking, else one that lists those there are."""
+    """Returns a finding for each package that is lacking, or else one that lists the packages present."""
     return _lacks("packages", lacking) or [Finding("packages", OK, ", ".join(there))]
 
 
@@ -32,8 +32,8 @@ def _lacks(check: str, lacking: Sequence[Lack]) -> list[Finding]:
 
 
 def of_devices(lacking: Sequence[Lack], versions: Mapping[str, str]) -> list[Finding]:
-    """lacking: as installation.of_devices gives it. versions: of the packages that only devices of one kind need,
-    "" where one is not installed."""
+    """Checks the packages that only devices of one kind need. lacking: as installation.of_devices returns it. versions: package ->
+    version, "" if it is not installed."""
     parts = [
         f"{package} {version}" if version else f"no {package}, which only {installation.NEEDED_BY[package]} need"
         for package, version in versions.items()
@@ -42,7 +42,7 @@ def of_devices(lacking: Sequence[Lack], versions: Mapping[str, str]) -> list[Fin
 
 
 def find_packages(devices: Sequence[str]) -> list[Finding]:
-    """devices: names of those that are configured."""
+    """Checks all packages. devices: the names of the configured devices."""
     try:
         found = required(*installation.required())
     except metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""What is checked against: the running daemon's own words, else the configuration it would start with."""
+"""Finds the settings to check against: those the running daemon reports, or else the configuration it would start with."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from daemon.gpu.inventory import Inventory, memories
 
 @dataclass(slots=True, frozen=True)
 class Settings:
-    """source: where they come from. pid: of the running daemon, 0: none. budgets: device -> bytes. models_dir: "" if unset.
-    uuids: of the cuda devices among them. wants_gpu: cuda devices are configured, whether or not the driver knows them."""
+    """The settings to check against. source: where they come from. pid: the running daemon's, 0: none. models_dir: "" if unset.
+    budgets: device -> bytes. uuids: cuda device -> its GPU's UUID. wants_gpu: cuda devices are configured, whether or not the
+    driver knows them."""
 
     source: str
     pid: int
@@ -33,7 +34,8 @@ class Settings:
 
 
 def settings(client: Client, path: str, memory_bytes: int, inventory: Inventory) -> Settings:
-    """path: a configuration file, "" for the service's if there is one. It is read where no daemon runs. Raises CommandError."""
+    """Returns the settings in a configuration file or, without one, those of the running daemon. path: that file; "": if no daemon
+    runs, use the service's file or, if there is none, the defaults. Raises CommandError."""
     if not path:
         try:
             return of_status(client.get("/control/v1/status"))
@@ -44,7 +46,7 @@ def settings(client: Client, path: str, memory_bytes: int, inventory: Inventory)
         cpus = [text for text in config.device if text.startswith("cpu")]
         wants_gpu = len(cpus) < len(config.device)
         devices = []
-        named = config.device if not wants_gpu or _told(inventory) else cpus  # that there is no driver is a finding, not the end
+        named = config.device if not wants_gpu or _told(inventory) else cpus  # a missing driver is a finding, not an error
         if named or not wants_gpu:
             known = msgspec.structs.replace(config, device=named)
             devices = device_budgets(known, memory_bytes, path or "defaults", partial(memories, inventory))
@@ -69,7 +71,7 @@ def _told(inventory: Inventory) -> bool:
 
 
 def of_status(status: dict[str, Any]) -> Settings:
-    """From what `hearth status --json` prints."""
+    """Returns the settings in what `hearth status --json` prints."""
     return Settings(
         source=f"hearthd {status['version']}, pid {status['pid']}",
         pid=status["pid"],

@@ -1,4 +1,4 @@
-"""Kernel, limits of a process, what Triton compiles with, and where compiled kernels lie."""
+"""Checks the kernel, a process's limits, what Triton compiles with, and the folder of compiled kernels."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 from config.processor import VARIABLE, Processor, UnknownFeature, host_features, processor_of
 from daemon.cli.doctor.finding import FAIL, OK, WARN, Finding
 
-MIN_OPEN_FILES = 65536  # two a connection, and the service's unit asks for more
-# what each version of Linux brought that is used where it is there
+MIN_OPEN_FILES = 65536  # two per connection; the service's unit asks for more
+# what each version of Linux added that hearthd uses if present
 KERNEL_FEATURES = (
     ((5, 14), "memory made ready before it is used (MADV_POPULATE_WRITE)"),
     ((6, 1), "huge pages on demand (MADV_COLLAPSE)"),
@@ -23,7 +23,7 @@ UNLIMITED = -1
 
 
 def kernel(release: str) -> Finding:
-    """release: as in os.uname()."""
+    """Checks the version of Linux. release: as in os.uname()."""
     found = re.match(r"(\d+)\.(\d+)", release)
     if not found:
         return Finding("kernel", WARN, f"Linux {release}", "hearthd is made for Linux 6.5 or newer")
@@ -43,7 +43,7 @@ def processor(found: Processor) -> Finding:
 
 
 def find_processor(environment: Mapping[str, str]) -> Finding:
-    """environment: hearthd's."""
+    """Checks this machine's processor. environment: the variables that hearthd runs with."""
     try:
         return processor(processor_of(host_features(), environment))
     except UnknownFeature as error:
@@ -60,7 +60,7 @@ def environment_of(pid: int) -> dict[str, str]:
 
 
 def soft_limits(text: str) -> dict[str, int]:
-    """Name -> soft limit, from the text of /proc/PID/limits; UNLIMITED for none."""
+    """Returns name -> soft limit, from the text of /proc/PID/limits; UNLIMITED means that there is none."""
     limits = {}
     for line in text.splitlines()[1:]:
         name, soft = line[:26].strip(), line[26:].split()[:1]
@@ -70,7 +70,7 @@ def soft_limits(text: str) -> dict[str, int]:
 
 
 def hard_open_files(text: str) -> int:
-    """From the same text; hearthd raises its soft limit to it at start."""
+    """Returns the hard limit on open files, from the text of /proc/PID/limits. hearthd raises its soft limit to it at start."""
     for line in text.splitlines()[1:]:
         if line.startswith("Max open files"):
             hard = line[26:].split()[1]
@@ -98,7 +98,7 @@ def locked_memory(limits: dict[str, int], whose: str, wants_gpu: bool) -> Findin
 
 
 def compiler(path: str | None, headers: str, has_headers: bool, wants_gpu: bool) -> Finding:
-    """path: of a C compiler, if any. headers: where Python.h is looked for."""
+    """Checks what Triton needs to compile. path: a C compiler's, None if there is none. headers: where Python.h should be."""
     lacking = ([] if path else ["no C compiler"]) + ([] if has_headers else [f"no {headers}"])
     if not lacking:
         return Finding("C compiler", OK, f"{path}, {headers}")
@@ -118,7 +118,8 @@ def find_compiler(wants_gpu: bool) -> Finding:
 
 
 def cache_folder(folder: str, is_noexec: bool, is_writable: bool) -> Finding:
-    """folder: of compiled kernels, or the one it would be made in."""
+    """Checks the folder of compiled kernels. is_noexec, is_writable: of that folder or, if it does not exist, of the one it would
+    be made in."""
     if is_noexec:
         change = "remount it without noexec, or set cache_dir to another folder"
         return Finding("cache folder", FAIL, f"{folder} is mounted noexec: compiled kernels cannot be loaded", change)
@@ -130,7 +131,7 @@ def cache_folder(folder: str, is_noexec: bool, is_writable: bool) -> Finding:
 
 
 def find_cache_folder(folder: str, checks_writing: bool) -> Finding:
-    """checks_writing: this user is the one who runs hearthd."""
+    """Checks the folder of compiled kernels. checks_writing: this process's user is the one who runs hearthd."""
     there = Path(folder)
     while not there.exists() and there != there.parent:
         there = there.parent

@@ -1,1 +1,1 @@
-"""`hearth pack` and `hearth verify`: a model's weights losslessly in fewer bytes, and the proof of it."""
+"""`hearth pack` and `hearth verify`: write a model's weights losslessly in fewer bytes, and prove that they are the same."""

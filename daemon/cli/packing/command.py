@@ -1,4 +1,6 @@
-"""`hearth pack NAME` and `hearth verify NAME`, in this process and as its user; the daemon sees all the packed files or none."""
+"""Does the work of `hearth pack NAME` and `hearth verify NAME`, in this process and as its user. The daemon sees all packed files
+or none.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ PARTIAL = ".partial-packed"
 
 @dataclass(slots=True, frozen=True)
 class Packed:
-    """packed_bytes: of the files written; done_before: there was nothing to do."""
+    """The result of packing a model. packed_bytes: the size of the packed files. done_before: the model was packed already."""
 
     name: str
     folder: str
@@ -36,7 +38,8 @@ class Packed:
 
 @dataclass(slots=True, frozen=True)
 class Verified:
-    """against_original: byte by byte; else by the checksums taken then. plain_bytes: what the tensors are unpacked."""
+    """The result of verifying a packed model. against_original: tensors were compared with the original byte by byte; otherwise
+    with the checksums taken when it was packed. plain_bytes: the size of the unpacked tensors."""
 
     name: str
     folder: str
@@ -84,7 +87,7 @@ def _verified_text(result: Verified) -> str:
 
 
 def packed(model: ModelFiles, with_bar: bool) -> Packed:
-    """Raises CommandError, OSError."""
+    """Packs a model's weights. Raises CommandError, OSError."""
     from loader.errors import CheckpointError
     from loader.packer import pack_file
     from loader.weight_files import PACKED_DIR
@@ -119,7 +122,7 @@ def packed(model: ModelFiles, with_bar: bool) -> Packed:
 
 
 def verified(model: ModelFiles, with_bar: bool) -> Verified:
-    """Raises CommandError, OSError."""
+    """Verifies a model's packed weights. Raises CommandError if they are not the original's, OSError."""
     from loader.errors import CheckpointError
     from loader.verifier import verify_tensor
 
@@ -144,8 +147,8 @@ def verified(model: ModelFiles, with_bar: bool) -> Verified:
 
 
 def _expected_bytes(model: ModelFiles, descriptors: dict[str, int]) -> int:
-    """Of the packed files; plain_bytes or more where nothing would become smaller. descriptors: of the plain files. Raises
-    CheckpointError, OSError."""
+    """Returns the size that the packed files would have; plain_bytes or more if packing would save nothing. descriptors: of the
+    plain files. Raises CheckpointError, OSError."""
     from loader.packer import expected_bytes
 
     return sum(
@@ -159,7 +162,7 @@ def _dtypes(model: ModelFiles) -> list[str]:
 
 
 def _why_not_verified(model: ModelFiles) -> str:
-    """There are no packed files, or none that stand for the plain ones; and what helps."""
+    """Says why there are no packed files that stand for the plain ones, and what to do about it."""
     why = model.why_not_packed or "nothing of it is packed"
     if not model.plain:
         return why
@@ -176,7 +179,8 @@ def _why_not_verified(model: ModelFiles) -> str:
 
 
 def _check_space(model: ModelFiles, expected: int, there: int) -> None:
-    """Raises CommandError with the arithmetic."""
+    """Raises CommandError with the arithmetic if the packed files do not fit. there: bytes of them that an earlier run has
+    written."""
     status = os.statvfs(model.folder)
     free, missing = status.f_bavail * status.f_frsize, max(0, expected - there)
     if missing <= free:
@@ -198,7 +202,7 @@ def _bytes_in(folder: Path) -> int:
 
 
 def _drop_others(partial: Path, model: ModelFiles) -> None:
-    """What an interrupted run for other files left."""
+    """Deletes what an interrupted run left for files that are not the model's now."""
     from loader.packer import INCOMPLETE, JOURNAL
 
     keep = {name + ending for name in model.plain for ending in ("", INCOMPLETE, JOURNAL)}
@@ -208,7 +212,7 @@ def _drop_others(partial: Path, model: ModelFiles) -> None:
 
 
 def _cure(model: ModelFiles) -> str:
-    """Of packed files that are not what they should be."""
+    """Returns what to do about packed files that are not what they should be."""
     if not model.plain:
         return "there is no original to pack it from again: fetch it once more"
     return f"move {model.packed_folder} away, then `hearth pack {model.name}` makes it again"

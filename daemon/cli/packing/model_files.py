@@ -1,4 +1,4 @@
-"""A model's weight files, plain and packed, as `pack` and `verify` see them."""
+"""A model's weight files, plain and packed, as used by `pack` and `verify`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class ModelFiles:
-    """Headers by the files' names below the folder. why_not_packed: why the packed files can't stand for the plain ones."""
+    """A model's weight files. plain, packed: the headers by file name, relative to the folder. why_not_packed: why the packed files
+    cannot stand for the plain ones, "" if they can."""
 
     name: str
     models_dir: Path
@@ -33,7 +34,7 @@ class ModelFiles:
 
     @property
     def plain_bytes(self) -> int:
-        """Of the tensors, unpacked."""
+        """Returns the size of the tensors when unpacked."""
         from loader.safetensors import DTYPE_BYTES
 
         headers = self.plain or self.packed
@@ -41,7 +42,7 @@ class ModelFiles:
 
     @property
     def packed_bytes(self) -> int:
-        """Of the files."""
+        """Returns the size of the packed files."""
         return sum(header.file_bytes for header in self.packed.values())
 
     @property
@@ -54,7 +55,7 @@ class ModelFiles:
         return fd
 
     def plain_name(self, name: str) -> str:
-        """Of the file that a packed one was made from; "" if it is gone."""
+        """Returns the name of the file that a packed one was made from; "" if that file is gone."""
         own = os.path.basename(name)
         return own if own in self.plain else ""
 
@@ -64,7 +65,7 @@ class ModelFiles:
         return source_of(self.infos[name], self.plain[name])
 
     def is_packed_in(self, partial: Path, name: str) -> bool:
-        """A whole file made from the plain one is there. Raises OSError."""
+        """Returns whether the folder `partial` has a complete packed file made from the plain one. Raises OSError."""
         from loader.errors import CheckpointError
         from loader.safetensors import read_header
 
@@ -86,7 +87,7 @@ class ModelFiles:
             shutil.copyfile(self.folder / INDEX_NAME, partial / INDEX_NAME)
 
     def check_unchanged(self, descriptors: dict[str, int]) -> None:
-        """Raises CheckpointError if a plain file is another one by now."""
+        """Raises CheckpointError if a plain file has been changed or replaced."""
         from loader.errors import CheckpointError
 
         for name, fd in descriptors.items():
@@ -96,7 +97,7 @@ class ModelFiles:
 
 
 def find(models_dir: str, name: str) -> ModelFiles:
-    """Raises CommandError for a model that is not there or can't be read, OSError."""
+    """Returns a model's files. Raises CommandError if the model does not exist or cannot be read, OSError."""
     from loader.catalog import scan
     from loader.weight_files import PACKED_DIR, read_headers
 

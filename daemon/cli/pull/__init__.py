@@ -1,1 +1,1 @@
-"""`hearth pull`: a checkpoint from the Hugging Face hub into the models folder."""
+"""`hearth pull`: downloads a checkpoint from the Hugging Face hub into the models folder."""

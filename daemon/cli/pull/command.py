@@ -1,4 +1,4 @@
-"""`hearth pull REPO`, in this process and as its user; the daemon only finds the folder once it is whole."""
+"""Does the work of `hearth pull REPO`, in this process and as its user. The daemon finds the folder only when it is complete."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, frozen=True)
 class Pulled:
-    """fetched_bytes: None where the commit was there already."""
+    """The result of a pull. fetched_bytes: None if the commit was already there."""
 
     name: str
     folder: str
@@ -54,7 +54,8 @@ def pull(client: Client, options: argparse.Namespace) -> None:
 
 
 def pulled(models_dir: Path, name: str, revision: str | None, with_bar: bool) -> Pulled:
-    """Raises CommandError, OSError."""
+    """Downloads a model into the models folder unless it is already there. revision: a branch, tag or commit, None for the main
+    branch. Raises CommandError, OSError."""
     from daemon.cli.pull import download, plan, receipt
     from daemon.cli.pull.hub import Hub
 
@@ -84,7 +85,7 @@ def pulled(models_dir: Path, name: str, revision: str | None, with_bar: bool) ->
 
 
 def _in_cache(models_dir: Path, repo: Repo) -> Path | None:
-    """The models folder may be a cache of the hub's own tools, which has the commit."""
+    """Returns the commit's folder if the models folder is a cache of the hub's own tools and has the commit; otherwise None."""
     from loader.catalog import scan_one
 
     folder = models_dir / f"models--{repo.name.replace('/', '--')}" / "snapshots" / repo.commit
@@ -95,7 +96,8 @@ def _in_cache(models_dir: Path, repo: Repo) -> Path | None:
 
 
 def _needed(hub: Hub, repo: Repo) -> list[RepoFile]:
-    """Asks for the configuration and the index first: a model that can't be served costs two small files."""
+    """Returns the files to download. It fetches the configuration and the index first, so that a model that cannot be served costs
+    only two small files. Raises CommandError."""
     from daemon.cli.pull import plan
     from loader.errors import CheckpointError
     from loader.hf_config import CONFIG_NAME, parse_config

@@ -1,7 +1,7 @@
-"""Fills `.partial-org--name` beside the models, then gives it the model's name: the catalog sees all of a model or nothing.
+"""Fills `.partial-org--name` in the models folder, then renames it to the model's name: the catalog sees all of a model or nothing.
 
-A file is `NAME.incomplete` until its digest is that of the hub; the next pull goes on at its end. Files that the folder of another
-commit has already are linked, not fetched.
+A file is named `NAME.incomplete` until its digest is the hub's, and the next pull continues at its end. Files that the folder of
+another commit already has are linked, not fetched.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from daemon.cli.pull.plan import Repo, RepoFile
 if TYPE_CHECKING:
     from daemon.cli.pull.hub import Hub
 
-NUM_STREAMS = 4  # the hub bounds what one connection gets
+NUM_STREAMS = 4  # several, because the hub limits the rate of one connection
 INCOMPLETE = ".incomplete"
 READ_BYTES = 4 << 20
 
-OnBytes = Callable[[int], None]  # bytes that came; below 0: that are to come again
+OnBytes = Callable[[int], None]  # gets the number of bytes that arrived; below 0: bytes that have to be fetched again
 
 
 class Stopped(Exception):
-    """Another file failed, or the user stopped it."""
+    """Raised in a download because another file failed or the user stopped the command."""
 
 
 def partial_folder(models_dir: Path, name: str) -> Path:
@@ -38,7 +38,7 @@ def partial_folder(models_dir: Path, name: str) -> Path:
 
 
 def missing_bytes(partial: Path, target: Path, files: list[RepoFile]) -> int:
-    """What is still to be fetched: of a file in part, the rest."""
+    """Returns the bytes still to be fetched. Of a partly fetched file only the rest counts."""
     total = 0
     for file in files:
         if not (_is_there(partial, file) or _is_there(target, file)):
@@ -47,7 +47,7 @@ def missing_bytes(partial: Path, target: Path, files: list[RepoFile]) -> int:
 
 
 def download(hub: Hub, repo: Repo, files: list[RepoFile], partial: Path, target: Path, on_bytes: OnBytes) -> None:
-    """Fills the partial folder. Raises CommandError, OSError; what is there by then stays for the next time."""
+    """Fills the partial folder. Raises CommandError, OSError; what was fetched by then is kept for the next pull."""
     _drop_others(partial, files)
     receipt.write(partial, repo, files)
     wanted = []
@@ -85,14 +85,14 @@ def _incomplete_bytes(partial: Path, file: RepoFile) -> int:
 
 
 def _drop_others(partial: Path, files: list[RepoFile]) -> None:
-    """What an interrupted pull of another commit left and this one has no use for."""
+    """Deletes what an interrupted pull of another commit left and this pull cannot use."""
     keep = {receipt.NAME}
     for file in files:
         if _is_there(partial, file):
             keep.add(file.name)
         elif _incomplete_bytes(partial, file):
             keep.add(file.name + INCOMPLETE)
-    for path in sorted(partial.rglob("*"), reverse=True):  # what a folder holds before the folder
+    for path in sorted(partial.rglob("*"), reverse=True):  # a folder's content comes before the folder
         if path.is_dir():
             with suppress(OSError):  # not empty
                 path.rmdir()
@@ -106,7 +106,7 @@ def _linked(partial: Path, target: Path, file: RepoFile) -> bool:
     try:
         os.link(target / file.name, partial / file.name)
     except OSError:
-        return False  # a file system without links: it is fetched
+        return False  # a file system without links: the file is fetched
     return True
 
 
@@ -127,14 +127,14 @@ def _fetch(hub: Hub, repo: Repo, file: RepoFile, partial: Path, on_bytes: OnByte
 
 
 class _Sink:
-    """The file that grows, as `http_get` writes it, with its digest kept along."""
+    """The file that is being fetched, as `http_get` writes it, with a digest of its content."""
 
     def __init__(self, raw: BinaryIO, file: RepoFile, on_bytes: OnBytes, stop: threading.Event) -> None:
         self._raw, self._file, self._on_bytes, self._stop = raw, file, on_bytes, stop
         self._hash = self._new_hash()
 
     def read_what_is_there(self) -> int:
-        """Bytes that an earlier pull left; none where they are more than the file has."""
+        """Reads what an earlier pull left and returns its size in bytes; it is dropped if it is longer than the whole file."""
         if self._raw.seek(0, os.SEEK_END) > self._file.size_bytes:
             self._raw.truncate(0)
         self._raw.seek(0)
@@ -160,7 +160,8 @@ class _Sink:
         return self._raw.seek(offset)
 
     def truncate(self) -> None:
-        """Asked for at the start of the file only, where the hub sends all of it again."""
+        """Empties the file, if it is positioned at its start. `http_get` calls this when the hub sends the whole file again. Raises
+        OSError at any other position."""
         begin = self._raw.tell()
         if begin:
             raise OSError(f"{self._file.name}: to be truncated at {begin}, not at its start")

@@ -1,6 +1,7 @@
-"""What is asked of the hub, by its own client library: HF_ENDPOINT, HF_TOKEN, a login and proxies count as everywhere else.
+"""Requests to the hub, through its own client library: HF_ENDPOINT, HF_TOKEN, a login and proxies count as everywhere else.
 
-The library's download starts an interrupted file anew, so files are fetched with its `http_get`, which takes an offset.
+The library's download starts an interrupted file again from the beginning, so files are fetched with its `http_get`, which takes an
+offset.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from daemon.cli.client import CommandError
 from daemon.cli.pull.plan import Repo, RepoFile
 from daemon.errors import EXIT_BUSY, EXIT_DENIED, EXIT_NO_FIT, EXIT_NOT_FOUND, EXIT_USAGE
 
-# of whichever HTTP client the installed library uses
+# the error class of the HTTP client that the installed library uses
 _TransportError: type[Exception] = HfHubHTTPError.__bases__[0]
 _MAX_TEXT_BYTES = 64 << 20
 
 
 class Hub:
-    """Methods raise CommandError, in one line that says what to do."""
+    """The Hugging Face hub. All methods raise CommandError with one line that says what to do."""
 
     def __init__(self) -> None:
         disable_progress_bars()
@@ -48,7 +49,7 @@ class Hub:
         return self._api.endpoint
 
     def repo(self, name: str, revision: str | None) -> Repo:
-        """A branch, tag or commit as it is now; None: the main branch."""
+        """Returns the present commit of a branch or tag, or a given commit, with its files. revision None: the main branch."""
         with self._explained(name, revision):
             validate_repo_id(name)
             info = self._api.model_info(name, revision=revision, files_metadata=True)
@@ -59,7 +60,7 @@ class Hub:
         return Repo(name, info.sha or "", files)
 
     def text(self, repo: Repo, file: RepoFile) -> bytes:
-        """A small file's content."""
+        """Returns a small file's content."""
         if file.size_bytes > _MAX_TEXT_BYTES:
             raise _error(EXIT_USAGE, "unsupported_model", f"{repo.name}: {file.name} is too long ({file.size_bytes} bytes)")
         buffer = io.BytesIO()
@@ -67,7 +68,8 @@ class Hub:
         return buffer.getvalue()
 
     def fetch(self, repo: Repo, file: RepoFile, sink: BinaryIO, begin: int) -> None:
-        """Writes bytes [begin, end) to the sink, which stands at `begin`; rewinds and truncates it where the hub sends all."""
+        """Writes the file's bytes from `begin` on to the sink, which is positioned there. If the hub sends the whole file, the sink
+        is rewound and truncated."""
         with self._explained(repo.name, repo.commit):
             url = hf_hub_url(repo.name, file.name, revision=repo.commit, endpoint=self.endpoint)
             http_get(url, sink, resume_size=begin, headers=self._headers)
@@ -106,7 +108,7 @@ class Hub:
                 raise _error(EXIT_NO_FIT, "no_space", f"{name}: {error.strerror}; make room, then {again}") from None
             if error.errno is not None:
                 raise
-            # what http_get raises where a body ended early
+            # raised by http_get if a body ended early
             raise _error(EXIT_BUSY, "unreachable", f"{self.endpoint} sent too little of {name}; {again}") from None
 
 

@@ -1,4 +1,4 @@
-"""Which files of a repository a model needs, and whether they fit. No network, no disk."""
+"""Decides which files of a repository a model needs, and whether they fit. Uses neither network nor disk."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 @dataclass(slots=True, frozen=True)
 class RepoFile:
-    """digest: `sha256:HEX` of the content (large files), or `git:HEX`, git's blob id."""
+    """A file of a repository. digest: `sha256:HEX` of the content (large files), or `git:HEX`, git's blob id."""
 
     name: str
     size_bytes: int
@@ -25,7 +25,7 @@ class RepoFile:
 
 @dataclass(slots=True, frozen=True)
 class Repo:
-    """One commit of a repository, and all its files by name."""
+    """One commit of a repository, with all its files by name."""
 
     name: str
     commit: str
@@ -33,8 +33,8 @@ class Repo:
 
 
 def needed(repo: Repo, weight_map: Mapping[str, str] | None) -> list[RepoFile]:
-    """What the loader and the tokenizer read, small files first. weight_map: the index's, None where there is no index.
-    Raises CommandError where the repository lacks weights that can be loaded."""
+    """Returns the files that the loader and the tokenizer read, small files first. weight_map: the index's, None if there is no
+    index. Raises CommandError if the repository has no weights that can be loaded."""
     if weight_map is None and SINGLE_NAME not in repo.files:
         raise _no_safetensors(repo)
     weights = sorted(set(weight_map.values())) if weight_map is not None else [SINGLE_NAME]
@@ -46,7 +46,8 @@ def needed(repo: Repo, weight_map: Mapping[str, str] | None) -> list[RepoFile]:
 
 
 def check_space(repo: Repo, wanted_bytes: int, missing_bytes: int, free_bytes: int, folder: str) -> None:
-    """Raises CommandError with the arithmetic. missing_bytes: of wanted_bytes, what is still to come."""
+    """Raises CommandError with the arithmetic if the files do not fit. missing_bytes: the part of wanted_bytes that is still to be
+    fetched."""
     if missing_bytes <= free_bytes:
         return
     there = (

@@ -1,4 +1,4 @@
-"""What a pulled folder says of itself: `.pull.json`, which the catalog does not see."""
+"""The receipt of a pulled folder: the file `.pull.json`, which says what was pulled and which the catalog ignores."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAME = ".pull.json"
 
 
 class Receipt(msgspec.Struct, frozen=True):
-    """files: name -> (size in bytes, digest)."""
+    """What was pulled into a folder. files: name -> (size in bytes, digest)."""
 
     repo: str
     commit: str
@@ -25,7 +25,7 @@ class Receipt(msgspec.Struct, frozen=True):
         return all(self.has(folder, name) for name in self.files)
 
     def has(self, folder: Path, name: str) -> bool:
-        """The file is there, as long as it should be."""
+        """Returns whether the file exists with the right size."""
         try:
             return (folder / name).stat().st_size == self.files[name][0]
         except OSError:
@@ -33,7 +33,7 @@ class Receipt(msgspec.Struct, frozen=True):
 
 
 def read(folder: Path) -> Receipt | None:
-    """None: there is none that can be read."""
+    """Returns the folder's receipt; None if there is none, or none that can be read."""
     try:
         return msgspec.json.decode((folder / NAME).read_bytes(), type=Receipt)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):
@@ -41,7 +41,7 @@ def read(folder: Path) -> Receipt | None:
 
 
 def write(folder: Path, repo: Repo, files: Iterable[RepoFile]) -> None:
-    """Raises OSError."""
+    """Writes the folder's receipt. Raises OSError."""
     receipt = Receipt(repo.name, repo.commit, {file.name: (file.size_bytes, file.digest) for file in files})
     path = folder / (NAME + ".new")
     try:

@@ -28,7 +28,8 @@ class Call(ABC):
         self.announced = self.done = self.bad = False
 
     def feed(self, text: str, at: int, out: list[Piece]) -> int:
-        """Reads from text[at] on; returns the index of the first character that was not read."""
+        """Reads from text[at] on and returns the index of the first character that was not read. Adds the pieces it reads to
+        `out`."""
         end = self._read(text, at, out)
         self._raw.append(text[at:end])
         return end

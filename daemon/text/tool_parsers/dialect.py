@@ -8,7 +8,7 @@ from collections.abc import Callable
 from daemon.text.tool_parsers.call import Call
 from daemon.text.tool_parsers.pieces import CONTENT, Piece, find_marker
 
-# reads from text[at] on and returns the index of the first character that was not read; may set `held` and return len(text)
+# Reads from text[at] on and returns the index of the first character that was not read. May set `held` and return len(text).
 Mode = Callable[[str, int, list[Piece]], int]
 
 

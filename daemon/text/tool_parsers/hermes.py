@@ -18,7 +18,7 @@ class HermesParser(DialectParser):
         self.begin(CallObject(self.num_calls, self.lead))
 
     def after(self, text: str, at: int, out: list[Piece]) -> int:
-        """Reads the closing marker. A model that forgets the marker loses nothing."""
+        """Reads the closing marker of a call. If the model left it out, the call still counts."""
         at = self.skip_spaces(text, at)
         rest = text[at : at + len(CLOSE)]
         if rest and not CLOSE.startswith(rest):

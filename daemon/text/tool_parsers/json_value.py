@@ -27,7 +27,7 @@ class JsonValue:
         self.done = self.bad = False
 
     def feed(self, text: str, at: int) -> int:
-        """Reads from text[at] on; returns the index of the first character that was not read."""
+        """Reads from text[at] on and returns the index of the first character that was not read."""
         while at < len(text) and not (self.done or self.bad):
             expected = self._expected
             if expected == _STRING:

@@ -15,7 +15,7 @@ class Piece(NamedTuple):
     kind: int
     # CONTENT, REASONING, ARGUMENTS: the text · CALL: the function's name · BROKEN: all the text of the call, markers included
     text: str = ""
-    call: int = 0  # which call of the reply, from 0
+    call: int = 0  # index of the call in the reply, from 0
 
 
 class ToolParser(Protocol):
