@@ -1,1 +1,1 @@
-"""The OpenAI surface over aiohttp, one module per noun."""
+"""The HTTP API over aiohttp: OpenAI's endpoints, Anthropic's messages, health and metrics."""

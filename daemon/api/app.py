@@ -43,9 +43,10 @@ def make_app(
     feed: PageFeed | None = None,
     answered: Callable[[str, int], None] = lambda endpoint, status: None,
 ) -> web.Application:
-    """Serve it through `make_runner`: without its settings a client's disconnect goes unnoticed. access: default: no keys, this
-    machine's names only. serves: whether an endpoint is served here. feed: what the status page shows; None: there is no page.
-    answered: called for each answer with the endpoint's name ("" for an unknown path) and the status."""
+    """Returns the application. It must be served through `make_runner`, without whose settings a client's disconnect goes
+    unnoticed. access: by default no keys, and this machine's names only. serves: whether an endpoint is served here. feed:
+    what the status page shows; None: there is no page. answered: called for each answer with the endpoint's name ("" for an
+    unknown path) and the status."""
     context = ApiContext(
         requests=requests,
         models=models,
@@ -71,8 +72,8 @@ def make_app(
 
 
 def make_runner(app: web.Application, shutdown_timeout_s: float = 30.0, **options: Any) -> Runner:
-    """handler_cancellation: a disconnect ends the handler, which cancels the request. auto_decompress off: compressed bodies are
-    refused, never inflated."""
+    """Returns what serves the application. With handler_cancellation a disconnect ends the handler, which cancels the request;
+    without auto_decompress compressed bodies are refused, never inflated."""
     return Runner(
         app,
         handler_cancellation=True,
@@ -86,7 +87,8 @@ def make_runner(app: web.Application, shutdown_timeout_s: float = 30.0, **option
 
 
 def _not_malformed_http(record: logging.LogRecord) -> bool:
-    """aiohttp logs a traceback for every body that breaks off; anybody could fill the log with them."""
+    """Keeps tracebacks of malformed HTTP out of the log: aiohttp logs one for every body that breaks off, so anybody could fill
+    the log."""
     error = record.exc_info[1] if record.exc_info else None
     if not isinstance(error, (HttpProcessingError, web.RequestPayloadError)):
         return True
@@ -98,7 +100,7 @@ http_log.addFilter(_not_malformed_http)
 
 
 def _expect(request: web.Request) -> None:
-    """`Expect: 100-continue`; any other expectation is ignored, as HTTP allows."""
+    """Answers `Expect: 100-continue`. Any other expectation is ignored, as HTTP allows."""
     if request.headers.get("Expect", "").lower() == "100-continue" and request.transport is not None:
         request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 

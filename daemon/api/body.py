@@ -1,4 +1,4 @@
-"""Reading a request's body within its limits of size and time."""
+"""Reads a request's body within limits of size and time."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def read_body(request: web.Request, max_bytes: int, timeout_s: float) -> b
 
 
 async def _come(request: web.Request, max_bytes: int, timeout_s: float) -> bytes:
-    """A body that is still on its way. Raises TimeoutError."""
+    """Returns a body that is still arriving. Raises TimeoutError."""
     body = bytearray()
     async with asyncio.timeout(timeout_s):
         while chunk := await request.content.readany():

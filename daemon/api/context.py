@@ -1,4 +1,4 @@
-"""What every handler has at hand."""
+"""What every handler needs: the ports to the rest of the daemon, settings, limits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ class ApiContext:
     answered: Callable[[str, int], None] = lambda endpoint, status: None  # counts an answer: endpoint, HTTP status
 
     def scoped(self, models: ModelPort, requests: RequestPort, more_headers: Mapping[str, str]) -> ApiContext:
-        """For one request. Written out, since dataclasses.replace() takes longer than the whole of a request's checks."""
+        """Returns the context of one request. It is written out because dataclasses.replace() takes longer than all of a
+        request's checks."""
         return ApiContext(
             requests, models, self.text, self.health, self.settings, self.clock, self.max_body_bytes,
             self.access, self.serves, self.page, more_headers, self.answered,

@@ -52,7 +52,7 @@ class Body(Generic[HeadT]):
 
     @property
     def reader(self) -> str:
-        """The parsing function's address, MODULE:NAME, as jobs.ParseBody takes it."""
+        """The address of the parsing function, MODULE:NAME, for jobs.ParseBody."""
         return f"{self.parse.__module__}:{self.parse.__qualname__}"
 
     def unpack(self, head: bytes) -> HeadT:

@@ -47,7 +47,7 @@ def tables() -> list[FieldTable]:
 
 
 def body_fields(body: type[Struct]) -> dict[str, str]:
-    """Field -> type with its range, of what a body type adds to Common; those that are not served are left out."""
+    """Returns for each field that a body type adds to Common its type and range. Fields that are not served are left out."""
     own = set(body.__annotations__) - set(neutral_values(body))
     info: Any = msgspec.inspect.type_info(body)
     return {field.name: _type(field.type) for field in info.fields if field.name in own}
@@ -156,7 +156,7 @@ def reference() -> str:
 
 
 def codes_table() -> str:
-    """The part of docs/operations.md that is made from the table."""
+    """Returns the part of docs/operations.md that is made from the table of codes."""
     lines = ["| code | status | what it means | what to do |", "|---|---|---|---|"]
     lines += [f"| `{code}` | {status} | {meaning} | {do} |" for code, (status, meaning, do) in CODES.items()]
     return "\n".join(lines) + "\n"

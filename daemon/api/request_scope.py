@@ -1,4 +1,4 @@
-"""One HTTP request's view of the node: the models its tenant may use, and its own record for the log and the metrics.
+"""One HTTP request's view of the node: the models its tenant may use, and a record for the log and the metrics.
 
 Handlers get it as `context.models` and `context.requests`, so none of them can forget whose request it is.
 """
@@ -19,7 +19,7 @@ log = logging.getLogger("hearthd.request")
 
 
 class RequestScope:
-    """ModelPort and RequestPort."""
+    """ModelPort and RequestPort of one request."""
 
     __slots__ = ("_models", "_requests", "_started_s", "generations", "model", "tenant")
 
@@ -67,7 +67,7 @@ class RequestScope:
     # ---- the record
 
     def ended(self, request_id: str, endpoint: str, status: int) -> None:
-        """The one line a request leaves in the log. status: HTTP; 499 where the client had gone."""
+        """Writes the one line that a request leaves in the log. status: HTTP; 499 if the client had gone."""
         if not log.isEnabledFor(logging.INFO):
             return
         now = time.monotonic()
@@ -83,7 +83,7 @@ class RequestScope:
 
 
 def _of_generations(generations: Sequence[Generation], started_s: float) -> dict[str, object]:
-    """All sequences of one request together; times are those of the first."""
+    """Returns what the log says of a request's sequences. Counts are of all of them, times of the first."""
     first = generations[0]
     record: dict[str, object] = {
         "cause": f"req-{first.request_id}",

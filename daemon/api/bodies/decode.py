@@ -1,4 +1,4 @@
-"""JSON from clients: decoding against a type, with errors that name the field."""
+"""Decodes JSON from clients against a type, with errors that name the field."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PATH = re.compile(r" - at `(?:key in )?\$(.*)`$")
 
 
 def decode(decoder: msgspec.json.Decoder[Any], data: bytes, base: str) -> Any:
-    """`base`: the field `data` is the value of, "" for a whole body. Raises BadRequest (400)."""
+    """Returns the decoded value. base: the field whose value `data` is, "" for a whole body. Raises BadRequest (400)."""
     try:
         return _decode(decoder, data)
     except msgspec.ValidationError as error:
@@ -47,8 +47,8 @@ def _decode(decoder: msgspec.json.Decoder[Any], data: bytes) -> Any:
 
 
 def integers_plain(data: bytes) -> bytes:
-    """The same JSON with whole numbers written as integers: 5.0 and 5e0 as 5. To JSON they are one, to the decoder not, and
-    the languages of some clients know one kind of number only."""
+    """Returns the same JSON with whole numbers written as integers: 5.0 and 5e0 become 5. JSON does not tell them apart but the
+    decoder does, and some clients' languages have one kind of number only."""
     parts = _STRING.split(data)
     for at in range(0, len(parts), 2):  # between the strings
         if b"." in parts[at]:

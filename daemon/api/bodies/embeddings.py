@@ -24,7 +24,7 @@ class EmbeddingsBody(Struct):
 
 
 class EmbeddingsHead(Struct, array_like=True):
-    """The small part; kind: text or ids."""
+    """The small part. kind: "text" or "ids"."""
 
     model: str | None
     kind: str

@@ -1,4 +1,4 @@
-"""The messages and documents of a chat, packed for the text helper."""
+"""The messages and documents of a chat, packed for the text worker."""
 
 from __future__ import annotations
 
@@ -45,12 +45,13 @@ class Message(Struct, omit_defaults=True):
 
 
 def hold_calls(messages: list[Message]) -> bool:
-    """Whether a call or the result of one is among them."""
+    """Returns whether the messages contain a tool call or the result of one."""
     return any(message.tool_calls or message.role in ("tool", "function") for message in messages)
 
 
 def pack_messages(messages: list[Message]) -> bytes:
-    """A list of objects as templates expect them: content is one string."""
+    """Returns the messages as templates expect them, packed as msgpack: each content is one string. Raises BadRequest naming the
+    field."""
     plain: list[dict[str, Any]] = []
     for at, message in enumerate(messages):
         where = f"messages[{at}]"

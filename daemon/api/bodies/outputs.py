@@ -1,4 +1,4 @@
-"""What a request wants of its outputs beside their text: how many, which log-probabilities, and what bends the choice of tokens."""
+"""What a request asks of its outputs besides the text: their number, log-probabilities, and limits on which tokens are sampled."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_BIASED_TOKENS = 1024
 
 
 class Outputs(Struct, array_like=True, frozen=True):
-    """None where a model's own default may step in."""
+    """The settings. None: the model's own default applies."""
 
     n: int = 1
     presence_penalty: float = 0.0
@@ -32,12 +32,13 @@ class Outputs(Struct, array_like=True, frozen=True):
 
     @property
     def echoed_logprobs(self) -> int:
-        """Alternatives to each token of an echoed prompt; -1: no log-probabilities of it."""
+        """The number of alternatives for each token of an echoed prompt; -1: no log-probabilities of it."""
         return self.logprobs if self.echo else -1
 
 
 def outputs_of(fields: Any, logprobs: int, echo: bool = False) -> Outputs:
-    """fields: a body with Common's fields. logprobs: see Outputs. Raises BadRequest naming the field."""
+    """Returns the settings of a request. fields: a body with Common's fields. logprobs: see Outputs. Raises BadRequest naming the
+    field."""
     n = fields.n or 1
     if fields.best_of and fields.best_of != n:
         raise BadRequest(

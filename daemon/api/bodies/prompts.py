@@ -1,4 +1,4 @@
-"""Prompts as requests write them: texts or token ids, packed for the text helper."""
+"""Prompts as requests write them, texts or token ids, packed for the text worker."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ _pack = msgspec.msgpack.encode
 
 
 def prompts(raw: bytes, field: str = "prompt", most: int = MAX_PROMPTS) -> tuple[str, bytes, int]:
-    """("text", list of strings) or ("ids", list of int32 arrays), as msgpack, and how many; `most` at most."""
+    """Returns ("text", list of strings) or ("ids", list of int32 arrays), packed as msgpack, and their number, which may be
+    `most`."""
     data = raw.lstrip(b" \t\r\n")
     if data[:1] == b'"':
         texts: list[str] = [decode(msgspec.json.Decoder(str), data, field)]
@@ -65,7 +66,7 @@ def num_kept(keep_last: int, room: int, model: ModelEntry) -> int:
 
 
 def _pack_ids(batch: list[list[int]]) -> bytes:
-    """Each prompt as int32: the daemon counts them before it makes Python objects of them."""
+    """Packs each prompt as int32, because the daemon counts ids before it makes Python objects of them."""
     return _pack([array("i", ids).tobytes() for ids in batch])
 
 

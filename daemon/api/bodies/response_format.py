@@ -1,6 +1,6 @@
-"""What an answer's text must follow: `response_format` as OpenAI has it, `regex`, `grammar`, and vLLM's names for the same.
+"""The text that an answer must follow: `response_format` as OpenAI has it, `regex`, `grammar`, and vLLM's names for the same.
 
-All end as one `SamplingParams.grammar`. Whether it can be followed is found out in the text helper (daemon/text/grammar_check.py).
+All become one `SamplingParams.grammar`. The text worker finds out whether it can be followed (daemon/text/grammar_check.py).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Choices = Annotated[list[str], Meta(min_length=1, max_length=4096)]
 
 
 class JsonSchema(Struct):
-    """`name`, `description` and `strict` are for the model's eyes at OpenAI; here every answer follows its schema."""
+    """A schema. OpenAI shows `name`, `description` and `strict` to the model; here every answer follows its schema."""
 
     schema: Raw = Raw()
     name: str | None = None
@@ -59,8 +59,8 @@ _choices = msgspec.json.Decoder(Choices)
 
 
 def grammar_of(fields: Any) -> tuple[str, str]:
-    """(the field that asks, `KIND:TEXT` as in SamplingParams.grammar); ("", "") if none does. `fields`: a request body with all of
-    GRAMMAR_FIELDS as Raw. Raises BadRequest naming the field."""
+    """Returns the field that asks and `KIND:TEXT` as in SamplingParams.grammar; ("", "") if no field does. fields: a request body
+    with all of GRAMMAR_FIELDS as Raw. Raises BadRequest naming the field."""
     asked = ("", "")
     for name in GRAMMAR_FIELDS:
         data = bytes(getattr(fields, name))
@@ -128,7 +128,8 @@ def _structured_outputs(data: bytes) -> tuple[str, str]:
 
 
 def _schema(field: str, data: bytes, kind: str = "json_schema") -> str:
-    """A schema as JSON, or as a string that holds JSON. The text is kept as it came: the order of properties is the answer's."""
+    """Returns `KIND:` and a schema that is given as JSON or as a string of JSON. The text is kept as it is, because the order of
+    its properties is the answer's."""
     text = decode(_text, data, field) if data[:1] == b'"' else data.decode()
     if not text.lstrip(" \t\r\n").startswith("{"):
         raise invalid(field, f"{field} must be a JSON object")

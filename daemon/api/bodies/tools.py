@@ -34,7 +34,7 @@ class NamedChoice(Struct):
 
 
 class ToolRequest(Struct, array_like=True):
-    """What the daemon needs of a request's tools; None in its place: no tools, or tool_choice none."""
+    """What the daemon needs of a request's tools. None stands for no tools, or tool_choice none."""
 
     choice: str  # AUTO | REQUIRED | NAMED
     parallel: bool
@@ -45,7 +45,7 @@ class ToolRequest(Struct, array_like=True):
 
     @property
     def many(self) -> bool:
-        """Whether a reply may hold several calls."""
+        """Returns whether a reply may hold several calls."""
         return self.parallel and self.choice != NAMED
 
 
@@ -54,7 +54,8 @@ _named = msgspec.json.Decoder(NamedChoice)
 
 
 def tool_request(tools: Raw, tool_choice: Raw, parallel: bool | None) -> tuple[ToolRequest | None, bytes]:
-    """The request's tools, and those the template shows: JSON as it came, b"" for none. Raises BadRequest naming the field."""
+    """Returns the request's tools, and the JSON that the template shows of them as it was sent, b"" for none. Raises BadRequest
+    naming the field."""
     data = bytes(tools)
     offered: list[Tool] = [] if data in (b"", b"null") else decode(_tools, data, "tools")
     names: list[str] = []

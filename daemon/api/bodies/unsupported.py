@@ -22,13 +22,13 @@ _MAX_NEUTRAL_BYTES = 256  # of a value's JSON, blanks included; longer ones are 
 
 
 def neutral(*values: str) -> Meta:
-    """Marks a Raw field as not served. `values`: what asks for nothing, beside null and leaving the field out; as JSON, for Python
-    takes 1 and True for one, and typing then takes the two annotations for one."""
+    """Marks a Raw field as not served. values: the JSON values that ask for nothing, besides null and leaving the field out. They
+    are given as JSON because Python takes 1 and True for equal, and typing would then merge the two annotations."""
     return Meta(extra={"neutral": values})
 
 
 class UnsupportedFields(Struct):
-    """Those of chats and completions alike."""
+    """The unserved fields that chats and completions have in common."""
 
     functions: Annotated[Raw, neutral("[]")] = Raw()
     function_call: Annotated[Raw, neutral('"none"')] = Raw()
@@ -49,7 +49,7 @@ class UnsupportedFields(Struct):
 
 @cache
 def neutral_values(body: type[Struct]) -> dict[str, tuple[str, ...]]:
-    """Unserved field -> what asks for nothing, as JSON, null aside."""
+    """Returns the unserved fields of a body type, each with the JSON values that ask for nothing, null aside."""
     found = {}
     for name, kind in get_type_hints(body, include_extras=True).items():
         for note in get_args(kind):
@@ -69,7 +69,7 @@ def refuse_unsupported(fields: Struct) -> None:
 
 
 def _no_calls(fields: Any) -> bool:
-    """Functions that may not be called are not missed."""
+    """Returns whether functions may not be called, so that leaving them out changes nothing."""
     return bytes(fields.function_call) == b'"none"'
 
 
@@ -81,5 +81,5 @@ def _decoded(name: str, data: bytes) -> object:
 
 
 def _same(value: object, other: object) -> bool:
-    """Compared with their types: 1 == True in Python, but to JSON they are two."""
+    """Compares values and their types: 1 == True in Python, but JSON tells them apart."""
     return value == other and isinstance(value, bool) == isinstance(other, bool)

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: texts or token ids in, one vector each out, of encoder models."""
+"""POST /v1/embeddings: returns a vector for each text or list of token ids, from encoder models."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _check(texts: Sequence[array[int]], model: ModelEntry) -> None:
 
 
 def cut(vector: bytes, num_dimensions: int) -> bytes:
-    """The first of an embedding's float32, scaled to length 1 again."""
+    """Returns the first float32 numbers of an embedding, scaled to length 1 again."""
     first = array("f", vector[: 4 * num_dimensions])
     length = math.sqrt(sum(map(mul, first, first)))
     return array("f", [each / length for each in first]).tobytes() if length else first.tobytes()
@@ -111,12 +111,12 @@ def _cuts(sizes: Sequence[int]) -> str:
 
 
 def _shown(vector: bytes, as_base64: bool) -> msgspec.Raw:
-    """JSON, so that what is left for the whole answer is copying."""
+    """Returns the embedding as JSON, so that the whole answer only needs to be copied together."""
     return msgspec.Raw(b'"%b"' % base64.b64encode(vector) if as_base64 else msgspec.json.encode(array("f", vector).tolist()))
 
 
 class _Waiting:
-    """TokenSink of several texts of one request: done when the last one is, or with the first error."""
+    """TokenSink of several texts of one request. It is done with the last text, or with the first error."""
 
     def __init__(self, num_texts: int) -> None:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()

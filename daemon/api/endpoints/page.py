@@ -27,7 +27,7 @@ def _feed(call: Call) -> PageFeed:
 
 
 async def _page(call: Call) -> web.Response:
-    """The page shows nothing of the node before it has a key, for which it asks itself; so it is served to strangers."""
+    """Serves the page to strangers too: it shows nothing of the node before it has a key, for which it asks itself."""
     _feed(call)
     if call.request.headers.get("If-None-Match", "") == document.HEADERS["ETag"]:
         return web.Response(status=304, headers=document.HEADERS)

@@ -27,11 +27,11 @@ _DESCRIBING = frozenset([*_OWN, *_MAPS, *_OPENERS, "required", "minProperties"])
 
 
 class _UnknownPlace(Exception):
-    """A reference to what is not found by a pointer into this schema."""
+    """Says that a reference cannot be found by a pointer into this schema."""
 
 
 def close(schema: Schema) -> None:
-    """Changes the schema in place. One with references that lead elsewhere is left as it is."""
+    """Closes the schema in place. A schema whose references lead elsewhere is left as it is."""
     try:
         found = _sole_objects(schema)
     except _UnknownPlace:
@@ -41,7 +41,7 @@ def close(schema: Schema) -> None:
 
 
 def _sole_objects(root: Schema) -> list[Schema]:
-    """The objects to close. Each schema is visited at most twice: as the only one of its value, and as one of several."""
+    """Yields the objects to close. Each schema is visited at most twice: as the only one of its value, and as one of several."""
     sole: dict[int, Schema] = {}
     shared: set[int] = set()
     seen: set[tuple[int, bool]] = set()
@@ -82,7 +82,7 @@ def _is_closable(node: Schema, forms: list[str]) -> bool:
 
 
 def _only_requires(node: Schema, key: str) -> bool:
-    """Whether the branches choose among properties that are declared beside them: "a or b"."""
+    """Returns whether the branches choose among properties that are declared next to them ("a or b")."""
     branches = node[key]
     return (
         key in ("anyOf", "allOf")
@@ -93,7 +93,7 @@ def _only_requires(node: Schema, key: str) -> bool:
 
 
 def _is_choice(node: Schema, key: str, root: Schema) -> bool:
-    """Whether each value is described by one branch, and closing that changes nothing for the others."""
+    """Returns whether exactly one branch describes each value, so that closing it changes nothing for the others."""
     branches = node[key]
     if key == "$ref":
         return True
@@ -105,7 +105,7 @@ def _is_choice(node: Schema, key: str, root: Schema) -> bool:
 
 
 def _told_apart(branches: list[Any]) -> bool:
-    """Whether no value fits two of them: their types differ, or those of objects by the constant of a required property."""
+    """Returns whether no value fits two branches: their types differ, or the constant of a required property does."""
     kinds = [each.get("type") if isinstance(each, dict) else None for each in branches]
     if not all(isinstance(kind, str) for kind in kinds) or {"integer", "number"} <= set(kinds):
         return False
@@ -149,7 +149,7 @@ def _same_value(node: Schema, root: Schema) -> Iterator[Any]:
 
 
 def _own_values(node: Schema) -> Iterator[Any]:
-    """The schemas of a value's properties and items."""
+    """Yields the schemas of a value's properties and items."""
     for key in _MAPS:
         if isinstance(node.get(key), dict):
             yield from node[key].values()
@@ -162,7 +162,7 @@ def _own_values(node: Schema) -> Iterator[Any]:
 
 
 def _referred(node: Any, root: Schema) -> Any:
-    """The schema behind one reference, if it is nothing else."""
+    """Returns the schema that a reference leads to, if the given schema is nothing but a reference."""
     return _target(node["$ref"], root) if isinstance(node, dict) and node.keys() == {"$ref"} else node
 
 

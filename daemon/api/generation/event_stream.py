@@ -1,6 +1,7 @@
-"""The response of a streamed request: a StreamGroup writes its bytes, the head with the first event and the end with the last.
+"""The HTTP response of a streamed answer. A StreamGroup writes its bytes: the head with the first event, the end with the last.
 
-Each write is a system call, and the StreamResponse of aiohttp makes one of the head and one of the end."""
+Each write is a system call, and aiohttp's StreamResponse needs one for the head and one for the end.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +29,11 @@ _HEAD = (
 
 
 class EventStream(web.StreamResponse):
-    """To aiohttp it is prepared and ended from the start: it writes nothing of its own, and goes by `keep_alive` afterwards."""
+    """A response that aiohttp takes for prepared and ended from the start, so it writes nothing. `keep_alive` decides what
+    follows."""
 
     def __init__(self, request: web.Request, request_id: str, more_headers: Mapping[str, str]) -> None:
-        """request_id: as request_id.py lets it through, so that it cannot end its header. more_headers: likewise."""
+        """request_id, more_headers: checked before, so that they cannot end their header line."""
         super().__init__()
         self._request, self._request_id, self._more_headers = request, request_id, more_headers
         self._chunked_body = request.version >= HttpVersion11
@@ -47,7 +49,7 @@ class EventStream(web.StreamResponse):
 
     @property
     def is_behind(self) -> bool:
-        """The client has not taken in all that was written."""
+        """Returns whether the client has not yet taken all that was written."""
         return self._request.transport is not None and self._request.protocol.writing_paused
 
     async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
@@ -57,7 +59,7 @@ class EventStream(web.StreamResponse):
         return None
 
     def connect(self) -> Channel | None:
-        """None: the client is gone."""
+        """Returns the way to the client, or None if it is gone."""
         transport = self._request.transport
         if transport is None:
             return None

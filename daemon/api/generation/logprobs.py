@@ -41,7 +41,7 @@ def _rendering(trail: LogprobTrail, new: Callable[[LogprobTrail], Rendering]) ->
 
 
 async def whole_logprobs_json(trail: LogprobTrail | None, new: Callable[[LogprobTrail], Rendering]) -> bytes:
-    """As logprobs_json, for a whole answer. It may hold a long prompt, so the event loop has its turn in between."""
+    """Returns what logprobs_json does, for a whole answer. It may include a long prompt, so the event loop has its turn in between."""
     if trail is None:
         return NULL
     rendering = _rendering(trail, new)
@@ -87,9 +87,9 @@ class ChatLogprobs:
 
 
 class CompletionLogprobs:
-    """top_logprobs is null where no alternatives were asked for; else each position names the chosen token, too. Tokens that are no
-    text by themselves are named `bytes:\\xNN`; those without text, and those whose text another token of the position has, as vLLM
-    names tokens by their ids, `token_id:N`."""
+    """Renders a completion's four lists. top_logprobs is null if no alternatives were asked for; else each position names the
+    chosen token too. A token that is no text by itself is named `bytes:` and hexadecimal escapes. One without text, or whose
+    text another token of the position has, is named by its id as vLLM does, `token_id:N`."""
 
     def __init__(self, trail: LogprobTrail) -> None:
         self._table, self._num_top = trail.table, trail.num_top
@@ -124,7 +124,7 @@ class CompletionLogprobs:
         return b'{"text_offset":[%b],"token_logprobs":[%b],"tokens":[%b],"top_logprobs":%b}' % lists
 
     def _alternatives(self, entry: TokenEntry, logprob: float) -> dict[str, float]:
-        """By keys of which no two are the same. The chosen token keeps its text: clients look it up by that."""
+        """Returns the alternatives by distinct names. The chosen token keeps its text, because clients look it up by that."""
         named: dict[str, float] = {}
         owners = {self._key(entry.token_id): entry.token_id}
         for token_id, value in zip(entry.top_ids, entry.top, strict=True):
@@ -142,7 +142,7 @@ class CompletionLogprobs:
 
 
 def _inside(values: Sequence[object]) -> bytes:
-    """A list's items as JSON, without its brackets."""
+    """Returns a list's items as JSON, without the brackets."""
     return _json(values)[1:-1]
 
 

@@ -13,7 +13,7 @@ from daemon.text.tool_parsers.pieces import ARGUMENTS, CALL, REASONING, Piece
 
 
 class Chunks(Protocol):
-    """What is needed of a response's chunks."""
+    """What PieceFrames needs of a response's chunks."""
 
     @property
     def head(self) -> bytes: ...

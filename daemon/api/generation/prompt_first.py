@@ -1,7 +1,7 @@
-"""A sink in front of another: a prompt that is shown with its log-probabilities is read and rendered a piece at a time.
+"""A sink that renders an echoed prompt with its log-probabilities piece by piece before it passes tokens on to another sink.
 
-Of a long prompt that takes a good part of a second, which the other streams of the loop must not wait for. It is done when the
-first token comes, for only then are all of the prompt's log-probabilities known; tokens that come meanwhile are held.
+A long prompt takes a good part of a second, for which the other streams of the event loop must not wait. Rendering begins with the
+first token, because only then all log-probabilities of the prompt are known; tokens that arrive meanwhile are held.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ NUMBERS_AT_ONCE = 512  # log-probabilities between two turns of the event loop: 
 
 
 def prompt_first(sink: TokenSink, text: Text) -> TokenSink:
-    """`sink` itself where no prompt is shown, or nothing is told of its tokens."""
+    """Returns `sink` itself if no prompt is echoed or its log-probabilities are not wanted, else a PromptFirst before it."""
     if isinstance(text, AnnotatedText) and text.trail is not None and text.has_prompt:
         return PromptFirst(sink, text, text.trail)
     return sink
 
 
 class PromptFirst:
-    """TokenSink."""
+    """TokenSink of a sequence whose prompt is echoed with log-probabilities."""
 
     def __init__(self, sink: TokenSink, text: AnnotatedText, trail: LogprobTrail) -> None:
         self._sink, self._text, self._trail = sink, text, trail

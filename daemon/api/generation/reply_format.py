@@ -1,4 +1,4 @@
-"""How a chat's replies are read: which parsers, over which table, and from where on."""
+"""How a chat's replies are taken apart: which parsers read them, over which token table, and where reasoning begins."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class ReplyFormat:
     in_reasoning: bool = False  # it continues the client's own message, inside its reasoning
 
     def parser(self, generation: Generation) -> ReplyParser:
-        """For one reply."""
+        """Returns a parser for one reply."""
         tools = tool_parser(self.dialect, self.names) if self.dialect != NONE else None
         splitter = None
         if self.reasoning:
@@ -74,7 +74,8 @@ class ReplyFormat:
 
 
 async def reply_format(context: ApiContext, head: Head, model: ModelEntry, table: TokenTable) -> ReplyFormat | None:
-    """None: the text is the reply. Raises BadRequest if the model's calls cannot be read, or the tools not be followed."""
+    """Returns how replies are taken apart, or None if the text is the reply. Raises BadRequest if the model's calls cannot be
+    read, or the tools cannot be followed."""
     tools = head.tools
     if tools is None and (head.grammar or model.reasoning_parser == NONE):
         return None  # a reply that follows a grammar is that text
@@ -100,7 +101,7 @@ async def reply_format(context: ApiContext, head: Head, model: ModelEntry, table
 
 
 async def _grammar(context: ApiContext, head: Head, tools: ToolRequest, dialect: str, facts: TextFacts) -> str:
-    """What the reply must follow; "" if the tools ask for nothing of the kind."""
+    """Returns the grammar that the reply must follow; "" if the tools ask for none."""
     answer = head.grammar
     if tools.choice == AUTO and True not in tools.strict and not answer:
         return ""

@@ -1,4 +1,4 @@
-"""The text of each sequence of a request: plain, or with the prompt in front and log-probabilities."""
+"""Makes the text of each sequence of a request: plain, or with the prompt before it and log-probabilities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In which dialect a model writes calls: its own, or for forced calls ours where none is known of it."""
+"""Finds the dialect in which a model writes calls: its own, or for forced calls hearthd's if its own is not known."""
 
 from __future__ import annotations
 

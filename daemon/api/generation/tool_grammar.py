@@ -1,7 +1,7 @@
 """The grammar (Lark, as llguidance reads it) that a reply with forced or strict tools follows, in the model's dialect.
 
-required, named: the reply is calls only. auto with a strict tool: text may come before, between and behind calls, and a call, once
-it has begun, follows its tool's schema.
+With required or a named function the reply consists of calls only. With auto and a strict tool, text may come before, between and
+after calls, and a call, once begun, follows its tool's schema.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _SPACED = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\r\t]{1,40}"
 
 
 def argument_schemas(tools: ToolRequest) -> list[str]:
-    """What each tool's arguments follow. Where calls are forced or the tool is strict: its schema, without properties that it does
-    not declare, as compact JSON. Else any object. Raises BadRequest."""
+    """Returns what each tool's arguments follow. If calls are forced or the tool is strict, that is its schema as compact JSON,
+    without undeclared properties; otherwise any object. Raises BadRequest."""
     schemas = []
     for at, (data, strict) in enumerate(zip(tools.schemas, tools.strict, strict=True)):
         if not strict and tools.choice == AUTO:
@@ -47,8 +47,9 @@ def argument_schemas(tools: ToolRequest) -> list[str]:
 
 
 def tool_grammar(tools: ToolRequest, schemas: Sequence[str], dialect: str, markers: Mapping[int, str], answer: str = "") -> str:
-    """As SamplingParams.grammar. `schemas`: argument_schemas' · `markers`: those the tokenizer calls special, id -> text ·
-    `answer`: a JSON schema that the reply follows if it is no call (not Llama 3's: both begin with a brace)."""
+    """Returns a grammar as in SamplingParams.grammar. schemas: from argument_schemas. markers: token id -> text of those that the
+    tokenizer calls special. answer: a JSON schema that the reply follows if it is no call (not in Llama 3's dialect, where
+    both begin with a brace)."""
     special = {text: f"<[{token_id}]>" for token_id, text in markers.items()}  # no text to llguidance
     chosen = [at for at, name in enumerate(tools.names) if tools.choice != NAMED or name == tools.name]
     newer = named_call.ARGS in special
@@ -91,7 +92,8 @@ def tool_grammar(tools: ToolRequest, schemas: Sequence[str], dialect: str, marke
 
 
 def _bare(schema: Any) -> Any:
-    """Without what is for the model's eyes: it would only make the grammar long. Values that a text must equal stay whole."""
+    """Returns the schema without descriptions and the like, which would only make the grammar long. Values that a text must equal
+    are kept."""
     if isinstance(schema, list):
         return [_bare(each) for each in schema]
     if not isinstance(schema, dict):
@@ -117,7 +119,7 @@ def _some(separator: str, many: bool) -> str:
 
 
 def _with_text(marker: str, calls: str, many: bool, special: Mapping[str, str]) -> list[str]:
-    """The rules of replies that need not call. Reasoning may come first, also where its markers are special tokens."""
+    """Returns the rules of replies that need not call. Reasoning may come first, also if its markers are special tokens."""
     think = ""
     rules = []
     if reasoning.OPEN in special and reasoning.CLOSE in special:
