@@ -41,7 +41,7 @@ def _rendering(trail: LogprobTrail, new: Callable[[LogprobTrail], Rendering]) ->
 
 
 async def whole_logprobs_json(trail: LogprobTrail | None, new: Callable[[LogprobTrail], Rendering]) -> bytes:
-    """Returns what logprobs_json does, for a whole answer. It may include a long prompt, so the event loop has its turn in between."""
+    """As logprobs_json, for a whole answer: it may include a long prompt, so the event loop has its turn in between."""
     if trail is None:
         return NULL
     rendering = _rendering(trail, new)
