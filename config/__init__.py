@@ -1,4 +1,5 @@
-"""The node's settings: schema, TOML file and flags, reload. A leaf: it imports nothing of the other packages.
+"""The node's settings: their schema, the TOML file and the flags they come from, and reloading them. Imports none of the other
+packages.
 
 Part of hearthd.
 """

@@ -1,4 +1,4 @@
-"""Which devices a node has, and what of their memory is its own: `--device` against the machine and its GPUs."""
+"""The node's devices and the memory budget of each: checks `--device` against the machine's memory and its GPUs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from config.schema import DeviceBudget, NodeConfig
 
 DEFAULT_CPU_PERCENT = 50
 MIN_CHUNKS = 8
-CUDA_LEFT_BYTES = 1 << 30  # of a GPU, beside the default budget: the context, torch's own and what libraries load
+CUDA_LEFT_BYTES = 1 << 30  # of a GPU, outside the default budget: for the CUDA context, torch itself and the libraries it loads
 
 
 @dataclass(slots=True, frozen=True)
 class GpuMemory:
-    """One GPU as the driver numbers it (in the order of the bus). total_bytes: without what the driver keeps for itself."""
+    """A GPU and its memory. index: the driver's number for it, in the order of the bus. total_bytes: its memory without what the
+    driver keeps for itself."""
 
     index: int
     uuid: str
@@ -24,7 +25,7 @@ class GpuMemory:
 
 
 class NoGpus(Exception):
-    """The driver tells of none: why."""
+    """Raised where the driver reports no GPUs; the message says why."""
 
 
 def no_driver() -> Sequence[GpuMemory]:
@@ -37,9 +38,9 @@ def device_budgets(
     source: str = "flags",
     gpus: Callable[[], Sequence[GpuMemory]] = no_driver,
 ) -> list[DeviceBudget]:
-    """The node's devices; one `cpu:0` with half of the machine's memory when none is named. gpus: asked only where a cuda device
-    is named; raises NoGpus. Raises ConfigError for a device that is named twice or is not there, or whose budget is below
-    8 chunks or above its memory."""
+    """Returns the node's devices with their budgets. Where none is configured that is `cpu:0` with half of the machine's memory.
+    gpus: returns the machine's GPUs or raises NoGpus; called only if a cuda device is configured. Raises ConfigError for a
+    device that is named twice or does not exist, and for a budget that is below 8 chunks or above the device's memory."""
     try:
         return _device_budgets(config, memory_bytes, source, gpus)
     except ConfigError as error:
@@ -93,7 +94,7 @@ def _device_budgets(
 
 
 def _gpu(name: str, gpus: Sequence[GpuMemory]) -> GpuMemory:
-    """By number, or by the beginning of its UUID. Raises LookupError."""
+    """Returns the GPU with this number or with a UUID that begins with `name`. Raises LookupError if none or several match."""
     found = [gpu for gpu in gpus if (gpu.index == int(name) if name.isdigit() else gpu.uuid.lower().startswith(name.lower()))]
     if len(found) == 1:
         return found[0]

@@ -1,4 +1,4 @@
-"""How much host memory is kept for weights and KV that are off their device."""
+"""The size of the host tier: host memory that is kept for weights and KV that are not on their device."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ DEFAULT_PERCENT = 50
 
 
 def resolved(config: NodeConfig, devices: Sequence[DeviceBudget], memory_bytes: int, source: str = "flags") -> NodeConfig:
-    """The same settings with host_tier_bytes as whole chunks: 0 by default where all devices are cpu devices, which copy from
-    memory to memory; else half of the machine's. Raises ConfigError where it and the cpu devices' budgets exceed the machine's."""
+    """Returns the settings with `host_tier_bytes` as a number of bytes, rounded down to whole chunks. The default is half of the
+    machine's memory, or 0 where all devices are cpu devices, because these copy from memory to memory. Raises ConfigError
+    where a configured size and the cpu devices' budgets together exceed the machine's memory."""
     value, chunk_bytes = config.host_tier_bytes, units.parse_bytes(config.chunk_bytes)
     in_memory = [device for device in devices if device.name.startswith("cpu")]
     if value is None:

@@ -1,4 +1,4 @@
-"""TOML file + flags -> NodeConfig. Every error names the file, the key, the value and what is allowed."""
+"""Builds a NodeConfig from a TOML file and flags. Every error names the file, the key, the value and what is allowed."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ QUANTIZATIONS = ("int8", "none")
 KV_CACHE_DTYPES = ("auto", "fp8")
 TOOL_PARSERS = ("hermes", "llama3", "mistral", "none")
 REASONING_PARSERS = ("think", "none")
-MIN_STALL_S = 10.0  # an idle engine gives a sign of life every 5 s
-# Of a node with a cuda device, where they are not given: its driver maps few large pieces faster than many small ones, and its
-# steps are too short for small batches.
+MIN_STALL_S = 10.0  # an idle engine reports that it is alive every 5 s
+# Defaults of a node with a cuda device: the driver maps a few large pieces of memory faster than many small ones, and a GPU's steps
+# are too short for small batches.
 CUDA_DEFAULTS: dict[str, Any] = {"chunk_bytes": 16 << 20, "max_num_batched_tokens": 4096, "turn_budget_ms": 5.0}
 
 
 class ConfigError(Exception):
-    """key: dotted path as written in the file, e.g. `models."org/name".dtype`. source: file path or "flags". line: from 1; 0 where
-    none is known (flags, a file that can't be read)."""
+    """A configuration file or setting that cannot be used. key: its dotted path as in the file, e.g. `models."org/name".dtype`;
+    "" if the error is about the whole file. source: the path of the file, or "flags". line: counts from 1; 0 where it is
+    unknown (for flags and for a file that cannot be read)."""
 
     def __init__(self, source: str, key: str, message: str, line: int = 0) -> None:
         where = f"{source}:{line}" if line else source
@@ -39,7 +40,7 @@ class ConfigError(Exception):
 
 
 def located(error: ConfigError) -> ConfigError:
-    """The same error with the line of its key, looked up in the file it names."""
+    """Returns the error with the line number of its key, which it looks up in the file that the error names."""
     if error.line or not error.key or not os.path.isfile(error.source):
         return error
     with open(error.source, encoding="utf-8") as file:
@@ -48,9 +49,10 @@ def located(error: ConfigError) -> ConfigError:
 
 
 def load(path: str | None, flags: Mapping[str, Any] | None = None) -> NodeConfig:
-    """`flags`: key -> value as given on the command line (text or list of text), they win over the file. Sizes come out as bytes;
-    paths as absolute ones, because engines run in another folder (a flag's is relative to the current folder, a file's to the
-    file's own); `control`, `state_dir` and `cache_dir` with their defaults filled in. Raises ConfigError."""
+    """Returns the settings of the TOML file at `path` (None: no file) and of `flags`, which override it. flags: maps a key to its
+    value as on the command line, a text or a list of texts. In the result `chunk_bytes` and `max_body_bytes` are numbers of
+    bytes, and the sockets and folders have their defaults filled in. Paths are absolute, because engines run in another
+    folder: a flag's is relative to the current folder, a file's to the folder of the file. Raises ConfigError."""
     try:
         return _load(path, flags)
     except ConfigError as error:
@@ -86,7 +88,7 @@ def _load(path: str | None, flags: Mapping[str, Any] | None) -> NodeConfig:
 
 
 def read_toml(path: str) -> dict[str, Any]:
-    """Raises ConfigError naming the file and, of a syntax error, the line."""
+    """Returns the file's content as a table. Raises ConfigError, which names the file and, for a syntax error, the line."""
     try:
         with open(path, "rb") as file:
             return tomllib.load(file)
@@ -136,7 +138,7 @@ def _with_templates(models: dict[str, ModelConfig], folder: str) -> dict[str, Mo
 
 
 def _from_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Flags come as text; the field's type says what they are."""
+    """Converts the flags' texts to the types of their fields. Raises ConfigError."""
     types = key_types(NodeConfig)
     values: dict[str, Any] = {}
     for key, text in flags.items():
@@ -158,13 +160,14 @@ def flag_name(key: str) -> str:
 
 
 def key_types(struct: type[msgspec.Struct]) -> dict[str, Any]:
-    """Field name -> type without its documentation."""
+    """Returns the type of each field by its name, without the documentation that annotates it."""
     hints = get_type_hints(struct, include_extras=True)
     return {name: get_args(hint)[0] if get_origin(hint) is Annotated else hint for name, hint in hints.items()}
 
 
 def fields_of(source: str, prefix: str, struct: type[msgspec.Struct], table: dict[str, Any]) -> dict[str, Any]:
-    """The table's values as the struct's types. `prefix`: the table's own path and a dot. Raises ConfigError naming the key."""
+    """Returns the table's values, converted to the types of the struct's fields. prefix: the table's own path with a dot at its
+    end, for messages. Raises ConfigError, which names the key."""
     types = key_types(struct)
     values = {}
     for key, value in table.items():
@@ -281,7 +284,8 @@ def _origins(value: Any) -> None:
 
 
 def _device_specs(value: Any) -> None:
-    """The node's `device` (NAME=BUDGET): the form only; amounts need the machine."""
+    """Checks the form of the node's `device` entries (NAME=BUDGET). Whether the budgets fit is checked later, since that takes
+    the machine's memory."""
     for text in value:
         _, amount = units.parse_device(text)
         if amount:
@@ -343,7 +347,7 @@ _CHECKS: dict[str, Callable[[Any], None]] = {
 
 
 def _check_across(source: str, config: NodeConfig) -> None:
-    """What one key alone cannot tell."""
+    """Checks what depends on more than one key. Raises ConfigError."""
     owners: dict[str, str] = {}
     for name, model in config.models.items():
         where = f'models."{name}"'

@@ -1,4 +1,4 @@
-"""Where in a TOML file a key stands, so that an error can name the line."""
+"""Finds the line of a TOML file on which a key is set, so that an error can name it."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from typing import Any
 
 
 def line_of(text: str, key: str) -> int:
-    """The line (from 1) on which `key`, a dotted path as in `models."org/name".dtype`, is set, or else the table that should hold
-    it; 0 where neither is there. `text` is valid TOML."""
+    """Returns the line (from 1) on which `key` is set, or that of the table that should hold it; 0 if neither exists. key: a
+    dotted path such as `models."org/name".dtype`. text: valid TOML."""
     try:
-        wanted = _path(tomllib.loads(re.sub(r"\[\d+\]\Z", "", key) + " = 0"))  # of a list the whole
+        wanted = _path(tomllib.loads(re.sub(r"\[\d+\]\Z", "", key) + " = 0"))  # a list's entry counts as the list
     except tomllib.TOMLDecodeError:
-        return 0  # a key that would have to be quoted
+        return 0  # the key is no valid TOML without quotes
     best, best_length = 0, 0
     for line, path in _statements(text):
         length = len(path)
         if path[: len(wanted)] == wanted:
-            return line  # the key itself, or the first statement below it
+            return line  # sets the key itself, or is the first statement below it
         if best_length < length and path == wanted[:length]:
-            best, best_length = line, length  # a table or an inline table around it
+            best, best_length = line, length  # a table or an inline table that encloses the key
     return best
 
 
 def line_of_syntax_error(message: str) -> int:
-    """The line in tomllib's own words; 0 where it names none."""
+    """Returns the line number in one of tomllib's messages, 0 if it names none."""
     found = re.search(r"at line (\d+)", message)
     return int(found[1]) if found else 0
 
 
 def _statements(text: str) -> list[tuple[int, list[str]]]:
-    """(line, full path) of each table header and each key, in the file's order. A statement is as many lines as it takes to make
-    TOML by themselves: what follows `key = [` belongs to it until the bracket closes."""
+    """Returns (line, full path) of each table header and each key, in the file's order. A statement ends with the first line at
+    which its text is valid TOML by itself: what follows `key = [` belongs to it until the bracket closes."""
     found: list[tuple[int, list[str]]] = []
     table: list[str] = []
     held, first = "", 0
@@ -58,8 +58,8 @@ def _statements(text: str) -> list[tuple[int, list[str]]]:
 
 
 def _path(parsed: dict[str, Any]) -> list[str]:
-    """The keys of a table that holds one table that holds one ...; an inline table's own keys are not followed further than its
-    first fork."""
+    """Returns the keys from the outermost table inwards, for as long as each table has a single entry. Ends at an inline table
+    with several keys."""
     path = []
     value: Any = parsed
     while isinstance(value, list | dict) and len(value) == 1:

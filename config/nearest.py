@@ -1,15 +1,15 @@
-"""What a misspelt name was meant to be, for error messages."""
+"""Guesses which name was meant by a misspelt one, for error messages."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-LIKENESS = 0.75  # of difflib: one or two letters of a word may differ; "bogus" and "gpus" have 0.67
+LIKENESS = 0.75  # difflib's ratio: one or two letters of a word may differ; "bogus" and "gpus" have 0.67
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """Returns the one of `known` that is most like `word`, None where none is nearly the same."""
-    from difflib import get_close_matches  # for errors alone
+    """Returns the name in `known` that is most like `word`, or None if none is similar enough."""
+    from difflib import get_close_matches  # needed only when there is an error
 
     close = get_close_matches(word, list(known), 1, LIKENESS)
     return close[0] if close else None

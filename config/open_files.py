@@ -1,4 +1,4 @@
-"""How many descriptors a process may have open (RLIMIT_NOFILE), and the errors that say there are no more."""
+"""The limit on a process's open descriptors (RLIMIT_NOFILE), and the errors that say that it is reached."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ import resource
 
 
 def raise_limit() -> int:
-    """Raises the soft limit to the hard one and returns it. The soft one is 1024 by custom, for programs that use select(2)."""
+    """Raises the soft limit to the hard limit and returns it. The soft limit is 1024 by convention, for programs that use
+    select(2)."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
-        with contextlib.suppress(OSError, ValueError):  # above what the kernel allows now: the soft limit stays
+        with contextlib.suppress(OSError, ValueError):  # the kernel now allows less than the hard limit: the soft limit stays
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return limit()
 
 
 def limit() -> int:
-    """The soft limit; a number beyond all others where there is none."""
+    """Returns the soft limit, or a larger number than any process needs (2^30) where there is none."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return 1 << 30 if soft == resource.RLIM_INFINITY else soft
 
 
 def are_used_up(error: OSError) -> bool:
-    """Whether a call failed because this process, or the system, may open no more files."""
+    """Returns whether a call failed because this process or the whole system has as many files open as it may."""
     return error.errno in (errno.EMFILE, errno.ENFILE)

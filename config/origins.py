@@ -1,4 +1,4 @@
-"""Origins as browsers write them: scheme, host and port of the page that asks."""
+"""Web origins as browsers write them: the scheme, host and port of the page that makes a request."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 def parse_origin(text: str) -> str:
-    """The same origin in lower case and without its scheme's own port, which browsers leave out. Raises ValueError."""
+    """Returns the origin in lower case and without its scheme's default port, which browsers leave out. Raises ValueError."""
     match = _ORIGIN.match(text.lower())
     port = int(match[3]) if match and match[3] else None
     if match is None or (port is not None and not 0 < port < 65536):

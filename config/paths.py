@@ -1,4 +1,4 @@
-"""Where sockets and state live when nothing names them. Imports nothing heavy: the command line tool starts with it."""
+"""The default paths of sockets, state and caches. Imports nothing slow, because the command line tool imports it at its start."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import os
 SERVICE_CONTROL = "/run/hearthd/control.sock"
 SERVICE_STATUS = "/run/hearthd/status.sock"
 SERVICE_CONFIG = "/etc/hearthd/node.toml"
-# sun_path of sockaddr_un holds 108 bytes with the closing zero
+# sun_path of sockaddr_un holds 108 bytes, including the zero at the end
 MAX_SOCKET_PATH_BYTES = 107
 
 
 def daemon_control_path() -> str:
-    """Where a daemon without `control` puts its socket: the service's folder when it may write there, else the user's."""
+    """Returns where a daemon without a `control` setting creates its control socket: in the service's folder if it may write
+    there, else in the user's folder."""
     service = os.path.dirname(SERVICE_CONTROL)
     if os.path.isdir(service) and os.access(service, os.W_OK):
         return SERVICE_CONTROL
@@ -20,12 +21,13 @@ def daemon_control_path() -> str:
 
 
 def daemon_status_path(control: str) -> str:
-    """Where a daemon without `status_socket` puts its socket for everybody: beside the service's control socket, else nowhere."""
+    """Returns where a daemon without a `status_socket` setting creates its status socket, which every user may read: next to the
+    service's control socket. Returns "" (no status socket) for a daemon with another control socket."""
     return SERVICE_STATUS if control == SERVICE_CONTROL else ""
 
 
 def client_control_path() -> str:
-    """Where `hearth` without `--control` looks: the service's socket if there is one, else the user's."""
+    """Returns the control socket that `hearth` uses without `--control`: the service's if it exists, else the user's."""
     return SERVICE_CONTROL if os.path.exists(SERVICE_CONTROL) else user_control_path()
 
 
@@ -35,7 +37,8 @@ def user_control_path() -> str:
 
 
 def state_dir() -> str:
-    """systemd names the folder of StateDirectory=; several are separated by colons, ours comes first."""
+    """Returns the default folder for state: under systemd the first of STATE_DIRECTORY's folders (StateDirectory=, separated by
+    colons), which is hearthd's; otherwise a folder below the user's home."""
     service = os.environ.get("STATE_DIRECTORY", "").split(":")[0]
     return service or os.path.join(os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state"), "hearthd")
 

@@ -1,8 +1,9 @@
-"""What this host's processor has, less what HEARTHD_CPU_FEATURES takes away, and what each kernel needs of it.
+"""The vector instructions of this host's processor, without those that HEARTHD_CPU_FEATURES removes, and what each kernel needs
+of them.
 
-The one place that kernels, libraries, `hearth doctor` and the log ask. A feature is a group of instructions that a kernel or torch
-chooses by; a processor has it if it has all of them. Source: /proc/cpuinfo on x86-64, the auxiliary vector on aarch64 (where an
-emulator shows the host's /proc/cpuinfo).
+Kernels, libraries, `hearth doctor` and the log all ask here and nowhere else. A feature is a group of instructions by which a
+kernel or torch chooses its code; a processor has a feature if it has all instructions of the group. Source: /proc/cpuinfo on
+x86-64, the auxiliary vector on aarch64 (where an emulator shows the host's /proc/cpuinfo).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ VARIABLE = "HEARTHD_CPU_FEATURES"
 _CPUINFO = Path("/proc/cpuinfo")
 _AT_HWCAP, _AT_HWCAP2 = 16, 26  # linux/auxvec.h
 
-# x86-64, each feature with its flags in /proc/cpuinfo
+# the features of x86-64: each with its flags in /proc/cpuinfo
 _FLAGS: dict[str, frozenset[str]] = {
     "avx2": frozenset({"avx2", "fma", "f16c"}),
     "avx512": frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}),
@@ -28,10 +29,10 @@ _FLAGS: dict[str, frozenset[str]] = {
     "avx512fp16": frozenset({"avx512_fp16"}),
     "amx": frozenset({"amx_tile", "amx_bf16", "amx_int8"}),
 }
-# aarch64, each feature with its bit: (0: AT_HWCAP, 1: AT_HWCAP2; bit), asm/hwcap.h
+# the features of aarch64: each with its word (0: AT_HWCAP, 1: AT_HWCAP2) and its bit in it, from asm/hwcap.h
 _BITS = {"neon": (0, 1), "sve": (0, 22), "bf16": (1, 14)}
 KNOWN = (*_FLAGS, *_BITS)
-# feature -> what goes with it when it is taken away. It is oneDNN's order, whose levels cannot leave one out.
+# feature -> the features that are removed together with it. They follow oneDNN's levels, each of which includes all lower ones.
 _REST_ON = {
     "avx2": ("avx512", "avx512vnni", "avx512bf16", "avx512fp16", "amx"),
     "avx512": ("avx512vnni", "avx512bf16", "avx512fp16", "amx"),
@@ -41,8 +42,9 @@ _REST_ON = {
     "neon": ("sve", "bf16"),
 }
 
-# What each kernel of engine/kernels needs; whatever is not named here runs everywhere: LLVM splits its vectors. A kernel that this
-# processor cannot run is not compiled for it either, since LLVM ends the whole process where it finds no instruction.
+# The features that each kernel of engine/kernels needs. A kernel that is not named here runs everywhere, because LLVM splits its
+# vectors. A kernel that this processor cannot run is not compiled either: where LLVM finds no instruction for an operation, it ends
+# the whole process.
 KERNELS_NEED: dict[str, frozenset[str]] = {
     "bfloat16_pairs": frozenset({"avx512bf16"}),  # cpu_bits.py, cpu_vectors.py: vdpbf16ps, vcvtneps2bf16
     "int8_linear": frozenset({"avx512vnni"}),  # cpu_int8.py: vpdpbusd
@@ -51,12 +53,13 @@ KERNELS_NEED: dict[str, frozenset[str]] = {
 
 
 class UnknownFeature(ValueError):
-    """HEARTHD_CPU_FEATURES names something that it cannot take away; the message says what and what it can."""
+    """Raised where HEARTHD_CPU_FEATURES names something that cannot be removed; the message names it and lists what can be."""
 
 
 @dataclass(slots=True, frozen=True)
 class Tier:
-    """name: as in "AVX-512 with VNNI". meaning: what it does to speed. is_slow: another machine would be worth it."""
+    """A class of processors with about the same speed. name: e.g. "AVX-512 with VNNI". meaning: what the class means for speed.
+    is_slow: whether another machine would be worth it."""
 
     name: str
     meaning: str
@@ -65,13 +68,14 @@ class Tier:
 
 @dataclass(slots=True, frozen=True)
 class Processor:
-    """features: those in use. taken_away: those it has beside them."""
+    """The features of a processor. features: those in use. taken_away: those it has too, but that HEARTHD_CPU_FEATURES removes."""
 
     features: frozenset[str]
     taken_away: frozenset[str] = frozenset()
 
     def runs(self, kernel: str) -> bool:
-        """Whether the processor has what the kernel needs. Raises KeyError for a kernel that KERNELS_NEED does not name."""
+        """Returns whether the processor has the features that the kernel needs. Raises KeyError for a kernel that KERNELS_NEED
+        does not name."""
         return KERNELS_NEED[kernel] <= self.features
 
     @property
@@ -79,12 +83,12 @@ class Processor:
         return next(tier for feature, tier in _TIERS if feature in self.features or not feature)
 
     def describe(self) -> str:
-        """One line for the log and `hearth doctor`."""
+        """Returns one line for the log and `hearth doctor`."""
         without = f" (without {', '.join(sorted(self.taken_away))}, by {VARIABLE})" if self.taken_away else ""
         return f"{self.tier.name}{without}: {self.tier.meaning}"
 
 
-# the first whose feature is there
+# A processor's tier is the first one whose feature it has; the last one names no feature and fits every processor.
 _TIERS = (
     ("amx", Tier("AMX", "bfloat16 and int8 weights are multiplied by the matrix unit")),
     ("avx512bf16", Tier("AVX-512 with BF16", "bfloat16 weights are multiplied as they are; int8 ones too where there is VNNI")),
@@ -103,7 +107,7 @@ _TIERS = (
 
 
 def parse_removal(text: str) -> frozenset[str]:
-    """Features that a list like "-amx,-avx512bf16" takes away, with those that rest on them. Raises UnknownFeature."""
+    """Returns the features that a list like "-amx,-avx512bf16" removes, and those that depend on them. Raises UnknownFeature."""
     named = [part.strip() for part in text.split(",") if part.strip()]
     for part in named:
         if not part.startswith("-") or part[1:] not in KNOWN:
@@ -112,7 +116,8 @@ def parse_removal(text: str) -> frozenset[str]:
 
 
 def features_of(machine: str, flags: Collection[str], capabilities: tuple[int, int]) -> frozenset[str]:
-    """machine: as platform.machine() says. flags: of /proc/cpuinfo. capabilities: AT_HWCAP, AT_HWCAP2."""
+    """Returns a processor's features. machine: as platform.machine() returns it. flags: those of /proc/cpuinfo. capabilities:
+    AT_HWCAP and AT_HWCAP2."""
     if machine in ("x86_64", "AMD64"):
         return frozenset(name for name, needed in _FLAGS.items() if needed <= set(flags))
     if machine in ("aarch64", "arm64"):
@@ -121,14 +126,15 @@ def features_of(machine: str, flags: Collection[str], capabilities: tuple[int, i
 
 
 def processor_of(found: frozenset[str], environment: Mapping[str, str]) -> Processor:
-    """The processor with these features under this environment. Raises UnknownFeature."""
+    """Returns a processor with the features `found`, without those that the environment's HEARTHD_CPU_FEATURES removes. Raises
+    UnknownFeature."""
     removed = parse_removal(environment.get(VARIABLE, ""))
     return Processor(found - removed, found & removed)
 
 
 @functools.cache
 def host_features() -> frozenset[str]:
-    """What Linux says of this host's processor."""
+    """Returns the features of this host's processor as Linux reports them."""
     flags: list[str] = []
     capabilities = (0, 0)
     if platform.machine() == "aarch64":
@@ -143,16 +149,18 @@ def host_features() -> frozenset[str]:
 
 @functools.cache
 def this_processor() -> Processor:
-    """The host's, as this process was told to use it. Raises UnknownFeature."""
+    """Returns the host's processor with the features that this process may use. Raises UnknownFeature."""
     return processor_of(host_features(), os.environ)
 
 
 def runs(kernel: str) -> bool:
-    """Processor.runs of this one."""
+    """Returns whether this processor has the features that the kernel needs. Raises KeyError for a kernel that KERNELS_NEED does
+    not name."""
     return this_processor().runs(kernel)
 
 
-# oneDNN's, MKL's and torch's own names, the first whose feature is there; oneDNN and MKL without a limit know better themselves
+# Each row: a feature, and oneDNN's, MKL's and torch's names for the level that uses it. The row that counts is the first whose
+# feature the processor has. Where nothing is removed no limit is set, because oneDNN and MKL then choose better by themselves.
 _LIBRARY_LEVELS = (
     ("amx", "AVX512_CORE_AMX", "AVX512_E4", "avx512"),
     ("avx512fp16", "AVX512_CORE_FP16", "AVX512_E3", "avx512"),
@@ -165,8 +173,8 @@ _LIBRARY_LEVELS = (
 
 
 def library_environment(processor: Processor, machine: str) -> dict[str, str]:
-    """Variables under which torch, oneDNN and MKL use no more than the processor's features; they read them when they are loaded.
-    Empty if nothing is taken away."""
+    """Returns environment variables under which torch, oneDNN and MKL use only the processor's features; these libraries read
+    them when they are loaded. Returns {} if no feature is removed."""
     if not processor.taken_away:
         return {}
     if machine == "aarch64":
@@ -176,11 +184,12 @@ def library_environment(processor: Processor, machine: str) -> dict[str, str]:
 
 
 def limit_libraries() -> None:
-    """Has torch and what it brings use no more than this_processor(). To be called before torch is imported."""
+    """Makes torch and the libraries it loads use only the features of this_processor(). Must be called before torch is imported."""
     os.environ.update(library_environment(this_processor(), platform.machine()))
 
 
-# LLVM's feature names that begin with these go with the feature; the processor that LLVM tunes for is one without it
+# Removing a feature removes LLVM's features whose names begin with these; LLVM then tunes for a processor without the feature
+# (_LLVM_PROCESSORS).
 _LLVM_NAMES = {
     "amx": ("amx",),
     "avx512fp16": ("avx512fp16", "avx10"),
@@ -190,7 +199,7 @@ _LLVM_NAMES = {
     "avx2": ("avx2", "avx", "fma", "f16c", "vaes", "vpclmulqdq"),
     "sve": ("sve", "sme"),
     "bf16": ("bf16",),
-    "neon": (),  # no compiler of this architecture does without
+    "neon": (),  # every compiler for this architecture requires it
 }
 _LLVM_PROCESSORS = (
     ("amx", "sapphirerapids"),
@@ -204,7 +213,8 @@ _LLVM_PROCESSORS = (
 
 
 def llvm_target(processor: Processor, host: Mapping[str, bool]) -> tuple[str, str] | None:
-    """Name and features of a processor that LLVM is to compile for. host: features as LLVM finds them. None: the host's own."""
+    """Returns the name and the feature list of the processor that LLVM must compile for, or None for the host's own. host: the
+    host's features by LLVM's names, and whether it has them."""
     if not processor.taken_away:
         return None
     prefixes = tuple(prefix for feature in processor.taken_away for prefix in _LLVM_NAMES[feature])

@@ -1,6 +1,7 @@
-"""`python -m config.reference` prints docs/reference/config.md, `python -m config.reference example` config/example.toml.
+"""Prints the documentation of the settings: `python -m config.reference` prints docs/reference/config.md, `python -m
+config.reference example` config/example.toml.
 
-Both are made from config/schema.py alone, and a test compares them with what is committed.
+Both are made from config/schema.py alone, and a test compares them with the committed files.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ starting.
 
 
 def fields(struct: type[msgspec.Struct]) -> list[tuple[str, Any, str, str, str]]:
-    """(key, default, unit, reload, description) in the schema's order."""
+    """Returns (key, default, unit, reload, description) of each field, in the schema's order."""
     hints = get_type_hints(struct, include_extras=True)
     rows = []
     for info in msgspec.structs.fields(struct):
@@ -106,7 +107,8 @@ _EXAMPLES = {
 
 
 def example() -> str:
-    """Every key, commented out where the default is meant; the values are the defaults or an example."""
+    """Returns the text of config/example.toml: all keys, each with its default, or with an example where the default is empty.
+    All but `models_dir` are commented out."""
     lines = ["# Every key of hearthd. What is commented out shows the default, or an example where the default is empty.", ""]
     for name, default, unit, reload, description in fields(NodeConfig):
         if name != "models":

@@ -1,4 +1,6 @@
-"""Opening files that somebody else put there: a pipe, a socket or a device is refused, where opening it would wait or never end."""
+"""Opens files that somebody else put in place. Refuses pipes, sockets and devices, because opening or reading one could wait
+forever.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,12 @@ _KINDS = {
 
 
 def open_regular(path: str | os.PathLike[str]) -> int:
-    """A descriptor for reading. Raises OSError; one that says what `path` is where that is no regular file."""
-    _check(os.stat(path).st_mode, path)  # before it is opened, which some devices act on
+    """Opens a regular file for reading and returns its descriptor. Raises OSError; where `path` is not a regular file, the
+    message says what it is."""
+    _check(os.stat(path).st_mode, path)  # before opening it: some devices act when they are opened
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        _check(os.fstat(fd).st_mode, path)  # what was opened may be another one
+        _check(os.fstat(fd).st_mode, path)  # the path may name another file by now
     except OSError:
         os.close(fd)
         raise
@@ -28,10 +31,10 @@ def open_regular(path: str | os.PathLike[str]) -> int:
 
 
 def read_regular(path: str | os.PathLike[str], most_bytes: int) -> bytes:
-    """The file's content. Raises OSError as open_regular does, and where it is longer than most_bytes."""
+    """Returns the file's content. Raises OSError as open_regular does, and for a file longer than most_bytes."""
     with open(open_regular(path), "rb") as file:
         is_longer = os.fstat(file.fileno()).st_size > most_bytes
-        data = b"" if is_longer else file.read(most_bytes + 1)  # it may have grown meanwhile
+        data = b"" if is_longer else file.read(most_bytes + 1)  # one more, since the file may have grown meanwhile
     if is_longer or len(data) > most_bytes:
         raise OSError(errno.EFBIG, f"is longer than {most_bytes} bytes", os.fspath(path))
     return data

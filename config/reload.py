@@ -1,4 +1,4 @@
-"""What a changed file means for a running node: which keys apply now, which need a restart."""
+"""Compares the running settings with those of a changed file: which differences apply now, and which need a restart."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import msgspec
 
 from config.schema import LIVE, ModelConfig, NodeConfig
 
-# set at start from flags or defaults and meaningless to compare as text
+# stands for a model that only one of the two files names
 _DEFAULT_MODEL = ModelConfig()
 
 
 @dataclass(slots=True)
 class ReloadPlan:
-    """effective: the running config with every live key of the new one. applied / needs_restart: dotted keys that differ."""
+    """The result of a reload. effective: the running settings with the live keys of the new ones. applied: dotted live keys that
+    differ. needs_restart: the other dotted keys that differ."""
 
     effective: NodeConfig
     applied: list[str] = field(default_factory=list)
@@ -23,7 +24,8 @@ class ReloadPlan:
 
 
 def plan(running: NodeConfig, new: NodeConfig) -> ReloadPlan:
-    """Both come from config.load, so `new` is valid already."""
+    """Returns what changes when a node with the settings `running` reloads `new`. Both come from config.load, so `new` is already
+    valid."""
     result = ReloadPlan(running)
     values = _merge(NodeConfig, running, new, "", result, skip=("models",))
     models: dict[str, ModelConfig] = {}

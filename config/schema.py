@@ -1,7 +1,8 @@
-"""Every setting of the node, with default, unit and whether a reload applies it. docs/reference/config.md is held to this file.
+"""Every setting of the node, with its default, its unit and whether a reload applies it. docs/reference/config.md is made from
+this file.
 
-One flat table of node keys plus one table per model (`[models."org/name"]`). A duration key ends in `_s` or `_ms`, a size in
-`_bytes` (written as a number or "512MiB").
+The node's keys are one flat table, and each model has a table of its own (`[models."org/name"]`). The name of a duration ends in
+`_s` or `_ms`, that of a size in `_bytes` (a size is written as a number or as "512MiB").
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ def key(description: str, unit: str = "", reload: str = RESTART) -> msgspec.Meta
 
 
 class DeviceBudget(msgspec.Struct, frozen=True):
-    """One `--device NAME=BUDGET`, or the carve-out of one for an isolated model: an account and an engine of its own.
+    """A device with its memory budget (`--device NAME=BUDGET`), or the part of a device that is set aside for an isolated model.
+    Each has its own memory accounting and its own engine.
 
-    name: `cpu:0`, of a carve-out `cpu:0/org/name`; budget_bytes: weights, KV and work space together; uuid: a cuda device's GPU.
-    model: the only one a carve-out is for, "" for a device; whole_bytes: the budget its device had before it was divided."""
+    name: `cpu:0`, or `cpu:0/org/name` for a model's part. budget_bytes: for weights, KV and work space together. uuid: the GPU of
+    a cuda device, "" for a cpu device. model: the only model of such a part, "" for a device. whole_bytes: the device's budget
+    before it was divided."""
 
     name: str
     budget_bytes: int
@@ -31,12 +34,12 @@ class DeviceBudget(msgspec.Struct, frozen=True):
 
     @property
     def hardware(self) -> str:
-        """Where its engine computes: `cpu:0`."""
+        """Returns the device on which its engine computes, e.g. `cpu:0`."""
         return self.name.partition("/")[0]
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A model's defaults where a request names none; they go before the checkpoint's generation_config.json."""
+    """A model's sampling settings for requests without their own. They override the checkpoint's generation_config.json."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -47,7 +50,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`[models."org/name"]`."""
+    """The settings of one model, from its table `[models."org/name"]`."""
 
     aliases: Annotated[list[str], key("other names requests may use", reload=LIVE)] = []
     max_model_len: Annotated[
@@ -101,7 +104,7 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The whole node. Flags win over the TOML file."""
+    """The settings of the whole node. Flags override the TOML file."""
 
     models_dir: Annotated[str, key("folder whose subfolders are models (flag --models)")] = ""
     listen: Annotated[str, key("HTTP address, HOST:PORT; port 0 picks a free one")] = "127.0.0.1:8000"

@@ -1,4 +1,4 @@
-"""Sizes, addresses and device budgets as people write them."""
+"""Parses and formats sizes, addresses and device budgets as people write them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SIZE_FORM = 'a number of bytes or a size such as "512MiB", "1.5GiB" or "2GB"'
 
 
 def parse_bytes(value: int | str) -> int:
-    """512MiB -> 536870912, 1GB -> 10**9. Raises ValueError saying what is allowed."""
+    """Returns a number of bytes: 512MiB -> 536870912, 1GB -> 10**9. Raises ValueError, which says what is allowed."""
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise ValueError(f"must be {SIZE_FORM}")
     if isinstance(value, int):
@@ -44,7 +44,7 @@ def parse_bytes(value: int | str) -> int:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """536870912 -> '512.0 MiB'."""
+    """Returns the size as text: 536870912 -> '512.0 MiB'."""
     size = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024 or unit == "GiB":
@@ -54,7 +54,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def parse_budget(text: str, memory_bytes: int) -> int:
-    """A size, or a percentage of `memory_bytes`. Raises ValueError."""
+    """Returns the number of bytes of a size or of a percentage of `memory_bytes`. Raises ValueError."""
     match = _PERCENT.match(text)
     if match is None:
         try:
@@ -68,12 +68,13 @@ def parse_budget(text: str, memory_bytes: int) -> int:
 
 
 def parse_size_or_share(value: int | str, memory_bytes: int) -> int:
-    """0, a size, or a percentage of `memory_bytes`. Raises ValueError."""
+    """Returns the number of bytes of 0, of a size or of a percentage of `memory_bytes`. Raises ValueError."""
     return 0 if value in (0, "0") else parse_budget(str(value), memory_bytes)
 
 
 def parse_device(text: str) -> tuple[str, str]:
-    """`cpu=512MiB` -> ("cpu:0", "512MiB"), `cuda:1` -> ("cuda:1", ""): only a cuda device needs no budget. Raises ValueError."""
+    """Splits a device entry into its name and budget: `cpu=512MiB` -> ("cpu:0", "512MiB"), `cuda:1` -> ("cuda:1", ""). Only a
+    cuda device may have no budget. Raises ValueError."""
     name, equals, budget = text.partition("=")
     match = _DEVICE.match(name.strip())
     is_cpu = match is not None and match[1] == "cpu"
@@ -84,7 +85,8 @@ def parse_device(text: str) -> tuple[str, str]:
 
 
 def parse_listen(text: str) -> tuple[str, int]:
-    """`127.0.0.1:8000`, `[::1]:8000` or `:8000` -> (host, port); no host is every address. Raises ValueError."""
+    """Splits an address into host and port: `127.0.0.1:8000`, `[::1]:8000` or `:8000`. An empty host means all addresses. Raises
+    ValueError."""
     host, colon, port = text.rpartition(":")
     if not colon or not port.isascii() or not port.isdigit() or int(port) > 65535:
         raise ValueError('must be HOST:PORT with a port from 0 to 65535, as in "127.0.0.1:8000"')
@@ -96,7 +98,7 @@ def parse_listen(text: str) -> tuple[str, int]:
 
 
 def machine_memory_bytes() -> int:
-    """The machine's memory, or less where this process's control group is limited."""
+    """Returns the machine's memory in bytes, or the limit of this process's control group if that is lower."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:

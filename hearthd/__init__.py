@@ -1,1 +1,1 @@
-"""The console scripts, and whether the packages that Python finds are hearthd's own. Part of hearthd."""
+"""The console scripts, and the check that the packages Python finds are hearthd's own. Part of hearthd."""

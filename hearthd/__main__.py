@@ -1,4 +1,4 @@
-"""`python -m hearthd`: the same as `hearthd`, also where another distribution's `daemon` would be found."""
+"""Makes `python -m hearthd` the same as `hearthd`. It also works where Python would find another distribution's `daemon`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Which other distribution stands where a package of hearthd's belongs, told so that it can be mended.
+"""Finds packages of other distributions that stand in the place of one of hearthd's, and says what to do about them.
 
-Reads the file lists of all installed distributions, some ten milliseconds and more: only for `hearth doctor`, and once something
-is odd.
+Reads the file lists of all installed distributions, which takes ten milliseconds or more. So it runs only for `hearth doctor` and
+after hearthd/packages.py has found something unusual.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ ELSEWHERE, REPLACED, MISSING, SHARED = "elsewhere", "replaced", "missing", "shar
 
 @dataclass(frozen=True, slots=True)
 class Collision:
-    """kind: elsewhere: another package is found first; replaced: another distribution's `__init__.py` lies in hearthd's folder;
-    missing: it has none; shared: hearthd's own is found, and that of `owner` cannot be. path: the other file. owner: its
-    distribution and version, "" where no installed one has it."""
+    """A package of hearthd's that another one replaces, hides or shares a name with. kind: "elsewhere": Python finds another
+    package first; "replaced": the `__init__.py` in hearthd's folder is another distribution's; "missing": hearthd's folder has
+    no `__init__.py`; "shared": Python finds hearthd's package, so that of `owner` cannot be found. path: the other file (kind
+    "missing": the missing one). owner: the other file's distribution and version, "" if no installed distribution has it."""
 
     package: str
     kind: str
@@ -33,7 +34,7 @@ class Collision:
 
     @property
     def breaks(self) -> bool:
-        """Whether hearthd cannot run so."""
+        """Returns whether the collision keeps hearthd from running."""
         return self.kind != SHARED
 
     def __str__(self) -> str:
@@ -47,7 +48,7 @@ class Collision:
 
     @property
     def change(self) -> str:
-        """What to do, one sentence."""
+        """Returns one sentence that says what to do."""
         if self.kind == MISSING:
             return "install hearthd again"
         if not self.owner and self.kind == ELSEWHERE:
@@ -63,7 +64,7 @@ class Collision:
 
 
 def look_into(names: Sequence[str] = NAMES, home: str = HOME) -> list[Collision]:
-    """Returns what is wrong with these packages, [] where nothing is."""
+    """Returns the collisions of these packages, [] if there are none."""
     installed, linked = _claims(names)
     found: list[Collision] = []
     for name in names:
@@ -81,17 +82,17 @@ def look_into(names: Sequence[str] = NAMES, home: str = HOME) -> list[Collision]
 
 
 def refusal(program: str, found: Sequence[Collision]) -> str:
-    """The lines for stderr where hearthd cannot run."""
+    """Returns the lines for stderr where hearthd cannot run."""
     return f"{program}: not started, for another package stands where one of hearthd's belongs:\n{_lines(found)}"
 
 
 def warning(program: str, found: Sequence[Collision]) -> str:
-    """The lines for stderr where hearthd can run, and something else in this environment may not."""
+    """Returns the lines for stderr where hearthd can run, but other software in this environment may not."""
     return f"{program}: warning: another distribution has packages of the same name:\n{_lines(found)}"
 
 
 def findings(found: Sequence[Collision], as_json: bool) -> str:
-    """What `hearth doctor` prints where it cannot look at anything else."""
+    """Returns what `hearth doctor` prints where collisions prevent all its other checks."""
     rows = [
         {"check": "installation", "level": "fail" if one.breaks else "warn", "found": str(one), "change": one.change}
         for one in found
@@ -108,9 +109,9 @@ def _lines(found: Sequence[Collision]) -> str:
 
 
 def _claims(names: Sequence[str]) -> tuple[list[_Claim], list[_Claim]]:
-    """Returns what other distributions have installed under these names, of each its `__init__.py` if it has one, else the first
-    file; and what lies under these names in the folders that others are links to (`pip install -e`), whether or not it is found
-    there."""
+    """Returns two lists. The first: files that other distributions have installed under these names, one per package: its
+    `__init__.py` if it has one, else the first file. The second: files with these names in the folders that editable
+    distributions (`pip install -e`) link to, whether or not Python finds them there."""
     installed, linked = [], []
     for distribution in metadata.distributions():
         name = distribution.metadata["Name"] or "a distribution without a name"
@@ -131,16 +132,16 @@ def _claims(names: Sequence[str]) -> tuple[list[_Claim], list[_Claim]]:
 
 
 def _files(distribution: metadata.Distribution) -> list[str]:
-    """Paths below the folder of a distribution, as its installer wrote them down."""
+    """Returns a distribution's paths, relative to the folder it is installed in, as its installer recorded them."""
     if (record := distribution.read_text("RECORD")) is not None:
         return [line.partition(",")[0].strip('"') for line in record.splitlines()]
-    if (installed := distribution.read_text("installed-files.txt")) is not None:  # relative to the .egg-info
+    if (installed := distribution.read_text("installed-files.txt")) is not None:  # the paths are relative to the .egg-info folder
         return [os.path.normpath(os.path.join("x.egg-info", line)) for line in installed.splitlines()]
     return [f"{line}/__init__.py" for line in (distribution.read_text("top_level.txt") or "").split()]
 
 
 def _editable(distribution: metadata.Distribution) -> str:
-    """The folder that a distribution installed with `pip install -e` is a link to, else ""."""
+    """Returns the folder that a distribution installed with `pip install -e` links to, "" for any other distribution."""
     try:
         told = json.loads(distribution.read_text("direct_url.json") or "{}")
         return unquote(urlparse(told["url"]).path) if told["dir_info"]["editable"] else ""
@@ -149,7 +150,7 @@ def _editable(distribution: metadata.Distribution) -> str:
 
 
 def _owner(path: str, claims: Sequence[tuple[str, str]]) -> str:
-    """Returns the distribution that claims `path`, "" for none."""
+    """Returns the distribution that claims `path`, "" if none does."""
     return next((owner for claimed, owner in claims if _same(path, claimed)), "")
 
 

@@ -1,4 +1,4 @@
-"""The console scripts. Nothing of the other packages is imported before they are known to be hearthd's own."""
+"""The console scripts. They import from the other packages only after checking that those are hearthd's own."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _hearth() -> int:
 
 
 def _tell_as_doctor() -> None:
-    """Ends the process with the findings of `hearth doctor` where other packages keep the command itself from starting."""
+    """Prints the findings of `hearth doctor` and ends the process, if other packages keep the command itself from starting."""
     if not odd():
         return
     from hearthd import collisions
@@ -47,7 +47,8 @@ def _tell_as_doctor() -> None:
 
 
 def _run(program: str, main: Callable[[], int]) -> None:
-    """Ends the process with what `main` returns, or with a message where a package that hearthd needs is not installed."""
+    """Runs `main` and ends the process with the exit code it returns. Where a package that hearthd needs is not installed, it
+    prints a message instead."""
     try:
         code = main()
     except ModuleNotFoundError as error:
@@ -62,7 +63,7 @@ def _run(program: str, main: Callable[[], int]) -> None:
 
 
 def _not_installed() -> list[str]:
-    """Returns what hearthd requires without an extra and is not there, as pip takes it."""
+    """Returns hearthd's requirements (without those of extras) that are not installed, in the form that pip takes."""
     import re
     from importlib import metadata
 

@@ -1,10 +1,11 @@
-"""Whether `config`, `daemon`, `engine`, `loader` and `scheduler` are hearthd's own. Other distributions use these names, too
-(python-daemon installs `daemon`), and pip writes over files without a word.
+"""Checks whether `config`, `daemon`, `engine`, `loader` and `scheduler` are hearthd's own packages. Other distributions use these
+names, too (python-daemon installs `daemon`), and pip overwrites files without a warning.
 
-Each start of a program asks (hearthd/start.py), so the usual case costs five look-ups that the imports after it need anyway, a few
-hundred bytes read from each `__init__.py`, and where hearthd was installed from a wheel the list of its files: below a millisecond.
-Only what is odd there is looked into by hearthd/collisions.py, which reads the lists of all installed distributions. What that
-alone would find is left to `hearth doctor`: a package of one file, which hearthd's own has overwritten.
+Every start of a program makes this check (hearthd/start.py), so the usual case must be cheap: five look-ups that the later
+imports need anyway, a few hundred bytes read from each `__init__.py`, and the list of hearthd's files where it was installed from
+a wheel. That takes less than a millisecond. Only what is unusual is examined by hearthd/collisions.py, which reads the lists of
+all installed distributions. One case is found by `hearth doctor` alone: another distribution's package of a single file that
+hearthd's own package has overwritten.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ HOME = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def odd(home: str = HOME) -> list[str]:
-    """Returns the names of packages that are found elsewhere than in `home`, that lack the mark, or that share their folder in
-    `home` with files hearthd did not install."""
+    """Returns the names of packages that Python finds outside `home`, that lack the mark, or that share their folder in `home`
+    with files hearthd did not install."""
     shared = _shared(home)
     return [name for name in NAMES if name in shared or not is_found(home, name) or not is_marked(home, name)]
 
 
 def is_found(home: str, name: str) -> bool:
-    """Whether `import name` runs the package in `home`."""
+    """Returns whether `import name` runs the package in `home`."""
     return origin(name) == os.path.join(home, name, "__init__.py")
 
 
 def origin(name: str) -> str:
-    """Returns the file that `import name` would run, "" for none: nothing is found, or a folder without `__init__.py`."""
+    """Returns the file that `import name` would run, "" if it finds nothing or only a folder without `__init__.py`."""
     for finder in sys.meta_path:
         find = getattr(finder, "find_spec", None)
         spec = find(name, None) if find is not None else None
@@ -40,7 +41,7 @@ def origin(name: str) -> str:
 
 
 def is_marked(home: str, name: str) -> bool:
-    """Whether the package in `home` says that it is part of hearthd."""
+    """Returns whether the package in `home` says that it is part of hearthd."""
     try:
         with open(os.path.join(home, name, "__init__.py"), "rb", buffering=0) as file:
             return MARK in file.read(4096)
@@ -49,7 +50,8 @@ def is_marked(home: str, name: str) -> bool:
 
 
 def _shared(home: str) -> set[str]:
-    """Names of packages beside or in which something lies that is not in the list of hearthd's files; none without such a list."""
+    """Returns the names of packages that share their folder or their name in `home` with a file that is not in the list of
+    hearthd's files. Returns an empty set where there is no such list."""
     try:
         entries = os.listdir(home)
         lists = [one for one in entries if one.startswith("hearthd-") and one.endswith(".dist-info")]
@@ -57,7 +59,7 @@ def _shared(home: str) -> set[str]:
             text = file.read()
         ours = _entries(text)
         if f"{NAMES[0]}/__init__.py" not in ours:
-            return set()  # installed as a link to a clone
+            return set()  # hearthd is installed as a link to a clone
         ours |= {f"{name}/__pycache__" for name in NAMES}
         strays = {name for name in NAMES for entry in os.listdir(os.path.join(home, name)) if f"{name}/{entry}" not in ours}
     except (OSError, IndexError):
@@ -66,10 +68,11 @@ def _shared(home: str) -> set[str]:
 
 
 def _entries(record: str) -> set[str]:
-    """Returns what lies directly in each package, as `config/load.py`. record: the list of all that hearthd's wheel installed."""
+    """Returns the entries directly inside each package's folder, e.g. `config/load.py`. record: the list of all files that
+    hearthd's wheel installed."""
     found, folder = set(), "\0"
     for line in record.split("\n"):
-        if line.startswith(folder):  # the list is sorted, so most lines are of the folder of the line before
+        if line.startswith(folder):  # the list is sorted, so most lines belong to the previous line's folder
             continue
         end = line.find("/", line.find("/") + 1)
         if end < 0:

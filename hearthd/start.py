@@ -1,4 +1,4 @@
-"""What each program does first: it ends with a message where other packages would be imported in the place of hearthd's."""
+"""The first check of each program: it ends with a message where Python would import other packages instead of hearthd's."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ EXIT_OTHERS = 1
 
 
 def require(program: str, warns: bool = True) -> None:
-    """Ends the process with a message where another package would be imported in the place of one of hearthd's. warns: says on
-    stderr where hearthd's own are found, but another distribution has files in the same folder."""
+    """Ends the process with a message on stderr where Python would import another package instead of one of hearthd's. warns:
+    whether to print a warning where Python finds hearthd's own packages, but another distribution has files in the same
+    folder."""
     names = odd()
     if not names:
         return
-    from hearthd import collisions  # with the lists of all distributions, which is slow
+    from hearthd import collisions  # it reads the lists of all distributions, which is slow
 
     found = collisions.look_into(names)
     if any(one.breaks for one in found):

@@ -1,6 +1,7 @@
-"""What models a folder holds: one cheap pass over names, sizes and headers; no tensor data is read and torch is not imported.
+"""Lists the models in a folder. The scan is cheap: it looks at names, sizes and headers, reads no tensor data and does not import
+torch.
 
-A folder is a model when it has config.json and every file its index names at the length its header says; until then it is
+A folder is a model if it has config.json and every file its index names, each of the length its header says. Until then it is
 listed as incomplete, with the reason.
 """
 
@@ -37,25 +38,25 @@ TOKENIZER_NAMES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-# every file beside the weights that anything here reads
+# all files that are read here, other than the weights
 SIDE_FILES = (CONFIG_NAME, GENERATION_CONFIG_NAME, *TOKENIZER_NAMES, MODULES_NAME, POOLING_NAME)
 
 
 @dataclass(slots=True)
 class Checkpoint:
-    """One model folder. `complete`: it may be loaded. Otherwise `reason` says what is missing (it may still come), or `error`
-    what is wrong with it (it stays wrong until its files change); shape is None where config.json can't be used.
+    """A model's folder. complete: whether the model can be loaded. If not, `reason` says what is missing (it may still arrive),
+    or `error` what is wrong (it stays wrong until the files change). shape: None where config.json can't be used.
 
-    weights_bytes: dtype name -> bytes the engine holds. fingerprint: of names, sizes, times, config texts and headers.
-    packed_files: the same weights, packed, where `files` are plain; packed_reason: why what is packed can't be used.
-    """
+    weights_bytes: the bytes of weights that an engine holds, by dtype. fingerprint: a hash of names, sizes, times, configuration
+    texts and headers. packed_files: the same weights in packed form, where `files` are plain. packed_reason: why existing packed
+    files can't be used."""
 
     name: str
     path: str
     complete: bool = False
     reason: str = ""
     error: str = ""
-    failure: CheckpointError | None = None  # the error itself
+    failure: CheckpointError | None = None  # the exception that `error` is the text of
     files: tuple[FileInfo, ...] = ()
     packed_files: tuple[FileInfo, ...] = ()
     packed_reason: str = ""
@@ -65,25 +66,26 @@ class Checkpoint:
     fingerprint: str = ""
     created: int = 0  # Unix seconds: mtime of config.json
     tokenizer_files: tuple[str, ...] = ()
-    signature: str = ""  # of name, size and mtime_ns of every file that matters: rescans compare it
+    signature: str = ""  # hash of the name, size and mtime_ns of every file that matters, which rescans compare
 
 
 @dataclass(slots=True, frozen=True)
 class Seen:
-    """What `walk` found. in_cache: in a folder of a Hugging Face cache."""
+    """A model that `walk` found. in_cache: whether it is in a Hugging Face cache."""
 
     checkpoint: Checkpoint
     in_cache: bool = False
 
 
 def scan(models_dir: str | Path, previous: Mapping[str, Checkpoint] | None = None) -> dict[str, Checkpoint]:
-    """Every model below models_dir by name (its path below it), sorted. `previous`: as for `walk`. Raises OSError if models_dir
-    itself can't be read, or no more files can be opened."""
+    """Returns all models below models_dir by name (their path below it), sorted. previous: as for `walk`. Raises OSError if
+    models_dir itself can't be read, or if no more files can be opened."""
     return merged(walk(models_dir, previous))
 
 
 def merged(found: Iterable[Seen]) -> dict[str, Checkpoint]:
-    """Models by name, sorted. A folder of a Hugging Face cache gives way to a plain one of that name."""
+    """Returns the models by name, sorted. Where a Hugging Face cache and a plain folder have a model of the same name, the plain
+    one counts."""
     plain: dict[str, Checkpoint] = {}
     cached: dict[str, Checkpoint] = {}
     for seen in found:
@@ -98,13 +100,13 @@ def walk(
     silent: Mapping[str, str] | None = None,
     watched: Callable[[str], None] = lambda folder: None,
 ) -> Iterator[Seen]:
-    """Every model below models_dir as it is found. A Hugging Face cache's `models--org--name` is `org/name`. Raises OSError if
-    models_dir itself can't be read.
+    """Yields every model below models_dir as it is found. A Hugging Face cache's `models--org--name` is named `org/name`. Raises
+    OSError if models_dir itself can't be read, or if no more files can be opened.
 
-    previous: the last result; folders whose names, sizes and times have not changed are taken from it without opening a file.
-    looking: is told each path before it is looked at, which may take as long as the file system likes. silent: paths that are not
-    to be looked at, and why, as the end of a sentence; a folder among them is an incomplete model. watched: is told each folder in
-    which a change would matter; it may not be there yet."""
+    previous: the last scan's result; a folder whose names, sizes and times have not changed is taken from it, and none of its
+    files is opened. looking: called with each path before it is looked at, since a file system may take any time to answer.
+    silent: paths that must not be looked at, each with the reason as the end of a sentence; a folder among them is listed as an
+    incomplete model. watched: called with each folder in which a change would matter; it need not exist yet."""
     root, silent = Path(models_dir), silent or {}
     above = _identities_above(root)
     folders = [(root, "", 0, False)]
@@ -124,7 +126,7 @@ def walk(
         except OSError as error:
             if depth == 0 or open_files.are_used_up(error):
                 raise
-            continue  # gone or unreadable meanwhile: not a model
+            continue  # removed or made unreadable meanwhile, so not a model
         watched(str(folder))
         files, below, unanswered = [], [], []
         for entry in entries:
@@ -132,7 +134,7 @@ def walk(
                 unanswered.append(entry)
                 continue
             if entry.is_symlink():
-                looking(entry.path)  # it is followed now
+                looking(entry.path)  # the next line follows the link
             if _is_file(entry):
                 files.append(entry)
             elif _is_dir(entry):
@@ -151,7 +153,7 @@ def walk(
                 inner = hub_cache.repo_name(entry.name) or entry.name
                 yield Seen(Checkpoint(f"{name}/{inner}" if name else inner, entry.path, reason=silent[entry.path]), in_cache)
             for entry in below:
-                if not entry.name.isprintable():  # nor is what is no UTF-8
+                if not entry.name.isprintable():  # a name that is not UTF-8 is not printable either
                     escaped = ascii(entry.name)[1:-1]
                     checkpoint = Checkpoint(f"{name}/{escaped}" if name else escaped, str(folder), reason=UNPRINTABLE)
                     yield Seen(checkpoint, in_cache)
@@ -171,7 +173,8 @@ def walk(
 
 
 def _identities_above(root: Path) -> set[tuple[int, int]]:
-    """The models folder and all that hold it: a link to one of them would list its models again, and again below that."""
+    """Returns (device, inode) of the models folder and of all folders above it. A link to one of them would list its models
+    again, and again below that."""
     found = set()
     for folder in (root.resolve(), *root.resolve().parents):
         try:
@@ -183,8 +186,8 @@ def _identities_above(root: Path) -> set[tuple[int, int]]:
 
 
 def _leads_round(link: os.DirEntry[str], folder: Path, root: Path, above: set[tuple[int, int]]) -> bool:
-    """The link in `folder` leads to what holds it, by its path below the models folder too; or to what the kernel makes up, where
-    each process has links of its own to everywhere."""
+    """Returns whether the link in `folder` must not be followed: it leads to a folder that contains it (also by the path below
+    the models folder), into /proc or /sys, where each process has links to everywhere, or to nothing."""
     try:
         stat = link.stat()
         if (stat.st_dev, stat.st_ino) in above or stat.st_dev in {
@@ -197,7 +200,7 @@ def _leads_round(link: os.DirEntry[str], folder: Path, root: Path, above: set[tu
                 return True
             folder = folder.parent
     except OSError:
-        return True  # gone meanwhile
+        return True  # the link leads nowhere, or was removed meanwhile
     return False
 
 
@@ -207,11 +210,12 @@ def _snapshot(folder: Path) -> Path | None:
     except OSError as error:
         if open_files.are_used_up(error):
             raise
-        return None  # gone or unreadable meanwhile
+        return None  # removed or made unreadable meanwhile
 
 
 def scan_one(path: str | Path, name: str | None = None) -> Checkpoint:
-    """One folder, whatever it holds. name: default the folder's own. Raises OSError if it is not a readable folder."""
+    """Returns the checkpoint in this folder, whatever the folder contains. name: by default the folder's own. Raises OSError if
+    it is not a readable folder."""
     folder = Path(path)
     files = [entry for entry in os.scandir(folder) if not entry.name.startswith(".") and _is_file(entry)]
     return _scan_folder(folder, name or folder.name, files, None)
@@ -253,11 +257,11 @@ def _scan_folder(folder: Path, name: str, entries: Iterable[os.DirEntry[str]], p
         checkpoint.reason = str(error)
     except OSError as error:
         if open_files.are_used_up(error):
-            raise  # says nothing of the folder
+            raise  # this error is not about the folder
         checkpoint.reason = f"{error.filename or folder}: {error.strerror}"
     except MemoryError:
         checkpoint.error = "its configuration and headers need more memory than reading them may take"
-    except Exception as error:  # whatever is in a folder is that folder's fault, and must not hide the others
+    except Exception as error:  # what is wrong with one folder must not hide the others
         log.debug("%s: reading it failed", name, exc_info=True)
         checkpoint.error = f"cannot be read: {type(error).__name__}: {shortened(str(error))}"
     return checkpoint
@@ -273,7 +277,7 @@ def _files(entries: Iterable[os.DirEntry[str]]) -> tuple[tuple[str, int, int], .
 
 
 def _pooling_file(folder: Path) -> tuple[tuple[str, int, int], ...]:
-    """An encoder's one file that is not in the folder itself."""
+    """Returns (name, size, mtime_ns) of an encoder's pooling configuration, its only file in a folder below; () if it has none."""
     try:
         stat = (folder / POOLING_NAME).stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -331,7 +335,8 @@ def _stat(path: Path) -> tuple[int, int]:
 
 
 def _check_layers(shape: ModelShape, num_tensors: int) -> None:
-    """Raises CheckpointError where the files hold less than one tensor for each layer: before a list of all layers' is made."""
+    """Raises CheckpointError where the files hold fewer tensors than the model has layers. Called before anything lists all
+    layers, since config.json may name any number of them."""
     if shape.num_layers > num_tensors:
         raise CheckpointError(
             CONFIG_NAME, None, f"key num_hidden_layers: {shape.num_layers} is more than the files hold tensors ({num_tensors})"
@@ -339,7 +344,8 @@ def _check_layers(shape: ModelShape, num_tensors: int) -> None:
 
 
 def check_parameters(shape: ModelShape, headers: Mapping[str, Header]) -> None:
-    """Every parameter is there in its shape, and nothing else. Raises CheckpointError naming file and tensor."""
+    """Raises CheckpointError, which names file and tensor, unless the files hold every parameter in its shape and no other
+    tensors but those that the model ignores."""
     wanted = layout.parameter_shapes(shape)
     for file, header in headers.items():
         for tensor in header.tensors:

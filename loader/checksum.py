@@ -1,7 +1,7 @@
-"""Checksums of memory, against accidents and not against anyone.
+"""Checksums of memory that reveal accidental damage. They do not protect against deliberate changes.
 
-A piece's is over its 8-byte words w (the last one padded with zeros): their sum and the sum of index * w, both modulo 2**64, so a
-changed, lost or exchanged word shows.
+The checksum of a piece has two parts: the sum of its 8-byte words w (the last one padded with zeros) and the sum of index * w,
+both modulo 2**64. So a changed, lost or exchanged word shows.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-_STEP_WORDS = 1 << 15  # at a time: what stays in the cache
+_STEP_WORDS = 1 << 15  # words summed at a time, few enough to stay in the cache
 
 
 def of(source: Any) -> int:
-    """The checksum of a uint8 array, 128 bits."""
+    """Returns the 128-bit checksum of a uint8 array."""
     sums = np.zeros(2, np.uint64)
     whole = len(source) // 8 * 8
     add_words(source[:whole], sums)
@@ -29,7 +29,7 @@ def joined(sums: Any) -> int:
 
 
 def add_words(source: Any, sums: Any) -> None:
-    """source: whole words, as uint8; sums [2] += theirs."""
+    """Adds whole words to the two sums. source: uint8, a multiple of 8 bytes. sums: uint64 [2]."""
     for begin in range(0, len(source) // 8, _STEP_WORDS):
         words = np.frombuffer(source[8 * begin : 8 * (begin + _STEP_WORDS)].tobytes(), np.uint64)
         index = np.arange(begin, begin + len(words), dtype=np.uint64)
@@ -37,7 +37,7 @@ def add_words(source: Any, sums: Any) -> None:
 
 
 def add_rest(rest: Any, num_words: int, sums: Any) -> None:
-    """What is left behind so many whole words, less than one."""
+    """Adds the last bytes, fewer than a word, to the two sums. num_words: the number of whole words before them."""
     if len(rest):
         last = np.zeros(8, np.uint8)
         last[: len(rest)] = rest
@@ -46,6 +46,6 @@ def add_rest(rest: Any, num_words: int, sums: Any) -> None:
 
 
 def combined(pieces: Sequence[int]) -> int:
-    """One 64-bit number, never 0, for the checksums of consecutive pieces."""
+    """Combines the checksums of consecutive pieces into a 64-bit number, which is never 0."""
     digest = hashlib.blake2b(b"".join(piece.to_bytes(16, "little") for piece in pieces), digest_size=8)
     return int.from_bytes(digest.digest(), "little") or 1

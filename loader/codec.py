@@ -1,4 +1,6 @@
-"""The lossless format of bfloat16 weights (loader.frame) on numpy alone: what every other decoder must agree with."""
+"""The reference implementation, in numpy, of the lossless format of bfloat16 weights (loader.frame). Every other decoder must
+agree with it.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +11,16 @@ import numpy as np
 from loader import checksum, frame
 from loader.frame import ESCAPE, GROUP_VALUES, FrameError
 
-_COUNTED_VALUES = 1 << 16  # that a table is made from
+_COUNTED_VALUES = 1 << 16  # a frame's seven exponents are found from about this many of its values (up to twice as many)
 
 
 def sum_of(data: Any) -> int:
-    """A frame's checksum. data: uint8."""
+    """Returns a frame's checksum. data: uint8."""
     return checksum.combined([checksum.of(data)])
 
 
 def encode(values: Any) -> bytes:
-    """values: uint16 [N], the bits of bfloat16, contiguous; 1 to FRAME_VALUES of them."""
+    """Returns the values as a frame. values: uint16 [N], the bits of bfloat16, contiguous; 1 to FRAME_VALUES of them."""
     num_values = len(values)
     halves = values.view(np.uint8)
     low, high = halves[::2], halves[1::2]
@@ -27,7 +29,7 @@ def encode(values: Any) -> bytes:
     table = np.argsort(-np.bincount(counted, minlength=256), kind="stable")[:ESCAPE].astype(np.uint8)
     code_of = np.full(256, ESCAPE, np.uint8)
     code_of[table] = np.arange(ESCAPE, dtype=np.uint8)
-    codes = np.frombuffer(exponents.tobytes().translate(code_of.tobytes()), np.uint8)  # several times as fast as indexing
+    codes = np.frombuffer(exponents.tobytes().translate(code_of.tobytes()), np.uint8)  # indexing takes several times as long
     escaped = np.flatnonzero(codes == ESCAPE)
     head = np.array([num_values, len(escaped)], "<u4").tobytes() + table.tobytes()
     body = high & np.uint8(0x80) | low & np.uint8(0x7F)
@@ -40,17 +42,17 @@ def encode(values: Any) -> bytes:
 
 
 def _offsets(escaped: Any, num_values: int) -> Any:
-    """For each group the number of escapes before it. escaped: places of values, ascending."""
+    """Returns the number of escapes before each group. escaped: indices of the values that are escapes, ascending."""
     return np.searchsorted(escaped, np.arange(frame.num_groups(num_values)) * GROUP_VALUES).astype("<u4")
 
 
 class Parts:
-    """The parts of a frame, as views. Raises FrameError unless it holds `num_values` values and is as long as it says."""
+    """Views of a frame's parts. Raises FrameError unless the frame holds `num_values` values and is as long as its head says."""
 
     __slots__ = ("body", "escapes", "offsets", "table", "words")
 
     def __init__(self, data: Any, num_values: int) -> None:
-        """data: uint8, contiguous."""
+        """Splits a frame. data: uint8, contiguous."""
         begin, codes, offsets = frame.HEAD_BYTES, frame.codes_at(num_values), frame.offsets_at(num_values)
         escapes = frame.escapes_at(num_values)
         if len(data) < escapes:
@@ -66,7 +68,7 @@ class Parts:
 
 
 def decode(data: Any, out: Any) -> None:
-    """A frame (uint8, contiguous) to out (uint16 [N]), which is written whole. Raises FrameError."""
+    """Decodes a frame. data: uint8, contiguous. out: uint16 [N], filled completely. Raises FrameError."""
     parts = Parts(data, len(out))
     codes = np.unpackbits(parts.words[0].view(np.uint8), bitorder="little")
     for bit in range(1, frame.NUM_PLANES):

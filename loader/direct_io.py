@@ -1,7 +1,8 @@
-"""Files read past the page cache where that is faster: what the kernel says of a file, asked once or per read.
+"""Reads past the page cache: tells where they are faster, and what the kernel requires of them.
 
-A range that the page cache holds is read from there (a copy at memory speed); one it does not hold is read with O_DIRECT straight
-from the drive, which costs almost no CPU and leaves the cache to others. Linux only, by system call where libc has no wrapper.
+A range that is in the page cache is read from there (a copy at memory speed). Any other range is read with O_DIRECT straight from
+the drive, which costs almost no CPU time and leaves the cache to others. Linux only; makes system calls directly where libc has
+no wrapper.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ _CACHESTAT = 451  # Linux 6.5; the same number on every architecture
 _AT_EMPTY_PATH = 0x1000
 _STATX_DIOALIGN = 0x2000  # Linux 6.1
 _STATX_BYTES = 256
-_DIOALIGN_OFFSET = 152  # of stx_dio_mem_align in struct statx; stx_dio_offset_align follows
-DEFAULT_ALIGN_BYTES = 4096  # where the kernel doesn't say; a multiple of every block size in use
-BLOCK_BYTES = 4096  # direct reads are in whole ones, of the file as of memory
-PROBES = 4  # pages asked for where cachestat is not to be had
-# What a drive or file system answers to a read it can't do directly.
+_DIOALIGN_OFFSET = 152  # where struct statx has stx_dio_mem_align; stx_dio_offset_align follows it
+DEFAULT_ALIGN_BYTES = 4096  # used where the kernel doesn't say; a multiple of every block size in use
+BLOCK_BYTES = 4096  # direct reads consist of whole blocks, in the file and in memory
+PROBES = 4  # pages that are tested where cachestat is not available
+# Errors by which a drive or file system refuses a direct read.
 REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -28,14 +29,15 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(slots=True, frozen=True)
 class Alignment:
-    """What direct reads of a file ask of memory addresses, and of offsets and lengths in the file."""
+    """What direct reads of a file require: memory addresses must be multiples of memory_bytes, offsets and lengths in the file
+    multiples of offset_bytes."""
 
     memory_bytes: int
     offset_bytes: int
 
 
 def direct_alignment(fd: int) -> Alignment:
-    """As the kernel says, else DEFAULT_ALIGN_BYTES for both."""
+    """Returns the alignment that the kernel reports for the file, or DEFAULT_ALIGN_BYTES for both if it reports none."""
     buffer = ctypes.create_string_buffer(_STATX_BYTES)
     try:
         failed = _libc.statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, buffer)
@@ -49,12 +51,13 @@ def direct_alignment(fd: int) -> Alignment:
 
 
 def open_direct(fd: int) -> int:
-    """Another descriptor of the same file (whatever its name leads to by now) for reads past the page cache. Raises OSError."""
+    """Returns another descriptor of the same file, for reads past the page cache. It is the same file even if its name leads to
+    another one by now. Raises OSError."""
     return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
 
 
 def is_cached(fd: int, begin: int, end: int) -> bool:
-    """Whether the page cache holds at least half of bytes [begin, end): from there on a buffered read is the faster one."""
+    """Returns whether the page cache holds at least half of bytes [begin, end). From a half on, a buffered read is faster."""
     pages = _cached_pages(fd, begin, end - begin)
     if pages is not None:
         return 2 * pages * os.sysconf("SC_PAGE_SIZE") >= end - begin
@@ -63,7 +66,8 @@ def is_cached(fd: int, begin: int, end: int) -> bool:
 
 
 def _cached_pages(fd: int, offset: int, length: int) -> int | None:
-    """None: not told, by an older kernel or because the file is another user's."""
+    """Returns how many pages of the range the page cache holds, or None if the kernel does not say: it is too old, or the file
+    belongs to another user."""
     asked = struct.pack("=QQ", offset, length)
     answer = ctypes.create_string_buffer(40)
     if _libc.syscall(_CACHESTAT, fd, asked, answer, 0):
@@ -72,7 +76,8 @@ def _cached_pages(fd: int, offset: int, length: int) -> int | None:
 
 
 def _page_is_cached(fd: int, offset: int) -> bool:
-    """By a read that must not wait. mincore is no help here: of another user's file it says that everything is cached."""
+    """Returns whether the page cache holds the page at `offset`, found out by a read that must not wait. mincore is no help here:
+    for another user's file it says that everything is cached."""
     try:
         return os.preadv(fd, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
     except OSError:

@@ -1,24 +1,25 @@
-"""What can be wrong with a checkpoint. Every error names the file and, where one is concerned, the tensor."""
+"""Errors that a load of a checkpoint can raise. Each names the file and, if it is about one, the tensor."""
 
 from __future__ import annotations
 
-MOST_CHARACTERS = 300  # of each part of a message: names and values come from files that may hold anything
+MOST_CHARACTERS = 300  # limit for each part of a message: names and values come from files that may hold anything
 
 
 def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
-    """The text, or its beginning and how long it is; what can't be printed is escaped, as a terminal would act on it."""
+    """Returns the text, or if it is longer than `most` characters its beginning and its length. Characters that can't be printed
+    are escaped, because a terminal would act on them."""
     beginning = "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text[:most])
     return beginning if len(text) <= most else f"{beginning}... ({len(text)} characters)"
 
 
 class LoaderError(Exception):
-    """Base. `permanent`: trying again is pointless until the files change."""
+    """The base class of loader errors. permanent: whether trying again is pointless until the files change."""
 
     permanent: bool = True
 
 
 class CheckpointError(LoaderError):
-    """The checkpoint is at fault. file: path or name of the file; tensor: its name in the file, or None."""
+    """Raised when the checkpoint is at fault. file: its path or name. tensor: its name in the file, or None."""
 
     def __init__(self, file: str, tensor: str | None, message: str) -> None:
         self.file, self.tensor = shortened(file), tensor and shortened(tensor)
@@ -28,20 +29,20 @@ class CheckpointError(LoaderError):
 
 
 class FileTooShort(CheckpointError):
-    """The file ends before its header says: perhaps still being copied."""
+    """Raised when a file is shorter than its header says. It may still be being copied."""
 
 
 class UnsupportedModel(CheckpointError):
-    """A well-formed checkpoint of a kind this build can't run."""
+    """Raised for a well-formed checkpoint of a kind that this build can't run."""
 
 
 class CheckpointChanged(LoaderError):
-    """Files were replaced between registration and load; the next scan will see them."""
+    """Raised when files were replaced between registration and load. The next scan will see the new ones."""
 
     permanent = False
 
 
 class ReadFailed(CheckpointError):
-    """The drive or file system gave no data; another time it may."""
+    """Raised when the drive or file system returned no data. A later attempt may succeed."""
 
     permanent = False

@@ -1,4 +1,4 @@
-"""Carries out one read after another of one file: from the page cache or straight from the drive, in place or through a slot."""
+"""Carries out the planned reads of a file: from the page cache or straight from the drive, into place or through a staging slot."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ log = logging.getLogger("loader")
 
 @dataclass(slots=True, frozen=True)
 class Fetched:
-    """A read that was carried out, in bytes of weights. direct_bytes: past the page cache; staged_bytes: through a slot.
+    """A read that was carried out. Sizes are in bytes of tensors, as they are in the file. direct_bytes: those read past the page
+    cache. staged_bytes: those that went through a slot.
 
-    fence: where its copies to a device are under way, what they have to pass before `slot` goes back to the ring."""
+    fence: passed when the read's copies to a device are done, after which `slot` goes back to the ring; None if there are none."""
 
     read: Read
     direct_bytes: int
@@ -33,16 +34,16 @@ class Fetched:
 
 
 class FileReader:
-    """One open weight file. `fetch` is for several threads at once. `stack` closes what is opened here."""
+    """Reads one open weight file. Several threads may call `fetch` at once. stack: closes the descriptors that are opened here."""
 
     def __init__(self, file: str, fd: int, sink: WeightSink, ring: StagingRing, stack: ExitStack, unpacker: Unpacker) -> None:
         self._file, self._fd, self._sink, self._ring, self._unpacker = file, fd, sink, ring, unpacker
         self._address = 0 if sink.memory is None else np.frombuffer(sink.memory, np.uint8).ctypes.data
         self._alignment = direct_alignment(fd)
-        # Whole pages where less is asked for: spans that begin within one cost a twentieth of the speed (measured).
+        # Spans begin on whole pages even where the kernel requires less: others cost a twentieth of the speed (measured).
         self._span_alignment = Alignment(self._alignment.memory_bytes, max(self._alignment.offset_bytes, BLOCK_BYTES))
         self._direct_fd: int | None = None
-        self.refused = ""  # why the file can't be read past the page cache
+        self.refused = ""  # why the file can't be read past the page cache; "" if it can
         try:
             self._direct_fd = open_direct(fd)
             stack.callback(os.close, self._direct_fd)
@@ -50,11 +51,11 @@ class FileReader:
             self._refuse(error)
 
     def fetch(self, read: Read) -> Fetched:
-        """Returns when the read's weights are at their place, or on their way there from a slot that stays the caller's until then.
+        """Carries out a read. Returns when its weights are in place, or on their way there from a slot, which the caller then has
+        to give back to the ring once the fence is passed.
 
         Raises ReadFailed, or CheckpointError if the file ends too early or a frame is damaged; all name file, tensor and offset.
-        RuntimeError: the device failed. The slot is back in the ring then.
-        """
+        Raises RuntimeError if the device failed. After an error the slot is back in the ring."""
         for begin_bytes, end_bytes in read.places:
             self._sink.prepare(begin_bytes, end_bytes)
         slot = self._ring.take()
@@ -89,17 +90,18 @@ class FileReader:
         return Fetched(read, direct_bytes, sum(span.end - span.begin for span in staged), slot, fence)
 
     def _take_back(self, slot: memoryview) -> None:
-        """Of a read that failed: part of it may be on its way to the device."""
+        """Gives a failed read's slot back to the ring, after waiting for the copies from it that were started already."""
         try:
             fence = self._sink.fence()
             if fence is not None:
                 fence.wait()
-        except RuntimeError as error:  # the load fails with what came first
+        except RuntimeError as error:  # the load fails with the earlier error
             log.warning("%s: %s", self._file, error)
         self._ring.give_back(slot)
 
     def _into_place(self, read: Read, slot: memoryview, direct_fd: int | None) -> list[Span]:
-        """Reads it all, what can't be left in place into the slot; returns the spans that are there."""
+        """Reads all of the read's bytes: those that can be read into place to there, the rest into the slot. Returns the spans
+        that are in the slot."""
         memory, direct = self._sink.memory, list[Span]()
         if memory is not None:
             direct = direct_spans(read, self._address, ANY_ALIGNMENT if direct_fd is None else self._span_alignment)
@@ -116,13 +118,14 @@ class FileReader:
         return staged_spans(read, direct)
 
     def _read_all(self, read: Read, direct_fd: int | None, buffers: list[memoryview]) -> None:
-        """preadv releases the interpreter lock, so models that are ready go on stepping."""
+        """Fills the buffers, one after the other, with the read's bytes. preadv releases the interpreter lock, so models that are
+        loaded go on stepping. Raises CheckpointError if the file ends too early."""
         fd = self._fd if direct_fd is None else direct_fd
         done = 0
         while done < read.needed_bytes:
             num_bytes = os.preadv(fd, buffers, read.begin + done)
             done += num_bytes
-            # A direct read that brings part of a block has met the end of the file, and could not go on from there.
+            # A direct read that returns part of a block has reached the end of the file, and no read could continue from there.
             broken = direct_fd is not None and done % self._alignment.offset_bytes
             if done < read.needed_bytes and (broken or not num_bytes):
                 at = read.begin + done
@@ -132,14 +135,14 @@ class FileReader:
             buffers = _behind(buffers, num_bytes)
 
     def _refuse(self, error: OSError) -> None:
-        """From now on this file is read through the page cache."""
+        """Makes all further reads of this file go through the page cache."""
         self._direct_fd = None
         self.refused = error.strerror or str(error)
         log.info("%s: no direct reads (%s); reading through the page cache", self._file, error.strerror)
 
 
 def _behind(buffers: list[memoryview], num_bytes: int) -> list[memoryview]:
-    """What is left of the buffers after their first num_bytes."""
+    """Returns what is left of the buffers after their first num_bytes."""
     for i, buffer in enumerate(buffers):
         if num_bytes < len(buffer):
             return [buffer[num_bytes:], *buffers[i + 1 :]]

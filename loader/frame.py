@@ -1,11 +1,12 @@
-"""The lossless format of bfloat16 weights, one frame at a time: where a frame has what.
+"""The lossless format of bfloat16 weights: the layout of a frame, its unit.
 
-Trained weights use few exponents: the seven most frequent ones of a frame cover about 97 % of its values. A frame keeps sign and
-mantissa as they are, a byte each, and the exponent as a 3-bit code: 0 to 6 stand for those seven, 7 for an escape, whose exponent
-is a byte of its own. Eleven bits and a fraction instead of sixteen; codes have one length, so any 64 values are decoded at once.
+Trained weights use few exponents: the seven most frequent ones of a frame cover about 97 % of its values. A frame keeps each
+value's sign and mantissa unchanged in a byte, and its exponent as a 3-bit code. Codes 0 to 6 stand for those seven exponents.
+Code 7 is an escape, whose exponent is stored in a byte of its own. A value takes a little more than eleven bits instead of
+sixteen. All codes have the same length, so any 64 values are decoded at once.
 
-A frame holds FRAME_VALUES values (a tensor's last one the rest) and can be decoded by itself, a group of GROUP_VALUES too.
-Little-endian; N values, W = ceil(N / 64), G = ceil(N / GROUP_VALUES), E escapes:
+A frame holds FRAME_VALUES values (a tensor's last frame holds the rest) and can be decoded by itself, and so can each group of
+GROUP_VALUES values. Numbers are little-endian. For N values with E escapes, W = ceil(N / 64) and G = ceil(N / GROUP_VALUES):
 
     0          N and E (uint32 each); the seven exponents, the most frequent first, and a zero; zeros up to byte 64
     64         sign and mantissa: 64 W bytes, the sign in the highest bit
@@ -13,7 +14,7 @@ Little-endian; N values, W = ceil(N / 64), G = ceil(N / GROUP_VALUES), E escapes
     ...        offsets: G uint32, for each group the number of escapes before it
     ...        escapes: E exponents in the order of their values; zeros up to a multiple of 64
 
-What lies behind the last value in sign and mantissa and in codes is zero.
+After the last value, sign and mantissa and the codes are filled up with zeros.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ HEAD_BYTES = 64
 FRAME_ALIGN_BYTES = 64
 TABLE_AT = 8
 NUM_PLANES = 3
-ESCAPE = 7  # the code, and the number of exponents that have another one
+ESCAPE = 7  # the code of an escape, and the number of exponents that have a code of their own
 VALUE_BYTES = 2
 
 
 class FrameError(ValueError):
-    """A frame that no encoder has written."""
+    """Raised for bytes that are not a valid frame."""
 
 
 def num_words(num_values: int) -> int:
@@ -54,5 +55,5 @@ def escapes_at(num_values: int) -> int:
 
 
 def frame_bytes(num_values: int, num_escapes: int) -> int:
-    """Of the whole frame."""
+    """Returns the length of a frame in bytes."""
     return -(-(escapes_at(num_values) + num_escapes) // FRAME_ALIGN_BYTES) * FRAME_ALIGN_BYTES

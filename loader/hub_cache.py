@@ -1,4 +1,6 @@
-"""Folders as the Hugging Face hub's own tools keep them: `models--org--name/snapshots/COMMIT/`, links into `blobs/`."""
+"""Folders of a Hugging Face cache, as the hub's own tools make them: `models--org--name/snapshots/COMMIT/`, with links into
+`blobs/`.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +9,12 @@ from pathlib import Path
 from config.regular_file import read_regular
 
 PREFIX = "models--"
-FOLDERS = ("refs", "snapshots")  # of a repository, whose files say which snapshot is the model
+FOLDERS = ("refs", "snapshots")  # folders of a repository whose content says which snapshot is the model
 MAX_REF_BYTES = 1024
 
 
 def repo_name(folder_name: str) -> str | None:
-    """`org/name` for `models--org--name`, `name` for `models--name`; None for any other folder."""
+    """Returns `org/name` for `models--org--name` and `name` for `models--name`, or None for any other folder."""
     if not folder_name.startswith(PREFIX):
         return None
     parts = folder_name.removeprefix(PREFIX).split("--")
@@ -20,7 +22,8 @@ def repo_name(folder_name: str) -> str | None:
 
 
 def snapshot(folder: Path) -> Path | None:
-    """The folder of the commit that `refs/main` names, else of the one written last; None: there is none. Raises OSError."""
+    """Returns the snapshot folder of the commit that `refs/main` names, else of the most recently written one; None if there is
+    no snapshot. Raises OSError."""
     snapshots = folder / "snapshots"
     try:
         commit = read_regular(folder / "refs" / "main", MAX_REF_BYTES).decode("ascii").strip()

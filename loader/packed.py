@@ -1,9 +1,10 @@
-"""What a packed weight file says of its tensors, in the metadata of its safetensors header.
+"""The format of packed weight files: how their safetensors header describes packed tensors, in its metadata.
 
-The file is a safetensors file like any other. A packed tensor is one of bytes (U8) under its own name: frames (loader.frame) end to
-end, each of whole rows, the first on the next multiple of FRAME_ALIGN_BYTES of the file. A tensor that is no bfloat16, or would
-not become smaller, is what it was, and read in frames of the same number of bytes. Every frame has a checksum of its bytes as they
-are in the file (codec.sum_of, which loads compare), every tensor a SHA-256 of its bytes as they were before (which proves it).
+The file is an ordinary safetensors file. A packed tensor keeps its name but has the dtype U8: its bytes are frames (loader.frame)
+end to end, each of whole rows (or of parts of a row where rows are very long), the first at the next multiple of
+FRAME_ALIGN_BYTES of the file. A tensor that is not bfloat16, or would not become smaller, is stored unchanged and read in frames
+of equal length. Every frame has a checksum of its bytes in the file (codec.sum_of), which loads compare. Every tensor has a
+SHA-256 of its unpacked bytes, which proves that it is the original.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import msgspec
 from loader import frame
 from loader.errors import CheckpointError, shortened
 
-MAX_DIMENSIONS, MAX_DIMENSION = 8, 1 << 48  # the product of a long list of large numbers would take for ever
+MAX_DIMENSIONS, MAX_DIMENSION = 8, 1 << 48  # the product of a long list of large numbers would take forever
 METADATA_KEY = "hearthd.packed"
 VERSION = 1
 PACKED_DTYPE, STORED_DTYPE = "BF16", "U8"
@@ -25,7 +26,7 @@ _HEX = frozenset("0123456789abcdef")
 
 
 class Source(msgspec.Struct, frozen=True):
-    """The file that was packed, as the catalog knows it; header: BLAKE2b of its header, 16 bytes in hex."""
+    """The plain file that was packed, as the catalog knows it. header: the BLAKE2b hash of its header, 16 bytes in hex."""
 
     size_bytes: int
     mtime_ns: int
@@ -33,7 +34,8 @@ class Source(msgspec.Struct, frozen=True):
 
 
 class TensorRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """sha256: of the tensor's bytes before; sums: 16 hex digits a frame. Of packed ones also their shape and frames' lengths."""
+    """What the metadata says of a tensor. sha256: of its unpacked bytes, in hex. sums: the checksum of each frame, 16 hex digits.
+    shape and frame_bytes (each frame's length) are set for packed tensors only."""
 
     sha256: str
     sums: list[str]
@@ -49,7 +51,8 @@ class Record(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True, frozen=True)
 class Frame:
-    """Bytes [begin, end) of the file, which hold `num_bytes` of the tensor. packed: they are to be decoded; sum: their checksum."""
+    """Bytes [begin, end) of the file, which hold `num_bytes` of the tensor. packed: whether they must be decoded. sum: their
+    checksum."""
 
     begin: int
     end: int
@@ -67,13 +70,14 @@ _decoder = msgspec.json.Decoder(Record)
 
 
 def frame_values(shape: tuple[int, ...] | list[int]) -> int:
-    """Of all frames but a tensor's last one: whole rows, as many as FRAME_VALUES holds; parts of rows that are longer."""
+    """Returns how many values each of a tensor's frames but the last one holds: as many whole rows as fit into FRAME_VALUES, or
+    FRAME_VALUES where a row is longer than that."""
     width = shape[-1] if shape else 1
     return frame.FRAME_VALUES // width * width if 0 < width <= frame.FRAME_VALUES else frame.FRAME_VALUES
 
 
 def read_record(text: str, file: str) -> Record:
-    """The value of METADATA_KEY. Raises CheckpointError."""
+    """Parses the value of METADATA_KEY. Raises CheckpointError."""
     try:
         found = _version_decoder.decode(text).version
         if found != VERSION:
@@ -84,7 +88,7 @@ def read_record(text: str, file: str) -> Record:
 
 
 def check_shape(shape: Sequence[int], file: str, name: str) -> None:
-    """Raises CheckpointError where no tensor has such a shape."""
+    """Raises CheckpointError if no tensor can have such a shape."""
     if any(n < 0 for n in shape):
         raise CheckpointError(file, name, f"negative dimension in shape {shortened(str(list(shape)), 80)}")
     if len(shape) > MAX_DIMENSIONS or any(n > MAX_DIMENSION for n in shape):
@@ -95,8 +99,8 @@ def check_shape(shape: Sequence[int], file: str, name: str) -> None:
 def check_record(
     record: TensorRecord, file: str, name: str, dtype: str, shape: tuple[int, ...], begin: int, num_bytes: int
 ) -> None:
-    """The frames are as long as the tensor. dtype, shape, num_bytes: as the header has them; begin: in the file. Raises
-    CheckpointError."""
+    """Raises CheckpointError unless the record's frames are as long as the tensor. dtype, shape, num_bytes: those in the file's
+    header. begin: the tensor's offset in the file."""
     own_shape = shape if record.shape is None else record.shape
     check_shape(own_shape, file, name)
     per_frame, lengths = frame_values(own_shape), record.frame_bytes
@@ -115,7 +119,8 @@ def check_record(
 
 
 def frames(record: TensorRecord, begin: int, num_bytes: int, shape: tuple[int, ...]) -> Iterator[Frame]:
-    """Of a record that was checked, in order. shape: the tensor's own; begin, num_bytes: of what is in the file."""
+    """Yields the frames of a checked record, in order. shape: the unpacked tensor's. begin, num_bytes: the tensor's bytes in the
+    file."""
     per_frame = frame_values(shape)
     if record.shape is None:
         item_bytes = num_bytes // math.prod(shape) if num_bytes else 1

@@ -1,7 +1,7 @@
-"""Writes packed weight files (loader.packed). On numpy alone, so that no engine is needed.
+"""Writes packed weight files (loader.packed). Needs only numpy, so no engine has to run.
 
-A file is NAME.incomplete until it is whole, and beside it NAME.journal has a line for each tensor that is done: the next run goes
-on behind the last one whose checksums are right. The header is written last, into room that was left for it.
+A file is called NAME.incomplete until it is whole. NAME.journal next to it has a line for each finished tensor: the next run
+continues after the last one whose checksums are right. The header is written last, into space that was reserved for it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from loader.safetensors import DTYPE_BYTES, Header, TensorRef
 from loader.verifier import OnBytes, frames_of, num_threads, read_bytes
 
 INCOMPLETE, JOURNAL = ".incomplete", ".journal"
-BLOCK_BYTES = 4096  # data begins on one
-MIN_PACKED_VALUES = 1 << 12  # below that a frame's head and padding count
-MAX_RATIO = 0.95  # what shrinks less stays as it is
+BLOCK_BYTES = 4096  # the data begins at a multiple of this
+MIN_PACKED_VALUES = 1 << 12  # in smaller tensors a frame's head and padding take too large a share
+MAX_RATIO = 0.95  # a tensor that shrinks less is stored unchanged
 SAMPLES, SAMPLE_VALUES = 4, 1 << 14
 
 
 class _Done(msgspec.Struct, frozen=True):
-    """A line of the journal: a tensor that is written. begin: in the new file."""
+    """A line of the journal: a tensor that has been written. begin: its offset in the new file."""
 
     name: str
     begin: int
@@ -40,19 +40,20 @@ class _Done(msgspec.Struct, frozen=True):
 
 
 class _Begun(msgspec.Struct, frozen=True):
-    """Its first line."""
+    """The first line of the journal."""
 
     version: int
     source: packed.Source
 
 
 def pack_file(fd: int, header: Header, source: packed.Source, target: Path, on_bytes: OnBytes) -> None:
-    """Packs the open plain file into `target`, going on with what is there of it. Raises CheckpointError, OSError."""
+    """Packs the open plain file into `target`, continuing an earlier run that was interrupted. Raises CheckpointError, OSError."""
     _Packing(fd, header, source, target, on_bytes).run()
 
 
 def expected_bytes(fd: int, tensor: TensorRef) -> int:
-    """What it will take, by a few samples of it; of what stays as it is, all of it. Raises CheckpointError, OSError."""
+    """Estimates the tensor's packed size in bytes, from a few samples of it. Returns its full size if it will be stored
+    unchanged. Raises CheckpointError, OSError."""
     num_values = math.prod(tensor.shape)
     if tensor.dtype != packed.PACKED_DTYPE or num_values < MIN_PACKED_VALUES:
         return tensor.num_bytes
@@ -66,13 +67,13 @@ def expected_bytes(fd: int, tensor: TensorRef) -> int:
 
 
 def _pieces(tensor: TensorRef) -> list[int]:
-    """Lengths in bytes of what becomes a frame each."""
+    """Returns the lengths in bytes of the pieces of the tensor that become one frame each."""
     num_bytes, whole = tensor.num_bytes, packed.frame_values(tensor.shape) * DTYPE_BYTES[tensor.dtype]
     return [whole] * (num_bytes // whole) + ([num_bytes % whole] if num_bytes % whole else [])
 
 
 class _Packing:
-    """One file's. `_position`: where in it the next byte belongs."""
+    """The packing of one file. `_position`: the offset at which the next byte of the new file is written."""
 
     def __init__(self, fd: int, header: Header, source: packed.Source, target: Path, on_bytes: OnBytes) -> None:
         self._fd, self._header, self._source, self._on_bytes = fd, header, source, on_bytes
@@ -84,7 +85,8 @@ class _Packing:
         self._position = self._data_begin
 
     def _header_room(self) -> int:
-        """From the file's start to the data: as for the longest header these tensors can have."""
+        """Returns the offset in bytes at which the data begins. It leaves enough space for the longest header that these tensors
+        can have."""
         longest = {}
         end = 2 * self._header.file_bytes
         for tensor in self._header.tensors:
@@ -114,11 +116,12 @@ class _Packing:
         self._journal_path.unlink(missing_ok=True)
 
     def _take_up(self, out: int) -> None:
-        """Finds what an earlier run has written, and begins the journal anew if that is of no use."""
+        """Takes over the tensors that an earlier run has written, up to the first that is missing or damaged. Rewrites the
+        journal with these alone."""
         with suppress(OSError, msgspec.DecodeError):
             first, *rest = self._journal_path.read_bytes().split(b"\n")
             if msgspec.json.decode(first, type=_Begun) == _Begun(packed.VERSION, self._source):
-                for line, tensor in zip(rest[:-1], self._header.tensors, strict=False):  # the last one may be in part, or is empty
+                for line, tensor in zip(rest[:-1], self._header.tensors, strict=False):  # the last line is empty or incomplete
                     done = msgspec.json.decode(line, type=_Done)
                     if done.name != tensor.name or done.begin != self._position or not _is_there(out, tensor, done):
                         break
@@ -209,7 +212,7 @@ def _stored(tensor: TensorRef, done: _Done) -> TensorRef:
 
 
 def _is_there(fd: int, tensor: TensorRef, done: _Done) -> bool:
-    """The tensor is in the file as the journal says."""
+    """Returns whether the tensor is in the file as the journal says, with the right checksums."""
     stored = _stored(tensor, done)
     try:
         is_packed = done.record.shape is not None

@@ -1,9 +1,10 @@
-"""Which bytes of which file go where: reads in the order of the layers, each cut into segments, each segment's place in the weight
-range.
+"""Plans the reads of a load, in the order of the layers: which bytes of which file belong where in the model's weight range. A
+read is divided into segments, each with its own place.
 
-A read is made of whole blocks, so that it can bypass the page cache. Where the block boundaries of a segment's place are those of
-the file (layout.weight_layout sees to that), its whole blocks are read straight to their place: a direct span. The rest (the blocks
-at a tensor's ends, tensors that lie otherwise, other dtypes) goes through a staging slot, at its position in the read.
+A read consists of whole blocks, so that it can bypass the page cache. A segment's place can have its block boundaries where the
+file has them (layout.weight_layout sees to that). Then the segment's whole blocks are read straight into place: a direct span.
+All other bytes (the blocks at a tensor's ends, tensors placed otherwise, tensors of another dtype) go through a staging slot,
+where they have the same position as in the read.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ from loader.formats.weight_format import WeightSlot
 from loader.packed import Frame
 from loader.safetensors import DTYPE_BYTES, Header, TensorRef
 
-MIN_DIRECT_BYTES = 32 << 10  # less than this is as cheap to copy, and a system call takes 1,024 pieces at most
+MIN_DIRECT_BYTES = 32 << 10  # shorter spans are as cheap to copy, and a system call takes 1,024 pieces at most
 ANY_ALIGNMENT = Alignment(1, 1)
 QUANTIZED = "int8"
 
 
 @dataclass(slots=True, frozen=True)
 class Segment:
-    """Consecutive whole elements of one tensor: bytes [begin, end) of its file belong at place_bytes of the weight range.
+    """Consecutive whole elements of one tensor: bytes [begin, end) of its file, which belong at place_bytes of the weight range.
 
-    target: the engine's dtype where it differs from the stored one, else "". "int8": whole rows to be quantised, whose
-    scales belong at scales_at_bytes of the weight range. stage: see `stages`. frame: all of it, in a packed file; `content` is then
-    what it holds, where bytes are counted as though the tensor lay there unpacked.
-    """
+    target: the engine's dtype if it differs from the stored one, else "". It is "int8" for whole rows to be quantised, whose
+    scales belong at scales_at_bytes of the weight range. stage: see `stages`. frame: in a packed file the frame that the segment
+    consists of, else None. content: the segment that this frame decodes to, with begin and end counted as though the file held
+    the tensor unpacked."""
 
     tensor: TensorRef
     begin: int
@@ -46,12 +47,13 @@ class Segment:
 
     @property
     def width(self) -> int:
-        """Elements of a row."""
+        """Returns the number of elements in a row."""
         return self.tensor.shape[-1]
 
     @property
     def unit_bytes(self) -> tuple[int, int]:
-        """Of what may not be cut, an element or a row to be quantised: in the file, and where it belongs."""
+        """Returns the size of the smallest unit that must not be divided, an element or a row to be quantised: its bytes in the
+        file and in the weight range."""
         item = DTYPE_BYTES[self.tensor.dtype]
         if self.target == QUANTIZED:
             return self.width * item, self.width
@@ -59,7 +61,8 @@ class Segment:
 
     @property
     def places(self) -> list[tuple[int, int]]:
-        """[begin, end) in the weight range of what it becomes: its values and, quantised, their scales."""
+        """Returns the ranges [begin, end) of the weight range that the segment fills: one for its values and, if it is quantised,
+        one for their scales."""
         if self.content is not None:
             return self.content.places
         unit, held_unit = self.unit_bytes
@@ -72,7 +75,7 @@ class Segment:
 
 @dataclass(slots=True, frozen=True)
 class Span:
-    """Part of a segment, likewise."""
+    """A part of a segment: bytes [begin, end) of its file."""
 
     segment: Segment
     begin: int
@@ -85,7 +88,8 @@ class Span:
 
 @dataclass(slots=True, frozen=True)
 class Read:
-    """Bytes [begin, end) of a file, on block boundaries (end may lie behind the file's), and the segments in it, in file order."""
+    """Bytes [begin, end) of a file, on block boundaries (end may be past the end of the file), and the segments in them, in file
+    order."""
 
     file: str
     begin: int
@@ -94,17 +98,17 @@ class Read:
 
     @property
     def num_bytes(self) -> int:
-        """Of weights."""
+        """Returns the bytes of its segments, as they are in the file."""
         return sum(segment.end - segment.begin for segment in self.segments)
 
     @property
     def needed_bytes(self) -> int:
-        """From `begin` to the last segment's end: what a read must bring at least."""
+        """Returns the bytes from `begin` to the end of the last segment, which is the least a read must return."""
         return self.segments[-1].end - self.begin
 
     @property
     def places(self) -> list[tuple[int, int]]:
-        """[begin, end) in the weight range of all that it brings, joined where one begins at the end of the other."""
+        """Returns all ranges [begin, end) of the weight range that the read fills. Ranges that touch are joined."""
         places: list[tuple[int, int]] = []
         for begin, end in sorted(place for segment in self.segments for place in segment.places):
             if places and places[-1][1] == begin:
@@ -114,12 +118,11 @@ class Read:
 
 
 def plan_reads(headers: Mapping[str, Header], layout: Iterable[WeightSlot], dtype: str, read_bytes: int) -> list[Read]:
-    """Every parameter once, by the first stage that a read brings something for, else file by file in file order; read_bytes: the
-    longest read, in whole blocks, two at least.
+    """Returns reads that bring every parameter once. They are ordered by the first stage that needs something from a read, then
+    by file and position. read_bytes: the length of the longest read, in whole blocks, at least two.
 
-    Tensors that are no parameters are left out (open_checkpoint has refused those that should not be there). Raises CheckpointError
-    naming a parameter that is missing or has another shape.
-    """
+    Tensors that are not parameters are left out (open_checkpoint has refused those that should not exist). Raises
+    CheckpointError, which names a parameter that is missing or has another shape."""
     slots = {slot.name: slot for slot in layout}
     stage_of = {slot.name: slot.stage for slot in slots.values()}
     reads: list[Read] = []
@@ -147,8 +150,8 @@ def plan_reads(headers: Mapping[str, Header], layout: Iterable[WeightSlot], dtyp
 
 
 def _framed(whole: Segment, read_bytes: int) -> Iterator[Segment]:
-    """A packed file's tensor, frame by frame. whole: as though it lay there unpacked. Raises CheckpointError for a frame that no
-    read brings whole, or that ends within a row to be quantised."""
+    """Yields a segment for each frame of a packed file's tensor. whole: the segment of the whole tensor as though the file held
+    it unpacked. Raises CheckpointError for a frame that is longer than a read, or that ends within a row to be quantised."""
     left: Segment | None = whole
     end = whole.begin
     for frame in whole.tensor.frames:
@@ -174,7 +177,7 @@ def _cut(file: str, segments: Iterable[Segment], read_bytes: int) -> list[Read]:
     for segment in segments:
         left: Segment | None = segment
         while left is not None:
-            if taken and left.begin >= _up(taken[-1].end) + BLOCK_BYTES:  # something lies between that nobody wants
+            if taken and left.begin >= _up(taken[-1].end) + BLOCK_BYTES:  # bytes that the load does not need are in between
                 close()
             if not taken:
                 begin = left.begin // BLOCK_BYTES * BLOCK_BYTES
@@ -188,7 +191,8 @@ def _cut(file: str, segments: Iterable[Segment], read_bytes: int) -> list[Read]:
 
 
 def _split(segment: Segment, at: int) -> tuple[Segment | None, Segment | None]:
-    """Before and from file position `at`, between two elements, or rows to be quantised."""
+    """Divides the segment at or before file position `at`, between two elements or rows to be quantised; a packed frame stays
+    whole. Returns the parts before and after; None for an empty part."""
     if segment.end <= at:
         return segment, None
     if segment.begin >= at or segment.frame is not None:
@@ -204,10 +208,11 @@ def _split(segment: Segment, at: int) -> tuple[Segment | None, Segment | None]:
 
 
 def direct_spans(read: Read, address: int, alignment: Alignment) -> list[Span]:
-    """What the read may leave where it belongs, in a weight range that starts at `address`. ANY_ALIGNMENT: a buffered read."""
+    """Returns the spans that can be read straight into their place, in a weight range that starts at `address` in memory.
+    alignment: what the read requires; ANY_ALIGNMENT for a buffered read."""
     spans = []
     for segment in read.segments:
-        if segment.target or segment.frame is not None:  # a frame is checked before any of it counts
+        if segment.target or segment.frame is not None:  # a frame must be checked before any of it is used
             continue
         begin = -(-segment.begin // alignment.offset_bytes) * alignment.offset_bytes
         end = segment.end // alignment.offset_bytes * alignment.offset_bytes
@@ -218,7 +223,7 @@ def direct_spans(read: Read, address: int, alignment: Alignment) -> list[Span]:
 
 
 def staged_spans(read: Read, direct: Iterable[Span]) -> list[Span]:
-    """What is left, to be copied from the slot; direct: of the same read, in file order."""
+    """Returns the rest of the read's bytes, which must be copied from the slot. direct: the read's direct spans, in file order."""
     inner = {id(span.segment): span for span in direct}
     spans = []
     for segment in read.segments:

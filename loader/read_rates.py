@@ -1,4 +1,4 @@
-"""How fast weights come from plain and from packed files on this machine: measured once a drive, kept in the cache folder."""
+"""Measures how fast plain and packed weight files are read on this machine: once for each drive, kept in the cache folder."""
 
 from __future__ import annotations
 
@@ -21,31 +21,35 @@ from loader.unpack import Decoder
 log = logging.getLogger("loader")
 
 NAME = "read-rates.json"
-NUM_THREADS = 3  # as loads read
+NUM_THREADS = 3  # the number of threads a load reads with
 MEASURED_BYTES = 256 << 20
 
 
 class _Kept(msgspec.Struct):
-    """Keys: the device number of a file system; for packed files also which decoder."""
+    """The rates in the cache folder. Keys: the device number of a file system, for packed files followed by the name of the
+    decoder."""
 
     read_bytes_per_s: dict[str, float] = {}
     packed_bytes_per_s: dict[str, float] = {}
 
 
 class ReadRates:
-    """cache_dir: "" keeps nothing."""
+    """The read rates of this machine's drives, measured when they are first needed. cache_dir: the folder to keep them in, "" for
+    none."""
 
     def __init__(self, cache_dir: str) -> None:
         self._cache_dir = cache_dir
-        self._lock = threading.Lock()  # measured once, and by itself
+        self._lock = threading.Lock()  # each rate is measured once, and no two at the same time
 
     def read_bytes_per_s(self, fd: int, ring: StagingRing) -> float:
-        """Of the drive with this file, which is read if it was not measured before. Raises OSError."""
+        """Returns the read rate, in bytes per second, of the drive with this file. Reads the file if the drive was not measured
+        before. Raises OSError."""
         return self._known("read_bytes_per_s", _drive(fd), lambda: _measured(fd, ring, lambda thread, num_bytes: num_bytes))
 
     def packed_bytes_per_s(self, fd: int, frame: Frame, decoder: Decoder, ring: StagingRing) -> float:
-        """Bytes of weights from packed files of that drive, read and decoded at the same time: where cores are few that takes
-        longer than either. frame: any packed one of the file. Raises OSError, ValueError."""
+        """Returns how many bytes of weights per second come from packed files on that drive. Files are read and decoded at the
+        same time, because on few cores that takes longer than either alone. frame: any packed frame of the file. Raises
+        OSError, ValueError."""
         key = f"{_drive(fd)} {decoder.name}"
         return self._known("packed_bytes_per_s", key, lambda: _measured_packed(fd, frame, decoder, ring))
 
@@ -86,7 +90,8 @@ def _drive(fd: int) -> str:
 
 
 def _measured(fd: int, ring: StagingRing, weights_of: Callable[[int, int], int]) -> float:
-    """Bytes a second of what weights_of(thread, bytes read) returns; past the page cache where the file system allows that."""
+    """Returns the bytes per second counted by weights_of(thread, bytes read), while threads read the file. Reads past the page
+    cache where the file system allows that."""
     try:
         direct = open_direct(fd)
     except OSError:
@@ -110,14 +115,15 @@ def _measured(fd: int, ring: StagingRing, weights_of: Callable[[int, int], int])
 
 
 def _measured_packed(fd: int, frame: Frame, decoder: Decoder, ring: StagingRing) -> float:
-    """One frame stands for as many as were read."""
+    """Returns the bytes of weights per second that threads read and decode. Instead of the frames that they read, they decode
+    `frame` as many times."""
     held = bytearray(frame.end - frame.begin)
     if os.preadv(fd, [held], frame.begin) != len(held):
         raise ValueError("the file ends before its first frame")
     data = np.frombuffer(held, np.uint8)
     outs = [np.zeros(frame.num_bytes // 2, np.uint16) for _ in range(NUM_THREADS)]
     decoder.decode(data, outs[0])
-    left = [0] * NUM_THREADS  # bytes read that are no whole frame yet
+    left = [0] * NUM_THREADS  # per thread: bytes read that are not yet a whole frame
 
     def decode(thread: int, num_bytes: int) -> int:
         count, left[thread] = divmod(left[thread] + num_bytes, len(held))
@@ -130,7 +136,8 @@ def _measured_packed(fd: int, frame: Frame, decoder: Decoder, ring: StagingRing)
 
 
 def _run(work: Callable[[int], Any]) -> float:
-    """Seconds that the threads take. Raises what one of them raised."""
+    """Calls work(place) in each of the threads and returns the seconds until all have ended. Raises the first exception that one
+    of them raised."""
     failed: list[Exception] = []
 
     def guarded(place: int) -> None:

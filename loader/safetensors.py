@@ -1,6 +1,8 @@
-"""The safetensors file format, header only: 8-byte little-endian header length, JSON, then the tensors' bytes end to end.
+"""Reads the headers of safetensors files: 8 bytes with the header's length (little-endian), JSON, then the tensors' bytes end to
+end.
 
-Format: https://github.com/huggingface/safetensors#format; loader.packed has what is added to it. Nothing here reads tensor data.
+Format: https://github.com/huggingface/safetensors#format; loader.packed describes what hearthd adds to it. Nothing here reads
+tensor data.
 """
 
 from __future__ import annotations
@@ -18,14 +20,14 @@ from loader import packed
 from loader.errors import CheckpointError, FileTooShort
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
-# Counted before anything is parsed: what Python makes of a header is up to twenty times its size, and CPython 3.11 may hang where
-# memory runs out within an exception. The largest checkpoints have some 200,000 tensors in some 100 files.
+# Tensors are counted before anything is parsed: the Python objects of a header take up to twenty times its size, and CPython 3.11
+# may hang where memory runs out within an exception. The largest checkpoints have some 200,000 tensors in some 100 files.
 MAX_TENSORS_PER_FILE, MAX_TENSORS = 200_000, 500_000
 QUOTES_PER_TENSOR, QUOTES_PER_INDEX_ENTRY = 10, 4
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
-# element sizes in bytes; sub-byte types are left out on purpose
+# element sizes in bytes; types of less than a byte are left out on purpose
 DTYPE_BYTES = {
     "BOOL": 1,
     "U8": 1,
@@ -48,8 +50,9 @@ DTYPE_BYTES = {
 
 @dataclass(slots=True, frozen=True)
 class TensorRef:
-    """Where one tensor lies. file: name inside the checkpoint's folder; offset_bytes: from the start of the file; num_bytes: of the
-    file. record: of a packed file's tensors; dtype and shape are then those of before."""
+    """A tensor's place in its file. file: name inside the checkpoint's folder. offset_bytes: from the start of the file.
+    num_bytes: its length in the file. record: its description in a packed file, else None; dtype and shape are then those of
+    the unpacked tensor."""
 
     file: str
     name: str
@@ -65,14 +68,14 @@ class TensorRef:
 
     @property
     def frames(self) -> Iterable[packed.Frame]:
-        """Of a packed file's tensors."""
+        """Returns the frames of a packed file's tensor, () for a plain file's."""
         return packed.frames(self.record, self.offset_bytes, self.num_bytes, self.shape) if self.record is not None else ()
 
 
 @dataclass(slots=True, frozen=True)
 class Header:
-    """tensors in file order; raw: the header's bytes (for fingerprints); file_bytes: exact length of a complete file. source: the
-    file that this one was packed from, None for a plain one."""
+    """The parsed header of a file. tensors: in file order. raw: the header's bytes (for fingerprints). file_bytes: the exact
+    length of a complete file. source: the file that this one was packed from, None for a plain file."""
 
     tensors: tuple[TensorRef, ...]
     raw: bytes
@@ -96,7 +99,7 @@ _index_decoder = msgspec.json.Decoder(_Index)
 
 
 def parse_header(raw: bytes, file: str) -> Header:
-    """raw: the JSON part. Raises CheckpointError unless tensors follow each other without gap or overlap."""
+    """Parses a header. raw: its JSON part. Raises CheckpointError, also if the tensors overlap or leave gaps between them."""
     if raw.count(b'"') > QUOTES_PER_TENSOR * MAX_TENSORS_PER_FILE:
         raise CheckpointError(file, None, f"its header describes more than {MAX_TENSORS_PER_FILE} tensors")
     try:
@@ -140,7 +143,7 @@ def parse_header(raw: bytes, file: str) -> Header:
 
 
 def _packing(metadata: msgspec.Raw | None, file: str) -> packed.Record | None:
-    """None: a plain file."""
+    """Returns what the header's metadata says of packed tensors, None for a plain file. Raises CheckpointError."""
     if metadata is None or packed.METADATA_KEY.encode() not in bytes(metadata):
         return None
     try:
@@ -160,10 +163,9 @@ def _with_record(tensor: TensorRef, record: packed.TensorRecord | None) -> Tenso
 
 
 def read_header(fd: int, file: str) -> Header:
-    """Reads and checks the header of an open file, and that the file's length is exactly what it says.
+    """Reads and checks the header of an open file, and checks that the file is exactly as long as the header says.
 
-    Raises FileTooShort naming the first tensor that is cut off, CheckpointError for anything else.
-    """
+    Raises FileTooShort, which names the first tensor that is cut off, or CheckpointError for any other fault."""
     file_bytes = os.fstat(fd).st_size
     prefix = os.pread(fd, 8, 0)
     if len(prefix) < 8:
@@ -186,12 +188,12 @@ def read_header(fd: int, file: str) -> Header:
 
 
 def read_index(folder: Path) -> dict[str, str]:
-    """Tensor name -> file name from model.safetensors.index.json. Raises CheckpointError, OSError."""
+    """Returns the file name of each tensor from model.safetensors.index.json. Raises CheckpointError, OSError."""
     return parse_index(read_regular(folder / INDEX_NAME, MAX_HEADER_BYTES))
 
 
 def parse_index(text: bytes) -> dict[str, str]:
-    """Tensor name -> file name. Raises CheckpointError; file names stay inside the folder."""
+    """Returns the file name of each tensor. Raises CheckpointError, also for a file name that leads out of the folder."""
     if text.count(b'"') > QUOTES_PER_INDEX_ENTRY * MAX_TENSORS:
         raise CheckpointError(INDEX_NAME, None, f"names more than {MAX_TENSORS} tensors")
     try:
@@ -205,7 +207,8 @@ def parse_index(text: bytes) -> dict[str, str]:
 
 
 def check_index(weight_map: dict[str, str], headers: dict[str, Header]) -> None:
-    """The index and the files agree on where each tensor is. Raises CheckpointError naming file and tensor."""
+    """Checks that the index and the files agree on which file each tensor is in. Raises CheckpointError, which names file and
+    tensor."""
     where = {tensor.name: file for file, header in headers.items() for tensor in header.tensors}
     for tensor, file in weight_map.items():
         actual = where.get(tensor)

@@ -1,4 +1,4 @@
-"""Where weights go. A sink owns the model's weight range on one kind of device."""
+"""Destinations of weights. A sink writes to a model's weight range, on one kind of device."""
 
 from __future__ import annotations
 
@@ -16,54 +16,55 @@ from loader.formats.int8_rows import quantize_rows
 from loader.range_plan import QUANTIZED, Segment, Span
 from loader.safetensors import DTYPE_BYTES
 
-# Elements converted at a time: torch runs that many without waking its thread pool, which belongs to the model that is stepping.
+# Elements converted at a time: torch converts as many without waking its thread pool, which belongs to the model that is stepping.
 CONVERT_ELEMENTS = 32768
 
 _STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 class Fence(Protocol):
-    """A point that copies to a device have to pass."""
+    """A marker in a sequence of copies to a device. It is passed when all copies started before it are done."""
 
     def wait(self) -> None:
-        """Sleeps until everything started before it is over; from any thread. Raises RuntimeError if the device failed."""
+        """Sleeps until all copies started before the fence are done. May be called from any thread. Raises RuntimeError if the
+        device failed."""
         ...
 
 
 class WeightSink(Protocol):
-    """Used by several reader threads at once, each with spans of its own.
+    """The destination of a load's weights. Several reader threads use it at once, each with spans of its own.
 
-    memory: the weight range where reads may land in it, else None: then everything comes through slots.
-    """
+    memory: the weight range, if reads may write into it directly. None: everything goes through slots."""
 
     memory: memoryview | None
 
     def prepare(self, begin_bytes: int, end_bytes: int) -> None:
-        """This part of the range is about to be filled: has the system provide its memory, where that is not there yet."""
+        """Announces that this part of the range is about to be filled. The sink has the system provide its memory if it has none
+        yet."""
         ...
 
     def store(self, span: Span, staged: memoryview) -> None:
-        """Starts bringing the span's bytes, which `staged` holds, to their place: they are to stay in `staged` until a fence taken
+        """Starts bringing the span's bytes, which `staged` holds, to their place. They must stay in `staged` until a fence taken
         afterwards is passed. Raises CheckpointError for weights that cannot be stored, RuntimeError if the device failed."""
         ...
 
     def decode(self, segment: Segment, staged: memoryview) -> bool:
-        """Starts decoding a packed frame, whose checksum was compared, to its place, as `store` does. False where that is the
-        host's to do. Raises FrameError."""
+        """Starts decoding a packed frame, whose checksum is right, to its place, with the same rules as `store`. Returns False if
+        the host must decode it instead. Raises FrameError."""
         ...
 
     def fence(self) -> Fence | None:
-        """Behind all that was stored so far; None if that is at its place already."""
+        """Returns a fence that is passed when all that was stored so far is in place, or None if it already is."""
         ...
 
     def finish(self) -> None:
-        """Returns when all that was stored and decoded is at its place. Raises CheckpointError for a frame that could not be
-        decoded."""
+        """Waits until all that was stored and decoded is in place. Raises CheckpointError for a frame that could not be decoded."""
         ...
 
 
 class HostSink:
-    """The range is this process's own memory. memory: writable, laid out by layout.weight_layout; prepare: see WeightSink."""
+    """A sink whose weight range is this process's own memory. memory: writable, laid out by layout.weight_layout. prepare: see
+    WeightSink."""
 
     def __init__(self, memory: memoryview, prepare: Callable[[int, int], None] = lambda begin_bytes, end_bytes: None) -> None:
         self.memory: memoryview | None = memory
@@ -90,7 +91,7 @@ class HostSink:
             held[at : at + CONVERT_ELEMENTS].copy_(source[at : at + CONVERT_ELEMENTS])
 
     def _quantize(self, span: Span, read: npt.NDArray[np.uint8]) -> None:
-        """A whole segment. Raises CheckpointError for weights that are not finite."""
+        """Quantises a span, a whole segment, into its place. Raises CheckpointError for weights that are not finite."""
         segment = span.segment
         rows = torch.from_numpy(read).view(_STORED[segment.tensor.dtype]).view(-1, segment.width)
         values = torch.from_numpy(self._bytes[segment.place_bytes : segment.place_bytes + rows.numel()])
@@ -109,4 +110,4 @@ class HostSink:
         return None
 
     def finish(self) -> None:
-        """Everything is as it was stored."""
+        """Does nothing: whatever was stored is in place already."""

@@ -1,4 +1,4 @@
-"""Which of a model's files a load reads where it has both: the plain ones or the packed ones, whichever are there sooner."""
+"""Chooses which files a load reads for a model that has both plain and packed ones: those that are expected to load sooner."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from loader.staging import StagingRing
 from loader.unpack import Decoder
 from loader.weight_files import FileInfo
 
-# Below that a load is over before a choice could matter, and its reads are too few to be measured.
+# A smaller load is over before the choice could matter, and its reads are too few to be measured.
 MIN_BYTES = 64 << 20
-# Packed files must promise that much: decoding takes cores from models that are stepping.
+# Packed files are chosen only if they take at most this share of the time: decoding takes cores from models that are stepping.
 MAX_SHARE = 0.95
 
 
 @dataclass(slots=True, frozen=True)
 class Expected:
-    """What is known of a load before it begins. plain_cached: the page cache holds most of the plain files. Rates: ReadRates'."""
+    """What is known of a load before it begins. plain_cached: whether the page cache holds most of the plain files. The rates are
+    those of ReadRates."""
 
     plain_bytes: int
     packed_bytes: int
@@ -40,7 +41,7 @@ class Expected:
 
     @property
     def packed_s(self) -> float:
-        """Past the page cache; what that holds of them is read sooner."""
+        """Returns the seconds that the packed files take when none of them is in the page cache; cached parts are read sooner."""
         return self.plain_bytes / self.packed_bytes_per_s
 
     @property
@@ -60,7 +61,7 @@ class Expected:
 
 
 class SourceChoice:
-    """For open_checkpoint's wants_packed. reason: what was decided and why; "" where there was nothing to decide."""
+    """Makes the choice for open_checkpoint's wants_packed. reason: what was chosen and why; "" where there was no choice."""
 
     def __init__(self, rates: ReadRates, ring: StagingRing, decoder: Callable[[], Decoder]) -> None:
         self._rates, self._ring, self._decoder = rates, ring, decoder
@@ -105,7 +106,7 @@ class SourceChoice:
 
 
 def _are_cached(descriptors: Iterable[int]) -> bool:
-    """Most of their bytes are in the page cache."""
+    """Returns whether most of the files' bytes are in the page cache."""
     cached = total = 0
     for fd in descriptors:
         size = os.fstat(fd).st_size

@@ -1,6 +1,7 @@
-"""A few buffers on huge pages that reads pass through on their way to a device, made once per process.
+"""Staging slots: a few buffers on huge pages, through which weights go from a file to a device. Made once per process.
 
-Huge pages matter: a drive takes few segments per request, and an ordinary page is a segment each (measured: a third of the speed).
+Huge pages matter: a drive takes few segments per request, and every ordinary page is a segment (measured: about half the speed
+with ordinary pages, docs/performance.md).
 """
 
 from __future__ import annotations
@@ -13,15 +14,16 @@ import numpy as np
 
 HUGE_PAGE_BYTES = 2 << 20
 NUM_SLOTS = 4
-# A slot is as long as the longest read. Drives of virtual machines end all reads under way at once and stand still until the next
-# one comes, so what happens between two reads costs the less the longer they are (measured: 16 MiB are 2 % sooner than 8, at two
-# thirds of the CPU time); four slots are to be no memory to speak of.
+# A slot is as long as the longest read. Drives of virtual machines finish all their current reads at once and are then idle until
+# the next one arrives, so the longer the reads, the less the time between them costs (measured: 16 MiB take 2 % less time than 8,
+# and two thirds of the CPU time). Yet four slots together must not take much memory.
 SLOT_BYTES = 16 << 20
 _THP_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 class StagingRing:
-    """`num_slots` buffers of `slot_bytes`, shared by all loads of a process. Pages exist once touched. Raises MemoryError."""
+    """`num_slots` buffers of `slot_bytes`, shared by all loads of a process. A page takes memory once it is touched. Raises
+    MemoryError."""
 
     def __init__(self, num_slots: int = NUM_SLOTS, slot_bytes: int = SLOT_BYTES) -> None:
         try:
@@ -41,24 +43,24 @@ class StagingRing:
 
     @property
     def span(self) -> tuple[int, int]:
-        """(address, bytes) of all slots."""
+        """Returns (address, bytes) of the memory range that all slots make up."""
         return self._bytes.ctypes.data, len(self._bytes)
 
     def prepare(self) -> None:
-        """Touches every page; otherwise the first load does, and waits for it."""
+        """Touches every page. Otherwise the first load does so and has to wait for it."""
         self._bytes[:: mmap.PAGESIZE] = 0
 
     def take(self) -> memoryview:
-        """Waits for a free slot."""
+        """Waits for a free slot and returns it."""
         return self._free.get()
 
     def give_back(self, slot: memoryview) -> None:
-        """From any thread, once nothing reads from it any more."""
+        """Makes the slot free again. May be called from any thread, once nothing reads from the slot any more."""
         self._free.put(slot)
 
 
 def huge_pages_enabled() -> bool:
-    """Whether private memory may have huge pages at all."""
+    """Returns whether the system allows huge pages for private memory at all."""
     try:
         return "[never]" not in _THP_ENABLED.read_text()
     except OSError:

@@ -1,5 +1,6 @@
-"""From a frame of a packed file, as it was read, to the weights it holds: checked first, then decoded by the sink's device or here,
-in place where that goes."""
+"""Brings the frames of packed files to their place as weights. A frame is checked first, then decoded by the sink's device or on
+the host, there straight into place if possible.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from loader.sinks import WeightSink
 
 @dataclass(slots=True, frozen=True)
 class Decoder:
-    """decode(frame, out) and sum_of(frame) as loader.codec has them; frames are contiguous uint8 arrays, as a rule on 64 bytes."""
+    """An implementation of loader.codec's decode(frame, out) and sum_of(frame). Frames are contiguous uint8 arrays, usually
+    aligned to 64 bytes."""
 
     name: str = "numpy"
     decode: Callable[[Any, Any], None] = codec.decode
@@ -28,7 +30,7 @@ class Decoder:
 
 
 class Unpacker:
-    """Of one load, for several threads at once."""
+    """Stores the frames of one load. Several threads may use it at once."""
 
     def __init__(self, sink: WeightSink, decoder: Decoder) -> None:
         self._sink, self._decoder = sink, decoder
@@ -36,7 +38,8 @@ class Unpacker:
         self._scratch = threading.local()
 
     def store(self, segment: Segment, staged: memoryview) -> None:
-        """As WeightSink.store, of a segment with a frame. Raises CheckpointError naming file, tensor and offset."""
+        """Starts bringing the weights of a segment that is a frame to their place; `staged` holds the frame, with the same rules
+        as for WeightSink.store. Raises CheckpointError, which names file, tensor and offset."""
         frame, content = segment.frame, segment.content
         assert frame is not None
         assert content is not None
@@ -64,11 +67,11 @@ class Unpacker:
         if not in_place:
             self._sink.store(Span(content, content.begin, content.end), out.data)
             fence = self._sink.fence()
-            if fence is not None:  # the next frame is decoded to the same place
+            if fence is not None:  # the next frame is decoded into the same buffer
                 fence.wait()
 
     def _buffer(self, num_bytes: int) -> Any:
-        """This thread's own."""
+        """Returns a buffer that only this thread uses."""
         held = getattr(self._scratch, "bytes", None)
         if held is None or len(held) < num_bytes:
             held = self._scratch.bytes = np.empty(num_bytes, np.uint8)
@@ -76,6 +79,6 @@ class Unpacker:
 
 
 def damaged(segment: Segment, why: str) -> CheckpointError:
-    """Names file, tensor and offset."""
+    """Returns an error for the segment that names file, tensor and offset."""
     tensor = segment.tensor
     return CheckpointError(tensor.file, tensor.name, f"bytes {segment.begin} to {segment.end} {why}")

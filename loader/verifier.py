@@ -1,4 +1,4 @@
-"""Proves packed weight files (loader.packed) against the plain ones they were made from, or against their SHA-256 alone."""
+"""Verifies packed weight files (loader.packed) against the plain files they were made from, or by their SHA-256 alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from loader.safetensors import TensorRef
 
 MAX_THREADS = 8
 
-OnBytes = Callable[[int], None]  # of the tensors as they were before, that are done
+OnBytes = Callable[[int], None]  # called with the number of bytes of unpacked tensors done since the last call
 
 
 def num_threads() -> int:
@@ -27,7 +27,8 @@ def num_threads() -> int:
 
 
 def read_bytes(fd: int, tensor: TensorRef, offset: int, num_bytes: int) -> Any:
-    """Of a tensor, from its `offset` on: uint8, writable. Raises CheckpointError if the file ends before."""
+    """Returns `num_bytes` of a tensor's bytes in the file, from its `offset` on: uint8, writable. Raises CheckpointError if the
+    file ends too early."""
     held = bytearray(num_bytes)
     done = 0
     while done < num_bytes:
@@ -40,14 +41,15 @@ def read_bytes(fd: int, tensor: TensorRef, offset: int, num_bytes: int) -> Any:
 
 
 def frames_of(fd: int, tensor: TensorRef) -> Iterator[tuple[Frame, Any]]:
-    """With their bytes as they are in the file."""
+    """Yields each frame of the tensor with its bytes in the file."""
     for frame in tensor.frames:
         yield frame, read_bytes(fd, tensor, frame.begin - tensor.offset_bytes, frame.end - frame.begin)
 
 
 def verify_tensor(fd: int, tensor: TensorRef, plain_fd: int | None, plain: TensorRef | None, on_bytes: OnBytes) -> None:
-    """Every frame has its checksum, and what it decodes to is the original's bytes, and in all has the SHA-256 taken when it was
-    packed. on_bytes: of decoded bytes. Raises CheckpointError naming file, tensor and offset, OSError."""
+    """Checks that every frame of the tensor matches its checksum and decodes to the plain file's bytes (if there is one), and
+    that all bytes together have the SHA-256 recorded when they were packed. on_bytes: called with the number of decoded bytes.
+    Raises CheckpointError, which names file, tensor and offset, and OSError."""
     assert tensor.record is not None
     digest = hashlib.sha256()
     running: deque[tuple[Frame, int, Future[Any]]] = deque()

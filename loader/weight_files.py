@@ -1,7 +1,7 @@
-"""Which files of a model's folder hold its weights: plain ones in the folder itself, packed ones (loader.packed) in `packed/`.
+"""Finds the weight files of a model's folder: plain ones in the folder itself, packed ones (loader.packed) in `packed/`.
 
-Packed files have the names of those they were made from, and their own copy of the index. Where both are there the plain ones are
-the model, and the packed ones another way to read it, as long as they were made from those very files.
+Packed files have the names of the plain files they were made from, and their own copy of the index. Where both exist, the plain
+files are the model, and the packed files are another way to read it, provided that they were made from exactly these plain files.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from loader.packed import Source
 from loader.safetensors import INDEX_NAME, MAX_TENSORS, SINGLE_NAME, Header, check_index, read_header, read_index
 
 PACKED_DIR = "packed"
-OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")  # that people try
+OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")  # other formats that people try to load
 
 
 class MissingFile(Exception):
-    """It may still come."""
+    """Raised for a file that does not exist yet; it may still arrive."""
 
 
 @dataclass(slots=True, frozen=True)
 class FileInfo:
-    """One weight file as seen by the scan. name: below the model's folder."""
+    """A weight file as the scan saw it. name: its path below the model's folder."""
 
     name: str
     size_bytes: int
@@ -35,7 +35,8 @@ class FileInfo:
 
 
 def weight_files(folder: Path) -> tuple[list[str], dict[str, str] | None]:
-    """The weight files of a folder, sorted, and the index that names them (None: one file). Raises CheckpointError, OSError."""
+    """Returns the names of a folder's weight files, sorted, and the index that names them (None: there is only one file). Raises
+    CheckpointError, OSError."""
     if (folder / INDEX_NAME).exists():
         weight_map = read_index(folder)
         return sorted(set(weight_map.values())), weight_map
@@ -43,8 +44,8 @@ def weight_files(folder: Path) -> tuple[list[str], dict[str, str] | None]:
 
 
 def read_headers(folder: Path, below: str = "") -> dict[str, Header]:
-    """Checked headers of all weight files, by their name below the folder. below: PACKED_DIR for the packed ones. Raises
-    MissingFile, CheckpointError, OSError."""
+    """Reads and checks the headers of all weight files, and returns them by the files' paths below the folder. below: "" for the
+    plain files, PACKED_DIR for the packed ones. Raises MissingFile, CheckpointError, OSError."""
     names, weight_map = weight_files(folder / below)
     headers: dict[str, Header] = {}
     num_tensors = 0
@@ -77,14 +78,15 @@ def _no_weights(folder: Path) -> str:
 
 
 def is_packed_only(folder: Path) -> bool:
-    """There are packed files, and of the plain ones none. Raises CheckpointError, OSError."""
+    """Returns whether the folder has packed files and none of the plain ones. Raises CheckpointError, OSError."""
     if not (folder / PACKED_DIR).is_dir():
         return False
     return not any((folder / name).exists() for name in weight_files(folder)[0])
 
 
 def packed_files(folder: Path) -> list[FileInfo]:
-    """What could matter of the packed folder, as a rescan compares it."""
+    """Returns the weight files and JSON files in the packed folder, sorted by name; [] if there is no such folder. Rescans
+    compare them."""
     found = []
     try:
         for entry in os.scandir(folder / PACKED_DIR):
@@ -97,12 +99,13 @@ def packed_files(folder: Path) -> list[FileInfo]:
 
 
 def source_of(info: FileInfo, header: Header) -> Source:
-    """What a packed file says of the plain one it was made from."""
+    """Returns what a packed file records of the plain file it was made from."""
     return Source(info.size_bytes, info.mtime_ns, hashlib.blake2b(header.raw, digest_size=16).hexdigest())
 
 
 def why_not_packed(plain: Mapping[str, Header], infos: Mapping[str, FileInfo], packed: Mapping[str, Header]) -> str:
-    """Why packed files can't stand for the plain ones beside them; "" where they can. All by their names below the folder."""
+    """Returns why the packed files can't be read instead of the plain ones, "" if they can. All mappings are by the files' paths
+    below the model's folder."""
     if {os.path.join(PACKED_DIR, name) for name in plain} != set(packed):
         return "they are not as many files"
     for name, header in plain.items():
@@ -117,7 +120,7 @@ def why_not_packed(plain: Mapping[str, Header], infos: Mapping[str, FileInfo], p
 
 
 def read_packed(folder: Path, plain: Mapping[str, Header], infos: Mapping[str, FileInfo]) -> str:
-    """As why_not_packed, of what is on disk; "" also where nothing is packed."""
+    """Reads the packed files' headers and returns why the files can't be read instead of the plain ones, "" if they can."""
     try:
         return why_not_packed(plain, infos, read_headers(folder, PACKED_DIR))
     except (MissingFile, CheckpointError) as error:

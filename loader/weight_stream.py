@@ -1,7 +1,7 @@
 """Reads a checkpoint's tensors, in the order of the layers, into a model's weight range.
 
-All descriptors are opened before the first byte is read, so files that are replaced or deleted meanwhile can't mix with it. A few
-threads read; the caller's thread only waits, tells of progress and looks for a cancellation.
+All files are opened before the first byte is read, so files that replace them meanwhile are never mixed in. A few threads read.
+The caller's thread only waits, reports progress and checks for a cancellation.
 """
 
 from __future__ import annotations
@@ -32,19 +32,20 @@ from loader.weight_files import FileInfo
 
 log = logging.getLogger("loader")
 
-# Of each load. Two reads keep a drive busy, and a third hides what happens between them where they do not end together.
+# The reader threads of each load. Two reads keep a drive busy; a third one fills the gaps between them where they do not end
+# together.
 NUM_READERS = 3
 MIB = 1 << 20
 NUMPY_DECODER = Decoder()
 
 
 class ReadCancelled(Exception):
-    """`cancelled()` became true."""
+    """Raised because `cancelled()` returned true."""
 
 
 @dataclass(slots=True)
 class OpenCheckpoint:
-    """A checked checkpoint with every weight file held open."""
+    """A checked checkpoint whose weight files are all open."""
 
     checkpoint: Checkpoint
     shape: ModelShape
@@ -54,7 +55,7 @@ class OpenCheckpoint:
 
     @property
     def num_bytes(self) -> int:
-        """Of the files."""
+        """Returns the bytes of all tensors, as they are in the files."""
         return sum(tensor.num_bytes for header in self.headers.values() for tensor in header.tensors)
 
     @property
@@ -63,12 +64,12 @@ class OpenCheckpoint:
 
     @property
     def has_plain_files_beside(self) -> bool:
-        """These are the packed ones of two ways to read it."""
+        """Returns whether the open files are packed ones and the model has plain files too."""
         return self.is_packed and self.files != self.checkpoint.files
 
     @property
     def packed_reason(self) -> str:
-        """What there is to say of packed files where there was no choice."""
+        """Returns what to report about packed files where there was no choice between them and plain files; "" for nothing."""
         if self.is_packed:
             return "read its packed files: there are no plain ones"
         why = self.checkpoint.packed_reason
@@ -82,12 +83,12 @@ def open_checkpoint(
     in_place: bool = True,
     wants_packed: Callable[[Checkpoint], bool] = lambda checkpoint: False,
 ) -> OpenCheckpoint:
-    """Checks the folder again and opens its files; `stack` closes them. fingerprint: what was registered ("" to accept any).
-    in_place: reads may land in the weight range, so its layout follows the files; else every parameter starts on 64 bytes.
-    wants_packed: asked where the folder has packed files beside the plain ones, which of them to read.
+    """Checks the folder again and opens its weight files; `stack` closes them. fingerprint: that of the registered model, "" to
+    accept any. in_place: whether reads may write into the weight range, whose layout then follows the files; otherwise every
+    parameter is aligned to 64 bytes. wants_packed: called where the folder has both plain and packed files; returns whether to
+    open the packed ones.
 
-    Raises CheckpointError (permanent) or CheckpointChanged (files differ from those registered, or are incomplete again).
-    """
+    Raises CheckpointError (permanent) or CheckpointChanged (the files differ from the registered ones, or are incomplete again)."""
     try:
         checkpoint = scan_one(path)
     except OSError as error:
@@ -114,8 +115,9 @@ def open_checkpoint(
 
 @dataclass(slots=True)
 class ReadReport:
-    """What a load read, in bytes of weights. num_bytes: all of the checkpoint; direct_bytes: past the page cache; staged_bytes:
-    through a slot. refused: file -> why it could not be read past the page cache."""
+    """What a load read. Sizes are in bytes of tensors, as they are in the files. num_bytes: the whole checkpoint. direct_bytes:
+    those read past the page cache. staged_bytes: those that went through a slot. refused: file -> why it could not be read
+    past the page cache."""
 
     num_bytes: int
     direct_bytes: int = 0
@@ -124,7 +126,7 @@ class ReadReport:
 
 
 def planned_reads(source: OpenCheckpoint, dtype: str, ring: StagingRing, weight_format: WeightFormat = PLAIN) -> list[Read]:
-    """What `stream_weights` will read, in that order. Raises CheckpointError."""
+    """Returns the reads that `stream_weights` will carry out, in that order. Raises CheckpointError."""
     return plan_reads(source.headers, layout.weight_layout(source.shape, dtype, weight_format), dtype, ring.slot_bytes)
 
 
@@ -139,17 +141,16 @@ def stream_weights(
     landed: Callable[[Read], None] = lambda read: None,
     decoder: Decoder = NUMPY_DECODER,
 ) -> ReadReport:
-    """Fills the sink's weight range, laid out by layout.weight_layout, through slots of `ring` where it must, quantised on the way.
-    decoder: of packed files.
+    """Fills the sink's weight range, which is laid out by layout.weight_layout, and quantises weights on the way if asked to.
+    Reads go through slots of `ring` where they can't go straight into place. decoder: used for packed files.
 
-    progress(bytes done, all bytes) and `cancelled` are called by this thread between reads; `landed`, by this one or a reader's,
-    once all that a read brings (Read.places) is where it belongs: reads begin in the order of the plan, and end in any. No copy to
-    a device is under way when it returns, or raises.
-    Raises CheckpointError naming file, tensor and offset, CheckpointChanged, ReadCancelled, or RuntimeError if the device failed.
-    """
+    progress(bytes done, all bytes) and `cancelled` are called by this thread between reads. `landed` is called by this or a
+    reader thread when all that a read brings (Read.places) is in place. Reads begin in the order of the plan and end in any
+    order. When this function returns or raises, no copy to a device is in progress. Raises CheckpointError, which names file,
+    tensor and offset, CheckpointChanged, ReadCancelled, or RuntimeError if the device failed."""
     reads = planned_reads(source, dtype, ring, weight_format)
     total = source.num_bytes
-    done = total - sum(read.num_bytes for read in reads)  # tensors that follow from others, and are not read
+    done = total - sum(read.num_bytes for read in reads)  # tensors that follow from others are not read
     report = ReadReport(total)
     with ExitStack() as stack:
         unpacker = Unpacker(sink, decoder)
@@ -180,15 +181,17 @@ def stream_weights(
 
 
 class _Readers:
-    """Threads that carry out `reads`, each taking the next one in order. Leaving the context ends them after their read.
+    """Threads that carry out `reads`; each takes the next read in order. On leaving the context they end after their current
+    read.
 
-    They wait for no copy to a device: the caller's thread does, gives the slot back, and so lets the next read begin."""
+    The threads do not wait for copies to a device. The caller's thread does: it then gives the slot back, so that the next read
+    can begin."""
 
     def __init__(self, reads: list[Read], files: dict[str, FileReader], ring: StagingRing, landed: Callable[[Read], None]) -> None:
         self._files, self._ring, self._landed = files, ring, landed
-        self._left = enumerate(reads)  # next() on it is one step under the interpreter lock
-        self._done: SimpleQueue[Fetched | Exception | None] = SimpleQueue()  # None: a reader has ended
-        self._failed: dict[int, Exception] = {}  # by the read's place in the plan
+        self._left = enumerate(reads)  # next() on it is atomic under the interpreter lock
+        self._done: SimpleQueue[Fetched | Exception | None] = SimpleQueue()  # None: a reader thread has ended
+        self._failed: dict[int, Exception] = {}  # by the read's index in the plan
         self._stopped = False
         count = min(NUM_READERS, len(reads))
         self._num_alive = count
@@ -200,7 +203,7 @@ class _Readers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Slots come back until the last reader has ended: one may be waiting for them."""
+        """Ends the threads. Gives slots back until the last thread has ended, because one may be waiting for a slot."""
         self._stopped = True
         while self._num_alive:
             item = self._done.get()
@@ -209,13 +212,14 @@ class _Readers:
             elif isinstance(item, Fetched) and item.fence is not None:
                 try:
                     self._arrive(item)
-                except RuntimeError as error:  # what ended the load is on its way already
+                except RuntimeError as error:  # the error that ended the load is being raised already
                     log.warning("%s: %s", item.read.file, error)
         for thread in self._threads:
             thread.join()
 
     def next_done(self) -> Fetched:
-        """Waits for any read to end, with its copies. Raises what the first one of those that fail raised."""
+        """Waits until any read has ended, including its copies, and returns it. If reads failed, raises the error of the first of
+        them in the plan."""
         item = self._done.get()
         while item is None:
             self._num_alive -= 1
@@ -232,7 +236,7 @@ class _Readers:
         assert fetched.fence is not None
         try:
             fetched.fence.wait()
-        finally:  # a device that failed reads no slot any more
+        finally:  # a device that failed no longer reads from the slot
             self._ring.give_back(fetched.slot)
 
     def _run(self) -> None:
