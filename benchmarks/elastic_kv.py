@@ -23,10 +23,10 @@ import numpy as np
 from benchmarks.server import ROOT
 from daemon.simulate import scenario
 from daemon.simulate.generate import generate
-from engine.contracts import LoadTask
-from engine.null_runner import NullRunner
+from engine.contracts.loads import LoadTask
+from engine.null.runner import NullRunner
 from engine.protocol import Configure, LoadModel, SamplingParams
-from engine.served_models import ServedModels
+from engine.serve.served_models import ServedModels
 from scheduler.batch.request import BatchRequest
 
 NUM_MODELS, MAX_MODEL_LEN, MAX_SEQUENCES = 8, 512, 256

@@ -12,26 +12,24 @@ import resource
 import time
 from pathlib import Path
 
-from engine.device import prepare_process
+from engine.host.process import prepare_process
 
 prepare_process()  # before torch is imported
 
 import numpy as np  # noqa: E402
 
 from benchmarks.server import ROOT  # noqa: E402
-from engine.contracts import (  # noqa: E402
-    BatchPlan,
-    LoadTask,
-    SequenceTable,
-)
-from engine.hosted_model import TorchModel  # noqa: E402
-from engine.memory.cpu_memory import CpuMemory  # noqa: E402
-from engine.model_runner import TorchRunner  # noqa: E402
+from engine.contracts.loads import LoadTask  # noqa: E402
+from engine.cpu.backend import CpuBackend  # noqa: E402
+from engine.cpu.memory import CpuMemory  # noqa: E402
+from engine.cpu.model import CpuModel  # noqa: E402
+from engine.loading.runner import TorchRunner  # noqa: E402
 from engine.protocol import Configure, LoadModel  # noqa: E402
 from loader import kv_layout, layout  # noqa: E402
 from loader.catalog import scan_one  # noqa: E402
 from loader.formats.registry import FORMATS  # noqa: E402
 from loader.model_shape import ModelShape  # noqa: E402
+from scheduler.batch.plan import BatchPlan, SequenceTable  # noqa: E402
 
 BLOCK_TOKENS = 16
 CHUNK_BYTES = 2 << 20
@@ -68,7 +66,7 @@ def make_table(num_rows: int, length: int, vocab_size: int) -> SequenceTable:
     )
 
 
-def step(model: TorchModel, table: SequenceTable, slots: np.ndarray, start: int, num_new: int) -> np.ndarray:
+def step(model: CpuModel, table: SequenceTable, slots: np.ndarray, start: int, num_new: int) -> np.ndarray:
     """All slots run num_new tokens from position start on."""
     rows = len(slots)
     plan = BatchPlan(
@@ -97,7 +95,7 @@ class Clock:
 
 def load_model(
     path: Path, dtype: str, num_rows: int, length: int, threads: int = 0, quantize: str = "", kv_cache_dtype: str = ""
-) -> tuple[TorchModel, ModelShape, float]:
+) -> tuple[CpuModel, ModelShape, float]:
     """The model, with KV for num_rows sequences of `length` tokens, its shape, and how many seconds its load took, kernels aside.
     dtype "auto": the checkpoint's."""
     checkpoint = scan_one(path)
@@ -109,7 +107,7 @@ def load_model(
     weights_chunks = -(-layout.weights_bytes(shape, dtype, FORMATS[quantize]) // CHUNK_BYTES)
     place = ("cpu:0", num_chunks + weights_chunks, CHUNK_BYTES)
     configure = Configure(*place, 0, MAX_BATCHED_TOKENS, BLOCK_TOKENS, 10.0, threads, cache_dir=str(ROOT / ".cache"))
-    runner = TorchRunner(CpuMemory(num_chunks + weights_chunks, CHUNK_BYTES), configure)
+    runner = TorchRunner(CpuBackend(CpuMemory(num_chunks + weights_chunks, CHUNK_BYTES), configure), configure)
     limits = (weights_chunks, 0, 0, length, num_rows)
     identity = (1, path.name, str(path), dtype, checkpoint.fingerprint)
     spec = LoadModel(*identity, *limits, [], quantize=quantize, kv_cache_dtype=kv_cache_dtype)
@@ -117,7 +115,7 @@ def load_model(
     chunks = np.arange(num_chunks, num_chunks + weights_chunks, dtype=np.int32)
     task = LoadTask(spec, chunks, lambda done, total: None, lambda: False)
     model = runner.load(task)
-    assert isinstance(model, TorchModel)
+    assert isinstance(model, CpuModel)
     return model, shape, time.perf_counter() - begin - task.kernels_seconds
 
 

@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_limits import CACHE_DIR, copy_bytes_per_s, gemm_flops, host_to_device_bytes_per_s
+from benchmarks.gpu_limits import copy_bytes_per_s, gemm_flops, host_to_device_bytes_per_s
 from benchmarks.gpu_shapes import Bench
-from engine import ops
-from engine.work_space import KEPT_BYTES
+from engine.cuda.work_space import KEPT_BYTES
 from loader import dtypes, kv_layout
 from loader.gpu_sizing import gpu_work_space_bytes
 
@@ -140,7 +139,6 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="interpreted on the CPU, at a size that only shows that this runs")
     options = parser.parse_args()
     device, tiny = ("cpu", True) if options.tiny else ("cuda", False)
-    ops.configure_gpu(CACHE_DIR)
     began_s = time.perf_counter()
     bench = Bench("tiny" if tiny else options.model, device, 4 if tiny else 256, 64 if tiny else 2304, 0 if tiny else 256)
     copy, gemm = copy_bytes_per_s(device, tiny), gemm_flops(device, tiny)

@@ -16,11 +16,9 @@ import numpy as np
 import torch
 
 from benchmarks.gpu_limits import CACHE_DIR, copy_bytes_per_s, gemm_flops, seconds_of
-from engine import ops
-from engine.kernels import (
-    gpu,
-    gpu_linear,
-    reference,
+from engine.cuda.kernels import (
+    entry,
+    linear_choice,
     triton_decode,
     triton_extend,
     triton_rope,
@@ -28,7 +26,9 @@ from engine.kernels import (
     triton_sampling,
     triton_unpack,
 )
+from engine.cuda.ops import CudaOps
 from engine.memory.arena import kv_views
+from engine.ops import reference
 from loader import codec, kv_layout
 from loader.frame import FRAME_VALUES
 
@@ -102,13 +102,13 @@ def decode(
     out = torch.empty(rows, heads * head_dim, dtype=dtype, device=device)
     cores = torch.cuda.get_device_properties(0).multi_processor_count if device == "cuda" else 2
     for per_core in (8,) if table.tiny else (4, 8, 16, 32):
-        work = gpu.split_contexts(contexts, window, max(1, cores * per_core // kv_heads))
+        work = entry.split_contexts(contexts, window, max(1, cores * per_core // kv_heads))
         turn = [0]
 
         def call(work: Any = work, turn: list[int] = turn) -> None:
             turn[0] = (turn[0] + 1) % layers
             triton_decode.decode_attention(
-                qkv, *kv, turn[0], heads, block_table, places, work, head_dim**-0.5, 0.0, None, gpu.INTERPRETED, out
+                qkv, *kv, turn[0], heads, block_table, places, work, head_dim**-0.5, 0.0, None, entry.INTERPRETED, out
             )
 
         of_heads = about(heads, kv_heads, head_dim, kv_dtype)
@@ -137,7 +137,7 @@ def extend(table: Table, new: int, before: int, heads: int, kv_heads: int, head_
     def call() -> None:
         triton_extend.extend_attention(
             qkv, *kv, 0, heads, block_table, zero, torch.zeros_like(firsts), firsts, *columns, 0, head_dim**-0.5, 0.0, None,
-            gpu.INTERPRETED, out,
+            entry.INTERPRETED, out,
         )  # fmt: skip
 
     table.flops("extend attention", f"{new} after {before}, {about(heads, kv_heads, head_dim, kv_dtype)}", flops, call)
@@ -149,7 +149,7 @@ def few_rows(table: Table, num_rows: int, num_outputs: int, num_inputs: int) -> 
     copies = 1 if table.tiny else max(1, CACHES_BYTES // (num_outputs * num_inputs * dtype.itemsize))
     weights = torch.randn(copies, num_outputs, num_inputs, device=device).to(dtype)
     x, turn = torch.randn(num_rows, num_inputs, device=device).to(dtype), [0]
-    for name, product in (("ours", gpu_linear.ours), ("torch", torch.nn.functional.linear)):
+    for name, product in (("ours", linear_choice.ours), ("torch", torch.nn.functional.linear)):
 
         def call(product: Any = product) -> None:
             turn[0] = (turn[0] + 1) % copies
@@ -233,7 +233,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.gpu_kernels", description=__doc__)
     parser.add_argument("--tiny", action="store_true")
     tiny = parser.parse_args().tiny
-    ops.configure_gpu(CACHE_DIR)
+    CudaOps(CACHE_DIR)  # has Triton keep compiled kernels there
     table = Table("cpu" if tiny else "cuda", tiny)
     if tiny:
         decode(table, 2, 20, 4, 2, 16)

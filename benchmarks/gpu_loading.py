@@ -23,10 +23,10 @@ import torch
 
 from benchmarks.loading import MIB, make_checkpoint, raw, set_cache
 from benchmarks.packing import pack
-from engine import ops
-from engine.loading.device_frames import DeviceFrames, device_frames
-from engine.loading.device_sink import DeviceSink
-from engine.loading.weight_decoder import weight_decoder
+from engine.cuda.frames import DeviceFrames, device_frames
+from engine.cuda.ops import CudaOps
+from engine.cuda.sink import DeviceSink
+from engine.host.weight_decoder import weight_decoder
 from engine.memory.chunk_memory import ChunkMemory
 from engine.memory.host_registration import RegistersHost, register
 from engine.memory.weight_range import WeightRange
@@ -46,10 +46,10 @@ def tell(**figures: Any) -> None:
 
 def device_memory(num_bytes: int, tiny: bool) -> ChunkMemory:
     if tiny:
-        from engine.memory.cpu_memory import CpuMemory
+        from engine.cpu.memory import CpuMemory
 
         return CpuMemory(-(-num_bytes // TINY_CHUNK_BYTES), TINY_CHUNK_BYTES)
-    from engine.memory.cuda_memory import CudaMemory
+    from engine.cuda.memory import CudaMemory
 
     return CudaMemory(-(-num_bytes // CHUNK_BYTES), CHUNK_BYTES)
 
@@ -64,7 +64,7 @@ def measure(folder: Path, rounds: int, tiny: bool) -> None:
     ring.prepare()
     if isinstance(memory, RegistersHost):
         register(memory, "staging", [ring.span], ring.slot_bytes)
-    ops.configure_gpu(os.environ.get("HEARTHD_CACHE", ".cache"))
+    CudaOps(os.environ.get("HEARTHD_CACHE", ".cache"))  # has Triton keep compiled kernels there
     began_s = time.perf_counter()
     frames = device_frames(memory)
     tell(what="decoder", on_device=frames is not None, compiled_and_proven_s=round(time.perf_counter() - began_s, 2))

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_limits import host_to_device_bytes_per_s, seconds_of
+from engine.cpu.memory import CpuMemory
 from engine.memory.chunk_memory import ChunkMemory
-from engine.memory.cpu_memory import CpuMemory
 from engine.memory.host_registration import RegistersHost, register
 from engine.memory.host_tier import HostTier
 from engine.memory.transfers import transfer
@@ -243,7 +243,7 @@ def main() -> None:
     host("cuda", 1 << 30)
     from cuda.bindings import driver
 
-    from engine.memory.cuda_memory import CudaMemory
+    from engine.cuda.memory import CudaMemory
 
     on_gpu = CudaMemory(128, 16 << 20, exportable=True)
     swaps(on_gpu, host_to_device_bytes_per_s("cuda", tiny=False))

@@ -9,14 +9,15 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from benchmarks.gpu_limits import CACHE_DIR
 from benchmarks.plain_memory import PlainRange
-from engine.contracts import BatchPlan, SequenceTable
-from engine.cuda_model import CudaModel
+from engine.cuda.model import CudaModel
+from engine.cuda.ops import CudaOps
 from engine.protocol import LoadModel
 from loader import kv_layout, layout
 from loader.hf_config import parse_config
 from loader.model_shape import ModelShape
-from scheduler.batch.plan import make_sequence_table
+from scheduler.batch.plan import BatchPlan, SequenceTable, make_sequence_table
 
 BLOCK_TOKENS = 16
 SPARE_BLOCKS = 64  # for a scheduler that reserves some
@@ -75,7 +76,7 @@ class Bench:
         self.num_blocks = num_rows * blocks + SPARE_BLOCKS
         arena = torch.zeros(self.num_blocks * self.block_bytes, dtype=torch.uint8, device=device)
         spec = LoadModel(1, name, "", self.dtype, "", 0, 0, 0, length, num_rows, [])
-        self.model = CudaModel(spec, self.shape, cast(Any, self.weights), arena, BLOCK_TOKENS, max_graph_rows)
+        self.model = CudaModel(CudaOps(CACHE_DIR), spec, self.shape, cast(Any, self.weights), arena, BLOCK_TOKENS, max_graph_rows)
         began_s = time.perf_counter()
         self.model.warm()
         self.warm_s = time.perf_counter() - began_s

@@ -15,9 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.gpu_limits import CACHE_DIR
 from benchmarks.gpu_shapes import BLOCK_TOKENS, CONFIGS, LLAMA, Bench
-from engine import ops
 from engine.protocol import SamplingParams
 from scheduler.batch.batch_scheduler import BatchLimits, BatchScheduler
 from scheduler.batch.block_pool import BlockPool
@@ -127,7 +125,6 @@ def main() -> None:
     if options.engine == "transformers":
         transformers_peer(name, device, requests)
         return
-    ops.configure_gpu(CACHE_DIR)
     line = {"benchmark": "gpu_throughput", "model": name, "requests": len(requests)} | ours(name, device, requests)
     print(json.dumps(line), flush=True)
 

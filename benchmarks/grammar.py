@@ -30,7 +30,7 @@ from benchmarks.serve import STORE
 from benchmarks.server import Server
 from engine.grammar.matchers import GrammarError, Matchers
 from engine.grammar.messages import Advance, Open, Opened, Ready, Start, row_bytes
-from engine.grammar.process_port import GrammarPort
+from engine.serve.grammar_port import GrammarPort
 
 VOCAB_SIZE, END_ID = 32000, 1
 NUM_SCHEMAS = 500

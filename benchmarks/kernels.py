@@ -26,7 +26,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from engine.device import num_cores, prepare_process
+from engine.host.process import num_cores, prepare_process
 
 prepare_process()  # before torch is imported
 
@@ -39,10 +39,12 @@ from torch.nn import functional  # noqa: E402
 from benchmarks.huge_pages import placed  # noqa: E402
 from benchmarks.run import machine, table  # noqa: E402
 from benchmarks.server import ROOT  # noqa: E402
-from engine import ops  # noqa: E402
-from engine.steps.forward_batch import GroupBatch, HostBatch  # noqa: E402
-from engine.steps.program import Recorder, Scratch, recording  # noqa: E402
-from engine.steps.replay import Replay  # noqa: E402
+from engine.cpu.batch import GroupBatch, HostBatch  # noqa: E402
+from engine.cpu.ops import CpuOps  # noqa: E402
+from engine.cpu.recording.program import Recorder, Scratch, recording  # noqa: E402
+from engine.cpu.recording.replay import Replay  # noqa: E402
+
+ops = CpuOps(str(ROOT / ".cache"))
 
 READ_BYTES = 2 << 30  # that the limits are measured over: a model's worth, of which no cache holds much
 HEADS = ((8, 1), (4, 3), (8, 4), (4, 8), (1, 8))  # KV heads, query heads of each
@@ -228,9 +230,9 @@ def prefill(limit: dict[str, float], dtypes: tuple[torch.dtype, ...]) -> Iterato
                 qkv = _random(num_tokens, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
                 call = partial(ops.attention, qkv, 0, heads, head_dim**-0.5, 0.0, batch)
                 ours_s = seconds([call])
-                kernels, ops._kernels = ops._kernels, None
+                kernels, ops.kernels = ops.kernels, None
                 torch_s = seconds([call])
-                ops._kernels = kernels
+                ops.kernels = kernels
                 pairs = num_tokens * (context - num_tokens) + num_tokens * (num_tokens + 1) / 2
                 yield {
                     "dtype": str(dtype).removeprefix("torch."),
@@ -283,12 +285,11 @@ def main() -> None:
     options = parser.parse_args()
     globals()["MIN_S"] = options.min_s
     dtypes = tuple(getattr(torch, name) for name in options.dtypes.split(","))
-    ops.configure(str(ROOT / ".cache"))
     for name in options.dtypes.split(","):
         ops.prepare(name, options.threads)
     ops.set_num_threads(options.threads)
     if options.few_rows:
-        ops._kernels.FEW_ROWS.update(dict.fromkeys(ops._kernels.FEW_ROWS, options.few_rows))
+        ops.kernels.FEW_ROWS.update(dict.fromkeys(ops.kernels.FEW_ROWS, options.few_rows))
     limit = {name: round(value, 1) for name, value in limits().items()}
     print(json.dumps({"benchmark": "kernels", **machine(), **limit, "threads": options.threads}))
     for name in options.only.split(","):

@@ -2,7 +2,7 @@
 says which, and what the columns are).
 
 Every token reads its predecessors' keys and values from the cache, also within a prompt, so this is what decoding reads, too.
-Computed on the CPU by the kernels' twins (engine/kernels/reference.py): the codes and scales are a GPU's. `scale` says what the
+Computed on the CPU by the kernels' twins (engine/ops/reference.py): the codes and scales are a GPU's. `scale` says what the
 values are divided by: "head" is what the engine does, a power of two for each token and head; "1" is what others do where a
 checkpoint brings no scales: nothing, clamped to 448. `keys_times`: so much larger are all keys made and so much smaller all
 queries, which is the same model (its perplexity shows it), as one with other habits might have been trained.
@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from engine.device import prepare_process
+from engine.host.process import prepare_process
 
 prepare_process()  # before torch is imported
 
@@ -29,8 +29,8 @@ from torch import Tensor  # noqa: E402
 from benchmarks.forward import load_model, make_table  # noqa: E402
 from benchmarks.quantize import CONTEXT, DEMO_MODELS, quality, text_pieces  # noqa: E402
 from benchmarks.run import machine, table  # noqa: E402
-from engine.hosted_model import TorchModel  # noqa: E402
-from engine.kernels import reference  # noqa: E402
+from engine.cpu.model import CpuModel  # noqa: E402
+from engine.ops import reference  # noqa: E402
 from loader.kv_layout import KV_FP8, kv_bytes_per_token  # noqa: E402
 
 ROWS, LARGER_KEYS = 2, 128
@@ -55,7 +55,7 @@ def scaled_by(scale: str) -> Iterator[None]:
         reference.quantize_fp8 = original
 
 
-def enlarge_keys(model: TorchModel, factor: float) -> None:
+def enlarge_keys(model: CpuModel, factor: float) -> None:
     """factor: a power of two, so that nothing is rounded."""
     queries, keys = (heads * model.shape.head_dim for heads in (model.shape.num_heads, model.shape.num_kv_heads))
     assert model._model is not None

@@ -28,12 +28,12 @@ from xml.sax.saxutils import escape
 import numpy as np
 
 from benchmarks.loading_peers import LOADERS, timed
-from engine.contracts import LoadTask
-from engine.loading.weight_arrivals import parameter_places
+from engine.contracts.loads import LoadTask
+from engine.cpu.memory import CpuMemory
+from engine.host import checksum
 from engine.loading.weight_copies import WeightCopies
-from engine.memory import checksum
-from engine.memory.cpu_memory import CpuMemory
 from engine.memory.host_tier import HostTier
+from engine.memory.weight_arrivals import parameter_places
 from engine.memory.weight_range import WeightRange
 from engine.protocol import LoadModel
 from loader.direct_io import is_cached, open_direct

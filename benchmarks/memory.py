@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from engine.device import num_cores, prepare_process
+from engine.host.process import num_cores, prepare_process
 
 prepare_process()
 
@@ -26,14 +26,16 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 from benchmarks import returning  # noqa: E402
-from engine import ops  # noqa: E402
+from engine.cpu.memory import CpuMemory  # noqa: E402
+from engine.cpu.ops import CpuOps  # noqa: E402
 from engine.memory import mappings  # noqa: E402
-from engine.memory.cpu_memory import CpuMemory  # noqa: E402
 from engine.memory.host_tier import HostTier  # noqa: E402
 from engine.memory.transfers import NUM_THREADS, transfer  # noqa: E402
 from engine.memory.weight_range import WeightRange  # noqa: E402
 
 CHUNK_BYTES = 2 << 20
+ops = CpuOps("")
+
 INPUTS = 2048  # K of the matrices
 MATRIX_BYTES = 16 << 20
 
@@ -211,7 +213,6 @@ def main() -> None:
     parser.add_argument("--only", default="layouts,swap,mapping")
     options = parser.parse_args()
     only, num_bytes = options.only.split(","), options.mib << 20
-    ops.configure("")
     ops.prepare("bfloat16", num_cores())
     ops.set_num_threads(num_cores())
     parts = {

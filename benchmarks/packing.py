@@ -24,7 +24,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from engine.device import num_cores, prepare_process
+from engine.host.process import num_cores, prepare_process
 
 prepare_process()
 
@@ -33,8 +33,8 @@ import numpy as np  # noqa: E402
 from benchmarks.loading import CHUNK_BYTES, make_checkpoint, set_cache, spread  # noqa: E402
 from benchmarks.loading_peers import cpu_s  # noqa: E402
 from benchmarks.run import machine  # noqa: E402
-from engine.loading.weight_decoder import weight_decoder  # noqa: E402
-from engine.memory.cpu_memory import CpuMemory  # noqa: E402
+from engine.cpu.memory import CpuMemory  # noqa: E402
+from engine.host.weight_decoder import weight_decoder  # noqa: E402
 from engine.memory.weight_range import WeightRange  # noqa: E402
 from loader import codec  # noqa: E402
 from loader.catalog import scan_one  # noqa: E402

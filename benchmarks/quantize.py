@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from engine.device import prepare_process
+from engine.host.process import prepare_process
 
 prepare_process()  # before torch is imported
 
@@ -30,8 +30,8 @@ from tokenizers import Tokenizer  # noqa: E402
 from benchmarks.forward import MAX_BATCHED_TOKENS, load_model, make_table, step  # noqa: E402
 from benchmarks.run import machine, table  # noqa: E402
 from benchmarks.server import ROOT  # noqa: E402
-from engine.contracts import BatchPlan, SequenceTable  # noqa: E402
-from engine.hosted_model import TorchModel  # noqa: E402
+from engine.cpu.model import CpuModel  # noqa: E402
+from scheduler.batch.plan import BatchPlan, SequenceTable  # noqa: E402
 
 DEMO_MODELS = ROOT / "demo" / "models"
 CONTEXT = 256
@@ -60,7 +60,7 @@ def text_pieces(path: Path, num_tokens: int) -> np.ndarray:
     return np.array(ids[: min(num_tokens, len(ids)) // CONTEXT * CONTEXT], np.int32).reshape(-1, CONTEXT)
 
 
-def quality(models: list[TorchModel], sequences: SequenceTable, pieces: np.ndarray, rounded_name: str = "int8") -> dict[str, Any]:
+def quality(models: list[CpuModel], sequences: SequenceTable, pieces: np.ndarray, rounded_name: str = "int8") -> dict[str, Any]:
     """models: as it is, rounded. A few pieces at a time, so that the logits take no memory to speak of."""
     followed = [0.0, 0.0]  # log-likelihood of the text
     divergence, same, worst, spread = [], 0, 0.0, []
@@ -101,7 +101,7 @@ def quality(models: list[TorchModel], sequences: SequenceTable, pieces: np.ndarr
     }
 
 
-def speed(models: list[TorchModel], sequences: SequenceTable) -> list[dict[str, Any]]:
+def speed(models: list[CpuModel], sequences: SequenceTable) -> list[dict[str, Any]]:
     """Milliseconds of a step of each kind."""
     kinds = [(f"decode {rows}", rows, CONTEXT, 1) for rows in ROWS] + [(f"prefill {length}", 1, 0, length) for length in PROMPTS]
     found = []

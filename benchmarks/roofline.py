@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engine.device import prepare_process
+from engine.host.process import prepare_process
 
 prepare_process()  # before torch is imported
 
@@ -30,20 +30,23 @@ import torch  # noqa: E402
 from benchmarks.checkpoints import make  # noqa: E402
 from benchmarks.huge_pages import placed  # noqa: E402
 from benchmarks.server import ROOT  # noqa: E402
-from engine import ops  # noqa: E402
-from engine.contracts import LoadTask  # noqa: E402
-from engine.device import num_cores  # noqa: E402
-from engine.hosted_model import TorchModel  # noqa: E402
-from engine.kernels import reference  # noqa: E402
-from engine.memory.cpu_memory import CpuMemory  # noqa: E402
-from engine.model_runner import TorchRunner  # noqa: E402
+from engine.contracts.loads import LoadTask  # noqa: E402
+from engine.cpu.backend import CpuBackend  # noqa: E402
+from engine.cpu.memory import CpuMemory  # noqa: E402
+from engine.cpu.model import CpuModel  # noqa: E402
+from engine.cpu.ops import CpuOps  # noqa: E402
+from engine.cpu.recording.replay import ChunkProgram, Head, Replay  # noqa: E402
+from engine.host.process import num_cores  # noqa: E402
+from engine.loading.runner import TorchRunner  # noqa: E402
+from engine.ops import reference  # noqa: E402
 from engine.protocol import JOURNAL_BYTES, Configure, LoadModel, SamplingParams, TokensOut, encode, write_journal  # noqa: E402
-from engine.served_models import ServedModels  # noqa: E402
-from engine.steps.replay import ChunkProgram, Head, Replay  # noqa: E402
+from engine.serve.served_models import ServedModels  # noqa: E402
 from loader import dtypes, kv_layout, layout, work_space  # noqa: E402
 from loader.catalog import scan_one  # noqa: E402
 from loader.model_shape import ModelShape  # noqa: E402
 from scheduler.batch.request import BatchRequest  # noqa: E402
+
+ops = CpuOps(str(ROOT / ".cache"))
 
 MACHINE_BYTES = 2 << 30  # of matrices that the bandwidth is measured with
 CHUNK_BYTES = 2 << 20
@@ -146,6 +149,7 @@ def measure_machine(seconds: float = 1.0) -> Machine:
             shortest = min(shortest, time.perf_counter() - begin)
         return shortest
 
+    ops.prepare("bfloat16", num_cores())
     with torch.inference_mode():
         ops.set_num_threads(num_cores())
         moved = best(lambda: [ops.linear(one, weight) for weight in weights])
@@ -178,8 +182,8 @@ class Steps:
         models = ServedModels(configure, memory)
         place = models.take_place(spec)
         task = LoadTask(spec, place.weights, lambda done, total: None, lambda: False)
-        hosted = TorchRunner(memory, configure).load(task)
-        assert isinstance(hosted, TorchModel)
+        hosted = TorchRunner(CpuBackend(memory, configure), configure).load(task)
+        assert isinstance(hosted, CpuModel)
         self.hosted = hosted
         models.add(models.make(spec, self.hosted, place))
         self.scheduler = models.by_name[folder.name].scheduler
@@ -326,8 +330,6 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(KINDS))
     options = parser.parse_args()
     if options.only == "machine":
-        ops.configure(str(ROOT / ".cache"))
-        ops.prepare("bfloat16", num_cores())
         print(json.dumps({"benchmark": "roofline", "kind": "machine", **asdict(measure_machine())}))
         return
     sizes = {"decode": (1, 4, 8, 32), "sampled": (32,), "prefill": (128, 512), "mixed": (128,)}
@@ -337,9 +339,9 @@ def main() -> None:
         machine = measure_machine()
         programs = {(kind, size): steps.record(kind, size) for kind in options.only.split(",") for size in sizes[kind]}
         clocks = Clocks()
-        from engine.kernels import cpu
+        from engine.cpu.kernels import entry
 
-        clocks.watch(cpu)
+        clocks.watch(entry)
         clocks.watch(reference)
         torch.nn.functional.linear = clocks.around("products", torch.nn.functional.linear)
         for kind in options.only.split(","):

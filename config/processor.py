@@ -42,13 +42,13 @@ _REST_ON = {
     "neon": ("sve", "bf16"),
 }
 
-# The features that each kernel of engine/kernels needs. A kernel that is not named here runs everywhere, because LLVM splits its
-# vectors. A kernel that this processor cannot run is not compiled either: where LLVM finds no instruction for an operation, it ends
-# the whole process.
+# The features that each kernel of engine/cpu/kernels needs. A kernel that is not named here runs everywhere, because LLVM splits
+# its vectors. A kernel that this processor cannot run is not compiled either: where LLVM finds no instruction for an operation, it
+# ends the whole process.
 KERNELS_NEED: dict[str, frozenset[str]] = {
-    "bfloat16_pairs": frozenset({"avx512bf16"}),  # cpu_bits.py, cpu_vectors.py: vdpbf16ps, vcvtneps2bf16
-    "int8_linear": frozenset({"avx512vnni"}),  # cpu_int8.py: vpdpbusd
-    "tiles": frozenset({"amx"}),  # cpu_amx*.py
+    "bfloat16_pairs": frozenset({"avx512bf16"}),  # bits.py, vectors.py: vdpbf16ps, vcvtneps2bf16
+    "int8_linear": frozenset({"avx512vnni"}),  # int8.py: vpdpbusd
+    "tiles": frozenset({"amx"}),  # amx*.py
 }
 
 

@@ -15,18 +15,17 @@ import signal
 import socket
 import sys
 import time
+from typing import TYPE_CHECKING
 
-import msgspec
-
-from engine.channel import Channel, ChannelClosed
-from engine.contracts import Runner
-from engine.device import prepare_process
-from engine.handover import Handover
-from engine.memory import handles
-from engine.memory.chunk_memory import ChunkMemory
+from engine.host.process import prepare_process
+from engine.loop.worker import Engine
+from engine.memory.handover import Handover
 from engine.memory.host_tier import HostTier
-from engine.protocol import JOURNAL_BYTES, Configure, EngineFault, WeightsHeld
-from engine.worker import Engine
+from engine.protocol import JOURNAL_BYTES, Configure, EngineFault
+from engine.serve.channel import Channel, ChannelClosed
+
+if TYPE_CHECKING:  # engines of null models do not need torch
+    from engine.contracts.backend import OpenDevice
 
 log = logging.getLogger("engine")
 
@@ -34,54 +33,33 @@ EXIT_FAULT = 70
 TELL_LIMIT_S = 1.0  # limit for handing a fault message to the daemon
 
 
-def beside_work_space(configure: Configure) -> Configure:
-    """Returns the configuration with the work space's chunks taken out of num_chunks on a GPU: chunks are allocated at once there,
-    and torch takes the work space from the memory they leave. On the CPU nothing changes, because pages exist only once touched.
-    The leases are smaller by the work space in either case."""
-    if not configure.device.startswith("cuda"):
-        return configure
-    work_chunks = -(-configure.work_space_bytes // configure.chunk_bytes)
-    return msgspec.structs.replace(configure, num_chunks=configure.num_chunks - work_chunks, work_space_bytes=0)
+def open_device(configure: Configure, handover: Handover | None) -> OpenDevice:
+    """Opens the configured device. torch is imported only for runners that compute. handover: None if the device's memory ends
+    with this process."""
+    prepare_process()
+    if configure.device.startswith("cuda"):
+        from engine.cuda import backend as cuda
+
+        return cuda.open_device(configure, handover)
+    from engine.cpu import backend as cpu
+
+    return cpu.open_device(configure, handover)
 
 
-def make_runner(
-    configure: Configure, tier: HostTier | None, work_space_bytes: int, handover: Handover | None
-) -> tuple[Runner, ChunkMemory | None, list[WeightsHeld] | None]:
-    """Returns the runner, its memory, and the weights an earlier engine left in it, as Engine takes them. torch is imported only
-    for the runner that computes. work_space_bytes: what torch may take of a GPU on top of the chunks. handover: None if the memory
-    ends with this process. Raises ValueError for an unknown runner."""
+def make_engine(
+    channel: Channel, journal: mmap.mmap, configure: Configure, tier: HostTier | None, handover: Handover | None
+) -> Engine:
+    """Makes the engine with its runner. Raises ValueError for an unknown runner, and what opening the device raises."""
     if configure.runner == "null":
-        from engine.null_runner import NullRunner
+        from engine.null.runner import NullRunner
 
-        return NullRunner(configure, tier), None, None
+        return Engine(channel, journal, configure, NullRunner(configure, tier), None, tier)
     if configure.runner == "torch":
-        prepare_process()
-        from engine.model_runner import TorchRunner
+        device = open_device(configure, handover)
+        from engine.loading.runner import TorchRunner
 
-        given, left = handover.ask(configure.num_chunks, configure.chunk_bytes) if handover is not None else ([], None)
-        memory: ChunkMemory
-        if configure.device.startswith("cuda"):
-            from engine.memory.cuda_memory import CudaMemory, DeviceError
-            from engine.work_space import limit_torch
-
-            size = (configure.num_chunks, configure.chunk_bytes)
-            try:
-                memory = CudaMemory(*size, exportable=handover is not None, handles=given)
-            except DeviceError as error:
-                if handover is None or given:
-                    raise
-                log.warning("this engine's memory does not outlive it: %s", error)
-                handover, left, memory = None, None, CudaMemory(*size)
-            limit_bytes = limit_torch(work_space_bytes)
-            log.info("torch is held to %.2f GiB of work space", limit_bytes / 2**30)
-        else:
-            from engine.memory.cpu_memory import CpuMemory
-
-            memory = CpuMemory(configure.num_chunks, configure.chunk_bytes, given)
-        handles.close(given)
-        if handover is not None and not given:
-            handover.give(memory)
-        return TorchRunner(memory, configure, tier), memory, left
+        runner, memory = TorchRunner(device.backend, device.configure, tier), device.backend.memory
+        return Engine(channel, journal, device.configure, runner, memory, tier, device.left)
     raise ValueError(f"Configure.runner {configure.runner!r}: allowed are torch and null")
 
 
@@ -110,14 +88,13 @@ def main() -> int:
             log.error("Configure.host_tier_slots is %d, but there is no --host-tier-fd", first.host_tier_slots)
             return 2
         tier = HostTier(options.host_tier_fd, first.host_tier_slots, first.chunk_bytes)
-    work_space_bytes, first = first.work_space_bytes, beside_work_space(first)
     try:
         handover = Handover(socket.socket(fileno=options.handover_fd)) if options.handover_fd >= 0 else None
-        runner, memory, left = make_runner(first, tier, work_space_bytes, handover)
+        engine = make_engine(channel, journal, first, tier, handover)
     except Exception as error:
         return _fault(channel, "no_memory" if isinstance(error, MemoryError) else "fault", error)
     try:
-        Engine(channel, journal, first, runner, memory, tier, left).run(rest)
+        engine.run(rest)
     except Exception as error:
         return _fault(channel, "fault", error)
     return 0

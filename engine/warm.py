@@ -14,10 +14,11 @@ import time
 from typing import TYPE_CHECKING
 
 from config.processor import UnknownFeature
-from engine.device import num_cores, prepare_process
+from engine.host.process import num_cores, prepare_process
 
 if TYPE_CHECKING:
-    from engine.contracts import KernelNews
+    from engine.contracts.loads import KernelNews
+    from engine.cpu.ops import CpuOps
 
 DTYPES = ("float32", "bfloat16")
 
@@ -35,26 +36,27 @@ def main() -> int:
         prepare_process()
     except UnknownFeature as error:
         parser.error(str(error))
-    from engine.kernels import compiled
+    from engine.host import compiled
 
     if options.unit_by_unit:
         compiled.keep_in_folder(options.cache_dir)
         compiled.use_threading_layer()
-        from engine.kernel_builds import compile_units
+        from engine.cpu.kernel_builds import compile_units
 
         compile_units(options.unit_by_unit == "all")
         return 0
-    from engine import ops
+    from engine.cpu.ops import CpuOps
 
-    if not ops.configure(options.cache_dir, deferred=True):
+    ops = CpuOps(options.cache_dir, deferred=True)
+    if ops.kernels is None:
         print("numba is not installed: the cpu device will run torch operations only")
         return 0
-    return _compile(options.cache_dir, options.dtype or DTYPES, "int8" if options.int8 else "")
+    return _compile(ops, options.cache_dir, options.dtype or DTYPES, "int8" if options.int8 else "")
 
 
-def _compile(cache_dir: str, dtypes: tuple[str, ...], quantize: str) -> int:
-    from engine.kernel_builds import KernelBuilds
-    from engine.loading.weight_decoder import weight_decoder
+def _compile(ops: CpuOps, cache_dir: str, dtypes: tuple[str, ...], quantize: str) -> int:
+    from engine.cpu.kernel_builds import KernelBuilds
+    from engine.host.weight_decoder import weight_decoder
 
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     start = time.perf_counter()
@@ -68,7 +70,7 @@ def _compile(cache_dir: str, dtypes: tuple[str, ...], quantize: str) -> int:
             print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
             shown = line
 
-    builds = KernelBuilds(num_cores(), num_cores(), tell)
+    builds = KernelBuilds(num_cores(), num_cores(), ops.use, tell)
     for dtype in dtypes:
         builds.need(dtype, quantize)
     weight_decoder(cache_dir)

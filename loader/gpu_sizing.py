@@ -12,7 +12,7 @@ LOGITS_ROWS = 256  # sampling rows whose logits are computed at a time
 DECODE_PIECES = 2048
 # cuBLAS's work space of 32 MiB a stream, on the stream of steps and on that of captures
 LIBRARY_BYTES = 64 << 20
-# Buffers that packed weights pass through, and as many again while their speed is measured (engine/loading/device_frames.py).
+# Buffers that packed weights pass through, and as many again while their speed is measured (engine/cuda/frames.py).
 PACKED_BYTES = 2 * frame.frame_bytes(frame.FRAME_VALUES, frame.FRAME_VALUES)
 
 

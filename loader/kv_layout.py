@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from loader.dtypes import ITEM_BYTES
 from loader.model_shape import ModelShape
 
-KV_FP8 = "fp8"  # keys and values as float8_e4m3fn; a head of a token has one scale, of one byte (engine/kernels/triton_fp8.py)
+KV_FP8 = "fp8"  # keys and values as float8_e4m3fn; a head of a token has one scale, of one byte (engine/cuda/kernels/triton_fp8.py)
 MIN_MODEL_LEN = 2048
 
 

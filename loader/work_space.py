@@ -9,12 +9,14 @@ from loader.formats.plain import PLAIN
 from loader.formats.weight_format import WeightFormat
 from loader.model_shape import ModelShape
 
-# A first step may be so many times max_num_batched_tokens (engine/steps/first.py), as long as that takes one layer's work space.
+# A first step may be so many times max_num_batched_tokens (engine/lifecycle/first_step.py), as long as that takes one layer's
+# work space.
 FIRST_STEP_SLICES = 4
 # Logits held at a time; sampling rows beyond it are computed in turn, so a large vocabulary can't outgrow the work space.
 LOGITS_BYTES = 8 << 20
 # Steps of up to so many rows, and with chunks of prompts of up to so many tokens, are recorded on the cpu device
-# (engine/steps/recorded.py), and keep memory for their results. In longer ones the interpreter takes a few hundredths of the time.
+# (engine/cpu/recording/recorded.py), and keep memory for their results. In longer ones the interpreter takes a few hundredths of
+# the time.
 MAX_RECORDED_ROWS, MAX_RECORDED_TOKENS = 128, 256
 # Float32 logits the sampler turns into tokens at a time (one row at least); it needs about six copies of them.
 SAMPLER_BYTES = 1 << 20
@@ -40,8 +42,8 @@ def recorded_tokens(num_tokens: int) -> int:
 
 def recorded_bytes(shape: ModelShape, dtype: str, max_sequences: int, max_num_batched_tokens: int) -> int:
     """Returns an upper bound of the memory that holds results of recorded steps, whatever else runs: what a layer needs at a time,
-    or the logits. It leaves out 0.5 MB for each thread that packs weights (scratch_words of cpu_amx_linear.py, scratch_floats of
-    cpu_widened_linear.py)."""
+    or the logits. It leaves out 0.5 MB for each thread that packs weights (scratch_words of amx_linear.py, scratch_floats of
+    widened_linear.py)."""
     query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     # queries, keys and values beside attention's result, or beside the queries as they are normalised
     layer = max((3 if shape.whole_width_norms else 2) * query + 2 * key, 3 * shape.intermediate_size)

@@ -49,8 +49,20 @@ DAEMON_FROM_LOADER = {
     "loader.weight_files",
 }
 PURE = {"asyncio", "time", "datetime", "os", "socket", "threading", "subprocess", "random", "logging", "torch", "pathlib"}
-# inside engine: a module of the row may not import a module of the columns to its right
-ENGINE_ORDER = ["engine.kernels", "engine.ops", "engine.layers", "engine.models"]
+# inside a package: a room (a folder, or a loose file) may import only those before it
+ROOM_ORDER = {
+    "engine": [
+        *("protocol", "pulse", "host", "memory", "grammar", "contracts", "ops", "sampling", "layers", "models", "loading"),
+        *("cpu", "cuda", "null", "serve", "lifecycle", "loop", "main", "__main__", "warm"),
+    ],
+    "daemon": [
+        *("errors", "process", "record", "models", "text", "streams", "contracts", "access", "http", "scanning", "gpu", "page"),
+        *("metrics", "requests", "engines", "api", "node", "operate", "lifecycle", "main", "__main__", "simulate", "cli"),
+    ],
+}
+MOST_LOOSE_FILES = 4  # at the top of a package that has rooms, but for __init__ and __main__
+# who may know a kind of device: its own folder, and what opens the configured device or compiles for it
+BACKENDS = {"engine.cpu": {"engine.main", "engine.warm"}, "engine.cuda": {"engine.main"}, "engine.null": {"engine.main"}}
 
 
 def modules() -> dict[str, pathlib.Path]:
@@ -123,31 +135,37 @@ def test_every_package_carries_the_mark() -> None:
     assert all(is_marked(str(ROOT), name) for name in NAMES)
 
 
-# inside daemon: a room may import only those before it
-DAEMON_ORDER = [
-    *("errors", "process", "record", "models", "text", "streams", "contracts", "access", "http", "scanning", "gpu", "page"),
-    *("metrics", "requests", "engines", "api", "node", "operate", "lifecycle", "main", "__main__", "simulate", "cli"),
-]
 # inside daemon.api: a module of the row may not import a module of the columns to its right
 API_ORDER = ["daemon.api.bodies", "daemon.api.generation", "daemon.api.endpoints", "daemon.api.router", "daemon.api.app"]
 
 
 def room_of(module: str) -> str:
-    """Returns the part of a daemon module's name that DAEMON_ORDER ranks: a folder's name, or a loose file's."""
+    """Returns the part of a module's name that ROOM_ORDER ranks: a folder's name, or a loose file's."""
     return module.split(".")[1]
 
 
-def test_the_rooms_of_the_daemon_have_an_order() -> None:
+@pytest.mark.parametrize("package", ROOM_ORDER)
+def test_rooms_have_an_order(package: str) -> None:
     """Whoever changes a room needs to know those it imports, never those that import it. Counts what TYPE_CHECKING guards, too."""
-    assert sorted(DAEMON_ORDER) == sorted({room_of(module) for module in MODULES if module.startswith("daemon.")})
-    for module in MODULES:
-        if module.startswith("daemon."):
-            rank = DAEMON_ORDER.index(room_of(module))
-            above = sorted(name for name in IMPORTS[module] if name in MODULES and name.startswith("daemon.")
-                           and DAEMON_ORDER.index(room_of(name)) > rank)  # fmt: skip
-            assert not above, f"{module} imports {above} from above itself"
-    loose = [module for module in MODULES if module.startswith("daemon.") and module.count(".") == 1 and not is_package(module)]
-    assert len([module for module in loose if not module.endswith("__main__")]) <= 4, loose
+    order, own = ROOM_ORDER[package], [module for module in MODULES if module.startswith(f"{package}.")]
+    assert sorted(order) == sorted({room_of(module) for module in own})
+    for module in own:
+        names = [name for name in IMPORTS[module] if name in MODULES and name.startswith(f"{package}.")]
+        above = sorted(name for name in names if order.index(room_of(name)) > order.index(room_of(module)))
+        assert not above, f"{module} imports {above} from above itself"
+    loose = [module for module in own if module.count(".") == 1 and not is_package(module) and not module.endswith("__main__")]
+    assert len(loose) <= MOST_LOOSE_FILES, loose
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_backend_stands_alone(backend: str) -> None:
+    """A kind of device is one folder: nothing above it asks which kind it has, and no other kind builds on it."""
+    assert backend in MODULES, f"{backend} is gone"
+    inside = (backend, f"{backend}.")
+    for module, names in IMPORTS.items():
+        if module != backend and not module.startswith(inside[1]) and module not in BACKENDS[backend]:
+            known = sorted(name for name in names if name == inside[0] or name.startswith(inside[1]))
+            assert not known, f"{module} imports {known}"
 
 
 def is_package(module: str) -> bool:
@@ -181,23 +199,15 @@ def test_scheduler_is_pure(module: str) -> None:
         assert name.split(".")[0] not in PURE, f"{module} imports {name}"
 
 
-def test_engine_layers_point_down() -> None:
-    """models -> layers -> ops -> kernels: a kernel never knows which model runs it."""
-    for module, names in IMPORTS.items():
-        rank = next((i for i, prefix in enumerate(ENGINE_ORDER) if module.startswith(prefix)), None)
-        if rank is None:
-            continue
-        for name in names:
-            for above in ENGINE_ORDER[rank + 1 :]:
-                assert not name.startswith(above), f"{module} imports {name} from above itself"
-
-
 def test_kernels_know_nothing_of_checkpoints() -> None:
     """What a kernel needs of a model is an argument: the sizes at which work is cut belong to who accounts for the memory. Kernels
     that decode packed weights share the format of the bytes with those that write them."""
     bytes_of_files = {"loader.checksum", "loader.codec", "loader.frame"}
+    rooms = ("engine.cpu.kernels.", "engine.cuda.kernels.")
+    kernels = [module for module in MODULES if module.startswith(rooms) or module.endswith("_kernels")]
+    assert len(kernels) > 30
     for module, names in IMPORTS.items():
-        if module.startswith("engine.kernels"):
+        if module in kernels:
             assert {name for name in names if name.split(".")[0] == "loader"} <= bytes_of_files, module
 
 

@@ -74,6 +74,6 @@ def test_changelog_names_the_version() -> None:
 def test_the_list_of_what_only_a_gpu_runs_is_whole() -> None:
     from tests.gpu.cuda_only import found, table
 
-    assert {"engine/memory/cuda_memory.py", "engine/steps/cuda_graphs.py", "daemon/gpu/nvml.py"} <= set(found())
+    assert {"engine/cuda/memory.py", "engine/cuda/graphs.py", "daemon/gpu/nvml.py"} <= set(found())
     section = (ROOT / "docs/gpu.md").read_text().partition("## Not yet run on a GPU")[2].partition("\n## ")[0]
     assert table() in section, "python -m tests.gpu.cuda_only prints the table"

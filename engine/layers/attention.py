@@ -2,40 +2,42 @@
 
 from __future__ import annotations
 
+from typing import Generic
+
 from torch import Tensor
 
-from engine import ops
-from engine.layers.norms import norm_columns
 from engine.layers.weights import Weights
-from engine.steps.forward_batch import ForwardBatch
+from engine.ops.ops import BatchT, HeadNorms, Ops
 from loader.architectures.decoder import Decoder
 from loader.model_shape import ModelShape
 
 
-class Attention:
+class Attention(Generic[BatchT]):
     """x [T, hidden] -> [T, hidden]. Keys and values of the T tokens are stored before any is read. The layer's window and rotary
-    embedding are its KV group's (engine/steps/forward_batch.py)."""
+    embedding are its KV group's."""
 
-    def __init__(self, family: Decoder, shape: ModelShape, weights: Weights, layer: int) -> None:
+    def __init__(self, ops: Ops[BatchT], family: Decoder, shape: ModelShape, weights: Weights, layer: int) -> None:
+        self.ops = ops
         names, prefix = family.names, family.names.layer.format(layer)
         self.qkv_weight = weights.matrix(prefix, names.queries_keys_values)
         self.qkv_bias = weights.find_fused(prefix, names.queries_keys_values, ".bias")
         self.out_weight = weights.matrix(prefix, (names.attention_output,))
         self.out_bias = weights.find(f"{prefix}{names.attention_output}.bias")
-        norms: ops.HeadNorms | None = None
+        norms: HeadNorms | None = None
         if names.query_norm:
             query_norm, key_norm = (weights.get(f"{prefix}{name}.weight") for name in (names.query_norm, names.key_norm))
-            norms = ops.HeadNorms(query_norm, key_norm, shape.rms_norm_eps, family.norms_around_one)
+            norms = HeadNorms(query_norm, key_norm, shape.rms_norm_eps, family.norms_around_one)
         self.head_norms = None if family.whole_width_norms else norms
         self.whole_width_norms = norms if family.whole_width_norms else None
         self.layer, self.heads = layer, shape.num_heads
         self.scale, self.softcap = shape.query_scale, shape.attention_softcap
 
-    def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+    def __call__(self, x: Tensor, batch: BatchT) -> Tensor:
+        ops = self.ops
         qkv = ops.linear(x, self.qkv_weight, self.qkv_bias)
         if (norms := self.whole_width_norms) is not None:
-            norm_columns(qkv, 0, norms.query, norms.eps, norms.around_one)
-            norm_columns(qkv, len(norms.query), norms.key, norms.eps, norms.around_one)
+            ops.norm_columns(qkv, 0, norms.query, norms.eps, norms.around_one)
+            ops.norm_columns(qkv, len(norms.query), norms.key, norms.eps, norms.around_one)
         ops.rope_and_store(qkv, self.head_norms, self.layer, self.heads, batch)
         attended = ops.attention(qkv, self.layer, self.heads, self.scale, self.softcap, batch)
         return ops.linear(attended, self.out_weight, self.out_bias)

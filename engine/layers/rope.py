@@ -17,7 +17,7 @@ import math
 import torch
 from torch import Tensor
 
-from engine.steps.forward_batch import Rotary
+from engine.ops.ops import Rotary
 from loader.rope_config import RopeParameters
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from engine.memory.weight_range import WeightRange
-from engine.ops import Int8Matrix
+from engine.ops.ops import Int8Matrix
 from loader.formats.plain import PLAIN
 from loader.formats.weight_format import WeightFormat
 from loader.layout import weight_layout

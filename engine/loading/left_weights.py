@@ -7,11 +7,12 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from engine.contracts import IntArray, LoadCancelled, LoadTask
-from engine.loading.weight_gate import WeightGate
+from engine.contracts.loads import LoadCancelled, LoadTask
 from engine.memory.chunk_memory import ChunkMemory, Copied
 from engine.memory.transfers import Piece, TransferCancelled, transfer
+from engine.memory.weight_gate import WeightGate
 from loader import checksum
+from scheduler.batch.plan import IntArray
 
 if TYPE_CHECKING:  # engines of null models do not need torch
     from engine.memory.weight_range import WeightRange

@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any
 
-from engine.contracts import LoadCancelled, LoadTask
-from engine.loading.weight_arrivals import WeightArrivals
-from engine.loading.weight_gate import WeightGate
+from engine.contracts.loads import LoadCancelled, LoadTask
 from engine.memory.chunk_memory import ChunkMemory, Copy
 from engine.memory.host_tier import HostTier
 from engine.memory.transfers import NUM_THREADS, Piece, TransferCancelled, copies_several, transfer
+from engine.memory.weight_arrivals import WeightArrivals
+from engine.memory.weight_gate import WeightGate
 from engine.memory.weight_range import WeightRange
 from loader import checksum
 

@@ -10,16 +10,16 @@ from torch import Tensor
 from engine.layers.weights import Weights
 from engine.models.bert import BertModel
 from engine.models.decoder import DecoderModel
-from engine.steps.forward_batch import ForwardBatch
+from engine.ops.ops import BatchT, BatchT_contra, Ops
 from loader.architectures.decoder import Decoder
 from loader.architectures.registry import architecture_of
 from loader.model_shape import ModelShape
 
 
-class CausalLM(Protocol):
+class CausalLM(Protocol[BatchT_contra]):
     layers: Any  # in their order; `forward` iterates over them once
 
-    def forward(self, batch: ForwardBatch, wanted: Tensor | None) -> Tensor: ...
+    def forward(self, batch: BatchT_contra, wanted: Tensor | None) -> Tensor: ...
 
     def logits(self, hidden: Tensor) -> Tensor: ...
 
@@ -28,11 +28,11 @@ class Encoder(Protocol):
     def forward(self, input_ids: Tensor, lengths: Sequence[int]) -> Tensor: ...
 
 
-def build_model(shape: ModelShape, weights: Weights) -> CausalLM:
+def build_model(ops: Ops[BatchT], shape: ModelShape, weights: Weights) -> CausalLM[BatchT]:
     """Raises TypeError for a family that does not generate text: callers go by shape.pooling."""
     family = architecture_of(shape)
     if isinstance(family, Decoder):
-        return DecoderModel(family, shape, weights)
+        return DecoderModel(ops, family, shape, weights)
     raise TypeError(f"{shape.architecture} is not built: nothing runs a {type(family).__name__}")
 
 

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine import ops
-from engine.contracts import BatchPlan, BoolArray, FloatArray, IntArray, LongArray, SequenceTable
+from engine.ops.ops import SamplingOps
 from engine.protocol import PromptLogprobs, SamplingParams, TokenLogprobs
 from loader.work_space import sampler_rows
+from scheduler.batch.plan import BatchPlan, BoolArray, FloatArray, IntArray, LongArray, SequenceTable
 
 DECIMALS = 6  # to which a log-probability is rounded before it leaves the engine
 
@@ -27,8 +27,8 @@ class LogprobCollector:
     """Collects the log-probabilities of one step's sampled tokens. num_top [N]: alternatives wanted, as in SamplingRows.
     request_ids [N]: the rows' requests."""
 
-    def __init__(self, num_top: IntArray, request_ids: LongArray) -> None:
-        self._num_top, self._request_ids = num_top, request_ids
+    def __init__(self, ops: SamplingOps, num_top: IntArray, request_ids: LongArray) -> None:
+        self._ops, self._num_top, self._request_ids = ops, num_top, request_ids
         self._rows: list[IntArray] = []
         self._chosen: list[FloatArray] = []
         self._top_ids: list[list[int]] = []
@@ -42,7 +42,7 @@ class LogprobCollector:
         rows = np.flatnonzero((num_top >= 0) & ~bad[first:end]).astype(np.int32)
         if not len(rows):
             return
-        chosen, top_ids, top = ops.top_logprobs(logits, rows, ids[first:end][rows], int(num_top[rows].max()))
+        chosen, top_ids, top = self._ops.top_logprobs(logits, rows, ids[first:end][rows], int(num_top[rows].max()))
         self._rows.append(rows + np.int32(first))
         self._chosen.append(chosen)
         rounded = _rounded(top)
@@ -84,7 +84,9 @@ class OwedPrompts:
     tokens: LongArray
     chosen: IntArray
 
-    def logprobs(self, hidden: Tensor, logits_of: Callable[[Tensor], Tensor], max_rows: int) -> list[PromptLogprobs]:
+    def logprobs(
+        self, ops: SamplingOps, hidden: Tensor, logits_of: Callable[[Tensor], Tensor], max_rows: int
+    ) -> list[PromptLogprobs]:
         """Returns one message for each row. hidden [>= P, W]: hidden states of `tokens`. max_rows: rows of logits computed at a
         time, as many as the work space has memory for."""
         num_top = max(row.num_top for row in self.rows)

@@ -11,12 +11,15 @@ from collections.abc import Callable
 import numpy as np
 from torch import Tensor
 
-from engine.contracts import BatchPlan, SequenceTable, StepResult
+from engine.contracts.steps import StepResult
+from engine.ops.ops import SamplingOps
 from engine.sampling.logprobs import LogprobCollector, OwedPrompts
 from engine.sampling.sampler import SamplingRows, sample_tokens
+from scheduler.batch.plan import BatchPlan, SequenceTable
 
 
 def sampled_outputs(
+    ops: SamplingOps,
     hidden: Tensor,
     num_sampling: int,
     rows: SamplingRows | None,
@@ -36,11 +39,11 @@ def sampled_outputs(
     wanted: LogprobCollector | None = None
     if rows is not None:
         if rows.num_top is not None:
-            wanted = LogprobCollector(rows.num_top, table.request_id[plan.slots[plan.samples]])
+            wanted = LogprobCollector(ops, rows.num_top, table.request_id[plan.slots[plan.samples]])
         for first in range(0, num_sampling, logits_rows):
             part = logits(hidden[first : first + logits_rows])[: num_sampling - first]
             raw = part.clone() if wanted is not None and rows.allowed is not None else part  # sample_tokens writes masks into part
-            ids[first : first + len(part)], bad[first : first + len(part)] = sample_tokens(part, rows, first)
+            ids[first : first + len(part)], bad[first : first + len(part)] = sample_tokens(ops, part, rows, first)
             if wanted is not None:
                 wanted.add(raw, first, ids, bad)
             del part, raw  # before the next part is made: the work space holds only one
@@ -48,6 +51,6 @@ def sampled_outputs(
     if wanted is not None:
         result.logprobs = wanted.result()
     if owed is not None:
-        result.prompt_logprobs = owed.logprobs(hidden[num_sampling:], logits, logits_rows)
+        result.prompt_logprobs = owed.logprobs(ops, hidden[num_sampling:], logits, logits_rows)
         result.seconds = time.perf_counter() - began_s
     return result

@@ -14,13 +14,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine import ops
-from engine.contracts import BatchPlan, BoolArray, FloatArray, IntArray, SequenceTable
 from engine.grammar.row_masks import RowMasks
-from engine.kernels.reference_inputs import noise_keys
+from engine.ops.ops import SamplingOps
+from engine.ops.reference_inputs import noise_keys
 from engine.protocol import SamplingParams
 from engine.sampling.token_mask import apply_row_masks
 from loader.work_space import sampler_rows
+from scheduler.batch.plan import BatchPlan, BoolArray, FloatArray, IntArray, SequenceTable
 
 KeyArray = npt.NDArray[np.uint32]
 
@@ -35,7 +35,7 @@ class LogitEdit:
     num_prompt: int
     banned: Tensor | None  # [number of ids] int64
 
-    def apply(self, row: Tensor) -> None:
+    def apply(self, ops: SamplingOps, row: Tensor) -> None:
         """Edits the logits row [V] float32 in place. Logits that are not finite stay so, because they mark a bad row."""
         params = self.params
         if params is not None:
@@ -121,13 +121,13 @@ def constrain(rows: SamplingRows, allowed: RowMasks) -> None:
             edit.banned = None
 
 
-def sample_tokens(logits: Tensor, rows: SamplingRows, first: int) -> tuple[IntArray, BoolArray]:
+def sample_tokens(ops: SamplingOps, logits: Tensor, rows: SamplingRows, first: int) -> tuple[IntArray, BoolArray]:
     """Samples rows first to first + n from logits [n, V] and returns (ids [n], bad [n]). bad: the row's logits hold NaN or an
     infinity. Masks of rows with constraints are written into the logits."""
     end = first + len(logits)
     if rows.allowed is not None:
         apply_row_masks(logits, rows.allowed, first)
-    ids, bad = _draw(logits, rows, slice(first, end))
+    ids, bad = _draw(ops, logits, rows, slice(first, end))
     edited = [row for row in rows.edits if first <= row < end] if rows.edits else []
     step = sampler_rows(logits.shape[1])
     for begin in range(0, len(edited), step):
@@ -135,12 +135,12 @@ def sample_tokens(logits: Tensor, rows: SamplingRows, first: int) -> tuple[IntAr
         at = part - first
         copy = logits[torch.from_numpy(at).to(logits.device)].float()  # float32: in half precision a small penalty would be lost
         for row, number in zip(copy, part.tolist(), strict=True):
-            rows.edits[number].apply(row)
-        ids[at], bad[at] = _draw(copy, rows, part)
+            rows.edits[number].apply(ops, row)
+        ids[at], bad[at] = _draw(ops, copy, rows, part)
     return ids, bad
 
 
-def _draw(logits: Tensor, rows: SamplingRows, at: npt.NDArray[np.intp] | slice) -> tuple[IntArray, BoolArray]:
+def _draw(ops: SamplingOps, logits: Tensor, rows: SamplingRows, at: npt.NDArray[np.intp] | slice) -> tuple[IntArray, BoolArray]:
     """Samples the rows `at` (of N) from logits [n, V], without edits, and returns (ids [n], bad [n])."""
     if rows.all_greedy:
         return ops.greedy(logits)

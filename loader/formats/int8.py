@@ -1,6 +1,6 @@
 """Matrices rounded to int8 as they are read (`quantize = "int8"`), with a float32 scale of every output after each group.
 
-loader/formats/int8_rows.py rounds them, engine/kernels multiplies them as they are or widens a part at a time.
+loader/formats/int8_rows.py rounds them, engine/cpu/kernels multiplies them as they are or widens a part at a time.
 """
 
 from __future__ import annotations

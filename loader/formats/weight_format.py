@@ -40,7 +40,7 @@ class WeightFormat:
     """One way to hold the matrices of layers; everything else of a model is plain.
 
     name: in messages and logs. settings: values of the setting `quantize` that ask for it. place: lays out one group, and returns
-    its slots and the first free byte after them. kernels: which set of engine/kernels/cpu_wanted.py it needs beside those of its
+    its slots and the first free byte after them. kernels: which set of engine/cpu/kernels/wanted.py it needs beside those of its
     dtype; "": none. widened_bytes: how much of a matrix a step holds in the model's dtype at a time. runs_on_gpus, runs_encoders:
     whether that is built.
     """

@@ -16,8 +16,8 @@ import pytest
 from daemon.engines.left_memory import EARLY_S, LeftMemory
 from daemon.engines.workers import FAULTY_MEMORY
 from engine import protocol
-from engine.channel import wait_until
 from engine.memory import handles
+from engine.serve.channel import wait_until
 from tests.engine.engine_process import load_message
 
 CHUNKS, CHUNK_BYTES = 8, 1 << 16

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from benchmarks.plain_memory import PlainRange
-from engine.cuda_model import CudaModel
+from engine.cuda.model import CudaModel
+from engine.cuda.ops import CudaOps
 from engine.protocol import LoadModel
 from loader import layout
 from loader.catalog import scan_one
@@ -19,6 +20,7 @@ from loader.sinks import HostSink
 from loader.staging import StagingRing
 from loader.weight_stream import open_checkpoint, stream_weights
 from tests.engine.model_bench import BLOCK_TOKENS, MAX_LEN
+from tests.kernel_cache import CACHE_DIR
 
 PROMPT = np.random.default_rng(11).integers(0, 211, 60).tolist()
 OTHER = np.random.default_rng(12).integers(0, 211, 45).tolist()
@@ -26,7 +28,6 @@ KINDS = ["llama", "qwen3", "gemma2", "gemma3", "phi3-partial-window", "olmo2"]
 INTERPRETED = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy warns of infinities, a GPU does not
     pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU tests/gpu runs the same model"),
-    pytest.mark.usefixtures("gpu_kernels"),
 ]
 
 
@@ -43,7 +44,7 @@ def load_cuda_model(
     weights = PlainRange(on_host.num_bytes, device)
     weights.memory.copy_(on_host.memory)
     arena = torch.full((4 << 20,), 0xFF, dtype=torch.uint8, device=device)  # NaN in every dtype
-    return CudaModel(spec, source.shape, weights, arena, BLOCK_TOKENS, max_graph_rows)
+    return CudaModel(CudaOps(CACHE_DIR), spec, source.shape, weights, arena, BLOCK_TOKENS, max_graph_rows)
 
 
 def expected(made: tuple[Path, Any], tokens: list[int]) -> np.ndarray:

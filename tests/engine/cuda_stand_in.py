@@ -1,4 +1,4 @@
-"""A stand-in for CUDA's virtual memory management, made of memfds, and for the parts of torch that engine/memory/cuda_memory.py
+"""A stand-in for CUDA's virtual memory management, made of memfds, and for the parts of torch that engine/cuda/memory.py
 uses. With it calls, their order and their arguments are tested where there is no GPU. It is as strict as the driver's
 documentation, or stricter: about alignment, what is mapped where, and what must not be freed yet. Work on its streams is finished
 at once.
@@ -279,15 +279,15 @@ class Torch:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, driver: Driver) -> Any:
-    """Returns engine.memory.cuda_memory, imported anew to use this driver."""
+    """Returns engine.cuda.memory, imported anew to use this driver."""
     bindings, cuda = ModuleType("cuda.bindings"), ModuleType("cuda")
     bindings.driver = driver  # type: ignore[attr-defined]
     for name, module in (("cuda", cuda), ("cuda.bindings", bindings), ("cuda.bindings.driver", driver)):
         monkeypatch.setitem(sys.modules, name, module)
-    for name in ("engine.memory.cuda_memory", "engine.memory.cuda_copies"):
+    for name in ("engine.cuda.memory", "engine.cuda.copies"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))  # so that monkeypatch removes the module imported below
         del sys.modules[name]
-    cuda_memory = importlib.import_module("engine.memory.cuda_memory")
+    cuda_memory = importlib.import_module("engine.cuda.memory")
     monkeypatch.setattr(cuda_memory, "torch", Torch(driver))
-    monkeypatch.setattr(sys.modules["engine.memory.cuda_copies"], "torch", Torch(driver))
+    monkeypatch.setattr(sys.modules["engine.cuda.copies"], "torch", Torch(driver))
     return cuda_memory

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.memory.cpu_memory import CpuMemory
+from engine.cpu.memory import CpuMemory
 from loader import checksum
 
 MAX_DELAY_S = 1e-3

@@ -14,17 +14,17 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.contracts import LoadTask
-from engine.loading.loads import Loads
+from engine.contracts.loads import LoadTask
+from engine.cpu.memory import CpuMemory
+from engine.lifecycle.loads import Loads
+from engine.lifecycle.placements import Placements
 from engine.loading.weight_copies import WeightCopies
 from engine.memory import mappings
-from engine.memory.cpu_memory import CpuMemory
 from engine.memory.host_tier import HostTier
 from engine.memory.weight_range import WeightRange, WeightRanges
-from engine.null_runner import NullModel, NullRunner
-from engine.placements import Placements
+from engine.null.runner import NullModel, NullRunner
 from engine.protocol import Evicted, EvictModel, LoadDone, LoadFailed, SamplingParams
-from engine.served_models import ServedModels
+from engine.serve.served_models import ServedModels
 from loader.errors import CheckpointError
 from scheduler.batch.request import BatchRequest
 from tests.engine.engine_process import load_message, null_checkpoint, null_configure

@@ -11,15 +11,17 @@ import numpy as np
 import pytest
 import torch
 
-from engine import hosted_model
-from engine.contracts import BatchPlan, KVGroupSpec, LoadTask, SequenceTable
-from engine.hosted_model import TorchModel
-from engine.memory.cpu_memory import CpuMemory
+from engine.contracts.loads import LoadTask
+from engine.cpu import model as cpu_model
+from engine.cpu.backend import CpuBackend
+from engine.cpu.memory import CpuMemory
+from engine.cpu.model import CpuModel
+from engine.loading.runner import TorchRunner
 from engine.memory.host_tier import HostTier
-from engine.model_runner import TorchRunner
 from engine.protocol import Configure, LoadModel
 from loader.catalog import scan_one
-from scheduler.batch.plan import make_sequence_table
+from loader.kv_layout import KVGroupSpec
+from scheduler.batch.plan import BatchPlan, SequenceTable, make_sequence_table
 from tests.kernel_cache import CACHE_DIR
 
 BLOCK_TOKENS = 4
@@ -167,7 +169,8 @@ def load_task(spec: LoadModel, progress: Any = None, cancelled: Any = None, memo
 
 def make_runner(memory: CpuMemory, cache_dir: str = CACHE_DIR, tier: HostTier | None = None, **options: Any) -> TorchRunner:
     place = ("cpu:0", memory.num_chunks, memory.chunk_bytes)
-    return TorchRunner(memory, Configure(*place, 64 << 20, 512, BLOCK_TOKENS, 10.0, 1, cache_dir=cache_dir, **options), tier)
+    configure = Configure(*place, 64 << 20, 512, BLOCK_TOKENS, 10.0, 1, cache_dir=cache_dir, **options)
+    return TorchRunner(CpuBackend(memory, configure), configure, tier)
 
 
 def load(
@@ -180,23 +183,23 @@ def load(
     quantize: str = "",
     kv_cache_dtype: str = "",
     name: str = "",
-) -> TorchModel:
+) -> CpuModel:
     name = name or f"tiny{next(_names)}"  # a new name gets a new weight range
     fingerprint = scan_one(folder).fingerprint
     limits = (1 << 20, 0, 0, max_len, max_sequences, list(eos))
     spec = LoadModel(1, name, str(folder), dtype, fingerprint, *limits, quantize=quantize, kv_cache_dtype=kv_cache_dtype)
     model = runner.load(load_task(spec, memory=runner.memory))
-    assert isinstance(model, TorchModel)
+    assert isinstance(model, CpuModel)
     return model
 
 
 def load_both(
     runner: TorchRunner, folder: Path, dtype: str, quantize: str = "", max_sequences: int = 8
-) -> tuple[TorchModel, TorchModel]:
+) -> tuple[CpuModel, CpuModel]:
     """Returns two copies of a model: one that records its steps, and one that does not."""
     recorded = load(runner, folder, dtype, max_sequences=max_sequences, quantize=quantize)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hosted_model, "MAX_RECORDED_ROWS", 0)
+        patch.setattr(cpu_model, "MAX_RECORDED_ROWS", 0)
         return recorded, load(runner, folder, dtype, max_sequences=max_sequences, quantize=quantize)
 
 
@@ -219,7 +222,7 @@ def make_table(slots: int = 8, length: int = MAX_LEN, groups: Sequence[KVGroupSp
     return table
 
 
-def forget_behind_windows(model: TorchModel, table: SequenceTable, slot: int, num_computed: int) -> None:
+def forget_behind_windows(model: CpuModel, table: SequenceTable, slot: int, num_computed: int) -> None:
     """Drops blocks that no query from position num_computed on sees, as the batch scheduler does, and fills them with NaN."""
     for memory, block_table in zip(model._kv, table.block_tables, strict=True):
         if memory.window_tokens:

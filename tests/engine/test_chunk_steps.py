@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine import hosted_model
-from engine.contracts import SequenceTable
-from engine.hosted_model import TorchModel
-from engine.model_runner import TorchRunner
-from engine.steps import recorded as recorded_steps
-from engine.steps.program import Scratch
+from engine.cpu import model as cpu_model
+from engine.cpu.model import CpuModel
+from engine.cpu.recording import recorded as recorded_steps
+from engine.cpu.recording.program import Scratch
+from engine.loading.runner import TorchRunner
 from loader import work_space
 from loader.work_space import recorded_tokens
+from scheduler.batch.plan import SequenceTable
 from scheduler.batch.step_costs import class_tokens
 from scheduler.batch.step_limits import CHUNK_STEP_TOKENS
 from tests.engine import model_bench
@@ -71,14 +71,14 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 load_both = partial(model_bench.load_both, max_sequences=SLOTS)
 
 
-def new_table(model: TorchModel) -> SequenceTable:
+def new_table(model: CpuModel) -> SequenceTable:
     table = make_table(SLOTS, LENGTH, model.kv_groups)
     for slot, tokens in enumerate(TOKENS):
         put(table, slot, tokens)
     return table
 
 
-def logits(model: TorchModel, table: SequenceTable) -> Iterator[np.ndarray]:
+def logits(model: CpuModel, table: SequenceTable) -> Iterator[np.ndarray]:
     for rows, samples in STEPS:
         for slot, first, _ in rows:
             forget_behind_windows(model, table, slot, first)
@@ -131,7 +131,7 @@ def test_tokens_and_what_is_told_of_a_prompt_are_the_same(runner: TorchRunner, t
 def test_where_settings_alone_decide_tokens_are_drawn_by_recorded_calls(
     runner: TorchRunner, folder: Path, dtype: str, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def drawn(model: TorchModel) -> list[list[int]]:
+    def drawn(model: CpuModel) -> list[list[int]]:
         table = new_table(model)
         table.temperature[:], table.seed[:] = temperature, np.arange(SLOTS)
         ids = []
@@ -150,8 +150,8 @@ def test_where_settings_alone_decide_tokens_are_drawn_by_recorded_calls(
         assert first == drawn(plain)
     large = next(number for number, (rows, _) in enumerate(STEPS) if sum(new for *_, new in rows) > 256)
     made = []
-    original = hosted_model.sampling_rows
-    monkeypatch.setattr(hosted_model, "sampling_rows", lambda plan, *args: made.append(plan) or original(plan, *args))
+    original = cpu_model.sampling_rows
+    monkeypatch.setattr(cpu_model, "sampling_rows", lambda plan, *args: made.append(plan) or original(plan, *args))
     assert drawn(recorded) == first
     assert [int(one.num_new.sum()) for one in made] == [sum(new for *_, new in STEPS[large][0])]
     assert set(recorded._steps.heads) == {1, 2, 4}
@@ -186,7 +186,7 @@ def test_recorded_in_idle_time_they_are_the_same_from_the_first_on(
 
 
 def test_results_find_room_where_they_are_said_to(runner: TorchRunner, folder: Path) -> None:
-    runner._scratch = scratch = Scratch()
+    runner.backend._scratch = scratch = Scratch()
     model = load(runner, folder, "bfloat16", max_sequences=SLOTS, max_len=LENGTH)
     model.logits(plan((0, 0, 120), (1, 0, 120)), new_table(model))
     assert set(model._steps.chunks) == {256}

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine.collector import EVERY_STEPS, Collector
+from engine.loop.collector import EVERY_STEPS, Collector
 
 
 class Node:

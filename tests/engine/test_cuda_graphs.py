@@ -13,10 +13,10 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from engine.cuda_model import CudaModel
+from engine.cuda import graphs
+from engine.cuda.graphs import graph_rows
+from engine.cuda.model import CudaModel
 from engine.protocol import SamplingParams
-from engine.steps import cuda_graphs
-from engine.steps.cuda_graphs import graph_rows
 from scheduler.batch.plan import write_sampling
 from tests.engine.cuda_bench import INTERPRETED, PROMPT, load_cuda_model
 from tests.engine.model_bench import MAX_LEN, make_checkpoint, make_table, plan, put
@@ -67,9 +67,9 @@ def stand_in_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         memory_reserved=lambda: 0,
     )
     names = {"zeros": torch.zeros, "int32": torch.int32, "OutOfMemoryError": torch.OutOfMemoryError}
-    monkeypatch.setattr(cuda_graphs, "torch", SimpleNamespace(cuda=cuda, **names))
+    monkeypatch.setattr(graphs, "torch", SimpleNamespace(cuda=cuda, **names))
     for name in ("_pool", "_stream", "_keeper"):
-        monkeypatch.setattr(cuda_graphs, name, None)
+        monkeypatch.setattr(graphs, name, None)
     yield
     StandInGraph.captured.clear()
 

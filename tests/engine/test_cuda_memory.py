@@ -1,4 +1,4 @@
-"""engine/memory/cuda_memory.py passes the suite of the cpu device's memory on a stand-in for the driver, and what the driver counts
+"""engine/cuda/memory.py passes the suite of the cpu device's memory on a stand-in for the driver, and what the driver counts
 is right. tests/gpu runs the same suite on a GPU.
 """
 
@@ -15,7 +15,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from engine.contracts import LoadTask
+from engine.contracts.loads import LoadTask
 from engine.loading.left_weights import adopt, checksum_of
 from engine.memory import handles
 from engine.memory.weight_range import WeightRange

@@ -14,20 +14,19 @@ import numpy as np
 import pytest
 import torch
 
-from engine import ops
-from engine.contracts import NoWorkSpace
-from engine.cuda_model import CudaModel
+from engine.contracts.steps import NoWorkSpace
+from engine.cuda.model import CudaModel
 from engine.grammar.row_masks import RowMasks
 from engine.grammar.token_limits import TokenLimits
-from engine.kv_caches import make_kv_cache
 from engine.protocol import LoadModel, SamplingParams
+from engine.serve.kv_caches import make_kv_cache
 from scheduler.batch.batch_scheduler import BatchLimits, BatchScheduler
 from scheduler.batch.chunk_pool import ChunkPool
 from scheduler.batch.plan import BatchPlan, write_sampling
 from scheduler.batch.request import BatchRequest
+from tests.engine.cpu_ops import compute_with
 from tests.engine.cuda_bench import INTERPRETED, KINDS, OTHER, PROMPT, close, expected, load_cuda_model
 from tests.engine.model_bench import (
-    CACHE_DIR,
     CASES,
     CHUNK_BYTES,
     MAX_LEN,
@@ -112,13 +111,8 @@ def test_settings_of_rows_give_the_tokens_of_the_cpu(tmp_path: Path) -> None:
             masks = RowMasks([1], np.array([num_rows - 1]), bits[np.newaxis])
         if on_gpu:
             return model.execute(step, table, masks)
-        runner = make_runner(make_memory())
-        runner._kernels.result()
-        ops.configure(CACHE_DIR, use_kernels=False)
-        try:
-            return load(runner, tmp_path).execute(step, table, masks)
-        finally:
-            ops.configure_gpu(CACHE_DIR)
+        runner = compute_with(make_runner(make_memory()), use_kernels=False)
+        return load(runner, tmp_path).execute(step, table, masks)
 
     for num_rows in (1, 6):
         ours, wanted = run(num_rows, True), run(num_rows, False)

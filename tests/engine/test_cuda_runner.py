@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from config.devices import CUDA_LEFT_BYTES
-from engine import work_space
-from engine.cuda_model import CudaModel
-from engine.loading.device_sink import DeviceSink
-from engine.main import beside_work_space
+from engine.cpu.backend import open_device
+from engine.cuda import work_space
+from engine.cuda.backend import CudaBackend, beside_work_space
+from engine.cuda.model import CudaModel
+from engine.cuda.sink import DeviceSink
+from engine.loading.runner import TorchRunner
 from engine.memory.weight_range import WeightRange
-from engine.model_runner import TorchRunner
 from engine.protocol import Configure, LoadModel
 from loader import layout
 from loader.catalog import scan_one
@@ -48,7 +49,7 @@ def test_the_runner_gives_the_model_of_the_last_load_back(tmp_path: Path) -> Non
     whole = make_checkpoint(tmp_path, **CASES["llama"])
     memory = make_memory()
     options = Configure("cpu:0", memory.num_chunks, memory.chunk_bytes, 64 << 20, 512, BLOCK_TOKENS, 10.0, 1, cache_dir=CACHE_DIR)
-    runner = TorchRunner(memory, options, gpu=True)
+    runner = TorchRunner(CudaBackend(memory, options), options)
     spec = LoadModel(1, "m", str(tmp_path), "float32", scan_one(tmp_path).fingerprint, 1 << 20, 0, 0, MAX_LEN, 8, [1])
     wanted = expected((tmp_path, whole), PROMPT)[:9]
     models = []
@@ -92,7 +93,7 @@ def test_work_space_is_beside_the_chunks_of_a_gpu() -> None:
     left = beside_work_space(given)
     assert (left.num_chunks, left.work_space_bytes) == (97, 0)
     on_cpu = msgspec.structs.replace(given, device="cpu:0")
-    assert beside_work_space(on_cpu) is on_cpu
+    assert open_device(on_cpu, None).configure is on_cpu
 
 
 def test_torch_is_held_to_the_work_space(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,17 +13,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import hosted_model, model_runner
-from engine.contracts import SequenceTable
-from engine.hosted_model import TorchModel
-from engine.kernels import reference
-from engine.model_runner import TorchRunner
+from engine.cpu import backend as cpu_backend
+from engine.cpu import model as cpu_model
+from engine.cpu.batch import HostBatch
+from engine.cpu.model import CpuModel
+from engine.cpu.recording.program import Scratch
+from engine.loading.runner import TorchRunner
+from engine.ops import reference
 from engine.protocol import SamplingParams
-from engine.steps import recorded as recorded_steps
-from engine.steps.forward_batch import ForwardBatch
-from engine.steps.program import Scratch
 from loader import work_space
 from loader.errors import CheckpointError
+from scheduler.batch.plan import SequenceTable
 from tests.engine import model_bench
 from tests.engine.model_bench import (
     BLOCK_TOKENS,
@@ -65,11 +65,11 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 load_both = partial(model_bench.load_both, max_sequences=SLOTS)
 
 
-def programs(model: TorchModel) -> set[int]:
+def programs(model: CpuModel) -> set[int]:
     return set(model._steps.decodes)
 
 
-def filled(model: TorchModel) -> SequenceTable:
+def filled(model: CpuModel) -> SequenceTable:
     """Returns a table with a prompt in every slot, of three different lengths. Slot 5 shares its first blocks with slot 3."""
     table = make_table(SLOTS, 48, model.kv_groups)
     for slot, tokens in enumerate(TOKENS):
@@ -81,7 +81,7 @@ def filled(model: TorchModel) -> SequenceTable:
     return table
 
 
-def steps(model: TorchModel, table: SequenceTable, at: dict[int, int]) -> Iterator[np.ndarray]:
+def steps(model: CpuModel, table: SequenceTable, at: dict[int, int]) -> Iterator[np.ndarray]:
     """Yields the logits of every batch. at: the next position of each slot, which is moved on."""
     for slots in BATCHES:
         for slot in slots:
@@ -116,7 +116,7 @@ def test_they_equal_steps_that_are_not_recorded(runner: TorchRunner, folder: Pat
     plain.release()
 
 
-def drawn(model: TorchModel, table: SequenceTable, at: dict[int, int]) -> Iterator[tuple[list[int], list[bool]]]:
+def drawn(model: CpuModel, table: SequenceTable, at: dict[int, int]) -> Iterator[tuple[list[int], list[bool]]]:
     """Yields the sampled tokens of every batch. Before some batches a row's settings change."""
     for number, slots in enumerate(BATCHES):
         table.edits_logits[3] = number == 2
@@ -140,7 +140,7 @@ def test_tokens_are_those_of_steps_that_are_not_recorded(
     """Recorded and unrecorded steps sample the same tokens, both where settings alone decide (sampling is then recorded, too) and
     where rows need more."""
 
-    def table_of(model: TorchModel) -> SequenceTable:
+    def table_of(model: CpuModel) -> SequenceTable:
         table = filled(model)
         table.temperature[:] = 0.0 if temperatures == "greedy" else 0.8
         table.top_p[::2], table.top_k[::3], table.min_p[::5] = 0.7, 20, 0.02
@@ -157,7 +157,7 @@ def test_tokens_are_those_of_steps_that_are_not_recorded(
     assert {num_rows for num_rows, _ in drawings} == {1, 2, 12, 17}
     assert {greedy for _, greedy in drawings} == {"greedy": {True}, "drawn": {False}, "mixed": {True, False}}[temperatures]
     made = []
-    monkeypatch.setattr(hosted_model, "sampling_rows", lambda *args: made.append(args) or pytest.fail("settings alone decide"))
+    monkeypatch.setattr(cpu_model, "sampling_rows", lambda *args: made.append(args) or pytest.fail("settings alone decide"))
     recorded.execute(plan((0, 30, 1), (1, 30, 1)), table_of(recorded))
     recorded.release()
     plain.release()
@@ -168,7 +168,7 @@ def test_what_torch_draws_is_not_taken_for_recorded(runner: TorchRunner, tmp_pat
     model = load(runner, tmp_path, "float32", max_sequences=SLOTS)
     table = filled(model)
     likeliest = [int(row.argmax()) for row in model.logits(plan((0, 20, 1), (1, 21, 1)), table)]
-    monkeypatch.setattr(recorded_steps.ops, "greedy", reference_greedy)
+    monkeypatch.setattr(model._steps._ops, "greedy", reference_greedy)
     for _ in range(3):
         assert model.execute(plan((0, 20, 1), (1, 21, 1)), table).ids.tolist() == likeliest
         table.tokens[:, 20:22] = np.random.default_rng(5).integers(2, 211, (SLOTS, 2))
@@ -184,7 +184,7 @@ def reference_greedy(logits: Tensor) -> tuple[np.ndarray, np.ndarray]:
 def test_all_that_may_run_are_recorded_within_the_memory_they_may_take(runner: TorchRunner, folder: Path) -> None:
     """Steps of the largest allowed number of rows are recorded, even if that is no multiple of 8. Memory for results stays within
     its bound."""
-    runner._scratch = scratch = Scratch()
+    runner.backend._scratch = scratch = Scratch()
     model = load(runner, folder, "bfloat16", max_sequences=21)
     table = filled(model)
     at = positions()
@@ -224,7 +224,7 @@ def test_a_model_that_comes_back_still_has_its_steps(runner: TorchRunner, tmp_pa
     changed."""
     make_checkpoint(tmp_path)
 
-    def again(eos: int = 1, **limits: int) -> TorchModel:
+    def again(eos: int = 1, **limits: int) -> CpuModel:
         return load(runner, tmp_path, "bfloat16", (eos,), name="comes-back", **{"max_sequences": SLOTS} | limits)
 
     model = again()
@@ -246,7 +246,7 @@ def test_a_model_that_comes_back_still_has_its_steps(runner: TorchRunner, tmp_pa
     other = again(max_len=64)  # its arrays have another shape
     assert other is not model
     other.release()
-    monkeypatch.setattr(model_runner, "MAX_KEPT_MODELS", 1)
+    monkeypatch.setattr(cpu_backend, "MAX_KEPT_MODELS", 1)
     load(runner, tmp_path, "bfloat16", max_sequences=SLOTS).release()
     assert again(max_len=64) is not other
 
@@ -281,7 +281,7 @@ def test_what_cannot_be_recorded_is_computed_as_before(
     for each in (model, plain):
         inner = each._loaded().forward
 
-        def forward(batch: ForwardBatch, wanted: Tensor | None, inner: Any = inner) -> Tensor:
+        def forward(batch: HostBatch, wanted: Tensor | None, inner: Any = inner) -> Tensor:
             return compute(inner(batch, wanted))
 
         monkeypatch.setattr(each._loaded(), "forward", forward)

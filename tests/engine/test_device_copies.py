@@ -15,16 +15,16 @@ import pytest
 
 pytest.importorskip("triton")
 
-from engine import ops
-from engine.contracts import LoadTask
-from engine.loading.device_sink import DeviceSink
-from engine.loading.weight_arrivals import parameter_places
+from engine.contracts.loads import LoadTask
+from engine.cuda.backend import CudaBackend
+from engine.cuda.sink import DeviceSink
+from engine.loading.runner import TorchRunner
 from engine.loading.weight_copies import WeightCopies
 from engine.memory import mappings
 from engine.memory.host_tier import HostTier
 from engine.memory.transfers import NUM_THREADS, UNDER_WAY, TransferCancelled, transfer
+from engine.memory.weight_arrivals import parameter_places
 from engine.memory.weight_range import WeightRange
-from engine.model_runner import TorchRunner
 from engine.protocol import Configure, LoadModel
 from loader import checksum, layout
 from loader.catalog import scan_one
@@ -233,19 +233,13 @@ def test_a_transfer_ends_with_its_copies(memory: DelayedMemory) -> None:
 # ---- a whole load
 
 
-@pytest.fixture
-def on_gpu_kernels() -> Iterator[None]:
-    yield
-    ops.configure(CACHE_DIR)
-
-
 @pytest.mark.parametrize("fail_at", [2, 30])
-def test_a_load_that_failed_leaves_its_chunks_free(folder: Path, on_gpu_kernels: None, fail_at: int) -> None:
+def test_a_load_that_failed_leaves_its_chunks_free(folder: Path, fail_at: int) -> None:
     """The runner raises the device's error for the load. Nothing is mapped or under way afterwards, so the chunks can be reused at
     once."""
     memory = DelayedMemory(64, CHUNK, fail_at)
     options = Configure("cuda:0", 64, CHUNK, 64 << 20, 512, BLOCK_TOKENS, 10.0, 1, cache_dir=CACHE_DIR)
-    runner = TorchRunner(memory, options, gpu=True)
+    runner = TorchRunner(CudaBackend(memory, options), options)
     runner._ring = StagingRing(NUM_SLOTS, SLOT_BYTES)
     spec = LoadModel(1, "m", str(folder), "float32", scan_one(folder).fingerprint, 1 << 20, 0, 0, MAX_LEN, 8, [1])
     chunks = np.arange(40, dtype=np.int32)

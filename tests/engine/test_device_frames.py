@@ -18,12 +18,13 @@ import torch
 
 pytest.importorskip("triton")
 
-from engine.kernels import triton_unpack
-from engine.loading.device_frames import DeviceFrames, device_frames
-from engine.loading.device_sink import DeviceSink
-from engine.memory.cpu_memory import CpuMemory
+from engine.cpu.memory import CpuMemory
+from engine.cuda.backend import CudaBackend
+from engine.cuda.frames import DeviceFrames, device_frames
+from engine.cuda.kernels import triton_unpack
+from engine.cuda.sink import DeviceSink
+from engine.loading.runner import TorchRunner
 from engine.memory.weight_range import WeightRange
-from engine.model_runner import TorchRunner
 from engine.protocol import Configure
 from loader import codec, frame, layout
 from loader.catalog import scan_one
@@ -206,14 +207,14 @@ def test_a_gpu_runner_decodes_on_its_device(packed: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(DeviceSink, "__init__", noted)
     memory = CpuMemory(256, CHUNK_BYTES)
     options = Configure("cpu:0", 256, CHUNK_BYTES, 0, 64, 4, 10.0, 1, cache_dir=CACHE_DIR)
-    runner = TorchRunner(memory, options, gpu=True)
+    runner = TorchRunner(CudaBackend(memory, options), options)
     found: list[Any] = []
     monkeypatch.setattr(
-        TorchRunner,
-        "_gpu_model",
+        CudaBackend,
+        "model",
         lambda self, spec, shape, weights: found.append(weights.tensor(0, (weights.num_bytes,), torch.uint8).numpy().copy()),
     )
-    from engine.contracts import LoadTask
+    from engine.contracts.loads import LoadTask
 
     spec = load_message(str(folder), "m", dtype="bfloat16", max_model_len=64, fingerprint=scan_one(folder).fingerprint)
     task = LoadTask(spec, np.arange(256, dtype=np.int32), lambda done, total: None, lambda: False)

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine.embedder import Embedder
-from engine.hosted_encoder import TorchEncoder
+from engine.cpu.encoder import CpuEncoder
 from engine.protocol import LoadModel, RequestFailed, SamplingParams, Submit
+from engine.serve.embedder import Embedder
 from loader.catalog import scan_one
 from loader.errors import UnsupportedModel
 from tests.engine.model_bench import load_task, make_memory, make_runner
@@ -58,9 +58,9 @@ def spec_of(folder: Path) -> LoadModel:
     return LoadModel(1, "m", str(folder), "float32", scan_one(folder).fingerprint, 16, 1, 8, 64, 8, [])
 
 
-def load(folder: Path) -> TorchEncoder:
+def load(folder: Path) -> CpuEncoder:
     model = make_runner(make_memory()).load(load_task(spec_of(folder)))
-    assert isinstance(model, TorchEncoder)
+    assert isinstance(model, CpuEncoder)
     return model
 
 

@@ -4,7 +4,6 @@ saved and restored.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-from engine import ops
+from engine.cuda.backend import check_fp8
 from engine.memory.arena import kv_views
-from engine.model_runner import _check_fp8
-from engine.null_runner import NullModel, Pacer
+from engine.null.runner import NullModel, Pacer
 from loader import kv_layout
 from loader.errors import UnsupportedModel
 from loader.kv_layout import KV_FP8, KVGroupSpec
+from tests.engine.cpu_ops import compute_with
 from tests.engine.model_bench import (
     BLOCK_TOKENS,
-    CACHE_DIR,
     CASES,
     load,
     make_checkpoint,
@@ -72,27 +70,16 @@ def wanted_logits(made: Any) -> np.ndarray:
     return np.concatenate((first[:30], second[:9], first[30:31], second[9:34], first[31:32], second[34:35]))
 
 
-@pytest.fixture
-def kernels_on_and_off() -> Iterator[None]:
-    """Restores the CPU's kernels after a test that uses the reference implementations instead. The kernels would compute everything
-    but what reads and writes KV."""
-    yield
-    ops.configure(CACHE_DIR)
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU tests/gpu runs the same model")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns of infinities, a GPU does not
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "qwen3", "phi3-partial-window"])
-def test_the_gpus_model_equals_the_twins_and_both_are_near_the_truth(tmp_path: Path, kind: str, kernels_on_and_off: None) -> None:
+def test_the_gpus_model_equals_the_twins_and_both_are_near_the_truth(tmp_path: Path, kind: str) -> None:
     pytest.importorskip("triton")
     from tests.engine.cuda_bench import load_cuda_model
 
     truth = wanted_logits(make_checkpoint(tmp_path, **CASES[kind]))
-    runner = make_runner(make_memory())
-    runner._kernels.result()
-    ops.configure(CACHE_DIR, use_kernels=False)
+    runner = compute_with(make_runner(make_memory()), use_kernels=False)
     twins = prefilled_and_mixed(load(runner, tmp_path, kv_cache_dtype=KV_FP8))
-    ops.configure_gpu(CACHE_DIR)
     ours = prefilled_and_mixed(load_cuda_model(tmp_path, kv_cache_dtype=KV_FP8))
     # a sum in another order may round a key to the next fp8 code, a sixteenth away, so the mean has the stricter limit
     spread = float(truth.std())
@@ -149,7 +136,7 @@ def test_a_null_model_takes_as_little(folder: Path) -> None:
 
 
 def test_gpus_that_cannot_convert_it_refuse_it() -> None:
-    _check_fp8((8, 9))
-    _check_fp8((10, 0))
+    check_fp8((8, 9))
+    check_fp8((10, 0))
     with pytest.raises(UnsupportedModel, match=r"kv_cache_dtype: fp8 needs compute capability 8\.9; this GPU has 8\.0"):
-        _check_fp8((8, 0))
+        check_fp8((8, 0))

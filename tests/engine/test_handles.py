@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from engine.cpu.memory import CpuMemory
 from engine.memory import handles
-from engine.memory.cpu_memory import CpuMemory
 from engine.memory.weight_range import WeightRange
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +27,7 @@ LIFE = """
 import socket, sys
 import torch
 from engine.memory import handles
-from engine.memory.{module} import {kind}
+from engine.{module} import {kind}
 from engine.memory.weight_range import WeightRange
 sock = socket.socket(fileno=int(sys.argv[2]))
 given, num_chunks, chunk_bytes, note = handles.receive(sock)
@@ -80,7 +80,7 @@ def outlive(kind: tuple[str, str, str]) -> None:
 
 
 def test_weights_outlive_their_process() -> None:
-    outlive(("cpu_memory", "CpuMemory", ""))
+    outlive(("cpu.memory", "CpuMemory", ""))
 
 
 def test_a_second_memory_of_the_same_chunks() -> None:

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from engine.cpu.memory import CpuMemory
+from engine.cuda.backend import CudaBackend
+from engine.loading.runner import TorchRunner
 from engine.memory import host_registration
-from engine.memory.cpu_memory import CpuMemory
 from engine.memory.host_registration import RegistersHost, register
 from engine.memory.host_tier import HostTier
-from engine.model_runner import TorchRunner
 from engine.protocol import Configure
 from tests.engine.model_bench import BLOCK_TOKENS
 
@@ -57,7 +58,7 @@ def test_a_runner_registers_its_staging_buffers_and_the_whole_tier(tmp_path: Pat
     assert isinstance(memory, RegistersHost)
     assert not isinstance(CpuMemory(1, CHUNK), RegistersHost)
     options = Configure("cuda:0", 4, CHUNK, 0, 512, BLOCK_TOKENS, 10.0, 1, cache_dir=str(tmp_path))
-    runner = TorchRunner(memory, options, tier, gpu=True)
+    runner = TorchRunner(CudaBackend(memory, options), options, tier)
     runner._kernels.result(60)
     wanted = {tier.span, runner._ring.span}
     until_s = time.monotonic() + 30

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine import model_runner
-from engine.kv_transfer import KVTransfer
+from engine.cpu import backend as cpu_backend
+from engine.lifecycle.kv_transfer import KVTransfer
 from engine.memory.host_tier import HostTier
 from engine.protocol import Evicted, EvictModel, LoadDone, LoadFailed
 from tests.engine.model_bench import BLOCK_TOKENS, CASES
@@ -276,7 +276,7 @@ def test_an_eviction_during_a_save_and_during_a_restore(folder: Path, monkeypatc
 def test_nothing_of_an_evicted_model_waits_for_the_garbage_collector(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An evicted model is freed without the garbage collector, which engines disable while they work: anything in a reference cycle
     would stay, chunk maps and tables included. What the runner keeps of a few models on purpose is turned off here."""
-    monkeypatch.setattr(model_runner, "MAX_KEPT_MODELS", 0)
+    monkeypatch.setattr(cpu_backend, "MAX_KEPT_MODELS", 0)
     bench = TierBench(folder)
     bench.load("llama")
     bench.submit("llama", 1, PROMPTS[3], 8)

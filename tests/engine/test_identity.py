@@ -4,8 +4,8 @@ import itertools
 
 import msgspec
 
-from engine.identity import kv_identity, weights_identity
 from engine.protocol import LoadModel
+from engine.serve.identity import kv_identity, weights_identity
 
 SPEC = LoadModel(1, "m", "/m", "bfloat16", "f", 1, 1, 1, 64, 8, [])
 

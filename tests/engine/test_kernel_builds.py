@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from engine import kernel_builds, ops
-from engine.contracts import KernelNews
-from engine.kernel_builds import KernelBuilds
-from engine.kernels import cpu_wanted
+from engine.contracts.loads import KernelNews
+from engine.cpu import kernel_builds
+from engine.cpu.kernel_builds import KernelBuilds
+from engine.cpu.kernels import wanted
 
 # stands in for a process of `_start`: writes the names it is asked for to a file, and crashes at one name
 PROCESS = """
@@ -67,7 +67,9 @@ class Machine:
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Machine]:
     def make(units: list[Unit], crashes_at: str = "", command: str = sys.executable) -> Machine:
         news: list[KernelNews] = []
-        made = Machine(KernelBuilds(2, 2, news.append), tmp_path / "asked", news)
+        used: list[tuple[str, str]] = []
+        builds = KernelBuilds(2, 2, lambda dtype, quantize: used.append((dtype, quantize)), news.append)
+        made = Machine(builds, tmp_path / "asked", news, used)
 
         def start(parallel: bool) -> subprocess.Popen[str]:
             assert parallel
@@ -78,7 +80,6 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Ma
         monkeypatch.setattr(kernel_builds, "_start", start)
         monkeypatch.setattr(kernel_builds, "units", lambda dtype, parallel, quantize: units)
         monkeypatch.setattr(kernel_builds, "prepare_calls", lambda units: None)
-        monkeypatch.setattr(ops, "use", lambda dtype, quantize: made.used.append((dtype, quantize)))
         return made
 
     return make
@@ -188,7 +189,7 @@ def test_an_exception_is_told(machine, monkeypatch):
 
 def test_a_process_compiles_what_it_is_asked_for_and_ends_with_its_input():
     script = (
-        "import sys; from engine import kernel_builds as k\n"
+        "import sys; from engine.cpu import kernel_builds as k\n"
         "class U:\n"
         "    def __init__(self, name): self.name = name\n"
         "    def compile(self): print('compiling', self.name, file=sys.stderr)\n"
@@ -207,12 +208,12 @@ def test_a_process_compiles_what_it_is_asked_for_and_ends_with_its_input():
 
 LOADS = """
 import sys
-from engine.device import prepare_process
+from engine.host.process import prepare_process
 prepare_process()
-from engine import ops
-ops.configure(sys.argv[1], deferred=True)
-from engine.kernels import cpu_wanted
-unit = next(one for one in cpu_wanted.units("float32", True, "") if one.name.startswith("rms_norm"))
+from engine.cpu.ops import CpuOps
+CpuOps(sys.argv[1], deferred=True)
+from engine.cpu.kernels import wanted
+unit = next(one for one in wanted.units("float32", True, "") if one.name.startswith("rms_norm"))
 print(unit.load(), [len(kernel.signatures) for kernel, _ in unit.kernels])
 if sys.argv[2] == "compile":
     unit.compile()
@@ -234,9 +235,9 @@ def test_a_unit_is_loaded_where_it_was_compiled_and_nowhere_compiled_by_loading(
 
 @pytest.mark.parametrize(("dtype", "quantize"), [("float32", ""), ("bfloat16", ""), ("bfloat16", "int8"), ("float32", "int8")])
 def test_units_have_names_of_their_own_and_the_longest_come_first(dtype, quantize):
-    found = cpu_wanted.units(dtype, True, quantize)
+    found = wanted.units(dtype, True, quantize)
     assert len({unit.name for unit in found}) == len(found)
     seconds = [unit.seconds for unit in found]
     assert seconds == sorted(seconds, reverse=True)
-    alone = cpu_wanted.units(dtype, False, quantize)
+    alone = wanted.units(dtype, False, quantize)
     assert [len(unit.kernels) for unit in alone] == [1] * len(found)

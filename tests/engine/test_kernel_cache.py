@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numba.core.caching import IndexDataCacheFile
 
-from engine.kernels import compiled
+from engine.host import compiled
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from engine import model_runner, ops
-from engine.contracts import LoadCancelled
+from engine.contracts.loads import LoadCancelled
+from engine.cpu import backend as cpu_backend
+from engine.cpu.ops import CpuOps
+from engine.loading import runner
 from engine.protocol import LoadModel
 from tests.engine.model_bench import MAX_LEN, load, load_task, make_checkpoint, make_memory, make_runner
 
@@ -26,18 +28,18 @@ def spec(folder: Path) -> LoadModel:
 
 
 def test_kernels_that_fail_to_build_fail_the_load(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    def broken(cache_dir: str, deferred: bool) -> bool:
+    def broken(cache_dir: str, deferred: bool) -> CpuOps:
         raise OSError("no compiler")
 
-    monkeypatch.setattr(ops, "configure", broken)
+    monkeypatch.setattr(cpu_backend, "CpuOps", broken)
     with pytest.raises(RuntimeError, match="kernels: no compiler"):
         load(make_runner(make_memory()), folder)
 
 
 def test_a_load_tells_that_it_waits_for_kernels(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     looked = threading.Event()
-    monkeypatch.setattr(model_runner, "TELL_EVERY_S", 0.01)
-    monkeypatch.setattr(ops, "configure", lambda cache_dir, deferred: not looked.wait(10))
+    monkeypatch.setattr(runner, "TELL_EVERY_S", 0.01)
+    monkeypatch.setattr(cpu_backend, "CpuOps", lambda cache_dir, deferred: CpuOps(cache_dir, use_kernels=not looked.wait(10)))
     told: list[tuple[int, int]] = []
 
     def progress(bytes_done: int, bytes_total: int) -> None:
@@ -54,8 +56,8 @@ def test_a_load_tells_that_it_waits_for_kernels(monkeypatch: pytest.MonkeyPatch,
 
 def test_a_load_that_waits_for_kernels_can_be_cancelled(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     looked = threading.Event()
-    monkeypatch.setattr(model_runner, "TELL_EVERY_S", 0.01)
-    monkeypatch.setattr(ops, "configure", lambda cache_dir, deferred: not looked.wait(10))
+    monkeypatch.setattr(runner, "TELL_EVERY_S", 0.01)
+    monkeypatch.setattr(cpu_backend, "CpuOps", lambda cache_dir, deferred: CpuOps(cache_dir, use_kernels=not looked.wait(10)))
     with pytest.raises(LoadCancelled, match="kernels"):
         make_runner(make_memory()).load(load_task(spec(folder), cancelled=lambda: True))
     looked.set()

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.null_runner import null_candidates, null_tokens
+from engine.null.runner import null_candidates, null_tokens
 from engine.protocol import (
     FINISH_LENGTH,
     FINISH_STOP,

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from engine.contracts import SequenceTable, StepResult
+from engine.contracts.steps import StepResult
+from engine.cpu.model import CpuModel
 from engine.grammar.row_masks import RowMasks
-from engine.hosted_model import TorchModel
 from engine.protocol import SamplingParams, TokenLogprobs
 from engine.sampling.logprobs import _ranks
-from scheduler.batch.plan import write_sampling
+from scheduler.batch.plan import SequenceTable, write_sampling
 from tests.engine.model_bench import (
     COMMON,
     MAX_LEN,
@@ -42,7 +42,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def model(request: pytest.FixtureRequest, checkpoint: tuple[Path, Any]) -> Iterator[TorchModel]:
+def model(request: pytest.FixtureRequest, checkpoint: tuple[Path, Any]) -> Iterator[CpuModel]:
     arena = make_memory()
     loaded = load(make_runner(arena), checkpoint[0], request.param)
     yield loaded
@@ -56,7 +56,7 @@ def reference(checkpoint: tuple[Path, Any], tokens: list[int]) -> np.ndarray:
     return torch.log_softmax(logits.double(), -1).numpy()
 
 
-def own(model: TorchModel, tokens: list[int]) -> np.ndarray:
+def own(model: CpuModel, tokens: list[int]) -> np.ndarray:
     """Returns the log-softmax of the model's own logits, [T, V]: what log-probabilities in half precision are compared with."""
     table = make_table()
     put(table, 7, tokens)
@@ -88,7 +88,7 @@ def by_request(logprobs: TokenLogprobs) -> dict[int, tuple[float, list[int], lis
     return out
 
 
-def check(model: TorchModel, wanted: np.ndarray, token: int, chosen: float, top_ids: list[int], top: list[float], num: int) -> None:
+def check(model: CpuModel, wanted: np.ndarray, token: int, chosen: float, top_ids: list[int], top: list[float], num: int) -> None:
     assert chosen == pytest.approx(wanted[token], abs=TOLERANCE)
     assert len(top_ids) == len(top) == num
     assert top == sorted(top, reverse=True)
@@ -98,7 +98,7 @@ def check(model: TorchModel, wanted: np.ndarray, token: int, chosen: float, top_
         assert top[top_ids.index(token)] == chosen, "one number for one token: evaluation tools compare them"
 
 
-def test_tokens_of_rows_that_ask_and_no_others(model: TorchModel, checkpoint: tuple[Path, Any]) -> None:
+def test_tokens_of_rows_that_ask_and_no_others(model: CpuModel, checkpoint: tuple[Path, Any]) -> None:
     table = make_table()
     for slot, num_top in enumerate((20, -1, 0, 3)):
         ask(table, slot, PROMPT[slot : slot + 20], 20, logprobs=num_top, temperature=1.0, seed=slot)
@@ -113,7 +113,7 @@ def test_tokens_of_rows_that_ask_and_no_others(model: TorchModel, checkpoint: tu
             check(model, reference(checkpoint, PROMPT[slot : slot + 20])[-1], int(result.ids[slot]), *answers[100 + slot], num_top)
 
 
-def test_they_are_the_models_own_whatever_bends_the_choice(model: TorchModel) -> None:
+def test_they_are_the_models_own_whatever_bends_the_choice(model: CpuModel) -> None:
     table = make_table()
     banned = int(own(model, PROMPT)[-1].argmax())
     ask(table, 0, PROMPT, 30, logprobs=5, temperature=0.3, top_k=2, logit_bias={banned: -100.0, 7: 50.0}, repetition_penalty=1.8)
@@ -124,7 +124,7 @@ def test_they_are_the_models_own_whatever_bends_the_choice(model: TorchModel) ->
 
 
 @pytest.mark.parametrize("chunks", [[40], [1, 1, 38], [13, 20, 7], [39, 1], [16, 24]])
-def test_prompts_in_chunks(model: TorchModel, checkpoint: tuple[Path, Any], chunks: list[int]) -> None:
+def test_prompts_in_chunks(model: CpuModel, checkpoint: tuple[Path, Any], chunks: list[int]) -> None:
     """Prompt log-probabilities are right however the prompt is cut into chunks, next to a row that samples, with logits computed
     three rows at a time."""
     table = make_table()
@@ -162,7 +162,7 @@ def test_prompts_in_chunks(model: TorchModel, checkpoint: tuple[Path, Any], chun
     assert len(ranks) == 39
 
 
-def test_only_the_prompt_is_owed_when_output_follows(model: TorchModel) -> None:
+def test_only_the_prompt_is_owed_when_output_follows(model: CpuModel) -> None:
     """When a prompt of 30 tokens and ten tokens of output are computed together, log-probabilities are reported for the prompt
     only."""
     table = make_table()
@@ -188,7 +188,7 @@ def test_a_bad_row_has_no_log_probabilities(checkpoint: tuple[Path, Any]) -> Non
     model.release()
 
 
-def test_a_grammar_does_not_change_them(model: TorchModel) -> None:
+def test_a_grammar_does_not_change_them(model: CpuModel) -> None:
     """With masks and penalties the token is the best of the allowed ones, but the log-probabilities are the model's own."""
     wanted = own(model, PROMPT)[-1]
     allowed = np.argsort(wanted)[5:8]

@@ -14,10 +14,11 @@ import psutil
 import pytest
 import torch
 
-from engine.memory import checksum, mappings, preparing
+from engine.cpu.memory import CpuMemory
+from engine.host import checksum
+from engine.memory import mappings, preparing
 from engine.memory.arena import kv_views
 from engine.memory.chunk_memory import ChunkMemory, CopiesSeveral
-from engine.memory.cpu_memory import CpuMemory
 from engine.memory.host_tier import HostTier
 from engine.memory.preparing import AFTER_IDLE_S, Preparer
 from engine.memory.weight_range import WeightRange, WeightRanges
@@ -234,7 +235,7 @@ def test_address_space_that_is_not_there(memory: CpuMemory) -> None:
 def test_touching_weights_that_are_not_loaded_is_a_segmentation_fault(when: str) -> None:
     program = f"""
 import torch
-from engine.memory.cpu_memory import CpuMemory
+from engine.cpu.memory import CpuMemory
 from engine.memory.host_tier import HostTier
 from engine.memory.preparing import AFTER_IDLE_S, Preparer
 from engine.memory.weight_range import WeightRange

@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from engine import ops
-from engine.hosted_model import TorchModel
-from engine.model_runner import TorchRunner
+from engine.cpu.model import CpuModel
+from engine.loading.runner import TorchRunner
+from tests.engine.cpu_ops import compute_with
 from tests.engine.model_bench import (
     BLOCK_TOKENS,
-    CACHE_DIR,
     CASES,
     forget_behind_windows,
     load,
@@ -33,13 +32,12 @@ OTHER = np.random.default_rng(12).integers(0, 211, 45).tolist()
 
 
 @pytest.fixture(scope="module", params=["kernels", "reference"])
-def backend(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def backend(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     """Runs every test twice: with the CPU kernels and with their reference implementations in torch."""
     name: str = request.param
     if name == "kernels":
         pytest.importorskip("numba")
-    yield name
-    ops.configure(CACHE_DIR)
+    return name
 
 
 @pytest.fixture(scope="module", params=list(CASES))
@@ -50,14 +48,11 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture
 def runner(backend: str) -> TorchRunner:
-    runner = make_runner(make_memory())
-    runner._kernels.result()
-    ops.configure(CACHE_DIR, use_kernels=backend == "kernels")
-    return runner
+    return compute_with(make_runner(make_memory()), use_kernels=backend == "kernels")
 
 
 @pytest.fixture
-def model(runner: TorchRunner, made: tuple[Path, Any]) -> Iterator[TorchModel]:
+def model(runner: TorchRunner, made: tuple[Path, Any]) -> Iterator[CpuModel]:
     model = load(runner, made[0])
     yield model
     model.release()
@@ -74,19 +69,19 @@ def close(actual: np.ndarray, wanted: np.ndarray) -> None:
     assert np.abs(actual - wanted).max() < TOLERANCE
 
 
-def test_whole_prefill(model: TorchModel, made: tuple[Path, Any]) -> None:
+def test_whole_prefill(model: CpuModel, made: tuple[Path, Any]) -> None:
     table = make_table(groups=model.kv_groups)
     put(table, 2, PROMPT)
     close(model.logits(plan((2, 0, len(PROMPT))), table, every_token=True), expected(made, PROMPT))
 
 
-def test_short_prefill(model: TorchModel, made: tuple[Path, Any]) -> None:
+def test_short_prefill(model: CpuModel, made: tuple[Path, Any]) -> None:
     table = make_table(groups=model.kv_groups)
     put(table, 0, PROMPT[:7])
     close(model.logits(plan((0, 0, 7)), table, every_token=True), expected(made, PROMPT[:7]))
 
 
-def test_step_by_step(model: TorchModel, made: tuple[Path, Any]) -> None:
+def test_step_by_step(model: CpuModel, made: tuple[Path, Any]) -> None:
     table = make_table(groups=model.kv_groups)
     put(table, 1, PROMPT)
     steps = []
@@ -97,7 +92,7 @@ def test_step_by_step(model: TorchModel, made: tuple[Path, Any]) -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 17, 32])
-def test_chunked_prefill(model: TorchModel, made: tuple[Path, Any], chunk: int) -> None:
+def test_chunked_prefill(model: CpuModel, made: tuple[Path, Any], chunk: int) -> None:
     table = make_table(groups=model.kv_groups)
     put(table, 3, PROMPT)
     parts = []
@@ -107,7 +102,7 @@ def test_chunked_prefill(model: TorchModel, made: tuple[Path, Any], chunk: int) 
     close(np.concatenate(parts), expected(made, PROMPT))
 
 
-def test_mixed_batch(model: TorchModel, made: tuple[Path, Any]) -> None:
+def test_mixed_batch(model: CpuModel, made: tuple[Path, Any]) -> None:
     """Logits are right in one step with two decode rows, a short and a long chunk with context, and a new long row, of which only
     some sample."""
     table = make_table(groups=model.kv_groups)
@@ -124,7 +119,7 @@ def test_mixed_batch(model: TorchModel, made: tuple[Path, Any]) -> None:
     close(model.logits(mixed, table), np.stack((first[30], first[16], first[39])))
 
 
-def test_prefix_cache_hit(model: TorchModel, made: tuple[Path, Any]) -> None:
+def test_prefix_cache_hit(model: CpuModel, made: tuple[Path, Any]) -> None:
     """A sequence that shares another one's full blocks, and computes only what follows them, has the right logits."""
     table = make_table(groups=model.kv_groups)
     put(table, 0, PROMPT[:40])
@@ -151,7 +146,7 @@ def test_reload_is_bit_equal(runner: TorchRunner, made: tuple[Path, Any]) -> Non
     assert np.array_equal(*answers)
 
 
-def test_greedy_text_equals_transformers(model: TorchModel, made: tuple[Path, Any]) -> None:
+def test_greedy_text_equals_transformers(model: CpuModel, made: tuple[Path, Any]) -> None:
     table = make_table(groups=model.kv_groups)
     tokens = PROMPT[:10]
     put(table, 0, tokens)

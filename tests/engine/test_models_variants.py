@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine import ops
-from engine.model_runner import TorchRunner
+from engine.loading.runner import TorchRunner
+from tests.engine.cpu_ops import compute_with
 from tests.engine.model_bench import (
-    CACHE_DIR,
     CASES,
     load,
     make_checkpoint,
@@ -37,14 +35,10 @@ LONGROPE = {
 
 
 @pytest.fixture(params=["kernels", "reference"])
-def runner(request: pytest.FixtureRequest) -> Iterator[TorchRunner]:
+def runner(request: pytest.FixtureRequest) -> TorchRunner:
     if request.param == "kernels":
         pytest.importorskip("numba")
-    runner = make_runner(make_memory())
-    runner._kernels.result()
-    ops.configure(CACHE_DIR, use_kernels=request.param == "kernels")
-    yield runner
-    ops.configure(CACHE_DIR)
+    return compute_with(make_runner(make_memory()), use_kernels=request.param == "kernels")
 
 
 @pytest.mark.parametrize(("max_len", "num_tokens"), [(32, 32), (128, 60)], ids=["short", "long"])

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.contracts import LoadCancelled, LoadTask
-from engine.null_runner import NullLoadError, NullRunner, Pacer, null_candidates, null_tokens
+from engine.contracts.loads import LoadCancelled, LoadTask
+from engine.null.runner import NullLoadError, NullRunner, Pacer, null_candidates, null_tokens
 from tests.engine.engine_process import load_message, null_checkpoint, null_configure
 
 

@@ -10,23 +10,21 @@ import numpy as np
 import pytest
 import torch
 
-from engine import ops
-from engine.kernels import reference
-from tests.kernel_cache import CACHE_DIR
+from engine.cpu.products import array
+from engine.ops import reference
+from tests.engine.cpu_ops import ops
 
 pytest.importorskip("numba")
-from engine.kernels import cpu_amx
+from engine.cpu.kernels import amx
 
 LAYERS, LAYER = 2, 1
 
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels() -> Iterator[None]:
-    ops.configure(CACHE_DIR)
     for dtype in ("float32", "bfloat16"):
         ops.prepare(dtype, 2)
     yield
-    ops.configure(CACHE_DIR)
     ops.set_num_threads(1)
 
 
@@ -63,9 +61,9 @@ def test_is_the_twins(
 ) -> None:
     """The kernel's output equals the reference implementation's. It reads nothing else: positions after a row's context, and all
     blocks outside the table, hold NaN."""
-    if use_tiles and not cpu_amx.may_use_tiles():
+    if use_tiles and not amx.may_use_tiles():
         pytest.skip("no AMX for this process: tiles cannot be run")
-    if use_tiles and not cpu_amx.fits_tiles(block_tokens, head_dim):
+    if use_tiles and not amx.fits_tiles(block_tokens, head_dim):
         return  # cpu.py uses the kernel without tiles here
     generator = torch.Generator().manual_seed(head_dim)
     contexts = np.array([1, 700, 16, 255, 513, 257], np.int32)
@@ -85,9 +83,9 @@ def test_is_the_twins(
     reference.paged_attention(
         qkv, kv, LAYER, heads, *(torch.from_numpy(x) for x in (table, tokens, rows, contexts)), window, scale, softcap, wanted
     )
-    kernel = ops._kernels.paged_attention_serial if num_shares == 1 else ops._kernels.paged_attention_parallel
+    kernel = ops.kernels.paged_attention_serial if num_shares == 1 else ops.kernels.paged_attention_parallel
     sizes = (LAYERS, LAYER, heads, kv_heads, block_tokens, head_dim)
-    arrays = [ops._array(x) for x in (qkv, kv.view(-1), given)]
+    arrays = [array(x) for x in (qkv, kv.view(-1), given)]
     kernel(arrays[0], arrays[1], *sizes, table, tokens, rows, contexts, window, scale, softcap, use_tiles, num_shares, arrays[2])
     tolerance = 5e-6 if dtype is torch.float32 else 2e-2
     torch.testing.assert_close(given.float(), wanted.float(), rtol=tolerance, atol=tolerance)
@@ -95,7 +93,7 @@ def test_is_the_twins(
 
 def test_tiles_serve_what_fits_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """AMX tiles are used for bfloat16 keys that fill whole tiles, if the process may use AMX."""
-    kernels = ops._kernels
+    kernels = ops.kernels
     bfloat16, float32 = np.zeros((1, 64), np.uint16), np.zeros((1, 64), np.float32)
     monkeypatch.setattr(kernels, "may_use_tiles", lambda: True)
     assert kernels._uses_tiles(bfloat16, 16, 64)

@@ -10,23 +10,21 @@ import numpy as np
 import pytest
 import torch
 
-from engine import ops
-from engine.kernels import reference
-from tests.kernel_cache import CACHE_DIR
+from engine.cpu.products import array
+from engine.ops import reference
+from tests.engine.cpu_ops import ops
 
 pytest.importorskip("numba")
-from engine.kernels import cpu_amx
+from engine.cpu.kernels import amx
 
 LAYERS, LAYER = 2, 1
 
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels() -> Iterator[None]:
-    ops.configure(CACHE_DIR)
     for dtype in ("float32", "bfloat16"):
         ops.prepare(dtype, 2)
     yield
-    ops.configure(CACHE_DIR)
     ops.set_num_threads(1)
 
 
@@ -66,9 +64,9 @@ def test_is_the_twins(
 ) -> None:
     """The kernel's output equals the reference implementation's, and outputs of other tokens are left alone. It reads nothing else:
     positions after the context or before the window, other rows' blocks and other layers hold NaN."""
-    if use_tiles and not cpu_amx.may_use_tiles():
+    if use_tiles and not amx.may_use_tiles():
         pytest.skip("no AMX for this process: tiles cannot be run")
-    if use_tiles and not cpu_amx.fits_tiles(block_tokens, head_dim):
+    if use_tiles and not amx.fits_tiles(block_tokens, head_dim):
         return  # cpu.py uses the kernel without tiles here
     generator = torch.Generator().manual_seed(head_dim)
     heads, before, others = kv_heads * group, 3, 4
@@ -90,9 +88,9 @@ def test_is_the_twins(
     blocks, to = torch.from_numpy(table[1]), wanted[own].view(num_tokens, heads, head_dim)
     reference.long_row_attention(query, kv, LAYER, blocks, context, window, scale, softcap, to, 256)
     name = "prefill_tiles" if use_tiles else "prefill_attention"
-    kernel = getattr(ops._kernels, f"{name}_{'serial' if num_shares == 1 else 'parallel'}")
+    kernel = getattr(ops.kernels, f"{name}_{'serial' if num_shares == 1 else 'parallel'}")
     sizes = (LAYERS, LAYER, heads, kv_heads, block_tokens, head_dim)
-    arrays = [ops._array(x) for x in (qkv, kv.view(-1), given)]
+    arrays = [array(x) for x in (qkv, kv.view(-1), given)]
     # row 0 is short enough to be left to the paged attention kernel
     rows = (np.array(x, np.int32) for x in ((0, before), (0, num_tokens), (context, context)))
     kernel(arrays[0], arrays[1], *sizes, table, *rows, 0, window, scale, softcap, num_shares, arrays[2])

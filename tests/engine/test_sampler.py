@@ -6,14 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from engine import ops
-from engine.contracts import SequenceTable
-from engine.kernels.reference_inputs import noise_keys
+from engine.ops.reference_inputs import noise_keys
 from engine.protocol import SamplingParams
 from engine.sampling.sampler import sample_tokens, sampling_rows
-from scheduler.batch.plan import write_sampling
+from scheduler.batch.plan import SequenceTable, write_sampling
+from tests.engine.cpu_ops import ops
 from tests.engine.model_bench import make_table, plan, put
-from tests.kernel_cache import CACHE_DIR
 
 VOCAB = 50
 EOS = [1]
@@ -23,11 +21,14 @@ EOS = [1]
 def backend(request: pytest.FixtureRequest) -> Any:
     if request.param == "kernels":
         pytest.importorskip("numba")
-    ops.configure(CACHE_DIR, use_kernels=request.param == "kernels")
+    if request.param == "reference":
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ops, "kernels", None)
+            yield
+        return
     ops.prepare("float32", 1)
     ops.prepare("bfloat16", 1)
     yield
-    ops.configure(CACHE_DIR)
 
 
 def table_with(num: int, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0, seed: int = 7) -> SequenceTable:
@@ -41,7 +42,7 @@ def table_with(num: int, temperature: float = 1.0, top_p: float = 1.0, top_k: in
 
 def draw(logits: torch.Tensor, table: SequenceTable, slots: list[int], position: int = 4) -> list[int]:
     step = plan(*((slot, position - 1, 1) for slot in slots))
-    return sample_tokens(logits.clone(), sampling_rows(step, table, EOS, VOCAB), 0)[0].tolist()
+    return sample_tokens(ops, logits.clone(), sampling_rows(step, table, EOS, VOCAB), 0)[0].tolist()
 
 
 def exact(logits: np.ndarray, temperature: float, top_p: float, top_k: int) -> np.ndarray:
@@ -81,7 +82,7 @@ def test_positions_of_one_seed_are_independent_draws() -> None:
     num = 20000
     table = table_with(1)
     step = plan(*((0, at, 1) for at in range(num)))
-    ids = sample_tokens(torch.zeros(num, 4), sampling_rows(step, table, EOS, 4), 0)[0]
+    ids = sample_tokens(ops, torch.zeros(num, 4), sampling_rows(step, table, EOS, 4), 0)[0]
     counts = np.bincount(ids, minlength=4)
     pairs = np.bincount(ids[:-1] * 4 + ids[1:], minlength=16)
     assert np.abs(counts - num / 4).max() < 5 * np.sqrt(num / 4)
@@ -145,7 +146,7 @@ def test_masks_do_not_hide_a_bad_row() -> None:
     logits = torch.zeros(1, VOCAB)
     logits[0, 1] = float("nan")
     rows = sampling_rows(plan((0, 3, 1)), table, EOS, VOCAB)
-    assert sample_tokens(logits, rows, 0)[1].tolist() == [True]
+    assert sample_tokens(ops, logits, rows, 0)[1].tolist() == [True]
 
 
 def test_rows_sampled_in_parts_are_the_same() -> None:
@@ -156,8 +157,8 @@ def test_rows_sampled_in_parts_are_the_same() -> None:
     logits = torch.from_numpy(np.random.default_rng(4).normal(0, 1, (40, VOCAB)).astype(np.float32))
     logits[30, 1] = 50.0
     rows = sampling_rows(plan(*((slot, 3, 1) for slot in range(40))), table, EOS, VOCAB)
-    whole = sample_tokens(logits.clone(), rows, 0)[0].tolist()
-    parts = [sample_tokens(logits[at : at + 16].clone(), rows, at)[0].tolist() for at in range(0, 40, 16)]
+    whole = sample_tokens(ops, logits.clone(), rows, 0)[0].tolist()
+    parts = [sample_tokens(ops, logits[at : at + 16].clone(), rows, at)[0].tolist() for at in range(0, 40, 16)]
     assert [i for part in parts for i in part] == whole
     assert whole[30] != 1
 
@@ -247,7 +248,7 @@ def test_bent_rows_alone_and_in_any_batch_and_their_neighbours() -> None:
     assert [together[slot] for slot in untouched] == [plain[slot] for slot in untouched]
     assert [together[slot] for slot in range(0, 48, 3)] != [plain[slot] for slot in range(0, 48, 3)]
     rows = sampling_rows(plan(*((slot, len(SEQUENCE) - 1, 1) for slot in range(48))), table, EOS, VOCAB)
-    parts = [sample_tokens(logits[at : at + 10].clone(), rows, at)[0].tolist() for at in range(0, 48, 10)]
+    parts = [sample_tokens(ops, logits[at : at + 10].clone(), rows, at)[0].tolist() for at in range(0, 48, 10)]
     assert [token for part in parts for token in part] == together
 
 
@@ -275,6 +276,6 @@ def test_extreme_settings_leave_rows_good_and_bad_rows_bad() -> None:
     logits = torch.full((2, VOCAB), 60.0)
     logits[1, 12] = -torch.inf
     step = plan((0, 7, 1), (1, 7, 1))
-    ids, bad = sample_tokens(logits.clone(), sampling_rows(step, table, EOS, VOCAB), 0)
+    ids, bad = sample_tokens(ops, logits.clone(), sampling_rows(step, table, EOS, VOCAB), 0)
     assert bad.tolist() == [False, True]
     assert ids[0] in SEQUENCE

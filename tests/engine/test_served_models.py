@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.contracts import KVGroupSpec, LoadTask
-from engine.null_runner import NullModel, NullRunner
+from engine.contracts.loads import LoadTask
+from engine.null.runner import NullModel, NullRunner
 from engine.protocol import LoadModel, SamplingParams
-from engine.served_models import CAPTURE_EVERY_DECODES, ServedModels
+from engine.serve.served_models import CAPTURE_EVERY_DECODES, ServedModels
+from loader.kv_layout import KVGroupSpec
 from scheduler.batch.plan import IntArray
 from scheduler.batch.request import BatchRequest
 from tests.engine.engine_process import load_message, null_checkpoint, null_configure

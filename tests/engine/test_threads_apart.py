@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from engine import threads_apart
-from engine.threads_apart import ThreadsApart, own_cores
+from engine.host import threads_apart
+from engine.host.threads_apart import ThreadsApart, own_cores
 
 CORES = os.sched_getaffinity(0)
 two_cores = pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")

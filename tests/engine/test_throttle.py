@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.loading import throttle
+from engine.lifecycle import throttle
 
 
 class Clock:

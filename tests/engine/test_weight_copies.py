@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.contracts import LoadCancelled, LoadTask
-from engine.loading.weight_arrivals import WeightArrivals
+from engine.contracts.loads import LoadCancelled, LoadTask
+from engine.cpu.memory import CpuMemory
 from engine.loading.weight_copies import WeightCopies
 from engine.memory import transfers
 from engine.memory.chunk_memory import Copied
-from engine.memory.cpu_memory import CpuMemory
 from engine.memory.host_tier import HostTier
+from engine.memory.weight_arrivals import WeightArrivals
 from engine.memory.weight_range import WeightRange
 from engine.protocol import Evicted, EvictModel, LoadDone, LoadFailed
 from loader import checksum, weight_stream

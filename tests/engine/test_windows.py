@@ -11,16 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-from engine import ops
-from engine.hosted_model import TorchModel
-from engine.kv_caches import make_kv_cache, split_reserve
+from engine.cpu.model import CpuModel
 from engine.protocol import LoadModel, SamplingParams
+from engine.serve.kv_caches import make_kv_cache, split_reserve
 from scheduler.batch.batch_scheduler import BatchLimits, BatchScheduler
 from scheduler.batch.chunk_pool import ChunkPool
 from scheduler.batch.request import BatchRequest
 from scheduler.batch.step_room import StepRoom
+from tests.engine.cpu_ops import compute_with
 from tests.engine.model_bench import BLOCK_TOKENS, CASES, MAX_LEN, load, make_checkpoint, make_memory, make_runner
-from tests.kernel_cache import CACHE_DIR
 
 NUM_CHUNKS, CHUNK_BYTES, BATCHED_TOKENS = 64, 4096, 24
 COMMON_PROMPT = np.random.default_rng(1).integers(2, 211, 30).tolist()
@@ -35,12 +34,11 @@ def prompt_of(request_id: int) -> list[int]:
 class Node:
     """A model with its batch scheduler and memory."""
 
-    def __init__(self, folder: Path, lease_chunks: int) -> None:
+    def __init__(self, folder: Path, lease_chunks: int, use_kernels: bool = True) -> None:
         self.memory = make_memory(NUM_CHUNKS, CHUNK_BYTES)
         self.memory.arena.view(torch.float32).fill_(torch.nan)
-        runner = make_runner(self.memory)
-        runner._kernels.result()
-        self.model: TorchModel = load(runner, folder, eos=())
+        runner = compute_with(make_runner(self.memory), use_kernels)
+        self.model: CpuModel = load(runner, folder, eos=())
         chunks = ChunkPool(NUM_CHUNKS, CHUNK_BYTES, lease_chunks)
         spec = LoadModel(1, "tiny", str(folder), "float32", "", 0, 20, lease_chunks, MAX_LEN, 8, [])
         self.kv = make_kv_cache(spec, self.model.kv_groups, chunks, BATCHED_TOKENS)
@@ -83,8 +81,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "reference"])
 def test_text_is_transformers_however_it_is_scheduled(made: tuple[Path, Any], kernels: bool) -> None:
     """The text stays right with chunked prefill, prefix hits, preemption and resubmission, all at once and in little memory."""
-    node = Node(made[0], lease_chunks=6)
-    ops.configure(CACHE_DIR, use_kernels=kernels)
+    node = Node(made[0], lease_chunks=6, use_kernels=kernels)
     try:
         for request_id in range(1, 6):
             node.submit(request_id, 50)
@@ -114,7 +111,6 @@ def test_text_is_transformers_however_it_is_scheduled(made: tuple[Path, Any], ke
             assert node.output[request_id] == wanted[0, len(tokens) :].tolist()
         assert node.kv.held_bytes == 0
     finally:
-        ops.configure(CACHE_DIR)
         node.model.release()
 
 

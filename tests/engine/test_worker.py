@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 import pytest
 
-from engine.null_runner import null_candidates, null_tokens
+from engine.null.runner import null_candidates, null_tokens
 from engine.protocol import (
     FINISH_LENGTH,
     FINISH_STOP,
@@ -71,7 +71,7 @@ def test_ready(engine: EngineProcess) -> None:
 
 def test_no_torch_with_the_null_runner() -> None:
     code = (
-        "import sys, engine.main, engine.null_runner\n"
+        "import sys, engine.main, engine.null.runner\n"
         "assert not [name for name in ('torch', 'numba', 'transformers') if name in sys.modules]"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=SAFETY_TIMEOUT_S)

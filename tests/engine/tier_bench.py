@@ -11,16 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from engine.contracts import Runner
-from engine.loading.loads import Loads
+from engine.contracts.loads import Runner
+from engine.cpu.memory import CpuMemory
+from engine.lifecycle.loads import Loads
+from engine.lifecycle.placements import Placements
+from engine.loading.runner import TorchRunner
 from engine.memory import handles, mappings
-from engine.memory.cpu_memory import CpuMemory
 from engine.memory.host_tier import HostTier
-from engine.model_runner import TorchRunner
-from engine.null_runner import NullRunner
-from engine.placements import Placements
+from engine.null.runner import NullRunner
 from engine.protocol import Configure, Evicted, EvictModel, LoadDone, LoadModel, Message, SamplingParams, WeightsHeld
-from engine.served_models import ServedModels
+from engine.serve.served_models import ServedModels
 from loader.catalog import scan_one
 from scheduler.batch.request import BatchRequest
 from tests.engine.engine_process import load_message, null_checkpoint, null_configure

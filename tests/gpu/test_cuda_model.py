@@ -11,8 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from engine import ops
-from engine.cuda_model import CudaModel
+from engine.cuda.model import CudaModel
 from engine.protocol import SamplingParams
 from scheduler.batch.plan import write_sampling
 from tests.engine.cuda_bench import KINDS, OTHER, PROMPT, load_cuda_model
@@ -23,9 +22,8 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 0.4}  # of logits up to tens; matrix p
 
 
 @pytest.fixture(autouse=True)
-def on_gpu_kernels() -> None:
+def full_precision() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
-    ops.configure_gpu("")
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from engine.model_runner import FP8_CAPABILITY
+from engine.cuda.backend import FP8_CAPABILITY
 from tests.engine.kernels.draw import Draw
 from tests.engine.kernels.kernel_cases import CASES, of_dtypes
 

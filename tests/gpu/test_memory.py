@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.loading.device_sink import DeviceSink
+from engine.cuda.sink import DeviceSink
 from engine.memory.host_registration import register
 from engine.memory.transfers import transfer
 from engine.memory.weight_range import WeightRange
@@ -32,14 +32,14 @@ pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not install
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 if TYPE_CHECKING:
-    from engine.memory.cuda_memory import CudaMemory
+    from engine.cuda.memory import CudaMemory
 
 registered: list[StagingRing] = []  # for the life of the process, or the driver would take what comes to their addresses for them
 
 
 @pytest.fixture
 def memory() -> Iterator[CudaMemory]:
-    from engine.memory.cuda_memory import CudaMemory
+    from engine.cuda.memory import CudaMemory
 
     made = CudaMemory(12, CHUNK, exportable=True)
     yield made
@@ -99,13 +99,13 @@ def test_a_graph_survives_an_eviction(memory: CudaMemory) -> None:
 
 def test_weights_outlive_their_process() -> None:
     """Killed before its handles are taken in."""
-    outlive(("cuda_memory", "CudaMemory", "exportable=True, "))
+    outlive(("cuda.memory", "CudaMemory", "exportable=True, "))
 
 
 def test_touching_evicted_weights_is_a_fault() -> None:
     program = f"""
 import torch
-from engine.memory.cuda_memory import CudaMemory
+from engine.cuda.memory import CudaMemory
 from engine.memory.weight_range import WeightRange
 memory = CudaMemory(4, {CHUNK})
 weights = WeightRange(memory, {2 * CHUNK})
@@ -221,7 +221,7 @@ def test_torch_is_held_to_its_work_space() -> None:
     """What it asks for beyond is refused as that, and it goes on."""
     program = """
 import torch
-from engine.work_space import KEPT_BYTES, limit_torch
+from engine.cuda.work_space import KEPT_BYTES, limit_torch
 assert limit_torch(64 << 20) == KEPT_BYTES + (64 << 20)
 try:
     torch.empty(KEPT_BYTES + (65 << 20), dtype=torch.uint8, device="cuda")

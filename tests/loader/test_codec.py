@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.kernels import cpu_unpack
+from engine.host import unpack_kernels
 from loader import codec, frame
 from loader.frame import FrameError
 from tests.loader.checkpoints import bfloat16_weights
 
-DECODERS = pytest.mark.parametrize("decode", [codec.decode, cpu_unpack.decode], ids=["numpy", "numba"])
+DECODERS = pytest.mark.parametrize("decode", [codec.decode, unpack_kernels.decode], ids=["numpy", "numba"])
 Decode = Callable[[Any, Any], None]
 
 
@@ -56,7 +56,7 @@ def test_frames_anywhere_in_memory(decode: Decode) -> None:
         out = np.empty(len(values), np.uint16)
         decode(held[shift : shift + len(data)], out)
         assert np.array_equal(out, values)
-        assert cpu_unpack.sum_of(held[shift : shift + len(data)]) == codec.sum_of(np.frombuffer(data, np.uint8))
+        assert unpack_kernels.sum_of(held[shift : shift + len(data)]) == codec.sum_of(np.frombuffer(data, np.uint8))
 
 
 @pytest.mark.parametrize("sigma", [0.005, 0.02, 0.3, 1.0])

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from engine.kernels import cpu_unpack
+from engine.host import unpack_kernels
 from loader import frame
 from loader.catalog import scan_one
 from loader.errors import CheckpointChanged, CheckpointError, LoaderError
@@ -29,7 +29,7 @@ from tests.loader.checkpoints import write_packable
 from tests.loader.packed_checkpoints import pack_checkpoint
 
 SHARDS = 3
-DECODERS = (Decoder(), Decoder("numba", cpu_unpack.decode, cpu_unpack.sum_of))
+DECODERS = (Decoder(), Decoder("numba", unpack_kernels.decode, unpack_kernels.sum_of))
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from engine.kernels import cpu_unpack
+from engine.host import unpack_kernels
 from loader import file_reader, frame, packer
 from loader.catalog import Checkpoint, scan, scan_one
 from loader.errors import CheckpointError
@@ -69,7 +69,7 @@ def test_packed_weights_load_as_plain_ones_do(
     folder = write_packable(tmp_path / "m", shards)
     pack_checkpoint(folder)
     plain, plain_report = load(folder, dtype, packed=False, weight_format=weight_format)
-    for decoder in (Decoder(), Decoder("numba", cpu_unpack.decode, cpu_unpack.sum_of)):
+    for decoder in (Decoder(), Decoder("numba", unpack_kernels.decode, unpack_kernels.sum_of)):
         packed, report = load(folder, dtype, decoder=decoder, weight_format=weight_format)
         assert packed == plain
     assert report.num_bytes < 0.74 * plain_report.num_bytes  # 11 frames' heads and padding count here

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.loading.weight_gate import WeightGate
-from engine.memory.cpu_memory import CpuMemory
+from engine.cpu.memory import CpuMemory
+from engine.loop.worker import Engine
 from engine.memory.host_tier import HostTier
+from engine.memory.weight_gate import WeightGate
 from engine.protocol import JOURNAL_BYTES, Configure, Evicted, EvictModel, LoadModel, Message, SamplingParams, Submit, TokensOut
-from engine.worker import Engine
 from loader.catalog import scan_one
 from loader.file_reader import Fetched, FileReader
 from loader.range_plan import Read
@@ -32,7 +32,7 @@ GREEDY = SamplingParams(6, temperature=0.0)
 
 
 class Collector:
-    """Stands in for engine.channel.Channel and keeps the messages to the daemon."""
+    """Stands in for engine.serve.channel.Channel and keeps the messages to the daemon."""
 
     backlog_bytes = 0
 

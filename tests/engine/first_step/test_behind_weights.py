@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from engine.contracts import StepResult
-from engine.hosted_model import TorchModel
-from engine.loading.loads import Load, Loads, Told
-from engine.loading.weight_gate import WeightGate
+from engine.contracts.steps import StepResult
+from engine.cpu.model import CpuModel
+from engine.lifecycle.loads import Load, Loads, Told
+from engine.memory.weight_gate import WeightGate
 from engine.protocol import Abort, Evicted, EvictModel, LoadDone, LoadFailed, LoadStreams, SetLease, read_journal
 from engine.pulse import Doing, read_pulse
 from tests.engine.first_step.bench import PROMPT, Bench, truncate
@@ -100,19 +100,19 @@ def test_a_step_that_begins_anew_before_the_failure_is_told_is_withdrawn_too(
 ) -> None:
     """The failure withdraws a second step as well: the load's thread has released the model, but the engine learns of the first
     step's end before the failure and starts the step again."""
-    may_tell, tell, execute, begun = threading.Event(), Loads._tell, TorchModel.execute_behind, []
+    may_tell, tell, execute, begun = threading.Event(), Loads._tell, CpuModel.execute_behind, []
 
     def late(loads: Loads, item: Told) -> None:
         if isinstance(item, Load):
             assert may_tell.wait(60)
         tell(loads, item)
 
-    def noted(model: TorchModel, gate: WeightGate, *rest: Any) -> StepResult:
+    def noted(model: CpuModel, gate: WeightGate, *rest: Any) -> StepResult:
         begun.append(model._released)
         return execute(model, gate, *rest)
 
     monkeypatch.setattr(Loads, "_tell", late)
-    monkeypatch.setattr(TorchModel, "execute_behind", noted)
+    monkeypatch.setattr(CpuModel, "execute_behind", noted)
     change_behind_a_step(bench, folder)
     bench.pump(lambda: any(begun))
     may_tell.set()
@@ -193,14 +193,14 @@ def test_weights_from_the_host_tier_come_through_the_same_gate(
     """A first step can run during a load from the host tier. A copy that does not match is noticed at its end, and what was
     computed is computed again from the weights on disk. waits: where copies take all cores, no step runs during one."""
     num_behind = 0
-    execute_behind = TorchModel.execute_behind
+    execute_behind = CpuModel.execute_behind
 
     def counted(*args: Any) -> StepResult:
         nonlocal num_behind
         num_behind += 1
         return execute_behind(*args)
 
-    monkeypatch.setattr(TorchModel, "execute_behind", counted)
+    monkeypatch.setattr(CpuModel, "execute_behind", counted)
     bench.engine.models.copies_take_all_cores = waits
     bench.load(keep_slots=list(range(12)))
     done: LoadDone = bench.until(LoadDone)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine.kv_transfer import KVTransfer
+from engine.lifecycle.kv_transfer import KVTransfer
 from engine.protocol import Evicted, EvictModel, LoadDone, LoadFailed, LoadStreams, TokensOut
 from tests.engine.first_step.bench import NUM_SLOTS, PROMPT, Bench, truncate
 from tests.engine.model_bench import BLOCK_TOKENS

@@ -7,25 +7,26 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.contracts import BatchPlan, StepResult
-from engine.hosted_model import TorchModel
-from engine.loading.weight_gate import WeightGate
+from engine.contracts.steps import StepResult
+from engine.cpu.batch import padded_rows
+from engine.cpu.model import CpuModel
+from engine.cpu.sliced import slices
+from engine.memory.weight_gate import WeightGate
 from engine.protocol import LoadDone, LoadStreams, Submit, TokensOut
-from engine.steps.forward_batch import padded_rows
-from engine.steps.sliced import slices
+from scheduler.batch.plan import BatchPlan
 from tests.engine.first_step.bench import GREEDY, Bench
 
 
 def computed_at_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Returns a list that collects the number of tokens of each step that runs during a load."""
     told: list[int] = []
-    execute = TorchModel.execute_behind
+    execute = CpuModel.execute_behind
 
-    def noted(model: TorchModel, gate: WeightGate, plan: BatchPlan, *rest: Any) -> StepResult:
+    def noted(model: CpuModel, gate: WeightGate, plan: BatchPlan, *rest: Any) -> StepResult:
         told.append(int(plan.num_new.sum()))
         return execute(model, gate, plan, *rest)
 
-    monkeypatch.setattr(TorchModel, "execute_behind", noted)
+    monkeypatch.setattr(CpuModel, "execute_behind", noted)
     return told
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.loading.weight_gate import WeightGate, WeightsWithdrawn
+from engine.memory.weight_gate import WeightGate, WeightsWithdrawn
 from loader.catalog import scan_one
 from loader.layout import WeightSlot, weight_layout
 

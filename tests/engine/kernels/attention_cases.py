@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.kernels import reference, triton_decode, triton_extend
+from engine.cuda.kernels import triton_decode, triton_extend
+from engine.ops import reference
 from tests.engine.kernels.draw import Draw, close
 from tests.engine.kernels.paged_kv import Paged, paged
 

@@ -19,9 +19,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from engine.kernels import (
-    gpu,
-    gpu_linear,
+from engine.cuda.kernels import (
+    entry,
+    linear_choice,
     triton_checksum,
     triton_decode,
     triton_extend,
@@ -95,7 +95,7 @@ def kept_as(kv_dtype: str) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 def main() -> None:
-    assert not gpu.INTERPRETED
+    assert not entry.INTERPRETED
     compile_instead_of_running()
     dtype = torch.bfloat16
     qkv = torch.zeros(ROWS, (HEADS + 2 * KV_HEADS) * HEAD_DIM, dtype=dtype)
@@ -106,9 +106,9 @@ def main() -> None:
         torch.zeros(ROWS, dtype=torch.int64),
         torch.zeros(ROWS),
     )
-    gpu.split_contexts(torch.zeros(gpu.MANY_ROWS, dtype=torch.int32), 0, 132)
-    work = gpu.split_contexts(ints, 0, 132)
-    turns, norm = gpu.cos_sin(ints, torch.zeros(HEAD_DIM // 2), 1.0), qkv[0, :HEAD_DIM]
+    entry.split_contexts(torch.zeros(entry.MANY_ROWS, dtype=torch.int32), 0, 132)
+    work = entry.split_contexts(ints, 0, 132)
+    turns, norm = entry.cos_sin(ints, torch.zeros(HEAD_DIM // 2), 1.0), qkv[0, :HEAD_DIM]
     for kv in kept_as("bfloat16"), kept_as(KV_FP8):
         triton_decode.decode_attention(qkv, *kv, 3, HEADS, table, ints, work, 0.1, 0.0, None, False, out)
         for window, softcap in ((0, 0.0), (4096, 50.0)):
@@ -117,20 +117,20 @@ def main() -> None:
         for norms in ((None, None), (norm, norm)):
             triton_rope.rope_and_store(qkv, turns, *norms, False, 1e-6, *kv, 3, HEADS, longs)
     x = torch.zeros(ROWS, WIDTH, dtype=dtype)
-    gpu.rms_norm(x, x[0], 1e-5, False)
-    gpu.add_rms_norm(x, x, x[0], 1e-5, False)
+    entry.rms_norm(x, x[0], 1e-5, False)
+    entry.add_rms_norm(x, x, x[0], 1e-5, False)
     for gelu in (False, True):
-        gpu.gate_and_mul(torch.zeros(ROWS, 2 * INNER, dtype=dtype), gelu)
+        entry.gate_and_mul(torch.zeros(ROWS, 2 * INNER, dtype=dtype), gelu)
     triton_rows.gather_rows(x, ints, 1.0, x)
-    gpu.prepare_inputs(ints, ints, ints, ints, ints, torch.zeros(ROWS + 1, dtype=torch.int32), table, 16)
+    entry.prepare_inputs(ints, ints, ints, ints, ints, torch.zeros(ROWS + 1, dtype=torch.int32), table, 16)
     triton_inputs.set_entries(table, ints, ints)
     weight = torch.zeros(2 * INNER, WIDTH, dtype=dtype)
-    for num_rows in gpu.FEW_ROWS:
-        gpu_linear.ours(x[:num_rows], weight, None)
+    for num_rows in entry.FEW_ROWS:
+        linear_choice.ours(x[:num_rows], weight, None)
     logits = torch.zeros(ROWS, VOCAB, dtype=dtype)
-    gpu.sample(logits, floats, floats, ints, floats, ints, ints)
+    entry.sample(logits, floats, floats, ints, floats, ints, ints)
     triton_sampling.penalise(logits.float(), table, ints, ints, floats, floats, floats)
-    gpu.top_logprobs(logits, ints, ints, 20)
+    entry.top_logprobs(logits, ints, ints, 20)
     triton_unpack.unpack(torch.zeros(64, dtype=torch.uint8), longs, FRAME_VALUES, x, ints[:1])
 
     triton_checksum.partial_sums(longs, triton_checksum.new_partial_sums("cpu"))

@@ -7,8 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels import reference, reference_inputs, triton_fp8, triton_rope
-from engine.steps.forward_batch import Rotary
+from engine.cuda.kernels import triton_fp8, triton_rope
+from engine.ops import reference, reference_inputs
+from engine.ops.ops import Rotary
 from tests.engine.kernels.draw import Draw, close
 from tests.engine.kernels.paged_kv import Paged, paged
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from engine.kernels import reference, triton_checksum, triton_inputs, triton_unpack
+from engine.cuda.kernels import triton_checksum, triton_inputs, triton_unpack
+from engine.ops import reference
 from loader import checksum, codec
 from loader import frame as layout
 from tests.engine.kernels.draw import Draw

@@ -9,8 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engine.kernels import reference
 from engine.memory.arena import kv_views
+from engine.ops import reference
 from loader import kv_layout
 from tests.engine.kernels.draw import Draw
 

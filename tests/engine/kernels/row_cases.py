@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from engine.kernels import reference, triton_linear, triton_rows
+from engine.cuda.kernels import triton_linear, triton_rows
+from engine.ops import reference
 from tests.engine.kernels.draw import Draw, close
 
 

@@ -7,7 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from engine.kernels import reference, triton_sampling
+from engine.cuda.kernels import triton_sampling
+from engine.ops import reference
 from tests.engine.kernels.draw import Draw
 
 

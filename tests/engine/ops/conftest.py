@@ -1,4 +1,4 @@
-"""Configures the CPU kernels for the tests of this folder, whatever other tests have configured."""
+"""Compiles the CPU kernels for the tests of this folder."""
 
 from __future__ import annotations
 
@@ -7,17 +7,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from engine import ops
-from tests.kernel_cache import CACHE_DIR
+from tests.engine.cpu_ops import ops
 
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels() -> Iterator[None]:
-    ops.configure(CACHE_DIR)
     for dtype in ("float32", "bfloat16"):
         ops.prepare(dtype, 2, "int8")
     yield
-    ops.configure(CACHE_DIR)
     ops.set_num_threads(1)
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.kernels import reference_inputs
-from engine.kernels.reference_inputs import APART, ATTENDED, GREEDY, NUM_COUNTS, ROWS, SAMPLING, TOKENS
+from engine.ops import reference_inputs
+from engine.ops.reference_inputs import APART, ATTENDED, GREEDY, NUM_COUNTS, ROWS, SAMPLING, TOKENS
 
 pytest.importorskip("numba")
 SLOTS, LENGTH, MAX_ROWS, MAX_TOKENS = 30, 200, 24, 300
@@ -28,10 +28,10 @@ def step(seed: int) -> tuple[np.random.Generator, np.ndarray, np.ndarray, np.nda
 
 def both(name: str, given: tuple[Any, ...], *out: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
     """Returns each of `out` twice: as the kernel fills it and as its reference implementation does."""
-    from engine.kernels import cpu_inputs
+    from engine.cpu.kernels import inputs
 
     copies = [[array.copy() for array in out] for _ in range(2)]
-    for module, own in zip((cpu_inputs, reference_inputs), copies, strict=True):
+    for module, own in zip((inputs, reference_inputs), copies, strict=True):
         getattr(module, name)(*given, *own)
     return list(zip(*copies, strict=True))
 
@@ -58,7 +58,7 @@ def test_tokens_and_their_blocks(seed: int, decode: bool) -> None:
     left = generator.integers(0, 99, MAX_TOKENS).astype(np.int32)
     out = (left.astype(np.int64), left, left[:MAX_ROWS], left[:MAX_ROWS], left, left)
     counted = []
-    for module in (pytest.importorskip("engine.kernels.cpu_inputs"), reference_inputs):
+    for module in (pytest.importorskip("engine.cpu.kernels.inputs"), reference_inputs):
         own = counts.copy(), *(array.copy() for array in out)
         module.step_tokens(own[0], slots, computed, num_new, 16, tokens, *own[1:])
         counted.append(own)
@@ -115,7 +115,7 @@ def test_settings_and_noise_of_the_rows_that_sample(seed: int, decode: bool) -> 
     floats, ints, keys = (np.zeros(MAX_ROWS, kind) for kind in (np.float32, np.int32, np.uint32))
     given = (slots, computed, num_new, starts, samples, *settings, seeds, *told)
     out = []
-    for module in (pytest.importorskip("engine.kernels.cpu_inputs"), reference_inputs):
+    for module in (pytest.importorskip("engine.cpu.kernels.inputs"), reference_inputs):
         own = (
             counts.copy(),
             floats.copy(),

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import ops
-from engine.contracts import BatchPlan
-from engine.kernels import reference
-from engine.steps.forward_batch import ForwardBatch, GroupMemory, Rotary, build_batch, padded_rows
+from engine.cpu.batch import GroupMemory, HostBatch, build_batch, padded_rows
+from engine.ops import reference
+from engine.ops.ops import HeadNorms, Rotary
+from scheduler.batch.plan import BatchPlan
+from tests.engine.cpu_ops import ops
 from tests.engine.model_bench import make_table
 from tests.engine.ops.twins import both, random, same, share_everything
 
@@ -22,7 +23,7 @@ HEADS, KV_HEADS, HEAD_DIM, LAYERS, BLOCK_TOKENS = 6, 2, 16, 2, 4
 
 def make_batch(
     dtype: torch.dtype, rows: list[tuple[int, int, int]], padded: bool = False, window: int = 0, pairs: int = HEAD_DIM // 2
-) -> ForwardBatch:
+) -> HostBatch:
     columns = np.array(rows, np.int32)
     plan = BatchPlan(0, "m", columns[:, 0].copy(), columns[:, 1].copy(), columns[:, 2].copy(), np.ones(len(rows), np.bool_))
     kv = random(256, LAYERS, 2, KV_HEADS, BLOCK_TOKENS, HEAD_DIM, dtype=dtype)
@@ -66,7 +67,7 @@ def test_rope_and_store(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, kin
     ops.set_num_threads(threads)
     share_everything(monkeypatch)
     weights = random(HEAD_DIM, dtype=dtype), random(HEAD_DIM, dtype=dtype) + 1
-    norms = None if kind == "no norms" else ops.HeadNorms(*weights, 1e-5, kind == "norms around one")
+    norms = None if kind == "no norms" else HeadNorms(*weights, 1e-5, kind == "norms around one")
 
     def call() -> Tensor:
         batch = make_batch(dtype, [(0, 17, 1), (1, 5, 4), (3, 0, 9)], padded=True, pairs=pairs)

@@ -9,15 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from engine import ops
-from engine.kernels import reference
-from engine.kernels.compiled import compilation
+from engine.cpu.products import array
+from engine.host.compiled import compilation
+from engine.ops import reference
+from tests.engine.cpu_ops import ops
 from tests.engine.ops.twins import random, same, share_everything
 
 pytest.importorskip("numba")
 from numba import float64, njit, uint64, void
 
-from engine.kernels.native import NativeCalls
+from engine.cpu.recording.native import NativeCalls
 
 
 def compiled(kernel: Any, *args: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -32,7 +33,7 @@ def test_they_compute_what_the_kernels_do(monkeypatch: pytest.MonkeyPatch, dtype
     results that are the next call's inputs."""
     share_everything(monkeypatch)
     ops.set_num_threads(threads)
-    x, weight, kernels, array = random(3, 70, dtype=dtype), random(70, dtype=dtype), ops._kernels, ops._array
+    x, weight, kernels = random(3, 70, dtype=dtype), random(70, dtype=dtype), ops.kernels
     normed, gated = torch.empty(3, 70, dtype=dtype), torch.empty(3, 35, dtype=dtype)
     calls = NativeCalls(
         [
@@ -84,8 +85,8 @@ def test_calls_that_are_joined_are_made_in_order_and_by_themselves_as_before() -
 
 def test_the_clock_is_read_around_every_call(dtype: torch.dtype) -> None:
     small, large = (random(rows, 640, dtype=dtype) for rows in (1, 4000))
-    weight, kernel = random(640, dtype=dtype), ops._kernels.rms_norm.serial
-    args = [(ops._array(x), ops._array(weight), False, 1e-5, ops._array(torch.empty_like(x))) for x in (small, large, small)]
+    weight, kernel = random(640, dtype=dtype), ops.kernels.rms_norm.serial
+    args = [(array(x), array(weight), False, 1e-5, array(torch.empty_like(x))) for x in (small, large, small)]
     calls, ticks = NativeCalls([compiled(kernel, *own) for own in args]), np.zeros(4, np.int64)
     calls.run()
     begin = time.perf_counter_ns()

@@ -8,23 +8,23 @@ import pytest
 import torch
 
 from config.processor import this_processor
-from engine import ops
-from engine.kernels import compiled
+from engine.cpu import ops as cpu_ops
+from engine.host import compiled
+from engine.ops.ops import Int8Matrix
+from tests.engine.cpu_ops import ops
 from tests.engine.ops.twins import both, random, same, share_everything
 from tests.kernel_cache import CACHE_DIR
 
 pytest.importorskip("numba")
 compiled.keep_in(CACHE_DIR)  # before a kernel is imported
-from engine.kernels import cpu_int8  # noqa: E402
+from engine.cpu.kernels import int8  # noqa: E402
 
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels() -> Iterator[None]:
     """Takes the place of the folder's fixture: only what these tests call is compiled, so that they can be run for many kinds of
     processor."""
-    ops.configure(CACHE_DIR)
     yield
-    ops.configure(CACHE_DIR)
     ops.set_num_threads(1)
 
 
@@ -68,10 +68,10 @@ def test_int8_linear(
     time."""
     ops.set_num_threads(threads)
     share_everything(monkeypatch)
-    monkeypatch.setattr(ops, "WIDENED_BYTES", 7 * num_inputs * dtype.itemsize)
+    monkeypatch.setattr(cpu_ops, "WIDENED_BYTES", 7 * num_inputs * dtype.itemsize)
     x = random(num_rows, num_inputs, dtype=dtype)
     values = (random(num_outputs, num_inputs, dtype=torch.float32) * 40).round().clamp(-127, 127).to(torch.int8)
-    weight = ops.Int8Matrix(values, random(num_outputs, dtype=torch.float32).abs() * 0.03 * num_inputs**-0.5)
+    weight = Int8Matrix(values, random(num_outputs, dtype=torch.float32).abs() * 0.03 * num_inputs**-0.5)
     added = random(num_outputs, dtype=dtype) if bias else None
     wanted = x.double() @ (values * weight.scales.unsqueeze(1)).double().T + (0 if added is None else added.double())
     tolerance = 1e-5 if dtype is torch.float32 else 2e-2
@@ -80,16 +80,16 @@ def test_int8_linear(
         torch.testing.assert_close(given.double(), wanted, rtol=tolerance, atol=tolerance)
 
 
-def of_int8_matrix(num_inputs: int, num_outputs: int) -> ops.Int8Matrix:
+def of_int8_matrix(num_inputs: int, num_outputs: int) -> Int8Matrix:
     values = (random(num_outputs, num_inputs, dtype=torch.float32) * 40).round().clamp(-127, 127).to(torch.int8)
-    return ops.Int8Matrix(values, random(num_outputs, dtype=torch.float32).abs() * 0.03 * num_inputs**-0.5)
+    return Int8Matrix(values, random(num_outputs, dtype=torch.float32).abs() * 0.03 * num_inputs**-0.5)
 
 
 def kernel_of(name: str) -> None:
     """Skips the test if this processor cannot run the kernel of this name."""
-    if name.startswith("amx") and not ops._kernels.HAS_MATRIX_UNIT:
+    if name.startswith("amx") and not ops.kernels.HAS_MATRIX_UNIT:
         pytest.skip("this processor has no AMX, or the kernel does not let this process use it")
-    if name == "int8_linear" and not cpu_int8.HAS_INT8_PRODUCTS:
+    if name == "int8_linear" and not int8.HAS_INT8_PRODUCTS:
         pytest.skip("this processor has no AVX512-VNNI")
 
 
@@ -104,8 +104,8 @@ def test_matrix_unit(
     kernel_of("amx_linear")
     ops.set_num_threads(threads)
     share_everything(monkeypatch)
-    monkeypatch.setattr(ops._kernels, "_VECTOR_ROWS", 0)
-    assert ops._kernels.linear_kernel(num_rows, num_inputs, num_outputs, "bfloat16") is ops._kernels.amx_linear
+    monkeypatch.setattr(ops.kernels, "_VECTOR_ROWS", 0)
+    assert ops.kernels.linear_kernel(num_rows, num_inputs, num_outputs, "bfloat16") is ops.kernels.amx_linear
     x = random(num_rows, num_inputs, dtype=torch.bfloat16)
     weight = random(num_outputs, num_inputs, dtype=torch.bfloat16, scale=num_inputs**-0.5)
     added = random(num_outputs, dtype=torch.bfloat16) if bias else None
@@ -115,9 +115,9 @@ def test_matrix_unit(
 
 def use_int8_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes ops choose kernels as on a processor without AMX."""
-    monkeypatch.setattr(ops._kernels, "HAS_MATRIX_UNIT", False)
-    monkeypatch.setattr(ops._kernels, "HAS_INT8_PRODUCTS", True)
-    monkeypatch.setattr(ops._kernels, "_INT8_PRODUCTS_ROWS", 250)
+    monkeypatch.setattr(ops.kernels, "HAS_MATRIX_UNIT", False)
+    monkeypatch.setattr(ops.kernels, "HAS_INT8_PRODUCTS", True)
+    monkeypatch.setattr(ops.kernels, "_INT8_PRODUCTS_ROWS", 250)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -129,15 +129,15 @@ def test_widened_weights(
 ) -> None:
     """A processor that multiplies neither bfloat16 nor int8 widens the weights. Products are right with few rows and many, and with
     inputs and outputs that fill no tile."""
-    monkeypatch.setattr(ops._kernels, "HAS_BFLOAT16_PRODUCTS", False)
-    monkeypatch.setattr(ops._kernels, "HAS_MATRIX_UNIT", False)
-    monkeypatch.setattr(ops._kernels, "HAS_INT8_PRODUCTS", False)
+    monkeypatch.setattr(ops.kernels, "HAS_BFLOAT16_PRODUCTS", False)
+    monkeypatch.setattr(ops.kernels, "HAS_MATRIX_UNIT", False)
+    monkeypatch.setattr(ops.kernels, "HAS_INT8_PRODUCTS", False)
     ops.set_num_threads(threads)
     share_everything(monkeypatch)
-    choose = ops._kernels.int8_linear_kernel if of_int8 else ops._kernels.linear_kernel
-    assert choose(num_rows, num_inputs, num_outputs, "bfloat16") is ops._kernels.widened_linear
+    choose = ops.kernels.int8_linear_kernel if of_int8 else ops.kernels.linear_kernel
+    assert choose(num_rows, num_inputs, num_outputs, "bfloat16") is ops.kernels.widened_linear
     x = random(num_rows, num_inputs, dtype=torch.bfloat16)
-    weight: torch.Tensor | ops.Int8Matrix = random(num_outputs, num_inputs, dtype=torch.bfloat16, scale=num_inputs**-0.5)
+    weight: torch.Tensor | Int8Matrix = random(num_outputs, num_inputs, dtype=torch.bfloat16, scale=num_inputs**-0.5)
     dense = weight
     if of_int8:
         weight = of_int8_matrix(num_inputs, num_outputs)
@@ -154,7 +154,7 @@ def test_widened_weights(
 def test_each_processor_has_kernels_of_its_own() -> None:
     """The kernels chosen depend on the processor's features: for bfloat16 weights with one row and with 200, and for int8 weights
     with eight."""
-    features, kernels = this_processor().features, ops._kernels
+    features, kernels = this_processor().features, ops.kernels
     chosen = (
         kernels.linear_kernel(1, 768, 768, "bfloat16"),
         kernels.linear_kernel(200, 768, 768, "bfloat16"),
@@ -182,13 +182,13 @@ def test_int8_is_multiplied_as_it_is(
         use_int8_products(monkeypatch)
     ops.set_num_threads(threads)
     share_everything(monkeypatch)
-    assert ops._kernels.int8_linear_kernel(num_rows, num_inputs, num_outputs, "bfloat16") is getattr(ops._kernels, kernel)
+    assert ops.kernels.int8_linear_kernel(num_rows, num_inputs, num_outputs, "bfloat16") is getattr(ops.kernels, kernel)
     x, weight = random(num_rows, num_inputs, dtype=torch.bfloat16), of_int8_matrix(num_inputs, num_outputs)
     x[::3, 5] *= 1000
     x[1::7] = 0
     added = random(num_outputs, dtype=torch.bfloat16)
     wanted = x.double() @ (weight.values * weight.scales.unsqueeze(1)).double().T + added.double()
-    unit = x.double().abs().amax(1, keepdim=True) / cpu_int8.LARGEST
+    unit = x.double().abs().amax(1, keepdim=True) / int8.LARGEST
     lost = unit / 2 * (weight.values.abs().double().sum(1) * weight.scales.double())  # the most that rounding x can lose
     error = (ops.linear(x, weight, added).double() - wanted).abs()
     assert (error <= 2**-8 * wanted.abs() + lost + 1e-6).all()
@@ -208,7 +208,7 @@ def test_int8_of_many_rows_is_multiplied_as_bfloat16(
     scales = 2.0 ** torch.randint(-12, -6, (num_outputs,))
     added = random(num_outputs, dtype=torch.bfloat16)
     plain = ops.linear(x, (values * scales.unsqueeze(1)).bfloat16(), added)
-    assert torch.equal(ops.linear(x, ops.Int8Matrix(values, scales), added), plain)
+    assert torch.equal(ops.linear(x, Int8Matrix(values, scales), added), plain)
 
 
 @pytest.mark.parametrize("num_rows", [257, 600])
@@ -216,7 +216,7 @@ def test_int8_of_very_many_rows_is_multiplied_in_blocks(monkeypatch: pytest.Monk
     kernel_of("amx_int8_linear")
     share_everything(monkeypatch)
     x, weight, added = random(num_rows, 128, dtype=torch.bfloat16), of_int8_matrix(128, 70), random(70, dtype=torch.bfloat16)
-    blocks = [ops.linear(some, weight, added) for some in x.split(ops._kernels.MOST_ROWS)]
+    blocks = [ops.linear(some, weight, added) for some in x.split(ops.kernels.MOST_ROWS)]
     assert torch.equal(ops.linear(x, weight, added), torch.cat(blocks))
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from engine import ops
-from engine.steps.program import Recorder, Scratch, call, recording
-from engine.steps.replay import DecodeProgram
+from engine.cpu.recording.program import Recorder, Scratch, call, recording
+from engine.cpu.recording.replay import DecodeProgram
+from tests.engine.cpu_ops import ops
 from tests.engine.ops.test_layers import HEAD_DIM, HEADS, KV_HEADS, make_batch
 from tests.engine.ops.twins import random, share_everything
 
@@ -23,7 +23,7 @@ def test_attention_is_shared_as_soon_as_contexts_are_long(
     """Attention is divided among threads when contexts are long. This is decided in every run, once for all layers."""
     ops.set_num_threads(threads)
     share_everything(monkeypatch)
-    monkeypatch.setattr(ops._kernels, "_SHARED_ATTENTION", 50 * HEADS * HEAD_DIM)
+    monkeypatch.setattr(ops.kernels, "_SHARED_ATTENTION", 50 * HEADS * HEAD_DIM)
     batch = make_batch(dtype, [(0, 99, 1), (1, 14, 1)])
     qkv = random(2, (HEADS + 2 * KV_HEADS) * HEAD_DIM, dtype=dtype, scale=2.0)
 
@@ -67,7 +67,7 @@ def test_each_call_has_its_seconds_once_they_are_wanted(dtype: torch.dtype) -> N
 
 
 def test_where_no_clock_can_be_read_calls_share_the_seconds(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    from engine.kernels.native import NativeCalls
+    from engine.cpu.recording.native import NativeCalls
 
     run = NativeCalls.run
 

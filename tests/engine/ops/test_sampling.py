@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine import ops
-from engine.kernels import reference
+from engine.ops import reference
+from tests.engine.cpu_ops import ops
 from tests.engine.ops.twins import both, random, share_everything
 
 pytest.importorskip("numba")
@@ -191,7 +191,7 @@ def test_penalties_are_the_twins(monkeypatch: pytest.MonkeyPatch, kernels: None)
 def test_hash_is_the_twins(kernels: None) -> None:
     from numba import njit, uint32
 
-    from engine.kernels.cpu_bits import hash32
+    from engine.cpu.kernels.bits import hash32
 
     @njit
     def run(num: int, key0: int, key1: int) -> Any:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import ops
+from tests.engine.cpu_ops import ops
 
 # Against float64, torch's own float32 product of 2,000 inputs is off by 7e-6 on aarch64, the kernels' by 9e-7.
 TOLERANCE = {torch.float32: 1e-5 if platform.machine() == "aarch64" else 2e-6, torch.bfloat16: 2e-2}
@@ -20,17 +20,17 @@ def both(monkeypatch: pytest.MonkeyPatch, call: Callable[[], Any]) -> tuple[Any,
     """Returns the result of `call` with the CPU kernels and with the reference implementation."""
     with_kernels = call()
     with monkeypatch.context() as patch:
-        patch.setattr(ops, "_kernels", None)
+        patch.setattr(ops, "kernels", None)
         return with_kernels, call()
 
 
 def share_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes kernels divide even the smallest work among threads, if there is more than one."""
-    monkeypatch.setattr(ops._kernels, "_SHARED_ATTENTION", 0)
-    monkeypatch.setattr(ops._kernels, "_SHARED_WEIGHTS", 0)
-    monkeypatch.setattr(ops._kernels, "_SHARED_TILES", 0)
-    monkeypatch.setattr(ops._kernels, "_SHARED_ROWS", 0)
-    monkeypatch.setattr(ops._kernels, "_SHARED_LOGITS", 0)
+    monkeypatch.setattr(ops.kernels, "_SHARED_ATTENTION", 0)
+    monkeypatch.setattr(ops.kernels, "_SHARED_WEIGHTS", 0)
+    monkeypatch.setattr(ops.kernels, "_SHARED_TILES", 0)
+    monkeypatch.setattr(ops.kernels, "_SHARED_ROWS", 0)
+    monkeypatch.setattr(ops.kernels, "_SHARED_LOGITS", 0)
 
 
 def same(left: Tensor, right: Tensor) -> None:

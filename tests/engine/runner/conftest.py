@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine.model_runner import TorchRunner
+from engine.loading.runner import TorchRunner
 from tests.engine.model_bench import make_checkpoint, make_memory, make_runner
 
 

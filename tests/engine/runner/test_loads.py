@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from engine.contracts import LoadCancelled
-from engine.hosted_model import TorchModel
-from engine.loading.weight_gate import WeightGate
-from engine.model_runner import TorchRunner
+from engine.contracts.loads import LoadCancelled
+from engine.cpu.model import CpuModel
+from engine.loading.runner import TorchRunner
+from engine.memory.weight_gate import WeightGate
 from loader.errors import CheckpointChanged, CheckpointError
 from loader.source_choice import SourceChoice
 from tests.engine.model_bench import load, load_task, make_table, plan, put
@@ -87,7 +87,7 @@ def test_damaged_packed_files_have_the_plain_ones_read(
     task = load_task(spec(tmp_path, dtype="bfloat16"))
     task.begun = lambda hosted, gate: None
     model = runner.load(task)
-    assert isinstance(model, TorchModel)
+    assert isinstance(model, CpuModel)
     assert np.array_equal(model.logits(plan((0, 0, 50)), table, every_token=True), wanted)
     assert re.fullmatch(
         r"read its plain files: the packed ones are damaged \(packed/model.safetensors: tensor \S+: bytes \d+ to \d+ "

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine import hosted_model
-from engine.device import SINGLE_THREAD_WEIGHTS_BYTES, num_cores, threads_for
-from engine.model_runner import TorchRunner
+from engine.cpu.backend import SINGLE_THREAD_WEIGHTS_BYTES, threads_for
+from engine.cpu.model import CpuModel
+from engine.loading.runner import TorchRunner
 from loader import kv_layout, layout
 from loader.catalog import scan_one
 from loader.formats.int8 import INT8
@@ -179,14 +179,15 @@ def test_two_models_share_the_arena(runner: TorchRunner, saved: tuple[Path, Any]
 def test_small_models_use_one_thread() -> None:
     assert threads_for(SINGLE_THREAD_WEIGHTS_BYTES - 1, 4) == 1
     assert threads_for(SINGLE_THREAD_WEIGHTS_BYTES, 4) == 4
-    assert threads_for(1 << 40, 0) == num_cores()
+    assert threads_for(1 << 40, 7) == 7
 
 
 def test_runner_fits_its_contract(runner: TorchRunner) -> None:
-    from engine.contracts import HostedModel, Runner
+    from engine.contracts.loads import Runner
+    from engine.contracts.steps import HostedModel
 
     def accepts(made: Runner) -> None: ...
 
     accepts(runner)
     assert set(HostedModel.__annotations__) <= {"name", "kv_groups", "weights_bytes", "vocab_size"}
-    assert hasattr(hosted_model.TorchModel, "execute")
+    assert hasattr(CpuModel, "execute")

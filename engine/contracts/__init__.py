@@ -1,0 +1,1 @@
+"""The interfaces between the parts of an engine."""

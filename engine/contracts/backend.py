@@ -1,0 +1,83 @@
+"""The interface between what loads models and one kind of device. engine/cpu/backend.py and engine/cuda/backend.py implement it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.contracts.loads import KernelNews
+from engine.contracts.steps import HostedEncoder, HostedModel, StreamedModel
+from engine.memory.chunk_memory import ChunkMemory
+from engine.memory.weight_range import WeightRange
+from engine.protocol import Configure, LoadModel, WeightsHeld
+from loader.formats.weight_format import WeightFormat
+from loader.model_shape import ModelShape
+from loader.sinks import WeightSink
+from loader.unpack import Decoder
+
+
+class Backend(Protocol):
+    """One device: its memory, and the models on it."""
+
+    @property
+    def memory(self) -> ChunkMemory: ...
+
+    @property
+    def compute_threads(self) -> int:
+        """Threads of the host that compute the steps of a large model; 1 unless the host computes them."""
+        ...
+
+    @property
+    def reads_in_place(self) -> bool:
+        """Whether files can be read straight into the weights' memory."""
+        ...
+
+    @property
+    def steps_may_overlap(self) -> bool:
+        """Whether a model's first step may run in a thread of its own, during steps of other models."""
+        ...
+
+    def prepare(self, tell: Callable[[KernelNews], None]) -> None:
+        """Finds the kernels and begins to compile those that are missing. Called once, in a background thread; no method below is
+        called before it has returned. tell: called from any thread with news about kernels."""
+        ...
+
+    def need_kernels(self, spec: LoadModel, weight_format: WeightFormat) -> None:
+        """Asks for the kernels of a model. Returns once they are in use or are being compiled."""
+        ...
+
+    def check(self, spec: LoadModel, shape: ModelShape, weight_format: WeightFormat) -> None:
+        """Raises UnsupportedModel if the device cannot serve this model with these settings."""
+        ...
+
+    def early_model(self, spec: LoadModel, shape: ModelShape, weights: WeightRange) -> StreamedModel | None:
+        """Returns the model before its weights have arrived, so that its first step can run while they do. Returns None for a
+        device or a model that cannot do that: then `model` makes it."""
+        ...
+
+    def model(self, spec: LoadModel, shape: ModelShape, weights: WeightRange) -> HostedModel | HostedEncoder:
+        """Returns the model once its weights have arrived."""
+        ...
+
+    def sink(self, weights: WeightRange) -> WeightSink:
+        """Returns what stores a model's weights in its mapped range."""
+        ...
+
+    def decoder(self) -> Decoder:
+        """Returns what decodes packed weights on the host."""
+        ...
+
+    def measured_decoder(self) -> Decoder:
+        """Returns a decoder for measurements. It does with a frame what loads do, wherever they decode."""
+        ...
+
+
+@dataclass(slots=True, frozen=True)
+class OpenDevice:
+    """A device that an engine has opened. configure: the engine's settings, with chunks that exist. left: the weights that an
+    earlier engine left in its memory; None: the memory ends with this process."""
+
+    backend: Backend
+    configure: Configure
+    left: list[WeightsHeld] | None

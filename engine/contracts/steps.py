@@ -1,0 +1,117 @@
+"""The interfaces between the batch scheduler and the models in an engine: what a step is given (scheduler/batch/plan.py), and what
+it returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+from engine.grammar.row_masks import RowMasks
+from engine.memory.weight_gate import WeightGate
+from engine.protocol import PromptLogprobs, TokenLogprobs
+from loader.kv_layout import KVGroupSpec
+from scheduler.batch.plan import BatchPlan, BoolArray, FloatArray, IntArray, SequenceTable
+
+
+@dataclass(slots=True)
+class StepResult:
+    """The result of one step. ids[k] is the token of the plan's k-th sampling row, in plan order; bad[k] marks a row whose logits
+    were not finite. Both stay unchanged until the model's next step. seconds: device time."""
+
+    ids: IntArray
+    bad: BoolArray
+    seconds: float
+    logprobs: TokenLogprobs | None = None  # of the rows that asked for them and are not bad
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)  # of prompt tokens that this step computed, if wanted
+
+
+class NoWorkSpace(Exception):
+    """Raised when the device lacks the memory to compute a step. Nothing was sampled, and everything else under way goes on."""
+
+
+class HostedModel(Protocol):
+    """A model in device memory, made by a Runner's load."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def kv_groups(self) -> tuple[KVGroupSpec, ...]: ...
+    @property
+    def weights_bytes(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+
+    def execute(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> StepResult:
+        """Runs one step: writes the KV of the new tokens into the arena's blocks and samples; rows in `masks` sample only what
+        their mask allows. Any exception ends the process, because only a new process has a device in a known state."""
+        ...
+
+    def release(self) -> None:
+        """Takes the weights' chunks out of use. The KV arena's blocks belong to the batch scheduler and are left alone."""
+        ...
+
+
+class Launched(Protocol):
+    """A step that has been launched and may still be running."""
+
+    def wait(self) -> StepResult:
+        """Waits for the step and returns its result. Raises as HostedModel.execute does."""
+        ...
+
+
+@runtime_checkable
+class CapturesSteps(Protocol):
+    """A HostedModel that can capture steps of a given size, as a graph or a program to be run again, before such a step is
+    needed."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def num_uncaptured(self) -> int:
+        """The number of step sizes that are not captured yet; a size is captured when it first occurs, if not before."""
+        ...
+
+    def capture_next(self) -> None:
+        """Captures one of these sizes. Called only while no step is under way."""
+        ...
+
+
+@runtime_checkable
+class LaunchesAhead(CapturesSteps, Protocol):
+    """A HostedModel whose next step can be started before the tokens of its last step are known."""
+
+    def launch(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> Launched:
+        """Starts one step. A token that table.num_tokens does not count yet is the one its slot's last step samples; rows in
+        `masks` have no such tokens. Raises NoWorkSpace."""
+        ...
+
+
+class StreamedModel(HostedModel, Protocol):
+    """A HostedModel whose first step can begin before its weights have arrived."""
+
+    def execute_behind(self, gate: WeightGate, plan: BatchPlan, table: SequenceTable, max_tokens: int) -> StepResult:
+        """Runs a step as `execute` does, layer by layer as the gate opens, at most max_tokens tokens at a time. The result's
+        seconds do not include the waits. Raises WeightsWithdrawn; the KV written until then is worthless."""
+        ...
+
+
+@runtime_checkable
+class HostedEncoder(Protocol):
+    """The counterpart of HostedModel for a model that turns texts into vectors."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def weights_bytes(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+
+    def embed(self, texts: Sequence[IntArray]) -> tuple[FloatArray, float]:
+        """Returns the vectors of R texts, given as token ids: float32 [R, hidden], each of norm 1; and the device seconds it
+        took."""
+        ...
+
+    def release(self) -> None: ...

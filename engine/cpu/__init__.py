@@ -1,0 +1,1 @@
+"""The `cpu` device: memory, operations, models and recorded steps."""

@@ -1,0 +1,120 @@
+"""The `cpu` device: opens its memory, makes models, and has their kernels compiled.
+
+Until the kernels of a dtype are compiled (once per machine, by other processes), its models are served without them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from engine.contracts.backend import OpenDevice
+from engine.contracts.loads import KernelNews
+from engine.cpu.encoder import CpuEncoder
+from engine.cpu.memory import CpuMemory
+from engine.cpu.model import CpuModel
+from engine.cpu.ops import CpuOps
+from engine.cpu.recording.program import Scratch
+from engine.host.process import num_cores
+from engine.host.weight_decoder import weight_decoder
+from engine.memory import handles
+from engine.memory.chunk_memory import ChunkMemory
+from engine.memory.handover import Handover
+from engine.memory.weight_range import WeightRange
+from engine.protocol import Configure, LoadModel
+from loader.errors import UnsupportedModel
+from loader.formats.weight_format import WeightFormat
+from loader.hf_config import CONFIG_NAME
+from loader.model_shape import ModelShape
+from loader.sinks import HostSink
+from loader.unpack import Decoder
+
+log = logging.getLogger("engine")
+
+MAX_KEPT_MODELS = 32  # with their recorded steps: some hundred KiB for each number of rows
+# The matrix products of a model with fewer bytes of weights end before a second thread has woken up.
+SINGLE_THREAD_WEIGHTS_BYTES = 32 << 20
+
+
+def open_device(configure: Configure, handover: Handover | None) -> OpenDevice:
+    """Opens the device. handover: None if its memory ends with this process. Raises MemoryError, ValueError."""
+    given, left = handover.ask(configure.num_chunks, configure.chunk_bytes) if handover is not None else ([], None)
+    memory = CpuMemory(configure.num_chunks, configure.chunk_bytes, given)
+    handles.close(given)
+    if handover is not None and not given:
+        handover.give(memory)
+    return OpenDevice(CpuBackend(memory, configure), configure, left)
+
+
+class CpuBackend:
+    """An engine.contracts.backend.Backend."""
+
+    reads_in_place = True
+
+    def __init__(self, memory: ChunkMemory, options: Configure) -> None:
+        self.memory, self._options = memory, options
+        self.compute_threads = options.threads or num_cores()
+        self._models: dict[str, tuple[object, CpuModel]] = {}  # the latest loaded, with their recorded steps
+        self._scratch = Scratch()
+
+    def prepare(self, tell: Callable[[KernelNews], None]) -> None:
+        self._ops = CpuOps(self._options.cache_dir, deferred=True)
+        if self._ops.kernels is None:
+            self._builds = None
+        else:
+            from engine.cpu.kernel_builds import KernelBuilds
+
+            self._builds = KernelBuilds(self.compute_threads, num_cores(), self._ops.use, tell)
+            for dtype in self._options.dtypes:
+                self._builds.need(dtype)
+        self.decoder()
+
+    @property
+    def steps_may_overlap(self) -> bool:
+        return self._ops.threads_may_share()
+
+    def need_kernels(self, spec: LoadModel, weight_format: WeightFormat) -> None:
+        if self._builds is not None:
+            self._builds.need(spec.dtype, weight_format.kernels)
+
+    def check(self, spec: LoadModel, shape: ModelShape, weight_format: WeightFormat) -> None:
+        if shape.pooling and not weight_format.runs_encoders:
+            raise UnsupportedModel(CONFIG_NAME, None, f"quantize: {spec.quantize} is not built for encoders")
+
+    def early_model(self, spec: LoadModel, shape: ModelShape, weights: WeightRange) -> CpuModel | None:
+        return None if shape.pooling else self._decoder_model(spec, shape, weights)
+
+    def model(self, spec: LoadModel, shape: ModelShape, weights: WeightRange) -> CpuModel | CpuEncoder:
+        if shape.pooling:
+            return CpuEncoder(self._ops, spec, shape, weights, threads_for(weights.num_bytes, self.compute_threads))
+        return self._decoder_model(spec, shape, weights)
+
+    def _decoder_model(self, spec: LoadModel, shape: ModelShape, weights: WeightRange) -> CpuModel:
+        """Returns the model; if it was loaded before with the same settings, the earlier object with its recorded steps. Recorded
+        steps take host memory, so only MAX_KEPT_MODELS models are kept."""
+        identity = (weights, spec.kv_dtype, spec.max_model_len, spec.max_sequences)
+        known = self._models.pop(spec.model, None)
+        if known is not None and known[0] == identity:
+            model = known[1]
+            model.restore(spec)
+        else:
+            threads = threads_for(weights.num_bytes, self.compute_threads)
+            model = CpuModel(self._ops, spec, shape, weights, self.memory, self._scratch, self._options.block_tokens, threads)
+        self._models[spec.model] = identity, model
+        while len(self._models) > MAX_KEPT_MODELS:
+            del self._models[next(iter(self._models))]
+        return model
+
+    def sink(self, weights: WeightRange) -> HostSink:
+        return HostSink(weights.buffer, weights.prepare)
+
+    def decoder(self) -> Decoder:
+        return weight_decoder(self._options.cache_dir)
+
+    def measured_decoder(self) -> Decoder:
+        return self.decoder()
+
+
+def threads_for(weights_bytes: int, num_threads: int) -> int:
+    """Returns the number of threads that compute a model of this size, of num_threads that may."""
+    return 1 if weights_bytes < SINGLE_THREAD_WEIGHTS_BYTES else num_threads

@@ -1,0 +1,150 @@
+"""The inputs of one forward pass, as arrays. They are built once a step and passed down. Nothing about a step is global, because
+several models live in one process.
+
+Shapes: R rows, T tokens of all rows one after the other, N tokens that paged attention computes, B blocks of the longest row, D
+head size, P pairs of a head's dimensions that are rotated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.ops.ops import Rotary
+from scheduler.batch.plan import BatchPlan, IntArray, LongArray, SequenceTable
+
+# Rows with more new tokens than this are prompts: many of their queries read a block at a time. Other rows read it query by query.
+LONG_ROW_TOKENS = 16
+
+
+@dataclass(slots=True, frozen=True)
+class GroupMemory:
+    """One KV group's memory. kv [num_blocks, layers of the group, 2, G, block_tokens, D]: the arena as this group sees it, for G KV
+    heads. kv_flat: the same memory for kernels. rotary: of the group's layers. window_tokens: positions a query attends to, its own
+    included; 0 for all. scales: of fp8 KV (engine/memory/arena.py)."""
+
+    kv: Tensor
+    kv_flat: Any
+    rotary: Rotary
+    window_tokens: int = 0
+    scales: Tensor | None = None
+
+
+@dataclass(slots=True)
+class GroupBatch:
+    """One KV group's part of a step's inputs. slots [T]: block * block_tokens + place of each token, -1 for padding. cos_sin [T, 2
+    P] float32. Entries of block_table for blocks that have left the window of every query are -1 and must not be read."""
+
+    kv: Tensor
+    kv_flat: Any
+    window_tokens: int
+    block_table: IntArray  # [R, B]
+    slots: LongArray
+    cos_sin: Tensor
+    scales: Tensor | None = None
+
+
+@dataclass(slots=True)
+class HostBatch:
+    """The inputs of one step on the CPU.
+
+    num_tokens: T without padding. groups: one for each KV group. layer_places: for each layer, its group and its place in that
+    group. starts, num_new, contexts [R]: each row's first token in the step, its tokens in the step, and its positions stored after
+    the step. paged_tokens, paged_rows, paged_contexts [N]: token, row and context of each query that reads its blocks directly. A
+    context of 0 marks padding, -1 a query of a long row, which is computed with its whole row instead. has_long_rows: whether there
+    may be long rows, that is, rows with more than LONG_ROW_TOKENS tokens. attended [1]: an upper bound on the positions that all
+    queries together attend to."""
+
+    input_ids: Tensor  # [T] int64
+    num_tokens: int
+    groups: list[GroupBatch]
+    layer_places: Sequence[tuple[int, int]]
+    starts: IntArray
+    num_new: IntArray
+    contexts: IntArray
+    paged_tokens: IntArray
+    paged_rows: IntArray
+    paged_contexts: IntArray
+    has_long_rows: bool
+    attended: LongArray
+
+    def group_of(self, layer: int) -> tuple[GroupBatch, int]:
+        """Returns a layer's KV group, and the layer's place among the group's layers."""
+        group, place = self.layer_places[layer]
+        return self.groups[group], place
+
+
+def padded_rows(num_rows: int) -> int:
+    """Returns the row count that num_rows is padded to. Few counts are used, because oneDNN prepares a matrix product again (0.3 to
+    2 ms) for every count that it has not seen."""
+    if num_rows <= 8:
+        return num_rows
+    step = 8 if num_rows <= 128 else 16 if num_rows <= 256 else 32
+    return -(-num_rows // step) * step
+
+
+def build_batch(
+    plan: BatchPlan,
+    table: SequenceTable,
+    memory: Sequence[GroupMemory],
+    layer_places: Sequence[tuple[int, int]],
+    cos_sin: Callable[[Rotary, IntArray], Tensor],
+    padded: bool = False,
+) -> HostBatch:
+    """Builds the inputs of a step from the sequence table. cos_sin: CpuOps.cos_sin. padded: T is padded to one of few counts;
+    padding tokens are not stored and attend to nothing. The work is done array by array, never row by row."""
+    block_tokens = memory[0].kv.shape[4]
+    num_new, first = plan.num_new, plan.num_computed
+    num_rows = len(num_new)
+    contexts = (first + num_new).astype(np.int32)
+    num_blocks = -(-int(contexts.max()) // block_tokens)
+    num_tokens = int(num_new.sum())
+    has_long_rows = False
+    if num_tokens == num_rows:
+        starts = rows = np.arange(num_rows, dtype=np.int32)
+        positions = first.astype(np.int64)
+        paged_tokens, paged_rows, paged_contexts = rows, rows, contexts
+    else:
+        starts = np.zeros(num_rows, np.int32)
+        np.cumsum(num_new[:-1], out=starts[1:])
+        rows = np.repeat(np.arange(num_rows, dtype=np.int32), num_new)
+        positions = np.arange(num_tokens, dtype=np.int64) + (first - starts).astype(np.int64)[rows]
+        is_long = num_new > LONG_ROW_TOKENS
+        has_long_rows = bool(is_long.any())
+        paged_tokens = np.flatnonzero(~is_long[rows]).astype(np.int32)
+        paged_rows = rows[paged_tokens]
+        paged_contexts = (positions[paged_tokens] + 1).astype(np.int32)
+    input_ids = table.tokens[plan.slots[rows], positions].astype(np.int64)
+    missing = padded_rows(num_tokens) - num_tokens if padded else 0
+    nothing = np.zeros(missing, np.int64)
+    blocks, places = positions // block_tokens, positions % block_tokens
+    padded_positions = np.concatenate((positions, nothing), dtype=np.int32, casting="same_kind")
+    turns = {rotary: cos_sin(rotary, padded_positions) for rotary in {own.rotary for own in memory}}  # most groups share one
+    groups = []
+    for own, block_tables in zip(memory, table.block_tables, strict=True):
+        block_table = np.ascontiguousarray(block_tables[plan.slots, :num_blocks])
+        slots = block_table[rows, blocks].astype(np.int64) * block_tokens + places
+        if missing:
+            slots = np.concatenate((slots, nothing - 1))
+        groups.append(GroupBatch(own.kv, own.kv_flat, own.window_tokens, block_table, slots, turns[own.rotary], own.scales))
+    if missing:
+        input_ids = np.concatenate((input_ids, nothing))
+    return HostBatch(
+        input_ids=torch.from_numpy(input_ids),
+        num_tokens=num_tokens,
+        groups=groups,
+        layer_places=layer_places,
+        starts=starts,
+        num_new=num_new,
+        contexts=contexts,
+        paged_tokens=paged_tokens,
+        paged_rows=paged_rows,
+        paged_contexts=paged_contexts,
+        has_long_rows=has_long_rows,
+        attended=np.array([num_new.astype(np.int64) @ contexts]),
+    )

@@ -1,0 +1,51 @@
+"""An encoder in device memory: turns each text into one pooled and normalised vector. It has no KV and samples nothing.
+
+Shapes: R texts, T tokens of all texts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from engine.cpu.ops import CpuOps
+from engine.layers.weights import Weights
+from engine.memory.weight_range import WeightRange
+from engine.models.registry import Encoder, build_encoder
+from engine.protocol import LoadModel
+from loader.model_shape import ModelShape
+from scheduler.batch.plan import FloatArray, IntArray
+
+
+class CpuEncoder:
+    """An engine.contracts.steps.HostedEncoder on the `cpu` device. Not safe for two threads at a time."""
+
+    def __init__(self, ops: CpuOps, spec: LoadModel, shape: ModelShape, weights: WeightRange, num_threads: int) -> None:
+        self._ops, self.name = ops, spec.model
+        self.vocab_size = shape.vocab_size
+        self.weights_bytes = weights.num_bytes
+        self._pooling, self._num_threads, self._weights = shape.pooling, num_threads, weights
+        self._model: Encoder | None = build_encoder(shape, Weights(shape, spec.dtype, weights))
+
+    @torch.inference_mode()
+    def embed(self, texts: Sequence[IntArray]) -> tuple[FloatArray, float]:
+        """Returns the vectors, float32 [R, hidden], each of norm 1, and the seconds it took. texts: token ids of each text, none
+        empty."""
+        begin = time.perf_counter()
+        if self._model is None:
+            raise RuntimeError(f"model {self.name} was released")
+        self._ops.set_num_threads(self._num_threads)
+        lengths = [len(text) for text in texts]
+        hidden = self._model.forward(torch.from_numpy(np.concatenate(texts).astype(np.int64)), lengths).float()
+        rows = hidden.split(lengths)
+        pooled = torch.stack([row[0] if self._pooling == "cls" else row.mean(0) for row in rows])
+        return functional.normalize(pooled, dim=1).numpy(), time.perf_counter() - begin
+
+    def release(self) -> None:
+        """Unmaps the weights. Idempotent; any later `embed` raises RuntimeError."""
+        self._model = None
+        self._weights.unmap()

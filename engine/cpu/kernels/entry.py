@@ -1,0 +1,262 @@
+"""The CPU kernels as engine/cpu/ops.py calls them, each for one element type at a time; wanted.py compiles them.
+
+The cache folder and the threading layer must be set before this module is imported.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numba
+
+from config.processor import this_processor
+from engine.cpu.kernels import amx_tiles, int8, linear, rows, sampling
+from engine.cpu.kernels.amx import TILE_ROWS, fits_tiles, may_use_tiles
+from engine.cpu.kernels.amx_linear import amx_int8_linear_parallel, amx_int8_linear_serial, amx_linear_parallel, amx_linear_serial
+from engine.cpu.kernels.amx_linear import scratch_words as amx_scratch_words
+from engine.cpu.kernels.amx_prefill import prefill_tiles_parallel, prefill_tiles_serial
+from engine.cpu.kernels.attention import paged_attention_parallel, paged_attention_serial
+from engine.cpu.kernels.bits import HAS_BFLOAT16_PRODUCTS
+from engine.cpu.kernels.inputs import rotary_turns, sampling_settings, step_blocks, step_tokens
+from engine.cpu.kernels.int8 import int8_linear_parallel, int8_linear_serial
+from engine.cpu.kernels.linear import few_rows_linear_parallel, few_rows_linear_serial
+from engine.cpu.kernels.logprobs import penalise, top_logprobs
+from engine.cpu.kernels.prefill import prefill_attention_parallel, prefill_attention_serial
+from engine.cpu.kernels.sampling import sample_parallel, sample_serial
+from engine.cpu.kernels.widened_linear import scratch_floats as widened_scratch_floats
+from engine.cpu.kernels.widened_linear import widened_linear_parallel, widened_linear_serial
+
+__all__ = [
+    "FEW_ROWS",
+    "FEW_ROWS_INT8",
+    "HAS_INT8_PRODUCTS",
+    "HAS_MATRIX_UNIT",
+    "MOST_ROWS",
+    "add_rms_norm",
+    "amx_int8_linear",
+    "amx_linear",
+    "amx_scratch_words",
+    "few_rows_linear",
+    "gather_rows",
+    "gelu_and_mul",
+    "greedy_bfloat16",
+    "greedy_float32",
+    "int8_linear",
+    "int8_linear_kernel",
+    "linear_kernel",
+    "num_shares",
+    "paged_attention",
+    "penalise",
+    "prefill_attention",
+    "rms_norm",
+    "rope_and_store",
+    "rotary_turns",
+    "sample",
+    "sampling_settings",
+    "sampling_shares",
+    "set_num_threads",
+    "silu_and_mul",
+    "step_blocks",
+    "step_tokens",
+    "top_logprobs",
+    "widened_linear",
+    "widened_scratch_floats",
+]
+
+# Work below these sizes is not shared, because waking the other threads (30 to 40 us) costs more than they save.
+_SHARED_ATTENTION = 1 << 20  # elements of keys that are read
+# Bytes of weights, and the number of rows whose products cost as much as reading the weights.
+_SHARED_WEIGHTS, _ROWS_AS_READING = 2 << 20, 8
+_SHARED_TILES = 512 << 10  # bytes of weights that the matrix unit multiplies
+# FEW_ROWS: up to this many rows few_rows_linear is faster than torch's linear (benchmarks/kernels.py), by element type; tiles of
+# float32 are made for 32 registers of 512 bits. _INT8_PRODUCTS_ROWS and MOST_ROWS are the same limits for int8_linear and for the
+# matrix unit's kernel.
+#
+# Above _VECTOR_ROWS rows the matrix unit's kernel is faster than all others. Up to _VECTOR_ROWS rows vectors are faster, because
+# they read each line of memory once, wherever rows begin. The exception is a matrix with at least _WIDE times as many outputs as
+# inputs, because vectors end every output with a sum across their lanes.
+#
+# With int8 weights the matrix unit is faster at any number of rows: up to 32 it uses the weights as they are, above that as
+# bfloat16 (amx_linear.py), for MOST_ROWS rows at a time, whose columns stay in the second-level cache. With bfloat16 weights
+# torch's linear is faster above MOST_ROWS.
+#
+# Processors that do not multiply bfloat16 use widened_linear, for bfloat16 weights at any number of rows, and for int8 weights from
+# the number of rows where two digits are more work than one widened weight.
+FEW_ROWS = {"bfloat16": 16, "float32": 64 if "avx512" in this_processor().features else 8}
+FEW_ROWS_INT8 = {"bfloat16": 16, "float32": 64}
+_INT8_PRODUCTS_ROWS = 32 if HAS_BFLOAT16_PRODUCTS else 16
+_VECTOR_ROWS, _WIDE = 4, 4
+MOST_ROWS = 256
+HAS_MATRIX_UNIT = may_use_tiles()
+HAS_INT8_PRODUCTS = int8.HAS_INT8_PRODUCTS and not HAS_MATRIX_UNIT
+_SHARED_ROWS = 1 << 14  # elements of row-wise work; so few, because between products the other threads are not asleep yet
+_SHARED_LOGITS = 1 << 16  # logits that are sampled from
+
+
+class _Thread(threading.local):
+    """The settings of a calling thread. num_threads: how many threads share its kernels' work."""
+
+    num_threads = 1
+
+
+_thread = _Thread()
+
+
+def set_num_threads(num_threads: int) -> None:
+    """Sets how many threads share the work of the calling thread's kernels, at most the number of cores that Numba started with."""
+    num_threads = min(num_threads, numba.config.NUMBA_NUM_THREADS)
+    if _thread.num_threads != num_threads:
+        _thread.num_threads = num_threads
+        if num_threads > 1:  # a single thread runs the serial forms
+            numba.set_num_threads(num_threads)
+
+
+def _uses_tiles(out: Any, block_tokens: int, head_dim: int) -> bool:
+    """Returns whether AMX computes attention to blocks of this size. It does so only for bfloat16."""
+    return out.itemsize == 2 and fits_tiles(block_tokens, head_dim) and may_use_tiles()
+
+
+@dataclass(slots=True, frozen=True)
+class Forms:
+    """A kernel in two forms, for one thread and for all of them. is_shared: tells from a call's arguments whether the call is worth
+    waking the other threads."""
+
+    serial: Any
+    parallel: Any
+    is_shared: Callable[[Sequence[Any]], bool]
+
+    def due(self, args: Sequence[Any]) -> Any:
+        """Returns the form that a call with these arguments runs, now and whenever it is repeated."""
+        return self.parallel if self.is_shared(args) else self.serial
+
+    def __call__(self, *args: Any) -> None:
+        self.due(args)(*args)
+
+
+def num_shares() -> int:
+    """Returns into how many parts the calling thread's kernels cut work that they share: one for each thread."""
+    return _thread.num_threads
+
+
+def _shares_weights(x: Any, weight: Any) -> bool:
+    return _thread.num_threads > 1 and weight.nbytes * (1 + len(x) / _ROWS_AS_READING) >= _SHARED_WEIGHTS
+
+
+def _shares_tiles(weight: Any) -> bool:
+    return _thread.num_threads > 1 and weight.nbytes >= _SHARED_TILES
+
+
+class Attention:
+    """A kernel of attention. It is called with the kernel's arguments except use_tiles and num_shares, which follow from the
+    others.
+
+    One argument is added before out: attended [1], the number of positions that all tokens of the step together attend to. Whether
+    threads share the work depends on it and may change from step to step."""
+
+    def __call__(self, *args: Any) -> None:
+        kernel, own = self.forms(args)[self.is_shared(args)]
+        kernel(*own)
+
+    def is_shared(self, args: Sequence[Any]) -> bool:
+        attended, out = args[-2:]
+        return _thread.num_threads > 1 and int(attended[0]) * out.shape[1] >= _SHARED_ATTENTION
+
+    def depends_on(self, args: Sequence[Any]) -> tuple[int, ...]:
+        """Returns a key: calls with the same key are shared or not shared in the same steps."""
+        attended, out = args[-2:]
+        return attended.ctypes.data, out.shape[1]
+
+    def forms(self, args: Sequence[Any]) -> tuple[tuple[Any, tuple[Any, ...]], tuple[Any, tuple[Any, ...]]]:
+        """Returns the kernel and its arguments for one thread, and the same for all threads."""
+        raise NotImplementedError
+
+
+class PagedAttention(Attention):
+    """Attention that is computed token by token (attention.py)."""
+
+    def forms(self, args: Sequence[Any]) -> tuple[tuple[Any, tuple[Any, ...]], tuple[Any, tuple[Any, ...]]]:
+        *before, _, out = args
+        heads, kv_heads, block_tokens, head_dim = args[4:8]
+        use_tiles = heads <= kv_heads * TILE_ROWS and _uses_tiles(out, block_tokens, head_dim)
+        return (
+            (paged_attention_serial, (*before, use_tiles, 1, out)),
+            (paged_attention_parallel, (*before, use_tiles, _thread.num_threads, out)),
+        )
+
+
+class PrefillAttention(Attention):
+    """Attention of rows with many new tokens, each row as a whole (prefill.py, or amx_prefill.py where tiles are used)."""
+
+    def forms(self, args: Sequence[Any]) -> tuple[tuple[Any, tuple[Any, ...]], tuple[Any, tuple[Any, ...]]]:
+        *before, _, out = args
+        serial, parallel = prefill_attention_serial, prefill_attention_parallel
+        if _uses_tiles(out, *args[6:8]):
+            serial, parallel = prefill_tiles_serial, prefill_tiles_parallel
+        return (serial, (*before, 1, out)), (parallel, (*before, _thread.num_threads, out))
+
+
+def linear_kernel(num_rows: int, num_inputs: int, num_outputs: int, dtype: str) -> Any:
+    """Returns the kernel that multiplies rows of dtype with weights of the same dtype, or None where torch's linear is faster."""
+    by_tiles = num_rows > _VECTOR_ROWS or num_outputs >= _WIDE * num_inputs
+    if dtype == "bfloat16" and by_tiles and num_rows <= MOST_ROWS and _fits_panels(num_inputs * 2, num_outputs):
+        return amx_linear
+    if dtype == "bfloat16" and not HAS_BFLOAT16_PRODUCTS:
+        return widened_linear if num_rows > 0 and num_outputs >= linear.MIN_OUTPUTS else None
+    return few_rows_linear if 0 < num_rows <= FEW_ROWS[dtype] and num_outputs >= linear.MIN_OUTPUTS else None
+
+
+def int8_linear_kernel(num_rows: int, num_inputs: int, num_outputs: int, dtype: str) -> Any:
+    """Returns the kernel that multiplies rows of dtype with int8 weights, or None if no kernel serves this many rows or so few
+    outputs."""
+    if not num_rows or num_outputs < linear.MIN_OUTPUTS:
+        return None
+    if dtype == "bfloat16":
+        has_digits = num_inputs <= int8.MAX_INPUTS
+        if has_digits and _fits_panels(num_inputs, num_outputs):
+            return amx_int8_linear
+        has_digits = has_digits and HAS_INT8_PRODUCTS and num_inputs % int8.STEP == 0
+        if has_digits and num_rows <= _INT8_PRODUCTS_ROWS:
+            return int8_linear
+        if not HAS_BFLOAT16_PRODUCTS:
+            return widened_linear
+        if has_digits:
+            return None
+    return few_rows_linear if num_rows <= FEW_ROWS_INT8[dtype] else None
+
+
+def _fits_panels(row_bytes: int, num_outputs: int) -> bool:
+    return HAS_MATRIX_UNIT and row_bytes % amx_tiles.STEP_BYTES == 0 and num_outputs >= amx_tiles.PANEL
+
+
+def sampling_shares(logits: Any) -> int:
+    """Returns into how many shares the rows of logits [N, V] are dealt out for sampling."""
+    return min(_thread.num_threads, len(logits)) if _deals_out_logits(logits) else 1
+
+
+def _deals_out_logits(logits: Any) -> bool:
+    return _thread.num_threads > 1 and logits.size >= _SHARED_LOGITS and len(logits) > 1
+
+
+def _deals_out_rows(x: Any) -> bool:
+    return _thread.num_threads > 1 and x.size >= _SHARED_ROWS and len(x) > 1
+
+
+paged_attention = PagedAttention()
+prefill_attention = PrefillAttention()
+few_rows_linear = Forms(few_rows_linear_serial, few_rows_linear_parallel, lambda args: _shares_weights(args[0], args[1]))
+widened_linear = Forms(widened_linear_serial, widened_linear_parallel, lambda args: _shares_weights(args[0], args[1]))
+int8_linear = Forms(int8_linear_serial, int8_linear_parallel, lambda args: _shares_weights(args[0], args[1]))
+amx_linear = Forms(amx_linear_serial, amx_linear_parallel, lambda args: _shares_tiles(args[1]))
+amx_int8_linear = Forms(amx_int8_linear_serial, amx_int8_linear_parallel, lambda args: _shares_tiles(args[1]))
+greedy_float32 = Forms(sampling.greedy_float32_serial, sampling.greedy_float32_parallel, lambda args: _deals_out_logits(args[0]))
+greedy_bfloat16 = Forms(sampling.greedy_bfloat16_serial, sampling.greedy_bfloat16_parallel, lambda args: _deals_out_logits(args[0]))
+sample = Forms(sample_serial, sample_parallel, lambda args: args[7] > 1)
+gather_rows = Forms(rows.gather_rows, rows.gather_rows_parallel, lambda args: _deals_out_rows(args[3]))
+rms_norm = Forms(rows.rms_norm, rows.rms_norm_parallel, lambda args: _deals_out_rows(args[0]))
+add_rms_norm = Forms(rows.add_rms_norm, rows.add_rms_norm_parallel, lambda args: _deals_out_rows(args[0]))
+rope_and_store = Forms(rows.rope_and_store, rows.rope_and_store_parallel, lambda args: _deals_out_rows(args[0]))
+silu_and_mul = Forms(rows.silu_and_mul, rows.silu_and_mul_parallel, lambda args: _deals_out_rows(args[0]))
+gelu_and_mul = Forms(rows.gelu_and_mul, rows.gelu_and_mul_parallel, lambda args: _deals_out_rows(args[0]))

@@ -1,0 +1,98 @@
+"""Log-probabilities and penalties on the CPU (Numba), for the rows that ask for them. Reference implementations:
+reference.top_logprobs, reference.penalise.
+
+Shapes: N rows, M rows that are asked for, V vocabulary, K alternatives.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numba import float32, float64, int32, int64, njit, types, void
+
+from engine.cpu.kernels.bits import FASTMATH, bits_of_float, exp, float_of_bits, ordered, widen
+
+_OPTIONS: dict[str, Any] = {"fastmath": FASTMATH, "error_model": "numpy", "cache": True, "nogil": True}
+_STRIPE = 1024  # logits between two comparisons with the least likely alternative so far
+
+
+def top_logprobs_signature(element: types.Type) -> Any:
+    ints = int32[::1]
+    return void(element[:, ::1], ints, ints, float32[::1], int32[:, ::1], float32[:, ::1])
+
+
+@njit(fastmath=FASTMATH, inline="always")
+def _ordered(value: Any) -> Any:
+    """Returns a float32 as an integer that sorts as the float does."""
+    return ordered(bits_of_float(value))
+
+
+@njit(**_OPTIONS)
+def top_logprobs(logits: Any, rows: Any, chosen: Any, picked: Any, top_ids: Any, top: Any) -> None:
+    """Computes the log-softmax of rows [M] of logits [N, V]: at `chosen` [M] to picked [M], and of the K most likely tokens to
+    top_ids and top [M, K]. The most likely comes first, and of equal logits the lower id."""
+    vocab, num_top = logits.shape[1], top.shape[1]
+    for m in range(rows.shape[0]):
+        row = logits[rows[m]]
+        most = int32(-0x80000000)
+        for i in range(vocab):
+            most = max(most, _ordered(widen(row[i])))
+        largest = float_of_bits(ordered(most))
+        total = float64(0.0)
+        held = 0
+        for start in range(0, vocab, _STRIPE):
+            end = min(start + _STRIPE, vocab)
+            mass, stripe_most = float32(0.0), int32(-0x80000000)
+            for i in range(start, end):
+                value = widen(row[i])
+                mass += exp(value - largest)
+                stripe_most = max(stripe_most, _ordered(value))
+            total += float64(mass)
+            if num_top == 0 or (held == num_top and stripe_most <= _ordered(top[m, num_top - 1])):
+                continue
+            for i in range(start, end):
+                value = widen(row[i])
+                if held == num_top and value <= top[m, num_top - 1]:
+                    continue
+                if held < num_top:
+                    held += 1
+                at = held - 1
+                while at > 0 and top[m, at - 1] < value:
+                    top[m, at], top_ids[m, at] = top[m, at - 1], top_ids[m, at - 1]
+                    at -= 1
+                top[m, at], top_ids[m, at] = value, i
+        log_total = float64(largest) + math.log(total)
+        picked[m] = float32(float64(widen(row[chosen[m]])) - log_total)
+        for k in range(num_top):
+            top[m, k] = float32(float64(top[m, k]) - log_total)
+
+
+PENALISE = void(float32[::1], int32[::1], int64, float64, float64, float64, int32[::1])
+
+
+@njit(**_OPTIONS)
+def penalise(row: Any, tokens: Any, num_prompt: int, presence: float, frequency: float, repetition: float, counts: Any) -> None:
+    """Applies penalties to the logits row [V] float32 in place, see reference.penalise. tokens: those of the prompt, then those of
+    the output.
+
+    counts: [V], zeros before and after the call. The work grows with the tokens of the sequence, not with the vocabulary."""
+    limit = float32(1e30)  # a strong penalty must not make an infinity, which would mark the row's logits as bad
+    for i in range(num_prompt, tokens.shape[0]):
+        counts[tokens[i]] += 1
+    for i in range(tokens.shape[0]):
+        token = tokens[i]
+        count = counts[token]
+        if count < 0:
+            continue
+        counts[token] = -1
+        value = row[token]
+        if not np.isfinite(value):
+            continue
+        wide = float64(value) / repetition if value > 0.0 else float64(value) * repetition
+        if count > 0:
+            wide -= frequency * count + presence
+        row[token] = max(-limit, min(limit, float32(wide)))
+    for i in range(tokens.shape[0]):
+        counts[tokens[i]] = 0

@@ -1,0 +1,254 @@
+"""Row-wise work on the CPU (Numba): RMS norms, rotary embedding with the write into the KV cache, and gated activations.
+
+Each kernel has a serial form and one that is parallel over rows. The reference implementations in reference.py have the same names.
+
+Shapes: T tokens, W width, H query heads, G KV heads, D head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import boolean, float32, float64, int64, njit, prange, types, void
+
+from engine.cpu.kernels.bits import FASTMATH, exp, named, narrow, prefetch, widen
+from engine.cpu.kernels.lanes import exp_for_bfloat16, load, rounded, store, total_of
+from engine.cpu.kernels.vectors import LANES
+
+# Python's error model puts a branch for zero before each division, which keeps loops from being vectorised.
+_OPTIONS: dict[str, Any] = {"fastmath": FASTMATH, "error_model": "numpy", "cache": True, "nogil": True}
+
+
+_FETCHED_AHEAD = 2  # how many tokens ahead their places in the KV cache are prefetched, before they are written
+_HELPER: dict[str, Any] = {"fastmath": FASTMATH, "error_model": "numpy"}
+
+
+def _compiled(function: Any) -> tuple[Any, Any]:
+    """Returns the function compiled in its serial and its parallel form."""
+    return njit(**_OPTIONS)(function), njit(**_OPTIONS, parallel=True)(named(function.__name__ + "_parallel", function))
+
+
+def gather_rows_signature(element: types.Type) -> Any:
+    return void(int64[::1], element[:, ::1], float64, element[:, ::1])
+
+
+def _gather_rows(ids: Any, weight: Any, scale: float, out: Any) -> None:
+    """Copies the rows `ids` [T] of weight [V, W], times scale, to out [T, W]."""
+    factor = float32(scale)
+    for row in prange(ids.shape[0]):
+        found, to = weight[ids[row]], out[row]
+        for i in range(to.shape[0]):
+            to[i] = narrow(widen(found[i]) * factor, found[i])
+
+
+def rms_norm_signature(element: types.Type) -> Any:
+    return void(element[:, ::1], element[::1], boolean, float64, element[:, ::1])
+
+
+@njit(inline="always", fastmath=FASTMATH)
+def _squares(values: Any, at: int, count: int) -> Any:
+    own = load(values, at, count)
+    return own * own
+
+
+@njit(inline="always", fastmath=FASTMATH)
+def _scale_lanes(values: Any, at: int, factor: Any, weight: Any, around_one: bool, out: Any, i: int, count: int) -> None:
+    scaled, weights = load(values, at + i, count) * factor, load(weight, i, count)
+    if around_one:
+        store(out, at + i, count, scaled * (weights + float32(1.0)))
+    else:
+        store(out, at + i, count, rounded(scaled, weight[0]) * weights)
+
+
+@njit(**_HELPER)
+def _scale(values: Any, at: int, total: Any, eps: float, weight: Any, around_one: bool, out: Any) -> None:
+    """Writes to out the values at indices `at` to at + W divided by the root of their mean square, times weight [W].
+
+    total: the sum of their squares. The values are rounded to the element type before the weight is applied, as in transformers.
+    around_one (Gemma): they are multiplied with 1 + weight instead, and rounded once."""
+    width = weight.shape[0]
+    factor = float32(1.0 / np.sqrt(float64(total) / width + eps))
+    whole = width - width % LANES
+    for i in range(0, whole, LANES):
+        _scale_lanes(values, at, factor, weight, around_one, out, i, LANES)
+    if whole < width:
+        _scale_lanes(values, at, factor, weight, around_one, out, whole, width - whole)
+
+
+@njit(**_HELPER)
+def _norm_vector(values: Any, at: int, weight: Any, around_one: bool, eps: float, out: Any) -> None:
+    width = weight.shape[0]
+    whole = width - width % LANES
+    squares = _squares(values, at + whole, width - whole)
+    for i in range(0, whole, LANES):
+        squares += _squares(values, at + i, LANES)
+    _scale(values, at, total_of(squares), eps, weight, around_one, out)
+
+
+def _rms_norm(x: Any, weight: Any, around_one: bool, eps: float, out: Any) -> None:
+    """Writes the norm of each row of x [T, W] to out [T, W]. The mean is computed in float32."""
+    for row in prange(x.shape[0]):
+        _norm_vector(x, row * x.shape[1], weight, around_one, eps, out)
+
+
+def add_rms_norm_signature(element: types.Type) -> Any:
+    return void(element[:, ::1], element[:, ::1], element[::1], boolean, float64, element[:, ::1])
+
+
+@njit(inline="always", fastmath=FASTMATH)
+def _add_lanes(x: Any, residual: Any, at: int, count: int, weight: Any) -> Any:
+    """Adds `count` elements of x to residual in place. Returns the squares of the sums."""
+    values = rounded(load(residual, at, count) + load(x, at, count), weight[0])
+    store(residual, at, count, values)
+    return values * values
+
+
+@njit(**_HELPER)
+def _add_norm_vector(x: Any, residual: Any, at: int, weight: Any, around_one: bool, eps: float, out: Any) -> None:
+    width = weight.shape[0]
+    whole = width - width % LANES
+    squares = _add_lanes(x, residual, at + whole, width - whole, weight)
+    for i in range(0, whole, LANES):
+        squares += _add_lanes(x, residual, at + i, LANES, weight)
+    _scale(residual, at, total_of(squares), eps, weight, around_one, out)
+
+
+def _add_rms_norm(x: Any, residual: Any, weight: Any, around_one: bool, eps: float, out: Any) -> None:
+    """Adds x to residual in place, then writes the norm of the sum to out."""
+    for row in prange(x.shape[0]):
+        _add_norm_vector(x, residual, row * x.shape[1], weight, around_one, eps, out)
+
+
+def rope_and_store_signature(element: types.Type) -> Any:
+    sizes = (int64,) * 6
+    norms = (element[::1], element[::1], boolean, float64)
+    return void(element[:, ::1], float32[:, ::1], *norms, element[::1], *sizes, int64[::1])
+
+
+@njit(inline="always", fastmath=FASTMATH)
+def _turn_lanes(qkv: Any, at: int, turns: Any, turns_at: int, half: int, d: int, count: int) -> None:
+    """Rotates `count` pairs (d, half + d) of a head's dimensions, from dimension d on."""
+    left, right = load(qkv, at + d, count), load(qkv, at + half + d, count)
+    cosine, sine = load(turns, turns_at + d, count), load(turns, turns_at + half + d, count)
+    store(qkv, at + d, count, left * cosine - right * sine)
+    store(qkv, at + half + d, count, right * cosine + left * sine)
+
+
+@njit(**_HELPER)
+def _turn(qkv: Any, at: int, turns: Any, turns_at: int, half: int) -> None:
+    whole = half - half % LANES
+    for d in range(0, whole, LANES):
+        _turn_lanes(qkv, at, turns, turns_at, half, d, LANES)
+    if whole < half:
+        _turn_lanes(qkv, at, turns, turns_at, half, whole, half - whole)
+
+
+@njit(**_HELPER)
+def _copy(values: Any, at: int, out: Any, out_at: int, width: int) -> None:
+    whole = width - width % LANES
+    for i in range(0, whole, LANES):
+        store(out, out_at + i, LANES, load(values, at + i, LANES))
+    if whole < width:
+        store(out, out_at + whole, width - whole, load(values, at + whole, width - whole))
+
+
+@njit(inline="always")
+def _place_of(slot: int, layers: int, layer: int, kv_heads: int, block_tokens: int, head_dim: int) -> int:
+    """Returns the index in the arena where the key of a token's first KV head begins."""
+    block, place = slot // block_tokens, slot % block_tokens
+    return ((block * layers + layer) * 2 * kv_heads * block_tokens + place) * head_dim
+
+
+def _rope_and_store(
+    qkv: Any,  # [T, (H + 2 G) * D]; queries and keys are rotated in place
+    cos_sin: Any,  # [T, 2 P]: P cosines, then P sines; the first 2 P dimensions of a head are rotated, the others unchanged
+    query_norm: Any,  # [D], or [0] for none
+    key_norm: Any,
+    around_one: bool,
+    eps: float,
+    kv: Any,  # the arena, flat
+    layers: int,
+    layer: int,
+    heads: int,
+    kv_heads: int,
+    block_tokens: int,
+    head_dim: int,
+    slots: Any,  # [T] int64: block * block_tokens + place in the block; below 0: store nothing
+) -> None:
+    plane, turning = block_tokens * head_dim, cos_sin.shape[1]  # elements from one KV head's keys to the next's
+    line = 64 // kv.itemsize
+    for token in prange(slots.shape[0]):
+        following = min(token + _FETCHED_AHEAD, slots.shape[0] - 1)
+        if slots[following] >= 0:  # these places are unlikely to be in a cache
+            to = _place_of(slots[following], layers, layer, kv_heads, block_tokens, head_dim)
+            for head in range(2 * kv_heads):
+                for i in range(0, head_dim, line):
+                    prefetch(kv, to + head * plane + i)
+        own = token * qkv.shape[1]
+        for head in range(heads + kv_heads):
+            at = own + head * head_dim
+            if query_norm.shape[0] > 0:
+                _norm_vector(qkv, at, query_norm if head < heads else key_norm, around_one, eps, qkv)
+            _turn(qkv, at, cos_sin, token * turning, turning // 2)
+        if slots[token] >= 0:
+            to = _place_of(slots[token], layers, layer, kv_heads, block_tokens, head_dim)
+            for head in range(2 * kv_heads):
+                _copy(qkv, own + (heads + head) * head_dim, kv, to + head * plane, head_dim)
+
+
+def gate_signature(element: types.Type) -> Any:
+    return void(element[:, ::1], element[:, ::1])
+
+
+@njit(inline="always", fastmath=FASTMATH)
+def _exp(x: Any, out: Any) -> Any:
+    """Returns e**x, as exact as the element type of `out` can represent."""
+    return exp_for_bfloat16(x) if out.itemsize == 2 else exp(x)
+
+
+@njit(inline="always", fastmath=FASTMATH)
+def _silu_lanes(gate_up: Any, at: int, width: int, out: Any, out_at: int, count: int) -> None:
+    gate, up = load(gate_up, at, count), load(gate_up, at + width, count)
+    activated = rounded(gate / (_exp(float32(0.0) - gate, out) + float32(1.0)), out[0, 0])
+    store(out, out_at, count, activated * up)
+
+
+def _silu_and_mul(gate_up: Any, out: Any) -> None:
+    """Writes silu(gate) * up to out [T, W], of gate and up side by side in gate_up [T, 2 W]."""
+    width = out.shape[1]
+    whole = width - width % LANES
+    for row in prange(out.shape[0]):
+        for i in range(0, whole, LANES):
+            _silu_lanes(gate_up, 2 * row * width + i, width, out, row * width + i, LANES)
+        if whole < width:
+            _silu_lanes(gate_up, 2 * row * width + whole, width, out, row * width + whole, width - whole)
+
+
+@njit(inline="always", fastmath=FASTMATH)
+def _gelu_lanes(gate_up: Any, at: int, width: int, out: Any, out_at: int, count: int) -> None:
+    gate, up = load(gate_up, at, count), load(gate_up, at + width, count)
+    twice = (gate + gate * gate * gate * float32(0.044715)) * float32(1.5957691216057308)
+    activated = rounded(gate / (_exp(float32(0.0) - twice, out) + float32(1.0)), out[0, 0])
+    store(out, out_at, count, activated * up)
+
+
+def _gelu_and_mul(gate_up: Any, out: Any) -> None:
+    """Writes gelu(gate) * up to out [T, W], of gate and up side by side in gate_up [T, 2 W].
+
+    gelu is the tanh approximation, computed as g * sigmoid(2 sqrt(2 / pi) (g + 0.044715 g**3))."""
+    width = out.shape[1]
+    whole = width - width % LANES
+    for row in prange(out.shape[0]):
+        for i in range(0, whole, LANES):
+            _gelu_lanes(gate_up, 2 * row * width + i, width, out, row * width + i, LANES)
+        if whole < width:
+            _gelu_lanes(gate_up, 2 * row * width + whole, width, out, row * width + whole, width - whole)
+
+
+gather_rows, gather_rows_parallel = _compiled(_gather_rows)
+rms_norm, rms_norm_parallel = _compiled(_rms_norm)
+add_rms_norm, add_rms_norm_parallel = _compiled(_add_rms_norm)
+rope_and_store, rope_and_store_parallel = _compiled(_rope_and_store)
+silu_and_mul, silu_and_mul_parallel = _compiled(_silu_and_mul)
+gelu_and_mul, gelu_and_mul_parallel = _compiled(_gelu_and_mul)

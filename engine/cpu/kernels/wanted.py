@@ -1,0 +1,183 @@
+"""Lists the CPU kernels that models of a dtype need, and loads each from the cache folder or compiles it.
+
+They are handled in units: a kernel for one thread together with its form for all threads, so that their common parts are compiled
+only once.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import threading
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numba
+
+from engine.cpu.kernels import amx_linear, attention, entry, inputs, int8, linear, logprobs, prefill, rows, sampling, widened_linear
+from engine.cpu.kernels.amx import HAS_TILES
+from engine.cpu.kernels.amx_prefill import prefill_tiles_parallel, prefill_tiles_serial
+from engine.cpu.kernels.attention import paged_attention_parallel, paged_attention_serial
+from engine.cpu.kernels.bits import HAS_BFLOAT16_PRODUCTS
+from engine.cpu.kernels.prefill import prefill_attention_parallel, prefill_attention_serial
+from engine.cpu.recording import native
+
+# Seconds that both kernels of a unit take to compile on one core. They decide the order and the reported time that is left. All
+# other units take SHORT_S.
+_SECONDS = {
+    paged_attention_serial: 12.0,
+    entry.sample.serial: 6.0,
+    prefill_attention_serial: 5.5,
+    prefill_tiles_serial: 5.0,
+    entry.amx_linear.serial: 5.0,
+    entry.amx_int8_linear.serial: 5.0,
+    entry.widened_linear.serial: 5.0,
+    entry.int8_linear.serial: 3.0,
+    entry.few_rows_linear.serial: 2.0,
+}
+SHORT_S = 0.7
+_preparing = threading.Lock()  # loads of two models may ask at the same time
+
+
+@dataclass(slots=True, frozen=True)
+class Unit:
+    """Kernels that are loaded or compiled together. kernels: (kernel, signature) pairs. seconds: about how long they take to
+    compile."""
+
+    name: str
+    kernels: tuple[tuple[Any, Any], ...]
+    seconds: float
+
+    def load(self) -> bool:
+        """Loads the kernels from the cache folder. Returns whether all of them were found there."""
+        with _preparing:
+            return all(_load(kernel, signature) for kernel, signature in self.kernels)
+
+    def compile(self) -> None:
+        """Compiles the kernels that are missing and saves them for `load` in other processes."""
+        with _preparing, _alone(self.name):  # if several processes start at once, one compiles and the others read its files
+            for kernel, signature in self.kernels:
+                kernel.disable_compile(False)
+                kernel.compile(signature)
+                kernel.disable_compile()  # other argument types are an error, instead of seconds of compiling inside a step
+
+
+class _NotThere(Exception):
+    pass
+
+
+def _load(kernel: Any, signature: Any) -> bool:
+    def refuse(*args: Any) -> None:
+        raise _NotThere
+
+    kernel.disable_compile(False)
+    kernel._compiler.compile = refuse  # `compile` calls it for a kernel that is not in the cache folder
+    try:
+        kernel.compile(signature)
+    except _NotThere:
+        return False
+    finally:
+        del kernel._compiler.compile
+        if kernel.signatures:
+            kernel.disable_compile()
+    return True
+
+
+def _alone(name: str) -> AbstractContextManager[Any]:
+    folder = Path(numba.config.CACHE_DIR)
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = (folder / f"lock-{name}").open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX)  # held until the file is closed
+    return lock
+
+
+def prepare_calls(units: list[Unit]) -> None:
+    """Compiles the code that calls kernels one after the other without Python. It takes 60 ms for all of them and is not saved."""
+    native.prepare([signature.args for unit in units for _, signature in unit.kernels])
+
+
+def compile_all(dtype: str, parallel: bool, quantize: str) -> None:
+    """Compiles all units in this process."""
+    wanted = units(dtype, parallel, quantize)
+    for unit in wanted:
+        unit.compile()
+    prepare_calls(wanted)
+
+
+def units(dtype: str, parallel: bool, quantize: str) -> list[Unit]:
+    """Returns all units that models of float32 or bfloat16 call, those that take longest first. parallel: also the forms for
+    several threads."""
+    pairs = _wanted(dtype, quantize)
+    found = []
+    for serial, shared, signature in pairs:
+        kernels = ((serial, signature), (shared, signature)) if parallel and shared is not None else ((serial, signature),)
+        name = f"{serial.py_func.__name__.strip('_')}-{'-'.join(str(one) for one in signature.args[:2])}"
+        found.append(Unit(_file_name(name), kernels, _SECONDS.get(serial, SHORT_S)))
+    return sorted(found, key=lambda unit: -unit.seconds)
+
+
+def _file_name(text: str) -> str:
+    return "".join(one if one.isalnum() or one in "-_" else "." for one in text)
+
+
+def _both(forms: entry.Forms, signature: Any) -> tuple[Any, Any, Any]:
+    return forms.serial, forms.parallel, signature
+
+
+def _wanted(dtype: str, quantize: str) -> list[tuple[Any, Any, Any]]:
+    """Returns (kernel for one thread, the same for all threads or None if there is none, signature) of each kernel that is
+    needed."""
+    element = numba.float32 if dtype == "float32" else numba.uint16
+    gate = rows.gate_signature(element)
+    of_prefill = prefill.prefill_attention_signature(element)
+    wanted: list[tuple[Any, Any, Any]] = [
+        (entry.penalise, None, logprobs.PENALISE),
+        (entry.step_tokens, None, inputs.STEP_TOKENS),
+        (entry.step_blocks, None, inputs.STEP_BLOCKS),
+        (entry.sampling_settings, None, inputs.SAMPLING_SETTINGS),
+        (entry.rotary_turns, None, inputs.ROTARY_TURNS),
+        (entry.top_logprobs, None, logprobs.top_logprobs_signature(element)),
+        _both(entry.greedy_float32, sampling.GREEDY_FLOAT32),
+        _both(entry.gather_rows, rows.gather_rows_signature(element)),
+        _both(entry.rms_norm, rows.rms_norm_signature(element)),
+        _both(entry.add_rms_norm, rows.add_rms_norm_signature(element)),
+        _both(entry.rope_and_store, rows.rope_and_store_signature(element)),
+        _both(entry.silu_and_mul, gate),
+        _both(entry.gelu_and_mul, gate),
+        _both(entry.sample, sampling.sample_signature(element)),
+        (paged_attention_serial, paged_attention_parallel, attention.paged_attention_signature(element)),
+        (prefill_attention_serial, prefill_attention_parallel, of_prefill),
+    ]
+    if dtype == "bfloat16" and not HAS_BFLOAT16_PRODUCTS:
+        widened = widened_linear.widened_linear_signature(element, element)
+        wanted.append(_both(entry.widened_linear, widened))
+    else:
+        few_rows = linear.few_rows_linear_signature(element, element)
+        wanted.append(_both(entry.few_rows_linear, few_rows))
+    if HAS_TILES and dtype == "bfloat16":
+        wanted.append((prefill_tiles_serial, prefill_tiles_parallel, of_prefill))
+    if dtype == "bfloat16" and entry.HAS_MATRIX_UNIT:
+        wanted.append(_both(entry.amx_linear, amx_linear.amx_linear_signature(element)))
+    if quantize == "int8":
+        wanted += _wanted_int8(dtype, element)
+    if dtype == "bfloat16":
+        wanted.append(_both(entry.greedy_bfloat16, sampling.GREEDY_BFLOAT16))
+        # rows whose logits are edited are sampled in float32
+        wanted.append(_both(entry.sample, sampling.sample_signature(numba.float32)))
+    return wanted
+
+
+def _wanted_int8(dtype: str, element: Any) -> list[tuple[Any, Any, Any]]:
+    wanted = []  # the first serves matrices that are too narrow, or have too many rows, for those added after it
+    if dtype == "bfloat16" and not HAS_BFLOAT16_PRODUCTS:
+        widened = widened_linear.widened_linear_signature(element, numba.int8)
+        wanted.append(_both(entry.widened_linear, widened))
+    else:
+        few_rows = linear.few_rows_linear_signature(element, numba.int8)
+        wanted.append(_both(entry.few_rows_linear, few_rows))
+    if dtype == "bfloat16" and entry.HAS_MATRIX_UNIT:
+        wanted.append(_both(entry.amx_int8_linear, amx_linear.amx_int8_linear_signature(element)))
+    elif dtype == "bfloat16" and entry.HAS_INT8_PRODUCTS:
+        wanted.append(_both(entry.int8_linear, int8.int8_linear_signature(element)))
+    return wanted

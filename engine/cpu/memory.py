@@ -1,0 +1,132 @@
+"""The `cpu` device's chunks: one memfd, mapped as a whole for the arena and chunk by chunk into weight ranges.
+
+Measured against private memory, mapping one memfd twice costs the kernels nothing (docs/design.md, Memory). A chunk that is taken
+out of a range keeps its pages, so the next model finds them there.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+
+from engine.host import checksum
+from engine.memory import mappings
+from engine.memory.arena import copy_pieces
+from engine.memory.chunk_memory import Copied, Piece
+from loader.sinks import Fence
+from scheduler.batch.plan import IntArray
+
+
+class CpuMemory:
+    """The engine.memory.chunk_memory.ChunkMemory of the `cpu` device, on Linux. Pages exist once touched. handles: what `export` of
+    another one returned, to use its chunks; the caller still closes them. Raises MemoryError, ValueError."""
+
+    def __init__(self, num_chunks: int, chunk_bytes: int, handles: Sequence[int] = ()) -> None:
+        if chunk_bytes % mmap.PAGESIZE:
+            raise ValueError(f"chunk_bytes {chunk_bytes} is not a multiple of the page size {mmap.PAGESIZE}")
+        self.num_chunks, self.chunk_bytes = num_chunks, chunk_bytes
+        self.num_bytes = num_chunks * chunk_bytes
+        if handles and [os.fstat(fd).st_size for fd in handles] != [self.num_bytes]:
+            raise ValueError(f"{len(handles)} handles that are not those of {num_chunks} chunks of {chunk_bytes} bytes")
+        self._arena_address = mappings.reserve(self.num_bytes)
+        self._fd = os.dup(handles[0]) if handles else os.memfd_create("hearthd-chunks", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(self._fd, self.num_bytes)
+            mappings.map_file(self._arena_address, self.num_bytes, self._fd, 0)
+        except OSError as error:
+            os.close(self._fd)
+            raise MemoryError(f"can't make {self.num_bytes} bytes of shared memory: {error.strerror}") from None
+        self._is_huge, self._is_populated = np.zeros(num_chunks, np.bool_), np.zeros(num_chunks, np.bool_)
+        self.arena = self.tensor(self._arena_address, self.num_bytes)
+
+    def reserve(self, num_bytes: int) -> int:
+        return mappings.reserve(num_bytes)
+
+    def map(self, address: int, chunks: Sequence[int]) -> None:
+        if len(chunks) and not 0 <= min(chunks) <= max(chunks) < self.num_chunks:
+            raise IndexError(f"chunks {min(chunks)} to {max(chunks)} are not among the {self.num_chunks}")
+        begin = 0
+        for at in range(1, len(chunks) + 1):  # adjacent chunks are mapped in one call
+            if at == len(chunks) or chunks[at] != chunks[at - 1] + 1:
+                size, place = self.chunk_bytes, address + begin * self.chunk_bytes
+                mappings.map_file(place, (at - begin) * size, self._fd, int(chunks[begin]) * size)
+                begin = at
+
+    def unmap(self, address: int, num_bytes: int) -> None:
+        mappings.unmap(address, num_bytes)
+
+    def release(self, address: int, num_bytes: int) -> None:
+        mappings.release(address, num_bytes)
+
+    def tensor(self, address: int, num_bytes: int) -> torch.Tensor:
+        return torch.frombuffer(mappings.bytes_at(address, num_bytes), dtype=torch.uint8)
+
+    def copy_in(self, address: int, source: Any) -> Copied:
+        return Copied(checksum.copy(self._bytes_at(address, len(source)), source))
+
+    def copy_out(self, address: int, target: Any) -> Copied:
+        return Copied(checksum.copy(target, self._bytes_at(address, len(target))))
+
+    def copy_several(self, pieces: Sequence[Piece], out: bool) -> list[int]:
+        device = [address for address, _ in pieces]
+        host = [held.__array_interface__["data"][0] for _, held in pieces]
+        targets, sources = (host, device) if out else (device, host)
+        sums = checksum.copy_each(targets, sources, [len(held) for _, held in pieces])
+        if sums is None:
+            copy = self.copy_out if out else self.copy_in
+            return [copy(*piece).checksum for piece in pieces]
+        return sums
+
+    def write(self, address: int, source: Any) -> None:
+        self._bytes_at(address, len(source))[:] = source
+
+    def copying(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def fence(self) -> Fence | None:
+        return None
+
+    @staticmethod
+    def _bytes_at(address: int, num_bytes: int) -> Any:
+        return np.frombuffer(mappings.bytes_at(address, num_bytes), np.uint8)
+
+    def prepare(self, chunk: int) -> int:
+        """Prepares a chunk as ChunkMemory.prepare says. A chunk keeps its pages until it is discarded, so only what is missing is
+        asked for."""
+        if self._is_huge[chunk]:
+            return self.chunk_bytes
+        address, huge_bytes = self._arena_address + chunk * self.chunk_bytes, 0
+        if self.chunk_bytes % mappings.HUGE_PAGE_BYTES == 0:
+            # reading, too, gives memory to a page of a memfd, and does no harm if the chunk is in use
+            self.arena[chunk * self.chunk_bytes : (chunk + 1) * self.chunk_bytes : mappings.HUGE_PAGE_BYTES].sum()
+            huge_bytes = mappings.collapse(address, self.chunk_bytes)
+        self._is_huge[chunk] = huge_bytes == self.chunk_bytes
+        if not self._is_huge[chunk] and not self._is_populated[chunk]:
+            self._is_populated[chunk] = mappings.populate(address, self.chunk_bytes)
+        return huge_bytes
+
+    def discard(self, first_chunk: int, num_chunks: int) -> None:
+        """Gives the chunks' memory back to the system; they read as zeros afterwards."""
+        if not 0 <= first_chunk <= first_chunk + num_chunks <= self.num_chunks:
+            raise IndexError(f"chunks {first_chunk}..{first_chunk + num_chunks} are outside the memory's {self.num_chunks}")
+        mappings.punch_hole(self._fd, first_chunk * self.chunk_bytes, num_chunks * self.chunk_bytes)
+        self._is_huge[first_chunk : first_chunk + num_chunks] = self._is_populated[first_chunk : first_chunk + num_chunks] = False
+
+    def copy_within(self, piece_bytes: int, sources: IntArray, targets: IntArray) -> None:
+        copy_pieces(self.arena, piece_bytes, sources, targets)
+
+    def checksum(self, address: int, num_bytes: int) -> int:
+        return checksum.of(self._bytes_at(address, num_bytes))
+
+    def export(self) -> list[int]:
+        return [os.dup(self._fd)]
+
+    def close(self) -> None:
+        mappings.release(self._arena_address, self.num_bytes)
+        os.close(self._fd)

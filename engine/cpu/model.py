@@ -1,0 +1,219 @@
+"""A model on the CPU device: its weights in one address range, its view of the KV arena, and its steps, one at a time.
+
+Shapes: R rows, T tokens, N sampling rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.contracts.steps import StepResult
+from engine.cpu.batch import GroupMemory, HostBatch, build_batch, padded_rows
+from engine.cpu.ops import CpuOps
+from engine.cpu.recording.inputs import StepInputs
+from engine.cpu.recording.program import Scratch
+from engine.cpu.recording.recorded import RecordedSteps
+from engine.cpu.recording.replay import DecodeProgram
+from engine.cpu.sliced import in_slices, slices
+from engine.grammar.row_masks import RowMasks
+from engine.layers.rope import rotary_of
+from engine.layers.weights import Weights
+from engine.memory.arena import kv_views
+from engine.memory.chunk_memory import ChunkMemory
+from engine.memory.weight_gate import WeightGate
+from engine.memory.weight_range import WeightRange
+from engine.models.registry import CausalLM, build_model
+from engine.ops.ops import Rotary
+from engine.protocol import LoadModel
+from engine.sampling.logprobs import owed_prompt_rows
+from engine.sampling.outputs import sampled_outputs
+from engine.sampling.sampler import SamplingRows, constrain, sampling_rows
+from loader import kv_layout, work_space
+from loader.formats.registry import FORMATS
+from loader.kv_layout import KVGroupSpec
+from loader.model_shape import ModelShape
+from loader.work_space import MAX_RECORDED_ROWS, MAX_RECORDED_TOKENS
+from scheduler.batch.plan import BatchPlan, FloatArray, LongArray, SequenceTable
+
+
+class CpuModel:
+    """An engine.contracts.steps.HostedModel on the `cpu` device. Not safe for two threads at a time."""
+
+    def __init__(
+        self,
+        ops: CpuOps,
+        spec: LoadModel,
+        shape: ModelShape,
+        weights: WeightRange,
+        memory: ChunkMemory,
+        scratch: Scratch,
+        block_tokens: int,
+        num_threads: int,
+    ) -> None:
+        self._ops = ops
+        self.name = spec.model
+        self.vocab_size = shape.vocab_size
+        self.weights_bytes = weights.num_bytes
+        self.shape = shape
+        self.kv_groups = kv_layout.kv_groups(shape, spec.kv_dtype, block_tokens)
+        self.num_threads = num_threads
+        self._eos_token_ids = spec.eos_token_ids
+        self._weights = weights
+        self._logits_rows = work_space.logits_rows(shape, spec.dtype, spec.max_sequences)
+        self._model: CausalLM[HostBatch] = build_model(ops, shape, Weights(shape, spec.dtype, weights, FORMATS[spec.quantize]))
+        self._released = False
+        rotary = rotary_of(shape.rope, shape.head_dim, spec.max_model_len)
+        local = rotary if shape.local_rope is None else rotary_of(shape.local_rope, shape.head_dim, spec.max_model_len)
+        self._kv_dtype = spec.kv_dtype
+        self._padded = spec.dtype != "float32"  # float32 needs no padding: MKL, which computes it, has no set-up per row count
+        self._kv = [self._group_memory(memory, group, local if group.window_tokens else rotary) for group in self.kv_groups]
+        places = {layer: (number, place) for number, group in enumerate(self.kv_groups) for place, layer in enumerate(group.layers)}
+        self._layer_places = tuple(places[layer] for layer in range(shape.num_layers))
+        max_rows, max_blocks = min(spec.max_sequences, MAX_RECORDED_ROWS), -(-spec.max_model_len // block_tokens)
+        self._inputs = StepInputs(ops, self._kv, self._layer_places, max_rows, MAX_RECORDED_TOKENS, max_blocks, self._padded)
+        self._max_rows, self._scratch = max_rows, scratch
+        self._dtype, self._format_kernels = spec.dtype, FORMATS[spec.quantize].kernels
+        self._awaits_kernels = not self._ops.is_final(self._dtype, self._format_kernels)
+        self._steps = self._recorded_steps()
+
+    def _recorded_steps(self) -> RecordedSteps:
+        """Returns a new store of recorded steps. It records nothing while the model's final kernels are not in use yet, because a
+        recording would go on calling the old ones."""
+        max_rows = 0 if self._awaits_kernels else self._max_rows
+        max_decodes = min(max_rows, self._logits_rows)
+        return RecordedSteps(self._ops, self._model, self._inputs, self._scratch, max_decodes, max_rows, MAX_RECORDED_TOKENS)
+
+    def _group_memory(self, memory: ChunkMemory, group: KVGroupSpec, rotary: Rotary) -> GroupMemory:
+        kv, scales = kv_views(memory.arena, group, self.shape.num_kv_heads, self.shape.head_dim, self._kv_dtype)
+        flat = memory.arena[:0] if scales is not None else kv.view(-1)  # no CPU kernel reads fp8
+        kv_flat = flat.view(torch.uint16).numpy() if kv.dtype is torch.bfloat16 else flat.numpy()
+        return GroupMemory(kv, kv_flat, rotary, group.window_tokens, scales)
+
+    @torch.inference_mode()
+    def execute_behind(self, gate: WeightGate, plan: BatchPlan, table: SequenceTable, max_tokens: int) -> StepResult:
+        """Runs a step as `execute` does, without masks, while the weights are still arriving. A plan of more than max_tokens tokens
+        is computed in slices. Raises WeightsWithdrawn."""
+        with gate.step():  # entered before the model is used: a failed load withdraws the gate first, then releases the model
+            model = self._loaded()
+            layers = model.layers
+            gate.wait(0)
+            waited_s = gate.waited_s
+            model.layers = gate.behind(layers)
+            if plan.num_new.sum() > max_tokens:
+                parts = [
+                    build_batch(part, table, self._kv, self._layer_places, self._ops.cos_sin, self._padded)
+                    for part in slices(plan, max_tokens)
+                ]
+                model.layers = in_slices(model.layers, parts)
+            try:
+                result = self._execute(plan, table, None, recorded=False)  # recorded programs share memory for one step at a time
+            finally:
+                model.layers = layers
+        result.seconds -= gate.waited_s - waited_s
+        return result
+
+    def execute(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> StepResult:
+        """Runs one step: stores the new tokens' KV and samples one id for each sampling row."""
+        begin = time.perf_counter()
+        if masks is None:
+            self._prepare()
+            drawn = self._steps.draw(plan, table)
+            if drawn is not None:
+                return StepResult(*drawn, time.perf_counter() - begin)
+        with torch.inference_mode():
+            return self._execute(plan, table, masks, recorded=True)
+
+    def _execute(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None, recorded: bool) -> StepResult:
+        begin = time.perf_counter()
+        owed = owed_prompt_rows(plan, table)
+        step = self._decode(plan, table) if recorded and owed is None else None
+        if step is not None:
+            hidden, num_sampling, logits = step.hidden, len(plan.slots), lambda hidden: step.logits
+        else:
+            also = None if owed is None else owed.tokens
+            hidden, num_sampling = self._forward(plan, table, every_token=False, also=also, recorded=recorded)
+            logits = self._loaded().logits
+        rows: SamplingRows | None = None
+        if num_sampling:
+            rows = sampling_rows(plan, table, self._eos_token_ids, self.vocab_size)
+            if masks is not None:
+                constrain(rows, masks)
+        return sampled_outputs(self._ops, hidden, num_sampling, rows, owed, plan, table, logits, self._logits_rows, begin)
+
+    @torch.inference_mode()
+    def logits(self, plan: BatchPlan, table: SequenceTable, every_token: bool = False) -> FloatArray:
+        """Runs a step without sampling, for tests. Returns float32 logits: [N, V] of the sampling rows, or [T, V] of all tokens."""
+        step = self._decode(plan, table)
+        if step is not None:
+            return step.logits[: len(plan.slots)].float().numpy().copy()
+        hidden, num = self._forward(plan, table, every_token)
+        return self._loaded().logits(hidden)[:num].float().numpy()
+
+    def _loaded(self) -> CausalLM[HostBatch]:
+        if self._released:
+            raise RuntimeError(f"model {self.name} was released")
+        return self._model
+
+    def _decode(self, plan: BatchPlan, table: SequenceTable) -> DecodeProgram | None:
+        """Runs the plan as a recorded decode step. Returns None if it is not one that can be recorded: then `_forward` computes
+        it."""
+        self._prepare()
+        return self._steps.decode(plan, table)
+
+    def _prepare(self) -> CausalLM[HostBatch]:
+        model = self._loaded()
+        if self._awaits_kernels and self._ops.is_final(self._dtype, self._format_kernels):
+            self._awaits_kernels = False
+            self._steps = self._recorded_steps()
+        # the compiler processes need cores, too: more threads than free cores would mostly wait for one another
+        self._ops.set_num_threads(max(1, self.num_threads // 2) if self._awaits_kernels else self.num_threads)
+        return model
+
+    def _forward(
+        self, plan: BatchPlan, table: SequenceTable, every_token: bool, also: LongArray | None = None, recorded: bool = True
+    ) -> tuple[Tensor, int]:
+        """Returns the hidden states of the sampling rows' last tokens, or of all tokens, and their number. After them come the
+        hidden states of `also` (indices into T) and padding. recorded: whether recorded steps may be run."""
+        model, num_tokens = self._prepare(), int(plan.num_new.sum())
+        wanted: Tensor | None = None
+        num_wanted = num_tokens
+        if not every_token and (also is not None or not plan.samples.all() or num_tokens > len(plan.slots)):
+            indices = (np.cumsum(plan.num_new, dtype=np.int64) - 1)[plan.samples]
+            num_wanted = len(indices)
+            if also is not None:
+                indices = np.concatenate((indices, also))
+            if self._padded:
+                indices = np.concatenate((indices, np.zeros(padded_rows(len(indices)) - len(indices), np.int64)))
+            wanted = torch.from_numpy(indices)
+        hidden = self._steps.hidden(plan, table) if recorded else None
+        if hidden is not None:
+            return hidden if wanted is None else hidden[wanted], num_wanted
+        batch = build_batch(plan, table, self._kv, self._layer_places, self._ops.cos_sin, self._padded)
+        return model.forward(batch, wanted), num_wanted
+
+    @property
+    def num_uncaptured(self) -> int:
+        """The number of sizes of steps with prompt chunks that are not recorded yet."""
+        return 0 if self._released else len(self._steps.missing)
+
+    @torch.inference_mode()
+    def capture_next(self) -> None:
+        """Records a step of one of these sizes. It takes the interpreter some 10 ms and computes nothing."""
+        self._prepare()
+        self._steps.record_next()
+
+    def release(self) -> None:
+        """Unmaps the weights. Idempotent; until `restore` any step raises RuntimeError."""
+        self._released = True
+        self._steps.forget_table()
+        self._weights.unmap()
+
+    def restore(self, spec: LoadModel) -> None:
+        """Makes the model usable again: its weights are back, or on their way, in the same address range, so recorded steps stay
+        valid."""
+        self._eos_token_ids = spec.eos_token_ids
+        self._released = False

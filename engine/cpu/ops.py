@@ -1,0 +1,305 @@
+"""The operations of the `cpu` device. Numba's kernels compute float32 and bfloat16 where Numba is installed; the reference
+implementation computes everything else.
+
+Shapes: T tokens, W width, H query heads, G KV heads, D head size, P pairs of a head's dimensions that are rotated, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.cpu import products
+from engine.cpu.batch import LONG_ROW_TOKENS, HostBatch
+from engine.cpu.products import array
+from engine.cpu.recording.program import call, empty, into, is_recording
+from engine.host import compiled
+from engine.ops import reference, reference_inputs
+from engine.ops.ops import HeadNorms, Int8Matrix, Rotary
+from loader.formats.int8 import WIDENED_BYTES
+from loader.work_space import PREFILL_TILE_TOKENS, sampler_rows
+
+BLOCK_TOKENS_STEP = 4  # paged_attention takes blocks of a multiple of this
+
+
+class _ThreadCount(threading.local):
+    """The number of threads that the calling thread has set in torch and the kernels, and for which operations."""
+
+    of: CpuOps | None = None
+    num_threads = 0
+
+
+_thread_count = _ThreadCount()
+
+
+class CpuOps:
+    """An engine.ops.ops.Ops for engine.cpu.batch.HostBatch.
+
+    cache_dir: where compiled kernels are kept. use_kernels: False: the reference implementation computes everything. deferred: no
+    kernel is called before `use` allows it. kernels: the module engine.cpu.kernels.entry; None without Numba."""
+
+    def __init__(self, cache_dir: str, use_kernels: bool = True, deferred: bool = False) -> None:
+        self.kernels: Any = None
+        self._in_use: frozenset[tuple[str, str]] | None = frozenset() if deferred else None  # dtype and quantisation; None: all
+        if use_kernels and importlib.util.find_spec("numba") is not None:
+            compiled.keep_in(cache_dir)
+            compiled.use_threading_layer()
+            from engine.cpu.kernels import entry
+
+            self.kernels = entry
+
+    def use(self, dtype: str, quantize: str = "") -> None:
+        """Lets models of this dtype call kernels from now on. Their units (engine/cpu/kernels/wanted.py) must be compiled."""
+        if self._in_use is not None:
+            self._in_use |= {(compiled.kernels_dtype(dtype), one) for one in ("", quantize)}
+
+    def is_final(self, dtype: str, quantize: str = "") -> bool:
+        """Returns whether models of this dtype call the kernels they will always call; False while these are still being
+        compiled."""
+        return self.kernels is None or self._in_use is None or (compiled.kernels_dtype(dtype), quantize) in self._in_use
+
+    def prepare(self, dtype: str, num_threads: int, quantize: str = "") -> None:
+        """Compiles in this process what models of this dtype need and lets them use it, so that no step compiles: half a minute,
+        once per machine. Engines have other processes do it: engine/cpu/kernel_builds.py."""
+        if self.kernels is not None:
+            from engine.cpu.kernels import wanted
+
+            wanted.compile_all(compiled.kernels_dtype(dtype), num_threads > 1, quantize)
+            self.use(dtype, quantize)
+
+    def threads_may_share(self) -> bool:
+        """Returns whether two threads may run operations at a time. Numba's own work queue serves only one."""
+        return self.kernels is None or compiled.threading_layer() == "omp"
+
+    def set_num_threads(self, num_threads: int) -> None:
+        """Sets how many threads share the operations that the calling thread starts from now on, for torch and for the kernels."""
+        if num_threads != _thread_count.num_threads or _thread_count.of is not self:  # asking torch takes 20 us in a step
+            _thread_count.num_threads, _thread_count.of = num_threads, self
+            torch.set_num_threads(num_threads)
+            if self.kernels is not None:
+                self.kernels.set_num_threads(num_threads)
+
+    def input_kernels(self) -> Any:
+        """Returns the module that reads a recorded step's inputs off the sequence table; it has reference_inputs.py's functions."""
+        return reference_inputs if self.kernels is None or self._in_use == frozenset() else self.kernels
+
+    def rotary_turns(self, rotary: Rotary, positions: Any, turns: Tensor) -> None:
+        """Writes turns [T, 2 P] float32 for positions [T] (int32 array): cosines, then sines, of the dimensions that rotate."""
+        call(self.input_kernels().rotary_turns, positions, rotary.inv_freq.numpy(), rotary.scale, turns.numpy())
+
+    def cos_sin(self, rotary: Rotary, positions: Any) -> Tensor:
+        """Returns what rotary_turns writes, as a new tensor."""
+        turns = torch.empty(len(positions), 2 * len(rotary.inv_freq))
+        self.rotary_turns(rotary, positions, turns)
+        return turns
+
+    def _served(self, x: Tensor, quantize: str = "") -> bool:
+        if self.kernels is None or x.dtype not in (torch.float32, torch.bfloat16):
+            return False
+        return self._in_use is None or ("float32" if x.dtype is torch.float32 else "bfloat16", quantize) in self._in_use
+
+    def _draws(self, logits: Tensor) -> bool:
+        # logits of any model may be edited, in float32, so the kernels of every dtype can sample from float32
+        return self._served(logits) or (bool(self._in_use) and logits.dtype is torch.float32)
+
+    def embedding(self, ids: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:
+        if not self._served(weight):
+            return reference.gather_rows(weight, ids, scale)
+        out = empty(weight, len(ids), weight.shape[1])
+        call(self.kernels.gather_rows, ids.numpy(), array(weight), scale, array(out))
+        return out
+
+    def pick(self, x: Tensor, rows: Tensor, out: Tensor) -> None:
+        """Copies rows [N] int64 of x [T, W] to out [N, W]."""
+        if not self._served(x):
+            torch.index_select(x, 0, rows, out=out)
+        else:
+            call(self.kernels.gather_rows, rows.numpy(), array(x), 1.0, array(out))
+
+    def linear(self, x: Tensor, weight: Tensor | Int8Matrix, bias: Tensor | None = None) -> Tensor:
+        if isinstance(weight, Int8Matrix):
+            return self._int8_linear(x, weight, bias)
+        if self._served(x) and (product := products.linear(self.kernels, x, weight, bias)) is not None:
+            return product
+        if is_recording():  # the functions that torch's linear calls
+            out = empty(x, len(x), len(weight))
+            own, to = x.view(x.shape), out.view(out.shape)
+            if bias is None:
+                call(partial(torch.mm, out=to), own, weight.t())
+            else:
+                call(partial(torch.addmm, out=to), bias, own, weight.t())
+            return out
+        return torch.nn.functional.linear(x, weight, bias)
+
+    def _int8_linear(self, x: Tensor, weight: Int8Matrix, bias: Tensor | None) -> Tensor:
+        """Multiplies with an Int8Matrix. Without a kernel, a few outputs' weights at a time are converted to x's dtype, never
+        all."""
+        if (
+            self._served(x, "int8")
+            and (product := products.int8_linear(self.kernels, x, weight.values, weight.scales, bias)) is not None
+        ):
+            return product
+        if not is_recording():
+            return reference.int8_linear(x, weight.values, weight.scales, bias, WIDENED_BYTES)
+        out = empty(x, len(x), len(weight.values))
+        call(into, out.view(out.shape), reference.int8_linear, x.view(x.shape), weight.values, weight.scales, bias, WIDENED_BYTES)
+        return out
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, around_one: bool = False) -> Tensor:
+        if not self._served(x):
+            return reference.rms_norm(x, weight, eps, around_one)
+        out = empty(x, *x.shape)
+        call(self.kernels.rms_norm, array(x), array(weight), around_one, eps, array(out))
+        return out
+
+    def add(self, update: Tensor, residual: Tensor) -> None:
+        call(residual.view(residual.shape).add_, update.view(update.shape))
+
+    def norm_columns(self, x: Tensor, first: int, weight: Tensor, eps: float, around_one: bool) -> None:
+        columns = x[:, first : first + len(weight)]
+        rows = empty(x, len(x), len(weight))  # kernels take arrays whose rows lie end to end
+        call(rows.view(rows.shape).copy_, columns)
+        normed = self.rms_norm(rows, weight, eps, around_one)
+        call(columns.copy_, normed.view(normed.shape))
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, around_one: bool = False) -> Tensor:
+        if not self._served(x):
+            return reference.add_rms_norm(x, residual, weight, eps, around_one)
+        out = empty(x, *x.shape)
+        call(self.kernels.add_rms_norm, array(x), array(residual), array(weight), around_one, eps, array(out))
+        return out
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        return self._gate_and_mul(gate_up, gelu=False)
+
+    def gelu_and_mul(self, gate_up: Tensor) -> Tensor:
+        return self._gate_and_mul(gate_up, gelu=True)
+
+    def _gate_and_mul(self, gate_up: Tensor, gelu: bool) -> Tensor:
+        if not self._served(gate_up):
+            return reference.gelu_and_mul(gate_up) if gelu else reference.silu_and_mul(gate_up)
+        out = empty(gate_up, gate_up.shape[0], gate_up.shape[1] // 2)
+        call(self.kernels.gelu_and_mul if gelu else self.kernels.silu_and_mul, array(gate_up), array(out))
+        return out
+
+    def rope_and_store(self, qkv: Tensor, norms: HeadNorms | None, layer: int, heads: int, batch: HostBatch) -> None:
+        query_norm, key_norm = (None, None) if norms is None else (norms.query, norms.key)
+        eps, around_one = (0.0, False) if norms is None else (norms.eps, norms.around_one)
+        group, place = batch.group_of(layer)
+        kv = group.kv
+        if not self._served(qkv) or group.scales is not None:
+            slots = torch.from_numpy(group.slots)
+            of_norms = (query_norm, key_norm, around_one, eps)
+            reference.rope_and_store(qkv, group.cos_sin, *of_norms, kv, place, heads, slots, group.scales)
+            return
+        columns = array(qkv)
+        none = columns[0, :0]
+        call(
+            self.kernels.rope_and_store,
+            columns,
+            group.cos_sin.numpy(),
+            none if norms is None else array(norms.query),
+            none if norms is None else array(norms.key),
+            around_one,
+            eps,
+            group.kv_flat,
+            kv.shape[1],
+            place,
+            heads,
+            kv.shape[3],
+            kv.shape[4],
+            kv.shape[5],
+            group.slots,
+        )
+
+    def attention(self, qkv: Tensor, layer: int, heads: int, scale: float, softcap: float, batch: HostBatch) -> Tensor:
+        group, place = batch.group_of(layer)
+        kv = group.kv
+        kv_heads, head_dim = kv.shape[3], kv.shape[5]
+        out = empty(qkv, qkv.shape[0], heads * head_dim)
+        if batch.num_tokens < len(out):
+            call(out[batch.num_tokens :].zero_)
+        served = self._served(qkv) and group.scales is None and kv.shape[4] % BLOCK_TOKENS_STEP == 0
+        sizes = (kv.shape[1], place, heads, kv_heads, kv.shape[4], head_dim)
+        how = (group.window_tokens, scale, softcap)
+        if len(batch.paged_tokens):
+            queries = (batch.paged_tokens, batch.paged_rows, batch.paged_contexts)
+            if served:
+                where = (group.block_table, *queries, *how, batch.attended)
+                call(self.kernels.paged_attention, array(qkv), group.kv_flat, *sizes, *where, array(out))
+            else:
+                table, tokens, rows, contexts = (torch.from_numpy(x) for x in (group.block_table, *queries))
+                reference.paged_attention(qkv, kv, place, heads, table, tokens, rows, contexts, *how, out, None, group.scales)
+        if not batch.has_long_rows:
+            return out
+        if served:
+            rows_of = (group.block_table, batch.starts, batch.num_new, batch.contexts, LONG_ROW_TOKENS)
+            call(self.kernels.prefill_attention, array(qkv), group.kv_flat, *sizes, *rows_of, *how, batch.attended, array(out))
+            return out
+        for row in np.flatnonzero(batch.num_new > LONG_ROW_TOKENS):
+            start, num_new = int(batch.starts[row]), int(batch.num_new[row])
+            query = qkv[start : start + num_new, : heads * head_dim].view(num_new, heads, head_dim).transpose(0, 1)
+            to = out[start : start + num_new].view(num_new, heads, head_dim)
+            context, blocks = int(batch.contexts[row]), torch.from_numpy(group.block_table[row])
+            reference.long_row_attention(query, kv, place, blocks, context, *how, to, PREFILL_TILE_TOKENS, group.scales)
+        return out
+
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        if cap:
+            call(reference.capped, x.view(x.shape), cap)
+        return x
+
+    def greedy(self, logits: Tensor) -> tuple[Any, Any]:
+        if not self._draws(logits):
+            best, not_finite = reference.greedy(logits)
+            return best.to(torch.int32).numpy(), not_finite.numpy()
+        ids, bad = np.empty(len(logits), np.int32), np.empty(len(logits), np.bool_)
+        if logits.dtype is torch.bfloat16:
+            call(self.kernels.greedy_bfloat16, logits.view(torch.int16).numpy(), ids, bad)
+        else:
+            call(self.kernels.greedy_float32, logits.view(logits.shape).numpy(), ids, bad)
+        return ids, bad
+
+    def sample(self, logits: Tensor, temperature: Any, top_p: Any, top_k: Any, min_p: Any, key0: Any, key1: Any) -> tuple[Any, Any]:
+        if not self._draws(logits):
+            arrays = (temperature, top_p, top_k, min_p, key0.astype(np.int64), key1.astype(np.int64))
+            columns = [torch.from_numpy(x) for x in arrays]
+            step = sampler_rows(logits.shape[1])  # the reference needs several copies of the logits
+            parts = [
+                reference.sample(logits[at : at + step], *(column[at : at + step] for column in columns))
+                for at in range(0, len(logits), step)
+            ]
+            drawn, not_finite = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+            return drawn.to(torch.int32).numpy(), not_finite.numpy()
+        ids, bad = np.empty(len(logits), np.int32), np.empty(len(logits), np.bool_)
+        values = array(logits)
+        shares = self.kernels.sampling_shares(values)
+        call(self.kernels.sample, values, temperature, top_p, top_k, min_p, key0, key1, shares, ids, bad)
+        return ids, bad
+
+    def top_logprobs(self, logits: Tensor, rows: Any, chosen: Any, num_top: int) -> tuple[Any, Any, Any]:
+        num_top = min(num_top, logits.shape[1])
+        picked, top_ids = np.empty(len(rows), np.float32), np.empty((len(rows), num_top), np.int32)
+        top = np.empty((len(rows), num_top), np.float32)
+        if self._served(logits):
+            self.kernels.top_logprobs(array(logits), rows, chosen, picked, top_ids, top)
+            return picked, top_ids, top
+        step = sampler_rows(logits.shape[1])
+        for at in range(0, len(rows), step):
+            part = slice(at, at + step)
+            told = reference.top_logprobs(logits[torch.from_numpy(rows[part])], torch.from_numpy(chosen[part]).long(), num_top)
+            picked[part], top_ids[part], top[part] = (each.numpy() for each in told)
+        return picked, top_ids, top
+
+    def penalise(self, row: Tensor, tokens: Any, num_prompt: int, presence: float, frequency: float, repetition: float) -> None:
+        if not self._draws(row):
+            reference.penalise(row, torch.from_numpy(tokens), num_prompt, presence, frequency, repetition)
+            return
+        counts = np.zeros(len(row), np.int32)
+        self.kernels.penalise(row.numpy(), tokens, num_prompt, presence, frequency, repetition, counts)

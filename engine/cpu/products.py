@@ -1,0 +1,91 @@
+"""Picks the CPU kernel that multiplies bfloat16 or float32 inputs with a weight matrix, and prepares its arguments.
+
+kernels: the module engine.cpu.kernels.entry. Shapes: R rows, K inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.cpu.recording.program import call, empty
+
+_NO_SCALES = np.empty(0, np.float32)
+
+
+def array(x: Tensor) -> Any:
+    """Returns the tensor's memory as a numpy array; bfloat16 appears as its bits, in uint16."""
+    return x.view(torch.uint16 if x.dtype is torch.bfloat16 else x.dtype).numpy()
+
+
+def linear(kernels: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    """Returns x [R, K] @ weight [N, K] transposed, plus bias [N]; None if torch's linear is to be used: it is faster, or x is not
+    contiguous."""
+    kernel = kernels.linear_kernel(*x.shape, len(weight), _element(x)) if x.is_contiguous() else None
+    if kernel is None:
+        return None
+    out = empty(x, len(x), len(weight))
+    if kernel is kernels.widened_linear:
+        _widened_linear(kernels, x, array(weight), _NO_SCALES, bias, out)
+    elif kernel is kernels.amx_linear:
+        call(kernel, x.view(torch.int32).numpy(), array(weight), _bias(x, bias), *_columns(kernels, x, False), array(out))
+    else:
+        call(kernel, array(x), array(weight), _NO_SCALES, _bias(x, bias), array(out))
+    return out
+
+
+def int8_linear(kernels: Any, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor | None:
+    """Returns x [R, K] @ (values [N, K] int8 * scales [N] float32) transposed, plus bias [N]; None if no kernel takes this shape
+    or x is not contiguous."""
+    kernel = kernels.int8_linear_kernel(*x.shape, len(values), _element(x)) if x.is_contiguous() else None
+    if kernel is None:
+        return None
+    out = empty(x, len(x), len(values))  # allocated before scratch, whose memory is lent for these calls only
+    if kernel is kernels.widened_linear:
+        _widened_linear(kernels, x, values.numpy(), scales.numpy(), bias, out)
+        return out
+    scratch: tuple[Any, ...] = ()
+    if kernel is kernels.int8_linear:
+        scratch = (_digits(x),)
+    at_once = kernels.MOST_ROWS if kernel is kernels.amx_int8_linear else len(x)
+    for first in range(0, len(x), at_once):
+        rows = x[first : first + at_once]
+        if kernel is kernels.amx_int8_linear:
+            scratch = _columns(kernels, rows, True)
+        to = array(out[first : first + at_once])
+        call(kernel, array(rows), values.numpy(), scales.numpy(), _bias(x, bias), *scratch, to)
+    return out
+
+
+def _widened_linear(kernels: Any, x: Tensor, weight: Any, scales: Any, bias: Tensor | None, out: Tensor) -> None:
+    """Computes the product for MOST_ROWS rows at a time, so that what is derived from these rows stays in the caches."""
+    num_shares = kernels.num_shares()
+    for first in range(0, len(x), kernels.MOST_ROWS):
+        rows, to = x[first : first + kernels.MOST_ROWS], out[first : first + kernels.MOST_ROWS]
+        num_floats = kernels.widened_scratch_floats(*rows.shape, num_shares)
+        words = empty(x, 1, 2 * num_floats).view(torch.float32).view(-1).numpy()
+        call(kernels.widened_linear, array(rows), weight, scales, _bias(x, bias), words, num_shares, array(to))
+
+
+def _element(x: Tensor) -> str:
+    return "bfloat16" if x.dtype is torch.bfloat16 else "float32"
+
+
+def _bias(x: Tensor, bias: Tensor | None) -> Any:
+    return array(x)[0, :0] if bias is None else array(bias)
+
+
+def _columns(kernels: Any, x: Tensor, of_int8: bool) -> tuple[Any, int]:
+    """Returns scratch memory, in int32 words, for x in tiles of 16 rows and for packed weights; and the number of shares the
+    outputs are cut into."""
+    num_shares = kernels.num_shares()
+    num_words = kernels.amx_scratch_words(*x.shape, of_int8, num_shares)
+    return empty(x, 1, 2 * num_words).view(torch.int32).view(-1).numpy(), num_shares
+
+
+def _digits(x: Tensor) -> Any:
+    """Returns scratch memory for two int8 digits of every element: [2 R, K]."""
+    return empty(x, len(x), x.shape[1]).view(torch.int8).view(2 * len(x), -1).numpy()

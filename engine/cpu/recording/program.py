@@ -1,0 +1,181 @@
+"""Records a step: its kernel calls with their arguments, while it runs for the first time.
+
+Together with engine/cpu/recording/replay.py, which repeats the calls, this is on the CPU what a CUDA graph is on a GPU. A program
+holds addresses: of weights, of the KV arena, of the model's input arrays (engine/cpu/recording/inputs.py) and of intermediate
+results. While a step is recorded, engine/cpu/ops.py makes its calls through the recorder and takes memory for their results from
+it. If a model computes anything else, with torch itself, that is noticed and the recording is discarded.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+_ALIGN_BYTES = 64
+_REGION_BYTES = 256 << 20  # address space: pages that no step touches take no memory
+
+
+@dataclass(slots=True, frozen=True)
+class _Piece:
+    """A range of the scratch region, from byte `begin` to `end`."""
+
+    begin: int
+    end: int
+    lent: Callable[[], Tensor | None]  # returns the tensor that uses it; None once that is destroyed
+
+
+class Scratch:
+    """Memory for intermediate results, shared by all programs of a process, because one step runs at a time.
+
+    A result is placed in the first gap between the results in use, so programs of all sizes and models use the same pages, as many
+    as the largest needs (work_space.recorded_bytes at most, and 0.5 MB a thread where weights are packed). Its memory is free again
+    once its tensor is destroyed, so recorded calls must hold other views of it."""
+
+    def __init__(self, num_bytes: int = _REGION_BYTES) -> None:
+        self._num_bytes = num_bytes
+        self._region: Tensor | None = None
+        self._pieces: list[_Piece] = []  # in order of address
+        self.most_bytes = 0  # the highest end of a piece so far
+
+    def take(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
+        """Returns uninitialised memory [num_rows, width]. Once the region is full it is allocated outside of it."""
+        if self._region is None:
+            self._region = torch.empty(self._num_bytes, dtype=torch.uint8)
+        num_bytes = num_rows * width * dtype.itemsize
+        self._pieces = [piece for piece in self._pieces if piece.lent() is not None]
+        begin = at = 0
+        for piece in self._pieces:
+            if piece.begin - begin >= num_bytes:
+                break
+            begin, at = -(-piece.end // _ALIGN_BYTES) * _ALIGN_BYTES, at + 1
+        end = begin + num_bytes
+        if end > self._num_bytes:
+            return torch.empty(num_rows, width, dtype=dtype)
+        self.most_bytes = max(self.most_bytes, end)
+        taken = self._region[begin:end].view(dtype).view(num_rows, width)
+        self._pieces.insert(at, _Piece(begin, end, weakref.ref(taken)))
+        return taken
+
+
+@dataclass(slots=True, frozen=True)
+class Call:
+    """One kernel call of a step. args: arrays and numbers, or tensors that are referred to from nowhere else."""
+
+    kernel: Callable[..., Any]
+    args: tuple[Any, ...]
+
+
+class Recorder:
+    """Makes the calls of a step and keeps them. missed: name of the first torch function that was called outside of them, "" if
+    there was none; the recorded calls are then not the whole step. watches: whether to look for such functions, which makes
+    recording a third slower. dry: calls are recorded but not made."""
+
+    def __init__(self, scratch: Scratch, watches: bool = True, dry: bool = False) -> None:
+        self.calls: list[Call] = []
+        self.missed = ""
+        self._scratch, self._watches, self._dry = scratch, watches, dry
+        self._calling = False
+        self.thread = threading.get_ident()  # a model's first step may run at the same time, in another thread
+
+    def empty(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
+        return self._scratch.take(num_rows, width, dtype)
+
+    def call(self, kernel: Callable[..., Any], *args: Any) -> None:
+        """Makes and keeps a kernel call. args: arrays and numbers, or tensors that are referred to from nowhere else."""
+        if not self._dry:
+            self._calling = True
+            try:
+                kernel(*args)
+            finally:
+                self._calling = False
+        self.calls.append(Call(kernel, args))
+
+    def watch(self) -> AbstractContextManager[Any]:
+        """Returns a context in which torch functions called outside of kernel calls are noticed."""
+        return _Watch(self) if self._watches else nullcontext()
+
+    def notice(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        """Handles a torch function that was called: unless it belongs to a kernel call or computes nothing, it is kept in
+        `missed`."""
+        if not self._calling and not _computes_nothing(function.__name__, args):
+            self.missed = self.missed or function.__name__
+
+
+_recorder: Recorder | None = None  # of the step that is being recorded, if any
+
+
+@contextmanager
+def recording(recorder: Recorder) -> Iterator[None]:
+    """While entered, the calls that this thread makes through `call` are recorded by the recorder."""
+    global _recorder
+    _recorder = recorder
+    try:
+        with recorder.watch():
+            yield
+    finally:
+        _recorder = None
+
+
+def is_recording() -> bool:
+    """Returns whether a step is being recorded in this thread."""
+    recorder = _recorder
+    return recorder is not None and recorder.thread == threading.get_ident()
+
+
+def call(kernel: Callable[..., Any], *args: Any) -> None:
+    """Makes a kernel call, and records it if this thread is recording. args must not contain a tensor that the model holds: it
+    would seem to be in use for as long as the program is kept."""
+    recorder = _recorder
+    if recorder is None or recorder.thread != threading.get_ident():
+        kernel(*args)
+    else:
+        recorder.call(kernel, *args)
+
+
+def empty(like: Tensor, num_rows: int, width: int) -> Tensor:
+    """Returns uninitialised memory [num_rows, width] for the result of a call."""
+    recorder = _recorder
+    if recorder is None or recorder.thread != threading.get_ident():
+        return like.new_empty(num_rows, width)
+    return recorder.empty(num_rows, width, like.dtype)
+
+
+def into(out: Tensor, function: Callable[..., Tensor], *args: Any) -> None:
+    """Calls a function that returns its result and copies the result to `out`."""
+    out.copy_(function(*args))
+
+
+# Functions of torch that make views, that return uninitialised memory, and that report a tensor's properties (__get__: attributes).
+_VIEWS = {"view", "t", "transpose", "unsqueeze", "squeeze", "narrow", "split", "chunk", "unbind", "tensor_split", "detach", "numpy"}
+_MEMORY = {"empty", "new_empty", "from_numpy"}
+_FACTS = {"__get__", "__len__", "size", "dim", "stride", "numel", "element_size", "is_contiguous", "data_ptr", "__hash__"}
+_HARMLESS = _VIEWS | _MEMORY | _FACTS
+
+
+def _computes_nothing(name: str, args: tuple[Any, ...]) -> bool:
+    """Returns whether the torch function only makes a view, reserves memory or reports a tensor's properties."""
+    if name != "__getitem__":
+        return name in _HARMLESS
+    index = args[1] if isinstance(args[1], tuple) else (args[1],)
+    return all(isinstance(one, int | slice) for one in index)
+
+
+class _Watch(TorchFunctionMode):
+    """Notices torch functions when Python calls them. Not a TorchDispatchMode, whose first use imports torch._dynamo: 0.9 s in the
+    middle of a step."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._recorder.notice(func, args)
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,209 @@
+"""Records each kind of step when it first occurs, and replays it from then on.
+
+Decode steps, in which every row has one new token and samples, are recorded up to their logits. Steps with chunks of prompts are
+recorded up to the hidden states of the tokens to sample from; computing logits from these is recorded separately, for each number
+of rows. Sampling from logits is recorded as well.
+
+Shapes: R rows, T tokens, N sampling rows, W width.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import nullcontext
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.cpu.batch import HostBatch
+from engine.cpu.ops import CpuOps
+from engine.cpu.recording.inputs import StepInputs
+from engine.cpu.recording.program import Recorder, Scratch, recording
+from engine.cpu.recording.replay import ChunkProgram, DecodeProgram, Drawing, Head, Replay
+from engine.models.registry import CausalLM
+from loader.work_space import MAX_RECORDED_TOKENS, recorded_tokens
+from scheduler.batch.plan import BatchPlan, BoolArray, IntArray, SequenceTable
+
+log = logging.getLogger("engine")
+
+_CHUNK_SIZES = sorted({recorded_tokens(num_tokens) for num_tokens in range(1, MAX_RECORDED_TOKENS + 1)})
+
+
+class RecordedSteps:
+    """The recorded programs of one model. A step's results stay valid until the next step of any model.
+
+    decodes: by number of rows. chunks: by number of tokens. heads (logits of steps with chunks): by number of rows that sample.
+    These numbers include padding."""
+
+    def __init__(
+        self,
+        ops: CpuOps,
+        model: CausalLM[HostBatch],
+        inputs: StepInputs,
+        scratch: Scratch,
+        max_decodes: int,
+        max_rows: int,
+        max_tokens: int,
+    ) -> None:
+        """Starts without programs. max_decodes: the most rows that may sample in a step. max_rows, max_tokens: the largest step
+        with chunks. With 0, steps of that kind are not recorded."""
+        self._ops, self._model, self._inputs, self._scratch = ops, model, inputs, scratch
+        self._max_decodes, self._max_rows, self._max_tokens = max_decodes, max_rows, max_tokens
+        self._draws = True  # False once sampling was found to be more than kernel calls
+        self._picked: Tensor | None = None  # [rows, W]: hidden states that steps with chunks sample from
+        self.decodes: dict[int, DecodeProgram] = {}
+        self.chunks: dict[int, ChunkProgram] = {}
+        self.heads: dict[int, Head] = {}
+
+    def decode(self, plan: BatchPlan, table: SequenceTable) -> DecodeProgram | None:
+        """Runs a decode step and returns the program that holds its hidden states and logits. None: nothing has run, because it is
+        not a decode step, or has more rows than are recorded."""
+        if not self._decodes(plan):
+            return None
+        self._inputs.fill(plan, table)
+        num_rows = self._inputs.recorded_rows(len(plan.slots))
+        program = self.decodes.get(num_rows)
+        if program is None:
+            return self._record_decode(num_rows)
+        program.run()
+        return program
+
+    def hidden(self, plan: BatchPlan, table: SequenceTable) -> Tensor | None:
+        """Runs a step of any kind and returns its normed hidden states [T with padding, W]. None: nothing has run, because steps of
+        this kind are not recorded."""
+        if not self._chunks(plan):
+            return None
+        self._inputs.fill(plan, table)
+        size = recorded_tokens(int(plan.num_new.sum()))
+        program = self.chunks.get(size)
+        if program is None:
+            return self._record_chunk(size).hidden
+        program.run()
+        return program.hidden
+
+    def draw(self, plan: BatchPlan, table: SequenceTable) -> tuple[IntArray, BoolArray] | None:
+        """Runs a step with its sampling and returns ids [N] and bad rows [N]. Between the kernels torch is only called where a
+        program needs it. None: nothing has run, because the step is of no kind recorded so far, or a row needs more than its
+        sampling settings (edited logits, log-probabilities)."""
+        if not self._draws:
+            return None
+        program: DecodeProgram | ChunkProgram | None = None
+        if self._decodes(plan):
+            program = self.decodes.get(self._inputs.recorded_rows(len(plan.slots)))
+        elif self._chunks(plan) and int(plan.samples.sum()) <= self._max_decodes:
+            program = self.chunks.get(recorded_tokens(int(plan.num_new.sum())))
+        if program is None:
+            return None
+        inputs = self._inputs
+        inputs.fill(plan, table)
+        if not inputs.settings_suffice:
+            return None
+        num_sampling, greedy = inputs.num_sampling, inputs.all_greedy
+        if not num_sampling:
+            _run(program)
+            return np.empty(0, np.int32), np.empty(0, np.bool_)
+        head = program if isinstance(program, DecodeProgram) else self.heads.get(inputs.recorded_rows(num_sampling))
+        drawing = None if head is None else head.drawings.get((num_sampling, greedy))
+        if head is None or drawing is None:
+            drawing = self._draw_first(program, head, num_sampling, greedy)
+        elif head is program and drawing.is_native:
+            drawing.run()
+        elif head is program:
+            _run(drawing)
+        else:
+            _run(program, head, drawing)
+        return drawing.ids, drawing.bad
+
+    @property
+    def missing(self) -> list[int]:
+        """Sizes of steps with chunks that are not recorded yet. Empty until some step was recorded, which shows that the model's
+        steps can be."""
+        if not (self.decodes or self.chunks) or not self._max_rows:
+            return []
+        return [size for size in _CHUNK_SIZES if size <= self._max_tokens and size not in self.chunks]
+
+    def record_next(self) -> None:
+        """Records the smallest missing size without running it, so that its first step costs no more than later ones."""
+        self._inputs.clear()
+        size = self.missing[0]
+        self._record_chunk(size, dry=True)
+        self.chunks[size].lay_out()
+
+    def forget_table(self) -> None:
+        """Drops what refers to the sequence table: the model's sequences are gone."""
+        self._inputs.forget()
+
+    def _decodes(self, plan: BatchPlan) -> bool:
+        """Returns whether the plan is a decode step that may be recorded."""
+        if len(plan.slots) > self._max_decodes:
+            return False
+        return plan.all_decode or bool(int(plan.num_new.max()) == 1 and plan.samples.all())
+
+    def _chunks(self, plan: BatchPlan) -> bool:
+        """Returns whether the plan is small enough for the recorded steps with chunks."""
+        return len(plan.slots) <= self._max_rows and int(plan.num_new.sum()) <= self._max_tokens
+
+    def _record_decode(self, num_rows: int) -> DecodeProgram:
+        recorder = Recorder(self._scratch, watches=not self.decodes)  # one size is enough: they share the model's code
+        with recording(recorder):
+            hidden = self._model.forward(self._inputs.batch(num_rows, with_long_rows=False), None)
+            program = DecodeProgram(recorder.calls, hidden, self._model.logits(hidden))
+        if self._may_repeat(recorder):
+            self.decodes[num_rows] = program
+        return program
+
+    def _record_chunk(self, num_tokens: int, dry: bool = False) -> ChunkProgram:
+        recorder = Recorder(self._scratch, watches=not self.chunks and not dry, dry=dry)
+        last_tokens = self._inputs.last_tokens
+        with recording(recorder):
+            hidden = self._model.forward(self._inputs.batch(num_tokens, with_long_rows=True), None)
+            if self._picked is None:
+                self._picked = torch.empty(len(last_tokens), hidden.shape[1], dtype=hidden.dtype)
+            num_picked = min(num_tokens, len(last_tokens))
+            self._ops.pick(hidden, torch.from_numpy(last_tokens[:num_picked]), self._picked[:num_picked])
+            program = ChunkProgram(recorder.calls, hidden)
+        if self._may_repeat(recorder):
+            self.chunks[num_tokens] = program
+        return program
+
+    def _record_head(self, num_rows: int) -> Head:
+        assert self._picked is not None
+        recorder = Recorder(self._scratch, watches=not self.heads)
+        with recording(recorder):
+            head = Head(recorder.calls, self._model.logits(self._picked[:num_rows]))
+        if self._may_repeat(recorder):
+            self.heads[num_rows] = head
+        return head
+
+    def _may_repeat(self, recorder: Recorder) -> bool:
+        """Returns whether the recorded calls are the whole step. If not, no further steps are recorded."""
+        if recorder.missed:
+            log.info("steps are not recorded: %s is no operation of engine/cpu/ops.py", recorder.missed)
+            self._max_decodes = self._max_rows = 0
+        return not recorder.missed
+
+    @torch.inference_mode()
+    def _draw_first(self, program: DecodeProgram | ChunkProgram, head: Head | None, num_rows: int, greedy: bool) -> Drawing:
+        """Runs a step and records the sampling of num_rows rows from its logits. head: None if the computation of logits is not
+        recorded either."""
+        program.run()
+        if head is None:
+            head = self._record_head(self._inputs.recorded_rows(num_rows))
+        elif head is not program:
+            head.run()
+        recorder = Recorder(self._scratch)
+        with recording(recorder):
+            logits = head.logits[:num_rows]
+            ids, bad = self._ops.greedy(logits) if greedy else self._ops.sample(logits, *self._inputs.settings.of(num_rows))
+        self._draws = not recorder.missed  # if missed, these tokens are right, but a replay's would not be
+        step = program if isinstance(program, DecodeProgram) else None
+        drawing = head.drawings[num_rows, greedy] = Drawing(recorder.calls, ids, bad, step)
+        return drawing
+
+
+def _run(*replays: Replay) -> None:
+    """Runs the programs in order, without torch's autograd if torch computes a part of them."""
+    with nullcontext() if all(replay.is_native for replay in replays) else torch.inference_mode():
+        for replay in replays:
+            replay.run()

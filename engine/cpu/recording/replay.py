@@ -1,0 +1,214 @@
+"""Runs a recorded step again.
+
+Consecutive calls of compiled kernels are laid out once and then made without Python between them
+(engine/cpu/recording/native.py). What torch computes is called from Python at its place between them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from engine.cpu.recording.program import Call
+from engine.host.compiled import compilation, direct
+from scheduler.batch.plan import BoolArray, IntArray
+
+if TYPE_CHECKING:
+    from engine.cpu.recording.native import NativeCalls
+
+
+class _Part(Protocol):
+    """Consecutive calls of a program, from number `first` to before `end`."""
+
+    first: int
+    end: int
+
+    def run(self, shared: bool, seconds: npt.NDArray[np.float64] | None) -> None:
+        """Makes the calls. shared: whether kernels that have a form for one thread and one for all threads use the latter. seconds:
+        each call's time is added to its entry; None: calls are not timed."""
+        ...
+
+
+class _PythonCall:
+    """One call that is made by Python."""
+
+    def __init__(self, call: Call, at: int) -> None:
+        self.first, self.end = at, at + 1
+        self._kernel, self._args = direct(call.kernel, call.args), call.args
+
+    def run(self, shared: bool, seconds: npt.NDArray[np.float64] | None) -> None:
+        if seconds is None:
+            self._kernel(*self._args)
+            return
+        begin = time.perf_counter()
+        self._kernel(*self._args)
+        seconds[0] += time.perf_counter() - begin
+
+
+_Forms = tuple[tuple[Any, Sequence[Any]], tuple[Any, Sequence[Any]]]  # (kernel, arguments) for one thread, and for all threads
+
+
+class _NativePart:
+    """Consecutive calls of compiled kernels, made without Python between them."""
+
+    def __init__(self, serial: NativeCalls, shared: NativeCalls, first: int, end: int) -> None:
+        self.first, self.end = first, end
+        self._serial, self._shared = serial, shared
+
+    @classmethod
+    def of(cls, forms: Sequence[_Forms], first: int) -> _NativePart:
+        """Lays out calls of which both forms are given. first: number of the first one in the program."""
+        from engine.cpu.recording.native import NativeCalls
+
+        varies = any(one is not other for one, other in forms)
+        serial = NativeCalls([one for one, _ in forms])
+        shared = NativeCalls([other for _, other in forms]) if varies else serial
+        return cls(serial, shared, first, first + len(forms))
+
+    def followed_by(self, other: _NativePart) -> _NativePart:
+        """Returns both parts as one, without Python between them."""
+        serial, shared = self._serial.followed_by(other._serial), self._shared.followed_by(other._shared)
+        return _NativePart(serial, shared, self.first, self.end + other.end - other.first)
+
+    def run(self, shared: bool, seconds: npt.NDArray[np.float64] | None) -> None:
+        calls = self._shared if shared else self._serial
+        if seconds is None:
+            calls.run()
+            return
+        ticks = np.empty(self.end - self.first + 1, np.int64)
+        begin = time.perf_counter()
+        calls.run(ticks)
+        spent_s = time.perf_counter() - begin
+        passed = np.diff(ticks)
+        # all 0 where LLVM knows no clock that a program may read, as on aarch64 before LLVM 22
+        seconds += passed * (spent_s / passed.sum()) if passed.any() else spent_s / len(passed)
+
+
+class Replay:
+    """A sequence of recorded calls, which `run` repeats in order."""
+
+    def __init__(self, calls: Sequence[Call], after: Replay | None = None) -> None:
+        """Takes the calls, which are made after those of `after` if that is given."""
+        self._own, self._after = calls, after
+        self.calls: Sequence[Call] = calls if after is None else (*after.calls, *calls)
+        self.seconds: npt.NDArray[np.float64] | None = None  # [calls], None until `watch`
+        self._is_shared: Callable[[], bool] | None = None
+        self._varying_on: tuple[int, ...] = ()
+        self._parts: list[_Part] = []
+        self._is_native = False
+
+    @property
+    def is_native(self) -> bool:
+        """Whether all calls are made without Python."""
+        if not self._parts:
+            self.lay_out()
+        return self._is_native
+
+    def run(self) -> None:
+        """Makes all calls, in order."""
+        if not self._parts:
+            self.lay_out()
+        shared = self._is_shared is not None and self._is_shared()
+        seconds = self.seconds
+        for part in self._parts:
+            part.run(shared, None if seconds is None else seconds[part.first : part.end])
+
+    def lay_out(self) -> None:
+        """Prepares the calls. The first run does this if it has not been done before."""
+        if self._parts:
+            return
+        before: list[_Part] = []
+        after = self._after
+        if after is not None:
+            after.lay_out()
+            before, self._is_shared, self._varying_on = after._parts, after._is_shared, after._varying_on
+        self._parts = _joined(before, self._lay_out(len(self.calls) - len(self._own)))
+        self._is_native = all(isinstance(part, _NativePart) for part in self._parts)
+
+    def watch(self) -> None:
+        """Starts adding up the seconds of each call in `seconds`."""
+        self.seconds = np.zeros(len(self.calls))
+
+    def _lay_out(self, first: int) -> list[_Part]:
+        """Returns the parts of the sequence's own calls, of which the first has the number `first`."""
+        parts: list[_Part] = []
+        run: list[_Forms] = []
+        for at, call in enumerate(self._own, first):
+            forms = self._forms(call)
+            if forms is not None:
+                run.append(forms)
+                continue
+            if run:
+                parts.append(_NativePart.of(run, at - len(run)))
+                run = []
+            parts.append(_PythonCall(call, at))
+        if run:
+            parts.append(_NativePart.of(run, len(self.calls) - len(run)))
+        return parts
+
+    def _forms(self, call: Call) -> _Forms | None:
+        """Returns a call's compiled forms, for one thread and for all threads. None: Python has to make the call."""
+        kernel: Any = call.kernel
+        vary = getattr(kernel, "forms", None)
+        if vary is None:
+            found = compilation(kernel, call.args)
+            return None if found is None else ((found, call.args),) * 2
+        serial, shared = ((compilation(*form), form[1]) for form in vary(call.args))
+        if serial[0] is None:
+            return None
+        if shared[0] is None:  # only the form for one thread is compiled
+            return serial, serial
+        # is_shared is asked once a step, for all layers: their contexts are the same
+        depends_on = kernel.depends_on(call.args)
+        if self._is_shared is None:
+            self._is_shared, self._varying_on = partial(kernel.is_shared, call.args), depends_on
+        return (serial, shared) if depends_on == self._varying_on else None
+
+
+def _joined(before: list[_Part], behind: list[_Part]) -> list[_Part]:
+    """Returns both lists of parts as one; neighbouring native parts become one part."""
+    if before and behind and isinstance(before[-1], _NativePart) and isinstance(behind[0], _NativePart):
+        return [*before[:-1], before[-1].followed_by(behind[0]), *behind[1:]]
+    return before + behind
+
+
+class Drawing(Replay):
+    """The recorded sampling of tokens. Its calls write ids [N] and bad [N], as Ops.sample returns them. step: the decode step that
+    computes the logits and is run first; None: that step is run separately."""
+
+    def __init__(self, calls: Sequence[Call], ids: IntArray, bad: BoolArray, step: DecodeProgram | None = None) -> None:
+        super().__init__(calls, step)
+        self.ids, self.bad = ids, bad
+
+
+class ChunkProgram(Replay):
+    """A recorded step with chunks of prompts. Its calls write the normed hidden states [T, width], and copy those of the tokens to
+    sample from to one place that all chunk programs share."""
+
+    def __init__(self, calls: Sequence[Call], hidden: Tensor) -> None:
+        super().__init__(calls)
+        self.hidden = hidden.view(hidden.shape)
+
+
+class Head(Replay):
+    """The recorded computation of logits [N, V]. drawings: the sampling recorded for these logits, by (number of rows, whether all
+    are greedy). Those of a decode step include the step itself."""
+
+    def __init__(self, calls: Sequence[Call], logits: Tensor) -> None:
+        super().__init__(calls)
+        self.logits = logits.view(logits.shape)
+        self.drawings: dict[tuple[int, bool], Drawing] = {}
+
+
+class DecodeProgram(Head):
+    """A recorded decode step. Its calls write the normed hidden states [N, width] and the logits [N, V]."""
+
+    def __init__(self, calls: Sequence[Call], hidden: Tensor, logits: Tensor) -> None:
+        super().__init__(calls, logits)
+        self.hidden = hidden.view(hidden.shape)

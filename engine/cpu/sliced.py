@@ -1,0 +1,59 @@
+"""Computes a step of more tokens than the work space allows: layer by layer, and each layer slice by slice. So prompts of any
+length can be computed while the weights are still being loaded (engine/lifecycle/first_step.py).
+
+Shapes: T tokens of the whole step, W width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.cpu.batch import HostBatch
+from scheduler.batch.plan import BatchPlan
+
+Layer = Callable[[Tensor | None, Tensor, HostBatch], Tensor]
+
+
+def slices(plan: BatchPlan, max_tokens: int) -> list[BatchPlan]:
+    """Returns the plan cut into slices of at most max_tokens tokens, in order; they sample nothing. All but the last have the same
+    number of tokens, a multiple of 32 (of 8 if max_tokens is below 32), so no padding is needed between them."""
+    step = next((step for step in (32, 8) if max_tokens >= step), 1)
+    size = max_tokens // step * step
+    ends = np.cumsum(plan.num_new)
+    parts = []
+    for begin in range(0, int(ends[-1]), size):
+        first = np.maximum(plan.num_new - (ends - begin), 0)  # how many of each row's tokens are in earlier slices
+        num_new = np.minimum(plan.num_new, size - (ends - plan.num_new) + begin) - first
+        here = num_new > 0
+        rows = (plan.num_computed + first)[here].astype(np.int32), num_new[here].astype(np.int32)
+        parts.append(BatchPlan(plan.step_id, plan.model, plan.slots[here], *rows, np.zeros(len(rows[0]), np.bool_)))
+    return parts
+
+
+def in_slices(layers: Iterable[Layer], parts: Sequence[HostBatch]) -> Iterator[Layer]:
+    """Yields each layer as one that computes the whole step slice by slice. The step's tokens are those of `parts`, one after the
+    other."""
+    for layer in layers:
+        yield _Sliced(layer, parts)
+
+
+class _Sliced:
+    """A layer that computes its tokens slice by slice."""
+
+    def __init__(self, layer: Layer, parts: Sequence[HostBatch]) -> None:
+        self._layer, self._parts = layer, parts
+
+    def __call__(self, update: Tensor | None, residual: Tensor, batch: HostBatch) -> Tensor:
+        """Computes the layer. update, residual and the returned update: [T, W]. The new update overwrites the old one, since each
+        slice is read before it is written."""
+        out = torch.zeros_like(residual) if update is None else update
+        begin = 0
+        for part in self._parts:
+            rows = slice(begin, begin + len(part.input_ids))
+            out[rows] = self._layer(None if update is None else update[rows], residual[rows], part)
+            begin += part.num_tokens
+        return out

@@ -1,0 +1,1 @@
+"""NVIDIA GPUs: memory, operations, models and CUDA graphs."""

@@ -1,0 +1,125 @@
+"""NVIDIA GPUs: opens a device's memory and makes models on it. Kernels are compiled for each model's sizes, at its load."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+import torch
+
+from engine.contracts.backend import OpenDevice
+from engine.contracts.loads import KernelNews
+from engine.cuda.frames import DeviceFrames, device_frames
+from engine.cuda.model import CudaModel
+from engine.cuda.ops import CudaOps
+from engine.cuda.sink import DeviceSink
+from engine.host.weight_decoder import weight_decoder
+from engine.memory import handles
+from engine.memory.chunk_memory import ChunkMemory
+from engine.memory.handover import Handover
+from engine.memory.weight_range import WeightRange
+from engine.protocol import Configure, LoadModel
+from loader.errors import UnsupportedModel
+from loader.formats.weight_format import WeightFormat
+from loader.hf_config import CONFIG_NAME
+from loader.model_shape import ModelShape
+from loader.unpack import Decoder
+
+log = logging.getLogger("engine")
+
+MAX_GRAPH_ROWS = 256  # decode steps with more rows have no graph
+FP8_CAPABILITY = (8, 9)
+
+
+def open_device(configure: Configure, handover: Handover | None) -> OpenDevice:
+    """Opens the device and limits what torch may take of it. handover: None if its memory ends with this process. Raises
+    MemoryError, ValueError, DeviceError."""
+    from engine.cuda.memory import CudaMemory, DeviceError
+    from engine.cuda.work_space import limit_torch
+
+    work_space_bytes, configure = configure.work_space_bytes, beside_work_space(configure)
+    size = (configure.num_chunks, configure.chunk_bytes)
+    given, left = handover.ask(*size) if handover is not None else ([], None)
+    try:
+        memory = CudaMemory(*size, exportable=handover is not None, handles=given)
+    except DeviceError as error:
+        if handover is None or given:
+            raise
+        log.warning("this engine's memory does not outlive it: %s", error)
+        handover, left, memory = None, None, CudaMemory(*size)
+    limit_bytes = limit_torch(work_space_bytes)
+    log.info("torch is held to %.2f GiB of work space", limit_bytes / 2**30)
+    handles.close(given)
+    if handover is not None and not given:
+        handover.give(memory)
+    return OpenDevice(CudaBackend(memory, configure), configure, left)
+
+
+def beside_work_space(configure: Configure) -> Configure:
+    """Returns the configuration with the work space's chunks taken out of num_chunks: chunks are allocated at once, and torch takes
+    the work space from the memory they leave. The leases are smaller by the work space on every kind of device."""
+    work_chunks = -(-configure.work_space_bytes // configure.chunk_bytes)
+    return msgspec.structs.replace(configure, num_chunks=configure.num_chunks - work_chunks, work_space_bytes=0)
+
+
+class CudaBackend:
+    """An engine.contracts.backend.Backend. With memory of another device, its kernels run interpreted (for tests)."""
+
+    compute_threads = 1
+    reads_in_place = steps_may_overlap = False
+
+    def __init__(self, memory: ChunkMemory, options: Configure) -> None:
+        self.memory, self._options = memory, options
+        self._models: dict[str, tuple[object, CudaModel]] = {}  # the latest of each name, with its graphs
+        self._frames: DeviceFrames | None = None  # decodes packed weights on the device; None: the host does
+
+    def prepare(self, tell: Callable[[KernelNews], None]) -> None:
+        self._ops = CudaOps(self._options.cache_dir)
+        self.memory.copy_out(self.memory.arena.data_ptr(), np.zeros(8, np.uint8)).wait()  # compiles the checksum kernel
+        self._frames = device_frames(self.memory)
+
+    def need_kernels(self, spec: LoadModel, weight_format: WeightFormat) -> None:
+        """Does nothing: `model` compiles them."""
+
+    def check(self, spec: LoadModel, shape: ModelShape, weight_format: WeightFormat) -> None:
+        if not weight_format.runs_on_gpus:
+            raise UnsupportedModel(CONFIG_NAME, None, f"quantize: {spec.quantize} is not built on a GPU")
+        if shape.pooling:
+            raise UnsupportedModel(CONFIG_NAME, None, "encoders are not served on a GPU")
+        if spec.kv_cache_dtype and self.memory.arena.is_cuda:
+            check_fp8(torch.cuda.get_device_capability())
+
+    def early_model(self, spec: LoadModel, shape: ModelShape, weights: WeightRange) -> None:
+        return None
+
+    def model(self, spec: LoadModel, shape: ModelShape, weights: WeightRange) -> CudaModel:
+        """Returns the model; if it was loaded before with the same settings, the earlier object with its graphs: what they hold
+        addresses of is still at the same place."""
+        identity = (weights.address, spec.fingerprint, spec.dtype, spec.kv_dtype, spec.max_model_len, spec.max_sequences)
+        known = self._models.get(spec.model)
+        if known is not None and known[0] == identity:
+            known[1].restore()
+            return known[1]
+        max_graph_rows = MAX_GRAPH_ROWS if self.memory.arena.is_cuda else 0
+        model = CudaModel(self._ops, spec, shape, weights, self.memory.arena, self._options.block_tokens, max_graph_rows)
+        model.warm()
+        self._models[spec.model] = identity, model
+        return model
+
+    def sink(self, weights: WeightRange) -> DeviceSink:
+        return DeviceSink(self.memory, weights, self._frames)
+
+    def decoder(self) -> Decoder:
+        return weight_decoder(self._options.cache_dir)
+
+    def measured_decoder(self) -> Decoder:
+        return self.decoder() if self._frames is None else self._frames.measured_by(self.decoder())
+
+
+def check_fp8(capability: tuple[int, int]) -> None:
+    """Raises UnsupportedModel for a GPU whose processors cannot convert float8_e4m3. capability: its compute capability."""
+    if capability < FP8_CAPABILITY:
+        needed, there = (".".join(map(str, one)) for one in (FP8_CAPABILITY, capability))
+        raise UnsupportedModel(CONFIG_NAME, None, f"kv_cache_dtype: fp8 needs compute capability {needed}; this GPU has {there}")

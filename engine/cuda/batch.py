@@ -1,0 +1,61 @@
+"""The inputs of a forward pass on a GPU. They are what HostBatch (engine/cpu/batch.py) is on the CPU, but every array is on the
+device.
+
+Shapes: R rows, T tokens, S slots of the model, B blocks a sequence may hold, P pairs of a head's dimensions that are rotated. Rows
+with one new token come first: row r's token is token r for r below num_decode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class DeviceGroup:
+    """One KV group's part of a step's inputs. scales: of fp8 KV (engine/memory/arena.py). block_table [S + 1, B] int32: the model's
+    own, by slot. kv_slots [T] int64: block * block_tokens + place of each token, -1 for padding. turns [T, 2 P] float32: rotary
+    cosines, then sines. work: the pieces that the decode rows' contexts are cut into (triton_decode.DecodeWork), None if there are
+    no decode rows."""
+
+    kv: Tensor
+    scales: Tensor | None
+    window_tokens: int
+    block_table: Tensor
+    kv_slots: Tensor
+    turns: Tensor
+    work: Any
+
+
+@dataclass(slots=True)
+class QueryTiles:
+    """The I query tiles of the rows with several new tokens, as triton_extend takes them. rows [I] int32: each tile's row. firsts
+    [I] int32: its first query among the row's new tokens. starts, num_new [R]: each row's first token in the step, and its number
+    of new tokens."""
+
+    rows: Tensor
+    firsts: Tensor
+    starts: Tensor
+    num_new: Tensor
+
+
+@dataclass(slots=True)
+class DeviceBatch:
+    """The inputs of one step. num_decode: rows with one new token. slots, contexts [R] int32: each row's slot, and how many
+    positions it has stored after this step. layer_places: for each layer, its group and its place in that group."""
+
+    input_ids: Tensor  # [T]
+    num_decode: int
+    groups: list[DeviceGroup]
+    layer_places: Sequence[tuple[int, int]]
+    slots: Tensor
+    contexts: Tensor
+    tiles: QueryTiles | None
+
+    def group_of(self, layer: int) -> tuple[DeviceGroup, int]:
+        """Returns a layer's KV group, and the layer's place among the group's layers."""
+        group, place = self.layer_places[layer]
+        return self.groups[group], place

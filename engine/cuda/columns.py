@@ -1,0 +1,106 @@
+"""The input columns that the host sends to a GPU for a step: a few values for each row and, in steps with prompts, one for each
+token. The device computes the other inputs from them (kernels/triton_inputs.py).
+
+Shapes: R rows, T tokens, N sampling rows, S slots. Slot S belongs to no sequence: padding rows point at it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.sampling.sampler import SamplingRows
+from scheduler.batch.plan import BatchPlan, IntArray, LongArray, SequenceTable
+
+Columns = dict[str, npt.NDArray[Any]]
+
+
+def sampling_columns(rows: SamplingRows) -> Columns:
+    """Returns the sampling settings as kernels/entry.py takes them, [N] each."""
+    keys = rows.key0, rows.key1
+    if rows.all_greedy:
+        keys = (np.zeros(len(rows.temperature), np.uint32),) * 2
+    return {
+        "temperature": rows.temperature,
+        "top_p": rows.top_p,
+        "top_k": rows.top_k,
+        "min_p": rows.min_p,
+        "key0": keys[0],
+        "key1": keys[1],
+    }
+
+
+def decode_columns(plan: BatchPlan, table: SequenceTable, rows: SamplingRows, num_rows: int) -> Columns:
+    """Returns the columns of a step in which every row has one new token and samples, [num_rows] each. Rows after the plan's are
+    padding."""
+    missing = num_rows - len(plan.slots)
+    columns: Columns = {
+        "slots": plan.slots,
+        "firsts": plan.num_computed,
+        "contexts": plan.num_computed + np.int32(1),
+        "host_ids": _host_ids(table, plan.slots, plan.num_computed),
+    } | sampling_columns(rows)
+    if missing:
+        nothing = padding_columns(missing, len(table.request_id))
+        columns = {name: np.concatenate((column, nothing[name])) for name, column in columns.items()}
+    columns["numbers"] = np.arange(num_rows, dtype=np.int32)
+    return columns
+
+
+def padding_columns(num_rows: int, num_slots: int) -> Columns:
+    """Returns the columns of a decode step that consists of padding rows only: no KV is stored, and the sampled tokens go to slot
+    S."""
+    ints, floats = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.float32)
+    columns: Columns = {"slots": ints + np.int32(num_slots), "firsts": ints, "contexts": ints, "host_ids": ints}
+    columns |= {"temperature": floats, "top_p": floats + np.float32(1), "top_k": ints, "min_p": floats}
+    keys = np.zeros(num_rows, np.uint32)
+    return columns | {"key0": keys, "key1": keys, "numbers": np.arange(num_rows, dtype=np.int32)}
+
+
+@dataclass(slots=True)
+class ExtendStep:
+    """The inputs of a step that computes prompt tokens. num_decode: rows with one new token, which come first. num_tiles: tiles
+    that the other rows' queries are divided into. num_sampling: how many of the `wanted` tokens are sampled from; the rest come
+    from `also`."""
+
+    columns: Columns
+    num_decode: int
+    num_tiles: int
+    num_sampling: int
+
+
+def extend_step(plan: BatchPlan, table: SequenceTable, tile_tokens: int, also: LongArray | None) -> ExtendStep:
+    """Returns the inputs of a step that computes prompt tokens. tile_tokens: queries in a tile (kernels/triton_extend.py). also:
+    indices into T of further tokens whose hidden states are wanted, or None."""
+    num_new = plan.num_new
+    starts = (np.cumsum(num_new) - num_new).astype(np.int32)
+    token_rows = np.repeat(np.arange(len(num_new), dtype=np.int32), num_new)
+    positions = np.arange(len(token_rows), dtype=np.int32)
+    positions += (plan.num_computed - starts)[token_rows]
+    num_decode = int((num_new == 1).sum())
+    tiles = [(row, at) for row in range(num_decode, len(num_new)) for at in range(0, int(num_new[row]), tile_tokens)]
+    tiles.sort(key=lambda tile: -(int(plan.num_computed[tile[0]]) + tile[1]))  # longest context first: short tiles then fill gaps
+    wanted = (starts + num_new - 1)[plan.samples]
+    columns: Columns = {
+        "token_rows": token_rows,
+        "host_ids": _host_ids(table, plan.slots[token_rows], positions),
+        "slots": plan.slots,
+        "firsts": plan.num_computed,
+        "starts": starts,
+        "contexts": plan.num_computed + num_new,
+        "num_new": num_new,
+        "tile_rows": np.array([tile[0] for tile in tiles], np.int32),
+        "tile_firsts": np.array([tile[1] for tile in tiles], np.int32),
+        "wanted": (wanted if also is None else np.concatenate((wanted, also))).astype(np.int32),
+    }
+    return ExtendStep(columns, num_decode, len(tiles), len(wanted))
+
+
+def _host_ids(table: SequenceTable, slots: IntArray, positions: IntArray) -> IntArray:
+    """Returns the tokens at these positions of these slots. -1 stands for tokens that the host does not know yet."""
+    known = positions < table.num_tokens[slots]
+    last = np.int32(table.tokens.shape[1] - 1)
+    return np.where(known, table.tokens[slots, np.minimum(positions, last)], np.int32(-1)).astype(np.int32)

@@ -1,0 +1,1 @@
+"""Triton kernels, which also run interpreted on the CPU."""

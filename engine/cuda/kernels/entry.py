@@ -1,0 +1,188 @@
+"""The GPU kernels as engine/cuda/ops.py and model.py call them. Triton compiles them for a model's sizes and keeps them in the
+node's cache folder.
+
+Under TRITON_INTERPRET=1 the same kernels run on CPU tensors, slowly. Shapes are those of engine/ops/ops.py.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import triton
+from torch import Tensor
+
+from engine.cuda.batch import DeviceBatch
+from engine.cuda.kernels import (
+    linear_choice,
+    triton_decode,
+    triton_extend,
+    triton_inputs,
+    triton_rope,
+    triton_rows,
+    triton_sampling,
+)
+from engine.host import compiled
+
+tile_tokens = triton_extend.tile_tokens
+MANY_ROWS = triton_decode.MANY_ROWS
+linear = linear_choice.linear
+measure_linear = linear_choice.measure
+weights_of_products = linear_choice.weights_of_products
+FEW_ROWS = (1, 2, 4)
+KERNELS_BYTES = 64 << 20  # disk space that must be free, because Triton fails if it cannot write a file
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+
+
+def configure(cache_dir: str) -> None:
+    """Sets where Triton keeps compiled kernels: below cache_dir, or in a temporary folder if cache_dir cannot be written."""
+    triton.knobs.cache.dir = compiled.writable(cache_dir, KERNELS_BYTES)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, around_one: bool) -> Tensor:
+    out = torch.empty_like(x)
+    triton_rows.rms_norm(x, None, weight, eps, around_one, out)
+    return out
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, around_one: bool) -> Tensor:
+    out = torch.empty_like(x)
+    triton_rows.rms_norm(x, residual, weight, eps, around_one, out)
+    return out
+
+
+def gate_and_mul(gate_up: Tensor, gelu: bool) -> Tensor:
+    out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+    triton_rows.gate_and_mul(gate_up, gelu, out)
+    return out
+
+
+def rope_and_store(
+    qkv: Tensor,
+    query_norm: Tensor | None,
+    key_norm: Tensor | None,
+    around_one: bool,
+    eps: float,
+    layer: int,
+    heads: int,
+    batch: DeviceBatch,
+) -> None:
+    group, place = batch.group_of(layer)
+    norms, kv = (query_norm, key_norm, around_one, eps), (group.kv, group.scales)
+    triton_rope.rope_and_store(qkv, group.turns, *norms, *kv, place, heads, group.kv_slots)
+
+
+def attention(
+    qkv: Tensor, layer: int, heads: int, scale: float, softcap: float, batch: DeviceBatch, sinks: Tensor | None = None
+) -> Tensor:
+    """Returns the attention [T, H D] of the step's tokens. Entries of tokens that belong to no row are undefined."""
+    group, place = batch.group_of(layer)
+    out = qkv.new_empty(qkv.shape[0], heads * group.kv.shape[5])
+    kv = (group.kv, group.scales)
+    if batch.num_decode:
+        triton_decode.decode_attention(
+            qkv, *kv, place, heads, group.block_table, batch.slots, group.work, scale, softcap, sinks, INTERPRETED, out
+        )
+    if batch.tiles is not None:
+        tiles = batch.tiles
+        triton_extend.extend_attention(
+            qkv,
+            *kv,
+            place,
+            heads,
+            group.block_table,
+            batch.slots,
+            tiles.rows,
+            tiles.firsts,
+            tiles.starts,
+            tiles.num_new,
+            batch.contexts,
+            group.window_tokens,
+            scale,
+            softcap,
+            sinks,
+            INTERPRETED,
+            out,
+        )
+    return out
+
+
+def sample(
+    logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor, key0: Tensor, key1: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Samples a token for each row, see reference.sample. Returns (ids [N] int32, bad [N] int8) on the device.
+
+    The settings [N] are on the device; keys are int64, or int32 bits. Rows of temperature 0 take their largest logit."""
+    ids = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
+    bad = torch.empty(len(logits), dtype=torch.int8, device=logits.device)
+    triton_sampling.sample(logits, temperature, top_p, top_k, min_p, key0, key1, ids, bad)
+    return ids, bad
+
+
+def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns each row's most likely token and whether the row is bad, as `sample` does for rows of temperature 0."""
+    zeros = torch.zeros(len(logits), dtype=torch.float32, device=logits.device)
+    nothing = zeros.to(torch.int32)
+    return sample(logits, zeros, zeros, nothing, zeros, nothing, nothing)
+
+
+def top_logprobs(logits: Tensor, rows: Tensor, chosen: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the log-probabilities of the chosen and of the num_top most likely tokens, as ops.top_logprobs does, with arrays on
+    the device."""
+    picked = torch.empty(len(rows), dtype=torch.float32, device=logits.device)
+    top_ids = torch.empty(len(rows), num_top, dtype=torch.int32, device=logits.device)
+    top = torch.empty(len(rows), num_top, dtype=torch.float32, device=logits.device)
+    triton_sampling.top_logprobs(logits, rows, chosen, picked, top_ids, top)
+    return picked, top_ids, top
+
+
+def penalise(row: Tensor, tokens: Tensor, num_prompt: int, presence: float, frequency: float, repetition: float) -> None:
+    """Applies penalties to a row of logits in place, see ops.penalise. tokens: int32 on the device."""
+
+    def column(value: float) -> Tensor:
+        return torch.full((1,), value, dtype=torch.float32, device=row.device)
+
+    counts = torch.tensor([len(tokens), num_prompt], dtype=torch.int32, device=row.device)
+    columns = column(presence), column(frequency), column(repetition)
+    triton_sampling.penalise(row.unsqueeze(0), tokens.unsqueeze(0), counts[:1], counts[1:], *columns)
+
+
+def column(values: np.ndarray, device: torch.device) -> Tensor:
+    """Copies a host array into a tensor on the device."""
+    return torch.from_numpy(np.ascontiguousarray(values)).to(device)
+
+
+def set_entries(target: Tensor, places: Tensor, values: Tensor) -> None:
+    triton_inputs.set_entries(target, places, values)
+
+
+def prepare_inputs(
+    token_rows: Tensor,
+    host_ids: Tensor,
+    slots: Tensor,
+    firsts: Tensor,
+    starts: Tensor,
+    last_ids: Tensor,
+    block_table: Tensor,
+    block_tokens: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns (input_ids, positions [T] int32, kv_slots [T] int64) as reference.prepare_inputs does."""
+    input_ids, positions = torch.empty_like(token_rows), torch.empty_like(token_rows)
+    kv_slots = torch.empty(len(token_rows), dtype=torch.int64, device=token_rows.device)
+    triton_inputs.prepare_inputs(
+        token_rows, host_ids, slots, firsts, starts, last_ids, block_table, block_tokens, input_ids, positions, kv_slots
+    )
+    return input_ids, positions, kv_slots
+
+
+def cos_sin(positions: Tensor, inv_freq: Tensor, scale: float) -> Tensor:
+    """Returns cosines, then sines, [T, 2 P] float32, as Rotary.cos_sin does."""
+    out = torch.empty(len(positions), 2 * len(inv_freq), dtype=torch.float32, device=positions.device)
+    triton_rope.cos_sin(positions, inv_freq, scale, out)
+    return out
+
+
+def split_contexts(contexts: Tensor, window: int, target: int) -> triton_decode.DecodeWork:
+    """Returns contexts [R], int32 on the device, cut into about `target` pieces."""
+    work = triton_decode.make_work(len(contexts), target, contexts.device)
+    triton_decode.split_contexts(contexts, window, work)
+    return work

@@ -1,0 +1,298 @@
+"""Decode attention on the GPU (Triton): one query token of each row against its KV blocks, split along the context.
+
+A work list, made once a step on the device, cuts the rows' contexts into pieces of about equal size, so one grid (and one CUDA
+graph) serves every mix of lengths. All query heads of a KV head share a tile, so its keys and values are read once.
+
+Shapes: R rows, I pieces of work (an upper bound; unused ones are empty), H query heads, G KV heads, D head size. Reference
+implementations: reference.paged_attention, reference.split_contexts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.cuda.kernels.triton_fp8 import block_of, scale_of, scales_at, widened
+from engine.cuda.kernels.triton_softmax import LOG2_E, accumulate, scores_of
+
+SPLIT_TOKENS = 64  # a piece's number of positions is a multiple of this
+MANY_ROWS = 65  # with at least so many rows, another compilation of the kernel makes the work list
+MAX_ROWS = 1024
+
+
+@dataclass(slots=True)
+class DecodeWork:
+    """The pieces of R rows' contexts.
+
+    rows, begins, ends: [I] int32, each piece's row, first position and end (begin = end: unused). firsts: [R + 1] int32, each row's
+    first piece. target: about how many pieces are wanted."""
+
+    rows: Tensor
+    begins: Tensor
+    ends: Tensor
+    firsts: Tensor
+    target: int
+
+
+def make_work(num_rows: int, target: int, device: torch.device | str) -> DecodeWork:
+    """Allocates what `split_contexts` may need: about `target` pieces, and one more for each row."""
+    size = num_rows + target
+
+    def column(length: int) -> Tensor:
+        return torch.empty(length, dtype=torch.int32, device=device)
+
+    return DecodeWork(column(size), column(size), column(size), column(num_rows + 1), target)
+
+
+@triton.jit(do_not_specialize=["target", "window", "num_rows", "num_items"])
+def _split_kernel(
+    contexts,  # [R] int32; 0: the row is padding
+    num_rows,
+    rows,  # [I]
+    begins,
+    ends,
+    firsts,  # [R + 1]
+    num_items,
+    target,
+    window,
+    ROWS: tl.constexpr,
+    ITEMS: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    row = tl.arange(0, ROWS)
+    context = tl.load(contexts + row, mask=row < num_rows, other=0)
+    begin = tl.where(window > 0, tl.maximum(context - window, 0), 0)
+    length = context - begin
+    piece = (tl.sum(length, axis=0) + target * SPLIT - 1) // (target * SPLIT) * SPLIT
+    piece = tl.maximum(piece, SPLIT)
+    pieces = (length + piece - 1) // piece
+    last = tl.cumsum(pieces, axis=0)
+    first = last - pieces
+    if tl.program_id(0) == 0:
+        tl.store(firsts + 1 + row, last, mask=row < num_rows)
+        tl.store(firsts, 0)
+    item = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
+    own = (item[:, None] >= first[None, :]) & (item[:, None] < last[None, :])  # at most one row for each item
+    at = tl.sum(tl.where(own, begin[None, :] + (item[:, None] - first[None, :]) * piece, 0), axis=1)
+    end = tl.minimum(at + piece, tl.sum(tl.where(own, context[None, :], 0), axis=1))
+    inside = item < num_items
+    tl.store(rows + item, tl.sum(tl.where(own, row[None, :], 0), axis=1), mask=inside)
+    tl.store(begins + item, at, mask=inside)
+    tl.store(ends + item, tl.maximum(at, end), mask=inside)
+
+
+def split_contexts(contexts: Tensor, window: int, work: DecodeWork) -> None:
+    """Fills `work` with pieces of the rows' contexts [R] int32, of which only the last `window` positions (0: all) are attended to.
+    Raises ValueError for more than MAX_ROWS rows."""
+    num_items, num_rows = len(work.rows), len(contexts)
+    if num_rows > MAX_ROWS:
+        raise ValueError(f"{num_rows} rows in a decode step; {MAX_ROWS} are supported")
+    rows, items = (64, 64) if num_rows < MANY_ROWS else (MAX_ROWS, 8)
+    _split_kernel[(triton.cdiv(num_items, items),)](
+        contexts,
+        num_rows,
+        work.rows,
+        work.begins,
+        work.ends,
+        work.firsts,
+        num_items,
+        work.target,
+        window,
+        ROWS=rows,
+        ITEMS=items,
+        SPLIT=SPLIT_TOKENS,
+        num_warps=8,
+    )
+
+
+@triton.jit(do_not_specialize=["layer"])
+def _piece_kernel(
+    qkv,  # [T, (H + 2 G) D]; row r's query is token r
+    kv,
+    scales,  # the scales of fp8 KV
+    block_table,  # [S, B] int32
+    table_rows,  # [R] int32: each row's index in block_table
+    rows,  # [I]
+    begins,
+    ends,
+    partial,  # [I, H, D] float32
+    partial_log,  # [I, H] float32: log2 of a piece's sum of weights
+    layer,
+    table_stride,
+    block_stride,
+    scale,
+    softcap,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    M: tl.constexpr,  # H / G, padded to a size that tensor cores take
+    N: tl.constexpr,
+    PADDED_D: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    WIDEN: tl.constexpr,
+    FP8: tl.constexpr,
+):
+    item = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    begin, end = tl.load(begins + item), tl.load(ends + item)
+    if begin >= end:
+        return
+    row = tl.load(rows + item).to(tl.int64)
+    group: tl.constexpr = H // G
+    member, dim, place = tl.arange(0, M), tl.arange(0, PADDED_D), tl.arange(0, N)
+    inside = (member < group)[:, None] & (dim < D)[None, :]
+    head = kv_head * group + member
+    query = tl.load(qkv + row * ((H + 2 * G) * D) + head[:, None] * D + dim[None, :], mask=inside, other=0.0)
+    if WIDEN:
+        query = query.to(tl.float32)
+    table = block_table + tl.load(table_rows + row).to(tl.int64) * table_stride
+    keys_at = (layer * 2 * G + kv_head) * (BLOCK_TOKENS * D)
+    values_at = keys_at + G * BLOCK_TOKENS * D
+    top = tl.full([M], float("-inf"), tl.float32)
+    total = tl.zeros([M], tl.float32)
+    sums = tl.zeros([M, PADDED_D], tl.float32)
+    if FP8:
+        position = begin + place
+        block = block_of(table, position, position < end, BLOCK_TOKENS)
+        key_scale, value_scale = scales_at(
+            scales, block, position, position < end, keys_at // D, values_at // D, block_stride, BLOCK_TOKENS
+        )
+        next_block = block_of(table, position + N, position + N < end, BLOCK_TOKENS)
+    for start in range(begin, end, N):
+        position = start + place
+        visible = position < end
+        block = tl.load(table + position // BLOCK_TOKENS, mask=visible, other=0).to(tl.int64)
+        cell = block * block_stride + position % BLOCK_TOKENS * D
+        seen = visible[:, None] & (dim < D)[None, :]
+        key = tl.load(kv + cell[:, None] + keys_at + dim[None, :], mask=seen, other=0)
+        if FP8:
+            scores = scores_of(query, widened(key, query.dtype), (scale * scale_of(key_scale))[None, :], softcap, SOFTCAP, WIDEN)
+        else:
+            scores = scores_of(query, key, scale, softcap, SOFTCAP, WIDEN)
+        scores = tl.where(visible[None, :], scores, float("-inf"))
+        value = tl.load(kv + cell[:, None] + values_at + dim[None, :], mask=seen, other=0)
+        if FP8:
+            value = widened(value, query.dtype) * scale_of(value_scale).to(query.dtype)[:, None]
+            later = position + N
+            key_scale, value_scale = scales_at(
+                scales, next_block, later, later < end, keys_at // D, values_at // D, block_stride, BLOCK_TOKENS
+            )
+            next_block = block_of(table, later + N, later + N < end, BLOCK_TOKENS)
+        top, total, sums = accumulate(scores, value, top, total, sums, WIDEN)
+    at = (item * H + head).to(tl.int64)
+    tl.store(partial + at[:, None] * D + dim[None, :], sums / total[:, None], mask=inside)
+    tl.store(partial_log + at, top + tl.log2(total), mask=member < group)
+
+
+@triton.jit
+def _combine_kernel(
+    partial,  # [I, H, D] float32
+    partial_log,  # [I, H] float32
+    firsts,  # [R + 1]
+    sinks,  # [H] float32
+    out,  # [T, H D]
+    H: tl.constexpr,
+    D: tl.constexpr,
+    PADDED_D: tl.constexpr,
+    PIECES: tl.constexpr,
+    SINKS: tl.constexpr,
+):
+    row, head = tl.program_id(0), tl.program_id(1)
+    dim, offset = tl.arange(0, PADDED_D), tl.arange(0, PIECES)
+    first, end = tl.load(firsts + row), tl.load(firsts + row + 1)
+    sums = tl.zeros([PADDED_D], tl.float32)
+    if SINKS:
+        top = tl.load(sinks + head) * LOG2_E
+        total = 1.0
+    else:
+        top = -1e38  # finite, so that a row that is padding gets 0
+        total = 0.0
+    for start in range(first, end, PIECES):
+        inside = start + offset < end
+        at = ((start + offset) * H + head).to(tl.int64)
+        log = tl.load(partial_log + at, mask=inside, other=float("-inf"))
+        new_top = tl.maximum(top, tl.max(log, axis=0))
+        weights = tl.exp2(log - new_top)
+        kept = tl.exp2(top - new_top)
+        part = tl.load(partial + at[:, None] * D + dim[None, :], mask=inside[:, None] & (dim < D)[None, :], other=0.0)
+        sums = sums * kept + tl.sum(part * weights[:, None], axis=0)
+        total = total * kept + tl.sum(weights, axis=0)
+        top = new_top
+    result = sums / tl.where(total > 0.0, total, 1.0)
+    tl.store(out + (row * H + head).to(tl.int64) * D + dim, result.to(out.dtype.element_ty), mask=dim < D)
+
+
+def decode_attention(
+    qkv: Tensor,
+    kv: Tensor,
+    scales: Tensor | None,
+    layer: int,
+    heads: int,
+    block_table: Tensor,
+    table_rows: Tensor,
+    work: DecodeWork,
+    scale: float,
+    softcap: float,
+    sinks: Tensor | None,
+    widen: bool,
+    out: Tensor,
+) -> None:
+    """Computes the attention of the rows' queries, which are the first R tokens of qkv [T, (H + 2 G) D], into out [T, H D]. Rows
+    without a context get zeros.
+
+    scales: of fp8 KV, which is widened to qkv's dtype for the products. block_table: [S, B] int32. table_rows: [R] int32, where
+    each row's blocks are in block_table. sinks: [H] float32, a score that takes weight and gives no value. widen: see
+    triton_softmax."""
+    kv_heads, block_tokens, head_dim = kv.shape[3:]
+    num_items, num_rows = len(work.rows), len(work.firsts) - 1
+    padded = max(16, triton.next_power_of_2(head_dim))
+    partial = torch.empty(num_items, heads, head_dim, dtype=torch.float32, device=qkv.device)
+    partial_log = torch.empty(num_items, heads, dtype=torch.float32, device=qkv.device)
+    wide_items = qkv.element_size() == 4
+    _piece_kernel[(num_items, kv_heads)](
+        qkv,
+        kv,
+        kv if scales is None else scales,
+        block_table,
+        table_rows,
+        work.rows,
+        work.begins,
+        work.ends,
+        partial,
+        partial_log,
+        layer,
+        block_table.stride(0),
+        kv.stride(0),
+        scale,
+        softcap,
+        H=heads,
+        G=kv_heads,
+        D=head_dim,
+        BLOCK_TOKENS=block_tokens,
+        M=max(16, triton.next_power_of_2(heads // kv_heads)),
+        N=32 if padded * qkv.element_size() > 256 else SPLIT_TOKENS,
+        PADDED_D=padded,
+        SOFTCAP=softcap > 0,
+        WIDEN=widen,
+        FP8=scales is not None,
+        num_warps=4,
+        num_stages=2 if wide_items else 3,
+    )
+    _combine_kernel[(num_rows, heads)](
+        partial,
+        partial_log,
+        work.firsts,
+        partial_log if sinks is None else sinks,
+        out,
+        H=heads,
+        D=head_dim,
+        PADDED_D=padded,
+        PIECES=16,
+        SINKS=sinks is not None,
+        num_warps=2,
+    )

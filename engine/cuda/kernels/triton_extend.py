@@ -1,0 +1,217 @@
+"""Attention of several new tokens of each row on the GPU (Triton): prefill, and every later chunk of it, over paged KV.
+
+A program computes M query tokens of one head. Positions that all of them see need no mask, and these are most of a long context.
+
+Shapes: T tokens, R rows, I tiles of queries, H query heads, G KV heads, D head size. Reference implementation:
+reference.paged_attention.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.cuda.kernels.triton_fp8 import block_of, scale_of, scales_at, widened
+from engine.cuda.kernels.triton_softmax import LOG2_E, accumulate, scores_of
+
+
+def tile_tokens(head_dim: int, dtype: torch.dtype) -> int:
+    """Returns the number of query tokens in a tile."""
+    if dtype is torch.float32:
+        return 32
+    return 128 if head_dim <= 128 else 64
+
+
+@triton.jit
+def _attend(
+    query, top, total, sums, kv, scales, table, position_of_query, low, begin, end,
+    keys_at, values_at, block_stride, window, scale, softcap,
+    D: tl.constexpr, BLOCK_TOKENS: tl.constexpr, N: tl.constexpr, PADDED_D: tl.constexpr,
+    MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, WIDEN: tl.constexpr, FP8: tl.constexpr,
+):  # fmt: skip
+    """Adds the positions from begin to below end to the running softmax, and returns the new (top, total, sums).
+
+    MASKED: positions below `low` and those after a query's own are masked out; without it there must be none of them."""
+    dim, place = tl.arange(0, PADDED_D), tl.arange(0, N)
+    if FP8:
+        position = begin + place
+        there = (position >= low) & (position < end)
+        block = block_of(table, position, there, BLOCK_TOKENS)
+        key_scale, value_scale = scales_at(scales, block, position, there, keys_at // D, values_at // D, block_stride, BLOCK_TOKENS)
+        next_block = block_of(table, position + N, position + N < end, BLOCK_TOKENS)
+    for start in range(begin, end, N):
+        position = start + place
+        if MASKED:
+            there = (position >= low) & (position < end)
+            block = tl.load(table + position // BLOCK_TOKENS, mask=there, other=0).to(tl.int64)
+            seen = there[:, None] & (dim < D)[None, :]
+        else:
+            block = tl.load(table + position // BLOCK_TOKENS).to(tl.int64)
+            seen = (place >= 0)[:, None] & (dim < D)[None, :]
+        cell = block * block_stride + position % BLOCK_TOKENS * D
+        key = tl.load(kv + cell[:, None] + keys_at + dim[None, :], mask=seen, other=0)
+        if FP8:
+            scores = scores_of(query, widened(key, query.dtype), (scale * scale_of(key_scale))[None, :], softcap, SOFTCAP, WIDEN)
+        else:
+            scores = scores_of(query, key, scale, softcap, SOFTCAP, WIDEN)
+        if MASKED:
+            visible = there[None, :] & (position[None, :] <= position_of_query[:, None])
+            if WINDOW:
+                visible &= position[None, :] > position_of_query[:, None] - window
+            scores = tl.where(visible, scores, float("-inf"))
+        value = tl.load(kv + cell[:, None] + values_at + dim[None, :], mask=seen, other=0)
+        if FP8:
+            value = widened(value, query.dtype) * scale_of(value_scale).to(query.dtype)[:, None]
+            later = position + N
+            key_scale, value_scale = scales_at(
+                scales, next_block, later, later < end, keys_at // D, values_at // D, block_stride, BLOCK_TOKENS
+            )
+            next_block = block_of(table, later + N, later + N < end, BLOCK_TOKENS)
+        top, total, sums = accumulate(scores, value, top, total, sums, WIDEN)
+    return top, total, sums
+
+
+@triton.jit(do_not_specialize=["layer", "window"])
+def _extend_kernel(
+    qkv,  # [T, (H + 2 G) D]
+    kv,
+    scales,  # the scales of fp8 KV
+    block_table,  # [S, B] int32
+    table_rows,  # [R] int32: each row's index in block_table
+    tile_rows,  # [I] int32
+    tile_firsts,  # [I] int32: the tile's first query among the row's new tokens
+    starts,  # [R] int32: index in T of the row's first token
+    num_new,  # [R] int32
+    contexts,  # [R] int32
+    sinks,  # [H] float32
+    out,  # [T, H D]
+    layer,
+    window,
+    table_stride,
+    block_stride,
+    scale,
+    softcap,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    PADDED_D: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    WIDEN: tl.constexpr,
+    FP8: tl.constexpr,
+):
+    head = tl.program_id(0)
+    tile = tl.program_id(1)
+    row, first = tl.load(tile_rows + tile), tl.load(tile_firsts + tile)
+    new, context = tl.load(num_new + row), tl.load(contexts + row)
+    before = context - new
+    member, dim = first + tl.arange(0, M), tl.arange(0, PADDED_D)
+    token = (tl.load(starts + row) + member).to(tl.int64)
+    inside = (member < new)[:, None] & (dim < D)[None, :]
+    query = tl.load(qkv + token[:, None] * ((H + 2 * G) * D) + head * D + dim[None, :], mask=inside, other=0.0)
+    if WIDEN:
+        query = query.to(tl.float32)
+    kv_head = head // (H // G)
+    keys_at = (layer * 2 * G + kv_head) * (BLOCK_TOKENS * D)
+    values_at = keys_at + G * BLOCK_TOKENS * D
+    table = block_table + tl.load(table_rows + row).to(tl.int64) * table_stride
+    own = before + member  # position of each query
+    end = tl.minimum(before + first + M, context)
+    common = (before + first + 1) // N * N  # every query sees the positions from `clear` to here
+    low, clear = 0, 0
+    if WINDOW:
+        low = tl.maximum(before + first - window + 1, 0)
+        clear = tl.minimum(tl.maximum((end - window + N - 1) // N * N, 0), common)
+    if SINKS:
+        top = tl.zeros([M], tl.float32) + tl.load(sinks + head) * LOG2_E
+        total = tl.full([M], 1.0, tl.float32)
+    else:
+        top = tl.full([M], float("-inf"), tl.float32)
+        total = tl.zeros([M], tl.float32)
+    sums = tl.zeros([M, PADDED_D], tl.float32)
+    if WINDOW:
+        top, total, sums = _attend(
+            query, top, total, sums, kv, scales, table, own, low, low // N * N, clear,
+            keys_at, values_at, block_stride, window, scale, softcap,
+            D, BLOCK_TOKENS, N, PADDED_D, True, WINDOW, SOFTCAP, WIDEN, FP8,
+        )  # fmt: skip
+    top, total, sums = _attend(
+        query, top, total, sums, kv, scales, table, own, low, clear, common,
+        keys_at, values_at, block_stride, window, scale, softcap,
+        D, BLOCK_TOKENS, N, PADDED_D, False, WINDOW, SOFTCAP, WIDEN, FP8,
+    )  # fmt: skip
+    top, total, sums = _attend(
+        query, top, total, sums, kv, scales, table, own, low, common, end,
+        keys_at, values_at, block_stride, window, scale, softcap,
+        D, BLOCK_TOKENS, N, PADDED_D, True, WINDOW, SOFTCAP, WIDEN, FP8,
+    )  # fmt: skip
+    result = sums / tl.where(total > 0.0, total, 1.0)[:, None]
+    tl.store(out + (token[:, None] * H + head) * D + dim[None, :], result.to(out.dtype.element_ty), mask=inside)
+
+
+def extend_attention(
+    qkv: Tensor,
+    kv: Tensor,
+    scales: Tensor | None,
+    layer: int,
+    heads: int,
+    block_table: Tensor,
+    table_rows: Tensor,
+    tile_rows: Tensor,
+    tile_firsts: Tensor,
+    starts: Tensor,
+    num_new: Tensor,
+    contexts: Tensor,
+    window: int,
+    scale: float,
+    softcap: float,
+    sinks: Tensor | None,
+    widen: bool,
+    out: Tensor,
+) -> None:
+    """Computes attention for tiles of `tile_tokens` queries. Only the rows of out [T, H D] of their tokens are written.
+
+    scales, table_rows, sinks, widen: see triton_decode.decode_attention."""
+    kv_heads, block_tokens, head_dim = kv.shape[3:]
+    tokens = tile_tokens(head_dim, qkv.dtype)
+    wide_items = qkv.element_size() == 4
+    _extend_kernel[(heads, len(tile_rows))](
+        qkv,
+        kv,
+        kv if scales is None else scales,
+        block_table,
+        table_rows,
+        tile_rows,
+        tile_firsts,
+        starts,
+        num_new,
+        contexts,
+        contexts if sinks is None else sinks,
+        out,
+        layer,
+        window,
+        block_table.stride(0),
+        kv.stride(0),
+        scale,
+        softcap,
+        H=heads,
+        G=kv_heads,
+        D=head_dim,
+        BLOCK_TOKENS=block_tokens,
+        M=tokens,
+        N=32 if wide_items else 64,
+        PADDED_D=max(16, triton.next_power_of_2(head_dim)),
+        WINDOW=window > 0,
+        SINKS=sinks is not None,
+        SOFTCAP=softcap > 0,
+        WIDEN=widen,
+        FP8=scales is not None,
+        num_warps=8 if tokens == 128 or wide_items else 4,
+        num_stages=2 if wide_items else 3,
+    )

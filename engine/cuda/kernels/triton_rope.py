@@ -1,0 +1,188 @@
+"""Rotary embedding, norms of queries and keys, and the KV write in one pass on the GPU (Triton). Reference implementations:
+reference.rope_and_store, forward_batch.Rotary.cos_sin.
+
+Shapes: T tokens, H query heads, G KV heads, D head size, P pairs of a head's dimensions that are rotated.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.cuda.kernels.triton_fp8 import e4m3_of, scale_of, shared_scale
+
+
+@triton.jit
+def _cos_sin_kernel(
+    positions,  # [T]
+    inv_freq,  # [P] float32
+    out,  # [T, 2 P] float32
+    scale,
+    P: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    at = tl.arange(0, BLOCK)
+    inside = at < P
+    angle = tl.load(positions + row).to(tl.float32) * tl.load(inv_freq + at, mask=inside, other=0.0)
+    tl.store(out + row * 2 * P + at, tl.cos(angle) * scale, mask=inside)
+    tl.store(out + row * 2 * P + P + at, tl.sin(angle) * scale, mask=inside)
+
+
+def cos_sin(positions: Tensor, inv_freq: Tensor, scale: float, out: Tensor) -> None:
+    """Writes the cosines, then the sines, of position * inv_freq, times scale, to out [T, 2 P] float32. positions: [T]."""
+    pairs = len(inv_freq)
+    _cos_sin_kernel[(len(positions),)](positions, inv_freq, out, scale, P=pairs, BLOCK=triton.next_power_of_2(pairs), num_warps=1)
+
+
+@triton.jit
+def _normed(value, total, factor, AROUND_ONE: tl.constexpr, D: tl.constexpr, eps, narrow):
+    """Returns the RMS norm of part of a head, rounded as reference.rms_norm rounds. total: the sum of the whole head's squares."""
+    wide = value * tl.rsqrt(total / D + eps)[:, None]
+    if AROUND_ONE:
+        factor += 1.0
+    else:
+        wide = wide.to(narrow).to(tl.float32)
+    return (wide * factor[None, :]).to(narrow).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["layer"])
+def _rope_and_store_kernel(
+    qkv,  # [T, (H + 2 G) D]; queries are rotated in place
+    cos_sin,  # [T, 2 P] float32
+    query_norm,  # [D]
+    key_norm,  # [D]
+    kv,  # the arena as one group sees it
+    scales,  # the scales of fp8 KV
+    slots,  # [T] int64; below 0: the token is not stored
+    eps,
+    layer,
+    block_stride,  # elements from one block to the next
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    P: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    NORMS: tl.constexpr,
+    AROUND_ONE: tl.constexpr,
+    HEADS: tl.constexpr,  # heads that a program computes
+    PAIRS: tl.constexpr,  # P, padded
+    REST: tl.constexpr,  # D - 2 P, padded; 0: every dimension is rotated
+    FP8: tl.constexpr,
+):
+    narrow: tl.constexpr = qkv.dtype.element_ty
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    is_query, is_value = head < H, head >= H + G
+    at = tl.arange(0, PAIRS)
+    inside = (head < H + 2 * G)[:, None] & (at < P)[None, :]
+    row = qkv + token * ((H + 2 * G) * D) + head[:, None] * D
+    left = tl.load(row + at[None, :], mask=inside, other=0.0).to(tl.float32)
+    right = tl.load(row + (P + at)[None, :], mask=inside, other=0.0).to(tl.float32)
+    if REST > 0:
+        beyond = 2 * P + tl.arange(0, REST)
+        inside_rest = (head < H + 2 * G)[:, None] & (beyond < D)[None, :]
+        rest = tl.load(row + beyond[None, :], mask=inside_rest, other=0.0).to(tl.float32)
+    if NORMS:
+        total = tl.sum(left * left, axis=1) + tl.sum(right * right, axis=1)
+        if REST > 0:
+            total += tl.sum(rest * rest, axis=1)
+        for_query = tl.load(query_norm + at, mask=at < P, other=0.0).to(tl.float32)
+        for_key = tl.load(key_norm + at, mask=at < P, other=0.0).to(tl.float32)
+        as_query = _normed(left, total, for_query, AROUND_ONE, D, eps, narrow)
+        as_key = _normed(left, total, for_key, AROUND_ONE, D, eps, narrow)
+        left = tl.where(is_value[:, None], left, tl.where(is_query[:, None], as_query, as_key))
+        for_query = tl.load(query_norm + P + at, mask=at < P, other=0.0).to(tl.float32)
+        for_key = tl.load(key_norm + P + at, mask=at < P, other=0.0).to(tl.float32)
+        as_query = _normed(right, total, for_query, AROUND_ONE, D, eps, narrow)
+        as_key = _normed(right, total, for_key, AROUND_ONE, D, eps, narrow)
+        right = tl.where(is_value[:, None], right, tl.where(is_query[:, None], as_query, as_key))
+        if REST > 0:
+            for_query = tl.load(query_norm + beyond, mask=beyond < D, other=0.0).to(tl.float32)
+            for_key = tl.load(key_norm + beyond, mask=beyond < D, other=0.0).to(tl.float32)
+            as_query = _normed(rest, total, for_query, AROUND_ONE, D, eps, narrow)
+            as_key = _normed(rest, total, for_key, AROUND_ONE, D, eps, narrow)
+            rest = tl.where(is_value[:, None], rest, tl.where(is_query[:, None], as_query, as_key))
+    cosine = tl.load(cos_sin + token * 2 * P + at, mask=at < P, other=0.0)[None, :]
+    sine = tl.load(cos_sin + token * 2 * P + P + at, mask=at < P, other=0.0)[None, :]
+    turned_left = tl.where(is_value[:, None], left, left * cosine - right * sine).to(narrow)
+    turned_right = tl.where(is_value[:, None], right, right * cosine + left * sine).to(narrow)
+    # each element is loaded and stored by the same thread, so writing in place is no race
+    keep = is_query[:, None] & (at < P)[None, :]
+    tl.store(row + at[None, :], turned_left, mask=keep)
+    tl.store(row + (P + at)[None, :], turned_right, mask=keep)
+    if REST > 0:
+        rest = rest.to(narrow)
+        if NORMS:
+            tl.store(row + beyond[None, :], rest, mask=is_query[:, None] & (beyond < D)[None, :])
+    slot = tl.load(slots + token)
+    which = layer * 2 * G + head - H  # values follow keys, in the block as in qkv
+    place = which * BLOCK_TOKENS + slot % BLOCK_TOKENS
+    block_at = (slot // BLOCK_TOKENS) * block_stride
+    kept = (head >= H) & (head < H + 2 * G) & (tl.zeros_like(head) + slot >= 0)
+    if FP8:
+        left, right = turned_left.to(tl.float32), turned_right.to(tl.float32)
+        largest = tl.max(tl.maximum(tl.abs(left), tl.abs(right)), axis=1)
+        if REST > 0:
+            rest = rest.to(tl.float32)
+            largest = tl.maximum(largest, tl.max(tl.abs(rest), axis=1))
+        exponent = shared_scale(largest)
+        tl.store(scales + block_at + place, exponent.to(tl.uint8), mask=kept)
+        inverse = scale_of(254 - exponent)[:, None]
+        turned_left, turned_right = e4m3_of(left * inverse), e4m3_of(right * inverse)
+        if REST > 0:
+            rest = e4m3_of(rest * inverse)
+    cell = kv + block_at + (place * D)[:, None]
+    stored = kept[:, None] & (at < P)[None, :]
+    tl.store(cell + at[None, :], turned_left, mask=stored)
+    tl.store(cell + (P + at)[None, :], turned_right, mask=stored)
+    if REST > 0:
+        tl.store(cell + beyond[None, :], rest, mask=kept[:, None] & (beyond < D)[None, :])
+
+
+def rope_and_store(
+    qkv: Tensor,
+    turns: Tensor,
+    query_norm: Tensor | None,
+    key_norm: Tensor | None,
+    around_one: bool,
+    eps: float,
+    kv: Tensor,
+    scales: Tensor | None,
+    layer: int,
+    heads: int,
+    slots: Tensor,
+) -> None:
+    """Normalises (if norms are given) and rotates the queries of qkv in place, and stores the rotated keys and the values at slots
+    [T]. Unlike reference.rope_and_store it leaves qkv's keys as they are."""
+    kv_heads, block_tokens, head_dim = kv.shape[3:]
+    pairs = turns.shape[1] // 2
+    padded = triton.next_power_of_2(pairs)
+    most = 1024 if scales is None else 512  # fewer for fp8, because rounding takes registers
+    per_program = max(1, min(triton.next_power_of_2(heads + 2 * kv_heads), most // padded))
+    beyond = head_dim - 2 * pairs
+    _rope_and_store_kernel[(qkv.shape[0], triton.cdiv(heads + 2 * kv_heads, per_program))](
+        qkv,
+        turns,
+        qkv if query_norm is None else query_norm,
+        qkv if key_norm is None else key_norm,
+        kv,
+        kv if scales is None else scales,
+        slots,
+        eps,
+        layer,
+        kv.stride(0),
+        H=heads,
+        G=kv_heads,
+        D=head_dim,
+        P=pairs,
+        BLOCK_TOKENS=block_tokens,
+        NORMS=query_norm is not None,
+        AROUND_ONE=around_one,
+        HEADS=per_program,
+        PAIRS=padded,
+        REST=triton.next_power_of_2(beyond) if beyond else 0,
+        FP8=scales is not None,
+        num_warps=4,
+    )

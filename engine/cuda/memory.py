@@ -1,0 +1,197 @@
+"""A CUDA device's chunks: physical allocations by the driver's virtual memory management, mapped as a whole for the arena and again
+into weight ranges. Addresses never change, so captured graphs survive an eviction.
+
+Source: CUDA driver API, "Virtual Memory Management". Imported only where cuda-bindings is installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from cuda.bindings import driver
+
+from engine.cuda.copies import CudaStreams, EventFence, SummedCopy
+from engine.memory import handles as descriptors
+from engine.memory.arena import copy_pieces
+from scheduler.batch.plan import IntArray
+
+FILE_DESCRIPTOR = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+
+
+class DeviceError(RuntimeError):
+    """Raised when the driver refuses a call. Most of these errors are only cured by a new process."""
+
+
+def _call(function: Any, *arguments: Any) -> Any:
+    """Calls a function of the driver and returns its result, if it has one. Raises MemoryError if the device is out of memory,
+    DeviceError for any other error."""
+    status, *results = function(*arguments)
+    if status != driver.CUresult.CUDA_SUCCESS:
+        name = driver.cuGetErrorName(status)[1]
+        text = f"{function.__name__}: {name.decode() if isinstance(name, bytes) else status}"
+        out_of_memory = driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY
+        raise (MemoryError if status == out_of_memory else DeviceError)(text)
+    return results[0] if results else None
+
+
+class _Bytes:
+    """A range of device memory that torch can use as a tensor without owning it."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+class CudaMemory:
+    """The engine.memory.chunk_memory.ChunkMemory of CUDA device `index`, in torch's (primary) context. All memory is allocated at
+    once.
+
+    chunk_bytes: a multiple of the device's granularity (2 MiB). exportable: whether `export` will be called. handles: what `export`
+    of another one returned, to use its chunks; the caller still closes them. Raises MemoryError, ValueError, DeviceError."""
+
+    def __init__(
+        self, num_chunks: int, chunk_bytes: int, index: int = 0, exportable: bool = False, handles: Sequence[int] = ()
+    ) -> None:
+        if handles and len(handles) != num_chunks:
+            raise ValueError(f"{len(handles)} handles that are not those of {num_chunks} chunks of {chunk_bytes} bytes")
+        self.num_chunks, self.chunk_bytes = num_chunks, chunk_bytes
+        self.num_bytes = num_chunks * chunk_bytes
+        self._index = index
+        self._device = torch.device("cuda", index)
+        torch.zeros(1, device=self._device)  # makes the context
+        self._context = _call(driver.cuCtxGetCurrent)
+        place = driver.CUmemLocation()
+        place.type, place.id = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE, index
+        wanted = driver.CUmemAllocationProp()
+        wanted.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        wanted.location = place
+        if exportable:
+            wanted.requestedHandleTypes = FILE_DESCRIPTOR
+        minimum = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        granularity = int(_call(driver.cuMemGetAllocationGranularity, wanted, minimum))
+        if chunk_bytes <= 0 or chunk_bytes % granularity:
+            raise ValueError(f"chunk_bytes {chunk_bytes} is not a multiple of the device's granularity {granularity}")
+        self._access = driver.CUmemAccessDesc()
+        self._access.location = place
+        self._access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        self._handles: list[Any] = []
+        self._arena_address = self.reserve(self.num_bytes)
+        self._streams = CudaStreams(self._device)
+        try:
+            for number in range(num_chunks):
+                if handles:
+                    self._handles.append(_call(driver.cuMemImportFromShareableHandle, handles[number], FILE_DESCRIPTOR))
+                else:
+                    self._handles.append(_call(driver.cuMemCreate, chunk_bytes, wanted, 0))
+            self.map(self._arena_address, range(num_chunks))
+        except BaseException:
+            self._drop()
+            raise
+        self.arena = self.tensor(self._arena_address, self.num_bytes)
+
+    def reserve(self, num_bytes: int) -> int:
+        self._enter()
+        return int(_call(driver.cuMemAddressReserve, num_bytes, self.chunk_bytes & -self.chunk_bytes, driver.CUdeviceptr(0), 0))
+
+    def map(self, address: int, chunks: Sequence[int]) -> None:
+        if len(chunks) and not 0 <= min(chunks) <= max(chunks) < self.num_chunks:
+            raise IndexError(f"chunks {min(chunks)} to {max(chunks)} are not among the {self.num_chunks}")
+        self._enter()
+        size = self.chunk_bytes
+        mapped = 0
+        try:
+            for chunk in chunks:
+                _call(driver.cuMemMap, driver.CUdeviceptr(address + mapped * size), size, 0, self._handles[chunk], 0)
+                mapped += 1
+            if mapped:
+                _call(driver.cuMemSetAccess, driver.CUdeviceptr(address), mapped * size, [self._access], 1)
+        except (MemoryError, DeviceError):
+            for number in range(mapped):
+                driver.cuMemUnmap(driver.CUdeviceptr(address + number * size), size)
+            raise
+
+    def unmap(self, address: int, num_bytes: int) -> None:
+        """Unmaps chunks after waiting for what runs on the device: a kernel still reading the range would make the whole context
+        unusable."""
+        self._enter()
+        self._streams.synchronise()
+        for place in range(address, address + num_bytes, self.chunk_bytes):
+            _call(driver.cuMemUnmap, driver.CUdeviceptr(place), self.chunk_bytes)
+
+    def release(self, address: int, num_bytes: int) -> None:
+        self._enter()
+        _call(driver.cuMemAddressFree, driver.CUdeviceptr(address), num_bytes)
+
+    def tensor(self, address: int, num_bytes: int) -> torch.Tensor:
+        return torch.as_tensor(_Bytes(address, num_bytes), device=self._device)
+
+    def copy_in(self, address: int, source: Any) -> SummedCopy:
+        self.write(address, source)
+        return self._streams.summed(self.tensor(address, len(source)), self._streams.incoming, source)
+
+    def copy_out(self, address: int, target: Any) -> SummedCopy:
+        self._enter()
+        self._streams.after_steps()
+        stream = self._streams.outgoing
+        _call(driver.cuMemcpyDtoHAsync, target.ctypes.data, driver.CUdeviceptr(address), len(target), stream.cuda_stream)
+        return self._streams.summed(self.tensor(address, len(target)), stream, target)
+
+    def write(self, address: int, source: Any) -> None:
+        self._enter()
+        stream = self._streams.incoming
+        _call(driver.cuMemcpyHtoDAsync, driver.CUdeviceptr(address), source.ctypes.data, len(source), stream.cuda_stream)
+
+    def copying(self) -> AbstractContextManager[object]:
+        self._enter()
+        return self._streams.on_incoming()
+
+    def fence(self) -> EventFence:
+        self._enter()
+        return EventFence(self._streams.incoming)
+
+    def register_host(self, address: int, num_bytes: int) -> None:
+        self._enter()
+        _call(driver.cuMemHostRegister, address, num_bytes, 0)
+
+    def prepare(self, chunk: int) -> int:
+        """Does nothing: a device's memory is complete from the start."""
+        return self.chunk_bytes
+
+    def discard(self, first_chunk: int, num_chunks: int) -> None:
+        """Checks the chunks and does nothing else: a device's memory is not given back. Raises IndexError."""
+        if not 0 <= first_chunk <= first_chunk + num_chunks <= self.num_chunks:
+            raise IndexError(f"chunks {first_chunk}..{first_chunk + num_chunks} are outside the memory's {self.num_chunks}")
+
+    def checksum(self, address: int, num_bytes: int) -> int:
+        self._enter()
+        return self._streams.sum_of(self.tensor(address, num_bytes))
+
+    def export(self) -> list[int]:
+        """Returns one descriptor for each chunk. Raises DeviceError, and OSError if this process may not open so many."""
+        descriptors.allow_many_files(len(self._handles))
+        return [int(_call(driver.cuMemExportToShareableHandle, handle, FILE_DESCRIPTOR, 0)) for handle in self._handles]
+
+    def copy_within(self, piece_bytes: int, sources: IntArray, targets: IntArray) -> None:
+        copy_pieces(self.arena, piece_bytes, sources, targets)
+
+    def close(self) -> None:
+        self.unmap(self._arena_address, self.num_bytes)
+        self._drop()
+
+    def _drop(self) -> None:
+        for handle in self._handles:
+            _call(driver.cuMemRelease, handle)
+        self._handles.clear()
+        self.release(self._arena_address, self.num_bytes)
+
+    def _enter(self) -> None:
+        """Sets the CUDA context of the calling thread, because a new thread has none."""
+        _call(driver.cuCtxSetCurrent, self._context)

@@ -1,0 +1,343 @@
+"""A model on a GPU. Steps are launched and their tokens read later, so the next step can start before they are known.
+
+Most of a step's inputs are computed on the device (kernels/triton_inputs.py): the host sends a few columns per row, and the device
+takes a token that the host has not seen yet from where the last step left it. A step that only decodes, with sampling settings that
+do not need the host, runs as one CUDA graph (engine/cuda/graphs.py).
+
+Shapes: R rows, T tokens, N sampling rows, S slots, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.contracts.steps import Launched, NoWorkSpace, StepResult
+from engine.cuda.batch import DeviceBatch, DeviceGroup, QueryTiles
+from engine.cuda.columns import Columns, ExtendStep, decode_columns, extend_step, padding_columns, sampling_columns
+from engine.cuda.graphs import DecodeGraphs
+from engine.cuda.kernels import entry
+from engine.cuda.ops import CudaOps
+from engine.cuda.sequences import DeviceSequences, Staging
+from engine.grammar.row_masks import RowMasks
+from engine.layers.rope import rotary_of
+from engine.layers.weights import Weights
+from engine.memory.arena import kv_views
+from engine.memory.weight_range import WeightRange
+from engine.models.registry import CausalLM, build_model
+from engine.ops.ops import Rotary
+from engine.protocol import LoadModel
+from engine.sampling.logprobs import owed_prompt_rows
+from engine.sampling.outputs import sampled_outputs
+from engine.sampling.sampler import constrain, sampling_rows
+from loader import kv_layout
+from loader.gpu_sizing import LOGITS_ROWS
+from loader.model_shape import ModelShape
+from scheduler.batch.plan import BatchPlan, FloatArray, SequenceTable
+
+DECODE_PIECES_PER_CORE = 8  # contexts are cut into this many pieces per multiprocessor
+CPU_CORES = 2  # stands for the number of multiprocessors where the kernels are interpreted
+
+
+@dataclass(slots=True, frozen=True)
+class DeviceGroupMemory:
+    """The memory of one of the model's KV groups. kv and scales: as in engine.cpu.batch.GroupMemory; rotary: its tensors are on the
+    device."""
+
+    kv: Tensor
+    scales: Tensor | None
+    rotary: Rotary
+    window_tokens: int
+    block_tokens: int
+
+
+class PendingStep:
+    """A step under way on the device; `wait` blocks without spinning."""
+
+    def __init__(self, drawn: Tensor, started: Any, done: Any, began_s: float) -> None:
+        self._drawn, self._started, self._done, self._began_s = drawn, started, done, began_s
+
+    def wait(self) -> StepResult:
+        if self._done is None:
+            seconds = time.perf_counter() - self._began_s
+        else:
+            self._done.synchronize()
+            seconds = self._started.elapsed_time(self._done) / 1e3
+        drawn = self._drawn.numpy()
+        return StepResult(drawn[0].copy(), drawn[1] != 0, seconds)
+
+
+class CudaModel:
+    """An engine.contracts.steps.HostedModel on a GPU, or on the CPU with interpreted kernels (for tests). Not safe for two
+    threads at a time.
+
+    arena: the device's KV memory as uint8. max_graph_rows: decode steps of up to this many rows run as graphs; 0: none do."""
+
+    def __init__(
+        self,
+        ops: CudaOps,
+        spec: LoadModel,
+        shape: ModelShape,
+        weights: WeightRange,
+        arena: Tensor,
+        block_tokens: int,
+        max_graph_rows: int = 0,
+    ) -> None:
+        self._ops = ops
+        self.name, self.vocab_size, self.weights_bytes, self.shape = spec.model, shape.vocab_size, weights.num_bytes, shape
+        self.kv_groups = kv_layout.kv_groups(shape, spec.kv_dtype, block_tokens)
+        self._device = arena.device
+        self._weights = weights
+        self._eos_token_ids = spec.eos_token_ids
+        max_blocks = -(-spec.max_model_len // block_tokens)
+        self._block_tokens = block_tokens
+        self._dtype_name = spec.dtype
+        dtype: torch.dtype = getattr(torch, spec.dtype)
+        self._model: CausalLM[DeviceBatch] | None = build_model(ops, shape, Weights(shape, spec.dtype, weights))
+        rotary = self._rotary(shape.rope, spec.max_model_len)
+        local = rotary if shape.local_rope is None else self._rotary(shape.local_rope, spec.max_model_len)
+        self._memory = []
+        for group in self.kv_groups:
+            kv = kv_views(arena, group, shape.num_kv_heads, shape.head_dim, spec.kv_dtype)
+            turning = local if group.window_tokens else rotary
+            self._memory.append(DeviceGroupMemory(*kv, turning, group.window_tokens, group.block_tokens))
+        places = {layer: (number, place) for number, group in enumerate(self.kv_groups) for place, layer in enumerate(group.layers)}
+        self._layer_places = tuple(places[layer] for layer in range(shape.num_layers))
+        self._staging = Staging(self._device)
+        self._sequences = DeviceSequences(spec.max_sequences, max_blocks, len(self.kv_groups), self._device)
+        cores = CPU_CORES
+        if self._device.type == "cuda":
+            cores = torch.cuda.get_device_properties(self._device).multi_processor_count
+        self._num_pieces = max(1, cores * DECODE_PIECES_PER_CORE // shape.num_kv_heads)
+        self._tile_tokens = entry.tile_tokens(shape.head_dim, dtype)
+        self.graphs = DecodeGraphs(self._decode, self._staging, self._sequences.last_ids, max_graph_rows)
+
+    def _rotary(self, rope: Any, max_model_len: int) -> Rotary:
+        made = rotary_of(rope, self.shape.head_dim, max_model_len)
+        return Rotary(made.inv_freq.to(self._device), made.scale)
+
+    # ---- steps
+
+    def execute(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> StepResult:
+        """Runs one step and waits for it."""
+        return self.launch(plan, table, masks).wait()
+
+    def launch(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> Launched:
+        """Starts one step, as LaunchesAhead says. If the host edits logits of the step, or log-probabilities are wanted, it also
+        waits for the step."""
+        try:
+            return self._launch(plan, table, masks)
+        except torch.OutOfMemoryError as error:
+            why = str(error).partition("\n")[0]
+        # raised outside the except block: here nothing holds the memory that the step had taken
+        raise NoWorkSpace(f"a step of {int(plan.num_new.sum())} tokens of {len(plan.slots)} requests found no work space: {why}")
+
+    @torch.inference_mode()
+    def _launch(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None) -> Launched:
+        began_s = time.perf_counter()
+        self._update_blocks(plan, table)
+        owed = owed_prompt_rows(plan, table)
+        rows = sampling_rows(plan, table, self._eos_token_ids, self.vocab_size) if plan.samples.any() else None
+        if rows is not None and masks is not None:
+            constrain(rows, masks)
+        by_host = owed is not None or (rows is not None and bool(rows.edits or rows.num_top is not None or masks is not None))
+        started, done = self._events()
+        if rows is not None and not by_host and plan.samples.all() and plan.num_new.max() == 1:
+            padded = self.graphs.rows_for(len(plan.slots))
+            columns = decode_columns(plan, table, rows, padded or len(plan.slots))
+            drawn = self.graphs.run(padded, columns) if padded else None
+            if drawn is None:
+                drawn = self._decode(self._staging.send(columns))
+            return self._pending(drawn[:, : len(plan.slots)], started, done, began_s)
+        step = extend_step(plan, table, self._tile_tokens, None if owed is None else owed.tokens)
+        hidden = self._forward(step)
+        if by_host:
+            logits = self._loaded().logits
+            return _Told(
+                sampled_outputs(self._ops, hidden, step.num_sampling, rows, owed, plan, table, logits, LOGITS_ROWS, began_s)
+            )
+        if rows is None:
+            return self._pending(torch.empty(2, 0, dtype=torch.int32, device=self._device), started, done, began_s)
+        columns = sampling_columns(rows) | {"slots": plan.slots[plan.samples]}
+        return self._pending(self._draw(hidden, self._staging.send(columns)), started, done, began_s)
+
+    @torch.inference_mode()
+    def warm(self, graph_rows: Sequence[int] = (1, 2, 4, 8)) -> None:
+        """Compiles what steps need, measures which kernel multiplies few rows fastest, and captures graphs of graph_rows rows.
+        All steps it runs consist of padding rows, which belong to no sequence, so no KV is written."""
+        if self._device.type == "cuda":
+            with entry.weights_of_products() as weights:
+                self._decode(self._staging.send(padding_columns(1, self._sequences.num_slots)))
+            for weight in weights:
+                for num_rows in entry.FEW_ROWS:
+                    entry.measure_linear(weight, num_rows)
+        nobody = np.array([self._sequences.num_slots], np.int32)
+        one, none = np.ones(1, np.int32), np.zeros(1, np.int32)
+        columns: Columns = {
+            "token_rows": np.zeros(2, np.int32),
+            "host_ids": np.zeros(2, np.int32),
+            "slots": nobody,
+            "firsts": none,
+            "starts": none,
+            "contexts": one + one,
+            "num_new": one + one,
+            "tile_rows": none,
+            "tile_firsts": none,
+            "wanted": one,
+        }
+        hidden = self._forward(ExtendStep(columns, 0, 1, 1))
+        self._draw(hidden, self._staging.send(padding_columns(1, self._sequences.num_slots)))
+        for num_rows in (*entry.FEW_ROWS, entry.MANY_ROWS):
+            self._decode(self._staging.send(padding_columns(num_rows, self._sequences.num_slots)))
+        for num_rows in graph_rows:
+            self.capture(num_rows)
+
+    @torch.inference_mode()
+    def capture(self, num_rows: int) -> None:
+        """Captures the graph that runs num_rows rows, unless it exists or none is wanted. Called while loading and in idle time."""
+        padded = self.graphs.rows_for(num_rows)
+        if padded and padded not in self.graphs.captured:
+            self.graphs.run(padded, padding_columns(padded, self._sequences.num_slots))
+
+    @property
+    def num_uncaptured(self) -> int:
+        return len(self.graphs.missing(self._sequences.num_slots)) if self._model is not None else 0
+
+    def capture_next(self) -> None:
+        self.capture(self.graphs.missing(self._sequences.num_slots)[0])
+
+    @torch.inference_mode()
+    def logits(self, plan: BatchPlan, table: SequenceTable, every_token: bool = False) -> FloatArray:
+        """Runs a step without sampling, for tests. Returns float32 logits: [N, V] of the sampling rows, or [T, V] of all tokens."""
+        self._update_blocks(plan, table)
+        everything = np.arange(int(plan.num_new.sum())) if every_token else None
+        step = extend_step(plan, table, self._tile_tokens, everything)
+        hidden = self._forward(step)
+        part = hidden[step.num_sampling :] if every_token else hidden[: step.num_sampling]
+        return self._loaded().logits(part).float().cpu().numpy()
+
+    def restore(self) -> None:
+        """Makes the model usable again after a reload, which has put the weights back into the same address range."""
+        self._model = build_model(self._ops, self.shape, Weights(self.shape, self._dtype_name, self._weights))
+
+    def release(self) -> None:
+        """Unmaps the weights. Idempotent; until `restore` any step raises RuntimeError."""
+        if self._device.type == "cuda" and self._model is not None:
+            torch.cuda.default_stream(self._device).synchronize()  # nothing may still run on memory that is unmapped
+        self._model = None
+        self._weights.unmap()
+
+    # ---- inside a step
+
+    def _loaded(self) -> CausalLM[DeviceBatch]:
+        if self._model is None:
+            raise RuntimeError(f"model {self.name} was released")
+        return self._model
+
+    def _update_blocks(self, plan: BatchPlan, table: SequenceTable) -> None:
+        num_blocks = -(-int((plan.num_computed + plan.num_new).max()) // self._block_tokens)
+        self._sequences.update(plan.slots, num_blocks, table, self._staging)
+
+    def _events(self) -> tuple[Any, Any]:
+        if self._device.type != "cuda":
+            return None, None
+        started = torch.cuda.Event(enable_timing=True)
+        started.record()
+        return started, torch.cuda.Event(enable_timing=True, blocking=True)
+
+    def _pending(self, drawn: Tensor, started: Any, done: Any, began_s: float) -> PendingStep:
+        if done is not None:
+            on_host = torch.empty(drawn.shape, dtype=drawn.dtype, pin_memory=True)
+            on_host.copy_(drawn, non_blocking=True)
+            done.record()
+            drawn = on_host
+        return PendingStep(drawn, started, done, began_s)
+
+    def _decode(self, columns: dict[str, Tensor]) -> Tensor:
+        """Computes the device's part of a decode step from its columns. Returns [2, R] int32: ids, and whether each row was bad.
+        Runs eagerly, or while a graph is captured, so nothing here may read a value back from the device."""
+        numbers = columns["numbers"]
+        batch = self._batch(
+            numbers,
+            columns["host_ids"],
+            columns["slots"],
+            columns["firsts"],
+            numbers,
+            columns["contexts"],
+            len(numbers),
+            None,
+        )
+        return self._draw(self._loaded().forward(batch, None), columns)
+
+    def _forward(self, step: ExtendStep) -> Tensor:
+        """Returns the hidden states of the step's `wanted` tokens."""
+        sent = self._staging.send(step.columns)
+        tiles = QueryTiles(sent["tile_rows"], sent["tile_firsts"], sent["starts"], sent["num_new"]) if step.num_tiles else None
+        batch = self._batch(
+            sent["token_rows"],
+            sent["host_ids"],
+            sent["slots"],
+            sent["firsts"],
+            sent["starts"],
+            sent["contexts"],
+            step.num_decode,
+            tiles,
+        )
+        return self._loaded().forward(batch, sent["wanted"])
+
+    def _batch(
+        self,
+        token_rows: Tensor,
+        host_ids: Tensor,
+        slots: Tensor,
+        firsts: Tensor,
+        starts: Tensor,
+        contexts: Tensor,
+        num_decode: int,
+        tiles: QueryTiles | None,
+    ) -> DeviceBatch:
+        sequences = self._sequences
+        input_ids, positions, groups = None, None, []
+        turns: dict[Rotary, Tensor] = {}
+        work: dict[int, Any] = {}
+        for memory, block_table in zip(self._memory, sequences.tables, strict=True):
+            input_ids, positions, kv_slots = entry.prepare_inputs(
+                token_rows, host_ids, slots, firsts, starts, sequences.last_ids, block_table, memory.block_tokens
+            )
+            window = memory.window_tokens
+            if memory.rotary not in turns:
+                turns[memory.rotary] = entry.cos_sin(positions, memory.rotary.inv_freq, memory.rotary.scale)
+            if num_decode and window not in work:
+                work[window] = entry.split_contexts(contexts[:num_decode], window, self._num_pieces)
+            turning = turns[memory.rotary]
+            groups.append(DeviceGroup(memory.kv, memory.scales, window, block_table, kv_slots, turning, work.get(window)))
+        assert input_ids is not None
+        return DeviceBatch(input_ids, num_decode, groups, self._layer_places, slots, contexts, tiles)
+
+    def _draw(self, hidden: Tensor, columns: dict[str, Tensor]) -> Tensor:
+        """Samples one id for each row of hidden [N, width] and stores it as the last token of the row's slot. Returns [2, N]
+        int32: ids, and whether each row was bad."""
+        drawn = torch.empty(2, len(hidden), dtype=torch.int32, device=self._device)
+        names = ("temperature", "top_p", "top_k", "min_p", "key0", "key1")
+        for first in range(0, len(hidden), LOGITS_ROWS):
+            part = slice(first, first + LOGITS_ROWS)
+            logits = self._loaded().logits(hidden[part])
+            drawn[0, part], drawn[1, part] = entry.sample(logits, *(columns[name][part] for name in names))
+        entry.set_entries(self._sequences.last_ids, columns["slots"], drawn[0])
+        return drawn
+
+
+class _Told:
+    """A launched step whose result is already known."""
+
+    def __init__(self, result: StepResult) -> None:
+        self._result = result
+
+    def wait(self) -> StepResult:
+        return self._result

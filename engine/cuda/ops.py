@@ -1,0 +1,86 @@
+"""The operations of a GPU. Triton computes all but most matrix products, which are cuBLAS's. Interpreted, the same kernels run on
+the CPU's tensors (for tests).
+
+Shapes are those of engine/ops/ops.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from engine.cuda.batch import DeviceBatch
+from engine.cuda.kernels import entry
+from engine.ops import reference
+from engine.ops.ops import HeadNorms, Int8Matrix
+
+
+class CudaOps:
+    """An engine.ops.ops.Ops for engine.cuda.batch.DeviceBatch. cache_dir: where Triton keeps compiled kernels."""
+
+    def __init__(self, cache_dir: str) -> None:
+        entry.configure(str(Path(cache_dir or Path.home() / ".cache" / "hearthd") / "triton"))
+
+    def embedding(self, ids: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:
+        return reference.gather_rows(weight, ids, scale)
+
+    def linear(self, x: Tensor, weight: Tensor | Int8Matrix, bias: Tensor | None = None) -> Tensor:
+        """Multiplies as Ops.linear says. Raises TypeError for an Int8Matrix, which loader/formats keeps from GPUs."""
+        if isinstance(weight, Int8Matrix):
+            raise TypeError("there is no kernel for int8 weights on a GPU")
+        return entry.linear(x, weight, bias)
+
+    def add(self, update: Tensor, residual: Tensor) -> None:
+        residual.add_(update)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, around_one: bool = False) -> Tensor:
+        return entry.rms_norm(x, weight, eps, around_one)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, around_one: bool = False) -> Tensor:
+        return entry.add_rms_norm(x, residual, weight, eps, around_one)
+
+    def norm_columns(self, x: Tensor, first: int, weight: Tensor, eps: float, around_one: bool) -> None:
+        columns = x[:, first : first + len(weight)]
+        columns.copy_(entry.rms_norm(columns.contiguous(), weight, eps, around_one))  # kernels take contiguous rows
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        return entry.gate_and_mul(gate_up, gelu=False)
+
+    def gelu_and_mul(self, gate_up: Tensor) -> Tensor:
+        return entry.gate_and_mul(gate_up, gelu=True)
+
+    def rope_and_store(self, qkv: Tensor, norms: HeadNorms | None, layer: int, heads: int, batch: DeviceBatch) -> None:
+        if norms is None:
+            entry.rope_and_store(qkv, None, None, False, 0.0, layer, heads, batch)
+        else:
+            entry.rope_and_store(qkv, norms.query, norms.key, norms.around_one, norms.eps, layer, heads, batch)
+
+    def attention(self, qkv: Tensor, layer: int, heads: int, scale: float, softcap: float, batch: DeviceBatch) -> Tensor:
+        return entry.attention(qkv, layer, heads, scale, softcap, batch)
+
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        if cap:
+            reference.capped(x, cap)
+        return x
+
+    def greedy(self, logits: Tensor) -> tuple[Any, Any]:
+        return _on_host(*entry.greedy(logits))
+
+    def sample(self, logits: Tensor, temperature: Any, top_p: Any, top_k: Any, min_p: Any, key0: Any, key1: Any) -> tuple[Any, Any]:
+        arrays = (temperature, top_p, top_k, min_p, key0.view(np.int32), key1.view(np.int32))
+        return _on_host(*entry.sample(logits, *(entry.column(x, logits.device) for x in arrays)))
+
+    def top_logprobs(self, logits: Tensor, rows: Any, chosen: Any, num_top: int) -> tuple[Any, Any, Any]:
+        own, tokens = entry.column(rows, logits.device), entry.column(chosen, logits.device)
+        picked, top_ids, top = entry.top_logprobs(logits, own, tokens, min(num_top, logits.shape[1]))
+        return picked.cpu().numpy(), top_ids.cpu().numpy(), top.cpu().numpy()
+
+    def penalise(self, row: Tensor, tokens: Any, num_prompt: int, presence: float, frequency: float, repetition: float) -> None:
+        entry.penalise(row, entry.column(tokens, row.device), num_prompt, presence, frequency, repetition)
+
+
+def _on_host(ids: Tensor, bad: Tensor) -> tuple[Any, Any]:
+    return ids.cpu().numpy(), bad.cpu().numpy().astype(np.bool_)

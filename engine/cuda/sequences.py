@@ -1,0 +1,84 @@
+"""The state of a model's sequences that stays on the GPU between steps: block tables by slot, and the last token of each slot. The
+host sends the changes in one copy a step.
+
+Shapes: S slots, B blocks a sequence may hold. Slot S belongs to no sequence: padding rows point at it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engine.cuda.kernels import entry
+from scheduler.batch.plan import IntArray, SequenceTable
+
+WORD_BYTES, ALIGN_WORDS = 4, 4
+NUM_STAGING = 8  # copies that may be under way at a time: those of two steps and one more
+
+
+class Staging:
+    """Copies columns from the host to the device in one asynchronous copy, from page-locked memory if the device is a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pinned = device.type == "cuda"
+        self._buffers: list[Tensor] = [torch.empty(0, dtype=torch.int32)] * NUM_STAGING
+        self._copied: list[Any] = [None] * NUM_STAGING
+        self._next = 0
+
+    def send(self, columns: Mapping[str, npt.NDArray[Any]], into: Tensor | None = None) -> dict[str, Tensor]:
+        """Copies columns of 4-byte items to the device and returns them as tensors there. into: int32 memory on the device that
+        receives them one after the other, each aligned to 16 bytes. None: new memory is allocated."""
+        places, num_words = {}, 0
+        for name, column in columns.items():
+            places[name] = num_words
+            num_words += -(-len(column) // ALIGN_WORDS) * ALIGN_WORDS
+        number = self._next
+        self._next = (number + 1) % NUM_STAGING
+        if self._copied[number] is not None:
+            self._copied[number].synchronize()
+        if len(self._buffers[number]) < num_words:
+            self._buffers[number] = torch.zeros(2 * num_words, dtype=torch.int32, pin_memory=self._pinned)
+        buffer = self._buffers[number][:num_words]
+        words = buffer.numpy()
+        for name, column in columns.items():
+            words[places[name] : places[name] + len(column)] = column.view(np.int32)
+        target = torch.empty(num_words, dtype=torch.int32, device=self._device) if into is None else into[:num_words]
+        target.copy_(buffer, non_blocking=True)
+        if self._pinned:
+            if self._copied[number] is None:
+                self._copied[number] = torch.cuda.Event(blocking=True)
+            self._copied[number].record()
+        return {name: _as_type(target[places[name] : places[name] + len(column)], column.dtype) for name, column in columns.items()}
+
+
+def _as_type(words: Tensor, dtype: Any) -> Tensor:
+    return words.view(torch.float32) if dtype == np.float32 else words
+
+
+class DeviceSequences:
+    """A model's sequences on the device. last_ids [S + 1] int32: the token that each slot's last step sampled. tables: one block
+    table [S + 1, B] int32 for each KV group."""
+
+    def __init__(self, num_slots: int, max_blocks: int, num_groups: int, device: torch.device) -> None:
+        self.num_slots = num_slots
+        self.last_ids = torch.zeros(num_slots + 1, dtype=torch.int32, device=device)
+        self.tables = [torch.zeros(num_slots + 1, max_blocks, dtype=torch.int32, device=device) for _ in range(num_groups)]
+        self._known = [np.zeros((num_slots, max_blocks), np.int32) for _ in range(num_groups)]
+
+    def update(self, slots: IntArray, num_blocks: int, table: SequenceTable, staging: Staging) -> None:
+        """Sends the entries that have changed among the first num_blocks of these slots' block tables."""
+        for target, known, own in zip(self.tables, self._known, table.block_tables, strict=True):
+            now = own[slots, :num_blocks]
+            rows, columns = np.nonzero(now != known[slots, :num_blocks])
+            if len(rows):
+                values = now[rows, columns]
+                known[slots[rows], columns] = values
+                places = (slots[rows] * np.int32(target.shape[1]) + columns).astype(np.int32)
+                sent = staging.send({"places": places, "values": values})
+                entry.set_entries(target, sent["places"], sent["values"])

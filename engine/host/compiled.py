@@ -1,0 +1,165 @@
+"""Chooses the folder where Numba keeps compiled kernels, and finds the machine code to call without checking the arguments
+again.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import hashlib
+import importlib
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from config import processor
+
+log = logging.getLogger("engine")
+
+
+def keep_in(cache_dir: str) -> None:
+    """Sets the folder below cache_dir where Numba keeps compiled kernels. Must be called before a kernel is imported.
+
+    cache_dir: "" for the user's own cache. The folder's name contains a digest of all kernels' sources, because Numba itself only
+    checks the file that a kernel is defined in. If the folder cannot be written, or is full, a warning is logged and kernels are
+    compiled again by the next process."""
+    digest = hashlib.blake2b(digest_size=6)
+    engine = Path(__file__).parent.parent
+    for source in sorted([*engine.glob("cpu/kernels/*.py"), *engine.glob("host/*_kernels.py")]):
+        digest.update(source.read_bytes())
+    base = Path(cache_dir) if cache_dir else Path.home() / ".cache" / "hearthd"
+    keep_in_folder(writable(str(base / f"numba-{digest.hexdigest()}")))
+
+
+def keep_in_folder(folder: str) -> None:
+    """Has Numba keep compiled kernels in exactly this folder, which another process found with keep_in and `folder`."""
+    import numba
+
+    _compile_for_this_processor()
+    numba.config.CACHE_DIR = folder
+    _forgive_failed_saves()
+
+
+def folder() -> str:
+    """Returns the folder where kernels are kept, once keep_in has been called."""
+    import numba
+
+    return str(numba.config.CACHE_DIR)
+
+
+def kernels_dtype(dtype: str) -> str:
+    """Returns the dtype whose kernels a model of `dtype` calls. float16 has no kernels of its own, but rows whose logits are edited
+    are sampled in float32."""
+    return "float32" if dtype == "float16" else dtype
+
+
+def _compile_for_this_processor() -> None:
+    """Keeps Numba from using processor features that were turned off. Kernels for other features are separate files of the same
+    cache."""
+    import llvmlite.binding
+    import numba
+
+    target = processor.llvm_target(processor.this_processor(), llvmlite.binding.get_host_cpu_features())
+    if target is not None:
+        numba.config.CPU_NAME, numba.config.CPU_FEATURES = target
+
+
+def use_threading_layer() -> None:
+    """Sets Numba's threading layer. Must be called before a kernel is called."""
+    import numba
+
+    numba.config.THREADING_LAYER = threading_layer()
+
+
+def threading_layer() -> str:
+    """Returns Numba's threading layer: OpenMP where the system has libgomp, because it shares the machine best with torch's own
+    threads. Elsewhere Numba's work queue."""
+    try:
+        importlib.import_module("numba.np.ufunc.omppool")
+    except ImportError:
+        return "workqueue"
+    return "omp"
+
+
+@functools.cache
+def writable(folder: str, room_bytes: int = 0) -> str:
+    """Returns the folder, which is created if it is missing. If files cannot be written there, or not room_bytes bytes, it logs a
+    warning and returns a temporary folder."""
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            if room_bytes:
+                os.posix_fallocate(probe.fileno(), 0, room_bytes)
+    except OSError as error:
+        instead = tempfile.mkdtemp(prefix="hearthd-kernels-")
+        atexit.register(shutil.rmtree, instead, ignore_errors=True)
+        log.warning("%s: %s: compiled kernels go to %s, and are compiled again next time", folder, error.strerror, instead)
+        return instead
+    return folder
+
+
+@functools.cache
+def _forgive_failed_saves() -> None:
+    """Turns an error of saving a compiled kernel into a warning.
+
+    Otherwise Numba raises the disk's error out of the kernel's first call or its module's import, although the kernel is already
+    usable."""
+    from numba.core.caching import Cache
+
+    save = Cache.save_overload
+
+    def save_or_warn(cache: Any, signature: Any, data: Any) -> None:
+        try:
+            save(cache, signature, data)
+        except OSError as error:
+            log.warning("%s: %s: a kernel is compiled again next time", cache.cache_path, error.strerror)
+
+    Cache.save_overload = save_or_warn
+
+
+_found: dict[tuple[Any, ...], Any] = {}  # (kernel, `_kind` of each argument) -> its compilation
+
+
+def compilation(kernel: Callable[..., Any], args: Sequence[Any]) -> Any:
+    """Returns Numba's compilation of the kernel for arguments of these types, or None if there is none. For a kernel with several
+    forms it is the form that the kernel's `due` picks."""
+    due = getattr(kernel, "due", None)
+    form = kernel if due is None else due(args)
+    overloads = getattr(form, "overloads", None)
+    if overloads is None:
+        return None
+    key = form, *map(_kind, args)
+    found = _found.get(key)
+    if found is None:
+        import numba
+
+        found = overloads.get(tuple(numba.typeof(arg) for arg in args))  # takes 7 us for each array
+        if found is not None:
+            _found[key] = found
+    return found
+
+
+def _kind(arg: Any) -> Any:
+    """Returns a key for the argument. Arguments with the same key have the same Numba type."""
+    if isinstance(arg, np.ndarray):
+        flags = arg.flags
+        return arg.dtype, arg.ndim, flags.c_contiguous, flags.f_contiguous, flags.aligned, flags.writeable
+    return type(arg)
+
+
+def direct(kernel: Callable[..., Any], args: Sequence[Any]) -> Callable[..., Any]:
+    """Returns the function that a call of the kernel with these arguments ends up in: machine code, entered without Numba's check
+    of the argument types (about 1 us). If the kernel is not compiled for them, returns the kernel itself, or its form."""
+    found = compilation(kernel, args)
+    if found is not None:
+        entry: Callable[..., Any] = found.entry_point
+        return entry
+    due = getattr(kernel, "due", None)
+    form: Callable[..., Any] = kernel if due is None else due(args)
+    return form

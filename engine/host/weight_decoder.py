@@ -1,0 +1,18 @@
+"""Picks what decodes packed weight files on this host, whatever device they are for."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from engine.host import compiled
+from loader.unpack import Decoder
+
+
+def weight_decoder(cache_dir: str) -> Decoder:
+    """Returns Numba's decoder, compiled once per machine, if Numba is installed; else numpy's."""
+    if importlib.util.find_spec("numba") is None:
+        return Decoder()
+    compiled.keep_in(cache_dir)
+    from engine.host import unpack_kernels
+
+    return Decoder("numba", unpack_kernels.decode, unpack_kernels.sum_of)

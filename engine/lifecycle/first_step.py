@@ -1,0 +1,113 @@
+"""The first step of a model whose weights are still being loaded. Prompts that wait for the model are computed layer by layer, each
+layer as soon as its weights are read.
+
+A step larger than usual is computed in slices: all slices of one layer before the next layer. It runs in a thread of its own, while
+other models' steps run. Until it has ended the model does not count as served: its blocks are not taken, its sequences are not
+preempted, and messages from the daemon about it are deferred.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from engine.contracts.loads import LoadTask
+from engine.contracts.steps import StepResult, StreamedModel
+from engine.lifecycle.kv_transfer import KVTransfer
+from engine.memory.weight_gate import WeightGate, WeightsWithdrawn
+from engine.protocol import Abort, EvictModel, Submit
+from engine.serve.served_models import ServedModel
+from loader.work_space import FIRST_STEP_SLICES
+from scheduler.batch.plan import BatchPlan, LongArray
+
+NO_REQUESTS = np.zeros(0, np.int64)
+
+
+@dataclass(slots=True, eq=False)
+class FirstStep:
+    """The first step of one model, and what is known of the load that it runs after.
+
+    running: the step is in its thread, until the engine's loop has handled its end; then either `result` or `error` is set. loaded:
+    all weights are loaded and the daemon has been informed, since loaded_s (by time.monotonic()). has_begun: the weights that the
+    step needs first are loaded; requests queued by now run in it. restoring: the copy that brings saved KV back; prompts are looked
+    up in that KV, so the step waits for it. waits_for: a load from the host tier during which the step must not start; if that copy
+    is rejected the step starts after all, since the weights are then read again. put_by: deferred messages, handled when the step
+    has ended. leaves_later: deferred evictions, handled after them."""
+
+    served: ServedModel
+    hosted: StreamedModel
+    gate: WeightGate
+    plan: BatchPlan | None = None
+    result: StepResult | None = None
+    error: BaseException | None = None
+    running: bool = False
+    loaded: bool = False
+    loaded_s: float = 0.0
+    has_begun: bool = False
+    restoring: KVTransfer | None = None
+    restored_tokens: int = 0
+    waits_for: LoadTask | None = None
+    weight: float = 1.0  # the model's share of the device's time
+    put_by: list[Submit | Abort] = field(default_factory=list)
+    leaves_later: list[EvictModel] = field(default_factory=list)
+
+    @property
+    def can_start(self) -> bool:
+        """Whether the step may start now and has requests to run."""
+        is_copied = self.waits_for is not None and not self.waits_for.source_rejected
+        return not self.running and not is_copied and self.served.scheduler.runnable
+
+    def start(self, step_id: int, run: Callable[[Callable[[], None], FirstStep], None], alone: bool) -> BatchPlan | None:
+        """Plans the step and hands it to `run` with this object, which is reported when the work is done. Returns None if there is
+        nothing to run. alone: no other model's steps run, so the step takes as many prompt tokens as can be computed by the time
+        the weights are loaded."""
+        scheduler = self.served.scheduler
+        plan = scheduler.plan(step_id, max_tokens=scheduler.limits.max_num_batched_tokens * (FIRST_STEP_SLICES if alone else 1))
+        if plan is not None:
+            self.plan, self.result, self.error, self.running = plan, None, None, True
+            run(self._work, self)
+        return plan
+
+    @property
+    def request_ids(self) -> LongArray:
+        """The requests of the step that is running, empty if none is."""
+        return NO_REQUESTS if self.plan is None or not self.running else self.served.scheduler.table.request_id[self.plan.slots]
+
+    def put_aside(self, message: Submit) -> bool:
+        """Defers a request if it cannot be in this step, and returns whether it did: while the step runs, or if the request needs
+        masks."""
+        wait = self.running or bool(message.params.grammar) or message.params.is_limited  # this step applies no masks
+        if wait:
+            self.put_by.append(message)
+        return wait
+
+    def abort(self, request_id: int) -> bool:
+        """Returns whether the abort is handled here: a deferred request is dropped, the abort of one in the running step is
+        deferred. False: the caller passes the abort to the batch scheduler, if the request is there at all."""
+        for message in self.put_by:
+            if isinstance(message, Submit) and message.request_id == request_id:
+                self.put_by.remove(message)
+                return True
+        late = self.running and request_id in self.served.scheduler
+        if late:
+            self.put_by.append(Abort([request_id]))
+        return late
+
+    def _work(self) -> None:
+        assert self.plan is not None
+        try:
+            scheduler = self.served.scheduler
+            self.result = self.hosted.execute_behind(self.gate, self.plan, scheduler.table, scheduler.limits.max_num_batched_tokens)
+        except BaseException as error:
+            self.error = error
+
+    def put_back(self) -> None:
+        """Puts the step's requests back into the queue after WeightsWithdrawn. Any other error that the step ended with is
+        raised."""
+        if not isinstance(self.error, WeightsWithdrawn):
+            assert self.error is not None
+            raise self.error
+        while self.served.scheduler.preempt_one():
+            pass

@@ -1,0 +1,188 @@
+"""Copies KV blocks between a device and slots of the host tier: where each block lies, and the index that the daemon keeps of them.
+
+Saved blocks lie end to end in the slots, in the order of the index; a block may begin in one slot and end in the next.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from engine.memory.chunk_memory import ChunkMemory
+from engine.memory.host_tier import HostTier
+from engine.memory.transfers import Piece, copies_several, transfer
+from engine.serve.identity import kv_identity, weights_identity
+from engine.serve.served_models import ServedModel
+from loader import checksum
+from scheduler.batch import kv_saving
+from scheduler.batch.kv_cache import KVCache
+from scheduler.batch.plan import BoolArray, IntArray
+from scheduler.batch.prefix_cache import KEY_BYTES
+
+log = logging.getLogger("engine")
+
+
+class KVIndex(msgspec.Struct, frozen=True, array_like=True):
+    """The content of Evicted.kv_index, for E blocks and G KV groups. keys: all keys, end to end. num_tokens: int32 [E]. present:
+    uint8 [E, G], which groups have the block. checksums: uint64, one for each block and group present."""
+
+    fingerprint: str
+    kv_dtype: str
+    block_tokens: int
+    block_bytes: list[int]  # of each group
+    keys: bytes
+    num_tokens: bytes
+    present: bytes
+    checksums: bytes
+
+
+_decoder = msgspec.msgpack.Decoder(KVIndex)
+
+
+@dataclass(slots=True)
+class KVTransfer:
+    """Copies the blocks of one model from the device to the host tier (`save`) or back; `run` may be called in any thread. blocks
+    [E, G]: block numbers, -1 where a group has none. pieces, expected and checksums have one entry for each block present, row by
+    row; expected: what the index says the checksums are."""
+
+    served: ServedModel
+    keys: list[bytes]
+    num_tokens: list[int]
+    blocks: IntArray
+    save: bool
+    pieces: list[list[Piece]]
+    memory: ChunkMemory | None  # None for a null model, which has no KV to copy
+    slots_used: list[int] = field(default_factory=list)  # those of the given slots that are filled, in order
+    placement_ids: list[int] = field(default_factory=list)  # of the EvictModel messages to answer
+    num_lost_tokens: int = 0
+    expected: list[int] = field(default_factory=list)
+    checksums: list[int] = field(default_factory=list)
+    seconds: float = 0.0
+    error: BaseException | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(memoryview(held).nbytes for pieces in self.pieces for _, held in pieces)
+
+    def run(self) -> None:
+        started_s = time.perf_counter()
+        try:
+            sums = iter(self._copied([piece for pieces in self.pieces for piece in pieces]))
+            self.checksums = [checksum.combined([next(sums) for _ in pieces]) for pieces in self.pieces]
+        except BaseException as error:
+            self.error = error
+        self.seconds = time.perf_counter() - started_s
+
+    def _copied(self, pieces: list[Piece]) -> list[int]:
+        if self.memory is None:
+            return [0] * len(pieces)
+        copy = self.memory.copy_out if self.save else self.memory.copy_in
+        return transfer(copy, pieces, several=copies_several(self.memory, out=self.save))
+
+
+def saving(served: ServedModel, slots: Sequence[int], tier: HostTier | None, memory: ChunkMemory | None) -> KVTransfer:
+    """Prepares the copy of an evicted model's KV to `slots`; without a tier nothing is copied. Raises IndexError for a slot that
+    does not exist."""
+    slot_bytes = tier.slot_bytes if tier is not None else 0
+    found = kv_saving.select(served.scheduler, len(slots) * slot_bytes)
+    pieces = _pieces(served.scheduler.kv, found.blocks, slots, tier, memory) if tier is not None and slots else []
+    num_bytes = sum(len(host) for parts in pieces for _, host in parts)
+    used = list(slots[: -(-num_bytes // slot_bytes)]) if num_bytes else []
+    done = KVTransfer(served, found.keys, found.num_tokens, found.blocks, True, pieces, memory, used)
+    done.num_lost_tokens = found.num_lost_tokens
+    return done
+
+
+def index_of(done: KVTransfer) -> bytes:
+    """Returns the index that LoadModel must carry so that the saved blocks are restored; empty if there are none or the copy
+    failed."""
+    if not done.keys or done.error is not None:
+        return b""
+    spec, kv = done.served.spec, done.served.scheduler.kv
+    return msgspec.msgpack.encode(
+        KVIndex(
+            weights_identity(spec),
+            kv_identity(spec),
+            kv.block_tokens,
+            [group.block_bytes for group in kv.groups],
+            b"".join(done.keys),
+            np.array(done.num_tokens, np.int32).tobytes(),
+            (done.blocks >= 0).astype(np.uint8).tobytes(),
+            np.array(done.checksums, np.uint64).tobytes(),
+        )
+    )
+
+
+def restoring(served: ServedModel, tier: HostTier | None, memory: ChunkMemory | None) -> KVTransfer | None:
+    """Prepares the copy from spec.kv_slots into free blocks; None if there is nothing to restore. KV of other weights and an
+    invalid index are logged and not used."""
+    spec, kv = served.spec, served.scheduler.kv
+    if not spec.kv_index or tier is None:
+        return None
+    try:
+        index = _decoder.decode(spec.kv_index)
+        keys = [index.keys[at : at + KEY_BYTES] for at in range(0, len(index.keys), KEY_BYTES)]
+        num_tokens = np.frombuffer(index.num_tokens, np.int32)
+        present = np.frombuffer(index.present, np.uint8).reshape(len(keys), len(kv.groups)).astype(np.bool_)
+        sums = np.frombuffer(index.checksums, np.uint64)
+        ours = (weights_identity(spec), kv_identity(spec), kv.block_tokens)
+        same = (index.fingerprint, index.kv_dtype, index.block_tokens) == ours
+        if not same or index.block_bytes != [group.block_bytes for group in kv.groups]:
+            raise ValueError("it is of other weights or blocks")
+        if len(num_tokens) != len(keys) or len(sums) != np.count_nonzero(present):
+            raise ValueError("its parts differ in length")
+        blocks = kv_saving.make_room(kv, present)
+        try:
+            pieces = _pieces(kv, blocks, spec.kv_slots, tier, memory)
+        except (ValueError, IndexError):
+            kv_saving.take_back(kv, keys, num_tokens.tolist(), blocks, np.zeros(len(blocks), np.bool_))
+            raise
+    except (msgspec.DecodeError, ValueError, IndexError) as error:
+        log.warning("saved KV of %s is not used: %s", spec.model, error)
+        return None
+    num = len(blocks)
+    expected = sums[: len(pieces)].tolist()
+    return KVTransfer(served, keys[:num], num_tokens[:num].tolist(), blocks, False, pieces, memory, expected=expected)
+
+
+def restored(done: KVTransfer) -> int:
+    """Makes known, after `run`, the blocks that came back intact: they are cached prefixes now. Returns the number of their
+    tokens."""
+    kv = done.served.scheduler.kv
+    present = done.blocks >= 0
+    same: BoolArray = np.zeros(present.shape, np.bool_)
+    if done.error is None:
+        same[present] = np.array(done.checksums, np.uint64) == np.array(done.expected, np.uint64)
+    else:
+        log.warning("saved KV of %s is lost: %s", done.served.spec.model, done.error)
+    good: BoolArray = np.logical_and.reduce(same | ~present, axis=1)
+    if done.error is None and not good.all():
+        text = "saved KV of %s: %d of %d blocks have changed and are not used"
+        log.warning(text, done.served.spec.model, np.count_nonzero(~good), len(good))
+    return kv_saving.take_back(kv, done.keys, done.num_tokens, done.blocks, good)
+
+
+def _pieces(kv: KVCache, blocks: IntArray, slots: Sequence[int], tier: HostTier, memory: ChunkMemory | None) -> list[list[Piece]]:
+    """Returns the parts of each block present, row by row; a block is cut where a slot ends. Raises ValueError if the slots are too
+    few."""
+    arena = 0 if memory is None else memory.arena.data_ptr()
+    sizes = [group.block_bytes for group in kv.groups]
+    views = [tier.slot(slot) for slot in slots]
+    size, at = tier.slot_bytes, 0
+    found = []
+    for e, g in zip(*np.nonzero(blocks >= 0), strict=True):
+        address, left = arena + int(blocks[e, g]) * sizes[g], sizes[g]
+        parts: list[Piece] = []
+        while left:
+            if at // size >= len(views):
+                raise ValueError(f"{len(slots)} slots are too few for {np.count_nonzero(blocks >= 0)} blocks")
+            num = min(left, size - at % size)
+            parts.append((address, views[at // size][at % size : at % size + num]))
+            address, left, at = address + num, left - num, at + num
+        found.append(parts)
+    return found

@@ -1,0 +1,180 @@
+"""Runs loads and copies of KV in the background, each in a thread of its own, while other models step."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from engine.contracts.loads import CompilesKernels, KernelNews, LoadCancelled, LoadTask, Runner
+from engine.contracts.steps import HostedEncoder, HostedModel, StreamedModel
+from engine.lifecycle import throttle
+from engine.lifecycle.first_step import FirstStep
+from engine.lifecycle.kv_transfer import KVTransfer
+from engine.memory.weight_gate import WeightGate
+from engine.protocol import LoadModel, LoadProgress
+from engine.serve.served_models import Place
+
+log = logging.getLogger("engine")
+
+PROGRESS_EVERY_S = 0.1
+
+
+@dataclass(slots=True)
+class Load:
+    """The state of the load that one LoadModel asked for. When its thread is done, exactly one of `hosted` and `error` is set."""
+
+    task: LoadTask
+    place: Place
+    started_s: float
+    cancelled: threading.Event
+    withdrawn_by: list[int] = field(default_factory=list)  # placement ids of the EvictModel messages to answer
+    hosted: HostedModel | HostedEncoder | None = None
+    error: Exception | None = None
+    seconds: float = 0.0
+    gate: WeightGate | None = None  # set if a step may run while the weights arrive
+
+
+@dataclass(slots=True)
+class Begun:
+    """Reports that the model of a load under way is complete except for its weights."""
+
+    load: Load
+    hosted: StreamedModel
+
+
+@dataclass(slots=True)
+class Streams:
+    """Reports, after Begun, that the weights which a step needs first have arrived."""
+
+    load: Load
+
+
+@dataclass(slots=True)
+class Summed:
+    """Reports that the checksum of a load's weights is known: task.weights_checksum."""
+
+    load: Load
+
+
+Told = KernelNews | LoadProgress | Load | Begun | Streams | FirstStep | KVTransfer | Summed
+
+
+class Loads:
+    """Starts loads, and reports what becomes of them and of kernels. An eventfd signals reports, so the engine's loop can sleep
+    until one comes."""
+
+    def __init__(self, runner: Runner, test_disk_bytes_per_s: int = 0, test_copy_bytes_per_s: int = 0) -> None:
+        """test_…: limits for tests, see engine/lifecycle/throttle.py; 0: none."""
+        self._runner = runner
+        self._disk_bytes_per_s, self._copy_bytes_per_s = test_disk_bytes_per_s, test_copy_bytes_per_s
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._told: deque[Told] = deque()
+        self.running: dict[str, Load] = {}
+        if isinstance(runner, CompilesKernels):
+            runner.watch_kernels(self._tell)
+
+    def fileno(self) -> int:
+        return self._wake_fd
+
+    def start(self, spec: LoadModel, place: Place) -> None:
+        last_s = 0.0
+
+        def progress(bytes_done: int, bytes_total: int) -> None:
+            nonlocal last_s
+            now = time.monotonic()
+            if now - last_s >= PROGRESS_EVERY_S:
+                last_s = now
+                self._tell(LoadProgress(spec.placement_id, bytes_done, bytes_total))
+
+        cancelled = threading.Event()
+        task = LoadTask(spec, place.weights, progress, cancelled.is_set, place.left)
+        load = Load(task, place, time.monotonic(), cancelled)
+
+        def begun(hosted: StreamedModel, gate: WeightGate) -> None:
+            load.gate = gate
+            gate.begun = lambda: self._tell(Streams(load))
+            self._tell(Begun(load, hosted))
+
+        load.task.begun = begun
+        self.running[spec.model] = load
+        threading.Thread(target=self._run, args=(load,), name=f"load {spec.model}", daemon=True).start()
+
+    def copy(self, transfer: KVTransfer) -> None:
+        """Runs a transfer of KV in a thread; `take` reports when it is done."""
+
+        def work() -> None:
+            started_s = time.monotonic()
+            transfer.run()
+            throttle.hold(started_s, transfer.num_bytes, self._copy_bytes_per_s, lambda: False)
+            if self._copy_bytes_per_s:
+                transfer.seconds = time.monotonic() - started_s
+            self._tell(transfer)
+
+        threading.Thread(target=work, name=f"KV of {transfer.served.spec.model}", daemon=True).start()
+
+    def sum_up(self, load: Load, checksum: Callable[[], int]) -> None:
+        """Computes the checksum of the weights of a load that has ended, in a thread; `take` reports when it is known."""
+
+        def work() -> None:
+            load.task.weights_checksum = checksum()
+            self._tell(Summed(load))
+
+        threading.Thread(target=work, name=f"checksum of {load.task.spec.model}", daemon=True).start()
+
+    def step(self, work: Callable[[], None], first: FirstStep) -> None:
+        """Runs `work`, a model's first step, in a thread; `take` reports when it is done."""
+
+        def run() -> None:
+            work()
+            self._tell(first)
+
+        threading.Thread(target=run, name=f"first step of {first.served.spec.model}", daemon=True).start()
+
+    def take(self) -> list[Told]:
+        """Returns what was reported since the last call, in order. A finished Load is no longer in `running`."""
+        try:
+            os.eventfd_read(self._wake_fd)
+        except BlockingIOError:
+            return []
+        told: list[Told] = []
+        while self._told:
+            item = self._told.popleft()
+            if isinstance(item, Load):
+                del self.running[item.task.spec.model]
+            told.append(item)
+        return told
+
+    def _run(self, load: Load) -> None:
+        try:
+            load.hosted = self._runner.load(load.task)
+            self._hold(load)
+        except LoadCancelled as error:
+            load.error = error
+        except Exception as error:
+            log.warning("load of %s failed: %s: %s", load.task.spec.model, type(error).__name__, error)
+            load.error = error
+        load.seconds = time.monotonic() - load.started_s
+        load.task.begun = None  # both refer to the load: cleared, so that no cycle is left to the garbage collector
+        if load.gate is not None:
+            load.gate.begun = None
+        self._tell(load)
+        if load.gate is not None and load.hosted is not None:  # after the report: no token comes before the load has succeeded
+            load.gate.open()
+
+    def _hold(self, load: Load) -> None:
+        """Delays a load that was faster than the test limits allow."""
+        task = load.task
+        if task.bytes_read:
+            throttle.hold(load.started_s, task.bytes_read, self._disk_bytes_per_s, task.cancelled)
+        elif self._copy_bytes_per_s and load.hosted is not None and not task.adopted:
+            throttle.hold(load.started_s, load.hosted.weights_bytes, self._copy_bytes_per_s, task.cancelled)
+            task.copy_seconds = time.monotonic() - load.started_s
+
+    def _tell(self, item: Told) -> None:
+        self._told.append(item)
+        os.eventfd_write(self._wake_fd, 1)

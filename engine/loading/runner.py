@@ -1,0 +1,205 @@
+"""TorchRunner: loads checkpoints into this process and makes models of them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from contextlib import ExitStack
+from functools import partial
+
+from engine.contracts.backend import Backend
+from engine.contracts.loads import KernelNews, LoadCancelled, LoadTask
+from engine.contracts.steps import HostedEncoder, HostedModel, StreamedModel
+from engine.loading.left_weights import adopt
+from engine.loading.weight_copies import KeptCopy, WeightCopies
+from engine.memory.host_registration import RegistersHost, register
+from engine.memory.host_tier import HostTier
+from engine.memory.weight_arrivals import parameter_places
+from engine.memory.weight_gate import WeightGate
+from engine.memory.weight_range import WeightRange, WeightRanges
+from engine.protocol import Configure
+from loader.errors import CheckpointError
+from loader.formats.registry import FORMATS
+from loader.layout import weight_layout, weights_bytes
+from loader.range_plan import Read
+from loader.read_rates import ReadRates
+from loader.source_choice import SourceChoice
+from loader.staging import StagingRing
+from loader.unpack import Decoder
+from loader.weight_stream import OpenCheckpoint, ReadCancelled, open_checkpoint, stream_weights
+
+log = logging.getLogger("engine")
+
+KERNELS_LIMIT_S, TELL_EVERY_S = 300.0, 1.0
+
+
+class TorchRunner:
+    """The engine.contracts.loads.Runner for models that compute. backend: the device."""
+
+    def __init__(self, backend: Backend, options: Configure, tier: HostTier | None = None) -> None:
+        self.backend, self.compute_threads, self._options = backend, backend.compute_threads, options
+        self.memory = memory = backend.memory
+        self._ranges = WeightRanges(memory)
+        self._copies = WeightCopies(memory, tier)
+        self._ring = StagingRing()
+        self._rates = ReadRates(options.cache_dir)
+        self._news: list[KernelNews] = []  # from before watch_kernels was called
+        self._tell: Callable[[KernelNews], None] = self._news.append
+        self._telling = threading.Lock()
+        self._kernels = _in_background(self._prepare)
+        if tier is not None and isinstance(memory, RegistersHost):
+            _in_background(partial(register, memory, "host tier", [tier.span], tier.slot_bytes))
+
+    def _prepare(self) -> None:
+        self._ring.prepare()
+        if isinstance(self.memory, RegistersHost):
+            register(self.memory, "staging", [self._ring.span], self._ring.slot_bytes)
+        self.backend.prepare(self._tell_of_kernels)
+
+    def watch_kernels(self, tell: Callable[[KernelNews], None]) -> None:
+        """Calls `tell` with all earlier news about kernels, and from other threads with all later news."""
+        with self._telling:
+            self._tell = tell
+            for news in self._news:
+                tell(news)
+
+    def _tell_of_kernels(self, news: KernelNews) -> None:
+        with self._telling:
+            self._tell(news)
+
+    def load(self, task: LoadTask) -> HostedModel | HostedEncoder:
+        """Loads one model while other models step. Raises CheckpointError (permanent), CheckpointChanged, MemoryError,
+        LoadCancelled."""
+        spec, asked_s, backend = task.spec, time.perf_counter(), self.backend
+        _wait_for_kernels(self._kernels, task)
+        with ExitStack() as stack:
+            choice = SourceChoice(self._rates, self._ring, backend.measured_decoder)
+            source = open_checkpoint(spec.path, spec.fingerprint, stack, backend.reads_in_place, choice.wants_packed)
+            weight_format = FORMATS[spec.quantize]
+            backend.check(spec, source.shape, weight_format)
+            num_bytes = weights_bytes(source.shape, spec.dtype, weight_format)
+            granted = len(task.chunks) * self._options.chunk_bytes
+            if num_bytes > granted:
+                raise MemoryError(f"weights take {num_bytes} bytes, {len(task.chunks)} chunks were granted ({granted} bytes)")
+            backend.need_kernels(spec, weight_format)
+            task.kernels_seconds = time.perf_counter() - asked_s
+            weights = self._ranges.of(spec.model, (spec.fingerprint, spec.dtype, spec.quantize), num_bytes)
+            started_s = time.perf_counter()
+            weights.map(task.chunks[: weights.num_chunks].tolist())
+            task.map_seconds = time.perf_counter() - started_s
+            gate: WeightGate | None = None
+            early: StreamedModel | None = None
+            try:
+                early = backend.early_model(spec, source.shape, weights)
+                if early is not None and task.begun is not None and backend.steps_may_overlap:
+                    gate = WeightGate(weight_layout(source.shape, spec.dtype, weight_format))
+                    task.begun(early, gate)
+                if not self._in_memory(task, weights, gate):
+                    self._read(task, choice, source, weights, gate, stack)
+                task.weights_bytes = num_bytes
+                return backend.model(spec, source.shape, weights) if early is None else early
+            except BaseException as error:
+                if gate is not None:
+                    gate.withdraw(str(error))
+                if early is not None:
+                    early.release()
+                weights.unmap()
+                if isinstance(error, ReadCancelled):
+                    raise LoadCancelled(str(error)) from None
+                raise
+
+    def _in_memory(self, task: LoadTask, weights: WeightRange, gate: WeightGate | None) -> bool:
+        """Fills the range without reading files, from weights left on the device or from a copy in the host tier. Returns whether
+        it holds the weights now."""
+        for way, given in ((partial(adopt, self.memory), task.left), (self._copies.take, task.spec.source_slots)):
+            if given:
+                if way(task, weights, gate):
+                    return True
+                if gate is not None:
+                    gate.begin_anew()
+        return False
+
+    def _read(
+        self,
+        task: LoadTask,
+        choice: SourceChoice,
+        source: OpenCheckpoint,
+        weights: WeightRange,
+        gate: WeightGate | None,
+        stack: ExitStack,
+    ) -> None:
+        """Reads the weights from files into the range, and copies them to the host tier if they are to be kept. Reads the plain
+        files if packed ones are damaged. stack: closes what is opened."""
+        spec = task.spec
+        layout = weight_layout(source.shape, spec.dtype, FORMATS[spec.quantize])
+        places = [(begin, end) for begin, end, _ in parameter_places(layout)]
+        with self._copies.keeping(task, weights, places) as kept:
+            behind = [each for each in (gate, kept) if each is not None]
+            try:
+                self._stream(task, source, weights, behind)
+                task.read_as = choice.reason or source.packed_reason
+            except CheckpointError as error:
+                if not source.has_plain_files_beside:
+                    raise
+                log.warning("%s: %s: reading its plain files", spec.model, error)
+                for each in behind:
+                    each.begin_anew()
+                self._stream(
+                    task, open_checkpoint(spec.path, spec.fingerprint, stack, self.backend.reads_in_place), weights, behind
+                )
+                task.read_as = f"read its plain files: the packed ones are damaged ({error})"
+
+    def _stream(
+        self, task: LoadTask, source: OpenCheckpoint, weights: WeightRange, behind: Sequence[WeightGate | KeptCopy]
+    ) -> None:
+        """Reads the weights into the range. behind: each is notified of the bytes that have landed."""
+
+        def landed(read: Read) -> None:
+            for begin_bytes, end_bytes in read.places:
+                for each in behind:
+                    each.landed(begin_bytes, end_bytes)
+
+        report = stream_weights(
+            source,
+            task.spec.dtype,
+            self.backend.sink(weights),
+            self._ring,
+            task.progress,
+            task.cancelled,
+            FORMATS[task.spec.quantize],
+            landed=landed,
+            decoder=self.backend.decoder() if source.is_packed else Decoder(),
+        )
+        task.bytes_read = report.num_bytes
+
+
+def _in_background(work: Callable[[], object]) -> Future[None]:
+    """Runs `work` in a thread that the process does not wait for at its end."""
+    future: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            work()
+            future.set_result(None)
+        except BaseException as error:  # reported by every load; ignored, it would leave the engine on the slow path
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="kernels", daemon=True).start()
+    return future
+
+
+def _wait_for_kernels(compiled: Future[None], task: LoadTask) -> None:
+    """Waits until kernels have been set up, and reports meanwhile that this load's time has not begun. Raises RuntimeError,
+    LoadCancelled."""
+    until_s = time.monotonic() + KERNELS_LIMIT_S
+    while not wait([compiled], TELL_EVERY_S).done:
+        task.progress(0, 0)
+        if task.cancelled():
+            raise LoadCancelled(f"{task.spec.model}: cancelled while kernels were looked for")
+        if time.monotonic() > until_s:
+            raise RuntimeError(f"kernels: not found within {KERNELS_LIMIT_S:.0f} s")
+    if (error := compiled.exception()) is not None:
+        raise RuntimeError(f"kernels: {error}") from error

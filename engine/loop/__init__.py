@@ -1,0 +1,1 @@
+"""The engine's loop, and what it does between steps."""

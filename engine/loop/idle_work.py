@@ -1,0 +1,44 @@
+"""Does an engine's idle work while nothing runs and no message arrives: captures steps, collects garbage and prepares memory."""
+
+from __future__ import annotations
+
+from engine.lifecycle.placements import Placements
+from engine.loop.collector import Collector
+from engine.loop.step_journal import StepJournal
+from engine.memory.preparing import Preparer
+from engine.pulse import Doing
+from engine.serve.served_models import ServedModels
+
+COLLECT_AFTER_IDLE_S = 1.0
+CAPTURE_AFTER_IDLE_S = 0.02
+
+
+class IdleWork:
+    """The idle work of one engine, done in the engine's loop. preparer: None if the models have no memory."""
+
+    def __init__(
+        self, models: ServedModels, collector: Collector, preparer: Preparer | None, placements: Placements, journal: StepJournal
+    ) -> None:
+        self._models, self._collector, self._preparer = models, collector, preparer
+        self._placements, self._journal = placements, journal
+
+    def wait_s(self, num_steps: int) -> float | None:
+        """Returns how many seconds to stay idle before `step`; None if there is nothing to do. num_steps: steps the engine has
+        run."""
+        if self._models.uncaptured() is not None:
+            return CAPTURE_AFTER_IDLE_S
+        if self._collector.wanted(num_steps):
+            return COLLECT_AFTER_IDLE_S
+        return None if self._preparer is None or self._placements.busy else self._preparer.wait_s()
+
+    def step(self, num_steps: int) -> None:
+        """Does a small part of the first kind of work that is due: capturing steps, then collecting garbage, then preparing
+        memory."""
+        self._journal.beat(Doing.TURN)
+        if self._models.uncaptured() is not None:
+            self._journal.beat(Doing.CAPTURE)
+            self._models.capture_next()
+        elif self._collector.wanted(num_steps):
+            self._collector.collect(num_steps, bool(self._models.busy()))
+        elif self._preparer is not None:
+            self._preparer.step()

@@ -1,0 +1,50 @@
+"""Writes the step journal for the engine's loop: which requests a fault would be blamed on, and that the loop is alive."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from engine.lifecycle.first_step import NO_REQUESTS, FirstStep
+from engine.protocol import write_journal
+from engine.pulse import Doing, write_pulse
+from scheduler.batch.plan import LongArray
+
+
+class StepJournal:
+    """The journal of one engine. page: the memory that protocol.write_journal writes. first: the first steps; the requests of those
+    that run are in every entry."""
+
+    def __init__(self, page: Any, first: Mapping[str, FirstStep]) -> None:
+        self._page, self._first = page, first
+        self._names_a_step = False
+
+    def beat(self, doing: Doing, expected_s: float = 0.0) -> None:
+        """Records that the loop is alive and what it does from now on. expected_s: usual seconds of a step; 0.0 if not known."""
+        first_since_s = 0.0
+        if self._first:
+            behind_weights = (first.loaded_s for first in self._first.values() if first.loaded and first.running)
+            first_since_s = min(behind_weights, default=0.0)
+        write_pulse(self._page, time.monotonic(), expected_s, first_since_s, doing)
+
+    def note(self, request_ids: LongArray, expected_s: float = 0.0) -> None:
+        """Records that the loop runs a step of these requests from now on."""
+        self.beat(Doing.STEP, expected_s)
+        self.name(request_ids)
+
+    def name(self, request_ids: LongArray) -> None:
+        """Writes these requests, and those of the running first steps, as the ones that a fault would be blamed on."""
+        if self._first:
+            request_ids = np.concatenate((request_ids, *(first.request_ids for first in self._first.values())))
+        write_journal(self._page, request_ids)
+        self._names_a_step = True
+
+    def nothing_runs(self) -> None:
+        """Empties the journal if no step runs. Not called after every step: a fault in what follows a step counts against its
+        requests, too."""
+        if self._names_a_step and not self._first:
+            write_journal(self._page, NO_REQUESTS)
+            self._names_a_step = False

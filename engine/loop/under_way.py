@@ -1,0 +1,23 @@
+"""A step that was launched and whose tokens have not been read yet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.contracts.steps import Launched
+from engine.grammar.row_masks import RowMasks
+from engine.serve.served_models import ServedModel
+from scheduler.batch.plan import BatchPlan, LongArray
+
+
+@dataclass(slots=True, frozen=True)
+class StepUnderWay:
+    """A launched step. request_ids [R]: the requests of the plan's rows at the time of the launch. expected_s: the seconds it
+    usually takes, 0.0 if that is not known."""
+
+    served: ServedModel
+    plan: BatchPlan
+    masks: RowMasks | None
+    launched: Launched
+    request_ids: LongArray
+    expected_s: float

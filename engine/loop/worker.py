@@ -1,0 +1,400 @@
+"""The engine's loop: takes in messages, runs the next model's step, and sends one message with its tokens.
+
+It blocks in epoll while nothing runs. A step is journalled in shared memory before it starts, so the daemon knows what was running
+if the process dies in it. Any exception in a step ends the process: the daemon starts a new one and submits the requests again.
+Only a step that finds no memory to compute with does not end it, but fails its own requests.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import select
+import time
+from collections.abc import Iterable, Sequence
+from itertools import compress
+from typing import Any
+
+import numpy as np
+
+from engine.contracts.loads import Runner
+from engine.contracts.steps import NoWorkSpace, StepResult
+from engine.grammar.row_masks import RowMasks
+from engine.lifecycle.first_step import NO_REQUESTS, FirstStep
+from engine.lifecycle.loads import Loads
+from engine.lifecycle.placements import Placements
+from engine.loop.collector import Collector
+from engine.loop.idle_work import IdleWork
+from engine.loop.step_journal import StepJournal
+from engine.loop.under_way import StepUnderWay
+from engine.memory.chunk_memory import ChunkMemory
+from engine.memory.host_tier import HostTier
+from engine.memory.preparing import Preparer
+from engine.protocol import (
+    FINISH_LENGTH,
+    FINISH_STOP,
+    PROTOCOL_VERSION,
+    Abort,
+    Configure,
+    EngineReady,
+    EvictModel,
+    LoadModel,
+    RequestFailed,
+    SetLease,
+    Shutdown,
+    Submit,
+    TokensOut,
+    WeightsHeld,
+)
+from engine.pulse import BEAT_EVERY_S, Doing
+from engine.serve.channel import Channel, ChannelClosed
+from engine.serve.constraints import Constraints, End
+from engine.serve.embedder import Embedder
+from engine.serve.requests import batch_request
+from engine.serve.served_models import ServedModel, ServedModels
+from scheduler.batch.batch_scheduler import BatchScheduler
+from scheduler.batch.plan import BatchPlan
+from scheduler.batch.steps_ahead import TokensNeeded
+
+log = logging.getLogger("engine")
+
+MAX_BACKLOG_BYTES = 8 << 20
+STATS_EVERY_S = 0.25
+
+
+class Engine:
+    """The engine of one device. `run` returns at the channel's end or on Shutdown. left: weights in memory that outlives this
+    process; None: the memory ends with it."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        journal: mmap.mmap,
+        configure: Configure,
+        runner: Runner,
+        memory: ChunkMemory | None,
+        tier: HostTier | None = None,
+        left: Sequence[WeightsHeld] | None = None,
+    ) -> None:
+        self.channel = channel
+        self.configure = configure
+        self.models = ServedModels(configure, memory, left or (), runner.compute_threads)
+        loads = Loads(runner, configure.test_disk_bytes_per_s, configure.test_copy_bytes_per_s)
+        self._collector = Collector()
+        told = (channel.send, self._forget, memory, tier, self._resume, self._collector.loaded)
+        self.placements = Placements(self.models, loads, *told, left is not None)
+        self.journal = StepJournal(journal, self.placements.first)
+        self.preparer = None if memory is None else Preparer(memory, self.models.chunks, tier)
+        self.idle_work = IdleWork(self.models, self._collector, self.preparer, self.placements, self.journal)
+        self.constraints = Constraints()
+        self.num_steps = 0
+        self._under_way: StepUnderWay | None = None
+        self._model_of: dict[int, str] = {}
+        self._stats_dirty, self._stats_sent_s, self._shutdown = True, 0.0, False
+
+    def run(self, first_messages: Iterable[Any] = ()) -> None:
+        """Runs the loop. first_messages: those that arrived together with Configure."""
+        self._collector.start()
+        poller = select.epoll()
+        poller.register(self.channel.fileno(), select.EPOLLIN)
+        poller.register(self.placements.fileno(), select.EPOLLIN)
+        poller.register(self.constraints.fileno(), select.EPOLLIN)
+        watching_out = False
+        try:
+            self.channel.send(EngineReady(os.getpid(), PROTOCOL_VERSION, self.configure.num_chunks, list(self.models.chunks.left)))
+            for message in first_messages:
+                self._handle(message)
+            while not self._shutdown:
+                stalled = self.channel.backlog_bytes > MAX_BACKLOG_BYTES
+                busy = [] if stalled else self.models.busy()
+                if not busy and self._under_way is None:
+                    self.journal.nothing_runs()
+                if watching_out != (self.channel.backlog_bytes > 0):
+                    watching_out = not watching_out
+                    poller.modify(self.channel.fileno(), select.EPOLLIN | (select.EPOLLOUT if watching_out else 0))
+                wait_s = 0.0 if busy or self._under_way is not None else self._idle_wait_s()
+                self.journal.beat(Doing.TURN if wait_s == 0.0 else Doing.IDLE)
+                ready = poller.poll(BEAT_EVERY_S if wait_s is None else min(wait_s, BEAT_EVERY_S))
+                for fd, events in ready:
+                    self.journal.beat(Doing.TURN)
+                    if fd == self.placements.fileno():
+                        self._settle()
+                        self.placements.take()
+                        self._stats_dirty = True
+                    elif fd == self.constraints.fileno():
+                        self._settle()
+                        self._end_constrained(self.constraints.receive())
+                    else:
+                        if events & select.EPOLLOUT:
+                            self.channel.flush()
+                        if events & ~select.EPOLLOUT:
+                            for message in self.channel.receive():
+                                self._handle(message)
+                if self.placements.first:
+                    self._start_first_steps()
+                if self.preparer is not None and (busy or ready):
+                    self.preparer.disturbed()
+                if busy:
+                    self._turn(self.models.busy() if ready else busy)
+                elif self._under_way is not None:
+                    self._settle()
+                elif not ready and wait_s is not None:  # nothing runs and nothing arrived: send stats first
+                    if self._stats_dirty:
+                        self._send_stats(time.monotonic())
+                    else:
+                        self.idle_work.step(self.num_steps)
+        except ChannelClosed:
+            log.info("the daemon is gone")
+        finally:
+            poller.close()
+
+    # ---- steps
+
+    def _turn(self, busy: list[str]) -> None:
+        """Starts one step of the busy model whose turn (time slice) it is, then takes in the result of the step before."""
+        name = self.models.next(busy)
+        if name is None:
+            return
+        embedder = self.models.embedders.get(name)
+        if embedder is not None:
+            self._settle()
+            self._embed(name, embedder)
+            return
+        served = self.models.by_name[name]
+        if served.ahead is None:
+            self._settle()
+        scheduler = served.scheduler
+        self._end_constrained(self.constraints.settle(served))
+        room = self.models.room_of(served, busy)
+        try:
+            plan = scheduler.plan(self.num_steps + 1, room)
+        except TokensNeeded:
+            plan = None
+        served.backlogged = room.backlogged
+        if scheduler.failed:
+            self._fail_hopeless(scheduler)
+        self.models.discard_returned()
+        if plan is None:
+            self._settle()
+            return
+        self.num_steps += 1
+        before, request_ids, expected_s = self._under_way, scheduler.table.request_id[plan.slots], served.limits.expected_s(plan)
+        if before is None:
+            self.journal.note(request_ids, expected_s)
+        else:  # a fault may come from either step: devices report faults late
+            both_s = before.expected_s + expected_s if before.expected_s and expected_s else 0.0
+            self.journal.note(np.union1d(before.request_ids, request_ids), both_s)
+        masks = self.constraints.masks(served, plan)
+        if served.ahead is None:
+            result = self.models.threads.run(lambda: served.hosted.execute(plan, scheduler.table, masks))
+            self._take_in(served, plan, masks, result)
+            return
+        try:
+            launched = served.ahead.launch(plan, scheduler.table, masks)
+        except NoWorkSpace as error:
+            self._give_up(served, request_ids.tolist(), str(error))
+            return
+        scheduler.start_step(plan)
+        self._under_way = StepUnderWay(served, plan, masks, launched, request_ids, expected_s)
+        if before is not None:
+            self._take_in(before.served, before.plan, before.masks, before.launched.wait())
+
+    def _give_up(self, served: ServedModel, request_ids: list[int], why: str) -> None:
+        """Fails the requests of a step that could not be started, so that all others go on."""
+        self._settle()
+        for request_id in request_ids:
+            if self._model_of.pop(request_id, None) is not None:  # else it ended with the step before
+                served.scheduler.abort(request_id)
+                self.constraints.drop(served.spec.model, request_id)
+                self.channel.send(RequestFailed(request_id, "no_work_space", f"model {served.spec.model}: {why}"))
+        self._stats_dirty = True
+
+    def _settle(self) -> None:
+        """Takes in the result of the step under way, if there is one; afterwards nothing runs on the device."""
+        step, self._under_way = self._under_way, None
+        if step is not None:
+            self.journal.beat(Doing.STEP, step.expected_s)
+            self._take_in(step.served, step.plan, step.masks, step.launched.wait())
+
+    def _take_in(self, served: ServedModel, plan: BatchPlan, masks: RowMasks | None, result: StepResult) -> None:
+        """Hands the tokens of a step that has ended to the scheduler and to the daemon."""
+        name, scheduler = served.spec.model, served.scheduler
+        self.models.charge(served, plan, result.seconds)
+        for told in result.prompt_logprobs:
+            self.channel.send(told)
+        outcome = scheduler.finish_step(plan, result.ids, result.bad)
+        if masks is not None:
+            self.constraints.sampled(served, masks, result.ids, result.bad)
+        if outcome.request_ids:
+            steps, seconds = served.tell_steps()
+            self.channel.send(
+                TokensOut(
+                    name,
+                    plan.step_id,
+                    seconds,
+                    outcome.request_ids,
+                    outcome.ids,
+                    finish=outcome.finish,
+                    cached=outcome.cached,
+                    resumed=outcome.resumed,
+                    logprobs=result.logprobs,
+                    steps=steps,
+                )
+            )
+            for request_id in compress(outcome.request_ids, outcome.finish):
+                del self._model_of[request_id]
+        for request_id in outcome.bad:
+            del self._model_of[request_id]
+            self.channel.send(RequestFailed(request_id, "nan_logits", f"model {name}: logits are not finite"))
+        self._stepped()
+        captures = self.models.to_capture_between(served, plan)
+        if captures is not None:
+            self.journal.beat(Doing.CAPTURE)
+            captures.capture_next()
+
+    def _start_first_steps(self) -> None:
+        """Starts first steps of models whose weights are still arriving."""
+        for first in self.placements.first.values():
+            if first.can_start and self.placements.start(first, self.num_steps + 1) is not None:
+                self.num_steps += 1
+                self.journal.name(NO_REQUESTS)
+            if first.served.scheduler.failed:
+                self._fail_hopeless(first.served.scheduler)
+
+    def _resume(self, first: FirstStep) -> None:
+        """Takes in a first step that has ended, or is void because its weights are read again, and the messages deferred
+        meanwhile."""
+        put_by, first.put_by = first.put_by, []
+        if first.plan is not None and first.result is not None:
+            self._take_in(first.served, first.plan, None, first.result)
+        for message in put_by:
+            self._handle(message)
+
+    def _embed(self, name: str, embedder: Embedder) -> None:
+        request_ids = embedder.next_texts()
+        self.num_steps += 1
+        self.journal.note(np.array(request_ids, np.int64), embedder.expected_s(request_ids))
+        out, failed = self.models.threads.run(lambda: embedder.step(request_ids, self.num_steps))
+        self.models.turns.charge(name, out.seconds)
+        for request_id in request_ids:
+            del self._model_of[request_id]
+        self.channel.send(out)
+        for failure in failed:
+            self.channel.send(failure)
+        self._stepped()
+
+    def _stepped(self) -> None:
+        self._stats_dirty = True
+        now = time.monotonic()
+        if now - self._stats_sent_s >= STATS_EVERY_S:
+            self._send_stats(now)
+        if self._collector.overdue(self.num_steps):
+            self._collector.collect(self.num_steps, busy=True)
+
+    def _end_constrained(self, ends: list[End]) -> None:
+        for end in ends:
+            del self._model_of[end.request_id]
+            if end.error:
+                self.channel.send(RequestFailed(end.request_id, end.code, f"model {end.model}: {end.error}"))
+            else:
+                self.channel.send(TokensOut(end.model, self.num_steps, 0.0, [end.request_id], [], [0], [FINISH_STOP], steps=0))
+            self._stats_dirty = True
+
+    def _fail_hopeless(self, scheduler: BatchScheduler) -> None:
+        for request_id, why in scheduler.failed:
+            self.constraints.drop(self._model_of.pop(request_id), request_id)
+            self.channel.send(RequestFailed(request_id, "too_long", why))
+        scheduler.failed.clear()
+        self._stats_dirty = True
+
+    # ---- idle
+
+    def _idle_wait_s(self) -> float | None:
+        """Returns how many seconds to wait until there is something to do; None: until something arrives."""
+        if self._stats_dirty:
+            return max(0.0, self._stats_sent_s + STATS_EVERY_S - time.monotonic())
+        return self.idle_work.wait_s(self.num_steps)
+
+    def _send_stats(self, now: float) -> None:
+        self._stats_dirty = False
+        self._stats_sent_s = now
+        self.channel.send(self.models.stats(self.num_steps))
+
+    # ---- messages
+
+    def _handle(self, message: Any) -> None:
+        self.journal.beat(Doing.TURN)
+        if type(message) is not Submit:  # anything else changes what a step under way relies on
+            self._settle()
+        match message:
+            case Submit():
+                self._submit(message)
+            case Abort():
+                for request_id in message.request_ids:
+                    if any(first.abort(request_id) for first in self.placements.first.values()):
+                        continue
+                    name = self._model_of.pop(request_id, None)
+                    if name in self.models.embedders:
+                        self.models.embedders[name].abort(request_id)
+                    elif name is not None:
+                        first = self.placements.first.get(name)
+                        (first.served if first is not None else self.models.by_name[name]).scheduler.abort(request_id)
+                        self.constraints.drop(name, request_id)
+            case LoadModel():
+                self.placements.load(message)
+            case EvictModel():
+                self.placements.evict(message)
+            case SetLease():
+                self.models.set_lease(message.lease_chunks)
+            case Shutdown():
+                self._shutdown = True
+            case _:
+                raise RuntimeError(f"unexpected message {type(message).__name__}")
+        self._stats_dirty = True
+
+    def _submit(self, message: Submit) -> None:
+        request_id = message.request_id
+        embedder = self.models.embedders.get(message.model)
+        if embedder is not None and message.task == "embed" and request_id not in self._model_of:
+            why_not = embedder.submit(message)
+            if why_not:
+                self.channel.send(RequestFailed(request_id, "internal", why_not))
+                return
+            self.models.turns.set_weight(message.model, message.weight if message.weight > 0 else 1.0)
+            self._model_of[request_id] = message.model
+            return
+        first = self.placements.first.get(message.model)
+        if first is not None and first.put_aside(message):
+            return
+        served = self.models.by_name.get(message.model) if first is None else first.served
+        if (embedder is None) == (message.task == "embed") and (embedder is not None or served is not None):
+            text = f"model {message.model} does not do task {message.task}"
+            self.channel.send(RequestFailed(request_id, "internal", text))
+            return
+        if served is None:
+            self.channel.send(RequestFailed(request_id, "unknown_model", f"model {message.model} is not loaded"))
+            return
+        if request_id in self._model_of:
+            self.channel.send(RequestFailed(request_id, "internal", f"request {request_id} is here already"))
+            return
+        request = batch_request(message, served.spec, served.hosted.vocab_size)
+        if request is None:  # submitted again after a crash, with nothing left to do
+            self.channel.send(TokensOut(message.model, self.num_steps, 0.0, [request_id], [], [0], [FINISH_LENGTH], steps=0))
+            return
+        if isinstance(request, RequestFailed):
+            self.channel.send(request)
+            return
+        weight = message.weight if message.weight > 0 else 1.0
+        if first is None:
+            self.models.turns.set_weight(message.model, weight)
+        else:
+            first.weight = weight
+        self._model_of[request_id] = message.model
+        self._end_constrained(self.constraints.submit(served, request, message.params, message.output))
+
+    def _forget(self, name: str) -> None:
+        """Drops what is known of an evicted model's requests."""
+        self._model_of = {request: model for request, model in self._model_of.items() if model != name}
+        self.constraints.close(name)
+        self._collector.thaw_later()

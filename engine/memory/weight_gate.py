@@ -1,0 +1,116 @@
+"""Holds back a step that runs while its model's weights arrive: it waits for each layer's weights, and at its end for all of
+them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from engine.memory.weight_arrivals import WeightArrivals, parameter_places
+from loader.formats.weight_format import WeightSlot
+
+Layer = TypeVar("Layer")
+
+
+class WeightsWithdrawn(Exception):
+    """Raised in a step whose results are void: the load has failed, was cancelled, or starts over with bytes from elsewhere."""
+
+
+class WeightGate:
+    """The gate between one load and the steps that run during it. layout: as loader.layout.weight_layout gives it; its slots name
+    the stages.
+
+    The readers report what has `landed`. A stage is open when all bytes of its parameters have landed. `begun`, if set, is called
+    once, by any thread, when the first stage opens. What only complete weights can prove (checksums, a file that changed) is
+    checked before `open`, so no step ends on bad weights."""
+
+    def __init__(self, layout: Iterable[WeightSlot]) -> None:
+        slots = list(layout)
+        stage_of = {slot.name: slot.stage for slot in slots}
+        places = [(begin, end, stage_of[name]) for begin, end, name in parameter_places(slots)]
+        self._arrivals = WeightArrivals(places, 1 + max(stage_of.values(), default=0))
+        self._changed = threading.Condition()
+        self._num_inside = 0
+        self._withdrawn = ""  # why the weights were withdrawn; "": they were not
+        self._all = False
+        self.begun: Callable[[], None] | None = None
+        self.waited_s = 0.0  # seconds that steps waited for weights
+
+    # ---- the load
+
+    def landed(self, begin_bytes: int, end_bytes: int) -> None:
+        """Notes that these bytes of the weight range have arrived. Called from any thread, once for each byte. Bytes between
+        parameters are ignored."""
+        with self._changed:
+            self._arrivals.landed(begin_bytes, end_bytes)
+            self._changed.notify_all()
+            begun = None
+            if self._is_there(0):
+                begun, self.begun = self.begun, None
+        if begun is not None:
+            begun()
+
+    def open(self) -> None:
+        """Declares that everything has arrived and is good."""
+        with self._changed:
+            self._all = True
+            self._changed.notify_all()
+
+    def withdraw(self, why: str) -> None:
+        """Lets no further step begin, and returns when no step reads the weights any more. why: the text of the WeightsWithdrawn
+        that steps get."""
+        with self._changed:
+            self._withdrawn = why
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._num_inside)
+
+    def begin_anew(self) -> None:
+        """Withdraws the weights and starts over, because they will arrive once more, from elsewhere."""
+        self.withdraw("they are read again")
+        with self._changed:
+            self._withdrawn = ""
+            self._arrivals.begin_anew()
+
+    # ---- the step
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """A context around everything in a step that reads the weights. Raises WeightsWithdrawn."""
+        with self._changed:
+            self._raise_withdrawn()
+            self._num_inside += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_inside -= 1
+                self._changed.notify_all()
+
+    def behind(self, layers: Iterable[Layer]) -> Iterator[Layer]:
+        """Yields each layer once its weights have arrived, and ends once `open` was called. Raises WeightsWithdrawn."""
+        for stage, layer in enumerate(layers, 1):
+            self.wait(stage)
+            yield layer
+        self._wait(lambda: self._all)
+
+    def wait(self, stage: int) -> None:
+        """Waits until all weights of this stage have arrived. Raises WeightsWithdrawn."""
+        self._wait(lambda: self._is_there(stage))
+
+    def _is_there(self, stage: int) -> bool:
+        return self._arrivals.left_bytes[stage] <= 0
+
+    def _wait(self, ready: Callable[[], bool]) -> None:
+        begin_s = time.perf_counter()
+        with self._changed:
+            self._changed.wait_for(lambda: ready() or bool(self._withdrawn))
+            self._raise_withdrawn()
+        self.waited_s += time.perf_counter() - begin_s
+
+    def _raise_withdrawn(self) -> None:
+        if self._withdrawn:
+            raise WeightsWithdrawn(self._withdrawn)

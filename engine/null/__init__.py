@@ -1,0 +1,1 @@
+"""A device without weights, for tests of everything around it."""

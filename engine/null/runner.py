@@ -1,0 +1,267 @@
+"""Null models produce tokens without computing anything, to measure and test everything around a model.
+
+A null model reads its shape and its windows from the checkpoint's config.json, holds no weights and samples ids that follow from
+(seed, position) by `null_tokens`, so a test can predict them. Steps are paced: over many of them each takes exactly `null_step_ms`.
+
+For tests of failures, config.json may hold an object `"hearthd_null"`: `load_s` (how long a load takes), `load_error` and
+`load_error_permanent`, `nan_token`, `crash_token` and `no_memory_token` (a sequence that contains this id gives NaN, raises, or
+finds no memory for its step, the last only with `launches_ahead`), `launches_ahead` (steps are launched as on a GPU), and
+`token_ms` (the time that each token of a step adds to it).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from config.regular_file import read_regular
+from engine.contracts.loads import LoadCancelled, LoadTask
+from engine.contracts.steps import NoWorkSpace, StepResult
+from engine.grammar.row_masks import RowMasks
+from engine.memory.host_tier import HostTier
+from engine.protocol import Configure, LoadModel, PromptLogprobs, SamplingParams, TokenLogprobs
+from loader import kv_layout
+from loader.catalog import MAX_CONFIG_BYTES
+from loader.errors import CheckpointError
+from loader.hf_config import parse_config
+from loader.kv_layout import KVGroupSpec
+from scheduler.batch.plan import BatchPlan, IntArray, SequenceTable
+
+PROGRESS_EVERY_S = 0.05
+
+
+class NullLoadError(CheckpointError):
+    """Raised if config.json cannot be read, or asks for an error by `load_error`."""
+
+
+def null_candidates(vocab_size: int, eos_token_ids: list[int]) -> IntArray:
+    """Returns the ids a null model samples: at most 512, no end id, and none of the single bytes that a usual vocabulary begins
+    with. Raises ValueError if no id is left."""
+    first = 256 if vocab_size >= 512 else vocab_size // 4
+    ids = np.setdiff1d(np.arange(first, min(vocab_size, first + 512), dtype=np.int32), np.array(eos_token_ids, np.int32))
+    if not len(ids):
+        raise ValueError(f"vocab_size {vocab_size}: no id is left beside the end ids {eos_token_ids}")
+    return ids
+
+
+def null_tokens(seeds: npt.NDArray[np.uint64], positions: IntArray, candidates: IntArray) -> IntArray:
+    """Returns ids [N] int32 for tokens at `positions` (absolute index in prompt + output) of rows with `seeds`: SplitMix64 of
+    both."""
+    # numpy's integer arrays wrap around without a warning
+    x = seeds + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    x ^= x >> np.uint64(31)
+    return candidates[(x % np.uint64(len(candidates))).astype(np.intp)]
+
+
+class Pacer:
+    """Sleeps so that consecutive steps are `step_s` seconds apart on average; a pause between steps is not made up for."""
+
+    def __init__(self, step_s: float) -> None:
+        self.step_s = step_s
+        self._due = 0.0
+
+    def wait(self, more_s: float = 0.0) -> None:
+        """Sleeps until the step is due to end. more_s: seconds this step takes beyond step_s."""
+        step_s = self.step_s + more_s
+        if step_s <= 0:
+            return
+        now = time.monotonic()
+        # If late by less than one step, the schedule is kept, so that sleeping too long does not add up.
+        self._due = self._due + step_s if now - self._due < step_s else now + step_s
+        if self._due > now:
+            time.sleep(self._due - now)
+
+
+class NullModel:
+    """A HostedModel without weights."""
+
+    def __init__(self, spec: LoadModel, config: dict[str, Any], configure: Configure, pacer: Pacer) -> None:
+        layers = int(config.get("num_hidden_layers", 2))
+        heads = int(config.get("num_attention_heads", 2))
+        kv_heads = int(config.get("num_key_value_heads") or heads)
+        head_dim = int(config.get("head_dim") or int(config.get("hidden_size", 64)) // heads)
+        self.name = spec.model
+        self.vocab_size = int(config.get("vocab_size", 1024))
+        self.weights_bytes = spec.weights_chunks * configure.chunk_bytes
+        block_bytes = 2 * layers * kv_heads * kv_layout.kv_head_bytes(head_dim, spec.kv_dtype) * configure.block_tokens
+        self.kv_groups: tuple[KVGroupSpec, ...] = (KVGroupSpec("full", configure.block_tokens, block_bytes, tuple(range(layers))),)
+        if config.get("sliding_window"):
+            shape = parse_config(json.dumps(config).encode(), f"{spec.path}/config.json")
+            self.kv_groups = kv_layout.kv_groups(shape, spec.kv_dtype, configure.block_tokens)
+        faults = config.get("hearthd_null", {})
+        self._nan_token: int | None = faults.get("nan_token")
+        self._crash_token: int | None = faults.get("crash_token")
+        self._no_memory_token: int | None = faults.get("no_memory_token")
+        self._token_s = float(faults.get("token_ms", 0.0)) / 1e3
+        self._candidates = null_candidates(self.vocab_size, spec.eos_token_ids)
+        self._pacer = pacer
+
+    def execute(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> StepResult:
+        """Runs one step. Raises RuntimeError if a row holds `crash_token`."""
+        started = time.monotonic()
+        result = self._step(plan, table, masks)
+        self._pacer.wait(self._tokens_s(plan))
+        result.seconds = time.monotonic() - started
+        return result
+
+    def _tokens_s(self, plan: BatchPlan) -> float:
+        return self._token_s * int(plan.num_new.sum()) if self._token_s else 0.0
+
+    def _step(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None) -> StepResult:
+        slots = plan.slots[plan.samples]
+        positions = (plan.num_computed + plan.num_new)[plan.samples]
+        ids = null_tokens(table.seed[slots], positions, self._candidates)
+        for at, row in enumerate(masks.rows.tolist() if masks is not None else ()):
+            assert masks is not None
+            allowed = np.flatnonzero(masks.allowed(slice(at, at + 1), self.vocab_size)[0]).astype(np.int32)
+            ids[row] = null_tokens(table.seed[slots[row : row + 1]], positions[row : row + 1], allowed)[0]
+        bad = np.zeros(len(slots), np.bool_)
+        if self._crash_token is not None and self._holding(self._crash_token, plan.slots, table).any():
+            raise RuntimeError(f"{self.name}: crash_token {self._crash_token} met")
+        if self._nan_token is not None:
+            bad = self._holding(self._nan_token, slots, table)
+        result = StepResult(ids, bad, 0.0)
+        self._tell_logprobs(result, plan, slots, table)
+        return result
+
+    @staticmethod
+    def _tell_logprobs(result: StepResult, plan: BatchPlan, slots: IntArray, table: SequenceTable) -> None:
+        """Adds the wanted log-probabilities to the result. Every token was certain: its only alternative is the token itself."""
+        asking = np.flatnonzero((table.num_logprobs[slots] >= 0) & ~result.bad)
+        if len(asking):
+            counts = np.minimum(table.num_logprobs[slots[asking]], 1)
+            nothing = [0.0] * len(asking)
+            result.logprobs = TokenLogprobs(
+                table.request_id[slots[asking]].tolist(),
+                nothing,
+                counts.tolist(),
+                result.ids[asking][counts > 0].tolist(),
+                [0.0] * int(counts.sum()),
+            )
+        for row in np.flatnonzero(table.prompt_logprobs[plan.slots]).tolist():
+            slot, first = plan.slots[row], int(plan.num_computed[row]) + 1
+            told = table.tokens[slot, first : min(first + int(plan.num_new[row]), int(table.num_prompt[slot]))]
+            num_top = min(1, int(table.num_prompt_logprobs[slot]))
+            nothing = [0.0] * len(told)
+            top_ids, top = (told.tolist(), nothing) if num_top else ([], [])
+            params = table.params[slot]
+            ranks = [1] * len(told) if isinstance(params, SamplingParams) and params.prompt_ranks else []
+            whose = int(table.request_id[slot])
+            result.prompt_logprobs.append(PromptLogprobs(whose, first, num_top, nothing, top_ids, top, ranks))
+
+    def release(self) -> None:
+        """Does nothing: there is no memory to give back."""
+
+    @staticmethod
+    def _holding(token: int, slots: IntArray, table: SequenceTable) -> npt.NDArray[np.bool_]:
+        return np.array([(table.tokens[slot, : table.num_tokens[slot]] == token).any() for slot in slots], np.bool_)
+
+
+class AheadNullModel(NullModel):
+    """A null model whose steps are launched as a GPU's are, to test what that demands of the engine."""
+
+    num_uncaptured = 3
+
+    def capture_next(self) -> None:
+        self.num_uncaptured -= 1
+
+    def launch(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> PacedStep:
+        if self._no_memory_token is not None and self._holding(self._no_memory_token, plan.slots, table).any():
+            raise NoWorkSpace(f"no_memory_token {self._no_memory_token} met")
+        return PacedStep(self._step(plan, table, masks), self._pacer, self._tokens_s(plan))
+
+
+class PacedStep:
+    """A launched step of a null model; it is over when the pacer says so."""
+
+    def __init__(self, result: StepResult, pacer: Pacer, tokens_s: float) -> None:
+        self._result, self._pacer, self._tokens_s = result, pacer, tokens_s
+
+    def wait(self) -> StepResult:
+        self._pacer.wait(self._tokens_s)
+        self._result.seconds = self._pacer.step_s + self._tokens_s
+        return self._result
+
+
+def _mark(spec: LoadModel, index: int) -> npt.NDArray[np.uint8]:
+    """Returns 16 bytes, uint8 [16]: the beginning of the index-th slot of a null model's copy, which shows if a slot was given to
+    two models."""
+    text = f"{index} {spec.fingerprint} {spec.dtype}".encode()
+    return np.frombuffer(hashlib.blake2b(text, digest_size=16).digest(), np.uint8)
+
+
+def _checksum(spec: LoadModel) -> int:
+    return int.from_bytes(_mark(spec, -1)[:8].tobytes(), "little") or 1
+
+
+class NullRunner:
+    """Makes null models on one device."""
+
+    compute_threads = 1
+
+    def __init__(self, configure: Configure, tier: HostTier | None = None) -> None:
+        self._configure, self._tier = configure, tier
+        self._pacer = Pacer(configure.null_step_ms / 1e3)
+
+    def load(self, task: LoadTask) -> NullModel:
+        """Loads a null model. Raises NullLoadError if config.json cannot be read or asks for an error, and LoadCancelled."""
+        spec = task.spec
+        path = Path(spec.path) / "config.json"
+        try:
+            config = json.loads(read_regular(path, MAX_CONFIG_BYTES))
+        except (OSError, ValueError, RecursionError) as error:
+            raise NullLoadError(str(path), None, str(error)) from error
+        faults = config.get("hearthd_null", {})
+        kind = AheadNullModel if faults.get("launches_ahead") else NullModel
+        total_bytes = max(1, spec.weights_chunks * self._configure.chunk_bytes)
+        if self._taken(task):
+            return kind(spec, config, self._configure, self._pacer)
+        load_s = float(faults.get("load_s", 0.0))
+        started = time.monotonic()
+        while (elapsed := time.monotonic() - started) < load_s:
+            if task.cancelled():
+                raise LoadCancelled(spec.model)
+            task.progress(int(total_bytes * elapsed / load_s), total_bytes)
+            time.sleep(min(PROGRESS_EVERY_S, load_s - elapsed))
+        if "load_error" in faults:
+            failure = NullLoadError(str(path), None, str(faults["load_error"]))
+            failure.permanent = bool(faults.get("load_error_permanent", True))
+            raise failure
+        task.progress(total_bytes, total_bytes)
+        task.bytes_read = total_bytes
+        for index, slot in enumerate(self._slots(spec.keep_slots)):
+            slot[:16] = _mark(spec, index)
+        if spec.keep_slots:
+            task.kept, task.checksum = True, _checksum(spec)
+        return kind(spec, config, self._configure, self._pacer)
+
+    def _taken(self, task: LoadTask) -> bool:
+        """Checks the copy in spec.source_slots. Returns whether it is used; if not, task.source_rejected says why, as with
+        WeightCopies.take."""
+        spec = task.spec
+        if not spec.source_slots:
+            return False
+        try:
+            whole = all((slot[:16] == _mark(spec, index)).all() for index, slot in enumerate(self._slots(spec.source_slots)))
+        except (ValueError, IndexError) as error:
+            task.source_rejected = str(error)
+            return False
+        if not whole or spec.checksum != _checksum(spec):
+            task.source_rejected = f"the copy in the host tier is not that of {spec.model}, checksum {spec.checksum:#x}"
+            return False
+        task.kept, task.checksum = True, spec.checksum
+        return True
+
+    def _slots(self, slots: Sequence[int]) -> list[npt.NDArray[np.uint8]]:
+        if slots and self._tier is None:
+            raise ValueError("slots given, but this engine was given no host tier")
+        return [self._tier.slot(slot) for slot in slots] if self._tier is not None else []

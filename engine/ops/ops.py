@@ -1,0 +1,125 @@
+"""The operations that models and layers are made of. Each kind of device implements them (engine/cpu/ops.py, engine/cuda/ops.py),
+and a model is given one implementation when it is built.
+
+Shapes: T tokens, W width, H query heads, G KV heads, D head size, P pairs of a head's dimensions that are rotated, N sampling rows,
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from torch import Tensor
+
+
+@dataclass(slots=True, frozen=True)
+class Int8Matrix:
+    """A matrix of int8 weights: values [N, K] int8 times scales [N] float32, one for each output."""
+
+    values: Tensor
+    scales: Tensor
+
+
+@dataclass(slots=True, frozen=True)
+class HeadNorms:
+    """The RMS norms of each head's queries and keys: weights [D]. around_one: the factors are 1 + weight."""
+
+    query: Tensor
+    key: Tensor
+    eps: float
+    around_one: bool = False
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class Rotary:
+    """The rotary embedding of 2 P dimensions of each head. inv_freq [P] float32: angle per position. scale: factor of cosines and
+    sines."""
+
+    inv_freq: Tensor
+    scale: float = 1.0
+
+
+class StepBatch(Protocol):
+    """The inputs of one step. Models read the tokens, and hand the rest to the operations of the same device."""
+
+    @property
+    def input_ids(self) -> Tensor:
+        """The tokens [T], those of all rows one after the other."""
+        ...
+
+
+BatchT = TypeVar("BatchT", bound=StepBatch)
+BatchT_contra = TypeVar("BatchT_contra", bound=StepBatch, contravariant=True)
+
+
+class SamplingOps(Protocol):
+    """The operations on logits. Arguments and results other than the logits are numpy arrays."""
+
+    def greedy(self, logits: Tensor) -> tuple[Any, Any]:
+        """Returns the most likely ids [N] int32 of logits [N, V], and bad [N] bool, rows that hold NaN or an infinity."""
+        ...
+
+    def sample(self, logits: Tensor, temperature: Any, top_p: Any, top_k: Any, min_p: Any, key0: Any, key1: Any) -> tuple[Any, Any]:
+        """Samples one token for each row of logits [N, V]; the other arguments are [N] (keys uint32). Rows of temperature 0 get
+        their most likely token. Returns ids and bad rows as `greedy` does."""
+        ...
+
+    def top_logprobs(self, logits: Tensor, rows: Any, chosen: Any, num_top: int) -> tuple[Any, Any, Any]:
+        """Returns log-softmax values of rows [M] (int32) of logits [N, V]: at chosen [M] int32 -> [M] float32; then ids and values
+        [M, num_top] of the most likely tokens. The rows must be finite."""
+        ...
+
+    def penalise(self, row: Tensor, tokens: Any, num_prompt: int, presence: float, frequency: float, repetition: float) -> None:
+        """Applies penalties to one row's logits [V] float32, in place. tokens: int32, num_prompt prompt tokens, then output."""
+        ...
+
+
+class Ops(SamplingOps, Protocol[BatchT_contra]):
+    """The operations of one kind of device, whose steps have inputs of one type."""
+
+    def embedding(self, ids: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:
+        """Returns the rows [T, W] of weight [V, W] that ids [T] name, times scale."""
+        ...
+
+    def linear(self, x: Tensor, weight: Tensor | Int8Matrix, bias: Tensor | None = None) -> Tensor:
+        """Returns x [T, K] @ weight [N, K] transposed, plus bias [N], in their common dtype; with an Int8Matrix, in x's."""
+        ...
+
+    def add(self, update: Tensor, residual: Tensor) -> None:
+        """Adds update [T, W] to residual in place."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, around_one: bool = False) -> Tensor:
+        """Returns x [T, W], each row normalised, times weight [W] (around_one: times 1 + weight)."""
+        ...
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, around_one: bool = False) -> Tensor:
+        """Adds x to residual in place; returns the norm of the sum, as rms_norm does."""
+        ...
+
+    def norm_columns(self, x: Tensor, first: int, weight: Tensor, eps: float, around_one: bool) -> None:
+        """Normalises columns first to first + W of x [T, N] in place, as rms_norm does with weight [W]."""
+        ...
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """Returns silu(gate) * up as [T, W]; gate_up is [T, 2 W]."""
+        ...
+
+    def gelu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """Returns gelu(gate) * up as [T, W]; gate_up is [T, 2 W]. gelu: its form with tanh."""
+        ...
+
+    def rope_and_store(self, qkv: Tensor, norms: HeadNorms | None, layer: int, heads: int, batch: BatchT_contra) -> None:
+        """Normalises (if norms are given) and rotates the queries of qkv [T, (H + 2 G) D] in place, does the same to the keys, and
+        stores keys and values in the KV blocks. The keys in qkv are undefined afterwards."""
+        ...
+
+    def attention(self, qkv: Tensor, layer: int, heads: int, scale: float, softcap: float, batch: BatchT_contra) -> Tensor:
+        """Returns causal attention [T, H D] of every token over its row's KV blocks in the layer's window. Runs after
+        rope_and_store. softcap: scores become softcap * tanh(score / softcap); 0: they are unchanged."""
+        ...
+
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        """Returns cap * tanh(x / cap), computed in place; with cap 0, x unchanged."""
+        ...

@@ -1,0 +1,358 @@
+"""Tracks the constrained requests of an engine on their way between the batch scheduler and their models' grammar processes.
+
+A request with a grammar enters the batch scheduler once its first mask is ready. After each of its tokens the scheduler holds it
+until its next mask is ready, while rows without a grammar go on. A model's grammar process is started by the model's first
+request with a grammar and ends with the model. If the process dies, it is started again and replays the output of every request.
+A request that it was working on at two deaths fails. Requests that only rule out tokens by id wait for nothing: their masks are
+computed here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import select
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.grammar.messages import Advance, Broken, Ended, Forget, Open, Opened, Ready, Start
+from engine.grammar.row_masks import RowMasks, constrained_rows, hold_ends_back, holds_any
+from engine.grammar.token_limits import TokenLimits
+from engine.protocol import SamplingParams
+from engine.serve.grammar_port import GrammarPort, ProcessDied, folder_of
+from engine.serve.served_models import ServedModel
+from scheduler.batch.plan import BatchPlan, BoolArray, IntArray
+from scheduler.batch.request import BatchRequest
+
+log = logging.getLogger("engine")
+
+GRACE_S = 0.0005  # how long a step waits for masks that are nearly ready: they usually take a tenth of this
+MAX_DEATHS = 2
+
+
+@dataclass(slots=True, eq=False)
+class Constrained:
+    """A request with a grammar. started: the process has received it (until then it is parked). working: the process has been
+    asked for a mask and has not answered. deaths: how often the process died while working on this request."""
+
+    key: int
+    request: BatchRequest
+    params: SamplingParams
+    output: list[int]
+    row: int = -1  # where its masks are written; -1 while it has none
+    started: bool = False
+    working: bool = False
+    scheduled: bool = False  # it is in the batch scheduler
+    deaths: int = 0
+
+
+@dataclass(slots=True)
+class ModelGrammars:
+    """The grammar process of one model, and its requests. num_awaited: requests in the batch scheduler that the process is
+    working on."""
+
+    served: ServedModel
+    port: GrammarPort
+    free_rows: list[int]
+    opened: bool = False
+    parked: deque[Constrained] = field(default_factory=deque)  # waiting for the process to open, or for a free row
+    by_id: dict[int, Constrained] = field(default_factory=dict)
+    by_key: dict[int, Constrained] = field(default_factory=dict)
+    num_awaited: int = 0
+
+
+@dataclass(slots=True, frozen=True)
+class End:
+    """The end of a constrained request, which the engine has to report. error: "" if its text is complete. code: as
+    RequestFailed.code."""
+
+    model: str
+    request_id: int
+    error: str
+    code: str = "unsupported_grammar"
+
+
+class Constraints:
+    """All constrained requests of an engine, of all models. No method may be called while a step runs."""
+
+    def __init__(self) -> None:
+        self._models: dict[str, ModelGrammars] = {}
+        self._limits: dict[int, TokenLimits] = {}  # by request id: requests that rule out tokens by id, with or without a grammar
+        self._stuck: dict[int, str] = {}  # request id -> model: requests without a grammar that no token is left for
+        self._poller = select.epoll()
+        self._keys = itertools.count(1)
+
+    def fileno(self) -> int:
+        """Returns a descriptor that is readable when `receive` has something to do."""
+        return self._poller.fileno()
+
+    # ---- requests
+
+    def submit(self, served: ServedModel, request: BatchRequest, params: SamplingParams, output: list[int]) -> list[End]:
+        """Takes a request that is not in the batch scheduler yet; without a grammar it is passed on to the scheduler at once.
+        `output`: tokens it produced before, if it is submitted again. Returns its end if no token is allowed next, otherwise
+        an empty list."""
+        name = served.spec.model
+        if params.is_limited:
+            limits = TokenLimits(name, params, served.hosted.vocab_size, output)
+            if not limits.bits.any():
+                return [End(name, request.request_id, limits.why_stuck(), "no_token_left")]
+            self._limits[request.request_id] = limits
+        if not params.grammar:
+            served.scheduler.submit(request)
+            return []
+        grammars = self._models.get(name)
+        if grammars is None:
+            num_rows = served.spec.max_sequences
+            grammars = self._models[name] = ModelGrammars(served, self._open(served, num_rows), list(range(num_rows)))
+        request.constrained = True
+        each = Constrained(next(self._keys), request, params, list(output))
+        grammars.by_id[request.request_id] = grammars.by_key[each.key] = each
+        grammars.parked.append(each)
+        self._start_parked(grammars)
+        return []
+
+    def drop(self, model: str, request_id: int) -> None:
+        """Forgets a request that has ended or was aborted. Unknown ids are ignored."""
+        self._limits.pop(request_id, None)
+        self._stuck.pop(request_id, None)
+        grammars = self._models.get(model)
+        each = grammars.by_id.pop(request_id, None) if grammars is not None else None
+        if grammars is None or each is None:
+            return
+        del grammars.by_key[each.key]
+        self._set_working(grammars, each, False)
+        if each.row >= 0:
+            grammars.free_rows.append(each.row)
+        if not each.started:
+            grammars.parked.remove(each)
+            return
+        self._send(grammars, Forget([each.key]))
+        self._start_parked(grammars)
+
+    def close(self, model: str) -> None:
+        """Forgets all requests of a model that is evicted, and ends its grammar process."""
+        for request_id in [request_id for request_id, limits in self._limits.items() if limits.model == model]:
+            self.drop(model, request_id)
+        grammars = self._models.pop(model, None)
+        if grammars is not None:
+            self._poller.unregister(grammars.port.fileno())
+            grammars.port.close()
+
+    # ---- steps
+
+    def masks(self, served: ServedModel, plan: BatchPlan) -> RowMasks | None:
+        """Returns the masks of the plan's constrained rows that sample, or None if there are no such rows."""
+        grammars = self._models.get(served.spec.model)
+        if grammars is None and not self._limits:
+            return None
+        table = served.scheduler.table
+        rows = constrained_rows(plan, table)
+        if not len(rows):
+            return None
+        request_ids = table.request_id[plan.slots[plan.samples][rows]].tolist()
+        bits = np.stack([self._mask(grammars, request_id) for request_id in request_ids])
+        for request_id, row in zip(request_ids, bits, strict=True):
+            self._hold_ends_back(grammars, request_id, row, served.spec.eos_token_ids)
+        return RowMasks(request_ids, rows, bits)
+
+    def _mask(self, grammars: ModelGrammars | None, request_id: int) -> npt.NDArray[np.uint32]:
+        """Returns the mask [W] of the tokens that both grammar and limits allow next. It allows at least one token and must not
+        be written to."""
+        each = None if grammars is None else grammars.by_id.get(request_id)
+        limits = self._limits.get(request_id)
+        if grammars is None or each is None:
+            assert limits is not None
+            return limits.bits
+        mask: npt.NDArray[np.uint32] = grammars.port.masks[each.row]
+        return mask if limits is None else mask & limits.bits
+
+    def _hold_ends_back(
+        self, grammars: ModelGrammars | None, request_id: int, bits: npt.NDArray[np.uint32], ends: list[int]
+    ) -> None:
+        """Clears the end ids that are not allowed yet (min_tokens, ignore_eos) in a mask, in place. If the mask would be empty
+        without them they stay: they may then be sampled without ending the text (class Endings)."""
+        each = None if grammars is None else grammars.by_id.get(request_id)
+        if each is not None:
+            params, num_output = each.params, len(each.output)
+        else:
+            limits = self._limits[request_id]
+            params, num_output = limits.params, limits.num_output
+        if num_output < params.min_tokens:
+            hold_ends_back(bits, [*ends, *params.stop_token_ids])
+        elif params.ignore_eos and each is not None:  # with a grammar an end id would end the text; otherwise it is a normal token
+            hold_ends_back(bits, ends)
+
+    def sampled(self, served: ServedModel, masks: RowMasks, ids: IntArray, bad: BoolArray) -> None:
+        """Records the tokens of a step, after the scheduler did, and asks for the masks that follow them. `ids`, `bad`: of all
+        sampling rows of the step."""
+        model = served.spec.model
+        grammars = self._models.get(model)
+        keys, tokens = [], []
+        rows = masks.rows
+        for request_id, token, failed in zip(masks.request_ids, ids[rows].tolist(), bad[rows].tolist(), strict=True):
+            if failed or request_id not in served.scheduler:
+                self.drop(model, request_id)
+                continue
+            limits = self._limits.get(request_id)
+            if limits is not None:
+                limits.append(token)
+            each = None if grammars is None else grammars.by_id.get(request_id)
+            if grammars is None or each is None:
+                if limits is not None and not limits.bits.any():
+                    self._stuck[request_id] = model
+                continue
+            each.output.append(token)
+            self._set_working(grammars, each, True)
+            keys.append(each.key)
+            tokens.append(token)
+        if grammars is not None and keys:
+            self._send(grammars, Advance(keys, tokens))
+
+    def settle(self, served: ServedModel) -> list[End]:
+        """Prepares for the model's next step: waits up to GRACE_S for masks that are nearly ready, and ends requests that no
+        token is left for. Returns the ends, as `receive` does."""
+        model = served.spec.model
+        grammars = self._models.get(model)
+        ends: list[End] = []
+        for request_id in [request_id for request_id, name in self._stuck.items() if name == model]:
+            served.scheduler.abort(request_id)
+            ends.append(End(model, request_id, self._limits[request_id].why_stuck(), "no_token_left"))
+            self.drop(model, request_id)
+        if grammars is None or not grammars.opened:
+            return ends
+        until_s = time.monotonic() + GRACE_S
+        while grammars.num_awaited and (left_s := until_s - time.monotonic()) > 0:
+            if grammars.port.wait(left_s):
+                self._receive(model, grammars, ends)
+        return ends
+
+    def receive(self) -> list[End]:
+        """Handles the answers that have arrived: requests whose mask is ready are submitted to the scheduler or released, those
+        that ended are taken out of it. Returns the ends."""
+        ends: list[End] = []
+        ready = {fd for fd, _ in self._poller.poll(0)}
+        for model, grammars in list(self._models.items()):
+            if grammars.port.fileno() in ready:
+                self._receive(model, grammars, ends)
+        return ends
+
+    # ---- the process
+
+    def _open(self, served: ServedModel, num_rows: int) -> GrammarPort:
+        port = GrammarPort(served.hosted.vocab_size, num_rows)
+        self._poller.register(port.fileno(), select.EPOLLIN)
+        port.send(Open(folder_of(served.spec), served.hosted.vocab_size, served.spec.eos_token_ids, num_rows))
+        return port
+
+    def _start_parked(self, grammars: ModelGrammars) -> None:
+        while grammars.opened and grammars.parked:
+            each = grammars.parked[0]
+            if each.row < 0:
+                if not grammars.free_rows:
+                    return
+                each.row = grammars.free_rows.pop()
+            grammars.parked.popleft()
+            each.started = True
+            self._set_working(grammars, each, True)
+            self._send(grammars, Start(each.key, each.row, each.params.grammar, each.output))
+
+    def _receive(self, model: str, grammars: ModelGrammars, ends: list[End]) -> None:
+        try:
+            messages = grammars.port.receive()
+        except ProcessDied as died:
+            ends += self._restart(model, grammars, str(died))
+            return
+        for message in messages:
+            match message:
+                case Opened():
+                    if message.error:
+                        ends += self._fail(model, grammars, list(grammars.by_id.values()), message.error)
+                        self.close(model)  # the next request tries again: the files may have changed by then
+                        return
+                    grammars.opened = True
+                    self._start_parked(grammars)
+                case Ready():
+                    for each in self._answered(grammars, message.keys):
+                        ends += self._ready(model, grammars, each)
+                case Ended():
+                    ends += self._fail(model, grammars, list(self._answered(grammars, message.keys)), "")
+                case Broken():
+                    ends += self._fail(model, grammars, list(self._answered(grammars, [message.key])), message.error)
+
+    def _answered(self, grammars: ModelGrammars, keys: Iterable[int]) -> Iterable[Constrained]:
+        for key in keys:
+            each = grammars.by_key.get(key)
+            if each is not None:
+                self._set_working(grammars, each, False)
+                yield each
+
+    def _ready(self, model: str, grammars: ModelGrammars, each: Constrained) -> list[End]:
+        """Lets the scheduler run a request whose mask is ready. If the request's own token limits leave nothing of the mask, the
+        request ends: as complete where the grammar may end here, otherwise with an error."""
+        limits = self._limits.get(each.request.request_id)
+        mask = grammars.port.masks[each.row]
+        if limits is not None and not (limits.bits & mask).any():
+            may_end = holds_any(mask, grammars.served.spec.eos_token_ids)
+            return self._fail(model, grammars, [each], "" if may_end else limits.why_stuck(), "no_token_left")
+        scheduler = grammars.served.scheduler
+        if each.scheduled:
+            scheduler.hold(each.request.request_id, False)
+        else:
+            each.scheduled = True
+            scheduler.submit(each.request)
+        return []
+
+    def _fail(
+        self, model: str, grammars: ModelGrammars, those: list[Constrained], error: str, code: str = "unsupported_grammar"
+    ) -> list[End]:
+        """Takes requests out of the scheduler, forgets them and returns their ends. error: "" if their texts are complete."""
+        ends = []
+        for each in those:
+            request_id = each.request.request_id
+            grammars.served.scheduler.abort(request_id)
+            ends.append(End(model, request_id, error, code))
+            self.drop(model, request_id)
+        return ends
+
+    def _restart(self, model: str, grammars: ModelGrammars, reason: str) -> list[End]:
+        """Starts the grammar process again after its death and parks its requests. Returns the ends of those that fail."""
+        suspects = [each for each in grammars.by_id.values() if each.working or not grammars.opened]
+        for each in suspects:
+            each.deaths += 1
+        hopeless = [each for each in suspects if each.deaths >= MAX_DEATHS]
+        grammars.opened = False
+        ends = self._fail(model, grammars, hopeless, "following this grammar ended the grammar process twice")
+        if not grammars.by_id:
+            self.close(model)
+            return ends
+        log.warning("grammar process of %s: %s; it is started again", model, reason)
+        self._poller.unregister(grammars.port.fileno())
+        grammars.port.close()
+        grammars.port = self._open(grammars.served, len(grammars.port.masks))
+        for each in [each for each in grammars.by_id.values() if each.started]:
+            self._set_working(grammars, each, False)
+            each.started = False
+            grammars.parked.appendleft(each)
+            if each.scheduled:
+                grammars.served.scheduler.hold(each.request.request_id, True)
+        return ends
+
+    @staticmethod
+    def _set_working(grammars: ModelGrammars, each: Constrained, working: bool) -> None:
+        change = working - each.working
+        each.working = working
+        if each.scheduled:
+            grammars.num_awaited += change
+
+    @staticmethod
+    def _send(grammars: ModelGrammars, message: Start | Advance | Forget) -> None:
+        try:
+            grammars.port.send(message)
+        except ProcessDied:
+            log.debug("a grammar process is gone; `receive` will find that")

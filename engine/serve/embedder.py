@@ -1,0 +1,88 @@
+"""The requests of one encoder. Tenants get a fair share (scheduler/fair_queue.py), and a step takes as many texts as its tokens
+allow.
+
+Each request is computed whole, in one step, so nothing of it is kept between steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from engine.contracts.steps import HostedEncoder
+from engine.protocol import EmbeddingsOut, LoadModel, RequestFailed, Submit
+from scheduler.batch.plan import IntArray
+from scheduler.batch.step_costs import StepCosts
+from scheduler.fair_queue import FairQueue
+
+MAX_TEXTS = 4096  # in one step: as many requests as the step journal can name
+
+
+@dataclass(slots=True)
+class Embedder:
+    """A loaded encoder and its waiting requests. max_tokens: limit of one step; only a step of a single text may have more."""
+
+    spec: LoadModel
+    hosted: HostedEncoder
+    max_tokens: int
+    waiting: dict[int, IntArray] = field(default_factory=dict)  # request id -> token ids
+    _queue: FairQueue = field(default_factory=FairQueue)
+    _costs: StepCosts = field(default_factory=StepCosts)
+
+    def submit(self, message: Submit) -> str:
+        """Queues a request. Returns why it is refused, or "" if it is queued."""
+        limit, vocab_size = self.spec.max_model_len, self.hosted.vocab_size
+        if not message.prompt:
+            return "the text has no tokens"
+        if len(message.prompt) > limit:
+            return f"{len(message.prompt)} tokens are more than max_model_len {limit} of {self.spec.model}"
+        if min(message.prompt) < 0 or max(message.prompt) >= vocab_size:
+            return f"token ids must be from 0 to below vocab_size {vocab_size} of {self.spec.model}"
+        self.waiting[message.request_id] = np.array(message.prompt, np.int32)
+        weight = message.tenant_weight if message.tenant_weight > 0 else 1.0
+        self._queue.add(message.request_id, len(message.prompt), message.tenant, weight, message.priority)
+        return ""
+
+    def next_texts(self) -> list[int]:
+        """Takes the next step's requests out of the queue and returns their ids, to be given to `step`."""
+        chosen: list[int] = []
+        room = self.max_tokens
+        while len(chosen) < MAX_TEXTS and (request_id := self._queue.first()) is not None:
+            num_tokens = len(self.waiting[request_id])
+            if chosen and num_tokens > room:
+                break
+            self._queue.take(request_id)
+            chosen.append(request_id)
+            room -= num_tokens
+        return chosen
+
+    def expected_s(self, request_ids: list[int]) -> float:
+        """Returns the usual seconds of a step of these requests; 0.0 if too few steps of its size have run."""
+        return self._costs.firm_seconds(self._num_tokens(request_ids))
+
+    def forget_costs(self) -> None:
+        """Drops the learned step costs, because steps will cost something else from now on."""
+        self._costs = StepCosts()
+
+    def _num_tokens(self, request_ids: list[int]) -> int:
+        return sum(len(self.waiting[request_id]) for request_id in request_ids)
+
+    def step(self, request_ids: list[int], step_id: int) -> tuple[EmbeddingsOut, list[RequestFailed]]:
+        """Computes one step. Returns the vectors and the failed requests; each request is in one of the two."""
+        num_tokens = self._num_tokens(request_ids)
+        vectors, seconds = self.hosted.embed([self.waiting.pop(request_id) for request_id in request_ids])
+        self._costs.note(num_tokens, seconds)
+        out = EmbeddingsOut(self.spec.model, step_id, seconds, [], [])
+        failed: list[RequestFailed] = []
+        for request_id, vector in zip(request_ids, vectors, strict=True):
+            if np.isfinite(vector).all():
+                out.request_ids.append(request_id)
+                out.values.append(vector.astype("<f4").tobytes())
+            else:
+                failed.append(RequestFailed(request_id, "nan_logits", f"model {self.spec.model}: the vector is not finite"))
+        return out, failed
+
+    def abort(self, request_id: int) -> None:
+        if self.waiting.pop(request_id, None) is not None:
+            self._queue.withdraw(request_id)

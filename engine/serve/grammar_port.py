@@ -1,0 +1,93 @@
+"""The engine's end of one model's grammar process: starts and ends it, exchanges messages with it, and holds the memory that its
+masks are written to.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import socket
+import subprocess
+import sys
+
+import numpy as np
+import numpy.typing as npt
+
+from config.child_process import child_environment
+from engine.grammar.messages import FromGrammar, row_bytes
+from engine.protocol import FrameReader, LoadModel, Message, encode
+from engine.serve.channel import wait_until
+
+
+class ProcessDied(Exception):
+    """Raised when the grammar process has ended. `close` this port and open another."""
+
+
+class GrammarPort:
+    """A running grammar process. masks [num_rows, W] uint32: written by the process, and readable after its death until `close`."""
+
+    def __init__(self, vocab_size: int, num_rows: int) -> None:
+        num_bytes = num_rows * row_bytes(vocab_size)
+        fd = os.memfd_create("grammar masks", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, num_bytes)
+            memory = mmap.mmap(fd, num_bytes)
+            self.masks: npt.NDArray[np.uint32] = np.frombuffer(memory, np.uint32).reshape(num_rows, -1)
+            self._socket, self._process = _spawn(fd)
+        finally:
+            os.close(fd)
+        self._reader = FrameReader(FromGrammar)
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def send(self, message: Message) -> None:
+        """Sends a message, blocking until the process has read most of it. The process always reads, except while it opens its
+        model. Raises ProcessDied."""
+        try:
+            self._socket.sendall(encode(message))
+        except OSError as error:
+            raise ProcessDied(str(error)) from None
+
+    def wait(self, seconds: float) -> bool:
+        """Waits for at most `seconds` and returns whether there is something to receive."""
+        return wait_until(self._socket, select.POLLIN, seconds)
+
+    def receive(self) -> list[object]:
+        """Returns the messages that have arrived; blocks if there are none. Raises ProcessDied."""
+        try:
+            data = self._socket.recv(1 << 18)
+        except OSError:
+            data = b""
+        if not data:
+            raise ProcessDied(f"process {self._process.pid} ended")
+        return list(self._reader.feed(data))
+
+    def close(self) -> None:
+        """Kills the process, even in the middle of its work, and frees its memory."""
+        self._socket.close()
+        self._process.kill()
+        self._process.wait()
+
+
+def _spawn(masks_fd: int) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        fds = (theirs.fileno(), masks_fd)
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "engine.grammar", "--channel-fd", str(fds[0]), "--masks-fd", str(fds[1])],
+            cwd="/",
+            env=child_environment(),
+            stdin=subprocess.DEVNULL,
+            pass_fds=fds,
+        )
+    return ours, process
+
+
+def folder_of(spec: LoadModel) -> str:
+    return os.path.abspath(spec.path)

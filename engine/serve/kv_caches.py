@@ -1,0 +1,45 @@
+"""Makes the KV cache of one model: a block pool for each KV group, with its share of the chunks reserved for the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.protocol import LoadModel
+from loader import kv_layout
+from loader.kv_layout import KVGroupSpec
+from scheduler.batch.block_pool import BlockPool
+from scheduler.batch.chunk_pool import ChunkPool
+from scheduler.batch.group_cache import GroupCache
+from scheduler.batch.kv_cache import KVCache
+
+KINDS = ("full", "window")
+
+
+def make_kv_cache(spec: LoadModel, groups: Sequence[KVGroupSpec], chunks: ChunkPool, max_num_batched_tokens: int) -> KVCache:
+    """Returns a model's KV cache. Raises MemoryError if the reserved chunks are not free, ValueError for KV groups this engine
+    cannot hold."""
+    for group in groups:
+        if group.kind not in KINDS or (group.kind == "window") != (group.window_tokens > 0):
+            raise ValueError(
+                f"model {spec.model}: KV group of kind {group.kind} with window_tokens {group.window_tokens}; "
+                f"supported: {', '.join(KINDS)} (of at least 1 token)"
+            )
+    needs = [kv_layout.group_chunks(group, spec.max_model_len, max_num_batched_tokens, chunks.chunk_bytes) for group in groups]
+    made: list[GroupCache] = []
+    try:
+        for group, share in zip(groups, split_reserve(spec.kv_reserved_chunks, needs), strict=True):
+            made.append(GroupCache(BlockPool(chunks, group.block_bytes, share), group.block_tokens, group.window_tokens))
+    except MemoryError as error:
+        for cache in made:
+            cache.close()
+        raise MemoryError(f"model {spec.model}, {spec.kv_reserved_chunks} reserved chunks in all: {error}") from None
+    return KVCache(made)
+
+
+def split_reserve(num_chunks: int, needs: Sequence[int]) -> list[int]:
+    """Returns each group's part of num_chunks: what a sequence of full length needs of that group, or a proportional part if there
+    are fewer chunks. What is left over goes to the first group."""
+    total = sum(needs)
+    parts = list(needs) if num_chunks >= total else [num_chunks * need // total for need in needs]
+    parts[0] += num_chunks - sum(parts)
+    return parts

@@ -1,0 +1,332 @@
+"""The models of one engine, and the device memory they share. Which model owns which chunk is decided here and in
+scheduler/batch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from engine.contracts.steps import CapturesSteps, HostedEncoder, HostedModel, LaunchesAhead
+from engine.host.threads_apart import ThreadsApart
+from engine.memory.transfers import NUM_THREADS as NUM_COPY_THREADS
+from engine.protocol import Configure, LoadModel, Stats, WeightsHeld
+from engine.serve.embedder import Embedder
+from engine.serve.identity import kv_identity, weights_identity
+from engine.serve.kv_caches import make_kv_cache
+from scheduler.batch.batch_scheduler import BatchLimits, BatchScheduler
+from scheduler.batch.chunk_pool import ChunkPool, free_runs
+from scheduler.batch.compaction import Compaction
+from scheduler.batch.plan import BatchPlan, IntArray
+from scheduler.batch.step_limits import StepLimits, turns_of_step
+from scheduler.batch.step_room import StepRoom
+from scheduler.batch.turns import Turns
+
+log = logging.getLogger("engine")
+
+CAPTURE_EVERY_DECODES = 16
+
+
+class Arena(Protocol):
+    """The device memory that the chunks consist of."""
+
+    def discard(self, chunk: int, num_chunks: int, /) -> None:
+        """Gives the memory of a run of chunks back to the system; its content is lost."""
+        ...
+
+    def copy_within(self, piece_bytes: int, sources: IntArray, targets: IntArray, /) -> None:
+        """Copies piece sources[i] to targets[i]; piece p is bytes [p * piece_bytes, (p + 1) * piece_bytes)."""
+        ...
+
+
+@dataclass(slots=True)
+class Place:
+    """The chunks of one model: those of its weights and, while it loads, those held for its reserved KV."""
+
+    weights: IntArray
+    kv: IntArray
+    left: WeightsHeld | None = None  # weights that these chunks hold already
+
+
+@dataclass(slots=True)
+class ServedModel:
+    """A loaded model, its sequences, and the limits of its steps."""
+
+    spec: LoadModel
+    hosted: HostedModel
+    scheduler: BatchScheduler
+    place: Place
+    limits: StepLimits
+    ahead: LaunchesAhead | None = None  # the hosted model, if it launches steps ahead
+    captures: CapturesSteps | None = None
+    num_decodes: int = 0  # steps that only decoded
+    num_leaving_chunks: int = 0
+    turns: int = 0  # how many turns (a model's time slice) its latest step was planned to take (StepRoom)
+    backlogged: bool = False  # when that step was planned, it had more to do than fits a turn
+    untold_steps: int = 0  # steps since the last report of tokens
+    untold_s: float = 0.0  # device seconds of these steps
+
+    def tell_steps(self) -> tuple[int, float]:
+        """Returns the number of steps since the last call, and the device seconds they took."""
+        told = self.untold_steps, self.untold_s
+        self.untold_steps, self.untold_s = 0, 0.0
+        return told
+
+
+class ServedModels:
+    """All models loaded on one device. Not called while a step runs."""
+
+    def __init__(
+        self, configure: Configure, arena: Arena | None, left: Sequence[WeightsHeld] = (), compute_threads: int = 1
+    ) -> None:
+        """compute_threads: Runner.compute_threads. left: weights that an earlier engine left in the arena."""
+        self.by_name: dict[str, ServedModel] = {}
+        self.embedders: dict[str, Embedder] = {}
+        self._encoder_places: dict[str, Place] = {}
+        self.turns = Turns()
+        self.threads = ThreadsApart(compute_threads)
+        # Then a copy from the host tier and a concurrent step only slow each other down. First token of one-b in a conversation of
+        # 1,000 tokens, 2 cores, as a multiple of copy time plus step time, each measured alone: 1.04-1.07 if the step runs during
+        # the copy, 1.01-1.03 if it runs after it, as a recorded step.
+        self.copies_take_all_cores = compute_threads <= NUM_COPY_THREADS
+        self._configure = configure
+        self._arena = arena
+        work_chunks = -(-configure.work_space_bytes // configure.chunk_bytes)
+        self.chunks = ChunkPool(
+            configure.num_chunks, configure.chunk_bytes, resident_limit=max(0, configure.num_chunks - work_chunks)
+        )
+        self.compaction = Compaction(self._copy_blocks)
+        self._preempted_before = 0  # preemptions of models that are no longer loaded
+        self._limits: dict[tuple[str, str, str], StepLimits] = {}  # of all models ever loaded: what their steps cost stays valid
+        self._left: dict[str, WeightsHeld] = {}
+        if left:
+            self._take_over(left)
+
+    def busy(self) -> list[str]:
+        """Returns the models that may have a step to run."""
+        busy = [name for name, served in self.by_name.items() if served.scheduler.runnable]
+        return busy + [name for name, embedder in self.embedders.items() if embedder.waiting]
+
+    def next(self, busy: Sequence[str]) -> str | None:
+        """Returns the busy model whose step is next; None if none is busy."""
+        return self.turns.next(busy, self._backlogged(busy))
+
+    def room_of(self, served: ServedModel, busy: Sequence[str]) -> StepRoom:
+        """Returns the room (rows, tokens and time) of a model's next step. busy: all models that may have a step to run."""
+        served.turns = turns_of_step(len(busy), len(self._backlogged(busy)), served.backlogged)
+        return StepRoom(served.limits, served.turns, strict=self.turns.is_over)
+
+    def _backlogged(self, busy: Sequence[str]) -> list[str]:
+        return [name for name in busy if name in self.by_name and self.by_name[name].backlogged]
+
+    def uncaptured(self) -> CapturesSteps | None:
+        """Returns a model with step sizes to capture in idle time; None if there is none."""
+        return next(
+            (one.captures for one in self.by_name.values() if one.captures is not None and one.captures.num_uncaptured), None
+        )
+
+    def capture_next(self) -> None:
+        """Captures one step size of such a model."""
+        model = self.uncaptured()
+        if model is not None:
+            model.capture_next()
+            if not model.num_uncaptured:
+                log.info("%s: steps of every size are captured", model.name)
+
+    def to_capture_between(self, served: ServedModel, plan: BatchPlan) -> CapturesSteps | None:
+        """Returns the model of which one step size is to be captured after this step; None: none. That is so after every 16th step
+        that only decoded (CAPTURE_EVERY_DECODES), if capturing takes only the interpreter and no other model is busy. A model that
+        has requests from its load on is never idle, and the first prompt next to its streams would otherwise meet every size
+        uncaptured."""
+        if served.captures is None or served.ahead is not None or not plan.all_decode:
+            return None
+        served.num_decodes += 1
+        if served.num_decodes % CAPTURE_EVERY_DECODES == 0 and served.captures.num_uncaptured and len(self.busy()) <= 1:
+            return served.captures
+        return None
+
+    def charge(self, served: ServedModel, plan: BatchPlan, seconds: float) -> None:
+        """Accounts for a step that took `seconds` of device time."""
+        self.turns.charge(served.spec.model, seconds, served.limits.turns_s(served.turns) if served.turns else None)
+        served.untold_steps += 1
+        served.untold_s += seconds
+        served.limits.note(plan, seconds)
+        served.scheduler.tenants.charge(plan, seconds)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.by_name or name in self.embedders
+
+    def take_place(self, spec: LoadModel) -> Place:
+        """Takes the chunks that a model will own, before its load. Raises MemoryError and takes none if there are too few."""
+        left = self._left_of(spec)
+        weights = self.chunks.take_left(spec.model) if left is not None else np.zeros(0, np.int32)
+        kv = weights[:0]
+        try:
+            kv = self.chunks.hold(spec.kv_reserved_chunks)
+            weights = np.concatenate((weights, self.chunks.take_weights(spec.weights_chunks - len(weights))))
+        except MemoryError:
+            self.chunks.release_hold(kv)
+            self.chunks.give_back_weights(weights)
+            raise
+        self.discard_returned()
+        return Place(weights, kv, left)
+
+    def give_up_place(self, place: Place) -> None:
+        """Frees the chunks of a failed load, or of a model whose sequences are closed and whose weights are out of use."""
+        self.chunks.release_hold(place.kv)
+        self.chunks.give_back_weights(place.weights)
+        place.kv, place.weights = place.kv[:0], place.weights[:0]
+        self.discard_returned()
+
+    def make(self, spec: LoadModel, hosted: HostedModel, place: Place) -> ServedModel:
+        """Makes a model that is not served yet (`add` does that). Raises MemoryError if the reserved chunks are not free,
+        ValueError for KV this engine cannot hold."""
+        self.chunks.release_hold(place.kv)
+        place.kv = place.kv[:0]
+        kv = make_kv_cache(spec, hosted.kv_groups, self.chunks, self._configure.max_num_batched_tokens)
+        kv.reclaim = lambda num_chunks: self._reclaim(spec.model, num_chunks)
+        limits = BatchLimits(
+            max_sequences=spec.max_sequences,
+            max_model_len=spec.max_model_len,
+            max_num_batched_tokens=self._configure.max_num_batched_tokens,
+            eos_token_ids=tuple(spec.eos_token_ids),
+            fingerprint=weights_identity(spec),
+            kv_dtype=kv_identity(spec),
+        )
+        pace = self._limits.setdefault(
+            (spec.model, spec.fingerprint, limits.kv_dtype),
+            StepLimits(self._configure.turn_budget_ms / 1e3, self._configure.max_step_stretch),
+        )
+        ahead = hosted if isinstance(hosted, LaunchesAhead) else None
+        captures = hosted if isinstance(hosted, CapturesSteps) else None
+        return ServedModel(spec, hosted, BatchScheduler(spec.model, kv, limits), place, pace, ahead, captures)
+
+    def forget_costs(self) -> None:
+        """Drops all learned step costs, because steps will cost something else from now on."""
+        for limits in self._limits.values():
+            limits.forget()
+        for embedder in self.embedders.values():
+            embedder.forget_costs()
+
+    def add(self, served: ServedModel) -> None:
+        self.by_name[served.spec.model] = served
+        self.turns.add(served.spec.model)
+        self.set_lease(self.chunks.lease_chunks)
+
+    def add_encoder(self, spec: LoadModel, hosted: HostedEncoder, place: Place) -> None:
+        self.embedders[spec.model] = Embedder(spec, hosted, self._configure.max_num_batched_tokens)
+        self._encoder_places[spec.model] = place
+        self.turns.add(spec.model)
+
+    def remove_encoder(self, name: str) -> bool:
+        """Removes an encoder: frees its weights and drops its requests. Returns False if it is not loaded."""
+        embedder = self.embedders.pop(name, None)
+        if embedder is not None:
+            self.turns.remove(name)
+            embedder.hosted.release()
+            self.give_up_place(self._encoder_places.pop(name))
+        return embedder is not None
+
+    def detach(self, name: str) -> ServedModel | None:
+        """Takes a model out of service and returns it; its KV and weights stay in place until `free`. Returns None if it is not
+        loaded."""
+        served = self.by_name.pop(name, None)
+        if served is not None:
+            self.turns.remove(name)
+            self._preempted_before += served.scheduler.num_preemptions
+            served.num_leaving_chunks = served.scheduler.kv.keep_drawn() + len(served.place.weights)
+            self.chunks.num_leaving += served.num_leaving_chunks
+        return served
+
+    def free(self, served: ServedModel) -> None:
+        """Frees the memory of a model that is out of service or was never in it."""
+        self.chunks.num_leaving -= served.num_leaving_chunks
+        served.scheduler.close()
+        served.hosted.release()
+        self.give_up_place(served.place)
+
+    def set_lease(self, lease_chunks: int) -> None:
+        """Sets the KV lease, and gives chunks back until those drawn from it fit: sparse chunks are emptied first, then cached
+        prefixes are dropped, then the newest sequences are preempted."""
+        self.chunks.set_lease(lease_chunks)
+        drawing = [served.scheduler for served in self.by_name.values() if served.scheduler.kv.num_drawn_chunks]
+        for way in (self.compaction.gather, self.compaction.give_up_prefixes):
+            for scheduler in drawing:
+                if self.chunks.room_chunks < 0:
+                    way(scheduler, -self.chunks.room_chunks)
+        while self.chunks.room_chunks < 0:
+            drawing = [scheduler for scheduler in drawing if scheduler.kv.num_drawn_chunks]
+            if not drawing:  # the rest belongs to a model whose KV is being restored; `add` sets the lease again
+                break
+            most = max(drawing, key=lambda scheduler: scheduler.kv.num_drawn_chunks)
+            most.preempt_one()
+            self.compaction.give_up_prefixes(most, -self.chunks.room_chunks)
+        self.discard_returned()
+
+    def discard_returned(self) -> None:
+        """Gives the memory of returned chunks back to the system, as far as more chunks have memory than may have it."""
+        for first_chunk, num_chunks in self.chunks.take_discards():
+            if self._arena is not None:
+                self._arena.discard(first_chunk, num_chunks)
+
+    def stats(self, num_steps: int) -> Stats:
+        models = {name: [0, 0, len(embedder.waiting), 0] for name, embedder in self.embedders.items()}
+        num_chunks, preemptions = 0, self._preempted_before
+        for name, served in self.by_name.items():
+            scheduler, kv = served.scheduler, served.scheduler.kv
+            models[name] = [
+                kv.held_bytes,
+                scheduler.num_running,
+                len(scheduler.waiting),
+                kv.cached_bytes,
+            ]
+            num_chunks += kv.num_used_chunks
+            preemptions += scheduler.num_preemptions
+        return Stats(num_chunks, models, num_steps, preemptions, self.compaction.moved_bytes)
+
+    # ---- weights that an earlier engine left
+
+    def _take_over(self, left: Sequence[WeightsHeld]) -> None:
+        """Keeps the weights that an earlier engine left where they are; the memory of all other chunks is given back."""
+        for weights in left:
+            try:
+                self.chunks.leave(weights.model, np.array(weights.chunks, np.int32))
+            except ValueError as error:
+                log.warning("not taken over: %s", error)
+            else:
+                self._left[weights.model] = weights
+        if self._arena is not None:
+            for first_chunk, num_chunks in free_runs(self.chunks.choosable(0)).tolist():
+                self._arena.discard(first_chunk, num_chunks)
+        num_bytes = sum(weights.num_bytes for weights in self._left.values())
+        log.info("an engine before this one has left %.2f GiB of weights: %s", num_bytes / 2**30, ", ".join(self._left))
+
+    def _left_of(self, spec: LoadModel) -> WeightsHeld | None:
+        """Returns the weights this load needs, if they are on the device. Other weights left under the model's name are given
+        up."""
+        left = self._left.pop(spec.model, None)
+        if left is None or spec.model not in self.chunks.left:
+            return None
+        same = (left.fingerprint, left.dtype, left.quantize) == (spec.fingerprint, spec.dtype, spec.quantize)
+        if not same or len(left.chunks) > spec.weights_chunks:
+            self.chunks.forget_left(spec.model)
+            return None
+        return left
+
+    def _reclaim(self, wanting: str, num_chunks: int) -> int:
+        """Frees chunks for `wanting` from other models: empties sparse chunks first, then drops cached prefixes. Returns how many
+        chunks came back to the lease."""
+        given = 0
+        for way in (self.compaction.gather, self.compaction.give_up_prefixes):
+            for name, served in self.by_name.items():
+                if name != wanting and given < num_chunks:
+                    given += way(served.scheduler, num_chunks - given)
+        return given
+
+    def _copy_blocks(self, block_bytes: int, sources: IntArray, targets: IntArray) -> None:
+        if self._arena is not None:
+            self._arena.copy_within(block_bytes, sources, targets)

@@ -1,0 +1,18 @@
+"""The operations of the `cpu` device for tests that call them directly, and runners that compute with given operations."""
+
+from __future__ import annotations
+
+from engine.cpu.backend import CpuBackend
+from engine.cpu.ops import CpuOps
+from engine.loading.runner import TorchRunner
+from tests.kernel_cache import CACHE_DIR
+
+ops = CpuOps(CACHE_DIR)
+
+
+def compute_with(runner: TorchRunner, use_kernels: bool) -> TorchRunner:
+    """Lets the models of a runner compute with kernels, or with their reference implementation. Returns the runner."""
+    runner._kernels.result()
+    assert isinstance(runner.backend, CpuBackend)
+    runner.backend._ops = CpuOps(CACHE_DIR, use_kernels)
+    return runner
