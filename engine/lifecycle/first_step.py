@@ -15,9 +15,8 @@ import numpy as np
 
 from engine.contracts.loads import LoadTask
 from engine.contracts.steps import StepResult, StreamedModel
-from engine.lifecycle.kv_transfer import KVTransfer
 from engine.memory.weight_gate import WeightGate, WeightsWithdrawn
-from engine.protocol import Abort, EvictModel, Submit
+from engine.protocol import Abort, Submit
 from engine.serve.served_models import ServedModel
 from loader.work_space import FIRST_STEP_SLICES
 from scheduler.batch.plan import BatchPlan, LongArray
@@ -29,12 +28,11 @@ NO_REQUESTS = np.zeros(0, np.int64)
 class FirstStep:
     """The first step of one model, and what is known of the load that it runs after.
 
-    running: the step is in its thread, until the engine's loop has handled its end; then either `result` or `error` is set. loaded:
-    all weights are loaded and the daemon has been informed, since loaded_s (by time.monotonic()). has_begun: the weights that the
-    step needs first are loaded; requests queued by now run in it. restoring: the copy that brings saved KV back; prompts are looked
-    up in that KV, so the step waits for it. waits_for: a load from the host tier during which the step must not start; if that copy
-    is rejected the step starts after all, since the weights are then read again. put_by: deferred messages, handled when the step
-    has ended. leaves_later: deferred evictions, handled after them."""
+    running: the step is in its thread, until the engine's loop has handled its end; then either `result` or `error` is set.
+    loaded: all weights are loaded and the daemon has been informed, since loaded_s (by time.monotonic()). has_begun: the weights
+    that the step needs first are loaded; requests queued by now run in it. waits_for: a load from the host tier during which the
+    step must not start; if that copy is rejected the step starts after all, since the weights are then read again. deferred:
+    messages that are handled when the step has ended."""
 
     served: ServedModel
     hosted: StreamedModel
@@ -46,12 +44,10 @@ class FirstStep:
     loaded: bool = False
     loaded_s: float = 0.0
     has_begun: bool = False
-    restoring: KVTransfer | None = None
     restored_tokens: int = 0
     waits_for: LoadTask | None = None
     weight: float = 1.0  # the model's share of the device's time
-    put_by: list[Submit | Abort] = field(default_factory=list)
-    leaves_later: list[EvictModel] = field(default_factory=list)
+    deferred: list[Submit | Abort] = field(default_factory=list)
 
     @property
     def can_start(self) -> bool:
@@ -80,19 +76,19 @@ class FirstStep:
         masks."""
         wait = self.running or bool(message.params.grammar) or message.params.is_limited  # this step applies no masks
         if wait:
-            self.put_by.append(message)
+            self.deferred.append(message)
         return wait
 
     def abort(self, request_id: int) -> bool:
         """Returns whether the abort is handled here: a deferred request is dropped, the abort of one in the running step is
         deferred. False: the caller passes the abort to the batch scheduler, if the request is there at all."""
-        for message in self.put_by:
+        for message in self.deferred:
             if isinstance(message, Submit) and message.request_id == request_id:
-                self.put_by.remove(message)
+                self.deferred.remove(message)
                 return True
         late = self.running and request_id in self.served.scheduler
         if late:
-            self.put_by.append(Abort([request_id]))
+            self.deferred.append(Abort([request_id]))
         return late
 
     def _work(self) -> None:

@@ -58,7 +58,6 @@ class KVTransfer:
     pieces: list[list[Piece]]
     memory: ChunkMemory | None  # None for a null model, which has no KV to copy
     slots_used: list[int] = field(default_factory=list)  # those of the given slots that are filled, in order
-    placement_ids: list[int] = field(default_factory=list)  # of the EvictModel messages to answer
     num_lost_tokens: int = 0
     expected: list[int] = field(default_factory=list)
     checksums: list[int] = field(default_factory=list)

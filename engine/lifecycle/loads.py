@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from engine.contracts.loads import CompilesKernels, KernelNews, LoadCancelled, LoadTask, Runner
 from engine.contracts.steps import HostedEncoder, HostedModel, StreamedModel
@@ -32,7 +32,6 @@ class Load:
     place: Place
     started_s: float
     cancelled: threading.Event
-    withdrawn_by: list[int] = field(default_factory=list)  # placement ids of the EvictModel messages to answer
     hosted: HostedModel | HostedEncoder | None = None
     error: Exception | None = None
     seconds: float = 0.0
@@ -74,14 +73,14 @@ class Loads:
         self._disk_bytes_per_s, self._copy_bytes_per_s = test_disk_bytes_per_s, test_copy_bytes_per_s
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._told: deque[Told] = deque()
-        self.running: dict[str, Load] = {}
         if isinstance(runner, CompilesKernels):
             runner.watch_kernels(self._tell)
 
     def fileno(self) -> int:
         return self._wake_fd
 
-    def start(self, spec: LoadModel, place: Place) -> None:
+    def start(self, spec: LoadModel, place: Place) -> Load:
+        """Starts a load in a thread. `take` reports its progress, its model if that exists early, and its end."""
         last_s = 0.0
 
         def progress(bytes_done: int, bytes_total: int) -> None:
@@ -101,8 +100,8 @@ class Loads:
             self._tell(Begun(load, hosted))
 
         load.task.begun = begun
-        self.running[spec.model] = load
         threading.Thread(target=self._run, args=(load,), name=f"load {spec.model}", daemon=True).start()
+        return load
 
     def copy(self, transfer: KVTransfer) -> None:
         """Runs a transfer of KV in a thread; `take` reports when it is done."""
@@ -136,17 +135,14 @@ class Loads:
         threading.Thread(target=run, name=f"first step of {first.served.spec.model}", daemon=True).start()
 
     def take(self) -> list[Told]:
-        """Returns what was reported since the last call, in order. A finished Load is no longer in `running`."""
+        """Returns what was reported since the last call, in order. A Load reports its own end."""
         try:
             os.eventfd_read(self._wake_fd)
         except BlockingIOError:
             return []
         told: list[Told] = []
         while self._told:
-            item = self._told.popleft()
-            if isinstance(item, Load):
-                del self.running[item.task.spec.model]
-            told.append(item)
+            told.append(self._told.popleft())
         return told
 
     def _run(self, load: Load) -> None:

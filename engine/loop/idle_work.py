@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.lifecycle.placements import Placements
+from engine.lifecycle.lifecycle import Lifecycle
 from engine.loop.collector import Collector
 from engine.loop.step_journal import StepJournal
 from engine.memory.preparing import Preparer
@@ -17,10 +17,10 @@ class IdleWork:
     """The idle work of one engine, done in the engine's loop. preparer: None if the models have no memory."""
 
     def __init__(
-        self, models: ServedModels, collector: Collector, preparer: Preparer | None, placements: Placements, journal: StepJournal
+        self, models: ServedModels, collector: Collector, preparer: Preparer | None, lifecycle: Lifecycle, journal: StepJournal
     ) -> None:
         self._models, self._collector, self._preparer = models, collector, preparer
-        self._placements, self._journal = placements, journal
+        self._lifecycle, self._journal = lifecycle, journal
 
     def wait_s(self, num_steps: int) -> float | None:
         """Returns how many seconds to stay idle before `step`; None if there is nothing to do. num_steps: steps the engine has
@@ -29,7 +29,7 @@ class IdleWork:
             return CAPTURE_AFTER_IDLE_S
         if self._collector.wanted(num_steps):
             return COLLECT_AFTER_IDLE_S
-        return None if self._preparer is None or self._placements.busy else self._preparer.wait_s()
+        return None if self._preparer is None or self._lifecycle.busy else self._preparer.wait_s()
 
     def step(self, num_steps: int) -> None:
         """Does a small part of the first kind of work that is due: capturing steps, then collecting garbage, then preparing

@@ -22,8 +22,8 @@ from engine.contracts.loads import Runner
 from engine.contracts.steps import NoWorkSpace, StepResult
 from engine.grammar.row_masks import RowMasks
 from engine.lifecycle.first_step import NO_REQUESTS, FirstStep
+from engine.lifecycle.lifecycle import Lifecycle
 from engine.lifecycle.loads import Loads
-from engine.lifecycle.placements import Placements
 from engine.loop.collector import Collector
 from engine.loop.idle_work import IdleWork
 from engine.loop.step_journal import StepJournal
@@ -83,10 +83,10 @@ class Engine:
         loads = Loads(runner, configure.test_disk_bytes_per_s, configure.test_copy_bytes_per_s)
         self._collector = Collector()
         told = (channel.send, self._forget, memory, tier, self._resume, self._collector.loaded)
-        self.placements = Placements(self.models, loads, *told, left is not None)
-        self.journal = StepJournal(journal, self.placements.first)
+        self.lifecycle = Lifecycle(self.models, loads, *told, left is not None)
+        self.journal = StepJournal(journal, self.lifecycle.first_steps)
         self.preparer = None if memory is None else Preparer(memory, self.models.chunks, tier)
-        self.idle_work = IdleWork(self.models, self._collector, self.preparer, self.placements, self.journal)
+        self.idle_work = IdleWork(self.models, self._collector, self.preparer, self.lifecycle, self.journal)
         self.constraints = Constraints()
         self.num_steps = 0
         self._under_way: StepUnderWay | None = None
@@ -98,7 +98,7 @@ class Engine:
         self._collector.start()
         poller = select.epoll()
         poller.register(self.channel.fileno(), select.EPOLLIN)
-        poller.register(self.placements.fileno(), select.EPOLLIN)
+        poller.register(self.lifecycle.fileno(), select.EPOLLIN)
         poller.register(self.constraints.fileno(), select.EPOLLIN)
         watching_out = False
         try:
@@ -118,9 +118,9 @@ class Engine:
                 ready = poller.poll(BEAT_EVERY_S if wait_s is None else min(wait_s, BEAT_EVERY_S))
                 for fd, events in ready:
                     self.journal.beat(Doing.TURN)
-                    if fd == self.placements.fileno():
+                    if fd == self.lifecycle.fileno():
                         self._settle()
-                        self.placements.take()
+                        self.lifecycle.take()
                         self._stats_dirty = True
                     elif fd == self.constraints.fileno():
                         self._settle()
@@ -131,7 +131,7 @@ class Engine:
                         if events & ~select.EPOLLOUT:
                             for message in self.channel.receive():
                                 self._handle(message)
-                if self.placements.first:
+                if self.lifecycle.first_steps:
                     self._start_first_steps()
                 if self.preparer is not None and (busy or ready):
                     self.preparer.disturbed()
@@ -255,8 +255,8 @@ class Engine:
 
     def _start_first_steps(self) -> None:
         """Starts first steps of models whose weights are still arriving."""
-        for first in self.placements.first.values():
-            if first.can_start and self.placements.start(first, self.num_steps + 1) is not None:
+        for first in self.lifecycle.first_steps.values():
+            if first.can_start and self.lifecycle.start(first, self.num_steps + 1) is not None:
                 self.num_steps += 1
                 self.journal.name(NO_REQUESTS)
             if first.served.scheduler.failed:
@@ -265,10 +265,10 @@ class Engine:
     def _resume(self, first: FirstStep) -> None:
         """Takes in a first step that has ended, or is void because its weights are read again, and the messages deferred
         meanwhile."""
-        put_by, first.put_by = first.put_by, []
+        deferred, first.deferred = first.deferred, []
         if first.plan is not None and first.result is not None:
             self._take_in(first.served, first.plan, None, first.result)
-        for message in put_by:
+        for message in deferred:
             self._handle(message)
 
     def _embed(self, name: str, embedder: Embedder) -> None:
@@ -332,19 +332,19 @@ class Engine:
                 self._submit(message)
             case Abort():
                 for request_id in message.request_ids:
-                    if any(first.abort(request_id) for first in self.placements.first.values()):
+                    if any(first.abort(request_id) for first in self.lifecycle.first_steps.values()):
                         continue
                     name = self._model_of.pop(request_id, None)
                     if name in self.models.embedders:
                         self.models.embedders[name].abort(request_id)
                     elif name is not None:
-                        first = self.placements.first.get(name)
+                        first = self.lifecycle.first_steps.get(name)
                         (first.served if first is not None else self.models.by_name[name]).scheduler.abort(request_id)
                         self.constraints.drop(name, request_id)
             case LoadModel():
-                self.placements.load(message)
+                self.lifecycle.load(message)
             case EvictModel():
-                self.placements.evict(message)
+                self.lifecycle.evict(message)
             case SetLease():
                 self.models.set_lease(message.lease_chunks)
             case Shutdown():
@@ -364,7 +364,7 @@ class Engine:
             self.models.turns.set_weight(message.model, message.weight if message.weight > 0 else 1.0)
             self._model_of[request_id] = message.model
             return
-        first = self.placements.first.get(message.model)
+        first = self.lifecycle.first_steps.get(message.model)
         if first is not None and first.put_aside(message):
             return
         served = self.models.by_name.get(message.model) if first is None else first.served

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
+
+from engine.lifecycle.lifecycle import Lifecycle
 
 
 @pytest.fixture(autouse=True)
@@ -16,3 +19,18 @@ def no_runner_prepares_later() -> Iterator[None]:
         if thread.name == "kernels":
             thread.join(60)
             assert not thread.is_alive(), "a runner is still preparing its kernels"
+
+
+@pytest.fixture(autouse=True)
+def lives_are_consistent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has every Lifecycle of a test check itself after each message and each report."""
+    for name in ("load", "evict", "take"):
+        monkeypatch.setattr(Lifecycle, name, _checked(getattr(Lifecycle, name)))
+
+
+def _checked(method: Callable[..., None]) -> Callable[..., None]:
+    def run(self: Lifecycle, *args: Any) -> None:
+        method(self, *args)
+        self.validate()
+
+    return run

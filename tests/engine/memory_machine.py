@@ -16,8 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from engine.contracts.loads import LoadTask
 from engine.cpu.memory import CpuMemory
+from engine.lifecycle.lifecycle import Lifecycle
 from engine.lifecycle.loads import Loads
-from engine.lifecycle.placements import Placements
 from engine.loading.weight_copies import WeightCopies
 from engine.memory import mappings
 from engine.memory.host_tier import HostTier
@@ -122,7 +122,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self.models = ServedModels(self.configure, self.memory)
         self.sent: list[Any] = []
         self.loads = Loads(self.runner)
-        self.placements = Placements(self.models, self.loads, self.sent.append, lambda name: None, self.memory, self.tier)
+        self.lifecycle = Lifecycle(self.models, self.loads, self.sent.append, lambda name: None, self.memory, self.tier)
         self.held: dict[str, int] = {}  # chunks of each model in the daemon's ledger
 
     def teardown(self) -> None:
@@ -133,7 +133,7 @@ class MemoryMachine(RuleBasedStateMachine):
 
     def _pump(self, *kinds: type[Any]) -> Any:
         while not (found := [message for message in self.sent if isinstance(message, kinds)]):
-            self.placements.take()
+            self.lifecycle.take()
         self.sent.clear()
         return found[0]
 
@@ -168,7 +168,7 @@ class MemoryMachine(RuleBasedStateMachine):
             kv_slots=kv_state.kv_slots_used if kv_state else [],
             kv_index=kv_state.kv_index if kv_state else b"",
         )
-        self.placements.load(spec)
+        self.lifecycle.load(spec)
         done = self._pump(LoadDone, LoadFailed)
         if kv_state:
             self.free_slots |= set(kv_state.kv_slots_used)
@@ -206,7 +206,7 @@ class MemoryMachine(RuleBasedStateMachine):
             requests[request.request_id] = (tokens, request.num_prompt)
         slots = sorted(self.free_slots)[:num_slots]
         del self.held[name]
-        self.placements.evict(EvictModel(1, name, self._lease(), slots))
+        self.lifecycle.evict(EvictModel(1, name, self._lease(), slots))
         gone = self._pump(Evicted)
         assert gone.kv_slots_used == slots[: len(gone.kv_slots_used)]
         self.free_slots -= set(gone.kv_slots_used)
@@ -386,7 +386,7 @@ class MemoryMachine(RuleBasedStateMachine):
         assert chunks.num_drawn + reserved + weights <= BUDGET
         assert np.count_nonzero(chunks.resident) <= BUDGET
         assert chunks.resident[owned > 0].all()
-        assert not self.placements.busy
+        assert not self.lifecycle.busy
         lent = [slot for slots, _ in self.kept.values() for slot in slots]
         lent += [slot for gone in self.saved.values() for slot in gone.kv_slots_used]
         assert sorted([*lent, *self.free_slots]) == list(range(NUM_SLOTS))

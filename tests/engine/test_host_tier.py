@@ -15,6 +15,7 @@ import pytest
 
 from engine.cpu import backend as cpu_backend
 from engine.lifecycle.kv_transfer import KVTransfer
+from engine.lifecycle.life import State
 from engine.memory.host_tier import HostTier
 from engine.protocol import Evicted, EvictModel, LoadDone, LoadFailed
 from tests.engine.model_bench import BLOCK_TOKENS, CASES
@@ -252,25 +253,25 @@ def test_an_eviction_during_a_save_and_during_a_restore(folder: Path, monkeypatc
     for _ in range(9):
         bench.step("llama")
     bench.sent.clear()
-    bench.placements.evict(EvictModel(5, "llama", 64, list(range(NUM_SLOTS))))
-    bench.placements.evict(EvictModel(6, "llama", 64, []))
-    bench.placements.load(bench.spec("llama"))
+    bench.lifecycle.evict(EvictModel(5, "llama", 64, list(range(NUM_SLOTS))))
+    bench.lifecycle.evict(EvictModel(6, "llama", 64, []))
+    bench.lifecycle.load(bench.spec("llama"))
     assert [message.error for message in bench.sent if isinstance(message, LoadFailed)] == ["model llama is being evicted"]
-    assert bench.placements.busy
+    assert bench.lifecycle.busy
     gone = bench.pump(Evicted)
     assert [message.placement_id for message in bench.sent if isinstance(message, Evicted)] == [5, 6]
     may_copy, run = threading.Event(), KVTransfer.run
     monkeypatch.setattr(KVTransfer, "run", lambda transfer: (may_copy.wait(60), run(transfer)))
-    bench.placements.load(bench.spec("llama", kv_slots=gone.kv_slots_used, kv_index=gone.kv_index))
-    while not bench.placements._restoring:
-        assert select.select([bench.placements.fileno()], [], [], 60)[0]
-        bench.placements.take()
-    bench.placements.evict(EvictModel(7, "llama", 64, []))
+    bench.lifecycle.load(bench.spec("llama", kv_slots=gone.kv_slots_used, kv_index=gone.kv_index))
+    while bench.lifecycle.lives["llama"].state is not State.SETTLING:
+        assert select.select([bench.lifecycle.fileno()], [], [], 60)[0]
+        bench.lifecycle.take()
+    bench.lifecycle.evict(EvictModel(7, "llama", 64, []))
     may_copy.set()
     assert bench.pump(Evicted).placement_id == 7
     assert not any(isinstance(message, LoadDone) for message in bench.sent)
     bench.check_empty()
-    assert not bench.placements.busy
+    assert not bench.lifecycle.busy
 
 
 def test_nothing_of_an_evicted_model_waits_for_the_garbage_collector(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -269,13 +269,13 @@ def test_a_load_that_ends_half_way_leaves_the_slots_to_others(folder: Path, monk
             if begun[0] == 6:
                 if not cancel:
                     raise ReadFailed("model.safetensors", "w", "bad sector")
-                waits(bench.loads.running["llama"].cancelled.is_set)
+                waits(bench.lifecycle.lives["llama"].load.cancelled.is_set)
         return fetch(reader, read)
 
     monkeypatch.setattr(FileReader, "fetch", stopped)
-    bench.placements.load(bench.spec("llama", keep_slots=list(range(12))))
+    bench.lifecycle.load(bench.spec("llama", keep_slots=list(range(12))))
     if cancel:
-        bench.placements.evict(EvictModel(3, "llama", 64))
+        bench.lifecycle.evict(EvictModel(3, "llama", 64))
         assert bench.pump(Evicted).placement_id == 3
     else:
         assert "bad sector" in bench.pump(LoadFailed).error

@@ -1,4 +1,4 @@
-"""An engine's models and placements without a process: stepped by hand, with a host tier."""
+"""An engine's models and their lives without a process: stepped by hand, with a host tier."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import numpy as np
 
 from engine.contracts.loads import Runner
 from engine.cpu.memory import CpuMemory
+from engine.lifecycle.lifecycle import Lifecycle
 from engine.lifecycle.loads import Loads
-from engine.lifecycle.placements import Placements
 from engine.loading.runner import TorchRunner
 from engine.memory import handles, mappings
 from engine.memory.host_tier import HostTier
@@ -67,7 +67,7 @@ class TierBench:
         self.sent: list[Message] = []
         self.loads = Loads(self.runner)
         told = (self.sent.append, lambda name: None, self.memory, self.tier)
-        self.placements = Placements(self.models, self.loads, *told, outlives=outlives)
+        self.lifecycle = Lifecycle(self.models, self.loads, *told, outlives=outlives)
         weakref.finalize(
             self, _close, self.runner, self.memory, self.tier, self.loads, None if slots_fd is not None else self.slots_fd
         )
@@ -89,18 +89,18 @@ class TierBench:
         if kind is not WeightsHeld:  # it may have been sent already
             self.sent.clear()
         while not (found := [message for message in self.sent if isinstance(message, kind)]):
-            assert select.select([self.placements.fileno()], [], [], 60)[0], f"nothing came of it; {self.sent}"
-            self.placements.take()
+            assert select.select([self.lifecycle.fileno()], [], [], 60)[0], f"nothing came of it; {self.sent}"
+            self.lifecycle.take()
         return found[0]
 
     def load(self, name: str, **changes: Any) -> LoadDone:
-        self.placements.load(self.spec(name, **changes))
+        self.lifecycle.load(self.spec(name, **changes))
         done: LoadDone = self.pump(LoadDone)
         return done
 
     def evict(self, name: str, save_slots: range = range(0), lease_chunks: int = 64) -> Evicted:
         self.sent.clear()
-        self.placements.evict(EvictModel(9, name, lease_chunks, list(save_slots)))
+        self.lifecycle.evict(EvictModel(9, name, lease_chunks, list(save_slots)))
         gone = [message for message in self.sent if isinstance(message, Evicted)]
         return gone[0] if gone else self.pump(Evicted)
 

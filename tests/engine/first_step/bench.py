@@ -91,8 +91,8 @@ class Bench:
         for _ in range(int(seconds / 0.02)):
             if found := done():
                 return found
-            if select.select([engine.placements.fileno()], [], [], 0.0 if engine.models.busy() else 0.02)[0]:
-                engine.placements.take()
+            if select.select([engine.lifecycle.fileno()], [], [], 0.0 if engine.models.busy() else 0.02)[0]:
+                engine.lifecycle.take()
             engine._start_first_steps()
             if busy := engine.models.busy():
                 engine._turn(busy)

@@ -46,7 +46,7 @@ def test_a_prompt_is_computed_layer_by_layer_as_weights_come(bench: Bench, wante
     assert bench.until_answered(7, 9) == [wanted, wanted]
     kinds = bench.kinds()
     assert kinds.index("LoadStreams") < kinds.index("LoadDone") < kinds.index("TokensOut")
-    assert not bench.engine.placements.first
+    assert not bench.engine.lifecycle.first_steps
     bench.pump(lambda: not bench.engine.models.busy())
     bench.evict()
 
@@ -75,7 +75,7 @@ def test_a_file_that_ends_too_early_fails_the_load_and_no_token_comes(bench: Ben
         assert part in failed.error
     assert "TokensOut" not in bench.kinds()
     assert not bench.engine._model_of
-    assert not bench.engine.placements.busy
+    assert not bench.engine.lifecycle.busy
     assert bench.engine.models.chunks.free.all()
     bench.spoil = lambda read: None
     file.write_bytes(whole)
@@ -157,7 +157,7 @@ def test_what_comes_during_the_step_waits_for_its_end(bench: Bench, wanted: list
     bench.submit(9)
     bench.submit(10)
     bench.engine._handle(Abort([8, 10, 11]))
-    assert bench.engine.placements.first
+    assert bench.engine.lifecycle.first_steps
     bench.engine.journal.beat(Doing.IDLE)
     loaded_s = read_pulse(bench.journal).first_since_s
     assert 0.0 < loaded_s <= time.monotonic(), "nothing else says how long that step has taken since"

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from engine.lifecycle.kv_transfer import KVTransfer
+from engine.lifecycle.life import State
 from engine.protocol import Evicted, EvictModel, LoadDone, LoadFailed, LoadStreams, TokensOut
 from tests.engine.first_step.bench import NUM_SLOTS, PROMPT, Bench, truncate
 from tests.engine.model_bench import BLOCK_TOKENS
@@ -26,6 +27,11 @@ def may_copy(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
     monkeypatch.setattr(KVTransfer, "run", held_run)
     return event
+
+
+def settles(bench: Bench) -> bool:
+    """Returns whether the model's load has ended before its saved KV was back."""
+    return bench.engine.lifecycle.lives["m"].state is State.SETTLING
 
 
 def answered_and_saved(bench: Bench) -> dict[str, Any]:
@@ -52,7 +58,7 @@ def test_saved_kv_comes_beside_the_weights_and_before_a_prompt(bench: Bench, wan
     may_copy.clear()
     bench.allow(1)
     bench.load(**saved)
-    bench.pump(lambda: bench.engine.placements.first)
+    bench.pump(lambda: bench.engine.lifecycle.first_steps)
     assert "LoadStreams" not in bench.kinds(), "a prompt would not find its KV"
     may_copy.set()
     bench.until(LoadStreams)
@@ -71,7 +77,7 @@ def test_weights_that_are_there_first_wait_for_saved_kv(bench: Bench, wanted: li
     saved = answered_and_saved(bench)
     may_copy.clear()
     bench.load(**saved)
-    bench.pump(lambda: bench.engine.placements._restoring)
+    bench.pump(lambda: settles(bench))
     assert "LoadDone" not in bench.kinds()
     may_copy.set()
     done: LoadDone = bench.until(LoadDone)
@@ -91,13 +97,13 @@ def test_a_load_that_comes_to_nothing_frees_its_blocks_when_they_are_copied(
     may_copy.clear()
     bench.allow(1)
     bench.load(**saved)
-    bench.pump(lambda: bench.engine.placements.first)
+    bench.pump(lambda: bench.engine.lifecycle.first_steps)
     if how == "withdrawn":
         bench.engine._handle(EvictModel(9, "m", 64))
     elif how == "spoilt":
         bench.spoil = lambda read: truncate(folder, read)
     bench.allow(99)
-    bench.pump(lambda: bench.engine.placements._restoring)
+    bench.pump(lambda: settles(bench))
     if how == "evicted":
         bench.engine._handle(EvictModel(9, "m", 64))
     chunks = bench.engine.models.chunks
@@ -107,4 +113,4 @@ def test_a_load_that_comes_to_nothing_frees_its_blocks_when_they_are_copied(
     assert bench.kinds().count("Evicted") + bench.kinds().count("LoadFailed") == 1
     assert not {"LoadDone", "LoadStreams"} & set(bench.kinds())
     assert chunks.free.all()
-    assert not bench.engine.placements.busy
+    assert not bench.engine.lifecycle.busy

@@ -1,0 +1,112 @@
+"""One model's life in an engine: its states, the jobs that run for it in other threads, and what each state means.
+
+LOADING ──> STREAMING ──> SETTLING ──> SERVED ──> LEAVING ──> gone
+   └───────────┴──────────────┴────────────┘ (a state may be skipped, and every state but SERVED may end in gone)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from engine.lifecycle.first_step import FirstStep
+from engine.lifecycle.kv_transfer import KVTransfer
+from engine.lifecycle.loads import Load
+from engine.protocol import EvictModel
+from engine.serve.served_models import ServedModel
+
+
+class State(Enum):
+    """Where a model is in its life.
+
+    LOADING: its load runs; the model itself does not exist yet. STREAMING: its load runs, and the model exists: its first step may
+    run as soon as its first weights and its saved KV are there. SETTLING: its load has ended, but its saved KV is still being
+    copied back or its first step still runs. SERVED: it takes requests like any other. LEAVING: it takes none any more, and its KV
+    is being saved."""
+
+    LOADING = "loading"
+    STREAMING = "streaming"
+    SETTLING = "settling"
+    SERVED = "served"
+    LEAVING = "leaving"
+
+
+class Job(Enum):
+    """What a thread does for a model. LOAD: fills its weights. RESTORE: copies saved KV back. STEP: runs its first step. SAVE:
+    copies its KV to the host tier."""
+
+    LOAD = "load"
+    RESTORE = "restore"
+    STEP = "step"
+    SAVE = "save"
+
+
+# state -> states that may follow; a model that is gone has no life
+FOLLOWERS = {
+    State.LOADING: {State.STREAMING, State.SETTLING, State.SERVED},
+    State.STREAMING: {State.SETTLING, State.SERVED},
+    State.SETTLING: {State.SERVED},
+    State.SERVED: {State.LEAVING},
+    State.LEAVING: set[State](),
+}
+
+
+@dataclass(slots=True, eq=False)
+class Life:
+    """One model from its LoadModel to its end. load: its load, also once that has ended. served: the model, once it exists; None
+    for an encoder. first: its first step, if that may run while weights arrive. restore, save: the copies of its KV, while they
+    run. evictions: the EvictModel messages to answer when the model is gone."""
+
+    load: Load
+    state: State = State.LOADING
+    load_runs: bool = True
+    served: ServedModel | None = None
+    first: FirstStep | None = None
+    restore: KVTransfer | None = None
+    save: KVTransfer | None = None
+    evictions: list[EvictModel] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return self.load.task.spec.model
+
+    @property
+    def jobs(self) -> set[Job]:
+        """The jobs that run for this model."""
+        runs = {
+            Job.LOAD: self.load_runs,
+            Job.RESTORE: self.restore is not None,
+            Job.STEP: self.first is not None and self.first.running,
+            Job.SAVE: self.save is not None,
+        }
+        return {job for job, is_running in runs.items() if is_running}
+
+    def enter(self, state: State) -> None:
+        """Enters a state. Raises RuntimeError if the state cannot follow the present one."""
+        if state not in FOLLOWERS[self.state]:
+            raise RuntimeError(f"model {self.name}: {state.value} cannot follow {self.state.value}")
+        self.state = state
+
+    def validate(self) -> None:
+        """Checks that the jobs and parts are those of the state. Raises AssertionError. For tests."""
+        jobs, at = self.jobs, f"{self.name}, {self.state.value}, {sorted(job.value for job in self.jobs)}"
+        match self.state:
+            case State.LOADING:
+                assert jobs == {Job.LOAD}, at
+                assert self.served is None, at
+            case State.STREAMING:
+                assert Job.LOAD in jobs, at
+                assert Job.SAVE not in jobs, at
+                assert self.first is not None, at
+            case State.SETTLING:
+                assert jobs in ({Job.RESTORE}, {Job.STEP}), at
+                assert (self.first is None) == (Job.RESTORE in jobs), at
+            case State.SERVED:
+                assert not jobs, at
+                assert not self.evictions, at
+            case State.LEAVING:
+                assert jobs == {Job.SAVE}, at
+                assert self.evictions, at
+        if self.state is not State.LOADING and self.served is not None:
+            assert self.load.hosted is not None or self.load_runs or Job.RESTORE in jobs, at
+        assert self.first is None or self.state in (State.STREAMING, State.SETTLING), at
