@@ -1,0 +1,121 @@
+"""Counts the files that one warm streamed chat enters in all processes, and the folders that a load passes through, by tracing calls.
+
+usage: python -m benchmarks.files_entered [--chats 5]. A file counts if every one of the chats enters it, so that timers do not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from benchmarks.checkpoints import make
+from benchmarks.run import machine, table
+from benchmarks.server import CACHE, ROOT, Server
+
+SETTLE_S = 0.5  # for the processes to write what they have recorded
+POLLED_S = 0.05
+SINK = "loader/sinks.py"  # stores what was read in its place
+MODEL = "feather"
+
+Chain = tuple[str, ...]
+
+
+class Tracer:
+    """Has the processes of a Server record, phase by phase. folder: where they write to."""
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self._folder, self._phase = folder, 0
+        (folder / "phase").write_bytes(b"\0")
+        os.environ["HEARTHD_TRACE"] = str(folder)
+        before = os.environ.get("PYTHONPATH", "")
+        os.environ["PYTHONPATH"] = str(ROOT / "benchmarks" / "call_traces") + (os.pathsep + before if before else "")
+
+    @contextmanager
+    def recording(self) -> Iterator[set[Chain]]:
+        """A context in which calls are recorded. The set is filled at its end."""
+        found: set[Chain] = set()
+        self._phase += 1
+        time.sleep(SETTLE_S)
+        self._write(self._phase)
+        time.sleep(POLLED_S)
+        yield found
+        time.sleep(POLLED_S)  # a request's accounts are closed after its last byte
+        self._write(0)
+        time.sleep(SETTLE_S)
+        for path in self._folder.glob(f"{self._phase}-*.json"):
+            found.update(tuple(chain) for chain in json.loads(path.read_text()))
+
+    def _write(self, phase: int) -> None:
+        with (self._folder / "phase").open("r+b") as file:
+            file.write(bytes([phase]))
+
+
+def chat(url: str, number: int) -> None:
+    """Streams one chat to its end."""
+    body: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": f"Number {number}"}]}
+    body |= {"stream": True, "max_tokens": 8, "temperature": 0}
+    request = urllib.request.Request(url + "/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as response:
+        assert response.read().rstrip().endswith(b"[DONE]")
+
+
+def times_in_a_row(chain: Chain) -> int:
+    """Returns how often the most frequent file occurs in a chain of calls."""
+    return max(chain.count(name) for name in chain)
+
+
+def folders_of(chain: Chain) -> list[str]:
+    """Returns the folders that a chain passes through, without repetitions next to each other."""
+    found: list[str] = []
+    for name in chain:
+        folder = str(pathlib.Path(name).parent)
+        if not found or found[-1] != folder:
+            found.append(folder)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks.files_entered", description=__doc__)
+    parser.add_argument("--chats", type=int, default=5)
+    parser.add_argument("--list", action="store_true", help="print the files, and the longest chain of a load")
+    options = parser.parse_args()
+    make(CACHE / "checkpoints", MODEL)
+    with tempfile.TemporaryDirectory(prefix="hearth-trace-") as folder:
+        tracer = Tracer(pathlib.Path(folder))
+        with Server(CACHE / "checkpoints", ["cpu=2GiB"]) as server:
+            with tracer.recording() as load:
+                server.text("load", MODEL)
+            for number in range(3):
+                chat(server.url, number)
+            chats: list[set[Chain]] = []
+            for number in range(options.chats):
+                with tracer.recording() as chains:
+                    chat(server.url, 10 + number)
+                chats.append(chains)
+    files = sorted(set.intersection(*({chain[-1] for chain in chains} for chains in chats)))
+    common = set.intersection(*chats)
+    again = max(common, key=times_in_a_row)
+    weights = max((folders_of(chain) for chain in load if chain[-1] == SINK), key=len)
+    line = {
+        "benchmark": "files_entered",
+        **machine(),
+        "files": len(files),
+        "times_in_a_row": times_in_a_row(again),
+        "folder_changes_of_a_weight": len(weights) - 1,
+    }
+    print(json.dumps(line))
+    if options.list:
+        print("\n".join(files), "", " -> ".join(again), " -> ".join(weights), sep="\n")
+    print(f"\n{table([line], {'files': 'files', 'times_in_a_row': 'in a row', 'folder_changes_of_a_weight': 'folders of a weight'})}\n")
+
+
+if __name__ == "__main__":
+    main()
