@@ -1,4 +1,4 @@
-"""Counts the files that one warm streamed chat enters in all processes, and the folders that a load passes through, by tracing calls.
+"""Counts the files that a warm streamed chat enters in all processes, and the folders that a load passes through, by tracing.
 
 usage: python -m benchmarks.files_entered [--chats 5]. A file counts if every one of the chats enters it, so that timers do not.
 """
@@ -114,7 +114,9 @@ def main() -> None:
     print(json.dumps(line))
     if options.list:
         print("\n".join(files), "", " -> ".join(again), " -> ".join(weights), sep="\n")
-    print(f"\n{table([line], {'files': 'files', 'times_in_a_row': 'in a row', 'folder_changes_of_a_weight': 'folders of a weight'})}\n")
+    print(
+        f"\n{table([line], {'files': 'files', 'times_in_a_row': 'in a row', 'folder_changes_of_a_weight': 'folders of a weight'})}\n"
+    )
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from engine.cpu.backend import CpuBackend  # noqa: E402
 from engine.cpu.memory import CpuMemory  # noqa: E402
 from engine.cpu.model import CpuModel  # noqa: E402
 from engine.cpu.ops import CpuOps  # noqa: E402
-from engine.cpu.recording.replay import ChunkProgram, Head, Replay  # noqa: E402
+from engine.cpu.recording.replay import ChunkProgram, LogitsProgram, Replay  # noqa: E402
 from engine.host.process import num_cores  # noqa: E402
 from engine.loading.runner import TorchRunner  # noqa: E402
 from engine.ops import reference  # noqa: E402
@@ -98,11 +98,11 @@ class Clocks:
 class Program:
     """What is run again of a step: one recording, or one to the hidden states and a head."""
 
-    parts: list[ChunkProgram | Head]
+    parts: list[ChunkProgram | LogitsProgram]
 
     def replays(self) -> list[Replay]:
         """With those that draw tokens from logits."""
-        drawings = [drawing for part in self.parts if isinstance(part, Head) for drawing in part.drawings.values()]
+        drawings = [drawing for part in self.parts if isinstance(part, LogitsProgram) for drawing in part.drawings.values()]
         return [*self.parts, *drawings]
 
 
@@ -224,7 +224,7 @@ class Steps:
         self.forget_all()
         steps = self.hosted._steps
         has_chunks = kind in ("prefill", "mixed")
-        first: ChunkProgram | Head | None = (
+        first: ChunkProgram | LogitsProgram | None = (
             steps.chunks.get(work_space.recorded_tokens(size))
             if has_chunks
             else steps.decodes.get(steps._inputs.recorded_rows(size))

@@ -46,7 +46,8 @@ def _start(folder: str, root: str) -> None:
         while True:
             now = phase[0]
             if now != last:
-                found, _ = sorted(chains), chains.clear()
+                found = sorted(chains)
+                chains.clear()
                 if last:
                     path = os.path.join(folder, f"{last}-{os.getpid()}.json")
                     with open(path + ".new", "w") as out:

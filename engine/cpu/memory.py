@@ -18,7 +18,7 @@ import torch
 from engine.host import checksum
 from engine.memory import mappings
 from engine.memory.arena import copy_pieces
-from engine.memory.chunk_memory import Copied, Piece
+from engine.memory.chunk_memory import EndedCopy, Piece
 from loader.sinks import Fence
 from scheduler.batch.plan import IntArray
 
@@ -67,11 +67,11 @@ class CpuMemory:
     def tensor(self, address: int, num_bytes: int) -> torch.Tensor:
         return torch.frombuffer(mappings.bytes_at(address, num_bytes), dtype=torch.uint8)
 
-    def copy_in(self, address: int, source: Any) -> Copied:
-        return Copied(checksum.copy(self._bytes_at(address, len(source)), source))
+    def copy_in(self, address: int, source: Any) -> EndedCopy:
+        return EndedCopy(checksum.copy(self._bytes_at(address, len(source)), source))
 
-    def copy_out(self, address: int, target: Any) -> Copied:
-        return Copied(checksum.copy(target, self._bytes_at(address, len(target))))
+    def copy_out(self, address: int, target: Any) -> EndedCopy:
+        return EndedCopy(checksum.copy(target, self._bytes_at(address, len(target))))
 
     def copy_several(self, pieces: Sequence[Piece], out: bool) -> list[int]:
         device = [address for address, _ in pieces]

@@ -34,9 +34,9 @@ class EventFence:
 
 
 class SummedCopy:
-    """A copy with its checksum (engine.memory.chunk_memory.Copy). fences: one after the copy, one after `partial_sums` is filled.
-    partial_sums: [P, 2] int64 in page-locked memory, sums of the num_words whole words. rest: the bytes after these words, uint8,
-    in host memory, read when the copy has ended."""
+    """A copy with its checksum (engine.memory.chunk_memory.DeviceCopy). fences: one after the copy, one after `partial_sums` is
+    filled. partial_sums: [P, 2] int64 in page-locked memory, sums of the num_words whole words. rest: the bytes after these
+    words, uint8, in host memory, read when the copy has ended."""
 
     def __init__(self, fences: tuple[EventFence, ...], partial_sums: torch.Tensor, rest: Any, num_words: int) -> None:
         self._fences, self._partial_sums, self._rest, self._num_words = fences, partial_sums, rest, num_words

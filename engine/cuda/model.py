@@ -159,7 +159,7 @@ class CudaModel:
         hidden = self._forward(step)
         if by_host:
             logits = self._loaded().logits
-            return _Told(
+            return _EndedStep(
                 sampled_outputs(self._ops, hidden, step.num_sampling, rows, owed, plan, table, logits, LOGITS_ROWS, began_s)
             )
         if rows is None:
@@ -333,7 +333,7 @@ class CudaModel:
         return drawn
 
 
-class _Told:
+class _EndedStep:
     """A launched step whose result is already known."""
 
     def __init__(self, result: StepResult) -> None:

@@ -60,7 +60,7 @@ class Summed:
     load: Load
 
 
-Told = KernelNews | LoadProgress | Load | Begun | Streams | FirstStep | KVTransfer | Summed
+Report = KernelNews | LoadProgress | Load | Begun | Streams | FirstStep | KVTransfer | Summed
 
 
 class Loads:
@@ -72,9 +72,9 @@ class Loads:
         self._runner = runner
         self._disk_bytes_per_s, self._copy_bytes_per_s = test_disk_bytes_per_s, test_copy_bytes_per_s
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._told: deque[Told] = deque()
+        self._reports: deque[Report] = deque()
         if isinstance(runner, CompilesKernels):
-            runner.watch_kernels(self._tell)
+            runner.watch_kernels(self._report)
 
     def fileno(self) -> int:
         return self._wake_fd
@@ -88,7 +88,7 @@ class Loads:
             now = time.monotonic()
             if now - last_s >= PROGRESS_EVERY_S:
                 last_s = now
-                self._tell(LoadProgress(spec.placement_id, bytes_done, bytes_total))
+                self._report(LoadProgress(spec.placement_id, bytes_done, bytes_total))
 
         cancelled = threading.Event()
         task = LoadTask(spec, place.weights, progress, cancelled.is_set, place.left)
@@ -96,8 +96,8 @@ class Loads:
 
         def begun(hosted: StreamedModel, gate: WeightGate) -> None:
             load.gate = gate
-            gate.begun = lambda: self._tell(Streams(load))
-            self._tell(Begun(load, hosted))
+            gate.begun = lambda: self._report(Streams(load))
+            self._report(Begun(load, hosted))
 
         load.task.begun = begun
         threading.Thread(target=self._run, args=(load,), name=f"load {spec.model}", daemon=True).start()
@@ -112,7 +112,7 @@ class Loads:
             throttle.hold(started_s, transfer.num_bytes, self._copy_bytes_per_s, lambda: False)
             if self._copy_bytes_per_s:
                 transfer.seconds = time.monotonic() - started_s
-            self._tell(transfer)
+            self._report(transfer)
 
         threading.Thread(target=work, name=f"KV of {transfer.served.spec.model}", daemon=True).start()
 
@@ -121,7 +121,7 @@ class Loads:
 
         def work() -> None:
             load.task.weights_checksum = checksum()
-            self._tell(Summed(load))
+            self._report(Summed(load))
 
         threading.Thread(target=work, name=f"checksum of {load.task.spec.model}", daemon=True).start()
 
@@ -130,20 +130,20 @@ class Loads:
 
         def run() -> None:
             work()
-            self._tell(first)
+            self._report(first)
 
         threading.Thread(target=run, name=f"first step of {first.served.spec.model}", daemon=True).start()
 
-    def take(self) -> list[Told]:
+    def take(self) -> list[Report]:
         """Returns what was reported since the last call, in order. A Load reports its own end."""
         try:
             os.eventfd_read(self._wake_fd)
         except BlockingIOError:
             return []
-        told: list[Told] = []
-        while self._told:
-            told.append(self._told.popleft())
-        return told
+        reports: list[Report] = []
+        while self._reports:
+            reports.append(self._reports.popleft())
+        return reports
 
     def _run(self, load: Load) -> None:
         try:
@@ -158,7 +158,7 @@ class Loads:
         load.task.begun = None  # both refer to the load: cleared, so that no cycle is left to the garbage collector
         if load.gate is not None:
             load.gate.begun = None
-        self._tell(load)
+        self._report(load)
         if load.gate is not None and load.hosted is not None:  # after the report: no token comes before the load has succeeded
             load.gate.open()
 
@@ -171,6 +171,6 @@ class Loads:
             throttle.hold(load.started_s, load.hosted.weights_bytes, self._copy_bytes_per_s, task.cancelled)
             task.copy_seconds = time.monotonic() - load.started_s
 
-    def _tell(self, item: Told) -> None:
-        self._told.append(item)
+    def _report(self, item: Report) -> None:
+        self._reports.append(item)
         os.eventfd_write(self._wake_fd, 1)

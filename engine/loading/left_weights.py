@@ -8,7 +8,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from engine.contracts.loads import LoadCancelled, LoadTask
-from engine.memory.chunk_memory import ChunkMemory, Copied
+from engine.memory.chunk_memory import ChunkMemory, EndedCopy
 from engine.memory.transfers import Piece, TransferCancelled, transfer
 from engine.memory.weight_gate import WeightGate
 from loader import checksum
@@ -36,7 +36,7 @@ def adopt(memory: ChunkMemory, task: LoadTask, weights: WeightRange, gate: Weigh
     pieces: list[Piece] = [(weights.address + at, range(min(size, total - at))) for at in range(0, total, size)]
     try:
         sums = transfer(
-            lambda address, extent: Copied(memory.checksum(address, len(extent))),
+            lambda address, extent: EndedCopy(memory.checksum(address, len(extent))),
             pieces,
             task.cancelled,
             lambda num_bytes: task.progress(num_bytes, total),

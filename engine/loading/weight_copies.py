@@ -10,7 +10,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from engine.contracts.loads import LoadCancelled, LoadTask
-from engine.memory.chunk_memory import ChunkMemory, Copy
+from engine.memory.chunk_memory import ChunkMemory, DeviceCopy
 from engine.memory.host_tier import HostTier
 from engine.memory.transfers import NUM_THREADS, Piece, TransferCancelled, copies_several, transfer
 from engine.memory.weight_arrivals import WeightArrivals
@@ -104,7 +104,7 @@ class KeptCopy:
 
     def __init__(
         self,
-        copy_out: Callable[[int, Any], Copy],
+        copy_out: Callable[[int, Any], DeviceCopy],
         pieces: Sequence[Piece],
         places: Iterable[tuple[int, int]],
         slot_bytes: int,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.lifecycle.lifecycle import Lifecycle
-from engine.loop.collector import Collector
+from engine.loop.garbage_collector import GarbageCollector
 from engine.loop.step_journal import StepJournal
 from engine.memory.preparing import Preparer
 from engine.pulse import Doing
@@ -17,7 +17,12 @@ class IdleWork:
     """The idle work of one engine, done in the engine's loop. preparer: None if the models have no memory."""
 
     def __init__(
-        self, models: ServedModels, collector: Collector, preparer: Preparer | None, lifecycle: Lifecycle, journal: StepJournal
+        self,
+        models: ServedModels,
+        collector: GarbageCollector,
+        preparer: Preparer | None,
+        lifecycle: Lifecycle,
+        journal: StepJournal,
     ) -> None:
         self._models, self._collector, self._preparer = models, collector, preparer
         self._lifecycle, self._journal = lifecycle, journal

@@ -24,7 +24,7 @@ from engine.grammar.row_masks import RowMasks
 from engine.lifecycle.first_step import NO_REQUESTS, FirstStep
 from engine.lifecycle.lifecycle import Lifecycle
 from engine.lifecycle.loads import Loads
-from engine.loop.collector import Collector
+from engine.loop.garbage_collector import GarbageCollector
 from engine.loop.idle_work import IdleWork
 from engine.loop.step_journal import StepJournal
 from engine.loop.under_way import StepUnderWay
@@ -81,7 +81,7 @@ class Engine:
         self.configure = configure
         self.models = ServedModels(configure, memory, left or (), runner.compute_threads)
         loads = Loads(runner, configure.test_disk_bytes_per_s, configure.test_copy_bytes_per_s)
-        self._collector = Collector()
+        self._collector = GarbageCollector()
         told = (channel.send, self._forget, memory, tier, self._resume, self._collector.loaded)
         self.lifecycle = Lifecycle(self.models, loads, *told, left is not None)
         self.journal = StepJournal(journal, self.lifecycle.first_steps)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # engines of null models do not need torch
     from loader.sinks import Fence
 
 
-class Copy(Protocol):
+class DeviceCopy(Protocol):
     """A copy under way between the host and a device. Until `wait` has returned or raised, its source must not change and its
     target must not be read."""
 
@@ -30,8 +30,8 @@ class Copy(Protocol):
 
 
 @dataclass(slots=True, frozen=True)
-class Copied:
-    """A Copy that had ended when it was returned, or that was not needed."""
+class EndedCopy:
+    """A DeviceCopy that had ended when it was returned, or that was not needed."""
 
     checksum: int
 
@@ -93,11 +93,11 @@ class ChunkMemory(Protocol):
         alive."""
         ...
 
-    def copy_in(self, address: int, source: Any) -> Copy:
+    def copy_in(self, address: int, source: Any) -> DeviceCopy:
         """Starts copying host memory (uint8 array) to the device. address: aligned to 8 bytes."""
         ...
 
-    def copy_out(self, address: int, target: Any) -> Copy:
+    def copy_out(self, address: int, target: Any) -> DeviceCopy:
         """Starts copying the device's memory, as the steps launched so far leave it, to host memory (uint8 array)."""
         ...
 

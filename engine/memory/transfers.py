@@ -11,7 +11,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from engine.memory.chunk_memory import ChunkMemory, Copied, CopiesSeveral, Copy
+from engine.memory.chunk_memory import ChunkMemory, CopiesSeveral, DeviceCopy, EndedCopy
 from engine.memory.chunk_memory import Piece as Piece
 
 NUM_THREADS = 2  # more gain nothing on the machines measured: one or two use all that a memory channel gives
@@ -33,7 +33,7 @@ def copies_several(memory: ChunkMemory, out: bool) -> Callable[[Sequence[Piece]]
 
 
 def transfer(
-    copy: Callable[[int, Any], Copy],
+    copy: Callable[[int, Any], DeviceCopy],
     pieces: Sequence[Piece],
     cancelled: Callable[[], bool] = lambda: False,
     progress: Callable[[int], None] = lambda num_bytes: None,
@@ -53,7 +53,7 @@ def transfer(
     lock = threading.Lock()
     num_bytes = 0
 
-    def finish(at: int, started: Copy) -> None:
+    def finish(at: int, started: DeviceCopy) -> None:
         nonlocal num_bytes
         checksums[at] = started.wait()
         landed(pieces[at])
@@ -75,7 +75,7 @@ def transfer(
                 if cancelled():
                     raise TransferCancelled
                 for at, checksum in zip(places, several([pieces[at] for at in places]), strict=True):
-                    finish(at, Copied(checksum))
+                    finish(at, EndedCopy(checksum))
         except BaseException as error:
             errors.append(error)
 
@@ -83,7 +83,7 @@ def transfer(
         if several is not None:
             work_at_once(several)
             return
-        under_way: deque[tuple[int, Copy]] = deque()
+        under_way: deque[tuple[int, DeviceCopy]] = deque()
         try:
             while not errors:
                 at = next_piece()

@@ -17,7 +17,7 @@ from engine.contracts.loads import LoadCancelled, LoadTask
 from engine.cpu.memory import CpuMemory
 from engine.loading.weight_copies import WeightCopies
 from engine.memory import transfers
-from engine.memory.chunk_memory import Copied
+from engine.memory.chunk_memory import EndedCopy
 from engine.memory.host_tier import HostTier
 from engine.memory.weight_arrivals import WeightArrivals
 from engine.memory.weight_range import WeightRange
@@ -153,10 +153,10 @@ def test_a_cancelled_load_does_not_wait_for_its_copy(bench: Bench, monkeypatch: 
     may_copy = threading.Event()
     copied: list[int] = []
 
-    def copy_out(address: int, target: object) -> Copied:
+    def copy_out(address: int, target: object) -> EndedCopy:
         assert may_copy.wait(60)
         copied.append(address)
-        return Copied(0)
+        return EndedCopy(0)
 
     monkeypatch.setattr(bench.memory, "copy_out", copy_out)
 
@@ -175,7 +175,7 @@ def test_a_cancelled_load_does_not_wait_for_its_copy(bench: Bench, monkeypatch: 
 
 
 def test_a_device_that_fails_to_copy_fails_the_load(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    def copy_out(address: int, target: object) -> Copied:
+    def copy_out(address: int, target: object) -> EndedCopy:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(bench.memory, "copy_out", copy_out)

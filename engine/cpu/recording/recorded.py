@@ -20,7 +20,7 @@ from engine.cpu.batch import HostBatch
 from engine.cpu.ops import CpuOps
 from engine.cpu.recording.inputs import StepInputs
 from engine.cpu.recording.program import Recorder, Scratch, recording
-from engine.cpu.recording.replay import ChunkProgram, DecodeProgram, Drawing, Head, Replay
+from engine.cpu.recording.replay import ChunkProgram, DecodeProgram, Drawing, LogitsProgram, Replay
 from engine.models.registry import CausalLM
 from loader.work_space import MAX_RECORDED_TOKENS, recorded_tokens
 from scheduler.batch.plan import BatchPlan, BoolArray, IntArray, SequenceTable
@@ -54,7 +54,7 @@ class RecordedSteps:
         self._picked: Tensor | None = None  # [rows, W]: hidden states that steps with chunks sample from
         self.decodes: dict[int, DecodeProgram] = {}
         self.chunks: dict[int, ChunkProgram] = {}
-        self.heads: dict[int, Head] = {}
+        self.heads: dict[int, LogitsProgram] = {}
 
     def decode(self, plan: BatchPlan, table: SequenceTable) -> DecodeProgram | None:
         """Runs a decode step and returns the program that holds its hidden states and logits. None: nothing has run, because it is
@@ -167,11 +167,11 @@ class RecordedSteps:
             self.chunks[num_tokens] = program
         return program
 
-    def _record_head(self, num_rows: int) -> Head:
+    def _record_head(self, num_rows: int) -> LogitsProgram:
         assert self._picked is not None
         recorder = Recorder(self._scratch, watches=not self.heads)
         with recording(recorder):
-            head = Head(recorder.calls, self._model.logits(self._picked[:num_rows]))
+            head = LogitsProgram(recorder.calls, self._model.logits(self._picked[:num_rows]))
         if self._may_repeat(recorder):
             self.heads[num_rows] = head
         return head
@@ -184,7 +184,9 @@ class RecordedSteps:
         return not recorder.missed
 
     @torch.inference_mode()
-    def _draw_first(self, program: DecodeProgram | ChunkProgram, head: Head | None, num_rows: int, greedy: bool) -> Drawing:
+    def _draw_first(
+        self, program: DecodeProgram | ChunkProgram, head: LogitsProgram | None, num_rows: int, greedy: bool
+    ) -> Drawing:
         """Runs a step and records the sampling of num_rows rows from its logits. head: None if the computation of logits is not
         recorded either."""
         program.run()

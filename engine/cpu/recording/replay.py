@@ -196,7 +196,7 @@ class ChunkProgram(Replay):
         self.hidden = hidden.view(hidden.shape)
 
 
-class Head(Replay):
+class LogitsProgram(Replay):
     """The recorded computation of logits [N, V]. drawings: the sampling recorded for these logits, by (number of rows, whether all
     are greedy). Those of a decode step include the step itself."""
 
@@ -206,7 +206,7 @@ class Head(Replay):
         self.drawings: dict[tuple[int, bool], Drawing] = {}
 
 
-class DecodeProgram(Head):
+class DecodeProgram(LogitsProgram):
     """A recorded decode step. Its calls write the normed hidden states [N, width] and the logits [N, V]."""
 
     def __init__(self, calls: Sequence[Call], hidden: Tensor, logits: Tensor) -> None:

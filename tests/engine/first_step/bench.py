@@ -31,7 +31,7 @@ PROMPT = np.random.default_rng(5).integers(2, 211, 30).tolist()
 GREEDY = SamplingParams(6, temperature=0.0)
 
 
-class Collector:
+class Messages:
     """Stands in for engine.serve.channel.Channel and keeps the messages to the daemon."""
 
     backlog_bytes = 0
@@ -56,7 +56,7 @@ class Bench:
         configure = Configure("cpu:0", NUM_CHUNKS, CHUNK_BYTES, 0, 64, BLOCK_TOKENS, 10.0, 1, cache_dir=CACHE_DIR)
         runner = make_runner(memory, tier=self.tier)
         runner._ring = StagingRing(4, 16 << 10)  # several reads a layer
-        self.channel = Collector()
+        self.channel = Messages()
         self.journal = mmap.mmap(-1, JOURNAL_BYTES)
         self.engine = Engine(self.channel, self.journal, configure, runner, memory, self.tier)  # type: ignore[arg-type]
         self.changed = threading.Condition()

@@ -12,7 +12,7 @@ import pytest
 
 from engine.contracts.steps import StepResult
 from engine.cpu.model import CpuModel
-from engine.lifecycle.loads import Load, Loads, Told
+from engine.lifecycle.loads import Load, Loads, Report
 from engine.memory.weight_gate import WeightGate
 from engine.protocol import Abort, Evicted, EvictModel, LoadDone, LoadFailed, LoadStreams, SetLease, read_journal
 from engine.pulse import Doing, read_pulse
@@ -100,9 +100,9 @@ def test_a_step_that_begins_anew_before_the_failure_is_told_is_withdrawn_too(
 ) -> None:
     """The failure withdraws a second step as well: the load's thread has released the model, but the engine learns of the first
     step's end before the failure and starts the step again."""
-    may_tell, tell, execute, begun = threading.Event(), Loads._tell, CpuModel.execute_behind, []
+    may_tell, tell, execute, begun = threading.Event(), Loads._report, CpuModel.execute_behind, []
 
-    def late(loads: Loads, item: Told) -> None:
+    def late(loads: Loads, item: Report) -> None:
         if isinstance(item, Load):
             assert may_tell.wait(60)
         tell(loads, item)
@@ -111,7 +111,7 @@ def test_a_step_that_begins_anew_before_the_failure_is_told_is_withdrawn_too(
         begun.append(model._released)
         return execute(model, gate, *rest)
 
-    monkeypatch.setattr(Loads, "_tell", late)
+    monkeypatch.setattr(Loads, "_report", late)
     monkeypatch.setattr(CpuModel, "execute_behind", noted)
     change_behind_a_step(bench, folder)
     bench.pump(lambda: any(begun))

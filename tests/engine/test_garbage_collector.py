@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine.loop.collector import EVERY_STEPS, Collector
+from engine.loop.garbage_collector import EVERY_STEPS, GarbageCollector
 
 
 class Node:
@@ -16,8 +16,8 @@ class Node:
 
 
 @pytest.fixture
-def collector() -> Iterator[Collector]:
-    made = Collector()
+def collector() -> Iterator[GarbageCollector]:
+    made = GarbageCollector()
     assert gc.isenabled(), "it was switched off before it was started"
     made.start()
     yield made
@@ -25,7 +25,7 @@ def collector() -> Iterator[Collector]:
     gc.enable()
 
 
-def test_it_is_wanted_after_steps_and_evictions(collector: Collector) -> None:
+def test_it_is_wanted_after_steps_and_evictions(collector: GarbageCollector) -> None:
     assert not gc.isenabled()
     assert not collector.wanted(0)
     assert collector.wanted(1)
@@ -37,7 +37,7 @@ def test_it_is_wanted_after_steps_and_evictions(collector: Collector) -> None:
     assert collector.wanted(EVERY_STEPS)
 
 
-def test_what_a_load_froze_goes_when_nothing_runs(collector: Collector) -> None:
+def test_what_a_load_froze_goes_when_nothing_runs(collector: GarbageCollector) -> None:
     node = Node()
     node.itself = node
     left = weakref.ref(node)

@@ -7,7 +7,7 @@ import gc
 EVERY_STEPS = 4096
 
 
-class Collector:
+class GarbageCollector:
     """Decides when garbage is collected. The objects of a load, or of a model evicted since, are frozen (gc.freeze) and only
     examined once nothing runs. Examining a load's objects when it ends would delay its first tokens, by a tenth of a second
     where kernels have just been imported."""
