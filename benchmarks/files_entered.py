@@ -114,9 +114,8 @@ def main() -> None:
     print(json.dumps(line))
     if options.list:
         print("\n".join(files), "", " -> ".join(again), " -> ".join(weights), sep="\n")
-    print(
-        f"\n{table([line], {'files': 'files', 'times_in_a_row': 'in a row', 'folder_changes_of_a_weight': 'folders of a weight'})}\n"
-    )
+    headings = {"files": "files", "times_in_a_row": "in a row", "folder_changes_of_a_weight": "folders of a weight"}
+    print(f"\n{table([line], headings)}\n")
 
 
 if __name__ == "__main__":
