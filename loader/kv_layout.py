@@ -13,7 +13,7 @@ MIN_MODEL_LEN = 2048
 
 @dataclass(slots=True, frozen=True)
 class KVGroupSpec:
-    """Layers that share block tables (docs/design.md, KV cache groups). block_bytes: size of one block of all these layers.
+    """Layers that share block tables (docs/design/memory.md). block_bytes: size of one block of all these layers.
 
     A `window` layer's query at position p attends to [p - window_tokens + 1, p]; a `full` one's to [0, p], and window_tokens is 0.
     """

@@ -65,6 +65,18 @@ def test_figures_are_those_of_the_newest_result_file() -> None:
     assert between_marks(ROOT / "docs" / "performance.md", AIMS) == aims.table(aims.results())
 
 
+def test_pages_of_the_design_stay_readable() -> None:
+    """A page answers one question: 1,200 words at most, no paragraph of more than 120, one glossary of 40 terms."""
+    pages = {page.name: page.read_text() for page in (ROOT / "docs" / "design").glob("*.md")}
+    assert {"README.md", "glossary.md", "processes.md", "request.md", "models.md", "memory.md", "steps.md", "loading.md"} <= set(pages)
+    assert len(re.findall(r"^\| (?!term|---)", pages.pop("glossary.md"), re.M)) <= 40
+    for name, text in pages.items():
+        assert len(text.split()) <= (400 if name == "README.md" else 1200), name
+        for paragraph in text.split("\n\n"):
+            is_prose = not paragraph.startswith(("|", "```", "- ", "1. "))
+            assert not is_prose or len(paragraph.split()) <= 120, f"{name}: {paragraph[:60]}"
+
+
 def test_changelog_names_the_version() -> None:
     version = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.M)
     assert version

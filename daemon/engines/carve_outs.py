@@ -2,7 +2,7 @@
 
 To everything that follows, a carve-out is a device: it has its own account, lease and engine process, and only one model may live
 there. It stays for the life of the daemon, even while its model is not loaded. An engine takes its device's memory once and returns
-none of it to the driver (docs/design.md), so other models could not use memory that an isolated model has left.
+none of it to the driver (docs/design/processes.md), so other models could not use memory that an isolated model has left.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The `cpu` device's chunks: one memfd, mapped as a whole for the arena and chunk by chunk into weight ranges.
 
-Measured against private memory, mapping one memfd twice costs the kernels nothing (docs/design.md, Memory). A chunk that is taken
+Measured against private memory, mapping one memfd twice costs the kernels nothing (docs/performance.md). A chunk that is taken
 out of a range keeps its pages, so the next model finds them there.
 """
 

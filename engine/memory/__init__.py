@@ -1,1 +1,1 @@
-"""Memory of one device: the KV arena and the weight ranges, counted in chunks (docs/design.md, Memory)."""
+"""Memory of one device: the KV arena and the weight ranges, counted in chunks (docs/design/memory.md)."""

@@ -1,7 +1,7 @@
 """Decides which model is on which device and which request goes there: a pure state machine.
 
 Start here. `handle` takes one event and returns the actions to carry out, in order; the caller posts back what came of them.
-Nothing here reads a clock, blocks or fails: a refusal is a value. docs/design.md has the rules.
+Nothing here reads a clock, blocks or fails: a refusal is a value. docs/design/models.md has the rules.
 
     events -> handlers (requests, commands, registration, placements, engines) change the records of node.py and touch models
            -> settle: touched models take the steps they can, stirred devices are looked at (look, eviction, placement)

@@ -1,4 +1,4 @@
-"""Several real models on less memory than they need, seen through HTTP and the CLI (docs/design.md, Node scheduler)."""
+"""Several real models on less memory than they need, seen through HTTP and the CLI (docs/design/models.md)."""
 
 from __future__ import annotations
 
