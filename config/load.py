@@ -160,7 +160,7 @@ def flag_name(key: str) -> str:
 
 
 def key_types(struct: type[msgspec.Struct]) -> dict[str, Any]:
-    """Returns the type of each field by its name, without the documentation that annotates it."""
+    """Returns the types of a struct's fields by field name. The documentation that annotates a field is not part of its type."""
     hints = get_type_hints(struct, include_extras=True)
     return {name: get_args(hint)[0] if get_origin(hint) is Annotated else hint for name, hint in hints.items()}
 
@@ -347,7 +347,8 @@ _CHECKS: dict[str, Callable[[Any], None]] = {
 
 
 def _check_across(source: str, config: NodeConfig) -> None:
-    """Checks what depends on more than one key. Raises ConfigError."""
+    """Checks rules that involve several keys, such as aliases of different models that must differ. Raises ConfigError, which
+    names the keys. source: the configuration file, for messages."""
     owners: dict[str, str] = {}
     for name, model in config.models.items():
         where = f'models."{name}"'

@@ -25,7 +25,7 @@ def line_of(text: str, key: str) -> int:
 
 
 def line_of_syntax_error(message: str) -> int:
-    """Returns the line number in one of tomllib's messages, 0 if it names none."""
+    """Returns the line number that an error message of tomllib names, or 0 if it names none."""
     found = re.search(r"at line (\d+)", message)
     return int(found[1]) if found else 0
 

@@ -58,8 +58,9 @@ class UnknownFeature(ValueError):
 
 @dataclass(slots=True, frozen=True)
 class Tier:
-    """A class of processors with about the same speed. name: e.g. "AVX-512 with VNNI". meaning: what the class means for speed.
-    is_slow: whether another machine would be worth it."""
+    """A class of processors that run the kernels at about the same speed. name: for example "AVX-512 with VNNI". meaning: a
+    sentence for the log and `hearth doctor` on what the class means for speed. is_slow: whether the log should recommend
+    another machine."""
 
     name: str
     meaning: str
@@ -149,7 +150,8 @@ def host_features() -> frozenset[str]:
 
 @functools.cache
 def this_processor() -> Processor:
-    """Returns the host's processor with the features that this process may use. Raises UnknownFeature."""
+    """Returns the processor of this host, with the features that this process may use: those it has, without those that
+    HEARTHD_CPU_FEATURES removes. Raises UnknownFeature if that variable names an unknown feature."""
     return processor_of(host_features(), os.environ)
 
 
@@ -173,8 +175,9 @@ _LIBRARY_LEVELS = (
 
 
 def library_environment(processor: Processor, machine: str) -> dict[str, str]:
-    """Returns environment variables under which torch, oneDNN and MKL use only the processor's features; these libraries read
-    them when they are loaded. Returns {} if no feature is removed."""
+    """Returns the environment variables that keep torch, oneDNN and MKL from using features that HEARTHD_CPU_FEATURES has
+    removed. They must be set before the libraries are loaded. Returns {} if no feature is removed. machine:
+    platform.machine()."""
     if not processor.taken_away:
         return {}
     if machine == "aarch64":

@@ -68,7 +68,8 @@ def parse_budget(text: str, memory_bytes: int) -> int:
 
 
 def parse_size_or_share(value: int | str, memory_bytes: int) -> int:
-    """Returns the number of bytes of 0, of a size or of a percentage of `memory_bytes`. Raises ValueError."""
+    """Returns the number of bytes that a setting means: "0" or 0, a size ("2GiB"), or a percentage of `memory_bytes` ("50%").
+    Raises ValueError."""
     return 0 if value in (0, "0") else parse_budget(str(value), memory_bytes)
 
 

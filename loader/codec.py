@@ -47,12 +47,13 @@ def _offsets(escaped: Any, num_values: int) -> Any:
 
 
 class Parts:
-    """Views of a frame's parts. Raises FrameError unless the frame holds `num_values` values and is as long as its head says."""
+    """The parts of a packed frame, as views of its bytes."""
 
     __slots__ = ("body", "escapes", "offsets", "table", "words")
 
     def __init__(self, data: Any, num_values: int) -> None:
-        """Splits a frame. data: uint8, contiguous."""
+        """Divides a frame into its parts. data: the frame, uint8, contiguous. Raises FrameError unless the frame holds
+        `num_values` values and is as long as its head says."""
         begin, codes, offsets = frame.HEAD_BYTES, frame.codes_at(num_values), frame.offsets_at(num_values)
         escapes = frame.escapes_at(num_values)
         if len(data) < escapes:

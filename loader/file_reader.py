@@ -135,7 +135,8 @@ class FileReader:
             buffers = _behind(buffers, num_bytes)
 
     def _refuse(self, error: OSError) -> None:
-        """Makes all further reads of this file go through the page cache."""
+        """Handles the file system's refusal of a direct read: all further reads of this file go through the page cache, and the
+        log says so."""
         self._direct_fd = None
         self.refused = error.strerror or str(error)
         log.info("%s: no direct reads (%s); reading through the page cache", self._file, error.strerror)

@@ -67,7 +67,7 @@ def expected_bytes(fd: int, tensor: TensorRef) -> int:
 
 
 def _pieces(tensor: TensorRef) -> list[int]:
-    """Returns the lengths in bytes of the pieces of the tensor that become one frame each."""
+    """Returns the lengths in bytes of the pieces into which a tensor is divided for packing. Each piece becomes one frame."""
     num_bytes, whole = tensor.num_bytes, packed.frame_values(tensor.shape) * DTYPE_BYTES[tensor.dtype]
     return [whole] * (num_bytes // whole) + ([num_bytes % whole] if num_bytes % whole else [])
 

@@ -88,8 +88,8 @@ class Span:
 
 @dataclass(slots=True, frozen=True)
 class Read:
-    """Bytes [begin, end) of a file, on block boundaries (end may be past the end of the file), and the segments in them, in file
-    order."""
+    """One read from a file: its bytes [begin, end), which are whole blocks (`end` may be past the end of the file), and the
+    segments of parameters among them, in file order."""
 
     file: str
     begin: int
@@ -98,7 +98,8 @@ class Read:
 
     @property
     def num_bytes(self) -> int:
-        """Returns the bytes of its segments, as they are in the file."""
+        """The number of parameters' bytes in the read, as they are stored in the file. The rest of the read is only there to fill
+        blocks."""
         return sum(segment.end - segment.begin for segment in self.segments)
 
     @property

@@ -23,11 +23,11 @@ _STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 class Fence(Protocol):
-    """A marker in a sequence of copies to a device. It is passed when all copies started before it are done."""
+    """A point in the order of copies to a device. The fence is passed when every copy that was started before it has ended."""
 
     def wait(self) -> None:
-        """Sleeps until all copies started before the fence are done. May be called from any thread. Raises RuntimeError if the
-        device failed."""
+        """Blocks the calling thread until the fence is passed. May be called from any thread. Raises RuntimeError if the device
+        failed."""
         ...
 
 

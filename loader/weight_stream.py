@@ -141,13 +141,14 @@ def stream_weights(
     landed: Callable[[Read], None] = lambda read: None,
     decoder: Decoder = NUMPY_DECODER,
 ) -> ReadReport:
-    """Fills the sink's weight range, which is laid out by layout.weight_layout, and quantises weights on the way if asked to.
-    Reads go through slots of `ring` where they can't go straight into place. decoder: used for packed files.
+    """Reads a checkpoint's weights into the sink's weight range, which is laid out by layout.weight_layout. Bytes that cannot be
+    read straight into place pass through slots of `ring`. weight_format: how matrices are held; they are converted as they
+    arrive. decoder: decodes packed files. progress(bytes done, all bytes) and cancelled() are called by the calling thread
+    between reads. landed(read) is called by it or by a reader thread when all that a read brings (Read.places) is in place.
 
-    progress(bytes done, all bytes) and `cancelled` are called by this thread between reads. `landed` is called by this or a
-    reader thread when all that a read brings (Read.places) is in place. Reads begin in the order of the plan and end in any
-    order. When this function returns or raises, no copy to a device is in progress. Raises CheckpointError, which names file,
-    tensor and offset, CheckpointChanged, ReadCancelled, or RuntimeError if the device failed."""
+    Reads begin in the order of the plan and end in any order. When this function returns or raises, no copy to a device is under
+    way. Raises CheckpointError, which names file, tensor and offset; CheckpointChanged; ReadCancelled; RuntimeError if the device
+    failed."""
     reads = planned_reads(source, dtype, ring, weight_format)
     total = source.num_bytes
     done = total - sum(read.num_bytes for read in reads)  # tensors that follow from others are not read

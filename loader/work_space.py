@@ -1,5 +1,5 @@
-"""How much memory one step of a model takes on a cpu device beside weights and KV, and the sizes at which work is cut for that.
-loader/gpu_sizing.py is the counterpart for GPUs.
+"""Computes the work space of models on a cpu device: the memory that one step allocates besides weights and KV. Holds the sizes
+into which steps divide their work so that they stay within it. loader/gpu_sizing.py does the same for GPUs.
 """
 
 from __future__ import annotations

@@ -68,7 +68,9 @@ def test_figures_are_those_of_the_newest_result_file() -> None:
 def test_pages_of_the_design_stay_readable() -> None:
     """A page answers one question: 1,200 words at most, no paragraph of more than 120, one glossary of 40 terms."""
     pages = {page.name: page.read_text() for page in (ROOT / "docs" / "design").glob("*.md")}
-    assert {"README.md", "glossary.md", "processes.md", "request.md", "models.md", "memory.md", "steps.md", "loading.md"} <= set(pages)
+    assert {"README.md", "glossary.md", "processes.md", "request.md", "models.md", "memory.md", "steps.md", "loading.md"} <= set(
+        pages
+    )
     assert len(re.findall(r"^\| (?!term|---)", pages.pop("glossary.md"), re.M)) <= 40
     for name, text in pages.items():
         assert len(text.split()) <= (400 if name == "README.md" else 1200), name

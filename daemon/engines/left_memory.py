@@ -80,11 +80,12 @@ class LeftMemory:
             self._weights[held.model] = held
 
     def ended(self, came_up: bool, lasted_s: float, distrusted: bool, kernel_killed: bool) -> None:
-        """Decides at an engine's end whether its memory stays for the next engine.
+        """Decides, when an engine has ended, whether its device memory is kept for the next engine.
 
-        The memory is given back if the next engine might fail because of it as this one did (this one did not come up, or is not
-        the first on it to die early), if the device itself is at fault (distrusted), and if the system killed the engine for lack
-        of the memory that is held here (kernel_killed, on host memory). lasted_s: seconds from the engine's start to its end."""
+        It is given up in three cases. The next engine might fail because of it, too: this engine did not come up, or it ended
+        early and so did the one before it with the same memory. The device itself is at fault (distrusted). The kernel killed the
+        engine for lack of the memory that is held here (kernel_killed; only on host memory). lasted_s: seconds from the engine's
+        start to its end."""
         self._placed.clear()
         self._num_early = self._num_early + 1 if self._adopted and lasted_s < EARLY_S else 0
         if distrusted:

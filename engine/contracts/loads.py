@@ -48,7 +48,7 @@ class LoadTask:
 
 
 class Runner(Protocol):
-    """Makes hosted models on one device. TorchRunner and NullRunner are the two implementations."""
+    """Loads models onto one device. There are two: TorchRunner for models that compute, NullRunner for null models (tests)."""
 
     @property
     def compute_threads(self) -> int:

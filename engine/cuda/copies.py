@@ -91,8 +91,8 @@ class CudaStreams:
         return SummedCopy((EventFence(self._sums),), partial_sums, rest, num_words).wait()
 
     def _start_sum(self, held: torch.Tensor) -> torch.Tensor:
-        """Starts summing up device memory. Returns the partial sums, [P, 2] in page-locked memory, valid once stream `_sums` gets
-        there."""
+        """Launches the checksum of `held`, device memory, on the stream `_sums`. Returns the partial sums [P, 2] in page-locked
+        host memory. They are filled once that stream has executed everything launched on it so far."""
         whole = len(held) // WORD_BYTES * WORD_BYTES
         with torch.cuda.stream(self._sums):
             partial = triton_checksum.new_partial_sums(self._device)

@@ -1,4 +1,6 @@
-"""Phi-3 and Phi-4: Llama with fused projections in the checkpoint; in some only a part of each head turns, by LongRoPE."""
+"""The family of Phi-3 and Phi-4. It differs from Llama in that the checkpoint stores q, k and v as one tensor, and gate and up as
+one. Some of its models rotate only a part of each head's dimensions, scaled by LongRoPE.
+"""
 
 from __future__ import annotations
 

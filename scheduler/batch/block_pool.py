@@ -289,18 +289,19 @@ class BlockPool:
         self._drawn[given] = False
 
     def _busy_blocks(self) -> IntArray:
-        """Returns the blocks in use or kept, ascending."""
+        """Returns the blocks that a sequence uses or that hold a cached prefix, in ascending order."""
         return np.flatnonzero(self._usable & ~self._is_free).astype(np.int32)
 
     def _num_busy_blocks(self) -> IntArray:
-        """Returns [num_chunks]: how many blocks in use or kept touch a chunk."""
+        """Returns [num_chunks]: for each chunk, the number of blocks that lie in it, at least partly, and that a sequence uses or
+        that hold a cached prefix."""
         blocks = self._busy_blocks()
         edges = np.bincount(self._first_chunk[blocks], minlength=self.chunks.num_chunks + 1)
         edges -= np.bincount(self._last_chunk[blocks] + 1, minlength=self.chunks.num_chunks + 1)
         return np.cumsum(edges[: self.chunks.num_chunks]).astype(np.int32)
 
     def _busy_chunks(self) -> BoolArray:
-        """Returns [num_chunks]: whether a block in use or kept touches a chunk."""
+        """Returns [num_chunks]: whether any such block lies in a chunk, at least partly."""
         return self._num_busy_blocks() > 0
 
     def _sort_stack(self) -> None:

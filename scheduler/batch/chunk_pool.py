@@ -150,7 +150,8 @@ class ChunkPool:
         return chunks
 
     def forget_left(self, model: str) -> None:
-        """Records that the chunks of a model's left weights hold nothing of use."""
+        """Gives up the weights that an earlier engine left in its chunks under this model's name. The chunks are ordinary free
+        chunks from now on."""
         self._is_left[self.left.pop(model)] = False
 
     def choosable(self, num: int) -> BoolArray:

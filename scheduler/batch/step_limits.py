@@ -99,7 +99,10 @@ class StepLimits:
         return min(most, max(1, within - chunk))
 
     def rows_beside(self, loads: Sequence[TenantLoad], most: int, context: float) -> int:
-        """Returns max_rows where sequences of several tenants decode and no other model waits; prompts keep their part."""
+        """Returns the most rows of a step in which sequences of several tenants decode while no other model waits. The limit
+        keeps every tenant's step within the time that longest_s allows. If a tenant has prompts, time is left for a chunk of
+        them. loads: one entry for each tenant. most: upper limit of the result. context: average number of positions a row
+        attends to."""
         longest_s = self.longest_s(loads, context, 0)
         if longest_s is None:
             return most

@@ -1,13 +1,13 @@
-"""Decides what stays in host memory: which weights are kept when they are read from disk, and which KV is saved when a model
-leaves its device. One rule values both:
+"""Decides what the host tier holds: which models' weights are copied to it while they are read from disk, and whose KV is saved
+when a model leaves its device. Copies of both kinds compete by one value per byte:
 
 value = priority x uses per second x seconds saved per use / bytes
 
-A copy of weights is used by loads; each saves the seconds of a disk read minus those of a copy. Its uses per second are the
-model's loads, and one per overdue_after_s while requests wait for it; a model that is requested all the time and never leaves its
-device needs no copy. KV is used by requests; each use saves the prefill of one prompt of average length minus copying its KV
-back. Its uses per second are the model's arrivals, with waiting requests counted as arrivals within overdue_after_s. The least
-valuable goes first, ties by age, and only for something more valuable.
+A use of copied weights is a load; it saves the seconds of a disk read minus those of a copy. The uses per second are the model's
+loads per second, plus one per overdue_after_s while requests wait for it. So a model that never leaves its device needs no copy,
+however often it is requested. A use of saved KV is a request; it saves the computation of one prompt of average length, minus
+copying its KV back. The uses per second are the model's requests per second, where waiting requests count as arriving within
+overdue_after_s. The least valuable copy is dropped first, the oldest among equal ones, and only for something more valuable.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Chooses the device a model goes to, among those that could take it now."""
+"""Chooses the device that a model is loaded onto, from those that could take it now."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""The way of a model onto a device and off it again.
+"""Carries out placements: a placement brings one model onto a device, after the victims that have to leave for it are gone.
 
-A placement's victims drain and leave; then it waits for the device's loader and loads. From Load on its id identifies the copy,
-until the copy's eviction is answered. While it only waits for busy victims it can be dropped, and they become ready again,
-because nothing has been taken from them. From the first Evict on they leave, whatever becomes of the placement.
+The victims drain and leave. Then the placement waits until the device's loader is free, and loads. From the Load action on, the
+placement's id also names the copy on the device, until the copy's eviction is answered. While it only waits for busy victims, a
+placement can be dropped and the victims become ready again, because nothing has been taken from them. From the first Evict action
+on they leave, whatever becomes of the placement.
 """
 
 from __future__ import annotations

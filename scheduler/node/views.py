@@ -120,7 +120,8 @@ class DevicePlan:
 
 @dataclass(slots=True, frozen=True)
 class LoadPlan:
-    """What loading a model now would do. verdict: there (on a device already), refused (cannot be loaded), or the device's."""
+    """The answer to a dry run: what loading a model now would do. verdict: "there" (the model is on a device already), "refused"
+    (it cannot be loaded), or the verdict of the chosen device's DevicePlan."""
 
     model: str
     state: str

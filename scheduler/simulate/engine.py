@@ -212,8 +212,9 @@ class SimulatedEngine:
         self._under_way = self._rounds(busy.values()) or self._step(busy)
 
     def _rounds(self, busy: Iterable[Hosted]) -> _Rounds | None:
-        """While all they do is decode, models have equal time: a round has a step of the longest for each of them. Whose turn it
-        is afterwards is as before."""
+        """Returns several rounds of decode steps as one event, because simulating every step would take too long. Possible only
+        while all busy models do nothing but decode. In a round every model has an equal share of time: as much as the longest
+        step among them. Returns None if a model has prompts, or too few steps left."""
         models = list(busy)
         if any(hosted.prompts or hosted.steps_left() < _FEWEST_ROUNDS for hosted in models):
             return None

@@ -43,7 +43,8 @@ DETOKENIZE_MEANINGS = {
 
 
 class TextHead(Struct, array_like=True):
-    """The small part: `kind` and `options` as TextPort.tokenize takes them; kind "ids" for a DetokenizeBody."""
+    """The small part of a TokenizeBody or DetokenizeBody, which the daemon reads; the text stays with the text worker. kind,
+    options: passed on to TextPort.tokenize; kind is "ids" for a DetokenizeBody."""
 
     model: str | None
     kind: str

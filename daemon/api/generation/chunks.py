@@ -35,7 +35,7 @@ class ChunkFormat:
 
 @dataclass(slots=True)
 class Chunks:
-    """Renders one response. Implements answer_format.StreamFormat."""
+    """Renders the chunks of one streamed answer in OpenAI's form. Implements answer_format.StreamFormat."""
 
     format: ChunkFormat
     answer: AnswerHead

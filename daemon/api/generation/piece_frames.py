@@ -13,7 +13,7 @@ from daemon.text.tool_parsers.pieces import ARGUMENTS, CALL, REASONING, Piece
 
 
 class Chunks(Protocol):
-    """What PieceFrames needs of a response's chunks."""
+    """The parts of a streamed answer's chunks that PieceFrames puts together."""
 
     @property
     def head(self) -> bytes: ...
