@@ -1,4 +1,4 @@
-"""Typed look-ups in the JSON objects of a checkpoint's configuration files; every error names file and key."""
+"""Looks up typed values in the JSON objects of a checkpoint's configuration files. Every error names file and key."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_IDS = 1024  # ids of one key, such as those that end a text
 
 
 class Fields:
-    """One JSON object. file: named in errors; prefix: what errors put before a key, "rope_scaling." for instance."""
+    """One JSON object. file: named in errors. prefix: put before keys in errors, for example "rope_scaling."."""
 
     def __init__(self, values: dict[str, Any], file: str, prefix: str = "") -> None:
         self.values, self.file, self.prefix = values, file, prefix
@@ -27,7 +27,7 @@ class Fields:
         return self.values.get(key) is not None
 
     def is_null(self, key: str) -> bool:
-        """Tells whether the key is there and says null, which means something else than its absence for some keys."""
+        """Returns whether the key exists with the value null, which for some keys means something else than a missing key."""
         return key in self.values and self.values[key] is None
 
     def integer(self, key: str, default: int | None = None, at_least: int = 1, at_most: int = 1 << 40) -> int:
@@ -57,7 +57,7 @@ class Fields:
         return value
 
     def numbers(self, key: str, length: int) -> tuple[float, ...]:
-        """Returns a list of that many positive numbers."""
+        """Returns a list of `length` positive numbers. Raises CheckpointError for anything else."""
         values = self.values.get(key)
         if not isinstance(values, list) or len(values) != length:
             raise self.fail(key, f"not a list of {length} numbers")
@@ -80,7 +80,7 @@ class Fields:
         return value
 
     def ids(self, key: str) -> tuple[int, ...]:
-        """Reads a token id, a list of them, or null (no ids)."""
+        """Returns the token ids of a key, whose value is one id, a list of ids, or null (no ids)."""
         value = self.values.get(key)
         values = [] if value is None else value if isinstance(value, list) else [value]
         if len(values) > MAX_IDS:
@@ -99,7 +99,7 @@ class Fields:
 
 
 def json_fields(text: bytes, file: str) -> Fields:
-    """Parses a JSON object. Raises CheckpointError where `text` is none."""
+    """Parses a JSON object. Raises CheckpointError if `text` is none."""
     try:
         value = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

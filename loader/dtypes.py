@@ -1,4 +1,4 @@
-"""The types that weights are held in, and how long their elements are."""
+"""The types in which weights are held, and the sizes of their elements."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""What one step of a model allocates on a GPU beside weights and KV: the counterpart of loader/work_space.py, whose arrays are
-others: attention reads KV where it is, and logits of many rows are made at once."""
+"""Computes the work space of models on a GPU. It differs from loader/work_space.py because attention reads KV in place, and
+logits of many rows are computed at once.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +18,9 @@ PACKED_BYTES = 2 * frame.frame_bytes(frame.FRAME_VALUES, frame.FRAME_VALUES)
 
 
 def gpu_work_space_bytes(shape: ModelShape, dtype: str, max_num_batched_tokens: int, max_sequences: int) -> int:
-    """Returns an upper bound for one step. What a loaded model keeps between steps (block tables, the memory of its graphs) comes
-    from what the default budget leaves of a GPU. Encoders are not served there: 0."""
+    """Returns an upper bound of the memory that one step allocates besides weights and KV; 0 for encoders, which GPUs do not
+    serve. What a loaded model keeps between steps (block tables, graphs) is not included: it comes from the memory that the
+    default budget leaves."""
     if shape.pooling:
         return 0
     tokens, item, hidden = max(max_num_batched_tokens, max_sequences), ITEM_BYTES[dtype], shape.hidden_size

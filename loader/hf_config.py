@@ -1,7 +1,6 @@
-"""config.json and generation_config.json of a Hugging Face folder, in both dialects.
-
-Dialects: `rope_parameters` + `dtype` (transformers 5) and `rope_theta` + `rope_scaling` + `torch_dtype` (before). What each family
-reads from config.json is in loader/architectures.
+"""Reads config.json and generation_config.json of a Hugging Face folder, in both forms: `rope_parameters` and `dtype`
+(transformers 5), or `rope_theta`, `rope_scaling` and `torch_dtype` (before). What each family reads from config.json is in
+loader/architectures.
 """
 
 from __future__ import annotations
@@ -30,13 +29,15 @@ class GenerationDefaults:
 
 
 def parse_config(text: bytes, file: str = CONFIG_NAME) -> ModelShape:
-    """Raises UnsupportedModel (architecture, activation, rope kind, kinds of layers) or CheckpointError naming the key."""
+    """Returns the model's shape. Raises UnsupportedModel (architecture, activation, kind of rotary embedding or of layers), or
+    CheckpointError, which names the key."""
     fields = json_fields(text, file)
     return named_architecture(fields).parse(fields)
 
 
 def parse_generation(config_text: bytes, generation_text: bytes | None) -> GenerationDefaults:
-    """Takes end ids from generation_config.json, else from config.json. Raises CheckpointError naming file and key."""
+    """Returns the ids that end texts and the recommended sampling settings, from generation_config.json, else from config.json.
+    Raises CheckpointError, which names file and key."""
     config = json_fields(config_text, CONFIG_NAME)
     if generation_text is None:
         return GenerationDefaults(config.ids("eos_token_id"), _first(config.ids("bos_token_id")))

@@ -1,4 +1,4 @@
-"""How keys and values are grouped and how long they are: bytes of a token and of a block, chunks of a sequence."""
+"""Computes how keys and values are grouped and how much memory they take: bytes of a token and of a block, chunks of a sequence."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ MIN_MODEL_LEN = 2048
 
 @dataclass(slots=True, frozen=True)
 class KVGroupSpec:
-    """Layers that share block tables (docs/design/memory.md). block_bytes: size of one block of all these layers.
+    """The layers that share block tables (docs/design/memory.md). block_bytes: the size of one block, for all these layers.
 
-    A `window` layer's query at position p attends to [p - window_tokens + 1, p]; a `full` one's to [0, p], and window_tokens is 0.
-    """
+    In a `window` group a query at position p attends to positions [p - window_tokens + 1, p]. In a `full` group it attends to [0,
+    p], and window_tokens is 0."""
 
     kind: str  # full, window (chunked, latent, state: later families)
     block_tokens: int
@@ -26,12 +26,12 @@ class KVGroupSpec:
 
 
 def asked_kv_cache_dtype(setting: str) -> str:
-    """Returns what the setting `kv_cache_dtype` asks for: KV_FP8, or "" for the model's dtype (auto)."""
+    """Returns KV_FP8 if the setting `kv_cache_dtype` asks for it, or "" for the model's dtype (auto)."""
     return KV_FP8 if setting == KV_FP8 else ""
 
 
 def kv_dtype_of(dtype: str, kv_cache_dtype: str) -> str:
-    """Returns what keys and values are kept in: the model's dtype, or KV_FP8."""
+    """Returns the type in which keys and values are held: the model's dtype, or KV_FP8."""
     return kv_cache_dtype or dtype
 
 
@@ -41,19 +41,19 @@ def kv_head_bytes(head_dim: int, kv_dtype: str) -> int:
 
 
 def kv_bytes_per_token(shape: ModelShape, kv_dtype: str) -> int:
-    """Returns the size of one token's keys and values in all layers; an encoder keeps none."""
+    """Returns the bytes of one token's keys and values in all layers; 0 for an encoder."""
     if shape.pooling:
         return 0
     return shape.num_layers * 2 * shape.num_kv_heads * kv_head_bytes(shape.head_dim, kv_dtype)
 
 
 def block_bytes(shape: ModelShape, kv_dtype: str, block_tokens: int) -> int:
-    """Returns the size of one KV block of a model all of whose layers are one group."""
+    """Returns the bytes of one KV block if all layers of the model form one group."""
     return kv_bytes_per_token(shape, kv_dtype) * block_tokens
 
 
 def kv_groups(shape: ModelShape, kv_dtype: str, block_tokens: int) -> tuple[KVGroupSpec, ...]:
-    """Groups layers by their window: full ones first, then the others by size. A block holds the layers of its group only."""
+    """Returns the model's KV groups, one for each length of window: layers with full attention first, then the others by length."""
     windows = shape.layer_windows or (0,) * shape.num_layers
     layer_bytes = 2 * shape.num_kv_heads * kv_head_bytes(shape.head_dim, kv_dtype) * block_tokens
     groups = []
@@ -65,8 +65,9 @@ def kv_groups(shape: ModelShape, kv_dtype: str, block_tokens: int) -> tuple[KVGr
 
 
 def group_chunks(group: KVGroupSpec, max_model_len: int, max_num_batched_tokens: int, chunk_bytes: int) -> int:
-    """Returns how many chunks hold all blocks of one sequence of max_model_len in one group, and as many more as one block takes,
-    because blocks don't begin and end where chunks do. A window group keeps the window and the chunk of a prompt being computed."""
+    """Returns how many chunks hold all blocks of one sequence of max_model_len in one group. The memory of one more block is added,
+    because blocks do not begin and end where chunks do. A window group holds the window and the chunk of a prompt that is being
+    computed."""
     blocks = -(-max_model_len // group.block_tokens)
     if group.window_tokens:
         blocks = min(blocks, -(-(group.window_tokens + max_num_batched_tokens) // group.block_tokens) + 1)
@@ -76,15 +77,15 @@ def group_chunks(group: KVGroupSpec, max_model_len: int, max_num_batched_tokens:
 def kv_reserved_bytes(
     shape: ModelShape, kv_dtype: str, max_model_len: int, block_tokens: int, max_num_batched_tokens: int, chunk_bytes: int
 ) -> int:
-    """Returns the size of the chunks for one sequence of max_model_len, of which each group has its own; without the one chunk that
-    the ledger adds for every model."""
+    """Returns the bytes of the chunks that one sequence of max_model_len needs, where each group has chunks of its own. The one
+    chunk that the ledger adds for every model is not included."""
     groups = kv_groups(shape, kv_dtype, block_tokens)
     return (sum(group_chunks(group, max_model_len, max_num_batched_tokens, chunk_bytes) for group in groups) - 1) * chunk_bytes
 
 
 def default_max_model_len(shape: ModelShape, kv_dtype: str, device_budget_bytes: int) -> int:
-    """Returns the checkpoint's length, or what a quarter of the device holds as KV if that is less (but 2,048 at least). A layer
-    with a window takes no more than its window."""
+    """Returns the context length that a model is served with by default: the checkpoint's, or as much as fits into a quarter of
+    the device if that is less, but at least 2,048. A layer with a window needs no more than its window."""
     if shape.pooling:
         return shape.max_position_embeddings
     layer_bytes = kv_bytes_per_token(shape, kv_dtype) // shape.num_layers

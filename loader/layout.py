@@ -1,8 +1,8 @@
-"""Where every parameter of a model lies in its one memory range, and how long that range is.
+"""Computes where every parameter of a model lies in its weight range, and how long that range is.
 
-Parameters that one matrix product reads together (q, k, v; gate, up) lie end to end, so the fused matrix is a view and nothing
-of the checkpoint is converted. Matrices of layers are held in the model's weight format (loader/formats); what else there is
-(embedding, head, norms, biases) is plain.
+Parameters that one matrix product reads together (q, k, v; gate, up) lie end to end, so the fused matrix is a view and nothing of
+the checkpoint is converted. Matrices of layers are held in the model's weight format (loader/formats). All other parameters
+(embedding, head, norms, biases) are plain.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ MIN_BLOCK_ALIGNED_BYTES = 64 << 10  # what is smaller is copied into place inste
 
 
 def parameter_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Returns name and shape of every tensor that the checkpoint must hold."""
+    """Returns name and shape of every tensor that the checkpoint must contain."""
     return dict(item for group in _groups(shape) for item in group.tensors)
 
 
 def is_ignored_tensor(shape: ModelShape, name: str) -> bool:
-    """Tells whether a checkpoint may hold this tensor beside those, unread."""
+    """Returns whether a checkpoint may contain this tensor in addition to those. It is not read."""
     return architecture_of(shape).ignores(shape, name)
 
 
@@ -39,8 +39,9 @@ def _groups(shape: ModelShape) -> list[TensorGroup]:
 
 
 def block_offsets(shape: ModelShape, tensors: Iterable[TensorRef]) -> tuple[int, ...]:
-    """Returns ModelShape.block_offsets by a checkpoint's headers: for each group how far after a block's boundary its first tensor
-    begins in its file; -1 where a direct read is not possible (packed, another dtype, an odd place) or not worth it."""
+    """Returns ModelShape.block_offsets: for each group of tensors, the distance from a block's boundary at which it begins in its
+    file. -1 if a direct read is not possible (packed, another dtype, an odd position) or not worth it. tensors: from the
+    files' headers."""
     stored = {tensor.name: tensor for tensor in tensors if tensor.record is None}
     offsets = []
     for group in _groups(shape):
@@ -52,7 +53,7 @@ def block_offsets(shape: ModelShape, tensors: Iterable[TensorRef]) -> tuple[int,
 
 
 def weight_layout(shape: ModelShape, dtype: str, weight_format: WeightFormat = PLAIN) -> list[WeightSlot]:
-    """Places all parameters in the weight range, each group of them as its format does."""
+    """Returns the slots of all parameters in the weight range. Each group of tensors is laid out by its format."""
     groups = _groups(shape)
     block_offsets = shape.block_offsets if dtype == shape.dtype else ()
     slots: list[WeightSlot] = []
@@ -69,8 +70,8 @@ def weight_layout(shape: ModelShape, dtype: str, weight_format: WeightFormat = P
 
 @lru_cache(maxsize=4096)
 def weights_bytes(shape: ModelShape, dtype: str, weight_format: WeightFormat = PLAIN) -> int:
-    """Returns how much the engine maps for weights held as `dtype` in a format: the length of the layout, or of the one without
-    block offsets where that is longer."""
+    """Returns how many bytes the engine maps for weights that are held as `dtype` in a format: the length of the layout, or of
+    the layout without block offsets if that is longer."""
     layouts = {replace(shape, block_offsets=()), shape}
     ends = (weight_layout(one, dtype, weight_format)[-1] for one in layouts)  # a norm or the head: plain in every format
     return max(aligned(last.offset_bytes + last.num_bytes) for last in ends)

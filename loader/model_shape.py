@@ -1,4 +1,4 @@
-"""What config.json says of a model of any family: the sizes and settings that the engine and the memory figures need."""
+"""Holds what config.json says about a model of any family: the sizes and settings that the engine and the memory accounts need."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from loader.rope_config import RopeParameters
 
 @dataclass(slots=True, frozen=True)
 class ModelShape:
-    """Sizes and settings of one model. Counts are in elements, lengths in tokens. What all models of a family have in common is in
-    the family's description (loader/architectures)."""
+    """Sizes and settings of one model. Counts are numbers of elements, lengths are in tokens. What all models of a family have in
+    common is in the family's description (loader/architectures)."""
 
     architecture: str
     hidden_size: int

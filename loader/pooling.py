@@ -1,4 +1,6 @@
-"""How an encoder's token vectors become one: `1_Pooling/config.json` and `modules.json`, as sentence-transformers writes them."""
+"""Reads how an encoder's token vectors become one vector: `1_Pooling/config.json` and `modules.json`, as sentence-transformers
+writes them.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ _MODES = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
 
 
 def parse_pooling(text: bytes | None) -> str:
-    """Returns mean or cls. text: None where there is no such file, which means mean. Raises UnsupportedModel naming the key of any
-    other mode."""
+    """Returns "mean" or "cls". text: the file's content; None: there is no such file, which means mean. Raises UnsupportedModel,
+    which names the key of any other mode."""
     if text is None:
         return "mean"
     fields = json_fields(text, POOLING_NAME)
@@ -32,7 +34,8 @@ def parse_pooling(text: bytes | None) -> str:
 
 
 def check_modules(text: bytes) -> None:
-    """Raises UnsupportedModel naming a module that would change the vectors (a dense layer after the pooling), CheckpointError."""
+    """Raises UnsupportedModel for a module that would change the vectors (a dense layer after the pooling), and CheckpointError
+    for a file that cannot be read."""
     try:
         modules = msgspec.json.decode(text, type=list[dict[str, object]])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -1,5 +1,6 @@
-"""Rotary embedding settings of a config.json, in both dialects: `rope_parameters` (transformers 5), or `rope_theta` and
-`rope_scaling` (before)."""
+"""Reads the rotary embedding's settings from a config.json, in both forms: `rope_parameters` (transformers 5), or `rope_theta` and
+`rope_scaling` (before).
+"""
 
 from __future__ import annotations
 
@@ -15,8 +16,9 @@ _LAYER_KINDS = ("full_attention", "sliding_attention")
 
 @dataclass(slots=True, frozen=True)
 class RopeRules:
-    """What a family's rotary embedding may be. theta: the base where config.json names none. may_be_partial: only a part of each
-    head may turn, and LongRoPE may scale the frequencies. is_local: windowed layers have frequencies of their own."""
+    """What a family's config.json may say about its rotary embedding. theta: the base if config.json gives none. may_be_partial:
+    whether only a part of each head may be rotated, and LongRoPE may scale the frequencies. is_local: whether layers with
+    windows have frequencies of their own."""
 
     theta: float = 10000.0
     may_be_partial: bool = False
@@ -25,13 +27,13 @@ class RopeRules:
 
 @dataclass(slots=True, frozen=True)
 class RopeParameters:
-    """Base `theta` and how its frequencies are scaled. See engine/layers/rope.py.
+    """The base `theta` of a rotary embedding, and how its frequencies are scaled (engine/layers/rope.py).
 
-    partial_rotary_factor: the share of each head's dimensions that turn. longrope: one factor per frequency for sequences within
-    original_max_position_embeddings and one for longer ones; cosines and sines are multiplied by attention_factor. yarn: dimensions
-    that turn beta_fast times and more within the original length stay, those that turn beta_slow times and less are stretched.
-    extended_to: positions that the scaling reaches, where it may be more than config.json gives (yarn, dynamic).
-    """
+    partial_rotary_factor: the share of each head's dimensions that is rotated. longrope: short_factors and long_factors have one
+    factor per frequency, for sequences within original_max_position_embeddings and for longer ones; cosines and sines are
+    multiplied by attention_factor. yarn: dimensions that rotate at least beta_fast times within the original length keep their
+    frequency, those that rotate at most beta_slow times are stretched. extended_to: the positions that the scaling reaches, if
+    that may be more than config.json gives (yarn, dynamic)."""
 
     kind: str = "default"
     theta: float = 10000.0
@@ -55,8 +57,8 @@ class RopeParameters:
 def parse_rope(
     fields: Fields, name: str, rules: RopeRules, head_dim: int, max_position_embeddings: int
 ) -> tuple[RopeParameters, RopeParameters | None]:
-    """Returns the parameters of full attention, and those of windowed layers where these have their own. name: the architecture's.
-    Raises UnsupportedModel or CheckpointError."""
+    """Returns the parameters of layers with full attention, and those of layers with windows if they have their own. name: the
+    architecture. Raises UnsupportedModel or CheckpointError."""
     new, old = fields.mapping("rope_parameters"), fields.mapping("rope_scaling")
     nothing = Fields({}, fields.file)
     has_kinds = new is not None and any(isinstance(new.values.get(kind), dict) for kind in _LAYER_KINDS)
@@ -135,7 +137,8 @@ def _partial(given: Fields, fields: Fields, name: str, rules: RopeRules, head_di
 
 
 def _yarn(given: Fields, fields: Fields, theta: float, share: float, max_position_embeddings: int) -> RopeParameters:
-    """YaRN (https://arxiv.org/abs/2309.00071). The original length beside the rotary settings comes first, as in transformers."""
+    """Reads the parameters of YaRN (https://arxiv.org/abs/2309.00071). An original length next to the rotary settings has
+    precedence, as in transformers."""
     holder = fields if fields.has("original_max_position_embeddings") else given
     original = holder.integer("original_max_position_embeddings", max_position_embeddings)
     is_given = holder.has("original_max_position_embeddings")
@@ -164,7 +167,7 @@ def _yarn(given: Fields, fields: Fields, theta: float, share: float, max_positio
 
 
 def _yarn_scale(factor: float, weight: float) -> float:
-    """Returns what cosines and sines are multiplied by: with a weight of 1 the paper's square root of 1/t."""
+    """Returns the factor of cosines and sines. With weight 1 it is the paper's square root of 1/t."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 

@@ -26,23 +26,23 @@ PREFILL_TILE_TOKENS = 256
 
 
 def logits_rows(shape: ModelShape, dtype: str, max_sequences: int) -> int:
-    """Returns for how many sampling rows logits are computed at a time: max_sequences, rounded up to a multiple of 8, or as many as
-    fit."""
+    """Returns for how many sampling rows logits are computed at a time: max_sequences, rounded up to a multiple of 8, or fewer if
+    so many do not fit into LOGITS_BYTES."""
     wanted = max_sequences if max_sequences < 8 else -(-max_sequences // 8) * 8
     rows = max(1, min(wanted, LOGITS_BYTES // (shape.vocab_size * ITEM_BYTES[dtype])))
     return rows if rows < 8 else rows // 8 * 8
 
 
 def recorded_tokens(num_tokens: int) -> int:
-    """Rounds up to one of few token counts, for each of which a step with chunks of prompts is recorded: whole tiles of the matrix
-    unit."""
+    """Returns the number of tokens to which a recorded step with chunks of prompts is padded: one of a few numbers, all of them
+    whole tiles of the matrix unit."""
     step = 16 if num_tokens <= 128 else 32
     return -(-num_tokens // step) * step
 
 
 def recorded_bytes(shape: ModelShape, dtype: str, max_sequences: int, max_num_batched_tokens: int) -> int:
-    """Returns an upper bound of the memory that holds results of recorded steps, whatever else runs: what a layer needs at a time,
-    or the logits. It leaves out 0.5 MB for each thread that packs weights (scratch_words of amx_linear.py, scratch_floats of
+    """Returns an upper bound of the memory that recorded steps use for their results: what one layer needs at a time, or the
+    logits. Not included are 0.5 MB for each thread that packs weights (scratch_words of amx_linear.py, scratch_floats of
     widened_linear.py)."""
     query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     # queries, keys and values beside attention's result, or beside the queries as they are normalised
@@ -55,7 +55,8 @@ def recorded_bytes(shape: ModelShape, dtype: str, max_sequences: int, max_num_ba
 
 
 def sampler_rows(vocab_size: int) -> int:
-    """Returns how many rows are sampled from at a time (greedy rows need no copies and are not counted)."""
+    """Returns from how many rows of logits the reference sampler samples at a time. It does not apply to greedy rows, which need
+    no copies."""
     return max(1, SAMPLER_BYTES // (vocab_size * 4))
 
 
@@ -67,11 +68,11 @@ def work_space_bytes(
     max_model_len: int | None = None,
     weight_format: WeightFormat = PLAIN,
 ) -> int:
-    """Returns an upper bound of what one step allocates beside weights and KV (activations of one layer, or the logits being
-    sampled) and of what recorded steps keep between steps.
+    """Returns an upper bound of the memory that one step allocates besides weights and KV (activations of one layer, or the
+    logits being sampled), plus what recorded steps keep between steps.
 
-    max_model_len: longest context, whose keys and values are gathered for one prefill row at a time (default: the checkpoint's).
-    """
+    max_model_len: the longest context; the reference implementation gathers its keys and values for one row of a prompt at a
+    time. Default: the checkpoint's length."""
     if shape.pooling:
         return _encoder_work_space_bytes(shape, dtype, max_num_batched_tokens)
     tokens = max_num_batched_tokens + max_sequences

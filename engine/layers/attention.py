@@ -1,4 +1,5 @@
-"""Grouped-query attention over paged KV, with what families add: norms of queries and keys, biases, windows, capped scores."""
+"""Grouped-query attention over paged KV, with what families add to it: norms of queries and keys, biases, windows, capped scores.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from loader.model_shape import ModelShape
 
 
 class Attention(Generic[BatchT]):
-    """x [T, hidden] -> [T, hidden]. Keys and values of the T tokens are stored before any is read. The layer's window and rotary
-    embedding are its KV group's."""
+    """The attention of one layer: x [T, hidden] -> [T, hidden]. It stores the keys and values of the T tokens before it reads
+    any. The window and the rotary embedding are those of the layer's KV group."""
 
     def __init__(self, ops: Ops[BatchT], family: Decoder, shape: ModelShape, weights: Weights, layer: int) -> None:
         self.ops = ops

@@ -1,4 +1,4 @@
-"""The gated feed-forward layer: SwiGLU, or GELU in SiLU's place."""
+"""The gated feed-forward layer, with SiLU (SwiGLU) or GELU as its activation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from loader.architectures.decoder import GELU_TANH, SILU, Decoder
 
 
 class GatedMLP:
-    """x [T, hidden] -> [T, hidden]."""
+    """The feed-forward part of one layer: x [T, hidden] -> [T, hidden]."""
 
     def __init__(self, ops: Ops[Any], family: Decoder, weights: Weights, layer: int) -> None:
         names, prefix = family.names, family.names.layer.format(layer)

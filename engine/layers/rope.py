@@ -1,13 +1,14 @@
-"""Frequencies of the rotary position embedding, with the scalings checkpoints ask for.
+"""Computes the frequencies of the rotary position embedding, with the scalings that checkpoints ask for.
 
 llama3: wavelengths longer than original / low_freq_factor are stretched by `factor`, those shorter than original / high_freq_factor
 stay, those between are blended (Llama 3.1's model card; https://arxiv.org/abs/2407.21783).
-longrope: each frequency is divided by a factor of its own, of one list up to the original length and of another beyond it
-(https://arxiv.org/abs/2402.13753). Stored keys can't change lists, so the model's longest context decides for all its sequences.
+longrope: each frequency is divided by a factor of its own. There are two lists of factors, one for contexts up to the original
+length and one for longer ones (https://arxiv.org/abs/2402.13753). Stored keys cannot change lists, so the longest context that the
+model is served with decides for all its sequences.
 dynamic: the base grows with the context beyond the original length, so that the slowest frequency is stretched by as much as the
-context is longer. Here, too, the longest context decides for all.
-yarn: dimensions that turn often within the original length keep their frequency, those that hardly turn are stretched by `factor`,
-those between are blended (https://arxiv.org/abs/2309.00071).
+context is longer. Here, too, the longest context decides for all sequences.
+yarn: dimensions that rotate often within the original length keep their frequency, those that hardly rotate are stretched by
+`factor`, those between are blended (https://arxiv.org/abs/2309.00071).
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from loader.rope_config import RopeParameters
 
 
 def rotary_of(rope: RopeParameters, head_dim: int, max_model_len: int) -> Rotary:
-    """max_model_len: the longest context this model is served with."""
+    """Returns the rotary embedding of a model. max_model_len: the longest context that the model is served with."""
     return Rotary(inverse_frequencies(rope, head_dim, max_model_len), rope.attention_factor)
 
 
 def inverse_frequencies(rope: RopeParameters, head_dim: int, max_model_len: int) -> Tensor:
-    """[rotary dimensions / 2] float32: the angle each pair of dimensions turns by per position."""
+    """Returns [rotary dimensions / 2] float32: the angle by which each pair of dimensions rotates per position."""
     turning = rope.rotary_dim(head_dim)
     exponents = torch.arange(0, turning, 2, dtype=torch.int64).float() / turning
     if rope.kind == "longrope":
@@ -52,7 +53,7 @@ def inverse_frequencies(rope: RopeParameters, head_dim: int, max_model_len: int)
 
 
 def _base(rope: RopeParameters, turning: int, max_model_len: int) -> float:
-    """theta, of dynamic scaling as it is at that length."""
+    """Returns the base of the frequencies: theta, or for dynamic scaling the base at that length."""
     original = rope.original_max_position_embeddings
     if rope.kind != "dynamic" or max_model_len <= original:
         return rope.theta
@@ -60,10 +61,10 @@ def _base(rope: RopeParameters, turning: int, max_model_len: int) -> float:
 
 
 def _yarn_ramp(rope: RopeParameters, turning: int) -> Tensor:
-    """[turning / 2]: how much of each pair's frequency is the stretched one, from 0 to 1."""
+    """Returns [turning / 2]: for each pair of dimensions the share of the stretched frequency, from 0 to 1."""
 
     def pair(turns: float) -> float:
-        """The (fractional) pair of dimensions that turns so often within the original length."""
+        """Returns the (fractional) index of the pair of dimensions that rotates so often within the original length."""
         return turning * math.log(rope.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     first, last = pair(rope.beta_fast), pair(rope.beta_slow)

@@ -1,5 +1,6 @@
-"""A model's parameters as views of its weight range. Tensors that one matrix product reads together lie end to end there
-(loader/layout.py), so the fused matrix is a view as well."""
+"""Gives access to a model's parameters as views of its weight range. Tensors that one matrix product reads together lie end to end
+there (loader/layout.py), so the fused matrix is a view as well.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ class Weights:
         return self._memory.tensor(slot.offset_bytes, slot.shape, self._dtype)
 
     def find(self, name: str) -> Tensor | None:
-        """Returns None where the model has no such parameter (biases)."""
+        """Returns the parameter, or None if the model has none of that name (biases)."""
         return self.get(name) if name in self._slots else None
 
     def fused(self, prefix: str, names: tuple[str, ...], suffix: str) -> Tensor:
@@ -37,7 +38,8 @@ class Weights:
         return self._memory.tensor(slots[0].offset_bytes, shape, self._dtype)
 
     def matrix(self, prefix: str, names: tuple[str, ...]) -> Tensor | Int8Matrix:
-        """Returns the weights of projections that one matrix product reads together, as they are held."""
+        """Returns the weights of projections that one matrix product reads together: a tensor, or an Int8Matrix if they are held
+        in int8."""
         slots = [self._slots[f"{prefix}{name}.weight"] for name in names]
         if slots[0].scales_at_bytes < 0:
             return self.fused(prefix, names, ".weight")
@@ -46,5 +48,5 @@ class Weights:
         return Int8Matrix(values, self._memory.tensor(slots[0].scales_at_bytes, (num_outputs,), torch.float32))
 
     def find_fused(self, prefix: str, names: tuple[str, ...], suffix: str) -> Tensor | None:
-        """Returns None where the model has no such parameters."""
+        """Returns the joined tensors as `fused` does, or None if the model has no such parameters."""
         return self.fused(prefix, names, suffix) if f"{prefix}{names[0]}{suffix}" in self._slots else None

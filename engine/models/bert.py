@@ -18,7 +18,7 @@ QUERY_KEY_VALUE = ("query", "key", "value")
 
 
 class BertLayer:
-    """attention -> add -> norm -> mlp -> add -> norm."""
+    """One layer of BERT: attention, addition, norm, MLP, addition, norm."""
 
     def __init__(self, shape: ModelShape, weights: Weights, layer: int) -> None:
         prefix = f"{shape.tensor_prefix}encoder.layer.{layer}."
@@ -33,7 +33,8 @@ class BertLayer:
         self.mlp_norm = _linear(weights, prefix + "output.LayerNorm")
 
     def __call__(self, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
-        """[T, hidden] -> [T, hidden]; tokens attend to all of their own text."""
+        """Computes the layer: [T, hidden] -> [T, hidden]. Tokens attend to all tokens of their own text. lengths: tokens of each
+        text."""
         width = (hidden.shape[1],)
         qkv = functional.linear(hidden, self.qkv, self.qkv_bias).view(-1, 3, self.num_heads, self.head_dim)
         mixed = torch.empty_like(hidden)
@@ -59,7 +60,8 @@ class BertModel:
         self.layers = [BertLayer(shape, weights, layer) for layer in range(shape.num_layers)]
 
     def forward(self, input_ids: Tensor, lengths: Sequence[int]) -> Tensor:
-        """input_ids: [T] int64, the texts end to end; lengths: tokens of each. Returns the last hidden states [T, hidden]."""
+        """Returns the last hidden states [T, hidden]. input_ids [T] int64: the texts, one after the other. lengths: tokens of
+        each."""
         positions = torch.cat([torch.arange(length) for length in lengths])
         hidden = functional.embedding(input_ids, self.words) + self.positions[positions] + self.kind
         hidden = functional.layer_norm(hidden, (hidden.shape[1],), *self.norm, self.eps)

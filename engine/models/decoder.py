@@ -19,8 +19,8 @@ from loader.model_shape import ModelShape
 
 
 class DecoderLayer(Generic[BatchT]):
-    """attention_norm -> attention -> attended_norm -> add -> mlp_norm -> mlp -> mlp_output_norm; a family has some of these norms.
-    Additions are fused with the norm that follows."""
+    """One layer: attention_norm, attention, attended_norm, addition, mlp_norm, MLP, mlp_output_norm. A family has some of these
+    norms. Additions are fused with the norm that follows."""
 
     def __init__(self, ops: Ops[BatchT], family: Decoder, shape: ModelShape, weights: Weights, layer: int) -> None:
         self.ops = ops
@@ -79,5 +79,5 @@ class DecoderModel(Generic[BatchT]):
         return self.ops.add_rms_norm(update, residual, self.norm, self.eps, self.around_one)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[N, hidden] -> [N, V]."""
+        """Returns the logits [N, V] of hidden states [N, hidden]."""
         return self.ops.softcap(self.ops.linear(hidden, self.head), self.logit_softcap)

@@ -1,4 +1,4 @@
-"""Which class runs which family: there is one for each kind of description in loader/architectures."""
+"""Maps a family's description (loader/architectures) to the class that runs it: one class for each kind of description."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Encoder(Protocol):
 
 
 def build_model(ops: Ops[BatchT], shape: ModelShape, weights: Weights) -> CausalLM[BatchT]:
-    """Raises TypeError for a family that does not generate text: callers go by shape.pooling."""
+    """Builds a model that generates text. Raises TypeError for a family that does not; callers ask shape.pooling first."""
     family = architecture_of(shape)
     if isinstance(family, Decoder):
         return DecoderModel(ops, family, shape, weights)

@@ -1,4 +1,4 @@
-"""What a family's description offers to the rest of hearthd, and the pieces that descriptions of all kinds are made of."""
+"""The interface of a family's description, and parts that several descriptions use."""
 
 from __future__ import annotations
 
@@ -16,23 +16,22 @@ Dims = tuple[int, ...]
 class TensorGroup(NamedTuple):
     """Tensors that lie end to end in a model's memory, because one matrix product reads them together.
 
-    tensors: name in the checkpoint and shape of each. layer: the one that needs them; None: what comes before the first layer or
-    after the last, as they stand in the list of groups. may_be_quantized: they are matrices of a layer, which `quantize` may round;
-    embeddings, heads, norms and biases stay as they are.
-    """
+    tensors: name in the checkpoint and shape of each. layer: the number of the layer that needs them; None: they are needed
+    before the first layer or after the last. may_be_quantized: whether they are matrices of a layer, which `quantize` may round;
+    embeddings, heads, norms and biases are not."""
 
     tensors: tuple[tuple[str, Dims], ...]
     layer: int | None = None
     may_be_quantized: bool = False
 
     def in_layer(self, layer: int, prefix: str) -> TensorGroup:
-        """Returns the group of a layer whose names begin so."""
+        """Returns the same group for one layer: its number is `layer`, and its tensors' names begin with `prefix`."""
         return TensorGroup(tuple((prefix + name, dims) for name, dims in self.tensors), layer, self.may_be_quantized)
 
 
 class Architecture(Protocol):
-    """A family of models. name: as `architectures` in config.json has it; model_type: the key of that name, which stands in for a
-    missing `architectures`."""
+    """A family of models. name: the value in `architectures` of config.json. model_type: the value of that key, which is used if
+    `architectures` is missing."""
 
     @property
     def name(self) -> str: ...
@@ -41,7 +40,8 @@ class Architecture(Protocol):
     def model_type(self) -> str: ...
 
     def parse(self, fields: Fields) -> ModelShape:
-        """Reads config.json. Raises UnsupportedModel for a variant that is not served, CheckpointError naming a wrong key."""
+        """Reads config.json. Raises UnsupportedModel for a variant that is not served, and CheckpointError, which names a key
+        with a wrong value."""
         ...
 
     def tensor_groups(self, shape: ModelShape) -> list[TensorGroup]:
@@ -49,7 +49,7 @@ class Architecture(Protocol):
         ...
 
     def ignores(self, shape: ModelShape, name: str) -> bool:
-        """Tells whether a checkpoint may hold this tensor beside those, unread."""
+        """Returns whether a checkpoint may contain this tensor in addition to those of tensor_groups. It is not read."""
         ...
 
 
@@ -58,7 +58,7 @@ def one_tensor(name: str, *dims: int) -> TensorGroup:
 
 
 def stored_dtype(fields: Fields) -> str:
-    """Reads `dtype`, or `torch_dtype` as it was called before transformers 5."""
+    """Returns the dtype of the stored weights: the key `dtype`, or `torch_dtype`, as it was called before transformers 5."""
     key = "dtype" if fields.has("dtype") else "torch_dtype"
     value = fields.values.get(key) or "float32"
     value = str(value).removeprefix("torch.")

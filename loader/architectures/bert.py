@@ -21,7 +21,7 @@ class Encoder:
     model_type: str
 
     def parse(self, fields: Fields) -> ModelShape:
-        """Implements Architecture.parse. The pooling is in a file of its own (loader/pooling.py)."""
+        """Implements Architecture.parse. How token vectors are pooled is read from another file (loader/pooling.py)."""
         hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
         if hidden_size % num_heads:
             raise fields.fail("num_attention_heads", f"{num_heads} does not divide hidden_size {hidden_size}")
@@ -86,7 +86,7 @@ class Encoder:
         return groups
 
     def ignores(self, shape: ModelShape, name: str) -> bool:
-        """Implements Architecture.ignores: the pooler, and positions that are counted here."""
+        """Implements Architecture.ignores: the pooler is not used, and stored position numbers are not needed."""
         return name.removeprefix(shape.tensor_prefix).startswith(("pooler.", "embeddings.position_ids"))
 
 
@@ -94,7 +94,8 @@ ARCHITECTURE = Encoder("BertModel", "bert")
 
 
 def _cut_sizes(fields: Fields, hidden_size: int) -> tuple[int, ...]:
-    """`matryoshka_dimensions` names them; `is_matryoshka` alone means any."""
+    """Returns the lengths to which vectors may be cut: those that `matryoshka_dimensions` lists, or any if only `is_matryoshka`
+    is set."""
     if not fields.has("matryoshka_dimensions"):
         return ()
     sizes = fields.values["matryoshka_dimensions"]

@@ -1,8 +1,8 @@
-"""Dense decoders that generate text: embedding, layers of attention and gated MLP with RMS norms around them, head.
+"""Dense decoders that generate text: an embedding, layers of attention and gated MLP with RMS norms around them, and a head.
 
-A family is a `Decoder`: values that say what differs. loader/architectures reads config.json and lists tensors by it,
-engine/models/decoder.py runs it. Defaults are those of transformers' configuration classes, which apply where a checkpoint leaves a
-key out.
+A family is one `Decoder`, whose values say what differs from other families. loader/architectures reads config.json and lists
+tensors by it; engine/models/decoder.py runs it. Defaults are those of transformers' configuration classes, which apply if a
+checkpoint leaves a key out.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class TensorNames:
 
 @dataclass(slots=True, frozen=True)
 class Decoder:
-    """One family. The fields between `windows` and `activation` say what config.json may hold and what holds where it does not."""
+    """The description of one family. The fields between `windows` and `activation` say what config.json may contain, and what
+    applies if it leaves a key out."""
 
     name: str
     model_type: str
@@ -124,11 +125,12 @@ class Decoder:
         return groups
 
     def ignores(self, shape: ModelShape, name: str) -> bool:
-        """Implements Architecture.ignores: rotary frequencies, and the head of a model whose head is its embedding."""
+        """Implements Architecture.ignores: stored rotary frequencies, and a stored head of a model that uses its embedding as its
+        head."""
         return name.endswith("rotary_emb.inv_freq") or (shape.tie_word_embeddings and name == f"{self.names.head}.weight")
 
     def _groups_of_any_layer(self, shape: ModelShape) -> list[TensorGroup]:
-        """Returns the groups of one layer, named without what comes before a layer's names."""
+        """Returns the tensor groups of one layer, with names that lack the layer's prefix."""
         names, hidden, inner = self.names, shape.hidden_size, shape.intermediate_size
         query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         query_norm, key_norm = (query, key) if self.whole_width_norms else (shape.head_dim, shape.head_dim)

@@ -1,5 +1,6 @@
-"""Gemma 3 (text): Gemma 2 with norms on queries and keys in place of the caps; five of six layers have a window, and rotary
-frequencies of their own."""
+"""Gemma 3 (text): like Gemma 2, but with norms on queries and keys instead of caps. Five of six layers have a window, and rotary
+frequencies of their own.
+"""
 
 from __future__ import annotations
 

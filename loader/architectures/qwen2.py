@@ -1,4 +1,6 @@
-"""Qwen2 and Qwen2.5 (dense): Llama with biases on queries, keys and values; in some, layers from one on have a window."""
+"""Qwen2 and Qwen2.5 (dense): like Llama, with biases on queries, keys and values. Some checkpoints have windows from a given
+layer on.
+"""
 
 from __future__ import annotations
 

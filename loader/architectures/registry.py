@@ -1,4 +1,4 @@
-"""The families that are served, one line each. Their order is that of error messages and of docs/reference/models.md."""
+"""Lists the families that are served, one line each. Error messages and docs/reference/models.md use the same order."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ ARCHITECTURES = {one.name: one for one in _DESCRIPTIONS}
 
 
 def architecture_of(shape: ModelShape) -> Architecture:
-    """Returns the description of a parsed model's family."""
+    """Returns the family's description of a model whose config.json was parsed."""
     return ARCHITECTURES[shape.architecture]
 
 
 def named_architecture(fields: Fields) -> Architecture:
-    """Returns the one that config.json names. Raises UnsupportedModel, which lists those that are supported, or CheckpointError
-    where none is named."""
+    """Returns the family that config.json names. Raises UnsupportedModel, which lists the supported families, and CheckpointError
+    if config.json names none."""
     listed = fields.values.get("architectures")
     if isinstance(listed, list) and listed:
         name = str(listed[0])

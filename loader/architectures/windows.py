@@ -1,4 +1,6 @@
-"""Which layers of a decoder attend to a window of recent positions only: one rule for each way config.json has of saying it."""
+"""Decides which layers of a decoder attend only to a window of recent positions. Config files have several ways of saying it;
+each is one rule here.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,9 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 @dataclass(slots=True, frozen=True)
 class Asked:
-    """What a rule goes by. name: the architecture's; listed: by layer, whether the key `layer_types` calls it sliding (None: the
-    key is absent); default_tokens: length of the window where the key `sliding_window` is absent (None: no default)."""
+    """What config.json says about windows. name: the architecture. listed: for each layer, whether the key `layer_types` calls it
+    sliding; None: the key is absent. default_tokens: the window's length if the key `sliding_window` is absent; None: there is
+    no default."""
 
     fields: Fields
     name: str
@@ -26,7 +29,7 @@ Rule = Callable[[Asked], list[bool]]  # by layer: whether it has a window
 
 
 def no_layer(asked: Asked) -> list[bool]:
-    """Refuses a config.json that asks for windows."""
+    """The rule of families without windows: raises UnsupportedModel if config.json asks for them."""
     message = f"{asked.name} is supported without windows only"
     if asked.fields.boolean("use_sliding_window"):
         raise asked.fields.unsupported("use_sliding_window", message)
@@ -36,7 +39,7 @@ def no_layer(asked: Asked) -> list[bool]:
 
 
 def every_layer(asked: Asked) -> list[bool]:
-    """Windows on all layers where `sliding_window` is set, else on none."""
+    """The rule of families whose layers all have a window if `sliding_window` is set, and none otherwise."""
     fields = asked.fields
     window = None if fields.is_null("sliding_window") else fields.values.get("sliding_window", asked.default_tokens)
     slides = [window is not None] * asked.num_layers
@@ -46,7 +49,8 @@ def every_layer(asked: Asked) -> list[bool]:
 
 
 def from_a_layer_on(asked: Asked) -> list[bool]:
-    """Windows from layer `max_window_layers` on, or as `layer_types` lists them, where `use_sliding_window` is true."""
+    """The rule by which layers from number `max_window_layers` on, or those that `layer_types` lists, have a window if
+    `use_sliding_window` is true."""
     fields = asked.fields
     if not fields.boolean("use_sliding_window"):
         if asked.listed is not None and any(asked.listed):
@@ -58,8 +62,8 @@ def from_a_layer_on(asked: Asked) -> list[bool]:
 
 
 def all_but_every_nth(nth: int, key: str = "") -> Rule:
-    """Windows on all layers but the last of every `nth`, or as `layer_types` lists them. key: where config.json says how many, with
-    nth as its default; "": that is fixed."""
+    """Returns the rule by which all layers have a window except the last of every `nth`, or those that `layer_types` lists have
+    one. key: the key of config.json that gives the number, with nth as its default; "": the number is fixed."""
 
     def rule(asked: Asked) -> list[bool]:
         pattern = asked.fields.integer(key, nth) if key else nth
@@ -70,7 +74,8 @@ def all_but_every_nth(nth: int, key: str = "") -> Rule:
 
 @dataclass(slots=True, frozen=True)
 class Windows:
-    """A family's rule, and the length of its windows where the key `sliding_window` is absent (None: it must not be)."""
+    """The windows of a family. rule: decides which layers have one. default_tokens: their length if the key `sliding_window` is
+    absent; None: a config.json with windows must have that key."""
 
     rule: Rule = no_layer
     default_tokens: int | None = None
@@ -78,9 +83,10 @@ class Windows:
     def by_layer(
         self, fields: Fields, name: str, num_layers: int, max_position_embeddings: int, keeps_all: bool
     ) -> tuple[int, ...]:
-        """Returns [num_layers]: how many positions a query of the layer sees, its own included; 0: all.
+        """Returns [num_layers]: how many positions a query of the layer attends to, its own included; 0: all of them.
 
-        A window that no sequence can outgrow counts as none, unless keeps_all. Raises UnsupportedModel or CheckpointError."""
+        A window that is as long as the longest context counts as 0, unless keeps_all is set. Raises UnsupportedModel or
+        CheckpointError."""
         sliding = self.rule(Asked(fields, name, num_layers, _listed(fields, num_layers), self.default_tokens))
         if not any(sliding):
             return (0,) * num_layers

@@ -1,6 +1,7 @@
-"""Matrices rounded to int8 as they are read (`quantize = "int8"`), with a float32 scale of every output after each group.
+"""The weight format of `quantize = "int8"`: matrices are rounded to int8 as they are read, and each group of them is followed by
+one float32 scale for each output.
 
-loader/formats/int8_rows.py rounds them, engine/cpu/kernels multiplies them as they are or widens a part at a time.
+loader/formats/int8_rows.py rounds them. The kernels (engine/cpu/kernels) multiply them as they are, or widen a part at a time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Rounds the rows of a weight matrix to int8. A row's largest magnitude becomes 127, and its scale gives the values back."""
+"""Rounds the rows of a weight matrix to int8. The largest magnitude of a row becomes 127. The row's scale times the rounded
+values gives the values back.
+"""
 
 from __future__ import annotations
 

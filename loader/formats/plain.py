@@ -1,6 +1,7 @@
-"""Weights as numbers of the model's dtype: as stored, or converted to that dtype as they are read.
+"""The plain weight format: numbers of the model's dtype, as stored or converted to it as they are read.
 
-Large groups begin as far after a block's boundary as they do in their file, so that direct reads can leave them where they belong.
+A large group of tensors begins at the same distance from a block's boundary as in its file, so that direct reads can write it
+straight into place.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The weight formats there are."""
+"""Lists the weight formats."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FORMATS = {one.name: one for one in (PLAIN, INT8)}
 
 
 def asked_format(quantize: str | None) -> WeightFormat:
-    """Returns the format that the setting `quantize` asks for. Raises ValueError for a value that is none of theirs."""
+    """Returns the format that a value of the setting `quantize` asks for. Raises ValueError if there is none."""
     for one in FORMATS.values():
         if quantize in one.settings:
             return one

@@ -1,4 +1,6 @@
-"""What a weight format says of itself: who asks for it, how it lays out matrices, which kernels it needs, where it can be run."""
+"""Describes weight formats: which setting asks for one, how it lays out matrices, which kernels it needs, and where it is
+supported.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,9 @@ ALIGN_BYTES = 64
 
 
 class WeightSlot(NamedTuple):
-    """One parameter's place. name: as in the checkpoint; offset_bytes: in the model's weight range. scales_at_bytes: where the
-    scales of an int8 matrix are, one float32 for each row; -1: it is held in the model's dtype. stage: when a forward pass first
-    needs it, 0 before the layers, n + 1 in layer n, the highest after them."""
+    """The place of one parameter. name: as in the checkpoint. offset_bytes: in the model's weight range. scales_at_bytes: where
+    the scales of an int8 matrix begin, one float32 for each row; -1: the parameter is held in the model's dtype. stage: the
+    part of a forward pass that first needs it: 0 before the layers, n + 1 for layer n, the highest number after the layers."""
 
     name: str
     shape: tuple[int, ...]
@@ -25,9 +27,9 @@ class WeightSlot(NamedTuple):
 
 
 class Space(NamedTuple):
-    """Where a group of tensors goes. offset_bytes: the first free byte of the weight range; item_bytes: an element of the model's
-    dtype; block_offset: how far after a block's boundary the group begins in its file, -1 where that does not matter; stage: see
-    WeightSlot."""
+    """Where the next group of tensors may go. offset_bytes: the first free byte of the weight range. item_bytes: the size of an
+    element of the model's dtype. block_offset: the distance from a block's boundary at which the group begins in its file; -1:
+    it does not matter. stage: see WeightSlot."""
 
     offset_bytes: int
     item_bytes: int
@@ -37,13 +39,12 @@ class Space(NamedTuple):
 
 @dataclass(slots=True, frozen=True)
 class WeightFormat:
-    """One way to hold the matrices of layers; everything else of a model is plain.
+    """One way to hold the matrices of layers. All other parameters of a model are plain.
 
-    name: in messages and logs. settings: values of the setting `quantize` that ask for it. place: lays out one group, and returns
-    its slots and the first free byte after them. kernels: which set of engine/cpu/kernels/wanted.py it needs beside those of its
-    dtype; "": none. widened_bytes: how much of a matrix a step holds in the model's dtype at a time. runs_on_gpus, runs_encoders:
-    whether that is built.
-    """
+    name: used in messages and logs. settings: values of the setting `quantize` that ask for it. place: lays out one group;
+    returns its slots and the first free byte after them. kernels: the set of kernels (engine/cpu/kernels/wanted.py) that it needs
+    besides those of the dtype; "": none. widened_bytes: how much of a matrix a step holds in the model's dtype at a time.
+    runs_on_gpus, runs_encoders: whether GPUs, and encoders, support it."""
 
     name: str
     settings: tuple[str | None, ...]

@@ -1,1 +1,2 @@
-"""A node played for the node scheduler, faster than real time: engines and disks as a cost model. Read `simulation` first."""
+"""Simulates a node faster than real time, to try the node scheduler: engines and disks are a cost model. Read `simulation` first.
+"""

@@ -1,5 +1,7 @@
-"""What others would do with the same node: rules that load on demand, in the order of the oldest waiting request, one placement
-at a time on each device. They differ in who leaves for it. Requests for a ready model pass; a busy victim drains."""
+"""Placement rules of other systems, to compare the node scheduler with. All of them load a model when a request for it arrives,
+in the order of the oldest waiting request, one placement at a time on each device. They differ in which model leaves for it.
+Requests for a ready model are submitted at once; a busy victim drains.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ class Resident:
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """A device. `coming`: the model that is being placed there."""
+    """A device and the models on it. coming: the model that is being placed there, "" if there is none."""
 
     name: str
     total_chunks: int
@@ -41,7 +43,8 @@ class Place:
     coming: str = ""
 
     def free_chunks(self, work_space_chunks: int = 0, without: Sequence[Resident] = ()) -> int:
-        """Beside work space for the largest of its models and of the one that comes."""
+        """Returns the number of free chunks, if the models in `without` were gone. The work space of the largest model that
+        stays, or work_space_chunks if that is more, counts as used."""
         gone = {one.name for one in without}
         staying = [one.size for one in self.residents.values() if one.name not in gone]
         work = max([work_space_chunks, *(size.work_space_chunks for size in staying)])
@@ -49,17 +52,18 @@ class Place:
 
 
 class Rule(Protocol):
-    """Who leaves first. `max_residents`: most models on a device; `idle_s`: an idle model leaves after it. 0: no limit."""
+    """Decides which models leave first. max_residents: the most models on a device; 0: no limit. idle_s: an idle model leaves
+    after so many seconds; 0: never."""
 
     name: str
     max_residents: int
     idle_s: float
 
     def rank(self, model: str, last_used: float, now: float) -> float | str:
-        """On a device; the least leaves first."""
+        """Returns the rank of a model on a device. The model with the lowest rank leaves first."""
 
     def rank_in_host(self, model: str, last_used: float, now: float) -> float:
-        """The same of weights that are kept in host memory."""
+        """Returns the rank of a model whose weights are in host memory. Those with the lowest rank are dropped first."""
 
 
 class LeastRecentlyUsed:
@@ -73,9 +77,9 @@ class LeastRecentlyUsed:
 
 
 class Ollama:
-    """Victims by name, at most three models on a device, and five minutes for an idle one (its defaults: it sorts by
-    keep-alive, which is the same for all, then by path). Without its process start: the swap itself costs the same here. Host
-    memory is the page cache, which drops what was read longest ago."""
+    """Ollama's rule, with its defaults: victims by name (it sorts by keep-alive, which is the same for all, then by path), at
+    most three models on a device, five minutes for an idle one. Its process start is left out: a swap costs the same here.
+    Host memory stands for the page cache, which drops what was read longest ago."""
 
     name = "ollama"
     max_residents, idle_s = 3, 300.0
@@ -88,7 +92,8 @@ class Ollama:
 
 
 class Clairvoyant:
-    """Knows the trace: who is needed latest leaves first (Belady). It still loads on demand and in order."""
+    """Belady's rule, which knows the trace: the model that is needed again latest leaves first. It still loads on demand and in
+    order."""
 
     name = "clairvoyant"
     max_residents, idle_s = 0, 0.0
@@ -107,7 +112,8 @@ class Clairvoyant:
 
 
 class OnDemand:
-    """A Decider. What it reads from disk it keeps in host memory, as far as that reaches; it preempts nobody, and saves no KV."""
+    """A Decider that follows a Rule. It keeps in host memory what it reads from disk, as far as that memory reaches. It preempts no
+    running request and saves no KV."""
 
     def __init__(self, rule: Rule, chunk_bytes: int, host_tier_slots: int = 0) -> None:
         self.rule, self.chunk_bytes = rule, chunk_bytes
@@ -234,7 +240,8 @@ class OnDemand:
         return True
 
     def _victims(self, place: Place, size: Size) -> list[Resident] | None:
-        """Idle ones first, each group by the rule's rank. None: what is there is loading or pinned down."""
+        """Returns the models that have to leave for a model of this size: idle ones first, each group by the rule's rank. Returns
+        None if not enough models can leave, because they are still loading or draining."""
         order = sorted(
             (one for one in place.residents.values() if one.ready and not one.drains),
             key=self._rank,
@@ -255,7 +262,8 @@ class OnDemand:
         return one.busy, self.rule.rank(one.name, one.last_used, self.now)
 
     def _keep(self, name: str, num_slots: int) -> bool:
-        """Makes room for its weights in host memory, at the cost of those that the rule ranks below it; False: there is none."""
+        """Reserves host memory for a model's weights, and drops those that the rule ranks below it. Returns False, and drops
+        nothing, if there is not enough."""
         if not num_slots or num_slots > self.host_tier_slots:
             return False
         rank = {one: self.rule.rank_in_host(one, self.last_used.get(one, 0.0), self.now) for one in (*self.kept, name)}
@@ -315,7 +323,7 @@ class OnDemand:
         self.actions.append(GrantLease(cause="evict", device=place.name, lease_chunks=max(0, place.free_chunks())))
 
     def _expire(self) -> None:
-        """Rules with an idle limit."""
+        """Evicts models that have been idle for longer than the rule allows."""
         for one in self._residents():
             if one.ready and not one.busy and not one.drains and one.last_used + self.rule.idle_s <= self.now:
                 one.drains = True

@@ -1,4 +1,6 @@
-"""Fewest loads that any rule needs which loads on demand, in the trace's order: Belady's rule, replayed with no time passing."""
+"""Computes a lower bound: the fewest loads of any rule that loads on demand, in the order of the trace. Replays Belady's rule,
+without time passing.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,16 @@ from scheduler.simulate.trace import TraceRequest
 
 
 def fewest_loads(trace: Sequence[TraceRequest], sizes: Mapping[str, Size], total_chunks: int) -> int:
-    """`total_chunks`: of all devices together. Exact for models of one size; with several sizes the better of two orders (who is
-    needed latest, and that times its size), since the exact answer is NP-hard. O(n log n)."""
+    """Returns the fewest loads. total_chunks: those of all devices together. The result is exact if all models have one size. For
+    several sizes it is the better of two orders of victims (by next use, and by next use times size), since the exact answer
+    is NP-hard. O(n log n)."""
     next_use = _next_uses(trace)
     return min(_replay(trace, sizes, total_chunks, next_use, by_size) for by_size in (False, True))
 
 
 def _next_uses(trace: Sequence[TraceRequest]) -> list[int]:
-    """For each request the place in the trace of its model's next one, or the trace's length times two."""
+    """Returns for each request the index in the trace of the next request for the same model, or a number beyond the trace if
+    there is none."""
     last: dict[str, int] = {}
     never = 2 * len(trace) + 1
     uses = [never] * len(trace)
@@ -30,7 +34,8 @@ def _next_uses(trace: Sequence[TraceRequest]) -> list[int]:
 def _replay(
     trace: Sequence[TraceRequest], sizes: Mapping[str, Size], total_chunks: int, next_use: Sequence[int], by_size: bool
 ) -> int:
-    """With `by_size` the product of distance and size is taken at the last use: near enough for an order of victims."""
+    """Returns the number of loads of one replay. by_size: victims are ordered by the distance to their next use times their size.
+    That product is computed at a model's last use and not updated, which is good enough for an order of victims."""
     resident: dict[str, float] = {}  # model -> its present key
     heap: list[tuple[float, str]] = []  # largest key first; stale entries are left in it
     held = num_loads = 0

@@ -1,4 +1,4 @@
-"""The node scheduler beside what others do, over one trace."""
+"""Runs one trace with the node scheduler and with the rules of other systems."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ POLICIES = (HEARTHD, "lru", "ollama", "clairvoyant", ALL_RESIDENT)
 
 @dataclass(slots=True)
 class Comparison:
-    """`fewest_loads`: what no rule can do with less that loads on demand and in order."""
+    """The figures of all policies. fewest_loads: the fewest loads of any rule that loads on demand and in order."""
 
     policies: list[Figures]
     fewest_loads: int
@@ -34,7 +34,8 @@ def compare(
     policies: Sequence[str] = POLICIES,
     told: Callable[[str, int, int], None] | None = None,
 ) -> Comparison:
-    """`told`: called now and then with (policy, requests ended, requests in all). Raises SimulationError."""
+    """Runs the trace with each policy. told: called now and then with (policy, requests ended, requests in all). Raises
+    SimulationError."""
     found = []
     num_events = 0
     for policy in policies:
@@ -73,7 +74,8 @@ def decider(policy: str, node: SimulatedNode, trace: Sequence[TraceRequest], set
 
 
 def settings_for(node: SimulatedNode, max_wait_s: float, max_queued: int) -> SchedulerSettings:
-    """The defaults, on what is known of the simulated node before anything was measured there."""
+    """Returns the node scheduler's default settings, with the bandwidths that are known of the simulated node before anything was
+    measured there."""
     costs = node.costs
     return SchedulerSettings(
         chunk_bytes=node.chunk_bytes,

@@ -1,4 +1,4 @@
-"""How long things take on the simulated node: bandwidths and rates, each of which a real node can measure."""
+"""The cost model of the simulated node: bandwidths and rates, each of which can be measured on a real node."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scheduler.simulate.steps import CPU_STEPS, CUDA_STEPS, StepSeconds, StepSet
 
 @dataclass(slots=True, frozen=True)
 class ModelCosts:
-    """What was measured of one model, in place of what follows from its bytes. None: not measured."""
+    """What was measured of one model. It replaces what would otherwise be computed from the model's bytes. None: not measured."""
 
     disk_load_s: float | None = None
     host_load_s: float | None = None
@@ -23,9 +23,11 @@ class ModelCosts:
 
 @dataclass(slots=True, frozen=True)
 class Costs:
-    """Bandwidths are those of one device; the defaults are those of a data-centre GPU with one NVMe drive. A step reads the weights
-    once, whatever is in it, and takes a little more for each sequence that decodes; a prompt's token takes two operations for each
-    parameter, that is one for each byte of 16-bit weights. The last three are the engine's settings; None: its defaults."""
+    """The costs of one device. The defaults are those of a data-centre GPU with one NVMe drive.
+
+    A step reads the weights once, and takes decode_s_per_sequence for each sequence that decodes. A prompt's token takes two
+    operations for each parameter, which is one for each byte of 16-bit weights. turn_budget_ms, max_step_stretch and
+    max_num_batched_tokens are the engine's settings; None: its defaults."""
 
     disk_bytes_per_s: float = 6.5e9
     copy_bytes_per_s: float = 25e9
@@ -45,7 +47,7 @@ class Costs:
         return self.models.get(name, _NOT_MEASURED)
 
     def disk_load_s(self, facts: ModelFacts) -> float:
-        """Reading and copying overlap: the slower one counts."""
+        """Returns the seconds of a load from disk. Reading and copying overlap, so the slower of the two counts."""
         known = self.of(facts.name).disk_load_s
         if known is not None:
             return known
@@ -56,7 +58,7 @@ class Costs:
         return self.load_overhead_s + self.host_copy_s(facts) if known is None else known
 
     def host_copy_s(self, facts: ModelFacts) -> float:
-        """Of that the copying alone."""
+        """Returns the part of host_load_s that the copy itself takes."""
         known = self.of(facts.name).host_load_s
         seconds = facts.weights_bytes / self.copy_bytes_per_s
         return seconds if known is None else min(seconds, known)
@@ -73,7 +75,7 @@ class Costs:
         )
 
     def step_settings(self, device: str) -> StepSettings:
-        """Of the engine on a device, by the device's name."""
+        """Returns the settings of the engine on a device, given by name."""
         default = CUDA_STEPS if device.startswith("cuda") else CPU_STEPS
         return StepSettings(
             default.turn_s if self.turn_budget_ms is None else self.turn_budget_ms / 1e3,
@@ -82,7 +84,7 @@ class Costs:
         )
 
     def without_loads(self) -> Costs:
-        """The same node, were every model there at once."""
+        """Returns the costs of the same node with loads and evictions that take no time."""
         models = {name: replace(known, disk_load_s=0.0, host_load_s=0.0) for name, known in self.models.items()}
         endless = float("inf")
         return replace(self, disk_bytes_per_s=endless, copy_bytes_per_s=endless, load_overhead_s=0.0, evict_s=0.0, models=models)

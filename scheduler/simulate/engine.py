@@ -1,6 +1,6 @@
-"""One device's engine, step by step: whose step is next (scheduler/batch/turns.py), how large it may be (`steps`), and which
-sequences are in it, as scheduler/batch decides it for a real one. While there is nothing to do but decode, rounds of steps are
-one."""
+"""Simulates the engine of one device, step by step. Which model's step is next is decided by scheduler/batch/turns.py, and how
+large it may be by the engine's own rules (`steps`). While all models only decode, many steps are simulated as one event.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ NOTHING_RESTORED: Mapping[int, int] = MappingProxyType({})
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request in the engine. `prompt_left`: tokens to be computed until it decodes; those whose KV came back with the model are
-    not among them."""
+    """A request in the engine. prompt_left: tokens to be computed before it decodes, without those whose KV was restored with the
+    model."""
 
     outcome: RequestOutcome
     kv_bytes: int
@@ -36,8 +36,8 @@ class Job:
 
 @dataclass(slots=True, eq=False)
 class Hosted:
-    """A loaded model. `steps`: decode steps so far; a sequence ends when they reach its mark. Where a step has no room for all that
-    decode it is a part of one: they take turns."""
+    """A loaded model. steps: the number of decode steps so far; a sequence ends when it reaches the sequence's mark. If a step
+    has no room for all sequences that decode, it counts as a fraction of a step, because the sequences take turns."""
 
     facts: ModelFacts
     reserved_bytes: int
@@ -56,7 +56,7 @@ class Hosted:
         return len(self.prompts) + len(self.decoding)
 
     def kv_tokens(self) -> dict[int, int]:
-        """Request -> tokens whose KV is there, in the order in which they came."""
+        """Returns request -> number of tokens whose KV exists, in the order in which the requests were submitted."""
         found = {request_id: self._kv_tokens(job) for request_id, job in self.jobs.items()}
         return {request_id: num_tokens for request_id, num_tokens in found.items() if num_tokens > 0}
 
@@ -67,17 +67,17 @@ class Hosted:
         return request.input_tokens + int(self.steps - job.tokens_at_step + _DUE) - 1
 
     def rows(self, turns: int) -> int:
-        """Sequences that decode in a step of so many turns."""
+        """Returns how many sequences decode in a step that may take so many turns (a turn is a model's time slice)."""
         return min(len(self.decoding), self.costs.max_rows(turns)) if turns else len(self.decoding)
 
     def steps_left(self) -> float:
-        """Until a sequence ends; 0.0 where none decodes."""
+        """Returns the number of steps until the next sequence ends; 0.0 if none decodes."""
         return self.decoding[0][0] - self.steps if self.decoding else 0.0
 
 
 @dataclass(slots=True)
 class _Step:
-    """Of one model: `part` of a step for each sequence that decodes, and tokens of prompts."""
+    """One step of one model. part: the fraction of the decoding sequences that take part in it. chunks: tokens of prompts."""
 
     hosted: Hosted
     part: float
@@ -88,7 +88,8 @@ class _Step:
 
 @dataclass(slots=True)
 class _Rounds:
-    """num rounds of round_s each, in which every model decodes so many steps or parts of one."""
+    """Several rounds of decode steps, simulated as one event. decoded: the models, each with its steps per round (fractions are
+    allowed)."""
 
     decoded: list[tuple[Hosted, float]]
     round_s: float
@@ -96,8 +97,8 @@ class _Rounds:
 
 
 class SimulatedEngine:
-    """`lease_bytes`: KV its models may use beyond their reserves. Time is told with `advance`; what comes in meanwhile is taken in
-    with the next step."""
+    """The engine of one device. lease_bytes: KV that its models may use beyond what is reserved for them. `advance` moves the
+    time; what is submitted in between takes part from the next step on."""
 
     def __init__(self, costs: Costs, settings: StepSettings = CPU_STEPS) -> None:
         self.costs, self.settings = costs, settings
@@ -113,7 +114,7 @@ class SimulatedEngine:
     # ---- time
 
     def next_at(self) -> float | None:
-        """When what is under way ends; None: nothing is."""
+        """Returns when the current step or rounds will end; None if nothing runs."""
         if self._under_way is None:
             self._start(self._now)
         step = self._under_way
@@ -122,7 +123,8 @@ class SimulatedEngine:
         return self._began + (step.seconds if isinstance(step, _Step) else step.num * step.round_s)
 
     def advance(self, now: float) -> None:
-        """What ends by now has ended; its outcomes are in `first_tokens` and `ended` until somebody takes them."""
+        """Moves the time to `now` and ends the steps that are over by then. Requests that got their first token or ended are
+        appended to `first_tokens` and `ended`, which the caller empties."""
         while (at := self.next_at()) is not None and at <= now:
             step, self._under_way = self._under_way, None
             self._now = at
@@ -138,7 +140,8 @@ class SimulatedEngine:
     # ---- models
 
     def host(self, facts: ModelFacts, reserved_bytes: int, restored: Mapping[int, int] = NOTHING_RESTORED) -> None:
-        """`restored`: request -> tokens whose KV comes with the model, for when it is submitted again."""
+        """Adds a loaded model. restored: request -> number of tokens whose KV was restored, used when that request is submitted
+        again."""
         steps = self._steps.get(facts.name)
         if steps is None:
             steps = self._steps[facts.name] = ModelSteps(self.settings, self.costs.step_seconds(facts))
@@ -146,8 +149,8 @@ class SimulatedEngine:
         self.turns.add(facts.name)
 
     def end_step_of(self, name: str) -> float:
-        """A model is about to leave: its step that is under way counts now, though it takes so many seconds more. Who would have
-        its last token keeps that for when the model is back."""
+        """Ends the current step of a model that is about to leave. The step counts now; returns the seconds it would still take.
+        A sequence that would end with this step keeps its last token until the model is back."""
         self._interrupt()
         step, hosted = self._under_way, self.hosted[name]
         if not isinstance(step, _Step) or step.hosted is not hosted:
@@ -167,7 +170,7 @@ class SimulatedEngine:
         return ends_at - self._now
 
     def drop(self, name: str) -> list[RequestOutcome]:
-        """Evicts; what ran there keeps the tokens it has and is returned."""
+        """Evicts a model. Returns the requests that were running on it, with the tokens they have so far."""
         self._interrupt()
         if isinstance(self._under_way, _Rounds):
             self._under_way = None
@@ -179,11 +182,11 @@ class SimulatedEngine:
         return [job.outcome for job in hosted.jobs.values()]
 
     def kv_bytes(self) -> dict[str, int]:
-        """What running sequences have taken, by model."""
+        """Returns the KV bytes of running sequences, by model."""
         return {name: hosted.kv_bytes for name, hosted in self.hosted.items()}
 
     def waiting(self) -> dict[str, int]:
-        """Requests that have not begun, by model."""
+        """Returns the number of requests that have not begun, by model."""
         return {name: len(hosted.waiting) for name, hosted in self.hosted.items() if hosted.waiting}
 
     def set_lease(self, lease_bytes: int) -> None:
@@ -204,7 +207,7 @@ class SimulatedEngine:
     # ---- steps
 
     def _start(self, now: float) -> None:
-        """The next step, or as many as are alike."""
+        """Starts the next step, or several rounds of steps if all models only decode."""
         self._began = now
         busy = {name: hosted for name, hosted in self.hosted.items() if hosted.num_running or self._fits(hosted)}
         if not busy:
@@ -252,7 +255,8 @@ class SimulatedEngine:
         return _Step(hosted, part, chunks, costs.seconds(rows, sum(tokens for _, tokens in chunks)), turns)
 
     def _chunks(self, hosted: Hosted, turns: int, rows: int, strict: bool) -> list[tuple[Job, int]]:
-        """Prompts that are under way go on in order, then those that wait are let in, until the step is full."""
+        """Returns the chunks of prompts in a step: prompts that have begun continue in order, then waiting ones are admitted,
+        until the step is full."""
         if not (hosted.prompts or hosted.waiting):
             return []
         costs, num_prompts = hosted.costs, len(hosted.prompts) + len(hosted.waiting)
@@ -274,8 +278,8 @@ class SimulatedEngine:
         return chunks
 
     def _fits(self, hosted: Hosted) -> bool:
-        """Whether there is a place in the batch and KV for the first that waits; a model's reserve holds one request of its longest
-        at least."""
+        """Returns whether the first waiting request has a place in the batch and enough KV. A model's reserved KV holds at least
+        one request of full length."""
         if not hosted.waiting or hosted.num_running >= hosted.facts.max_sequences:
             return False
         if not hosted.num_running:
@@ -285,7 +289,7 @@ class SimulatedEngine:
         return beyond + others <= self.lease_bytes
 
     def _admit(self, hosted: Hosted) -> bool:
-        """Lets the first that waits in."""
+        """Admits the first waiting request if it fits. Returns whether it did."""
         if not self._fits(hosted):
             return False
         job = hosted.waiting.popleft()
@@ -294,7 +298,7 @@ class SimulatedEngine:
         return True
 
     def _interrupt(self) -> None:
-        """Rounds end with the step under way."""
+        """Shortens the current rounds so that they end with the step that is running now."""
         rounds = self._under_way
         if isinstance(rounds, _Rounds):
             of_round = len(rounds.decoded)
@@ -302,7 +306,7 @@ class SimulatedEngine:
             rounds.num = min(rounds.num, ceil(passed * of_round - _DUE) / of_round)
 
     def _settle(self, rounds: _Rounds) -> None:
-        """The steps of rounds that are over by now."""
+        """Accounts for the steps of the current rounds that are over by now."""
         of_round = len(rounds.decoded)
         num = min(rounds.num, int((self._now - self._began) / rounds.round_s * of_round + _DUE) / of_round)
         self._decode(rounds, num)
@@ -325,7 +329,7 @@ class SimulatedEngine:
             self._end_prompt(hosted, hosted.prompts.popleft(), now)
 
     def _end_decoded(self, hosted: Hosted) -> None:
-        """Sequences that have all their tokens."""
+        """Ends the sequences that have all their tokens."""
         mark = hosted.steps + _DUE
         while hosted.decoding and hosted.decoding[0][0] <= mark:
             self._end(hosted, heappop(hosted.decoding)[1])

@@ -1,4 +1,4 @@
-"""What became of each request, and the figures that sum a run up."""
+"""The outcome of each simulated request, and the figures that summarise a run."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class RequestOutcome:
 
     @property
     def wait_s(self) -> float:
-        """Arrival to first token. Infinite for a refused one: refusing must not look like serving fast."""
+        """Seconds from arrival to first token. Infinite for a refused request, so that refusing does not look like serving fast."""
         return float("inf") if self.first_token_s is None else self.first_token_s - self.request.time_s
 
 
 @dataclass(slots=True)
 class Swaps:
-    """What moved."""
+    """The number and bytes of loads and evictions of a run, and the tokens of KV saved and restored."""
 
     num_disk_loads: int = 0
     num_host_loads: int = 0
@@ -54,7 +54,8 @@ class ModelFigures:
 
 @dataclass(slots=True)
 class Figures:
-    """Of one run. Waits are arrival to first token. A refused request counts as a wait without end: figures it reaches are None."""
+    """The figures of one run. Waits are from arrival to first token. A refused request counts as an infinite wait; figures that
+    would be infinite are None."""
 
     policy: str
     num_requests: int
@@ -76,7 +77,7 @@ class Figures:
 
 
 def figures(policy: str, outcomes: Sequence[RequestOutcome], swaps: Swaps, slo_s: float) -> Figures:
-    """`slo_s`: a request attains its objective when its first token comes within so many seconds."""
+    """Computes the figures of a run. slo_s: a request attains its objective if its first token comes within so many seconds."""
     by_model: dict[str, list[RequestOutcome]] = defaultdict(list)
     for outcome in outcomes:
         by_model[outcome.request.model].append(outcome)
@@ -115,14 +116,14 @@ def _model_figures(outcomes: Sequence[RequestOutcome], slo_s: float) -> ModelFig
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
-    """The smallest value that at least this share of them does not exceed."""
+    """Returns the smallest of the ordered values that at least this share of them does not exceed; 0.0 if there are none."""
     if not ordered:
         return 0.0
     return ordered[max(0, ceil(share * len(ordered)) - 1)]
 
 
 def finite(value: float) -> float | None:
-    """JSON knows no infinity."""
+    """Returns the value, or None if it is infinite, because JSON has no infinity."""
     return None if value == float("inf") else value
 
 

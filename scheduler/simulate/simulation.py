@@ -1,5 +1,5 @@
-"""The loop: events go to whoever decides (the node scheduler itself, or a baseline's rule), actions are carried out by the
-simulated engines and loaders in their own time, and what comes of them are the next events.
+"""Runs a simulation: events go to a decider (the node scheduler, or the rule of another system), the simulated engines and
+loaders carry out its actions in their own time, and the results are the next events.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NOTE_KV_EVERY_S, MEASURE_PREFILL_EVERY_S, MEASURED_PREFILL_TOKENS = 0.25, 0.5, 3
 
 
 class Decider(Protocol):
-    """NodeScheduler's moving half, which the baselines have too."""
+    """The methods of NodeScheduler that a simulation calls. The rules of other systems have them, too."""
 
     def handle(self, event: Event) -> list[actions.Action]: ...
 
@@ -30,12 +30,12 @@ class Decider(Protocol):
 
 
 class SimulationError(Exception):
-    """The decider has left requests for good: no event is under way and none is due."""
+    """Raised when requests are left that will never be served: no event is under way and no deadline is set."""
 
 
 @dataclass(slots=True, frozen=True)
 class SimulatedNode:
-    """`devices`: name -> budget in bytes. `host_tier_bytes`: host memory for weights and saved KV."""
+    """A node to simulate. devices: name -> budget in bytes. host_tier_bytes: host memory for weights and saved KV."""
 
     devices: Mapping[str, int]
     chunk_bytes: int
@@ -63,7 +63,7 @@ class _Copy:
 
 
 class Simulation:
-    """One run of one decider over a trace. `told`: called now and then with (requests ended, requests in all)."""
+    """One run of one decider over a trace. told: called now and then with (requests ended, requests in all)."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class Simulation:
         }
 
     def run(self) -> Run:
-        """Raises SimulationError."""
+        """Runs the trace to its end. Raises SimulationError."""
         for name, budget_bytes in self.node.devices.items():
             self._post(events.EngineUp(now=0.0, cause="boot", device=name, budget_bytes=budget_bytes))
         for facts in self.node.models.values():
@@ -123,8 +123,8 @@ class Simulation:
         return Run(self.outcomes, self.swaps, self.num_events)
 
     def _measure(self, device: str, engine: SimulatedEngine) -> None:
-        """What a real node would tell of itself meanwhile. Decisions are made on events alone, so that what is told before one
-        counts."""
+        """Posts the measurements that a real node reports: KV in use, and the speed of prompts. The decider decides on events
+        alone, so they are posted before the events that they should influence."""
         if self.now >= self._note_kv_at[device]:
             self._note_kv_at[device] = self.now + NOTE_KV_EVERY_S
             kv_bytes = {name: (num_bytes, 0) for name, num_bytes in engine.kv_bytes().items()}
@@ -153,7 +153,7 @@ class Simulation:
         engine.first_tokens.clear()
 
     def _next_event_at(self, arrival: RequestOutcome | None) -> float | None:
-        """But for what the engines do."""
+        """Returns the time of the next event that does not come from an engine; None if there is none."""
         times = (
             self._due[0][0] if self._due else None,
             arrival.request.time_s if arrival is not None else None,
@@ -162,7 +162,8 @@ class Simulation:
         return min((at for at in times if at is not None), default=None)
 
     def _run_engines(self, until: float | None) -> float:
-        """Until one of them has something to tell, or until then; when that is."""
+        """Advances the engines until a request gets its first token or ends, or until the time `until`. Returns the time that is
+        reached."""
         while True:
             at, first = until, None
             for engine in self.engines.values():
@@ -192,7 +193,7 @@ class Simulation:
         heappush(self._due, (self.now + seconds, self._num_due, event))
 
     def _happen(self, event: Event) -> None:
-        """A load or an eviction is done. A load that was told to leave meanwhile has nobody to tell."""
+        """Handles the end of a load or an eviction. The end of a load that was withdrawn meanwhile is not reported."""
         if isinstance(event, events.LoadFinished):
             copy = self._copies.get(event.placement_id)
             if copy is None:
@@ -221,7 +222,7 @@ class Simulation:
     # ---- actions
 
     def _load(self, action: actions.Load) -> None:
-        """Weights from host memory or disk, then the KV that was saved."""
+        """Starts a load: of the weights from host memory or disk, then of the KV that was saved."""
         copy = self._copies[action.placement_id] = _Copy(action, restored=self._saved_kv.pop(action.kv_index, {}))
         self._placement_of[action.device, action.model] = action.placement_id
         self.engines[action.device].set_lease(action.lease_chunks * self.node.chunk_bytes)
@@ -250,7 +251,8 @@ class Simulation:
         self._later(seconds, finished)
 
     def _evict(self, action: actions.Evict) -> None:
-        """KV of what runs is saved as far as the slots reach, whole requests in the order in which they came."""
+        """Starts an eviction. KV of running requests is saved as far as the slots reach: whole requests, in the order of their
+        submission."""
         copy = self._copies.pop(action.placement_id)
         engine, facts, chunk_bytes = self.engines[action.device], self.node.models[action.model], self.node.chunk_bytes
         engine.set_lease(action.lease_chunks * chunk_bytes)

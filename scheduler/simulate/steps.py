@@ -1,6 +1,7 @@
-"""What a step of a simulated model takes, and how large the engine's own rules (scheduler/batch/step_limits.py) let it be.
+"""Computes how long a step of a simulated model takes, and how large the engine's own rules (scheduler/batch/step_limits.py)
+allow it to be.
 
-What contexts cost is not told apart. The rules are asked with the costs known from the start: an engine learns them.
+The cost of contexts is not modelled. The rules are given the true costs from the start, while an engine has to learn them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ _CONTEXT = 1.0  # of every sequence, so that a step's context is how many sequen
 
 @dataclass(slots=True, frozen=True)
 class StepSettings:
-    """An engine's: turn_budget_ms, max_step_stretch, max_num_batched_tokens of the node's configuration."""
+    """The settings of an engine that limit its steps: turn_budget_ms (here in seconds), max_step_stretch and
+    max_num_batched_tokens."""
 
     turn_s: float
     stretch: float
@@ -29,8 +31,9 @@ CPU_STEPS, CUDA_STEPS = StepSettings(0.010, 2.0, 512), StepSettings(0.005, 2.0, 
 
 @dataclass(slots=True, frozen=True)
 class StepSeconds:
-    """Of one model's steps: whatever is in it, for each sequence that decodes, and if there are tokens of prompts, so much more and
-    so much for each of them (a few at a time cost more than many: other kernels run, with more to set up)."""
+    """The seconds of one model's steps: fixed_s for every step, each_s for each sequence that decodes, and if the step has tokens
+    of prompts, prompt_s once and token_s for each of them. (A few tokens cost more than their share: other kernels run, with
+    more set-up.)"""
 
     fixed_s: float
     each_s: float
@@ -38,13 +41,14 @@ class StepSeconds:
     token_s: float
 
     def of(self, num_rows: float, num_tokens: int = 0) -> float:
-        """A step in which so many sequences decode, beside so many tokens of prompts."""
+        """Returns the seconds of a step in which num_rows sequences decode and num_tokens tokens of prompts are computed."""
         prompts_s = self.prompt_s + self.token_s * num_tokens if num_tokens else 0.0
         return self.fixed_s + self.each_s * num_rows + prompts_s
 
 
 class ModelSteps:
-    """Of one model. turns, everywhere: how many turns of the device a step may take; 0: no other model is busy."""
+    """The limits of one model's steps. turns: how many turns of the device (time slices of a model) a step may take; 0: no other
+    model is busy."""
 
     def __init__(self, settings: StepSettings, seconds: StepSeconds) -> None:
         self.seconds = seconds.of
@@ -61,7 +65,7 @@ class ModelSteps:
         self._room: dict[tuple[int, int, int, bool], int] = {}  # by turns, rows, prompts and whether strict
 
     def max_rows(self, turns: int) -> int:
-        """Sequences that may decode in one step."""
+        """Returns how many sequences may decode in one step."""
         if not turns:
             return self._max_tokens
         found = self._max_rows.get(turns)
@@ -73,7 +77,8 @@ class ModelSteps:
         return self._limits.turns_s(turns) if turns else None
 
     def rows_beside_prompt(self, turns: int, num_rows: int, strict: bool = False) -> int:
-        """Of num_rows that want to decode, how many may in a step that a prompt has a part of. strict: StepRoom has its meaning."""
+        """Returns how many of num_rows sequences may decode in a step that also computes a chunk of a prompt. strict: see
+        StepRoom."""
         key = turns, num_rows, strict
         found = self._rows_beside_prompt.get(key)
         if found is None:
@@ -81,8 +86,8 @@ class ModelSteps:
         return found
 
     def prompt_tokens(self, turns: int, num_rows: int, num_prompts: int, strict: bool = False) -> int:
-        """Tokens of prompts a step has room for beside num_rows that decode; num_prompts: under way or waiting. Where there is no
-        room a few go in all the same. strict: StepRoom has its meaning."""
+        """Returns how many tokens of prompts a step may compute while num_rows sequences decode; a few even if there is no room.
+        num_prompts: prompts that have begun or wait. strict: see StepRoom."""
         key = turns, num_rows, num_prompts, strict
         found = self._room.get(key)
         if found is None:

@@ -1,4 +1,4 @@
-"""One line of a trace: who asked for what, and when."""
+"""Traces: one line for each request, with its time, model and numbers of tokens."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, frozen=True)
 class TraceRequest:
-    """`time_s`: seconds since the trace's beginning."""
+    """One request of a trace. time_s: seconds since the beginning of the trace."""
 
     time_s: float
     model: str
