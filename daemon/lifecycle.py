@@ -38,7 +38,7 @@ from daemon.http.acceptor import Acceptor, Crowd, Room
 from daemon.http.client_addresses import ClientAddresses, too_many
 from daemon.http.connection import Runner
 from daemon.http.serving import listen, refuse_request
-from daemon.node.node import Node, scheduler_settings
+from daemon.node.node import NodeParts, scheduler_settings
 from daemon.operate.control import make_control_app
 from daemon.operate.health import NodeHealth
 from daemon.operate.overload import refuse_command
@@ -106,7 +106,7 @@ class Lifecycle:
             raise
         scanner = ModelScanner()
         checkpoints = await self._checkpoints_to_isolate(scanner)
-        node = self._node = Node(self._config, self._devices, state, self._inventory, scanner, checkpoints)
+        node = self._node = NodeParts(self._config, self._devices, state, self._inventory, scanner, checkpoints)
         node.reload = self.reload_as_asked
         node.keys = self._keys
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -168,7 +168,7 @@ class Lifecycle:
         log.info("stopped")
         return 0
 
-    def _announce(self, node: Node) -> None:
+    def _announce(self, node: NodeParts) -> None:
         for device in node.devices:
             alone = f", set aside for {device.model}" if device.model else ""
             log.info("device %s: %s for weights, KV and work space%s", device.name, format_bytes(device.budget_bytes), alone)
@@ -177,7 +177,14 @@ class Lifecycle:
         self._notify.ready(f"serves {node.url}")
 
     def _http(
-        self, node: Node, feed: PageFeed, listen: str, serves: Callable[[Guarded], bool], *, ask: bool = True, cors: bool = True
+        self,
+        node: NodeParts,
+        feed: PageFeed,
+        listen: str,
+        serves: Callable[[Guarded], bool],
+        *,
+        ask: bool = True,
+        cors: bool = True,
     ) -> Runner:
         """ask: whether keys are asked for. cors: whether other sites' pages may be allowed in."""
         rules = Cors(node.settings) if cors else None
@@ -266,7 +273,7 @@ class Lifecycle:
                 if node.listening and not self._stop.is_set():
                     self._notify.ready(f"serves {node.url}")
 
-    async def _reload(self, node: Node) -> dict[str, Any]:
+    async def _reload(self, node: NodeParts) -> dict[str, Any]:
         self._read = signature(self._files())
         source = self._config_path if self._config_path and "device" not in self._flags else "flags"
         try:
@@ -312,7 +319,7 @@ class Lifecycle:
             self._stop_signal = name
             self._stop.set()
 
-    async def _drain(self, node: Node) -> None:
+    async def _drain(self, node: NodeParts) -> None:
         """Accepts no new requests and lets the open ones end within drain_timeout_s. The rest fail with server_restarting."""
         node.dispatcher.post(events.DrainRequested(now=time.monotonic(), cause="shutdown"))
         empty = node.dispatcher.open.when_empty()
@@ -325,7 +332,7 @@ class Lifecycle:
         if num_cut:
             log.warning("%d requests did not end in time and were told server_restarting", num_cut)
 
-    async def _tear_down(self, node: Node, servers: Mapping[str, web.AppRunner]) -> None:
+    async def _tear_down(self, node: NodeParts, servers: Mapping[str, web.AppRunner]) -> None:
         """Stops every part, HTTP first. If stopping one part fails, the others are still stopped."""
         node.engine_rounds.stop()
         for acceptor in self._acceptors:
@@ -350,7 +357,7 @@ class Lifecycle:
                 await asyncio.to_thread(watch.stop)
         self._remove_sockets()
 
-    async def _stop_engines(self, node: Node) -> None:
+    async def _stop_engines(self, node: NodeParts) -> None:
         if self._stop_now.is_set():
             for worker in node.workers.values():
                 worker.kill_now()

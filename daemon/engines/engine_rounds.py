@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from daemon.engines.engine_watch import EngineWatch
-from daemon.engines.workers import Worker
+from daemon.engines.workers import EngineWorker
 from daemon.metrics.counters import Metrics
 from daemon.process.logs import fields
 from daemon.record.event_ring import EventRing
@@ -19,7 +19,9 @@ log = logging.getLogger("hearthd.engine")
 class EngineRounds:
     """Checks all engines of a node with one timer, on the event loop. stall_s: returns the current setting engine_stall_s."""
 
-    def __init__(self, workers: Mapping[str, Worker], stall_s: Callable[[], float], ring: EventRing, metrics: Metrics) -> None:
+    def __init__(
+        self, workers: Mapping[str, EngineWorker], stall_s: Callable[[], float], ring: EventRing, metrics: Metrics
+    ) -> None:
         self._workers, self._stall_s, self._ring, self._metrics = workers, stall_s, ring, metrics
         self._watch = EngineWatch(time.monotonic())
         self._timer: asyncio.TimerHandle | None = None

@@ -95,7 +95,7 @@ def threads_per_engine(config: NodeConfig, devices: Sequence[DeviceBudget]) -> i
     return config.threads or max(1, len(os.sched_getaffinity(0)) // max(1, num_cpu))
 
 
-class Worker:
+class EngineWorker:
     """One device's engine process, started again each time it ends.
 
     `spec` may be called late: the process imports its libraries meanwhile. host_tier_fd: the host tier's memfd, -1 if there is

@@ -22,7 +22,7 @@ from daemon.engines.engine_rounds import EngineRounds
 from daemon.engines.host_memory import HostMemory
 from daemon.engines.kernels import Kernels
 from daemon.engines.left_memory import LeftMemory
-from daemon.engines.workers import EngineSpec, Worker, threads_per_engine
+from daemon.engines.workers import EngineSpec, EngineWorker, threads_per_engine
 from daemon.errors import BadRequest, HearthError
 from daemon.gpu.driver import Driver
 from daemon.gpu.inventory import GpuFault, Inventory, rows_of, why_no_memory
@@ -65,7 +65,7 @@ def scheduler_settings(config: NodeConfig) -> SchedulerSettings:
     )
 
 
-class Node:
+class NodeParts:
     """All parts of one node. It must be made on the event loop. `reload` is set by the lifecycle."""
 
     def __init__(
@@ -100,7 +100,7 @@ class Node:
         self.dispatcher.why_slow = self.kernels.sentence
         threads = threads_per_engine(config, devices)
         self.workers = {
-            device.name: Worker(
+            device.name: EngineWorker(
                 device.name,
                 threads,
                 self._spec_of(device, threads),

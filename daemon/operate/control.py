@@ -21,7 +21,7 @@ from config.devices import NoGpus
 from daemon.errors import BadRequest, HearthError, NotNow, ServerFault, from_refusal
 from daemon.http.answers import SERVER
 from daemon.http.connection import ANSWERING, Answering
-from daemon.node.node import Node
+from daemon.node.node import NodeParts
 from daemon.operate import operator_views
 from daemon.operate.control_status import EXIT_FAULT, STATUS_OF_EXIT
 from daemon.process import shortage
@@ -44,7 +44,7 @@ _COMMANDS: dict[str, Callable[..., events.Event]] = {
 _REMEMBERED = ("pin", "unpin", "enable", "disable")
 
 
-def make_control_app(node: Node, read_only: bool = False) -> web.Application:
+def make_control_app(node: NodeParts, read_only: bool = False) -> web.Application:
     """Returns the application of the control socket. read_only: makes that of the status socket, which anybody on the machine may
     open."""
     api = ControlApi(node)
@@ -121,7 +121,7 @@ def _line(value: dict[str, Any]) -> bytes:
 
 
 class ControlApi:
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: NodeParts) -> None:
         self._node = node
         self._num_followers = 0
 
@@ -201,7 +201,7 @@ class ControlApi:
             options = _options(command, request)
             done = node.dispatcher.command(lambda now, cause: make(now=now, cause=cause, model=name, **options))
             if done.done():
-                _settle(done)  # raises the refusal as an HTTP status
+                _raise_refusal(done)  # raises the refusal as an HTTP status
             # the command has taken effect, whether or not anybody waits for the load
             saved = _saved(await node.state_keeper.remember(command, name)) if command in _REMEMBERED else {}
             response = await _start_lines(request)
@@ -210,7 +210,7 @@ class ControlApi:
                 return response
             try:
                 await self._pass_on(response, queue, done)
-                _settle(done)
+                _raise_refusal(done)
                 result = {"event": "result", "ok": True, "model": name, "state": node.state_of(name), **saved}
             except HearthError as error:
                 result = saved | {
@@ -280,7 +280,7 @@ def _saved(error: HearthError | None) -> dict[str, Any]:
     return {"saved": True} if error is None else {"saved": False, "error": error_object(error), "status": error_status(error)}
 
 
-def _settle(done: asyncio.Future[Refusal | None]) -> None:
+def _raise_refusal(done: asyncio.Future[Refusal | None]) -> None:
     """Raises a HearthError if the finished command was refused."""
     refusal = done.result()
     if refusal is not None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from daemon.metrics import page
-from daemon.node.node import Node
+from daemon.node.node import NodeParts
 from daemon.operate import metrics_now
 
 
 class NodeHealth:
     """HealthPort for the API."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: NodeParts) -> None:
         self._node = node
         self.health, self.ready, self.num_open = node.health, node.ready, node.num_open
 

@@ -14,12 +14,12 @@ from daemon.process.version import VERSION
 from scheduler.node.views import DeviceView, ModelView
 
 if TYPE_CHECKING:
-    from daemon.node.node import Node
+    from daemon.node.node import NodeParts
 
 NO_STATS = (0, 0, 0, 0)  # used where protocol.Stats.models has no entry, because the model is not loaded
 
 
-def now(node: Node, model: str | None = None) -> Now:
+def now(node: NodeParts, model: str | None = None) -> Now:
     """Returns the node's present figures. model: only this model's; None: those of all models and devices."""
     wanted = [view] if model is not None and (view := node.scheduler.model(model)) is not None else []
     views: Iterable[ModelView] = wanted if model is not None else node.scheduler.snapshot()
@@ -40,12 +40,12 @@ def now(node: Node, model: str | None = None) -> Now:
     )
 
 
-def _host_tier(node: Node) -> dict[str, int]:
+def _host_tier(node: NodeParts) -> dict[str, int]:
     view = node.scheduler.host_tier()
     return {kind: num * view.slot_bytes for kind, num in view.slots.items()}
 
 
-def _model(node: Node, view: ModelView) -> ModelNow:
+def _model(node: NodeParts, view: ModelView) -> ModelNow:
     stats = node.engine_events.stats.get(view.device)
     kv_bytes, running, _, cached_bytes = stats.models.get(view.name, NO_STATS) if stats is not None else NO_STATS
     return ModelNow(
@@ -63,7 +63,7 @@ def _model(node: Node, view: ModelView) -> ModelNow:
     )
 
 
-def kv_share(node: Node, view: ModelView, kv_bytes: int) -> float:
+def kv_share(node: NodeParts, view: ModelView, kv_bytes: int) -> float:
     """Returns the model's KV in use as a share, from 0 to 1, of what it could have: its reserved KV and what other models leave of
     the lease."""
     device = next((one for one in node.scheduler.devices() if one.name == view.device), None)
@@ -93,7 +93,7 @@ def _resident_bytes(pid: int) -> int:
     return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def _devices(node: Node) -> dict[str, DeviceNow]:
+def _devices(node: NodeParts) -> dict[str, DeviceNow]:
     views = {view.name: view for view in node.scheduler.devices()}
     found = {}
     for device in node.devices:

@@ -12,12 +12,12 @@ from daemon.operate.page_snapshot import snapshot
 from scheduler.node.views import PlacementView
 
 if TYPE_CHECKING:
-    from daemon.node.node import Node
+    from daemon.node.node import NodeParts
 
 SWAPS_SHOWN = 64
 
 
-def plan(node: Node, name: str) -> dict[str, Any]:
+def plan(node: NodeParts, name: str) -> dict[str, Any]:
     """Returns what loading the model would do now. Raises HearthError not_found."""
     model = node.registry.canonical(name)
     found = node.scheduler.plan_load(model, time.monotonic())
@@ -26,7 +26,7 @@ def plan(node: Node, name: str) -> dict[str, Any]:
     return asdict(found)
 
 
-def room(node: Node, text: str, device: str) -> list[dict[str, Any]]:
+def room(node: NodeParts, text: str, device: str) -> list[dict[str, Any]]:
     """Returns for each device, or the given one, which models would leave to free the bytes. text: a size. device: "" for all.
     Raises HearthError for an invalid size or an unknown device."""
     try:
@@ -40,13 +40,13 @@ def room(node: Node, text: str, device: str) -> list[dict[str, Any]]:
     return [asdict(one) for one in plans if one is not None]
 
 
-def history(node: Node, name: str) -> list[dict[str, Any]]:
+def history(node: NodeParts, name: str) -> list[dict[str, Any]]:
     """Returns the last placements, oldest first; those of one model if `name` is not "". Raises HearthError not_found."""
     model = node.registry.canonical(name) if name else ""
     return [_placement(node, view) for view in node.scheduler.history(model)]
 
 
-def top(node: Node) -> dict[str, Any]:
+def top(node: NodeParts) -> dict[str, Any]:
     """Returns the status page's figures with each model's generated tokens and the last swaps."""
     return {
         "time": round(time.time(), 3),
@@ -56,7 +56,7 @@ def top(node: Node) -> dict[str, Any]:
     }
 
 
-def _placement(node: Node, view: PlacementView) -> dict[str, Any]:
+def _placement(node: NodeParts, view: PlacementView) -> dict[str, Any]:
     """Returns a placement as a row. Times are Unix seconds; the bytes a victim frees are computed from its chunks."""
     row = asdict(view)
     chunk_bytes = int(node.config.chunk_bytes)

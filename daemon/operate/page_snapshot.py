@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 from scheduler.node.views import DeviceView
 
 if TYPE_CHECKING:
-    from daemon.node.node import Node
+    from daemon.node.node import NodeParts
 
 MAX_MODELS = 300  # rows that are sent; a node may have thousands of cold ones, and a viewer gets the table twice a second
 NO_STATS = (0, 0, 0, 0)  # used where protocol.Stats.models has no entry, because the model is not loaded
 
 
-def snapshot(node: Node) -> dict[str, Any]:
+def snapshot(node: NodeParts) -> dict[str, Any]:
     """Returns the node's state as values for JSON. Equal states give equal results: nothing in it changes by itself."""
     rows = node.rows()
     cached = {name: counts[3] for stats in node.engine_events.stats.values() for name, counts in stats.models.items()}
@@ -45,7 +45,7 @@ def snapshot(node: Node) -> dict[str, Any]:
     }
 
 
-def _devices(node: Node, rows: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+def _devices(node: NodeParts, rows: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     views = {view.name: view for view in node.scheduler.devices()}
     found = []
     for device in node.device_rows():

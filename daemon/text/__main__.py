@@ -21,7 +21,7 @@ from typing import NoReturn
 import msgspec
 
 from daemon.text.helper_messages import PACKET_BYTES, Ended, Fork, Forked, FromHelper, ToHelper
-from daemon.text.worker import Worker
+from daemon.text.worker import TextWorker
 
 LAST_WORDS_BYTES = 2000
 _decoder: msgspec.msgpack.Decoder[ToHelper] = msgspec.msgpack.Decoder(ToHelper)
@@ -121,7 +121,7 @@ class _Helper:
             os.set_blocking(errors, False)  # a worker must not block when nobody reads its standard error
             os.dup2(errors, 2)
             os.close(errors)
-            Worker(connection).run()
+            TextWorker(connection).run()
         except (BrokenPipeError, ConnectionResetError):
             pass
         except BaseException:

@@ -62,12 +62,12 @@ class _Lane:
         return waiting
 
 
-class Worker(asyncio.Protocol):
+class WorkerConnection(asyncio.Protocol):
     """The connection to one text worker. stall_s: returns the setting text_stall_s in seconds, 0 for no limit. on_end: called once,
     when the worker has ended; the death it is given is None after `close`."""
 
     def __init__(
-        self, number: int, model: str, stall_s: Callable[[], float], on_end: Callable[[Worker, Death | None], None]
+        self, number: int, model: str, stall_s: Callable[[], float], on_end: Callable[[WorkerConnection, Death | None], None]
     ) -> None:
         self.number, self.model, self.pid = number, model, 0
         self.alive = False

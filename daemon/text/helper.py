@@ -19,7 +19,7 @@ import msgspec
 from config.child_process import child_environment
 from daemon.errors import NotNow, ServerFault
 from daemon.text import deaths
-from daemon.text.connection import Worker
+from daemon.text.connection import WorkerConnection
 from daemon.text.deaths import Death
 from daemon.text.helper_messages import PACKET_BYTES, Ended, Fork, Forked, FromHelper, Kill, ToHelper
 from daemon.text.jobs import Open
@@ -31,12 +31,12 @@ _decoder: msgspec.msgpack.Decoder[FromHelper] = msgspec.msgpack.Decoder(FromHelp
 
 
 class Helper:
-    """Runs the text helper and connects to its workers. `connect` starts the helper if it does not run. stall_s: as in Worker.
-    on_death: called for every worker that ended without being asked to. preload: modules that the process imports before it
-    forks."""
+    """Runs the text helper and connects to its workers. `connect` starts the helper if it does not run. stall_s: as in
+    WorkerConnection. on_death: called for every worker that ended without being asked to. preload: modules that the process
+    imports before it forks."""
 
     def __init__(
-        self, stall_s: Callable[[], float], on_death: Callable[[Worker, Death], None], preload: Sequence[str] = ()
+        self, stall_s: Callable[[], float], on_death: Callable[[WorkerConnection, Death], None], preload: Sequence[str] = ()
     ) -> None:
         self._stall_s, self._on_death, self._preload = stall_s, on_death, preload
         self._process: subprocess.Popen[bytes] | None = None
@@ -46,7 +46,7 @@ class Helper:
         self._again: asyncio.Task[None] | None = None
         self._ended = False
         self._numbers = itertools.count(1)
-        self.workers: dict[int, Worker] = {}
+        self.workers: dict[int, WorkerConnection] = {}
         self._unanswered: dict[int, asyncio.TimerHandle] = {}  # the time limits of Fork messages, by worker number
 
     @property
@@ -72,7 +72,7 @@ class Helper:
         self._process, self._control, self._started_s = process, control, time.monotonic()
         asyncio.get_running_loop().add_reader(control, self._on_packets, control)
 
-    async def connect(self, opening: Open) -> Worker:
+    async def connect(self, opening: Open) -> WorkerConnection:
         """Has a new worker forked and returns the connection to it. Raises NotNow, ServerFault."""
         loop = asyncio.get_running_loop()
         for _ in range(2):
@@ -92,12 +92,12 @@ class Helper:
             raise ServerFault("internal_error", "the text helper does not start")
         ours.setblocking(False)
         self._unanswered[number] = loop.call_later(FORK_LIMIT_S, self._hangs, self._control)
-        worker = self.workers[number] = Worker(number, opening.name, self._stall_s, self._on_end)
+        worker = self.workers[number] = WorkerConnection(number, opening.name, self._stall_s, self._on_end)
         await loop.create_unix_connection(lambda: worker, sock=ours)
         worker.open(opening)
         return worker
 
-    def release(self, worker: Worker) -> None:
+    def release(self, worker: WorkerConnection) -> None:
         """Ends a worker; one in the middle of a job is killed."""
         if worker.num_waiting:
             self._send(Kill(worker.number))
@@ -166,7 +166,7 @@ class Helper:
             else:
                 worker.pid = message.pid
 
-    def _on_end(self, worker: Worker, death: Death | None) -> None:
+    def _on_end(self, worker: WorkerConnection, death: Death | None) -> None:
         self.workers.pop(worker.number, None)
         if death is None:
             return

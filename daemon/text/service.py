@@ -20,7 +20,7 @@ import msgspec
 
 from daemon.errors import BadRequest, HearthError, NotNow
 from daemon.models.entry import ModelEntry
-from daemon.text.connection import Worker, WorkerDied
+from daemon.text.connection import WorkerConnection, WorkerDied
 from daemon.text.deaths import Death
 from daemon.text.helper import Helper
 from daemon.text.jobs import (
@@ -96,7 +96,7 @@ class TextService:
         self._num_deaths: MutableMapping[str, int] = {} if num_deaths is None else num_deaths
         self._recent: dict[tuple[str, str], _Recent] = {}  # by model and cause
         self._repeated = RepeatedDeaths()
-        self._workers: OrderedDict[_Key, asyncio.Task[Worker]] = OrderedDict()
+        self._workers: OrderedDict[_Key, asyncio.Task[WorkerConnection]] = OrderedDict()
         self._alone = asyncio.Semaphore(ALONE_AT_A_TIME)
         self._tables: OrderedDict[_Key, asyncio.Task[TokenTable]] = OrderedDict()
         self._facts: dict[_Key, TextFacts] = {}
@@ -140,7 +140,7 @@ class TextService:
             for (name, _), one in self._recent.items()
         ]
 
-    def _died(self, worker: Worker, death: Death) -> None:
+    def _died(self, worker: WorkerConnection, death: Death) -> None:
         name = f"model {worker.model}" if worker.model else "request bodies and grammars"
         log.warning("text worker of %s (pid %d) ended: %s", name, worker.pid, death.details)
         self._num_deaths[death.cause] = self._num_deaths.get(death.cause, 0) + 1
@@ -241,7 +241,7 @@ class TextService:
             finally:
                 self._helper.release(worker)
 
-    def _count(self, key: _Key, worker: Worker, died: WorkerDied) -> None:
+    def _count(self, key: _Key, worker: WorkerConnection, died: WorkerDied) -> None:
         if worker.model and died.is_to_blame and not worker.has_answered:
             self._repeated.add(key, died.death)
 
@@ -251,7 +251,7 @@ class TextService:
             message = f"{_about(opening)} {death.why}, as did that of others before; it is tried again in {left_s:.0f} s"
             raise NotNow("text_worker_ended", message, retry_after_s=max(1.0, left_s))
 
-    async def _worker(self, key: _Key, opening: Open) -> Worker:
+    async def _worker(self, key: _Key, opening: Open) -> WorkerConnection:
         task = self._workers.get(key)
         if task is not None and task.done() and (task.cancelled() or task.exception() is not None or not task.result().alive):
             task = None

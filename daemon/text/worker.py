@@ -40,7 +40,7 @@ from loader.errors import shortened
 OOM_SCORE_ADJ = 900  # if memory runs out, the kernel ends a worker before the scanning process, the daemon and its engines
 
 
-class Worker:
+class TextWorker:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._lock = threading.Lock()

@@ -1,5 +1,4 @@
-"""Grouped-query attention over paged KV, with what families add to it: norms of queries and keys, biases, windows, capped scores.
-"""
+"""Grouped-query attention over paged KV, with what families add: norms of queries and keys, biases, windows, capped scores."""
 
 from __future__ import annotations
 

@@ -119,11 +119,11 @@ class Engine:
                 for fd, events in ready:
                     self.journal.beat(Doing.TURN)
                     if fd == self.lifecycle.fileno():
-                        self._settle()
+                        self._finish_launched()
                         self.lifecycle.take()
                         self._stats_dirty = True
                     elif fd == self.constraints.fileno():
-                        self._settle()
+                        self._finish_launched()
                         self._end_constrained(self.constraints.receive())
                     else:
                         if events & select.EPOLLOUT:
@@ -138,7 +138,7 @@ class Engine:
                 if busy:
                     self._turn(self.models.busy() if ready else busy)
                 elif self._under_way is not None:
-                    self._settle()
+                    self._finish_launched()
                 elif not ready and wait_s is not None:  # nothing runs and nothing arrived: send stats first
                     if self._stats_dirty:
                         self._send_stats(time.monotonic())
@@ -158,14 +158,14 @@ class Engine:
             return
         embedder = self.models.embedders.get(name)
         if embedder is not None:
-            self._settle()
+            self._finish_launched()
             self._embed(name, embedder)
             return
         served = self.models.by_name[name]
         if served.ahead is None:
-            self._settle()
+            self._finish_launched()
         scheduler = served.scheduler
-        self._end_constrained(self.constraints.settle(served))
+        self._end_constrained(self.constraints.ready(served))
         room = self.models.room_of(served, busy)
         try:
             plan = scheduler.plan(self.num_steps + 1, room)
@@ -176,7 +176,7 @@ class Engine:
             self._fail_hopeless(scheduler)
         self.models.discard_returned()
         if plan is None:
-            self._settle()
+            self._finish_launched()
             return
         self.num_steps += 1
         before, request_ids, expected_s = self._under_way, scheduler.table.request_id[plan.slots], served.limits.expected_s(plan)
@@ -202,7 +202,7 @@ class Engine:
 
     def _give_up(self, served: ServedModel, request_ids: list[int], why: str) -> None:
         """Fails the requests of a step that could not be started, so that all others go on."""
-        self._settle()
+        self._finish_launched()
         for request_id in request_ids:
             if self._model_of.pop(request_id, None) is not None:  # else it ended with the step before
                 served.scheduler.abort(request_id)
@@ -210,7 +210,7 @@ class Engine:
                 self.channel.send(RequestFailed(request_id, "no_work_space", f"model {served.spec.model}: {why}"))
         self._stats_dirty = True
 
-    def _settle(self) -> None:
+    def _finish_launched(self) -> None:
         """Takes in the result of the step under way, if there is one; afterwards nothing runs on the device."""
         step, self._under_way = self._under_way, None
         if step is not None:
@@ -326,7 +326,7 @@ class Engine:
     def _handle(self, message: Any) -> None:
         self.journal.beat(Doing.TURN)
         if type(message) is not Submit:  # anything else changes what a step under way relies on
-            self._settle()
+            self._finish_launched()
         match message:
             case Submit():
                 self._submit(message)

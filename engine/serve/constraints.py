@@ -214,7 +214,7 @@ class Constraints:
         if grammars is not None and keys:
             self._send(grammars, Advance(keys, tokens))
 
-    def settle(self, served: ServedModel) -> list[End]:
+    def ready(self, served: ServedModel) -> list[End]:
         """Prepares for the model's next step: waits up to GRACE_S for masks that are nearly ready, and ends requests that no
         token is left for. Returns the ends, as `receive` does."""
         model = served.spec.model

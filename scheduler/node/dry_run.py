@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from scheduler.node import admission, eviction, explain, look, pins, placement, residency
+from scheduler.node import admission, device_choice, eviction, explain, look, pins, residency
+from scheduler.node.device_choice import Option
 from scheduler.node.eviction import Target
 from scheduler.node.node import Device, Model, Node
-from scheduler.node.placement import Option
 from scheduler.node.views import CandidateView, DevicePlan, LoadPlan
 
 FITS, EVICTS, FORCES, WAITS, THERE, REFUSED = "fits", "evicts", "forces", "waits", "there", "refused"
@@ -27,7 +27,7 @@ def load(node: Node, model: Model) -> LoadPlan:
         reason = "; ".join([model.reason, *explain.waits_for(node, model)])
         return _plan(node, model, THERE, reason, where.device, ())
     found = {device.name: _option(node, model, device) for device in devices}
-    chosen = placement.choose([option for option in found.values() if option is not None])
+    chosen = device_choice.choose([option for option in found.values() if option is not None])
     plans = tuple(_on_device(node, model, device, found[device.name]) for device in devices)
     if chosen is None:
         return _plan(node, model, WAITS, "; ".join(plan.reason for plan in plans) or "no device is there yet", "", plans)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Protocol
 
+from scheduler.node.device_choice import Option
 from scheduler.node.eviction import Resident
-from scheduler.node.placement import Option
 from scheduler.node.views import PlacementView, VictimView
 
 _PLACEMENTS = 256

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scheduler.node import eviction, pins, placement, residency
+from scheduler.node import device_choice, eviction, pins, residency
 from scheduler.node.eviction import Resident, Target
 from scheduler.node.node import Device, Model, Node, Placement
 
@@ -10,7 +10,7 @@ from scheduler.node.node import Device, Model, Node, Placement
 _NUM_CANDIDATES = 8
 
 
-def next_option(node: Node, device: Device) -> tuple[Model, placement.Option] | None:
+def next_option(node: Node, device: Device) -> tuple[Model, device_choice.Option] | None:
     """Returns the placement to begin on a device; None: nothing can begin now, and a deadline is set if time alone will change
     that.
 
@@ -41,13 +41,13 @@ def next_option(node: Node, device: Device) -> tuple[Model, placement.Option] | 
     return None
 
 
-def best_option(node: Node, model: Model, may_force: bool, idle: dict[str, int] | None = None) -> placement.Option | None:
+def best_option(node: Node, model: Model, may_force: bool, idle: dict[str, int] | None = None) -> device_choice.Option | None:
     """Returns the best option of a model. `idle`: device -> chunks of its idle models, reused over the candidates of one look."""
     devices = [node.devices[name] for name in model.devices]
     options = [option for device in devices if (option := plan(node, model, device, False, idle=idle)) is not None]
     if not options and may_force:
         options = [option for device in devices if (option := plan(node, model, device, True)) is not None]
-    return placement.choose(options)
+    return device_choice.choose(options)
 
 
 def plan(
@@ -57,7 +57,7 @@ def plan(
     may_force: bool,
     instead: Placement | None = None,
     idle: dict[str, int] | None = None,
-) -> placement.Option | None:
+) -> device_choice.Option | None:
     """Returns which models would have to leave the device now. `instead`: a placement under way whose room and idle victims count
     as free. Only one placement of a device forces models out at a time."""
     if not device.available or not pins.fits_beside_pins(model, device):
@@ -83,7 +83,7 @@ def plan(
     target = Target(model.size.chunks, work_space, room)
     residents = [describe(node, device, resident, may_force, instead) for resident in device.resident.values()]
     chosen = eviction.victims(target, residents)
-    return None if chosen is None else placement.Option(device.name, chosen, ledger.lease_chunks)
+    return None if chosen is None else device_choice.Option(device.name, chosen, ledger.lease_chunks)
 
 
 def evictable(node: Node, model: Model, may_force: bool, instead: Placement | None) -> bool:

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from scheduler.node import keeping, look, pins, preemption, residency
 from scheduler.node.actions import Evict, Load, RestartEngine
+from scheduler.node.device_choice import Option
 from scheduler.node.events import EvictFinished
 from scheduler.node.models import rest
 from scheduler.node.node import LOADS, VICTIMS_DRAIN, VICTIMS_LEAVE, WAITS_FOR_LOADER, Copy, Device, Model, Node, Placement
-from scheduler.node.placement import Option
 
 # ---- beginning
 

@@ -135,7 +135,7 @@ class SimulatedEngine:
             self._start(at)
         self._now = max(self._now, now)
         if isinstance(self._under_way, _Rounds):
-            self._settle(self._under_way)
+            self._account(self._under_way)
 
     # ---- models
 
@@ -305,7 +305,7 @@ class SimulatedEngine:
             passed = (self._now - self._began) / rounds.round_s
             rounds.num = min(rounds.num, ceil(passed * of_round - _DUE) / of_round)
 
-    def _settle(self, rounds: _Rounds) -> None:
+    def _account(self, rounds: _Rounds) -> None:
         """Accounts for the steps of the current rounds that are over by now."""
         of_round = len(rounds.decoded)
         num = min(rounds.num, int((self._now - self._began) / rounds.round_s * of_round + _DUE) / of_round)

@@ -15,7 +15,7 @@ import pytest
 from config import child_process
 from config.schema import DeviceBudget, NodeConfig
 from daemon.engines import workers
-from daemon.engines.workers import EngineSpec, Worker, threads_per_engine
+from daemon.engines.workers import EngineSpec, EngineWorker, threads_per_engine
 from engine import protocol
 from tests.e2e.chat import Stream
 from tests.e2e.checkpoints import make_model
@@ -125,11 +125,11 @@ class Told:
 
 
 @pytest.fixture
-async def pair() -> AsyncIterator[tuple[Worker, Told]]:
+async def pair() -> AsyncIterator[tuple[EngineWorker, Told]]:
     told = Told()
     config = NodeConfig(runner="null", chunk_bytes=2 << 20, null_step_ms=1.0)
     spec = EngineSpec(DeviceBudget("cpu:0", 64 << 20), 0, config, 1)
-    worker = Worker("cpu:0", 1, lambda: spec, told)
+    worker = EngineWorker("cpu:0", 1, lambda: spec, told)
     worker.start()
     worker.configure()
     async with asyncio.timeout(60):
@@ -137,7 +137,7 @@ async def pair() -> AsyncIterator[tuple[Worker, Told]]:
     await worker.stop()
 
 
-async def test_a_death_is_told_with_the_step_it_happened_in(pair: tuple[Worker, Told], tmp_path: Path) -> None:
+async def test_a_death_is_told_with_the_step_it_happened_in(pair: tuple[EngineWorker, Told], tmp_path: Path) -> None:
     worker, told = pair
     ready = await told.ups.get()
     assert (ready.pid, worker.up) == (worker.pid, True)
@@ -154,7 +154,7 @@ async def test_a_death_is_told_with_the_step_it_happened_in(pair: tuple[Worker, 
     assert worker.restarts == 1
 
 
-async def test_restart_is_a_death_with_that_reason(pair: tuple[Worker, Told]) -> None:
+async def test_restart_is_a_death_with_that_reason(pair: tuple[EngineWorker, Told]) -> None:
     worker, told = pair
     await told.ups.get()
     worker.restart("a load is stuck")
@@ -162,7 +162,7 @@ async def test_restart_is_a_death_with_that_reason(pair: tuple[Worker, Told]) ->
     await told.ups.get()
 
 
-async def test_stop_ends_an_engine_that_does_not_listen(pair: tuple[Worker, Told], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stop_ends_an_engine_that_does_not_listen(pair: tuple[EngineWorker, Told], monkeypatch: pytest.MonkeyPatch) -> None:
     worker, told = pair
     pid = (await told.ups.get()).pid
     monkeypatch.setattr(workers, "STOP_LIMIT_S", 0.3)
@@ -175,15 +175,15 @@ async def test_stop_ends_an_engine_that_does_not_listen(pair: tuple[Worker, Told
 
 async def test_a_start_is_timed_anew_after_a_pause_of_the_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
     told, is_timed = Told(), asyncio.Event()
-    expect_ready = Worker._expect_ready
+    expect_ready = EngineWorker._expect_ready
 
-    def noted(worker: Worker) -> None:
+    def noted(worker: EngineWorker) -> None:
         expect_ready(worker)
         is_timed.set()
 
-    monkeypatch.setattr(Worker, "_expect_ready", noted)
+    monkeypatch.setattr(EngineWorker, "_expect_ready", noted)
     spec = EngineSpec(DeviceBudget("cpu:0", 64 << 20), 0, NodeConfig(runner="null", chunk_bytes=2 << 20), 1)
-    worker = Worker("cpu:0", 1, lambda: spec, told)
+    worker = EngineWorker("cpu:0", 1, lambda: spec, told)
     worker.start()
     async with asyncio.timeout(60):
         await is_timed.wait()  # it is spawned, and gets ready once it is configured
@@ -200,7 +200,9 @@ async def test_a_start_is_timed_anew_after_a_pause_of_the_daemon(monkeypatch: py
     await worker.stop()
 
 
-async def test_an_engine_that_does_not_get_ready_is_restarted(pair: tuple[Worker, Told], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_that_does_not_get_ready_is_restarted(
+    pair: tuple[EngineWorker, Told], monkeypatch: pytest.MonkeyPatch
+) -> None:
     worker, told = pair
     await told.ups.get()
     monkeypatch.setattr(workers, "START_LIMIT_S", 0.0)
@@ -228,7 +230,7 @@ async def test_back_off_grows_while_an_engine_cannot_start(monkeypatch: pytest.M
     monkeypatch.setattr(workers.asyncio, "sleep", noted)
     told = Told()
     spec = EngineSpec(DeviceBudget("cpu:0", 64 << 20), 0, NodeConfig(runner="null", chunk_bytes=2 << 20), 1)
-    worker = Worker("cpu:0", 1, lambda: spec, told)
+    worker = EngineWorker("cpu:0", 1, lambda: spec, told)
     worker.start()
     worker.configure()
     async with asyncio.timeout(60):
@@ -249,7 +251,7 @@ async def test_a_device_out_of_memory_is_explained_by_who_holds_it(monkeypatch: 
     monkeypatch.setattr(child_process, "PACKAGES", tmp_path)
     told = Told()
     spec = EngineSpec(DeviceBudget("cuda:0", 1 << 30, "GPU-a"), 0, NodeConfig(runner="null", chunk_bytes=2 << 20), 1)
-    worker = Worker("cuda:0", 1, lambda: spec, told, gpu="GPU-a", no_memory=lambda error: f"{error}, held by pid 7")
+    worker = EngineWorker("cuda:0", 1, lambda: spec, told, gpu="GPU-a", no_memory=lambda error: f"{error}, held by pid 7")
     worker.start()
     worker.configure()
     async with asyncio.timeout(60):

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from daemon.text import connection, deaths
-from daemon.text.connection import Worker, WorkerDied
+from daemon.text.connection import WorkerConnection, WorkerDied
 from daemon.text.deaths import Death
 from daemon.text.jobs import CheckGrammar, Deferred, Describe, Done, ToWorker
 from engine.protocol import FrameReader, encode
@@ -26,9 +26,9 @@ class Other:
         self.ended: list[Death | None] = []
         self._reader = FrameReader(ToWorker)
 
-    async def connect(self) -> Worker:
+    async def connect(self) -> WorkerConnection:
         loop = asyncio.get_running_loop()
-        worker = Worker(1, "m", lambda: self.stall_s, lambda worker, death: self.ended.append(death))
+        worker = WorkerConnection(1, "m", lambda: self.stall_s, lambda worker, death: self.ended.append(death))
         await loop.create_unix_connection(lambda: worker, sock=self.ours)
         return worker
 
@@ -51,7 +51,7 @@ async def other():
     other.ours.close()
 
 
-async def started(other: Other, worker: Worker, number: int) -> list[asyncio.Task[list[bytes]]]:
+async def started(other: Other, worker: WorkerConnection, number: int) -> list[asyncio.Task[list[bytes]]]:
     tasks = [asyncio.create_task(worker.call(Describe(at))) for at in range(number)]
     assert await other.jobs(number) == list(range(number))
     return tasks

@@ -24,7 +24,7 @@ from daemon.text.detokenizer import decode
 from daemon.text.helper_messages import Ended
 from daemon.text.jobs import LIMIT_BYTES, Encode, Open
 from daemon.text.service import TextService
-from daemon.text.worker import OOM_SCORE_ADJ, Worker
+from daemon.text.worker import OOM_SCORE_ADJ, TextWorker
 from tests.daemon.text.tokenizers_made import CHATML, byte_level, checkpoint, model
 
 MESSAGES = msgspec.msgpack.encode([{"role": "user", "content": "The fox"}])
@@ -246,7 +246,7 @@ class Panic(BaseException):
 
 
 async def test_a_panic_of_a_library_is_told_and_the_worker_goes_on(tmp_path, monkeypatch):
-    worker = Worker.__new__(Worker)
+    worker = TextWorker.__new__(TextWorker)
     sent: list[Any] = []
     worker._send = sent.append  # type: ignore[method-assign]
     folder = checkpoint(tmp_path / "m", byte_level())

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.node import eviction, placement, residency
+from scheduler.node import device_choice, eviction, residency
 from scheduler.node.costs import LoadCosts, Rate
+from scheduler.node.device_choice import Option
 from scheduler.node.eviction import Resident, Target
 from scheduler.node.lazy_heap import LazyHeap
 from scheduler.node.ledger import DeviceLedger, Size, arithmetic, size_of
-from scheduler.node.placement import Option
 from tests.scheduler.node.fake_node import MIB, facts
 
 
@@ -163,8 +163,8 @@ def test_the_choice_of_a_device() -> None:
     busy = Option("e", [resident("z", 1, 0, busy=True)], 99)
     ranked = [roomy, free, idle, dear, busy]
     for first, second in itertools.combinations(ranked, 2):
-        assert placement.choose([second, first]) is first
-    assert placement.choose([]) is None
+        assert device_choice.choose([second, first]) is first
+    assert device_choice.choose([]) is None
 
 
 # ---- costs
