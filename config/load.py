@@ -50,9 +50,10 @@ def located(error: ConfigError) -> ConfigError:
 
 def load(path: str | None, flags: Mapping[str, Any] | None = None) -> NodeConfig:
     """Returns the settings of the TOML file at `path` (None: no file) and of `flags`, which override it. flags: maps a key to its
-    value as on the command line, a text or a list of texts. In the result `chunk_bytes` and `max_body_bytes` are numbers of
-    bytes, and the sockets and folders have their defaults filled in. Paths are absolute, because engines run in another
-    folder: a flag's is relative to the current folder, a file's to the folder of the file. Raises ConfigError."""
+    value as on the command line, a text or a list of texts. In the result `chunk_bytes`, `max_body_bytes` and
+    `stored_responses_bytes` are numbers of bytes, and the sockets and folders have their defaults filled in. Paths are absolute,
+    because engines run in another folder: a flag's is relative to the current folder, a file's to the folder of the file. Raises
+    ConfigError."""
     try:
         return _load(path, flags)
     except ConfigError as error:
@@ -82,6 +83,7 @@ def _load(path: str | None, flags: Mapping[str, Any] | None) -> NodeConfig:
         cache_dir=config.cache_dir or paths.cache_dir(),
         chunk_bytes=units.parse_bytes(config.chunk_bytes),
         max_body_bytes=units.parse_bytes(config.max_body_bytes),
+        stored_responses_bytes=_bytes_or_none(config.stored_responses_bytes),
     )
     _check_across(path or "flags", config)
     return config
@@ -252,6 +254,15 @@ def _size(value: Any) -> None:
     units.parse_bytes(value)
 
 
+def _size_or_none(value: Any) -> None:
+    _bytes_or_none(value)
+
+
+def _bytes_or_none(value: int | str) -> int:
+    """Returns a size in bytes, which unlike others may be 0."""
+    return 0 if value in (0, "0") else units.parse_bytes(value)
+
+
 def _size_or_share(value: Any) -> None:
     units.parse_size_or_share(value, 1 << 40)
 
@@ -308,6 +319,7 @@ _CHECKS: dict[str, Callable[[Any], None]] = {
     "device": _device_specs,
     "chunk_bytes": _chunk,
     "max_body_bytes": _size,
+    "stored_responses_bytes": _size_or_none,
     "host_tier_bytes": _size_or_share,
     "isolate_bytes": _size,
     "preempt_after_s": _between(0),

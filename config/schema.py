@@ -231,6 +231,14 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     request_timeout_s: Annotated[float, key("longest life of one request", "s", LIVE)] = 600.0
     body_read_timeout_s: Annotated[float, key("a request's body must be in by then", "s", LIVE)] = 10.0
     max_body_bytes: Annotated[int | str, key("largest request body", "bytes")] = "16MiB"
+    stored_responses_bytes: Annotated[
+        int | str,
+        key(
+            "memory for the responses of /v1/responses, which later ones follow by previous_response_id; the oldest make room, and "
+            "a restart forgets them; 0: none are kept",
+            "bytes",
+        ),
+    ] = "64MiB"
     max_queued_per_model: Annotated[
         int,
         key(

@@ -191,20 +191,11 @@ class Lifecycle:
         access = Access(self._keys if ask else None, node.settings, listen, node.metric.count_refused, rules)
         if access.keys is not None:
             self._accesses.append(access)
-        return make_runner(
-            make_app(
-                node.dispatcher,
-                node.registry,
-                node.text,
-                node.settings,
-                NodeHealth(node),
-                access,
-                serves,
-                feed,
-                node.metric.count_answer,
-            ),
-            FLUSH_LIMIT_S,
-        )
+        app = make_app(
+            node.dispatcher, node.registry, node.text, node.settings, NodeHealth(node),
+            access, serves, feed, node.metric.count_answer, node.stored,
+        )  # fmt: skip
+        return make_runner(app, FLUSH_LIMIT_S)
 
     def _control_sockets(self, passed: Mapping[str, list[socket.socket]]) -> dict[str, list[socket.socket]]:
         """Returns the control and status sockets by name. Sockets that systemd did not pass are made. Raises SocketError."""

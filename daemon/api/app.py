@@ -11,10 +11,12 @@ from aiohttp.http import HttpProcessingError
 
 from config.units import parse_bytes
 from daemon.access.admission import Access
+from daemon.access.keys import Tenant
 from daemon.api import router
 from daemon.api.context import ApiContext
 from daemon.api.endpoint import Call, Endpoint
 from daemon.api.request_scope import RequestScope
+from daemon.api.response_store import ResponseStore
 from daemon.contracts import Guarded, HealthPort, HttpSettings, ModelPort, RequestPort
 from daemon.errors import BadRequest, HearthError, ServerFault
 from daemon.http.answers import SERVER, error_response
@@ -42,11 +44,12 @@ def make_app(
     serves: Callable[[Guarded], bool] = lambda endpoint: True,
     feed: PageFeed | None = None,
     answered: Callable[[str, int], None] = lambda endpoint, status: None,
+    stored: ResponseStore | None = None,
 ) -> web.Application:
     """Returns the application. It must be served through `make_runner`, without whose settings a client's disconnect goes
     unnoticed. access: by default no keys, and this machine's names only. serves: whether an endpoint is served here. feed:
     what the status page shows; None: there is no page. answered: called for each answer with the endpoint's name ("" for an
-    unknown path) and the status."""
+    unknown path) and the status. stored: the responses that later ones may follow; by default none are."""
     context = ApiContext(
         requests=requests,
         models=models,
@@ -59,6 +62,7 @@ def make_app(
         serves=serves,
         page=feed,
         answered=answered,
+        stored=stored or ResponseStore(0),
     )
 
     async def handle(request: web.Request) -> web.StreamResponse:
@@ -122,7 +126,7 @@ async def _answer_errors(request: web.Request, context: ApiContext) -> web.Strea
             if tenant is not None:
                 scope = RequestScope(tenant, context.models, context.requests)
                 context = context.scoped(scope, scope, more_headers)
-            response = await _handle(request, context, target, name, stranger=tenant is None)
+            response = await _handle(request, context, target, name, tenant)
         status = response.status
     except HearthError as error:
         response = _error(error, endpoint)
@@ -163,8 +167,9 @@ def _error(error: HearthError, endpoint: Endpoint | None) -> web.Response:
 
 
 async def _handle(
-    request: web.Request, context: ApiContext, target: router.Target | None, request_id: str, stranger: bool
+    request: web.Request, context: ApiContext, target: router.Target | None, request_id: str, tenant: Tenant | None
 ) -> web.StreamResponse:
+    """Calls the endpoint. tenant: None for a stranger, see Call."""
     if target is None or not context.serves(target.endpoint):
         raw_path = request.rel_url.raw_path[:256]
         near = router.nearest(raw_path)
@@ -176,4 +181,5 @@ async def _handle(
         response = _error(error, endpoint)
         response.headers["Allow"] = ", ".join(endpoint.methods)
         return response
-    return await endpoint.handle(Call(request, context, endpoint, target.scope, target.model_id, request_id, stranger))
+    sender = "" if tenant is None else tenant.name
+    return await endpoint.handle(Call(request, context, endpoint, target.scope, target.path_id, request_id, tenant is None, sender))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from daemon.access.admission import Access
+from daemon.api.response_store import ResponseStore
 from daemon.contracts import Guarded, HealthPort, HttpSettings, ModelPort, RequestPort
 from daemon.page.feed import PageFeed
 from daemon.streams.stream_clock import StreamClock
@@ -21,6 +22,7 @@ class ApiContext:
     settings: HttpSettings
     clock: StreamClock
     max_body_bytes: int
+    stored: ResponseStore
     access: Access = field(default_factory=Access)
     serves: Callable[[Guarded], bool] = lambda endpoint: True  # whether this listener serves it
     page: PageFeed | None = None  # None: there is no status page
@@ -32,5 +34,5 @@ class ApiContext:
         request's checks."""
         return ApiContext(
             requests, models, self.text, self.health, self.settings, self.clock, self.max_body_bytes,
-            self.access, self.serves, self.page, more_headers, self.answered,
+            self.stored, self.access, self.serves, self.page, more_headers, self.answered,
         )  # fmt: skip

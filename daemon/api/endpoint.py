@@ -64,7 +64,8 @@ class Body(Generic[HeadT]):
 class Endpoint:
     """One thing that the API offers.
 
-    name: in logs and metrics. paths: the first is the one that the reference names. about: a line of the reference.
+    name: in logs and metrics. paths: the first is the one that the reference names; one may end in {id}, for any text. about: a
+    line of the reference.
     per_model: also served below /m/MODEL, for that model alone.
 
     error_body: returns an error as the endpoint's clients expect it.
@@ -88,13 +89,14 @@ class Endpoint:
 
 @dataclass(slots=True)
 class Call:
-    """One request at an endpoint. scope: the model of /m/MODEL/…; None: the path names none. model_id: of /v1/models/ID.
-    stranger: keys are set and the request has none."""
+    """One request at an endpoint. scope: the model of /m/MODEL/…; None: the path names none. path_id: what stands for the {id} of
+    the endpoint's path. stranger: keys are set and the request has none. tenant: its sender's name, "" without keys."""
 
     request: web.Request
     context: ApiContext
     endpoint: Endpoint
     scope: str | None
-    model_id: str | None
+    path_id: str | None
     request_id: str
     stranger: bool = False
+    tenant: str = ""

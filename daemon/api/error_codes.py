@@ -22,6 +22,11 @@ CODES: dict[str, tuple[int, str, str]] = {
         "allow an end token, too; or rule out less",
     ),
     "context_length_exceeded": (400, "prompt and output are longer than the model's max_model_len", "shorten; or raise it"),
+    "previous_response_not_found": (
+        400,
+        "the response that previous_response_id names, or one that it follows, is not kept (any more)",
+        "send the conversation as `input`; or raise stored_responses_bytes",
+    ),
     "wrong_task": (400, "embeddings of a model that generates text, or the other way round", "name another model"),
     "no_chat_template": (400, "the checkpoint has no chat template", "use completions, or set `chat_template` for the model"),
     "text_work_failed": (
@@ -46,6 +51,7 @@ CODES: dict[str, tuple[int, str, str]] = {
     "not_admin": (403, "this tells of all tenants and the key's tenant is no `admin`", "use an admin's key"),
     "permission_denied": (403, "a command over the status socket, or a socket one may not open", "join the group hearthd"),
     "not_found": (404, "no such path; `hearth why`: no such model or request", "see the paths above"),
+    "response_not_found": (404, "no response of that id is kept for this key's tenant", "see stored_responses_bytes"),
     "model_not_found": (404, "no model of that name that this key may use", "see `GET /v1/models`, `hearth models`"),
     "model_removed": (404, "the model's folder went while the request waited", "put it back"),
     "method_not_allowed": (405, "the path is there for another method; `Allow` names it", "use that"),

@@ -7,23 +7,26 @@ from typing import NamedTuple
 from urllib.parse import unquote_to_bytes
 
 from daemon.api.endpoint import Endpoint
-from daemon.api.endpoints.models import MODEL
 from daemon.api.endpoints.registry import ENDPOINTS
 
-_MODEL_PREFIX = MODEL.paths[0].removesuffix("{id}")
-_FIXED = {path.rstrip("/"): endpoint for endpoint in ENDPOINTS for path in endpoint.paths if endpoint is not MODEL}
+_ID = "{id}"
+_PATHS = [(path, endpoint) for endpoint in ENDPOINTS for path in endpoint.paths]
+_FIXED = {path.rstrip("/"): endpoint for path, endpoint in _PATHS if not path.endswith(_ID)}
+_WITH_ID = {path.removesuffix(_ID): endpoint for path, endpoint in _PATHS if path.endswith(_ID)}
 _PER_MODEL = [path for path, endpoint in _FIXED.items() if endpoint.per_model]
-_SCOPED = re.compile(
-    rf"/m/(?P<model>.+?)(?P<rest>{re.escape(_MODEL_PREFIX)}.+|" + "|".join(map(re.escape, _PER_MODEL)) + r")/?", re.DOTALL
-)
+_SCOPED_RESTS = [
+    *(re.escape(prefix) + ".+" for prefix, endpoint in _WITH_ID.items() if endpoint.per_model),
+    *map(re.escape, _PER_MODEL),
+]
+_SCOPED = re.compile(rf"/m/(?P<model>.+?)(?P<rest>{'|'.join(_SCOPED_RESTS)})/?", re.DOTALL)
 
 
 class Target(NamedTuple):
-    """What a path names. scope, model_id: see Call."""
+    """What a path names. scope, path_id: see Call."""
 
     endpoint: Endpoint
     scope: str | None
-    model_id: str | None
+    path_id: str | None
 
 
 def target(raw_path: str) -> Target | None:
@@ -36,9 +39,10 @@ def target(raw_path: str) -> Target | None:
     endpoint = _FIXED.get(raw_path.rstrip("/"))
     if endpoint is not None and (scope is None or endpoint.per_model):
         return Target(endpoint, scope, None)
-    if raw_path.startswith(_MODEL_PREFIX) and len(raw_path) > len(_MODEL_PREFIX):
-        model_id = _unquote(raw_path.removeprefix(_MODEL_PREFIX))
-        return None if model_id is None else Target(MODEL, scope, model_id)
+    for prefix, endpoint in _WITH_ID.items():
+        if raw_path.startswith(prefix) and len(raw_path) > len(prefix):
+            path_id = _unquote(raw_path.removeprefix(prefix))
+            return None if path_id is None else Target(endpoint, scope, path_id)
     return None
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from config.schema import DeviceBudget, NodeConfig
 from daemon.access.keys import Keys
 from daemon.api.endpoints.registry import BODY_MODULES
+from daemon.api.response_store import ResponseStore
 from daemon.engines.carve_outs import divide
 from daemon.engines.engine_events import EngineEvents
 from daemon.engines.engine_rounds import EngineRounds
@@ -116,6 +117,7 @@ class NodeParts:
         self.gpu_watch = GpuWatch(self.inventory, devices, self._gpu_fault)
         self.dispatcher.engines = dict(self.workers)
         self.text = TextService(stall_s=lambda: self.config.text_stall_s, num_deaths=self.metric.text_deaths, preload=BODY_MODULES)
+        self.stored = ResponseStore(int(config.stored_responses_bytes))
         self.reload: Callable[[], Awaitable[dict[str, Any]]] | None = None
         self.url = ""
         self.keys: Keys | None = None  # None: no keys are set

@@ -11,6 +11,7 @@ the buffer has drained.
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Callable, Sequence
 
 from daemon.errors import HearthError, ServerFault
@@ -317,13 +318,15 @@ class StreamGroup:
 
 
 class Collector:
-    """The TokenSink of one sequence that is answered in one piece."""
+    """The TokenSink of one sequence that is answered in one piece. parts: its text. counts: for each part, the tokens until
+    its end."""
 
-    __slots__ = ("_group", "_text", "index", "num_tokens", "parts", "reason")
+    __slots__ = ("_group", "_text", "counts", "index", "num_tokens", "parts", "reason")
 
     def __init__(self, group: CollectorGroup, index: int, text: Text) -> None:
         self._group, self._text, self.index = group, text, index
         self.parts: list[str] = []
+        self.counts = array("I")
         self.reason = ""
         self.num_tokens = 0
 
@@ -337,6 +340,7 @@ class Collector:
         self.num_tokens = self._text.num_tokens
         if text:
             self.parts.append(text)
+            self.counts.append(self.num_tokens)
         if self._text.matched:
             self.reason = "stop"
             if not finish:
@@ -345,6 +349,14 @@ class Collector:
             self.reason = REASONS[finish]
         if self.reason:
             self._group.ended()
+
+    def tokens_until(self, num_characters: int) -> int:
+        """Returns the number of tokens that make the first `num_characters` of the text."""
+        for part, count in zip(self.parts, self.counts, strict=True):
+            num_characters -= len(part)
+            if num_characters <= 0:
+                return count
+        return self.num_tokens
 
     def failed(self, error: HearthError) -> None:
         self._group.fail(error)

@@ -11,7 +11,7 @@ from daemon.errors import HearthError, ServerFault
 from daemon.streams.stream import REASONS, Stream, StreamGroup, Text
 from daemon.streams.stream_parts import Connection
 from daemon.text.reply_parser import ReplyParser
-from daemon.text.tool_parsers.pieces import ARGUMENTS, CALL, CONTENT, REASONING, Piece
+from daemon.text.tool_parsers.pieces import ARGUMENTS, CONTENT, REASONING, Piece
 from engine.protocol import FINISH_ABORT, FINISH_LENGTH
 
 TOOL_CALLS = "tool_calls"  # finish_reason of a reply with a complete call
@@ -30,7 +30,7 @@ class ToolStream:
     """The TokenSink of one streamed sequence with tools or reasoning, and a member of a StreamGroup.
 
     If the client reads too slowly, neighbouring pieces of one kind are sent as one. plain: makes the Stream that takes over once
-    the reasoning is over and the rest of the text needs no parsing."""
+    the reasoning is over and the rest of the text needs no parsing; None: no Stream does."""
 
     __slots__ = (
         "_connection", "_ended", "_first", "_frames", "_group", "_heir", "_parser", "_pending", "_plain", "_reason", "_text",
@@ -38,7 +38,13 @@ class ToolStream:
     )  # fmt: skip
 
     def __init__(
-        self, group: StreamGroup, index: int, frames: PieceFrames, text: Text, parser: ReplyParser, plain: Callable[[], Stream]
+        self,
+        group: StreamGroup,
+        index: int,
+        frames: PieceFrames,
+        text: Text,
+        parser: ReplyParser,
+        plain: Callable[[], Stream] | None,
     ) -> None:
         self._group, self.index, self._frames, self._text, self._parser = group, index, frames, text, parser
         self._plain = plain
@@ -69,11 +75,11 @@ class ToolStream:
             if not finish:
                 self._group.cancel_one(self.index)
         self.flush()
-        if self._parser.is_through and not (self._pending or self._first or self._ended):
-            self._hand_over()
+        if self._plain is not None and self._parser.is_through and not (self._pending or self._first or self._ended):
+            self._hand_over(self._plain())
 
-    def _hand_over(self) -> None:
-        heir = self._heir = self._plain()
+    def _hand_over(self, heir: Stream) -> None:
+        self._heir = heir
         heir.num_tokens = self.num_tokens
         self._group.streams[self.index] = heir
         heir.opened(self._connection, self._write)
@@ -115,12 +121,10 @@ def finish_reason(reason: str, num_calls: int) -> str:
 
 
 def _joined(pieces: list[Piece]) -> list[Piece]:
-    """Returns the pieces that are sent to clients, with neighbours of one kind joined."""
+    """Returns the pieces with neighbours of one kind joined."""
     joined: list[Piece] = []
     texts: list[str] = []
     for piece in pieces:
-        if piece.kind != CALL and piece.kind not in _JOINED:
-            continue
         if joined and piece.kind in _JOINED and joined[-1].kind == piece.kind and joined[-1].call == piece.call:
             texts.append(piece.text)
             continue

@@ -19,8 +19,8 @@ async def _list(call: Call) -> web.Response:
 async def _one(call: Call) -> web.Response:
     if call.scope is not None:
         call.context.models.resolve(call.scope)
-    assert call.model_id is not None
-    return json_response(_model_object(_find(call.context.models, call.model_id)))
+    assert call.path_id is not None
+    return json_response(_model_object(_find(call.context.models, call.path_id)))
 
 
 def _find(models: ModelPort, name: str) -> ModelEntry:

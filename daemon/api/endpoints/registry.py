@@ -11,6 +11,7 @@ from daemon.api.endpoints.messages import COUNT_TOKENS, MESSAGES
 from daemon.api.endpoints.models import MODEL, MODELS
 from daemon.api.endpoints.node import LOAD, METRICS, NODE_VERSION
 from daemon.api.endpoints.page import PAGE, PAGE_EVENTS
+from daemon.api.endpoints.responses import RESPONSE, RESPONSES
 from daemon.api.endpoints.tokenize import DETOKENIZE, TOKENIZE
 
 ENDPOINTS = tuple(value for value in vars().values() if isinstance(value, Endpoint))

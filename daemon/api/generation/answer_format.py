@@ -67,7 +67,8 @@ class AnswerFormat:
     id_prefix: how an answer's id begins. prompt_field: the body's field that holds the prompt, for error messages.
     default_max_tokens: None: what the context leaves. takes_replies_apart: tool calls and reasoning are fields of their own.
     shows_end_token: the token that ended the text has log-probabilities, too. one_prompt_report: an answer reports on its
-    prompt once, not with each choice. bounds_max_tokens: a max_tokens that the context does not leave is reduced, not refused."""
+    prompt once, not with each choice. bounds_max_tokens: a max_tokens that the context does not leave is reduced, not refused.
+    repeats_text: its last events repeat the text, so a stream renders all of it through pieces()."""
 
     id_prefix: str
     prompt_field: str
@@ -79,3 +80,4 @@ class AnswerFormat:
     logprobs: Callable[[LogprobTrail], Rendering]
     whole: Callable[[Finished], object]
     stream: Callable[[AnswerHead], StreamFormat]
+    repeats_text: bool = False

@@ -23,7 +23,7 @@ from daemon.api.generation.event_stream import EventStream
 from daemon.api.generation.logprobs import whole_logprobs_json
 from daemon.api.generation.prompt_first import prompt_first
 from daemon.api.generation.prompt_logprobs import check_size, prompt_logprobs_json, prompt_trail
-from daemon.api.generation.reply_format import ReplyFormat, reply_format
+from daemon.api.generation.reply_format import ReplyFormat, plain_format, reply_format
 from daemon.api.generation.sampling import check_n, nth, sampling_params
 from daemon.api.generation.texts import texts_of, written_prompts
 from daemon.api.generation.tool_dialect import allow_plain_calls
@@ -41,8 +41,16 @@ UNPACKED_AT_ONCE = 1 << 15  # token ids made Python objects in one go: about 1 m
 
 async def generate(call: Call, body: Body[Head], form: AnswerFormat) -> web.StreamResponse:
     """Answers a request for text, streamed or whole. body, form: the endpoint's. Raises HearthError before the first byte."""
-    context = call.context
     head, prompt, model = await read_parts(call, body)
+    return await answer(call, head, prompt, model, form, form.id_prefix + call.request_id)
+
+
+async def answer(
+    call: Call, head: Head, prompt: bytes, model: ModelEntry, form: AnswerFormat, public_id: str
+) -> web.StreamResponse:
+    """Answers a request whose body was read. head, prompt: its two parts. public_id: the answer's. Raises HearthError before the
+    first byte."""
+    context = call.context
     if model.embedding_size:
         raise BadRequest("wrong_task", f"{model.name} is an encoder: it makes embeddings and generates no text", param="model")
     if head.grammar:
@@ -50,15 +58,16 @@ async def generate(call: Call, body: Body[Head], form: AnswerFormat) -> web.Stre
     prompts = await _prompt_ids(context, model, head, prompt, form.prompt_field)
     table = await context.text.table(model)
     reply = await reply_format(context, head, model, table) if form.takes_replies_apart else None
+    if reply is None and form.repeats_text:
+        reply = plain_format(table)
     if reply is not None and reply.grammar:
         head.grammar = reply.grammar
-    public_id = form.id_prefix + call.request_id
     bad_words = await bad_word_ids(context.text, model, head.outputs.bad_words)
     generations = await _generations(form, head, model, prompts, public_id, bad_words)
     written = written_prompts(head, prompt)
     texts = texts_of(head, model, table if reply is None else reply.table, generations, written, form.shows_end_token)
-    answer = AnswerHead(public_id, int(time.time()), model.name, generations, texts, head.include_usage, head.continuous_usage)
-    request = _Request(call, form, answer, reply)
+    known = AnswerHead(public_id, int(time.time()), model.name, generations, texts, head.include_usage, head.continuous_usage)
+    request = _Request(call, form, known, reply)
     return await request.stream(table) if head.stream else await request.whole(model)
 
 
@@ -181,7 +190,7 @@ class _Request:
         replies = []
         if self.reply is not None:
             for generation, collector in zip(generations, group.collectors, strict=True):
-                replies.append(await self.reply.parsed(generation, "".join(collector.parts), collector.reason))
+                replies.append(await self.reply.parsed(generation, collector))
         logprobs = [await whole_logprobs_json(generation.logprobs, form.logprobs) for generation in generations]
         of_prompts = await prompt_logprobs_json(self.call.context.text, model, generations)
         return json_response(form.whole(Finished(self.answer, group.collectors, logprobs, replies, of_prompts)))
@@ -202,7 +211,7 @@ class _Request:
                 generations[at].sink = prompt_first(stream, text)
             else:
                 pieces = stream_format.pieces(at, self.reply.new_call_id)
-                plain = partial(self._continued, stream_format, group, at, table)
+                plain = None if self.form.repeats_text else partial(self._continued, stream_format, group, at, table)
                 parsed = ToolStream(group, at, pieces, text, self.reply.parser(generations[at]), plain)
                 group.streams.append(parsed)
                 generations[at].sink = parsed

@@ -9,7 +9,7 @@ import msgspec
 
 from daemon.streams.stream_parts import Frames
 from daemon.text.token_table import escape
-from daemon.text.tool_parsers.pieces import ARGUMENTS, CALL, REASONING, Piece
+from daemon.text.tool_parsers.pieces import ARGUMENTS, CALL, CALL_END, REASONING, Piece
 
 
 class Chunks(Protocol):
@@ -39,6 +39,8 @@ class PieceFrames:
         self._end = plain.suffix[1:] if plain.usage is None else None
 
     def render(self, piece: Piece, num_tokens: int) -> bytes:
+        if piece.kind == CALL_END:
+            return b""
         if piece.kind == CALL:
             call = b'"tool_calls":[{"index":%d,"id":"%b","type":"function","function":{"name":%b,"arguments":""}}]'
             delta = call % (piece.call, self._new_call_id().encode(), msgspec.json.encode(piece.text))

@@ -17,12 +17,14 @@ from daemon.api.generation.tool_grammar import JSON_SCHEMA, argument_schemas, to
 from daemon.contracts import Generation
 from daemon.errors import BadRequest
 from daemon.models.entry import ModelEntry
+from daemon.streams.stream import Collector
 from daemon.streams.tool_stream import finish_reason
 from daemon.text.detokenizer import decode
 from daemon.text.jobs import TextFacts
-from daemon.text.reasoning import OPEN, ReasoningSplitter
+from daemon.text.reasoning import CLOSE, OPEN, ReasoningSplitter
 from daemon.text.reply_parser import Reply, ReplyParser, assemble
 from daemon.text.token_table import MarkedTable, TokenTable
+from daemon.text.tool_parsers.pieces import Piece
 from daemon.text.tool_parsers.registry import LLAMA3, NONE, new_call_id, tool_parser
 
 READ_AT_ONCE = 4 << 10  # characters between two turns of the loop: at most 3 ms
@@ -31,12 +33,15 @@ PROMPT_END_TOKENS = 16  # enough for <think> and new lines, also where they are 
 
 class ParsedReply(NamedTuple):
     """A reply that was taken apart. call_ids: one for each call. reason: OpenAI's finish_reason. has_reasoning: reasoning was
-    looked for, found or not."""
+    looked for, found or not. pieces: the parts in the order of the text. reasoning_tokens: the number of its first tokens that
+    are reasoning."""
 
     reply: Reply
     call_ids: list[str]
     reason: str
     has_reasoning: bool
+    pieces: list[Piece]
+    reasoning_tokens: int
 
 
 @dataclass(slots=True, frozen=True)
@@ -58,19 +63,32 @@ class ReplyFormat:
             splitter = ReasoningSplitter(opened=self.in_reasoning or end.rstrip().endswith(OPEN))
         return ReplyParser(tools, splitter, self.one_call)
 
-    async def parsed(self, generation: Generation, text: str, reason: str) -> ParsedReply:
-        """Takes the text of a reply apart. text, reason: as the engine ended it."""
-        parser, pieces = self.parser(generation), []
+    async def parsed(self, generation: Generation, collector: Collector) -> ParsedReply:
+        """Takes the text of a reply apart. collector: has all of it."""
+        parser, pieces, text, reason = self.parser(generation), [], "".join(collector.parts), collector.reason
         for start in range(0, len(text), READ_AT_ONCE):
             pieces += parser.add(text[start : start + READ_AT_ONCE])
             if start + READ_AT_ONCE < len(text):
                 await asyncio.sleep(0)
-        reply = assemble([*pieces, *parser.end(cut=reason == "length")])
+        pieces += parser.end(cut=reason == "length")
+        reply = assemble(pieces)
         ids = [self.new_call_id() for _ in reply.calls]
-        return ParsedReply(reply, ids, finish_reason(reason, parser.num_calls), self.reasoning)
+        num_reasoning = collector.tokens_until(_reasoning_end(text)) if reply.reasoning else 0
+        return ParsedReply(reply, ids, finish_reason(reason, parser.num_calls), self.reasoning, pieces, num_reasoning)
 
     def new_call_id(self) -> str:
         return new_call_id(self.dialect)
+
+
+def plain_format(table: TokenTable) -> ReplyFormat:
+    """Returns the format of replies without calls and reasoning, whose text is one kind of piece."""
+    return ReplyFormat(table=table, dialect=NONE, names=(), one_call=False, reasoning=False, grammar="")
+
+
+def _reasoning_end(text: str) -> int:
+    """Returns the index after the last character of a reply's reasoning."""
+    closed = text.find(CLOSE)
+    return len(text[: closed if closed >= 0 else None].rstrip())
 
 
 async def reply_format(context: ApiContext, head: Head, model: ModelEntry, table: TokenTable) -> ReplyFormat | None:

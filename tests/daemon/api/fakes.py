@@ -13,6 +13,7 @@ from aiohttp import web
 
 from daemon.access.admission import Access
 from daemon.api.app import make_app, make_runner
+from daemon.api.response_store import ResponseStore
 from daemon.contracts import Generation
 from daemon.errors import BadRequest, HearthError
 from daemon.models.entry import ModelEntry
@@ -248,11 +249,14 @@ async def serve(
     models: list[ModelEntry] | None = None,
     access: Access | None = None,
     answered: Callable[[str, int], None] = lambda endpoint, status: None,
+    store_bytes: int = 1 << 20,
 ) -> AsyncIterator[Node]:
     """A real server on a free port."""
     requests, text, health, settings = FakeRequests(script), FakeText(), FakeHealth(), settings or Settings()
     models = models or [entry()]
-    app = make_app(requests, FakeModels(*models), text, settings, health, access, answered=answered)
+    app = make_app(
+        requests, FakeModels(*models), text, settings, health, access, answered=answered, stored=ResponseStore(store_bytes)
+    )
     runner = make_runner(app, shutdown_timeout_s=0.1)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)

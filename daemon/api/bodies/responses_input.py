@@ -1,0 +1,122 @@
+"""The `input` of /v1/responses, read as a chat's messages."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from daemon.api.bodies.decode import check_text, invalid
+from daemon.api.bodies.messages import Called, CalledFunction, Message
+from daemon.errors import BadRequest
+
+_ROLES = ("user", "assistant", "system", "developer")
+_TEXTS = ("input_text", "output_text", "text")
+
+
+class Part(Struct):
+    """A part of a message, of a function's output or of reasoning; which field it needs depends on the type."""
+
+    type: str = "input_text"
+    text: str | None = None
+    refusal: str | None = None
+
+
+class Item(Struct):
+    """An item of any type; which fields it needs depends on the type."""
+
+    type: str | None = None  # None: a message
+    role: str | None = None
+    content: str | list[Part] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[Part] | None = None
+    summary: list[Part] | None = None
+
+
+def chat_messages(given: str | list[Item]) -> list[Message]:
+    """Returns the messages of a chat. An assistant's reasoning, text and calls that stand side by side become one message. Raises
+    BadRequest naming the field."""
+    if isinstance(given, str):
+        check_text(given, "input")
+        return [Message("user", given)]
+    messages: list[Message] = []
+    turn: Message | None = None  # the assistant's, which further items may belong to
+    for at, item in enumerate(given):
+        where = f"input[{at}]"
+        kind = item.type or "message"
+        if kind == "message" and item.role != "assistant":
+            turn = None
+            messages.append(_message(item, where))
+        elif kind == "function_call_output":
+            turn = None
+            call_id = _needed(item.call_id, f"{where}.call_id")
+            messages.append(Message("tool", _text(item.output, f"{where}.output"), tool_call_id=call_id))
+        elif kind in ("message", "function_call", "reasoning"):
+            if turn is None or _begins_another(turn, kind):
+                turn = Message("assistant")
+                messages.append(turn)
+            _add(turn, item, kind, where)
+        else:
+            raise BadRequest(
+                "unsupported_parameter",
+                f"{where}.type: {kind[:64]!r} is not supported; message, function_call, function_call_output and reasoning are",
+                param=f"{where}.type",
+            )
+    # reasoning that nothing follows has no place in a template
+    return [each for each in messages if each.role != "assistant" or each.content is not None or each.tool_calls]
+
+
+def _begins_another(turn: Message, kind: str) -> bool:
+    """Returns whether an assistant's item cannot belong to the message that the items before it made."""
+    if kind == "function_call":
+        return False
+    return turn.tool_calls is not None or (turn.content is not None and kind in ("message", "reasoning"))
+
+
+def _add(turn: Message, item: Item, kind: str, where: str) -> None:
+    if kind == "message":
+        turn.content = _text(item.content, f"{where}.content")
+    elif kind == "reasoning":
+        field = "content" if item.content else "summary"
+        parts = item.content or item.summary or []
+        text = _text(parts, f"{where}.{field}", kinds=("reasoning_text", "summary_text"))
+        if text:
+            turn.reasoning_content = text if turn.reasoning_content is None else f"{turn.reasoning_content}\n{text}"
+    else:
+        name = _needed(item.name, f"{where}.name")
+        function = CalledFunction(name, _needed(item.arguments, f"{where}.arguments"))
+        turn.tool_calls = [*(turn.tool_calls or []), Called(function, _needed(item.call_id, f"{where}.call_id"))]
+
+
+def _message(item: Item, where: str) -> Message:
+    if item.role not in _ROLES:
+        raise invalid(f"{where}.role", f"{where}.role must be one of {', '.join(_ROLES)}")
+    return Message(item.role, _text(item.content, f"{where}.content"))
+
+
+def _text(content: str | list[Part] | None, where: str, kinds: tuple[str, ...] = _TEXTS) -> str:
+    """Returns a text, or text parts joined by new lines. Raises BadRequest naming the field."""
+    if content is None:
+        raise invalid(where, f"{where} is missing")
+    if isinstance(content, str):
+        check_text(content, where)
+        return content
+    texts = []
+    for at, part in enumerate(content):
+        place = f"{where}[{at}]"
+        if part.type == "refusal":
+            texts.append(_needed(part.refusal, f"{place}.refusal"))
+        elif part.type in kinds:
+            texts.append(_needed(part.text, f"{place}.text"))
+        else:
+            raise BadRequest(
+                "unsupported_parameter", f"{place}.type: {part.type[:64]!r} is not supported, only text is", param=f"{place}.type"
+            )
+    return "\n".join(texts)
+
+
+def _needed(value: str | None, where: str) -> str:
+    if value is None:
+        raise invalid(where, f"{where} is missing")
+    check_text(value, where)
+    return value

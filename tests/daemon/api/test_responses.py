@@ -1,0 +1,421 @@
+"""OpenAI's responses through its official client, with replies written by hand; conversations, what is kept, what is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import aiohttp
+import msgspec
+import openai
+import pytest
+
+from daemon.access.admission import Access
+from daemon.access.keys import Keys, Tenant
+from daemon.api import body_parts
+from daemon.api.bodies import responses_api
+from daemon.errors import BadRequest, NotNow
+from engine.protocol import FINISH_LENGTH, FINISH_STOP
+from tests.daemon.api.fakes import Node, Settings, entry, serve, text_script
+
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "name": "get_weather",
+    "description": "Weather",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
+TOOLS: list[Any] = [WEATHER, {"type": "function", "name": "stop", "parameters": {"type": "object"}}]
+GOOD: dict[str, Any] = {"model": "tiny", "input": "hi"}
+KOELN = '{"city":"Köln \U0001f600"}'
+CALL = f'<tool_call>\n{{"name": "get_weather", "arguments": {KOELN}}}\n</tool_call>'
+BROKEN = '<tool_call>{"name": "stop", "arguments": {oops}}</tool_call>'
+# reply -> its items as (type, text, status)
+REPLIES: dict[str, tuple[str, list[tuple[str, str, str]]]] = {
+    "text": ("Hello.", [("message", "Hello.", "completed")]),
+    "nothing": ("", []),
+    "thinking": ("<think>why\n</think>\n\nBecause.", [("reasoning", "why", "completed"), ("message", "Because.", "completed")]),
+    "call": (CALL, [("function_call", KOELN, "completed")]),
+    "all": (
+        f"<think>hm</think>Wait.\n{CALL}{CALL}",
+        [
+            ("reasoning", "hm", "completed"),
+            ("message", "Wait.", "completed"),
+            ("function_call", KOELN, "completed"),
+            ("function_call", KOELN, "completed"),
+        ],
+    ),
+    "malformed": ("<tool_call>{oops}</tool_call>", [("message", "<tool_call>{oops}</tool_call>", "completed")]),
+}
+PARSERS = {"tool_parser": "hermes", "reasoning_parser": "think"}
+
+
+def client(node: Node, key: str = "unused") -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{node.url}/v1", api_key=key, max_retries=0)
+
+
+def items(response: Any) -> list[tuple[str, str, str]]:
+    found = []
+    for item in response.output:
+        text = item.arguments if item.type == "function_call" else "".join(part.text for part in item.content)
+        found.append((item.type, text, item.status))
+    return found
+
+
+async def ask(opened: openai.AsyncOpenAI, stream: bool, **options: Any) -> Any:
+    """Returns the response; of a stream, that of its last event."""
+    if not stream:
+        return await opened.responses.create(**GOOD | options)
+    last = None
+    async for event in await opened.responses.create(**GOOD | options, stream=True):
+        last = event
+    return last.response  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", REPLIES)
+async def test_the_official_client_reads_replies_streamed_and_not(name: str) -> None:
+    reply, wanted = REPLIES[name]
+    async with serve(lambda _: text_script(reply.encode()), models=[entry(**PARSERS)]) as node, client(node) as opened:
+        whole = await opened.responses.create(**GOOD, tools=TOOLS)
+        assert (items(whole), whole.status, whole.object) == (wanted, "completed", "response")
+        assert whole.id.startswith("resp_")
+        async with opened.responses.stream(**GOOD, tools=TOOLS) as stream:
+            events = [event async for event in stream]
+            streamed = await stream.get_final_response()
+    assert (items(streamed), streamed.status, streamed.output_text) == (wanted, "completed", whole.output_text)
+    assert streamed.usage == whole.usage
+    assert whole.usage is not None
+    assert (whole.usage.input_tokens, whole.usage.output_tokens) == (2, len(reply.encode()) + 1)
+    thinking = wanted[0][1] if wanted and wanted[0][0] == "reasoning" else ""
+    assert whole.usage.output_tokens_details.reasoning_tokens == (len("<think>" + thinking) if thinking else 0)
+    kinds = [event.type for event in events]
+    assert kinds[:2] == ["response.created", "response.in_progress"]
+    assert kinds[-1] == "response.completed"
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    ids = [item.id for item in streamed.output]
+    assert len(ids) == len(set(ids))
+
+
+async def test_every_item_is_announced_told_and_ended() -> None:
+    reply = REPLIES["all"][0]
+    async with serve(lambda _: text_script(reply.encode()), models=[entry(**PARSERS)]) as node, client(node) as opened:
+        told = [event async for event in await opened.responses.create(**GOOD, tools=TOOLS, stream=True)]
+    for at in range(4):
+        own = [event for event in told if getattr(event, "output_index", None) == at]
+        assert (own[0].type, own[-1].type) == ("response.output_item.added", "response.output_item.done")
+        (done,) = [event for event in own if event.type.endswith((".text.done", "_text.done", "arguments.done"))]
+        text = "".join(event.delta for event in own if event.type.endswith(".delta"))
+        assert text == (done.arguments if hasattr(done, "arguments") else done.text)
+        assert own[0].item.status == "in_progress"
+        assert own[-1].item == told[-1].response.output[at]
+        parts = [event.type for event in own if ".content_part." in event.type]
+        assert parts == ([] if at > 1 else ["response.content_part.added", "response.content_part.done"])
+
+
+async def test_a_call_that_breaks_is_text() -> None:
+    async with serve(lambda _: text_script(BROKEN.encode()), models=[entry(**PARSERS)]) as node, client(node) as opened:
+        whole, streamed = [await ask(opened, stream, tools=TOOLS) for stream in (False, True)]
+    assert items(whole) == [("message", BROKEN, "completed")]
+    # a stream has announced the call before
+    assert items(streamed) == [("function_call", "{", "incomplete"), ("message", BROKEN, "completed")]
+
+
+@pytest.mark.parametrize("reply", [REPLIES["all"][0], BROKEN])
+async def test_pieces_that_come_together_are_told_alike(reply: str) -> None:
+    def at_once(_: object) -> Any:
+        return [(list(reply.encode()), 0), ([], FINISH_STOP)]
+
+    told = []
+    for script in (at_once, lambda _: text_script(reply.encode())):
+        async with serve(script, models=[entry(**PARSERS)]) as node, client(node) as opened:
+            told.append(items(await ask(opened, True, tools=TOOLS)))
+    assert told[0] == told[1]
+
+
+async def test_an_answer_that_is_cut_short_is_incomplete() -> None:
+    cut = CALL[: CALL.index("Köln")].encode()
+    models = [entry(**PARSERS)]
+    async with serve(lambda _: [(list(cut), FINISH_LENGTH)], models=models) as node, client(node) as opened:
+        for stream in (False, True):
+            told = await ask(opened, stream, tools=TOOLS, max_output_tokens=len(cut))
+            assert (told.status, told.incomplete_details.reason, told.max_output_tokens) == (
+                "incomplete",
+                "max_output_tokens",
+                len(cut),
+            )
+            assert items(told) == [("function_call", '{"city":"', "incomplete")]
+            told = await ask(opened, stream, previous_response_id=told.id)
+            assert told.status == "incomplete"
+    full = [entry(max_model_len=10)]
+    async with serve(lambda g: [([97] * g.params.max_tokens, FINISH_LENGTH)], models=full) as node, client(node) as opened:
+        told = await ask(opened, False, max_output_tokens=500)
+        assert (told.status, told.output_text) == ("incomplete", "a" * 8)
+
+
+async def test_the_response_repeats_what_was_asked() -> None:
+    asked: dict[str, Any] = {
+        "instructions": "Be brief.",
+        "max_output_tokens": 100,
+        "metadata": {"a": "b"},
+        "parallel_tool_calls": False,
+        "temperature": 0.5,
+        "top_p": 0.25,
+        "tools": [WEATHER],
+        "tool_choice": {"type": "function", "name": "get_weather"},
+        "reasoning": {"effort": "low"},
+        "user": "me",
+    }
+    async with serve(lambda _: text_script(CALL.encode()), models=[entry(**PARSERS)]) as node, client(node) as opened:
+        told = (await ask(opened, False, **asked)).model_dump()
+        plain = (await ask(opened, False)).model_dump()
+    shown = {name: told[name] for name in asked}
+    shown["tools"] = [{name: tool[name] for name in WEATHER} for tool in shown["tools"]]
+    shown["reasoning"] = {"effort": shown["reasoning"]["effort"]}
+    assert shown == asked
+    assert (plain["temperature"], plain["top_p"], plain["tools"], plain["tool_choice"]) == (1.0, 1.0, [], "auto")
+    assert (plain["text"]["format"], plain["metadata"], plain["error"]) == ({"type": "text"}, {}, None)
+
+
+async def test_a_conversation_goes_on_without_its_instructions() -> None:
+    async with serve(lambda _: text_script(b"<think>hm</think>B"), models=[entry(**PARSERS)]) as node, client(node) as opened:
+        first = await ask(opened, False, input="a", instructions="I")
+        second = await ask(opened, True, input="c", instructions="J", previous_response_id=first.id)
+        third = await ask(opened, False, input=[], previous_response_id=second.id)
+        assert third.previous_response_id == second.id
+        assert [bytes(each.prompt) for each in node.requests.submitted] == [b"Ia", b"JaBc", b"aBcB"]
+        # the first one can be followed twice
+        await ask(opened, False, input="x", previous_response_id=first.id)
+        assert bytes(node.requests.submitted[-1].prompt) == b"aBx"
+
+
+async def test_a_kept_response_is_shown_and_deleted() -> None:
+    async with serve(lambda _: text_script(b"B")) as node, client(node) as opened:
+        for stream in (False, True):
+            told = await ask(opened, stream)
+            assert await opened.responses.retrieve(told.id) == told
+            with pytest.raises(openai.BadRequestError, match="stream"):
+                await opened.responses.retrieve(told.id, stream=True)
+            follower = await ask(opened, False, previous_response_id=told.id)
+            await opened.responses.delete(told.id)
+            for gone in (opened.responses.retrieve(told.id), opened.responses.delete(told.id)):
+                with pytest.raises(openai.NotFoundError, match="is not kept"):
+                    await gone
+            for gone_id in (told.id, follower.id):
+                with pytest.raises(openai.BadRequestError, match="previous_response_id"):
+                    await ask(opened, False, previous_response_id=gone_id)
+        told = await ask(opened, False, store=False)
+        assert told.model_dump()["store"] is False
+        with pytest.raises(openai.NotFoundError):
+            await opened.responses.retrieve(told.id)
+
+
+async def test_a_tenants_responses_are_its_own() -> None:
+    digests = {hashlib.sha256(key.encode()).digest(): key[:1] for key in ("a-key", "b-key")}
+    access = Access(Keys({name: Tenant(name) for name in "ab"}, digests))
+    async with (
+        serve(lambda _: text_script(b"B"), access=access) as node,
+        client(node, "a-key") as mine,
+        client(node, "b-key") as other,
+    ):
+        told = await ask(mine, False)
+        with pytest.raises(openai.NotFoundError):
+            await other.responses.retrieve(told.id)
+        with pytest.raises(openai.NotFoundError):
+            await other.responses.delete(told.id)
+        with pytest.raises(openai.BadRequestError, match="is not kept"):
+            await ask(other, False, previous_response_id=told.id)
+        assert (await ask(mine, False, previous_response_id=told.id)).status == "completed"
+
+
+async def test_no_answer_is_kept_of_a_failed_request() -> None:
+    script = [([104], 0), NotNow("unloaded", "it was unloaded")]
+    async with serve(lambda _: script) as node, client(node) as opened:  # type: ignore[arg-type]
+        told = await ask(opened, True)
+        assert (told.status, told.error.code, told.error.message) == ("failed", "server_error", "it was unloaded")
+        assert items(told) == [("message", "h", "incomplete")]
+        with pytest.raises(openai.NotFoundError):
+            await opened.responses.retrieve(told.id)
+        with pytest.raises(openai.InternalServerError, match="it was unloaded"):
+            await ask(opened, False)
+
+
+async def test_a_conversation_may_not_outgrow_a_body() -> None:
+    async with serve(lambda _: text_script(b"B"), Settings(max_body_bytes=2000)) as node, client(node) as opened:
+        first = await ask(opened, False, input="x" * 1500)
+        with pytest.raises(openai.APIStatusError, match="previous_response_id: the conversation has") as error:
+            await ask(opened, False, input="x" * 1500, previous_response_id=first.id)
+        assert error.value.status_code == 413
+
+
+async def test_long_bodies_are_read_by_a_text_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body_parts, "INLINE_BYTES", 1)
+    async with serve(lambda _: text_script(b"B")) as node, client(node) as opened:
+        first = await ask(opened, False, instructions="I", metadata={"a": "b"})
+        second = await ask(opened, False, previous_response_id=first.id)
+        assert (first.metadata, second.previous_response_id, node.text.num_parsed) == ({"a": "b"}, first.id, 2)
+        assert bytes(node.requests.submitted[-1].prompt) == b"hiBhi"
+
+
+async def test_errors_name_the_fields_of_this_body() -> None:
+    async with serve() as node, aiohttp.ClientSession(node.url) as http:
+        for body, param in (
+            ({"tools": [WEATHER, WEATHER]}, "tools[1].name"),
+            ({"input": "x" * 5000}, "input"),
+            ({"tools": [WEATHER | {"parameters": []}]}, "tools[0].parameters"),
+        ):
+            async with http.post("/v1/responses", json=GOOD | body) as answer:
+                told = (await answer.json())["error"]
+                assert (answer.status, told["param"], told["message"].startswith(param)) == (400, param, True)
+
+
+async def test_one_models_own_path_and_the_wire() -> None:
+    async with serve(lambda _: text_script("é\n".encode())) as node, aiohttp.ClientSession(node.url) as http:
+        async with http.post("/m/tiny/v1/responses", json={"input": "a", "stream": True}) as answer:
+            assert answer.status == 200
+            text = await answer.text()
+        told = []
+        for event in text.removesuffix("\n\n").split("\n\n"):
+            name, data = event.split("\n")
+            told.append(json.loads(data.removeprefix("data: ")))
+            assert name == f"event: {told[-1]['type']}"
+        deltas = [event["delta"] for event in told if event["type"] == "response.output_text.delta"]
+        assert "".join(deltas) == "é\n"
+        shown = told[-1]["response"]
+        async with http.get(f"/m/tiny/v1/responses/{shown['id']}") as answer:
+            assert await answer.json() == shown
+        async with http.get("/v1/responses") as answer:
+            assert answer.status == 405
+
+
+# ---- how a body is read
+
+
+def read(**fields: Any) -> tuple[Any, list[dict[str, Any]]]:
+    head, messages = responses_api.parse(json.dumps(GOOD | fields).encode())
+    return head, msgspec.msgpack.decode(messages)
+
+
+def test_items_become_a_chat() -> None:
+    call = {"type": "function_call", "call_id": "a1", "name": "get_weather", "arguments": '{"city":"Köln"}', "id": "fc_1"}
+    _, messages = read(
+        instructions="Be brief.",
+        input=[
+            {"role": "developer", "content": "D"},
+            {"role": "user", "content": [{"type": "input_text", "text": "hi"}, {"type": "input_text", "text": "there"}]},
+            {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+            {
+                "type": "message",
+                "id": "msg_1",
+                "status": "completed",
+                "role": "assistant",
+                "content": [{"type": "output_text", "text": "Wait.", "annotations": []}],
+            },
+            call,
+            call | {"call_id": "a2"},
+            {"type": "function_call_output", "call_id": "a1", "output": "rain"},
+            {"type": "function_call_output", "call_id": "a2", "output": [{"type": "input_text", "text": "sun"}]},
+            {"type": "reasoning", "summary": [{"type": "summary_text", "text": "so"}], "encrypted_content": "x"},
+            {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+            {"role": "assistant", "content": "Or yes."},
+            {"role": "user", "content": "And?"},
+            {"type": "reasoning", "summary": []},
+        ],
+    )
+    called = {"type": "function", "function": {"name": "get_weather", "arguments": '{"city":"Köln"}'}}
+    assert messages == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "developer", "content": "D"},
+        {"role": "user", "content": "hi\nthere"},
+        {
+            "role": "assistant",
+            "content": "Wait.",
+            "reasoning_content": "hm",
+            "tool_calls": [{"id": "a1", **called}, {"id": "a2", **called}],
+        },
+        {"role": "tool", "content": "rain", "tool_call_id": "a1"},
+        {"role": "tool", "content": "sun", "tool_call_id": "a2"},
+        {"role": "assistant", "content": "No.", "reasoning_content": "so"},
+        {"role": "assistant", "content": "Or yes."},
+        {"role": "user", "content": "And?"},
+    ]
+
+
+def test_the_fields_become_a_chats() -> None:
+    head, _ = read(
+        temperature=0.5,
+        max_output_tokens=64,
+        stream=True,
+        stream_options={"include_obfuscation": True},
+        tools=TOOLS,
+        tool_choice="required",
+        parallel_tool_calls=False,
+        reasoning={"effort": "max", "summary": "auto"},
+        text={"verbosity": "low", "format": {"type": "text"}},
+        include=["reasoning.encrypted_content"],
+        truncation="disabled",
+        background=False,
+        service_tier="auto",
+    )
+    assert (head.max_tokens, head.temperature, head.stream, head.include_usage) == (64, 0.5, True, False)
+    assert (head.tools.choice, head.tools.many, head.tools.names) == ("required", False, ["get_weather", "stop"])
+    assert msgspec.msgpack.decode(head.options["kwargs"]) == {"reasoning_effort": "xhigh", "verbosity": "low"}
+    assert read(tools=TOOLS, tool_choice={"type": "function", "name": "stop"})[0].tools.name == "stop"
+    assert read(tools=TOOLS, tool_choice="none")[0].tools is None
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "stop"}]}
+    tools = read(tools=TOOLS, tool_choice=allowed)[0].tools
+    assert (tools.choice, tools.names) == ("required", ["stop"])
+    schema = {"type": "json_schema", "name": "x", "schema": {"type": "object"}, "strict": True}
+    assert read(text={"format": schema})[0].grammar == 'json_schema:{"type": "object"}'
+    assert read(text={"format": {"type": "json_object"}})[0].grammar == 'json_schema:{"type":"object"}'
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": None}, "input"),
+        ({"input": []}, "input"),
+        ({"input": "a\0"}, "input"),
+        ({"input": [{"type": "reasoning", "summary": []}]}, "input"),
+        ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
+        ({"input": [{"role": "user"}]}, "input[0].content"),
+        ({"input": [{"role": "user", "content": "a\0"}]}, "input[0].content"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
+        ({"input": [{"type": "function_call", "call_id": "x", "arguments": "{}"}]}, "input[0].name"),
+        ({"input": [{"type": "function_call", "call_id": "x", "name": "y"}]}, "input[0].arguments"),
+        ({"input": [{"type": "function_call", "name": "y", "arguments": "{}"}]}, "input[0].call_id"),
+        ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
+        ({"input": [{"type": "function_call_output", "call_id": "x"}]}, "input[0].output"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "web_search_call", "id": "x"}]}, "input[0].type"),
+        ({"instructions": "a\0"}, "instructions"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function"}]}, "tools[0].name"),
+        ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].function.name"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "sometimes"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "no"}}, "tool_choice.name"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice.name"),
+        ({"tools": TOOLS, "tool_choice": {"type": "file_search"}}, "tool_choice.type"),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "tools": [{"type": "function", "name": "no"}]}},
+            "tool_choice.tools[0].name",
+        ),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
+        ({"text": {"format": {"type": "grammar"}}}, "text.format.type"),
+        ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
+        ({"temperature": 2.5}, "temperature"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"metadata": {"a": 5}}, "metadata[...]"),
+        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"background": True}, "background"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"prompt": {"id": "x"}}, "prompt"),
+    ],
+)
+def test_bad_fields_are_named(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(BadRequest) as error:
+        read(**fields)
+    assert error.value.param == param
