@@ -1,4 +1,5 @@
-"""CPU a streamed token costs in the daemon, from the sink to the socket: `python -m benchmarks.streams [--streams 200]`.
+"""CPU a streamed token costs in the daemon, from the sink to the socket: `python -m benchmarks.streams [--streams 200]
+[--endpoint responses]`.
 
 A real aiohttp server on uvloop, real sockets read by a child process; the sinks are called as the dispatcher does, one step for all
 streams at a time. Prints one JSON line. `us_per_token` is this process's CPU time over all tokens; `us_per_token_write` the same
@@ -25,6 +26,8 @@ from aiohttp import web
 from daemon.api.app import make_app, make_runner
 from daemon.contracts import Generation
 from daemon.models.entry import ModelEntry
+from daemon.streams.stream import Stream
+from daemon.text.jobs import TextFacts
 from daemon.text.token_table import BYTE_LEVEL, PackedTable, TokenTable
 from daemon.text.worker import body_reader
 from engine.protocol import FINISH_LENGTH, FINISH_NONE
@@ -32,10 +35,17 @@ from engine.protocol import FINISH_LENGTH, FINISH_NONE
 STEP_S = 0.01
 
 
-def read_all(address: tuple[str, int], num_streams: int, counted: object) -> None:
+# endpoint -> the body of a request for 4,096 tokens at most
+BODIES: dict[str, dict[str, object]] = {
+    "completions": {"prompt": "x", "max_tokens": 4096},
+    "responses": {"input": "x", "max_output_tokens": 4096},
+}
+
+
+def read_all(address: tuple[str, int], num_streams: int, counted: object, endpoint: str = "completions") -> None:
     """The client: one process, blocking sockets, counts events without parsing them."""
-    body = json.dumps({"model": "m", "prompt": "x", "stream": True, "max_tokens": 4096}).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    body = json.dumps({"model": "m", "stream": True} | BODIES[endpoint]).encode()
+    head = b"POST /v1/%b HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n" % endpoint.encode()
     head += b"Content-Length: %d\r\n\r\n" % len(body)
     selector = selectors.DefaultSelector()
     open_sockets = num_streams
@@ -49,7 +59,7 @@ def read_all(address: tuple[str, int], num_streams: int, counted: object) -> Non
         for key, _ in selector.select():
             data = key.fileobj.recv(1 << 18)  # type: ignore[union-attr]
             events += data.count(b"data: {")
-            if not data or b"[DONE]" in data:
+            if not data or data.endswith(b"\r\n0\r\n\r\n"):  # closed, or the last chunk
                 selector.unregister(key.fileobj)
                 open_sockets -= 1
     counted.send(events)  # type: ignore[attr-defined]
@@ -68,6 +78,9 @@ class Words:
 
     async def encode_chat(self, model: ModelEntry, messages: bytes, *options: object) -> array[int]:
         return array("i", [1])
+
+    async def facts(self, model: ModelEntry) -> TextFacts:
+        return TextFacts()
 
     async def table(self, model: ModelEntry) -> TokenTable:
         return self._table
@@ -120,14 +133,16 @@ class Health:
         return b""
 
 
-async def measure(num_streams: int, num_tokens: int) -> dict[str, object]:
+async def measure(num_streams: int, num_tokens: int, endpoint: str) -> dict[str, object]:
     steps = Steps()
     runner = make_runner(make_app(steps, cast(Any, Models()), cast(Any, Words()), Settings(), Health()), shutdown_timeout_s=1)
     await runner.setup()
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
     await web.SockSite(runner, listener).start()
     ours, theirs = multiprocessing.Pipe()
-    client = multiprocessing.get_context("fork").Process(target=read_all, args=(listener.getsockname(), num_streams, theirs))
+    client = multiprocessing.get_context("fork").Process(
+        target=read_all, args=(listener.getsockname(), num_streams, theirs, endpoint)
+    )
     client.start()
     while len(steps.running) < num_streams:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
@@ -136,10 +151,9 @@ async def measure(num_streams: int, num_tokens: int) -> dict[str, object]:
         sink.tokens([0], FINISH_NONE)
     await asyncio.sleep(0.5)
     ids = [[at] for at in range(1000)]
-    for sink in sinks:  # all tokens rendered once
-        for each in ids:
-            sink._table.render(each[0])  # type: ignore[attr-defined]
-        break
+    if isinstance(sinks[0], Stream):
+        for each in ids:  # all tokens rendered once
+            sinks[0]._table.render(each[0])
     start_s, sink_s = time.process_time(), 0.0
     wall_s = time.perf_counter()
     for step in range(num_tokens):
@@ -158,6 +172,7 @@ async def measure(num_streams: int, num_tokens: int) -> dict[str, object]:
     total = num_streams * num_tokens
     return {
         "bench": "streams",
+        "endpoint": endpoint,
         "streams": num_streams,
         "tokens": total,
         "events_per_token": round(events / total, 4),
@@ -203,8 +218,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--streams", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=500)
+    parser.add_argument("--endpoint", choices=BODIES, default="completions")
     arguments = parser.parse_args()
-    result = uvloop.run(measure(arguments.streams, arguments.tokens))
+    result = uvloop.run(measure(arguments.streams, arguments.tokens, arguments.endpoint))
     result["us_per_token_write"] = uvloop.run(measure_write(arguments.streams, arguments.tokens))
     print(json.dumps(result))
 

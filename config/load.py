@@ -295,8 +295,8 @@ def _origins(value: Any) -> None:
 
 
 def _device_specs(value: Any) -> None:
-    """Checks the form of the node's `device` entries (NAME=BUDGET). Whether the budgets fit is checked later, since that takes
-    the machine's memory."""
+    """Checks the form of the node's `device` entries (NAME=BUDGET). Whether the budgets fit into the
+    machine's memory is checked later."""
     for text in value:
         _, amount = units.parse_device(text)
         if amount:

@@ -185,8 +185,8 @@ class _Readers:
     """Threads that carry out `reads`; each takes the next read in order. On leaving the context they end after their current
     read.
 
-    The threads do not wait for copies to a device. The caller's thread does: it then gives the slot back, so that the next read
-    can begin."""
+    The threads do not wait for copies to a device. The caller's thread does, and then frees the buffer that was copied, so that
+    the next read into it can begin."""
 
     def __init__(self, reads: list[Read], files: dict[str, FileReader], ring: StagingRing, landed: Callable[[Read], None]) -> None:
         self._files, self._ring, self._landed = files, ring, landed

@@ -59,8 +59,8 @@ class GpuWatch:
                     loop.call_soon_threadsafe(self._tell, uuid, fault)
 
     def _lost(self) -> list[str]:
-        """Returns the node's GPUs that the driver no longer has and that were not reported yet: a fault without a UUID is about
-        them."""
+        """Returns the UUIDs of the node's GPUs that the driver no longer lists and that were not reported yet. A fault that the
+        driver reports without a UUID is taken to be theirs."""
         there = {gpu.uuid for gpu in self._inventory.gpus()}
         ours = dict.fromkeys(device.uuid for device in self._devices)  # a device and its carve-outs are one GPU
         lost = [uuid for uuid in ours if uuid not in there | self._known_lost]

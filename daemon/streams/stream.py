@@ -188,8 +188,9 @@ class Stream:
 
 
 class StreamGroup:
-    """The sequences of one streamed response. The first sequence that has something to write opens it, or the clock does. `done`
-    is resolved when nothing more will be written. It never fails: `error` says what happened."""
+    """The sequences of one streamed response. The first sequence that has something to write opens the response, that is, sends
+    the status line; if none has for some seconds, the StreamClock does. `done` is resolved when nothing more will be written, also
+    after an error, which is then in `error`."""
 
     def __init__(
         self, end: GroupEnd, clock: StreamClock, cancel: Callable[[int], None], connect: Callable[[], Channel | None]

@@ -44,7 +44,8 @@ def unknown(details: str = "its socket closed, and nothing is known of why") -> 
 
 
 def from_report(ended: Ended, model: str) -> Death:
-    """Returns the death that the helper reports. model: the worker's model, "" for a worker for request bodies or grammars."""
+    """Returns why a text worker ended, from what its parent process, the helper, reports of it. model: the worker's model, "" for
+    a worker for request bodies or grammars."""
     peak = f"{ended.peak_bytes >> 20} MiB at most"
     lines = [line.strip() for line in ended.last_words.splitlines()]
     words = shortened(" ".join(line for line in lines if line and not line.startswith("note: run with `RUST_BACKTRACE")))

@@ -66,6 +66,6 @@ class TextPort(Protocol):
         ...
 
     def parse_body(self, reader: str, body: bytes) -> Awaitable[tuple[bytes, bytes]]:
-        """Decodes and checks a large request body off the event loop. reader: the function that does it, MODULE:NAME. Returns the
-        two parts that it gives, the small one packed as msgpack. Raises what it raises."""
+        """Reads a large request body in a text worker. reader: the function that reads it, MODULE:NAME. Returns what that function
+        returns: the fields that the daemon needs, packed as msgpack, and the prompt. Raises what it raises."""
         ...

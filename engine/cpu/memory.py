@@ -97,8 +97,8 @@ class CpuMemory:
         return np.frombuffer(mappings.bytes_at(address, num_bytes), np.uint8)
 
     def prepare(self, chunk: int) -> int:
-        """Prepares a chunk as ChunkMemory.prepare says. A chunk keeps its pages until it is discarded, so only what is missing is
-        asked for."""
+        """Gives a chunk physical memory, in huge pages where it can, and returns how many of its bytes are in huge pages. A chunk
+        keeps its pages until it is discarded, so only those it lacks are added."""
         if self._is_huge[chunk]:
             return self.chunk_bytes
         address, huge_bytes = self._arena_address + chunk * self.chunk_bytes, 0

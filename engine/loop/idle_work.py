@@ -28,8 +28,8 @@ class IdleWork:
         self._lifecycle, self._journal = lifecycle, journal
 
     def wait_s(self, num_steps: int) -> float | None:
-        """Returns how many seconds to stay idle before `step`; None if there is nothing to do. num_steps: steps the engine has
-        run."""
+        """Returns how many seconds the engine must be idle before the next piece of idle work; None if there is none.
+        num_steps: how many steps the engine has run, which decides whether garbage collection is due."""
         if self._models.uncaptured() is not None:
             return CAPTURE_AFTER_IDLE_S
         if self._collector.wanted(num_steps):

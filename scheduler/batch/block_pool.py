@@ -15,8 +15,9 @@ from scheduler.batch.plan import BoolArray, IntArray
 
 
 class BlockPool:
-    """The blocks of one group. `reserved_chunks` are taken at once and owned until `close`; more are drawn from the chunk pool's
-    lease when needed. Raises MemoryError if the reserved chunks are not available."""
+    """The blocks of one group. `reserved_chunks` are taken at once and owned until `close`. More are taken when they are needed
+    (drawn), out of those that all models of the engine share (the lease). Raises MemoryError if the
+    reserved chunks are not available."""
 
     def __init__(self, chunks: ChunkPool, block_bytes: int, reserved_chunks: int) -> None:
         if block_bytes <= 0:
@@ -83,7 +84,7 @@ class BlockPool:
     # ---- chunks
 
     def drawn_chunks(self) -> BoolArray:
-        """Returns [num_chunks]: the chunks currently drawn from the lease."""
+        """Returns [num_chunks]: which chunks the group holds beyond its reserved ones."""
         return self._drawn.copy()
 
     @property
@@ -95,7 +96,7 @@ class BlockPool:
         return int(np.count_nonzero(self._home)) + self.num_drawn_chunks
 
     def grow(self, num_free: int) -> bool:
-        """Draws chunks until `num_free` blocks are free; returns False, and draws nothing, if the lease does not allow it."""
+        """Takes chunks until `num_free` blocks are free; returns False, and takes none, if the engine may not use so many."""
         before = self._drawn.copy()
         while self.num_free < num_free:
             missing_chunks = -(-(num_free - self.num_free) * self.block_bytes // self.chunks.chunk_bytes)
@@ -174,7 +175,7 @@ class BlockPool:
         return int(self._first_chunk[block])
 
     def keep_drawn(self) -> None:
-        """Makes all its chunks its own until `close`, whatever happens to the lease."""
+        """Makes all its chunks reserved ones, which it owns until `close`."""
         self.chunks.keep_drawn(self.num_drawn_chunks)
         self._home |= self._drawn
         self._drawn[:] = False

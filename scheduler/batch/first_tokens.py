@@ -23,7 +23,8 @@ class FirstTokens:
         self._wanted.discard(slot)
 
     def note(self, slots: IntArray, outcome: StepOutcome) -> None:
-        """Adds what these slots report with their new token to `outcome`."""
+        """Adds to `outcome` how many tokens of their prompts the requests in these slots found cached, if this is their first
+        token, or how many were found and computed again, if it is the first after a resubmission."""
         if not self._wanted:
             return
         for slot in slots.tolist():

@@ -58,9 +58,9 @@ class Turns:
         return self._over_s > 0
 
     def charge(self, model: str, seconds: float, turn_s: float | None = None) -> None:
-        """Accounts for a step that has ended. All busy models were due a part of its seconds, by weight.
+        """Charges a model for a step that has ended, and credits every busy model with its part of these seconds, by weight.
 
-        turn_s: the length of the turn or turns the step had; None: unlimited."""
+        turn_s: the device time that the step was allowed, its turn, or several turns if models pooled theirs; None: unlimited."""
         self._over_s = 0.0 if turn_s is None else max(0.0, self._over_s + seconds - turn_s)
         self._now_s += seconds
         self._ended_s[model] = self._now_s

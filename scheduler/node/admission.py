@@ -72,8 +72,8 @@ def wait_exceeded(node: Node, model: Model) -> Refusal:
 
 
 def num_waiting(node: Node, model: Model) -> int:
-    """Returns how many sequences count against max_queued. A tenant's large request counts for no more than the tenant may have
-    queued."""
+    """Returns how many waiting sequences count against max_queued. Of one tenant at most max_queued_per_tenant count, however
+    many sequences its requests have."""
     num = len(model.queue) - model.num_resubmissions
     if num < max_queued(node, model):
         return num

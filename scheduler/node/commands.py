@@ -1,4 +1,4 @@
-"""The operator's commands. Every command is answered exactly once, by CommandDone with its cause."""
+"""The operator's commands. Each is answered exactly once, by a CommandDone whose `cause` is the id of the command."""
 
 from __future__ import annotations
 

@@ -39,7 +39,8 @@ def widen(node: Node, device: Device, waiting: Mapping[str, int]) -> None:
 
 
 def is_short(node: Node, device: Device, model: Model) -> bool:
-    """Returns whether a model can take next to no more KV. Cached prefixes count as free, because they are dropped."""
+    """Returns whether the memory that a model could still use for KV is nearly used up. Memory of cached prefixes counts as free,
+    because they are dropped when it is needed."""
     total = device.ledger.lease_chunks * node.settings.chunk_bytes
     used = sum(max(0, one.kv_running_bytes - _reserved_bytes(node, one)) for one in device.resident.values())
     total += _reserved_bytes(node, model)

@@ -109,8 +109,8 @@ class DeviceLedger:
         )
 
     def raise_work_space(self, chunks: int) -> bool:
-        """Raises the work space from the free lease, at registration. Returns False if nothing changed: it is large enough, or
-        there is no room now."""
+        """Enlarges the work space for a model that was registered, out of chunks that nothing uses. Returns False if nothing
+        changed: it is large enough, or there is no room now."""
         extra = chunks - self.work_space_chunks
         if extra <= 0 or extra > self.lease_chunks:
             return False

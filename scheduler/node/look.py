@@ -87,8 +87,9 @@ def plan(
 
 
 def evictable(node: Node, model: Model, may_force: bool, instead: Placement | None) -> bool:
-    """Returns whether a model may leave (rules 1, 7 and 9): it is ready, not pinned and idle; or busy, if the waiting work may
-    force it out and it has been there long enough."""
+    """Returns whether a model may leave: it is ready, not pinned and idle; or it is busy, may be forced out, and has been there
+    long enough. These are rules 1, 7 and 9 of docs/design/models.md. instead: a placement whose idle victims count as free, because
+    the new one would take its place."""
     if model.state != residency.READY:
         copy = model.copy
         chosen = instead is not None and model.victim_of == instead.id and copy is not None and not copy.evict_sent

@@ -252,7 +252,7 @@ def _shown(fields: ResponsesBody) -> bytes:
             "text": {"format": _shown_format(text.format), "verbosity": text.verbosity or "medium"},
             "tool_choice": "auto" if choice is None else choice if isinstance(choice, str) else _shown_choice(choice),
             "tools": [_shown_tool(tool) for tool in fields.tools or []],
-            "user": fields.user,
+            **({} if fields.user is None else {"user": fields.user}),
         }
     )
 

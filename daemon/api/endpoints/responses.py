@@ -208,7 +208,6 @@ class _Response:
             "top_logprobs": 0,
             "top_p": params.top_p,
             "truncation": "disabled",
-            "usage": None,
             **self._shown,
         }
 

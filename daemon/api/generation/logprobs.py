@@ -41,7 +41,8 @@ def _rendering(trail: LogprobTrail, new: Callable[[LogprobTrail], Rendering]) ->
 
 
 async def whole_logprobs_json(trail: LogprobTrail | None, new: Callable[[LogprobTrail], Rendering]) -> bytes:
-    """As logprobs_json, for a whole answer: it may include a long prompt, so the event loop has its turn in between."""
+    """Returns what logprobs_json does, for a whole answer. It renders a piece at a time and lets the event loop run in between,
+    because an answer may include a long prompt."""
     if trail is None:
         return NULL
     rendering = _rendering(trail, new)

@@ -231,8 +231,8 @@ def bits_of_weight(logit: Any, largest: Any, factor: Any, drawn: Any) -> Any:
 
 @njit(inline="always", **_HELPER)
 def _rough_masses(row: Any, begin: int, end: int, largest: Any, unit: Any, limit: Any) -> tuple[Any, Any]:
-    """Returns the approximate sum of the weights of the tokens from begin to below end, and the sum for those whose logit is at
-    most `limit`."""
+    """Returns the approximate sum of 2 ** ((logit - largest) * unit) of a row's tokens from begin to below end, and the sum for
+    those whose logit is at most `limit`."""
     total, light = lanes_of(float32(0.0)), lanes_of(float32(0.0))
     whole = end - (end - begin) % LANES
     for at in range(begin, whole, LANES):

@@ -32,7 +32,7 @@ _preparing = threading.Lock()
 class NativeCalls:
     """A list of kernel calls that run without Python.
 
-    calls: the kernels' compilations (from a dispatcher's `overloads`), each with its arguments: numbers, and arrays whose rows lie
+    calls: kernels as numba compiled them for the types of their arguments, each with these: numbers, and arrays whose rows lie
     end to end. Every run reads the arrays' elements again, from the same memory."""
 
     def __init__(self, calls: Sequence[tuple[Any, Sequence[Any]]]) -> None:
