@@ -10,6 +10,7 @@ from msgspec import Raw
 from daemon.errors import BadRequest
 
 ENTRY_BYTES = 1024  # what the objects of one response take besides their texts
+_WHY_GONE = "is not kept here: it was not stored, was deleted, or made room for newer ones"
 _messages = msgspec.msgpack.Decoder(list[Raw])
 _pack = msgspec.msgpack.encode
 
@@ -58,7 +59,7 @@ class ResponseStore:
         """Raises BadRequest (404)."""
         found = self._of_tenant.get(tenant, {}).get(public_id)
         if found is None:
-            raise BadRequest("response_not_found", _not_kept("id", public_id), status=404, param="id")
+            raise BadRequest("response_not_found", f"id: {public_id[:80]!r} {_WHY_GONE}", status=404, param="id")
         return found
 
     def delete(self, tenant: str, public_id: str) -> None:
@@ -69,7 +70,7 @@ class ResponseStore:
         """Returns the response and those it follows, the first one first. Raises BadRequest (400) if one of them is not kept."""
         chain = self._use(tenant, public_id)
         if not chain or chain[-1].previous:
-            message = _not_kept("previous_response_id", public_id)
+            message = f"previous_response_id: {public_id[:80]!r}, or a response that it follows, {_WHY_GONE}"
             raise BadRequest("previous_response_not_found", message, param="previous_response_id")
         return chain[::-1]
 
@@ -113,10 +114,3 @@ def with_conversation(messages: bytes, num_first: int, before: list[StoredRespon
 def without_first(messages: bytes, num_first: int) -> list[Raw]:
     """Returns packed messages one by one, without the first `num_first`."""
     return _messages.decode(messages)[num_first:]
-
-
-def _not_kept(field: str, public_id: str) -> str:
-    return (
-        f"{field}: {public_id[:80]!r} is not kept here, or one that it follows is not: it was not stored, was deleted, or made "
-        "room for newer ones"
-    )
