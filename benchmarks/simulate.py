@@ -47,7 +47,8 @@ def run(
     assert given.trace is not None
     assert given.chunk_bytes is not None
     devices = devices or given.devices
-    node = SimulatedNode(devices, given.chunk_bytes, given.models, given.costs, host_tier * sum(devices.values()))
+    steps = scenario.step_settings(given.node_config(devices))
+    node = SimulatedNode(devices, given.chunk_bytes, given.models, given.costs, steps, host_tier * sum(devices.values()))
     settings = settings_for(node, 1e9, scenario.MAX_QUEUED)
     trace = generate(replace(given.trace, seed=seed))
     found = {}

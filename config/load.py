@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -71,9 +71,7 @@ def _load(path: str | None, flags: Mapping[str, Any] | None) -> NodeConfig:
     if flags:
         config = msgspec.structs.replace(config, **_from_flags(flags))
         config = msgspec.structs.replace(config, **_absolute(config, os.getcwd()))
-    if any(text.startswith("cuda") for text in config.device):
-        given = {*table, *(flags or {})}
-        config = msgspec.structs.replace(config, **{key: value for key, value in CUDA_DEFAULTS.items() if key not in given})
+    config = with_device_defaults(config, config.device, {*table, *(flags or {})})
     control = config.control or paths.daemon_control_path()
     config = msgspec.structs.replace(
         config,
@@ -87,6 +85,14 @@ def _load(path: str | None, flags: Mapping[str, Any] | None) -> NodeConfig:
     )
     _check_across(path or "flags", config)
     return config
+
+
+def with_device_defaults(config: NodeConfig, devices: Iterable[str], given: Container[str]) -> NodeConfig:
+    """Returns the settings of a node with these devices, given by name. The defaults of some keys are others with a cuda device.
+    given: the keys that have been set."""
+    if not any(name.startswith("cuda") for name in devices):
+        return config
+    return msgspec.structs.replace(config, **{key: value for key, value in CUDA_DEFAULTS.items() if key not in given})
 
 
 def read_toml(path: str) -> dict[str, Any]:

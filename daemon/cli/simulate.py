@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 
 from daemon.cli.client import Client
+from daemon.simulate.trace_shape import ARRIVALS, TraceShape
 
 
 def add_simulate_options(parser: argparse.ArgumentParser) -> None:
@@ -37,17 +38,35 @@ def add_simulate_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_trace_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+    add, default = parser.add_argument, TraceShape(())
     add("--num-models", metavar="N", type=int, default=8, help="model-1 to model-N, where no FILE names them (default 8)")
-    add("--rate", metavar="N", type=float, default=None, help="requests a second, of all models together (default 2)")
-    add("--duration", metavar="SECONDS", type=float, default=None, help="length of the trace (default 1200)")
-    add("--zipf", metavar="S", type=float, default=None, help="share of the model of rank k falls as k to the -S (default 1)")
-    add("--arrivals", choices=("bursty", "poisson"), default=None, help="in bursts of each model's own (default), or evenly")
-    add("--burst", metavar="SECONDS", type=float, default=None, help="mean length of a burst (default 30)")
-    add("--active-share", metavar="SHARE", type=float, default=None, help="of the time that a model is asked for (default 0.2)")
-    add("--input-tokens", metavar="A-B", default="", help="lengths of prompts (default 16-128)")
-    add("--output-tokens", metavar="A-B", default="", help="lengths of answers (default 16-128)")
-    add("--seed", metavar="N", type=int, default=None, help="the same seed makes the same trace (default 1)")
+    add(
+        "--rate",
+        metavar="N",
+        type=float,
+        default=None,
+        help=f"requests a second, of all models (default {default.requests_per_s:g})",
+    )
+    add("--duration", metavar="SECONDS", type=float, default=None, help=f"length of the trace (default {default.duration_s:g})")
+    add(
+        "--zipf",
+        metavar="S",
+        type=float,
+        default=None,
+        help=f"the share of rank k falls as k to the -S (default {default.zipf:g})",
+    )
+    add("--arrivals", choices=ARRIVALS, default=None, help="in bursts of each model's own (default), or evenly")
+    add("--burst", metavar="SECONDS", type=float, default=None, help=f"mean length of a burst (default {default.burst_s:g})")
+    add(
+        "--active-share",
+        metavar="SHARE",
+        type=float,
+        default=None,
+        help=f"of the time, with requests (default {default.active_share:g})",
+    )
+    add("--input-tokens", metavar="A-B", default="", help="lengths of prompts (default {}-{})".format(*default.input_tokens))
+    add("--output-tokens", metavar="A-B", default="", help="lengths of answers (default {}-{})".format(*default.output_tokens))
+    add("--seed", metavar="N", type=int, default=None, help=f"the same seed makes the same trace (default {default.seed})")
 
 
 def simulate(client: Client, options: argparse.Namespace) -> None:

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 import msgspec
 
 from config import units
-from config.load import ConfigError, fields_of, located, read_toml
-from config.schema import key
-from daemon.simulate.generate import ARRIVALS, TraceShape
+from config.load import ConfigError, fields_of, located, read_toml, with_device_defaults
+from config.schema import ModelConfig, NodeConfig, key
+from daemon.simulate.trace_shape import ARRIVALS, TraceShape
 from scheduler.node.events import ModelFacts
 from scheduler.simulate.costs import Costs, ModelCosts
+from scheduler.simulate.steps import StepSettings
 
-_DEFAULTS = Costs()
+_DEFAULTS, _MODEL_DEFAULTS, _SHAPE = Costs(), ModelConfig(), TraceShape(())
 MAX_QUEUED = 1_000_000  # no limit in practice: a simulation shows how long requests wait, unless asked to refuse them
 
 
 class NodeCosts(msgspec.Struct, frozen=True):
-    """The table `[costs]`: the fields of scheduler.simulate.costs.Costs."""
+    """The table `[costs]`: the fields of scheduler.simulate.costs.Costs, and settings of the engine."""
 
     disk_bytes_per_s: Annotated[float, key("reading weights from disk")] = _DEFAULTS.disk_bytes_per_s
     copy_bytes_per_s: Annotated[float, key("copying from host memory to the device")] = _DEFAULTS.copy_bytes_per_s
@@ -35,7 +36,7 @@ class NodeCosts(msgspec.Struct, frozen=True):
     prefill_step_s: Annotated[float, key("of a step with tokens of prompts, beside a decode step's and theirs")] = (
         _DEFAULTS.prefill_step_s
     )
-    turn_budget_ms: Annotated[float | None, key("the engine's, as in the configuration; default: the device's")] = None
+    turn_budget_ms: Annotated[float | None, key("the engine's, as in the configuration, which has the defaults")] = None
     max_step_stretch: float | None = None
     max_num_batched_tokens: int | None = None
 
@@ -47,9 +48,9 @@ class ScenarioModel(msgspec.Struct, frozen=True):
     kv_bytes_per_token: Annotated[int, key("KV of one token")] = 0
     work_space_bytes: Annotated[int | str, key("beside weights and KV")] = 1
     max_model_len: Annotated[int, key("KV for one request of it is always kept")] = 4096
-    max_sequences: Annotated[int, key("sequences in one batch")] = 256
-    priority: Annotated[float, key("factor on its value")] = 1.0
-    pinned: Annotated[bool, key("loaded at start, never evicted")] = False
+    max_sequences: Annotated[int, key("sequences in one batch")] = _MODEL_DEFAULTS.max_sequences
+    priority: Annotated[float, key("factor on its value")] = _MODEL_DEFAULTS.priority
+    pinned: Annotated[bool, key("loaded at start, never evicted")] = _MODEL_DEFAULTS.pinned
     disk_load_s: Annotated[float | None, key("measured; as below")] = None
     host_load_s: float | None = None
     prefill_tokens_per_s: float | None = None
@@ -59,22 +60,24 @@ class ScenarioModel(msgspec.Struct, frozen=True):
 
 
 class TraceTable(msgspec.Struct, frozen=True):
-    """The table `[trace]`: the fields of daemon.simulate.generate.TraceShape except `models`, which are all models of the file."""
+    """The table `[trace]`: the fields of TraceShape (daemon/simulate/trace_shape.py) except `models`, which are all models of
+    the file."""
 
-    requests_per_s: float = 2.0
-    duration_s: float = 1200.0
-    zipf: float = 1.0
-    arrivals: str = "bursty"
-    burst_s: float = 30.0
-    active_share: float = 0.2
-    input_tokens: list[int] = []
+    requests_per_s: float = _SHAPE.requests_per_s
+    duration_s: float = _SHAPE.duration_s
+    zipf: float = _SHAPE.zipf
+    arrivals: str = _SHAPE.arrivals
+    burst_s: float = _SHAPE.burst_s
+    active_share: float = _SHAPE.active_share
+    input_tokens: list[int] = []  # its default is of TraceShape
     output_tokens: list[int] = []
-    seed: int = 1
+    seed: int = _SHAPE.seed
 
 
 @dataclass(slots=True, frozen=True)
 class Scenario:
-    """What a scenario file says. source: the file's path, for errors. trace: None if the file has no such table."""
+    """What a scenario file says. source: the file's path, for errors. trace: None if the file has no such table. engine: settings
+    of the engines, by the configuration's keys."""
 
     source: str
     devices: dict[str, int]
@@ -83,10 +86,21 @@ class Scenario:
     costs: Costs
     trace: TraceShape | None
     host_tier_bytes: int = 0
+    engine: Mapping[str, Any] = field(default_factory=dict)
+
+    def node_config(self, devices: Iterable[str]) -> NodeConfig:
+        """Returns the configuration of a node with these devices, given by name."""
+        return msgspec.structs.replace(with_device_defaults(NodeConfig(), devices, self.engine), **self.engine)
 
 
 EMPTY = Scenario("", {}, None, {}, Costs(), None)
+_ENGINE_KEYS = ("turn_budget_ms", "max_step_stretch", "max_num_batched_tokens")
 _TABLES = ("devices", "chunk_bytes", "host_tier_bytes", "costs", "models", "trace")
+
+
+def step_settings(config: NodeConfig) -> StepSettings:
+    """Returns the settings of a node's engines that limit their steps."""
+    return StepSettings(config.turn_budget_ms / 1e3, config.max_step_stretch, config.max_num_batched_tokens)
 
 
 def read(path: str) -> Scenario:
@@ -125,7 +139,9 @@ def _scenario(path: str, tables: dict[str, Any]) -> Scenario:
             devices[units.parse_device(f"{name}=1GiB")[0]] = _size(path, f'devices."{name}"', budget)
         except ValueError:
             raise ConfigError(path, f'devices."{name}"', 'is no device; one is named "cpu", "cuda:0" and so on') from None
-    costs = Costs(**_positive(path, "costs.", fields_of(path, "costs.", NodeCosts, _table(path, "costs", tables))))
+    values = _positive(path, "costs.", fields_of(path, "costs.", NodeCosts, _table(path, "costs", tables)))
+    engine = {name: value for name in _ENGINE_KEYS if (value := values.pop(name, None)) is not None}
+    costs = Costs(**values)
     models, measured = {}, {}
     for name, entry in _table(path, "models", tables).items():
         where = f'models."{name}"'
@@ -135,7 +151,7 @@ def _scenario(path: str, tables: dict[str, Any]) -> Scenario:
     shape = None
     if "trace" in tables:
         shape = _shape(path, fields_of(path, "trace.", TraceTable, _table(path, "trace", tables)), tuple(models))
-    return Scenario(path, devices, chunk_bytes, models, replace(costs, models=measured), shape, host_tier_bytes)
+    return Scenario(path, devices, chunk_bytes, models, replace(costs, models=measured), shape, host_tier_bytes, engine)
 
 
 def _table(path: str, name: str, tables: Mapping[str, Any]) -> dict[str, Any]:
@@ -168,7 +184,18 @@ def _model(path: str, prefix: str, name: str, entry: dict[str, Any]) -> tuple[Mo
         if size in values:
             values[size] = _size(path, prefix + size, values[size])
     model = ScenarioModel(**values)
-    facts = ModelFacts(
+    return facts_of(name, model), ModelCosts(
+        model.disk_load_s,
+        model.host_load_s,
+        model.prefill_tokens_per_s,
+        model.decode_step_s,
+        model.decode_s_per_sequence,
+        model.prefill_step_s,
+    )
+
+
+def facts_of(name: str, model: ScenarioModel) -> ModelFacts:
+    return ModelFacts(
         name,
         int(model.weights_bytes),
         model.kv_bytes_per_token,
@@ -178,14 +205,6 @@ def _model(path: str, prefix: str, name: str, entry: dict[str, Any]) -> tuple[Mo
         max_queued=MAX_QUEUED,
         priority=model.priority,
         pinned=model.pinned,
-    )
-    return facts, ModelCosts(
-        model.disk_load_s,
-        model.host_load_s,
-        model.prefill_tokens_per_s,
-        model.decode_step_s,
-        model.decode_s_per_sequence,
-        model.prefill_step_s,
     )
 
 

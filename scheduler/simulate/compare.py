@@ -13,8 +13,14 @@ from scheduler.simulate.outcome import Figures, figures
 from scheduler.simulate.simulation import Decider, Run, SimulatedNode, Simulation
 from scheduler.simulate.trace import TraceRequest
 
-HEARTHD, ALL_RESIDENT = "hearthd", "all-resident"
-POLICIES = (HEARTHD, "lru", "ollama", "clairvoyant", ALL_RESIDENT)
+# the rules of other systems, made for a trace
+_RULES: dict[str, Callable[[Sequence[TraceRequest]], Rule]] = {
+    "lru": lambda trace: LeastRecentlyUsed(),
+    "ollama": lambda trace: Ollama(),
+    "clairvoyant": Clairvoyant,
+}
+HEARTHD, ALL_RESIDENT = "hearthd", "all-resident"  # the node scheduler; a node on which all models fit
+POLICIES = (HEARTHD, *_RULES, ALL_RESIDENT)
 
 
 @dataclass(slots=True)
@@ -64,13 +70,8 @@ def run_policy(
 def decider(policy: str, node: SimulatedNode, trace: Sequence[TraceRequest], settings: SchedulerSettings) -> Decider:
     if policy == HEARTHD:
         return NodeScheduler(replace(settings, host_tier_slots=node.host_tier_slots), node.devices)
-    rules: dict[str, Rule] = {
-        "lru": LeastRecentlyUsed(),
-        "ollama": Ollama(),
-        "clairvoyant": Clairvoyant(trace),
-        ALL_RESIDENT: LeastRecentlyUsed(),
-    }
-    return OnDemand(rules[policy], node.chunk_bytes, node.host_tier_slots)
+    rule = LeastRecentlyUsed() if policy == ALL_RESIDENT else _RULES[policy](trace)
+    return OnDemand(rule, node.chunk_bytes, node.host_tier_slots)
 
 
 def settings_for(node: SimulatedNode, max_wait_s: float, max_queued: int) -> SchedulerSettings:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from scheduler.node.events import ModelFacts
-from scheduler.simulate.steps import CPU_STEPS, CUDA_STEPS, StepSeconds, StepSettings
+from scheduler.simulate.steps import StepSeconds
 
 
 @dataclass(slots=True, frozen=True)
@@ -26,8 +26,7 @@ class Costs:
     """The costs of one device. The defaults are those of a data-centre GPU with one NVMe drive.
 
     A step reads the weights once, and takes decode_s_per_sequence for each sequence that decodes. A prompt's token takes two
-    operations for each parameter, which is one for each byte of 16-bit weights. turn_budget_ms, max_step_stretch and
-    max_num_batched_tokens are the engine's settings; None: its defaults."""
+    operations for each parameter, which is one for each byte of 16-bit weights."""
 
     disk_bytes_per_s: float = 6.5e9
     copy_bytes_per_s: float = 25e9
@@ -38,9 +37,6 @@ class Costs:
     decode_overhead_s: float = 0.002
     decode_s_per_sequence: float = 5e-5
     prefill_step_s: float = 0.0
-    turn_budget_ms: float | None = None
-    max_step_stretch: float | None = None
-    max_num_batched_tokens: int | None = None
     models: Mapping[str, ModelCosts] = field(default_factory=dict)
 
     def of(self, name: str) -> ModelCosts:
@@ -72,15 +68,6 @@ class Costs:
             self.decode_s_per_sequence if each is None else each,
             self.prefill_step_s if prompt is None else prompt,
             facts.weights_bytes / self.flops_per_s if rate is None else 1 / rate,
-        )
-
-    def step_settings(self, device: str) -> StepSettings:
-        """Returns the settings of the engine on a device, given by name."""
-        default = CUDA_STEPS if device.startswith("cuda") else CPU_STEPS
-        return StepSettings(
-            default.turn_s if self.turn_budget_ms is None else self.turn_budget_ms / 1e3,
-            default.stretch if self.max_step_stretch is None else self.max_step_stretch,
-            self.max_num_batched_tokens or default.max_tokens,
         )
 
     def without_loads(self) -> Costs:

@@ -16,7 +16,7 @@ from scheduler.batch.turns import Turns
 from scheduler.node.events import ModelFacts
 from scheduler.simulate.costs import Costs
 from scheduler.simulate.outcome import RequestOutcome
-from scheduler.simulate.steps import CPU_STEPS, ModelSteps, StepSettings
+from scheduler.simulate.steps import ModelSteps, StepSettings
 
 _DUE = 1e-6  # of a step: what rounding leaves
 _FEWEST_ROUNDS = 2  # that are worth being one
@@ -100,7 +100,7 @@ class SimulatedEngine:
     """The engine of one device. lease_bytes: KV that its models may use beyond what is reserved for them. `advance` moves the
     time; what is submitted in between takes part from the next step on."""
 
-    def __init__(self, costs: Costs, settings: StepSettings = CPU_STEPS) -> None:
+    def __init__(self, costs: Costs, settings: StepSettings) -> None:
         self.costs, self.settings = costs, settings
         self.lease_bytes = 0
         self.first_tokens: list[RequestOutcome] = []  # since they were last taken

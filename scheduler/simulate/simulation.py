@@ -14,6 +14,7 @@ from scheduler.node.events import Event, ModelFacts, RequestFacts
 from scheduler.simulate.costs import Costs
 from scheduler.simulate.engine import SimulatedEngine
 from scheduler.simulate.outcome import RequestOutcome, Swaps
+from scheduler.simulate.steps import StepSettings
 from scheduler.simulate.trace import TraceRequest
 
 PROGRESS_EVERY = 1000  # requests
@@ -35,12 +36,14 @@ class SimulationError(Exception):
 
 @dataclass(slots=True, frozen=True)
 class SimulatedNode:
-    """A node to simulate. devices: name -> budget in bytes. host_tier_bytes: host memory for weights and saved KV."""
+    """A node to simulate. devices: name -> budget in bytes. steps: the settings of its engines. host_tier_bytes: host memory for
+    weights and saved KV."""
 
     devices: Mapping[str, int]
     chunk_bytes: int
     models: Mapping[str, ModelFacts]
     costs: Costs
+    steps: StepSettings
     host_tier_bytes: int = 0
 
     @property
@@ -73,7 +76,7 @@ class Simulation:
         told: Callable[[int, int], None] | None = None,
     ) -> None:
         self.node, self.decider, self.told = node, decider, told
-        self.engines = {name: SimulatedEngine(node.costs, node.costs.step_settings(name)) for name in node.devices}
+        self.engines = {name: SimulatedEngine(node.costs, node.steps) for name in node.devices}
         self.outcomes = [RequestOutcome(at, request) for at, request in enumerate(trace)]
         self.swaps = Swaps()
         self.now = 0.0

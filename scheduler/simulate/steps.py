@@ -25,10 +25,6 @@ class StepSettings:
     max_tokens: int
 
 
-# The configuration's defaults (a test holds them equal).
-CPU_STEPS, CUDA_STEPS = StepSettings(0.010, 2.0, 512), StepSettings(0.005, 2.0, 4096)
-
-
 @dataclass(slots=True, frozen=True)
 class StepSeconds:
     """The seconds of one model's steps: fixed_s for every step, each_s for each sequence that decodes, and if the step has tokens

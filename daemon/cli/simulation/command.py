@@ -17,8 +17,9 @@ from daemon.cli.client import CommandError
 from daemon.cli.simulation import report
 from daemon.errors import EXIT_NOT_FOUND, EXIT_USAGE
 from daemon.simulate import scenario, trace_file
-from daemon.simulate.generate import TraceShape, generate
-from daemon.simulate.scenario import MAX_QUEUED, Scenario
+from daemon.simulate.generate import generate
+from daemon.simulate.scenario import MAX_QUEUED, Scenario, ScenarioModel
+from daemon.simulate.trace_shape import TraceShape
 from scheduler.node.events import ModelFacts
 from scheduler.simulate.compare import POLICIES, compare, settings_for
 from scheduler.simulate.costs import Costs, ModelCosts
@@ -26,7 +27,6 @@ from scheduler.simulate.simulation import SimulatedNode, SimulationError
 from scheduler.simulate.trace import TraceRequest
 
 NO_LIMIT_S = 1e9
-CHUNK_BYTES, CUDA_CHUNK_BYTES = 2 << 20, 16 << 20
 
 
 def simulate(options: argparse.Namespace) -> None:
@@ -135,8 +135,8 @@ def _lengths(flag: str, text: str) -> tuple[int, int]:
 
 def _node(options: argparse.Namespace, given: Scenario, trace: Sequence[TraceRequest]) -> SimulatedNode:
     devices = _devices(options, given)
-    default = CUDA_CHUNK_BYTES if any(name.startswith("cuda") for name in devices) else CHUNK_BYTES
-    chunk_bytes = _size("--chunk", options.chunk) or given.chunk_bytes or default
+    config = given.node_config(devices)
+    chunk_bytes = _size("--chunk", options.chunk) or given.chunk_bytes or units.parse_bytes(config.chunk_bytes)
     costs = _costs(options, given.costs)
     known = dict(given.models)
     if options.models:
@@ -149,7 +149,7 @@ def _node(options: argparse.Namespace, given: Scenario, trace: Sequence[TraceReq
                     f"nothing says how large {name} is: give it a table in the --costs file, name their folder with --models, "
                     "or give a size for all such models with --weights"
                 )
-            known[name] = ModelFacts(name, weights_bytes, 0, 1, 4096, max_queued=MAX_QUEUED)
+            known[name] = scenario.facts_of(name, ScenarioModel(weights_bytes))
     measured = dict(costs.models)
     for name in known:
         own = measured.get(name, ModelCosts())
@@ -159,7 +159,8 @@ def _node(options: argparse.Namespace, given: Scenario, trace: Sequence[TraceReq
             decode_step_s=own.decode_step_s if own.decode_step_s is not None else options.step,
         )
     host_tier_bytes = given.host_tier_bytes if options.host_tier is None else _size_or_none(options.host_tier)
-    return SimulatedNode(devices, chunk_bytes, known, replace(costs, models=measured), host_tier_bytes)
+    costs = replace(costs, models=measured)
+    return SimulatedNode(devices, chunk_bytes, known, costs, scenario.step_settings(config), host_tier_bytes)
 
 
 def _devices(options: argparse.Namespace, given: Scenario) -> dict[str, int]:

@@ -6,11 +6,15 @@ import io
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from config.load import ConfigError
+from config.load import CUDA_DEFAULTS, ConfigError
+from config.schema import NodeConfig
 from daemon.simulate import scenario, trace_file
-from daemon.simulate.generate import TraceShape, generate
+from daemon.simulate.generate import generate
+from daemon.simulate.trace_shape import TraceShape
+from scheduler.simulate.steps import StepSettings
 from scheduler.simulate.trace import TraceRequest
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -135,3 +139,14 @@ def test_json_scenarios(tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as caught:
             scenario.read(str(path))
         assert str(caught.value).startswith(str(path) + message)
+
+
+def test_engines_have_the_configurations_settings(tmp_path: Path) -> None:
+    path = tmp_path / "a.toml"
+    path.write_text("[costs]\nmax_step_stretch = 0.0\n")
+    for given, stretch in ((scenario.EMPTY, NodeConfig().max_step_stretch), (scenario.read(str(path)), 0.0)):
+        for devices, changed in ((["cpu:0"], {}), (["cpu:0", "cuda:1"], CUDA_DEFAULTS)):
+            config = msgspec.structs.replace(NodeConfig(), **changed)
+            wanted = StepSettings(config.turn_budget_ms / 1e3, stretch, config.max_num_batched_tokens)
+            assert scenario.step_settings(given.node_config(devices)) == wanted
+            assert given.node_config(devices).chunk_bytes == config.chunk_bytes

@@ -9,6 +9,7 @@ from scheduler.simulate.costs import Costs, ModelCosts
 from scheduler.simulate.engine import SimulatedEngine
 from scheduler.simulate.outcome import RequestOutcome
 from scheduler.simulate.trace import TraceRequest
+from tests.scheduler.simulate.settings import STEPS
 
 # 100 prompt tokens a second; a step takes 10 ms and 1 ms for each sequence
 MEASURED = ModelCosts(prefill_tokens_per_s=100.0, decode_step_s=0.010, decode_s_per_sequence=0.001)
@@ -24,7 +25,7 @@ def outcome(request_id: int, model: str = "a", input_tokens: int = 10, output_to
 
 
 def engine(*models: ModelFacts, lease_bytes: int = 10**9) -> SimulatedEngine:
-    made = SimulatedEngine(COSTS)
+    made = SimulatedEngine(COSTS, STEPS)
     made.set_lease(lease_bytes)
     for model in models:
         made.host(model, 1000)

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from daemon.simulate.generate import TraceShape, generate
+from daemon.simulate.generate import generate
+from daemon.simulate.trace_shape import TraceShape
 from scheduler.node import actions
 from scheduler.node.events import Event
 from scheduler.node.node_scheduler import NodeScheduler

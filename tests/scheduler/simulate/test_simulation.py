@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from daemon.simulate.generate import TraceShape, generate
+from daemon.simulate.generate import generate
+from daemon.simulate.trace_shape import TraceShape
 from scheduler.node import actions
 from scheduler.node.events import Event, ModelFacts
 from scheduler.node.node_scheduler import NodeScheduler, SchedulerSettings
@@ -15,6 +16,7 @@ from scheduler.simulate.costs import Costs, ModelCosts
 from scheduler.simulate.outcome import figures, percentile
 from scheduler.simulate.simulation import Run, SimulatedNode, Simulation, SimulationError
 from scheduler.simulate.trace import TraceRequest
+from tests.scheduler.simulate.settings import STEPS
 
 MIB = 1 << 20
 SETTINGS = SchedulerSettings(chunk_bytes=MIB, max_wait_s=1e6, max_queued_per_model=10**6)
@@ -24,7 +26,7 @@ MEASURED = ModelCosts(disk_load_s=1.0, prefill_tokens_per_s=100.0, decode_step_s
 def node(names: Sequence[str] = ("a", "b", "c"), room_for: int = 2) -> SimulatedNode:
     models = {name: ModelFacts(name, 100 * MIB, 1024, MIB, 1024, max_queued=10**6) for name in names}
     costs = Costs(evict_s=0.0, models=dict.fromkeys(names, MEASURED))
-    return SimulatedNode({"cpu:0": (102 * room_for + 20) * MIB}, MIB, models, costs)
+    return SimulatedNode({"cpu:0": (102 * room_for + 20) * MIB}, MIB, models, costs, STEPS)
 
 
 def trace(*requests: tuple[float, str]) -> list[TraceRequest]:
@@ -79,7 +81,7 @@ def test_the_scheduler_is_valid_throughout() -> None:
 
 
 def test_a_model_that_never_fits_is_refused() -> None:
-    large = SimulatedNode({"cpu:0": 50 * MIB}, MIB, node().models, node().costs)
+    large = SimulatedNode({"cpu:0": 50 * MIB}, MIB, node().models, node().costs, STEPS)
     for policy in (HEARTHD, "lru"):
         run = run_policy(policy, large, trace((0, "a")), SETTINGS)
         assert run.outcomes[0].refusal == "model_too_large"

@@ -5,18 +5,16 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-import msgspec
 import pytest
 
-from config.load import CUDA_DEFAULTS
-from config.schema import NodeConfig
 from scheduler.node.events import ModelFacts
 from scheduler.simulate import engine as engine_module
 from scheduler.simulate.costs import Costs, ModelCosts
 from scheduler.simulate.engine import SimulatedEngine
 from scheduler.simulate.outcome import RequestOutcome
-from scheduler.simulate.steps import CPU_STEPS, CUDA_STEPS, ModelSteps, StepSeconds, StepSettings
+from scheduler.simulate.steps import ModelSteps, StepSeconds, StepSettings
 from scheduler.simulate.trace import TraceRequest
+from tests.scheduler.simulate.settings import STEPS
 
 # A step takes 8 ms, 0.5 ms for each sequence and 0.25 ms for each token of a prompt; a turn is 10.625 ms, 1.25 of the least step.
 FIXED_S, EACH_S, TOKEN_S = 0.008, 0.0005, 0.00025
@@ -25,7 +23,7 @@ ROWS_OF_A_TURN = 5  # 10.5 ms
 CHUNK_OF_A_TURN = 8  # 10 ms; the next class of sizes that has room takes 10.5 with a sequence beside it
 
 
-def engine(*names: str, settings: StepSettings = CPU_STEPS) -> SimulatedEngine:
+def engine(*names: str, settings: StepSettings = STEPS) -> SimulatedEngine:
     made = SimulatedEngine(Costs(models=dict.fromkeys(names, MEASURED)), settings)
     made.set_lease(10**12)
     for name in names:
@@ -63,7 +61,7 @@ def test_decode_steps_of_two_models_interleave() -> None:
 
 def test_models_of_unlike_steps_have_equal_time() -> None:
     costs = Costs(models={"short": MEASURED, "long": replace(MEASURED, decode_step_s=4 * FIXED_S + 3 * EACH_S)})
-    made = SimulatedEngine(costs)
+    made = SimulatedEngine(costs, STEPS)
     for name in ("short", "long"):
         made.host(ModelFacts(name, 1000, 1, 1, 4096), 0)
         submit(made, len(made.hosted), name, 1, 2000)
@@ -195,20 +193,6 @@ def test_rounds_are_what_single_steps_would_be(monkeypatch: pytest.MonkeyPatch) 
     apart = [rounds[request_id] - ended_s for request_id, ended_s in steps.items()]
     assert sorted(map(abs, apart))[int(0.9 * len(apart))] <= 12 * (FIXED_S + 2 * EACH_S)
     assert abs(sum(apart) / len(apart)) <= 3 * (FIXED_S + 2 * EACH_S)
-
-
-def test_the_defaults_are_the_configurations() -> None:
-    def of(config: NodeConfig) -> StepSettings:
-        return StepSettings(config.turn_budget_ms / 1e3, config.max_step_stretch, config.max_num_batched_tokens)
-
-    assert of(NodeConfig()) == CPU_STEPS
-    cuda = {name: value for name, value in CUDA_DEFAULTS.items() if name != "chunk_bytes"}
-    assert of(msgspec.structs.replace(NodeConfig(), **cuda)) == CUDA_STEPS
-    assert Costs().step_settings("cuda:1") == CUDA_STEPS
-    assert Costs().step_settings("cpu:0") == CPU_STEPS
-    assert Costs(turn_budget_ms=20.0, max_step_stretch=0.0, max_num_batched_tokens=64).step_settings("cpu") == StepSettings(
-        0.02, 0.0, 64
-    )
 
 
 def test_a_prompt_goes_on_where_there_is_no_room() -> None:
