@@ -19,6 +19,7 @@ from config.regular_file import read_regular
 from loader import hub_cache, layout
 from loader.dtypes import DTYPES
 from loader.errors import CheckpointError, FileTooShort, shortened
+from loader.formats.registry import stored_format
 from loader.hf_config import CONFIG_NAME, GENERATION_CONFIG_NAME, GenerationDefaults, parse_config, parse_generation
 from loader.model_shape import ModelShape
 from loader.pooling import MODULES_NAME, POOLING_NAME, check_modules, parse_pooling
@@ -307,8 +308,9 @@ def _fill(checkpoint: Checkpoint, folder: Path, stats: Mapping[str, tuple[int, i
     if checkpoint.shape.pooling and any(tensor.name.startswith("bert.") for tensor in tensors):
         checkpoint.shape = replace(checkpoint.shape, tensor_prefix="bert.")
     _check_layers(checkpoint.shape, len(tensors))
-    checkpoint.shape = replace(checkpoint.shape, block_offsets=layout.block_offsets(checkpoint.shape, tensors))
-    checkpoint.weights_bytes = {dtype: layout.weights_bytes(checkpoint.shape, dtype) for dtype in DTYPES}
+    checkpoint.shape = replace(checkpoint.shape, plain_groups=layout.plain_groups(checkpoint.shape, tensors))
+    checkpoint.shape = shape = replace(checkpoint.shape, block_offsets=layout.block_offsets(checkpoint.shape, tensors))
+    checkpoint.weights_bytes = {dtype: layout.weights_bytes(shape, dtype, stored_format(shape)) for dtype in DTYPES}
     files = []
     for file, header in headers.items():
         size, mtime = stats[file] if file in stats else _stat(folder / file)
@@ -346,16 +348,18 @@ def _check_layers(shape: ModelShape, num_tensors: int) -> None:
 def check_parameters(shape: ModelShape, headers: Mapping[str, Header]) -> None:
     """Raises CheckpointError, which names file and tensor, unless the files hold every parameter in its shape and no other
     tensors but those that the model ignores."""
-    wanted = layout.parameter_shapes(shape)
+    wanted = {tensor.name: tensor for tensor in layout.stored_tensors(shape)}
     for file, header in headers.items():
         for tensor in header.tensors:
-            dims = wanted.pop(tensor.name, None)
-            if dims is None:
+            expected = wanted.pop(tensor.name, None)
+            if expected is None:
                 if not layout.is_ignored_tensor(shape, tensor.name):
                     raise CheckpointError(file, tensor.name, f"{shape.architecture} with this config.json has no such parameter")
-            elif dims != tensor.shape:
-                raise CheckpointError(file, tensor.name, f"has shape {list(tensor.shape)}, config.json asks for {list(dims)}")
-            elif tensor.dtype not in ("F32", "BF16", "F16"):
-                raise CheckpointError(file, tensor.name, f"dtype {tensor.dtype} is not supported; supported: F32, BF16, F16")
+            elif expected.shape != tensor.shape:
+                asked = list(expected.shape)
+                raise CheckpointError(file, tensor.name, f"has shape {list(tensor.shape)}, config.json asks for {asked}")
+            elif tensor.dtype not in expected.dtypes:
+                supported = ", ".join(expected.dtypes)
+                raise CheckpointError(file, tensor.name, f"dtype {tensor.dtype} is not supported here; supported: {supported}")
     for name in wanted:
         raise CheckpointError(", ".join(headers), name, "missing: config.json asks for it")

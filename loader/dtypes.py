@@ -4,4 +4,4 @@ from __future__ import annotations
 
 DTYPES = ("float32", "bfloat16", "float16")
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-DTYPE_OF = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # safetensors' name -> ours
+DTYPE_OF = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "I8": "int8"}  # safetensors' name -> ours

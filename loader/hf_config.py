@@ -5,10 +5,11 @@ loader/architectures.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from loader.architectures.registry import named_architecture
 from loader.config_fields import json_fields
+from loader.formats.registry import FORMATS, recognised_format
 from loader.model_shape import ModelShape
 
 CONFIG_NAME = "config.json"
@@ -29,10 +30,14 @@ class GenerationDefaults:
 
 
 def parse_config(text: bytes, file: str = CONFIG_NAME) -> ModelShape:
-    """Returns the model's shape. Raises UnsupportedModel (architecture, activation, kind of rotary embedding or of layers), or
-    CheckpointError, which names the key."""
+    """Returns the model's shape. Raises UnsupportedModel (architecture, activation, kind of rotary embedding or of layers, weight
+    format), or CheckpointError, which names the key."""
     fields = json_fields(text, file)
-    return named_architecture(fields).parse(fields)
+    shape = named_architecture(fields).parse(fields)
+    stored = recognised_format(fields)
+    if stored and shape.pooling and not FORMATS[stored].runs_encoders:
+        raise fields.unsupported("quantization_config", "quantised encoders are not served")
+    return replace(shape, stored_format=stored) if stored else shape
 
 
 def parse_generation(config_text: bytes, generation_text: bytes | None) -> GenerationDefaults:

@@ -16,8 +16,10 @@ from loader.architectures.architecture import TensorGroup
 from loader.architectures.registry import architecture_of
 from loader.direct_io import BLOCK_BYTES
 from loader.dtypes import DTYPE_OF, ITEM_BYTES
+from loader.errors import CheckpointError
 from loader.formats.plain import PLAIN
-from loader.formats.weight_format import Space, WeightFormat, WeightSlot, aligned
+from loader.formats.registry import stored_format
+from loader.formats.weight_format import FLOATS, Space, StoredTensor, WeightFormat, WeightSlot, aligned
 from loader.model_shape import ModelShape
 from loader.safetensors import TensorRef
 
@@ -25,17 +27,49 @@ MIN_BLOCK_ALIGNED_BYTES = 64 << 10  # what is smaller is copied into place inste
 
 
 def parameter_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Returns name and shape of every tensor that the checkpoint must contain."""
+    """Returns name and shape of every parameter, whatever format the checkpoint stores it in."""
     return dict(item for group in _groups(shape) for item in group.tensors)
+
+
+def stored_tensors(shape: ModelShape) -> list[StoredTensor]:
+    """Returns every tensor that the checkpoint must contain."""
+    own = stored_format(shape)
+    return [tensor for at, group in enumerate(_groups(shape)) for tensor in _format_of(shape, at, group, own).stored(group)]
+
+
+def plain_groups(shape: ModelShape, tensors: Iterable[TensorRef]) -> frozenset[int]:
+    """Returns ModelShape.plain_groups of a checkpoint with these tensors, from the files' headers. Raises CheckpointError where of
+    the tensors of a group some are plain and some are not."""
+    if not shape.stored_format:
+        return frozenset()
+    stored = {tensor.name: tensor for tensor in tensors}
+    found = set()
+    for at, group in enumerate(_groups(shape)):
+        if not group.may_be_quantized:
+            continue
+        members = [stored[name] for name, _ in group.tensors if name in stored]
+        plain = [tensor for tensor in members if tensor.dtype in FLOATS]
+        if plain and len(plain) < len(members):
+            other = next(tensor.name for tensor in members if tensor not in plain)
+            why = f"is stored as {plain[0].dtype}, and {other}, which is read together with it, is quantised: not served"
+            raise CheckpointError(plain[0].file, plain[0].name, why)
+        if plain:
+            found.add(at)
+    return frozenset(found)
 
 
 def is_ignored_tensor(shape: ModelShape, name: str) -> bool:
     """Returns whether a checkpoint may contain this tensor in addition to those. It is not read."""
-    return architecture_of(shape).ignores(shape, name)
+    return architecture_of(shape).ignores(shape, name) or stored_format(shape).ignores(name)
 
 
 def _groups(shape: ModelShape) -> list[TensorGroup]:
     return architecture_of(shape).tensor_groups(shape)
+
+
+def _format_of(shape: ModelShape, at: int, group: TensorGroup, weight_format: WeightFormat) -> WeightFormat:
+    """Returns the format of the group with this index, where matrices of layers are in `weight_format`."""
+    return weight_format if group.may_be_quantized and at not in shape.plain_groups else PLAIN
 
 
 def block_offsets(shape: ModelShape, tensors: Iterable[TensorRef]) -> tuple[int, ...]:
@@ -58,12 +92,12 @@ def weight_layout(shape: ModelShape, dtype: str, weight_format: WeightFormat = P
     block_offsets = shape.block_offsets if dtype == shape.dtype else ()
     slots: list[WeightSlot] = []
     offset = after_layers = 0
-    for group, block_offset in zip(groups, block_offsets or (-1,) * len(groups), strict=True):
+    for at, (group, block_offset) in enumerate(zip(groups, block_offsets or (-1,) * len(groups), strict=True)):
         stage = after_layers
         if group.layer is not None:
             stage, after_layers = group.layer + 1, max(after_layers, group.layer + 2)
-        held_as = weight_format if group.may_be_quantized else PLAIN
-        placed, offset = held_as.place(group, Space(offset, ITEM_BYTES[dtype], block_offset, stage))
+        held_in = _format_of(shape, at, group, weight_format)
+        placed, offset = held_in.place(group, Space(offset, ITEM_BYTES[dtype], block_offset, stage))
         slots += placed
     return slots
 

@@ -135,8 +135,9 @@ def plan_reads(headers: Mapping[str, Header], layout: Iterable[WeightSlot], dtyp
                 continue
             if slot.shape != tensor.shape:
                 raise CheckpointError(file, tensor.name, f"has shape {list(tensor.shape)}, expected {list(slot.shape)}")
-            target = "" if DTYPE_OF.get(tensor.dtype) == dtype else dtype
-            if slot.scales_at_bytes >= 0:
+            held_as = slot.held_as or dtype
+            target = "" if DTYPE_OF.get(tensor.dtype) == held_as else held_as
+            if slot.scales_at_bytes >= 0 and not slot.held_as:
                 target = QUANTIZED
             num_bytes = math.prod(tensor.shape) * DTYPE_BYTES[tensor.dtype]
             begin, stage = tensor.offset_bytes, stage_of[tensor.name]

@@ -19,7 +19,7 @@ from daemon.models.entry import LoadSource, ModelEntry
 from daemon.record.state import NodeState
 from loader import catalog, kv_layout, layout, work_space
 from loader.errors import shortened
-from loader.formats.registry import asked_format
+from loader.formats.registry import asked_format, held_format, stored_format
 from loader.gpu_sizing import gpu_work_space_bytes
 from loader.model_shape import ModelShape
 from scheduler.node import events
@@ -159,7 +159,7 @@ class Registry:
         pinned, enabled = self._state.pinned.get(name, settings.pinned), self._state.enabled.get(name, True)
         dtype = settings.dtype or config.dtype
         shape = checkpoint.shape
-        weight_format = asked_format(settings.quantize)
+        weight_format = held_format(shape, settings.quantize) if shape is not None else asked_format(settings.quantize)
         kv_cache_dtype = kv_layout.asked_kv_cache_dtype(settings.kv_cache_dtype)
         misfit = self._without_carve_out.get(name, "") if settings.isolate else ""
         if shape is not None:
@@ -214,17 +214,16 @@ class Registry:
 
     def _allowed(self, name: str, settings: ModelConfig, shape: ModelShape) -> list[DeviceBudget]:
         """Returns the devices the model may live on: its carve-out alone if it has one, or else the configured devices that are
-        no carve-out. Encoders cannot run on GPUs, and models with fp8 KV cannot run on CPUs, for lack of kernels."""
+        no carve-out, of the kinds that can run it."""
         own = [device for device in self._devices if device.model == name]
         shared = [device for device in self._devices if not device.model]
         named = own or [device for device in shared if not settings.devices or device.name in settings.devices]
-        if not shape.pooling and not _has_fp8_kv(settings):
-            return named
-        return [device for device in named if device.name.startswith("cuda") != bool(shape.pooling)]
+        kinds = _kinds(settings, shape)
+        return [device for device in named if device.name.partition(":")[0] in kinds]
 
     def _named_devices(self, name: str, settings: ModelConfig, shape: ModelShape) -> tuple[str, ...]:
         """Returns the value for ModelFacts.devices, where () means any device."""
-        if shape.pooling or _has_fp8_kv(settings) or any(device.model for device in self._devices):
+        if len(_kinds(settings, shape)) < 2 or any(device.model for device in self._devices):
             return tuple(device.name for device in self._allowed(name, settings, shape)) or tuple(settings.devices)
         return tuple(settings.devices)
 
@@ -237,7 +236,7 @@ class Registry:
         kinds = {device.name.partition(":")[0] for device in self._allowed(name, settings, shape)}
         sizes = [gpu_work_space_bytes(shape, dtype, batch, sequences)] if "cuda" in kinds else []
         if kinds != {"cuda"}:
-            weight_format = asked_format(settings.quantize)
+            weight_format = held_format(shape, settings.quantize)
             sizes.append(work_space.work_space_bytes(shape, dtype, batch, sequences, max_model_len, weight_format))
         return max(sizes)
 
@@ -254,9 +253,11 @@ class Registry:
 
     def _format_misfit(self, name: str, settings: ModelConfig, shape: ModelShape) -> str:
         """Returns why the model cannot be held in the configured weight format, or ""."""
-        asked = asked_format(settings.quantize)
+        asked = held_format(shape, settings.quantize)
+        if asked.title and not self._allowed(name, settings, shape):
+            return f"quantization_config: {asked.title} is not built for cuda devices; give the node a cpu device for it"
         gpus = [one.name for one in self._devices if one.name.startswith("cuda") and one.name in (settings.devices or [one.name])]
-        if gpus and not asked.runs_on_gpus:
+        if gpus and not asked.runs_on_gpus and not asked.title:
             return f'models."{name}".quantize: {asked.name} is not built for {gpus[0]}; name cpu devices in its "devices"'
         if shape.pooling and not asked.runs_encoders:
             return f'models."{name}".quantize: {asked.name} is not built for encoders'
@@ -289,7 +290,7 @@ class Registry:
         whole_bytes = max((device.whole_bytes or device.budget_bytes for device in allowed), default=0)
         length = kv_layout.default_max_model_len(shape, kv_dtype, whole_bytes)
         chunk_bytes = int(config.chunk_bytes)
-        weight_format = asked_format(settings.quantize)
+        weight_format = held_format(shape, settings.quantize)
         while length > kv_layout.MIN_MODEL_LEN:
             facts = events.ModelFacts(
                 name="",
@@ -350,6 +351,19 @@ class Registry:
             f"reserved KV {format_bytes(kv_reserved_bytes(facts))}, "
             f"work space {format_bytes(facts.work_space_bytes)}"
         )
+
+
+def _kinds(settings: ModelConfig, shape: ModelShape) -> set[str]:
+    """Returns the kinds of devices that can run a model. There are no kernels for encoders on GPUs, for some formats of checkpoints
+    on GPUs, and for fp8 KV on CPUs."""
+    if shape.pooling:
+        return {"cpu"}
+    kinds = {"cpu", "cuda"}
+    if _has_fp8_kv(settings):
+        kinds.remove("cpu")
+    if not stored_format(shape).runs_on_gpus:
+        kinds.discard("cuda")
+    return kinds
 
 
 def _has_fp8_kv(settings: ModelConfig) -> bool:

@@ -12,12 +12,12 @@ from loader.formats.weight_format import WeightSlot
 
 
 def parameter_places(layout: Iterable[WeightSlot]) -> list[tuple[int, int, str]]:
-    """Returns (begin, end, parameter name) for everything that a load brings: a parameter's values and, if it is quantised, its
-    scales. begin and end are bytes in the weight range, end exclusive. layout: as loader.layout.weight_layout gives it."""
+    """Returns (begin, end, parameter name) for everything that a load brings: a parameter's values and, if the load rounds
+    it, its scales. begin and end are bytes in the weight range, end exclusive. layout: as loader.layout.weight_layout gives it."""
     places = []
     for slot in layout:
         places.append((slot.offset_bytes, slot.offset_bytes + slot.num_bytes, slot.name))
-        if slot.scales_at_bytes >= 0:
+        if slot.scales_at_bytes >= 0 and not slot.held_as:
             places.append((slot.scales_at_bytes, slot.scales_at_bytes + slot.shape[0] * SCALE_BYTES, slot.name))
     return places
 

@@ -65,8 +65,3 @@ def stored_dtype(fields: Fields) -> str:
     if value not in DTYPES:
         raise fields.unsupported(key, f"{value!r} is not supported; supported: {', '.join(DTYPES)}")
     return value
-
-
-def refuse_quantized(fields: Fields) -> None:
-    if fields.has("quantization_config"):
-        raise fields.unsupported("quantization_config", "quantised checkpoints are not supported")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from loader.architectures.architecture import MAX_LAYERS, TensorGroup, one_tensor, refuse_quantized, stored_dtype
+from loader.architectures.architecture import MAX_LAYERS, TensorGroup, one_tensor, stored_dtype
 from loader.config_fields import Fields
 from loader.model_shape import ModelShape
 from loader.rope_config import RopeParameters
@@ -31,7 +31,6 @@ class Encoder:
         for key in ("is_decoder", "add_cross_attention"):
             if fields.boolean(key):
                 raise fields.unsupported(key, "only encoders are supported")
-        refuse_quantized(fields)
         num_layers = fields.integer("num_hidden_layers", at_most=MAX_LAYERS)
         cut_sizes = _cut_sizes(fields, hidden_size)
         return ModelShape(

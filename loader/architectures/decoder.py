@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from loader.architectures.architecture import MAX_LAYERS, TensorGroup, one_tensor, refuse_quantized, stored_dtype
+from loader.architectures.architecture import MAX_LAYERS, TensorGroup, one_tensor, stored_dtype
 from loader.architectures.windows import Windows
 from loader.config_fields import Fields
 from loader.model_shape import ModelShape
@@ -152,7 +152,6 @@ class Decoder:
             raise fields.unsupported(self.activation_key, f"{activation!r} is not supported; supported: {self.activation}")
         if fields.boolean("use_bidirectional_attention"):
             raise fields.unsupported("use_bidirectional_attention", "only causal attention is supported")
-        refuse_quantized(fields)
 
     def _query_scalar(self, fields: Fields, head_dim: int) -> float:
         return head_dim if self.query_scalar is None else fields.positive("query_pre_attn_scalar", self.query_scalar)

@@ -15,7 +15,7 @@ SCALE_BYTES = 4  # float32
 WIDENED_BYTES = 4 << 20
 
 
-def _place(group: TensorGroup, space: Space) -> tuple[list[WeightSlot], int]:
+def place(group: TensorGroup, space: Space) -> tuple[list[WeightSlot], int]:
     offset = aligned(space.offset_bytes)
     scales_at = aligned(offset + sum(math.prod(dims) for _, dims in group.tensors))
     slots = []
@@ -30,7 +30,7 @@ def _place(group: TensorGroup, space: Space) -> tuple[list[WeightSlot], int]:
 INT8 = WeightFormat(
     "int8",
     ("int8",),
-    _place,
+    place,
     kernels="int8",
     widened_bytes=WIDENED_BYTES,
     runs_on_gpus=False,

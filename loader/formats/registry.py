@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from loader.config_fields import Fields
 from loader.formats.int8 import INT8
 from loader.formats.plain import PLAIN
+from loader.formats.stored_int8 import STORED_INT8
 from loader.formats.weight_format import WeightFormat
+from loader.model_shape import ModelShape
 
-FORMATS = {one.name: one for one in (PLAIN, INT8)}
+FORMATS = {one.name: one for one in (PLAIN, INT8, STORED_INT8)}
 
 
 def asked_format(quantize: str | None) -> WeightFormat:
@@ -15,3 +18,29 @@ def asked_format(quantize: str | None) -> WeightFormat:
         if quantize in one.settings:
             return one
     raise ValueError(f"quantize: {quantize!r} is no weight format")
+
+
+def held_format(shape: ModelShape, quantize: str | None) -> WeightFormat:
+    """Returns the format in which a model is held: its checkpoint's own, or the one that the setting asks for."""
+    return stored_format(shape) if shape.stored_format else asked_format(quantize)
+
+
+def stored_format(shape: ModelShape) -> WeightFormat:
+    """Returns the format of a model's checkpoint."""
+    return FORMATS[shape.stored_format]
+
+
+def recognised_format(fields: Fields) -> str:
+    """Returns the name of the format that config.json says its matrices are stored in; "": plain. Raises UnsupportedModel."""
+    key = "quantization_config"
+    config = fields.values.get(key)
+    if config is None or config == {}:
+        return PLAIN.name
+    if not isinstance(config, dict):
+        raise fields.fail(key, "is no object")
+    for one in FORMATS.values():
+        if one.recognises is not None and one.recognises(config):
+            return one.name
+    method, form = str(config.get("quant_method"))[:64], str(config.get("format", ""))[:64]
+    served = "; ".join(one.title for one in FORMATS.values() if one.title)
+    raise fields.unsupported(key, f"{f'{method} {form}'.strip()!r} with these settings is not served; served: {served}")

@@ -1,22 +1,32 @@
-"""Describes weight formats: which setting asks for one, how it lays out matrices, which kernels it needs, and where it is
-supported.
+"""Describes weight formats: which setting asks for one or how a checkpoint in it is recognised, what such a checkpoint holds, how
+matrices are laid out in memory, which kernels they need, and where it is supported.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from loader.architectures.architecture import TensorGroup
 
 ALIGN_BYTES = 64
+FLOATS = ("F32", "BF16", "F16")  # as safetensors calls them
+
+
+class StoredTensor(NamedTuple):
+    """A tensor that a checkpoint must hold. dtypes: those it may have there, as safetensors calls them."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtypes: tuple[str, ...] = FLOATS
 
 
 class WeightSlot(NamedTuple):
     """The place of one parameter. name: as in the checkpoint. offset_bytes: in the model's weight range. scales_at_bytes: where
-    the scales of an int8 matrix begin, one float32 for each row; -1: the parameter is held in the model's dtype. stage: the
-    part of a forward pass that first needs it: 0 before the layers, n + 1 for layer n, the highest number after the layers."""
+    the scales of an int8 matrix begin, one float32 for each row; -1: the parameter is no int8 matrix. stage: the part of a forward
+    pass that first needs it: 0 before the layers, n + 1 for layer n, the highest number after the layers. held_as: the dtype that
+    it has in memory as it has in the checkpoint or is converted to; "": the model's, or int8 that a load rounds to."""
 
     name: str
     shape: tuple[int, ...]
@@ -24,6 +34,7 @@ class WeightSlot(NamedTuple):
     num_bytes: int
     scales_at_bytes: int = -1
     stage: int = 0
+    held_as: str = ""
 
 
 class Space(NamedTuple):
@@ -37,18 +48,28 @@ class Space(NamedTuple):
     stage: int
 
 
+def _as_they_are(group: TensorGroup) -> list[StoredTensor]:
+    return [StoredTensor(name, dims) for name, dims in group.tensors]
+
+
 @dataclass(slots=True, frozen=True)
 class WeightFormat:
     """One way to hold the matrices of layers. All other parameters of a model are plain.
 
     name: used in messages and logs. settings: values of the setting `quantize` that ask for it. place: lays out one group;
-    returns its slots and the first free byte after them. kernels: the set of kernels (engine/cpu/kernels/wanted.py) that it needs
-    besides those of the dtype; "": none. widened_bytes: how much of a matrix a step holds in the model's dtype at a time.
-    runs_on_gpus, runs_encoders: whether GPUs, and encoders, support it."""
+    returns its slots and the first free byte after them. stored: lists what a checkpoint holds of one group. recognises: whether a
+    checkpoint with this `quantization_config` is in the format; None: the format is none of checkpoints. title: the format of such
+    checkpoints, for messages. ignores: whether such a checkpoint may hold this tensor in addition. kernels: the set of kernels
+    (engine/cpu/kernels/wanted.py) that it needs besides those of the dtype; "": none. widened_bytes: how much of a matrix a step
+    holds in the model's dtype at a time. runs_on_gpus, runs_encoders: whether GPUs, and encoders, support it."""
 
     name: str
     settings: tuple[str | None, ...]
     place: Callable[[TensorGroup, Space], tuple[list[WeightSlot], int]]
+    stored: Callable[[TensorGroup], list[StoredTensor]] = _as_they_are
+    recognises: Callable[[Mapping[str, Any]], bool] | None = None
+    title: str = ""
+    ignores: Callable[[str], bool] = lambda name: False
     kernels: str = ""
     widened_bytes: int = 0
     runs_on_gpus: bool = True

@@ -14,9 +14,11 @@ from daemon.errors import HearthError
 from daemon.models.registry import Registry
 from daemon.record.state import NodeState
 from loader.catalog import scan_one
+from loader.formats.stored_int8 import STORED_INT8
 from scheduler.node import events
 from tests.e2e.checkpoints import END_ID, make_model
 from tests.e2e.test_embeddings import make_encoder
+from tests.loader.compressed import compress
 
 MIB = 1 << 20
 
@@ -190,6 +192,25 @@ async def test_what_cannot_be_quantised_is_refused_by_field(tmp_path: Path) -> N
         (facts,) = registered(await registry.rescan()).values()
         assert wanted in facts.unusable
         assert ('models."a".quantize' in facts.unusable) == bool(wanted)
+
+
+async def test_a_quantised_checkpoint_goes_to_cpu_devices(tmp_path: Path) -> None:
+    make_model(tmp_path / "plain", dtype="bfloat16")
+    compress(tmp_path / "plain", tmp_path / "small")
+    gpu, cpu = DeviceBudget("cuda:0", 256 * MIB), DeviceBudget("cpu:0", 256 * MIB)
+    for there, named, wanted in (([gpu, cpu], [], ""), ([gpu], [], "give the node a cpu device"), ([gpu, cpu], ["cuda:0"], "cuda")):
+        config = NodeConfig(models_dir=str(tmp_path), models={"small": ModelConfig(devices=named)}, chunk_bytes=2 * MIB)
+        registry = Registry(config, there, NodeState(str(tmp_path / "s")))
+        facts = registered(await registry.rescan())
+        assert wanted in facts["small"].unusable
+        assert bool(facts["small"].unusable) == bool(wanted)
+        if not wanted:
+            assert facts["small"].devices == ("cpu:0",)
+            assert facts["small"].weights_bytes < facts["plain"].weights_bytes
+            source = registry.source("small")
+            assert source is not None
+            assert source.quantize == STORED_INT8.name
+            assert "compressed-tensors int8 matrices" in registry.describe("small")
 
 
 async def test_fp8_kv_is_counted_asked_for_and_kept_from_cpu_devices(tmp_path: Path) -> None:

@@ -17,8 +17,10 @@ from loader import kv_layout, layout
 from loader.catalog import scan_one
 from loader.formats.int8 import INT8
 from loader.formats.plain import PLAIN
+from loader.formats.stored_int8 import STORED_INT8
 from tests.engine.model_bench import BLOCK_TOKENS, CHUNK_BYTES, NUM_CHUNKS, load, load_task, make_checkpoint, make_table, plan, put
 from tests.engine.runner.specs import PROMPT, spec
+from tests.loader.compressed import compress
 
 
 def test_what_a_model_says_of_itself(runner: TorchRunner, saved: tuple[Path, Any], folder: Path) -> None:
@@ -33,6 +35,33 @@ def test_what_a_model_says_of_itself(runner: TorchRunner, saved: tuple[Path, Any
     assert group.block_bytes == kv_layout.block_bytes(checkpoint.shape, "float32", BLOCK_TOKENS)
     assert progress[-1][0] == progress[-1][1] == sum(p.numel() * 4 for p in saved[1].parameters())
     model.release()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_stored_int8_weights_are_those_that_a_load_rounds(
+    runner: TorchRunner, saved: tuple[Path, Any], tmp_path: Path, dtype: str
+) -> None:
+    """A checkpoint that holds int8 matrices gives bit for bit the logits of the plain one rounded at its load; with one matrix of
+    each layer plain, those of neither; with bfloat16 scales nearly the same."""
+    table = make_table()
+    put(table, 0, PROMPT)
+    logits = {}
+    for name, source, quantize in (
+        ("rounded", saved[0], "int8"),
+        ("stored", compress(saved[0], tmp_path / "stored"), STORED_INT8.name),
+        ("mixed", compress(saved[0], tmp_path / "mixed", plain="down_proj"), STORED_INT8.name),
+        ("coarse", compress(saved[0], tmp_path / "coarse", torch.bfloat16), STORED_INT8.name),
+        ("plain", saved[0], ""),
+    ):
+        model = runner.load(load_task(spec(source, dtype=dtype, quantize=quantize)))
+        found = [model.logits(plan((0, 0, 49)), table, every_token=True), model.logits(plan((0, 49, 1)), table)]
+        logits[name] = np.concatenate(found)
+        model.release()
+    np.testing.assert_array_equal(logits["stored"], logits["rounded"])
+    for other in ("rounded", "plain"):
+        assert not np.array_equal(logits["mixed"], logits[other])
+        assert np.abs(logits["mixed"] - logits[other]).mean() < 0.1
+    assert np.abs(logits["coarse"] - logits["stored"]).mean() < 0.1
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.1)])

@@ -1,0 +1,70 @@
+"""The weight format of checkpoints that compressed-tensors wrote as `int-quantized`: int8 matrices with one scale for each output.
+
+In memory it is the same as the format of `quantize = "int8"`, but nothing is rounded: the checkpoint holds the values and, as
+NAME_scale of shape [N, 1], the scales, which become float32. What the checkpoint says about activations is not used: products have
+activations of the model's dtype, which is more exact. Source: https://github.com/vllm-project/compressed-tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from loader.architectures.architecture import TensorGroup
+from loader.formats import int8
+from loader.formats.weight_format import FLOATS, Space, StoredTensor, WeightFormat, WeightSlot
+
+_SCALE = "_scale"
+_INT8 = ("I8",)
+# what a checkpoint may hold for activations and for KV
+_UNUSED = (".input_scale", ".input_zero_point", ".output_scale", ".k_scale", ".v_scale")
+_SUPPORTED = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+
+
+def _recognises(config: Mapping[str, Any]) -> bool:
+    if config.get("quant_method") != "compressed-tensors":
+        return False
+    groups = config.get("config_groups")
+    if not isinstance(groups, dict) or not groups:
+        return False
+    return all(_is_supported(group, config.get("format")) for group in groups.values())
+
+
+def _is_supported(group: object, outer_format: object) -> bool:
+    if not isinstance(group, dict) or (group.get("format") or outer_format) != "int-quantized":
+        return False
+    weights = group.get("weights")
+    return isinstance(weights, dict) and all(weights.get(key) == value for key, value in _SUPPORTED.items())
+
+
+def _stored(group: TensorGroup) -> list[StoredTensor]:
+    found = []
+    for name, dims in group.tensors:
+        found += [StoredTensor(name, dims, _INT8), StoredTensor(name + _SCALE, (dims[0], 1), FLOATS)]
+    return found
+
+
+def _place(group: TensorGroup, space: Space) -> tuple[list[WeightSlot], int]:
+    placed, end = int8.place(group, space)
+    slots = []
+    for slot in placed:
+        slots.append(slot._replace(held_as="int8"))
+        scale_bytes = slot.shape[0] * int8.SCALE_BYTES
+        scales = WeightSlot(slot.name + _SCALE, (slot.shape[0], 1), slot.scales_at_bytes, scale_bytes, stage=slot.stage)
+        slots.append(scales._replace(held_as="float32"))
+    return slots, end
+
+
+STORED_INT8 = WeightFormat(
+    "compressed-tensors int8",
+    (),
+    _place,
+    stored=_stored,
+    recognises=_recognises,
+    title="compressed-tensors' int-quantized with 8 bits and one symmetric scale an output",
+    ignores=lambda name: name.endswith(_UNUSED),
+    kernels=int8.INT8.kernels,
+    widened_bytes=int8.WIDENED_BYTES,
+    runs_on_gpus=False,
+    runs_encoders=False,
+)

@@ -1,0 +1,50 @@
+"""Checkpoints as compressed-tensors writes them with `int-quantized`, made of plain ones."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from loader.formats.int8_rows import quantize_rows
+
+WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False, "group_size": None}
+ACTIVATIONS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+
+
+def quantization_config(weights: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+    """As llm-compressor writes it for W8A8."""
+    group = {
+        "targets": ["Linear"],
+        "weights": WEIGHTS | (weights or {}),
+        "input_activations": ACTIVATIONS,
+        "output_activations": None,
+    }
+    return {
+        "config_groups": {"group_0": group},
+        "format": "int-quantized",
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+    } | changes
+
+
+def compress(source: Path, target: Path, scales: torch.dtype = torch.float32, plain: str = "-") -> Path:
+    """Writes the checkpoint in `source` to `target` with its layers' matrices in int8, but for those with `plain` in their name."""
+    shutil.copytree(source, target, dirs_exist_ok=True)
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | {"quantization_config": quantization_config()}))
+    tensors = {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        tensors[name] = tensor
+        if name.endswith("_proj.weight") and plain not in name:
+            values, scale = torch.empty(tensor.shape, dtype=torch.int8), torch.empty(len(tensor))
+            quantize_rows(tensor, values, scale)
+            tensors[name], tensors[f"{name}_scale"] = values, scale.to(scales).unsqueeze(1)
+    save_file(tensors, target / "model.safetensors")
+    return target
