@@ -39,7 +39,7 @@ test: $(VENV)/.test
 	@$(BIN)/python -m tests.kernel_cache
 	$(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --dist loadfile
 
-# Features of the processor that are taken away (config/processor.py); the tests print what they skip for it.
+# Features of the processor that are taken away (engine/host/processor.py); the tests print what they skip for it.
 TIERS ?= -amx -avx512bf16 -avx512vnni -avx512
 
 test-tiers: $(VENV)/.test

@@ -29,7 +29,7 @@ import psutil
 
 from benchmarks.checkpoints import make
 from benchmarks.server import ROOT, Server
-from config.processor import this_processor
+from engine.host.processor import this_processor
 
 FIRST_TOKEN_S, FULL_SPEED_S = 5.0, 30.0  # the bars, from ready and from the first token
 TAIL_S = 10.0

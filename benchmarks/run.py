@@ -19,7 +19,7 @@ import psutil
 
 from benchmarks import aims
 from benchmarks.server import ROOT
-from config.processor import this_processor
+from engine.host.processor import this_processor
 
 SCRIPTS = (
     *("serve", "overhead", "stall", "crash", "scheduler", "grammar", "roofline", "kernels", "cpu", "latency", "loading"),

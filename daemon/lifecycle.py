@@ -18,7 +18,7 @@ from typing import Any
 
 from aiohttp import web
 
-from config import host_tier, open_files
+from config import host_tier
 from config import load as config_load
 from config import reload as config_reload
 from config.devices import device_budgets
@@ -52,6 +52,7 @@ from daemon.record.state import NodeState
 from daemon.scanning.folder_watch import FolderWatch
 from daemon.scanning.rescans import Rescans
 from daemon.scanning.scanner import ModelScanner
+from loader import open_files
 from loader.catalog import Checkpoint
 from scheduler.node import events
 

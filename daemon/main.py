@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from config import host_tier, open_files, reference
+from config import host_tier, reference
 from config import load as config_load
 from config.devices import device_budgets
-from config.processor import UnknownFeature, this_processor
 from config.schema import NodeConfig
 from config.units import format_bytes, machine_memory_bytes
 from daemon.access import keys
@@ -25,6 +24,8 @@ from daemon.models import models_check
 from daemon.process import installation
 from daemon.process.arguments import ArgumentParser
 from daemon.process.version import VERSION
+from engine.host.processor import UnknownFeature, this_processor
+from loader import open_files
 
 FEW_OPEN_FILES = 1024  # each connection takes one
 _METAVARS = {

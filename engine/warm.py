@@ -13,8 +13,8 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from config.processor import UnknownFeature
 from engine.host.process import num_cores, prepare_process
+from engine.host.processor import UnknownFeature
 
 if TYPE_CHECKING:
     from engine.contracts.loads import KernelNews

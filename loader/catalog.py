@@ -14,15 +14,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from config import open_files
-from config.regular_file import read_regular
-from loader import hub_cache, layout
+from loader import hub_cache, layout, open_files
 from loader.dtypes import DTYPES
 from loader.errors import CheckpointError, FileTooShort, shortened
 from loader.formats.registry import stored_format
 from loader.hf_config import CONFIG_NAME, GENERATION_CONFIG_NAME, GenerationDefaults, parse_config, parse_generation
 from loader.model_shape import ModelShape
 from loader.pooling import MODULES_NAME, POOLING_NAME, check_modules, parse_pooling
+from loader.regular_file import read_regular
 from loader.safetensors import INDEX_NAME, Header
 from loader.weight_files import PACKED_DIR, FileInfo, MissingFile, is_packed_only, packed_files, read_headers, read_packed
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from config.regular_file import read_regular
+from loader.regular_file import read_regular
 
 PREFIX = "models--"
 FOLDERS = ("refs", "snapshots")  # folders of a repository whose content says which snapshot is the model

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import msgspec
 
-from config.regular_file import read_regular
 from loader import packed
 from loader.errors import CheckpointError, FileTooShort
+from loader.regular_file import read_regular
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 # Tensors are counted before anything is parsed: the Python objects of a header take up to twenty times its size, and CPython 3.11

@@ -8,11 +8,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from config.regular_file import open_regular
 from loader.catalog import Checkpoint
 from loader.direct_io import is_cached
 from loader.errors import CheckpointError
 from loader.read_rates import ReadRates
+from loader.regular_file import open_regular
 from loader.safetensors import read_header
 from loader.staging import StagingRing
 from loader.unpack import Decoder

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from config.regular_file import open_regular
 from loader.errors import CheckpointError, shortened
 from loader.packed import Source
+from loader.regular_file import open_regular
 from loader.safetensors import INDEX_NAME, MAX_TENSORS, SINGLE_NAME, Header, check_index, read_header, read_index
 
 PACKED_DIR = "packed"

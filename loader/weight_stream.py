@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import SimpleQueue
 
-from config.regular_file import open_regular
 from loader import layout
 from loader.catalog import Checkpoint, scan_one
 from loader.errors import CheckpointChanged
@@ -24,6 +23,7 @@ from loader.formats.plain import PLAIN
 from loader.formats.weight_format import WeightFormat
 from loader.model_shape import ModelShape
 from loader.range_plan import Read, plan_reads
+from loader.regular_file import open_regular
 from loader.safetensors import Header, read_header
 from loader.sinks import WeightSink
 from loader.staging import StagingRing

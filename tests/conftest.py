@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from config import processor
+from engine.host import processor
 
 processor.limit_libraries()  # torch reads it when it is imported
 

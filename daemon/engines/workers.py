@@ -22,7 +22,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from config.child_process import child_environment
 from config.schema import DeviceBudget, NodeConfig
 from daemon.engines.engine_watch import HELD_S
 from daemon.engines.left_memory import LeftMemory
@@ -30,6 +29,7 @@ from daemon.engines.worker_channel import WorkerChannel
 from daemon.metrics.swaps import KernelKills
 from daemon.process.logs import fields
 from engine import protocol
+from engine.host.child_process import child_environment
 from engine.pulse import Pulse, read_pulse
 
 BACK_OFF_S, MAX_BACK_OFF_S, HEALTHY_AFTER_S = 0.2, 10.0, 60.0

@@ -6,8 +6,8 @@ import logging
 import time
 from collections import Counter
 
-from config import open_files
 from daemon.errors import NotNow
+from loader import open_files
 
 log = logging.getLogger("hearthd")
 TELL_EVERY_S = 60.0

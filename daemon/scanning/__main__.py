@@ -9,8 +9,8 @@ import socket
 import sys
 from dataclasses import replace
 
-from config.child_process import limit_memory
 from daemon.scanning.messages import Finished, Found, Looking, Same, Scan
+from engine.host.child_process import limit_memory
 from engine.protocol import FrameReader, Message, encode
 from loader.catalog import Checkpoint, walk
 

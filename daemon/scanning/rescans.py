@@ -6,9 +6,9 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from config import open_files
 from daemon.process.shortage import SHORTAGE
 from daemon.scanning.scanner import ModelScanner
+from loader import open_files
 
 log = logging.getLogger("hearthd.models")
 # Waits after a change: a folder made and filled at once can get its watch too late for what is written into it, and then no

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from config.child_process import child_environment
 from daemon.scanning.messages import Finished, Found, FromScanner, Looking, Same, Scan
+from engine.host.child_process import child_environment
 from engine.protocol import FrameReader, encode
 from loader.catalog import Checkpoint, Seen, merged
 

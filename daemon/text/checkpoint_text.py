@@ -9,7 +9,6 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from config.regular_file import read_regular
 from daemon.errors import BadRequest
 from daemon.text.chat_template import ChatTemplate
 from daemon.text.fill_in_middle import fill_in_middle
@@ -18,6 +17,7 @@ from daemon.text.table_builder import build_table, read_tokenizer_file, unsuppor
 from daemon.text.token_lower_bound import TokenLowerBound
 from daemon.text.token_table import PackedTable
 from daemon.text.tool_parsers.registry import MARKERS, detect_reasoning, detect_tools
+from loader.regular_file import read_regular
 
 MAX_TOKENIZER_BYTES = 256 << 20  # the largest in use have about 35 MB
 MAX_TEXT_FILE_BYTES = 32 << 20  # of templates and the small JSON files

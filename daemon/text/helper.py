@@ -16,13 +16,13 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from config.child_process import child_environment
 from daemon.errors import NotNow, ServerFault
 from daemon.text import deaths
 from daemon.text.connection import WorkerConnection
 from daemon.text.deaths import Death
 from daemon.text.helper_messages import PACKET_BYTES, Ended, Fork, Forked, FromHelper, Kill, ToHelper
 from daemon.text.jobs import Open
+from engine.host.child_process import child_environment
 
 log = logging.getLogger("hearthd.text")
 FORK_LIMIT_S = 10.0  # a helper that has not forked a worker in this time hangs

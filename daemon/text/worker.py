@@ -12,7 +12,6 @@ from typing import Any
 
 import msgspec
 
-from config.child_process import limit_memory
 from daemon.errors import BadRequest, HearthError, ServerFault
 from daemon.text.checkpoint_text import CheckpointText
 from daemon.text.grammar_check import check_grammar
@@ -34,6 +33,7 @@ from daemon.text.jobs import (
     Tokenize,
     ToWorker,
 )
+from engine.host.child_process import limit_memory
 from engine.protocol import FrameReader, Message, encode
 from loader.errors import shortened
 

@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 
-from config.child_process import MOST_COMPILERS, child_environment
 from engine.contracts.loads import KernelNews
 from engine.cpu.kernels.wanted import Unit, prepare_calls, units
 from engine.host import compiled
+from engine.host.child_process import MOST_COMPILERS, child_environment
 from engine.protocol import KernelsTold
 
 log = logging.getLogger("engine")

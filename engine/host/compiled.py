@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from config import processor
+from engine.host import processor
 
 log = logging.getLogger("engine")
 

@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import os
 
-from config import processor
+from engine.host import processor
 
 # How often a waiting thread checks for work before it sleeps: some 50 to 100 us.
 SPIN_COUNT = "3000"
 
 
 def prepare_process() -> None:
-    """Sets the environment of the libraries that compute: which processor features they may use (config/processor.py), and how
+    """Sets the environment of the libraries that compute: which processor features they may use (engine/host/processor.py), and how
     the OpenMP runtime behaves, whose threads torch's products and Numba's kernels share. The libraries read these settings
     when they are loaded.
 

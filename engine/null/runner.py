@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from config.regular_file import read_regular
 from engine.contracts.loads import LoadCancelled, LoadTask
 from engine.contracts.steps import NoWorkSpace, StepResult
 from engine.grammar.row_masks import RowMasks
@@ -32,6 +31,7 @@ from loader.catalog import MAX_CONFIG_BYTES
 from loader.errors import CheckpointError
 from loader.hf_config import parse_config
 from loader.kv_layout import KVGroupSpec
+from loader.regular_file import read_regular
 from scheduler.batch.plan import BatchPlan, IntArray, SequenceTable
 
 PROGRESS_EVERY_S = 0.05

@@ -14,8 +14,8 @@ import sys
 import numpy as np
 import numpy.typing as npt
 
-from config.child_process import child_environment
 from engine.grammar.messages import FromGrammar, row_bytes
+from engine.host.child_process import child_environment
 from engine.protocol import FrameReader, LoadModel, Message, encode
 from engine.serve.channel import wait_until
 

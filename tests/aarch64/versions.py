@@ -8,7 +8,7 @@ import platform
 
 import llvmlite.binding
 
-from config.processor import this_processor
+from engine.host.processor import this_processor
 
 PACKAGES = ("torch", "numba", "llvmlite", "numpy", "llguidance", "tokenizers", "transformers", "uvloop")
 

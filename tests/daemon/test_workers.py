@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from config import child_process
 from config.schema import DeviceBudget, NodeConfig
 from daemon.engines import workers
 from daemon.engines.workers import EngineSpec, EngineWorker, threads_per_engine
 from engine import protocol
+from engine.host import child_process
 from tests.e2e.chat import Stream
 from tests.e2e.checkpoints import make_model
 from tests.e2e.node import Node

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import pytest
 
-from config.processor import VARIABLE, host_features
+from engine.host.processor import VARIABLE, host_features
 from tests.conftest import REPORTED
 from tests.kernel_cache import ROOT
 

@@ -8,9 +8,9 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from config.child_process import COMPILER_BYTES, MOST_COMPILERS
 from daemon.cli.doctor.finding import FAIL, OK, WARN, Finding
 from daemon.cli.table import size
+from engine.host.child_process import COMPILER_BYTES, MOST_COMPILERS
 
 HUGE_BYTES = 2 << 20
 _MADV_COLLAPSE = 25

@@ -9,8 +9,8 @@ import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
 
-from config.processor import VARIABLE, Processor, UnknownFeature, host_features, processor_of
 from daemon.cli.doctor.finding import FAIL, OK, WARN, Finding
+from engine.host.processor import VARIABLE, Processor, UnknownFeature, host_features, processor_of
 
 MIN_OPEN_FILES = 65536  # two per connection; the service's unit asks for more
 # what each version of Linux added that hearthd uses if present

@@ -19,7 +19,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from config import processor
+from engine.host import processor
 
 TILE_ROWS = 16
 TILE_ROW_BYTES = 64

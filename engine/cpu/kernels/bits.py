@@ -17,7 +17,7 @@ from numba import float32, int32, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from config import processor
+from engine.host import processor
 
 # Sums may be reordered, but NaN and infinity keep their meaning, so that rows with such logits are found.
 FASTMATH = {"reassoc", "contract", "arcp", "nsz"}

@@ -12,7 +12,6 @@ from typing import Any
 
 import numba
 
-from config.processor import this_processor
 from engine.cpu.kernels import amx_tiles, int8, linear, rows, sampling
 from engine.cpu.kernels.amx import TILE_ROWS, fits_tiles, may_use_tiles
 from engine.cpu.kernels.amx_linear import amx_int8_linear_parallel, amx_int8_linear_serial, amx_linear_parallel, amx_linear_serial
@@ -28,6 +27,7 @@ from engine.cpu.kernels.prefill import prefill_attention_parallel, prefill_atten
 from engine.cpu.kernels.sampling import sample_parallel, sample_serial
 from engine.cpu.kernels.widened_linear import scratch_floats as widened_scratch_floats
 from engine.cpu.kernels.widened_linear import widened_linear_parallel, widened_linear_serial
+from engine.host.processor import this_processor
 
 __all__ = [
     "FEW_ROWS",

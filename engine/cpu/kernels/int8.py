@@ -18,10 +18,10 @@ from numba import float32, int8, int32, njit, prange, types, void
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from config import processor
 from engine.cpu.kernels.bits import FASTMATH, bits_of_float, float_of_bits, magnitude, named, narrow, widen
 from engine.cpu.kernels.tiles import fold_sums
 from engine.cpu.kernels.vectors import I32, I64, LANES, PAIRS, vector
+from engine.host import processor
 
 STEP = 64  # int8 values in a vector
 LARGEST = 127 * 256 + 127

@@ -18,8 +18,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from config.processor import this_processor
 from engine.cpu.kernels.vectors import I32, I64, fma, fold, shuffle, vector
+from engine.host.processor import this_processor
 
 _FEATURES = this_processor().features
 WIDTH = 16 if "avx512" in _FEATURES else 8 if "avx2" in _FEATURES else 4

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from config.processor import this_processor
 from engine.cpu import ops as cpu_ops
 from engine.host import compiled
+from engine.host.processor import this_processor
 from engine.ops.ops import Int8Matrix
 from tests.engine.cpu_ops import ops
 from tests.engine.ops.twins import both, random, same, share_everything

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from config.processor import Processor
 from daemon.cli.doctor import gpu, memory, network, storage, system
 from daemon.cli.doctor.finding import FAIL, OK, WARN, Finding
 from daemon.gpu.inventory import Gpu, GpuProcess
+from engine.host.processor import Processor
 from loader.catalog import scan
 from tests.loader.checkpoints import write_checkpoint
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from config.child_process import PACKAGES, child_environment
+from engine.host.child_process import PACKAGES, child_environment
 
 
 def test_our_packages_come_first_and_folders_given_to_us_are_handed_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
