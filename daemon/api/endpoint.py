@@ -40,11 +40,13 @@ class Body(Generic[HeadT]):
 
     parse: takes the JSON; returns the small part, which the daemon needs, and the long part, which only the text worker looks into.
     Raises BadRequest naming the field. A module's own function: long bodies are read by a text worker, which imports it by name.
-    head: the small part's type."""
+    head: the small part's type. default_tag: an ending that the endpoint's clients add to a model's name; the name is tried without
+    it where no model has it."""
 
     parse: Callable[[bytes], tuple[HeadT, bytes]]
     head: type[HeadT]
     tables: tuple[FieldTable, ...]
+    default_tag: str = ""
     _decoder: msgspec.msgpack.Decoder[HeadT] = field(init=False)
 
     def __post_init__(self) -> None:

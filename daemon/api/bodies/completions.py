@@ -44,6 +44,11 @@ def parse(body: bytes) -> tuple[Head, bytes]:
     """Returns the small part and the prompts. Raises BadRequest (400) naming the field."""
     fields: CompletionBody = decode(_decoder, body, "")
     refuse_unsupported(fields)
+    return head_of_completion(fields)
+
+
+def head_of_completion(fields: CompletionBody) -> tuple[Head, bytes]:
+    """Returns the two parts of a decoded body. Raises BadRequest naming the field."""
     kind, packed, num_prompts = prompts(bytes(fields.prompt))
     head = head_of(
         fields,
