@@ -76,7 +76,7 @@ def test_an_answer_follows_a_schema(client: ollama.Client, stream: bool) -> None
 
 
 def test_what_there_is_and_what_is_loaded(node: Node, client: ollama.Client) -> None:
-    client.chat("oak", HELLO, options={"num_predict": 2})
+    assert client.generate("oak").done_reason == "load"
     found = {model.model: model for model in client.list().models}
     assert set(found) == {"oak", "elm", "enc"}
     details: Any = found["oak"].details

@@ -5,17 +5,22 @@ Source: https://docs.ollama.com/api; the options that its clients know, and what
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from daemon.api.bodies.common import Penalty, checked_stops
+from daemon.api.bodies import chat
+from daemon.api.bodies.common import Head, Penalty, checked_stops
 from daemon.api.bodies.decode import invalid
 from daemon.api.bodies.unsupported import neutral, refuse_unsupported
+from daemon.errors import BadRequest
 
 MAX_TOKENS = 2**31 - 1  # more than any context has: the answer may fill what is left of it
 RANDOM_SEED = -1
+LOAD = "load"  # Head.prompt_kind of a body that asks for nothing but the model's load
+_ZERO = re.compile(r"-?0+(\.0*)?[a-z]*")  # a duration
 
 
 class Options(Struct):
@@ -123,6 +128,17 @@ def shared_fields(fields: OllamaBody) -> dict[str, Any]:
         "frequency_penalty": options.frequency_penalty,
         "response_format": _response_format(bytes(fields.format)),
     }
+
+
+def head_of_load(fields: OllamaBody) -> tuple[Head, bytes]:
+    """Returns the two parts of a body that holds nothing to answer: Ollama's clients load a model so, or, with a keep_alive of 0,
+    unload it. Raises BadRequest for the latter."""
+    if _ZERO.fullmatch(str(fields.keep_alive)):
+        message = "keep_alive: no model is unloaded over this API; models leave the memory when others need it"
+        raise BadRequest("unsupported_parameter", message, param="keep_alive")
+    head, messages = chat.head_of_chat(chat.ChatBody(messages=[], **shared_fields(fields)))
+    head.prompt_kind = LOAD
+    return head, messages
 
 
 def template_fields(think: bool | str | None) -> dict[str, Any]:

@@ -11,9 +11,8 @@ from daemon.api.bodies import chat
 from daemon.api.bodies.common import Head
 from daemon.api.bodies.decode import check_text, decode, invalid
 from daemon.api.bodies.messages import Called, CalledFunction, Message
-from daemon.api.bodies.ollama import OllamaBody, refuse_unserved, shared_fields, template_fields
+from daemon.api.bodies.ollama import OllamaBody, head_of_load, refuse_unserved, shared_fields, template_fields
 from daemon.api.bodies.unsupported import neutral, refuse_unsupported
-from daemon.errors import BadRequest
 
 MAX_MESSAGES = 100_000
 
@@ -44,7 +43,7 @@ class OllamaChatBody(OllamaBody, kw_only=True):
 
 
 MEANINGS = {
-    "messages": "role, content, thinking, tool_calls, tool_name; a last one of the assistant is continued",
+    "messages": "role, content, thinking, tool_calls, tool_name; a last assistant's is continued; none: the model is loaded",
     "tools": "functions the model may call, as OpenAI's",
 }
 _decoder = msgspec.json.Decoder(OllamaChatBody)
@@ -56,8 +55,7 @@ def parse(body: bytes) -> tuple[Head, bytes]:
     fields: OllamaChatBody = decode(_decoder, body, "")
     refuse_unserved(fields)
     if not fields.messages:
-        message = "messages: there are none. A model is loaded by the first request for it, and cannot be loaded ahead of it here"
-        raise BadRequest("unsupported_parameter", message, param="messages")
+        return head_of_load(fields)
     messages = _messages(fields.messages)
     last = messages[-1]
     if last.role == "assistant" and last.tool_calls:

@@ -11,9 +11,8 @@ from daemon.api.bodies import chat, completions
 from daemon.api.bodies.common import Head
 from daemon.api.bodies.decode import check_text, decode, invalid
 from daemon.api.bodies.messages import Message
-from daemon.api.bodies.ollama import OllamaBody, refuse_unserved, shared_fields, template_fields
+from daemon.api.bodies.ollama import OllamaBody, head_of_load, refuse_unserved, shared_fields, template_fields
 from daemon.api.bodies.unsupported import neutral
-from daemon.errors import BadRequest
 
 
 class OllamaGenerateBody(OllamaBody, kw_only=True):
@@ -30,7 +29,7 @@ class OllamaGenerateBody(OllamaBody, kw_only=True):
 
 
 MEANINGS = {
-    "prompt": "put through the model's chat template as the user's message",
+    "prompt": "put through the model's chat template as the user's message; none: the model is loaded",
     "system": "the message before it, of the role system",
     "suffix": "what follows the gap that the model fills behind the prompt; of models with tokens for filling in the middle",
     "raw": "true: the prompt is continued as it stands, without a template",
@@ -45,10 +44,10 @@ def parse(body: bytes) -> tuple[Head, bytes]:
     prompt, system = fields.prompt or "", fields.system or ""
     check_text(prompt, "prompt")
     check_text(system, "system")
+    if not prompt and not fields.suffix:
+        return head_of_load(fields)
     if fields.raw or fields.suffix:
         return _completion(fields, prompt)
-    if not prompt:
-        raise _no_prompt()
     messages = [Message("system", system)] if system else []
     messages.append(Message("user", prompt))
     return chat.head_of_chat(chat.ChatBody(messages=messages, **shared_fields(fields), **template_fields(fields.think)))
@@ -60,14 +59,7 @@ def _completion(fields: OllamaGenerateBody, prompt: str) -> tuple[Head, bytes]:
         raise invalid("system", f"system and {without}: only one of them is allowed, as {without} uses no chat template")
     if fields.think:
         raise invalid("think", f"think and {without}: only one of them is allowed, as {without} uses no chat template")
-    if not prompt and not fields.suffix:
-        raise _no_prompt()
     shown = Raw(msgspec.json.encode(prompt))
     return completions.head_of_completion(
         completions.CompletionBody(prompt=shown, suffix=fields.suffix or None, **shared_fields(fields))
     )
-
-
-def _no_prompt() -> BadRequest:
-    message = "prompt is missing. A model is loaded by the first request for it, and cannot be loaded ahead of it here"
-    return BadRequest("unsupported_parameter", message, param="prompt")

@@ -73,7 +73,7 @@ async def embedded(call: Call, head: embeddings.EmbeddingsHead, packed: bytes, m
     try:
         for start in range(0, len(texts), AT_ONCE):
             part = texts[start : start + AT_ONCE]
-            waiting = _Waiting(len(part))
+            waiting = Waiting(len(part))
             for ids in part:
                 generation = Generation(
                     model=model,
@@ -144,7 +144,7 @@ def as_numbers(vector: bytes) -> msgspec.Raw:
     return msgspec.Raw(msgspec.json.encode(array("f", vector).tolist()))
 
 
-class _Waiting:
+class Waiting:
     """TokenSink of several texts of one request. It is done with the last text, or with the first error."""
 
     def __init__(self, num_texts: int) -> None:

@@ -6,7 +6,7 @@ Source: https://docs.ollama.com/api, and the types of its Python client.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -19,18 +19,22 @@ from msgspec import Raw
 from daemon.api.bodies import common, ollama, ollama_chat, ollama_generate
 from daemon.api.body_parts import read_parts
 from daemon.api.endpoint import Body, Call, Endpoint, FieldTable
+from daemon.api.endpoints.embeddings import Waiting
 from daemon.api.generation.answer_format import AnswerFormat, AnswerHead, Finished
 from daemon.api.generation.generate import answer
 from daemon.api.generation.logprobs import ChatLogprobs
 from daemon.contracts import Generation
-from daemon.errors import HearthError
+from daemon.errors import BadRequest, HearthError
+from daemon.models.entry import ModelEntry
 from daemon.streams.stream_parts import Frames
 from daemon.text.token_table import escape
 from daemon.text.tool_parsers.pieces import ARGUMENTS, CALL, CALL_END, REASONING, Piece
+from engine.protocol import SamplingParams
 
 LATEST = ":latest"  # the tag that Ollama's clients add to a name without one
 _json = msgspec.json.encode
 _ID_PREFIX = "ollama-"
+_NDJSON = "application/x-ndjson"
 # what the shared code calls a field -> its name in these bodies
 _NAMES = (("response_format.json_schema.schema", "format"), ("response_format", "format"))
 
@@ -126,7 +130,11 @@ class _Lines:
         if generation.first_token_s:
             told["prompt_eval_duration"] = nanoseconds(generation.first_token_s - generation.submitted_s)
             told["eval_duration"] = nanoseconds(time.monotonic() - generation.first_token_s)
-        return self._opening + said + self._closing + b"," + _json(told)[1:]
+        return self.told(said, told)
+
+    def told(self, said: bytes, fields: Mapping[str, object]) -> bytes:
+        """Returns an object. said: JSON of the text and what belongs to it. fields: what stands beside them."""
+        return self._opening + said + self._closing + b"," + _json(fields)[1:]
 
     def tail(self, num_tokens: int) -> bytes:
         return b""
@@ -176,7 +184,7 @@ def _format(shape: _Shape, prompt_field: str, started_s: float, takes_replies_ap
         logprobs=ChatLogprobs,
         whole=partial(_whole, make),
         stream=make,
-        content_type="application/x-ndjson",
+        content_type=_NDJSON,
         comment=b"",
     )
 
@@ -193,15 +201,36 @@ _GENERATE_FIELDS = FieldTable("`/api/generate` only", ollama_generate.OllamaGene
 _GENERATE_BODY = Body(ollama_generate.parse, common.Head, (_SHARED_FIELDS, _OPTION_FIELDS, _GENERATE_FIELDS), LATEST)
 
 
+async def _loaded(call: Call, shape: _Shape, head: common.Head, model: ModelEntry, started_s: float) -> web.Response:
+    """Answers when the model is in memory. A sequence of one token, which nobody sees, has it loaded as any request would."""
+    if model.embedding_size:
+        raise BadRequest("wrong_task", f"{model.name} is an encoder: it makes embeddings and generates no text", param="model")
+    waiting, public_id = Waiting(1), _ID_PREFIX + call.request_id
+    generation = Generation(model, [model.bos_token_id or 0], SamplingParams(max_tokens=1), waiting, public_id=public_id)
+    call.context.requests.submit(generation)
+    try:
+        await waiting.done
+    except BaseException:  # it could not be loaded, or the client is gone
+        call.context.requests.cancel(generation)
+        raise
+    lines = _Lines(shape, started_s, AnswerHead(public_id, int(time.time()), model.name, [generation]))
+    told = {"done": True, "done_reason": "load", **durations(started_s, generation)}
+    return web.Response(body=lines.told(b'""', told) + b"\n", content_type=_NDJSON if head.stream else "application/json")
+
+
 async def _chat(call: Call) -> web.StreamResponse:
     started_s = time.monotonic()
     head, messages, model = await read_parts(call, _CHAT_BODY)
+    if head.prompt_kind == ollama.LOAD:
+        return await _loaded(call, _MESSAGE, head, model, started_s)
     return await answer(call, head, messages, model, _format(_MESSAGE, "messages", started_s), _ID_PREFIX + call.request_id)
 
 
 async def _generate(call: Call) -> web.StreamResponse:
     started_s = time.monotonic()
     head, prompt, model = await read_parts(call, _GENERATE_BODY)
+    if head.prompt_kind == ollama.LOAD:
+        return await _loaded(call, _RESPONSE, head, model, started_s)
     # without a chat template there is no telling where reasoning begins
     form = _format(_RESPONSE, "prompt", started_s, takes_replies_apart=head.prompt_kind == "messages")
     return await answer(call, head, prompt, model, form, _ID_PREFIX + call.request_id)
