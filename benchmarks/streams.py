@@ -24,7 +24,7 @@ import uvloop
 from aiohttp import web
 
 from daemon.api.app import make_app, make_runner
-from daemon.contracts import Generation
+from daemon.contracts import Generation, Resident
 from daemon.models.entry import ModelEntry
 from daemon.streams.stream import Stream
 from daemon.text.jobs import TextFacts
@@ -128,6 +128,9 @@ class Health:
 
     def num_open(self) -> int:
         return 0
+
+    def residents(self) -> dict[str, Resident]:
+        return {}
 
     def metrics(self, model: str | None = None) -> bytes:
         return b""

@@ -34,7 +34,7 @@ class DeviceBudget(msgspec.Struct, frozen=True):
 
     @property
     def hardware(self) -> str:
-        """Returns the device on which its engine computes, e.g. `cpu:0`."""
+        """Returns the name of the real device, `cpu:0` for the part `cpu:0/MODEL` that was set aside for an isolated model."""
         return self.name.partition("/")[0]
 
 

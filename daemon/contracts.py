@@ -6,9 +6,9 @@ await, a task or a queue.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from daemon.errors import HearthError
 from daemon.models.entry import ModelEntry
@@ -105,6 +105,13 @@ class ModelPort(Protocol):
         ...
 
 
+class Resident(NamedTuple):
+    """A model in a device's memory. size_bytes: its weights and its KV. gpu_bytes: the part of them on a GPU."""
+
+    size_bytes: int
+    gpu_bytes: int
+
+
 class HealthPort(Protocol):
     """What the node reports about itself over HTTP. The methods are called on the event loop and never block."""
 
@@ -119,6 +126,11 @@ class HealthPort(Protocol):
 
     def num_open(self) -> int:
         """Returns the number of requests that were accepted and have not ended, for /load."""
+        ...
+
+    def residents(self) -> Mapping[str, Resident]:
+        """Returns the models that are in memory now, by name. It knows no tenants: who asks for one leaves out what it may not
+        see."""
         ...
 
     def metrics(self, model: str | None = None) -> bytes:

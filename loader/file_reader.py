@@ -100,8 +100,8 @@ class FileReader:
         self._ring.give_back(slot)
 
     def _into_place(self, read: Read, slot: memoryview, direct_fd: int | None) -> list[Span]:
-        """Reads all of the read's bytes: those that can be read into place to there, the rest into the slot. Returns the spans
-        that are in the slot."""
+        """Carries out a read. Bytes that can be read straight to where the model keeps them are, the others are read into the
+        slot, a staging buffer. Returns the spans that are in the slot."""
         memory, direct = self._sink.memory, list[Span]()
         if memory is not None:
             direct = direct_spans(read, self._address, ANY_ALIGNMENT if direct_fd is None else self._span_alignment)

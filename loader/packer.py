@@ -31,7 +31,7 @@ SAMPLES, SAMPLE_VALUES = 4, 1 << 14
 
 
 class _Done(msgspec.Struct, frozen=True):
-    """A line of the journal: a tensor that has been written. begin: its offset in the new file."""
+    """A line of the journal of a packing: a tensor that has been written. begin: its offset in the new file."""
 
     name: str
     begin: int
@@ -40,7 +40,7 @@ class _Done(msgspec.Struct, frozen=True):
 
 
 class _Begun(msgspec.Struct, frozen=True):
-    """The first line of the journal."""
+    """The first line of the journal of a packing: which file it packs, so that only that one is continued."""
 
     version: int
     source: packed.Source

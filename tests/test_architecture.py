@@ -118,8 +118,8 @@ def reachable(module: str) -> frozenset[str]:
 
 @pytest.mark.parametrize("module", MODULES)
 def test_imports_go_down_only(module: str) -> None:
-    """scheduler, loader <- engine <- daemon, and config <- daemon: the pure parts can be tested and reused without the rest. What an
-    engine needs of the settings comes in messages."""
+    """scheduler, loader <- engine <- daemon, and config <- daemon: the pure parts can be tested and reused without the rest. An
+    engine is sent what it needs of the settings."""
     package = module.split(".")[0]
     for name in IMPORTS[module]:
         top = name.split(".")[0]

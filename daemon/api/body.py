@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from aiohttp import web
 
@@ -11,11 +12,13 @@ from daemon.errors import BadRequest
 _JSON_TYPES = ("application/json", "text/json")
 
 
-async def read_body(request: web.Request, max_bytes: int, timeout_s: float) -> bytes:
-    """Raises BadRequest: 408, 411, 413, 415 or 400."""
+async def read_body(request: web.Request, max_bytes: int, timeout_s: float, more_types: Sequence[str] = ()) -> bytes:
+    """Returns a body. more_types: values of Content-Type that are taken besides those of JSON. Raises BadRequest: 408, 411, 413,
+    415 or 400."""
     content_type = request.content_type
     # clients that name no type at all get the benefit of the doubt (aiohttp reports octet-stream)
-    if "Content-Type" in request.headers and content_type not in _JSON_TYPES and not content_type.endswith("+json"):
+    is_json = content_type in _JSON_TYPES or content_type.endswith("+json")
+    if "Content-Type" in request.headers and not is_json and content_type not in more_types:
         raise BadRequest(
             "unsupported_media_type",
             f"send the header Content-Type: application/json; this request says {content_type!r}",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from daemon.api.body import read_body
 from daemon.api.endpoint import Body, Call, HeadT
-from daemon.errors import BadRequest
+from daemon.contracts import ModelPort
+from daemon.errors import BadRequest, HearthError
 from daemon.models.entry import ModelEntry
 
 INLINE_BYTES = 128 << 10
@@ -14,7 +15,7 @@ async def read_parts(call: Call, body: Body[HeadT]) -> tuple[HeadT, bytes, Model
     """Reads a short body in place, and one that would hold the event loop in a text worker. The path's model comes before the
     body's. Raises HearthError."""
     context = call.context
-    data = await read_body(call.request, context.max_body_bytes, context.settings.body_read_timeout_s)
+    data = await read_body(call.request, context.max_body_bytes, context.settings.body_read_timeout_s, body.more_types)
     if len(data) <= INLINE_BYTES:
         head, long_part = body.parse(data)
     else:
@@ -23,4 +24,14 @@ async def read_parts(call: Call, body: Body[HeadT]) -> tuple[HeadT, bytes, Model
     name = call.scope or head.model
     if not name:
         raise BadRequest("invalid_request", "model is missing", param="model")
-    return head, long_part, context.models.resolve(name)
+    return head, long_part, _model(context.models, name, body.default_tag)
+
+
+def _model(models: ModelPort, name: str, default_tag: str) -> ModelEntry:
+    try:
+        return models.resolve(name)
+    except HearthError as error:
+        bare = name.removesuffix(default_tag)
+        if error.code != "model_not_found" or bare == name:
+            raise
+    return models.resolve(bare)

@@ -5,7 +5,7 @@ daemon/api/endpoints/ holds one file for each, or for a few that belong together
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -40,11 +40,14 @@ class Body(Generic[HeadT]):
 
     parse: takes the JSON; returns the small part, which the daemon needs, and the long part, which only the text worker looks into.
     Raises BadRequest naming the field. A module's own function: long bodies are read by a text worker, which imports it by name.
-    head: the small part's type."""
+    head: the small part's type. default_tag: an ending that the endpoint's clients add to a model's name; the name is tried without
+    it where no model has it. more_types: values of Content-Type that its clients send besides those of JSON."""
 
     parse: Callable[[bytes], tuple[HeadT, bytes]]
     head: type[HeadT]
     tables: tuple[FieldTable, ...]
+    default_tag: str = ""
+    more_types: Sequence[str] = ()
     _decoder: msgspec.msgpack.Decoder[HeadT] = field(init=False)
 
     def __post_init__(self) -> None:

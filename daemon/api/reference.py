@@ -12,7 +12,6 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from daemon.api.bodies.common import Common
 from daemon.api.bodies.response_format import GRAMMAR_FIELDS
 from daemon.api.bodies.unsupported import WITHOUT_EFFECT, neutral_values
 from daemon.api.endpoint import FieldTable
@@ -73,7 +72,11 @@ def _type(kind: Any) -> str:
         return f"list of {_type(kind.item_type).split(' ')[0]}s{most_items}"
     if isinstance(kind, inspect.DictType | inspect.StructType):
         return "object"
-    names: dict[Any, str] = {inspect.StrType: "text", inspect.BoolType: "boolean", inspect.RawType: "JSON", inspect.AnyType: "JSON"}
+    names: dict[Any, str] = {
+        **dict.fromkeys((inspect.StrType, inspect.LiteralType), "text"),
+        **dict.fromkeys((inspect.RawType, inspect.AnyType), "JSON"),
+        inspect.BoolType: "boolean",
+    }
     return names.get(type(kind), type(kind).__name__)
 
 
@@ -110,8 +113,9 @@ def reference() -> str:
         "",
     ]
     lines += ["| field | where | asks for nothing |", "|---|---|---|"]
+    types = {table.type for table in tables()}
     for title, body, _ in tables():
-        inherited = neutral_values(Common) if body is not Common else {}
+        inherited = {name for base in body.__mro__[1:] if base in types for name in neutral_values(base)}
         for name, values in neutral_values(body).items():
             if name not in inherited:
                 shown = ", ".join(f"`{value}`" for value in values)
@@ -124,6 +128,7 @@ def reference() -> str:
         "",
         "`data: {…}` per step and `data: [DONE]` at the end, as OpenAI has it. A silent stream gets a comment every",
         'sse_comment_every_s. An error after the first byte is a last event `data: {"error": {…}}`, without `[DONE]`.',
+        "Anthropic's and Ollama's streams have their own forms: [messages.md](messages.md), [ollama.md](ollama.md).",
         "",
         "## Connections",
         "",

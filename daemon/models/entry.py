@@ -26,6 +26,11 @@ class ModelEntry:
     reasoning_parser: str | None = None
     embedding_size: int = 0  # an encoder's, which only makes embeddings; 0: the model generates text
     cut_sizes: Sequence[int] = ()  # smaller sizes that its embeddings may be cut to
+    architecture: str = ""  # as config.json names it
+    dtype: str = ""  # of its weights in memory
+    quantize: str = ""  # "int8" if the layers' matrices are quantised
+    weights_bytes: int = 0  # in memory
+    num_parameters: int = 0
 
 
 @dataclass(slots=True, frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -209,6 +210,11 @@ class Registry:
             reasoning_parser=settings.reasoning_parser,
             embedding_size=shape.hidden_size if shape.pooling else 0,
             cut_sizes=range(1, shape.hidden_size + 1) if shape.any_cut_size else shape.cut_sizes,
+            architecture=shape.architecture,
+            dtype=dtype,
+            quantize=weight_format.name,
+            weights_bytes=facts.weights_bytes,
+            num_parameters=sum(map(math.prod, layout.parameter_shapes(shape).values())),
         )
         return Registered(checkpoint, facts, entry, dtype, "", weight_format.name, kv_cache_dtype)
 

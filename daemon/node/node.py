@@ -17,6 +17,7 @@ from config.schema import DeviceBudget, NodeConfig
 from daemon.access.keys import Keys
 from daemon.api.endpoints.registry import BODY_MODULES
 from daemon.api.response_store import ResponseStore
+from daemon.contracts import Resident
 from daemon.engines.carve_outs import divide
 from daemon.engines.engine_events import EngineEvents
 from daemon.engines.engine_rounds import EngineRounds
@@ -44,7 +45,7 @@ from daemon.scanning.scanner import ModelScanner
 from daemon.text.service import TextService
 from engine.protocol import PROTOCOL_VERSION
 from loader.catalog import Checkpoint
-from scheduler.node import events
+from scheduler.node import events, residency
 from scheduler.node.node_scheduler import NodeScheduler
 from scheduler.node.settings import SchedulerSettings
 from scheduler.node.views import ModelView
@@ -233,6 +234,16 @@ class NodeParts:
                 row["bytes_done"], row["bytes_total"] = view.progress
             rows.append(row)
         return rows
+
+    def residents(self) -> dict[str, Resident]:
+        """Returns the models that are in a device's memory, loading ones left out."""
+        found = {}
+        kv_bytes = self._kv_bytes()
+        for view in self.scheduler.snapshot():
+            if view.state in residency.RUNNING:
+                size_bytes = view.weights_bytes + kv_bytes.get(view.name, 0)
+                found[view.name] = Resident(size_bytes, size_bytes if view.device.startswith("cuda") else 0)
+        return found
 
     def _kv_bytes(self) -> dict[str, int]:
         return {name: counts[0] for stats in self.engine_events.stats.values() for name, counts in stats.models.items()}

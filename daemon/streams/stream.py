@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 from daemon.errors import HearthError, ServerFault
 from daemon.streams.stream_clock import StreamClock
-from daemon.streams.stream_parts import Channel, Connection, Frames, GroupEnd, Member
+from daemon.streams.stream_parts import SSE_COMMENT, Channel, Connection, Frames, GroupEnd, Member
 from daemon.text.detokenizer import Detokenizer, detokenizer
 from daemon.text.stop_strings import StopStrings
 from daemon.text.token_table import TokenTable, escape
@@ -193,16 +193,23 @@ class StreamGroup:
     after an error, which is then in `error`."""
 
     def __init__(
-        self, end: GroupEnd, clock: StreamClock, cancel: Callable[[int], None], connect: Callable[[], Channel | None]
+        self,
+        end: GroupEnd,
+        clock: StreamClock,
+        cancel: Callable[[int], None],
+        connect: Callable[[], Channel | None],
+        comment: bytes = SSE_COMMENT,
     ) -> None:
-        """connect: called once, when the response begins; returns None if the client is gone."""
-        self.end, self._clock, self._cancel, self._connect = end, clock, cancel, connect
+        """connect: called once, when the response begins; returns None if the client is gone. comment: what is sent while the
+        response is silent; empty: nothing is, and the first token or an error opens it."""
+        self.end, self._clock, self._cancel, self._connect, self._comment = end, clock, cancel, connect, comment
         self.streams: list[Member] = []
         self.error: HearthError | None = None
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.chunked = True
         self.num_seen = 0  # tokens at the clock's last look
         self.behind_since_s: float | None = None
+        self.has_comments = bool(comment)
         self._num_ended = 0
         self._head = b""  # not written yet
         self._transport: asyncio.WriteTransport | None = None
@@ -273,8 +280,8 @@ class StreamGroup:
             _resolve(self.done)
 
     def comment(self) -> None:
-        if self._connection is not None and not self.done.done() and not self._connection.writing_paused:
-            self.write(b": waiting\n\n")
+        if self.has_comments and self._connection is not None and not self.done.done() and not self._connection.writing_paused:
+            self.write(self._comment)
 
     def poll(self) -> None:
         """Writes what waits if a client that was too slow is ready again. Called by the clock."""

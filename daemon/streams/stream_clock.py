@@ -15,6 +15,7 @@ class Response(Protocol):
 
     behind_since_s: float | None  # None: the client takes what is written
     num_seen: int  # tokens when the clock looked last
+    has_comments: bool  # which may be sent while it is silent
 
     @property
     def num_tokens(self) -> int: ...
@@ -45,11 +46,12 @@ class StreamClock:
         self._next_comments_s = 0.0
 
     def add(self, group: Response) -> None:
-        """Adds a response, which is opened after HOLD_STATUS_S unless it was opened before."""
+        """Adds a response. One that has comments is opened with the first of them after HOLD_STATUS_S, if it is not open yet."""
         loop = asyncio.get_running_loop()
         now_s = loop.time()
         self._all.add(group)
-        self._held[group] = now_s + HOLD_STATUS_S
+        if group.has_comments:
+            self._held[group] = now_s + HOLD_STATUS_S
         if self._timer is None:
             self._next_comments_s = now_s + self._comment_every_s()
             self._timer = loop.call_later(TICK_S, self._tick)

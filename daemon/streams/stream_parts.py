@@ -9,10 +9,12 @@ from typing import Protocol
 
 from daemon.errors import HearthError
 
+SSE_COMMENT = b": waiting\n\n"
+
 
 @dataclass(slots=True, frozen=True)
 class Frames:
-    """The parts of one sequence's SSE frames that never change. daemon/api/generation/chunks.py renders them."""
+    """The parts of one sequence's frames that never change. daemon/api/generation/chunks.py renders those of OpenAI."""
 
     prefix: bytes  # before the text of a chunk
     suffix: bytes  # after it

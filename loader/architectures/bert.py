@@ -15,7 +15,7 @@ _SUPPORTED = (("hidden_act", "gelu"), ("position_embedding_type", "absolute"))
 
 @dataclass(slots=True, frozen=True)
 class Encoder:
-    """The description of BERT."""
+    """Describes BERT's family: what its config.json may say, and which tensors its checkpoints hold."""
 
     name: str
     model_type: str

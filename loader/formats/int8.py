@@ -1,5 +1,5 @@
-"""The weight format of `quantize = "int8"`: matrices are rounded to int8 as they are read, and each group of them is followed by
-one float32 scale for each output.
+"""The weight format of `quantize = "int8"`: matrices are rounded to int8 as they are read, with one float32 scale for each output.
+Matrices that one product reads together lie end to end, and their scales follow them.
 
 loader/formats/int8_rows.py rounds them. The kernels (engine/cpu/kernels) multiply them as they are, or widen a part at a time.
 """

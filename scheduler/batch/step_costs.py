@@ -113,7 +113,7 @@ class StepCosts:
 
     @property
     def fewest_tokens(self) -> int:
-        """The smallest known class, in tokens; 0 if none is known."""
+        """The number of tokens up to which the smallest class of steps that has been measured reaches; 0 if none has."""
         return min(self._classes, default=0)
 
     def seconds(self, num_tokens: int, contexts: Sequence[float] = ()) -> float:

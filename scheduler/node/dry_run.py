@@ -36,7 +36,7 @@ def load(node: Node, model: Model) -> LoadPlan:
 
 
 def room(node: Node, device: Device, num_bytes: int) -> DevicePlan:
-    """Returns which models would leave to free so many bytes, forcing nobody out."""
+    """Returns which idle models would leave to free so many bytes; busy ones are not forced out."""
     chunks = -(-num_bytes // node.settings.chunk_bytes)
     room_chunks = device.ledger.room_for(0)
     residents = [look.describe(node, device, resident, False, None) for resident in device.resident.values()]

@@ -41,7 +41,7 @@ def requests_per_s(node: Node, model: Model) -> float:
 
 
 def _device_of(node: Node, model: Model) -> Device | None:
-    """Returns the device where the model is or could be."""
+    """Returns the device that holds the model, else the first one it may live on; None if there is none."""
     name = model.copy.device if model.copy else next(iter(model.devices), "")
     return node.devices.get(name)
 

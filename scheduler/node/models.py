@@ -75,8 +75,8 @@ def forget(node: Node, model: Model) -> None:
 
 
 def note_failed_load(node: Node, model: Model, reason: str, permanent: bool) -> None:
-    """Counts a failed load, before the model rests. A temporary failure is tried again after 1, 2, 4 ... s; after failed_loads in
-    a row the model is quarantined."""
+    """Counts a failed load. A temporary failure is tried again after 1, 2, 4 ... s; after so many failures in a row as the
+    setting `failed_loads` says, the model is quarantined. Must be called before the model's state is set to cold or warm."""
     settings = node.settings
     model.failed_loads += 1
     if permanent:

@@ -65,7 +65,8 @@ def removed(node: Node, event: ModelRemoved) -> None:
 
 
 def withdraw(node: Node, model: Model) -> None:
-    """Removes the model from every list and from the placement under way, because both rely on the old facts."""
+    """Removes the model from the lists of models that want a device, and drops its placement under way: both rely on what was
+    known of the model before."""
     unlist(node, model)
     if model.placement is not None and model.copy is None:
         drop(node, model.placement)

@@ -52,7 +52,7 @@ _decoder = msgspec.json.Decoder(ChatBody)
 
 
 def parse(body: bytes) -> tuple[Head, bytes]:
-    """Returns the small part and the messages. Raises BadRequest (400) naming the field."""
+    """Returns the fields that the daemon needs, and the messages. Raises BadRequest (400) naming the field."""
     fields: ChatBody = decode(_decoder, body, "")
     refuse_unsupported(fields)
     return head_of_chat(fields)
@@ -84,7 +84,7 @@ def head_of_chat(fields: ChatBody) -> tuple[Head, bytes]:
 
 
 def _logprobs(fields: ChatBody) -> int:
-    """Returns Outputs.logprobs."""
+    """Returns how many alternatives to each token are asked for; -1: no log-probabilities are."""
     if fields.logprobs:
         return fields.top_logprobs or 0
     if fields.top_logprobs:

@@ -41,9 +41,14 @@ _decoder = msgspec.json.Decoder(CompletionBody)
 
 
 def parse(body: bytes) -> tuple[Head, bytes]:
-    """Returns the small part and the prompts. Raises BadRequest (400) naming the field."""
+    """Returns the fields that the daemon needs, and the prompts. Raises BadRequest (400) naming the field."""
     fields: CompletionBody = decode(_decoder, body, "")
     refuse_unsupported(fields)
+    return head_of_completion(fields)
+
+
+def head_of_completion(fields: CompletionBody) -> tuple[Head, bytes]:
+    """Returns the two parts of a decoded body. Raises BadRequest naming the field."""
     kind, packed, num_prompts = prompts(bytes(fields.prompt))
     head = head_of(
         fields,
@@ -58,7 +63,7 @@ def parse(body: bytes) -> tuple[Head, bytes]:
 
 
 def _logprobs(fields: CompletionBody) -> int:
-    """Returns Outputs.logprobs."""
+    """Returns how many alternatives to each token are asked for; -1: no log-probabilities are."""
     if fields.logprobs is True:
         raise invalid("logprobs", f"logprobs must be a number of alternatives from 0 to {MAX_TOP_LOGPROBS}")
     return -1 if fields.logprobs is None or fields.logprobs is False else fields.logprobs

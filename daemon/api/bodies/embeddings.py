@@ -48,7 +48,7 @@ _decoder = msgspec.json.Decoder(EmbeddingsBody)
 
 
 def parse(body: bytes) -> tuple[EmbeddingsHead, bytes]:
-    """Returns the small part and the input, packed as `prompts` does. Raises BadRequest (400) naming the field."""
+    """Returns the fields that the daemon needs, and the input as `prompts` packs it. Raises BadRequest (400) naming the field."""
     fields: EmbeddingsBody = decode(_decoder, body, "")
     refuse_unsupported(fields)
     kind, packed, _ = prompts(bytes(fields.input), "input", MAX_INPUTS)

@@ -115,7 +115,7 @@ _json = msgspec.json.encode
 
 
 def parse(body: bytes) -> tuple[Head, bytes]:
-    """Returns the small part and the messages. Raises BadRequest (400) naming the field."""
+    """Returns the fields that the daemon needs, and the messages. Raises BadRequest (400) naming the field."""
     fields: MessagesBody = decode(_decoder, body, "")
     refuse_unsupported(fields)
     as_chat = _chat(fields)
@@ -126,7 +126,7 @@ def parse(body: bytes) -> tuple[Head, bytes]:
 
 
 def parse_count(body: bytes) -> tuple[Head, bytes]:
-    """Returns the small part and the messages. Raises BadRequest (400) naming the field."""
+    """Returns the fields that the daemon needs, and the messages. Raises BadRequest (400) naming the field."""
     fields: TokenCountBody = decode(_count_decoder, body, "")
     refuse_unsupported(fields)
     return chat.head_of_chat(_chat(fields))

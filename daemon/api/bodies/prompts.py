@@ -66,7 +66,8 @@ def num_kept(keep_last: int, room: int, model: ModelEntry) -> int:
 
 
 def _pack_ids(batch: list[list[int]]) -> bytes:
-    """Packs each prompt as int32, because the daemon counts ids before it makes Python objects of them."""
+    """Packs each prompt's ids as int32. So the daemon can count and check the ids of a long prompt before it makes a list of
+    them."""
     return _pack([array("i", ids).tobytes() for ids in batch])
 
 

@@ -136,7 +136,7 @@ _json = msgspec.json.encode
 
 
 def parse(body: bytes) -> tuple[ResponsesHead, bytes]:
-    """Returns the small part and the messages. Raises BadRequest (400) naming the field."""
+    """Returns the fields that the daemon needs, and the messages. Raises BadRequest (400) naming the field."""
     fields: ResponsesBody = decode(_decoder, body, "")
     refuse_unsupported(fields)
     if _TEXT_LOGPROBS in (fields.include or []):

@@ -10,7 +10,7 @@ MAX_BAD_WORDS, MAX_WORD_CHARS = 256, 128
 
 
 def checked_words(words: list[str]) -> list[str]:
-    """Raises BadRequest naming the word."""
+    """Returns the texts of `bad_words`. Raises BadRequest naming one that is empty, too long or holds NUL."""
     for at, word in enumerate(words):
         field = f"bad_words[{at}]"
         if not word:

@@ -56,7 +56,7 @@ _detokenize = msgspec.json.Decoder(DetokenizeBody)
 
 
 def parse_tokenize(body: bytes) -> tuple[TextHead, bytes]:
-    """Returns the small part and the prompt or the messages. Raises BadRequest (400) naming the field."""
+    """Returns the fields that the daemon needs, and the prompt or the messages. Raises BadRequest (400) naming the field."""
     fields: TokenizeBody = decode(_tokenize, body, "")
     messages = bytes(fields.messages)
     if messages in (b"", b"null"):
@@ -76,6 +76,6 @@ def parse_tokenize(body: bytes) -> tuple[TextHead, bytes]:
 
 
 def parse_detokenize(body: bytes) -> tuple[TextHead, bytes]:
-    """Returns the small part and the ids as int32. Raises BadRequest (400) naming the field."""
+    """Returns the fields that the daemon needs, and the ids as int32. Raises BadRequest (400) naming the field."""
     fields: DetokenizeBody = decode(_detokenize, body, "")
     return TextHead(fields.model, "ids", {}), array("i", fields.tokens).tobytes()

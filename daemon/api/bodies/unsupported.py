@@ -58,14 +58,16 @@ def neutral_values(body: type[Struct]) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def refuse_unsupported(fields: Struct) -> None:
-    """Raises BadRequest (400) naming the first field that asks for what is not served."""
+def refuse_unsupported(fields: Struct, within: str = "") -> None:
+    """Raises BadRequest (400) naming the first field that asks for what is not served. within: the path of an object inside the
+    body, with a dot at its end; "" for the body itself."""
     for name, values in neutral_values(type(fields)).items():
         data = bytes(getattr(fields, name))
         if not data or data == b"null" or (name == "functions" and _no_calls(fields)):
             continue
-        if len(data) > _MAX_NEUTRAL_BYTES or not any(_same(_decoded(name, data), msgspec.json.decode(value)) for value in values):
-            raise BadRequest("unsupported_parameter", f"{name} is not supported by this server", param=name)
+        path = within + name
+        if len(data) > _MAX_NEUTRAL_BYTES or not any(_same(_decoded(path, data), msgspec.json.decode(value)) for value in values):
+            raise BadRequest("unsupported_parameter", f"{path} is not supported by this server", param=path)
 
 
 def _no_calls(fields: Any) -> bool:

@@ -6,7 +6,9 @@ import asyncio
 import base64
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from operator import mul
 
 import msgspec
@@ -32,8 +34,28 @@ _BODY = Body(
 _packed_ids = msgspec.msgpack.Decoder(list[bytes])
 
 
+@dataclass(slots=True, frozen=True)
+class Embedded:
+    """The embeddings of a request's texts: float32 numbers, little-endian. num_tokens: of all texts together. first: the first
+    text's sequence, which knows when it was queued and when an engine began it."""
+
+    vectors: list[bytes]
+    num_dimensions: int
+    num_tokens: int
+    first: Generation
+
+
 async def _handle(call: Call) -> web.Response:
     head, packed, model = await read_parts(call, _BODY)
+    told = await embedded(call, head, packed, model)
+    shown = await in_turns(told, partial(_shown, as_base64=head.base64))
+    data = [{"object": "embedding", "index": at, "embedding": each} for at, each in enumerate(shown)]
+    usage = {"prompt_tokens": told.num_tokens, "total_tokens": told.num_tokens}
+    return json_response({"object": "list", "data": data, "model": model.name, "usage": usage})
+
+
+async def embedded(call: Call, head: embeddings.EmbeddingsHead, packed: bytes, model: ModelEntry) -> Embedded:
+    """Returns the embeddings that a body asks for. head, packed: its two parts. Raises HearthError."""
     context = call.context
     size = model.embedding_size
     if not size:
@@ -51,7 +73,7 @@ async def _handle(call: Call) -> web.Response:
     try:
         for start in range(0, len(texts), AT_ONCE):
             part = texts[start : start + AT_ONCE]
-            waiting = _Waiting(len(part))
+            waiting = Waiting(len(part))
             for ids in part:
                 generation = Generation(
                     model=model,
@@ -70,18 +92,21 @@ async def _handle(call: Call) -> web.Response:
         for generation in generations:
             context.requests.cancel(generation)
         raise
-    num_tokens = sum(map(len, texts))
-    data: list[dict[str, object]] = []
+    vectors = [each.vector for each in generations]
+    return Embedded(vectors, num_dimensions, sum(map(len, texts)), generations[0])
+
+
+async def in_turns(told: Embedded, shown: Callable[[bytes], msgspec.Raw]) -> list[msgspec.Raw]:
+    """Returns each vector, cut to the size that was asked for, as `shown` makes it, with turns of the event loop in between."""
+    found: list[msgspec.Raw] = []
     written = 0
-    for at, each in enumerate(generations):
-        vector = cut(each.vector, num_dimensions) if num_dimensions < size else each.vector
-        data.append({"object": "embedding", "index": at, "embedding": _shown(vector, head.base64)})
-        written += num_dimensions
+    for vector in told.vectors:
+        found.append(shown(cut(vector, told.num_dimensions) if 4 * told.num_dimensions < len(vector) else vector))
+        written += told.num_dimensions
         if written > NUMBERS_AT_ONCE:
             written = 0
             await asyncio.sleep(0)
-    usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-    return json_response({"object": "list", "data": data, "model": model.name, "usage": usage})
+    return found
 
 
 def _check(texts: Sequence[array[int]], model: ModelEntry) -> None:
@@ -111,11 +136,15 @@ def _cuts(sizes: Sequence[int]) -> str:
 
 
 def _shown(vector: bytes, as_base64: bool) -> msgspec.Raw:
+    return msgspec.Raw(b'"%b"' % base64.b64encode(vector)) if as_base64 else as_numbers(vector)
+
+
+def as_numbers(vector: bytes) -> msgspec.Raw:
     """Returns the embedding as JSON, so that the whole answer only needs to be copied together."""
-    return msgspec.Raw(b'"%b"' % base64.b64encode(vector) if as_base64 else msgspec.json.encode(array("f", vector).tolist()))
+    return msgspec.Raw(msgspec.json.encode(array("f", vector).tolist()))
 
 
-class _Waiting:
+class Waiting:
     """TokenSink of several texts of one request. It is done with the last text, or with the first error."""
 
     def __init__(self, num_texts: int) -> None:

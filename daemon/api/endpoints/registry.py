@@ -10,6 +10,9 @@ from daemon.api.endpoints.health import HEALTH, HEALTHZ, PING, READYZ
 from daemon.api.endpoints.messages import COUNT_TOKENS, MESSAGES
 from daemon.api.endpoints.models import MODEL, MODELS
 from daemon.api.endpoints.node import LOAD, METRICS, NODE_VERSION
+from daemon.api.endpoints.ollama import OLLAMA_CHAT, OLLAMA_GENERATE
+from daemon.api.endpoints.ollama_embed import OLLAMA_EMBED
+from daemon.api.endpoints.ollama_models import OLLAMA_PS, OLLAMA_SHOW, OLLAMA_TAGS, OLLAMA_VERSION
 from daemon.api.endpoints.page import PAGE, PAGE_EVENTS
 from daemon.api.endpoints.responses import RESPONSE, RESPONSES
 from daemon.api.endpoints.tokenize import DETOKENIZE, TOKENIZE

@@ -10,8 +10,10 @@ from daemon.api.generation.reply_format import ParsedReply
 from daemon.contracts import Generation
 from daemon.streams.annotated_text import LogprobTrail, Rendering
 from daemon.streams.stream import Collector, Text
-from daemon.streams.stream_parts import Frames, GroupEnd
+from daemon.streams.stream_parts import SSE_COMMENT, Frames, GroupEnd
 from daemon.streams.tool_stream import PieceFrames
+
+EVENT_STREAM = "text/event-stream; charset=utf-8"
 
 
 @dataclass(slots=True, frozen=True)
@@ -68,7 +70,8 @@ class AnswerFormat:
     default_max_tokens: None: what the context leaves. takes_replies_apart: tool calls and reasoning are fields of their own.
     shows_end_token: the token that ended the text has log-probabilities, too. one_prompt_report: an answer reports on its
     prompt once, not with each choice. bounds_max_tokens: a max_tokens that the context does not leave is reduced, not refused.
-    repeats_text: its last events repeat the text, so a stream renders all of it through pieces()."""
+    repeats_text: its last events repeat the text, so a stream renders all of it through pieces(). content_type: of a stream.
+    comment: bytes that its clients skip, sent while a stream is silent; empty: it has no comments."""
 
     id_prefix: str
     prompt_field: str
@@ -81,3 +84,5 @@ class AnswerFormat:
     whole: Callable[[Finished], object]
     stream: Callable[[AnswerHead], StreamFormat]
     repeats_text: bool = False
+    content_type: str = EVENT_STREAM
+    comment: bytes = SSE_COMMENT

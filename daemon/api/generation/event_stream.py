@@ -18,7 +18,7 @@ from daemon.streams.stream_parts import Channel
 
 _HEAD = (
     "HTTP/{version} 200 OK\r\n"
-    "Content-Type: text/event-stream; charset=utf-8\r\n"
+    "Content-Type: {content_type}\r\n"
     "Cache-Control: no-cache\r\n"
     "X-Request-Id: {request_id}\r\n"
     "X-Accel-Buffering: no\r\n"
@@ -32,10 +32,11 @@ class EventStream(web.StreamResponse):
     """A response that aiohttp takes for prepared and ended from the start, so it writes nothing. `keep_alive` decides what
     follows."""
 
-    def __init__(self, request: web.Request, request_id: str, more_headers: Mapping[str, str]) -> None:
+    def __init__(self, request: web.Request, request_id: str, more_headers: Mapping[str, str], content_type: str) -> None:
         """request_id, more_headers: checked before, so that they cannot end their header line."""
         super().__init__()
         self._request, self._request_id, self._more_headers = request, request_id, more_headers
+        self._content_type = content_type
         self._chunked_body = request.version >= HttpVersion11
         self._goes_on = self._chunked_body and request.keep_alive  # else the connection's end is the body's
 
@@ -72,7 +73,13 @@ class EventStream(web.StreamResponse):
         for name, value in self._more_headers.items():
             more += f"{name}: {value}\r\n"
         version = "1.1" if self._chunked_body else "1.0"
-        return _HEAD.format(version=version, request_id=self._request_id, date=_date(int(time.time())), more=more).encode()
+        return _HEAD.format(
+            version=version,
+            content_type=self._content_type,
+            request_id=self._request_id,
+            date=_date(int(time.time())),
+            more=more,
+        ).encode()
 
 
 @lru_cache(maxsize=1)

@@ -202,8 +202,8 @@ class _Request:
         """Returns when the last byte is written, or the client is gone. Raises HearthError before the first."""
         call, context, generations = self.call, self.call.context, self.answer.generations
         stream_format = self.form.stream(self.answer)
-        response = EventStream(call.request, call.request_id, context.more_headers)
-        group = StreamGroup(stream_format, context.clock, self._cancel, response.connect)
+        response = EventStream(call.request, call.request_id, context.more_headers, self.form.content_type)
+        group = StreamGroup(stream_format, context.clock, self._cancel, response.connect, self.form.comment)
         for at, text in enumerate(self.answer.texts):
             if self.reply is None:
                 stream = Stream(group, at, table, stream_format.frames(at), text)

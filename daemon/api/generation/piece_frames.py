@@ -26,7 +26,7 @@ class Chunks(Protocol):
 
 
 class PieceFrames:
-    """Renders one sequence. new_call_id: called once for each call."""
+    """Renders the pieces of one sequence of a chat as chunks. new_call_id: makes the id of each tool call."""
 
     __slots__ = ("_chunks", "_end", "_head", "_index", "_new_call_id", "first")
 

@@ -28,7 +28,7 @@ def prompt_first(sink: TokenSink, text: Text) -> TokenSink:
 
 
 class PromptFirst:
-    """TokenSink of a sequence whose prompt is echoed with log-probabilities."""
+    """Renders a sequence's echoed prompt with its log-probabilities, then passes the tokens on to another sink."""
 
     def __init__(self, sink: TokenSink, text: AnnotatedText, trail: LogprobTrail) -> None:
         self._sink, self._text, self._trail = sink, text, trail

@@ -79,8 +79,8 @@ def by_rows(num_rows: int) -> Callable[..., None]:
 
 
 def _exchanged(builder: ir.IRBuilder, rows: list[Any]) -> list[Any]:
-    """Returns the 2**n vectors with each vector's number exchanged for the last n bits of the lane's number (a transposition if n
-    is 4)."""
+    """Returns 2**n vectors transposed in blocks of 2**n lanes: lane j of a block of vector i is lane i of that block of vector j
+    before."""
     distance = len(rows) // 2
     while distance:
         left = [LANES + lane - distance if lane & distance else lane for lane in range(LANES)]

@@ -98,7 +98,7 @@ def add_rms_norm_signature(element: types.Type) -> Any:
 
 @njit(inline="always", fastmath=FASTMATH)
 def _add_lanes(x: Any, residual: Any, at: int, count: int, weight: Any) -> Any:
-    """Adds `count` elements of x to residual in place. Returns the squares of the sums."""
+    """Adds `count` elements of x to residual in place. Returns the squares of the sums. weight: tells the dtype to round to."""
     values = rounded(load(residual, at, count) + load(x, at, count), weight[0])
     store(residual, at, count, values)
     return values * values

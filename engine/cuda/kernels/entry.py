@@ -119,7 +119,8 @@ def sample(
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns each row's most likely token and whether the row is bad, as `sample` does for rows of temperature 0."""
+    """Returns each row's most likely token and whether the row is bad (has logits that are not finite), as `sample` does for rows
+    of temperature 0."""
     zeros = torch.zeros(len(logits), dtype=torch.float32, device=logits.device)
     nothing = zeros.to(torch.int32)
     return sample(logits, zeros, zeros, nothing, zeros, nothing, nothing)

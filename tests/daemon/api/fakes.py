@@ -14,7 +14,7 @@ from aiohttp import web
 from daemon.access.admission import Access
 from daemon.api.app import make_app, make_runner
 from daemon.api.response_store import ResponseStore
-from daemon.contracts import Generation
+from daemon.contracts import Generation, Resident
 from daemon.errors import BadRequest, HearthError
 from daemon.models.entry import ModelEntry
 from daemon.text.jobs import TextFacts
@@ -204,6 +204,9 @@ class FakeHealth:
     good = True
     open = 0
 
+    def __init__(self) -> None:
+        self.loaded: dict[str, Resident] = {}
+
     def health(self) -> tuple[bool, dict[str, object]]:
         return self.good, {"status": "ok" if self.good else "overdue"}
 
@@ -212,6 +215,9 @@ class FakeHealth:
 
     def num_open(self) -> int:
         return self.open
+
+    def residents(self) -> dict[str, Resident]:
+        return self.loaded
 
     def metrics(self, model: str | None = None) -> bytes:
         return b"hearth_up 1\n" if model is None else f'hearth_up{{model="{model}"}} 1\n'.encode()

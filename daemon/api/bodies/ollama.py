@@ -1,0 +1,160 @@
+"""What the bodies of Ollama's /api/chat and /api/generate have in common: `options`, `format`, `think`.
+
+Source: https://docs.ollama.com/api; the options that its clients know, and what each does, from its documentation of a Modelfile.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Raw, Struct
+
+from daemon.api.bodies import chat
+from daemon.api.bodies.common import Head, Penalty, checked_stops
+from daemon.api.bodies.decode import invalid
+from daemon.api.bodies.unsupported import neutral, refuse_unsupported
+from daemon.errors import BadRequest
+
+MAX_TOKENS = 2**31 - 1  # more than any context has: the answer may fill what is left of it
+RANDOM_SEED = -1
+LOAD = "load"  # Head.prompt_kind of a body that asks for nothing but the model's load
+_ZERO = re.compile(r"-?0+(\.0*)?[a-z]*")  # a duration
+
+
+class Options(Struct):
+    num_predict: Annotated[int, Meta(ge=-2, le=MAX_TOKENS)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: str | list[str] | None = None
+    repeat_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    num_ctx: Any = None
+    num_keep: Any = None
+    num_batch: Any = None
+    num_gpu: Any = None
+    num_thread: Any = None
+    main_gpu: Any = None
+    numa: Any = None
+    low_vram: Any = None
+    f16_kv: Any = None
+    use_mmap: Any = None
+    use_mlock: Any = None
+    logits_all: Any = None
+    vocab_only: Any = None
+    embedding_only: Any = None
+    mirostat_tau: Any = None
+    mirostat_eta: Any = None
+    mirostat: Annotated[Raw, neutral("0")] = Raw()
+    tfs_z: Annotated[Raw, neutral("1")] = Raw()
+    typical_p: Annotated[Raw, neutral("1")] = Raw()
+    repeat_last_n: Annotated[Raw, neutral("-1")] = Raw()  # the penalty looks at all of the text
+    penalize_newline: Annotated[Raw, neutral("true")] = Raw()
+
+
+class OllamaBody(Struct, kw_only=True):
+    """The shared fields. An empty text in `format` is no format."""
+
+    model: str | None = None
+    stream: bool | None = None
+    options: Options | None = None
+    format: Raw = Raw()
+    think: bool | Literal["low", "medium", "high"] | None = None
+    keep_alive: Any = None
+    logprobs: Annotated[Raw, neutral("false")] = Raw()
+    top_logprobs: Annotated[Raw, neutral("0")] = Raw()
+
+
+MEANINGS = {
+    "model": "name or alias, with or without `:latest`; below `/m/MODEL` it may be left out",
+    "stream": "default true: a JSON object a line",
+    "options": "see below",
+    "format": '`"json"`, or a JSON schema that the answer follows',
+    "think": "given to the template: true and false as `enable_thinking`, low, medium and high as `reasoning_effort`, too",
+    "keep_alive": "read and not used: models leave the memory when others need it",
+}
+OPTION_MEANINGS = {
+    "num_predict": "the most tokens of the answer; 0, -1 and -2: what the context leaves",
+    "temperature": "0 is greedy; default: the model's settings, then the checkpoint's, then 1",
+    "top_p": "nucleus; 0: the likeliest token",
+    "top_k": "-1 and 0: all",
+    "min_p": "of the likeliest token's probability",
+    "seed": "the same seed, prompt and settings give the same text; -1: any",
+    "stop": "up to 16 strings; the text ends before them",
+    "repeat_penalty": "divides the score of tokens that are there, in the prompt or the answer; 1: none",
+    "presence_penalty": "taken off once for each token that is there",
+    "frequency_penalty": "taken off for each time it is there",
+    "num_ctx": "read and not used: the context is max_model_len",
+    "num_keep": "read and not used: no context is shifted",
+    "mirostat_tau": "read and not used",
+    "mirostat_eta": "read and not used",
+    **dict.fromkeys(
+        ("num_batch", "num_gpu", "num_thread", "main_gpu", "numa", "low_vram", "f16_kv", "use_mmap", "use_mlock", "logits_all"),
+        "read and not used",
+    ),
+    **dict.fromkeys(("vocab_only", "embedding_only"), "read and not used"),
+}
+_json = msgspec.json.encode
+
+
+def refuse_unserved(fields: OllamaBody) -> None:
+    """Raises BadRequest (400) naming the first field or option that asks for what is not served."""
+    refuse_unsupported(fields)
+    if fields.options is not None:
+        refuse_unsupported(fields.options, "options.")
+
+
+def shared_fields(fields: OllamaBody) -> dict[str, Any]:
+    """Returns the fields of a chat's or a completion's body that these ask for. Raises BadRequest naming the field."""
+    options = fields.options or Options()
+    num = options.num_predict
+    return {
+        "model": fields.model,
+        "stream": fields.stream is not False,
+        "max_tokens": MAX_TOKENS if num is not None and num <= 0 else num,
+        "temperature": options.temperature,
+        "top_p": options.top_p,
+        "top_k": options.top_k,
+        "min_p": options.min_p,
+        "seed": None if options.seed == RANDOM_SEED else options.seed,
+        "stop": checked_stops([options.stop] if isinstance(options.stop, str) else options.stop or [], "options.stop"),
+        "repetition_penalty": options.repeat_penalty,
+        "presence_penalty": options.presence_penalty,
+        "frequency_penalty": options.frequency_penalty,
+        "response_format": _response_format(bytes(fields.format)),
+    }
+
+
+def head_of_load(fields: OllamaBody) -> tuple[Head, bytes]:
+    """Returns the two parts of a body that holds nothing to answer: Ollama's clients load a model so, or, with a keep_alive of 0,
+    unload it. Raises BadRequest for the latter."""
+    if _ZERO.fullmatch(str(fields.keep_alive)):
+        message = "keep_alive: no model is unloaded over this API; models leave the memory when others need it"
+        raise BadRequest("unsupported_parameter", message, param="keep_alive")
+    head, messages = chat.head_of_chat(chat.ChatBody(messages=[], **shared_fields(fields)))
+    head.prompt_kind = LOAD
+    return head, messages
+
+
+def template_fields(think: bool | str | None) -> dict[str, Any]:
+    """Returns the fields of a chat's body that tell its template how much to think."""
+    if think is None:
+        return {}
+    if isinstance(think, bool):
+        return {"chat_template_kwargs": {"enable_thinking": think}}
+    return {"reasoning_effort": think, "chat_template_kwargs": {"enable_thinking": True}}
+
+
+def _response_format(data: bytes) -> Raw:
+    if data in (b"", b"null", b'""'):
+        return Raw()
+    if data == b'"json"':
+        return Raw(_json({"type": "json_object"}))
+    if not data.startswith(b"{"):
+        raise invalid("format", 'format must be "json" or a JSON schema')
+    return Raw(_json({"type": "json_schema", "json_schema": {"schema": Raw(data)}}))

@@ -1,0 +1,41 @@
+"""The body of Ollama's /api/embed, read as that of /v1/embeddings."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Raw, Struct
+
+from daemon.api.bodies.decode import decode, invalid
+from daemon.api.bodies.embeddings import EmbeddingsHead
+from daemon.api.bodies.prompts import MAX_INPUTS, prompts
+
+
+class OllamaEmbedBody(Struct):
+    input: Raw
+    model: str | None = None
+    truncate: bool | None = None
+    dimensions: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    options: Any = None
+    keep_alive: Any = None
+
+
+MEANINGS = {
+    "input": "a text, or a list of texts",
+    "model": "name or alias, with or without `:latest`; below `/m/MODEL` it may be left out",
+    "truncate": "read; a text that is too long is refused either way, never cut",
+    "dimensions": "the model's own, or a size its checkpoint was trained to be cut to",
+    "options": "read and not used",
+    "keep_alive": "read and not used: models leave the memory when others need it",
+}
+_decoder = msgspec.json.Decoder(OllamaEmbedBody)
+
+
+def parse(body: bytes) -> tuple[EmbeddingsHead, bytes]:
+    """Returns the fields that the daemon needs, and the texts as `prompts` packs them. Raises BadRequest (400) naming the field."""
+    fields: OllamaEmbedBody = decode(_decoder, body, "")
+    kind, packed, _ = prompts(bytes(fields.input), "input", MAX_INPUTS)
+    if kind != "text":
+        raise invalid("input", "input must be a string or a list of strings")
+    return EmbeddingsHead(fields.model, kind, False, fields.dimensions, 0), packed

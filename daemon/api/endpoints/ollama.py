@@ -1,0 +1,261 @@
+"""POST /api/chat and /api/generate, as Ollama has them.
+
+Source: https://docs.ollama.com/api, and the types of its Python client.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any
+
+import msgspec
+from aiohttp import web
+from msgspec import Raw
+
+from daemon.api.bodies import common, ollama, ollama_chat, ollama_generate
+from daemon.api.body_parts import read_parts
+from daemon.api.endpoint import Body, Call, Endpoint, FieldTable, HeadT
+from daemon.api.endpoints.embeddings import Waiting
+from daemon.api.generation.answer_format import AnswerFormat, AnswerHead, Finished
+from daemon.api.generation.generate import answer
+from daemon.api.generation.logprobs import ChatLogprobs
+from daemon.contracts import Generation
+from daemon.errors import BadRequest, HearthError
+from daemon.models.entry import ModelEntry
+from daemon.streams.stream_parts import Frames
+from daemon.text.token_table import escape
+from daemon.text.tool_parsers.pieces import ARGUMENTS, CALL, CALL_END, REASONING, Piece
+from engine.protocol import SamplingParams
+
+_LATEST = ":latest"  # the tag that Ollama's clients add to a name without one
+_CURLS_TYPE = "application/x-www-form-urlencoded"  # of `curl -d`, with which Ollama's documentation shows its API
+_json = msgspec.json.encode
+_ID_PREFIX = "ollama-"
+_NDJSON = "application/x-ndjson"
+# what the shared code calls a field -> its name in these bodies
+_NAMES = (("response_format.json_schema.schema", "format"), ("response_format", "format"))
+
+
+def error_body(error: HearthError) -> dict[str, str]:
+    """Returns Ollama's error object, which names the fields of these bodies."""
+    message = error.message
+    for ours, theirs in _NAMES:
+        message = message.replace(ours, theirs)
+    return {"error": message}
+
+
+def rfc3339(unix_s: int) -> str:
+    return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def nanoseconds(seconds: float) -> int:
+    return int(seconds * 1e9)
+
+
+def durations(started_s: float, generation: Generation) -> dict[str, int]:
+    """Returns total_duration and, where the sequence reached an engine, load_duration, in nanoseconds until now. started_s: when
+    the request arrived, monotonic."""
+    told = {"total_duration": nanoseconds(time.monotonic() - started_s)}
+    if generation.submitted_s:
+        told["load_duration"] = nanoseconds(generation.submitted_s - generation.arrived_s)
+    return told
+
+
+@dataclass(slots=True, frozen=True)
+class _Shape:
+    """Where an object holds the answer. opening: JSON before the text. closing: JSON after the text and what belongs to it."""
+
+    opening: bytes
+    closing: bytes
+
+
+_MESSAGE = _Shape(b',"message":{"role":"assistant","content":', b"}")
+_RESPONSE = _Shape(b',"response":', b"")
+
+
+class _Lines:
+    """Renders an answer, whole or as a line for each piece. Implements answer_format.StreamFormat and PieceFrames."""
+
+    first = b""
+
+    def __init__(self, shape: _Shape, started_s: float, known: AnswerHead) -> None:
+        self._started_s = started_s
+        (self._generation,) = known.generations
+        self._opening = _json({"model": known.model, "created_at": rfc3339(known.created)})[:-1] + shape.opening
+        self._closing = shape.closing
+        self._name = ""  # of the call that has begun
+        self._arguments: list[str] = []
+
+    def frames(self, index: int) -> Frames:
+        return Frames(prefix=self._opening + b'"', suffix=b'"' + self._closing + b',"done":false}\n', first=b"")
+
+    continued = frames
+
+    def pieces(self, index: int, new_call_id: Callable[[], str]) -> _Lines:
+        return self
+
+    def render(self, piece: Piece, num_tokens: int) -> bytes:
+        """Returns a line, or nothing for a call that is not complete."""
+        if piece.kind == CALL:
+            self._name, self._arguments = piece.text, []
+            return b""
+        if piece.kind == ARGUMENTS:
+            self._arguments.append(piece.text)
+            return b""
+        if piece.kind == CALL_END:
+            return self._unfinished(_calls([(self._name, "".join(self._arguments))]))
+        text = b'"' + escape(piece.text) + b'"'
+        return self._unfinished(b'"","thinking":' + text if piece.kind == REASONING else text)
+
+    def _unfinished(self, said: bytes) -> bytes:
+        return self._opening + said + self._closing + b',"done":false}\n'
+
+    def finish(self, index: int, reason: str, num_tokens: int) -> bytes:
+        return self.finished(b'""', reason, num_tokens) + b"\n"
+
+    def finished(self, said: bytes, reason: str, num_tokens: int) -> bytes:
+        """Returns the object that ends the answer. said: JSON of the text and what belongs to it. reason: OpenAI's
+        finish_reason."""
+        generation = self._generation
+        told: dict[str, Any] = {
+            "done": True,
+            "done_reason": "length" if reason == "length" else "stop",
+            **durations(self._started_s, generation),
+            "prompt_eval_count": len(generation.prompt),
+            "eval_count": num_tokens,
+        }
+        if generation.first_token_s:
+            told["prompt_eval_duration"] = nanoseconds(generation.first_token_s - generation.submitted_s)
+            told["eval_duration"] = nanoseconds(time.monotonic() - generation.first_token_s)
+        return self.told(said, told)
+
+    def told(self, said: bytes, fields: Mapping[str, object]) -> bytes:
+        """Returns an object. said: JSON of the text and what belongs to it. fields: what stands beside them."""
+        return self._opening + said + self._closing + b"," + _json(fields)[1:]
+
+    def tail(self, num_tokens: int) -> bytes:
+        return b""
+
+    def error(self, error: HearthError) -> bytes:
+        return _json(error_body(error)) + b"\n"
+
+
+def _calls(calls: list[tuple[str, str]]) -> bytes:
+    """Returns JSON of a message without text that makes these calls, each a name and its arguments as JSON."""
+    shown = [{"function": {"name": name, "arguments": Raw(arguments.encode() or b"{}")}} for name, arguments in calls]
+    return b'"","tool_calls":' + _json(shown)
+
+
+def _whole(make: Callable[[AnswerHead], _Lines], finished: Finished) -> Raw:
+    (collector,) = finished.collectors
+    said, reason = _json("".join(collector.parts)), collector.reason
+    if finished.replies:
+        (parsed,) = finished.replies
+        reply, reason = parsed.reply, parsed.reason
+        said = _json(reply.content)
+        if reply.reasoning:
+            said += b',"thinking":' + _json(reply.reasoning)
+        if calls := [call for call in reply.calls if _is_object(call[1])]:  # one that was cut short is left out
+            said += _calls(calls).removeprefix(b'""')
+    return Raw(make(finished.head).finished(said, reason, finished.num_tokens))
+
+
+def _is_object(arguments: str) -> bool:
+    try:
+        return isinstance(msgspec.json.decode(arguments or "{}"), dict)
+    except msgspec.DecodeError:
+        return False
+
+
+def _format(shape: _Shape, prompt_field: str, started_s: float, takes_replies_apart: bool = True) -> AnswerFormat:
+    """Returns the format of one request's answer. started_s: when the request arrived, monotonic."""
+    make = partial(_Lines, shape, started_s)
+    return AnswerFormat(
+        id_prefix=_ID_PREFIX,
+        prompt_field=prompt_field,
+        default_max_tokens=None,
+        takes_replies_apart=takes_replies_apart,
+        shows_end_token=False,
+        one_prompt_report=True,
+        bounds_max_tokens=True,
+        logprobs=ChatLogprobs,
+        whole=partial(_whole, make),
+        stream=make,
+        content_type=_NDJSON,
+        comment=b"",
+    )
+
+
+def body_of(parse: Callable[[bytes], tuple[HeadT, bytes]], head: type[HeadT], tables: tuple[FieldTable, ...]) -> Body[HeadT]:
+    """Returns how a body is read that Ollama's clients send. The arguments are Body's."""
+    return Body(parse, head, tables, default_tag=_LATEST, more_types=(_CURLS_TYPE,))
+
+
+_SHARED_FIELDS = FieldTable("`/api/chat` and `/api/generate`", ollama.OllamaBody, ollama.MEANINGS)
+_OPTION_FIELDS = FieldTable("`options` of `/api/chat` and `/api/generate`", ollama.Options, ollama.OPTION_MEANINGS)
+_CHAT_BODY = body_of(
+    ollama_chat.parse,
+    common.Head,
+    (_SHARED_FIELDS, _OPTION_FIELDS, FieldTable("`/api/chat` only", ollama_chat.OllamaChatBody, ollama_chat.MEANINGS)),
+)
+_GENERATE_FIELDS = FieldTable("`/api/generate` only", ollama_generate.OllamaGenerateBody, ollama_generate.MEANINGS)
+_GENERATE_BODY = body_of(ollama_generate.parse, common.Head, (_SHARED_FIELDS, _OPTION_FIELDS, _GENERATE_FIELDS))
+
+
+async def _loaded(call: Call, shape: _Shape, head: common.Head, model: ModelEntry, started_s: float) -> web.Response:
+    """Answers when the model is in memory. A sequence of one token, which nobody sees, has it loaded as any request would."""
+    if model.embedding_size:
+        raise BadRequest("wrong_task", f"{model.name} is an encoder: it makes embeddings and generates no text", param="model")
+    waiting, public_id = Waiting(1), _ID_PREFIX + call.request_id
+    generation = Generation(model, [model.bos_token_id or 0], SamplingParams(max_tokens=1), waiting, public_id=public_id)
+    call.context.requests.submit(generation)
+    try:
+        await waiting.done
+    except BaseException:  # it could not be loaded, or the client is gone
+        call.context.requests.cancel(generation)
+        raise
+    lines = _Lines(shape, started_s, AnswerHead(public_id, int(time.time()), model.name, [generation]))
+    told = {"done": True, "done_reason": "load", **durations(started_s, generation)}
+    return web.Response(body=lines.told(b'""', told) + b"\n", content_type=_NDJSON if head.stream else "application/json")
+
+
+async def _chat(call: Call) -> web.StreamResponse:
+    started_s = time.monotonic()
+    head, messages, model = await read_parts(call, _CHAT_BODY)
+    if head.prompt_kind == ollama.LOAD:
+        return await _loaded(call, _MESSAGE, head, model, started_s)
+    return await answer(call, head, messages, model, _format(_MESSAGE, "messages", started_s), _ID_PREFIX + call.request_id)
+
+
+async def _generate(call: Call) -> web.StreamResponse:
+    started_s = time.monotonic()
+    head, prompt, model = await read_parts(call, _GENERATE_BODY)
+    if head.prompt_kind == ollama.LOAD:
+        return await _loaded(call, _RESPONSE, head, model, started_s)
+    # without a chat template there is no telling where reasoning begins
+    form = _format(_RESPONSE, "prompt", started_s, takes_replies_apart=head.prompt_kind == "messages")
+    return await answer(call, head, prompt, model, form, _ID_PREFIX + call.request_id)
+
+
+OLLAMA_CHAT = Endpoint(
+    name="ollama_chat",
+    paths=("/api/chat",),
+    methods=("POST",),
+    about="Ollama's chat, streamed as a JSON object a line; errors in Ollama's form",
+    handle=_chat,
+    body=_CHAT_BODY,
+    error_body=error_body,
+)
+OLLAMA_GENERATE = Endpoint(
+    name="ollama_generate",
+    paths=("/api/generate",),
+    methods=("POST",),
+    about="Ollama's completion of a prompt, through the chat template or `raw`",
+    handle=_generate,
+    body=_GENERATE_BODY,
+    error_body=error_body,
+)

@@ -1,0 +1,144 @@
+"""GET /api/tags, /api/ps and /api/version, POST /api/show: what Ollama tells of itself and its models."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from aiohttp import web
+
+from daemon.api.bodies import ollama_show
+from daemon.api.body_parts import read_parts
+from daemon.api.endpoint import Call, Endpoint, FieldTable
+from daemon.api.endpoints.ollama import body_of, error_body, rfc3339
+from daemon.api.generation.tool_dialect import own_dialect
+from daemon.http.answers import json_response
+from daemon.models.entry import ModelEntry
+from daemon.text.tool_parsers.registry import NONE
+
+# The version of Ollama whose fields are served: levels of `think` came with it. Its clients compare it with what they need, so
+# hearthd's own version, which /version tells, would say something else to them.
+API_VERSION = "0.11.0"
+NEVER = "2300-01-01T00:00:00Z"  # no time is set: models leave the memory when others need it
+_TASK = re.compile(r"(For[A-Z]\w*|Model)$")  # the end of an architecture's name
+_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+_BODY = body_of(
+    ollama_show.parse,
+    ollama_show.ShowHead,
+    (FieldTable("`/api/show`", ollama_show.OllamaShowBody, ollama_show.MEANINGS),),
+)
+
+
+def _shown(call: Call) -> Sequence[ModelEntry]:
+    """Returns the models that this request's tenant may use; below /m/MODEL that one alone."""
+    models = call.context.models
+    return models.entries() if call.scope is None else [models.resolve(call.scope)]
+
+
+def _named(entry: ModelEntry) -> dict[str, object]:
+    return {"name": entry.name, "model": entry.name, "digest": entry.fingerprint, "details": _details(entry)}
+
+
+def _family(entry: ModelEntry) -> str | None:
+    return _TASK.sub("", entry.architecture).lower() or None
+
+
+def _details(entry: ModelEntry) -> dict[str, object]:
+    family = _family(entry)
+    return {
+        "parent_model": "",
+        "format": "safetensors",
+        "family": family,
+        "families": [family] if family else None,
+        "parameter_size": _count(entry.num_parameters),
+        "quantization_level": entry.quantize.rpartition(" ")[2].upper() or _DTYPES.get(entry.dtype),
+    }
+
+
+def _count(num: int) -> str | None:
+    """Returns a number of parameters as Ollama writes it: 7.6B, 137M."""
+    if not num:
+        return None
+    return f"{num / 1e9:.1f}B" if num >= 1e9 else f"{num / 1e6:.0f}M" if num >= 1e6 else f"{num / 1e3:.0f}K"
+
+
+async def _tags(call: Call) -> web.Response:
+    shown = [_named(entry) | {"modified_at": rfc3339(entry.created), "size": entry.weights_bytes or None} for entry in _shown(call)]
+    return json_response({"models": shown})
+
+
+async def _ps(call: Call) -> web.Response:
+    residents = call.context.health.residents()
+    shown = []
+    for entry in _shown(call):
+        if (resident := residents.get(entry.name)) is not None:
+            memory = {"size": resident.size_bytes, "size_vram": resident.gpu_bytes}
+            shown.append(_named(entry) | memory | {"expires_at": NEVER, "context_length": entry.max_model_len})
+    return json_response({"models": shown})
+
+
+async def _show(call: Call) -> web.Response:
+    _, _, model = await read_parts(call, _BODY)
+    family = _family(model)
+    info: dict[str, object] = {}
+    if family is not None:
+        info = {"general.architecture": family, f"{family}.context_length": model.max_model_len}
+        if model.embedding_size:
+            info[f"{family}.embedding_length"] = model.embedding_size
+    if model.num_parameters:
+        info["general.parameter_count"] = model.num_parameters
+    return json_response(
+        {
+            "details": _details(model),
+            "model_info": info,
+            "capabilities": await _capabilities(call, model),
+            "modified_at": rfc3339(model.created),
+        }
+    )
+
+
+async def _capabilities(call: Call, model: ModelEntry) -> list[str]:
+    if model.embedding_size:
+        return ["embedding"]
+    found = ["completion"]
+    if await own_dialect(call.context, model) != NONE:
+        found.append("tools")
+    if (model.reasoning_parser or (await call.context.text.facts(model)).reasoning_parser) != NONE:
+        found.append("thinking")
+    return found
+
+
+async def _version(call: Call) -> web.Response:
+    return json_response({"version": API_VERSION})
+
+
+OLLAMA_TAGS = Endpoint(
+    name="ollama_tags",
+    paths=("/api/tags",),
+    about="Ollama's list of models",
+    handle=_tags,
+    error_body=error_body,
+)
+OLLAMA_PS = Endpoint(
+    name="ollama_ps",
+    paths=("/api/ps",),
+    about="Ollama's list of the models that are in memory now",
+    handle=_ps,
+    error_body=error_body,
+)
+OLLAMA_SHOW = Endpoint(
+    name="ollama_show",
+    paths=("/api/show",),
+    methods=("POST",),
+    about="what Ollama tells of one model: details, capabilities, the length of its context",
+    handle=_show,
+    body=_BODY,
+    error_body=error_body,
+)
+OLLAMA_VERSION = Endpoint(
+    name="ollama_version",
+    paths=("/api/version",),
+    about="the version of Ollama whose API is served",
+    handle=_version,
+    error_body=error_body,
+)
