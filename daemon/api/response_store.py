@@ -10,6 +10,7 @@ from msgspec import Raw
 from daemon.errors import BadRequest
 
 ENTRY_BYTES = 1024  # what the objects of one response take besides their texts
+MAX_TURNS = 1024  # of a conversation: putting so many together takes the event loop two milliseconds
 _WHY_GONE = "is not kept here: it was not stored, was deleted, or made room for newer ones"
 _messages = msgspec.msgpack.Decoder(list[Raw])
 _pack = msgspec.msgpack.encode
@@ -67,8 +68,12 @@ class ResponseStore:
         self._remove(self.get(tenant, public_id))
 
     def conversation(self, tenant: str, public_id: str) -> list[StoredResponse]:
-        """Returns the response and those it follows, the first one first. Raises BadRequest (400) if one of them is not kept."""
+        """Returns the response and those it follows, the first one first. Raises BadRequest (400) if one of them is not kept, or
+        if they are more than MAX_TURNS."""
         chain = self._use(tenant, public_id)
+        if len(chain) > MAX_TURNS:
+            message = f"previous_response_id: its conversation has more than {MAX_TURNS} responses; send it as input"
+            raise BadRequest("invalid_request", message, param="previous_response_id")
         if not chain or chain[-1].previous:
             message = f"previous_response_id: {public_id[:80]!r}, or a response that it follows, {_WHY_GONE}"
             raise BadRequest("previous_response_not_found", message, param="previous_response_id")
@@ -76,10 +81,10 @@ class ResponseStore:
 
     def _use(self, tenant: str, public_id: str) -> list[StoredResponse]:
         """Makes a response and then each that it follows the most recently used. Returns those that are kept, the last one
-        first."""
+        first, and no more than one beyond MAX_TURNS."""
         kept = self._of_tenant.get(tenant, {})
-        chain = []
-        while (found := kept.pop(public_id, None)) is not None:
+        chain: list[StoredResponse] = []
+        while len(chain) <= MAX_TURNS and (found := kept.pop(public_id, None)) is not None:
             kept[public_id] = found
             chain.append(found)
             public_id = found.previous

@@ -15,6 +15,7 @@ from daemon.access.admission import Access
 from daemon.access.keys import Keys, Tenant
 from daemon.api import body_parts
 from daemon.api.bodies import responses_api
+from daemon.api.response_store import ENTRY_BYTES, MAX_TURNS, ResponseStore, StoredResponse
 from daemon.errors import BadRequest, NotNow
 from engine.protocol import FINISH_LENGTH, FINISH_STOP
 from tests.daemon.api.fakes import Node, Settings, entry, serve, text_script
@@ -245,6 +246,45 @@ async def test_a_conversation_may_not_outgrow_a_body() -> None:
         with pytest.raises(openai.APIStatusError, match="previous_response_id: the conversation has") as error:
             await ask(opened, False, input="x" * 1500, previous_response_id=first.id)
         assert error.value.status_code == 413
+
+
+def kept(number: int, previous: str = "", tenant: str = "", num_bytes: int = 0) -> StoredResponse:
+    return StoredResponse(f"r{number}", tenant, previous, msgspec.msgpack.encode([{"at": number}]), b"x" * num_bytes, False)
+
+
+def test_a_conversation_has_an_end() -> None:
+    store = ResponseStore(1 << 30)
+    for at in range(MAX_TURNS + 1):
+        store.add(kept(at, f"r{at - 1}" if at else ""))
+    last = store.conversation("", f"r{MAX_TURNS - 1}")
+    assert [each.public_id for each in last] == [f"r{at}" for at in range(MAX_TURNS)]
+    with pytest.raises(BadRequest, match="has more than 1024 responses"):
+        store.conversation("", f"r{MAX_TURNS}")
+
+
+def test_the_oldest_of_the_largest_tenant_make_room_and_never_before_what_follows_them() -> None:
+    store = ResponseStore(10 * (ENTRY_BYTES + 1000))
+    store.add(kept(100, tenant="b", num_bytes=900))
+    for at in range(9):
+        store.add(kept(at, f"r{at - 1}" if at in (1, 2) else "", tenant="a", num_bytes=900))
+    store.conversation("a", "r0")  # used just now
+    for at in range(9, 12):
+        store.add(kept(at, tenant="a", num_bytes=900))
+    assert store.get("b", "r100")
+    for at in range(12):
+        there = at not in (2, 1, 3)  # r2 and r1 follow r0, which was used; they were not
+        if there:
+            assert store.get("a", f"r{at}")
+        else:
+            with pytest.raises(BadRequest, match="is not kept"):
+                store.get("a", f"r{at}")
+    store.add(kept(50, tenant="a", num_bytes=1 << 20))  # larger than the store: nothing makes room for it
+    assert store.get("b", "r100")
+    store.delete("b", "r100")
+    for at in range(12):
+        if at not in (1, 2, 3):
+            store.delete("a", f"r{at}")
+    assert store.num_bytes == 0
 
 
 async def test_long_bodies_are_read_by_a_text_worker(monkeypatch: pytest.MonkeyPatch) -> None:
