@@ -86,10 +86,10 @@ def test_an_encoder_has_an_engine_and_a_copy_too(node: Node) -> None:
     assert where(node)["enc"] == "cpu:0/enc"
     num_loads = len(loads(node))
     kill(node, "cpu:0/enc")
-    assert np.array_equal(embedded(node), before)
+    assert np.abs(embedded(node) - before).max() < 1e-5  # texts that come in other batches round differently
     assert [(each["model"], each["bytes_read"]) for each in loads(node)[num_loads:]] == [("enc", 0)]
     assert node.cli("unload", "enc", "--to", "warm").returncode == 0
     assert node.state("enc") == "warm"
-    assert np.array_equal(embedded(node), before)
+    assert np.abs(embedded(node) - before).max() < 1e-5  # texts that come in other batches round differently
     tier = node.json("status")["host_tier"]
     assert tier["weights_bytes"] >= 2 * 12 * MIB + 18 * MIB
