@@ -81,7 +81,7 @@ def _load(path: str | None, flags: Mapping[str, Any] | None) -> NodeConfig:
         cache_dir=config.cache_dir or paths.cache_dir(),
         chunk_bytes=units.parse_bytes(config.chunk_bytes),
         max_body_bytes=units.parse_bytes(config.max_body_bytes),
-        stored_responses_bytes=_bytes_or_none(config.stored_responses_bytes),
+        stored_responses_bytes=_bytes_or_zero(config.stored_responses_bytes),
     )
     _check_across(path or "flags", config)
     return config
@@ -260,11 +260,11 @@ def _size(value: Any) -> None:
     units.parse_bytes(value)
 
 
-def _size_or_none(value: Any) -> None:
-    _bytes_or_none(value)
+def _size_or_zero(value: Any) -> None:
+    _bytes_or_zero(value)
 
 
-def _bytes_or_none(value: int | str) -> int:
+def _bytes_or_zero(value: int | str) -> int:
     """Returns a size in bytes, which unlike others may be 0."""
     return 0 if value in (0, "0") else units.parse_bytes(value)
 
@@ -301,8 +301,8 @@ def _origins(value: Any) -> None:
 
 
 def _device_specs(value: Any) -> None:
-    """Checks the form of the node's `device` entries (NAME=BUDGET). Whether the budgets fit into the
-    machine's memory is checked later."""
+    """Checks the form of the node's `device` entries (NAME=BUDGET). Whether the budgets fit into the machine's memory
+    is checked later."""
     for text in value:
         _, amount = units.parse_device(text)
         if amount:
@@ -325,7 +325,7 @@ _CHECKS: dict[str, Callable[[Any], None]] = {
     "device": _device_specs,
     "chunk_bytes": _chunk,
     "max_body_bytes": _size,
-    "stored_responses_bytes": _size_or_none,
+    "stored_responses_bytes": _size_or_zero,
     "host_tier_bytes": _size_or_share,
     "isolate_bytes": _size,
     "preempt_after_s": _between(0),

@@ -10,6 +10,7 @@ HearthError
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from scheduler.node.actions import Refusal
@@ -42,6 +43,13 @@ class HearthError(Exception):
         self.status = status or type(self).status
         self.retry_after_s = retry_after_s
         self.details = details or {}
+
+    def renamed(self, names: Iterable[tuple[str, str]]) -> dict[str, str | None]:
+        """Returns `message` and `param` in the terms of another API. names: what we call a field, and what it is called there."""
+        message, param = self.message, self.param
+        for ours, theirs in names:
+            message, param = message.replace(ours, theirs), param and param.replace(ours, theirs)
+        return {"message": message, "param": param}
 
     def body(self) -> dict[str, Any]:
         """Returns OpenAI's error object."""

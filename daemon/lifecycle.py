@@ -193,9 +193,17 @@ class Lifecycle:
         if access.keys is not None:
             self._accesses.append(access)
         app = make_app(
-            node.dispatcher, node.registry, node.text, node.settings, NodeHealth(node),
-            access, serves, feed, node.metric.count_answer, node.stored,
-        )  # fmt: skip
+            node.dispatcher,
+            node.registry,
+            node.text,
+            node.settings,
+            NodeHealth(node),
+            access,
+            serves,
+            feed,
+            node.metric.count_answer,
+            node.stored,
+        )
         return make_runner(app, FLUSH_LIMIT_S)
 
     def _control_sockets(self, passed: Mapping[str, list[socket.socket]]) -> dict[str, list[socket.socket]]:

@@ -31,6 +31,11 @@ def parameter_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     return dict(item for group in _groups(shape) for item in group.tensors)
 
 
+@lru_cache(maxsize=4096)
+def num_parameters(shape: ModelShape) -> int:
+    return sum(map(math.prod, parameter_shapes(shape).values()))
+
+
 def stored_tensors(shape: ModelShape) -> list[StoredTensor]:
     """Returns every tensor that the checkpoint must contain."""
     own = stored_format(shape)

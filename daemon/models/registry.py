@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -214,7 +213,7 @@ class Registry:
             dtype=dtype,
             quantize=weight_format.name,
             weights_bytes=facts.weights_bytes,
-            num_parameters=sum(map(math.prod, layout.parameter_shapes(shape).values())),
+            num_parameters=layout.num_parameters(shape),
         )
         return Registered(checkpoint, facts, entry, dtype, "", weight_format.name, kv_cache_dtype)
 
@@ -259,11 +258,14 @@ class Registry:
 
     def _format_misfit(self, name: str, settings: ModelConfig, shape: ModelShape) -> str:
         """Returns why the model cannot be held in the configured weight format, or ""."""
-        asked = held_format(shape, settings.quantize)
-        if asked.title and not self._allowed(name, settings, shape):
-            return f"quantization_config: {asked.title} is not built for cuda devices; give the node a cpu device for it"
+        if shape.stored_format:
+            if self._allowed(name, settings, shape):
+                return ""
+            title = stored_format(shape).title
+            return f"quantization_config: {title} is not built for cuda devices; give the node a cpu device for it"
+        asked = asked_format(settings.quantize)
         gpus = [one.name for one in self._devices if one.name.startswith("cuda") and one.name in (settings.devices or [one.name])]
-        if gpus and not asked.runs_on_gpus and not asked.title:
+        if gpus and not asked.runs_on_gpus:
             return f'models."{name}".quantize: {asked.name} is not built for {gpus[0]}; name cpu devices in its "devices"'
         if shape.pooling and not asked.runs_encoders:
             return f'models."{name}".quantize: {asked.name} is not built for encoders'

@@ -8,6 +8,12 @@ OPEN, CLOSE = "<think>", "</think>"
 _BEFORE, _OPENED, _INSIDE, _CLOSED, _ANSWER = range(5)
 
 
+def reasoning_end(text: str) -> int:
+    """Returns the index after the last character of the reasoning in a reply that has some."""
+    closed = text.find(CLOSE)
+    return len(text[: closed if closed >= 0 else None].rstrip())
+
+
 class ReasoningSplitter:
     """Splits one reply. <think> is a marker only at the start of the reply. New lines next to the markers belong to neither part.
 

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +13,9 @@ import torch
 
 from loader.errors import UnsupportedModel
 from loader.hf_config import parse_config
+from tests.engine.changed_loader import changed_loader, told_by
 from tests.engine.model_bench import make_checkpoint
 
-ROOT = Path(__file__).resolve().parents[2]
 PROMPT = np.random.default_rng(21).integers(2, 211, 40).tolist()
 NUM_OUTPUT = 6
 
@@ -110,14 +106,8 @@ print(json.dumps({
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of loader/ with the new file and the new line."""
-    root = tmp_path_factory.mktemp("tree")
-    shutil.copytree(ROOT / "loader", root / "loader", ignore=shutil.ignore_patterns("__pycache__"))
-    (root / "loader/architectures/norn.py").write_text(FILE)
-    registry = root / "loader/architectures/registry.py"
-    text = registry.read_text()
-    assert text.count('    "bert",\n') == 1
-    registry.write_text(text.replace('    "bert",\n', '    "bert",\n    "norn",\n'))
-    return root
+    lines = {'    "bert",\n': '    "bert",\n    "norn",\n'}
+    return changed_loader(tmp_path_factory.mktemp("tree"), "architectures/norn.py", FILE, "architectures/registry.py", lines)
 
 
 @pytest.fixture(scope="module")
@@ -144,12 +134,7 @@ def test_one_file_and_one_line_add_a_dense_architecture(tree: Path, made: tuple[
     folder, reference = made
     with pytest.raises(UnsupportedModel, match="'NornForCausalLM' is not supported"):
         parse_config((folder / "config.json").read_bytes())
-    command = [sys.executable, "-c", PROGRAM, str(folder), json.dumps(PROMPT), str(NUM_OUTPUT)]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join((str(tree), str(ROOT)))}
-    done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout.splitlines()[-1])
-    assert Path(told["loader"]).is_relative_to(tree)
+    told = told_by(tree, PROGRAM, str(folder), json.dumps(PROMPT), str(NUM_OUTPUT))
 
     with torch.inference_mode():
         wanted = reference(torch.tensor([PROMPT])).logits[0].numpy()

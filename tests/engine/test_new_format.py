@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +13,9 @@ import torch
 from loader.errors import UnsupportedModel
 from loader.formats.int8_rows import quantize_rows
 from loader.hf_config import parse_config
+from tests.engine.changed_loader import changed_loader, told_by
 from tests.engine.model_bench import make_checkpoint
 
-ROOT = Path(__file__).resolve().parents[2]
 PROMPT = np.random.default_rng(22).integers(2, 211, 40).tolist()
 
 # int8 as that of `quantize`, stored with float16 steps [N] under another name
@@ -80,16 +76,12 @@ print(json.dumps({"loader": loader.__file__, "logits": logits, "weights_bytes": 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of loader/ with the new file and the new line."""
-    root = tmp_path_factory.mktemp("tree")
-    shutil.copytree(ROOT / "loader", root / "loader", ignore=shutil.ignore_patterns("__pycache__"))
-    (root / "loader/formats/stepped.py").write_text(FILE)
-    registry = root / "loader/formats/registry.py"
-    text = registry.read_text()
-    before, line = "from loader.formats.stored_int8 import", "from loader.formats.stepped import STEPPED\n"
-    listed = "(PLAIN, INT8, STORED_INT8)"
-    assert text.count(before) == text.count(listed) == 1
-    registry.write_text(text.replace(before, line + before).replace(listed, "(PLAIN, INT8, STEPPED, STORED_INT8)"))
-    return root
+    before = "from loader.formats.stored_int8 import"
+    lines = {
+        before: f"from loader.formats.stepped import STEPPED\n{before}",
+        "(PLAIN, INT8, STORED_INT8)": "(PLAIN, INT8, STEPPED, STORED_INT8)",
+    }
+    return changed_loader(tmp_path_factory.mktemp("tree"), "formats/stepped.py", FILE, "formats/registry.py", lines)
 
 
 @pytest.fixture(scope="module")
@@ -118,12 +110,7 @@ def test_one_file_and_one_line_add_a_weight_format(tree: Path, made: tuple[Path,
     folder, reference = made
     with pytest.raises(UnsupportedModel, match="'stepped' with these settings is not served"):
         parse_config((folder / "config.json").read_bytes())
-    command = [sys.executable, "-c", PROGRAM, str(folder), json.dumps(PROMPT)]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join((str(tree), str(ROOT)))}
-    done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout.splitlines()[-1])
-    assert Path(told["loader"]).is_relative_to(tree)
+    told = told_by(tree, PROGRAM, str(folder), json.dumps(PROMPT))
     with torch.inference_mode():
         wanted = reference(torch.tensor([PROMPT])).logits[0].numpy()
     assert np.abs(np.array(told["logits"]) - wanted).max() < 1e-4 * np.abs(wanted).max()

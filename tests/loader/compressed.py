@@ -17,7 +17,7 @@ ACTIVATIONS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "tok
 
 
 def quantization_config(weights: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
-    """As llm-compressor writes it for W8A8."""
+    """Returns the configuration that llm-compressor writes for W8A8, with changes."""
     group = {
         "targets": ["Linear"],
         "weights": WEIGHTS | (weights or {}),

@@ -66,6 +66,14 @@ def invalid(param: str | None, message: str) -> BadRequest:
     return BadRequest("invalid_request", message, param=param)
 
 
+def needed_text(value: str | None, param: str) -> str:
+    """Returns a text that must be there. Raises BadRequest (400) where it is missing, or as check_text does."""
+    if value is None:
+        raise invalid(param, f"{param} is missing")
+    check_text(value, param)
+    return value
+
+
 def check_text(text: str, param: str) -> None:
     """Raises BadRequest (400) where `text` holds what tokenizers and logs cannot take."""
     if "\0" in text:

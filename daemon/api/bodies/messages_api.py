@@ -9,8 +9,9 @@ from msgspec import Meta, Raw, Struct
 
 from daemon.api.bodies import chat
 from daemon.api.bodies.common import Head, checked_stops
-from daemon.api.bodies.decode import check_text, decode, invalid
+from daemon.api.bodies.decode import check_text, decode, invalid, needed_text
 from daemon.api.bodies.messages import Called, CalledFunction, Message, Part
+from daemon.api.bodies.response_format import following
 from daemon.api.bodies.unsupported import neutral, refuse_unsupported
 from daemon.errors import BadRequest
 
@@ -149,7 +150,7 @@ def _chat(fields: TokenCountBody) -> chat.ChatBody:
         continue_final_message=last.role == "assistant" or None,
         reasoning_effort="xhigh" if config.effort == "max" else config.effort,
         chat_template_kwargs=None if thinking == "adaptive" else {"enable_thinking": thinking == "enabled"},
-        response_format=Raw() if config.format is None else _response_format(config.format),
+        response_format=Raw() if config.format is None else following(config.format.schema),
         tools=_tools(fields.tools or []),
         tool_choice=_tool_choice(choice) if fields.tools else Raw(),
         parallel_tool_calls=not choice.disable_parallel_tool_use,
@@ -173,14 +174,7 @@ def _text(content: str | list[Block], where: str) -> str | list[Part]:
 def _part(block: Block, where: str) -> Part:
     if block.type != "text":
         raise BadRequest("unsupported_parameter", f"{where}.type: {block.type[:64]!r} is not supported here", param=f"{where}.type")
-    return Part("text", _needed(block.text, f"{where}.text"))
-
-
-def _needed(value: str | None, where: str) -> str:
-    if value is None:
-        raise invalid(where, f"{where} is missing")
-    check_text(value, where)
-    return value
+    return Part("text", needed_text(block.text, f"{where}.text"))
 
 
 def _user(turn: Turn, where: str) -> list[Message]:
@@ -193,7 +187,7 @@ def _user(turn: Turn, where: str) -> list[Message]:
         place = f"{where}.content[{at}]"
         if block.type == "tool_result":
             content = _text(block.content or "", f"{place}.content")
-            found.append(Message("tool", content, tool_call_id=_needed(block.tool_use_id, f"{place}.tool_use_id")))
+            found.append(Message("tool", content, tool_call_id=needed_text(block.tool_use_id, f"{place}.tool_use_id")))
         else:
             found.append(Message("user", [_part(block, place)]))
     return found or [Message("user", [])]
@@ -209,11 +203,11 @@ def _assistant(turn: Turn, where: str) -> Message:
     for at, block in enumerate(turn.content):
         place = f"{where}.content[{at}]"
         if block.type == "tool_use":
-            name = _needed(block.name, f"{place}.name")
+            name = needed_text(block.name, f"{place}.name")
             arguments = _json(block.input or {}).decode()
-            calls.append(Called(CalledFunction(name, arguments), _needed(block.id, f"{place}.id")))
+            calls.append(Called(CalledFunction(name, arguments), needed_text(block.id, f"{place}.id")))
         elif block.type == "thinking":
-            thoughts.append(_needed(block.thinking, f"{place}.thinking"))
+            thoughts.append(needed_text(block.thinking, f"{place}.thinking"))
         elif block.type != "redacted_thinking":  # only Anthropic's models could read it
             parts.append(_part(block, place))
     return Message("assistant", parts or "", tool_calls=calls or None, reasoning_content="\n".join(thoughts) or None)
@@ -234,10 +228,6 @@ def _merged(messages: list[Message]) -> list[Message]:
 def _parts(message: Message) -> list[Part]:
     assert isinstance(message.content, list)
     return message.content
-
-
-def _response_format(wanted: OutputFormat) -> Raw:
-    return Raw(_json({"type": "json_schema", "json_schema": {"name": "answer", "schema": wanted.schema}}))
 
 
 def _tools(tools: list[Tool]) -> Raw:

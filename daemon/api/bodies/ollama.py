@@ -8,12 +8,12 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-import msgspec
 from msgspec import Meta, Raw, Struct
 
 from daemon.api.bodies import chat
 from daemon.api.bodies.common import Head, Penalty, checked_stops
 from daemon.api.bodies.decode import invalid
+from daemon.api.bodies.response_format import JSON_OBJECT, following
 from daemon.api.bodies.unsupported import neutral, refuse_unsupported
 from daemon.errors import BadRequest
 
@@ -99,7 +99,6 @@ OPTION_MEANINGS = {
     ),
     **dict.fromkeys(("vocab_only", "embedding_only"), "read and not used"),
 }
-_json = msgspec.json.encode
 
 
 def refuse_unserved(fields: OllamaBody) -> None:
@@ -154,7 +153,7 @@ def _response_format(data: bytes) -> Raw:
     if data in (b"", b"null", b'""'):
         return Raw()
     if data == b'"json"':
-        return Raw(_json({"type": "json_object"}))
+        return JSON_OBJECT
     if not data.startswith(b"{"):
         raise invalid("format", 'format must be "json" or a JSON schema')
-    return Raw(_json({"type": "json_schema", "json_schema": {"schema": Raw(data)}}))
+    return following(Raw(data))

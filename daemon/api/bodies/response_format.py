@@ -25,6 +25,7 @@ GRAMMAR_FIELDS = (
     "structured_outputs",
 )
 MAX_GRAMMAR_BYTES = 64 << 10
+JSON_OBJECT = Raw(b'{"type":"json_object"}')  # a response_format
 ANY_OBJECT = 'json_schema:{"type":"object"}'
 
 Choices = Annotated[list[str], Meta(min_length=1, max_length=4096)]
@@ -56,6 +57,11 @@ _format = msgspec.json.Decoder(ResponseFormat)
 _structured = msgspec.json.Decoder(StructuredOutputs)
 _text = msgspec.json.Decoder(str)
 _choices = msgspec.json.Decoder(Choices)
+
+
+def following(schema: Raw) -> Raw:
+    """Returns the response_format of an answer that follows a JSON schema."""
+    return Raw(msgspec.json.encode({"type": "json_schema", "json_schema": {"schema": schema}}))
 
 
 def grammar_of(fields: Any) -> tuple[str, str]:

@@ -11,6 +11,7 @@ from daemon.api.bodies import chat
 from daemon.api.bodies.common import Head
 from daemon.api.bodies.decode import check_text, decode, invalid
 from daemon.api.bodies.messages import Message
+from daemon.api.bodies.response_format import JSON_OBJECT, following
 from daemon.api.bodies.responses_input import Item, chat_messages
 from daemon.api.bodies.unsupported import neutral, refuse_unsupported
 from daemon.errors import BadRequest
@@ -153,7 +154,7 @@ def parse(body: bytes) -> tuple[ResponsesHead, bytes]:
         **structs.asdict(head),
         previous=fields.previous_response_id or "",
         store=fields.store is not False,
-        num_instructions=1 if fields.instructions else 0,
+        num_instructions=int(bool(fields.instructions)),
         shown=_shown(fields),
     ), packed
 
@@ -228,10 +229,10 @@ def _response_format(wanted: TextFormat | None) -> Raw:
     if wanted is None or wanted.type == "text":
         return Raw()
     if wanted.type == "json_object":
-        return Raw(_json({"type": "json_object"}))
+        return JSON_OBJECT
     if not _is_given(wanted.schema):
         raise invalid("text.format.schema", "text.format.schema is missing")
-    return Raw(_json({"type": "json_schema", "json_schema": {"name": wanted.name, "schema": wanted.schema}}))
+    return following(wanted.schema)
 
 
 def _shown(fields: ResponsesBody) -> bytes:

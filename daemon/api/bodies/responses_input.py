@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from daemon.api.bodies.decode import check_text, invalid
+from daemon.api.bodies.decode import check_text, invalid, needed_text
 from daemon.api.bodies.messages import Called, CalledFunction, Message
 from daemon.errors import BadRequest
 
@@ -49,7 +49,7 @@ def chat_messages(given: str | list[Item]) -> list[Message]:
             messages.append(_message(item, where))
         elif kind == "function_call_output":
             turn = None
-            call_id = _needed(item.call_id, f"{where}.call_id")
+            call_id = needed_text(item.call_id, f"{where}.call_id")
             messages.append(Message("tool", _text(item.output, f"{where}.output"), tool_call_id=call_id))
         elif kind in ("message", "function_call", "reasoning"):
             if turn is None or _begins_another(turn, kind):
@@ -68,9 +68,7 @@ def chat_messages(given: str | list[Item]) -> list[Message]:
 
 def _begins_another(turn: Message, kind: str) -> bool:
     """Returns whether an assistant's item cannot belong to the message that the items before it made."""
-    if kind == "function_call":
-        return False
-    return turn.tool_calls is not None or (turn.content is not None and kind in ("message", "reasoning"))
+    return kind != "function_call" and (turn.tool_calls is not None or turn.content is not None)
 
 
 def _add(turn: Message, item: Item, kind: str, where: str) -> None:
@@ -83,9 +81,9 @@ def _add(turn: Message, item: Item, kind: str, where: str) -> None:
         if text:
             turn.reasoning_content = text if turn.reasoning_content is None else f"{turn.reasoning_content}\n{text}"
     else:
-        name = _needed(item.name, f"{where}.name")
-        function = CalledFunction(name, _needed(item.arguments, f"{where}.arguments"))
-        turn.tool_calls = [*(turn.tool_calls or []), Called(function, _needed(item.call_id, f"{where}.call_id"))]
+        name = needed_text(item.name, f"{where}.name")
+        function = CalledFunction(name, needed_text(item.arguments, f"{where}.arguments"))
+        turn.tool_calls = [*(turn.tool_calls or []), Called(function, needed_text(item.call_id, f"{where}.call_id"))]
 
 
 def _message(item: Item, where: str) -> Message:
@@ -105,18 +103,11 @@ def _text(content: str | list[Part] | None, where: str, kinds: tuple[str, ...] =
     for at, part in enumerate(content):
         place = f"{where}[{at}]"
         if part.type == "refusal":
-            texts.append(_needed(part.refusal, f"{place}.refusal"))
+            texts.append(needed_text(part.refusal, f"{place}.refusal"))
         elif part.type in kinds:
-            texts.append(_needed(part.text, f"{place}.text"))
+            texts.append(needed_text(part.text, f"{place}.text"))
         else:
             raise BadRequest(
                 "unsupported_parameter", f"{place}.type: {part.type[:64]!r} is not supported, only text is", param=f"{place}.type"
             )
     return "\n".join(texts)
-
-
-def _needed(value: str | None, where: str) -> str:
-    if value is None:
-        raise invalid(where, f"{where} is missing")
-    check_text(value, where)
-    return value

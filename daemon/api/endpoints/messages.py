@@ -36,14 +36,14 @@ _ERROR_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
+_NAMES = ((".function.parameters", ".input_schema"), (".function.", "."))  # a chat's, and what they are called here
 _CONTENT, _THINKING, _TOOL_USE = "text", "thinking", "tool_use"
 
 
 def _error_body(error: HearthError) -> dict[str, Any]:
     """Returns Anthropic's error object. A tool's schema is called differently in a chat, by which it was checked."""
-    message = error.message.replace(".function.parameters", ".input_schema").replace(".function.", ".")
     kind = _ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    return {"type": "error", "error": {"type": kind, "message": error.renamed(_NAMES)["message"]}}
 
 
 def _usage(answer: AnswerHead, num_tokens: int) -> dict[str, int]:
@@ -92,20 +92,12 @@ def _whole(finished: Finished) -> dict[str, Any]:
             content.append({"type": _THINKING, "thinking": reply.reasoning, "signature": ""})
         if reply.content:
             content.append({"type": _CONTENT, "text": reply.content})
-        for call_id, (name, arguments) in zip(parsed.call_ids, reply.calls, strict=True):
-            if _is_object(arguments):  # one that max_tokens has cut short is left out
-                content.append({"type": _TOOL_USE, "id": call_id, "name": name, "input": Raw(arguments.encode())})
+        for call_id, name, arguments in parsed.whole_calls():
+            content.append({"type": _TOOL_USE, "id": call_id, "name": name, "input": Raw(arguments.encode())})
     elif text := "".join(collector.parts):
         content.append({"type": _CONTENT, "text": text})
     num_tokens = finished.num_tokens
     return _message(finished.head, content, _stop(finished.head, reason, num_tokens), num_tokens)
-
-
-def _is_object(arguments: str) -> bool:
-    try:
-        return isinstance(msgspec.json.decode(arguments), dict)
-    except msgspec.DecodeError:
-        return False
 
 
 def _event(name: str, **fields: object) -> bytes:

@@ -40,12 +40,9 @@ _NDJSON = "application/x-ndjson"
 _NAMES = (("response_format.json_schema.schema", "format"), ("response_format", "format"))
 
 
-def error_body(error: HearthError) -> dict[str, str]:
+def error_body(error: HearthError) -> dict[str, str | None]:
     """Returns Ollama's error object, which names the fields of these bodies."""
-    message = error.message
-    for ours, theirs in _NAMES:
-        message = message.replace(ours, theirs)
-    return {"error": message}
+    return {"error": error.renamed(_NAMES)["message"]}
 
 
 def rfc3339(unix_s: int) -> str:
@@ -146,7 +143,7 @@ class _Lines:
 
 def _calls(calls: list[tuple[str, str]]) -> bytes:
     """Returns JSON of a message without text that makes these calls, each a name and its arguments as JSON."""
-    shown = [{"function": {"name": name, "arguments": Raw(arguments.encode() or b"{}")}} for name, arguments in calls]
+    shown = [{"function": {"name": name, "arguments": Raw(arguments.encode())}} for name, arguments in calls]
     return b'"","tool_calls":' + _json(shown)
 
 
@@ -159,16 +156,9 @@ def _whole(make: Callable[[AnswerHead], _Lines], finished: Finished) -> Raw:
         said = _json(reply.content)
         if reply.reasoning:
             said += b',"thinking":' + _json(reply.reasoning)
-        if calls := [call for call in reply.calls if _is_object(call[1])]:  # one that was cut short is left out
+        if calls := [(name, arguments) for _, name, arguments in parsed.whole_calls()]:
             said += _calls(calls).removeprefix(b'""')
     return Raw(make(finished.head).finished(said, reason, finished.num_tokens))
-
-
-def _is_object(arguments: str) -> bool:
-    try:
-        return isinstance(msgspec.json.decode(arguments or "{}"), dict)
-    except msgspec.DecodeError:
-        return False
 
 
 def _format(shape: _Shape, prompt_field: str, started_s: float, takes_replies_apart: bool = True) -> AnswerFormat:

@@ -27,6 +27,7 @@ from daemon.api.response_store import StoredResponse, with_conversation, without
 from daemon.errors import BadRequest, HearthError
 from daemon.http.answers import json_response
 from daemon.streams.stream_parts import Frames
+from daemon.text.reasoning import reasoning_end
 from daemon.text.token_table import escape
 from daemon.text.tool_parsers.pieces import ARGUMENTS, BROKEN, CALL, CALL_END, CONTENT, REASONING, Piece
 
@@ -44,28 +45,22 @@ _NAMES = (
 
 def _error_body(error: HearthError) -> dict[str, Any]:
     """Returns OpenAI's error object, which names the fields of this body."""
-    body = error.body()
-    for ours, theirs in _NAMES:
-        for key in ("message", "param"):
-            if body["error"][key]:
-                body["error"][key] = body["error"][key].replace(ours, theirs)
-    return body
+    return {"error": error.body()["error"] | error.renamed(_NAMES)}
 
 
 @dataclass(slots=True, frozen=True)
 class _Kind:
-    """A kind of item: how its id begins, the field of its item or part that holds the text, its part's type or "", its events."""
+    """A kind of item: how its id begins, its part's type or "", how the names of its events begin."""
 
     prefix: str
-    field: str
     part: str
     events: str
     rest: bytes = b""  # further fields of an event with a delta
 
 
-_MESSAGE = _Kind("msg", "text", "output_text", "response.output_text", b',"logprobs":[]')
-_THOUGHT = _Kind("rs", "text", "reasoning_text", "response.reasoning_text")
-_CALL = _Kind("fc", "arguments", "", "response.function_call_arguments")
+_MESSAGE = _Kind("msg", "output_text", "response.output_text", b',"logprobs":[]')
+_THOUGHT = _Kind("rs", "reasoning_text", "response.reasoning_text")
+_CALL = _Kind("fc", "", "response.function_call_arguments")
 _KIND_OF = {CONTENT: _MESSAGE, BROKEN: _MESSAGE, REASONING: _THOUGHT}
 
 
@@ -228,18 +223,19 @@ class _Response:
 
 def _part(kind: _Kind, text: str) -> dict[str, Any]:
     more: dict[str, Any] = {"annotations": [], "logprobs": []} if kind is _MESSAGE else {}
-    return {"type": kind.part, kind.field: text, **more}
+    return {"type": kind.part, "text": text, **more}
 
 
 def _whole(make: Callable[[AnswerHead], _Response], finished: Finished) -> object:
     """Returns the response. Calls that turned out to be none are text."""
-    (parsed,) = finished.replies
+    (parsed,), (collector,) = finished.replies, finished.collectors
     response = make(finished.head)
     call_ids = iter(parsed.call_ids)
     response.pieces(0, call_ids.__next__)
     for piece in _without_broken_calls(parsed.pieces):
         response.render(piece, 0)
-    response.num_reasoning = parsed.reasoning_tokens
+    if parsed.reply.reasoning:
+        response.num_reasoning = collector.tokens_until(reasoning_end("".join(collector.parts)))
     response.finish(0, parsed.reason, finished.num_tokens)
     return response.finished(finished.num_tokens)
 

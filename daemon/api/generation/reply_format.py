@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
+
+import msgspec
 
 from daemon.api.bodies.chat import CONTINUES_ANSWER, CONTINUES_REASONING
 from daemon.api.bodies.common import Head
@@ -21,7 +25,7 @@ from daemon.streams.stream import Collector
 from daemon.streams.tool_stream import finish_reason
 from daemon.text.detokenizer import decode
 from daemon.text.jobs import TextFacts
-from daemon.text.reasoning import CLOSE, OPEN, ReasoningSplitter
+from daemon.text.reasoning import OPEN, ReasoningSplitter
 from daemon.text.reply_parser import Reply, ReplyParser, assemble
 from daemon.text.token_table import MarkedTable, TokenTable
 from daemon.text.tool_parsers.pieces import Piece
@@ -33,15 +37,20 @@ PROMPT_END_TOKENS = 16  # enough for <think> and new lines, also where they are 
 
 class ParsedReply(NamedTuple):
     """A reply that was taken apart. call_ids: one for each call. reason: OpenAI's finish_reason. has_reasoning: reasoning was
-    looked for, found or not. pieces: the parts in the order of the text. reasoning_tokens: the number of its first tokens that
-    are reasoning."""
+    looked for, found or not. pieces: the parts in the order of the text."""
 
     reply: Reply
     call_ids: list[str]
     reason: str
     has_reasoning: bool
     pieces: list[Piece]
-    reasoning_tokens: int
+
+    def whole_calls(self) -> Iterator[tuple[str, str, str]]:
+        """Yields (id, name, arguments) of the calls whose arguments are a JSON object: all but one that max_tokens cut short."""
+        for call_id, (name, arguments) in zip(self.call_ids, self.reply.calls, strict=True):
+            with contextlib.suppress(msgspec.DecodeError):
+                if isinstance(msgspec.json.decode(arguments), dict):
+                    yield call_id, name, arguments
 
 
 @dataclass(slots=True, frozen=True)
@@ -73,8 +82,7 @@ class ReplyFormat:
         pieces += parser.end(cut=reason == "length")
         reply = assemble(pieces)
         ids = [self.new_call_id() for _ in reply.calls]
-        num_reasoning = collector.tokens_until(_reasoning_end(text)) if reply.reasoning else 0
-        return ParsedReply(reply, ids, finish_reason(reason, parser.num_calls), self.reasoning, pieces, num_reasoning)
+        return ParsedReply(reply, ids, finish_reason(reason, parser.num_calls), self.reasoning, pieces)
 
     def new_call_id(self) -> str:
         return new_call_id(self.dialect)
@@ -83,12 +91,6 @@ class ReplyFormat:
 def plain_format(table: TokenTable) -> ReplyFormat:
     """Returns the format of replies without calls and reasoning, whose text is one kind of piece."""
     return ReplyFormat(table=table, dialect=NONE, names=(), one_call=False, reasoning=False, grammar="")
-
-
-def _reasoning_end(text: str) -> int:
-    """Returns the index after the last character of a reply's reasoning."""
-    closed = text.find(CLOSE)
-    return len(text[: closed if closed >= 0 else None].rstrip())
 
 
 async def reply_format(context: ApiContext, head: Head, model: ModelEntry, table: TokenTable) -> ReplyFormat | None:

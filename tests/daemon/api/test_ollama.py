@@ -395,3 +395,15 @@ async def test_curls_own_content_type_is_taken_but_from_other_sites() -> None:
             assert answer.status == 415
         async with http.post("/v1/completions", data=body, headers=plain) as answer:
             assert answer.status == 415
+
+
+async def test_a_call_that_is_cut_before_its_arguments_is_left_out() -> None:
+    cut = list(b'<tool_call>{"name": "get_weather", ')
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "tools": TOOLS}
+    models = [entry(tool_parser="hermes")]
+    async with serve(lambda _: [(cut, FINISH_LENGTH)], models=models) as node, aiohttp.ClientSession(node.url) as http:
+        for stream in (False, True):
+            async with http.post("/api/chat", json=body | {"stream": stream}) as answer:
+                lines = [json.loads(line) for line in (await answer.text()).splitlines()]
+            assert [line["message"] for line in lines] == [{"role": "assistant", "content": ""}]
+            assert lines[-1]["done_reason"] == "length"
