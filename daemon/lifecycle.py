@@ -44,7 +44,8 @@ from daemon.operate.health import NodeHealth
 from daemon.operate.overload import refuse_command
 from daemon.operate.page_snapshot import snapshot
 from daemon.page.feed import PageFeed
-from daemon.process import logs
+from daemon.process import logs, passed_descriptors
+from daemon.process.fd_store import FdStore
 from daemon.process.file_watch import FileWatch, signature
 from daemon.process.systemd_notify import Notifier
 from daemon.process.version import VERSION
@@ -98,7 +99,9 @@ class Lifecycle:
         loop = asyncio.get_running_loop()
         state = NodeState(self._config.state_dir)
         state.load()
-        passed = sockets.inherited()
+        passed_fds = passed_descriptors.take()
+        store = FdStore(self._notify, passed_fds)
+        passed = sockets.inherited(passed_fds)
         try:
             control_sockets = self._control_sockets(passed)
             http = listeners.bind(self._config, passed, self._keys is not None)
@@ -107,7 +110,7 @@ class Lifecycle:
             raise
         scanner = ModelScanner()
         checkpoints = await self._checkpoints_to_isolate(scanner)
-        node = self._node = NodeParts(self._config, self._devices, state, self._inventory, scanner, checkpoints)
+        node = self._node = NodeParts(self._config, self._devices, state, self._inventory, scanner, checkpoints, store)
         node.reload = self.reload_as_asked
         node.keys = self._keys
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -136,6 +139,7 @@ class Lifecycle:
             scanner.looked_into = self._folder_watch.look_at
             await node.rescan()
             node.registry.unknown_models()
+            node.take_up_kept()
             for worker in node.workers.values():
                 worker.configure()
             node.tasks.start("looking for models", rescans.run)
@@ -166,6 +170,7 @@ class Lifecycle:
             node.listening = False
             feed.close()
             await self._tear_down(node, {"http": api, "admin": admin, "control": control, "status": status})
+        store.stopped_in_order()
         log.info("stopped")
         return 0
 

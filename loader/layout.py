@@ -7,6 +7,7 @@ the checkpoint is converted. Matrices of layers are held in the model's weight f
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterable
 from dataclasses import replace
@@ -23,6 +24,8 @@ from loader.formats.weight_format import FLOATS, Space, StoredTensor, WeightForm
 from loader.model_shape import ModelShape
 from loader.safetensors import TensorRef
 
+# To be raised with any change of the bytes that a load writes to a slot, such as another rounding of int8. Changed slots need none.
+CONTENT_VERSION = 1
 MIN_BLOCK_ALIGNED_BYTES = 64 << 10  # what is smaller is copied into place instead of costing up to a block of padding
 
 
@@ -105,6 +108,14 @@ def weight_layout(shape: ModelShape, dtype: str, weight_format: WeightFormat = P
         placed, offset = held_in.place(group, Space(offset, ITEM_BYTES[dtype], block_offset, stage))
         slots += placed
     return slots
+
+
+@lru_cache(maxsize=4096)
+def layout_id(shape: ModelShape, dtype: str, weight_format: WeightFormat = PLAIN) -> str:
+    """Returns a digest of the places, dtype and format of all parameters, so that weights that outlive the process that loaded
+    them are used only where they mean the same."""
+    slots = weight_layout(shape, dtype, weight_format)
+    return hashlib.sha256(repr((CONTENT_VERSION, dtype, weight_format.name, slots)).encode()).hexdigest()[:32]
 
 
 @lru_cache(maxsize=4096)

@@ -1,4 +1,4 @@
-"""The host tier's memory: one memfd owned by the daemon, so that its content outlives every engine.
+"""The host tier's memory: one memfd owned by the daemon, so that its content outlives every engine, and over a restart the daemon.
 
 Engines get its descriptor when they are spawned. It is sealed against shrinking and growing, so no process can take pages away from
 another. A page uses memory once it is written. The node scheduler decides what each slot holds.
@@ -7,22 +7,61 @@ another. A page uses memory once it is written. The node scheduler decides what 
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
+
+from daemon.process.account import Account
+from daemon.process.fd_store import FdStore
+
+log = logging.getLogger("hearthd.engine")
+STORED_AS, ACCOUNT = "host-tier", "host-tier-account"
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class HostMemory:
-    """Host memory of `num_slots` slots of `slot_bytes` each. fd: -1 if there are no slots. Raises OSError if it cannot be made."""
+    """Host memory of `num_slots` slots of `slot_bytes` each. fd: -1 if there are no slots. Raises OSError if it cannot be made.
 
-    def __init__(self, num_slots: int, slot_bytes: int) -> None:
+    With a service manager the memory is in its FD store, and so is the account of what the slots hold (account; None without a
+    service manager). The account is empty if the memory is new: also if the one in the store has another size."""
+
+    def __init__(self, num_slots: int, slot_bytes: int, store: FdStore | None = None) -> None:
         self.num_slots, self.slot_bytes = num_slots, slot_bytes
         self.fd = -1
-        if num_slots:
-            self.fd = os.memfd_create("host-tier", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            os.ftruncate(self.fd, num_slots * slot_bytes)
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        self.account: Account | None = None
+        if not num_slots:
+            return
+        found = store.take(STORED_AS) if store is not None else None
+        if found is not None and not _fits(found, num_slots * slot_bytes):
+            log.info("host memory of before the restart is given up: its size was not host_tier_bytes")
+            os.close(found)
+            found = None
+        self.fd = _make(num_slots * slot_bytes) if found is None else found
+        if store is not None and store.usable:
+            self.account = store.account(ACCOUNT)
+            if found is None:
+                self.account.write(b"")
+                store.put(STORED_AS, self.fd)
 
     def close(self) -> None:
-        """Closes the daemon's descriptor. The memory is freed when the engines have ended, too."""
+        """Closes the daemon's descriptors. The memory is freed when engines and service manager have closed theirs, too."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+        if self.account is not None:
+            self.account.close()
+            self.account = None
+
+
+def _make(num_bytes: int) -> int:
+    fd = os.memfd_create("host-tier", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, num_bytes)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    return fd
+
+
+def _fits(fd: int, num_bytes: int) -> bool:
+    """Returns whether the descriptor is sealed memory of this size."""
+    try:
+        return os.fstat(fd).st_size == num_bytes and fcntl.fcntl(fd, fcntl.F_GET_SEALS) == _SEALS
+    except OSError:
+        return False

@@ -1,4 +1,5 @@
-"""Keeps one device's memory when its engine ends, so that the next engine need not load the weights again.
+"""Keeps one device's memory when its engine ends, so that the next engine need not load the weights again. With a service manager
+the memory outlives the daemon, too (daemon/engines/kept_device.py).
 
 The daemon holds the memory's file descriptors and the engine's account of which weights are where. The next engine gets both. It
 maps the weights where they are and uses them if their checksum is still the same. As soon as the daemon tells an engine to load
@@ -14,6 +15,7 @@ from __future__ import annotations
 import logging
 import socket
 
+from daemon.engines.kept_device import KeptDevice
 from daemon.process.logs import fields
 from engine import protocol
 from engine.memory import handles
@@ -27,10 +29,12 @@ class LeftMemory:
     """Holds one device's memory between two engines. is_host: the memory is the system's, so holding it keeps it from everything
     else.
 
+    kept: keeps the memory for the next daemon, too; None if nothing does.
+
     `exchange` runs in its own thread while an engine lives. The other methods run while no exchange runs, or on the event loop."""
 
-    def __init__(self, device: str, is_host: bool) -> None:
-        self._device, self._is_host = device, is_host
+    def __init__(self, device: str, is_host: bool, kept: KeptDevice | None = None) -> None:
+        self._device, self._is_host, self._kept = device, is_host, kept
         self._handles: list[int] = []
         self._shape = (0, 0)  # chunks, bytes of a chunk
         self._weights: dict[str, protocol.WeightsHeld] = {}
@@ -42,6 +46,22 @@ class LeftMemory:
     def models(self) -> list[str]:
         """Returns the models whose weights the next engine would find."""
         return list(self._weights) if self._handles else []
+
+    def take_up(self) -> None:
+        """Takes over the memory that the daemon before this one has left, with the weights of models that are known by now and
+        laid out as then. Called once, before an engine asks for memory."""
+        received = self._kept.take() if self._kept is not None else None
+        if self._kept is None or received is None:
+            return
+        self._handles, self._shape = received.handles, (received.num_chunks, received.chunk_bytes)
+        self._weights = self._kept.weights()
+        if not self.models:
+            self.let_go("")
+            return
+        self._kept.note(self._weights)
+        num_bytes = sum(weights.num_bytes for weights in self._weights.values())
+        text = "%.2f GiB of weights are on the device from before the restart: %s"
+        log.info(text, num_bytes / 2**30, ", ".join(self.models), extra=fields(device=self._device))
 
     def exchange(self, sock: socket.socket) -> None:
         """Answers one engine's question for memory, and receives the descriptors of the memory that the engine makes, if it makes
@@ -59,6 +79,8 @@ class LeftMemory:
                 if not self._handles:
                     received = handles.receive(sock)
                     self._handles, self._shape = received.handles, (received.num_chunks, received.chunk_bytes)
+                    if self._kept is not None and self._handles:
+                        self._kept.hold(self._handles, *self._shape)
             except OSError as error:
                 log.debug("no memory is held for %s: %s", self._device, error)
 
@@ -66,10 +88,12 @@ class LeftMemory:
         """Takes note of a message to the engine: weights that are about to be loaded or evicted leave the account."""
         if isinstance(message, protocol.LoadModel):
             self._placed[message.model] = message.placement_id
-            self._weights.pop(message.model, None)
         elif isinstance(message, protocol.EvictModel):
             self._placed.pop(message.model, None)
-            self._weights.pop(message.model, None)
+        else:
+            return
+        if self._weights.pop(message.model, None) is not None:
+            self._note()
 
     def told(self, held: protocol.WeightsHeld) -> None:
         """Takes the engine's account of a loaded model's weights. It is ignored if the model has been told to leave meanwhile.
@@ -78,6 +102,7 @@ class LeftMemory:
             chunks = set(held.chunks)
             self._weights = {name: other for name, other in self._weights.items() if chunks.isdisjoint(other.chunks)}
             self._weights[held.model] = held
+            self._note()
 
     def ended(self, came_up: bool, lasted_s: float, distrusted: bool, kernel_killed: bool) -> None:
         """Decides, when an engine has ended, whether its device memory is kept for the next engine.
@@ -107,5 +132,12 @@ class LeftMemory:
         """Gives the memory back with everything in it. why: the reason for the log; "" if nothing is lost."""
         if why and self.models:
             log.warning("weights on the device are given up: %s", why, extra=fields(device=self._device))
+        if self._kept is not None and self._handles:
+            self._kept.drop()
         handles.close(self._handles)
         self._handles, self._weights, self._num_early = [], {}, 0
+
+    def _note(self) -> None:
+        """Notes, before anything is written to the memory, which weights are still there."""
+        if self._kept is not None:
+            self._kept.note(self._weights)

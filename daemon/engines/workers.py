@@ -193,7 +193,7 @@ class EngineWorker:
             except Exception as error:  # a bug in this file must not leave the device without an engine for ever
                 log.exception("looking after an engine failed", extra=fields(device=self.device))
                 reason, running = f"could not be looked after: {error}", ()
-            if self._left is not None:
+            if self._left is not None and not self._stopping:
                 killed, lasted_s = self._kernel_kills.look() and "SIGKILL" in reason, time.monotonic() - started
                 distrusted = self._distrusted or FAULTY_MEMORY.search(reason) is not None
                 await asyncio.to_thread(self._left.ended, self._came_up, lasted_s, distrusted, killed)

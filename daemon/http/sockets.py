@@ -6,13 +6,13 @@ import errno
 import os
 import socket
 import stat
-from collections.abc import MutableMapping
+from collections.abc import Mapping
 
 from config.paths import MAX_SOCKET_PATH_BYTES
 from config.units import parse_listen
+from daemon.process import fd_store
 
 BACKLOG = 2048
-FIRST_FD = 3  # SD_LISTEN_FDS_START
 HTTP, ADMIN, CONTROL, STATUS = "http", "admin", "control", "status"  # FileDescriptorName= in a socket unit
 
 
@@ -20,24 +20,16 @@ class SocketError(Exception):
     """Raised when the daemon cannot listen. The message names the address and why."""
 
 
-def inherited(environment: MutableMapping[str, str] | None = None) -> dict[str, list[socket.socket]]:
-    """Returns the listening sockets that systemd passed (sd_listen_fds(3)), by the name that FileDescriptorName= gives. Removes
-    LISTEN_* from the environment. Closes what the FD store kept, which is not used. Raises SocketError for a name or kind of
+def inherited(passed: Mapping[str, list[int]]) -> dict[str, list[socket.socket]]:
+    """Returns the listening sockets among the descriptors that systemd passed, by the name that FileDescriptorName= gives. passed:
+    see daemon/process/passed_descriptors.py; what the FD store has kept is left out. Raises SocketError for a name or kind of
     socket that is not supported."""
-    variables = os.environ if environment is None else environment
-    pid, count, names_text = (variables.pop(name, "") for name in ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"))
-    if pid != str(os.getpid()) or not count.isdigit():
-        return {}
-    names = names_text.split(":") if names_text else []
     found: dict[str, list[socket.socket]] = {}
-    for at in range(int(count)):
-        name, fd = names[at] if at < len(names) else "unknown", FIRST_FD + at
-        if name == "stored":
-            os.close(fd)
+    for name, fd in ((name, fd) for name, fds in passed.items() for fd in fds):
+        if name == fd_store.NAMELESS or name.startswith(fd_store.PREFIX):
             continue
         if name not in (HTTP, ADMIN, CONTROL, STATUS):
             raise SocketError(f"LISTEN_FDNAMES: {name!r} is none of {HTTP}, {ADMIN}, {CONTROL}, {STATUS}; set FileDescriptorName=")
-        os.set_inheritable(fd, False)  # engines inherit no listener: an engine that lives on must not keep a port in use
         try:
             sock = socket.socket(fileno=fd)
             listening = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)

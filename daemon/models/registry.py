@@ -106,6 +106,15 @@ class Registry:
             return None
         return LoadSource(found.checkpoint.path, found.dtype, found.entry, found.quantize, found.kv_cache_dtype)
 
+    def layout_id(self, name: str) -> str:
+        """Returns what must be the same for weights in memory to be those of the model now, besides its files' fingerprint: how
+        they are laid out, and which runner filled them. "" if the model is unknown or not usable."""
+        found = self.models.get(name)
+        if found is None or found.entry is None or found.checkpoint.shape is None:
+            return ""
+        shape, settings = found.checkpoint.shape, self.config.models.get(name, ModelConfig())
+        return f"{self.config.runner}-{layout.layout_id(shape, found.dtype, held_format(shape, settings.quantize))}"
+
     # ---- scanning
 
     async def rescan(self, config: NodeConfig | None = None) -> list[events.Event]:

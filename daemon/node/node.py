@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from config.schema import DeviceBudget, NodeConfig
+from config.units import format_bytes
 from daemon.access.keys import Keys
 from daemon.api.endpoints.registry import BODY_MODULES
 from daemon.api.response_store import ResponseStore
@@ -21,7 +22,9 @@ from daemon.contracts import Resident
 from daemon.engines.carve_outs import divide
 from daemon.engines.engine_events import EngineEvents
 from daemon.engines.engine_rounds import EngineRounds
+from daemon.engines.host_account import HostAccount
 from daemon.engines.host_memory import HostMemory
+from daemon.engines.kept_device import KeptDevice
 from daemon.engines.kernels import Kernels
 from daemon.engines.left_memory import LeftMemory
 from daemon.engines.workers import EngineSpec, EngineWorker, threads_per_engine
@@ -33,6 +36,7 @@ from daemon.metrics.counters import Metrics
 from daemon.models.registry import Registry
 from daemon.node.live_settings import LiveSettings
 from daemon.node.reloads import Reloads
+from daemon.process.fd_store import FdStore
 from daemon.process.logs import fields
 from daemon.process.long_tasks import LongTasks
 from daemon.process.loop_watch import LoopWatch
@@ -78,8 +82,10 @@ class NodeParts:
         inventory: Inventory | None = None,
         scanner: ModelScanner | None = None,
         checkpoints: Mapping[str, Checkpoint] | None = None,
+        store: FdStore | None = None,
     ) -> None:
-        """checkpoints: the content of the models folder, for the carve-outs of isolated models."""
+        """checkpoints: the content of the models folder, for the carve-outs of isolated models. store: keeps memory over a restart
+        of the daemon; None: nothing does."""
         loop = asyncio.get_running_loop()
         division = divide(config, devices, state, checkpoints or {})
         self.devices = devices = division.devices
@@ -91,16 +97,22 @@ class NodeParts:
         budgets = {device.name: device.budget_bytes for device in devices}
         settings = scheduler_settings(config)
         self.scheduler = NodeScheduler(settings, budgets)
-        self.host_memory = HostMemory(settings.host_tier_slots, settings.chunk_bytes)
+        self._store = store
+        self.host_memory = HostMemory(settings.host_tier_slots, settings.chunk_bytes, store)
         self.scanner = scanner or ModelScanner()
         self.tasks = LongTasks()
         self.registry = Registry(config, devices, state, division.problems, self.scanner.scan)
         self.registry.refused = self._refused
         self.dispatcher = Dispatcher(self.scheduler, config, self.registry.source, self.ring, self.metric, self.watch)
+        self._host_account: HostAccount | None = None
+        if self.host_memory.account is not None:
+            size_bytes, layout_of = settings.chunk_bytes, self.registry.layout_id
+            self._host_account = HostAccount(self.host_memory.account, size_bytes, self.scheduler, layout_of)
         self.kernels = Kernels(self.ring)
         self.engine_events = EngineEvents(self.dispatcher, budgets, self.kernels)
         self.dispatcher.why_slow = self.kernels.sentence
         threads = threads_per_engine(config, devices)
+        self._left = {device.name: self._left_memory(device) for device in devices}
         self.workers = {
             device.name: EngineWorker(
                 device.name,
@@ -110,7 +122,7 @@ class NodeParts:
                 self.host_memory.fd,
                 device.uuid,
                 partial(why_no_memory, self.inventory, device),
-                self._left_memory(device),
+                self._left[device.name],
             )
             for device in devices
         }
@@ -145,7 +157,29 @@ class NodeParts:
     def _left_memory(self, device: DeviceBudget) -> LeftMemory | None:
         is_host = device.hardware.startswith("cpu")
         wanted = not is_host if self.config.adopt_weights is None else self.config.adopt_weights
-        return LeftMemory(device.name, is_host) if wanted and self.config.runner == "torch" else None
+        if not wanted or self.config.runner != "torch":
+            return None
+        usable = self._store is not None and self._store.usable
+        kept = KeptDevice(self._store, device.name, self.registry.layout_id) if self._store is not None and usable else None
+        return LeftMemory(device.name, is_host, kept)
+
+    def take_up_kept(self) -> None:
+        """Takes over the memory that the daemon before this one has left in the service manager's store. Called once, after the
+        first scan and before engines are told their configuration. From then on the store follows what memory holds."""
+        for left in self._left.values():
+            if left is not None:
+                left.take_up()
+        if self._host_account is not None:
+            found = tuple(self._host_account.found())
+            self.dispatcher.post(events.HostCopiesFound(now=time.monotonic(), cause="boot", copies=found))
+            if used := self.scheduler.host_copies():
+                num_bytes, names = sum(copy.num_bytes for _, copy in used), sorted({model for model, _ in used})
+                log.info("%s are in host memory from before the restart: %s", format_bytes(num_bytes), ", ".join(names))
+                self.ring.add("kept", models=names, bytes=num_bytes)
+            self.dispatcher.note_decisions = self._host_account.look
+            self._host_account.look()
+        if self._store is not None:
+            self._store.drop_rest()
 
     def _gpu_fault(self, device: DeviceBudget, fault: GpuFault) -> None:
         """Logs and counts a GPU's fault. A fatal fault restarts only this device's engine, because the engine may wait for the

@@ -7,9 +7,10 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 
 log = logging.getLogger("hearthd.systemd")
+SEND_LIMIT_S = 1.0
 
 
 class Notifier:
@@ -29,17 +30,33 @@ class Notifier:
     def __bool__(self) -> bool:
         return bool(self._address)
 
+    @property
+    def _socket_address(self) -> str:
+        """Returns the address for `connect`: "@name" is a socket in the abstract namespace."""
+        return "\0" + self._address[1:] if self._address.startswith("@") else self._address
+
     def send(self, *assignments: str) -> None:
         """Sends one datagram. If the service manager cannot be reached, that is logged and does no further harm."""
         if not self._address:
             return
-        # "@name" is a socket in the abstract namespace
-        address = "\0" + self._address[1:] if self._address.startswith("@") else self._address
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK) as sock:
-                sock.sendto("\n".join(assignments).encode(), address)
+                sock.sendto("\n".join(assignments).encode(), self._socket_address)
         except OSError as error:
             log.warning("systemd at %s was not told %s: %s", self._address, assignments[0], error)
+
+    def send_to_store(self, *assignments: str, fds: Sequence[int] = ()) -> None:
+        """Sends one datagram about the FD store, with duplicates of these descriptors. It waits up to SEND_LIMIT_S for room in
+        systemd's queue, because nothing sends it again. Failures are logged."""
+        if not self._address:
+            return
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
+                sock.settimeout(SEND_LIMIT_S)
+                sock.connect(self._socket_address)
+                socket.send_fds(sock, ["\n".join(assignments).encode()], list(fds))
+        except OSError as error:
+            log.warning("systemd at %s was not told %s: %s", self._address, ", ".join(assignments), error)
 
     def ready(self, status: str) -> None:
         """Reports that the daemon is ready. This also ends a reload."""

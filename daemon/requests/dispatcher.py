@@ -65,6 +65,7 @@ class Dispatcher:
         self._causes = itertools.count(1)
         self._waiting: dict[str, asyncio.Future[actions.Refusal | None]] = {}  # cause -> its command's result
         self.why_slow: Callable[[], str] = lambda: ""  # returns a sentence for requests that have waited too long
+        self.note_decisions: Callable[[], None] = lambda: None  # called after each event, before its actions are carried out
         self._pending: deque[events.Event] = deque()
         self._busy = False
         self._submitting = 0
@@ -173,6 +174,7 @@ class Dispatcher:
             elif (command := self._waiting.get(event.cause)) is not None and not command.done():
                 command.set_exception(ServerFault("internal", "The node scheduler failed on this command; see the log."))
             return
+        self.note_decisions()
         for action in decided:
             self._carry[type(action)](action)
 

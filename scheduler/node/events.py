@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from scheduler.node.host_tier import HostCopy
+
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Event:
@@ -66,6 +68,14 @@ class ModelRemoved(Event):
     """A folder is gone: queued requests are refused, a loaded copy drains and is evicted."""
 
     model: str
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class HostCopiesFound(Event):
+    """Host memory has outlived the daemon before this one: these copies are in its slots. Posted before any engine is up. Copies of
+    unknown models and other files are ignored, and their slots stay free."""
+
+    copies: tuple[tuple[str, HostCopy], ...]  # (model, KeptWeights or SavedKV)
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

@@ -44,7 +44,7 @@ class Transit:
 class HostTier:
     """The slots. At all times each slot is in exactly one of free, transit, weights and kv."""
 
-    __slots__ = ("_free", "kv", "num_slots", "transit", "weights")
+    __slots__ = ("_free", "kv", "num_slots", "revision", "transit", "weights")
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
@@ -52,6 +52,7 @@ class HostTier:
         self.weights: dict[str, KeptWeights] = {}
         self.kv: dict[str, SavedKV] = {}
         self.transit: dict[int, Transit] = {}  # placement -> slots
+        self.revision = 0  # counts the changes of what the slots hold
 
     @property
     def num_free(self) -> int:
@@ -78,6 +79,7 @@ class HostTier:
             raise ValueError(f"placement {placement_id} has slots already")
         slots = tuple(self._free.pop() for _ in range(num_slots))
         if slots:
+            self.revision += 1
             self.transit[placement_id] = Transit(model, slots)
         return slots
 
@@ -91,6 +93,29 @@ class HostTier:
             raise ValueError(f"placement {placement_id} was not granted slots {sorted(kept - set(slots))}")
         self._put_back(tuple(slot for slot in slots if slot not in kept))
 
+    def hold(self, model: str, copy: HostCopy) -> None:
+        """Records a copy whose slots were granted to it and settled."""
+        self.revision += 1
+        if isinstance(copy, SavedKV):
+            self.kv[model] = copy
+        elif isinstance(copy, KeptWeights):
+            self.weights[model] = copy
+
+    def found(self, model: str, copy: HostCopy) -> bool:
+        """Records a copy that an earlier process left in the slots, and returns whether its slots exist and are free."""
+        if not copy.slots or model in (self.kv if isinstance(copy, SavedKV) else self.weights):
+            return False
+        wanted = set(copy.slots)
+        if len(wanted) < len(copy.slots) or not wanted <= set(self._free):
+            return False
+        self._free = [slot for slot in self._free if slot not in wanted]
+        self.hold(model, copy)
+        return True
+
+    def valid_copies(self) -> list[tuple[str, HostCopy]]:
+        """Returns all (model, copy) but those that are to be given up."""
+        return [(model, copy) for model, copy in self.copies() if not copy.void]
+
     def drop_weights(self, model: str) -> None:
         """Drops a model's weights, at once or as soon as no load reads them."""
         self._drop(self.weights, model)
@@ -102,6 +127,7 @@ class HostTier:
         copy = kind.get(model)
         if copy is None:
             return
+        self.revision += 1
         if copy.lent:
             copy.void = True
             return

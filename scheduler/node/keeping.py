@@ -14,7 +14,7 @@ overdue_after_s. The least valuable copy is dropped first, the oldest among equa
 from __future__ import annotations
 
 from scheduler.node import residency
-from scheduler.node.events import ModelFacts
+from scheduler.node.events import HostCopiesFound, ModelFacts
 from scheduler.node.eviction import value
 from scheduler.node.host_tier import HostCopy, KeptWeights, SavedKV, Slots
 from scheduler.node.node import Copy, Device, Model, Node, Placement
@@ -27,6 +27,19 @@ def same_files(one: ModelFacts, other: ModelFacts) -> bool:
         other.weights_bytes,
         other.kv_bytes_per_token,
     )
+
+
+def found(node: Node, event: HostCopiesFound) -> None:
+    """Takes over what an earlier daemon left in host memory: the copies of models that are known and whose files are the same."""
+    for name, copy in event.copies:
+        model = node.models.get(name)
+        if model is None or model.removed or model.facts.fingerprint != copy.fingerprint:
+            continue
+        if isinstance(copy, KeptWeights) and copy.num_bytes != model.facts.weights_bytes:
+            continue
+        if node.host.found(name, copy):
+            model.story.tell(node.now, node.cause, f"{copy.num_bytes} bytes in host memory are there from before the restart")
+            cool(node, model, "its weights are in host memory from before the restart")
 
 
 # ---- what it is worth
@@ -155,7 +168,8 @@ def load_ended(node: Node, model: Model, copy: Copy, checksum: int | None) -> No
         host.drop_weights(model.name)
     elif copy.keep_slots:
         host.settle_grant(copy.placement_id, copy.keep_slots)
-        host.weights[model.name] = KeptWeights(copy.facts.fingerprint, copy.keep_slots, copy.facts.weights_bytes, checksum=checksum)
+        size_bytes = copy.facts.weights_bytes
+        host.hold(model.name, KeptWeights(copy.facts.fingerprint, copy.keep_slots, size_bytes, checksum=checksum))
     host.drop_kv(model.name)
     host.returned(model.name)
     if not same_files(copy.facts, model.facts):
@@ -200,7 +214,7 @@ def saved(node: Node, model: Model, copy: Copy, slots: Slots, index: bytes, num_
     if not slots:
         return
     num_bytes = len(slots) * node.settings.chunk_bytes
-    host.kv[model.name] = SavedKV(copy.facts.fingerprint, slots, num_bytes, index=index, num_tokens=num_tokens)
+    host.hold(model.name, SavedKV(copy.facts.fingerprint, slots, num_bytes, index=index, num_tokens=num_tokens))
     model.story.tell(node.now, node.cause, f"KV of {num_tokens} tokens saved in host memory")
     if model.leaves or not same_files(copy.facts, model.facts):
         host.drop_kv(model.name)

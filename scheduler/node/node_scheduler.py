@@ -19,6 +19,7 @@ from scheduler.node import (
     engines,
     events,
     explain,
+    keeping,
     loads,
     models,
     placements,
@@ -28,6 +29,7 @@ from scheduler.node import (
 )
 from scheduler.node.actions import Action
 from scheduler.node.events import Event
+from scheduler.node.host_tier import HostCopy
 from scheduler.node.ledger import kv_reserved_bytes
 from scheduler.node.node import Device, Model, Node
 from scheduler.node.settings import SchedulerSettings
@@ -45,6 +47,7 @@ def _time_passed(node: Node, event: events.TimePassed) -> None:
 _HANDLERS: dict[type[Event], Callable[[Node, Any], None]] = {
     events.ModelRegistered: registration.registered,
     events.ModelRemoved: registration.removed,
+    events.HostCopiesFound: keeping.found,
     events.EngineUp: engines.up,
     events.EngineDown: engines.down,
     events.LoadStreams: loads.load_streams,
@@ -135,6 +138,15 @@ class NodeScheduler:
     def host_tier(self) -> HostTierView:
         host = self._node.host
         return HostTierView(host.num_slots, self._node.settings.chunk_bytes, host.counts())
+
+    @property
+    def host_revision(self) -> int:
+        """Counts the changes of what host_copies() returns."""
+        return self._node.host.revision
+
+    def host_copies(self) -> list[tuple[str, HostCopy]]:
+        """Returns the (model, copy) pairs in host memory that the next load of the model may use."""
+        return self._node.host.valid_copies()
 
     def queue(self) -> list[QueuedView]:
         """Returns the waiting requests by model, in the order of their submission; among tenants their shares decide."""

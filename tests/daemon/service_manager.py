@@ -1,7 +1,8 @@
-"""What systemd does to a daemon, without systemd: a notify socket that is read, listeners that are passed."""
+"""What systemd does to a daemon, without systemd: a notify socket that is read, listeners that are passed, an FD store."""
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 import time
@@ -20,15 +21,16 @@ os.execv(argv[0], argv)
 """
 
 
-def passing(command: Sequence[str], listeners: Sequence[tuple[str, socket.socket]]) -> tuple[list[str], tuple[int, ...]]:
-    """The command that runs `command` with these named sockets, and the descriptors to leave open for it."""
-    fds = [sock.fileno() for _, sock in listeners]
-    names = ":".join(name for name, _ in listeners)
+def passing(command: Sequence[str], named: Sequence[tuple[str, int]]) -> tuple[list[str], tuple[int, ...]]:
+    """The command that runs `command` with these named descriptors, and the descriptors to leave open for it."""
+    fds = [fd for _, fd in named]
+    names = ":".join(name for name, _ in named)
     return [sys.executable, "-P", "-S", "-c", _LAUNCH, names, ",".join(map(str, fds)), *command], tuple(fds)
 
 
 class NotifySocket:
-    """environment: what the daemon is started with. messages: datagrams so far, each as {name: value}."""
+    """environment: what the daemon is started with. messages: datagrams so far, each as {name: value}, but those about the FD
+    store. stored: (name, descriptor) in the store, in the order they came."""
 
     def __init__(self, folder: Path, watchdog_s: float = 0.0) -> None:
         path = str(folder / "notify")
@@ -36,20 +38,37 @@ class NotifySocket:
         self._socket.bind(path)
         self._socket.setblocking(False)
         self.messages: list[dict[str, str]] = []
+        self.stored: list[tuple[str, int]] = []
         self.environment = {"NOTIFY_SOCKET": path}
         if watchdog_s:
             self.environment["WATCHDOG_USEC"] = str(int(watchdog_s * 1e6))
 
     def close(self) -> None:
+        self.drop_store()
         self._socket.close()
+
+    def drop_store(self) -> None:
+        """Closes what is stored, as systemd does when a service is stopped for good."""
+        self.read()
+        for _, fd in self.stored:
+            os.close(fd)
+        self.stored.clear()
 
     def read(self) -> list[dict[str, str]]:
         while True:
             try:
-                text = self._socket.recv(65536).decode()
+                data, fds, _, _ = socket.recv_fds(self._socket, 65536, 16)
             except BlockingIOError:
                 return self.messages
-            self.messages.append(dict(line.split("=", 1) for line in text.splitlines()))
+            message = dict(line.split("=", 1) for line in data.decode().splitlines())
+            if "FDSTORE" in message:
+                self.stored += [(message["FDNAME"], fd) for fd in fds]
+            elif "FDSTOREREMOVE" in message:
+                for name, fd in [one for one in self.stored if one[0] == message["FDNAME"]]:
+                    os.close(fd)
+                    self.stored.remove((name, fd))
+            else:
+                self.messages.append(message)
 
     def count(self, name: str) -> int:
         return sum(name in message for message in self.read())

@@ -12,7 +12,6 @@ import threading
 import time
 import urllib.request
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,32 +20,7 @@ from tests.daemon.service_manager import NotifySocket, passing
 from tests.e2e.chat import Stream
 from tests.e2e.checkpoints import make_model
 from tests.e2e.node import Node, environment
-
-
-class ServiceNode(Node):
-    """A Node as a service manager starts it."""
-
-    def __init__(self, folder: Path, notify: NotifySocket | None = None, **options: Any) -> None:
-        super().__init__(folder, **options)
-        self.notify = notify
-        self.listeners: list[tuple[str, socket.socket]] = []
-
-    def start(self, ready: bool = True) -> Node:
-        command, fds = self.command(), ()
-        if self.listeners:
-            command, fds = passing(command, self.listeners)
-        variables = {**environment(), **(self.notify.environment if self.notify is not None else {})}
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True, env=variables, pass_fds=fds
-            )
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert "http://" in line, f"{line}\n{self.log_text()}"
-        self.url = next(word for word in line.split() if word.startswith("http://"))
-        if ready:
-            self.wait_for(self.is_ready, "readyz")
-        return self
+from tests.e2e.service_node import ServiceNode
 
 
 def test_outside_systemd_nothing_is_sent() -> None:
@@ -207,7 +181,7 @@ def test_listeners_that_make_no_sense(tmp_path: Path, name: str, kind: str, word
         if kind != "not listening":
             sock.listen()
         node = Node(tmp_path / "n")
-        command, fds = passing(node.command(), [(name, sock)])
+        command, fds = passing(node.command(), [(name, sock.fileno())])
         result = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment(), pass_fds=fds)
     assert result.returncode == 1
     assert words in result.stderr

@@ -101,7 +101,7 @@ class Service:
             ]
             command += ["--models", str(self.root / "var/lib/hearthd/models"), "--control", str(self.control)]
             command += ["--status-socket", str(self.control.with_name("status.sock")), "--runner", "null", "--device", "cpu=64MiB"]
-            launch, fds = passing(command, [("http", self.listener)])
+            launch, fds = passing(command, [("http", self.listener.fileno())])
             launch[0] = interpreter()
             variables = {
                 "PATH": "/usr/bin:/bin",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from scheduler.node.host_tier import HostTier, KeptWeights
+from scheduler.node.events import HostCopiesFound
+from scheduler.node.host_tier import HostCopy, HostTier, KeptWeights, SavedKV
 from scheduler.node.node_scheduler import SchedulerSettings
-from tests.scheduler.node.fake_node import FakeNode, facts
+from tests.scheduler.node.fake_node import CHECKSUM, MIB, FakeNode, facts
 
 
 def node_of(*weights_mib: int, slots: int = 100, **settings: float) -> FakeNode:
@@ -276,3 +279,56 @@ def test_weights_taken_over_on_the_device_teach_nothing_and_keep_what_is_kept() 
     node.engine_up("cpu:0", left=("a",))
     (load,) = node.loads.values()
     assert node.view(load.model).reason.split(", about ")[1] == about[load.model], "0.01 s is what no disk and no copy takes"
+
+
+def after_restart(*copies: tuple[str, HostCopy]) -> FakeNode:
+    """A node of models a and b, 20 MiB each, that finds these copies before its engine is up."""
+    node = FakeNode(host_tier_slots=30, up=False)
+    node.register(facts("a", 20), facts("b", 20))
+    for name, copy in copies:
+        kind = "kv" if isinstance(copy, SavedKV) else "weights"
+        node.host |= dict.fromkeys(copy.slots, (kind, name, copy.fingerprint))
+    node.post(HostCopiesFound, copies=copies)
+    node.scheduler.validate()
+    return node
+
+
+def test_what_an_earlier_daemon_left_in_host_memory_is_loaded_from_there() -> None:
+    weights = KeptWeights(facts("a", 20).fingerprint, tuple(range(5, 15)), 20 * MIB, checksum=CHECKSUM)
+    kv = SavedKV(facts("a", 20).fingerprint, (20, 3), 4 * MIB, index=b"index", num_tokens=50)
+    node = after_restart(("a", weights), ("a", kv))
+    assert (node.state("a"), node.state("b")) == ("warm", "cold")
+    assert slots(node) == {"free": 18, "transit": 0, "weights": 10, "kv": 2}
+    node.engine_up("cpu:0")
+    node.arrive("a")
+    (load,) = node.loads.values()
+    assert (load.source_slots, load.checksum, load.kv_slots, load.kv_index) == (weights.slots, CHECKSUM, kv.slots, b"index")
+    node.arrive("b")
+    granted = next(one for one in node.loads.values()).keep_slots
+    assert not {*granted} & {*weights.slots, *kv.slots}
+
+
+@pytest.mark.parametrize(
+    ("model", "changes"),
+    [
+        ("gone", {}),
+        ("a", {"fingerprint": "of other files"}),
+        ("a", {"num_bytes": 19 * MIB}),
+        ("a", {"slots": ()}),
+        ("a", {"slots": (1, 1)}),
+        ("a", {"slots": (29, 30)}),
+        ("a", {"slots": (-1, 2)}),
+    ],
+)
+def test_copies_that_are_no_models_now_leave_their_slots_free(model: str, changes: dict[str, Any]) -> None:
+    fields = {"fingerprint": facts("a", 20).fingerprint, "slots": (1, 2), "num_bytes": 20 * MIB, "checksum": 9} | changes
+    node = after_restart((model, KeptWeights(**fields)))
+    assert slots(node)["free"] == 30
+    assert node.state("a") == "cold"
+
+
+def test_of_two_copies_that_claim_a_slot_the_first_counts() -> None:
+    one, other = ((name, KeptWeights(facts(name, 20).fingerprint, (1, 2), 20 * MIB)) for name in "ab")
+    node = after_restart(one, other, one)
+    assert slots(node)["weights"] == 2
+    assert (node.state("a"), node.state("b")) == ("warm", "cold")

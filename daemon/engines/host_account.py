@@ -1,0 +1,109 @@
+"""The account of what host memory holds, kept beside it so that the next daemon can use both (daemon/process/account.py).
+
+It is written after each decision of the scheduler that changes it, and before the decision is carried out. So slots that are about
+to be written are in no account, whenever the daemon is killed. A load compares the checksum of every copy that it uses.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from daemon.process.account import Account
+from scheduler.node.host_tier import HostCopy, KeptWeights, SavedKV
+
+log = logging.getLogger("hearthd.engine")
+VERSION = 1
+
+
+class _Copy(msgspec.Struct, array_like=True):
+    """One copy. layout: see Registry.layout_id. index: the engine's account of saved KV; b"": the copy is of weights."""
+
+    model: str
+    layout: str
+    fingerprint: str
+    slots: tuple[int, ...]
+    num_bytes: int
+    checksum: int
+    index: bytes
+    num_tokens: int
+
+
+class _Content(msgspec.Struct):
+    version: int
+    slot_bytes: int
+    copies: list[msgspec.Raw]
+
+
+class _Decoded(msgspec.Struct):
+    version: int
+    slot_bytes: int
+    copies: list[_Copy]
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(_Decoded)
+
+
+class HostCopies(Protocol):
+    """The node scheduler, as far as host memory goes."""
+
+    @property
+    def host_revision(self) -> int: ...
+
+    def host_copies(self) -> list[tuple[str, HostCopy]]: ...
+
+
+class HostAccount:
+    """Writes the account. layout_of: see Registry.layout_id."""
+
+    def __init__(self, account: Account, slot_bytes: int, copies: HostCopies, layout_of: Callable[[str], str]) -> None:
+        self._account, self._slot_bytes, self._copies, self._layout_of = account, slot_bytes, copies, layout_of
+        self._revision = -1  # of what was written last
+        self._encoded: dict[int, tuple[HostCopy, msgspec.Raw]] = {}  # by id of the copy; an index may have megabytes
+
+    def found(self) -> list[tuple[str, HostCopy]]:
+        """Returns the copies that the daemon before this one has left: those of models whose weights are laid out as now."""
+        data = self._account.read()
+        if not data:
+            return []
+        try:
+            content = _decoder.decode(data)
+        except msgspec.DecodeError:
+            content = _Decoded(0, 0, [])
+        if (content.version, content.slot_bytes) != (VERSION, self._slot_bytes):
+            log.info("host memory of before the restart is not used: another version of hearthd, or another chunk_bytes, filled it")
+            return []
+        return [(one.model, _host_copy(one)) for one in content.copies if one.layout and one.layout == self._layout_of(one.model)]
+
+    def look(self) -> None:
+        """Writes the account if it has changed. Called after each event that the scheduler has handled."""
+        if self._copies.host_revision != self._revision:
+            self._revision = self._copies.host_revision
+            try:
+                self._account.write(self._encode())
+            except OSError as error:
+                log.warning("what host memory holds cannot be noted for the next hearthd: %s", error)
+
+    def _encode(self) -> bytes:
+        before, self._encoded = self._encoded, {}
+        for model, copy in self._copies.host_copies():
+            known = before.get(id(copy))
+            raw = msgspec.Raw(_encoder.encode(_struct(model, copy, self._layout_of(model)))) if known is None else known[1]
+            self._encoded[id(copy)] = (copy, raw)
+        return _encoder.encode(_Content(VERSION, self._slot_bytes, [raw for _, raw in self._encoded.values()]))
+
+
+def _struct(model: str, copy: HostCopy, layout: str) -> _Copy:
+    checksum = copy.checksum if isinstance(copy, KeptWeights) else 0
+    index, num_tokens = (copy.index, copy.num_tokens) if isinstance(copy, SavedKV) else (b"", 0)
+    return _Copy(model, layout, copy.fingerprint, copy.slots, copy.num_bytes, checksum, index, num_tokens)
+
+
+def _host_copy(one: _Copy) -> HostCopy:
+    if one.index:
+        return SavedKV(one.fingerprint, one.slots, one.num_bytes, index=one.index, num_tokens=one.num_tokens)
+    return KeptWeights(one.fingerprint, one.slots, one.num_bytes, checksum=one.checksum)

@@ -1,0 +1,112 @@
+"""Keeps one device's memory in the service manager's FD store, with the account of the weights in it, for the next daemon.
+
+The memory may be thousands of descriptors (on CUDA one per chunk), too many for the store. So they are sent into a Unix socket that
+nobody reads, and the store holds that socket: descriptors under way in a socket are open as long as the socket is. The next daemon
+reads them out of it. Source: unix(7), SCM_RIGHTS.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import socket
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from daemon.process.fd_store import FdStore
+from daemon.process.logs import fields
+from engine import protocol
+from engine.memory import handles
+
+log = logging.getLogger("hearthd.engine")
+VERSION = 1
+QUEUE_LIMIT_S = 1.0  # a queue that takes no more descriptors never will
+
+
+class _Weights(msgspec.Struct):
+    layout: str  # see Registry.layout_id
+    held: protocol.WeightsHeld
+
+
+class _Content(msgspec.Struct):
+    version: int
+    device: str
+    weights: list[_Weights]
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(_Content)
+
+
+class KeptDevice:
+    """What the store keeps of one device. layout_of: see Registry.layout_id. Raises OSError if the account cannot be made."""
+
+    def __init__(self, store: FdStore, device: str, layout_of: Callable[[str], str]) -> None:
+        self._store, self._device, self._layout_of = store, device, layout_of
+        self._name = "device-" + hashlib.sha256(device.encode()).hexdigest()[:16]  # the store allows no ":" in a name
+        found = store.take(self._name)
+        self._account = store.account(f"{self._name}-account")
+        self._found = found
+
+    def take(self) -> handles.Received | None:
+        """Returns the memory that the daemon before this one has left, or None. The descriptors stay in the store, too."""
+        if self._found is None:
+            return None
+        fd, self._found = self._found, None
+        try:
+            with socket.socket(fileno=fd) as queue:
+                queue.setblocking(False)  # all of it is there
+                received = handles.receive(queue)
+        except OSError as error:
+            log.warning("memory of before the restart is lost: %s", error, extra=fields(device=self._device))
+            self.drop()
+            return None
+        if received.handles:
+            self.hold(received.handles, received.num_chunks, received.chunk_bytes)
+        return received
+
+    def weights(self) -> dict[str, protocol.WeightsHeld]:
+        """Returns the weights in that memory by model: those that are laid out as now."""
+        try:
+            content = _decoder.decode(self._account.read())
+        except (msgspec.DecodeError, OSError):
+            return {}
+        if (content.version, content.device) != (VERSION, self._device):
+            return {}
+        good = (one for one in content.weights if one.layout and one.layout == self._layout_of(one.held.model))
+        return {one.held.model: one.held for one in good}
+
+    def hold(self, fds: Sequence[int], num_chunks: int, chunk_bytes: int) -> None:
+        """Stores duplicates of the memory's descriptors."""
+        queue, ours = socket.socketpair()
+        with queue, ours:
+            ours.settimeout(QUEUE_LIMIT_S)
+            try:
+                handles.send(ours, fds, num_chunks, chunk_bytes)
+            except OSError as error:
+                text = "this device's memory does not outlive hearthd: %d descriptors cannot be kept: %s"
+                log.warning(text, len(fds), error, extra=fields(device=self._device))
+                return
+            self._store.put(self._name, queue.fileno())
+
+    def note(self, weights: dict[str, protocol.WeightsHeld]) -> None:
+        """Writes the account."""
+        told = [_Weights(self._layout_of(model), held) for model, held in weights.items()]
+        try:
+            self._account.write(_encoder.encode(_Content(VERSION, self._device, told)))
+        except OSError as error:  # then the last account must not count
+            log.warning("what is on the device cannot be noted for the next hearthd: %s", error, extra=fields(device=self._device))
+            self.drop()
+
+    def drop(self) -> None:
+        """Gives up what the store keeps of the device."""
+        self._store.remove(self._name)
+        with contextlib.suppress(OSError):
+            self._account.write(b"")
+        if self._found is not None:
+            with contextlib.suppress(OSError):
+                os.close(self._found)
+            self._found = None

@@ -1,0 +1,110 @@
+"""The FD store: descriptors that systemd keeps for the daemon and passes to the next one, however this one ends (sd_notify(3),
+FDSTORE=1). At `systemctl stop` systemd closes them; over a restart, or a crash that is followed by one, it keeps them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+
+from daemon.process.account import Account
+from daemon.process.systemd_notify import Notifier
+
+log = logging.getLogger("hearthd.systemd")
+PREFIX = "kept-"  # of the names in the store; other passed descriptors are listeners
+NAMELESS = "stored"  # what systemd calls a descriptor that was stored without a name
+STARTS = "starts"
+QUICK_S, MOST_QUICK_STARTS = 60.0, 3  # a daemon that crashes so often so soon may do so because of what is in the store
+
+
+class FdStore:
+    """The store. One descriptor a name. `usable` is False without a service manager; all methods do nothing then.
+
+    What the store holds may be the reason why the daemon crashes (a lack of memory, for example). So everything in it is given up
+    when the daemon has started MOST_QUICK_STARTS times within QUICK_S without having been stopped in order."""
+
+    def __init__(self, notifier: Notifier, passed: Mapping[str, list[int]], clock: Callable[[], float] = time.monotonic) -> None:
+        """passed: all descriptors that systemd passed, by name; the ones that are not stored are left alone. clock: seconds that
+        count on from one process to the next."""
+        self._notifier = notifier
+        self._found: dict[str, int] = {}
+        for name, fds in passed.items():
+            if name != NAMELESS and not name.startswith(PREFIX):
+                continue
+            keep = fds[0] if len(fds) == 1 and self.usable else -1
+            for fd in fds:
+                if fd != keep:
+                    _close(fd)
+            if keep >= 0:
+                self._found[name.removeprefix(PREFIX)] = keep
+            else:
+                self._forget(name.removeprefix(PREFIX))
+        self._starts: Account | None = None
+        if self.usable:
+            self._count_start(clock())
+
+    @property
+    def usable(self) -> bool:
+        return bool(self._notifier)
+
+    def take(self, name: str) -> int | None:
+        """Returns what an earlier daemon stored under this name, or None. The caller owns the descriptor; the store keeps its own
+        until `put` or `remove`."""
+        return self._found.pop(name, None)
+
+    def put(self, name: str, fd: int) -> None:
+        """Stores a duplicate of the descriptor in place of the one with this name."""
+        if self.usable:
+            self._forget(name)
+            # systemd would otherwise drop a socket whose other end is closed
+            self._notifier.send_to_store("FDSTORE=1", f"FDNAME={PREFIX}{name}", "FDPOLL=0", fds=[fd])
+
+    def remove(self, name: str) -> None:
+        if self.usable:
+            self._forget(name)
+
+    def account(self, name: str) -> Account:
+        """Returns the account with this name, with what an earlier daemon wrote, or a new one, which is stored. Raises OSError."""
+        fd = self.take(name)
+        if fd is not None:
+            return Account(fd)
+        account = Account.make(name)
+        self.put(name, account.fd)
+        return account
+
+    def drop_rest(self) -> None:
+        """Removes what nobody has taken: another version, or a daemon with other settings, stored it."""
+        for name in list(self._found):
+            _close(self._found.pop(name))
+            self.remove(name)
+            log.info("%s, kept by the previous hearthd, is not used by this one", name)
+
+    def stopped_in_order(self) -> None:
+        """Notes that this daemon did not crash."""
+        if self._starts is not None:
+            self._starts.write(b"[]")
+
+    def _count_start(self, now_s: float) -> None:
+        self._starts = self.account(STARTS)
+        try:
+            starts = [at for at in json.loads(self._starts.read() or b"[]") if 0 <= now_s - at < QUICK_S]
+        except (ValueError, TypeError):  # another version's
+            starts = []
+        if len(starts) >= MOST_QUICK_STARTS and self._found:
+            text = "hearthd was started %d times within %g s: what is kept of earlier ones is given up (%s)"
+            log.warning(text, len(starts) + 1, QUICK_S, ", ".join(self._found))
+            for name in list(self._found):
+                _close(self._found.pop(name))
+                self.remove(name)
+        self._starts.write(json.dumps([*starts, now_s]).encode())
+
+    def _forget(self, name: str) -> None:
+        self._notifier.send_to_store("FDSTOREREMOVE=1", f"FDNAME={PREFIX}{name}")
+
+
+def _close(fd: int) -> None:
+    with contextlib.suppress(OSError):
+        os.close(fd)
