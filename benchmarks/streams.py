@@ -109,6 +109,9 @@ class Steps:
     def submit(self, generation: Generation) -> None:
         self.running.append(generation)
 
+    def keep_alive(self, model: ModelEntry, seconds: float) -> None:
+        raise AssertionError("no stream asks for it")
+
     def cancel(self, generation: Generation) -> None:
         pass
 

@@ -213,6 +213,8 @@ def _say(kind: Any) -> str:
     kinds = _plain_kinds(kind) - {type(None)}
     if kinds == {int, str}:
         return units.SIZE_FORM
+    if kinds == {float, str}:
+        return units.DURATION_FORM
     return " or ".join(names.get(one, one.__name__) for one in kinds)
 
 
@@ -258,6 +260,10 @@ def _chunk(value: Any) -> None:
 
 def _size(value: Any) -> None:
     units.parse_bytes(value)
+
+
+def _duration(value: Any) -> None:
+    units.parse_duration_s(value)
 
 
 def _size_or_zero(value: Any) -> None:
@@ -355,6 +361,7 @@ _CHECKS: dict[str, Callable[[Any], None]] = {
     "max_queued": _between(1),
     "kv_floor_tokens": _between(0),
     "priority": _above_zero,
+    "keep_alive": _duration,
     "temperature": _between(0, 2),
     "top_p": _between(0, 1),
     "top_k": _between(0),

@@ -64,6 +64,15 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_queued: Annotated[int | None, key("requests that may wait; default: max_queued_per_model", "requests", LIVE)] = None
     kv_floor_tokens: Annotated[int | None, key("KV always kept for it; default: one request of max_model_len", "tokens")] = None
     priority: Annotated[float, key("factor on its value when victims are chosen, and on its turn", reload=LIVE)] = 1.0
+    keep_alive: Annotated[
+        float | str,
+        key(
+            'how long it stays on its device after its last request: seconds, "10m", "1h30m"; 0: it leaves as soon as it is idle; '
+            '"forever" or -1: until its memory is needed. A pinned model always stays, and so does one that `hearth load` loaded, '
+            "until it was requested. Requests over Ollama's API may set another value for as long as it stays",
+            reload=LIVE,
+        ),
+    ] = "forever"
     pinned: Annotated[bool, key("loaded at start, never evicted", reload=LIVE)] = False
     devices: Annotated[list[str], key("devices it may live on; empty: any", reload=LIVE)] = []
     isolate: Annotated[

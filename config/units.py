@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 
@@ -26,6 +27,14 @@ _PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*\Z")
 _DEVICE = re.compile(r"(cpu|cuda)(?::([A-Za-z0-9-]+))?\Z")
 SIZE_FORM = 'a number of bytes or a size such as "512MiB", "1.5GiB" or "2GB"'
 
+FOREVER = "forever"
+DURATION_FORM = 'a number of seconds, a duration such as "10m", "1h30m" or "0", or "forever" (-1)'
+_SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_DURATION = re.compile(r"-?(?:\d+(?:\.\d*)?(?:ns|us|µs|ms|s|m|h|d))+\Z")
+_DURATION_PART = re.compile(r"(\d+(?:\.\d*)?)([a-zµ]+)")
+_NUMBER = re.compile(r"-?\d+(?:\.\d*)?\Z")
+_LONGEST_S = 100 * 365 * 86400.0  # longer is for ever: dates and timers have limits of their own
+
 
 def parse_bytes(value: int | str) -> int:
     """Returns a number of bytes: 512MiB -> 536870912, 1GB -> 10**9. Raises ValueError, which says what is allowed."""
@@ -41,6 +50,29 @@ def parse_bytes(value: int | str) -> int:
     if num_bytes <= 0:
         raise ValueError("must be more than 0 bytes")
     return num_bytes
+
+
+def parse_duration_s(value: float | str) -> float:
+    """Returns the seconds that a duration means: 90 -> 90.0, "1h30m" -> 5400.0, "forever" or anything below 0 -> inf. Raises
+    ValueError, which says what is allowed."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError(f"must be {DURATION_FORM}")
+    if isinstance(value, str):
+        text = value.strip().lower()
+        if text == FOREVER:
+            return math.inf
+        if _NUMBER.match(text):
+            seconds = float(text)
+        elif _DURATION.match(text):
+            seconds = sum(float(number) * _SECONDS[unit] for number, unit in _DURATION_PART.findall(text))
+            seconds = -seconds if text.startswith("-") else seconds
+        else:
+            raise ValueError(f"must be {DURATION_FORM}")
+    elif math.isnan(value):
+        raise ValueError(f"must be {DURATION_FORM}")
+    else:
+        seconds = float(value)
+    return math.inf if seconds < 0 or seconds > _LONGEST_S else seconds
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from daemon.errors import HearthError
@@ -44,6 +45,7 @@ class Generation:
     cache_salt: str = ""  # the client's: only requests of the same tenant with the same salt share cached prefixes
     weight: float = 1.0  # the tenant's share
     priority: int = 0
+    keep_alive_s: float | None = None  # how long its model may stay after it, from now on; None: as before
     output: list[int] = field(default_factory=list)
     num_cached: int = 0  # prompt tokens found in the prefix cache
     arrived_s: float = 0.0  # monotonic
@@ -86,6 +88,11 @@ class RequestPort(Protocol):
         """Cancels the sequence because its client is gone or a stop string matched. Further calls do nothing."""
         ...
 
+    def keep_alive(self, model: ModelEntry, seconds: float) -> None:
+        """Sets how long the model stays in memory after its last request: 0 evicts it as soon as it is idle, inf keeps it until its
+        memory is needed. Nothing happens to a model that is not in memory."""
+        ...
+
 
 class ModelPort(Protocol):
     """The registry as the API sees it."""
@@ -106,10 +113,12 @@ class ModelPort(Protocol):
 
 
 class Resident(NamedTuple):
-    """A model in a device's memory. size_bytes: its weights and its KV. gpu_bytes: the part of them on a GPU."""
+    """A model in a device's memory. size_bytes: its weights and its KV. gpu_bytes: the part of them on a GPU. leaves: Unix seconds
+    at which it leaves the memory if no further request comes; inf: not before its memory is needed."""
 
     size_bytes: int
     gpu_bytes: int
+    leaves: float = inf
 
 
 class HealthPort(Protocol):

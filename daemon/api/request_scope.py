@@ -64,6 +64,9 @@ class RequestScope:
     def cancel(self, generation: Generation) -> None:
         self._requests.cancel(generation)
 
+    def keep_alive(self, model: ModelEntry, seconds: float) -> None:
+        self._requests.keep_alive(model, seconds)
+
     # ---- the record
 
     def ended(self, request_id: str, endpoint: str, status: int) -> None:

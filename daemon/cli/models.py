@@ -5,15 +5,28 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from typing import Any
 from urllib.parse import quote
 
 from daemon.cli.client import Client
-from daemon.cli.table import ago, size, table
+from daemon.cli.table import ago, duration, size, table
 from daemon.engines.kernels import sentence as kernels_sentence
 from daemon.operate.control_status import EXIT_OF_STATUS
 
-ROW_KEYS = ("name", "state", "device", "weights_bytes", "kv_bytes", "active", "queued", "pinned", "last_used")
+ROW_KEYS = (
+    "name",
+    "state",
+    "device",
+    "weights_bytes",
+    "kv_bytes",
+    "active",
+    "queued",
+    "pinned",
+    "last_used",
+    "keep_alive_s",
+    "leaves",
+)
 NOT_TO_BE_LOADED = ("disabled", "incomplete", "refused")
 DONE = {
     "load": "is loaded",
@@ -57,7 +70,9 @@ def models(client: Client, options: argparse.Namespace) -> None:
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
-    header = ("NAME", "STATE", "DEVICE", "WEIGHTS", "KV", "ACTIVE", "QUEUED", "PINNED", "LAST USED")
+    with_leaves = any(row["keep_alive_s"] is not None for row in rows)
+    last = ("LEAVES",) if with_leaves else ()
+    header = ("NAME", "STATE", "DEVICE", "WEIGHTS", "KV", "ACTIVE", "QUEUED", "PINNED", "LAST USED", *last)
     lines = [
         (
             row["name"],
@@ -69,10 +84,20 @@ def _table(rows: list[dict[str, Any]]) -> str:
             str(row["queued"]),
             "yes" if row["pinned"] else "",
             ago(row["last_used"]),
+            *((_leaves(row),) if with_leaves else ()),
         )
         for row in rows
     ]
     return table(header, lines, frozenset({3, 4, 5, 6}))
+
+
+def _leaves(row: dict[str, Any]) -> str:
+    """Returns when the model leaves its device for having no request; "" if it does not."""
+    if row["keep_alive_s"] is None or row["pinned"] or not row["device"]:
+        return ""
+    if row["leaves"] is not None:
+        return f"in {duration(max(0.0, row['leaves'] - time.time()))}"
+    return f"{duration(row['keep_alive_s'])} after a request"
 
 
 def _state(row: dict[str, Any]) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from config.schema import DeviceBudget, ModelConfig, NodeConfig
-from config.units import format_bytes
+from config.units import format_bytes, parse_duration_s
 from daemon.errors import BadRequest, HearthError, NotNow, no_model
 from daemon.models.entry import LoadSource, ModelEntry
 from daemon.record.state import NodeState
@@ -190,6 +190,7 @@ class Registry:
             max_sequences=settings.max_sequences,
             max_queued=config.max_queued_per_model if settings.max_queued is None else settings.max_queued,
             priority=settings.priority,
+            keep_alive_s=parse_duration_s(settings.keep_alive),
             pinned=pinned,
             enabled=enabled,
             devices=self._named_devices(name, settings, shape),

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
+from math import inf
 from typing import Any
 
 from config.schema import DeviceBudget, NodeConfig
@@ -259,6 +260,8 @@ class NodeParts:
                 "reason": view.reason,
                 "host_bytes": view.kept_bytes,
                 "saved_kv_tokens": view.saved_kv_tokens,
+                "keep_alive_s": None if view.keep_alive_s == inf else view.keep_alive_s,
+                "leaves": None if view.leaves_at is None else self.unix_s(view.leaves_at),
             }
             if view.quarantined_until is not None:
                 row["quarantined_until"] = round(view.quarantined_until + self._unix_offset_s, 3)
@@ -276,7 +279,11 @@ class NodeParts:
         for view in self.scheduler.snapshot():
             if view.state in residency.RUNNING:
                 size_bytes = view.weights_bytes + kv_bytes.get(view.name, 0)
-                found[view.name] = Resident(size_bytes, size_bytes if view.device.startswith("cuda") else 0)
+                gpu_bytes = size_bytes if view.device.startswith("cuda") else 0
+                leaves = self.unix_s(view.leaves_at) if view.leaves_at is not None else inf
+                if view.leaves_at is None and not view.pinned and (view.active or view.queued):
+                    leaves = time.time() + view.keep_alive_s  # at the earliest: it is busy now
+                found[view.name] = Resident(size_bytes, gpu_bytes, leaves)
         return found
 
     def _kv_bytes(self) -> dict[str, int]:

@@ -15,7 +15,7 @@ from config.schema import NodeConfig
 from daemon.contracts import Generation
 from daemon.errors import HearthError, NotNow, ServerFault, from_refusal
 from daemon.metrics.counters import Metrics
-from daemon.models.entry import LoadSource
+from daemon.models.entry import LoadSource, ModelEntry
 from daemon.process.logs import fields
 from daemon.process.loop_watch import LoopWatch
 from daemon.record.event_ring import EventRing
@@ -104,6 +104,7 @@ class Dispatcher:
             tenant=generation.tenant,
             weight=generation.weight,
             priority=generation.priority,
+            keep_alive_s=generation.keep_alive_s,
             part_of=generation.first.request_id if generation.first is not None else 0,
         )
         try:
@@ -120,6 +121,10 @@ class Dispatcher:
         # within a step the caller is a sink that found a stop string; otherwise the client is gone
         self.open.end(generation, "stop" if self._hold_aborts else "cancelled")
         self._cancelled(generation.request_id)
+
+    def keep_alive(self, model: ModelEntry, seconds: float) -> None:
+        cause = self.next_cause("keep_alive")
+        self.post(events.KeepAliveSet(now=time.monotonic(), cause=cause, model=model.name, keep_alive_s=seconds))
 
     # ---- commands
 

@@ -50,6 +50,7 @@ class ScenarioModel(msgspec.Struct, frozen=True):
     max_model_len: Annotated[int, key("KV for one request of it is always kept")] = 4096
     max_sequences: Annotated[int, key("sequences in one batch")] = _MODEL_DEFAULTS.max_sequences
     priority: Annotated[float, key("factor on its value")] = _MODEL_DEFAULTS.priority
+    keep_alive: Annotated[float | str, key("how long it stays after its last request")] = _MODEL_DEFAULTS.keep_alive
     pinned: Annotated[bool, key("loaded at start, never evicted")] = _MODEL_DEFAULTS.pinned
     disk_load_s: Annotated[float | None, key("measured; as below")] = None
     host_load_s: float | None = None
@@ -171,7 +172,11 @@ def _size(path: str, where: str, value: Any) -> int:
 def _positive(path: str, prefix: str, values: dict[str, Any]) -> dict[str, Any]:
     for name, value in values.items():
         least_open = name.endswith("_per_s")  # rates are divisors
-        if isinstance(value, float) and not (math.isfinite(value) and (value > 0 if least_open else value >= 0)):
+        if (
+            name != "keep_alive"
+            and isinstance(value, float)
+            and not (math.isfinite(value) and (value > 0 if least_open else value >= 0))
+        ):
             raise ConfigError(path, prefix + name, f"{value!r} must be {'above 0' if least_open else '0 or more'}")
     return values
 
@@ -204,6 +209,7 @@ def facts_of(name: str, model: ScenarioModel) -> ModelFacts:
         max_sequences=model.max_sequences,
         max_queued=MAX_QUEUED,
         priority=model.priority,
+        keep_alive_s=units.parse_duration_s(model.keep_alive),
         pinned=model.pinned,
     )
 

@@ -92,6 +92,7 @@ EVICT_REASONS = {
     "room": "another model needs the room, and it was idle or had drained",
     "preempted": "another model needs the room, and its requests wait until it is back",
     "kv": "it was idle, and another model's requests waited for KV",
+    "idle": "it had no request for as long as its keep_alive says",
     "operator": "hearth unload, or it was switched off",
     "rolled_back": "its load missed its deadline or is not wanted any more",
     "removed": "its folder is gone",

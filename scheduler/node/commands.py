@@ -18,13 +18,16 @@ from scheduler.node.node import Model, Node
 
 
 def load(node: Node, event: LoadRequested) -> None:
-    """Loads a model. Answered when it is ready or cannot be loaded."""
+    """Loads a model. Answered when it is ready or cannot be loaded. One that is there already stays until it is requested again."""
     model = _find(node, event.model)
     if model is None:
         return
     refusal = admission.removed(model) if model.removed else admission.closed(node, model)
     if refusal is None and model.copy is None and not pins.has_place(node, model):
         refusal = pins.would_not_fit(node, model)
+    if refusal is None and model.copy is not None:
+        model.copy.requested = False
+        node.touch(model)
     if refusal is not None or model.state == residency.READY:
         _done(node, event.model, refusal)
         return

@@ -7,6 +7,7 @@ Every event carries `now` (monotonic seconds; the scheduler has no clock) and `c
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 
 from scheduler.node.host_tier import HostCopy
 
@@ -36,6 +37,7 @@ class ModelFacts:
     devices: tuple[str, ...] = ()  # allowed devices; empty: any
     fingerprint: str = ""
     incomplete: str = ""  # which file is missing or too short; empty: complete
+    keep_alive_s: float = inf  # how long it may stay on a device after its last request; inf: until its memory is needed
     unusable: str = ""  # why its files or settings can't be served however long one waits; empty: they can
 
 
@@ -50,6 +52,7 @@ class RequestFacts:
     tenant: str = ""
     weight: float = 1.0  # the tenant's share
     priority: int = 0
+    keep_alive_s: float | None = None  # how long the model may stay after it, from now on; None: as before
     part_of: int = 0  # request_id of the first sequence of a client's request that makes several; 0: it is the first
 
 
@@ -185,12 +188,22 @@ class RequestFinished(Event):
     request_id: int
 
 
+@dataclass(slots=True, frozen=True, kw_only=True)
+class KeepAliveSet(Event):
+    """A client sets how long the model may stay on its device after its last request, without asking for an answer. 0: it leaves as
+    soon as it is idle. Ignored for an unknown model."""
+
+    model: str
+    keep_alive_s: float
+
+
 # ---- the operator
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class LoadRequested(Event):
-    """`hearth load`; answered by CommandDone with this event's cause."""
+    """`hearth load`; answered by CommandDone with this event's cause. The model then stays until it was requested, whatever its
+    keep_alive says."""
 
     model: str
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scheduler.node import look, residency
+from scheduler.node import keep_alive, look, residency
 from scheduler.node.ledger import MIB
 from scheduler.node.node import VICTIMS_DRAIN, VICTIMS_LEAVE, WAITS_FOR_LOADER, Model, Node
 
@@ -11,7 +11,12 @@ def why(node: Node, name: str) -> list[str]:
     """Returns the lines for a model's name or a request's id; [] if it is unknown."""
     model = node.models.get(name)
     if model is not None:
-        return [*model.story.lines(node.now), f"now {model.state}: {model.reason}", *waits_for(node, model)]
+        return [
+            *model.story.lines(node.now),
+            f"now {model.state}: {model.reason}",
+            *waits_for(node, model),
+            *keep_alive.story(node, model),
+        ]
     digits = name.removeprefix("req-")
     if not digits.isdigit():
         return []

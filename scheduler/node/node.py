@@ -68,6 +68,7 @@ class Copy:
     keep_slots: Slots = ()
     from_host: bool = False
     streams: bool = False  # while it loads: prompts may run behind its weights
+    requested: bool = False  # a request asked for it, so keep_alive counts; False: only a command or a pin did
     ready_at: float | None = None
     tenure_ends: float = 0.0  # rule 9: when it may be made to leave though it is busy
     evict_sent: bool = False
@@ -127,6 +128,8 @@ class Model:
     progress: tuple[int, int] | None = None
     paused: bool = False  # it was preempted, and requests wait for it to come back
     gives_kv: bool = False  # it leaves so that others have more KV
+    expired: bool = False  # it leaves because it had no request for as long as its keep_alive says
+    asked_keep_alive_s: float | None = None  # by a request, in place of the configured one, until the model has left
     unload_to: str = ""  # what the operator's unload under way shall leave: cold or warm
     kv_bytes: int = 0  # of the copy, as its engine last told it; running sequences and kept prefixes
     kv_running_bytes: int = 0  # of the first alone
@@ -141,6 +144,11 @@ class Model:
     def window(self) -> int:
         """Most requests it may have in its engine, in sequences; times window_per_sequence."""
         return (self.copy.facts if self.copy else self.facts).max_sequences
+
+    @property
+    def keep_alive_s(self) -> float:
+        """How long it may stay on its device after its last request; inf: until its memory is needed."""
+        return self.facts.keep_alive_s if self.asked_keep_alive_s is None else self.asked_keep_alive_s
 
     @property
     def takes_requests(self) -> bool:

@@ -19,6 +19,7 @@ from scheduler.node import (
     engines,
     events,
     explain,
+    keep_alive,
     keeping,
     loads,
     models,
@@ -60,6 +61,7 @@ _HANDLERS: dict[type[Event], Callable[[Node, Any], None]] = {
     events.RequestArrived: requests.arrived,
     events.RequestCancelled: requests.cancelled,
     events.RequestFinished: requests.finished,
+    events.KeepAliveSet: keep_alive.set_by_client,
     events.LoadRequested: commands.load,
     events.UnloadRequested: commands.unload,
     events.PinRequested: commands.pin,
@@ -197,7 +199,7 @@ def _deadlines(node: Node) -> None:
             placements.evict_overdue(node, node.models[name])
         elif kind == "preempt":
             placements.drained_too_long(node, node.models[name])
-        elif kind == "retry":
+        elif kind in ("retry", "keep_alive"):
             node.touch(node.models[name])
         elif kind == "quarantine":
             models.quarantine_over(node, node.models[name])
@@ -220,6 +222,8 @@ def _model_view(node: Node, model: Model) -> ModelView:
         placement_id=copy.placement_id if copy else placement.id if placement else None,
         progress=model.progress,
         quarantined_until=model.quarantined_until,
+        keep_alive_s=model.keep_alive_s,
+        leaves_at=keep_alive.leaves_at(model),
         kept_bytes=kept.num_bytes if (kept := node.host.weights.get(model.name)) is not None else 0,
         saved_kv_tokens=saved.num_tokens if (saved := node.host.kv.get(model.name)) is not None else 0,
     )

@@ -142,6 +142,7 @@ def load(node: Node, placement: Placement) -> None:
     about_s = node.reload_s(model, device)
     placement.stage, device.loading = LOADS, placement
     model.copy = Copy(placement.id, device.name, placement.facts, placement.size, keep, kept is not None)
+    model.copy.requested = bool(model.queue)
     model.progress = None
     device.resident[model.name] = model
     node.copies[placement.id] = model.name
@@ -264,6 +265,8 @@ def _why_evicted(model: Model, copy: Copy) -> str:
         return "rolled_back"
     if model.gives_kv:
         return "kv"
+    if model.expired:
+        return "idle"
     return "preempted" if model.paused else "room"
 
 
@@ -312,9 +315,11 @@ def release(node: Node, model: Model, reason: str) -> None:
     if model.placement is not None:
         undo(node, model.placement)
         node.history.ended(copy.placement_id, node.now, reason)
-    node.deadlines.discard(("evict", model.name))
+    for kind in ("evict", "keep_alive"):
+        node.deadlines.discard((kind, model.name))
     keeping.copy_ended(node, model, copy)
-    model.copy, model.progress, model.unload_to, model.gives_kv = None, None, "", False
+    model.copy, model.progress, model.unload_to = None, None, ""
+    model.gives_kv = model.expired = False
     model.kv_bytes = model.kv_running_bytes = 0
     placement = node.placements.get(model.victim_of)
     model.victim_of = 0

@@ -29,6 +29,10 @@ def arrived(node: Node, event: RequestArrived) -> None:
     node.requests[facts.request_id] = request
     model.arrivals.note(node.now)
     model.last_used = node.now
+    if facts.keep_alive_s is not None:
+        model.asked_keep_alive_s = facts.keep_alive_s
+    if model.copy is not None:
+        model.copy.requested = True
     model.mean_prompt_tokens += (facts.num_prompt_tokens - model.mean_prompt_tokens) * (0.1 if model.mean_prompt_tokens else 1.0)
     if model.takes_requests and not model.queue and len(model.running) < node.window(model):
         submit(node, model, request)
@@ -67,7 +71,6 @@ def finished(node: Node, event: RequestFinished) -> None:
     if request is not None:
         model = node.models[request.facts.model]
         model.served.note(node.now)
-        model.last_used = node.now
 
 
 def cancelled(node: Node, event: RequestCancelled) -> None:
@@ -86,6 +89,9 @@ def leave(node: Node, request_id: int, how: str) -> Request | None:
     else:
         model.dequeue(request_id)
         node.waits.discard(request_id)
+    model.last_used = node.now
+    if model.copy is not None:
+        model.copy.requested = True
     node.ended.note(request_id, node.now, model.facts.name, how)
     node.touch(model)
     return request

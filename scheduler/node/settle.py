@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scheduler.node import models, pins, placements, requests, residency
+from scheduler.node import keep_alive, models, pins, placements, requests, residency
 from scheduler.node.node import Model, Node
 
 
@@ -39,6 +39,7 @@ def settle_model(node: Node, model: Model) -> None:
             requests.submit_queued(node, model)
         if not model.running:  # idle: somebody may want its room
             node.stir((copy.device,))
+            keep_alive.settle(node, model)
     elif model.takes_requests and model.queue:
         requests.submit_queued(node, model)
     elif model.state == residency.DRAINING and not model.running:
@@ -49,6 +50,8 @@ def settle_model(node: Node, model: Model) -> None:
 
 
 def settle_resting(node: Node, model: Model) -> None:
+    if not node.wanted(model):
+        model.asked_keep_alive_s = None  # a request's word counts for one stay on a device
     if model.paused and not model.num_resubmissions:  # nobody waits for it to come back any more
         model.paused = False
         if model.state == residency.PAUSED:

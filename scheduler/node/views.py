@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 
 @dataclass(slots=True, frozen=True)
@@ -22,6 +23,8 @@ class ModelView:
     kept_bytes: int = 0  # of its weights in host memory
     saved_kv_tokens: int = 0  # whose KV is in host memory
     quarantined_until: float | None = None  # monotonic seconds
+    keep_alive_s: float = inf  # how long it may stay after its last request; inf: until its memory is needed
+    leaves_at: float | None = None  # monotonic seconds: when it leaves for having had no request so long; None: it does not
 
 
 @dataclass(slots=True, frozen=True)

@@ -1,3 +1,5 @@
+import math
+
 import pytest
 
 from config import units
@@ -24,6 +26,38 @@ def test_parse_bytes(text: int | str, num_bytes: int) -> None:
 def test_parse_bytes_refuses(text: object) -> None:
     with pytest.raises(ValueError, match="must be"):
         units.parse_bytes(text)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [
+        (0, 0.0),
+        ("0", 0.0),
+        ("0s", 0.0),
+        (90, 90.0),
+        ("90", 90.0),
+        (1.5, 1.5),
+        ("10m", 600.0),
+        ("1h30m", 5400.0),
+        (" 1.5H ", 5400.0),
+        ("2d", 172800.0),
+        ("500ms", 0.5),
+        (-1, math.inf),
+        ("-1", math.inf),
+        ("-5m", math.inf),
+        ("forever", math.inf),
+        (math.inf, math.inf),
+        (1e15, math.inf),
+    ],
+)
+def test_parse_duration(value: float | str, seconds: float) -> None:
+    assert units.parse_duration_s(value) == seconds
+
+
+@pytest.mark.parametrize("value", ["", "soon", "10 m", "m", "1h30", "10x", True, None, math.nan, [1]])
+def test_parse_duration_refuses(value: object) -> None:
+    with pytest.raises(ValueError, match="must be a number of seconds"):
+        units.parse_duration_s(value)  # type: ignore[arg-type]
 
 
 def test_budgets_and_devices() -> None:

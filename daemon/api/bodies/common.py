@@ -141,6 +141,7 @@ class Head(Struct, array_like=True):
     cache_salt: str = ""
     keep_last: int = 0  # truncate_prompt_tokens; 0: all
     outputs: Outputs = Outputs()
+    keep_alive_s: float | None = None  # how long the model may stay in memory afterwards; None: as before
 
 
 def head_of(

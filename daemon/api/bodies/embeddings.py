@@ -32,6 +32,7 @@ class EmbeddingsHead(Struct, array_like=True):
     dimensions: int | None
     priority: int
     keep_last: int = 0  # truncate_prompt_tokens; 0: all
+    keep_alive_s: float | None = None  # how long the model may stay in memory afterwards; None: as before
 
 
 MEANINGS = {

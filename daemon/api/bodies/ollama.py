@@ -5,22 +5,20 @@ Source: https://docs.ollama.com/api; the options that its clients know, and what
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Raw, Struct
 
+from config.units import parse_duration_s
 from daemon.api.bodies import chat
 from daemon.api.bodies.common import Head, Penalty, checked_stops
 from daemon.api.bodies.decode import invalid
 from daemon.api.bodies.response_format import JSON_OBJECT, following
 from daemon.api.bodies.unsupported import neutral, refuse_unsupported
-from daemon.errors import BadRequest
 
 MAX_TOKENS = 2**31 - 1  # more than any context has: the answer may fill what is left of it
 RANDOM_SEED = -1
-LOAD = "load"  # Head.prompt_kind of a body that asks for nothing but the model's load
-_ZERO = re.compile(r"-?0+(\.0*)?[a-z]*")  # a duration
+LOAD, UNLOAD = "load", "unload"  # Head.prompt_kind of a body that asks for nothing but the model's load, or its eviction
 
 
 class Options(Struct):
@@ -65,7 +63,7 @@ class OllamaBody(Struct, kw_only=True):
     options: Options | None = None
     format: Raw = Raw()
     think: bool | Literal["low", "medium", "high"] | None = None
-    keep_alive: Any = None
+    keep_alive: float | str | None = None
     logprobs: Annotated[Raw, neutral("false")] = Raw()
     top_logprobs: Annotated[Raw, neutral("0")] = Raw()
 
@@ -76,7 +74,8 @@ MEANINGS = {
     "options": "see below",
     "format": '`"json"`, or a JSON schema that the answer follows',
     "think": "given to the template: true and false as `enable_thinking`, low, medium and high as `reasoning_effort`, too",
-    "keep_alive": "read and not used: models leave the memory when others need it",
+    "keep_alive": "how long the model may stay in memory afterwards, until a request says otherwise: seconds, `10m`, `1h30m`; "
+    "0: it leaves as soon as it is idle; below 0: it stays until others need the room",
 }
 OPTION_MEANINGS = {
     "num_predict": "the most tokens of the answer; 0, -1 and -2: what the context leaves",
@@ -131,13 +130,24 @@ def shared_fields(fields: OllamaBody) -> dict[str, Any]:
 
 def head_of_load(fields: OllamaBody) -> tuple[Head, bytes]:
     """Returns the two parts of a body that holds nothing to answer: Ollama's clients load a model so, or, with a keep_alive of 0,
-    unload it. Raises BadRequest for the latter."""
-    if _ZERO.fullmatch(str(fields.keep_alive)):
-        message = "keep_alive: no model is unloaded over this API; models leave the memory when others need it"
-        raise BadRequest("unsupported_parameter", message, param="keep_alive")
-    head, messages = chat.head_of_chat(chat.ChatBody(messages=[], **shared_fields(fields)))
-    head.prompt_kind = LOAD
+    unload it. Raises BadRequest naming the field."""
+    head, messages = with_keep_alive(chat.head_of_chat(chat.ChatBody(messages=[], **shared_fields(fields))), fields.keep_alive)
+    head.prompt_kind = UNLOAD if head.keep_alive_s == 0 else LOAD
     return head, messages
+
+
+def with_keep_alive(parts: tuple[Head, bytes], keep_alive: float | str | None) -> tuple[Head, bytes]:
+    """Returns the two parts of a body with the field in its head. Raises BadRequest naming the field."""
+    parts[0].keep_alive_s = keep_alive_s(keep_alive)
+    return parts
+
+
+def keep_alive_s(value: float | str | None) -> float | None:
+    """Returns the seconds that the field means, inf for ever, None if it was left out. Raises BadRequest naming the field."""
+    try:
+        return None if value is None else parse_duration_s(value)
+    except ValueError as error:
+        raise invalid("keep_alive", f"keep_alive {error}") from None
 
 
 def template_fields(think: bool | str | None) -> dict[str, Any]:

@@ -11,7 +11,14 @@ from daemon.api.bodies import chat
 from daemon.api.bodies.common import Head
 from daemon.api.bodies.decode import check_text, decode, invalid
 from daemon.api.bodies.messages import Called, CalledFunction, Message
-from daemon.api.bodies.ollama import OllamaBody, head_of_load, refuse_unserved, shared_fields, template_fields
+from daemon.api.bodies.ollama import (
+    OllamaBody,
+    head_of_load,
+    refuse_unserved,
+    shared_fields,
+    template_fields,
+    with_keep_alive,
+)
 from daemon.api.bodies.unsupported import neutral, refuse_unsupported
 
 MAX_MESSAGES = 100_000
@@ -67,7 +74,7 @@ def parse(body: bytes) -> tuple[Head, bytes]:
         **shared_fields(fields),
         **template_fields(fields.think),
     )
-    return chat.head_of_chat(as_chat)
+    return with_keep_alive(chat.head_of_chat(as_chat), fields.keep_alive)
 
 
 def _messages(turns: list[Turn]) -> list[Message]:

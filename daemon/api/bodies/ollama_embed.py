@@ -9,6 +9,7 @@ from msgspec import Meta, Raw, Struct
 
 from daemon.api.bodies.decode import decode, invalid
 from daemon.api.bodies.embeddings import EmbeddingsHead
+from daemon.api.bodies.ollama import keep_alive_s
 from daemon.api.bodies.prompts import MAX_INPUTS, prompts
 
 
@@ -18,7 +19,7 @@ class OllamaEmbedBody(Struct):
     truncate: bool | None = None
     dimensions: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     options: Any = None
-    keep_alive: Any = None
+    keep_alive: float | str | None = None
 
 
 MEANINGS = {
@@ -27,7 +28,8 @@ MEANINGS = {
     "truncate": "read; a text that is too long is refused either way, never cut",
     "dimensions": "the model's own, or a size its checkpoint was trained to be cut to",
     "options": "read and not used",
-    "keep_alive": "read and not used: models leave the memory when others need it",
+    "keep_alive": "how long the model may stay in memory afterwards, until a request says otherwise: seconds, `10m`, `1h30m`; "
+    "0: it leaves as soon as it is idle; below 0: it stays until others need the room",
 }
 _decoder = msgspec.json.Decoder(OllamaEmbedBody)
 
@@ -38,4 +40,4 @@ def parse(body: bytes) -> tuple[EmbeddingsHead, bytes]:
     kind, packed, _ = prompts(bytes(fields.input), "input", MAX_INPUTS)
     if kind != "text":
         raise invalid("input", "input must be a string or a list of strings")
-    return EmbeddingsHead(fields.model, kind, False, fields.dimensions, 0), packed
+    return EmbeddingsHead(fields.model, kind, False, fields.dimensions, 0, keep_alive_s=keep_alive_s(fields.keep_alive)), packed

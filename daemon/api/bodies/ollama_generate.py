@@ -11,7 +11,14 @@ from daemon.api.bodies import chat, completions
 from daemon.api.bodies.common import Head
 from daemon.api.bodies.decode import check_text, decode, invalid
 from daemon.api.bodies.messages import Message
-from daemon.api.bodies.ollama import OllamaBody, head_of_load, refuse_unserved, shared_fields, template_fields
+from daemon.api.bodies.ollama import (
+    OllamaBody,
+    head_of_load,
+    refuse_unserved,
+    shared_fields,
+    template_fields,
+    with_keep_alive,
+)
 from daemon.api.bodies.unsupported import neutral
 
 
@@ -29,7 +36,8 @@ class OllamaGenerateBody(OllamaBody, kw_only=True):
 
 
 MEANINGS = {
-    "prompt": "put through the model's chat template as the user's message; none: the model is loaded",
+    "prompt": "put through the model's chat template as the user's message; none: the model is loaded, or, with a keep_alive of 0, "
+    "unloaded",
     "system": "the message before it, of the role system",
     "suffix": "what follows the gap that the model fills behind the prompt; of models with tokens for filling in the middle",
     "raw": "true: the prompt is continued as it stands, without a template",
@@ -47,10 +55,11 @@ def parse(body: bytes) -> tuple[Head, bytes]:
     if not prompt and not fields.suffix:
         return head_of_load(fields)
     if fields.raw or fields.suffix:
-        return _completion(fields, prompt)
+        return with_keep_alive(_completion(fields, prompt), fields.keep_alive)
     messages = [Message("system", system)] if system else []
     messages.append(Message("user", prompt))
-    return chat.head_of_chat(chat.ChatBody(messages=messages, **shared_fields(fields), **template_fields(fields.think)))
+    as_chat = chat.ChatBody(messages=messages, **shared_fields(fields), **template_fields(fields.think))
+    return with_keep_alive(chat.head_of_chat(as_chat), fields.keep_alive)
 
 
 def _completion(fields: OllamaGenerateBody, prompt: str) -> tuple[Head, bytes]:

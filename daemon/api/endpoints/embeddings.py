@@ -83,6 +83,7 @@ async def embedded(call: Call, head: embeddings.EmbeddingsHead, packed: bytes, m
                     task="embed",
                     public_id=f"embd-{call.request_id}",
                     priority=head.priority,
+                    keep_alive_s=head.keep_alive_s,
                     first=generations[0] if generations else None,
                 )
                 generations.append(generation)

@@ -196,36 +196,45 @@ _GENERATE_FIELDS = FieldTable("`/api/generate` only", ollama_generate.OllamaGene
 _GENERATE_BODY = body_of(ollama_generate.parse, common.Head, (_SHARED_FIELDS, _OPTION_FIELDS, _GENERATE_FIELDS))
 
 
-async def _loaded(call: Call, shape: _Shape, head: common.Head, model: ModelEntry, started_s: float) -> web.Response:
-    """Answers when the model is in memory. A sequence of one token, which nobody sees, has it loaded as any request would."""
+async def _moved(call: Call, shape: _Shape, head: common.Head, model: ModelEntry, started_s: float) -> web.Response:
+    """Answers a request for nothing but the model's load, when it is in memory, or for its eviction, at once: it leaves when it is
+    idle. A sequence of one token, which nobody sees, has it loaded as any request would."""
     if model.embedding_size:
         raise BadRequest("wrong_task", f"{model.name} is an encoder: it makes embeddings and generates no text", param="model")
     waiting, public_id = Waiting(1), _ID_PREFIX + call.request_id
-    generation = Generation(model, [model.bos_token_id or 0], SamplingParams(max_tokens=1), waiting, public_id=public_id)
+    params = SamplingParams(max_tokens=1)
+    generation = Generation(model, [model.bos_token_id or 0], params, waiting, public_id=public_id, keep_alive_s=head.keep_alive_s)
+    if head.prompt_kind == ollama.UNLOAD:
+        call.context.requests.keep_alive(model, 0.0)
+        return _said(generation, shape, head, {"done": True, "done_reason": "unload"})
     call.context.requests.submit(generation)
     try:
         await waiting.done
     except BaseException:  # it could not be loaded, or the client is gone
         call.context.requests.cancel(generation)
         raise
-    lines = _Lines(shape, started_s, AnswerHead(public_id, int(time.time()), model.name, [generation]))
-    told = {"done": True, "done_reason": "load", **durations(started_s, generation)}
+    return _said(generation, shape, head, {"done": True, "done_reason": "load", **durations(started_s, generation)})
+
+
+def _said(generation: Generation, shape: _Shape, head: common.Head, told: Mapping[str, object]) -> web.Response:
+    """Returns an answer without text. told: its other fields."""
+    lines = _Lines(shape, 0.0, AnswerHead(generation.public_id, int(time.time()), generation.model.name, [generation]))
     return web.Response(body=lines.told(b'""', told) + b"\n", content_type=_NDJSON if head.stream else "application/json")
 
 
 async def _chat(call: Call) -> web.StreamResponse:
     started_s = time.monotonic()
     head, messages, model = await read_parts(call, _CHAT_BODY)
-    if head.prompt_kind == ollama.LOAD:
-        return await _loaded(call, _MESSAGE, head, model, started_s)
+    if head.prompt_kind in (ollama.LOAD, ollama.UNLOAD):
+        return await _moved(call, _MESSAGE, head, model, started_s)
     return await answer(call, head, messages, model, _format(_MESSAGE, "messages", started_s), _ID_PREFIX + call.request_id)
 
 
 async def _generate(call: Call) -> web.StreamResponse:
     started_s = time.monotonic()
     head, prompt, model = await read_parts(call, _GENERATE_BODY)
-    if head.prompt_kind == ollama.LOAD:
-        return await _loaded(call, _RESPONSE, head, model, started_s)
+    if head.prompt_kind in (ollama.LOAD, ollama.UNLOAD):
+        return await _moved(call, _RESPONSE, head, model, started_s)
     # without a chat template there is no telling where reasoning begins
     form = _format(_RESPONSE, "prompt", started_s, takes_replies_apart=head.prompt_kind == "messages")
     return await answer(call, head, prompt, model, form, _ID_PREFIX + call.request_id)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from math import inf
 
 from aiohttp import web
 
@@ -19,7 +20,7 @@ from daemon.text.tool_parsers.registry import NONE
 # The version of Ollama whose fields are served: levels of `think` came with it. Its clients compare it with what they need, so
 # hearthd's own version, which /version tells, would say something else to them.
 API_VERSION = "0.11.0"
-NEVER = "2300-01-01T00:00:00Z"  # no time is set: models leave the memory when others need it
+NEVER = "2300-01-01T00:00:00Z"  # for a model without a keep_alive, which leaves the memory when others need it
 _TASK = re.compile(r"(For[A-Z]\w*|Model)$")  # the end of an architecture's name
 _DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _BODY = body_of(
@@ -73,8 +74,13 @@ async def _ps(call: Call) -> web.Response:
     for entry in _shown(call):
         if (resident := residents.get(entry.name)) is not None:
             memory = {"size": resident.size_bytes, "size_vram": resident.gpu_bytes}
-            shown.append(_named(entry) | memory | {"expires_at": NEVER, "context_length": entry.max_model_len})
+            shown.append(_named(entry) | memory | {"expires_at": _expires(resident.leaves), "context_length": entry.max_model_len})
     return json_response({"models": shown})
+
+
+def _expires(leaves: float) -> str:
+    """Returns a time as Ollama writes it. leaves: Unix seconds, or inf."""
+    return NEVER if leaves == inf else rfc3339(int(leaves))
 
 
 async def _show(call: Call) -> web.Response:

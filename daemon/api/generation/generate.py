@@ -92,6 +92,7 @@ async def _generations(
                 sink=_no_sink,
                 public_id=public_id,
                 priority=head.priority,
+                keep_alive_s=head.keep_alive_s,
                 cache_salt=head.cache_salt,
                 arrived_s=arrived_s,
                 is_copy=number > 0,

@@ -135,6 +135,7 @@ class FakeRequests:
         self.refusal: HearthError | None = None
         self.submitted: list[Generation] = []
         self.cancelled: list[Generation] = []
+        self.kept: list[tuple[str, float]] = []  # model, keep_alive
         self.cancel_event = asyncio.Event()
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
@@ -158,6 +159,9 @@ class FakeRequests:
         task = self._tasks.pop(generation.request_id, None)
         if task is not None and task is not asyncio.current_task():
             task.cancel()
+
+    def keep_alive(self, model: ModelEntry, seconds: float) -> None:
+        self.kept.append((model.name, seconds))
 
     async def _play(self, generation: Generation) -> None:
         if generation.params.prompt_logprobs >= 0 and generation.logprobs is not None:

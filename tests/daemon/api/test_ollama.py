@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import math
 import re
 import time
 from collections.abc import AsyncIterator
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import aiohttp
@@ -205,6 +206,7 @@ async def test_nothing_to_answer_loads_the_model(stream: bool) -> None:
         assert (last.done, last.done_reason, last.response) == (True, "load", "")
         for generation in node.requests.submitted:
             assert (generation.prompt, generation.params.max_tokens) == ([65], 1)
+        assert [generation.keep_alive_s for generation in node.requests.submitted] == [600, None]
         with pytest.raises(ollama.ResponseError, match="it makes embeddings"):
             await opened.generate("org/enc")
         node.requests.script = lambda _: [NotNow("would_not_fit", "no room")]
@@ -229,6 +231,21 @@ async def test_options_reach_the_engine() -> None:
             assert (params.min_p, params.seed, params.repetition_penalty) == (0.05, 42, 1.1)
             assert (params.presence_penalty, params.frequency_penalty) == (0.25, 0.75)
         assert node.requests.submitted[2].params.seed != -1
+        assert [generation.keep_alive_s for generation in node.requests.submitted] == [300, math.inf, None]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_keep_alive_of_0_without_a_prompt_unloads(stream: bool) -> None:
+    async with serve() as node, client(node) as opened:
+        last = await _last(opened, stream, messages=[], keep_alive=0)
+        assert (last.done, last.done_reason, last.message.content) == (True, "unload", "")
+        told: Any = await opened.generate("tiny", keep_alive="0s", stream=stream)
+        last = [line async for line in told][-1] if stream else told
+        assert (last.done, last.done_reason, last.response) == (True, "unload", "")
+        assert node.requests.kept == [("org/tiny", 0), ("org/tiny", 0)]
+        assert not node.requests.submitted, "nothing is loaded for it"
+        await opened.generate("tiny", "hi", keep_alive=0)
+        assert node.requests.submitted[0].keep_alive_s == 0
 
 
 async def test_the_format_is_a_grammar() -> None:
@@ -345,7 +362,10 @@ async def test_ps_shows_what_is_in_memory() -> None:
         (model,) = (await opened.ps()).models
         assert (model.model, model.size, model.size_vram, model.context_length) == ("org/tiny", 300, 200, 4096)
         assert model.expires_at is not None
-        assert model.expires_at > datetime.now(UTC)
+        assert model.expires_at > datetime.now(UTC) + timedelta(days=36500)
+        node.health.loaded = {"org/tiny": Resident(300, 200, 2_000_000_000.5)}
+        (model,) = (await opened.ps()).models
+        assert model.expires_at == datetime.fromtimestamp(2_000_000_000, UTC)
 
 
 async def test_a_tenant_sees_the_models_it_may_use() -> None:

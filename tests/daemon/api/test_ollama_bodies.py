@@ -112,8 +112,9 @@ SHARED = [
     [
         *SHARED,
         ({"messages": None}, "messages"),
-        ({"messages": [], "keep_alive": 0}, "keep_alive"),
-        ({"messages": [], "keep_alive": "0s"}, "keep_alive"),
+        ({"keep_alive": "soon"}, "keep_alive"),
+        ({"messages": [], "keep_alive": ""}, "keep_alive"),
+        ({"keep_alive": [5]}, "keep_alive"),
         ({"messages": [{"role": "judge", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": "a\0"}]}, "messages[0].content"),
@@ -139,7 +140,7 @@ def test_bad_fields_of_a_chat_are_named(fields: dict[str, Any], param: str) -> N
     ("fields", "param"),
     [
         *SHARED,
-        ({"prompt": None, "keep_alive": 0}, "keep_alive"),
+        ({"prompt": None, "keep_alive": "10 parsecs"}, "keep_alive"),
         ({"prompt": "\0"}, "prompt"),
         ({"system": "\0"}, "system"),
         ({"suffix": "\0"}, "suffix"),
@@ -167,6 +168,7 @@ def test_bad_fields_of_a_prompt_are_named(fields: dict[str, Any], param: str) ->
         (ollama_embed.parse, {}, "input"),
         (ollama_embed.parse, {"input": "a", "dimensions": 0}, "dimensions"),
         (ollama_embed.parse, {"input": "a", "truncate": "end"}, "truncate"),
+        (ollama_embed.parse, {"input": "a", "keep_alive": True}, "keep_alive"),
         (ollama_show.parse, {"model": 5}, "model"),
     ],
 )

@@ -107,6 +107,7 @@ def test_shipped_scenarios(path: Path) -> None:
         ("[costs]\nevict_s = 'x'", ":2: costs.evict_s: 'x' must be a number"),
         ("[models.a]\nmax_model_len = 1", ':1: models."a": needs weights_bytes'),
         ("[models.a]\nweights_bytes = '1 lb'", ":2: models.\"a\".weights_bytes: '1 lb' must be a number of bytes"),
+        ("[models.a]\nweights_bytes = 1\nkeep_alive = 'x'", ":3: models.\"a\".keep_alive: 'x' must be a number of seconds"),
         ("[models]\na = 1", ':2: models."a": must be a table'),
         ("[devices]\ntpu = '1GiB'", ':2: devices."tpu": is no device'),
         ("[devices]\ncpu = 0", ':2: devices."cpu": 0 must be more than 0 bytes'),

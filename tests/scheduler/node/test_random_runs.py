@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 
@@ -25,6 +26,7 @@ WEIGHTS = {
     "load fails": 2,
     "kv": 8,
     "folder": 1,
+    "keep alive": 3,
 }
 NUM_RUNS, NUM_STEPS = 80, 250
 FOLDERS = [("no config", ""), ("", "another kind"), *[("", "")] * 8]  # why they are incomplete or unusable
@@ -58,6 +60,12 @@ def step(node: FakeNode, rng: random.Random, seen: Counter[str]) -> None:
             verb = rng.choice(["load", "unload", "unload", "pin", "unpin", "unpin", "enable", "enable", "disable"])
             to = {"to": rng.choice(["cold", "warm"])} if verb == "unload" else {}
             node.command(verb, name, **to)
+        case "keep alive":
+            seconds = rng.choice([0.0, 2.0, 8.0, math.inf])
+            if rng.random() < 0.5:
+                node.arrive(name, keep_alive_s=seconds)
+            else:
+                node.post(events.KeepAliveSet, model=name, keep_alive_s=seconds)
         case "engine up":
             for device in node.budgets.keys() - node.up:
                 node.engine_up(device)
@@ -95,6 +103,7 @@ def test_what_is_accepted_ends_whatever_happens() -> None:
             )
         node.settle()
         seen.update(type(action).__name__ for action in node.log)
+        seen.update(f"left: {action.reason}" for action in node.log if isinstance(action, actions.Evict))
         seen.update(node.ends.values())
         seen.update(f"{old} -> {new}" for _, old, new in node.states)
     # The runs are worth nothing if they don't go where it is difficult.
@@ -104,6 +113,6 @@ def test_what_is_accepted_ends_whatever_happens() -> None:
         *("cold -> loading", "loading -> ready", "ready -> draining", "draining -> ready", "draining -> cold", "ready -> cold"),
         *("draining -> warm", "warm -> loading", "warm -> cold", "draining -> paused", "paused -> loading"),
         *("draining -> disabled", "loading -> failed", "failed -> cold", "waits for busy victims"),
-        "computed behind a load",
+        *("computed behind a load", "left: idle", "left: room"),
     }
     assert {what for what in expected if seen[what] < 5} == set()

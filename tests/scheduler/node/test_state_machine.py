@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from hypothesis import HealthCheck, settings
@@ -13,12 +14,12 @@ from scheduler.node.events import ModelFacts
 from tests.scheduler.node.fake_node import MIB, FakeNode, facts
 
 NAMES = ["a", "b", "c", "d", "e", "huge"]
-# Together far more than both devices; "c" may live on one only, "e" brings a large work space.
+# Together far more than both devices; "c" may live on one only, "e" brings a large work space, "d" leaves when it is idle.
 MODELS = {
     "a": facts("a", 40),
     "b": facts("b", 50, max_sequences=1, max_queued=3),
     "c": facts("c", 60, devices=("cpu:1",), priority=5.0),
-    "d": facts("d", 10, max_sequences=2),
+    "d": facts("d", 10, max_sequences=2, keep_alive_s=5.0),
     "e": facts("e", 30, work_space_bytes=30 * MIB),
     "huge": facts("huge", 200),
 }
@@ -44,7 +45,7 @@ class Node(RuleBasedStateMachine):
         self.node = FakeNode(devices, max_wait_s=40.0, host_tier_slots=host_slots)
         self.node.register(*MODELS.values())
         if pinned:
-            self.node.register(facts("d", 10, pinned=True, max_sequences=2))
+            self.node.register(facts("d", 10, pinned=True, max_sequences=2, keep_alive_s=5.0))
 
     # ---- clients
 
@@ -56,6 +57,13 @@ class Node(RuleBasedStateMachine):
     @rule(model=st.sampled_from(NAMES), num=st.integers(2, 12), tenant=st.sampled_from(["", "t"]))
     def arrive_whole(self, model: str, num: int, tenant: str) -> None:
         self.node.arrive_whole(model, num, tenant)
+
+    @rule(model=st.sampled_from(NAMES), seconds=st.sampled_from([0.0, 1.0, 10.0, math.inf]), answers=st.booleans())
+    def keep_alive(self, model: str, seconds: float, answers: bool) -> None:
+        if answers:
+            self.node.arrive(model, keep_alive_s=seconds)
+        else:
+            self.node.post(events.KeepAliveSet, model=model, keep_alive_s=seconds)
 
     @precondition(lambda self: self.node.open)
     @rule(data=st.data())

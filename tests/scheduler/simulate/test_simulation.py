@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from math import inf
 
 import pytest
 
@@ -44,6 +46,15 @@ def test_a_load_a_hit_and_a_swap(policy: str) -> None:
     assert second.wait_s == pytest.approx(0.11)
     assert third.wait_s == pytest.approx(1.11)
     assert (run.swaps.num_disk_loads, run.swaps.num_evictions, run.swaps.disk_bytes) == (2, 1, 200 * MIB)
+
+
+def test_an_idle_model_leaves_after_its_keep_alive() -> None:
+    simulated = node(room_for=3)
+    models = {name: replace(facts, keep_alive_s=20.0 if name == "a" else inf) for name, facts in simulated.models.items()}
+    made = trace((0, "a"), (0, "b"), (15, "a"), (50, "a"), (60, "b"))
+    run = run_policy(HEARTHD, replace(simulated, models=models), made, SETTINGS)
+    assert [one.missed for one in run.outcomes] == [True, True, False, True, False]
+    assert (run.swaps.num_disk_loads, run.swaps.num_evictions) == (3, 1)
 
 
 def test_all_resident_waits_for_the_device_only() -> None:
