@@ -38,4 +38,4 @@ def parse(body: bytes) -> tuple[EmbeddingsHead, bytes]:
     kind, packed, _ = prompts(bytes(fields.input), "input", MAX_INPUTS)
     if kind != "text":
         raise invalid("input", "input must be a string or a list of strings")
-    return EmbeddingsHead(fields.model, kind, False, fields.dimensions, 0), packed
+    return EmbeddingsHead(fields.model, kind, False, fields.dimensions, None), packed

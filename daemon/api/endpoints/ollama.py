@@ -201,7 +201,9 @@ async def _loaded(call: Call, shape: _Shape, head: common.Head, model: ModelEntr
     if model.embedding_size:
         raise BadRequest("wrong_task", f"{model.name} is an encoder: it makes embeddings and generates no text", param="model")
     waiting, public_id = Waiting(1), _ID_PREFIX + call.request_id
-    generation = Generation(model, [model.bos_token_id or 0], SamplingParams(max_tokens=1), waiting, public_id=public_id)
+    params, priority = SamplingParams(max_tokens=1), call.context.sender.priority(None)
+    generation = Generation(model, [model.bos_token_id or 0], params, waiting, public_id=public_id, priority=priority)
+    call.context.sender.charge(len(generation.prompt), "prompt")
     call.context.requests.submit(generation)
     try:
         await waiting.done
