@@ -148,7 +148,10 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = []
     dtype: Annotated[str, key("auto (the checkpoint's), float32, bfloat16 or float16")] = "auto"
-    state_dir: Annotated[str, key("where pins and switched-off models are kept; default: $XDG_STATE_HOME/hearthd")] = ""
+    state_dir: Annotated[
+        str,
+        key("where pins, switched-off models and the tokens that tenants used today are kept; default: $XDG_STATE_HOME/hearthd"),
+    ] = ""
     cache_dir: Annotated[str, key("compiled kernels; default: $XDG_CACHE_HOME/hearthd")] = ""
     log_level: Annotated[str, key("debug, info, warning or error", reload=LIVE)] = "info"
     log_format: Annotated[str, key("text, json, journal (text with a priority), or auto: journal where stderr is the journal")] = (

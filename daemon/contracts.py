@@ -94,6 +94,21 @@ class RequestPort(Protocol):
         ...
 
 
+class SenderPort(Protocol):
+    """The tenant that sends a request, as the endpoints see it."""
+
+    def charge(self, num_prompt_tokens: int, field: str) -> None:
+        """Takes the request and its prompts from the tenant's limits; called before the first sequence is submitted, once.
+        num_prompt_tokens: of all its prompts together. field: the body's that holds them. Raises HearthError: 429, or 400 if the
+        request can never fit."""
+        ...
+
+    def priority(self, asked: int | None) -> int:
+        """Returns the priority of the request's sequences. asked: the request's own; None: it names none. Raises HearthError
+        (400) if the tenant may not have that."""
+        ...
+
+
 class ModelPort(Protocol):
     """The registry as the API sees it."""
 

@@ -37,8 +37,11 @@ class HearthError(Exception):
         status: int | None = None,
         retry_after_s: float | None = None,
         details: dict[str, object] | None = None,
+        kind: str = "",
     ) -> None:
+        """kind: OpenAI's error type where it is another than the class's."""
         super().__init__(message)
+        self.type = kind or type(self).type
         self.code, self.message, self.param = code, message, param
         self.status = status or type(self).status
         self.retry_after_s = retry_after_s

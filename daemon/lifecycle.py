@@ -27,6 +27,7 @@ from config.units import format_bytes, machine_memory_bytes
 from daemon.access import keys
 from daemon.access.admission import Access
 from daemon.access.cors import Cors
+from daemon.access.expiry import LOOK_EVERY_S, ExpiryLog
 from daemon.api.app import http_log, make_app, make_runner
 from daemon.contracts import Guarded
 from daemon.engines.carve_outs import isolated_models
@@ -92,6 +93,7 @@ class Lifecycle:
         self._folder_watch: FolderWatch | None = None
         self._own_sockets: list[str] = []  # paths to remove at the end; systemd removes those that it made
         self._read = signature(self._files())  # of the files at the last reading
+        self._expiries = ExpiryLog()
         self._by_itself: tuple[float, list[str]] = (-JUST_NOW_S, [])  # when a changed file was last applied by itself, and what
 
     async def run(self) -> int:
@@ -132,6 +134,9 @@ class Lifecycle:
         )
         control = _control_runner(make_control_app(node))
         status = _control_runner(make_control_app(node, read_only=True))
+        self._expiries.tell(self._keys, time.time())
+        node.tasks.start("looking for keys that expire", self._look_for_expiries)
+        node.tasks.start("saving what tenants used", node.usage_file.run)
         node.tasks.start("the watchdog's task", lambda: self._notify.watchdog(node.problem))
         try:
             rescans = Rescans(node.rescan, scanner)
@@ -208,6 +213,7 @@ class Lifecycle:
             feed,
             node.metric.count_answer,
             node.stored,
+            node.quotas,
         )
         return make_runner(app, FLUSH_LIMIT_S)
 
@@ -307,11 +313,17 @@ class Lifecycle:
         log.info("reloaded; applied: %s", ", ".join(plan.applied) or "nothing changed")
         if known is not None:
             known.warn_if_empty(plan.effective.keys_file)
+        self._expiries.tell(known, time.time())
         if plan.needs_restart:
             log.warning("these keys need a restart: %s", ", ".join(plan.needs_restart))
         node.ring.add("reload", applied=plan.applied, needs_restart=plan.needs_restart)
         unknown = node.registry.unknown_models()
         return {"ok": True, "applied": plan.applied, "needs_restart": plan.needs_restart, "unknown_models": unknown}
+
+    async def _look_for_expiries(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            self._expiries.tell(self._keys, time.time())
 
     # ---- stop
 
@@ -345,6 +357,7 @@ class Lifecycle:
         steps = [(name, server.cleanup()) for name, server in servers.items()]
         steps[1:1] = [("engines", self._stop_engines(node))]
         steps += [("text", node.text.close()), ("scanning", node.scanner.close()), ("state", node.state_keeper.close())]
+        steps += [("what tenants used", node.usage_file.save())]
         for name, step in steps:
             try:
                 async with asyncio.timeout(2 * FLUSH_LIMIT_S + 4):

@@ -25,7 +25,8 @@ from aiohttp import web
 
 from config.units import parse_listen
 from daemon.access.cors import Cors
-from daemon.access.keys import ANYONE, Keys, Tenant
+from daemon.access.keys import Keys
+from daemon.access.tenant import NO_KEY, Key, utc_text
 from daemon.contracts import Guarded
 from daemon.errors import NoKey, NotAllowed
 
@@ -54,29 +55,34 @@ class Access:
         listen: str = "",
         count: Callable[[str], None] = lambda reason: None,
         cors: Cors | None = None,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         """listen: the configured HOST:PORT; its host counts as a name of this server. count: called with the reason of each
-        refusal. cors: the rules for other sites' pages; None if none may use the API."""
+        refusal. cors: the rules for other sites' pages; None if none may use the API. clock: Unix time, by which keys expire."""
         self.keys, self.cors = keys, cors
         self._settings: AccessSettings = settings or NoHosts()
         self._names = {socket.gethostname().lower()}
         if listen:
             self._names.add(parse_listen(listen)[0].lower())
-        self._count = count
+        self._count, self._clock = count, clock
         self._untold: defaultdict[str, int] = defaultdict(int)
         self._told_s: dict[str, float] = {}
 
-    def admit(self, request: web.Request, endpoint: Guarded | None, per_model: bool = False) -> Tenant | None:
-        """Returns the tenant that sends the request, or None for a request without a valid key to an endpoint that is open to all.
-        endpoint: None for an unknown path. per_model: the path names a model. Raises NoKey or NotAllowed."""
+    def admit(self, request: web.Request, endpoint: Guarded | None, per_model: bool = False) -> Key | None:
+        """Returns the key of the request's sender (NO_KEY where none is needed), or None for a request without a valid key to an
+        endpoint that is open to all. endpoint: None for an unknown path. per_model: the path names a model. Raises NoKey or
+        NotAllowed."""
         if self.keys is None:
             self._refuse_other_sites(request, endpoint)
-            return ANYONE
+            return NO_KEY
         found = self._keys_in(request)
-        tenant = self.keys.find(found[0]) if len(found) == 1 else None
-        if tenant is None:
+        key = self.keys.find(found[0]) if len(found) == 1 else None
+        if key is None or key.has_expired(self._clock()):
             if endpoint is not None and endpoint.open and not per_model:
                 return None
+            if key is not None and key.expires_unix_s is not None:
+                self._refused("expired key", request)
+                raise NoKey("key_expired", f"The API key expired at {utc_text(key.expires_unix_s)}.")
             self._refused("wrong key" if found else "no key", request)
             message = "An API key is needed: send it as `Authorization: Bearer KEY`."
             if found:
@@ -84,10 +90,10 @@ class Access:
             if len(found) > 1:
                 message = "The request has different API keys in Authorization, x-api-key and api-key. Send one."
             raise NoKey("invalid_api_key", message)
-        if endpoint is not None and endpoint.watching and not self.keys.may_watch(tenant):
+        if endpoint is not None and endpoint.watching and not self.keys.may_watch(key.tenant):
             self._refused("no admin", request)
             raise NotAllowed("not_admin", "This tells of all tenants; only keys of a tenant with `admin = true` open it.")
-        return tenant
+        return key
 
     def _keys_in(self, request: web.Request) -> list[str]:
         """Returns the different keys in the request's headers, the Authorization header's first. Raises NotAllowed for a Basic

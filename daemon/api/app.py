@@ -10,8 +10,10 @@ from aiohttp import web
 from aiohttp.http import HttpProcessingError
 
 from config.units import parse_bytes
+from daemon.access import limit_headers
 from daemon.access.admission import Access
-from daemon.access.keys import Tenant
+from daemon.access.quotas import Quotas
+from daemon.access.tenant import Key
 from daemon.api import router
 from daemon.api.context import ApiContext
 from daemon.api.endpoint import Call, Endpoint
@@ -45,11 +47,13 @@ def make_app(
     feed: PageFeed | None = None,
     answered: Callable[[str, int], None] = lambda endpoint, status: None,
     stored: ResponseStore | None = None,
+    quotas: Quotas | None = None,
 ) -> web.Application:
     """Returns the application. It must be served through `make_runner`, without whose settings a client's disconnect goes
     unnoticed. access: by default no keys, and this machine's names only. serves: whether an endpoint is served here. feed:
     what the status page shows; None: there is no page. answered: called for each answer with the endpoint's name ("" for an
-    unknown path) and the status. stored: the responses that later ones may follow; by default none are."""
+    unknown path) and the status. stored: the responses that later ones may follow; by default none are. quotas: what tenants have
+    used of their limits; listeners share it."""
     context = ApiContext(
         requests=requests,
         models=models,
@@ -63,6 +67,7 @@ def make_app(
         page=feed,
         answered=answered,
         stored=stored or ResponseStore(0),
+        quotas=quotas or Quotas(),
     )
 
     async def handle(request: web.Request) -> web.StreamResponse:
@@ -122,11 +127,13 @@ async def _answer_errors(request: web.Request, context: ApiContext) -> web.Strea
         if preflight is not None:
             response: web.StreamResponse = preflight
         else:
-            tenant = context.access.admit(request, endpoint, per_model=target is not None and target.scope is not None)
-            if tenant is not None:
-                scope = RequestScope(tenant, context.models, context.requests)
-                context = context.scoped(scope, scope, more_headers)
-            response = await _handle(request, context, target, name, tenant)
+            key = context.access.admit(request, endpoint, per_model=target is not None and target.scope is not None)
+            if key is not None:
+                more_headers = own_headers = dict(more_headers)
+                render = endpoint.limit_headers if endpoint is not None else limit_headers.openai
+                scope = RequestScope(key, context.models, context.requests, context.quotas, own_headers, render)
+                context = context.scoped(scope, scope, scope, own_headers)
+            response = await _handle(request, context, target, name, key)
         status = response.status
     except HearthError as error:
         response = _error(error, endpoint)
@@ -150,6 +157,8 @@ async def _answer_errors(request: web.Request, context: ApiContext) -> web.Strea
         status = response.status
     finally:
         context.answered(endpoint.name if endpoint is not None else "", status)
+        if scope is not None:
+            scope.settle()
         if scope is not None and endpoint is not None and endpoint.body is not None and request.method == "POST":
             scope.ended(name, endpoint.name, status)
     if not response.prepared:
@@ -167,9 +176,9 @@ def _error(error: HearthError, endpoint: Endpoint | None) -> web.Response:
 
 
 async def _handle(
-    request: web.Request, context: ApiContext, target: router.Target | None, request_id: str, tenant: Tenant | None
+    request: web.Request, context: ApiContext, target: router.Target | None, request_id: str, key: Key | None
 ) -> web.StreamResponse:
-    """Calls the endpoint. tenant: None for a stranger, see Call."""
+    """Calls the endpoint. key: None for a stranger, see Call."""
     if target is None or not context.serves(target.endpoint):
         raw_path = request.rel_url.raw_path[:256]
         near = router.nearest(raw_path)
@@ -181,5 +190,5 @@ async def _handle(
         response = _error(error, endpoint)
         response.headers["Allow"] = ", ".join(endpoint.methods)
         return response
-    sender = "" if tenant is None else tenant.name
-    return await endpoint.handle(Call(request, context, endpoint, target.scope, target.path_id, request_id, tenant is None, sender))
+    sender = "" if key is None else key.tenant.name
+    return await endpoint.handle(Call(request, context, endpoint, target.scope, target.path_id, request_id, key is None, sender))

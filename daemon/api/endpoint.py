@@ -13,6 +13,8 @@ import msgspec
 from aiohttp import web
 from msgspec import Struct
 
+from daemon.access import limit_headers
+from daemon.access.quotas import Standing
 from daemon.api.context import ApiContext
 from daemon.errors import HearthError
 
@@ -71,7 +73,8 @@ class Endpoint:
     line of the reference.
     per_model: also served below /m/MODEL, for that model alone.
 
-    error_body: returns an error as the endpoint's clients expect it.
+    error_body: returns an error as the endpoint's clients expect it. limit_headers: returns the headers that tell them what is
+    left of their tenant's limits, from that and the Unix time.
 
     open: served without a key where keys are set; handle() then has to keep the node's inside from strangers (Call.stranger).
     watching: reports on all tenants, so an admin's key is needed as soon as there is one.
@@ -84,6 +87,7 @@ class Endpoint:
     methods: tuple[str, ...] = READ_METHODS
     body: Body[Any] | None = None
     error_body: Callable[[HearthError], Mapping[str, Any]] = HearthError.body
+    limit_headers: Callable[[Standing, float], Mapping[str, str]] = limit_headers.openai
     per_model: bool = True
     open: bool = False
     watching: bool = False

@@ -27,6 +27,11 @@ CODES: dict[str, tuple[int, str, str]] = {
         "the response that previous_response_id names, or one that it follows, is not kept (any more)",
         "send the conversation as `input`; or raise stored_responses_bytes",
     ),
+    "request_over_limit": (
+        400,
+        "the prompt alone has more tokens than the key's tenant may use in a minute, or a day; the message has the arithmetic",
+        "send less; or raise tokens_per_minute or tokens_per_day in the keys file",
+    ),
     "wrong_task": (400, "embeddings of a model that generates text, or the other way round", "name another model"),
     "no_chat_template": (400, "the checkpoint has no chat template", "use completions, or set `chat_template` for the model"),
     "text_work_failed": (
@@ -42,6 +47,7 @@ CODES: dict[str, tuple[int, str, str]] = {
         "raise the device's budget, lower `max_model_len` or `kv_floor_tokens`, or choose a smaller one",
     ),
     "invalid_api_key": (401, "no key, one that is in no keys file, or two different ones", "send `Authorization: Bearer KEY`"),
+    "key_expired": (401, "the key's time, or its tenant's, is over (`expires` in the keys file)", "use a newer key"),
     "host_not_allowed": (403, "without keys: the Host header names no address of this machine", "use it, or set `allowed_hosts`"),
     "origin_not_allowed": (
         403,
@@ -64,6 +70,11 @@ CODES: dict[str, tuple[int, str, str]] = {
     "invalid_config": (400, "`hearth reload`: a file has an error, the old settings stay", "correct file, line and key it names"),
     # not now
     "queue_full": (429, "as many requests wait as may, for the model or of the tenant", "retry after Retry-After"),
+    "rate_limit_exceeded": (
+        429,
+        "the key's tenant has used what requests_per_minute, tokens_per_minute or tokens_per_day allows; the message says which",
+        "retry after Retry-After; `hearth keys`",
+    ),
     "too_many_connections": (
         429,
         "the client's address has max_connections_per_address connections open",

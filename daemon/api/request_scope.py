@@ -1,30 +1,60 @@
-"""One HTTP request's view of the node: the models its tenant may use, and a record for the log and the metrics.
+"""One HTTP request's view of the node: the models its tenant may use, what it takes of the tenant's limits, and a record for the
+log and the metrics.
 
-Handlers get it as `context.models` and `context.requests`, so none of them can forget whose request it is.
+Handlers get it as `context.models`, `context.requests` and `context.sender`, so none of them can forget whose request it is.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from daemon.access.keys import Tenant
+from daemon.access.cors import expose
+from daemon.access.limit_refusal import error_of
+from daemon.access.quotas import Charge, OverLimit, Quotas, Standing
+from daemon.access.tenant import Key
 from daemon.contracts import Generation, ModelPort, RequestPort
-from daemon.errors import HearthError, no_model
+from daemon.errors import BadRequest, HearthError, no_model
 from daemon.models.entry import ModelEntry
+from daemon.process import moment
 from daemon.process.logs import fields
+from daemon.process.moment import Moment
 
 log = logging.getLogger("hearthd.request")
 
 
 class RequestScope:
-    """ModelPort and RequestPort of one request."""
+    """ModelPort, RequestPort and SenderPort of one request. key: its sender's. headers: of its answer; those that tell what is left
+    of the tenant's limits are added to them."""
 
-    __slots__ = ("_models", "_requests", "_started_s", "generations", "model", "tenant")
+    __slots__ = (
+        "_charge",
+        "_limit_headers",
+        "_models",
+        "_quotas",
+        "_requests",
+        "_started_s",
+        "generations",
+        "headers",
+        "key",
+        "model",
+        "tenant",
+    )
 
-    def __init__(self, tenant: Tenant, models: ModelPort, requests: RequestPort) -> None:
-        self.tenant, self._models, self._requests = tenant, models, requests
+    def __init__(
+        self,
+        key: Key,
+        models: ModelPort,
+        requests: RequestPort,
+        quotas: Quotas,
+        headers: dict[str, str],
+        limit_headers: Callable[[Standing, float], Mapping[str, str]],
+    ) -> None:
+        """limit_headers: as an Endpoint's."""
+        self.key, self.tenant, self._models, self._requests = key, key.tenant, models, requests
+        self._quotas, self.headers, self._limit_headers = quotas, headers, limit_headers
+        self._charge: Charge | None = None
         self._started_s = time.monotonic()
         self.model = ""  # the last one asked for, if there is such a one
         self.generations: list[Generation] = []
@@ -57,6 +87,8 @@ class RequestScope:
     # ---- RequestPort
 
     def submit(self, generation: Generation) -> None:
+        if self._charge is None:
+            self.charge(len(generation.prompt), "prompt")  # an endpoint that forgot to: nothing passes for free
         generation.tenant, generation.weight = self.tenant.name, self.tenant.weight
         self.generations.append(generation)
         self._requests.submit(generation)
@@ -66,6 +98,44 @@ class RequestScope:
 
     def keep_alive(self, model: ModelEntry, seconds: float) -> None:
         self._requests.keep_alive(model, seconds)
+
+    # ---- SenderPort
+
+    def charge(self, num_prompt_tokens: int, field: str) -> None:
+        if not self.tenant.name:
+            return  # no keys are set
+        now = moment.now()
+        admitted = self._quotas.admit(self.tenant, num_prompt_tokens, self._num_made, now)
+        self._tell_limits(now)
+        if isinstance(admitted, OverLimit):
+            raise error_of(admitted, self.tenant.name, field)
+        self._charge = admitted
+
+    def priority(self, asked: int | None) -> int:
+        if asked is None:
+            return self.tenant.priority
+        highest = self.tenant.max_priority
+        if highest is not None and asked > highest:
+            message = f"priority: {asked} is above {highest}, the highest that the tenant {self.tenant.name!r} may ask for"
+            raise BadRequest("invalid_request", f"{message} (max_priority)", param="priority")
+        return asked
+
+    def settle(self) -> None:
+        """Counts what the request has made against the tenant's limits. It must be called at the request's end."""
+        if self._charge is not None:
+            charge, self._charge = self._charge, None
+            now = moment.now()
+            self._quotas.end(charge, sum(len(each.prompt) for each in self.generations if _is_unused(each)), now)
+            self._tell_limits(now)
+
+    def _num_made(self) -> int:
+        return sum(len(each.output) for each in self.generations)
+
+    def _tell_limits(self, now: Moment) -> None:
+        if self.tenant.limits.any:
+            told = self._limit_headers(self._quotas.standing(self.tenant, now), now.unix_s)
+            self.headers.update(told)
+            expose(self.headers, told)
 
     # ---- the record
 
@@ -83,6 +153,11 @@ class RequestScope:
             record |= _of_generations(self.generations, self._started_s)
         record["total_ms"] = _ms(now - self._started_s)
         log.info("%s", endpoint, extra=fields(**record))
+
+
+def _is_unused(generation: Generation) -> bool:
+    """Returns whether no engine got the sequence. The prompt of several sequences counts with the first one."""
+    return not generation.submitted_s and not generation.output and not generation.is_copy
 
 
 def _of_generations(generations: Sequence[Generation], started_s: float) -> dict[str, object]:

@@ -68,6 +68,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("drain", node.drain, "take no new requests, for one model or the node", "NAME", optional=True)
     add("resume", node.resume, "take requests again", "NAME", optional=True)
     add("reload", node.reload, "read the configuration file again")
+    add("keys", keys.keys, "tenants of the keys file: limits, what is left of them, keys that expire")
     hash_key = add("hash-key", keys.hash_key, "the line a keys file needs for a key, read from the terminal or standard input")
     hash_key.add_argument("--generate", action="store_true", help="make a new key and print both")
     pulling = add(

@@ -22,6 +22,8 @@ def status(client: Client, options: argparse.Namespace) -> None:
     print(f"hearthd {value['version']}, pid {value['pid']}, up {duration(value['uptime_s'])}: {state}")
     print(f"serves {value['url']}, {value['requests']} requests open")
     print(_keys(value))
+    for key in value["keys_ending"]:
+        print(f"keys: {key['text']}")
     for problem in value["problems"]:
         print(f"problem: {problem}")
     if value["reload_refused"] is not None:

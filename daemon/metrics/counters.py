@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from daemon.access.keys import OTHER
+from daemon.access.tenant import OTHER
 from daemon.contracts import Generation
 from daemon.metrics.families import NUM_TENANTS
 from daemon.metrics.histogram import WAIT_BUCKETS_S, Histogram
@@ -38,6 +38,7 @@ class TenantCounts:
     prompt_tokens: defaultdict[str, int] = field(default_factory=_counts)
     cached_tokens: defaultdict[str, int] = field(default_factory=_counts)
     generated_tokens: defaultdict[str, int] = field(default_factory=_counts)
+    limit_refused: defaultdict[tuple[str, str], int] = field(default_factory=_pairs)  # (label, limit)
     named: set[str] = field(default_factory=set)
     _tokens: defaultdict[str, int] = field(default_factory=_counts)  # of each tenant, for `rank`
 
@@ -52,6 +53,10 @@ class TenantCounts:
         """Chooses anew which tenants, the largest, have a label of their own. Once per scrape is often enough."""
         if len(self._tokens) > NUM_TENANTS:
             self.named = set(sorted(self._tokens, key=lambda tenant: -self._tokens[tenant])[:NUM_TENANTS])
+
+    def over_limit(self, tenant: str, limit: str) -> None:
+        """Counts a request that was refused for a limit. limit: its name in the keys file."""
+        self.limit_refused[self.label(tenant), limit] += 1
 
     def ended(self, generation: Generation) -> None:
         if not generation.tenant:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from daemon.access.keys import OTHER
-from daemon.metrics.counters import Metrics
+from daemon.access.tenant import OTHER
+from daemon.metrics.counters import Metrics, TenantCounts
 from daemon.metrics.families import BY_NAME, COUNTER, HISTOGRAM
 from daemon.metrics.histogram import Histogram
 
@@ -57,6 +57,7 @@ class Now:
     models: dict[str, ModelNow]
     devices: dict[str, DeviceNow] = field(default_factory=dict)
     tenants_open: dict[str, int] = field(default_factory=dict)
+    tenants_today: Mapping[str, int] = field(default_factory=dict)  # tokens
     started_unix_s: float = 0.0
     cpu_s: float = 0.0
     loop_stall_s: float = 0.0
@@ -146,11 +147,9 @@ def _all(metrics: Metrics, now: Now) -> Iterator[tuple[str, Rows]]:
     yield "hearth_tenant_prompt_tokens_total", _of(shown, tenants.prompt_tokens)
     yield "hearth_tenant_cached_tokens_total", _of(shown, tenants.cached_tokens)
     yield "hearth_tenant_generated_tokens_total", _of(shown, tenants.generated_tokens)
-    open_by_label = dict.fromkeys(tenants.named, 0)
-    for tenant, number in now.tenants_open.items():
-        label = tenants.label(tenant)
-        open_by_label[label] = open_by_label.get(label, 0) + number
-    yield "hearth_tenant_requests_open", open_by_label.items()
+    yield "hearth_tenant_requests_open", _by_label(tenants, now.tenants_open)
+    yield "hearth_tenant_limit_refused_total", ((key, value) for key, value in tenants.limit_refused.items() if key[0] in shown)
+    yield "hearth_tenant_tokens_today", _by_label(tenants, now.tenants_today)
     yield "hearth_http_answers_total", metrics.answers.items()
     yield "hearth_requests_resubmitted_total", [((), metrics.resubmitted)]
     yield "hearth_access_refused_total", metrics.access_refused.items()
@@ -166,6 +165,15 @@ def _all(metrics: Metrics, now: Now) -> Iterator[tuple[str, Rows]]:
     yield "vllm:num_requests_running", ((name, one.running) for name, one in now.models.items())
     yield "vllm:num_requests_waiting", ((name, one.queued + one.active - one.running) for name, one in now.models.items())
     yield "vllm:kv_cache_usage_perc", ((name, one.kv_share) for name, one in now.models.items())
+
+
+def _by_label(tenants: TenantCounts, numbers: Mapping[str, int]) -> Rows:
+    """Returns the tenants' present numbers, summed by label; 0 for a label that has none."""
+    found = dict.fromkeys(tenants.named, 0)
+    for tenant, number in numbers.items():
+        label = tenants.label(tenant)
+        found[label] = found.get(label, 0) + number
+    return found.items()
 
 
 def _of(shown: set[str], counts: Mapping[str, int]) -> Rows:

@@ -17,6 +17,7 @@ from typing import Any
 from config.schema import DeviceBudget, NodeConfig
 from config.units import format_bytes
 from daemon.access.keys import Keys
+from daemon.access.quotas import Quotas
 from daemon.api.endpoints.registry import BODY_MODULES
 from daemon.api.response_store import ResponseStore
 from daemon.contracts import Resident
@@ -37,6 +38,7 @@ from daemon.metrics.counters import Metrics
 from daemon.models.registry import Registry
 from daemon.node.live_settings import LiveSettings
 from daemon.node.reloads import Reloads
+from daemon.process import moment
 from daemon.process.fd_store import FdStore
 from daemon.process.logs import fields
 from daemon.process.long_tasks import LongTasks
@@ -45,6 +47,7 @@ from daemon.process.version import VERSION
 from daemon.record.event_ring import EventRing
 from daemon.record.state import NodeState
 from daemon.record.state_keeper import StateKeeper
+from daemon.record.usage_file import DayUsage, UsageFile
 from daemon.requests.dispatcher import Dispatcher
 from daemon.scanning.scanner import ModelScanner
 from daemon.text.service import TextService
@@ -135,6 +138,9 @@ class NodeParts:
         self.reload: Callable[[], Awaitable[dict[str, Any]]] | None = None
         self.url = ""
         self.keys: Keys | None = None  # None: no keys are set
+        self.quotas = Quotas(self.metric.tenants.over_limit)
+        self.usage_file = UsageFile(config.state_dir, self._usage_today)
+        self.quotas.restore(*self.usage_file.load())
         self.reloads = Reloads(self.metric.reloads)
         self.listening = False
         self.started_unix_s = time.time()
@@ -143,6 +149,13 @@ class NodeParts:
     @property
     def config(self) -> NodeConfig:
         return self.settings.config
+
+    def _usage_today(self) -> DayUsage | None:
+        tenants = self.keys.tenants.values() if self.keys is not None else ()
+        if all(tenant.limits.tokens_per_day is None for tenant in tenants):
+            return None
+        now = moment.now()
+        return DayUsage(self.quotas.day(now), self.quotas.used_today(now))
 
     def _spec_of(self, device: DeviceBudget, threads: int) -> Callable[[], EngineSpec]:
         def spec() -> EngineSpec:

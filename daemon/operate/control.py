@@ -22,7 +22,7 @@ from daemon.errors import BadRequest, HearthError, NotNow, ServerFault, from_ref
 from daemon.http.answers import SERVER
 from daemon.http.connection import ANSWERING, Answering
 from daemon.node.node import NodeParts
-from daemon.operate import operator_views
+from daemon.operate import key_rows, operator_views
 from daemon.operate.control_status import EXIT_FAULT, STATUS_OF_EXIT
 from daemon.process import shortage
 from scheduler.node import events
@@ -62,6 +62,7 @@ def make_control_app(node: NodeParts, read_only: bool = False) -> web.Applicatio
     app.router.add_get("/control/v1/history", api.history)
     app.router.add_get("/control/v1/top", api.top)
     app.router.add_get("/control/v1/gpus", api.gpus)
+    app.router.add_get("/control/v1/keys", api.keys)
     if read_only:
         app.router.add_post("/{path:.*}", _denied)
         return app
@@ -126,7 +127,7 @@ class ControlApi:
         self._num_followers = 0
 
     async def status(self, request: web.Request) -> web.Response:
-        return _json(self._node.status())
+        return _json(self._node.status() | {"keys_ending": key_rows.ending(self._node)})
 
     async def models(self, request: web.Request) -> web.Response:
         return _json(self._node.rows())
@@ -159,6 +160,9 @@ class ControlApi:
             return _json(await self._node.gpu_rows())
         except NoGpus as error:
             raise BadRequest("not_found", f"No GPUs: {error}.", status=404) from None
+
+    async def keys(self, request: web.Request) -> web.Response:
+        return _json(key_rows.rows(self._node))
 
     async def event_lines(self, request: web.Request) -> web.StreamResponse:
         """Answers with the event history as NDJSON, and with `?follow=1` then with new events until the client closes the

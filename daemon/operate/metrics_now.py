@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from daemon.metrics.page import DeviceNow, ModelNow, Now
+from daemon.process import moment
 from daemon.process.version import VERSION
 from scheduler.node.views import DeviceView, ModelView
 
@@ -29,6 +30,7 @@ def now(node: NodeParts, model: str | None = None) -> Now:
         models={view.name: _model(node, view) for view in views},
         devices=devices,
         tenants_open=Counter(generation.tenant for generation in node.dispatcher.open.by_id.values() if generation.tenant),
+        tenants_today=node.quotas.used_today(moment.now()),
         started_unix_s=node.started_unix_s,
         text_jobs=node.text.num_waiting,
         cpu_s=time.process_time(),

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import time
 from pathlib import Path
+
+from daemon.record import whole_file
 
 log = logging.getLogger("hearthd.state")
 VERSION = 1
@@ -28,7 +29,7 @@ class NodeState:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             with contextlib.suppress(OSError):
-                self._partial.unlink()
+                whole_file.partial(self.path).unlink()
             text = self.path.read_bytes()
         except FileNotFoundError:
             if self.path.parent.is_dir():
@@ -55,29 +56,6 @@ class NodeState:
         values = {"version": VERSION, "pinned": self.pinned, "enabled": self.enabled}
         return json.dumps(values, indent=1, sort_keys=True).encode() + b"\n"
 
-    @property
-    def _partial(self) -> Path:
-        return self.path.with_name(self.path.name + ".new")
-
     def write(self, data: bytes) -> None:
-        """Replaces the file atomically: after a power failure it is the old or the new one. It blocks (fsync), so call it from a
-        thread. Raises OSError, and then leaves no part of the new file."""
-        try:
-            fd = os.open(self._partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            try:
-                left = memoryview(data)
-                while left:  # a disk that is nearly full may write only a part
-                    left = left[os.write(fd, left) :]
-                os.fsync(fd)
-            finally:
-                os.close(fd)
-            self._partial.replace(self.path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                self._partial.unlink()
-            raise
-        folder = os.open(self.path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        """Replaces the file as whole_file.write does."""
+        whole_file.write(self.path, data)

@@ -13,8 +13,10 @@ from aiohttp import ClientSession
 
 from config.load import ConfigError
 from config.schema import NodeConfig
-from daemon.access import admission, keys
+from daemon.access import admission, keys, limit_headers
 from daemon.access.admission import Access
+from daemon.access.quotas import Quotas
+from daemon.access.tenant import Key
 from daemon.http import listeners, sockets
 from daemon.process.version import VERSION
 from tests.daemon.api.fakes import entry, serve
@@ -152,7 +154,9 @@ async def test_a_forbidden_model_reads_as_an_unknown_one(tmp_path: Path) -> None
     from daemon.errors import HearthError, no_model
     from tests.daemon.api.fakes import FakeModels, FakeRequests
 
-    scope = RequestScope(tenants(tmp_path).tenants["some"], FakeModels(entry("secret/one")), FakeRequests())
+    scope = RequestScope(
+        Key(tenants(tmp_path).tenants["some"]), FakeModels(entry("secret/one")), FakeRequests(), Quotas(), {}, limit_headers.openai
+    )
     for name in ("secret/one", "tiny", "no/such"):
         with pytest.raises(HearthError) as caught:
             scope.resolve(name)

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from config.load import ConfigError
-from daemon.access import keys
+from daemon.access import expiry, keys, tenant_table
+from daemon.access.expiry import ExpiryLog
+from daemon.access.tenant import Limits
 from tests.e2e.node import ROOT
 
 
@@ -33,9 +35,9 @@ keys = ["{keys.hash_key("three")}"]
 def test_keys_and_tenants(tmp_path: Path) -> None:
     found = keys.load(write(tmp_path, GOOD))
     for key, name in (("one", "search"), ("two", "search"), ("three", "ops")):
-        tenant = found.find(key)
-        assert tenant is not None
-        assert tenant.name == name
+        known = found.find(key)
+        assert known is not None
+        assert known.tenant.name == name
     for wrong in ("", "four", "ONE", "one ", keys.hash_key("one"), "\udcff"):
         assert found.find(wrong) is None
     search, ops = found.tenants["search"], found.tenants["ops"]
@@ -86,7 +88,80 @@ WRONG = [
     (f'[tenants."a b"]\nkeys = ["{SUM}"]\n', 1, 'tenants."a b": a name is 1 to 64 letters'),
     (f'[tenants.other]\nkeys = ["{SUM}"]\n', 1, "not the word other"),
     ("tenants.a = 1\n", 1, "tenants.a: must be a table [tenants.a]"),
+    ("[tenants.a]\nkeys = []\nrequests_per_minute = 0\n", 3, "requests_per_minute: 0 must be a whole number of 1 or more"),
+    ("[tenants.a]\nkeys = []\ntokens_per_minute = 1.5\n", 3, "tenants.a.tokens_per_minute: 1.5 must be a whole number"),
+    ("[tenants.a]\nkeys = []\ntokens_per_day = true\n", 3, "tenants.a.tokens_per_day: True must be a whole number"),
+    ("[tenants.a]\nkeys = []\ntoken_per_day = 5\n", 3, "tenants.a.token_per_day: unknown key; did you mean tokens_per_day?"),
+    ("[tenants.a]\nkeys = []\nexpires = 2027-01-31T12:00:00\n", 3,
+     "tenants.a.expires: 2027-01-31T12:00:00 has no offset from UTC; write 2027-01-31T12:00:00Z, or"),
+    ("[tenants.a]\nkeys = []\nexpires = \"2027-01-31\"\n", 3, "tenants.a.expires: '2027-01-31' must be a date such as 2027-01-31"),
+    ("[tenants.a]\nkeys = []\nexpires = 12:00:00\n", 3, "tenants.a.expires: datetime.… must be a date"),
+    ("[tenants.a]\nkeys = []\nexpires = 0\n", 3, "tenants.a.expires: 0 must be a date"),
+    ("[tenants.a]\nkeys = []\npriority = 1.5\n", 3, "tenants.a.priority: 1.5 must be a whole number from"),
+    ("[tenants.a]\nkeys = []\nmax_priority = 2147483648\n", 3, "tenants.a.max_priority: 2147483648 must be a whole number"),
+    ("[tenants.a]\nkeys = []\npriority = 5\nmax_priority = 4\n", 3, "tenants.a.priority: 5 is above max_priority (4)"),
+    (f'[tenants.a]\nkeys = ["{SUM}", {{ name = "ci" }}]\n', 2, 'tenants.a.keys: number 2 has no `key`; it is "sha256:"'),
+    ('[tenants.a]\nkeys = [{ key = "sk-secret-in-the-clear" }]\n', 2, "tenants.a.keys: number 1, a text of 22 characters, must be"),
+    (f'[tenants.a]\nkeys = [{{ key = "{SUM}", expire = 2027-01-31 }}]\n', 2, "unknown key 'expire'; did you mean expires?"),
+    (f'[tenants.a]\nkeys = [{{ key = "{SUM}", name = "a b" }}]\n', 2, "tenants.a.keys: number 1, name 'a b' must be 1 to 64"),
+    (f'[tenants.a]\nkeys = [{{ key = "{SUM}", name = "" }}]\n', 2, "tenants.a.keys: number 1, name '' must be 1 to 64"),
+    (f'[tenants.a]\nkeys = [{{ key = "{SUM}", expires = 0 }}]\n', 2, "tenants.a.keys: number 1, expires 0 must be a date"),
+    (f'[tenants.a]\nkeys = [{{ key = "{SUM}" }}, "{SUM}"]\n', 2, "tenants.a.keys: number 2 is also a key of tenant 'a'"),
 ]  # fmt: skip
+
+
+LIMITED = f"""
+[tenants.a]
+keys = ["{keys.hash_key("one")}", {{ key = "{keys.hash_key("two")}", expires = 2027-01-01T01:00:00+01:00, name = "ci" }}]
+requests_per_minute = 60
+tokens_per_minute = 100_000
+tokens_per_day = 5_000_000
+expires = 2027-06-01
+priority = -1
+max_priority = 3
+"""
+YEAR_2027, JUNE_2027 = 1798761600.0, 1811808000.0
+
+
+def test_limits_and_expiries(tmp_path: Path) -> None:
+    found = keys.load(write(tmp_path, LIMITED))
+    one, two = found.find("one"), found.find("two")
+    assert one is not None
+    assert two is not None
+    assert one.tenant is two.tenant is found.tenants["a"]
+    assert one.tenant.limits == Limits(60, 100_000, 5_000_000)
+    assert (one.tenant.priority, one.tenant.max_priority) == (-1, 3)
+    assert (one.name, one.expires_unix_s) == ("", JUNE_2027)
+    assert (two.name, two.expires_unix_s) == ("ci", YEAR_2027), "the earlier of the key's and the tenant's"
+    assert two.sum_start == hashlib.sha256(b"two").hexdigest()[:8]
+    assert not two.has_expired(YEAR_2027 - 1)
+    assert two.has_expired(YEAR_2027)
+    for changed in (LIMITED.replace("2027-06-01", "2027-06-02"), LIMITED.replace("60", "61"), LIMITED.replace('"ci"', '"cd"')):
+        assert not keys.load(write(tmp_path, changed)).same_as(found), "a reload says that something changed"
+
+
+def test_a_lower_highest_priority_lowers_the_default(tmp_path: Path) -> None:
+    tenant = keys.load(write(tmp_path, "[tenants.a]\nkeys = []\nmax_priority = -2\n")).tenants["a"]
+    assert (tenant.priority, tenant.max_priority) == (-2, -2)
+
+
+def test_keys_that_expire_are_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    found = keys.load(write(tmp_path, LIMITED))
+    log = ExpiryLog()
+    log.tell(None, YEAR_2027)
+    log.tell(found, YEAR_2027 - expiry.SOON_S - 1)
+    assert caplog.messages == []
+    log.tell(found, YEAR_2027 - expiry.SOON_S)
+    log.tell(found, YEAR_2027 - 5)
+    assert caplog.messages == ["key 'ci' of tenant 'a' expires at 2027-01-01T00:00:00Z"]
+    log.tell(found, YEAR_2027)
+    log.tell(found, JUNE_2027)
+    log.tell(found, JUNE_2027)
+    start = hashlib.sha256(b"one").hexdigest()[:8]
+    assert caplog.messages[1:] == [
+        "key 'ci' of tenant 'a' expired at 2027-01-01T00:00:00Z",
+        f"key sha256:{start}… of tenant 'a' expired at 2027-06-01T00:00:00Z",
+    ]
 
 
 @pytest.mark.parametrize(("text", "line", "words"), WRONG)
@@ -130,4 +205,4 @@ def test_the_reference_shows_a_file_that_works(tmp_path: Path) -> None:
     found = keys.load(write(tmp_path, example))
     assert (found.tenants["search"].weight, found.tenants["ops"].admin) == (2.0, True)
     rows = re.findall(r"^\| `(\w+)` \|", page, re.M)
-    assert rows == list(keys.FIELDS)
+    assert rows == list(tenant_table.FIELDS)

@@ -92,7 +92,7 @@ MEANINGS = {
     "user": "read and not used",
     "cache_salt": "only requests with the same salt, of the same tenant, share cached prefixes",
     "truncate_prompt_tokens": "the last so many tokens of the prompt are kept, special ones beside them; -1: as many as fit",
-    "priority": "where KV runs short, sequences of lower priority give way first",
+    "priority": "where KV runs short, sequences of lower priority give way first; default: the tenant's (keys.md), else 0",
     "n": "answers per prompt",
     "best_of": "must equal n; 0: not asked for",
     "presence_penalty": "taken off once for each token that is there",
@@ -130,7 +130,7 @@ class Head(Struct, array_like=True):
     stream: bool
     include_usage: bool
     continuous_usage: bool
-    priority: int
+    priority: int | None  # None: the tenant's
     prompt_kind: str  # messages | text | ids
     num_prompts: int
     # chat: EncodeChat's, and history_calls: whether messages hold calls or results · completions: add_special_tokens
@@ -182,7 +182,7 @@ def head_of(
         stream=bool(fields.stream),
         include_usage=bool(stream_options.include_usage),
         continuous_usage=bool(stream_options.continuous_usage_stats),
-        priority=fields.priority or 0,
+        priority=fields.priority,
         prompt_kind=prompt_kind,
         num_prompts=num_prompts,
         options=options,

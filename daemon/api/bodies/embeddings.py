@@ -30,7 +30,7 @@ class EmbeddingsHead(Struct, array_like=True):
     kind: str
     base64: bool
     dimensions: int | None
-    priority: int
+    priority: int | None  # None: the tenant's
     keep_last: int = 0  # truncate_prompt_tokens; 0: all
     keep_alive_s: float | None = None  # how long the model may stay in memory afterwards; None: as before
 
@@ -42,7 +42,7 @@ MEANINGS = {
     "dimensions": "the model's own, or a size its checkpoint was trained to be cut to",
     "truncate_prompt_tokens": "the last so many tokens of the prompt are kept, special ones beside them; -1: as many as fit",
     "user": "read and not used",
-    "priority": "where KV runs short, sequences of lower priority give way first",
+    "priority": "where KV runs short, sequences of lower priority give way first; default: the tenant's (keys.md), else 0",
 }
 
 _decoder = msgspec.json.Decoder(EmbeddingsBody)
@@ -58,7 +58,7 @@ def parse(body: bytes) -> tuple[EmbeddingsHead, bytes]:
         kind,
         fields.encoding_format == "base64",
         fields.dimensions,
-        fields.priority or 0,
+        fields.priority,
         checked_keep_last(fields.truncate_prompt_tokens),
     )
     return head, packed

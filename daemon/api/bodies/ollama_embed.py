@@ -40,4 +40,4 @@ def parse(body: bytes) -> tuple[EmbeddingsHead, bytes]:
     kind, packed, _ = prompts(bytes(fields.input), "input", MAX_INPUTS)
     if kind != "text":
         raise invalid("input", "input must be a string or a list of strings")
-    return EmbeddingsHead(fields.model, kind, False, fields.dimensions, 0, keep_alive_s=keep_alive_s(fields.keep_alive)), packed
+    return EmbeddingsHead(fields.model, kind, False, fields.dimensions, None, keep_alive_s=keep_alive_s(fields.keep_alive)), packed

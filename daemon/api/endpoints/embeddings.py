@@ -69,6 +69,8 @@ async def embedded(call: Call, head: embeddings.EmbeddingsHead, packed: bytes, m
     else:
         texts = await context.text.encode(model, packed, True, "input", keep)
     _check(texts, model)
+    num_tokens, priority = sum(map(len, texts)), context.sender.priority(head.priority)
+    context.sender.charge(num_tokens, "input")
     generations: list[Generation] = []
     try:
         for start in range(0, len(texts), AT_ONCE):
@@ -82,7 +84,7 @@ async def embedded(call: Call, head: embeddings.EmbeddingsHead, packed: bytes, m
                     sink=waiting,
                     task="embed",
                     public_id=f"embd-{call.request_id}",
-                    priority=head.priority,
+                    priority=priority,
                     keep_alive_s=head.keep_alive_s,
                     first=generations[0] if generations else None,
                 )
@@ -94,7 +96,7 @@ async def embedded(call: Call, head: embeddings.EmbeddingsHead, packed: bytes, m
             context.requests.cancel(generation)
         raise
     vectors = [each.vector for each in generations]
-    return Embedded(vectors, num_dimensions, sum(map(len, texts)), generations[0])
+    return Embedded(vectors, num_dimensions, num_tokens, generations[0])
 
 
 async def in_turns(told: Embedded, shown: Callable[[bytes], msgspec.Raw]) -> list[msgspec.Raw]:

@@ -12,6 +12,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Raw
 
+from daemon.access import limit_headers
 from daemon.api.bodies import common, messages_api
 from daemon.api.body_parts import read_parts
 from daemon.api.endpoint import Body, Call, Endpoint, FieldTable
@@ -206,6 +207,7 @@ MESSAGES = Endpoint(
     handle=_handle,
     body=_BODY,
     error_body=_error_body,
+    limit_headers=limit_headers.anthropic,
 )
 COUNT_TOKENS = Endpoint(
     name="count_tokens",

@@ -202,11 +202,13 @@ async def _moved(call: Call, shape: _Shape, head: common.Head, model: ModelEntry
     if model.embedding_size:
         raise BadRequest("wrong_task", f"{model.name} is an encoder: it makes embeddings and generates no text", param="model")
     waiting, public_id = Waiting(1), _ID_PREFIX + call.request_id
-    params = SamplingParams(max_tokens=1)
-    generation = Generation(model, [model.bos_token_id or 0], params, waiting, public_id=public_id, keep_alive_s=head.keep_alive_s)
+    params, priority = SamplingParams(max_tokens=1), call.context.sender.priority(None)
+    prompt, keep_alive_s = [model.bos_token_id or 0], head.keep_alive_s
+    generation = Generation(model, prompt, params, waiting, public_id=public_id, priority=priority, keep_alive_s=keep_alive_s)
     if head.prompt_kind == ollama.UNLOAD:
         call.context.requests.keep_alive(model, 0.0)
         return _said(generation, shape, head, {"done": True, "done_reason": "unload"})
+    call.context.sender.charge(len(prompt), "prompt")
     call.context.requests.submit(generation)
     try:
         await waiting.done

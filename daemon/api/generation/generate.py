@@ -27,7 +27,7 @@ from daemon.api.generation.reply_format import ReplyFormat, plain_format, reply_
 from daemon.api.generation.sampling import check_n, nth, sampling_params
 from daemon.api.generation.texts import texts_of, written_prompts
 from daemon.api.generation.tool_dialect import allow_plain_calls
-from daemon.contracts import Generation
+from daemon.contracts import Generation, SenderPort
 from daemon.errors import BadRequest
 from daemon.http.answers import json_response
 from daemon.models.entry import ModelEntry
@@ -63,7 +63,7 @@ async def answer(
     if reply is not None and reply.grammar:
         head.grammar = reply.grammar
     bad_words = await bad_word_ids(context.text, model, head.outputs.bad_words)
-    generations = await _generations(form, head, model, prompts, public_id, bad_words)
+    generations = await _generations(form, head, context.sender, model, prompts, public_id, bad_words)
     written = written_prompts(head, prompt)
     texts = texts_of(head, model, table if reply is None else reply.table, generations, written, form.shows_end_token)
     known = AnswerHead(public_id, int(time.time()), model.name, generations, texts, head.include_usage, head.continuous_usage)
@@ -72,12 +72,19 @@ async def answer(
 
 
 async def _generations(
-    form: AnswerFormat, head: Head, model: ModelEntry, prompts: Sequence[array[int]], public_id: str, bad_words: list[list[int]]
+    form: AnswerFormat,
+    head: Head,
+    sender: SenderPort,
+    model: ModelEntry,
+    prompts: Sequence[array[int]],
+    public_id: str,
+    bad_words: list[list[int]],
 ) -> list[Generation]:
     """Returns the n sequences of the first prompt, those of the second, and so on; their sinks are still to be set."""
     num_each = head.outputs.n
     check_n(num_each, len(prompts), model)
     check_size(head.outputs, sum(map(len, prompts)), form.one_prompt_report)
+    priority = sender.priority(head.priority)
     generations: list[Generation] = []
     arrived_s = asyncio.get_running_loop().time()
     for at, ids in enumerate(prompts):
@@ -91,7 +98,7 @@ async def _generations(
                 params=nth(params, number, head.outputs.echoed_logprobs),
                 sink=_no_sink,
                 public_id=public_id,
-                priority=head.priority,
+                priority=priority,
                 keep_alive_s=head.keep_alive_s,
                 cache_salt=head.cache_salt,
                 arrived_s=arrived_s,
@@ -158,8 +165,10 @@ class _Request:
     reply: ReplyFormat | None
 
     def _submit(self) -> None:
-        """Submits all sequences or none."""
+        """Charges the request to its sender, and submits all sequences or none."""
         generations = self.answer.generations
+        num_prompt_tokens = sum(len(each.prompt) for each in generations if not each.is_copy)
+        self.call.context.sender.charge(num_prompt_tokens, self.form.prompt_field)
         for at, generation in enumerate(generations):
             try:
                 self.call.context.requests.submit(generation)

@@ -17,7 +17,8 @@ import ollama
 import pytest
 
 from daemon.access.admission import Access
-from daemon.access.keys import Keys, Tenant
+from daemon.access.keys import Keys
+from daemon.access.tenant import Key, Tenant
 from daemon.contracts import Generation, Resident
 from daemon.errors import NotNow
 from daemon.streams import stream_clock
@@ -370,7 +371,7 @@ async def test_ps_shows_what_is_in_memory() -> None:
 
 async def test_a_tenant_sees_the_models_it_may_use() -> None:
     tenants = {"all": Tenant("all"), "some": Tenant("some", 1.0, ("org/tiny",), False, re.compile(r"org/tiny\Z"))}
-    access = Access(Keys(tenants, {hashlib.sha256(f"{name}-key".encode()).digest(): name for name in tenants}))
+    access = Access(Keys(tenants, {hashlib.sha256(f"{name}-key".encode()).digest(): Key(tenants[name]) for name in tenants}))
     async with serve(models=[entry(), entry("org/other", aliases=())], access=access) as node:
         node.health.loaded = {"org/tiny": Resident(1, 0), "org/other": Resident(1, 0)}
         for name, num in (("all", 2), ("some", 1)):

@@ -12,7 +12,8 @@ import openai
 import pytest
 
 from daemon.access.admission import Access
-from daemon.access.keys import Keys, Tenant
+from daemon.access.keys import Keys
+from daemon.access.tenant import Key, Tenant
 from daemon.api import body_parts
 from daemon.api.bodies import responses_api
 from daemon.api.response_store import ENTRY_BYTES, MAX_TURNS, ResponseStore, StoredResponse
@@ -211,8 +212,8 @@ async def test_a_kept_response_is_shown_and_deleted() -> None:
 
 
 async def test_a_tenants_responses_are_its_own() -> None:
-    digests = {hashlib.sha256(key.encode()).digest(): key[:1] for key in ("a-key", "b-key")}
-    access = Access(Keys({name: Tenant(name) for name in "ab"}, digests))
+    tenants = {name: Tenant(name) for name in "ab"}
+    access = Access(Keys(tenants, {hashlib.sha256(f"{name}-key".encode()).digest(): Key(tenants[name]) for name in tenants}))
     async with (
         serve(lambda _: text_script(b"B"), access=access) as node,
         client(node, "a-key") as mine,

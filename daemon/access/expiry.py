@@ -1,0 +1,44 @@
+"""Warns of keys that expire soon, or have expired."""
+
+from __future__ import annotations
+
+import logging
+
+from daemon.access.keys import Keys
+from daemon.access.tenant import Key, utc_text
+
+log = logging.getLogger("hearthd.access")
+SOON_S = 7 * 86400.0
+LOOK_EVERY_S = 3600.0
+
+
+def ending(keys: Keys, unix_s: float) -> list[Key]:
+    """Returns the keys that expire within SOON_S, or have expired, the earliest first."""
+    found = [key for key in keys.all() if key.has_expired(unix_s + SOON_S)]
+    return sorted(found, key=lambda key: (key.expires_unix_s or 0.0, key.tenant.name, key.sum_start))
+
+
+def sentence(key: Key, unix_s: float) -> str:
+    """Returns what to say of a key that has an end."""
+    assert key.expires_unix_s is not None
+    verb = "expired" if key.has_expired(unix_s) else "expires"
+    return f"key {key.shown} of tenant {key.tenant.name!r} {verb} at {utc_text(key.expires_unix_s)}"
+
+
+class ExpiryLog:
+    """Logs each key once when it is about to expire, and once when it has."""
+
+    def __init__(self) -> None:
+        self._told: set[tuple[str, str, float | None, bool]] = set()
+
+    def tell(self, keys: Keys | None, unix_s: float) -> None:
+        """Logs what is new. It is called at start, after a reload, and now and then. keys: None if no keys are set."""
+        found = ending(keys, unix_s) if keys is not None else []
+        now = {self._state(key, unix_s): key for key in found}
+        for state in sorted(now.keys() - self._told, key=list(now).index):
+            log.warning("%s", sentence(now[state], unix_s))
+        self._told = set(now)
+
+    @staticmethod
+    def _state(key: Key, unix_s: float) -> tuple[str, str, float | None, bool]:
+        return key.tenant.name, key.sum_start, key.expires_unix_s, key.has_expired(unix_s)

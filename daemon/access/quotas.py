@@ -1,0 +1,204 @@
+"""Holds tenants to their limits: token buckets for a minute's, a count for a day's (UTC).
+
+A bucket holds at most a minute's worth and refills continuously, so a tenant that was silent may send a minute's worth at once.
+What a request takes:
+
+- At its admission one request and the tokens of its prompt, of all its prompts together. It is admitted only if they are there.
+- The tokens that it makes, when they have been made: at its end, and whenever its tenant sends another request. Nothing is
+  reserved for them, for few clients name the max_tokens that they need, and the default is what the context leaves. So requests
+  that run may take the bucket below zero. Its refill pays that off before the next request is admitted: nothing is free, the
+  tenant's mean rate is its limit, and an answer of so many minutes' worth keeps it waiting for as many minutes, not longer.
+- Tokens of prompts that no engine ever got are given back. What is refused for a limit takes nothing.
+
+A prompt that is larger than a limit would never be admitted; it is refused for good. Prompt tokens count whether they were found
+in the prefix cache or not. Minutes go by the monotonic clock, days by Unix time; callers give both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from daemon.access.tenant import Tenant
+from daemon.process.moment import Moment
+
+DAY_S = 86400
+_ROUNDING = 1e-6  # tokens: a wait that was computed in floating point must suffice
+
+
+class Left(NamedTuple):
+    """What is left of one limit. remaining: requests or tokens, at least 0. full_in_s: seconds until all of it is there again."""
+
+    limit: int
+    remaining: int
+    full_in_s: float
+
+
+class Standing(NamedTuple):
+    """What is left to a tenant; None for each limit that it does not have. The names are those of Limits."""
+
+    requests_per_minute: Left | None
+    tokens_per_minute: Left | None
+    tokens_per_day: Left | None
+
+
+class OverLimit(NamedTuple):
+    """Why a request is not admitted. limit: its name in the keys file. left: of it. needed: what the request takes of it, requests
+    or tokens. fits_in_s: seconds after which it is there; None: never, because it is more than the whole limit."""
+
+    limit: str
+    left: Left
+    needed: int
+    fits_in_s: float | None
+
+
+class Charge:
+    """What one admitted request takes of its tenant's limits. num_made: returns the tokens that it has made so far."""
+
+    __slots__ = ("_num_counted", "num_made", "tenant")
+
+    def __init__(self, tenant: Tenant, num_made: Callable[[], int]) -> None:
+        self.tenant, self.num_made = tenant, num_made
+        self._num_counted = 0
+
+    def uncounted(self) -> int:
+        """Returns the tokens that were made since the last call."""
+        num_made = self.num_made()
+        num_new, self._num_counted = num_made - self._num_counted, num_made
+        return num_new
+
+
+class _Bucket:
+    """Holds what may be taken now, up to a minute's worth. It is made full. Its level is below 0 while it owes."""
+
+    __slots__ = ("_at_s", "_level")
+
+    def __init__(self) -> None:
+        self._level, self._at_s = float("inf"), 0.0
+
+    def level(self, per_minute: int, now_s: float) -> float:
+        refilled = self._level + max(0.0, now_s - self._at_s) * per_minute / 60
+        self._level, self._at_s = min(float(per_minute), refilled), now_s
+        return self._level
+
+    def take(self, amount: int, per_minute: int | None, now_s: float) -> None:
+        if per_minute is not None:
+            self._level = self.level(per_minute, now_s) - amount
+
+    def left(self, per_minute: int | None, now_s: float) -> Left | None:
+        if per_minute is None:
+            return None
+        level = self.level(per_minute, now_s)
+        return Left(per_minute, max(0, int(level + _ROUNDING)), (per_minute - level) * 60 / per_minute)
+
+    def lacks(self, amount: int, per_minute: int, now_s: float) -> float:
+        """Returns the seconds until so much may be taken, 0 for now."""
+        missing = amount - self.level(per_minute, now_s)
+        return missing * 60 / per_minute if missing > _ROUNDING else 0.0
+
+
+class _Account:
+    """One tenant's buckets, and its requests that have not ended."""
+
+    __slots__ = ("open", "requests", "tokens")
+
+    def __init__(self) -> None:
+        self.requests, self.tokens = _Bucket(), _Bucket()
+        self.open: set[Charge] = set()
+
+
+class Quotas:
+    """What all tenants have used of their limits. It must be used on one thread."""
+
+    def __init__(self, refused: Callable[[str, str], None] = lambda tenant, limit: None) -> None:
+        """refused: called with a tenant's and a limit's name for each request that is not admitted."""
+        self._refused = refused
+        self._accounts: dict[str, _Account] = {}
+        self._day = 0  # since 1970, in UTC
+        self._used: dict[str, int] = {}  # by tenant: tokens on that day
+
+    def admit(self, tenant: Tenant, num_prompt_tokens: int, num_made: Callable[[], int], now: Moment) -> Charge | OverLimit:
+        """Takes what a request needs at its start, or returns why it may not start. num_made: returns the tokens that the request
+        has made so far; it is called until `end` is."""
+        account, limits = self._settled(tenant, now), tenant.limits
+        over = self._over(account, tenant, num_prompt_tokens, now)
+        if over is not None:
+            self._refused(tenant.name, over.limit)
+            return over
+        account.requests.take(1, limits.requests_per_minute, now.monotonic_s)
+        self._take(account, tenant, num_prompt_tokens, now)
+        charge = Charge(tenant, num_made)
+        account.open.add(charge)
+        return charge
+
+    def end(self, charge: Charge, num_unused: int, now: Moment) -> None:
+        """Counts what the request has made. It must be called once, at the request's end. num_unused: tokens of its prompts that
+        no engine got; they are given back."""
+        account = self._settled(charge.tenant, now)
+        account.open.discard(charge)
+        self._take(account, charge.tenant, charge.uncounted() - num_unused, now)
+
+    def standing(self, tenant: Tenant, now: Moment) -> Standing:
+        account, limits = self._settled(tenant, now), tenant.limits
+        return Standing(
+            account.requests.left(limits.requests_per_minute, now.monotonic_s),
+            account.tokens.left(limits.tokens_per_minute, now.monotonic_s),
+            self._day_left(tenant, now),
+        )
+
+    def used_today(self, now: Moment) -> Mapping[str, int]:
+        """Returns the tokens that each tenant has used on this day, as far as they were counted; running requests' are when they
+        end."""
+        self._turn(now)
+        return self._used
+
+    def restore(self, day: int, used: Mapping[str, int]) -> None:
+        """Goes on with what an earlier process has counted. day: its number since 1970."""
+        self._day, self._used = day, dict(used)
+
+    def day(self, now: Moment) -> int:
+        """Returns the number of this day since 1970."""
+        self._turn(now)
+        return self._day
+
+    def _settled(self, tenant: Tenant, now: Moment) -> _Account:
+        """Returns the tenant's account after what its running requests have made is counted."""
+        self._turn(now)
+        account = self._accounts.get(tenant.name)
+        if account is None:
+            account = self._accounts[tenant.name] = _Account()
+        if tenant.limits.on_tokens:
+            for charge in account.open:
+                self._take(account, tenant, charge.uncounted(), now)
+        return account
+
+    def _take(self, account: _Account, tenant: Tenant, num_tokens: int, now: Moment) -> None:
+        account.tokens.take(num_tokens, tenant.limits.tokens_per_minute, now.monotonic_s)
+        self._used[tenant.name] = max(0, self._used.get(tenant.name, 0) + num_tokens)
+
+    def _turn(self, now: Moment) -> None:
+        day = int(now.unix_s // DAY_S)
+        if day != self._day:
+            self._day, self._used = day, {}
+
+    def _day_left(self, tenant: Tenant, now: Moment) -> Left | None:
+        limit = tenant.limits.tokens_per_day
+        if limit is None:
+            return None
+        return Left(limit, max(0, limit - self._used.get(tenant.name, 0)), DAY_S - now.unix_s % DAY_S)
+
+    def _over(self, account: _Account, tenant: Tenant, num_tokens: int, now: Moment) -> OverLimit | None:
+        """Returns the limit that the request has to wait longest for, or None if it may start."""
+        limits, found = tenant.limits, list[OverLimit]()
+        for limit, bucket, per_minute, needed in (
+            ("requests_per_minute", account.requests, limits.requests_per_minute, 1),
+            ("tokens_per_minute", account.tokens, limits.tokens_per_minute, num_tokens),
+        ):
+            if per_minute is not None and (wait_s := bucket.lacks(needed, per_minute, now.monotonic_s)) > 0:
+                left = bucket.left(per_minute, now.monotonic_s)
+                assert left is not None
+                found.append(OverLimit(limit, left, needed, None if needed > per_minute else wait_s))
+        day = self._day_left(tenant, now)
+        if day is not None and num_tokens > day.remaining:
+            found.append(OverLimit("tokens_per_day", day, num_tokens, None if num_tokens > day.limit else day.full_in_s))
+        return max(found, key=lambda over: float("inf") if over.fits_in_s is None else over.fits_in_s, default=None)

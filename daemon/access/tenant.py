@@ -1,0 +1,78 @@
+"""The sender of requests: what it may use, its share and its limits."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+OTHER = "other"  # the label in metrics of tenants that they do not name
+
+
+@dataclass(slots=True, frozen=True)
+class Limits:
+    """How much a tenant may ask for; None: any number. Tokens are those of prompts and outputs. A day is one of UTC."""
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    tokens_per_day: int | None = None
+
+    @property
+    def on_tokens(self) -> bool:
+        return self.tokens_per_minute is not None or self.tokens_per_day is not None
+
+    @property
+    def any(self) -> bool:
+        return self.requests_per_minute is not None or self.on_tokens
+
+
+NO_LIMITS = Limits()
+
+
+@dataclass(slots=True, frozen=True)
+class Tenant:
+    """The sender of a request. name: "" if no keys are set. weight: its share where several tenants want the same model.
+    priority: of requests that name none. max_priority: the highest that one may name; None: any."""
+
+    name: str = ""
+    weight: float = 1.0
+    models: tuple[str, ...] | None = None  # globs over model names; None: all
+    admin: bool = False
+    _allowed: re.Pattern[str] | None = field(default=None, repr=False, compare=False)
+    limits: Limits = NO_LIMITS
+    priority: int = 0
+    max_priority: int | None = None
+
+    def may_use(self, model: str) -> bool:
+        """Returns whether the tenant may use the model. `model`: its name, never an alias."""
+        return self._allowed is None or self._allowed.match(model) is not None
+
+
+ANYONE = Tenant()
+
+
+@dataclass(slots=True, frozen=True)
+class Key:
+    """What is known of one key. name: the operator's, or "". sum_start: the first 8 hexadecimal digits of its SHA-256, by which
+    people tell it from others; "" where no key is needed. expires_unix_s: from then on it is refused; None: never."""
+
+    tenant: Tenant
+    name: str = ""
+    sum_start: str = ""
+    expires_unix_s: float | None = None
+
+    def has_expired(self, unix_s: float) -> bool:
+        return self.expires_unix_s is not None and unix_s >= self.expires_unix_s
+
+    @property
+    def shown(self) -> str:
+        """The key in messages for operators: its name, else the start of its sum."""
+        return repr(self.name) if self.name else f"sha256:{self.sum_start}…"
+
+
+NO_KEY = Key(ANYONE)
+
+
+def utc_text(unix_s: float) -> str:
+    """Returns the time as RFC 3339 text in UTC, in whole seconds."""
+    return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
