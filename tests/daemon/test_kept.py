@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import itertools
 import os
 from collections.abc import Callable, Iterator
@@ -24,6 +26,17 @@ from engine.memory import handles
 from scheduler.node.host_tier import HostCopy, HostTier, KeptWeights, SavedKV
 from tests.daemon.service_manager import NotifySocket
 from tests.daemon.test_left_memory import CHUNK_BYTES, CHUNKS, ask, engine, first_life, held, load_message
+
+
+@pytest.fixture(autouse=True)
+def descriptors() -> Iterator[None]:
+    """Closes what a test has opened for daemons that "were killed": nobody else would in this process."""
+    before = set(os.listdir("/proc/self/fd"))
+    yield
+    gc.collect()
+    for fd in set(os.listdir("/proc/self/fd")) - before:
+        with contextlib.suppress(OSError):  # that of the listing itself
+            os.close(int(fd))
 
 
 @pytest.fixture
