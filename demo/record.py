@@ -12,6 +12,7 @@ import os
 import pathlib
 import pty
 import re
+import select
 import signal
 import struct
 import sys
@@ -27,6 +28,7 @@ LAST_LINE = "Ctrl-C stops it."
 HOLD_S = 8.0  # the last screen stays before it begins again
 TICK_S = 0.05  # what is printed within it appears together
 LIMIT_S = 180.0
+STOP_S = 30.0  # a command that has not ended so long after SIGINT is killed
 CHARACTER, LINE, MARGIN = 7.8, 17, 14  # of a 13 px monospaced font, in px
 STYLES = {"1": "b", "2": "d", "33": "y", "35": "m", "36": "c"}  # SGR codes the demo uses
 CSS = """
@@ -112,18 +114,25 @@ def recorded(command: list[str], rows: int) -> Screen:
             told = (told + text)[-4096:]
     finally:
         os.kill(pid, signal.SIGINT)
-        _drain(terminal)
+        if not _drained(terminal):
+            os.kill(pid, signal.SIGKILL)
+        os.close(terminal)
         os.waitpid(pid, 0)
     return screen
 
 
-def _drain(terminal: int) -> None:
-    """Until the other end is closed; a process that cannot print would not end."""
-    try:
-        while os.read(terminal, 65536):
-            pass
-    except OSError:
-        os.close(terminal)
+def _drained(terminal: int) -> bool:
+    """Reads until the process has closed its end, because one that cannot print would not end. False after STOP_S seconds."""
+    poll = select.poll()
+    poll.register(terminal, select.POLLIN)
+    end = time.perf_counter() + STOP_S
+    while poll.poll(max(0.0, end - time.perf_counter()) * 1000):
+        try:
+            if not os.read(terminal, 65536):
+                return True
+        except OSError:  # how Linux reports the end of a terminal
+            return True
+    return False
 
 
 def svg(screen: Screen, rows: int) -> str:

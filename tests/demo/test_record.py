@@ -63,13 +63,23 @@ def test_the_picture_shows_the_last_rows_and_hides_what_has_not_come() -> None:
 
 @pytest.mark.parametrize("given", [signal.SIG_DFL, signal.SIG_IGN], ids=["foreground", "background"])
 def test_a_command_is_recorded_on_a_terminal_and_stopped(given: signal.Handlers) -> None:
-    """A shell's background job ignores SIGINT, and so do the processes it starts."""
-    told = f"import sys; print(sys.stdout.isatty(), 'é'); print({record.LAST_LINE!r}, flush=True); sys.stdin.read()"
+    """A shell's background job ignores SIGINT, and so do the processes it starts.
+
+    The command sleeps in short steps: Python misses a SIGINT that arrives just before a blocking read, until that read returns."""
+    tell = f"import sys, time; print(sys.stdout.isatty(), 'é'); print({record.LAST_LINE!r}, flush=True)"
+    told = tell + "\nwhile True: time.sleep(0.05)"
     before = signal.signal(signal.SIGINT, given)
     try:
         assert shown(recorded([sys.executable, "-c", told], 30))[:2] == ["True é", record.LAST_LINE]
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_a_command_that_does_not_stop_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "STOP_S", 0.2)
+    ignore = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN)"
+    told = f"{ignore}; print({record.LAST_LINE!r}, flush=True); time.sleep(600)"
+    assert shown(recorded([sys.executable, "-c", told], 30))[0] == record.LAST_LINE
 
 
 def test_a_command_that_ends_early_is_told() -> None:
