@@ -21,6 +21,7 @@ from scheduler.node import (
     explain,
     keep_alive,
     keeping,
+    leave_rules,
     loads,
     models,
     placements,
@@ -199,7 +200,7 @@ def _deadlines(node: Node) -> None:
             placements.evict_overdue(node, node.models[name])
         elif kind == "preempt":
             placements.drained_too_long(node, node.models[name])
-        elif kind in ("retry", "keep_alive"):
+        elif kind in ("retry", "leave"):
             node.touch(node.models[name])
         elif kind == "quarantine":
             models.quarantine_over(node, node.models[name])
@@ -223,7 +224,7 @@ def _model_view(node: Node, model: Model) -> ModelView:
         progress=model.progress,
         quarantined_until=model.quarantined_until,
         keep_alive_s=model.keep_alive_s,
-        leaves_at=keep_alive.leaves_at(model),
+        leaves_at=leave_rules.leaves_at(model),
         kept_bytes=kept.num_bytes if (kept := node.host.weights.get(model.name)) is not None else 0,
         saved_kv_tokens=saved.num_tokens if (saved := node.host.kv.get(model.name)) is not None else 0,
     )
