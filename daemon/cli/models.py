@@ -54,6 +54,8 @@ def models(client: Client, options: argparse.Namespace) -> None:
         for row in rows:
             if row["state"] in ("refused", "incomplete", "failed"):
                 print(f"\n{row['name']} is {row['state']}: {row['reason']}")
+    if not options.json and (names := client.get("/control/v1/names")):
+        print("\n" + _names(names))
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
@@ -73,6 +75,16 @@ def _table(rows: list[dict[str, Any]]) -> str:
         for row in rows
     ]
     return table(header, lines, frozenset({3, 4, 5, 6}))
+
+
+def _names(rows: list[dict[str, Any]]) -> str:
+    """Returns the table of further names, and below it why models are skipped."""
+    lines, told = [], []
+    for row in rows:
+        targets = ", ".join(each["name"] for each in row["targets"])
+        lines.append((row["name"], targets, "a model hides it" if row["hidden"] else row["leads_to"] or "none can serve"))
+        told += [f"{each['name']}: {each['problem']}" for each in row["targets"] if each["problem"]]
+    return "\n\n".join([table(("FURTHER NAME", "LEADS TO", "NOW"), lines, frozenset()), *dict.fromkeys(told)])
 
 
 def _state(row: dict[str, Any]) -> str:
