@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from scheduler.node import (
+    admission,
     commands,
     dry_run,
     engines,
@@ -29,7 +30,7 @@ from scheduler.node import (
     requests,
     residency,
 )
-from scheduler.node.actions import Action
+from scheduler.node.actions import Action, Refusal
 from scheduler.node.events import Event
 from scheduler.node.host_tier import HostCopy
 from scheduler.node.ledger import kv_reserved_bytes
@@ -158,6 +159,11 @@ class NodeScheduler:
             for model in self._node.models.values()
             for position, (request_id, request) in enumerate(model.queue.items())
         ]
+
+    def refusal(self, model: str, tenant: str) -> Refusal | None:
+        """Returns why a request of the tenant that arrived now would be refused; None if it would be accepted. Changes nothing."""
+        facts = events.RequestFacts(request_id=0, model=model, num_prompt_tokens=0, max_tokens=0, tenant=tenant)
+        return admission.refuse(self._node, self._node.models.get(model), facts)
 
     def why(self, name_or_request: str) -> list[str]:
         """Returns the story of a model or request, oldest first, and what it waits for; [] if it is unknown."""
