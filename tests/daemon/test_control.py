@@ -88,7 +88,7 @@ def test_ps_leaves_out_what_cannot_be_loaded_and_says_so(node: Node) -> None:
 
 
 def test_ps_shows_what_runs(node: Node) -> None:
-    streams = [Stream(node, "a", "hello", 400) for _ in range(3)]
+    streams = [Stream(node, "a", "hello", 1900) for _ in range(3)]
     for stream in streams:
         stream.wait_for_chunks(20)
 

@@ -47,7 +47,12 @@ def test_signals_are_those_that_are_handled() -> None:
 
 def test_environment_variables_are_those_that_are_read() -> None:
     read: set[str] = set()
-    for path in ("config/paths.py", "daemon/process/systemd_notify.py", "daemon/http/sockets.py", "daemon/access/keys.py"):
+    for path in (
+        "config/paths.py",
+        "daemon/process/systemd_notify.py",
+        "daemon/process/passed_descriptors.py",
+        "daemon/access/keys.py",
+    ):
         read |= set(re.findall(r'"([A-Z]{3,}_[A-Z_]+)"', (ROOT / path).read_text()))
     named = set(re.findall(r"[A-Z]{3,}_[A-Z_]+", " ".join(manual.VARIABLES)))
     assert named == read
