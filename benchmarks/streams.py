@@ -93,7 +93,7 @@ class Words:
 class Models:
     entry = ModelEntry("m", "", (), 1 << 20, 1000, (), None, 0, "")
 
-    def resolve(self, name: str) -> ModelEntry:
+    def resolve(self, name: str, asker: object = None) -> ModelEntry:
         return self.entry
 
     def entries(self) -> list[ModelEntry]:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from config import locate, origins, paths, units
+from config import locate, names, origins, paths, units
 from config.nearest import nearest
 from config.schema import ModelConfig, NodeConfig, SamplingDefaults
 
@@ -107,8 +107,9 @@ def read_toml(path: str) -> dict[str, Any]:
 
 
 def _node(source: str, table: dict[str, Any]) -> NodeConfig:
-    plain = {key: value for key, value in table.items() if key != "models"}
+    plain = {key: value for key, value in table.items() if key not in ("models", "names")}
     values = fields_of(source, "", NodeConfig, plain)
+    values["names"] = _names(source, table.get("names", {}))
     models = table.get("models", {})
     if not isinstance(models, dict):
         raise ConfigError(source, "models", 'must be tables, as in [models."org/name"]')
@@ -126,6 +127,16 @@ def _node(source: str, table: dict[str, Any]) -> NodeConfig:
             known["sampling"] = SamplingDefaults(**fields_of(source, f"{where}.sampling.", SamplingDefaults, sampling))
         values["models"][name] = ModelConfig(**known)
     return NodeConfig(**values)
+
+
+def _names(source: str, table: Any) -> dict[str, list[str]]:
+    """Returns the table `[names]` with a list of models for each entry. Raises ConfigError."""
+    if not isinstance(table, dict):
+        raise ConfigError(source, "names", 'must be a table: [names], and below it lines such as "gpt-4*" = "org/name"')
+    for name, value in table.items():
+        if wrong := names.problem(name, value):
+            raise ConfigError(source, f'names."{name}"', wrong)
+    return {name: [value] if isinstance(value, str) else value for name, value in table.items()}
 
 
 def _absolute(config: NodeConfig, folder: str) -> dict[str, str]:
@@ -395,3 +406,18 @@ def _check_across(source: str, config: NodeConfig) -> None:
                 f"{where}.kv_floor_tokens",
                 f"{model.kv_floor_tokens} must be at least max_model_len ({model.max_model_len}): one such request must fit",
             )
+    _check_names(source, config, owners)
+
+
+def _check_names(source: str, config: NodeConfig, owners: Mapping[str, str]) -> None:
+    """Checks that no entry of the table `[names]` hides a model or leads to another entry. owners: maps each alias to its model.
+    Raises ConfigError."""
+    for name, targets in config.names.items():
+        where = f'names."{name}"'
+        if name in config.models:
+            raise ConfigError(source, where, f"{name!r} is the name of a model, which has a table of its own")
+        if name in owners:
+            raise ConfigError(source, where, f'{name!r} is already an alias of "{owners[name]}"')
+        for target in targets:
+            if target in config.names:
+                raise ConfigError(source, where, f"{target!r} is an entry of this table, too; name a model or its alias")

@@ -14,6 +14,7 @@ import msgspec
 from config.load import flag_name
 from config.schema import ModelConfig, NodeConfig, SamplingDefaults
 
+TABLES = ("names", "models")  # keys of the node whose values are tables, which no flag can give
 _INTRO = """# Configuration
 
 Made from `config/schema.py` by `python -m config.reference`; do not edit by hand.
@@ -60,7 +61,7 @@ def _default(value: Any) -> str:
 def reference() -> str:
     lines = [_INTRO, "| key | flag | default | unit | reload | what it is |", "|---|---|---|---|---|---|"]
     for name, default, unit, reload, description in fields(NodeConfig):
-        flag = f"`{flag_name(name)}`" if name != "models" else ""
+        flag = f"`{flag_name(name)}`" if name not in TABLES else ""
         lines.append(f"| `{name}` | {flag} | {_default(default)} | {unit} | {reload} | {description} |")
     lines += ["", '## A model: `[models."org/name"]`', ""]
     lines += ["| key | default | unit | reload | what it is |", "|---|---|---|---|---|"]
@@ -106,13 +107,18 @@ _EXAMPLES = {
 }
 
 
+_NAMES = ('# "gpt-4*" = "meta/llama-3-8b"', '# "fast" = ["qwen3-4b", "qwen3-1.7b"]', '# "*" = "qwen3-4b"')
+
+
 def example() -> str:
     """Returns the text of config/example.toml: all keys, each with its default, or with an example where the default is empty.
     All but `models_dir` are commented out."""
     lines = ["# Every key of hearthd. What is commented out shows the default, or an example where the default is empty.", ""]
     for name, default, unit, reload, description in fields(NodeConfig):
-        if name != "models":
+        if name not in TABLES:
             lines += _entry(name, default, unit, reload, description)
+        elif name == "names":
+            lines += ["", f"# {description} ({reload})", "[names]", *_NAMES]
     lines += ["", '[models."org/name"]']
     for name, default, unit, reload, description in fields(ModelConfig):
         if name != "sampling":

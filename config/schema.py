@@ -274,4 +274,12 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     drain_timeout_s: Annotated[float, key("SIGTERM: running requests may take that long", "s", LIVE)] = 30.0
     sse_comment_every_s: Annotated[float, key("a comment keeps a silent stream open", "s", LIVE)] = 5.0
 
+    names: Annotated[
+        dict[str, list[str]],
+        key(
+            "a table of further names for requests: a name or a pattern with * and ?, and the model it leads to, or several, of "
+            'which the first that can serve is taken; "*" is the default of unknown names (docs/reference/names.md)',
+            reload=LIVE,
+        ),
+    ] = {}
     models: Annotated[dict[str, ModelConfig], key("per model, see below")] = {}

@@ -12,6 +12,7 @@ from math import inf
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from daemon.errors import HearthError
+from daemon.models.asker import OPERATOR, Asker
 from daemon.models.entry import ModelEntry
 from engine.protocol import SamplingParams
 
@@ -110,16 +111,25 @@ class SenderPort(Protocol):
 
 
 class ModelPort(Protocol):
-    """The registry as the API sees it."""
+    """The registry as the API sees it. asker: the sender of the request; a model that it may not use is unknown to it."""
 
-    def resolve(self, name: str) -> ModelEntry:
-        """Returns the model with this name or alias. Raises HearthError: model_not_found (404), or 503 for an incomplete model,
-        or 400 for one that cannot be served."""
+    def resolve(self, name: str, asker: Asker = OPERATOR) -> ModelEntry:
+        """Returns the model with this name or alias; for any other name the one that the table of names leads to. Raises
+        HearthError: model_not_found (404), or 503 for an incomplete model, or 400 for one that cannot be served; of several that
+        the table leads to, what refusal_of() makes of their reasons."""
         ...
 
-    def canonical(self, name: str) -> str:
-        """Returns the model's name for a name or an alias, even of a model that resolve() refuses. Raises HearthError (404) if it
-        is unknown."""
+    def canonical(self, name: str, asker: Asker = OPERATOR) -> str:
+        """Returns the model's name for a name or an alias, even of a model that resolve() refuses. The table of names does not
+        count. Raises HearthError (404) if it is unknown."""
+        ...
+
+    def knows(self, name: str, asker: Asker = OPERATOR) -> bool:
+        """Returns whether the text is a model's name, an alias, or an entry of the table of names that is no pattern."""
+        ...
+
+    def further_names(self, asker: Asker = OPERATOR) -> Mapping[str, Sequence[str]]:
+        """Returns the entries of the table of names that are no patterns, by the first model of each that `asker` may use."""
         ...
 
     def entries(self) -> Sequence[ModelEntry]:

@@ -48,7 +48,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--check-config", action="store_true", help="check flags and file, print what would run, and end")
     parser.add_argument("--version", action="version", version=f"hearthd {VERSION}")
     for name, default, unit, _, description in reference.fields(NodeConfig):
-        if name == "models":
+        if name in reference.TABLES:
             continue
         text = description.replace("%", "%%")
         if isinstance(default, bool):

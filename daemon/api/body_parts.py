@@ -5,7 +5,7 @@ from __future__ import annotations
 from daemon.api.body import read_body
 from daemon.api.endpoint import Body, Call, HeadT
 from daemon.contracts import ModelPort
-from daemon.errors import BadRequest, HearthError
+from daemon.errors import BadRequest
 from daemon.models.entry import ModelEntry
 
 INLINE_BYTES = 128 << 10
@@ -28,10 +28,5 @@ async def read_parts(call: Call, body: Body[HeadT]) -> tuple[HeadT, bytes, Model
 
 
 def _model(models: ModelPort, name: str, default_tag: str) -> ModelEntry:
-    try:
-        return models.resolve(name)
-    except HearthError as error:
-        bare = name.removesuffix(default_tag)
-        if error.code != "model_not_found" or bare == name:
-            raise
-    return models.resolve(bare)
+    bare = name.removesuffix(default_tag)
+    return models.resolve(name if bare == name or models.knows(name) else bare)

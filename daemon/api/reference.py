@@ -29,6 +29,7 @@ CONTROL = {
     "GET /control/v1/plan/{name}": "`hearth plan`: what loading the model would do now, with the scores; nothing is done",
     "GET /control/v1/gpus": "`hearth gpus`: the machine's GPUs as the driver tells of them, and the faults seen since the start",
     "GET /control/v1/keys": "`hearth keys`: the tenants of the keys file, their limits, what is left of them, the next expiry",
+    "GET /control/v1/names": "`hearth models`: the table of names, where each entry leads now, and why models are skipped",
     "GET /control/v1/room": "`hearth evict --dry-run`: who would leave to free `?bytes=N`, on each device or `&device=NAME`",
     "GET /control/v1/history": "`hearth history`: the last placements with victims and scores; `?model=NAME`",
     "GET /control/v1/top": "`hearth top`: devices, models, tokens and the last swaps, as they are now",

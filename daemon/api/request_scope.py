@@ -15,13 +15,15 @@ from daemon.access.limit_refusal import error_of
 from daemon.access.quotas import Charge, OverLimit, Quotas, Standing
 from daemon.access.tenant import Key
 from daemon.contracts import Generation, ModelPort, RequestPort
-from daemon.errors import BadRequest, HearthError, no_model
+from daemon.errors import BadRequest
+from daemon.models.asker import Asker
 from daemon.models.entry import ModelEntry
 from daemon.process import moment
 from daemon.process.logs import fields
 from daemon.process.moment import Moment
 
 log = logging.getLogger("hearthd.request")
+ASKED_CHARACTERS = 128  # of a name that a client chose, in the log
 
 
 class RequestScope:
@@ -35,6 +37,7 @@ class RequestScope:
         "_quotas",
         "_requests",
         "_started_s",
+        "asked",
         "generations",
         "headers",
         "key",
@@ -57,32 +60,29 @@ class RequestScope:
         self._charge: Charge | None = None
         self._started_s = time.monotonic()
         self.model = ""  # the last one asked for, if there is such a one
+        self.asked = ""  # the name that the table of names led to it, if one did
         self.generations: list[Generation] = []
 
-    # ---- ModelPort
+    # ---- ModelPort, for this tenant; an `asker` is not looked at
 
-    def resolve(self, name: str) -> ModelEntry:
-        if self.tenant.models is not None and not self.tenant.may_use(self._name_of(name)):
-            raise no_model(name)
-        entry = self._models.resolve(name)
+    def resolve(self, name: str, asker: Asker | None = None) -> ModelEntry:
+        entry = self._models.resolve(name, self.tenant)
         self.model = entry.name
+        self.asked = "" if name == entry.name or name in entry.aliases else name[:ASKED_CHARACTERS]
         return entry
 
-    def canonical(self, name: str) -> str:
-        found = self._models.canonical(name)
-        if not self.tenant.may_use(found):
-            raise no_model(name)
-        return found
+    def canonical(self, name: str, asker: Asker | None = None) -> str:
+        return self._models.canonical(name, self.tenant)
+
+    def knows(self, name: str, asker: Asker | None = None) -> bool:
+        return self._models.knows(name, self.tenant)
 
     def entries(self) -> Sequence[ModelEntry]:
         entries = self._models.entries()
         return entries if self.tenant.models is None else [entry for entry in entries if self.tenant.may_use(entry.name)]
 
-    def _name_of(self, name: str) -> str:
-        try:
-            return self._models.canonical(name)
-        except HearthError:
-            raise no_model(name) from None
+    def further_names(self, asker: Asker | None = None) -> Mapping[str, Sequence[str]]:
+        return self._models.further_names(self.tenant)
 
     # ---- RequestPort
 
@@ -149,6 +149,8 @@ class RequestScope:
             record["tenant"] = self.tenant.name
         if self.model:
             record["model"] = self.model
+        if self.asked:
+            record["asked"] = self.asked
         if self.generations:
             record |= _of_generations(self.generations, self._started_s)
         record["total_ms"] = _ms(now - self._started_s)

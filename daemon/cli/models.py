@@ -67,6 +67,8 @@ def models(client: Client, options: argparse.Namespace) -> None:
         for row in rows:
             if row["state"] in ("refused", "incomplete", "failed"):
                 print(f"\n{row['name']} is {row['state']}: {row['reason']}")
+    if not options.json and (names := client.get("/control/v1/names")):
+        print("\n" + _names(names))
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
@@ -98,6 +100,16 @@ def _leaves(row: dict[str, Any]) -> str:
     if row["leaves"] is not None:
         return f"in {duration(max(0.0, row['leaves'] - time.time()))}"
     return f"{duration(row['keep_alive_s'])} after a request"
+
+
+def _names(rows: list[dict[str, Any]]) -> str:
+    """Returns the table of further names, and below it why models are skipped."""
+    lines, told = [], []
+    for row in rows:
+        targets = ", ".join(each["name"] for each in row["targets"])
+        lines.append((row["name"], targets, "a model hides it" if row["hidden"] else row["leads_to"] or "none can serve"))
+        told += [f"{each['name']}: {each['problem']}" for each in row["targets"] if each["problem"]]
+    return "\n\n".join([table(("FURTHER NAME", "LEADS TO", "NOW"), lines, frozenset()), *dict.fromkeys(told)])
 
 
 def _state(row: dict[str, Any]) -> str:

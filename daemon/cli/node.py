@@ -88,7 +88,7 @@ def reload(client: Client, options: argparse.Namespace) -> None:
     if value["needs_restart"]:
         print("needs a restart: " + ", ".join(value["needs_restart"]))
     if value.get("unknown_models"):
-        print("settings for models that are not there (yet): " + ", ".join(value["unknown_models"]))
+        print("the settings name models that are not there (yet): " + ", ".join(value["unknown_models"]))
 
 
 def version(client: Client, options: argparse.Namespace) -> None:

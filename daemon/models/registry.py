@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from config.schema import DeviceBudget, ModelConfig, NodeConfig
 from config.units import format_bytes, parse_duration_s
 from daemon.errors import BadRequest, HearthError, NotNow, no_model
+from daemon.models.asker import OPERATOR, Asker
 from daemon.models.entry import LoadSource, ModelEntry
+from daemon.models.model_names import ModelNames
 from daemon.record.state import NodeState
 from loader import catalog, kv_layout, layout, work_space
 from loader.errors import shortened
@@ -64,41 +66,41 @@ class Registry:
         self._without_carve_out = without_carve_out or {}
         self.models: dict[str, Registered] = {}
         self.refused: Callable[[str], HearthError | None] = lambda name: None  # set by the node: returns why a model can never run
-        self._aliases: dict[str, str] = {}
+        # set by the node: (model, tenant) -> why a request that came now would be refused
+        self.turned_away: Callable[[str, str], HearthError | None] = lambda name, tenant: None
+        self.names = self._names_now()
         self._entries: list[ModelEntry] = []
         self._rescan_lock = asyncio.Lock()
 
     # ---- ModelPort
 
-    def resolve(self, name: str) -> ModelEntry:
-        found = self.models.get(name)
-        if found is None:
-            found = self.models.get(self._aliases.get(name, ""))
-        if found is None:
-            raise no_model(name)
-        if found.entry is None:
-            known, why = found.checkpoint.name, found.problem
-            if found.facts.incomplete:
-                raise NotNow("model_incomplete", f"The model {known!r} is not complete: {why}", retry_after_s=10.0)
-            raise BadRequest("model_unusable", f"The model {known!r} cannot be served: {why}", param="model")
-        refusal = self.refused(found.entry.name)
-        if refusal is not None:
-            raise refusal
-        return found.entry
+    def resolve(self, name: str, asker: Asker = OPERATOR) -> ModelEntry:
+        return self.names.resolve(name, asker)
+
+    def canonical(self, name: str, asker: Asker = OPERATOR) -> str:
+        return self.names.canonical(name, asker)
+
+    def knows(self, name: str, asker: Asker = OPERATOR) -> bool:
+        return self.names.knows(name, asker)
 
     def entries(self) -> Sequence[ModelEntry]:
         return self._entries
 
-    # ---- for the dispatcher and the operator
+    def further_names(self, asker: Asker = OPERATOR) -> Mapping[str, Sequence[str]]:
+        return self.names.further({entry.name for entry in self._entries if asker.may_use(entry.name)})
 
-    def canonical(self, name: str) -> str:
-        """Returns the model's name for a name or an alias. Raises HearthError model_not_found."""
-        if name in self.models:
-            return name
-        alias = self._aliases.get(name)
-        if alias is None or alias not in self.models:
-            raise BadRequest("model_not_found", f"There is no model {name!r}.", status=404, details={"model": name})
-        return alias
+    def _served(self, name: str) -> ModelEntry | HearthError:
+        """Returns the model if its files and settings let it be served, else why not."""
+        found = self.models.get(name)
+        if found is None:
+            return no_model(name)
+        if found.entry is None:
+            if found.facts.incomplete:
+                return NotNow("model_incomplete", f"The model {name!r} is not complete: {found.problem}", retry_after_s=10.0)
+            return BadRequest("model_unusable", f"The model {name!r} cannot be served: {found.problem}", param="model")
+        return self.refused(name) or found.entry
+
+    # ---- for the dispatcher and the operator
 
     def source(self, name: str) -> LoadSource | None:
         found = self.models.get(name)
@@ -334,22 +336,22 @@ class Registry:
             known = before.get(name)
             if known is not registered and (known is None or known.facts != registered.facts):
                 changes.append(events.ModelRegistered(now=now, cause="scan", facts=registered.facts))
-        self._aliases = {}
-        for name, settings in config.models.items():
-            for alias in settings.aliases:
-                if alias in found:
-                    log.warning('alias %r of "%s" is hidden by the model of that name', alias, name)
-                else:
-                    self._aliases[alias] = name
+        self.names = self._names_now()
         self._entries = [registered.entry for _, registered in sorted(found.items()) if registered.entry is not None]
         return changes
 
+    def _names_now(self) -> ModelNames:
+        return ModelNames(self.config, self.models.keys(), self._served, lambda name, tenant: self.turned_away(name, tenant))
+
     def unknown_models(self) -> list[str]:
-        """Returns the models that have settings but no folder. It also logs them, because a name may be misspelt."""
-        unknown = sorted(self.config.models.keys() - self.models.keys())
-        for name in unknown:
+        """Returns the models that the settings name and that have no folder. It also logs them, because a name may be misspelt."""
+        unknown = self.config.models.keys() - self.models.keys()
+        for name in sorted(unknown):
             log.warning('settings for models."%s": there is no model of that name (yet)', name)
-        return unknown
+        for name, targets in self.names.unknown_targets().items():
+            log.warning('names."%s" leads to what is no model (yet): %s', name, ", ".join(targets))
+            unknown.update(targets)
+        return sorted(unknown)
 
     def describe(self, name: str) -> str:
         """Returns the line that is logged when the model is registered."""

@@ -30,7 +30,7 @@ from daemon.engines.kept_device import KeptDevice
 from daemon.engines.kernels import Kernels
 from daemon.engines.left_memory import LeftMemory
 from daemon.engines.workers import EngineSpec, EngineWorker, threads_per_engine
-from daemon.errors import BadRequest, HearthError
+from daemon.errors import BadRequest, HearthError, from_refusal
 from daemon.gpu.driver import Driver
 from daemon.gpu.inventory import GpuFault, Inventory, rows_of, why_no_memory
 from daemon.gpu.watch import GpuWatch
@@ -106,7 +106,7 @@ class NodeParts:
         self.scanner = scanner or ModelScanner()
         self.tasks = LongTasks()
         self.registry = Registry(config, devices, state, division.problems, self.scanner.scan)
-        self.registry.refused = self._refused
+        self.registry.refused, self.registry.turned_away = self._refused, self._turned_away
         self.dispatcher = Dispatcher(self.scheduler, config, self.registry.source, self.ring, self.metric, self.watch)
         self._host_account: HostAccount | None = None
         if self.host_memory.account is not None:
@@ -238,6 +238,11 @@ class NodeParts:
             return None
         message = f"The model {name!r} can never be loaded on this node: {arithmetic}"
         return BadRequest("model_too_large", message, param="model", details={"arithmetic": arithmetic})
+
+    def _turned_away(self, name: str, tenant: str) -> HearthError | None:
+        """Returns why a request of the tenant would be refused if it arrived now, or None."""
+        refusal = self.scheduler.refusal(name, tenant)
+        return None if refusal is None else from_refusal(refusal)
 
     # ---- views
 
@@ -390,6 +395,7 @@ class NodeParts:
             "engine_restarts": sum(self.metric.engine_restarts.values()),
             "devices": self.device_rows(),
             "host_tier": self.host_tier_row(),
+            "names": self.registry.names.rows(),
             "event_loop_stall_max_s": round(self.watch.stall_s, 6),
         }
 
@@ -399,9 +405,14 @@ class NodeParts:
         asked = f"req-{request_id}" if request_id is not None else name
         lines = self.scheduler.why(asked)
         if not lines:
-            with contextlib.suppress(HearthError):
-                asked = self.registry.canonical(name)
-                lines = self.scheduler.why(asked)
+            lead = self.registry.names.lead(name)
+            if lead is not None:
+                lines = lead.lines(name)
+                asked = lead.chosen.name if lead.chosen is not None else name
+            else:
+                with contextlib.suppress(HearthError):
+                    asked = self.registry.canonical(name)
+            lines = [*lines, *self.scheduler.why(asked)]
         if not lines:
             raise BadRequest("not_found", f"There is no model and no request {name!r}.", status=404, details={"name": name})
         if slow := self.kernels.sentence():

@@ -53,6 +53,7 @@ def make_control_app(node: NodeParts, read_only: bool = False) -> web.Applicatio
     app.on_response_prepare.append(_name_server)
     app.router.add_get("/control/v1/status", api.status)
     app.router.add_get("/control/v1/models", api.models)
+    app.router.add_get("/control/v1/names", api.names)
     app.router.add_get("/control/v1/queue", api.queue)
     app.router.add_get("/control/v1/version", api.version)
     app.router.add_get("/control/v1/events", api.event_lines)
@@ -132,6 +133,9 @@ class ControlApi:
     async def models(self, request: web.Request) -> web.Response:
         return _json(self._node.rows())
 
+    async def names(self, request: web.Request) -> web.Response:
+        return _json(self._node.registry.names.rows())
+
     async def queue(self, request: web.Request) -> web.Response:
         return _json(self._node.queue_rows())
 
@@ -197,7 +201,7 @@ class ControlApi:
         make = _COMMANDS.get(command)
         if make is None:
             raise BadRequest("not_found", f"no command {command!r}; known: {', '.join(_COMMANDS)}", status=404)
-        name = self._node.registry.canonical(request.match_info["name"])
+        name = self._node.registry.names.local(request.match_info["name"])
         node = self._node
         queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue(FOLLOW_LIMIT)
         stop = node.ring.follow(lambda event: _offer(queue, event) if event.get("model") == name else None)
@@ -257,7 +261,7 @@ class ControlApi:
     async def _gate(self, request: web.Request, make: Callable[..., events.Event]) -> web.Response:
         """Drains or resumes the model of `?model=NAME`, or the whole node without it."""
         name = request.query.get("model", "")
-        model = self._node.registry.canonical(name) if name else ""
+        model = self._node.registry.names.local(name) if name else ""
         refusal = await self._node.dispatcher.command(lambda now, cause: make(now=now, cause=cause, model=model))
         if refusal is not None:
             raise from_refusal(refusal)

@@ -19,7 +19,7 @@ SWAPS_SHOWN = 64
 
 def plan(node: NodeParts, name: str) -> dict[str, Any]:
     """Returns what loading the model would do now. Raises HearthError not_found."""
-    model = node.registry.canonical(name)
+    model = node.registry.names.local(name)
     found = node.scheduler.plan_load(model, time.monotonic())
     if found is None:
         raise BadRequest("model_not_found", f"There is no model {name!r}.", status=404, details={"name": name})
@@ -42,7 +42,7 @@ def room(node: NodeParts, text: str, device: str) -> list[dict[str, Any]]:
 
 def history(node: NodeParts, name: str) -> list[dict[str, Any]]:
     """Returns the last placements, oldest first; those of one model if `name` is not "". Raises HearthError not_found."""
-    model = node.registry.canonical(name) if name else ""
+    model = node.registry.names.local(name) if name else ""
     return [_placement(node, view) for view in node.scheduler.history(model)]
 
 

@@ -82,17 +82,16 @@ class Evict(Action):
     device: str
     lease_chunks: int  # after it; the dispatcher passes it on
     save_slots: tuple[int, ...] = ()  # of the host tier, for its KV
-    reason: str = ""  # one of EVICT_REASONS
+    reason: str = ""  # one of leave_rules.EVICT_REASONS
     to: str = "cold"  # or warm: where it is afterwards
     age_s: float = 0.0  # since it became ready
 
 
-# why a model leaves a device -> what it means
+# why a model leaves a device -> what it means; leave_rules.py adds those of its rules
 EVICT_REASONS = {
     "room": "another model needs the room, and it was idle or had drained",
     "preempted": "another model needs the room, and its requests wait until it is back",
     "kv": "it was idle, and another model's requests waited for KV",
-    "idle": "it had no request for as long as its keep_alive says",
     "operator": "hearth unload, or it was switched off",
     "rolled_back": "its load missed its deadline or is not wanted any more",
     "removed": "its folder is gone",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scheduler.node import admission, device_choice, eviction, explain, keep_alive, look, pins, residency
+from scheduler.node import admission, device_choice, eviction, explain, leave_rules, look, pins, residency
 from scheduler.node.device_choice import Option
 from scheduler.node.eviction import Target
 from scheduler.node.node import Device, Model, Node
@@ -122,8 +122,8 @@ def _why(node: Node, device: Device, model: Model, victim: bool, busy: bool) -> 
     if victim:
         return "leaves: busy, made to" if busy else "leaves: idle, least to lose"
     if not busy:
-        at = keep_alive.leaves_at(model)
-        until = "" if at is None else f", and leaves in {max(0.0, at - node.now):.0f} s by its keep_alive"
+        leaves = leave_rules.next_of(model)
+        until = "" if leaves is None else f", and leaves in {max(0.0, leaves[0] - node.now):.0f} s {leaves[1].by}"
         return f"stays: idle, its room is not needed{until}"
     if not look.evictable(node, model, True, None):
         return "stays: busy, and came a short while ago"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scheduler.node import keep_alive, look, residency
+from scheduler.node import leave_rules, look, residency
 from scheduler.node.ledger import MIB
 from scheduler.node.node import VICTIMS_DRAIN, VICTIMS_LEAVE, WAITS_FOR_LOADER, Model, Node
 
@@ -15,7 +15,7 @@ def why(node: Node, name: str) -> list[str]:
             *model.story.lines(node.now),
             f"now {model.state}: {model.reason}",
             *waits_for(node, model),
-            *keep_alive.story(node, model),
+            *leave_rules.story(node, model),
         ]
     digits = name.removeprefix("req-")
     if not digits.isdigit():

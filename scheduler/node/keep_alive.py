@@ -10,8 +10,8 @@ from math import inf
 
 from scheduler.node import residency
 from scheduler.node.events import KeepAliveSet
+from scheduler.node.leave_rule import LeaveRule
 from scheduler.node.node import Model, Node
-from scheduler.node.placements import evict
 
 
 def set_by_client(node: Node, event: KeepAliveSet) -> None:
@@ -26,39 +26,39 @@ def set_by_client(node: Node, event: KeepAliveSet) -> None:
 
 
 def leaves_at(model: Model) -> float | None:
-    """Returns when the model leaves if no request comes; None if it does not leave for having none: it is busy, pinned, not ready,
-    wanted by an operator and not requested since, or may stay for ever."""
+    """Returns when an idle model leaves if no request comes; None if an operator wanted it and it was not requested since, or if it
+    may stay for ever."""
     copy = model.copy
-    if copy is None or model.state != residency.READY or model.pinned or not copy.requested:
-        return None
-    if model.running or model.queue or model.keep_alive_s == inf:
+    if copy is None or not copy.requested or model.keep_alive_s == inf:
         return None
     return max(model.last_used or 0.0, copy.ready_at or 0.0) + model.keep_alive_s
 
 
-def settle(node: Node, model: Model) -> None:
-    """Evicts a model whose time is up, and otherwise sets or removes the deadline at which it will be."""
-    at = leaves_at(model)
-    if at is None:
-        node.deadlines.discard(("keep_alive", model.name))
-    elif at > node.now:
-        node.deadlines.set(("keep_alive", model.name), at)
-    else:
-        node.set_state(model, residency.DRAINING, f"no request for {model.keep_alive_s:g} s, as long as its keep_alive says")
-        model.expired = True
-        evict(node, model)
+def because(model: Model) -> str:
+    return f"no request for {model.keep_alive_s:g} s, as long as its keep_alive says"
 
 
 def story(node: Node, model: Model) -> list[str]:
     """Returns the line of `hearth why` about a model that is on a device; [] if it may stay until its memory is needed."""
-    if model.copy is None or model.keep_alive_s == inf:
+    copy = model.copy
+    if copy is None or model.keep_alive_s == inf:
         return []
     keep = f"keep_alive {model.keep_alive_s:g} s" + (" (set by a request)" if model.asked_keep_alive_s is not None else "")
     if model.pinned:
         return [f"{keep} does not count while it is pinned"]
     at = leaves_at(model)
-    if at is not None:
+    if at is not None and model.state == residency.READY and not (model.running or model.queue):
         return [f"leaves in {max(0.0, at - node.now):.1f} s unless a request comes: {keep}"]
-    if not model.copy.requested:
+    if not copy.requested:
         return [f"{keep} counts from its first request on: it was loaded without one"]
     return [f"{keep} counts from the end of its last request"]
+
+
+RULE = LeaveRule(
+    name="idle",
+    meaning="it had no request for as long as its keep_alive says",
+    leaves_at=leaves_at,
+    because=because,
+    by="by its keep_alive",
+    story=story,
+)

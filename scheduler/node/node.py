@@ -128,7 +128,7 @@ class Model:
     progress: tuple[int, int] | None = None
     paused: bool = False  # it was preempted, and requests wait for it to come back
     gives_kv: bool = False  # it leaves so that others have more KV
-    expired: bool = False  # it leaves because it had no request for as long as its keep_alive says
+    leaves_by: str = ""  # the rule of leave_rules.py by which it leaves; "": none
     asked_keep_alive_s: float | None = None  # by a request, in place of the configured one, until the model has left
     unload_to: str = ""  # what the operator's unload under way shall leave: cold or warm
     kv_bytes: int = 0  # of the copy, as its engine last told it; running sequences and kept prefixes

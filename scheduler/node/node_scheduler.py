@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from scheduler.node import (
+    admission,
     commands,
     dry_run,
     engines,
@@ -21,6 +22,7 @@ from scheduler.node import (
     explain,
     keep_alive,
     keeping,
+    leave_rules,
     loads,
     models,
     placements,
@@ -28,7 +30,7 @@ from scheduler.node import (
     requests,
     residency,
 )
-from scheduler.node.actions import Action
+from scheduler.node.actions import Action, Refusal
 from scheduler.node.events import Event
 from scheduler.node.host_tier import HostCopy
 from scheduler.node.ledger import kv_reserved_bytes
@@ -158,6 +160,11 @@ class NodeScheduler:
             for position, (request_id, request) in enumerate(model.queue.items())
         ]
 
+    def refusal(self, model: str, tenant: str) -> Refusal | None:
+        """Returns why a request of the tenant that arrived now would be refused; None if it would be accepted. Changes nothing."""
+        facts = events.RequestFacts(request_id=0, model=model, num_prompt_tokens=0, max_tokens=0, tenant=tenant)
+        return admission.refuse(self._node, self._node.models.get(model), facts)
+
     def why(self, name_or_request: str) -> list[str]:
         """Returns the story of a model or request, oldest first, and what it waits for; [] if it is unknown."""
         return explain.why(self._node, name_or_request)
@@ -199,7 +206,7 @@ def _deadlines(node: Node) -> None:
             placements.evict_overdue(node, node.models[name])
         elif kind == "preempt":
             placements.drained_too_long(node, node.models[name])
-        elif kind in ("retry", "keep_alive"):
+        elif kind in ("retry", "leave"):
             node.touch(node.models[name])
         elif kind == "quarantine":
             models.quarantine_over(node, node.models[name])
@@ -223,7 +230,7 @@ def _model_view(node: Node, model: Model) -> ModelView:
         progress=model.progress,
         quarantined_until=model.quarantined_until,
         keep_alive_s=model.keep_alive_s,
-        leaves_at=keep_alive.leaves_at(model),
+        leaves_at=leave_rules.leaves_at(model),
         kept_bytes=kept.num_bytes if (kept := node.host.weights.get(model.name)) is not None else 0,
         saved_kv_tokens=saved.num_tokens if (saved := node.host.kv.get(model.name)) is not None else 0,
     )

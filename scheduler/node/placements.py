@@ -256,7 +256,7 @@ def evict(node: Node, model: Model) -> None:
 
 
 def _why_evicted(model: Model, copy: Copy) -> str:
-    """Returns one of EVICT_REASONS."""
+    """Returns one of leave_rules.EVICT_REASONS."""
     if model.removed:
         return "removed"
     if model.unload_to or not model.enabled:
@@ -265,8 +265,8 @@ def _why_evicted(model: Model, copy: Copy) -> str:
         return "rolled_back"
     if model.gives_kv:
         return "kv"
-    if model.expired:
-        return "idle"
+    if model.leaves_by:
+        return model.leaves_by
     return "preempted" if model.paused else "room"
 
 
@@ -315,11 +315,10 @@ def release(node: Node, model: Model, reason: str) -> None:
     if model.placement is not None:
         undo(node, model.placement)
         node.history.ended(copy.placement_id, node.now, reason)
-    for kind in ("evict", "keep_alive"):
+    for kind in ("evict", "leave"):
         node.deadlines.discard((kind, model.name))
     keeping.copy_ended(node, model, copy)
-    model.copy, model.progress, model.unload_to = None, None, ""
-    model.gives_kv = model.expired = False
+    model.copy, model.progress, model.unload_to, model.leaves_by, model.gives_kv = None, None, "", "", False
     model.kv_bytes = model.kv_running_bytes = 0
     placement = node.placements.get(model.victim_of)
     model.victim_of = 0

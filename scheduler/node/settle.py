@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scheduler.node import keep_alive, models, pins, placements, requests, residency
+from scheduler.node import leave_rules, models, pins, placements, requests, residency
 from scheduler.node.node import Model, Node
 
 
@@ -39,7 +39,7 @@ def settle_model(node: Node, model: Model) -> None:
             requests.submit_queued(node, model)
         if not model.running:  # idle: somebody may want its room
             node.stir((copy.device,))
-            keep_alive.settle(node, model)
+            leave_rules.settle(node, model)
     elif model.takes_requests and model.queue:
         requests.submit_queued(node, model)
     elif model.state == residency.DRAINING and not model.running:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from scheduler.node import keep_alive, look, pins, residency
+from scheduler.node import leave_rules, look, pins, residency
 from scheduler.node.node import LOADS, VICTIMS_DRAIN, Device, Model, Node
 
 
@@ -41,10 +41,10 @@ def check_model(node: Node, model: Model) -> None:
         assert not model.load_causes, f"commands wait for {name}, which is ready"
         assert not model.leaves, f"{name} is ready but shall leave"
         assert model.victim_of == 0, f"rule 1: {name} is a ready victim"
-    at = keep_alive.leaves_at(model)
-    assert at is None or at > node.now, f"rule 11: {name} has had no request for too long and stays"
-    assert at is None or node.deadlines.get(("keep_alive", name)) == at, f"rule 11: {name} has no deadline for its keep_alive"
-    assert ("keep_alive", name) not in node.deadlines or copy is not None, f"rule 11: a deadline for {name}, which is not there"
+    at = leave_rules.leaves_at(model)
+    assert at is None or at > node.now, f"rule 11: the time of {name} is up and it stays"
+    assert at is None or node.deadlines.get(("leave", name)) == at, f"rule 11: {name} has no deadline for leaving"
+    assert ("leave", name) not in node.deadlines or copy is not None, f"rule 11: a deadline for {name}, which is not there"
     assert copy is not None or model.asked_keep_alive_s is None or node.wanted(model), f"rule 11: a stale keep_alive of {name}"
     if model.state in (residency.COLD, residency.WARM):
         assert (model.state == residency.WARM) == (node.is_warm(model) and not model.removed), f"{name} is {model.state}"

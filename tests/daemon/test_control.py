@@ -324,7 +324,7 @@ def test_who_writes_the_file_and_asks_is_told_what_was_applied_by_itself(node: N
     node.wait_for(lambda: len(reloads(node)) > count, "the file being read by itself")
     told = node.cli("reload").stdout
     assert 'applied: models."aa".priority' in told, "it was applied a moment ago, not 'nothing changed'"
-    assert "settings for models that are not there (yet): aa" in told
+    assert "the settings name models that are not there (yet): aa" in told
     assert 'settings for models."aa": there is no model of that name' in node.log_text()
     node.config.write_text(good)
     assert node.json("reload")["ok"] is True

@@ -13,7 +13,7 @@ import torch
 
 from loader.errors import UnsupportedModel
 from loader.hf_config import parse_config
-from tests.engine.changed_loader import changed_loader, told_by
+from tests.changed_package import changed_package, told_by
 from tests.engine.model_bench import make_checkpoint
 
 PROMPT = np.random.default_rng(21).integers(2, 211, 40).tolist()
@@ -107,7 +107,9 @@ print(json.dumps({
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of loader/ with the new file and the new line."""
     lines = {'    "bert",\n': '    "bert",\n    "norn",\n'}
-    return changed_loader(tmp_path_factory.mktemp("tree"), "architectures/norn.py", FILE, "architectures/registry.py", lines)
+    return changed_package(
+        tmp_path_factory.mktemp("tree"), "loader", "architectures/norn.py", FILE, "architectures/registry.py", lines
+    )
 
 
 @pytest.fixture(scope="module")

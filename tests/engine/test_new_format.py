@@ -13,7 +13,7 @@ import torch
 from loader.errors import UnsupportedModel
 from loader.formats.int8_rows import quantize_rows
 from loader.hf_config import parse_config
-from tests.engine.changed_loader import changed_loader, told_by
+from tests.changed_package import changed_package, told_by
 from tests.engine.model_bench import make_checkpoint
 
 PROMPT = np.random.default_rng(22).integers(2, 211, 40).tolist()
@@ -81,7 +81,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
         before: f"from loader.formats.stepped import STEPPED\n{before}",
         "(PLAIN, INT8, STORED_INT8)": "(PLAIN, INT8, STEPPED, STORED_INT8)",
     }
-    return changed_loader(tmp_path_factory.mktemp("tree"), "formats/stepped.py", FILE, "formats/registry.py", lines)
+    return changed_package(tmp_path_factory.mktemp("tree"), "loader", "formats/stepped.py", FILE, "formats/registry.py", lines)
 
 
 @pytest.fixture(scope="module")

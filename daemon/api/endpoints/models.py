@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from aiohttp import web
 
 from daemon.api.endpoint import Call, Endpoint
@@ -13,14 +15,16 @@ from daemon.models.entry import ModelEntry
 async def _list(call: Call) -> web.Response:
     models = call.context.models
     entries = models.entries() if call.scope is None else [models.resolve(call.scope)]
-    return json_response({"object": "list", "data": [_model_object(entry) for entry in entries]})
+    further = models.further_names()
+    return json_response({"object": "list", "data": [_model_object(entry, further.get(entry.name, ())) for entry in entries]})
 
 
 async def _one(call: Call) -> web.Response:
     if call.scope is not None:
         call.context.models.resolve(call.scope)
     assert call.path_id is not None
-    return json_response(_model_object(_find(call.context.models, call.path_id)))
+    entry = _find(call.context.models, call.path_id)
+    return json_response(_model_object(entry, call.context.models.further_names().get(entry.name, ())))
 
 
 def _find(models: ModelPort, name: str) -> ModelEntry:
@@ -31,14 +35,15 @@ def _find(models: ModelPort, name: str) -> ModelEntry:
     return models.resolve(name)
 
 
-def _model_object(entry: ModelEntry) -> dict[str, object]:
+def _model_object(entry: ModelEntry, further_names: Sequence[str]) -> dict[str, object]:
+    """Returns OpenAI's object for a model. further_names: entries of the table of names that lead to it."""
     return {
         "id": entry.name,
         "object": "model",
         "created": entry.created,
         "owned_by": "hearthd",
         "max_model_len": entry.max_model_len,
-        "aliases": list(entry.aliases),
+        "aliases": [*entry.aliases, *further_names],
     }
 
 

@@ -15,7 +15,8 @@ from daemon.access.admission import Access
 from daemon.api.app import make_app, make_runner
 from daemon.api.response_store import ResponseStore
 from daemon.contracts import Generation, Resident
-from daemon.errors import BadRequest, HearthError
+from daemon.errors import BadRequest, HearthError, no_model
+from daemon.models.asker import OPERATOR, Asker
 from daemon.models.entry import ModelEntry
 from daemon.text.jobs import TextFacts
 from daemon.text.token_table import BYTE_LEVEL, NORMAL, SKIPPED, PackedTable, TokenTable
@@ -55,14 +56,20 @@ class FakeModels:
     def __init__(self, *entries: ModelEntry) -> None:
         self._entries = entries
 
-    def resolve(self, name: str) -> ModelEntry:
+    def resolve(self, name: str, asker: Asker = OPERATOR) -> ModelEntry:
         for each in self._entries:
-            if name == each.name or name in each.aliases:
+            if (name == each.name or name in each.aliases) and asker.may_use(each.name):
                 return each
-        raise BadRequest("model_not_found", f"no model named {name[:100]!r}", param="model", status=404)
+        raise no_model(name)
 
-    def canonical(self, name: str) -> str:
-        return self.resolve(name).name
+    def canonical(self, name: str, asker: Asker = OPERATOR) -> str:
+        return self.resolve(name, asker).name
+
+    def knows(self, name: str, asker: Asker = OPERATOR) -> bool:
+        return any(name == each.name or name in each.aliases for each in self._entries if asker.may_use(each.name))
+
+    def further_names(self, asker: Asker = OPERATOR) -> dict[str, list[str]]:
+        return {}
 
     def entries(self) -> list[ModelEntry]:
         return sorted(self._entries, key=lambda each: each.name)

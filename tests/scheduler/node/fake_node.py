@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from scheduler.node import actions, events
+from scheduler.node import actions, events, leave_rules
 from scheduler.node.events import ModelFacts, RequestFacts
 from scheduler.node.node_scheduler import NodeScheduler, SchedulerSettings
 from scheduler.node.views import ModelView
@@ -249,7 +249,7 @@ class FakeNode:
                     self.forget_behind(self.loads[action.placement_id])
                 runs = [request for request, submit in self.running.items() if submit.model == action.model]
                 assert not runs, f"rule 3: {action.model} evicted under requests {runs}"
-                assert action.reason in actions.EVICT_REASONS
+                assert action.reason in leave_rules.EVICT_REASONS
                 self.host_grants(action.placement_id, action.save_slots)
                 self.loads.pop(action.placement_id, None)
                 self.copies.pop((action.device, action.model), None)

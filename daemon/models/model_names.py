@@ -1,0 +1,137 @@
+"""Which model a request's name stands for: a model's own name, an alias, or an entry of the table `[names]`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from config.schema import NodeConfig
+from daemon.errors import BadRequest, HearthError, no_model
+from daemon.models.asker import OPERATOR, Asker
+from daemon.models.entry import ModelEntry
+from daemon.models.name_table import Lead, NameTable, Target, refusal_of
+
+log = logging.getLogger("hearthd.models")
+
+
+class ModelNames:
+    """All names that stand for models, as of one scan and one reading of the settings; the registry replaces it as a whole."""
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        models: Collection[str],
+        served: Callable[[str], ModelEntry | HearthError],
+        turned_away: Callable[[str, str], HearthError | None],
+    ) -> None:
+        """models: the registered models. served: returns one of them, or why it cannot be served. turned_away: (model, tenant) ->
+        why a request that came now would be refused; it is asked for the targets of the table only. Entries and aliases that are
+        the name of a registered model are logged, because they are without effect."""
+        self._models, self._with_settings = models, config.models.keys()
+        self._served, self._turned_away = served, turned_away
+        self._table = NameTable(config.names)
+        self._aliases: dict[str, str] = {}
+        for name, settings in config.models.items():
+            for alias in settings.aliases:
+                if alias in models:
+                    log.warning('alias %r of "%s" is hidden by the model of that name', alias, name)
+                else:
+                    self._aliases[alias] = name
+        for name in self._table.exact:
+            if name in models:
+                log.warning("the entry %r of [names] is hidden by the model of that name", name)
+
+    # ---- for requests; see ModelPort
+
+    def resolve(self, name: str, asker: Asker = OPERATOR) -> ModelEntry:
+        owner = self._owner(name)
+        if owner is not None and asker.may_use(owner):
+            found = self._served(owner)
+            if isinstance(found, HearthError):
+                raise no_model(name) if found.code == "model_not_found" else found
+            return found
+        entry = self._table.entry(name)
+        if entry is None:
+            raise no_model(name)
+        lead = self._lead(entry, asker)
+        if lead.chosen is None:
+            raise refusal_of(name, lead.targets)
+        return lead.chosen
+
+    def canonical(self, name: str, asker: Asker = OPERATOR) -> str:
+        owner = self._owner(name)
+        if owner is None or owner not in self._models or not asker.may_use(owner):
+            raise no_model(name)
+        return owner
+
+    def knows(self, name: str, asker: Asker = OPERATOR) -> bool:
+        owner = self._owner(name)
+        return (owner in self._models and asker.may_use(str(owner))) or self._table.entry(name) == name
+
+    def further(self, listed: Collection[str]) -> Mapping[str, Sequence[str]]:
+        """Returns the exact names of the table by model: each with the first of its models that is in `listed`."""
+        found: dict[str, list[str]] = {}
+        for name in self._table.exact:
+            owners = (self._owner(target) for target in self._table.names[name])
+            owner = next((each for each in owners if each in listed), None)
+            if owner is not None and name not in self._models:
+                found.setdefault(owner, []).append(name)
+        return found
+
+    # ---- for the operator
+
+    def local(self, name: str) -> str:
+        """Returns the model's name for a name or an alias, for a command. Raises HearthError model_not_found."""
+        owner = self._owner(name)
+        if owner is not None and owner in self._models:
+            return owner
+        message = f"There is no model {name!r}."
+        if (lead := self.lead(name)) is not None:
+            by = "" if lead.entry == name else f" by the pattern {lead.entry!r}"
+            message += f" The table [names] leads requests for it{by} to {', '.join(each.name for each in lead.targets)}."
+        raise BadRequest("model_not_found", message, status=404, details={"model": name})
+
+    def lead(self, name: str) -> Lead | None:
+        """Returns where the table leads a request of somebody who may use all models; None if the name is a model's or meets no
+        entry."""
+        entry = None if self._owner(name) is not None else self._table.entry(name)
+        return None if entry is None else self._lead(entry, OPERATOR)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Returns a row for each entry of the table. leads_to: the model that requests get now, "" if none can serve them. hidden:
+        whether a model of the same name hides the entry. problem: why a target is skipped, or ""."""
+        rows = []
+        for name in self._table.names:
+            lead = self._lead(name, OPERATOR)
+            targets = [
+                {"name": each.name, "problem": "" if each.refusal is None else each.refusal.message} for each in lead.targets
+            ]
+            leads_to = "" if lead.chosen is None else lead.chosen.name
+            rows.append({"name": name, "leads_to": leads_to, "hidden": name in self._models, "targets": targets})
+        return rows
+
+    def unknown_targets(self) -> dict[str, list[str]]:
+        """Returns the targets of the table that stand for no registered model, by entry."""
+        found: dict[str, list[str]] = {}
+        for name, targets in self._table.names.items():
+            for target in targets:
+                if self._owner(target) not in self._models:
+                    found.setdefault(name, []).append(target)
+        return found
+
+    def _owner(self, name: str) -> str | None:
+        """Returns the model that a name or alias belongs to, also while the model has settings but no folder; else None."""
+        return name if name in self._models or name in self._with_settings else self._aliases.get(name)
+
+    def _lead(self, entry: str, asker: Asker) -> Lead:
+        """Returns what becomes of a request that meets the entry. A target that `asker` may not use is as unknown as one that does
+        not exist."""
+        targets = []
+        for target in self._table.names[entry]:
+            owner = self._owner(target)
+            found = self._served(owner) if owner is not None and asker.may_use(owner) else no_model(target)
+            if isinstance(found, ModelEntry):
+                found = self._turned_away(found.name, asker.name) or found
+            targets.append(Target(target, None, found) if isinstance(found, HearthError) else Target(target, found, None))
+        return Lead(entry, targets)

@@ -1,0 +1,94 @@
+"""The table `[names]` of the settings: which entry a name meets, and what became of the models that the entry leads to."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from config.names import WILDCARDS, is_pattern
+from daemon.errors import HearthError, no_model
+from daemon.models.entry import ModelEntry
+
+MAX_MATCHED = 256  # characters; a longer name matches no pattern, because clients choose it
+
+
+class Target(NamedTuple):
+    """One model that an entry leads to. name: the model's, or an alias of it. entry: the model if it can serve now; else None, and
+    `refusal` says why."""
+
+    name: str
+    entry: ModelEntry | None
+    refusal: HearthError | None
+
+
+class Lead(NamedTuple):
+    """Where an entry of the table leads. entry: a name or a pattern. targets: in the table's order."""
+
+    entry: str
+    targets: Sequence[Target]
+
+    @property
+    def chosen(self) -> ModelEntry | None:
+        """Returns the first model that can serve, or None."""
+        return next((target.entry for target in self.targets if target.entry is not None), None)
+
+    def lines(self, name: str) -> list[str]:
+        """Returns, for `hearth why`, which entry the name meets, what becomes of each of its models, and where requests go."""
+        by = "is an entry" if name == self.entry else f"meets {self.entry!r}"
+        found = [f"{name} {by} of the table [names], which leads to {', '.join(each.name for each in self.targets)}"]
+        found += [f"{each.name} is skipped: {each.refusal.message}" for each in self.targets if each.refusal is not None]
+        return [*found, f"requests go to {self.chosen.name}" if self.chosen is not None else "requests are refused: none can serve"]
+
+
+class NameTable:
+    """The entries of the table, and the rule for which one a name meets."""
+
+    def __init__(self, names: Mapping[str, Sequence[str]]) -> None:
+        """names: maps each name or pattern to the models it leads to."""
+        self.names = names
+        patterns = sorted(filter(is_pattern, names), key=_num_literals, reverse=True)  # stable: the file's order where equal
+        # "[" is no wildcard here; fnmatch's expressions take linear time for each "*", whatever name a client sends
+        self._patterns = [(re.compile(fnmatch.translate(each.replace("[", "[[]"))), each) for each in patterns]
+
+    @property
+    def exact(self) -> list[str]:
+        """Returns the names that are no patterns, in the file's order."""
+        return [name for name in self.names if not is_pattern(name)]
+
+    def entry(self, name: str) -> str | None:
+        """Returns the entry that a name meets: the name itself, else the pattern with the most literal characters that matches it;
+        None if there is none."""
+        if not self.names:
+            return None
+        if name in self.names and not is_pattern(name):
+            return name
+        if len(name) > MAX_MATCHED:
+            return None
+        return next((entry for pattern, entry in self._patterns if pattern.match(name)), None)
+
+
+def _num_literals(pattern: str) -> int:
+    return sum(each not in WILDCARDS for each in pattern)
+
+
+def refusal_of(name: str, targets: Sequence[Target]) -> HearthError:
+    """Returns the error for a request whose name leads to no model that can serve it. It has the code and status of the first
+    refusal that may pass (429 or 503), else of the first one, and tells them all. Models that do not exist, or that the sender may
+    not use, are left out; if no others are left, the name is as unknown as any."""
+    told = [each.refusal for each in targets if each.refusal is not None and each.refusal.code != "model_not_found"]
+    if not told:
+        return no_model(name)
+    first = next((each for each in told if each.status in (429, 503)), told[0])
+    if len(told) == 1:
+        return first
+    waits_s = [each.retry_after_s for each in told if each.retry_after_s is not None]
+    message = f"None of the models that {name[:MAX_MATCHED]!r} leads to can serve this request: "
+    return type(first)(
+        first.code,
+        message + "; ".join(dict.fromkeys(each.message for each in told)),
+        param="model",
+        status=first.status,
+        retry_after_s=min(waits_s, default=None),
+    )

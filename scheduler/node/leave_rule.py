@@ -1,0 +1,29 @@
+"""Describes rules by which an idle model leaves its device though nobody needs its room."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from scheduler.node.node import Model, Node
+
+
+def _no_story(node: Node, model: Model) -> list[str]:
+    return []
+
+
+@dataclass(slots=True, frozen=True)
+class LeaveRule:
+    """One rule. It is asked about ready models that are not pinned and have no requests; all others stay.
+
+    name: Evict.reason of models that leave by it. meaning: what that says to operators. leaves_at: returns the monotonic seconds
+    at which the model leaves if nothing happens to it; None if the rule lets it stay. It is asked after each event of the model.
+    because: returns the reason that the log and `hearth why` give. by: the end of "it leaves in 5 s", such as "by its keep_alive".
+    story: returns further lines of `hearth why` about a model that is on a device."""
+
+    name: str
+    meaning: str
+    leaves_at: Callable[[Model], float | None]
+    because: Callable[[Model], str]
+    by: str
+    story: Callable[[Node, Model], list[str]] = _no_story

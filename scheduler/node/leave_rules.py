@@ -1,0 +1,49 @@
+"""Lists the rules by which idle models leave, and applies them: the first one whose time comes counts."""
+
+from __future__ import annotations
+
+from scheduler.node import actions, keep_alive, residency
+from scheduler.node.leave_rule import LeaveRule
+from scheduler.node.node import Model, Node
+from scheduler.node.placements import evict
+
+RULES: tuple[LeaveRule, ...] = (
+    keep_alive.RULE,
+)  # fmt: skip
+
+EVICT_REASONS = actions.EVICT_REASONS | {rule.name: rule.meaning for rule in RULES}
+
+
+def next_of(model: Model) -> tuple[float, LeaveRule] | None:
+    """Returns when the model leaves if no request comes, in monotonic seconds, and by which rule; None if it stays."""
+    copy = model.copy
+    if copy is None or model.state != residency.READY or model.pinned or model.running or model.queue:
+        return None
+    found = [(at, rule) for rule in RULES if (at := rule.leaves_at(model)) is not None]
+    return min(found, key=lambda entry: entry[0], default=None)
+
+
+def leaves_at(model: Model) -> float | None:
+    """Returns when the model leaves if no request comes, in monotonic seconds; None if it stays."""
+    found = next_of(model)
+    return None if found is None else found[0]
+
+
+def settle(node: Node, model: Model) -> None:
+    """Evicts an idle model whose time is up, and otherwise sets or removes the deadline at which it will be."""
+    found = next_of(model)
+    if found is None:
+        node.deadlines.discard(("leave", model.name))
+        return
+    at, rule = found
+    if at > node.now:
+        node.deadlines.set(("leave", model.name), at)
+    else:
+        node.set_state(model, residency.DRAINING, rule.because(model))
+        model.leaves_by = rule.name
+        evict(node, model)
+
+
+def story(node: Node, model: Model) -> list[str]:
+    """Returns the lines of `hearth why` about how long the model stays on its device."""
+    return [] if model.copy is None else [line for rule in RULES for line in rule.story(node, model)]
