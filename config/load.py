@@ -17,6 +17,7 @@ from config.schema import ModelConfig, NodeConfig, SamplingDefaults
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("auto", "text", "json", "journal")
+AUDIT_IN_LOG = ("log", "journal")  # values of audit_log that name no file
 RUNNERS = ("torch", "null")
 QUANTIZATIONS = ("int8", "none")
 KV_CACHE_DTYPES = ("auto", "fp8")
@@ -145,6 +146,8 @@ def _absolute(config: NodeConfig, folder: str) -> dict[str, str]:
     }
     if paths_of["keys_file"].startswith("credential:"):
         del paths_of["keys_file"]
+    if config.audit_log not in AUDIT_IN_LOG:
+        paths_of["audit_log"] = config.audit_log
     return {key: os.path.join(folder, value) for key, value in paths_of.items() if value}
 
 
@@ -310,6 +313,11 @@ def _host_names(value: Any) -> None:
             raise ValueError('must hold host names without scheme and port, as in "gpu1.example.org"')
 
 
+def _audit_log(value: Any) -> None:
+    if value and value not in AUDIT_IN_LOG and "/" not in value:
+        raise ValueError('must be a path with a "/" (./audit.log for one beside this file), log, journal, or "" for none')
+
+
 def _origins(value: Any) -> None:
     if value == [origins.ANY]:
         return
@@ -332,6 +340,7 @@ _CHECKS: dict[str, Callable[[Any], None]] = {
     "kv_cache_dtype": _one_of(*KV_CACHE_DTYPES),
     "log_level": _one_of(*LOG_LEVELS),
     "log_format": _one_of(*LOG_FORMATS),
+    "audit_log": _audit_log,
     "admin_listen": _listen_or_none,
     "allowed_hosts": _host_names,
     "allowed_origins": _origins,

@@ -78,6 +78,7 @@ _EXAMPLES = {
     "control": '"/run/hearthd/control.sock"',
     "status_socket": '"/run/hearthd/status.sock"',
     "keys_file": '"/etc/hearthd/keys.toml"',
+    "audit_log": '"/var/log/hearthd/audit.log"',
     "admin_listen": '"127.0.0.1:8001"',
     "allowed_hosts": '["gpu1.example.org"]',
     "allowed_origins": '["https://chat.example.org"]',

@@ -157,6 +157,20 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     log_format: Annotated[str, key("text, json, journal (text with a priority), or auto: journal where stderr is the journal")] = (
         "auto"
     )
+    audit_log: Annotated[
+        str,
+        key(
+            "a file for who did what (commands, reloads, refused keys, refused limits), a JSON object a line; log or journal: in "
+            'hearthd\'s own log; "": none; opened anew at each reload and SIGHUP',
+            reload=LIVE,
+        ),
+    ] = ""
+    audit_requests: Annotated[
+        bool,
+        key(
+            "each request to a model is written to audit_log, too: whose, which model, how many tokens; never its text", reload=LIVE
+        ),
+    ] = False
 
     max_num_batched_tokens: Annotated[
         int, key("tokens in one step; sizes each device's work space; with a cuda device 4096 if not set", "tokens")

@@ -27,8 +27,8 @@ from config.units import format_bytes, machine_memory_bytes
 from daemon.access import keys
 from daemon.access.admission import Access
 from daemon.access.cors import Cors
-from daemon.access.expiry import LOOK_EVERY_S, ExpiryLog
-from daemon.api.app import http_log, make_app, make_runner
+from daemon.access.expiry import ExpiryLog
+from daemon.api.app import make_app, make_runner
 from daemon.contracts import Guarded
 from daemon.engines.carve_outs import isolated_models
 from daemon.errors import BadRequest, NotNow
@@ -40,7 +40,7 @@ from daemon.http.client_addresses import ClientAddresses, too_many
 from daemon.http.connection import Runner
 from daemon.http.serving import listen, refuse_request
 from daemon.node.node import NodeParts, scheduler_settings
-from daemon.operate.control import make_control_app
+from daemon.operate.control import make_control_runner
 from daemon.operate.health import NodeHealth
 from daemon.operate.overload import refuse_command
 from daemon.operate.page_snapshot import snapshot
@@ -50,6 +50,7 @@ from daemon.process.fd_store import FdStore
 from daemon.process.file_watch import FileWatch, signature
 from daemon.process.systemd_notify import Notifier
 from daemon.process.version import VERSION
+from daemon.record import audit_log
 from daemon.record.state import NodeState
 from daemon.scanning.folder_watch import FolderWatch
 from daemon.scanning.rescans import Rescans
@@ -115,6 +116,7 @@ class Lifecycle:
         node = self._node = NodeParts(self._config, self._devices, state, self._inventory, scanner, checkpoints, store)
         node.reload = self.reload_as_asked
         node.keys = self._keys
+        node.audit.use(self._config.audit_log, self._config.audit_requests)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_stop_signal, number)
         loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
@@ -132,10 +134,9 @@ class Lifecycle:
             ask=http.admin_asks_key,
             cors=False,
         )
-        control = _control_runner(make_control_app(node))
-        status = _control_runner(make_control_app(node, read_only=True))
-        self._expiries.tell(self._keys, time.time())
-        node.tasks.start("looking for keys that expire", self._look_for_expiries)
+        control = make_control_runner(node, FLUSH_LIMIT_S)
+        status = make_control_runner(node, FLUSH_LIMIT_S, read_only=True)
+        node.tasks.start("looking for keys that expire", lambda: self._expiries.run(lambda: self._keys))
         node.tasks.start("saving what tenants used", node.usage_file.run)
         node.tasks.start("the watchdog's task", lambda: self._notify.watchdog(node.problem))
         try:
@@ -160,6 +161,7 @@ class Lifecycle:
             listening += main
             node.url, node.listening = sockets.url_of(http.main[0]), True
             self._announce(node)
+            node.audit.write("start", version=VERSION, pid=os.getpid(), url=node.url, config=self._config_path)
             # what exists now lives to the end, so the garbage collector need not walk it while streams run
             gc.collect()
             gc.freeze()
@@ -174,6 +176,7 @@ class Lifecycle:
         finally:
             node.listening = False
             feed.close()
+            node.audit.write("stop", signal=self._stop_signal)
             await self._tear_down(node, {"http": api, "admin": admin, "control": control, "status": status})
         store.stopped_in_order()
         log.info("stopped")
@@ -214,6 +217,7 @@ class Lifecycle:
             node.metric.count_answer,
             node.stored,
             node.quotas,
+            node.audit,
         )
         return make_runner(app, FLUSH_LIMIT_S)
 
@@ -293,6 +297,7 @@ class Lifecycle:
             new = host_tier.resolved(new, devices, machine_memory_bytes(), source)
             plan = config_reload.plan(node.config, new)
             known = keys.load(plan.effective.keys_file) if plan.effective.keys_file else None
+            audit_log.check(plan.effective.audit_log, "flags" if "audit_log" in self._flags else self._config_path or "flags")
         except config_load.ConfigError as error:
             raise node.reloads.refuse(error) from None
         try:
@@ -303,7 +308,8 @@ class Lifecycle:
             raise node.reloads.refuse(refused) from None
         node.settings.config = node.dispatcher.config = self._config = plan.effective
         node.scheduler.reconfigure(scheduler_settings(plan.effective))
-        if known is not None and self._keys is not None and not known.same_as(self._keys):
+        changed_keys = known.changes_from(self._keys) if known is not None and self._keys is not None else []
+        if changed_keys:
             plan.applied.append("the content of keys_file")
         self._keys = node.keys = known
         for access in self._accesses:
@@ -316,14 +322,11 @@ class Lifecycle:
         self._expiries.tell(known, time.time())
         if plan.needs_restart:
             log.warning("these keys need a restart: %s", ", ".join(plan.needs_restart))
+        node.audit.write("reload", applied=plan.applied, needs_restart=plan.needs_restart, tenants=changed_keys)
+        node.audit.use(plan.effective.audit_log, plan.effective.audit_requests)
         node.ring.add("reload", applied=plan.applied, needs_restart=plan.needs_restart)
         unknown = node.registry.unknown_models()
         return {"ok": True, "applied": plan.applied, "needs_restart": plan.needs_restart, "unknown_models": unknown}
-
-    async def _look_for_expiries(self) -> None:
-        while True:
-            await asyncio.sleep(LOOK_EVERY_S)
-            self._expiries.tell(self._keys, time.time())
 
     # ---- stop
 
@@ -357,7 +360,7 @@ class Lifecycle:
         steps = [(name, server.cleanup()) for name, server in servers.items()]
         steps[1:1] = [("engines", self._stop_engines(node))]
         steps += [("text", node.text.close()), ("scanning", node.scanner.close()), ("state", node.state_keeper.close())]
-        steps += [("what tenants used", node.usage_file.save())]
+        steps += [("what tenants used", node.usage_file.save()), ("the audit log", node.audit.close())]
         for name, step in steps:
             try:
                 async with asyncio.timeout(2 * FLUSH_LIMIT_S + 4):
@@ -380,17 +383,6 @@ class Lifecycle:
             for worker in node.workers.values():
                 worker.kill_now()
         await asyncio.gather(*(worker.stop() for worker in node.workers.values()))
-
-
-def _control_runner(app: web.Application) -> Runner:
-    return Runner(
-        app,
-        access_log=None,
-        logger=http_log,
-        handler_cancellation=True,
-        auto_decompress=False,  # request bodies are not used here, so there is no need to decompress them
-        shutdown_timeout=FLUSH_LIMIT_S,
-    )
 
 
 def serve(

@@ -24,6 +24,7 @@ from daemon.models import models_check
 from daemon.process import installation
 from daemon.process.arguments import ArgumentParser
 from daemon.process.version import VERSION
+from daemon.record import audit_log
 from engine.host.processor import UnknownFeature, this_processor
 from loader import open_files
 
@@ -34,6 +35,7 @@ _METAVARS = {
     "control": "SOCKET",
     "status_socket": "SOCKET",
     "keys_file": "FILE",
+    "audit_log": "FILE",
     "admin_listen": "HOST:PORT",
     "allowed_hosts": "NAME",
     "device": "NAME=BUDGET",
@@ -78,6 +80,7 @@ def main(argv: Sequence[str] | None = None, inventory: Inventory | None = None) 
         if not os.path.isdir(config.models_dir):
             raise config_load.ConfigError(source, "models_dir", f"{config.models_dir!r} is no folder")
         known = keys.load(config.keys_file) if config.keys_file else None
+        audit_log.check(config.audit_log, "flags" if "audit_log" in flags else source)
         listeners.check(config, known is not None, source)
         processor = this_processor()
         warnings = models_check.check(config, source) if check else []

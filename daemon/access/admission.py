@@ -25,7 +25,7 @@ from aiohttp import web
 
 from config.units import parse_listen
 from daemon.access.cors import Cors
-from daemon.access.keys import Keys
+from daemon.access.keys import Keys, sum_start
 from daemon.access.tenant import NO_KEY, Key, utc_text
 from daemon.contracts import Guarded
 from daemon.errors import NoKey, NotAllowed
@@ -71,7 +71,7 @@ class Access:
     def admit(self, request: web.Request, endpoint: Guarded | None, per_model: bool = False) -> Key | None:
         """Returns the key of the request's sender (NO_KEY where none is needed), or None for a request without a valid key to an
         endpoint that is open to all. endpoint: None for an unknown path. per_model: the path names a model. Raises NoKey or
-        NotAllowed."""
+        NotAllowed, whose `details` say for the audit log which key it was."""
         if self.keys is None:
             self._refuse_other_sites(request, endpoint)
             return NO_KEY
@@ -82,17 +82,19 @@ class Access:
                 return None
             if key is not None and key.expires_unix_s is not None:
                 self._refused("expired key", request)
-                raise NoKey("key_expired", f"The API key expired at {utc_text(key.expires_unix_s)}.")
+                message = f"The API key expired at {utc_text(key.expires_unix_s)}."
+                raise NoKey("key_expired", message, details=_known(key))
             self._refused("wrong key" if found else "no key", request)
             message = "An API key is needed: send it as `Authorization: Bearer KEY`."
             if found:
                 message = "The API key is not known here."
             if len(found) > 1:
                 message = "The request has different API keys in Authorization, x-api-key and api-key. Send one."
-            raise NoKey("invalid_api_key", message)
+            raise NoKey("invalid_api_key", message, details={"key": sum_start(found[0])} if len(found) == 1 else None)
         if endpoint is not None and endpoint.watching and not self.keys.may_watch(key.tenant):
             self._refused("no admin", request)
-            raise NotAllowed("not_admin", "This tells of all tenants; only keys of a tenant with `admin = true` open it.")
+            message = "This tells of all tenants; only keys of a tenant with `admin = true` open it."
+            raise NotAllowed("not_admin", message, details=_known(key))
         return key
 
     def _keys_in(self, request: web.Request) -> list[str]:
@@ -158,6 +160,10 @@ class Access:
         log.warning(
             "refused requests: %d (%s), the last from %s", self._untold.pop(reason), reason, request.remote or "a local socket"
         )
+
+
+def _known(key: Key) -> dict[str, object]:
+    return {"tenant": key.tenant.name, "key": key.sum_start}
 
 
 def is_address(host: str) -> bool:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import time
+from collections.abc import Callable
 
 from daemon.access.keys import Keys
 from daemon.access.tenant import Key, utc_text
@@ -32,12 +35,18 @@ class ExpiryLog:
         self._told: set[tuple[str, str, float | None, bool]] = set()
 
     def tell(self, keys: Keys | None, unix_s: float) -> None:
-        """Logs what is new. It is called at start, after a reload, and now and then. keys: None if no keys are set."""
+        """Logs what is new. keys: None if no keys are set."""
         found = ending(keys, unix_s) if keys is not None else []
         now = {self._state(key, unix_s): key for key in found}
         for state in sorted(now.keys() - self._told, key=list(now).index):
             log.warning("%s", sentence(now[state], unix_s))
         self._told = set(now)
+
+    async def run(self, keys: Callable[[], Keys | None]) -> None:
+        """Tells at once, and then every LOOK_EVERY_S. keys: returns the present ones."""
+        while True:
+            self.tell(keys(), time.time())
+            await asyncio.sleep(LOOK_EVERY_S)
 
     @staticmethod
     def _state(key: Key, unix_s: float) -> tuple[str, str, float | None, bool]:

@@ -62,11 +62,31 @@ class Keys:
         if not self._keys:
             log.warning("%s has no key: every request is refused with 401", keys_file)
 
-    def same_as(self, other: Keys) -> bool:
-        return (self.tenants, self._keys) == (other.tenants, other._keys)
+    def changes_from(self, old: Keys) -> list[str]:
+        """Returns a line for each tenant that another reading has otherwise: "ann added", "bob: weight, 2 keys added". [] if both
+        say the same."""
+        lines = [f"{name} removed" for name in old.tenants if name not in self.tenants]
+        for name, tenant in self.tenants.items():
+            before = old.tenants.get(name)
+            if before is None:
+                lines.append(f"{name} added")
+            elif changes := [*before.changed_fields(tenant), *_changed_keys(old._of(name), self._of(name))]:
+                lines.append(f"{name}: {', '.join(changes)}")
+        return lines
+
+    def _of(self, tenant: str) -> dict[bytes, Key]:
+        return {digest: key for digest, key in self._keys.items() if key.tenant.name == tenant}
 
     def _blind(self, digest: bytes) -> bytes:
         return hmac.digest(self._secret, digest, "sha256")
+
+
+def _changed_keys(old: Mapping[bytes, Key], new: Mapping[bytes, Key]) -> list[str]:
+    parts = [f"key {new[digest].shown} added" for digest in new if digest not in old]
+    parts += [f"key {old[digest].shown} removed" for digest in old if digest not in new]
+    both = [(old[digest], key) for digest, key in new.items() if digest in old]
+    parts += [f"key {now.shown} renamed" for was, now in both if was.name != now.name]
+    return parts + [f"expiry of key {now.shown}" for was, now in both if was.expires_unix_s != now.expires_unix_s]
 
 
 def file_path(keys_file: str) -> str:
@@ -118,6 +138,11 @@ def _load(path: str) -> Keys:
                 raise ConfigError(path, f"tenants.{quoted(name)}.keys", f"number {at} is also a key of tenant {owner!r}")
             keys[digest] = key
     return Keys(tenants, keys)
+
+
+def sum_start(key: str) -> str:
+    """Returns how the SHA-256 of a key begins, as Key.sum_start."""
+    return hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()[:8]
 
 
 def hash_key(key: str) -> str:

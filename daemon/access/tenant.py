@@ -47,6 +47,14 @@ class Tenant:
         """Returns whether the tenant may use the model. `model`: its name, never an alias."""
         return self._allowed is None or self._allowed.match(model) is not None
 
+    def changed_fields(self, new: Tenant) -> list[str]:
+        """Returns the keys of the file in which `new` differs."""
+        names = [
+            name for name in ("weight", "models", "admin", "priority", "max_priority") if getattr(self, name) != getattr(new, name)
+        ]
+        limits = Limits.__dataclass_fields__
+        return names + [name for name in limits if getattr(self.limits, name) != getattr(new.limits, name)]
+
 
 ANYONE = Tenant()
 

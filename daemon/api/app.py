@@ -14,7 +14,7 @@ from daemon.access import limit_headers
 from daemon.access.admission import Access
 from daemon.access.quotas import Quotas
 from daemon.access.tenant import Key
-from daemon.api import router
+from daemon.api import audited, router
 from daemon.api.context import ApiContext
 from daemon.api.endpoint import Call, Endpoint
 from daemon.api.request_scope import RequestScope
@@ -27,6 +27,7 @@ from daemon.http.request_id import request_id
 from daemon.page.feed import PageFeed
 from daemon.process import shortage
 from daemon.process.logs import fields
+from daemon.record.audit_log import AuditLog
 from daemon.streams.stream_clock import StreamClock
 from daemon.text.port import TextPort
 
@@ -48,12 +49,13 @@ def make_app(
     answered: Callable[[str, int], None] = lambda endpoint, status: None,
     stored: ResponseStore | None = None,
     quotas: Quotas | None = None,
+    audit: AuditLog | None = None,
 ) -> web.Application:
     """Returns the application. It must be served through `make_runner`, without whose settings a client's disconnect goes
     unnoticed. access: by default no keys, and this machine's names only. serves: whether an endpoint is served here. feed:
     what the status page shows; None: there is no page. answered: called for each answer with the endpoint's name ("" for an
     unknown path) and the status. stored: the responses that later ones may follow; by default none are. quotas: what tenants have
-    used of their limits; listeners share it."""
+    used of their limits; listeners share it. audit: by default it is off."""
     context = ApiContext(
         requests=requests,
         models=models,
@@ -68,6 +70,7 @@ def make_app(
         answered=answered,
         stored=stored or ResponseStore(0),
         quotas=quotas or Quotas(),
+        audit=audit or AuditLog(),
     )
 
     async def handle(request: web.Request) -> web.StreamResponse:
@@ -138,6 +141,8 @@ async def _answer_errors(request: web.Request, context: ApiContext) -> web.Strea
     except HearthError as error:
         response = _error(error, endpoint)
         status = error.status
+        if context.audit.is_on:
+            audited.refused(context.audit, error, request, name, endpoint.name if endpoint is not None else "", scope)
         if status == 401:
             response.headers.add("WWW-Authenticate", 'Bearer realm="hearthd"')
             if request.method in ("GET", "HEAD"):
@@ -161,6 +166,8 @@ async def _answer_errors(request: web.Request, context: ApiContext) -> web.Strea
             scope.settle()
         if scope is not None and endpoint is not None and endpoint.body is not None and request.method == "POST":
             scope.ended(name, endpoint.name, status)
+            if context.audit.with_requests:
+                audited.request(context.audit, request, name, endpoint.name, status, scope)
     if not response.prepared:
         response.headers["X-Request-Id"] = name
         response.headers["Server"] = SERVER

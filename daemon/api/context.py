@@ -10,6 +10,7 @@ from daemon.access.quotas import Quotas
 from daemon.api.response_store import ResponseStore
 from daemon.contracts import Guarded, HealthPort, HttpSettings, ModelPort, RequestPort, SenderPort
 from daemon.page.feed import PageFeed
+from daemon.record.audit_log import AuditLog
 from daemon.streams.stream_clock import StreamClock
 from daemon.text.port import TextPort
 
@@ -43,6 +44,7 @@ class ApiContext:
     more_headers: Mapping[str, str] = field(default_factory=dict)  # of this request's answer; `sender` adds to them
     answered: Callable[[str, int], None] = lambda endpoint, status: None  # counts an answer: endpoint, HTTP status
     quotas: Quotas = field(default_factory=Quotas)
+    audit: AuditLog = field(default_factory=AuditLog)
     sender: SenderPort = _NO_SENDER
 
     def scoped(self, models: ModelPort, requests: RequestPort, sender: SenderPort, more_headers: Mapping[str, str]) -> ApiContext:
@@ -51,5 +53,5 @@ class ApiContext:
         return ApiContext(
             requests, models, self.text, self.health, self.settings, self.clock, self.max_body_bytes,
             self.stored, self.access, self.serves, self.page, more_headers, self.answered,
-            self.quotas, sender,
+            self.quotas, self.audit, sender,
         )  # fmt: skip

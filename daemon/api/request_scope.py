@@ -139,6 +139,15 @@ class RequestScope:
 
     # ---- the record
 
+    def counted(self) -> dict[str, object]:
+        """Returns what the audit log says of the request when it has ended."""
+        return {
+            "model": self.model,
+            "prompt_tokens": sum(len(each.prompt) for each in self.generations if not each.is_copy),
+            "output_tokens": self._num_made(),
+            "duration_s": round(time.monotonic() - self._started_s, 3),
+        }
+
     def ended(self, request_id: str, endpoint: str, status: int) -> None:
         """Writes the one line that a request leaves in the log. status: HTTP; 499 if the client had gone."""
         if not log.isEnabledFor(logging.INFO):

@@ -119,6 +119,8 @@ FAMILIES = (
         "1 while the last reading of the settings or the keys was refused and older ones are in use; `hearth status` says why"),
     _of(GAUGE, "hearth_state_not_saved", "", "",
         "1 while pins and switched-off models could not be written to state_dir; `hearth status` says why"),
+    _of(COUNTER, "hearth_audit_dropped_total", "acts", "",
+        "Acts that are not in the audit log, because its disk was too slow or could not be written"),
     _of(COUNTER, "hearth_scheduler_errors_total", "events", "", "Events the node scheduler failed on; each is a fault of hearthd"),
     _of(COUNTER, "hearth_cpu_seconds_total", "seconds", "", "CPU time of the daemon's own process"),
     _of(GAUGE, "hearth_event_loop_stall_seconds_max", "seconds", "", "Longest time the event loop was held since the start"),

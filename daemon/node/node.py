@@ -44,6 +44,7 @@ from daemon.process.logs import fields
 from daemon.process.long_tasks import LongTasks
 from daemon.process.loop_watch import LoopWatch
 from daemon.process.version import VERSION
+from daemon.record.audit_log import AuditLog
 from daemon.record.event_ring import EventRing
 from daemon.record.state import NodeState
 from daemon.record.state_keeper import StateKeeper
@@ -141,7 +142,8 @@ class NodeParts:
         self.quotas = Quotas(self.metric.tenants.over_limit)
         self.usage_file = UsageFile(config.state_dir, self._usage_today)
         self.quotas.restore(*self.usage_file.load())
-        self.reloads = Reloads(self.metric.reloads)
+        self.audit = AuditLog()
+        self.reloads = Reloads(self.metric.reloads, self.audit)
         self.listening = False
         self.started_unix_s = time.time()
         self._unix_offset_s = time.time() - time.monotonic()
@@ -381,7 +383,7 @@ class NodeParts:
             "cache_dir": self.config.cache_dir,
             "uptime_s": round(time.time() - self.started_unix_s, 1),
             "healthy": healthy,
-            "problems": [*self._problems(), *self.text.problems()],
+            "problems": [*self._problems(), *self.text.problems(), *self.audit.problems()],
             "ready": ready,
             "reason": body.get("reason", ""),
             "draining": self.draining,

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 
 from config.load import ConfigError
 from daemon.errors import BadRequest
+from daemon.record.audit_log import AuditLog
 
 log = logging.getLogger("hearthd")
 
@@ -27,19 +28,23 @@ class RefusedReload:
 class Reloads:
     """Counts reloads. refused: None while the running settings are those of the last reading."""
 
-    def __init__(self, counts: defaultdict[str, int]) -> None:
+    def __init__(self, counts: defaultdict[str, int], audit: AuditLog) -> None:
         """counts: the numbers of readings "applied" and "refused", for the metrics."""
-        self._counts = counts
+        self._counts, self._audit = counts, audit
         self.refused: RefusedReload | None = None
 
     def refuse(self, error: ConfigError) -> BadRequest:
-        """Counts, logs and keeps the refusal, and returns the error for the caller of the reload."""
+        """Counts, logs and keeps the refusal, and returns the error for the caller of the reload. The audit log's file is opened
+        anew all the same: the program that rotates it knows nothing of the settings."""
         self._counts["refused"] += 1
         log.error("reload refused, the running settings stay: %s", error)
         since = round(time.time(), 3) if self.refused is None else self.refused.since
         self.refused = RefusedReload(str(error), error.source, error.line, error.key, since)
         details: dict[str, object] = {"file": error.source, "line": error.line, "key": error.key}
-        return BadRequest("invalid_config", f"The running settings stay: {error}", details=details)
+        message = f"The running settings stay: {error}"
+        self._audit.write("reload", "invalid_config", message=message)
+        self._audit.reopen()
+        return BadRequest("invalid_config", message, details=details)
 
     def applied(self) -> None:
         self._counts["applied"] += 1

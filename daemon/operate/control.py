@@ -18,11 +18,12 @@ from typing import Any
 from aiohttp import web
 
 from config.devices import NoGpus
+from daemon.api.app import http_log
 from daemon.errors import BadRequest, HearthError, NotNow, ServerFault, from_refusal
 from daemon.http.answers import SERVER
-from daemon.http.connection import ANSWERING, Answering
+from daemon.http.connection import ANSWERING, Answering, Runner
 from daemon.node.node import NodeParts
-from daemon.operate import key_rows, operator_views
+from daemon.operate import audited, key_rows, operator_views
 from daemon.operate.control_status import EXIT_FAULT, STATUS_OF_EXIT
 from daemon.process import shortage
 from scheduler.node import events
@@ -48,7 +49,7 @@ def make_control_app(node: NodeParts, read_only: bool = False) -> web.Applicatio
     """Returns the application of the control socket. read_only: makes that of the status socket, which anybody on the machine may
     open."""
     api = ControlApi(node)
-    app = web.Application(middlewares=[_errors])
+    app = web.Application(middlewares=[_errors, audited.commands(lambda: node.audit)])
     app[ANSWERING] = Answering(error_object)
     app.on_response_prepare.append(_name_server)
     app.router.add_get("/control/v1/status", api.status)
@@ -72,6 +73,18 @@ def make_control_app(node: NodeParts, read_only: bool = False) -> web.Applicatio
     app.router.add_post("/control/v1/resume", api.resume)
     app.router.add_post("/control/v1/reload", api.reload)
     return app
+
+
+def make_control_runner(node: NodeParts, shutdown_timeout_s: float, read_only: bool = False) -> Runner:
+    """Returns what serves the application. shutdown_timeout_s: how long its answers may take to be written at the stop."""
+    return Runner(
+        make_control_app(node, read_only),
+        access_log=None,
+        logger=http_log,
+        handler_cancellation=True,
+        auto_decompress=False,  # request bodies are not used here, so there is no need to decompress them
+        shutdown_timeout=shutdown_timeout_s,
+    )
 
 
 async def _denied(request: web.Request) -> web.StreamResponse:
@@ -221,6 +234,7 @@ class ControlApi:
                 _raise_refusal(done)
                 result = {"event": "result", "ok": True, "model": name, "state": node.state_of(name), **saved}
             except HearthError as error:
+                request[audited.FAILED] = error
                 result = saved | {
                     "event": "result",
                     "ok": False,

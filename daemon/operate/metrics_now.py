@@ -38,6 +38,7 @@ def now(node: NodeParts, model: str | None = None) -> Now:
         draining=node.draining,
         reload_refused=node.reloads.refused is not None,
         state_not_saved=bool(node.state_keeper.problem),
+        audit_dropped=node.audit.num_dropped,
         host_tier_bytes=_host_tier(node),
     )
 

@@ -137,7 +137,20 @@ def test_limits_and_expiries(tmp_path: Path) -> None:
     assert not two.has_expired(YEAR_2027 - 1)
     assert two.has_expired(YEAR_2027)
     for changed in (LIMITED.replace("2027-06-01", "2027-06-02"), LIMITED.replace("60", "61"), LIMITED.replace('"ci"', '"cd"')):
-        assert not keys.load(write(tmp_path, changed)).same_as(found), "a reload says that something changed"
+        assert keys.load(write(tmp_path, changed)).changes_from(found), "a reload says that something changed"
+    assert keys.load(write(tmp_path, LIMITED)).changes_from(found) == []
+
+
+def test_a_reload_tells_what_is_otherwise(tmp_path: Path) -> None:
+    old = keys.load(write(tmp_path, LIMITED + f'[tenants.b]\nkeys = ["{keys.hash_key("three")}"]\n'))
+    text = LIMITED.replace(f'"{keys.hash_key("one")}", ', f'"{keys.hash_key("four")}", ').replace("2027-01-01T01", "2027-01-01T02")
+    new = keys.load(write(tmp_path, text.replace("max_priority = 3", "weight = 2") + "[tenants.c]\nkeys = []\n"))
+    one, four = (hashlib.sha256(key).hexdigest()[:8] for key in (b"one", b"four"))
+    assert new.changes_from(old) == [
+        "b removed",
+        f"a: weight, max_priority, key sha256:{four}… added, key sha256:{one}… removed, expiry of key 'ci'",
+        "c added",
+    ]
 
 
 def test_a_lower_highest_priority_lowers_the_default(tmp_path: Path) -> None:

@@ -1,0 +1,39 @@
+"""Writes what the HTTP API refused, and requests if they are wanted, to the audit log."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from daemon.api.request_scope import RequestScope
+from daemon.errors import HearthError
+from daemon.record.audit_log import AuditLog
+
+_OVER_LIMIT = ("rate_limit_exceeded", "request_over_limit")
+
+
+def refused(
+    audit: AuditLog, error: HearthError, request: web.Request, request_id: str, endpoint: str, scope: RequestScope | None
+) -> None:
+    """Writes the refusal of a key or for a tenant's limit; other errors are no acts. endpoint: "" for an unknown path. scope: None
+    if the request was refused at the door."""
+    about = {"address": request.remote, "endpoint": endpoint, "request_id": request_id, "message": error.message}
+    if scope is None and error.status in (401, 403):
+        audit.write_refusal(error.code, "key_refused", error.code, **error.details, **about)
+    elif scope is not None and error.code in _OVER_LIMIT:
+        tenant = scope.tenant.name
+        audit.write_refusal(f"limit {tenant}", "limit_refused", error.code, tenant=tenant, key=scope.key.sum_start, **about)
+
+
+def request(audit: AuditLog, request: web.Request, request_id: str, endpoint: str, status: int, scope: RequestScope) -> None:
+    """Writes a request that has ended. status: of HTTP; 499 if the client had gone."""
+    audit.write(
+        "request",
+        "ok" if status < 400 else str(status),
+        tenant=scope.tenant.name,
+        key=scope.key.sum_start,
+        address=request.remote,
+        endpoint=endpoint,
+        status=status,
+        request_id=request_id,
+        **scope.counted(),
+    )

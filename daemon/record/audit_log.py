@@ -1,0 +1,243 @@
+"""The audit log: who did what to the node, a JSON object a line, in a file or in hearthd's own log.
+
+Acts are put into a bounded queue and written by a thread, so a slow disk delays nobody. What does not fit into the queue, or
+cannot be written, is dropped and counted, and a line in the file says how many acts are missing there. Prompts, outputs and keys
+are never written; of a key only how its SHA-256 begins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import pwd
+import queue
+import threading
+import time
+from datetime import UTC, datetime
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from config.load import AUDIT_IN_LOG, ConfigError, located
+from daemon.record.line_file import LineFile
+
+log = logging.getLogger("hearthd")
+own_log = logging.getLogger("hearthd.audit")
+MAX_WAITING = 8192  # acts in the queue
+AT_ONCE = 256  # acts in one write
+REFUSALS_A_MINUTE = 100  # of one kind; the others of a minute are counted, for strangers must not be able to fill the disk
+TELL_EVERY_S = 60.0
+CLOSE_S = 2.0  # how long the stop waits for the disk
+
+
+def check(audit_log: str, source: str) -> None:
+    """Raises ConfigError if the file's folder does not exist. audit_log: as configured. source: where it is."""
+    if audit_log and audit_log not in AUDIT_IN_LOG and not os.path.isdir(os.path.dirname(audit_log)):
+        raise located(ConfigError(source, "audit_log", f"{audit_log}: there is no folder {os.path.dirname(audit_log)}"))
+
+
+class _Entry(NamedTuple):
+    """One act. target: where it goes, as configured when it happened."""
+
+    target: str
+    act: dict[str, Any]
+
+
+class _Minute:
+    """Counts the refusals of one kind in one minute."""
+
+    __slots__ = ("num", "num_left_out", "start_s")
+
+    def __init__(self, start_s: float) -> None:
+        self.start_s, self.num, self.num_left_out = start_s, 0, 0
+
+
+class AuditLog:
+    """The audit log of one node. It is off until `use` names a target. All methods are called on the event loop.
+
+    with_requests: whether each request is an act, too. num_dropped: acts that are not in the log. problem: why it cannot be
+    written, "" if it can."""
+
+    def __init__(self, max_waiting: int = MAX_WAITING) -> None:
+        self.with_requests = False
+        self.problem = ""
+        self._target = ""
+        self._queue: queue.Queue[_Entry | None] = queue.Queue(max_waiting)
+        self._thread: threading.Thread | None = None
+        self._closing = self._cannot_open = False
+        self._reopen = threading.Event()
+        self._minutes: dict[str, _Minute] = {}
+        self._num_crowded_out = 0  # acts for which the queue had no place; counted on the event loop
+        self._num_not_written = 0  # counted by the thread
+        self._num_told = 0  # of both, how many the log itself says are missing
+        self._told_s = -TELL_EVERY_S
+
+    @property
+    def is_on(self) -> bool:
+        return bool(self._target)
+
+    @property
+    def num_dropped(self) -> int:
+        return self._num_crowded_out + self._num_not_written
+
+    def use(self, target: str, with_requests: bool) -> None:
+        """Sets where acts go from now on: a path, one of AUDIT_IN_LOG, or "" for nowhere. A file is opened anew, as log rotation
+        needs it."""
+        self._target, self.with_requests = target, with_requests and bool(target)
+        if target in AUDIT_IN_LOG:
+            own_log.setLevel(logging.INFO)  # whatever log_level is
+        if target and self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="audit log", daemon=True)
+            self._thread.start()
+        self.reopen()
+
+    def reopen(self) -> None:
+        """Has the file opened anew, after what waits is written."""
+        self._reopen.set()
+        with contextlib.suppress(queue.Full):  # then the thread is about to look
+            self._queue.put_nowait(None)
+
+    def write(self, act: str, result: str = "ok", **about: Any) -> None:
+        """Adds an act. result: "ok", or the code of an error. about: what else there is to say; None, "" and [] are left out."""
+        if not self._target:
+            return
+        line = {"time": _utc(), "act": act, **{name: value for name, value in about.items() if value not in (None, "", [])}}
+        try:
+            self._queue.put_nowait(_Entry(self._target, line | {"result": result}))
+        except queue.Full:
+            self._num_crowded_out += 1
+            now = time.monotonic()
+            if now - self._told_s >= TELL_EVERY_S:
+                self._told_s = now
+                log.error("audit log: %d acts dropped so far, for its disk is too slow", self.num_dropped)
+
+    def write_refusal(self, kind: str, act: str, result: str, **about: Any) -> None:
+        """Adds an act of which strangers can make any number: at most REFUSALS_A_MINUTE of a kind, and one that says how many more
+        there were."""
+        if not self._target:
+            return
+        now = time.monotonic()
+        minute = self._minutes.get(kind)
+        if minute is None or now - minute.start_s >= 60:
+            self._tell_left_out(kind)
+            minute = self._minutes[kind] = _Minute(now)
+        minute.num += 1
+        if minute.num <= REFUSALS_A_MINUTE:
+            self.write(act, result, **about)
+        else:
+            minute.num_left_out += 1
+
+    def _tell_left_out(self, kind: str) -> None:
+        minute = self._minutes.pop(kind, None)
+        if minute is not None and minute.num_left_out:
+            self.write("more_refused", kind, count=minute.num_left_out)
+
+    def problems(self) -> list[str]:
+        """Returns a sentence for `hearth status` while the log cannot be written."""
+        return [f"audit_log {self.problem}; {self.num_dropped} acts were dropped"] if self.problem else []
+
+    async def close(self) -> None:
+        """Writes what waits. A disk that hangs is waited for CLOSE_S."""
+        for kind in list(self._minutes):
+            self._tell_left_out(kind)
+        self._closing = True
+        with contextlib.suppress(queue.Full):
+            self._queue.put_nowait(None)
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join, CLOSE_S)
+            if self._thread.is_alive():
+                log.error("audit log: its disk hangs; %d acts were not written", self._queue.qsize())
+
+    # ---- on the thread
+
+    def _run(self) -> None:
+        sink: LineFile | None = None
+        while True:
+            entries = [self._queue.get()]
+            while len(entries) < AT_ONCE and not self._queue.empty():
+                entries.append(self._queue.get_nowait())
+            sink = self._write_out([entry for entry in entries if entry is not None], sink)
+            if self._closing and self._queue.empty():
+                return
+            if self._reopen.is_set():
+                self._reopen.clear()
+                if sink is not None:
+                    sink.close()
+                sink = self._opened(self._target, None)
+
+    def _write_out(self, entries: list[_Entry], sink: LineFile | None) -> LineFile | None:
+        """Writes the entries, target by target. sink: the open file. Returns the file that is open then."""
+        for target in dict.fromkeys(entry.target for entry in entries):
+            acts = [entry.act for entry in entries if entry.target == target]
+            if target in AUDIT_IN_LOG:
+                for act in acts:
+                    own_log.info("%s", _line(act))
+                continue
+            sink = self._opened(target, sink)
+            if sink is None:
+                self._num_not_written += len(acts)
+            else:
+                self._append(acts, sink)
+        return sink
+
+    def _append(self, acts: list[dict[str, Any]], sink: LineFile) -> None:
+        """Writes the acts, after a line that says how many are missing before them."""
+        num_dropped = self.num_dropped
+        gap = []
+        if num_dropped > self._num_told:
+            gap = [{"time": _utc(), "act": "dropped", "count": num_dropped - self._num_told, "result": "lost"}]
+        num_written = sink.write([_line(act).encode() + b"\n" for act in [*gap, *acts]])
+        if gap and num_written:
+            self._num_told = num_dropped
+        self._num_not_written += len(acts) - max(0, num_written - len(gap))
+        self._found(f"{sink.path}: {sink.problem}" if sink.problem else "")
+
+    def _opened(self, target: str, sink: LineFile | None) -> LineFile | None:
+        """Returns the target's open file, or None if it cannot be opened or is none. sink: the open file; another one is
+        closed."""
+        if sink is not None:
+            if sink.path == target:
+                return sink
+            sink.close()
+        if not target or target in AUDIT_IN_LOG:
+            self._cannot_open = False
+            self._found("")
+            return None
+        try:
+            opened = LineFile(target)
+        except OSError as error:
+            self._cannot_open = True
+            self._found(f"{target}: {error.strerror or error}")
+            return None
+        if self._cannot_open:  # that a file can be opened does not say that it can be written
+            self._cannot_open = False
+            self._found("")
+        return opened
+
+    def _found(self, problem: str) -> None:
+        if problem and problem != self.problem:
+            log.error("audit_log %s; acts are dropped until it can be written", problem)
+        elif self.problem and not problem:
+            log.info("the audit log is written again; %d acts were dropped so far", self.num_dropped)
+        self.problem = problem
+
+
+def _line(act: dict[str, Any]) -> str:
+    if "uid" in act:
+        act = act | {"user": _user(act["uid"])}
+    return json.dumps(act, default=str)
+
+
+@lru_cache(maxsize=256)
+def _user(uid: int) -> str:
+    """Returns the user's name, or "". It may ask a server, and so is called on the thread."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return ""
+
+
+def _utc() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
