@@ -261,7 +261,7 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         int | str,
         key(
             "memory for the responses of /v1/responses, which later ones follow by previous_response_id; the oldest make room, and "
-            "a restart forgets them; 0: none are kept",
+            "a stop forgets them; 0: none are kept",
             "bytes",
         ),
     ] = "64MiB"
@@ -285,7 +285,9 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             LIVE,
         ),
     ] = 1024
-    drain_timeout_s: Annotated[float, key("SIGTERM: running requests may take that long", "s", LIVE)] = 30.0
+    drain_timeout_s: Annotated[
+        float, key("SIGTERM: running requests may take that long; a restart by systemd need not wait", "s", LIVE)
+    ] = 30.0
     sse_comment_every_s: Annotated[float, key("a comment keeps a silent stream open", "s", LIVE)] = 5.0
 
     names: Annotated[

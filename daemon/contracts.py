@@ -48,6 +48,8 @@ class Generation:
     priority: int = 0
     keep_alive_s: float | None = None  # how long its model may stay after it, from now on; None: as before
     output: list[int] = field(default_factory=list)
+    num_resumed: int = 0  # tokens of the output that an earlier daemon has made
+    was_accepted: bool = False  # by that daemon
     num_cached: int = 0  # prompt tokens found in the prefix cache
     arrived_s: float = 0.0  # monotonic
     submitted_s: float = 0.0  # monotonic; 0: not submitted to an engine yet
@@ -99,7 +101,8 @@ class SenderPort(Protocol):
     """The tenant that sends a request, as the endpoints see it."""
 
     def charge(self, num_prompt_tokens: int, field: str) -> None:
-        """Takes the request and its prompts from the tenant's limits; called before the first sequence is submitted, once.
+        """Takes the request and its prompts from the tenant's limits; called before the first sequence is submitted, once. What an
+        earlier daemon has charged is not taken again.
         num_prompt_tokens: of all its prompts together. field: the body's that holds them. Raises HearthError: 429, or 400 if the
         request can never fit."""
         ...

@@ -34,12 +34,13 @@ from daemon.engines.carve_outs import isolated_models
 from daemon.errors import BadRequest, NotNow
 from daemon.gpu.driver import Driver
 from daemon.gpu.inventory import Inventory, memories
-from daemon.http import listeners, sockets
+from daemon.http import handed_over, listeners, sockets
 from daemon.http.acceptor import Acceptor, Crowd, Room
 from daemon.http.client_addresses import ClientAddresses, too_many
 from daemon.http.connection import Runner
 from daemon.http.serving import listen, refuse_request
 from daemon.node.node import NodeParts, scheduler_settings
+from daemon.operate import handover
 from daemon.operate.control import make_control_runner
 from daemon.operate.health import NodeHealth
 from daemon.operate.overload import refuse_command
@@ -64,6 +65,7 @@ GC_AFTER_OBJECTS = 20_000  # new objects between two garbage collections; each c
 SWITCH_INTERVAL_S = 0.0005  # a thread that reads headers must not keep the loop waiting for Python's default 5 ms
 FLUSH_LIMIT_S = 2.0  # how long handlers may take to write their last bytes
 JUST_NOW_S = 10.0
+RESTART_SIGNAL = signal.SIGUSR2  # the unit's RestartKillSignal: a stop that another start follows at once
 TEAR_DOWN_S = 10.0  # how long the stop may take beyond drain_timeout_s
 
 
@@ -104,6 +106,7 @@ class Lifecycle:
         state.load()
         passed_fds = passed_descriptors.take()
         store = FdStore(self._notify, passed_fds)
+        left = handed_over.take(store)
         passed = sockets.inherited(passed_fds)
         try:
             control_sockets = self._control_sockets(passed)
@@ -117,7 +120,7 @@ class Lifecycle:
         node.reload = self.reload_as_asked
         node.keys = self._keys
         node.audit.use(self._config.audit_log, self._config.audit_requests)
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, RESTART_SIGNAL):
             loop.add_signal_handler(number, self._on_stop_signal, number)
         loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
         for worker in node.workers.values():
@@ -159,6 +162,7 @@ class Lifecycle:
             crowd = Crowd(addresses, refuse_request(node.metric.count_answer, too_many))
             main = await listen(api, http.main, sockets.BACKLOG, room.clients, refuse, crowd)
             listening += main
+            await handover.go_on(node, left, {"main": (api, addresses), "admin": (admin, None)})
             node.url, node.listening = sockets.url_of(http.main[0]), True
             self._announce(node)
             node.audit.write("start", version=VERSION, pid=os.getpid(), url=node.url, config=self._config_path)
@@ -171,8 +175,13 @@ class Lifecycle:
             if sockets.HTTP in passed:
                 for acceptor in main:  # systemd keeps the sockets open, so new connections wait for the next hearthd
                     acceptor.stop()
-            log.info("%s: draining for at most %g s", self._stop_signal, self._config.drain_timeout_s)
-            await self._drain(node)
+            if self._stop_signal == RESTART_SIGNAL.name and store.usable:
+                log.info("%s: restarting", self._stop_signal)
+                await handover.hand_over(node, store, {"main": api, "admin": admin})
+                self._fail_rest(node)
+            else:
+                log.info("%s: draining for at most %g s", self._stop_signal, self._config.drain_timeout_s)
+                await self._drain(node)
         finally:
             node.listening = False
             feed.close()
@@ -347,6 +356,9 @@ class Lifecycle:
         either: list[asyncio.Future[Any]] = [empty, now]
         await asyncio.wait(either, timeout=self._config.drain_timeout_s, return_when=asyncio.FIRST_COMPLETED)
         now.cancel()
+        self._fail_rest(node)
+
+    def _fail_rest(self, node: NodeParts) -> None:
         error = NotNow("server_restarting", "The server is restarting; send the request again.", retry_after_s=5.0)
         num_cut = node.dispatcher.fail_all(error)
         if num_cut:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 from engine.host import processor
 
@@ -15,6 +16,13 @@ REPORTED = "reported"  # a property of a test whose value is printed at the end 
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Prints a failure at once, where the workers report: if one of them dies, the summary may never come."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        crash = getattr(report.longrepr, "reprcrash", None)
+        print(f"\nfailed: {report.nodeid} ({report.when}): {getattr(crash, 'message', '')[:400]}", file=sys.__stderr__, flush=True)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

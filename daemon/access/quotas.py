@@ -131,6 +131,12 @@ class Quotas:
         account.open.add(charge)
         return charge
 
+    def readmit(self, tenant: Tenant, num_made: Callable[[], int], now: Moment) -> Charge:
+        """Counts on for a request that an earlier process has admitted. num_made: as `admit` has it."""
+        charge = Charge(tenant, num_made)
+        self._settled(tenant, now).open.add(charge)
+        return charge
+
     def end(self, charge: Charge, num_unused: int, now: Moment) -> None:
         """Counts what the request has made. It must be called once, at the request's end. num_unused: tokens of its prompts that
         no engine got; they are given back."""

@@ -17,12 +17,13 @@ from daemon.access.tenant import Key
 from daemon.api import audited, router
 from daemon.api.context import ApiContext
 from daemon.api.endpoint import Call, Endpoint
+from daemon.api.progress import Progress
 from daemon.api.request_scope import RequestScope
 from daemon.api.response_store import ResponseStore
 from daemon.contracts import Guarded, HealthPort, HttpSettings, ModelPort, RequestPort
 from daemon.errors import BadRequest, HearthError, ServerFault
 from daemon.http.answers import SERVER, error_response
-from daemon.http.connection import ANSWERING, Answering, Runner
+from daemon.http.connection import ANSWERING, Answering, Connection, Runner
 from daemon.http.request_id import request_id
 from daemon.page.feed import PageFeed
 from daemon.process import shortage
@@ -118,7 +119,8 @@ def _expect(request: web.Request) -> None:
 
 
 async def _answer_errors(request: web.Request, context: ApiContext) -> web.StreamResponse:
-    name = request_id(request.headers.get("X-Request-Id"))
+    progress = _progress(request)
+    name = progress.request_id
     target = router.target(request.rel_url.raw_path)
     endpoint = target.endpoint if target is not None else None
     cors = context.access.cors
@@ -134,9 +136,11 @@ async def _answer_errors(request: web.Request, context: ApiContext) -> web.Strea
             if key is not None:
                 more_headers = own_headers = dict(more_headers)
                 render = endpoint.limit_headers if endpoint is not None else limit_headers.openai
-                scope = RequestScope(key, context.models, context.requests, context.quotas, own_headers, render)
+                is_charged = progress.before is not None and progress.before.is_charged
+                scope = RequestScope(key, context.models, context.requests, context.quotas, own_headers, render, is_charged)
+                progress.is_charged = scope.was_charged
                 context = context.scoped(scope, scope, scope, own_headers)
-            response = await _handle(request, context, target, name, key)
+            response = await _handle(request, context, target, progress, key)
         status = response.status
     except HearthError as error:
         response = _error(error, endpoint)
@@ -164,10 +168,17 @@ async def _answer_errors(request: web.Request, context: ApiContext) -> web.Strea
         context.answered(endpoint.name if endpoint is not None else "", status)
         if scope is not None:
             scope.settle()
+        if isinstance(request.protocol, Connection):
+            request.protocol.in_progress = None
+        if progress.is_handed_over:
+            scope = None  # the next daemon writes its line
         if scope is not None and endpoint is not None and endpoint.body is not None and request.method == "POST":
             scope.ended(name, endpoint.name, status)
             if context.audit.with_requests:
                 audited.request(context.audit, request, name, endpoint.name, status, scope)
+    if progress.is_open and not progress.takes_over and request.transport is not None:
+        log.warning("a stream ends at the restart: status %d", status, extra=fields(request_id=name))
+        request.transport.abort()  # its client has the begin of another answer, so this one cannot be sent
     if not response.prepared:
         response.headers["X-Request-Id"] = name
         response.headers["Server"] = SERVER
@@ -178,12 +189,22 @@ async def _answer_errors(request: web.Request, context: ApiContext) -> web.Strea
     return response
 
 
+def _progress(request: web.Request) -> Progress:
+    """Returns the state of a request that has just arrived, or has arrived at an earlier daemon."""
+    connection = request.protocol
+    name = request_id(request.headers.get("X-Request-Id"))
+    if not isinstance(connection, Connection):
+        return Progress(name)
+    progress = connection.in_progress = Progress(name, connection.take_before())
+    return progress
+
+
 def _error(error: HearthError, endpoint: Endpoint | None) -> web.Response:
     return error_response(error, endpoint.error_body(error) if endpoint is not None else None)
 
 
 async def _handle(
-    request: web.Request, context: ApiContext, target: router.Target | None, request_id: str, key: Key | None
+    request: web.Request, context: ApiContext, target: router.Target | None, progress: Progress, key: Key | None
 ) -> web.StreamResponse:
     """Calls the endpoint. key: None for a stranger, see Call."""
     if target is None or not context.serves(target.endpoint):
@@ -198,4 +219,7 @@ async def _handle(
         response.headers["Allow"] = ", ".join(endpoint.methods)
         return response
     sender = "" if key is None else key.tenant.name
-    return await endpoint.handle(Call(request, context, endpoint, target.scope, target.path_id, request_id, key is None, sender))
+    request_id, is_stranger = progress.request_id, key is None
+    return await endpoint.handle(
+        Call(request, context, endpoint, target.scope, target.path_id, request_id, progress, is_stranger, sender)
+    )

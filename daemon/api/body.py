@@ -12,9 +12,11 @@ from daemon.errors import BadRequest
 _JSON_TYPES = ("application/json", "text/json")
 
 
-async def read_body(request: web.Request, max_bytes: int, timeout_s: float, more_types: Sequence[str] = ()) -> bytes:
-    """Returns a body. more_types: values of Content-Type that are taken besides those of JSON. Raises BadRequest: 408, 411, 413,
-    415 or 400."""
+async def read_body(
+    request: web.Request, max_bytes: int, timeout_s: float, more_types: Sequence[str] = (), read: bytearray | None = None
+) -> bytes:
+    """Returns a body. more_types: values of Content-Type that are taken besides those of JSON. read: gets what has arrived of a
+    body that comes in pieces. Raises BadRequest: 408, 411, 413, 415 or 400."""
     content_type = request.content_type
     # clients that name no type at all get the benefit of the doubt (aiohttp reports octet-stream)
     is_json = content_type in _JSON_TYPES or content_type.endswith("+json")
@@ -42,7 +44,7 @@ async def read_body(request: web.Request, max_bytes: int, timeout_s: float, more
             if len(body) > max_bytes:
                 raise _too_large(max_bytes)
         else:
-            body = await _come(request, max_bytes, timeout_s)
+            body = await _come(request, max_bytes, timeout_s, bytearray() if read is None else read)
     except TimeoutError:
         raise BadRequest("body_timeout", f"the request body was not in within {timeout_s:g} s", status=408) from None
     except web.RequestPayloadError as error:
@@ -52,9 +54,8 @@ async def read_body(request: web.Request, max_bytes: int, timeout_s: float, more
     return body
 
 
-async def _come(request: web.Request, max_bytes: int, timeout_s: float) -> bytes:
-    """Returns a body that is still arriving. Raises TimeoutError."""
-    body = bytearray()
+async def _come(request: web.Request, max_bytes: int, timeout_s: float, body: bytearray) -> bytes:
+    """Returns a body that is still arriving, and adds what has arrived to `body`. Raises TimeoutError."""
     async with asyncio.timeout(timeout_s):
         while chunk := await request.content.readany():
             body += chunk

@@ -15,7 +15,9 @@ async def read_parts(call: Call, body: Body[HeadT]) -> tuple[HeadT, bytes, Model
     """Reads a short body in place, and one that would hold the event loop in a text worker. The path's model comes before the
     body's. Raises HearthError."""
     context = call.context
-    data = await read_body(call.request, context.max_body_bytes, context.settings.body_read_timeout_s, body.more_types)
+    call.progress.body = arrived = bytearray()
+    data = await read_body(call.request, context.max_body_bytes, context.settings.body_read_timeout_s, body.more_types, arrived)
+    call.progress.body = data
     if len(data) <= INLINE_BYTES:
         head, long_part = body.parse(data)
     else:

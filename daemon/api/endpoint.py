@@ -16,6 +16,7 @@ from msgspec import Struct
 from daemon.access import limit_headers
 from daemon.access.quotas import Standing
 from daemon.api.context import ApiContext
+from daemon.api.progress import Progress
 from daemon.errors import HearthError
 
 READ_METHODS = ("GET", "HEAD")
@@ -105,5 +106,6 @@ class Call:
     scope: str | None
     path_id: str | None
     request_id: str
+    progress: Progress
     stranger: bool = False
     tenant: str = ""

@@ -111,6 +111,7 @@ CODES: dict[str, tuple[int, str, str]] = {
     ),
     # ours
     "crashed_twice": (500, "the engine died twice with this request in it", "do not resend; tell the developers"),
+    "model_changed": (500, "hearthd restarted during the request, and its name leads to another model now", "send it again"),
     "aborted": (500, "the engine ended this request", "see the log for the request's id"),
     "state_not_saved": (
         507,

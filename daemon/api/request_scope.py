@@ -32,6 +32,7 @@ class RequestScope:
 
     __slots__ = (
         "_charge",
+        "_is_charged_before",
         "_limit_headers",
         "_models",
         "_quotas",
@@ -53,8 +54,10 @@ class RequestScope:
         quotas: Quotas,
         headers: dict[str, str],
         limit_headers: Callable[[Standing, float], Mapping[str, str]],
+        is_charged_before: bool = False,
     ) -> None:
-        """limit_headers: as an Endpoint's."""
+        """limit_headers: as an Endpoint's. is_charged_before: an earlier daemon has taken the request from its tenant's limits."""
+        self._is_charged_before = is_charged_before
         self.key, self.tenant, self._models, self._requests = key, key.tenant, models, requests
         self._quotas, self.headers, self._limit_headers = quotas, headers, limit_headers
         self._charge: Charge | None = None
@@ -105,6 +108,9 @@ class RequestScope:
         if not self.tenant.name:
             return  # no keys are set
         now = moment.now()
+        if self._is_charged_before:
+            self._charge = self._quotas.readmit(self.tenant, self._num_made, now)
+            return
         admitted = self._quotas.admit(self.tenant, num_prompt_tokens, self._num_made, now)
         self._tell_limits(now)
         if isinstance(admitted, OverLimit):
@@ -120,6 +126,10 @@ class RequestScope:
             raise BadRequest("invalid_request", f"{message} (max_priority)", param="priority")
         return asked
 
+    def was_charged(self) -> bool:
+        """Returns whether the request was taken from the tenant's limits, by this daemon or an earlier one."""
+        return self._charge is not None or self._is_charged_before
+
     def settle(self) -> None:
         """Counts what the request has made against the tenant's limits. It must be called at the request's end."""
         if self._charge is not None:
@@ -129,7 +139,7 @@ class RequestScope:
             self._tell_limits(now)
 
     def _num_made(self) -> int:
-        return sum(len(each.output) for each in self.generations)
+        return sum(len(each.output) - each.num_resumed for each in self.generations)
 
     def _tell_limits(self, now: Moment) -> None:
         if self.tenant.limits.any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import msgspec
@@ -55,6 +56,11 @@ class ResponseStore:
         while self.num_bytes > self.max_bytes:
             largest = max(self._bytes_of, key=self._bytes_of.__getitem__)
             self._remove(self._of_tenant[largest][next(iter(self._of_tenant[largest]))])
+
+    def all(self) -> Iterator[StoredResponse]:
+        """Yields all responses. Adding them to another store in this order gives that the order of this one."""
+        for kept in self._of_tenant.values():
+            yield from kept.values()
 
     def get(self, tenant: str, public_id: str) -> StoredResponse:
         """Raises BadRequest (404)."""

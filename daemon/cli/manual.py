@@ -33,6 +33,8 @@ DAEMON_EXITS = {
 SIGNALS = {
     "SIGTERM, SIGINT": "takes no new requests, lets the open ones end within drain_timeout_s, tells the rest server_restarting; a "
     "second one stops at once",
+    "SIGUSR2": "sent by systemd in place of SIGTERM where another start follows (RestartKillSignal): gives open connections and "
+    "what was made of their requests to the FD store, for the next hearthd to go on with; without systemd it is a SIGTERM",
     "SIGHUP": "reads the configuration and keys files again, as `hearth reload` does",
     "SIGABRT": "sent by systemd's watchdog: writes where each thread was to the log and ends",
 }

@@ -38,6 +38,7 @@ class EngineEvents:
         self._loaded_s: dict[str, float] = {}  # model -> when its last load ended
         self._measure_prefill_at: dict[str, float] = {}  # model -> when a prefill may be measured again
         self._post, self._find = dispatcher.post, dispatcher.open.by_id.get
+        self.is_over = False  # whether what engines still report is dropped, because the next daemon has it made again
 
     def engine_up(self, device: str, message: protocol.EngineReady) -> None:
         log.info("engine is up (pid %d, %d chunks)", message.pid, message.num_chunks, extra=fields(device=device))
@@ -71,6 +72,8 @@ class EngineEvents:
 
     def engine_message(self, device: str, message: Any) -> None:
         kind = type(message)
+        if self.is_over:
+            return
         if kind is protocol.TokensOut:
             self._tokens_out(message)
         elif kind is protocol.Stats:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
@@ -22,6 +23,7 @@ from aiohttp.web_protocol import _ErrInfo
 from daemon.errors import BadRequest, HearthError, ServerFault
 from daemon.http.answers import refusal
 from daemon.http.request_id import request_id
+from daemon.streams.so_far import ConnectionSoFar, RequestSoFar
 
 log = logging.getLogger("hearthd.http")
 HEADER_BYTES = 32 << 10  # limit of a header with its name, and of a request's address
@@ -30,6 +32,22 @@ HEAD_BYTES = 256 << 10  # limit of a request's address and headers together
 HEAD_LIMIT_S = 10.0  # how long a request's head may take, from connecting or from its first byte
 LOOK_AGAIN_S = 0.1
 LINGER_S = 5.0  # how long a refused client may take to send the rest and read the answer
+_REWRITTEN = (b"content-length", b"transfer-encoding", b"expect", b"x-request-id")  # headers that a handed over request has anew
+
+
+class InProgress(Protocol):
+    """A request in progress, as its connection sees it. body: as far as it was read; a bytearray while more of it is awaited."""
+
+    request_id: str
+    body: bytes | bytearray
+
+    def so_far(self) -> RequestSoFar | None:
+        """Returns what the next daemon needs to go on with it, or None if it cannot."""
+        ...
+
+    def write_all(self) -> None:
+        """Writes what waits because the client reads slowly."""
+        ...
 
 
 @dataclass(slots=True, frozen=True)
@@ -71,10 +89,11 @@ class ConnectionServer(web.Server):
     def __call__(self) -> Connection:
         return self.connection(_nothing)
 
-    def connection(self, closed: Callable[[], None]) -> Connection:
-        """Returns a new connection. closed: called when the connection is closed."""
+    def connection(self, closed: Callable[[], None], before: ConnectionSoFar | None = None) -> Connection:
+        """Returns a new connection. closed: called when the connection is closed. before: what an earlier daemon has left of it;
+        None: the client has just connected."""
         options = self._kwargs
-        return Connection(self, closed, loop=self._loop, max_line_size=HEADER_BYTES, max_field_size=HEADER_BYTES, **options)
+        return Connection(self, closed, before, loop=self._loop, max_line_size=HEADER_BYTES, max_field_size=HEADER_BYTES, **options)
 
 
 def _nothing() -> None:
@@ -86,24 +105,36 @@ class Connection(web.RequestHandler):
     and when a later head arrives in pieces, so requests that arrive whole need no timer."""
 
     __slots__ = (
-        "_answering", "_body", "_broken", "_closed", "_head_bytes", "_head_due_s", "_head_timer", "_is_last_look", "_lingering",
+        "_answering", "_before", "_body", "_broken", "_closed", "_head_bytes", "_head_due_s", "_head_parts", "_head_timer",
+        "_is_last_look", "_lingering", "in_progress",
     )  # fmt: skip
 
-    def __init__(self, server: ConnectionServer, closed: Callable[[], None], **options: Any) -> None:
-        """closed: called when the connection is closed."""
+    def __init__(
+        self, server: ConnectionServer, closed: Callable[[], None], before: ConnectionSoFar | None = None, **options: Any
+    ) -> None:
+        """closed, before: see ConnectionServer.connection."""
         super().__init__(server, **options)
-        self._answering, self._closed = server.answering, closed
+        self._answering, self._closed, self._before = server.answering, closed, before
+        self.in_progress: InProgress | None = None  # set by the handler while the next daemon could go on with its request
         self._body: StreamReader = EMPTY_PAYLOAD  # the body of the last request whose head has arrived
         self._broken = False  # whether what still arrives cannot be read as HTTP and is dropped
         self._lingering: asyncio.Future[None] | None = None
         self._head_bytes = 0  # received of a head that is not complete yet
+        self._head_parts: list[bytes] = []  # and these bytes
         self._head_due_s = 0.0  # time by the loop's clock; 0: no head is awaited
         self._head_timer: asyncio.TimerHandle | None = None
         self._is_last_look = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self._await_head()
+        before = self._before
+        if before is None or not before.is_used:
+            self._await_head()
+        elif not before.received:  # it is idle between two requests
+            self._next_keepalive_close_time = self._loop.time() + self.keepalive_timeout
+            self._keepalive_handle = self._loop.call_at(self._next_keepalive_close_time, self._process_keepalive)
+        if before is not None and before.received:
+            self.data_received(before.received)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         if self._head_timer is not None:
@@ -122,6 +153,7 @@ class Connection(web.RequestHandler):
                 self._on_part_of_head(data)
             return
         self._head_bytes, self._head_due_s = 0, 0.0
+        self._head_parts.clear()
         for at in range(num_before - self._request_count, 0):
             message, body = self._messages[at]
             if isinstance(message, _ErrInfo):
@@ -151,6 +183,53 @@ class Connection(web.RequestHandler):
         if self._lingering is not None and not self._lingering.done():
             self._lingering.set_result(None)
 
+    # ---- over a restart
+
+    def take_before(self) -> RequestSoFar | None:
+        """Returns what an earlier daemon has made of the first request, once."""
+        before, self._before = self._before, None
+        return before.request if before is not None else None
+
+    def hold_reading(self) -> None:
+        """Leaves what the client still sends to the next daemon."""
+        if self.transport is not None:
+            with contextlib.suppress(RuntimeError):  # it is held already, or closing
+                self.transport.pause_reading()
+
+    @property
+    def has_unsent(self) -> bool:
+        """Returns whether bytes that were written have not reached the kernel, or an answer is being written."""
+        if self.transport is None:
+            return False
+        return self.transport.get_write_buffer_size() > 0 or (self._request_in_progress and self._current_request is None)
+
+    def so_far(self) -> ConnectionSoFar | None:
+        """Returns what the next daemon needs to go on with the connection, or None if it cannot: the client does not read, has
+        sent several requests at once, speaks TLS, or the answer has begun and cannot be gone on with."""
+        transport = self.transport
+        if transport is None or transport.is_closing() or self._broken or self._close or self._force_close:
+            return None
+        if self.has_unsent or self._messages or transport.get_extra_info("sslcontext") is not None:
+            return None
+        is_used, request = self._request_count > 0, self._current_request
+        if request is None:
+            return ConnectionSoFar(b"".join(self._head_parts), is_used) if self._is_between_requests else None
+        if self.in_progress is None or request.writer.output_size > 0:
+            return None
+        received = _again(request, self.in_progress)
+        so_far = self.in_progress.so_far() if received else None
+        return ConnectionSoFar(received, is_used, so_far) if so_far is not None else None
+
+    def duplicate(self) -> int:
+        """Returns a new descriptor of the connection's socket, which stays open when the connection is aborted. Raises OSError."""
+        assert self.transport is not None
+        return os.dup(self.transport.get_extra_info("socket").fileno())
+
+    def let_go(self) -> None:
+        """Ends the connection here. Nothing more is written to it."""
+        if self.transport is not None:
+            self.transport.abort()
+
     @property
     def _is_between_requests(self) -> bool:
         return self._request_count == 0 or (self._waiter is not None and not self._waiter.done())
@@ -159,6 +238,7 @@ class Connection(web.RequestHandler):
         if not self._head_bytes and not data.strip(b"\r\n"):
             return  # some clients send an extra empty line after a body
         self._head_bytes += len(data)
+        self._head_parts.append(data)
         if self._head_bytes > HEAD_BYTES:
             self._give_up(BadRequest("headers_too_large", f"the head of the request is longer than {HEAD_BYTES} bytes", status=431))
         elif not self._head_due_s:
@@ -237,6 +317,25 @@ class Connection(web.RequestHandler):
     def _answer(self, error: HearthError) -> WholeAnswer:
         self._answering.counted("", error.status)
         return WholeAnswer(self, refusal(error, self._answering.body(error), request_id(None)))
+
+
+def _again(request: web.BaseRequest, progress: InProgress) -> bytes:
+    """Returns the bytes of a request whose handler has begun, so that it can be read again. Its body ends where it has arrived so
+    far. b"" if that is midway in a chunked body, which cannot be continued."""
+    body, is_whole = bytes(progress.body), isinstance(progress.body, bytes) and bool(progress.body)
+    if not is_whole:
+        is_whole = request.content.is_eof()
+        with contextlib.suppress(RuntimeError):  # the handler waits for more, so it has all that has arrived
+            body += request.content.read_nowait()
+    if not is_whole and request.content_length is None:
+        return b""
+    length = len(body) if is_whole else request.content_length
+    lines = [f"{request.method} {request.raw_path} HTTP/{request.version.major}.{request.version.minor}".encode()]
+    lines += [b"%b: %b" % (name, value) for name, value in request.raw_headers if name.lower() not in _REWRITTEN]
+    lines += [b"X-Request-Id: " + progress.request_id.encode()]
+    if length or request.content_length is not None:
+        lines.append(b"Content-Length: %d" % (length or 0))
+    return b"\r\n".join([*lines, b"", body])
 
 
 class WholeAnswer(web.StreamResponse):

@@ -106,6 +106,7 @@ class Dispatcher:
             priority=generation.priority,
             keep_alive_s=generation.keep_alive_s,
             part_of=generation.first.request_id if generation.first is not None else 0,
+            was_accepted=generation.was_accepted,
         )
         try:
             self.post(events.RequestArrived(now=now, cause=f"req-{request_id}", request=facts))

@@ -54,6 +54,7 @@ class LogprobTrail:
         self.rendering: Rendering | None = None  # entries rendered ahead of the next frame; None: there are none
         self._end_ids, self._keep_end = end_ids, keep_end
         self._detokenizer: Detokenizer = detokenizer(table)
+        self.fed: list[tuple[float, list[int], list[float]]] = []  # all of them, for the daemon after a restart
         self._fed: deque[tuple[float, Sequence[int], Sequence[float]]] = deque()
         self._prompt = PromptTrail(num_top)
         self._queue: deque[TokenEntry] = deque()  # text held back: a possible stop string or an unfinished character
@@ -67,6 +68,7 @@ class LogprobTrail:
     def feed(self, chosen: float, top_ids: Sequence[int], top: Sequence[float]) -> None:
         """Takes the next token's log-probability, and the ids and log-probabilities of its alternatives."""
         self._fed.append((chosen, top_ids, top))
+        self.fed.append((chosen, list(top_ids), list(top)))
 
     def feed_prompt(self, told: PromptLogprobs) -> None:
         """Takes the log-probabilities of the prompt's tokens, as PromptTrail.feed does."""

@@ -187,6 +187,19 @@ class Stream:
         self._pending.clear()
 
 
+class _Ready:
+    """Stands in for a connection whose client reads fast enough."""
+
+    writing_paused = False
+
+
+class _Discarding(asyncio.WriteTransport):
+    """Stands in for the transport of a client who already has what is written."""
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        pass
+
+
 class StreamGroup:
     """The sequences of one streamed response. The first sequence that has something to write opens the response, that is, sends
     the status line; if none has for some seconds, the StreamClock does. `done` is resolved when nothing more will be written, also
@@ -223,6 +236,37 @@ class StreamGroup:
     def is_open(self) -> bool:
         """Returns whether the response has begun, so that errors must be sent within the stream."""
         return self._connection is not None
+
+    @property
+    def has_begun(self) -> bool:
+        """Returns whether bytes of the response were written."""
+        return self._connection is not None and not self._head
+
+    def write_all(self) -> None:
+        """Writes what waits, whether the client is ready for it or not."""
+        connection = self._connection
+        if connection is None or self.done.done():
+            return
+        self._connection = _Ready()
+        for stream in list(self.streams):
+            stream.flush()
+        self._connection = connection
+
+    def replay(self, feed: Callable[[], None]) -> None:
+        """Has `feed` give the sequences tokens whose frames the client already has: nothing is written meanwhile."""
+        self.open()
+        transport, connection = self._transport, self._connection
+        if transport is None or connection is None:
+            return  # the client is gone
+        self._transport, self._head = _Discarding(), b""
+        for stream in self.streams:
+            stream.opened(connection, self._transport.write)
+        try:
+            feed()
+        finally:
+            self._transport = transport
+            for stream in self.streams:
+                stream.opened(connection, transport.write)
 
     def open(self) -> None:
         if self._connection is not None or self.done.done():

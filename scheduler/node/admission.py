@@ -24,7 +24,8 @@ def refuse(node: Node, model: Model | None, facts: RequestFacts) -> Refusal | No
         return refusal
     if model.closed:
         return Refusal("model_draining", f"{name} is being drained by the operator", node.settings.drain_retry_after_s)
-    if not facts.part_of:  # a part's request was taken whole: else one that is larger than the queue never could be
+    # a part's request was taken whole: else one that is larger than the queue never could be
+    if not facts.part_of and not facts.was_accepted:
         refusal = queue_full(node, model, facts.tenant)
         if refusal is not None:
             return refusal

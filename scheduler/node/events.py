@@ -54,6 +54,7 @@ class RequestFacts:
     priority: int = 0
     keep_alive_s: float | None = None  # how long the model may stay after it, from now on; None: as before
     part_of: int = 0  # request_id of the first sequence of a client's request that makes several; 0: it is the first
+    was_accepted: bool = False  # by the daemon before this one: no queue is too full for it
 
 
 # ---- models and devices

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import threading
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ from tests.kernel_cache import CACHE_DIR
 
 CHUNK_BYTES = 64 << 10
 NUM_SLOTS = 64
+JOBS, JOB_LIMIT_S = ("load ", "KV of ", "checksum of ", "first step of "), 30.0  # threads of engine.lifecycle.loads, by name
 
 
 class TierBench:
@@ -135,7 +137,13 @@ class TierBench:
 
 
 def _close(runner: Runner, memory: CpuMemory | None, tier: HostTier, loads: Loads, slots_fd: int | None) -> None:
-    """Frees the descriptors and mappings of a bench."""
+    """Frees the descriptors and mappings of a bench. After a test that failed, jobs may still write to its memory: if they do not
+    end, the memory is left as it is."""
+    for thread in threading.enumerate():
+        if thread.name.startswith(JOBS):
+            thread.join(JOB_LIMIT_S)
+            if thread.is_alive():
+                return
     if isinstance(runner, TorchRunner):
         for _, weights in runner._ranges._ranges.values():
             weights.close()

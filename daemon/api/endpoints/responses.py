@@ -6,7 +6,6 @@ Source: https://platform.openai.com/docs/api-reference/responses, with its strea
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -281,7 +280,7 @@ async def _handle(call: Call) -> web.StreamResponse:
     if before:
         prompt = with_conversation(messages, head.num_instructions, before, call.context.max_body_bytes)
         head.options["history_calls"] |= any(each.has_calls for each in before)
-    public_id = _PREFIX + uuid.uuid4().hex
+    public_id = _PREFIX + call.progress.drawn("response")[:16].hex()
 
     def keep(shown: bytes, output: list[dict[str, Any]]) -> None:
         if head.store:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,14 +20,14 @@ from daemon.api.generation.answer_format import AnswerFormat, AnswerHead, Finish
 from daemon.api.generation.bad_words import bad_word_ids
 from daemon.api.generation.event_stream import EventStream
 from daemon.api.generation.logprobs import whole_logprobs_json
-from daemon.api.generation.prompt_first import prompt_first
+from daemon.api.generation.prompt_first import PromptFirst, prompt_first
 from daemon.api.generation.prompt_logprobs import check_size, prompt_logprobs_json, prompt_trail
 from daemon.api.generation.reply_format import ReplyFormat, plain_format, reply_format
 from daemon.api.generation.sampling import check_n, nth, sampling_params
 from daemon.api.generation.texts import texts_of, written_prompts
 from daemon.api.generation.tool_dialect import allow_plain_calls
-from daemon.contracts import Generation, SenderPort
-from daemon.errors import BadRequest
+from daemon.contracts import Generation
+from daemon.errors import BadRequest, HearthError
 from daemon.http.answers import json_response
 from daemon.models.entry import ModelEntry
 from daemon.streams.stream import Collector, CollectorGroup, Stream, StreamGroup
@@ -63,10 +62,10 @@ async def answer(
     if reply is not None and reply.grammar:
         head.grammar = reply.grammar
     bad_words = await bad_word_ids(context.text, model, head.outputs.bad_words)
-    generations = await _generations(form, head, context.sender, model, prompts, public_id, bad_words)
+    generations = await _generations(form, head, call, model, prompts, public_id, bad_words)
     written = written_prompts(head, prompt)
     texts = texts_of(head, model, table if reply is None else reply.table, generations, written, form.shows_end_token)
-    known = AnswerHead(public_id, int(time.time()), model.name, generations, texts, head.include_usage, head.continuous_usage)
+    known = AnswerHead(public_id, call.progress.created, model.name, generations, texts, head.include_usage, head.continuous_usage)
     request = _Request(call, form, known, reply)
     return await request.stream(table) if head.stream else await request.whole(model)
 
@@ -74,7 +73,7 @@ async def answer(
 async def _generations(
     form: AnswerFormat,
     head: Head,
-    sender: SenderPort,
+    call: Call,
     model: ModelEntry,
     prompts: Sequence[array[int]],
     public_id: str,
@@ -84,11 +83,11 @@ async def _generations(
     num_each = head.outputs.n
     check_n(num_each, len(prompts), model)
     check_size(head.outputs, sum(map(len, prompts)), form.one_prompt_report)
-    priority = sender.priority(head.priority)
+    priority = call.context.sender.priority(head.priority)
     generations: list[Generation] = []
     arrived_s = asyncio.get_running_loop().time()
     for at, ids in enumerate(prompts):
-        params = sampling_params(head, model, form, len(ids), bad_words)
+        params = sampling_params(head, model, form, len(ids), bad_words, call.progress.seed(at))
         field = form.prompt_field if len(prompts) == 1 else f"{form.prompt_field}[{at}]"
         prompt = await _unpack(ids, model.vocab_size if head.prompt_kind == "ids" else None, field)
         generations += [
@@ -165,11 +164,13 @@ class _Request:
     reply: ReplyFormat | None
 
     def _submit(self) -> None:
-        """Charges the request to its sender, and submits all sequences or none."""
+        """Charges the request to its sender, and submits all sequences that have not ended, or none."""
         generations = self.answer.generations
         num_prompt_tokens = sum(len(each.prompt) for each in generations if not each.is_copy)
         self.call.context.sender.charge(num_prompt_tokens, self.form.prompt_field)
         for at, generation in enumerate(generations):
+            if generation.outcome:  # before a restart
+                continue
             try:
                 self.call.context.requests.submit(generation)
             except BaseException:
@@ -178,7 +179,11 @@ class _Request:
                 raise
 
     def _cancel(self, index: int) -> None:
-        self.call.context.requests.cancel(self.answer.generations[index])
+        generation = self.answer.generations[index]
+        if generation.request_id:
+            self.call.context.requests.cancel(generation)
+        else:
+            generation.outcome = "stop"  # it had ended before a restart
 
     async def whole(self, model: ModelEntry) -> web.Response:
         """Returns the answer when all sequences have ended."""
@@ -188,7 +193,7 @@ class _Request:
             collector = Collector(group, at, text)
             group.collectors.append(collector)
             generations[at].sink = prompt_first(collector, text)
-        self._submit()
+        self._begin(None)
         try:
             await group.done
         except asyncio.CancelledError:  # the client is gone
@@ -200,10 +205,28 @@ class _Request:
         replies = []
         if self.reply is not None:
             for generation, collector in zip(generations, group.collectors, strict=True):
-                replies.append(await self.reply.parsed(generation, collector))
+                replies.append(await self.reply.parsed(generation, collector, self.call.progress.drawn))
         logprobs = [await whole_logprobs_json(generation.logprobs, form.logprobs) for generation in generations]
         of_prompts = await prompt_logprobs_json(self.call.context.text, model, generations)
         return json_response(form.whole(Finished(self.answer, group.collectors, logprobs, replies, of_prompts)))
+
+    def _begin(self, group: StreamGroup | None) -> None:
+        """Submits the sequences, after what was made of them before a restart is repeated. group: of a streamed answer. Raises
+        HearthError while the answer has not begun; later errors are a part of it."""
+        progress = self.call.progress
+        progress.generations, progress.group = self.answer.generations, group
+        progress.starts_over = any(isinstance(each.sink, PromptFirst) for each in progress.generations)
+        try:
+            if group is not None and progress.is_open:
+                group.replay(progress.resume)
+                progress.takes_over = True
+            else:
+                progress.resume()
+            self._submit()
+        except HearthError as error:
+            if group is None or not group.is_open:
+                raise
+            group.fail(error)
 
     def _continued(self, stream_format: StreamFormat, group: StreamGroup, index: int, table: TokenTable) -> Stream:
         return Stream(group, index, table, stream_format.continued(index), self.answer.texts[index])
@@ -220,12 +243,12 @@ class _Request:
                 group.streams.append(stream)
                 generations[at].sink = prompt_first(stream, text)
             else:
-                pieces = stream_format.pieces(at, self.reply.new_call_id)
+                pieces = stream_format.pieces(at, self.reply.call_ids(call.progress.drawn, at))
                 plain = None if self.form.repeats_text else partial(self._continued, stream_format, group, at, table)
                 parsed = ToolStream(group, at, pieces, text, self.reply.parser(generations[at]), plain)
                 group.streams.append(parsed)
                 generations[at].sink = parsed
-        self._submit()
+        self._begin(group)
         context.clock.add(group)
         try:
             await group.done

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -29,7 +30,7 @@ from daemon.text.reasoning import OPEN, ReasoningSplitter
 from daemon.text.reply_parser import Reply, ReplyParser, assemble
 from daemon.text.token_table import MarkedTable, TokenTable
 from daemon.text.tool_parsers.pieces import Piece
-from daemon.text.tool_parsers.registry import LLAMA3, NONE, new_call_id, tool_parser
+from daemon.text.tool_parsers.registry import LLAMA3, NONE, id_of_call, tool_parser
 
 READ_AT_ONCE = 4 << 10  # characters between two turns of the loop: at most 3 ms
 PROMPT_END_TOKENS = 16  # enough for <think> and new lines, also where they are no single tokens
@@ -72,8 +73,8 @@ class ReplyFormat:
             splitter = ReasoningSplitter(opened=self.in_reasoning or end.rstrip().endswith(OPEN))
         return ReplyParser(tools, splitter, self.one_call)
 
-    async def parsed(self, generation: Generation, collector: Collector) -> ParsedReply:
-        """Takes the text of a reply apart. collector: has all of it."""
+    async def parsed(self, generation: Generation, collector: Collector, drawn: Callable[[str], bytes]) -> ParsedReply:
+        """Takes the text of a reply apart. collector: has all of it. drawn: see Progress."""
         parser, pieces, text, reason = self.parser(generation), [], "".join(collector.parts), collector.reason
         for start in range(0, len(text), READ_AT_ONCE):
             pieces += parser.add(text[start : start + READ_AT_ONCE])
@@ -81,11 +82,14 @@ class ReplyFormat:
                 await asyncio.sleep(0)
         pieces += parser.end(cut=reason == "length")
         reply = assemble(pieces)
-        ids = [self.new_call_id() for _ in reply.calls]
+        new_id = self.call_ids(drawn, collector.index)
+        ids = [new_id() for _ in reply.calls]
         return ParsedReply(reply, ids, finish_reason(reason, parser.num_calls), self.reasoning, pieces)
 
-    def new_call_id(self) -> str:
-        return new_call_id(self.dialect)
+    def call_ids(self, drawn: Callable[[str], bytes], index: int) -> Callable[[], str]:
+        """Returns what makes an id for each call of a sequence, one after the other. drawn: see Progress."""
+        numbers = itertools.count()
+        return lambda: id_of_call(self.dialect, drawn(f"call/{index}/{next(numbers)}"))
 
 
 def plain_format(table: TokenTable) -> ReplyFormat:

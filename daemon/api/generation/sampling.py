@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import secrets
 from collections.abc import Iterable
 
 from msgspec import structs
@@ -43,10 +42,10 @@ def max_tokens_for(head: Head, model: ModelEntry, form: AnswerFormat, prompt_tok
 
 
 def sampling_params(
-    head: Head, model: ModelEntry, form: AnswerFormat, prompt_tokens: int, bad_words: list[list[int]]
+    head: Head, model: ModelEntry, form: AnswerFormat, prompt_tokens: int, bad_words: list[list[int]], seed: int
 ) -> SamplingParams:
-    """Returns the settings of a prompt's first sequence. bad_words: token ids, from bad_word_ids. Raises BadRequest naming the
-    field."""
+    """Returns the settings of a prompt's first sequence. bad_words: token ids, from bad_word_ids. seed: used if the request names
+    none. Raises BadRequest naming the field."""
     max_tokens = max_tokens_for(head, model, form, prompt_tokens)
     if head.min_tokens > max_tokens:
         raise BadRequest(
@@ -69,7 +68,7 @@ def sampling_params(
         temperature=temperature,
         top_p=top_p,
         top_k=max(0, top_k),  # clients write "off" as 0 or -1
-        seed=head.seed if head.seed is not None else secrets.randbits(63),
+        seed=head.seed if head.seed is not None else seed,
         min_tokens=head.min_tokens,
         ignore_eos=head.ignore_eos or nothing,
         stop_token_ids=[] if nothing else head.stop_token_ids,

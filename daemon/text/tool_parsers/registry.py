@@ -4,7 +4,6 @@ it.
 
 from __future__ import annotations
 
-import secrets
 import string
 from collections.abc import Sequence
 
@@ -55,8 +54,8 @@ def tool_parser(dialect: str, names: Sequence[str]) -> ToolParser:
     raise ValueError(f"no parser for the dialect {dialect!r}")
 
 
-def new_call_id(dialect: str) -> str:
-    """Returns a new random id for a call. Mistral's templates require nine letters and digits."""
+def id_of_call(dialect: str, drawn: bytes) -> str:
+    """Returns the id of a call. Mistral's templates require nine letters and digits. drawn: at least 12 random bytes."""
     if dialect == MISTRAL:
-        return "".join(secrets.choice(_ID_CHARACTERS) for _ in range(9))
-    return "call_" + secrets.token_hex(12)
+        return "".join(_ID_CHARACTERS[byte % len(_ID_CHARACTERS)] for byte in drawn[:9])
+    return "call_" + drawn[:12].hex()

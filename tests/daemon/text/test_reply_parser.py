@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
 
 import pytest
@@ -22,7 +23,7 @@ from daemon.text.tool_parsers.registry import (
     NONE,
     detect_reasoning,
     detect_tools,
-    new_call_id,
+    id_of_call,
     tool_parser,
 )
 
@@ -343,5 +344,5 @@ def test_the_template_tells_whether_a_model_reasons():
 
 
 def test_call_ids():
-    assert len({new_call_id(HERMES) for _ in range(100)}) == 100
-    assert all(len(one) == 9 and one.isalnum() for one in (new_call_id(MISTRAL) for _ in range(100)))
+    assert len({id_of_call(HERMES, os.urandom(12)) for _ in range(100)}) == 100
+    assert all(len(one) == 9 and one.isalnum() for one in (id_of_call(MISTRAL, os.urandom(12)) for _ in range(100)))

@@ -88,11 +88,12 @@ class FakeNode:
     def remove(self, name: str) -> list[actions.Action]:
         return self.post(events.ModelRemoved, model=name)
 
-    def arrive(self, model: str, tenant: str = "", weight: float = 1.0, part_of: int = 0, keep_alive_s: float | None = None) -> int:
+    def arrive(self, model: str, tenant: str = "", **facts: Any) -> int:
+        """facts: further fields of RequestFacts."""
         self.num_requests += 1
         request_id = self.num_requests
         self.open[request_id] = model
-        request = RequestFacts(request_id, model, 10, 20, tenant=tenant, weight=weight, part_of=part_of, keep_alive_s=keep_alive_s)
+        request = RequestFacts(request_id, model, 10, 20, tenant=tenant, **facts)
         self.post(events.RequestArrived, f"req-{request_id}", request=request)
         return request_id
 

@@ -37,7 +37,7 @@ def step(node: FakeNode, rng: random.Random, seen: Counter[str]) -> None:
     match rng.choices(list(WEIGHTS), WEIGHTS.values())[0]:
         case "arrive":
             for _ in range(rng.randrange(1, 4)):
-                node.arrive(name, rng.choice(["", "t1", "t2"]), rng.choice([1.0, 3.0]))
+                node.arrive(name, rng.choice(["", "t1", "t2"]), weight=rng.choice([1.0, 3.0]))
             if rng.random() < 0.1:
                 seen["more sequences than the queue takes"] += len(node.arrive_whole(name, 12, rng.choice(["", "t1", "t2"]))) > 1
         case "finish" if node.stepping:

@@ -66,6 +66,15 @@ def test_full_queue() -> None:
     assert len(node.refusals) == 1
 
 
+def test_no_queue_is_too_full_for_what_was_accepted_before_a_restart() -> None:
+    node = FakeNode()
+    node.register(facts("a", max_queued=3))
+    for _ in range(8):
+        node.arrive("a", was_accepted=True)
+    assert not node.refusals
+    assert refused(node, node.arrive("a")) == ("queue_full", True)
+
+
 def test_a_request_of_many_sequences_is_taken_whole_or_not_at_all() -> None:
     node = FakeNode()
     node.register(facts("a", max_queued=3))

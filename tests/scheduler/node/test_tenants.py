@@ -30,8 +30,8 @@ def test_shares_go_by_weight() -> None:
     node = loaded()
     of = {}
     for _ in range(40):
-        of[node.arrive("m", "small", 1.0)] = "small"
-        of[node.arrive("m", "large", 3.0)] = "large"
+        of[node.arrive("m", "small", weight=1.0)] = "small"
+        of[node.arrive("m", "large", weight=3.0)] = "large"
     for _ in range(20):
         node.finish(min(node.running))
     assert Counter(of[each] for each in node.running) == {"large": 6, "small": 2}

@@ -1,0 +1,127 @@
+"""Hands the open connections over to the next daemon at a restart, and goes on with those that an earlier one has left.
+
+The old daemon stops taking tokens, writes what waits, notes for each connection the request in progress with what was made of it
+(daemon/streams/so_far.py), and gives the sockets to the FD store. The next one reads each request again. Its sequences begin with
+the tokens that were made, whose frames the client has and does not get again; the engine computes their KV anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import msgspec
+
+from daemon.api.response_store import StoredResponse
+from daemon.http import handed_over
+from daemon.http.client_addresses import ClientAddresses
+from daemon.http.connection import Connection, ConnectionServer, Runner
+from daemon.http.handed_over import Left, Listed
+from daemon.node.node import NodeParts
+from daemon.process.fd_store import FdStore
+
+log = logging.getLogger("hearthd")
+FLUSH_S = 2.0  # how long a client may take to read what is written already; one that does not read is not waited for
+LOOK_EVERY_S = 0.01
+_stored_encoder = msgspec.msgpack.Encoder()
+_stored_decoder = msgspec.msgpack.Decoder(list[StoredResponse])
+
+
+async def hand_over(node: NodeParts, store: FdStore, servers: Mapping[str, Runner]) -> None:
+    """Gives all connections that the next daemon can go on with to the store; the others stay. servers: by the name of their
+    listeners. Failures are logged."""
+    node.engine_events.is_over = True
+    connections = [(name, each) for name, server in servers.items() for each in _connections(server)]
+    for _, connection in connections:
+        connection.hold_reading()
+    await asyncio.sleep(0)  # what has arrived becomes a request
+    for _, connection in connections:
+        if connection.in_progress is not None:
+            connection.in_progress.write_all()
+    await asyncio.sleep(0)
+    await _until(lambda: not any(each.has_unsent for _, each in connections))
+    left: list[tuple[Connection, Listed]] = []
+    for name, connection in connections:
+        try:
+            so_far = connection.so_far()
+        except Exception:  # the others go on
+            log.exception("a connection cannot be handed over")
+            continue
+        if so_far is not None:
+            left.append((connection, Listed(name, so_far)))
+    fds: list[int] = []
+    try:
+        fds += [connection.duplicate() for connection, _ in left]
+        handed_over.keep(store, fds, [listed for _, listed in left], _stored_encoder.encode(list(node.stored.all())))
+    except OSError as error:
+        log.error("connections cannot be handed over to the next hearthd, and are closed: %s", error)
+    else:
+        num_requests = sum(listed.connection.request is not None for _, listed in left)
+        log.info("%d connections are handed over to the next hearthd, %d of them with a request", len(left), num_requests)
+        for connection, _ in left:
+            connection.let_go()
+        await _until(lambda: all(connection.transport is None for connection, _ in left))  # and no handler writes an error there
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    """Waits for the condition, at most FLUSH_S."""
+    for _ in range(int(FLUSH_S / LOOK_EVERY_S)):
+        if condition():
+            return
+        await asyncio.sleep(LOOK_EVERY_S)
+
+
+def _connections(runner: Runner) -> list[Connection]:
+    server = runner.server
+    return [each for each in server.connections if isinstance(each, Connection)] if server is not None else []
+
+
+async def go_on(node: NodeParts, left: Left, servers: Mapping[str, tuple[Runner, ClientAddresses | None]]) -> None:
+    """Goes on with the connections that an earlier daemon has left. servers: by the name of their listeners, with what counts the
+    connections of each client."""
+    _restore(node, left.stored)
+    if not left.connections:
+        return
+    num_served = 0
+    for sock, listed in left.connections:
+        runner, addresses = servers.get(listed.listener, (None, None))
+        server = runner.server if runner is not None else None
+        if not isinstance(server, ConnectionServer):
+            sock.close()  # there is no such listener any more
+            continue
+        num_served += await _serve(server, sock, listed, addresses)
+    log.info("%d of %d connections of before the restart go on", num_served, len(left.connections))
+
+
+async def _serve(server: ConnectionServer, sock: socket.socket, listed: Listed, addresses: ClientAddresses | None) -> bool:
+    closed: Callable[[], None] = _nothing
+    try:
+        if addresses is not None and sock.family != socket.AF_UNIX:
+            closed = addresses.enter(sock.getpeername()[0]).leave  # whatever the limit is: it was served before
+        make = partial(server.connection, closed, listed.connection)
+        await asyncio.get_running_loop().connect_accepted_socket(make, sock)
+    except OSError as error:  # its client is gone
+        log.debug("a connection of before the restart has ended: %s", error)
+        sock.close()
+        closed()
+        return False
+    return True
+
+
+def _nothing() -> None:
+    pass
+
+
+def _restore(node: NodeParts, stored: bytes) -> None:
+    if stored:
+        with contextlib.suppress(msgspec.DecodeError):  # another version's
+            for response in _stored_decoder.decode(stored):
+                node.stored.add(response)

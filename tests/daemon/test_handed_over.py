@@ -1,0 +1,104 @@
+"""Connections in the FD store, and what a request draws from its nonce."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from daemon.access.quotas import Quotas
+from daemon.access.tenant import Limits, Tenant
+from daemon.api.progress import Progress
+from daemon.api.response_store import ResponseStore, StoredResponse
+from daemon.http import handed_over
+from daemon.http.handed_over import Listed
+from daemon.process.fd_store import FdStore
+from daemon.process.moment import Moment
+from daemon.process.systemd_notify import Notifier
+from daemon.streams.so_far import ConnectionSoFar, RequestSoFar, SequenceSoFar
+from engine.memory import handles
+from tests.daemon.service_manager import NotifySocket
+
+
+@pytest.fixture
+def manager(tmp_path: Path) -> Iterator[NotifySocket]:
+    made = NotifySocket(tmp_path)
+    yield made
+    made.close()
+
+
+def store_of(manager: NotifySocket) -> FdStore:
+    """Returns the store of a daemon that starts now."""
+    manager.read()
+    passed: dict[str, list[int]] = {}
+    for name, fd in manager.stored:
+        passed.setdefault(name, []).append(os.dup(fd))
+    return FdStore(Notifier(dict(manager.environment)), passed)
+
+
+def test_connections_come_back_once_with_what_is_known_of_them(manager: NotifySocket) -> None:
+    request = RequestSoFar(b"n" * 16, 5, True, True, ("ash", "f"), [SequenceSoFar([1, 2], "", 3, [(-0.5, [7], [-0.5])])])
+    listed = [Listed("main", ConnectionSoFar(b"GET", True, request)), Listed("admin", ConnectionSoFar(b"", False))]
+    pairs = [socket.socketpair() for _ in listed]
+    try:
+        handed_over.keep(store_of(manager), [ours.fileno() for ours, _ in pairs], listed, b"stored")
+        left = handed_over.take(store_of(manager))
+        assert [each for _, each in left.connections] == listed
+        assert left.stored == b"stored"
+        for (sock, _), (_, theirs) in zip(left.connections, pairs, strict=True):
+            with sock:
+                sock.send(b"x")
+                assert theirs.recv(1) == b"x"
+        assert handed_over.take(store_of(manager)) == ([], b"")
+    finally:
+        for pair in pairs:
+            for end in pair:
+                end.close()
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\xc1", handed_over._encoder.encode(handed_over.Account(99, []))], ids=["empty", "broken", "99"]
+)
+def test_what_cannot_be_read_is_closed(manager: NotifySocket, content: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    account, queue, (ours, theirs) = os.memfd_create("account"), socket.socketpair(), socket.socketpair()
+    os.write(account, content)
+    with queue[0], queue[1], theirs:
+        handles.send(queue[1], [account, ours.fileno()], 0, 0)
+        store_of(manager).put(handed_over.NAME, queue[0].fileno())
+        os.close(account)
+        ours.close()
+    with theirs:
+        assert handed_over.take(store_of(manager)) == ([], b"")
+    assert "the connections of before the restart are lost" in caplog.text
+
+
+def test_a_request_draws_the_same_again() -> None:
+    first = Progress("a")
+    so_far = first.so_far()
+    assert so_far is not None
+    again = Progress("a", so_far)
+    assert [again.seed(0), again.seed(1), again.drawn("call/0/0")] == [first.seed(0), first.seed(1), first.drawn("call/0/0")]
+    assert first.seed(0) != first.seed(1)
+    assert first.seed(0) != Progress("a").seed(0)
+
+
+def test_what_was_made_before_a_restart_is_not_charged_again() -> None:
+    quotas, tenant, now = Quotas(), Tenant("ann", limits=Limits(tokens_per_day=100)), Moment(0.0, 86400.0)
+    made = [0]
+    charge = quotas.readmit(tenant, lambda: made[0], now)
+    made[0] = 7
+    quotas.end(charge, 0, now)
+    assert quotas.used_today(now) == {"ann": 7}
+
+
+def test_stored_responses_keep_their_order() -> None:
+    store, again = ResponseStore(1 << 20), ResponseStore(1 << 20)
+    for public_id, previous in (("a", ""), ("b", "a"), ("x", ""), ("c", "b")):
+        store.add(StoredResponse(public_id, "ann", previous, b"m", b"s", False))
+    for response in store.all():
+        again.add(response)
+    assert [each.public_id for each in again.all()] == [each.public_id for each in store.all()]
+    assert len(again.conversation("ann", "c")) == 3
