@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import re
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -78,13 +79,22 @@ def node(tmp_path: Path, notify: NotifySocket) -> Iterator[ServiceNode]:
 
 
 def started(folder: Path, notify: NotifySocket, config: str = "") -> Iterator[ServiceNode]:
-    """Yields a node whose models make 50 tokens a second, on a listener that a service manager holds."""
+    """Yields a node whose models make 20 tokens a second, on a listener that a service manager holds."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         make_model(folder / "n" / "models" / "ash", seed=1)
-        made = ServiceNode(folder / "n", notify, null_step_ms=20.0, config=config, flags=["--drain-timeout-s", "5"])
+        made = ServiceNode(folder / "n", notify, null_step_ms=50.0, config=config, flags=["--drain-timeout-s", "5"])
         made.listeners = [("http", listener)]
         with made:
             yield made
+
+
+def all_told(streams: Mapping[Any, RawStream]) -> dict[Any, Any]:
+    return {name: told(stream.join().events) for name, stream in streams.items()}
+
+
+def handed_over(node: ServiceNode) -> list[int]:
+    """Returns for each restart how many requests in progress were handed over."""
+    return [int(num) for num in re.findall(r"handed over to the next hearthd, (\d+) of them with a request", node.log_text())]
 
 
 def has_load(node: ServiceNode, num_sequences: int) -> bool:
@@ -128,13 +138,12 @@ def _shape(value: Any) -> Any:
 
 
 def test_every_kind_of_stream_goes_on(node: ServiceNode) -> None:
-    expected = {name: told(RawStream(node, *request).join().events) for name, request in STREAMS.items()}
+    expected = all_told({name: RawStream(node, *request) for name, request in STREAMS.items()})
     running = {name: RawStream(node, *request) for name, request in STREAMS.items()}
     for stream in running.values():
         stream.wait_for_events(10)
     node.restart(RESTART)
-    for name, stream in running.items():
-        assert stream.alive, f"{name} had ended before the restart"
+    assert handed_over(node) == [len(running)], "some had ended before the restart"
     for name, stream in running.items():
         events = stream.join().events
         texts, ends, shapes = told(events)
@@ -146,7 +155,6 @@ def test_every_kind_of_stream_goes_on(node: ServiceNode) -> None:
         assert len({event["id"] for event in events if "id" in event}) <= 1, name
         numbers = [event["sequence_number"] for event in events if "sequence_number" in event]
         assert numbers == sorted(set(numbers)), name
-    assert "with a request" in node.log_text()
     assert "Traceback" not in node.log_text()
 
 
@@ -164,14 +172,20 @@ def test_texts_are_the_ones_a_model_would_have_made(tmp_path: Path, notify: Noti
             for name in SEEDLESS:
                 requests[name][1]["temperature"] = 0
             requests = {name: longer(request) for name, request in requests.items() if name != "ollama"}
-            expected = {name: told(RawStream(node, *request).join().events) for name, request in requests.items()}
+            expected = all_told({name: RawStream(node, *request) for name, request in requests.items()})
             running = {name: RawStream(node, *request) for name, request in requests.items()}
             for stream in running.values():
                 stream.wait_for_events(10)
             node.restart(RESTART)
             for name, stream in running.items():
-                assert told(stream.join().events) == expected[name], name
-            assert f"{len(requests)} of {len(requests)} connections of before the restart go on" in node.log_text()
+                assert without_numbers(told(stream.join().events)) == without_numbers(expected[name]), name
+            assert handed_over(node) > [0], "all had ended before the restart"
+
+
+def without_numbers(answer: tuple[dict[str, Any], dict[str, Any], list[Any]]) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
+    """Returns an answer without log-probabilities, whose last digits depend on what else is in a step."""
+    texts, ends, shapes = answer
+    return {place: text for place, text in texts.items() if isinstance(text, str)}, ends, shapes
 
 
 def longer(request: tuple[str, dict[str, Any]]) -> tuple[str, dict[str, Any]]:
@@ -181,24 +195,27 @@ def longer(request: tuple[str, dict[str, Any]]) -> tuple[str, dict[str, Any]]:
 
 def test_fifty_streams_over_two_restarts(node: ServiceNode) -> None:
     body = {"model": "ash", "prompt": "once upon a time", "max_tokens": 250, "ignore_eos": True, **STREAM}
-    expected = {seed: told(RawStream(node, "/v1/completions", {**body, "seed": seed}).join().events) for seed in (0, 1)}
+    expected = all_told({seed: RawStream(node, "/v1/completions", {**body, "seed": seed}) for seed in (0, 1)})
     running = [RawStream(node, "/v1/completions", {**body, "seed": at % 2}) for at in range(50)]
     for _ in range(2):
         before = [len(stream.events) for stream in running]
         for stream, num in zip(running, before, strict=True):
             stream.wait_for_events(num + 10)
         node.restart(RESTART)
-        assert all(stream.alive for stream in running)
+    assert handed_over(node) == [50, 50]
     for at, stream in enumerate(running):
         assert told(stream.join().events) == expected[at % 2]
     assert node.get("/metrics")[0] == 200
-    assert "50 of 50 connections of before the restart go on" in node.log_text()
+    assert node.log_text().count("50 of 50 connections of before the restart go on") == 2
 
 
 def test_an_answer_in_one_piece_and_requests_that_wait(tmp_path: Path, notify: NotifySocket) -> None:
     """They keep what was made of them, and no queue is too full for them."""
     for node in started(tmp_path, notify, '[models."ash"]\nmax_sequences = 2\nmax_queued = 4\n'):
-        bodies = [{**CHAT, **LONG, "seed": seed, "n": 2, "logprobs": True, "top_logprobs": 2} for seed in range(3)]
+        bodies = [
+            {**CHAT, "max_tokens": 60, "ignore_eos": True, "seed": seed, "n": 2, "logprobs": True, "top_logprobs": 2}
+            for seed in range(3)
+        ]
         expected = [RawStream(node, "/v1/chat/completions", body).join().events for body in bodies]
         running = [RawStream(node, "/v1/chat/completions", body) for body in bodies]
         node.wait_for(partial(has_load, node, 6), "requests")
@@ -208,7 +225,7 @@ def test_an_answer_in_one_piece_and_requests_that_wait(tmp_path: Path, notify: N
             (answer,) = stream.join().events
             assert stream.statuses == [200]
             assert answer["choices"] == whole[0]["choices"]
-            assert answer["usage"]["completion_tokens"] == 240
+            assert answer["usage"]["completion_tokens"] == 120
 
 
 def test_connections_without_a_request_and_with_a_part_of_one(node: ServiceNode) -> None:
