@@ -41,7 +41,7 @@ class Keys:
 
     def find(self, key: str) -> Key | None:
         """Returns what is known of the key, expired or not, or None, in constant time."""
-        digest = hashlib.sha256(key.encode(errors="surrogateescape")).digest()
+        digest = _digest(key)
         known, found = self._blinded.get(self._blind(digest), (bytes(32), None))
         return found if hmac.compare_digest(known, digest) else None
 
@@ -142,7 +142,11 @@ def _load(path: str) -> Keys:
 
 def sum_start(key: str) -> str:
     """Returns how the SHA-256 of a key begins, as Key.sum_start."""
-    return hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()[:8]
+    return _digest(key).hex()[:8]
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode(errors="surrogateescape")).digest()
 
 
 def hash_key(key: str) -> str:

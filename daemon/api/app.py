@@ -219,7 +219,4 @@ async def _handle(
         response.headers["Allow"] = ", ".join(endpoint.methods)
         return response
     sender = "" if key is None else key.tenant.name
-    request_id, is_stranger = progress.request_id, key is None
-    return await endpoint.handle(
-        Call(request, context, endpoint, target.scope, target.path_id, request_id, progress, is_stranger, sender)
-    )
+    return await endpoint.handle(Call(request, context, endpoint, target.scope, target.path_id, progress, key is None, sender))

@@ -105,7 +105,10 @@ class Call:
     endpoint: Endpoint
     scope: str | None
     path_id: str | None
-    request_id: str
     progress: Progress
     stranger: bool = False
     tenant: str = ""
+
+    @property
+    def request_id(self) -> str:
+        return self.progress.request_id

@@ -22,7 +22,7 @@ class Progress:
 
     request_id: as in X-Request-Id. created: Unix time in seconds. before: what an earlier daemon has made of the request; None: it
     is new. body: see InProgress. starts_over: its sequences cannot be gone on with, only begun again. is_charged: returns whether
-    it was taken from its tenant's limits. is_handed_over: the next daemon goes on with it. takes_over: the answer that the client
+    it was taken from its tenant's limits. is_handed_over: see InProgress. takes_over: the answer that the client
     already has the begin of goes on."""
 
     __slots__ = (
@@ -53,7 +53,7 @@ class Progress:
     def so_far(self) -> RequestSoFar | None:
         """Implements InProgress."""
         group = self.group
-        is_open = (group is not None and group.has_begun) or (self.before is not None and self.before.is_open)
+        is_open = self.is_open or (group is not None and group.has_begun)
         if is_open and self.starts_over:
             return None
         sequences = [] if self.starts_over else [_so_far(each) for each in self.generations]
@@ -61,7 +61,6 @@ class Progress:
         known = (model.name, model.fingerprint) if model is not None else ("", "")
         if not sequences and self.before is not None and not self.starts_over:  # it had not come so far again
             known, sequences = self.before.model, self.before.sequences
-        self.is_handed_over = True
         return RequestSoFar(self._nonce, self.created, is_open, self.is_charged(), known, sequences)
 
     def write_all(self) -> None:

@@ -1,8 +1,7 @@
 """Keeps one device's memory in the service manager's FD store, with the account of the weights in it, for the next daemon.
 
-The memory may be thousands of descriptors (on CUDA one per chunk), too many for the store. So they are sent into a Unix socket that
-nobody reads, and the store holds that socket: descriptors under way in a socket are open as long as the socket is. The next daemon
-reads them out of it. Source: unix(7), SCM_RIGHTS.
+The memory may be thousands of descriptors (on CUDA one per chunk), so the store holds them in a socket
+(daemon/process/queued_descriptors.py).
 """
 
 from __future__ import annotations
@@ -11,19 +10,18 @@ import contextlib
 import hashlib
 import logging
 import os
-import socket
 from collections.abc import Callable, Sequence
 
 import msgspec
 
 from daemon.process.fd_store import FdStore
 from daemon.process.logs import fields
+from daemon.process.queued_descriptors import queue_of, unqueue
 from engine import protocol
 from engine.memory import handles
 
 log = logging.getLogger("hearthd.engine")
 VERSION = 1
-QUEUE_LIMIT_S = 1.0  # a queue that takes no more descriptors never will
 
 
 class _Weights(msgspec.Struct):
@@ -57,9 +55,7 @@ class KeptDevice:
             return None
         fd, self._found = self._found, None
         try:
-            with socket.socket(fileno=fd) as queue:
-                queue.setblocking(False)  # all of it is there
-                received = handles.receive(queue)
+            received = unqueue(fd)
         except OSError as error:
             log.warning("memory of before the restart is lost: %s", error, extra=fields(device=self._device))
             self.drop()
@@ -81,16 +77,12 @@ class KeptDevice:
 
     def hold(self, fds: Sequence[int], num_chunks: int, chunk_bytes: int) -> None:
         """Stores duplicates of the memory's descriptors."""
-        queue, ours = socket.socketpair()
-        with queue, ours:
-            ours.settimeout(QUEUE_LIMIT_S)
-            try:
-                handles.send(ours, fds, num_chunks, chunk_bytes)
-            except OSError as error:
-                text = "this device's memory does not outlive hearthd: %d descriptors cannot be kept: %s"
-                log.warning(text, len(fds), error, extra=fields(device=self._device))
-                return
-            self._store.put(self._name, queue.fileno())
+        try:
+            with queue_of(fds, num_chunks, chunk_bytes) as queue:
+                self._store.put(self._name, queue.fileno())
+        except OSError as error:
+            text = "this device's memory does not outlive hearthd: %d descriptors cannot be kept: %s"
+            log.warning(text, len(fds), error, extra=fields(device=self._device))
 
     def note(self, weights: dict[str, protocol.WeightsHeld]) -> None:
         """Writes the account."""

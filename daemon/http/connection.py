@@ -36,10 +36,12 @@ _REWRITTEN = (b"content-length", b"transfer-encoding", b"expect", b"x-request-id
 
 
 class InProgress(Protocol):
-    """A request in progress, as its connection sees it. body: as far as it was read; a bytearray while more of it is awaited."""
+    """A request in progress, as its connection sees it. body: as far as it was read; a bytearray while more of it is awaited.
+    is_handed_over: whether the next daemon goes on with it."""
 
     request_id: str
     body: bytes | bytearray
+    is_handed_over: bool
 
     def so_far(self) -> RequestSoFar | None:
         """Returns what the next daemon needs to go on with it, or None if it cannot."""
@@ -226,7 +228,9 @@ class Connection(web.RequestHandler):
         return os.dup(self.transport.get_extra_info("socket").fileno())
 
     def let_go(self) -> None:
-        """Ends the connection here. Nothing more is written to it."""
+        """Ends the connection here, because the next daemon goes on with it. Nothing more is written to it."""
+        if self.in_progress is not None:
+            self.in_progress.is_handed_over = True
         if self.transport is not None:
             self.transport.abort()
 

@@ -26,7 +26,7 @@ def inherited(passed: Mapping[str, list[int]]) -> dict[str, list[socket.socket]]
     socket that is not supported."""
     found: dict[str, list[socket.socket]] = {}
     for name, fd in ((name, fd) for name, fds in passed.items() for fd in fds):
-        if name == fd_store.NAMELESS or name.startswith(fd_store.PREFIX):
+        if fd_store.is_stored(name):
             continue
         if name not in (HTTP, ADMIN, CONTROL, STATUS):
             raise SocketError(f"LISTEN_FDNAMES: {name!r} is none of {HTTP}, {ADMIN}, {CONTROL}, {STATUS}; set FileDescriptorName=")

@@ -1,4 +1,4 @@
-"""Who asks for a model, as far as the choice of the model depends on it."""
+"""The interface of whoever asks for a model, as far as the choice of the model depends on the sender."""
 
 from __future__ import annotations
 

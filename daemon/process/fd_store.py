@@ -20,6 +20,11 @@ STARTS = "starts"
 QUICK_S, MOST_QUICK_STARTS = 60.0, 3  # a daemon that crashes so often so soon may do so because of what is in the store
 
 
+def is_stored(name: str) -> bool:
+    """Returns whether a passed descriptor of this name comes from the store."""
+    return name == NAMELESS or name.startswith(PREFIX)
+
+
 class FdStore:
     """The store. One descriptor a name. `usable` is False without a service manager; all methods do nothing then.
 
@@ -32,7 +37,7 @@ class FdStore:
         self._notifier = notifier
         self._found: dict[str, int] = {}
         for name, fds in passed.items():
-            if name != NAMELESS and not name.startswith(PREFIX):
+            if not is_stored(name):
                 continue
             keep = fds[0] if len(fds) == 1 and self.usable else -1
             for fd in fds:
@@ -77,9 +82,7 @@ class FdStore:
 
     def drop_rest(self) -> None:
         """Removes what nobody has taken: another version, or a daemon with other settings, stored it."""
-        for name in list(self._found):
-            _close(self._found.pop(name))
-            self.remove(name)
+        for name in self._give_up_rest():
             log.info("%s, kept by the previous hearthd, is not used by this one", name)
 
     def stopped_in_order(self) -> None:
@@ -96,10 +99,16 @@ class FdStore:
         if len(starts) >= MOST_QUICK_STARTS and self._found:
             text = "hearthd was started %d times within %g s: what is kept of earlier ones is given up (%s)"
             log.warning(text, len(starts) + 1, QUICK_S, ", ".join(self._found))
-            for name in list(self._found):
-                _close(self._found.pop(name))
-                self.remove(name)
+            self._give_up_rest()
         self._starts.write(json.dumps([*starts, now_s]).encode())
+
+    def _give_up_rest(self) -> list[str]:
+        """Closes and removes what was not taken, and returns its names."""
+        names = list(self._found)
+        for name in names:
+            _close(self._found.pop(name))
+            self.remove(name)
+        return names
 
     def _forget(self, name: str) -> None:
         self._notifier.send_to_store("FDSTOREREMOVE=1", f"FDNAME={PREFIX}{name}")

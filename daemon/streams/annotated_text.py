@@ -54,8 +54,8 @@ class LogprobTrail:
         self.rendering: Rendering | None = None  # entries rendered ahead of the next frame; None: there are none
         self._end_ids, self._keep_end = end_ids, keep_end
         self._detokenizer: Detokenizer = detokenizer(table)
-        self.fed: list[tuple[float, list[int], list[float]]] = []  # all of them, for the daemon after a restart
-        self._fed: deque[tuple[float, Sequence[int], Sequence[float]]] = deque()
+        self.fed: list[tuple[float, Sequence[int], Sequence[float]]] = []  # of all tokens so far, as `feed` took them
+        self._num_used = 0  # of them, from the first on
         self._prompt = PromptTrail(num_top)
         self._queue: deque[TokenEntry] = deque()  # text held back: a possible stop string or an unfinished character
         self._open: list[TokenEntry] = []  # the last of the queue, whose text is not known yet
@@ -67,8 +67,7 @@ class LogprobTrail:
 
     def feed(self, chosen: float, top_ids: Sequence[int], top: Sequence[float]) -> None:
         """Takes the next token's log-probability, and the ids and log-probabilities of its alternatives."""
-        self._fed.append((chosen, top_ids, top))
-        self.fed.append((chosen, list(top_ids), list(top)))
+        self.fed.append((chosen, top_ids, top))
 
     def feed_prompt(self, told: PromptLogprobs) -> None:
         """Takes the log-probabilities of the prompt's tokens, as PromptTrail.feed does."""
@@ -104,7 +103,7 @@ class LogprobTrail:
 
     def add(self, ids: Sequence[int], finish: int) -> None:
         for at, token_id in enumerate(ids):
-            told = self._fed.popleft()
+            told = self._use()
             if finish == FINISH_STOP and at == len(ids) - 1 and token_id in self._end_ids:
                 if self._keep_end:
                     self._queue.append(TokenEntry(token_id, "", b"", *told))
@@ -122,7 +121,12 @@ class LogprobTrail:
     def skip(self, num_tokens: int) -> None:
         """Drops the log-probabilities of the next tokens, which the client did not ask for."""
         for _ in range(num_tokens):
-            self._fed.popleft()
+            self._use()
+
+    def _use(self) -> tuple[float, Sequence[int], Sequence[float]]:
+        told = self.fed[self._num_used]
+        self._num_used += 1
+        return told
 
     def release(self, num_chars: int, matched: bool) -> None:
         """Allows num_chars more characters to be sent. matched: a stop string was found, so everything after them is dropped."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from msgspec import Struct
 
 
@@ -12,7 +14,7 @@ class SequenceSoFar(Struct, frozen=True):
     output: list[int]
     outcome: str = ""
     num_cached: int = 0
-    logprobs: list[tuple[float, list[int], list[float]]] = []
+    logprobs: list[tuple[float, Sequence[int], Sequence[float]]] = []
 
 
 class RequestSoFar(Struct, frozen=True):

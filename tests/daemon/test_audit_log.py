@@ -70,7 +70,7 @@ async def test_an_act_is_a_line(tmp_path: Path) -> None:
 
 
 async def test_it_is_added_to_and_opened_anew(tmp_path: Path) -> None:
-    """As logrotate does it: the file is renamed, then hearthd is told."""
+    """The file is renamed and then hearthd is told, as logrotate does it."""
     path, other = tmp_path / "audit.log", tmp_path / "other.log"
     for at in range(2):
         audit = AuditLog()

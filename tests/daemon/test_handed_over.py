@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections.abc import Iterator
@@ -15,11 +16,12 @@ from daemon.api.progress import Progress
 from daemon.api.response_store import ResponseStore, StoredResponse
 from daemon.http import handed_over
 from daemon.http.handed_over import Listed
+from daemon.process.account import Account
 from daemon.process.fd_store import FdStore
 from daemon.process.moment import Moment
+from daemon.process.queued_descriptors import queue_of
 from daemon.process.systemd_notify import Notifier
 from daemon.streams.so_far import ConnectionSoFar, RequestSoFar, SequenceSoFar
-from engine.memory import handles
 from tests.daemon.service_manager import NotifySocket
 
 
@@ -60,17 +62,14 @@ def test_connections_come_back_once_with_what_is_known_of_them(manager: NotifySo
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"\xc1", handed_over._encoder.encode(handed_over.Account(99, []))], ids=["empty", "broken", "99"]
+    "content", [b"", b"\xc1", handed_over._encoder.encode(handed_over.Content(99, []))], ids=["empty", "broken", "99"]
 )
 def test_what_cannot_be_read_is_closed(manager: NotifySocket, content: bytes, caplog: pytest.LogCaptureFixture) -> None:
-    account, queue, (ours, theirs) = os.memfd_create("account"), socket.socketpair(), socket.socketpair()
-    os.write(account, content)
-    with queue[0], queue[1], theirs:
-        handles.send(queue[1], [account, ours.fileno()], 0, 0)
-        store_of(manager).put(handed_over.NAME, queue[0].fileno())
-        os.close(account)
-        ours.close()
-    with theirs:
+    ours, theirs = socket.socketpair()
+    with ours, theirs, contextlib.closing(Account.make("account")) as account:
+        account.write(content)
+        with queue_of([account.fd, ours.fileno()]) as queue:
+            store_of(manager).put(handed_over.NAME, queue.fileno())
         assert handed_over.take(store_of(manager)) == ([], b"")
     assert "the connections of before the restart are lost" in caplog.text
 

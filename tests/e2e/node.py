@@ -102,13 +102,13 @@ class Node:
                 raise
         return self
 
-    def stop(self) -> int:
-        """SIGTERM, and SIGKILL where that does not help. Returns the exit code; asserts that no engine is left."""
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
+        """Sends the signal, and SIGKILL where that does not help. Returns the exit code; asserts that no engine is left."""
         process = self.process
         assert process is not None
         left = self.engine_pids()
         if process.poll() is None:
-            process.terminate()
+            process.send_signal(number)
             try:
                 process.wait(SAFETY_S)
             except subprocess.TimeoutExpired:

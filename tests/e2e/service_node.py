@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.daemon.service_manager import NotifySocket, passing
-from tests.e2e.node import SAFETY_S, Node, environment, wait_gone
+from tests.e2e.node import Node, environment, wait_gone
 
 
 class ServiceNode(Node):
@@ -24,17 +24,8 @@ class ServiceNode(Node):
         """Ends the daemon by this signal and starts it again once its engines are gone, as systemd does."""
         if how == signal.SIGKILL:
             wait_gone(self.kill())
-        elif how == signal.SIGTERM:
-            assert self.stop() == 0, self.log_text()
         else:
-            left = self.engine_pids()
-            self.signal(how)
-            assert self.process is not None
-            assert self.process.wait(SAFETY_S) == 0, self.log_text()
-            assert self.process.stdout is not None
-            self.process.stdout.close()
-            self.process = None
-            wait_gone(left)
+            assert self.stop(how) == 0, self.log_text()
         self.start()
 
     def start(self, ready: bool = True) -> Node:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,13 +17,6 @@ from tests.e2e.test_host_tier import MIB, loads
 FLAGS = ["--dtype", "float32", "--threads", "1", "--max-num-batched-tokens", "128", "--drain-timeout-s", "5"]
 FLAGS += ["--load-deadline-s", "80", "--max-wait-s", "80"]  # the first load waits for kernels to be compiled
 ENDS = pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL], ids=lambda end: end.name)
-
-
-@pytest.fixture
-def notify(tmp_path: Path) -> Iterator[NotifySocket]:
-    made = NotifySocket(tmp_path)
-    yield made
-    made.close()
 
 
 def node_of(folder: Path, notify: NotifySocket, *flags: str) -> ServiceNode:

@@ -10,7 +10,6 @@ import signal
 import socket
 import time
 from collections.abc import Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,26 +65,21 @@ STREAMS: dict[str, tuple[str, dict[str, Any]]] = {
 SEEDLESS = ("messages", "responses")  # endpoints where a request cannot name a seed
 
 
-@pytest.fixture
-def notify(tmp_path: Path) -> Iterator[NotifySocket]:
-    made = NotifySocket(tmp_path)
-    yield made
-    made.close()
+@contextlib.contextmanager
+def started(folder: Path, notify: NotifySocket, weights_bytes: int = 0, **options: Any) -> Iterator[ServiceNode]:
+    """Yields a node on a listener that a service manager holds. Without options its model makes 20 tokens a second."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        make_model(folder / "n" / "models" / "ash", seed=1, weights_bytes=weights_bytes)
+        made = ServiceNode(folder / "n", notify, **{"null_step_ms": 50.0, "flags": ["--drain-timeout-s", "5"], **options})
+        made.listeners = [("http", listener)]
+        with made:
+            yield made
 
 
 @pytest.fixture
 def node(tmp_path: Path, notify: NotifySocket) -> Iterator[ServiceNode]:
-    yield from started(tmp_path, notify)
-
-
-def started(folder: Path, notify: NotifySocket, config: str = "") -> Iterator[ServiceNode]:
-    """Yields a node whose models make 20 tokens a second, on a listener that a service manager holds."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        make_model(folder / "n" / "models" / "ash", seed=1)
-        made = ServiceNode(folder / "n", notify, null_step_ms=50.0, config=config, flags=["--drain-timeout-s", "5"])
-        made.listeners = [("http", listener)]
-        with made:
-            yield made
+    with started(tmp_path, notify) as made:
+        yield made
 
 
 def all_told(streams: Mapping[Any, RawStream]) -> dict[Any, Any]:
@@ -95,10 +89,6 @@ def all_told(streams: Mapping[Any, RawStream]) -> dict[Any, Any]:
 def handed_over(node: ServiceNode) -> list[int]:
     """Returns for each restart how many requests in progress were handed over."""
     return [int(num) for num in re.findall(r"handed over to the next hearthd, (\d+) of them with a request", node.log_text())]
-
-
-def has_load(node: ServiceNode, num_sequences: int) -> bool:
-    return bool(node.get("/load")[1]["server_load"] >= num_sequences)
 
 
 def told(events: list[Event]) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
@@ -160,26 +150,22 @@ def test_every_kind_of_stream_goes_on(node: ServiceNode) -> None:
 
 def test_texts_are_the_ones_a_model_would_have_made(tmp_path: Path, notify: NotifySocket) -> None:
     """In float32, greedy and sampled, with a grammar and without: the KV is computed anew from the tokens that were made."""
-    make_model(tmp_path / "n" / "models" / "ash", seed=1, weights_bytes=12 << 20)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        flags = ["--dtype", "float32", "--threads", "1", "--load-deadline-s", "80", "--max-wait-s", "80"]
-        made = ServiceNode(tmp_path / "n", notify, devices=["cpu:0=96MiB"], runner="torch", flags=flags)
-        made.listeners = [("http", listener)]
-        with made as node:
-            requests = {
-                name: (path, {**body, "temperature": 0.7 * (at % 2)}) for at, (name, (path, body)) in enumerate(STREAMS.items())
-            }
-            for name in SEEDLESS:
-                requests[name][1]["temperature"] = 0
-            requests = {name: longer(request) for name, request in requests.items() if name != "ollama"}
-            expected = all_told({name: RawStream(node, *request) for name, request in requests.items()})
-            running = {name: RawStream(node, *request) for name, request in requests.items()}
-            for stream in running.values():
-                stream.wait_for_events(10)
-            node.restart(RESTART)
-            for name, stream in running.items():
-                assert without_numbers(told(stream.join().events)) == without_numbers(expected[name]), name
-            assert handed_over(node) > [0], "all had ended before the restart"
+    flags = ["--dtype", "float32", "--threads", "1", "--load-deadline-s", "80", "--max-wait-s", "80"]
+    with started(tmp_path, notify, 12 << 20, devices=["cpu:0=96MiB"], runner="torch", flags=flags) as node:
+        requests = {
+            name: (path, {**body, "temperature": 0.7 * (at % 2)}) for at, (name, (path, body)) in enumerate(STREAMS.items())
+        }
+        for name in SEEDLESS:
+            requests[name][1]["temperature"] = 0
+        requests = {name: longer(request) for name, request in requests.items() if name != "ollama"}
+        expected = all_told({name: RawStream(node, *request) for name, request in requests.items()})
+        running = {name: RawStream(node, *request) for name, request in requests.items()}
+        for stream in running.values():
+            stream.wait_for_events(10)
+        node.restart(RESTART)
+        for name, stream in running.items():
+            assert without_numbers(told(stream.join().events)) == without_numbers(expected[name]), name
+        assert handed_over(node) > [0], "all had ended before the restart"
 
 
 def without_numbers(answer: tuple[dict[str, Any], dict[str, Any], list[Any]]) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
@@ -211,19 +197,19 @@ def test_fifty_streams_over_two_restarts(node: ServiceNode) -> None:
 
 def test_an_answer_in_one_piece_and_requests_that_wait(tmp_path: Path, notify: NotifySocket) -> None:
     """They keep what was made of them, and no queue is too full for them."""
-    for node in started(tmp_path, notify, '[models."ash"]\nmax_sequences = 2\nmax_queued = 4\n'):
+    with started(tmp_path, notify, config='[models."ash"]\nmax_sequences = 2\nmax_queued = 4\n') as node:
         bodies = [
             {**CHAT, "max_tokens": 60, "ignore_eos": True, "seed": seed, "n": 2, "logprobs": True, "top_logprobs": 2}
             for seed in range(3)
         ]
         expected = [RawStream(node, "/v1/chat/completions", body).join().events for body in bodies]
         running = [RawStream(node, "/v1/chat/completions", body) for body in bodies]
-        node.wait_for(partial(has_load, node, 6), "requests")
+        node.wait_for(lambda: node.get("/load")[1]["server_load"] >= 6, "requests")
         time.sleep(0.5)  # some tokens
         node.restart(RESTART)
         for stream, whole in zip(running, expected, strict=True):
             (answer,) = stream.join().events
-            assert stream.statuses == [200]
+            assert stream.status == 200
             assert answer["choices"] == whole[0]["choices"]
             assert answer["usage"]["completion_tokens"] == 120
 

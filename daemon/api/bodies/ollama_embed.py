@@ -7,9 +7,9 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Raw, Struct
 
+from daemon.api.bodies import ollama
 from daemon.api.bodies.decode import decode, invalid
 from daemon.api.bodies.embeddings import EmbeddingsHead
-from daemon.api.bodies.ollama import keep_alive_s
 from daemon.api.bodies.prompts import MAX_INPUTS, prompts
 
 
@@ -28,8 +28,7 @@ MEANINGS = {
     "truncate": "read; a text that is too long is refused either way, never cut",
     "dimensions": "the model's own, or a size its checkpoint was trained to be cut to",
     "options": "read and not used",
-    "keep_alive": "how long the model may stay in memory afterwards, until a request says otherwise: seconds, `10m`, `1h30m`; "
-    "0: it leaves as soon as it is idle; below 0: it stays until others need the room",
+    "keep_alive": ollama.MEANINGS["keep_alive"],
 }
 _decoder = msgspec.json.Decoder(OllamaEmbedBody)
 
@@ -40,4 +39,6 @@ def parse(body: bytes) -> tuple[EmbeddingsHead, bytes]:
     kind, packed, _ = prompts(bytes(fields.input), "input", MAX_INPUTS)
     if kind != "text":
         raise invalid("input", "input must be a string or a list of strings")
-    return EmbeddingsHead(fields.model, kind, False, fields.dimensions, None, keep_alive_s=keep_alive_s(fields.keep_alive)), packed
+    return EmbeddingsHead(
+        fields.model, kind, False, fields.dimensions, None, keep_alive_s=ollama.keep_alive_s(fields.keep_alive)
+    ), packed
