@@ -9,11 +9,18 @@ from typing import Any
 import pytest
 
 from engine.lifecycle.lifecycle import Lifecycle
+from tests.engine.tier_bench import close_benches
 
 
 @pytest.fixture(autouse=True)
-def no_runner_prepares_later() -> Iterator[None]:
-    """Waits for the threads in which runners prepare their kernels, which use the runner's memory."""
+def no_bench_stays_open() -> Iterator[None]:
+    yield
+    close_benches()
+
+
+@pytest.fixture(autouse=True)
+def no_runner_prepares_later(no_bench_stays_open: None) -> Iterator[None]:
+    """Waits for the threads in which runners prepare their kernels, which use the runner's memory, before benches free that."""
     yield
     for thread in threading.enumerate():
         if thread.name == "kernels":

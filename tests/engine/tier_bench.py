@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import select
 import threading
-import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,8 @@ CHUNK_BYTES = 64 << 10
 NUM_SLOTS = 64
 JOBS, JOB_LIMIT_S = ("load ", "KV of ", "checksum of ", "first step of "), 30.0  # threads of engine.lifecycle.loads, by name
 
+_open: list[TierBench] = []  # those of the test that runs
+
 
 class TierBench:
     """A device of 256 chunks of 64 KiB with a host tier whose slots have the same size. `sent`: messages to the daemon."""
@@ -51,6 +52,7 @@ class TierBench:
         `pump(WeightsHeld)`."""
         self.folder, self.null = folder, null
         slots_fd = before.slots_fd if before is not None else slots_fd
+        self._owns_slots = slots_fd is None
         self.slots_fd = os.memfd_create("tier") if slots_fd is None else slots_fd
         os.ftruncate(self.slots_fd, NUM_SLOTS * CHUNK_BYTES)
         self.tier = HostTier(os.dup(self.slots_fd), NUM_SLOTS, CHUNK_BYTES)
@@ -70,9 +72,7 @@ class TierBench:
         self.loads = Loads(self.runner)
         told = (self.sent.append, lambda name: None, self.memory, self.tier)
         self.lifecycle = Lifecycle(self.models, self.loads, *told, outlives=outlives)
-        weakref.finalize(
-            self, _close, self.runner, self.memory, self.tier, self.loads, None if slots_fd is not None else self.slots_fd
-        )
+        _open.append(self)
         self.output: dict[int, list[int]] = {}
         self.cached: dict[int, int] = {}
         self.resumed: dict[int, tuple[int, int]] = {}
@@ -130,29 +130,40 @@ class TierBench:
         while self.step(name):
             pass
 
+    def close(self) -> None:
+        """Frees the bench's descriptors and mappings. No job may be running."""
+        if isinstance(self.runner, TorchRunner):
+            for _, weights in self.runner._ranges._ranges.values():
+                weights.close()
+        if self.memory is not None:
+            self.memory.close()
+        mappings.release(*self.tier.span)
+        os.close(self.loads.fileno())
+        if self._owns_slots:
+            os.close(self.slots_fd)
+
     def check_empty(self) -> None:
         chunks = self.models.chunks
         assert chunks.free.all()
         assert (chunks.num_drawn, chunks.num_reserved, chunks.num_weights, chunks.num_leaving) == (0, 0, 0, 0)
 
 
-def _close(runner: Runner, memory: CpuMemory | None, tier: HostTier, loads: Loads, slots_fd: int | None) -> None:
-    """Frees the descriptors and mappings of a bench. After a test that failed, jobs may still write to its memory: if they do not
-    end, the memory is left as it is."""
+def close_benches() -> None:
+    """Frees the descriptors and mappings of all benches, at the end of a test. After a test that failed, jobs may still write to
+    their memory: if those do not end, the memory is left as it is.
+
+    A bench does not do this when it is collected, because any thread may run the collector, jobs among them."""
+    benches = list(_open)
+    _open.clear()
+    if not benches:
+        return
     for thread in threading.enumerate():
         if thread.name.startswith(JOBS):
             thread.join(JOB_LIMIT_S)
             if thread.is_alive():
                 return
-    if isinstance(runner, TorchRunner):
-        for _, weights in runner._ranges._ranges.values():
-            weights.close()
-    if memory is not None:
-        memory.close()
-    mappings.release(*tier.span)
-    os.close(loads.fileno())
-    if slots_fd is not None:
-        os.close(slots_fd)
+    for bench in benches:
+        bench.close()
 
 
 def make_models(folder: Path, **kinds: dict[str, Any]) -> None:
