@@ -11,10 +11,10 @@ from engine.protocol import FrameReader, Message, ToEngine, encode
 RECV_BYTES = 1 << 18
 
 
-def wait_until(sock: socket.socket, events: int, limit_s: float | None = None) -> bool:
+def wait_until(sock: socket.socket | int, events: int, limit_s: float | None = None) -> bool:
     """Blocks until a poll reports one of `events` (select.POLLIN, select.POLLOUT) or the end of the stream. Returns False if
-    limit_s seconds pass first; None: no limit. Not select(2): a daemon that holds a device's memory has thousands of
-    descriptors, and the engines it starts get higher numbers than select takes."""
+    limit_s seconds pass first; None: no limit. sock: a socket or its descriptor. Not select(2): a daemon that holds a device's
+    memory has thousands of descriptors, and the engines it starts get higher numbers than select takes."""
     poller = select.poll()
     poller.register(sock, events)
     return bool(poller.poll(None if limit_s is None else limit_s * 1e3))

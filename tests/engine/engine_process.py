@@ -32,6 +32,7 @@ from engine.protocol import (
     encode,
     read_journal,
 )
+from engine.serve.channel import wait_until
 
 ROOT = Path(__file__).parents[2]
 SAFETY_TIMEOUT_S = 60.0
@@ -137,7 +138,7 @@ class EngineProcess:
 
     def receive(self, timeout_s: float) -> bool:
         """Receives the messages that have arrived. Returns False if none arrived for timeout_s or the engine has ended."""
-        if not select.select([self.sock], [], [], timeout_s)[0]:
+        if not wait_until(self.sock, select.POLLIN, timeout_s):
             return False
         data = self.sock.recv(1 << 20)
         for message in self._reader.feed(data):

@@ -18,6 +18,7 @@ from engine.lifecycle.kv_transfer import KVTransfer
 from engine.lifecycle.life import State
 from engine.memory.host_tier import HostTier
 from engine.protocol import Evicted, EvictModel, LoadDone, LoadFailed
+from engine.serve.channel import wait_until
 from tests.engine.model_bench import BLOCK_TOKENS, CASES
 from tests.engine.tier_bench import CHUNK_BYTES, NUM_SLOTS, TierBench, make_models
 
@@ -264,7 +265,7 @@ def test_an_eviction_during_a_save_and_during_a_restore(folder: Path, monkeypatc
     monkeypatch.setattr(KVTransfer, "run", lambda transfer: (may_copy.wait(60), run(transfer)))
     bench.lifecycle.load(bench.spec("llama", kv_slots=gone.kv_slots_used, kv_index=gone.kv_index))
     while bench.lifecycle.lives["llama"].state is not State.SETTLING:
-        assert select.select([bench.lifecycle.fileno()], [], [], 60)[0]
+        assert wait_until(bench.lifecycle.fileno(), select.POLLIN, 60)
         bench.lifecycle.take()
     bench.lifecycle.evict(EvictModel(7, "llama", 64, []))
     may_copy.set()

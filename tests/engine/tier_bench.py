@@ -20,6 +20,7 @@ from engine.memory import handles, mappings
 from engine.memory.host_tier import HostTier
 from engine.null.runner import NullRunner
 from engine.protocol import Configure, Evicted, EvictModel, LoadDone, LoadModel, Message, SamplingParams, WeightsHeld
+from engine.serve.channel import wait_until
 from engine.serve.served_models import ServedModels
 from loader.catalog import scan_one
 from scheduler.batch.request import BatchRequest
@@ -91,7 +92,7 @@ class TierBench:
         if kind is not WeightsHeld:  # it may have been sent already
             self.sent.clear()
         while not (found := [message for message in self.sent if isinstance(message, kind)]):
-            assert select.select([self.lifecycle.fileno()], [], [], 60)[0], f"nothing came of it; {self.sent}"
+            assert wait_until(self.lifecycle.fileno(), select.POLLIN, 60), f"nothing came of it; {self.sent}"
             self.lifecycle.take()
         return found[0]
 

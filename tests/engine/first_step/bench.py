@@ -18,6 +18,7 @@ from engine.loop.worker import Engine
 from engine.memory.host_tier import HostTier
 from engine.memory.weight_gate import WeightGate
 from engine.protocol import JOURNAL_BYTES, Configure, Evicted, EvictModel, LoadModel, Message, SamplingParams, Submit, TokensOut
+from engine.serve.channel import wait_until
 from loader.catalog import scan_one
 from loader.file_reader import Fetched, FileReader
 from loader.range_plan import Read
@@ -91,7 +92,7 @@ class Bench:
         for _ in range(int(seconds / 0.02)):
             if found := done():
                 return found
-            if select.select([engine.lifecycle.fileno()], [], [], 0.0 if engine.models.busy() else 0.02)[0]:
+            if wait_until(engine.lifecycle.fileno(), select.POLLIN, 0.0 if engine.models.busy() else 0.02):
                 engine.lifecycle.take()
             engine._start_first_steps()
             if busy := engine.models.busy():
