@@ -3,13 +3,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo test test-tiers test-aarch64 check bench gpu gpu-dry gpu-wheels install uninstall clean
+.PHONY: help demo test test-tiers test-aarch64 chaos check bench gpu gpu-dry gpu-wheels install uninstall clean
 
 help:
 	@echo "make demo    one daemon, three models, one memory budget: chats, evictions, a killed engine (a minute or two the first time)"
 	@echo "make test    the test suite"
 	@echo "make test-tiers    the same, once for each kind of processor that this one can stand for: a quarter of an hour each"
 	@echo "sudo make test-aarch64   kernels, models and a daemon on an emulated aarch64 processor; docs/aarch64.md"
+	@echo "make chaos SECONDS=600   a node under load while its processes, disks and clients fail; SEED=N repeats an order"
 	@echo "make check   ruff, mypy, architecture and docs tests"
 	@echo "make gpu     the tests and figures of docs/gpu.md, on a machine with a CUDA device; OUT=folder for the results"
 	@echo "make gpu-dry    the same scripts, interpreted on the CPU at tiny sizes; make gpu-wheels gets what an offline machine may lack"
@@ -48,6 +49,13 @@ test-tiers: $(VENV)/.test
 # Not part of `make test`: it needs root and four Debian packages, and takes half an hour and more.
 test-aarch64:
 	@$(PYTHON) -m tests.aarch64.run $(PARTS) $(if $(PROCESSOR),--processor $(PROCESSOR))
+
+# Each fault that it finds is printed with what was done; the last line is a JSON object. RUNNER=null computes nothing.
+SECONDS ?= 60
+RUNNER ?= torch
+
+chaos: $(VENV)/.test
+	@$(BIN)/python -m tests.chaos --seconds $(SECONDS) --runner $(RUNNER) $(if $(SEED),--seed $(SEED))
 
 check: $(VENV)/.test
 	$(BIN)/ruff check .

@@ -1,0 +1,234 @@
+"""What is done to the node. Each act leaves the node whole again, or in a state that it has to mend by itself."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from tests.chaos.clients import drawn, hang_up, send_garbage
+from tests.chaos.world import CONFIG, ENGINE, MODELS, SCANNING, SPARE, STALL_S, TEXT, World, children
+from tests.e2e.checkpoints import make_model
+from tests.e2e.hostile_folders import make_hostile
+from tests.loader.checkpoints import write_checkpoint
+
+NOT_SAVED = 7  # a command's exit code: applied, but not saved
+RESTART = signal.SIGUSR2  # what the unit's RestartKillSignal= is
+
+
+class Act(NamedTuple):
+    """One thing that goes wrong. weight: how often it is drawn."""
+
+    name: str
+    weight: int
+    do: Callable[[World], None]
+
+
+def _ends_engines(world: World) -> None:
+    """Waits until no request is left that ran when an engine ended before: one that has ended two engines is refused for that."""
+    world.clients.wait_for_running(world.engines_ended_s)
+
+
+def kill_engine(world: World) -> None:
+    _ends_engines(world)
+    if engines := children(world.pid, ENGINE):
+        _kill(world.draw.choice(engines))
+        world.engines_ended_s = time.monotonic()
+
+
+def stop_engine_for_a_while(world: World) -> None:
+    """Shorter than what counts as a hang: the engine goes on, and is not ended."""
+    if engines := children(world.pid, ENGINE):
+        with _stopped(world.draw.choice(engines)):
+            time.sleep(world.draw.random() * STALL_S / 4)
+
+
+def hang_engine(world: World) -> None:
+    _ends_engines(world)
+    if engines := children(world.pid, ENGINE):
+        engine = world.draw.choice(engines)
+        engine.suspend()
+        end = time.monotonic() + 4 * STALL_S
+        while psutil.pid_exists(engine.pid) and engine.status() != psutil.STATUS_ZOMBIE:
+            if time.monotonic() > end:
+                world.complain(f"a hung engine was not ended within {4 * STALL_S:g} s")
+                with contextlib.suppress(psutil.Error):
+                    engine.resume()
+                break
+            time.sleep(0.1)
+        world.engines_ended_s = time.monotonic()
+
+
+def kill_text_helper(world: World) -> None:
+    if helpers := children(world.pid, TEXT):
+        _kill(world.draw.choice(helpers))
+
+
+def kill_scan(world: World) -> None:
+    (world.node.models / "new").mkdir(exist_ok=True)
+    end = time.monotonic() + 2
+    while time.monotonic() < end:
+        if scans := children(world.pid, SCANNING):
+            _kill(scans[0])
+            break
+        time.sleep(0.02)
+    (world.node.models / "new").rmdir()
+
+
+def restart(world: World) -> None:
+    """As `systemctl restart` does it: no client notices."""
+    world.node.restart(RESTART)
+
+
+def kill_daemon(world: World) -> None:
+    """kill -9 cuts the connections that are open; the next hearthd takes new ones from the same listener."""
+    with world.clients.cut():
+        world.node.restart(signal.SIGKILL)
+
+
+def reload(world: World) -> None:
+    """Changes a setting that makes no difference to the clients."""
+    world.node.config.write_text(CONFIG.replace("max_wait_s = 60", f"max_wait_s = {world.draw.randrange(60, 90)}"))
+    world.cli("reload")
+
+
+def reload_of_a_broken_file(world: World) -> None:
+    before = world.node.config.read_text()
+    try:
+        for broken in ("[[[", "no_such_key = 1\n", "max_wait_s = -5\n"):
+            world.node.config.write_text(before + broken)
+            if world.cli("reload", codes=(1, 2, 3, 4, 5, 6)).returncode == 0:
+                world.complain(f"hearth reload accepted {broken!r}")
+    finally:
+        world.node.config.write_text(before)
+    world.cli("reload")
+
+
+def unload(world: World) -> None:
+    world.cli("unload", world.draw.choice(MODELS), "--to", world.draw.choice(("warm", "cold")), codes=(0, 4, 5))
+
+
+def load_another(world: World) -> None:
+    world.cli("load", SPARE, codes=(0, 4, 5))
+
+
+def pin_and_unpin(world: World) -> None:
+    name = world.draw.choice(MODELS)
+    world.cli("pin", name, "--no-wait", codes=(0, 4, 5))
+    time.sleep(world.draw.random())
+    world.cli("unpin", name, codes=(0, 4, 5))
+
+
+def full_state_disk(world: World) -> None:
+    """What is changed meanwhile counts, and is saved later."""
+    if not world.state_disk:
+        return
+    ballast = world.node.folder / "state" / "ballast"
+    with contextlib.suppress(OSError), ballast.open("wb") as file:
+        while file.write(b"0" * 4096):
+            file.flush()
+    try:
+        world.cli("disable", SPARE, codes=(NOT_SAVED,))
+    finally:
+        ballast.unlink()
+    world.cli("enable", SPARE)
+    if list((world.node.folder / "state").glob("*.new")):
+        world.complain("a half-written file stays in the state folder")
+
+
+def broken_folders(world: World) -> None:
+    draw = world.draw
+    template = world.node.folder / "template"
+    if not template.exists():
+        write_checkpoint(template)
+    with _removed(world, [world.node.models / f"bad-{at}" for at in range(5)]) as folders:
+        for folder in folders:
+            make_hostile(folder, template, draw.randrange(1 << 30))
+        time.sleep(draw.random() * 2)
+
+
+def hung_disk(world: World) -> None:
+    """A pipe without a writer stands for a file on a mount that does not answer."""
+    with _removed(world, [world.node.models / "hung"]) as (folder,):
+        make_model(folder)
+        for name in ("model.safetensors", "tokenizer.json"):
+            (folder / name).unlink()
+            os.mkfifo(folder / name)
+        time.sleep(world.draw.random() * 2)
+
+
+def bad_clients(world: World) -> None:
+    for _ in range(10):
+        send_garbage(world.clients.url, world.draw)
+    for _ in range(5):
+        request = drawn(world.draw, MODELS)._replace(is_stream=True)
+        hang_up(world.clients.url, request, world.draw.choice((1, 400, 2000)))
+
+
+def silent_clients(world: World) -> None:
+    """Connections on which nothing comes, or the begin of a head."""
+    host, _, port = world.clients.url.removeprefix("http://").rpartition(":")
+    with contextlib.ExitStack() as stack:
+        for at in range(30):
+            connection = stack.enter_context(socket.create_connection((host, int(port)), 3))
+            if at % 2:
+                connection.sendall(b"POST /v1/chat/comp")
+        time.sleep(world.draw.random() * 2)
+
+
+ACTS = (
+    Act("kill -9 of an engine", 4, kill_engine),
+    Act("an engine stands still for a while", 2, stop_engine_for_a_while),
+    Act("an engine hangs", 1, hang_engine),
+    Act("kill -9 of a text process", 3, kill_text_helper),
+    Act("kill -9 of a scan", 2, kill_scan),
+    Act("restart", 4, restart),
+    Act("kill -9 of the daemon", 1, kill_daemon),
+    Act("reload", 2, reload),
+    Act("reload of a broken file", 2, reload_of_a_broken_file),
+    Act("unload", 4, unload),
+    Act("load of another model", 3, load_another),
+    Act("pin and unpin", 3, pin_and_unpin),
+    Act("full state disk", 2, full_state_disk),
+    Act("broken model folders", 2, broken_folders),
+    Act("a disk that hangs", 2, hung_disk),
+    Act("bad clients", 4, bad_clients),
+    Act("silent clients", 2, silent_clients),
+)
+
+
+def _kill(process: psutil.Process) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process.kill()
+
+
+@contextlib.contextmanager
+def _stopped(process: psutil.Process) -> Iterator[None]:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process.suspend()
+    try:
+        yield
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.resume()
+
+
+@contextlib.contextmanager
+def _removed(world: World, folders: list[Path]) -> Iterator[list[Path]]:
+    """Has these folders below the models folder removed at the end."""
+    try:
+        yield folders
+    finally:
+        for folder in folders:
+            if folder.is_symlink() or not folder.is_dir():
+                folder.unlink(missing_ok=True)
+            else:
+                shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,235 @@
+"""Clients that send requests without a pause and compare each answer with the one that an undisturbed node gave."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import math
+import random
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+BUSY = (429, 503)
+PATIENCE_S = 60.0  # a request that was refused so long is lost
+SOCKET_LIMIT_S = 90.0
+PROMPTS = ("once upon a time", "why not")
+MAX_TOKENS = (20, 90)
+
+
+class Request(NamedTuple):
+    """One of the requests that clients draw from. Equal requests have equal answers."""
+
+    model: str
+    prompt: str
+    max_tokens: int
+    seed: int
+    is_chat: bool
+    is_stream: bool
+
+    @property
+    def path(self) -> str:
+        return "/v1/chat/completions" if self.is_chat else "/v1/completions"
+
+    @property
+    def body(self) -> bytes:
+        text = {"messages": [{"role": "user", "content": self.prompt}]} if self.is_chat else {"prompt": self.prompt}
+        settings = {"max_tokens": self.max_tokens, "seed": self.seed, "temperature": 0.8 * (self.seed % 2), "ignore_eos": True}
+        return json.dumps({"model": self.model, **text, **settings, "stream": self.is_stream}).encode()
+
+    @property
+    def asks_the_same(self) -> Request:
+        """The request whose answer has the same text: streamed or not makes no difference."""
+        return self._replace(is_stream=False)
+
+
+def drawn(draw: random.Random, models: Sequence[str]) -> Request:
+    model, prompt, max_tokens = draw.choice(models), draw.choice(PROMPTS), draw.choice(MAX_TOKENS)
+    return Request(model, prompt, max_tokens, draw.randrange(2), draw.random() < 0.5, draw.random() < 0.7)
+
+
+def all_requests(models: Sequence[str]) -> list[Request]:
+    """Returns one request for each different answer."""
+    return [
+        Request(model, prompt, max_tokens, seed, is_chat, False)
+        for model in models
+        for prompt in PROMPTS
+        for max_tokens in MAX_TOKENS
+        for seed in (0, 1)
+        for is_chat in (False, True)
+    ]
+
+
+class Refused(Exception):
+    """Raised for an answer of 429 or 503, before anything was computed. seconds: its Retry-After."""
+
+    def __init__(self, seconds: float, text: str) -> None:
+        super().__init__(text)
+        self.seconds = seconds
+
+
+class Broken(Exception):
+    """Raised for an answer that a client could not use."""
+
+
+def ask(url: str, request: Request) -> str:
+    """Returns the text of an answer. Raises Refused, Broken, or OSError and http.client.HTTPException for a lost connection."""
+    with contextlib.closing(http.client.HTTPConnection(url.removeprefix("http://"), timeout=SOCKET_LIMIT_S)) as connection:
+        connection.request("POST", request.path, request.body, {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        if answer.status != 200:
+            text = answer.read().decode(errors="replace")[:300]
+            if answer.status in BUSY and (wait := answer.getheader("Retry-After")):
+                raise Refused(float(wait), text)
+            raise Broken(f"status {answer.status}: {text}")
+        return _stream_text(answer) if request.is_stream else _text(json.loads(answer.read()))
+
+
+def _stream_text(answer: http.client.HTTPResponse) -> str:
+    text, finish = "", ""
+    for line in answer:
+        event = line.removeprefix(b"data: ").strip()
+        if event == b"[DONE]":
+            if finish != "length":
+                raise Broken(f"the stream ended with finish_reason {finish!r}")
+            return text
+        if event.startswith(b"{"):
+            told = json.loads(event)
+            if "error" in told:
+                raise Broken(f"an error in the stream: {told['error']}")
+            for choice in told["choices"]:
+                text += choice["delta"].get("content") or "" if "delta" in choice else choice["text"]
+                finish = choice["finish_reason"] or finish
+    raise Broken(f"the stream ended after {len(text)} characters")
+
+
+def _text(answer: Any) -> str:
+    (choice,) = answer["choices"]
+    if choice["finish_reason"] != "length":
+        raise Broken(f"finish_reason {choice['finish_reason']!r}")
+    text: str = choice["message"]["content"] if "message" in choice else choice["text"]
+    return text
+
+
+class Clients:
+    """Threads that send requests until `stop`. lost: what became of requests that the node lost, in words. counts: how many ended
+    how. running: when the requests in progress began, by thread. longest_s: the longest time a request took, refusals included."""
+
+    def __init__(self, url: str, models: Sequence[str], expected: dict[Request, str], draw: random.Random, number: int) -> None:
+        self.url, self._models, self._expected = url, models, expected
+        self.lost: list[str] = []
+        self.counts: Counter[str] = Counter()
+        self.running: dict[str, float] = {}
+        self.longest_s = 0.0
+        self._cuts: list[tuple[float, float]] = []
+        self._stopping = threading.Event()
+        self._lock = threading.Lock()
+        self._threads = [
+            threading.Thread(target=self._run, args=(random.Random(draw.random()),), name=f"client {at}", daemon=True)
+            for at in range(number)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @contextlib.contextmanager
+    def cut(self) -> Iterator[None]:
+        """A context in which the daemon is killed, which ends the connections of its clients."""
+        self._cuts.append((time.monotonic(), math.inf))
+        yield
+        self._cuts[-1] = (self._cuts[-1][0], time.monotonic())
+
+    def wait_for_running(self, before_s: float, limit_s: float = SOCKET_LIMIT_S) -> None:
+        """Waits until the requests that were sent before this time have ended."""
+        end = time.monotonic() + limit_s
+        while any(began < before_s for began in list(self.running.values())):
+            if time.monotonic() > end:
+                self._lose(f"requests did not end within {limit_s:g} s: {self.running}")
+                return
+            time.sleep(0.02)
+
+    def stop(self) -> None:
+        self._stopping.set()
+        for thread in self._threads:
+            thread.join(2 * SOCKET_LIMIT_S)
+            if thread.is_alive():
+                self._lose(f"{thread.name} hangs")
+
+    def _run(self, draw: random.Random) -> None:
+        while not self._stopping.is_set():
+            request = drawn(draw, self._models)
+            begun_s = time.monotonic()
+            self.running[threading.current_thread().name] = begun_s
+            self._one(request, begun_s)
+            self.running.pop(threading.current_thread().name)
+            self.longest_s = max(self.longest_s, time.monotonic() - begun_s)
+            if draw.random() < 0.2:
+                time.sleep(draw.random())
+
+    def _one(self, request: Request, begun_s: float) -> None:
+        while True:
+            try:
+                text = ask(self.url, request)
+            except Refused as refused:
+                self._count("refused")
+                if time.monotonic() - begun_s > PATIENCE_S:
+                    self._lose(f"{request} was refused for {PATIENCE_S:g} s: {refused}")
+                    return
+                time.sleep(min(refused.seconds, 1.0))
+            except (OSError, http.client.HTTPException, ValueError, Broken) as error:
+                if any(begin < time.monotonic() and begun_s < end for begin, end in self._cuts):
+                    self._count("cut by kill -9 of the daemon")
+                else:
+                    self._lose(f"{request}: {type(error).__name__}: {error}")
+                return
+            else:
+                if text == self._expected[request.asks_the_same]:
+                    self._count("answered")
+                else:
+                    self._lose(f"{request}: another text: {text[:60]!r}, not {self._expected[request.asks_the_same][:60]!r}")
+                return
+
+    def _count(self, what: str) -> None:
+        with self._lock:
+            self.counts[what] += 1
+
+    def _lose(self, why: str) -> None:
+        self._count("lost")
+        self.lost.append(why)
+
+
+def hang_up(url: str, request: Request, num_bytes: int) -> None:
+    """Sends a request, reads some bytes of its answer, and closes the connection."""
+    with contextlib.suppress(OSError), _connected(url) as connection:
+        connection.sendall(_head(request.path, len(request.body)) + request.body)
+        connection.recv(num_bytes)
+
+
+def send_garbage(url: str, draw: random.Random) -> None:
+    """Sends what no HTTP client would."""
+    pieces: list[Callable[[], bytes]] = [
+        lambda: draw.randbytes(draw.randrange(1, 5000)),
+        lambda: b"GET /" + b"a" * draw.randrange(1, 60000) + b" HTTP/1.1\r\n\r\n",
+        lambda: _head("/v1/completions", 100) + b'{"model": "ash", "prom',
+        lambda: _head("/v1/completions", 9) + b"[[[[[[[[[",
+        lambda: b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nab",
+        lambda: b"CONNECT a:1 HTTP/1.1\r\n\r\n",
+    ]
+    with contextlib.suppress(OSError), _connected(url) as connection:
+        connection.sendall(draw.choice(pieces)())
+        connection.settimeout(0.3)  # the rest of a body is waited for
+        connection.recv(1000)
+
+
+def _connected(url: str) -> socket.socket:
+    host, _, port = url.removeprefix("http://").rpartition(":")
+    return socket.create_connection((host, int(port)), 3)
+
+
+def _head(path: str, num_bytes: int) -> bytes:
+    return (
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {num_bytes}\r\n\r\n".encode()
+    )
