@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None, inventory: Inventory | None = None) 
     for one in lacking:
         logs.log.log(logging.ERROR if one.stops else logging.WARNING, "%s", one)
     if known is not None:
-        logs.log.info("%s: keys of %d tenants", config.keys_file, len(known.tenants))
+        logs.log.info("%s: tenants with keys: %d", config.keys_file, len(known.tenants))
         known.warn_if_empty(config.keys_file)
     elif config.insecure:
         logs.log.warning("no keys and --insecure: anybody who reaches %s may use the models", config.listen)
