@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -22,6 +23,18 @@ def line_of(text: str, key: str) -> int:
         if best_length < length and path == wanted[:length]:
             best, best_length = line, length  # a table or an inline table that encloses the key
     return best
+
+
+def lines(text: str) -> dict[tuple[str, ...], int]:
+    """Returns the line (from 1) of each key that is set, by its path from the outermost table inwards. Keys of an inline table have
+    its line. text: valid TOML."""
+    statements = sorted((line, tuple(path)) for line, path in _statements(text))
+    found = {path: line for line, path in statements}
+    for path in _paths(tomllib.loads(text)):
+        if path not in found:
+            enclosing = [line for line, start in statements if path[: len(start)] == start]
+            found[path] = enclosing[-1] if enclosing else 0
+    return found
 
 
 def line_of_syntax_error(message: str) -> int:
@@ -55,6 +68,14 @@ def _statements(text: str) -> list[tuple[int, list[str]]]:
         else:
             found.append((first, table + path))
     return found
+
+
+def _paths(table: dict[str, Any], before: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yields the path of every key in a table and in the tables below it."""
+    for key, value in table.items():
+        yield (*before, key)
+        if isinstance(value, dict):
+            yield from _paths(value, (*before, key))
 
 
 def _path(parsed: dict[str, Any]) -> list[str]:

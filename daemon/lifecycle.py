@@ -22,6 +22,7 @@ from config import host_tier
 from config import load as config_load
 from config import reload as config_reload
 from config.devices import device_budgets
+from config.provenance import Sources
 from config.schema import DeviceBudget, NodeConfig
 from config.units import format_bytes, machine_memory_bytes
 from daemon.access import keys
@@ -116,7 +117,8 @@ class Lifecycle:
             raise
         scanner = ModelScanner()
         checkpoints = await self._checkpoints_to_isolate(scanner)
-        node = self._node = NodeParts(self._config, self._devices, state, self._inventory, scanner, checkpoints, store)
+        sources = Sources(self._config_path, self._flags)
+        node = self._node = NodeParts(self._config, self._devices, state, self._inventory, scanner, checkpoints, store, sources)
         node.reload = self.reload_as_asked
         node.keys = self._keys
         node.audit.use(self._config.audit_log, self._config.audit_requests)
@@ -316,6 +318,8 @@ class Lifecycle:
             refused = config_load.ConfigError(source, "models_dir", f"{folder} cannot be read: {error.strerror}")
             raise node.reloads.refuse(refused) from None
         node.settings.config = node.dispatcher.config = self._config = plan.effective
+        node.settings.sources = Sources(self._config_path, self._flags)
+        node.settings.needs_restart = plan.needs_restart
         node.scheduler.reconfigure(scheduler_settings(plan.effective))
         changed_keys = known.changes_from(self._keys) if known is not None and self._keys is not None else []
         if changed_keys:

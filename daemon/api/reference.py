@@ -28,6 +28,7 @@ CONTROL = {
     "GET /control/v1/why/{name}": "`hearth why`",
     "GET /control/v1/plan/{name}": "`hearth plan`: what loading the model would do now, with the scores; nothing is done",
     "GET /control/v1/gpus": "`hearth gpus`: the machine's GPUs as the driver tells of them, and the faults seen since the start",
+    "GET /control/v1/config": "`hearth config`: all settings as they are used, and where each is set",
     "GET /control/v1/keys": "`hearth keys`: the tenants of the keys file, their limits, what is left of them, the next expiry",
     "GET /control/v1/names": "`hearth models`: the table of names, where each entry leads now, and why models are skipped",
     "GET /control/v1/room": "`hearth evict --dry-run`: who would leave to free `?bytes=N`, on each device or `&device=NAME`",

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from config.paths import client_control_path, daemon_status_path
-from daemon.cli import completion, gpus, keys, models, node, plan, queue, simulate, story, top
+from daemon.cli import completion, gpus, keys, models, node, plan, queue, settings, simulate, story, top
 from daemon.cli.client import Client, CommandError
 from daemon.cli.doctor import command as doctor
 from daemon.cli.packing import command as packing
@@ -69,6 +69,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("resume", node.resume, "take requests again", "NAME", optional=True)
     add("reload", node.reload, "read the configuration file again")
     add("keys", keys.keys, "tenants of the keys file: limits, what is left of them, keys that expire")
+    shown = add("config", settings.config, "settings as the daemon uses them, and where each is set")
+    shown.add_argument("--all", action="store_true", help="those that are set nowhere, too")
     hash_key = add("hash-key", keys.hash_key, "the line a keys file needs for a key, read from the terminal or standard input")
     hash_key.add_argument("--generate", action="store_true", help="make a new key and print both")
     pulling = add(

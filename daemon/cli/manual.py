@@ -64,7 +64,10 @@ EXAMPLES = {
     "hearth doctor": "what of this machine stands in the way, and what to change",
     "hearth models --json": "the same for scripts; all commands take --json",
 }
-_READING = ("ps", "models", "status", "why", "plan", "history", "top", "queue", "gpus", "events", "keys", "doctor", "version")
+_READING = (
+    *("ps", "models", "status", "why", "plan", "history", "top", "queue", "gpus", "events", "keys", "config"),
+    *("doctor", "version"),
+)
 
 
 # ---- roff

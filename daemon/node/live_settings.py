@@ -1,17 +1,25 @@
-"""The running configuration. A reload replaces it as a whole, and code that reads it through here sees the new values at once."""
+"""The running configuration and where it was set. A reload replaces it as a whole, and code that reads it through here sees the new
+values at once."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from config.provenance import Sources, settings
 from config.schema import NodeConfig
 
 
 class LiveSettings:
-    """The current values of HttpSettings, AccessSettings and CorsSettings for the API."""
+    """The current values of HttpSettings, AccessSettings and CorsSettings for the API. needs_restart: dotted keys that the file
+    has changed since the start, and that only a restart applies."""
 
-    def __init__(self, config: NodeConfig) -> None:
-        self.config = config
+    def __init__(self, config: NodeConfig, sources: Sources) -> None:
+        self.config, self.sources = config, sources
+        self.needs_restart: Sequence[str] = ()
+
+    def rows(self) -> list[dict[str, object]]:
+        """Returns a row for each setting, for `hearth config`."""
+        return [setting._asdict() for setting in settings(self.config, self.sources, self.needs_restart)]
 
     @property
     def max_body_bytes(self) -> int | str:

@@ -14,6 +14,7 @@ from functools import partial
 from math import inf
 from typing import Any
 
+from config.provenance import Sources
 from config.schema import DeviceBudget, NodeConfig
 from config.units import format_bytes
 from daemon.access.keys import Keys
@@ -88,15 +89,16 @@ class NodeParts:
         scanner: ModelScanner | None = None,
         checkpoints: Mapping[str, Checkpoint] | None = None,
         store: FdStore | None = None,
+        sources: Sources | None = None,
     ) -> None:
         """checkpoints: the content of the models folder, for the carve-outs of isolated models. store: keeps memory over a restart
-        of the daemon; None: nothing does."""
+        of the daemon; None: nothing does. sources: where the settings are set; None: nowhere."""
         loop = asyncio.get_running_loop()
         division = divide(config, devices, state, checkpoints or {})
         self.devices = devices = division.devices
         self.inventory = inventory or Driver()
         self.state_keeper = StateKeeper(state)
-        self.settings = LiveSettings(config)
+        self.settings = LiveSettings(config, sources or Sources(None, {}))
         self.ring, self.metric = EventRing(), Metrics()
         self.watch = LoopWatch(loop, config.loop_watch_ms / 1e3)
         budgets = {device.name: device.budget_bytes for device in devices}

@@ -65,6 +65,7 @@ def make_control_app(node: NodeParts, read_only: bool = False) -> web.Applicatio
     app.router.add_get("/control/v1/top", api.top)
     app.router.add_get("/control/v1/gpus", api.gpus)
     app.router.add_get("/control/v1/keys", api.keys)
+    app.router.add_get("/control/v1/config", api.config)
     if read_only:
         app.router.add_post("/{path:.*}", _denied)
         return app
@@ -180,6 +181,9 @@ class ControlApi:
 
     async def keys(self, request: web.Request) -> web.Response:
         return _json(key_rows.rows(self._node))
+
+    async def config(self, request: web.Request) -> web.Response:
+        return _json(self._node.settings.rows())
 
     async def event_lines(self, request: web.Request) -> web.StreamResponse:
         """Answers with the event history as NDJSON, and with `?follow=1` then with new events until the client closes the

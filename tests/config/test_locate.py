@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from config.load import ConfigError, load
-from config.locate import line_of
+from config.locate import line_of, lines
 
 TEXT = """\
 # max_wait_s = 1
@@ -53,6 +53,16 @@ top_p = 0.5
 )
 def test_line_of(key: str, line: int) -> None:
     assert line_of(TEXT, key) == line
+
+
+def test_lines_of_all_keys() -> None:
+    found = lines(TEXT)
+    assert found["listen",] == 2
+    assert found["models", "org/name", "dtype"] == 15
+    assert found["models", "org/name", "sampling", "temperature"] == 16
+    assert found["models", "x", "sampling", "top_k"] == 19
+    assert found["models", "y", "sampling", "top_p"] == 21
+    assert ("models", "x", "dtype") not in found
 
 
 @pytest.mark.parametrize(

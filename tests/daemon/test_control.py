@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -426,3 +427,25 @@ def test_permission(node: Node) -> None:
     result = subprocess.run(command, capture_output=True, text=True, env=environment())
     assert result.returncode == 6, result.stderr
     assert "permission" in result.stderr
+
+
+def test_config_tells_where_settings_are_set(node: Node) -> None:
+    before = node.config.read_text()
+    try:
+        node.config.write_text('max_wait_s = 77\nlog_format = "json"\n' + before)
+        assert node.cli("reload").returncode == 0
+        rows = {row["key"]: row for row in node.json("config", "--all")}
+        assert (rows["max_wait_s"]["value"], rows["max_wait_s"]["source"]) == (77, f"{node.config}:1")
+        assert (rows["log_format"]["value"], rows["log_format"]["waits"]) == ("auto", True)
+        assert (rows["drain_timeout_s"]["value"], rows["drain_timeout_s"]["source"]) == (30, "")
+        assert rows["listen"]["source"] == "--listen"
+        assert rows['models."org/b".aliases']["value"] == ["bee"]
+        text = node.cli("config").stdout
+        assert "drain_timeout_s" not in text
+        assert re.search(r'^log_format +"auto" \(\*\) ', text, re.MULTILINE)
+        assert "(*) the file has another value, which needs a restart" in text
+        assert "others have their defaults; `hearth config --all` shows them" in text
+    finally:
+        node.config.write_text(before)
+        node.cli("reload")
+    assert not any(row["waits"] for row in node.json("config"))

@@ -1,0 +1,75 @@
+"""Tells where the value of each setting comes from: a flag, a line of the file, or nowhere, so that the default counts."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from config import locate
+from config.load import flag_name
+from config.reload import live_keys
+from config.schema import LIVE, RESTART, ModelConfig, NodeConfig, SamplingDefaults
+
+Path = tuple[str, ...]
+
+
+class Setting(NamedTuple):
+    """The value of one key as the node uses it. key: its dotted path as in the file. source: "--flag", "FILE:LINE", or "" for the
+    default. reload: LIVE or RESTART. waits: whether the file has another value, which needs a restart."""
+
+    key: str
+    value: Any
+    source: str
+    reload: str
+    waits: bool
+
+
+class Sources:
+    """Where keys were set when the settings were read."""
+
+    def __init__(self, path: str | None, flags: Mapping[str, Any]) -> None:
+        """path: the file that was read just now, None if there is none. flags: by key."""
+        self._file = path or ""
+        self._flags = {key: flag_name(key) for key in flags}
+        self._lines: dict[Path, int] = {}
+        if path:
+            with contextlib.suppress(OSError, ValueError), open(path, encoding="utf-8") as file:  # replaced within the instant
+                self._lines = locate.lines(file.read())
+
+    def of(self, *key: str) -> str:
+        """Returns the source of a key, given from the outermost table inwards, as in Setting."""
+        if len(key) == 1 and key[0] in self._flags:
+            return self._flags[key[0]]
+        line = self._lines.get(key)
+        return "" if line is None else f"{self._file}:{line}"
+
+
+def settings(config: NodeConfig, sources: Sources, needs_restart: Collection[str] = ()) -> list[Setting]:
+    """Returns all of the node's settings in the schema's order, then the entries of `[names]` and what models have set. config: as
+    it is used. needs_restart: dotted keys whose value in the file is another one."""
+    found = _of_struct(config, (), sources, needs_restart, skip=("names", "models"))
+    found += [Setting(f'names."{name}"', targets, sources.of("names", name), LIVE, False) for name, targets in config.names.items()]
+    for name, model in config.models.items():
+        rows = _of_struct(model, ("models", name), sources, needs_restart, skip=("sampling",))
+        rows += _of_struct(model.sampling or SamplingDefaults(), ("models", name, "sampling"), sources, needs_restart)
+        found += [row for row in rows if row.source]
+    return found
+
+
+def _of_struct(
+    struct: NodeConfig | ModelConfig | SamplingDefaults,
+    table: Path,
+    sources: Sources,
+    needs_restart: Collection[str],
+    skip: Collection[str] = (),
+) -> list[Setting]:
+    live = live_keys(type(struct)) if not isinstance(struct, SamplingDefaults) else set(struct.__struct_fields__)
+    prefix = f'models."{table[1]}".' + "".join(f"{part}." for part in table[2:]) if table else ""
+    return [
+        Setting(prefix + key, value, sources.of(*table, key), LIVE if key in live else RESTART, prefix + key in needs_restart)
+        for key, value in msgspec.structs.asdict(struct).items()
+        if key not in skip
+    ]
