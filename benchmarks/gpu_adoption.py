@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 import uvloop
 
 from benchmarks import gpu_checkpoints
-from benchmarks.gpu_server import settings
+from benchmarks.gpu_node import settings
 from benchmarks.load import Result, stream_one
 from benchmarks.server import Server
 

@@ -13,13 +13,15 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_limits import copy_bytes_per_s, gemm_flops, host_to_device_bytes_per_s
+from benchmarks.gpu_limits import copy_bytes_per_s, gemm_flops, give_back, host_to_device_bytes_per_s
 from benchmarks.gpu_shapes import Bench
 from engine.cuda.work_space import KEPT_BYTES
 from loader import dtypes, kv_layout
 from loader.gpu_sizing import gpu_work_space_bytes
 
 IN_FLIGHT = 2
+ROWS = (1, 64, 8, 128, 256)  # the most wanted first
+LENGTH = 2304  # tokens of a sequence
 
 
 def tell(**figures: Any) -> None:
@@ -139,36 +141,36 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="interpreted on the CPU, at a size that only shows that this runs")
     options = parser.parse_args()
     device, tiny = ("cpu", True) if options.tiny else ("cuda", False)
+    model = "tiny" if tiny else options.model
+    copy, gemm, bus = copy_bytes_per_s(device, tiny), gemm_flops(device, tiny), host_to_device_bytes_per_s(device, tiny)
+    give_back(device)  # of what measuring the limits took
+    tell(what="limits", copy_gb_s=round(copy / 1e9, 1), gemm_tflops=round(gemm / 1e12, 1), bus_gb_s=round(bus / 1e9, 1))
     began_s = time.perf_counter()
-    bench = Bench("tiny" if tiny else options.model, device, 4 if tiny else 256, 64 if tiny else 2304, 0 if tiny else 256)
-    copy, gemm = copy_bytes_per_s(device, tiny), gemm_flops(device, tiny)
+    bench = Bench(model, device, 4 if tiny else max(ROWS), 64 if tiny else LENGTH, 0 if tiny else 256)
     tell(
         what="start",
-        model="tiny" if tiny else options.model,
+        model=model,
         weights_gib=round(bench.weights.num_bytes / 2**30, 2),
+        kv_gib=round(bench.num_blocks * bench.block_bytes / 2**30, 2),
         warm_s=round(bench.warm_s, 2),
         make_s=round(time.perf_counter() - began_s, 2),
-        copy_gb_s=round(copy / 1e9, 1),
-        gemm_tflops=round(gemm / 1e12, 1),
     )
-    if not tiny:
-        torch.cuda.empty_cache()  # of what measuring the limits took
-        torch.cuda.reset_peak_memory_stats()
     if tiny:
         decode(bench, 1, 20, 3, copy)
         decode(bench, 3, 20, 3, copy)
         prefill(bench, 40, gemm)
-        swap(bench, host_to_device_bytes_per_s(device, tiny))
+        swap(bench, bus)
         return
-    for num_rows, context in ((1, 1024), (64, 1024), (8, 1024), (256, 1024), (128, 1024)):
-        decode(bench, num_rows, context, 100, copy)
+    torch.cuda.reset_peak_memory_stats()
+    for num_rows in ROWS:
+        decode(bench, num_rows, 1024, 100, copy)
     prefill(bench, 2048, gemm)
     work_space(bench, 2048)
-    swap(bench, host_to_device_bytes_per_s(device, tiny))
-    bench.model.graphs.captured.clear()
+    swap(bench, bus)
     weights = bench.weights
     del bench
-    long = Bench(options.model, device, 4, 8704, 8, weights)
+    give_back(device)
+    long = Bench(model, device, 4, 8704, 8, weights)
     prefill(long, 8192, gemm)
     decode(long, 1, 8192, 100, copy)
 

@@ -1,0 +1,114 @@
+"""What `make gpu` asks of a machine fits on it, whatever the part: on a card of 80 GB and on one of 141 GB."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from benchmarks import gpu_forward, gpu_kernels, gpu_limits, gpu_server, gpu_shapes, gpu_throughput
+from benchmarks.gpu_node import Node
+from config.devices import CUDA_LEFT_BYTES
+from engine.contracts.steps import StepResult
+from engine.cuda.kernels import entry, triton_unpack
+from engine.cuda.model import CudaModel
+from engine.cuda.work_space import KEPT_BYTES
+from loader import codec
+from loader.gpu_sizing import gpu_work_space_bytes
+from tests.counted_memory import CountedMemory
+
+CARDS_GIB = (78, 139)  # usable, of 80 GB and of 141 GB
+HOST_GIB, DISK_GIB = 128, 64
+CONTEXT_BYTES = 1 << 30  # CUDA's context and libraries, outside of what torch counts
+NODES = {"serve": gpu_server.SERVE, "cohost": gpu_server.COHOST}
+
+
+class Ended:
+    """A step that has computed nothing."""
+
+    def wait(self) -> StepResult:
+        return StepResult(np.zeros(0, np.int32), np.zeros(0, np.bool_), 1e-3)
+
+
+@pytest.fixture(params=CARDS_GIB, ids=lambda gib: f"{gib} GiB")
+def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[CountedMemory]:
+    """A card whose steps and kernels compute nothing and whose memory is counted. Its memory is request.param GiB."""
+    total_bytes = request.param << 30
+    memory = CountedMemory()
+    cuda: dict[str, Callable[..., Any]] = {
+        "mem_get_info": lambda *_: (total_bytes - CONTEXT_BYTES - memory.held_bytes(), total_bytes),
+        "get_device_properties": lambda *_: SimpleNamespace(multi_processor_count=132, total_memory=total_bytes),
+        "max_memory_allocated": lambda *_: memory.most_bytes,
+        "max_memory_reserved": lambda *_: memory.most_bytes,
+        "reset_peak_memory_stats": lambda *_: None,
+        "synchronize": lambda *_: None,
+        "empty_cache": lambda *_: None,
+    }
+    for name, value in cuda.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    for name in ("warm", "launch"):
+        monkeypatch.setattr(CudaModel, name, lambda *_: Ended())
+    monkeypatch.setattr(gpu_forward, "swap", lambda *_: None)  # takes page-locked memory of the host, and none of the device
+    for module in (gpu_limits, gpu_kernels):
+        monkeypatch.setattr(module, "seconds_of", lambda *_, **__: 1e-3)
+    monkeypatch.setattr(gpu_throughput, "ours", _started(gpu_throughput))
+    monkeypatch.setattr(entry, "split_contexts", lambda *_: None)
+    monkeypatch.setattr(codec, "encode", lambda values: bytes(values[: len(values) // 2]))
+    monkeypatch.setattr(triton_unpack, "unpack", lambda *_: None)
+    with memory:
+        yield memory
+
+
+def _started(module: Any) -> Callable[..., dict[str, Any]]:
+    """The throughput's model and its memory, without the requests."""
+
+    def ours(name: str, device: str, requests: list[tuple[int, int]]) -> dict[str, Any]:
+        module.bench_for(name, device, requests)
+        return {}
+
+    return ours
+
+
+def rest_bytes(shape: str) -> int:
+    """What steps and graphs take beside what is counted, and the context."""
+    return gpu_work_space_bytes(gpu_shapes.shape_of(shape), "bfloat16", 8192, 256) + KEPT_BYTES + CONTEXT_BYTES
+
+
+@pytest.mark.parametrize(
+    ("main", "arguments", "shape"),
+    [
+        (gpu_forward.main, [], "8b"),
+        (gpu_forward.main, ["--model", "1b"], "1b"),
+        (gpu_throughput.main, [], "8b"),
+        (gpu_kernels.main, [], "8b"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_a_model_its_kv_and_copies_fit(
+    card: CountedMemory, monkeypatch: pytest.MonkeyPatch, main: Callable[[], None], arguments: list[str], shape: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["part", *arguments])
+    main()
+    total_bytes = torch.cuda.mem_get_info()[1]
+    assert card.most_bytes > 1 << 30, "nothing was counted"
+    assert card.most_bytes + rest_bytes(shape) <= total_bytes, f"{card.most_bytes / 2**30:.1f} GiB of tensors at a time"
+
+
+@pytest.mark.parametrize("card_gib", CARDS_GIB)
+@pytest.mark.parametrize("node", NODES.values(), ids=NODES)
+def test_models_fit_on_their_node(node: Node, card_gib: int) -> None:
+    default_bytes = (card_gib << 30) - CUDA_LEFT_BYTES
+    assert node.budget_bytes <= default_bytes
+    assert node.device_bytes() <= (node.budget_bytes or default_bytes)
+    assert node.host_tier_bytes <= HOST_GIB * 3 // 4 << 30
+    assert node.disk_bytes() + (4 << 30) <= DISK_GIB << 30
+    if node.num_resident < len(node.models):
+        assert replace(node, num_resident=node.num_resident + 1).device_bytes() > node.budget_bytes, "nobody has to leave"
