@@ -11,7 +11,8 @@ help:
 	@echo "make test-tiers    the same, once for each kind of processor that this one can stand for: a quarter of an hour each"
 	@echo "sudo make test-aarch64   kernels, models and a daemon on an emulated aarch64 processor; docs/aarch64.md"
 	@echo "make check   ruff, mypy, architecture and docs tests"
-	@echo "make gpu     the tests and figures of docs/gpu.md, on a machine with a CUDA device; OUT=folder for the results"
+	@echo "make gpu ONLY=correctness, ONLY=speed, ONLY=system   tests and figures of docs/gpu.md, on a machine with a CUDA device,"
+	@echo "             nine minutes each at most; OUT=folder for the results"
 	@echo "make gpu-dry    the same scripts, interpreted on the CPU at tiny sizes; make gpu-wheels gets what an offline machine may lack"
 	@echo "sudo make install     the service: /opt/hearthd, systemd units, /etc/hearthd; see docs/operations.md"
 	@echo "sudo make uninstall   takes it away; settings and models stay"
@@ -59,6 +60,7 @@ bench: $(VENV)/.test
 	$(BIN)/python -m benchmarks.run
 
 # On a CUDA machine, offline: its own python with torch and triton, and of .wheels (see gpu-wheels) only what that python lacks.
+# ONLY: correctness, speed or system, or names of their parts with commas between (benchmarks/gpu_parts.py).
 OUT ?= .gpu-results
 GPU_PYTHON ?= python3
 WHEELS := .wheels

@@ -88,7 +88,7 @@ class Bench:
         weights: PlainRange | None = None,
         num_blocks: int = 0,
     ) -> None:
-        self.shape = shape_of(name)
+        self.name, self.device, self.shape = name, device, shape_of(name)
         self.dtype = "bfloat16" if device == "cuda" else "float32"
         self.weights = random_weights(self.shape, self.dtype, device) if weights is None else weights
         self.block_bytes = kv_layout.block_bytes(self.shape, self.dtype, BLOCK_TOKENS)
