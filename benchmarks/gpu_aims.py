@@ -20,8 +20,16 @@ class PartsAim:
     aim: Aim
 
 
-def _aim(part: str, what: str, benchmark: str, value: str, wanted: Line, **bounds: tuple[float, ...]) -> PartsAim:
-    return PartsAim(part, Aim(what, benchmark, value, wanted, **bounds))
+def _aim(
+    part: str,
+    what: str,
+    benchmark: str,
+    value: str,
+    wanted: Line,
+    least: tuple[float, ...] = (),
+    most: tuple[float, ...] = (),
+) -> PartsAim:
+    return PartsAim(part, Aim(what, benchmark, value, wanted, least, most))
 
 
 AIMS = (

@@ -176,9 +176,9 @@ def cohost(folder: pathlib.Path, tiny: bool) -> None:
             preemptions=counter(server, "hearth_model_preemptions_total"),
             **line,
         )
-        alone = [uvloop.run(texts_of(server, names, together=False)) for _ in range(2)]
+        first, again = (uvloop.run(texts_of(server, names, together=False)) for _ in range(2))
         before, paused = counter(server, "hearth_swap_ins_total"), counter(server, "hearth_requests_paused_total")
-        found = compared(*alone, uvloop.run(texts_of(server, names, together=True)))
+        found = compared(first, again, uvloop.run(texts_of(server, names, together=True)))
         tell(
             what="texts",
             swaps=counter(server, "hearth_swap_ins_total") - before,
