@@ -35,6 +35,4 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if "PYTEST_XDIST_WORKER" not in os.environ:
         failed = outcomes["failed"] + outcomes["error"]
-        _tell(
-            what="outcomes", collected=session.testscollected, passed=outcomes["passed"], failed=failed, skipped=outcomes["skipped"]
-        )
+        _tell(what="outcomes", passed=outcomes["passed"], failed=failed, skipped=outcomes["skipped"])

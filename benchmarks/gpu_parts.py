@@ -30,7 +30,8 @@ def _workers() -> tuple[str, ...]:
 
 
 # Another torch's warnings are no failures; addopts of pyproject.toml refuses settings of plugins that may be missing there.
-TESTS = ("pytest", "-q", "-W", "default", "-o", "addopts=", "-p", "no:cacheprovider", "-p", "benchmarks.gpu_failures", *_workers())
+SETTINGS = ("-W", "default", "-o", "addopts=", "-o", "timeout=90", "-p", "no:cacheprovider", "-p", "benchmarks.gpu_failures")
+TESTS = ("pytest", "-q", *SETTINGS, *_workers())
 
 # The most valuable first: where time does not suffice, that of the first is cut last.
 COMMANDS: dict[str, tuple[Part, ...]] = {

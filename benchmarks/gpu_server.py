@@ -85,10 +85,9 @@ def cold(folder: pathlib.Path, name: str) -> None:
 
 def memory_of(gpus: Any) -> dict[str, float]:
     """Returns what of the device is in use and free, GiB, as the driver tells the daemon. {} without a GPU."""
-    rows = gpus.get("gpus", []) if isinstance(gpus, dict) else gpus
-    if not rows or "total_bytes" not in rows[0]:
+    if not isinstance(gpus, list) or not gpus:
         return {}
-    total, used = rows[0]["total_bytes"], rows[0].get("used_bytes", 0)
+    total, used = gpus[0]["total_bytes"], gpus[0]["used_bytes"]
     return {"used_gib": round(used / 2**30, 2), "free_gib": round((total - used) / 2**30, 2)}
 
 
