@@ -8,6 +8,7 @@ import argparse
 import json
 import math
 import pathlib
+import shutil
 import struct
 import tempfile
 
@@ -18,11 +19,13 @@ from benchmarks.gpu_shapes import CONFIGS, LLAMA, shape_of
 from loader import layout
 
 TRAINED_SIZE = 32_000
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 TOKENIZER_SIZE = {"8b": 128_000, "1b": 128_000, "tiny": 300}
 
 
-def make(folder: pathlib.Path, name: str, device: str) -> int:
-    """Writes the checkpoint and returns the bytes of its weights."""
+def make(folder: pathlib.Path, name: str, device: str, tokenizer_of: pathlib.Path | None = None) -> int:
+    """Writes the checkpoint and returns the bytes of its weights. tokenizer_of: a checkpoint to take the tokenizer of, which takes
+    seconds to train."""
     folder.mkdir(parents=True, exist_ok=True)
     shape = shape_of(name)
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", **LLAMA, **CONFIGS[name]}))
@@ -40,7 +43,11 @@ def make(folder: pathlib.Path, name: str, device: str) -> int:
             if "norm" not in tensor:
                 values.normal_(0.0, 0.02)
             file.write(values.cpu().view(torch.uint8).numpy().data)
-    _write_tokenizer(folder, TOKENIZER_SIZE[name])
+    if tokenizer_of is None:
+        _write_tokenizer(folder, TOKENIZER_SIZE[name])
+    else:
+        for file in TOKENIZER_FILES:
+            shutil.copy(tokenizer_of / file, folder / file)
     return offset
 
 

@@ -91,8 +91,10 @@ async def move(server: Server, rounds: int, num_tokens: int) -> bool:
 
 
 def run(folder: pathlib.Path, tiny: bool) -> None:
+    first: pathlib.Path | None = None
     for name, shape in NODE.models.items():
-        gpu_checkpoints.make(folder / name, "tiny" if tiny else shape, "cpu" if tiny else "cuda")
+        gpu_checkpoints.make(folder / name, "tiny" if tiny else shape, "cpu" if tiny else "cuda", first)
+        first = folder / name
     devices, flags = [NODE.device], NODE.flags(folder)
     if tiny:
         devices, flags = ["cpu=64MiB"], [*TINY, *host_tier(64 << 20), *settings(folder, NODE.models, 256)]

@@ -32,7 +32,7 @@ from benchmarks.gpu_texts import Question, answer, compared
 from benchmarks.gpu_throughput import lengths
 from benchmarks.load import drive_lengths, summary, tree_cpu_s, tree_rss_bytes
 from benchmarks.loading import set_cache
-from benchmarks.server import Server
+from benchmarks.server import CACHE, Server
 
 HALF = 0.5
 SERVE = Node({"8b": "8b"}, 1, max_model_len=8192, max_num_batched_tokens=8192, host_tier_bytes=20 << 30)
@@ -107,6 +107,8 @@ def serve(folder: pathlib.Path, tiny: bool, confine: bool) -> None:
             with Server(folder, devices, flags, pathlib.Path(cache)) as server:
                 ready_s = round(server.ready_s, 2)
                 right.append(load(server, name, num_bytes, "cold_load", "disk", compiled_kernels=False, ready_s=ready_s))
+            if (compiled := pathlib.Path(cache) / "triton").is_dir():  # so that parts after this one need not compile them again
+                shutil.copytree(compiled, CACHE / "triton", dirs_exist_ok=True)
         cold(folder, name)
         with Server(folder, devices, flags, pathlib.Path(cache)) as server:
             ready_s = round(server.ready_s, 2)

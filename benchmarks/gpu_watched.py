@@ -26,5 +26,7 @@ def watched(command: Sequence[str], limit_s: float, **variables: str) -> tuple[s
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):  # one that waits for the driver may not end
+                process.wait(2.0)
         output.seek(0)
         return output.read().decode(errors="replace"), code
