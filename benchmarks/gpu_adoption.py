@@ -124,7 +124,7 @@ def _check_texts(lines: list[dict[str, Any]], tiny: bool, server: Server) -> Non
 
 def run(folder: pathlib.Path, tiny: bool) -> None:
     began_s = time.perf_counter()
-    num_bytes = gpu_checkpoints.make(folder / MODEL, "tiny" if tiny else "1b", "cpu" if tiny else "cuda")
+    (num_bytes,) = gpu_checkpoints.make_apart(folder, {MODEL: "tiny" if tiny else "1b"}, "cpu" if tiny else "cuda")
     tell(what="made", gib=round(num_bytes / 2**30, 3), seconds=round(time.perf_counter() - began_s, 1))
     devices, flags = [NODE.device], NODE.flags(folder)
     if tiny:

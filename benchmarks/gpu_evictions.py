@@ -91,10 +91,8 @@ async def move(server: Server, rounds: int, num_tokens: int) -> bool:
 
 
 def run(folder: pathlib.Path, tiny: bool) -> None:
-    first: pathlib.Path | None = None
-    for name, shape in NODE.models.items():
-        gpu_checkpoints.make(folder / name, "tiny" if tiny else shape, "cpu" if tiny else "cuda", first)
-        first = folder / name
+    shapes = dict.fromkeys(NODE.models, "tiny") if tiny else NODE.models
+    gpu_checkpoints.make_apart(folder, shapes, "cpu" if tiny else "cuda")
     devices, flags = [NODE.device], NODE.flags(folder)
     if tiny:
         devices, flags = ["cpu=64MiB"], [*TINY, *host_tier(64 << 20), *settings(folder, NODE.models, 256)]

@@ -94,7 +94,7 @@ def memory_of(gpus: Any) -> dict[str, float]:
 def serve(folder: pathlib.Path, tiny: bool, confine: bool) -> None:
     name = "tiny" if tiny else "8b"
     began_s = time.perf_counter()
-    num_bytes = gpu_checkpoints.make(folder / name, name, "cpu" if tiny else "cuda")
+    (num_bytes,) = gpu_checkpoints.make_apart(folder, {name: name}, "cpu" if tiny else "cuda")
     tell(what="made", model=name, gib=round(num_bytes / 2**30, 2), seconds=round(time.perf_counter() - began_s, 1))
     pairs = lengths(6, 6, 4) if tiny else lengths(200, 220, 200)
     devices = ["cpu=256MiB"] if tiny else [SERVE.device]
@@ -153,7 +153,7 @@ async def texts_of(server: Server, names: Sequence[str], together: bool) -> dict
 
 def cohost(folder: pathlib.Path, tiny: bool) -> None:
     kind, names = "tiny" if tiny else "1b", list(COHOST.models)
-    num_bytes = gpu_checkpoints.make(folder / "a", kind, "cpu" if tiny else "cuda")
+    (num_bytes,) = gpu_checkpoints.make_apart(folder, {"a": kind}, "cpu" if tiny else "cuda")
     for name in names[1:]:
         shutil.copytree(folder / "a", folder / name)
     devices = ["cpu=7552KiB"] if tiny else [COHOST.device]

@@ -93,10 +93,7 @@ async def soak(server: Server, num_tokens: int) -> bool:
 
 def run(folder: pathlib.Path, tiny: bool) -> None:
     began_s = time.perf_counter()
-    first: pathlib.Path | None = None
-    for name in NODE.models:
-        gpu_checkpoints.make(folder / name, "tiny" if tiny else "1b", "cpu" if tiny else "cuda", first)
-        first = folder / name
+    gpu_checkpoints.make_apart(folder, dict.fromkeys(NODE.models, "tiny" if tiny else "1b"), "cpu" if tiny else "cuda")
     tell(what="made", models=len(NODE.models), seconds=round(time.perf_counter() - began_s, 1))
     devices, flags = [NODE.device], NODE.flags(folder)
     if tiny:

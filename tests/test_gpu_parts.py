@@ -3,6 +3,7 @@ report."""
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from benchmarks import gpu_ncu, gpu_node, gpu_sanitizer, gpu_server
+from benchmarks import gpu_checkpoints, gpu_ncu, gpu_node, gpu_sanitizer, gpu_server
 from benchmarks.gpu_evictions import gaps_in
 from benchmarks.gpu_texts import Question, compared, prompt_of, text_of
 from benchmarks.gpu_watched import watched
@@ -31,6 +32,22 @@ def test_checkpoints_are_not_kept_in_memory(tmp_path: Path, monkeypatch: pytest.
     assert not folder.exists()
     with pytest.raises(RuntimeError, match="no drive has room"), gpu_node.checkpoints_folder(1 << 60):
         pass
+
+
+def test_checkpoints_are_made_in_a_process_that_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has used the device keeps a context and torch's cache there, and an engine with the default budget has no room
+    beside them. So no part that starts a daemon uses torch on the device itself."""
+    monkeypatch.setattr(gpu_checkpoints, "make", lambda *_: pytest.fail("made in this process"))
+    sizes = gpu_checkpoints.make_apart(tmp_path, {"a": "tiny", "b": "tiny"}, "cpu")
+    assert len(sizes) == 2
+    for name in "ab":
+        assert (tmp_path / name / "model.safetensors").stat().st_size > sizes[0]
+        assert (tmp_path / name / "tokenizer.json").exists()
+    root = Path(__file__).parents[1] / "benchmarks"
+    for name in ("gpu", "gpu_server", "gpu_soak", "gpu_evictions", "gpu_adoption", "gpu_node", "gpu_texts"):
+        source = (root / f"{name}.py").read_text()
+        assert "torch" not in re.findall(r"^ *(?:import|from) (\w+)", source, re.M), name
+        assert "gpu_checkpoints.make(" not in source, name
 
 
 def test_a_load_from_elsewhere_is_told(capsys: pytest.CaptureFixture[str]) -> None:
