@@ -133,3 +133,15 @@ def test_a_watched_program_ends_with_all_that_it_started() -> None:
     code = "import subprocess, time; subprocess.Popen(['sleep', '60']); print('begun', flush=True); time.sleep(60)"
     assert watched([sys.executable, "-c", code], 3.0) == ("begun\n", None)
     assert watched([sys.executable, "-c", "import os; print(os.environ['WHAT'])"], 60.0, WHAT="it") == ("it\n", 0)
+
+
+def test_a_page_cache_that_keeps_the_weights_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And costs none of the figures after it."""
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "model.safetensors").write_bytes(bytes(1 << 20))
+    assert gpu_server.dropped(tmp_path, "m")
+    monkeypatch.setattr(gpu_server, "set_cache", lambda *_, **__: sys.exit("m: in the page cache at 0"))
+    assert not gpu_server.dropped(tmp_path, "m")
+    assert "in the page cache at 0" in capsys.readouterr().out
