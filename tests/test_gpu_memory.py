@@ -33,6 +33,8 @@ from benchmarks.gpu_node import Node
 from benchmarks.gpu_parts import PARTS
 from config.devices import CUDA_LEFT_BYTES
 from engine.contracts.steps import StepResult
+from engine.cuda.backend import MAX_GRAPH_ROWS
+from engine.cuda.graphs import graph_rows
 from engine.cuda.kernels import entry, triton_decode, triton_extend, triton_sampling, triton_unpack
 from engine.cuda.model import CudaModel
 from engine.cuda.work_space import KEPT_BYTES
@@ -150,3 +152,11 @@ def test_models_fit_on_their_node(node: Node, card_gib: int) -> None:
     assert node.disk_bytes() + (4 << 30) <= DISK_GIB << 30
     if node.num_resident < len(node.models):
         assert replace(node, num_resident=node.num_resident + 1).device_bytes() > node.budget_bytes, "nobody has to leave"
+
+
+def test_the_default_budget_leaves_room_for_all_that_is_outside_of_it() -> None:
+    """What the driver takes is an estimate until a GPU was measured: some 0.5 GiB for the context of an H100, and as much as `make
+    gpu` aims at for each graph, of four models."""
+    context_bytes, modules_bytes = 512 << 20, 256 << 20
+    executables_bytes = 4 * len({graph_rows(num) for num in range(1, MAX_GRAPH_ROWS + 1)}) * (2 << 20)
+    assert KEPT_BYTES + context_bytes + modules_bytes + executables_bytes <= CUDA_LEFT_BYTES
